@@ -1,0 +1,50 @@
+"""jaxserve: a JAX-native LLM inference engine. The public names, imported when first used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxserve.buckets import BucketPlan
+    from jaxserve.config import EngineConfig
+    from jaxserve.engine import Engine, EngineOutput
+    from jaxserve.llm import LLM
+    from jaxserve.request import CompletionOutput, Logprob, Request, RequestOutput, SamplingParams
+    from jaxserve.tokenizer import Tokenizer
+
+_HOME = {
+    "LLM": "llm",
+    "Engine": "engine",
+    "EngineOutput": "engine",
+    "EngineConfig": "config",
+    "BucketPlan": "buckets",
+    "SamplingParams": "request",
+    "Request": "request",
+    "RequestOutput": "request",
+    "CompletionOutput": "request",
+    "Logprob": "request",
+    "Tokenizer": "tokenizer",
+}
+
+__all__ = [
+    "LLM",
+    "BucketPlan",
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "EngineOutput",
+    "Logprob",
+    "Request",
+    "RequestOutput",
+    "SamplingParams",
+    "Tokenizer",
+]
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
+    return getattr(import_module(f"jaxserve.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,179 @@
+"""Schedule -> StepInputs: the one place where a step's host arrays are built.
+
+A step uploads one int32 array. StepLayout says which slice of it holds what; pack() fills it (numpy, on the host), unpack() takes it
+apart (inside the compiled step). What a row of the device-resident state already holds is not sent again: a decode's token and
+position come from there, and of the page table only the entries that changed travel. Knows nothing of models or kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxserve import sampling_rows
+from jaxserve.buckets import Bucket, BucketPlan
+
+if TYPE_CHECKING:
+    from jaxserve.request import Request
+    from jaxserve.schedule import Schedule
+
+FROM_DEVICE = -1  # a token id or start that the device knows: the row's last sampled token, the row's number of computed tokens
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """Where each field lies in the packed int32 array of one bucket.
+
+    T tokens, S sequences, R = max_head_rows logits rows, U page-table updates. The first U that a step needs travel in the array,
+    any further ones (long prefix hits) in update batches of their own before it. Padding: tokens 0, sequence rows max_num_seqs
+    (past the state's end, so that writes drop), q_lens 0, page updates to row max_num_seqs, head rows to sequence row max_num_seqs.
+    """
+
+    bucket: Bucket
+    max_num_seqs: int
+    page_size: int
+    max_head_rows: int
+
+    @cached_property
+    def num_updates(self) -> int:
+        """U: a step's own tokens touch at most this many new pages."""
+        return self.bucket.seqs + self.bucket.tokens // self.page_size
+
+    @cached_property
+    def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """name -> (offset, shape), in order."""
+        T, S, R = self.bucket.tokens, self.bucket.seqs, self.max_head_rows
+        shapes = {
+            "token_ids": (T,),
+            "seq_rows": (S,),
+            "q_lens": (S,),
+            "starts": (S,),
+            "page_updates": (self.num_updates, 3),
+            "head_tokens": (R,),  # index among the step's T tokens of each logits row
+            "head_rows": (R,),  # the sequence row that each logits row samples for
+            "sampling": (R, sampling_rows.NUM_COLUMNS),
+        }
+        fields, offset = {}, 0
+        for name, shape in shapes.items():
+            fields[name] = (offset, shape)
+            offset += int(np.prod(shape))
+        return fields
+
+    @property
+    def size(self) -> int:
+        offset, shape = self.fields["sampling"]
+        return offset + int(np.prod(shape))
+
+    @cached_property
+    def padding(self) -> np.ndarray:
+        """i32[size]: a step of nothing; the template that pack() copies."""
+        packed = np.zeros(self.size, np.int32)
+        views = self.unpack(packed)
+        views["seq_rows"][:] = self.max_num_seqs
+        views["page_updates"][:] = (self.max_num_seqs, 0, 0)
+        views["head_rows"][:] = self.max_num_seqs
+        return packed
+
+    def unpack(self, packed: Any) -> dict[str, Any]:
+        """The fields of a packed array, numpy (views) or traced."""
+        return {
+            name: packed[offset : offset + int(np.prod(shape))].reshape(shape)
+            for name, (offset, shape) in self.fields.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step, ready to dispatch. `extra_page_updates` i32[m, 3] must reach the device before the step itself."""
+
+    bucket: Bucket
+    packed: np.ndarray  # i32[layout.size]
+    head_rows: int  # logits rows of the head program; 0: no sequence samples, no head runs
+    num_samples: int
+    with_logprobs: bool
+    extra_page_updates: np.ndarray | None
+    num_tokens: int
+
+
+class BatchPacker:
+    """Packs schedules into the buckets of one plan.
+
+    Owns the host mirror of every row's sampling parameters, written once for each owner of the row.
+    """
+
+    def __init__(self, plan: BucketPlan, layouts: Mapping[Bucket, StepLayout], max_num_seqs: int):
+        self.plan, self.layouts = plan, layouts
+        self.sampling = np.zeros((max_num_seqs, sampling_rows.NUM_COLUMNS), np.int32)
+        self.wants_logprobs = np.zeros(max_num_seqs, bool)
+        self._generations = np.full(max_num_seqs, -1, np.int64)  # whose parameters each row of the mirror holds
+
+    def newcomers(self, schedule: Schedule) -> list[Request]:
+        """The requests of this schedule whose row has a new owner since it was last packed; their sampling parameters are now in
+        the mirror. Call it once a schedule, before `pack`."""
+        new = np.flatnonzero(self._generations[schedule.rows] != schedule.generations)
+        for i in new:
+            request, row = schedule.requests[i], int(schedule.rows[i])
+            self._generations[row] = schedule.generations[i]
+            self.wants_logprobs[row] = request.params.logprobs is not None
+            sampling_rows.write_row(
+                self.sampling,
+                row,
+                request.params,
+                seed=request.seed,
+                sample_index=request.sample_index,
+                num_prompt_tokens=request.num_prompt_tokens,
+                suppress_ids=request.stop_ids,
+            )
+        return [schedule.requests[i] for i in new]
+
+    def pack(self, schedule: Schedule) -> StepInputs:
+        """The host arrays of one schedule, in the cheapest bucket that holds it."""
+        n, d = schedule.num_seqs, schedule.num_decodes
+        bucket = self.plan.select(schedule.num_tokens, n, schedule.max_q_len)
+        layout = self.layouts[bucket]
+        packed = layout.padding.copy()
+        view = layout.unpack(packed)
+        view["seq_rows"][:n] = schedule.rows
+        view["q_lens"][:n] = schedule.q_lens
+        view["starts"][:d] = FROM_DEVICE
+        view["starts"][d:n] = schedule.starts[d:]
+        self._pack_tokens(view["token_ids"], schedule)
+
+        updates, extra = schedule.page_updates, None
+        if len(updates) > layout.num_updates:
+            updates, extra = updates[: layout.num_updates], updates[layout.num_updates :]
+        view["page_updates"][: len(updates)] = updates
+
+        ends = np.cumsum(schedule.q_lens) - 1
+        rows = schedule.rows
+        if not schedule.samples.all():
+            ends, rows = ends[schedule.samples], rows[schedule.samples]
+        r = len(rows)
+        view["head_tokens"][:r] = ends
+        view["head_rows"][:r] = rows
+        view["sampling"][:r] = self.sampling[rows]
+        return StepInputs(
+            bucket=bucket,
+            packed=packed,
+            head_rows=self.plan.select_head_rows(r) if r else 0,
+            num_samples=r,
+            with_logprobs=bool(self.wants_logprobs[rows].any()),
+            extra_page_updates=extra,
+            num_tokens=schedule.num_tokens,
+        )
+
+    @staticmethod
+    def _pack_tokens(token_ids: np.ndarray, schedule: Schedule) -> None:
+        """Decodes read the device's last sampled token; chunks bring theirs."""
+        d = schedule.num_decodes
+        token_ids[:d] = FROM_DEVICE
+        at = d
+        for i in range(d, schedule.num_seqs):
+            q_len, start = int(schedule.q_lens[i]), int(schedule.starts[i])
+            token_ids[at : at + q_len] = schedule.requests[i].token_ids[start : start + q_len]
+            at += q_len
+        assert at == schedule.num_tokens, "decodes with drafts are not packed yet"

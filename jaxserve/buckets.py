@@ -1,0 +1,204 @@
+"""The fixed shapes that steps run in, and what padding to them costs.
+
+Owns BucketPlan (which shapes there are, as data: chosen by rule or by tuning, saved as JSON), the choice of a bucket for a step, and
+PaddingAccount. Knows nothing of requests, models or compilation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MAX_PROGRAMS = 24  # most programs a default plan compiles
+HEAD_VARIANTS = 2  # tokens alone; tokens and logprobs
+_FORMAT = "jaxserve-bucket-plan-1"
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """One compiled shape: `tokens` query tokens of `seqs` sequences, none with more than `max_q_len` tokens."""
+
+    tokens: int
+    seqs: int
+    max_q_len: int
+
+    def holds(self, num_tokens: int, num_seqs: int, max_q_len: int) -> bool:
+        return num_tokens <= self.tokens and num_seqs <= self.seqs and max_q_len <= self.max_q_len
+
+    def __str__(self) -> str:
+        return f"{'decode' if self.max_q_len == 1 else 'mixed'}({self.tokens},{self.seqs})"
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The set of shapes an engine compiles.
+
+    decode: sequences of each decode-only bucket (as many tokens as sequences). mixed: (tokens, sequences) of the buckets that take
+    any step. head_rows: logits rows of each head program, which comes in HEAD_VARIANTS variants. Body and head programs add up.
+
+    Raises:
+      ValueError: sizes that are not positive, that repeat, or a bucket with more sequences than tokens.
+    """
+
+    decode: tuple[int, ...] = ()
+    mixed: tuple[tuple[int, int], ...] = ()
+    head_rows: tuple[int, ...] = ()
+    buckets: tuple[Bucket, ...] = field(init=False, repr=False, compare=False)  # cheapest first
+
+    def __post_init__(self):
+        decode, rows = tuple(sorted(self.decode)), tuple(sorted(self.head_rows))
+        mixed = tuple(sorted((int(t), int(s)) for t, s in self.mixed))
+        for name, sizes in (("decode", decode), ("head_rows", rows), ("mixed", tuple(x for pair in mixed for x in pair))):
+            if any(not isinstance(x, int) or isinstance(x, bool) or x < 1 for x in sizes):
+                raise ValueError(f"bucket plan: {name} sizes must be integers >= 1, got {list(sizes)}")
+        for name, sizes in (("decode", decode), ("head_rows", rows), ("mixed", mixed)):
+            if len(set(sizes)) != len(sizes):
+                raise ValueError(f"bucket plan: {name} sizes repeat in {list(sizes)}")
+        for t, s in mixed:
+            if s > t:
+                raise ValueError(f"bucket plan: mixed bucket ({t}, {s}) has more sequences than tokens")
+        if not mixed:
+            raise ValueError("bucket plan: at least one mixed bucket is needed to run a prompt")
+        if not rows:
+            raise ValueError("bucket plan: head_rows is empty; name at least one number of logits rows")
+        buckets = [Bucket(s, s, 1) for s in decode] + [Bucket(t, s, t) for t, s in mixed]
+        buckets.sort(key=lambda b: (b.tokens, b.max_q_len > 1, b.seqs))
+        for name, value in (("decode", decode), ("mixed", mixed), ("head_rows", rows), ("buckets", tuple(buckets))):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def default(
+        cls, max_num_seqs: int, max_num_batched_tokens: int, *, min_tokens: int = 8, max_programs: int = MAX_PROGRAMS
+    ) -> BucketPlan:
+        """Powers of two from `min_tokens` to the budget, thinned at the small end until at most `max_programs` programs are left."""
+        room = max_programs - 1  # one program applies page-table updates
+        for per_ladder in range(16, 1, -1):
+            heads = _ladder(min_tokens, max_num_seqs, max(2, per_ladder // 2), min_tokens)
+            decode = _ladder(min_tokens, max_num_seqs, per_ladder, min_tokens)
+            low = min(max(4 * min_tokens, 16), max_num_batched_tokens)
+            mixed = _ladder(low, max_num_batched_tokens, per_ladder, min_tokens)
+            if len(decode) + len(mixed) + HEAD_VARIANTS * len(heads) <= room:
+                break
+        pairs = tuple((t, min(t, max(max_num_seqs, 1))) for t in mixed)
+        return cls(decode=decode, mixed=pairs, head_rows=heads)
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that all of the plan compiles to: bodies, heads in every variant, and the page-table update."""
+        return len(self.buckets) + HEAD_VARIANTS * len(self.head_rows) + 1
+
+    @property
+    def max_head_rows(self) -> int:
+        return self.head_rows[-1]
+
+    def select(self, num_tokens: int, num_seqs: int, max_q_len: int) -> Bucket:
+        """The bucket with the fewest tokens that holds such a step. ValueError if none does."""
+        for bucket in self.buckets:
+            if bucket.holds(num_tokens, num_seqs, max_q_len):
+                return bucket
+        raise ValueError(f"no bucket holds {num_tokens} tokens of {num_seqs} sequences; the plan has {self}")
+
+    def select_head_rows(self, num_rows: int) -> int:
+        """The smallest head program for `num_rows` logits rows. ValueError if none is large enough."""
+        for rows in self.head_rows:
+            if num_rows <= rows:
+                return rows
+        raise ValueError(f"no head program holds {num_rows} logits rows; head_rows are {list(self.head_rows)}")
+
+    def check(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """ValueError unless every step that a scheduler of these limits can make fits a bucket."""
+        fits = [t for t, s in self.mixed if s >= min(t, max_num_seqs)]
+        if not fits or max(fits) < max_num_batched_tokens:
+            raise ValueError(
+                f"the bucket plan holds steps of at most {max(fits, default=0)} tokens with {max_num_seqs} sequences, fewer than "
+                f"max_num_batched_tokens={max_num_batched_tokens}: lower it (and max_num_seqs), or add a larger mixed bucket"
+            )
+        if self.max_head_rows < max_num_seqs:
+            raise ValueError(
+                f"head_rows go up to {self.max_head_rows}, fewer than max_num_seqs={max_num_seqs}: lower it or add a larger head"
+            )
+
+    def to_json(self, **about: Any) -> str:
+        """JSON text of the plan; `about` is kept beside it (how it was made, for whom)."""
+        plan = {"decode": list(self.decode), "mixed": [list(p) for p in self.mixed], "head_rows": list(self.head_rows)}
+        return json.dumps({"format": _FORMAT, **plan, "about": about}, indent=1)
+
+    def save(self, path: str | Path, **about: Any) -> None:
+        Path(path).write_text(self.to_json(**about) + "\n")
+
+    @classmethod
+    def from_json(cls, text: str) -> BucketPlan:
+        """The plan of a JSON text written by `to_json`. ValueError names what is wrong with it."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as e:
+            raise ValueError(f"bucket plan: not JSON: {e}") from None
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise ValueError(f"bucket plan: 'format' must be {_FORMAT!r}, got {data.get('format') if isinstance(data, dict) else data!r}")
+        unknown = set(data) - {"format", "decode", "mixed", "head_rows", "about"}
+        if unknown:
+            raise ValueError(f"bucket plan: unknown fields {sorted(unknown)}")
+        try:
+            mixed = tuple((t, s) for t, s in data.get("mixed", ()))
+            return cls(decode=tuple(data.get("decode", ())), mixed=mixed, head_rows=tuple(data.get("head_rows", ())))
+        except TypeError as e:
+            raise ValueError(f"bucket plan: decode and head_rows are lists of integers, mixed a list of pairs ({e})") from None
+
+    @classmethod
+    def load(cls, plan: BucketPlan | str | Path) -> BucketPlan:
+        """A plan as it is, or read from a JSON file."""
+        return plan if isinstance(plan, BucketPlan) else cls.from_json(Path(plan).read_text())
+
+    def __str__(self) -> str:
+        mixed = ", ".join(f"({t}, {s})" for t, s in self.mixed)
+        return f"decode {list(self.decode)}, mixed [{mixed}], head rows {list(self.head_rows)}: {self.num_programs} programs"
+
+
+def _ladder(low: int, high: int, count: int, multiple: int) -> tuple[int, ...]:
+    """At most `count` sizes from low up to at least high, each a multiple of `multiple`, by powers of two; sizes are dropped from
+    every other place, the smallest and the largest last."""
+    up = lambda x: -(-x // multiple) * multiple  # noqa: E731
+    sizes = [up(high)]
+    step = 1 << max(0, (up(high) - 1).bit_length() - 1)
+    while step >= low and step >= multiple:
+        sizes.append(up(step))
+        step //= 2
+    sizes = sorted(set(sizes))
+    while len(sizes) > max(2, count):
+        gaps = [(sizes[i + 1] / sizes[i - 1], i) for i in range(1, len(sizes) - 1)]
+        del sizes[min(gaps)[1]]
+    return tuple(sizes)
+
+
+@dataclass
+class PaddingAccount:
+    """What the steps asked for and what the buckets ran, step by step."""
+
+    steps: dict[Bucket, int] = field(default_factory=dict)
+    tokens: int = 0
+    padded_tokens: int = 0
+    head_rows: int = 0
+    padded_head_rows: int = 0
+
+    def add(self, bucket: Bucket, num_tokens: int, head_rows: int, num_samples: int) -> None:
+        self.steps[bucket] = self.steps.get(bucket, 0) + 1
+        self.tokens += num_tokens
+        self.padded_tokens += bucket.tokens - num_tokens
+        self.head_rows += num_samples
+        self.padded_head_rows += head_rows - num_samples
+
+    @property
+    def num_steps(self) -> int:
+        return sum(self.steps.values())
+
+    @property
+    def padding_share(self) -> float:
+        """Padding tokens over all tokens that were run; 0 before the first step."""
+        total = self.tokens + self.padded_tokens
+        return self.padded_tokens / total if total else 0.0
+
+    def by_bucket(self) -> Iterable[tuple[Bucket, int]]:
+        return sorted(self.steps.items())

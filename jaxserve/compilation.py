@@ -1,0 +1,74 @@
+"""What this process has compiled, and JAX's persistent compilation cache.
+
+Owns the process-wide listener that counts backend compilations, eager operations included, and the cache's default place.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.monitoring
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+
+
+@dataclass
+class CompileCounts:
+    """Programs compiled or loaded from the persistent cache since the listener was installed; seconds spent on them."""
+
+    programs: int = 0
+    cache_hits: int = 0
+    seconds: float = 0.0
+
+
+_counts: CompileCounts | None = None
+
+
+def compile_counts() -> CompileCounts:
+    """The process's counts so far (a copy). The first call starts the counting."""
+    global _counts
+    if _counts is None:
+        _counts = CompileCounts()
+        jax.monitoring.register_event_duration_secs_listener(_on_duration)
+        jax.monitoring.register_event_listener(_on_event)
+    return CompileCounts(_counts.programs, _counts.cache_hits, _counts.seconds)
+
+
+def _on_duration(event: str, seconds: float, **_) -> None:
+    if event == _COMPILE_EVENT and _counts is not None:
+        _counts.programs += 1
+        _counts.seconds += seconds
+
+
+def _on_event(event: str, **_) -> None:
+    if event == _CACHE_HIT_EVENT and _counts is not None:
+        _counts.cache_hits += 1
+
+
+def cache_folder() -> Path:
+    """Where jaxserve keeps what it can make again: $JAXSERVE_CACHE, or jaxserve under $XDG_CACHE_HOME or ~/.cache."""
+    if "JAXSERVE_CACHE" in os.environ:
+        return Path(os.environ["JAXSERVE_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
+
+
+def use_persistent_cache(folder: str | None) -> str | None:
+    """Turns on JAX's persistent compilation cache and returns its folder.
+
+    None: what the process or the environment already set up, else a folder of jaxserve's own. "": leave JAX's setting alone.
+    """
+    if folder == "":
+        return None
+    current = jax.config.jax_compilation_cache_dir
+    if folder is None and current:
+        return current
+    folder = folder or str(cache_folder() / "xla")
+    if folder != current:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    return folder

@@ -1,0 +1,374 @@
+"""Token ids in, token ids out: the loop of schedule, pack, dispatch, fetch, update.
+
+Owns the requests' lives from add_request to the last EngineOutput, and the pipeline of steps in flight. Knows nothing of text.
+Not thread-safe: one thread calls it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import jax
+
+from jaxserve.batch import BatchPacker, StepInputs
+from jaxserve.buckets import PaddingAccount
+from jaxserve.compilation import compile_counts, use_persistent_cache
+from jaxserve.config import EngineConfig, ResolvedConfig
+from jaxserve.models import Decoder
+from jaxserve.page_pool import PagePool
+from jaxserve.programs import Programs
+from jaxserve.request import MAX_SUPPRESSED_IDS, Logprob, Request, RequestMetrics, SamplingParams
+from jaxserve.runner import Runner, StepHandle
+from jaxserve.sampling_rows import SampledRows
+from jaxserve.schedule import Schedule, StepResult
+from jaxserve.scheduler import Scheduler
+from jaxserve.step import ModelFunctions
+
+logger = logging.getLogger("jaxserve")
+
+
+@dataclass(slots=True)
+class EngineOutput:
+    """What one step brought for one sample of a request.
+
+    logprobs: {token id: Logprob} for each new token, the sampled token first; None unless asked for. finish_reason, stop_reason: as CompletionOutput's; None while it runs.
+    """
+
+    request: Request
+    new_token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class EngineStats:
+    """Counts since the engine was made; `padding` by bucket, times in seconds."""
+
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    padding: PaddingAccount = field(default_factory=PaddingAccount)
+    sorted_rows: int = 0  # rows whose filters needed a sort of the whole vocabulary
+    bad_rows: int = 0  # rows that ended for logits that are not numbers
+
+
+class Engine:
+    """vLLM's engine interface on a JAX model: add_request, step, abort, has_unfinished_requests.
+
+    Args:
+      model: a `jaxserve.models.Decoder` with its weights in place; its arrays are used as they are, not copied.
+      config: what to build; None fields are decided from the model and the device.
+      eos_token_ids: ids that end a request unless it says ignore_eos.
+
+    Raises:
+      ValueError: a limit that can't be met (pool too small for a request of max_model_len, a bucket plan too small, ...).
+    """
+
+    def __init__(self, model: Decoder, config: EngineConfig | None = None, *, eos_token_ids: Iterable[int] | None = None):
+        config = config or EngineConfig()
+        use_persistent_cache(config.compilation_cache_dir)
+        self.compiles_before = compile_counts()
+        self.config = resolve(ModelFunctions(model), config)
+        programs = Programs(ModelFunctions(model), self.config)
+        self.runner = Runner(programs)
+        cache, limits = self.config.cache, self.config.scheduler
+        self.eos_token_ids = frozenset(self.config.model.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self.pool = PagePool(cache.num_pages, cache.page_size, cache.enable_prefix_caching)
+        self.scheduler = Scheduler(limits, self.pool)
+        self.packer = BatchPacker(self.config.plan, programs.layouts, limits.max_num_seqs)
+        self.stats = EngineStats()
+        self._groups: dict[str, list[Request]] = {}  # request id -> its samples
+        self._in_flight: deque[tuple[Schedule, StepHandle]] = deque()
+        self._undelivered: list[EngineOutput] = []
+        self._numbers = itertools.count()
+        self._demand_log = open(config.demand_log, "a") if config.demand_log else None  # noqa: SIM115
+        logger.info("%s", self.describe())
+        if config.warm_up == "all":
+            self.runner.warm_up()
+
+    # -- requests in
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival: float | None = None,
+    ) -> list[Request]:
+        """Queues a request: one `Request` for each of its `params.n` samples, with ids `request_id`, or `request_id/i` for n > 1.
+
+        Raises:
+          ValueError: an empty or too long prompt, an id out of the vocabulary, a duplicate request id, or more KV than the pool
+            can ever hold. Nothing is queued then and no other request is touched.
+        """
+        params = params or SamplingParams()
+        arrival = time.monotonic() if arrival is None else arrival
+        requests = self._samples(request_id, prompt_token_ids, params, arrival, priority, cache_salt)
+        seed = self._seed_of(next(self._numbers)) if params.seed is None else params.seed
+        for request in requests:
+            request.seed = seed
+            self.scheduler.add(request)
+        self._groups[request_id] = requests
+        return requests
+
+    def _samples(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        arrival: float = 0.0,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[Request]:
+        """The samples of a request, checked. ValueError as `add_request`; nothing is changed."""
+        self._check_ids(request_id, prompt_token_ids, params)
+        requests = [
+            Request(
+                request_id=request_id if params.n == 1 else f"{request_id}/{i}",
+                prompt_token_ids=[int(t) for t in prompt_token_ids],
+                params=params,
+                eos_token_ids=self.eos_token_ids,
+                arrival=arrival,
+                priority=priority,
+                cache_salt=cache_salt,
+                sample_index=i,
+                weights_version=self.runner.weights_version,
+                parent_id=request_id,
+                metrics=RequestMetrics(arrival_time=arrival),
+            )
+            for i in range(params.n)
+        ]
+        for request in requests:
+            self.scheduler.check(request)
+        return requests
+
+    def check_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """ValueError if `add_request` would refuse this; changes nothing."""
+        self._samples(request_id, prompt_token_ids, params)
+
+    def _check_ids(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        if request_id in self._groups:
+            raise ValueError(f"request id {request_id!r} is already in use; give each request its own")
+        vocab = self.config.model.vocab_size
+        ids = np.asarray(prompt_token_ids)
+        if ids.size and (ids.dtype.kind not in "iu" or ids.ndim != 1):
+            raise ValueError(f"prompt_token_ids must be a flat list of integers, got {ids.dtype} of shape {ids.shape}")
+        for name, values in (("prompt", ids), ("stop", np.asarray(params.stop_token_ids or (), np.int64))):
+            bad = values[(values < 0) | (values >= vocab)]
+            if bad.size:
+                raise ValueError(f"{name} token id {int(bad[0])} is out of the vocabulary [0, {vocab})")
+        stops = (frozenset() if params.ignore_eos else self.eos_token_ids) | set(params.stop_token_ids or ())
+        if params.min_tokens and len(stops) > MAX_SUPPRESSED_IDS:
+            raise ValueError(
+                f"min_tokens={params.min_tokens} can hold back at most {MAX_SUPPRESSED_IDS} stop ids (eos included), got {len(stops)}"
+            )
+
+    def _seed_of(self, number: int) -> int:
+        return int(np.random.SeedSequence((self.config.engine.seed % 2**64, number)).generate_state(1, np.uint64)[0])
+
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """Ends these requests at once and frees their pages; unknown or finished ids do no harm. No output follows."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        for request_id in ids:
+            group = self._groups.pop(request_id, ())
+            self.scheduler.abort([r.request_id for r in group])
+            for request in group:
+                self._record_finish(request)
+        gone = set(ids)
+        self._undelivered = [o for o in self._undelivered if o.request.parent_id not in gone]
+
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """Ends one sample for a reason the engine can't see, such as a stop string in its text. No output follows."""
+        if not request.finished:
+            self.scheduler.finish(request, reason, stop_reason)
+            self._forget(request)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._groups) or bool(self._in_flight) or bool(self._undelivered)
+
+    def describe(self) -> str:
+        """What was decided, for the log: pool, limits, plan."""
+        c = self.config
+        return (
+            f"KV pool: {c.cache.num_pages} pages of {c.cache.page_size} tokens ({c.pool_bytes / 2**20:.0f} MiB); "
+            f"steps of up to {c.scheduler.max_num_batched_tokens} tokens and {c.scheduler.max_num_seqs} sequences, requests of up to "
+            f"{c.scheduler.max_model_len} tokens; buckets: {c.plan}"
+        )
+
+    # -- the step
+
+    def step(self) -> list[EngineOutput]:
+        """Schedules and dispatches a step, and returns what an earlier one brought (one step late, so that the device never waits
+        for the host; the first call of a busy spell may return nothing)."""
+        schedule = self.scheduler.schedule()
+        if schedule is not None:
+            inputs = self._pack(schedule)
+            self._in_flight.append((schedule, self.runner.dispatch(inputs)))
+        depth = 1 if schedule is not None and self.config.engine.async_scheduling else 0
+        outputs: list[EngineOutput] = self._undelivered
+        self._undelivered = []
+        while len(self._in_flight) > depth:
+            outputs += self._finish_step(*self._in_flight.popleft())
+        return outputs
+
+    def drain(self) -> None:
+        """Waits for the steps in flight; what they bring is delivered by the next `step`."""
+        while self._in_flight:
+            self._undelivered += self._finish_step(*self._in_flight.popleft())
+
+    def _pack(self, schedule: Schedule) -> StepInputs:
+        for request in self.packer.newcomers(schedule):
+            if request.metrics is not None and request.metrics.first_scheduled_time is None:
+                request.metrics.first_scheduled_time = time.monotonic()
+        inputs = self.packer.pack(schedule)
+        self.stats.num_steps += 1
+        self.stats.padding.add(inputs.bucket, inputs.num_tokens, inputs.head_rows, inputs.num_samples)
+        self.stats.prompt_tokens += schedule.num_tokens - schedule.num_decodes
+        if self._demand_log is not None:
+            self._log_demand(schedule, inputs)
+        return inputs
+
+    def _finish_step(self, schedule: Schedule, handle: StepHandle) -> list[EngineOutput]:
+        sampled = self.runner.fetch(handle)
+        tokens = np.zeros(schedule.num_seqs, np.int32)
+        outputs: list[EngineOutput] = []
+        if sampled is not None:
+            tokens[schedule.samples] = sampled.tokens
+            self.stats.sorted_rows += int(sampled.by_sort.sum())
+            if sampled.bad_logits.any():
+                outputs += self._fail_bad_rows(schedule, sampled)
+        result = self.scheduler.update(schedule, tokens)
+        self.stats.generated_tokens += len(result.requests)
+        return outputs + self._outputs(schedule, result, sampled)
+
+    def _outputs(self, schedule: Schedule, result: StepResult, sampled: SampledRows | None) -> list[EngineOutput]:
+        outputs = [EngineOutput(request, [token]) for request, token in zip(result.requests, result.tokens, strict=True)]
+        now = time.monotonic()
+        for output in outputs:
+            request = output.request
+            if request.metrics is not None and request.metrics.first_token_time is None:
+                request.metrics.first_token_time = now
+        if sampled is not None and sampled.logprobs is not None:
+            sampling = (r for r, samples in zip(schedule.requests, schedule.samples, strict=True) if samples)
+            head_row = {id(request): i for i, request in enumerate(sampling)}
+            for output in outputs:
+                n = output.request.params.logprobs
+                if n is not None:
+                    output.logprobs = [_logprobs_of(sampled, head_row[id(output.request)], n)]
+        if result.finished:
+            last = {id(output.request): output for output in outputs}
+            for request in result.finished:
+                last[id(request)].finish_reason, last[id(request)].stop_reason = request.finish_reason, request.stop_reason
+                self._forget(request)
+        return outputs
+
+    def _fail_bad_rows(self, schedule: Schedule, sampled: SampledRows) -> list[EngineOutput]:
+        """Requests whose logits are not numbers end with finish_reason "error"; the others go on."""
+        outputs = []
+        entries = np.flatnonzero(schedule.samples)[sampled.bad_logits]
+        for request in (schedule.requests[i] for i in entries):
+            if request.finished:
+                continue
+            self.stats.bad_rows += 1
+            message = (
+                f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens; check the weights, or use a wider dtype"
+            )
+            logger.error("request %s: %s", request.request_id, message)
+            self.pool.forget(request.pages)
+            self.scheduler.finish(request, "error", message)
+            outputs.append(EngineOutput(request, [], finish_reason="error", stop_reason=message))
+            self._forget(request)
+        return outputs
+
+    # -- books
+
+    def _record_finish(self, request: Request) -> None:
+        metrics = request.metrics
+        if metrics is not None and metrics.finished_time is None:
+            metrics.finished_time = time.monotonic()
+            metrics.num_preemptions = request.num_preemptions
+
+    def _forget(self, request: Request) -> None:
+        self._record_finish(request)
+        group = self._groups.get(request.parent_id)
+        if group is not None and all(r.finished for r in group):
+            del self._groups[request.parent_id]
+
+    def _log_demand(self, schedule: Schedule, inputs: StepInputs) -> None:
+        assert self._demand_log is not None
+        q_lens = schedule.q_lens
+        record = {
+            "step": self.stats.num_steps,
+            "tokens": schedule.num_tokens,
+            "seqs": schedule.num_seqs,
+            "decodes": schedule.num_decodes,
+            "max_q_len": int(schedule.max_q_len),
+            "samples": inputs.num_samples,
+            "kv_tokens": int((schedule.starts + q_lens).sum()),
+            "bucket": [inputs.bucket.tokens, inputs.bucket.seqs],
+            "waiting": self.scheduler.num_waiting,
+        }
+        self._demand_log.write(json.dumps(record) + "\n")
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False, and nothing done, while any request holds pages."""
+        return self.pool.reset()
+
+    def close(self) -> None:
+        """Ends every request and closes the demand log."""
+        self.abort(list(self._groups))
+        self.drain()
+        self._undelivered.clear()
+        if self._demand_log is not None:
+            self._demand_log.close()
+            self._demand_log = None
+
+
+def _logprobs_of(sampled: SampledRows, row: int, n: int) -> dict[int, Logprob]:
+    """The sampled token of a row and its n likeliest alternatives."""
+    assert sampled.logprobs is not None and sampled.ranks is not None
+    assert sampled.top_ids is not None and sampled.top_logprobs is not None
+    found = {int(sampled.tokens[row]): Logprob(float(sampled.logprobs[row]), int(sampled.ranks[row]))}
+    for i in range(n):
+        found.setdefault(int(sampled.top_ids[row, i]), Logprob(float(sampled.top_logprobs[row, i]), i + 1))
+    return found
+
+
+def resolve(functions: ModelFunctions, config: EngineConfig) -> ResolvedConfig:
+    """The config with everything decided for this model on JAX's default device.
+
+    On a device that states its memory, the largest programs are compiled first, from shapes alone, to learn what they need beside
+    weights and pages. Raises ValueError as `EngineConfig.resolve`.
+    """
+    device = jax.devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    decide = functools.partial(
+        config.resolve,
+        functions.model_config,
+        kv_dtype=functions.dtype,
+        on_gpu=device.platform == "gpu",
+        device_limit=limit,
+        weight_bytes=functions.num_bytes,
+    )
+    resolved = decide()
+    if limit is not None and config.num_pages is None:
+        resolved = decide(temp_bytes=Programs(functions, resolved).largest_temp_bytes())
+    return resolved

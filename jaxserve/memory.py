@@ -1,0 +1,67 @@
+"""How many KV pages fit: bytes a page, the device's limit, and the pool that is left beside weights and programs."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+CPU_POOL_BYTES = 1 << 30  # most that a pool takes on a CPU unless num_pages says otherwise
+
+
+@dataclass(frozen=True)
+class PageShape:
+    """The KV cache's shape: [num_pages, 2, num_kv_heads, page_size, head_dim] in each of num_layers layers."""
+
+    num_layers: int
+    num_kv_heads: int
+    page_size: int
+    head_dim: int
+    dtype: Any
+
+    def layer(self, num_pages: int) -> tuple[int, int, int, int, int]:
+        return (num_pages, 2, self.num_kv_heads, self.page_size, self.head_dim)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all layers."""
+        return self.num_layers * math.prod(self.layer(1)) * np.dtype(self.dtype).itemsize
+
+
+def cpu_memory_bytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def decide_num_pages(
+    pages: PageShape,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    utilization: float,
+    device_limit: int | None,  # bytes; None on a device that does not say (a CPU)
+    weight_bytes: int,
+    temp_bytes: int,
+) -> int:
+    """The pool's size in pages: (utilization * limit - weights - temp) / page bytes, and never more than max_num_seqs requests of
+    max_model_len could use. On a CPU the limit is a quarter of the memory, of which the pool takes at most CPU_POOL_BYTES.
+
+    Raises:
+      ValueError: not one page fits.
+    """
+    most = max_num_seqs * math.ceil(max_model_len / pages.page_size)
+    if device_limit is None:
+        room = min(CPU_POOL_BYTES, int(utilization * cpu_memory_bytes() / 4))
+    else:
+        room = int(utilization * device_limit) - weight_bytes - temp_bytes
+    fit = room // pages.page_bytes
+    if fit < 1:
+        raise ValueError(
+            f"no KV page fits: gpu_memory_utilization={utilization} of {(device_limit or 0) / 2**30:.1f} GiB less weights "
+            f"{weight_bytes / 2**30:.2f} GiB and programs {temp_bytes / 2**30:.2f} GiB leaves {room / 2**20:.0f} MiB, a page takes "
+            f"{pages.page_bytes / 2**20:.2f} MiB; raise it, lower max_num_batched_tokens, or take a smaller model"
+        )
+    return max(1, min(fit, most))

@@ -1,0 +1,273 @@
+"""The words everyone else uses: what a user asks for, what the scheduler moves along, what comes back.
+
+Owns SamplingParams (validated on construction), Request (one sequence's host state) and the outputs a user sees.
+Knows nothing of scheduling, devices or text.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.sequence_rows import SequenceRows
+
+MAX_LOGPROBS = 20  # most alternatives a request may ask for; the head's logprobs variant is compiled for this many
+MAX_SUPPRESSED_IDS = 16  # most stop ids that min_tokens can hold back
+
+_NOT_BUILT: dict[str, Any] = {  # parameters of the field's vocabulary that this engine refuses, with their neutral values
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": None,
+    "prompt_logprobs": None,
+    "structured_outputs": None,
+}
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+def _is_int(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to sample one request; names, defaults and meanings as vLLM's SamplingParams.
+
+    temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 are off. `logprobs=N` returns the sampled token's log-probability
+    and the N likeliest alternatives', of the model's raw distribution (before temperature and filters). `max_tokens=None` means
+    up to the model's length. `seed=None` draws a seed from the engine's own, by order of arrival.
+
+    Raises:
+      ValueError: a value is out of range; the message names it and the range.
+      NotImplementedError: a parameter that is not built yet has another value than its neutral one.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: Any = None
+
+    def __post_init__(self):
+        n, k, seed = self.n, self.top_k, self.seed
+        _require(_is_int(n) and n >= 1, f"n={n!r} must be an integer >= 1")
+        self._require_real("temperature", 0.0, math.inf, "0 is greedy")
+        self._require_real("top_p", 0.0, 1.0, "1 is off", low_open=True)
+        self._require_real("min_p", 0.0, 1.0, "0 is off")
+        _require(_is_int(k) and k >= -1, f"top_k={k!r} must be an integer >= 1, or 0 or -1 for off")
+        _require(seed is None or _is_int(seed) and -(2**63) <= seed < 2**64, f"seed={seed!r} must be a 64-bit integer or None")
+        self._require_lengths()
+        stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        _require(all(isinstance(s, str) and s for s in stop), f"stop={self.stop!r} must be non-empty strings")
+        _require(not stop or self.detokenize, f"stop={stop!r} needs detokenize=True: stop strings are found in the text")
+        ids = list(self.stop_token_ids or ())
+        _require(all(_is_int(i) and i >= 0 for i in ids), f"stop_token_ids={ids!r} must be token ids >= 0")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+        object.__setattr__(self, "top_k", max(0, k))
+        for name, neutral in _NOT_BUILT.items():
+            value = getattr(self, name)
+            if value != neutral and not (neutral is None and value is not False and not value and value != 0):
+                raise NotImplementedError(f"{name}={value!r} is not supported yet; leave it at {neutral!r}")
+
+    def _require_real(self, name: str, low: float, high: float, hint: str, low_open: bool = False) -> None:
+        x = getattr(self, name)
+        ok = isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x) and low <= x <= high
+        bounds = f"{'(' if low_open else '['}{low:g}, {high:g}]" if high < math.inf else f">= {low:g} and finite"
+        _require(ok and not (low_open and x == low), f"{name}={x!r} must be in {bounds} ({hint})")
+
+    def _require_lengths(self) -> None:
+        most, least, top = self.max_tokens, self.min_tokens, self.logprobs
+        _require(most is None or _is_int(most) and most >= 1, f"max_tokens={most!r} must be an integer >= 1, or None")
+        _require(_is_int(least) and least >= 0, f"min_tokens={least!r} must be an integer >= 0")
+        _require(most is None or least <= most, f"min_tokens={least} must not exceed max_tokens={most}")
+        _require(
+            top is None or _is_int(top) and 0 <= top <= MAX_LOGPROBS, f"logprobs={top!r} must be in [0, {MAX_LOGPROBS}] or None"
+        )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def with_(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed, validated again."""
+        return replace(self, **changes)
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    WAITING_FOR_GRAMMAR = "waiting_for_grammar"  # not admitted until its grammar is compiled; others pass it
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # waits again, to recompute prompt + output
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One sequence: its tokens and how far the engine is with it.
+
+    The scheduler owns every field from `status` on. What changes every step lives at the request's row while it runs, as arrays
+    over all rows (sequence_rows.py), and is read here through properties.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    arrival: float = 0.0  # seconds, any clock; ties are broken by order of adding
+    priority: int = 0  # lower is served first
+    cache_salt: str | None = None
+    adapter_id: str | None = None
+    sample_index: int = 0  # which of the n samples of one prompt
+    seed: int = 0  # resolved: params.seed, or the engine's choice
+    weights_version: int = 0
+    parent_id: str = ""  # the id the user gave; differs from request_id where n > 1
+    metrics: RequestMetrics | None = None
+
+    status: RequestStatus = RequestStatus.WAITING
+    token_ids: list[int] = field(default_factory=list)  # prompt + output that the host knows
+    num_prompt_tokens: int = 0
+    max_total_tokens: int = 0  # prompt + output may reach this; set when added
+    stop_ids: frozenset[int] = frozenset()  # ids that finish the request: eos unless ignored, and stop_token_ids
+    draft_token_ids: list[int] = field(default_factory=list)  # proposed for the next step; empty once scheduled
+    row: int = -1  # its place in the device-resident state while running
+    rows: SequenceRows | None = field(default=None, repr=False)  # where that row lives
+    num_unfetched: int = 0  # tokens in flight when it was preempted that have not come back yet
+    hash_chain: list[bytes] = field(default_factory=list, repr=False)  # the root's hash, then one a full page, as far as hashed
+    num_cached_tokens: int = -1  # prefix-cache hit at the first admission; -1 before it
+    num_preemptions: int = 0
+    order: int = 0  # order of arrival at the scheduler
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
+    stop_reason: int | str | None = None  # the stop id or string; None for eos; the message of an error
+
+    def __post_init__(self):
+        self.token_ids = list(self.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        self.stop_ids = eos | frozenset(self.params.stop_token_ids or ())
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is written or will be by a step already scheduled; 0 while it does not run."""
+        return 0 if self.rows is None else int(self.rows.num_computed[self.row])
+
+    @property
+    def num_in_flight(self) -> int:
+        """Tokens that steps already scheduled sample and that have not come back; with drafts in flight, at most so many."""
+        if self.rows is None:
+            return self.num_unfetched
+        return max(self.num_computed_tokens + 1, int(self.rows.prefill_end[self.row])) - len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt + output, those still in flight included, drafts not yet scheduled not."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens that the host knows."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def pages(self) -> list[int]:
+        """The pages it holds, head to tail; none while it does not run."""
+        return [] if self.rows is None else self.rows.pages(self.row)
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def end(self) -> tuple[str, int | None] | None:
+        """(finish_reason, stop_reason) if the last token ends the request. A stop counts only after min_tokens other tokens, and
+        comes before a length reached with the same token."""
+        token = self.token_ids[-1]
+        if token in self.stop_ids and self.num_output_tokens > self.params.min_tokens:
+            eos = token in self.eos_token_ids and not self.params.ignore_eos
+            return "stop", None if eos else token
+        return ("length", None) if len(self.token_ids) >= self.max_total_tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability (natural log), its rank in the distribution (1 is the likeliest) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sample of a request. Fields as vLLM's: `text` and `token_ids` are all of the output so far, a stop string not included
+    unless asked for. finish_reason: None while running, then "stop", "length", "abort" or "error"; stop_reason: the stop token id
+    or stop string that ended it, None for eos, the message of an error."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request, in seconds of time.monotonic()."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to the first token, in seconds."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What `generate` returns for one prompt: the n samples and what the engine knows of the prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: None = None
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None

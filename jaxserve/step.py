@@ -1,0 +1,197 @@
+"""The two programs of a step, as plain functions to be compiled: body (embed -> layers -> hidden rows) and head (rows -> tokens).
+
+Owns what crosses between them and the device-resident state that both work on. A body's shape is a bucket; a head's is a number of
+logits rows and whether log-probabilities are wanted, so that their counts add up instead of multiplying. Knows nothing of hosts,
+requests or compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxserve import sampling
+from jaxserve.batch import StepLayout
+from jaxserve.models import Decoder, ModelConfig, named_leaves
+from jaxserve.sampling_rows import POSITION
+from kernels.kv_cache import write_kv
+from kernels.ragged_paged_attention import plan_work, ragged_paged_attention
+
+HEAD_PATHS = ("final_norm/", "lm_head/")  # what the head reads of the model, beside a tied embedding
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["positions", "slot_mapping", "page_table", "cu_q_lens", "kv_lens", "work"],
+    meta_fields=["max_q_len", "backend"],
+)
+@dataclass(frozen=True)
+class StepContext:
+    """What the layers of one step share."""
+
+    positions: jax.Array  # i32[T]
+    slot_mapping: jax.Array  # i32[T]
+    page_table: jax.Array  # i32[S, P]
+    cu_q_lens: jax.Array  # i32[S+1]
+    kv_lens: jax.Array  # i32[S]
+    work: Any  # the attention backend's plan
+    max_q_len: int
+    backend: str
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["rows", "sampling"], meta_fields=[])
+@dataclass(frozen=True)
+class HeadInputs:
+    """What a body hands to its head beside the hidden rows; the same shapes for every bucket. R: the plan's max_head_rows."""
+
+    rows: jax.Array  # i32[R]: the sequence row that each logits row samples for; max_num_seqs for padding
+    sampling: jax.Array  # i32[R, F]: sampling_rows' columns, POSITION filled in from the device's own state
+
+
+class ModelFunctions:
+    """A Flax module taken apart once: its weights as a flat list of leaves, and functions from leaves.
+
+    `nnx.jit` and graph definitions as arguments cost 0.5 to 11 ms of host time a call; flat leaves into a plain jit cost 0.1.
+    """
+
+    def __init__(self, model: Decoder):
+        self.graphdef, state = nnx.split(model)
+        leaves, self.treedef = jax.tree.flatten(state)
+        self.paths = list(named_leaves(model))
+        self.leaves = leaves
+        self.model_config: ModelConfig = model.config
+        self.dtype = leaves[0].dtype  # of weights and activations
+        self.num_bytes = sum(x.nbytes for x in leaves)
+        self.abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        tied = model.lm_head is None
+        head = HEAD_PATHS + (("embed_tokens/",) if tied else ())
+        self.head_indices = [i for i, p in enumerate(self.paths) if p.startswith(head)]
+        self.body_indices = [i for i, p in enumerate(self.paths) if not p.startswith(HEAD_PATHS)]
+        self._layer_functions: dict[Any, Callable] = {}
+
+    def module(self, indices: Sequence[int], leaves: Sequence[jax.Array]) -> Any:
+        """The module with these leaves in place; the others are abstract and must not be used."""
+        full: list[Any] = list(self.abstract)
+        for i, leaf in zip(indices, leaves, strict=True):
+            full[i] = leaf
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, full))
+
+    def layer(self, layer: Any, x: jax.Array, rope: Any, kv: jax.Array, context: StepContext):
+        """One decoder layer over paged KV, as a call of an inner jit: layers of one structure are traced and lowered once."""
+        graphdef, state = nnx.split(layer)
+        leaves, treedef = jax.tree.flatten(state)
+        if graphdef not in self._layer_functions:
+
+            def run_layer(leaves, x, rope, kv, context):
+                layer = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+                return layer(x, rope, functools.partial(_attend, layer.sliding_window, kv, context))
+
+            self._layer_functions[graphdef] = jax.jit(run_layer)
+        return self._layer_functions[graphdef](leaves, x, rope, kv, context)
+
+
+def _attend(sliding_window: int | None, kv: jax.Array, context: StepContext, q: jax.Array, k: jax.Array, v: jax.Array):
+    """Writes this step's keys and values, then attends over the pages."""
+    kv = write_kv(kv, k, v, context.slot_mapping)
+    o = ragged_paged_attention(
+        q,
+        kv,
+        context.page_table,
+        context.cu_q_lens,
+        context.kv_lens,
+        sliding_window=sliding_window,
+        max_q_len=context.max_q_len,
+        backend=context.backend,
+        work=context.work,
+    )
+    return o, kv
+
+
+def body(
+    functions: ModelFunctions,
+    layout: StepLayout,
+    backend: str,
+    leaves: Sequence[jax.Array],
+    kv_pages: Sequence[jax.Array],  # a layer: [num_pages, 2, K, page_size, H]
+    page_table: jax.Array,  # i32[max_num_seqs, P]
+    num_computed: jax.Array,  # i32[max_num_seqs]: tokens of each row whose KV is written
+    last_tokens: jax.Array,  # i32[max_num_seqs]: last sampled token of each row
+    packed: jax.Array,  # i32[layout.size]
+):
+    """Runs one bucket. Returns (hidden [R, D], HeadInputs, kv_pages, page_table, num_computed)."""
+    names = list(layout.fields)
+    with jax.named_scope("unpack"):
+        # Unpacked once, behind a barrier: commands of a CUDA graph whose buffers move are recorded again.
+        fields = dict(zip(names, lax.optimization_barrier(tuple(layout.unpack(packed)[n] for n in names)), strict=True))
+        context, tokens, page_table, num_computed = _context(
+            layout, backend, fields, kv_pages[0].shape[0], page_table, num_computed, last_tokens
+        )
+    model = functions.module(functions.body_indices, leaves)
+    x, rope = model.embed(tokens), model.rope(context.positions)
+    written = []
+    with jax.named_scope("layers"):
+        for layer, kv in zip(model.layers, kv_pages, strict=True):
+            x, kv = functions.layer(layer, x, rope, kv, context)
+            written.append(kv)
+    with jax.named_scope("gather_rows"):
+        at = fields["head_tokens"]
+        sampling_fields = fields["sampling"].at[:, POSITION].set(context.positions[at] + 1)
+        head_inputs = HeadInputs(fields["head_rows"], sampling_fields)
+        return x[at], head_inputs, written, page_table, num_computed
+
+
+def _context(layout, backend, fields, num_pages, page_table, num_computed, last_tokens):
+    """Where each token stands. Returns (StepContext, token ids i32[T], page_table, num_computed), the state brought up to date."""
+    T, S, page_size = layout.bucket.tokens, layout.bucket.seqs, layout.page_size
+    rows, q_lens = fields["seq_rows"], fields["q_lens"]
+    update = fields["page_updates"]
+    page_table = page_table.at[update[:, 0], update[:, 1]].set(update[:, 2], mode="drop")
+    cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
+    known = num_computed.at[rows].get(mode="fill", fill_value=0)
+    starts = jnp.where(fields["starts"] < 0, known, fields["starts"])
+    kv_lens = jnp.where(q_lens > 0, starts + q_lens, 0)
+    num_computed = num_computed.at[rows].set(kv_lens, mode="drop")
+
+    t = jnp.arange(T, dtype=jnp.int32)
+    seq = jnp.minimum((t[:, None] >= cu_q_lens[None, 1:]).sum(1, dtype=jnp.int32), S - 1)
+    real = t < cu_q_lens[-1]
+    positions = jnp.where(real, starts[seq] + t - cu_q_lens[seq], 0)
+    sampled = last_tokens.at[rows].get(mode="fill", fill_value=0)
+    tokens = jnp.where(fields["token_ids"] < 0, sampled[seq], fields["token_ids"])
+    table = page_table.at[rows].get(mode="fill", fill_value=0)
+    page = table[seq, positions // page_size]
+    slots = jnp.where(real, page * page_size + positions % page_size, num_pages * page_size + t)
+    max_q_len = layout.bucket.max_q_len
+    work = plan_work(cu_q_lens, kv_lens, num_tokens=T, max_q_len=max_q_len, backend=backend)
+    context = StepContext(positions, slots, table, cu_q_lens, kv_lens, work, max_q_len=max_q_len, backend=backend)
+    return context, tokens, page_table, num_computed
+
+
+def head(
+    functions: ModelFunctions,
+    num_rows: int,
+    max_logprobs: int,
+    leaves: Sequence[jax.Array],
+    last_tokens: jax.Array,  # i32[max_num_seqs]
+    hidden: jax.Array,  # [R, D]
+    inputs: HeadInputs,
+):
+    """Logits of the first `num_rows` hidden rows, and a token of each. Returns (last_tokens, what the host fetches: i32[rows, ...])."""
+    model = functions.module(functions.head_indices, leaves)
+    logits = model.logits(model.final_norm(hidden[:num_rows]))
+    rows = sampling.unpack_rows(inputs.sampling[:num_rows])
+    sampled = sampling.sample(logits, rows, max_logprobs=max_logprobs)
+    last_tokens = last_tokens.at[inputs.rows[:num_rows]].set(sampled.tokens, mode="drop")
+    return last_tokens, sampling.pack_sampled(sampled)
+
+
+def update_page_table(page_table: jax.Array, updates: jax.Array) -> jax.Array:
+    """Page-table entries (row, column, page), i32[U, 3], that did not fit into a step's own upload."""
+    return page_table.at[updates[:, 0], updates[:, 1]].set(updates[:, 2], mode="drop")

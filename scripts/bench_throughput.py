@@ -1,0 +1,137 @@
+"""Offline throughput: a workload given to the engine all at once, timed to its end.
+
+    python -m scripts.bench_throughput --model=tiny-qwen3 --workload=short_long_mix --max_num_seqs=8
+    python -m scripts.bench_throughput --model=tiny-qwen3 --workload=short_long_mix --policies=sarathi,request_level
+
+Workloads: equal_size is 16 requests of 128 prompt and 128 output tokens; short_long_mix is 16 requests, (32, 32) and (512, 128) by turns.
+Prompts are random ids, greedy, to the full output length. With several --policies, runs of each alternate and a ratio to the last one
+is printed. All programs are compiled before the first timed run; medians over --repeats runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+
+from scripts.bench_models import bench_model
+from scripts.engine_flags import define_engine_flags, engine_options, versions, write_json
+
+WORKLOADS = {
+    "equal_size": [(128, 128)] * 16,
+    "short_long_mix": [(32, 32), (512, 128)] * 8,
+}
+
+_WORKLOAD = flags.DEFINE_enum("workload", "short_long_mix", sorted(WORKLOADS), "Which requests.")
+_POLICIES = flags.DEFINE_list("policies", [], "Batching policies to compare; by default --batching_policy alone.")
+_PREFIX = flags.DEFINE_list("prefix_caching", [], "Compare with prefix caching on and off: --prefix_caching=true,false.")
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Timed runs of each setting.", lower_bound=1)
+_JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
+define_engine_flags(model="tiny-qwen3")
+
+
+def make_engines() -> dict[str, Any]:
+    """An engine for each setting to compare, warmed up; they share the model's weights."""
+    from jaxserve import Engine
+    from jaxserve.llm import engine_config
+
+    options = engine_options() | {"warm_up": "all"}
+    model = bench_model(flags.FLAGS.model, options["dtype"])
+    settings = {p: {"batching_policy": p} for p in (_POLICIES.value or [options["batching_policy"]])}
+    if _PREFIX.value:
+        settings = {
+            f"{name}, prefix caching {value}": s | {"enable_prefix_caching": value == "true"}
+            for name, s in settings.items()
+            for value in _PREFIX.value
+        }
+    return {name: Engine(model, engine_config(options | s), eos_token_ids=()) for name, s in settings.items()}
+
+
+def run(engine: Any, requests: list[tuple[int, int]], seed: int) -> dict[str, Any]:
+    """Serves one workload to its end; times in seconds."""
+    from jaxserve import SamplingParams
+
+    rng = np.random.default_rng(seed)
+    vocab = engine.config.model.vocab_size
+    prompts = [rng.integers(0, vocab, n).tolist() for n, _ in requests]
+    steps = engine.stats.num_steps
+    start = time.perf_counter()
+    added = []
+    for i, (prompt, (_, num_output)) in enumerate(zip(prompts, requests, strict=True)):
+        params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True, detokenize=False)
+        added += engine.add_request(str(i), prompt, params)
+    num_output = 0
+    while engine.has_unfinished_requests():
+        num_output += sum(len(output.new_token_ids) for output in engine.step())
+    elapsed = time.perf_counter() - start
+    assert num_output == sum(n for _, n in requests)
+    ttft = [r.metrics.first_token_time - r.metrics.arrival_time for r in added]
+    e2e = [r.metrics.finished_time - r.metrics.arrival_time for r in added]
+    return {
+        "elapsed_time": elapsed,
+        "output_tokens_per_second": num_output / elapsed,
+        "mean_ttft_ms": 1e3 * statistics.fmean(ttft),
+        "mean_e2el_ms": 1e3 * statistics.fmean(e2e),
+        "num_steps": engine.stats.num_steps - steps,
+    }
+
+
+def summarise(requests: list[tuple[int, int]], runs: list[dict[str, Any]], engine: Any) -> dict[str, Any]:
+    """Medians over the runs, with vLLM's field names for what it reports too."""
+    median = {name: statistics.median(r[name] for r in runs) for name in runs[0]}
+    total = sum(p + o for p, o in requests)
+    return {
+        **median,
+        "num_requests": len(requests),
+        "total_num_tokens": total,
+        "requests_per_second": len(requests) / median["elapsed_time"],
+        "tokens_per_second": total / median["elapsed_time"],
+        "best_output_tokens_per_second": max(r["output_tokens_per_second"] for r in runs),
+        "padding_share": engine.stats.padding.padding_share,
+        "num_programs": engine.runner.programs.num_compiled,
+    }
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    engines = make_engines()
+    for engine in engines.values():
+        print(engine.describe(), file=sys.stderr)
+    requests = WORKLOADS[_WORKLOAD.value]
+    runs: dict[str, list] = {name: [] for name in engines}
+    for repeat in range(-1, _REPEATS.value):  # the first run of each is not counted
+        for name, engine in engines.items():
+            result = run(engine, requests, seed=repeat + 1)
+            if repeat >= 0:
+                runs[name].append(result)
+    results = {name: summarise(requests, runs[name], engines[name]) for name in engines}
+    names = list(results)
+    for name, r in results.items():
+        ratio = r["output_tokens_per_second"] / results[names[-1]]["output_tokens_per_second"]
+        against = f", {ratio:.2f}x {names[-1]}" if name != names[-1] else ""
+        print(
+            f"{_WORKLOAD.value} | {name}: {r['requests_per_second']:.2f} requests/s, {r['tokens_per_second']:.0f} total tok/s, "
+            f"{r['output_tokens_per_second']:.0f} output tok/s, TTFT {r['mean_ttft_ms']:.0f} ms, "
+            f"E2E {r['mean_e2el_ms']:.0f} ms, padding {100 * r['padding_share']:.0f}%{against}"
+        )
+    write_json(
+        _JSON.value,
+        {
+            "benchmark": "throughput",
+            "model": flags.FLAGS.model,
+            "workload": _WORKLOAD.value,
+            "max_num_seqs": next(iter(engines.values())).config.scheduler.max_num_seqs,
+            "repeats": _REPEATS.value,
+            "results": results,
+            **versions(),
+        },
+    )
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,96 @@
+"""The flags of every script that makes an engine, and the one place that turns them into options of `jaxserve.LLM`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from jaxserve.config import DTYPES, ORDERS, POLICIES, WARM_UPS
+
+_NAMES: list[str] = []
+
+
+def _define(kind: Any, name: str, default: Any, text: str, **kwargs: Any) -> None:
+    kind(name, default, text, **kwargs)
+    _NAMES.append(name)
+
+
+def define_engine_flags(*, model: str | None = None) -> None:
+    """Defines --model (required unless a default is given) and a flag for each engine option worth one at a shell."""
+    flags.DEFINE_string("model", model, "A Hugging Face folder or id, or a GGUF file.", required=model is None)
+    flags.DEFINE_string("tokenizer", None, "Where the tokenizer lies, if not beside the model.")
+    _define(
+        flags.DEFINE_enum,
+        "dtype",
+        "auto",
+        "Of weights and activations; auto: the checkpoint's own.",
+        enum_values=DTYPES,
+    )
+    _define(flags.DEFINE_integer, "max_model_len", None, "Most tokens of a request, prompt and output.", lower_bound=1)
+    _define(flags.DEFINE_integer, "max_num_seqs", None, "Most sequences at once (default 128).", lower_bound=1)
+    _define(
+        flags.DEFINE_integer, "max_num_batched_tokens", None, "Token budget of a step (default 2048).", lower_bound=1
+    )
+    _define(flags.DEFINE_integer, "page_size", None, "Tokens a KV page (64 on a GPU, 16 on a CPU).", lower_bound=1)
+    _define(flags.DEFINE_integer, "num_pages", None, "KV pages of the pool; by default what fits.", lower_bound=1)
+    _define(flags.DEFINE_float, "gpu_memory_utilization", 0.9, "Share of the device's memory to use.")
+    _define(flags.DEFINE_bool, "enable_prefix_caching", True, "Share the KV pages of equal prefixes.")
+    _define(
+        flags.DEFINE_bool,
+        "enable_chunked_prefill",
+        None,
+        "Split long prompts over steps; by default the policy's choice.",
+    )
+    _define(flags.DEFINE_enum, "batching_policy", "sarathi", "How a step is composed.", enum_values=POLICIES)
+    _define(flags.DEFINE_enum, "scheduling_policy", "fcfs", "Who comes first.", enum_values=ORDERS)
+    _define(flags.DEFINE_integer, "seed", 0, "Seeds requests that bring no seed.")
+    _define(flags.DEFINE_string, "bucket_plan", None, "A bucket plan's JSON file.")
+    _define(
+        flags.DEFINE_enum,
+        "warm_up",
+        "first_use",
+        "Compile all programs at start, or each at first use.",
+        enum_values=WARM_UPS,
+    )
+    _define(flags.DEFINE_bool, "async_scheduling", True, "Schedule a step before the last one's tokens are back.")
+    _define(flags.DEFINE_string, "attention_backend", "auto", "auto, xla, reference or mosaic_sm90.")
+    _define(flags.DEFINE_string, "demand_log", None, "Append each step's demand to this file, one JSON line a step.")
+
+
+def engine_options() -> dict[str, Any]:
+    """The options that the flags give, for `jaxserve.LLM(model, **options)`."""
+    return {name: flags.FLAGS[name].value for name in _NAMES}
+
+
+def versions() -> dict[str, Any]:
+    """What a result depends on besides the code: device and library versions."""
+    import flax
+    import jax
+    import jaxlib
+
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "num_devices": len(jax.devices()),
+        "python": sys.version.split()[0],
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "flax": flax.__version__,
+    }
+
+
+def write_json(path: str | None, result: dict[str, Any]) -> None:
+    """Writes a result to a file (folders are made), or to stdout for "-"; nothing for None."""
+    if path is None:
+        return
+    text = json.dumps(result, indent=1)
+    if path == "-":
+        print(text)
+    else:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text + "\n")
