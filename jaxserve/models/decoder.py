@@ -1,0 +1,114 @@
+"""`Decoder`: the llama-like transformer that every supported architecture is a setting of, and its flat view by path.
+
+Called as a whole it is a plain causal forward for training code and tests. Serving code calls its parts (embed, rope,
+layers, final_norm, logits) and brings its own attention. Knows nothing of pages, batches, checkpoints or sampling.
+"""
+
+import functools
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.layers import INIT_STD, DecoderLayer, Embedding, Linear, RMSNorm, RopeAngles, causal_attention
+from jaxserve.models.rope import rope_cos_sin
+
+
+class Decoder(nnx.Module):
+    """A decoder-only transformer; weights are `nnx.Param`s in `param_dtype`, activations have the same dtype.
+
+    Freshly made weights are normal(0, 0.02), norm scales 1, biases 0. A big model is made faster by `random_params`.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype: Any = jnp.bfloat16):
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, rngs=rngs, param_dtype=param_dtype)
+        self.layers = nnx.List(
+            DecoderLayer(config, window, rngs=rngs, param_dtype=param_dtype) for window in config.sliding_windows
+        )
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
+        tied = config.tie_word_embeddings
+        lm_head = functools.partial(Linear, use_bias=False, rngs=rngs, param_dtype=param_dtype)
+        self.lm_head = None if tied else lm_head(config.hidden_size, config.vocab_size)
+
+    @classmethod
+    def abstract(cls, config: ModelConfig, param_dtype: Any = jnp.bfloat16) -> "Decoder":
+        """The module with ShapeDtypeStructs for weights: nothing is allocated or compiled."""
+        return nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), param_dtype=param_dtype))
+
+    def embed(self, token_ids: jax.Array) -> jax.Array:  # i32[...] -> [..., D]
+        with jax.named_scope("embed"):
+            return self.embed_tokens(token_ids)
+
+    def rope(self, positions: jax.Array) -> RopeAngles:  # i32[...] -> cos, sin f32[..., H/2]
+        """What every layer needs of the positions, computed once a step."""
+        with jax.named_scope("rope_angles"):
+            return rope_cos_sin(self.config.rope, self.config.head_dim, positions)
+
+    def logits(self, x: jax.Array) -> jax.Array:  # [..., D] -> f32[..., V]
+        """Logits of normed hidden states, accumulated and returned in float32 whatever the weights' dtype."""
+        with jax.named_scope("logits"):
+            if self.lm_head is None:
+                weight, axis = self.embed_tokens.embedding[...], 1
+            else:
+                weight, axis = self.lm_head.kernel[...], 0
+            contract = (((x.ndim - 1,), (axis,)), ((), ()))
+            return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:  # i32[B, S] -> f32[B, S, V]
+        """Plain causal forward of whole sequences from position 0, differentiable; memory grows with S * S a layer."""
+        rope = self.rope(jnp.arange(tokens.shape[1]))
+        x = self.embed(tokens)
+        for layer in self.layers:
+            attend = functools.partial(causal_attention, sliding_window=layer.sliding_window)
+            x, _ = layer(x, rope, lambda q, k, v, attend=attend: (attend(q, k, v), None))
+        return self.logits(self.final_norm(x))
+
+
+def named_leaves(module: nnx.Module) -> dict[str, Any]:
+    """{path: array or ShapeDtypeStruct}, e.g. "layers/0/attention/qkv_proj/kernel", in the order of `jax.tree.leaves`
+    of the module's state."""
+    return {"/".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(module))}
+
+
+def with_leaves(module: Decoder, leaves: Mapping[str, Any]) -> Decoder:
+    """A new module with the structure of `module` (abstract or not) and these weights, which are not copied.
+
+    Raises:
+        ValueError: paths, shapes or dtypes differ from the module's; the message lists them.
+    """
+    wanted = named_leaves(module)
+    faults = [f"missing {path}" for path in wanted if path not in leaves]
+    faults += [f"unknown {path}" for path in leaves if path not in wanted]
+    for path in wanted.keys() & leaves.keys():
+        have, want = leaves[path], wanted[path]
+        if (have.shape, have.dtype) != (want.shape, want.dtype):
+            faults.append(f"{path} is {have.dtype}{list(have.shape)}, not {want.dtype}{list(want.shape)}")
+    if faults:
+        raise ValueError("weights do not fit the module: " + "; ".join(sorted(faults)))
+    graphdef, state = nnx.split(module)
+    return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), [leaves[path] for path in wanted]))
+
+
+def random_params(config: ModelConfig, seed: int = 0, param_dtype: Any = jnp.bfloat16) -> dict[str, jax.Array]:
+    """Weights for benchmarks and tests, {path: array}: normal(0, 0.02), biases too, and norm scales 1.
+
+    Made on the default device, one program a distinct shape. A leaf depends on the seed and its path alone.
+    """
+    return {
+        path: _random_leaf(np.uint32(seed), np.uint32(zlib.crc32(path.encode())), leaf.shape, leaf.dtype, path.endswith("/scale"))
+        for path, leaf in named_leaves(Decoder.abstract(config, param_dtype)).items()
+    }
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "ones"))
+def _random_leaf(seed: jax.Array, path_hash: jax.Array, shape: tuple[int, ...], dtype: Any, ones: bool) -> jax.Array:
+    if ones:
+        return jnp.ones(shape, dtype)
+    key = jax.random.fold_in(jax.random.key(seed), path_hash)
+    return (INIT_STD * jax.random.normal(key, shape, jnp.float32)).astype(dtype)

@@ -1,0 +1,157 @@
+"""The parts of a decoder layer (linear, embedding, RMSNorm, attention projections, SwiGLU) and the layer itself.
+
+A layer does not know where it stands in the model, how its batch is laid out, or how attention is computed: leading
+axes are free ([T, D] packed for serving, [B, S, D] for training) and attention is a callback, so that both run the same
+code. Layers with the same sizes and window have equal graph definitions, so that one inner jit, traced once, can serve
+them all.
+
+Weights are in the parameters' dtype, norms and the rotary embedding compute in float32, matmuls give the activations'
+dtype. Axis letters: D model, N query heads, K KV heads, H head_dim, F ffn, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.rope import apply_rope
+
+# attend(q[..., N, H], k[..., K, H], v[..., K, H]) -> (o[..., N, H], kv): causal attention of the batch's layout. kv is
+# whatever the layout keeps (the layer's updated KV pages, or None); the layer hands it through.
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+RopeAngles = tuple[jax.Array, jax.Array]  # cos, sin: f32[..., H/2]
+
+INIT_STD = 0.02
+
+
+class Linear(nnx.Module):
+    """x[..., in] @ kernel[in, out] (+ bias[out])."""
+
+    def __init__(self, in_dim: int, out_dim: int, *, use_bias: bool, rngs: nnx.Rngs, param_dtype: Any):
+        self.kernel = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), (in_dim, out_dim), param_dtype))
+        self.bias = nnx.Param(jnp.zeros((out_dim,), param_dtype)) if use_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x @ self.kernel[...]
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Embedding(nnx.Module):
+    """A table [V, D], looked up by token id; also the logits' weights where embeddings are tied."""
+
+    def __init__(self, vocab_size: int, dim: int, *, rngs: nnx.Rngs, param_dtype: Any):
+        self.embedding = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), (vocab_size, dim), param_dtype))
+
+    def __call__(self, token_ids: jax.Array) -> jax.Array:  # i32[...] -> [..., D]
+        return self.embedding[...][token_ids]
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale over the last axis (arXiv:1910.07467): normalised in float32, cast back, then scaled."""
+
+    def __init__(self, dim: int, eps: float, *, param_dtype: Any):
+        self.scale = nnx.Param(jnp.ones((dim,), param_dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        return x32.astype(x.dtype) * self.scale[...]
+
+
+class Attention(nnx.Module):
+    """Projections of grouped-query attention (arXiv:2305.13245), with optional biases and RMSNorm of each query and key
+    head.
+
+    qkv_proj/kernel is [D, (N + 2K) * H]: all query heads, then the key heads, then the value heads.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype: Any):
+        D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = N, K, H
+        self.qkv_proj = Linear(D, (N + 2 * K) * H, use_bias=config.qkv_bias, rngs=rngs, param_dtype=param_dtype)
+        self.o_proj = Linear(N * H, D, use_bias=config.o_bias, rngs=rngs, param_dtype=param_dtype)
+        self.q_norm = RMSNorm(H, config.rms_norm_eps, param_dtype=param_dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(H, config.rms_norm_eps, param_dtype=param_dtype) if config.qk_norm else None
+
+    def __call__(
+        self,
+        x: jax.Array,  # [..., D]
+        rope: RopeAngles,
+        attend: Attend,
+    ) -> tuple[jax.Array, Any]:
+        N, K, H = self.num_heads, self.num_kv_heads, self.head_dim
+        with jax.named_scope("qkv"):
+            qkv = self.qkv_proj(x).reshape(*x.shape[:-1], N + 2 * K, H)
+            q, k, v = jnp.split(qkv, [N, N + K], axis=-2)
+        with jax.named_scope("rope"):
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        with jax.named_scope("attend"):
+            o, kv = attend(q, k, v)
+        with jax.named_scope("o_proj"):
+            return self.o_proj(o.reshape(*x.shape[:-1], N * H)), kv
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x)), arXiv:2002.05202; gate_up_proj/kernel is [D, 2F]: gate, then up."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype: Any):
+        D, F = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = Linear(D, 2 * F, use_bias=config.mlp_bias, rngs=rngs, param_dtype=param_dtype)
+        self.down_proj = Linear(F, D, use_bias=config.mlp_bias, rngs=rngs, param_dtype=param_dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        hidden = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+        return self.down_proj(hidden.astype(x.dtype))
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and SwiGLU with residuals. `sliding_window` (tokens or None) is for `attend` to honour."""
+
+    def __init__(self, config: ModelConfig, sliding_window: int | None, *, rngs: nnx.Rngs, param_dtype: Any):
+        self.sliding_window = sliding_window
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
+        self.attention = Attention(config, rngs=rngs, param_dtype=param_dtype)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
+        self.mlp = SwiGLU(config, rngs=rngs, param_dtype=param_dtype)
+
+    def __call__(
+        self,
+        x: jax.Array,  # [..., D]
+        rope: RopeAngles,
+        attend: Attend,
+    ) -> tuple[jax.Array, Any]:
+        """The layer's output, [..., D], and the kv that attend returned."""
+        with jax.named_scope("attention"):
+            o, kv = self.attention(self.attention_norm(x), rope, attend)
+            x = x + o
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x)), kv
+
+
+def causal_attention(
+    q: jax.Array,  # [B, S, N, H]
+    k: jax.Array,  # [B, S, K, H]
+    v: jax.Array,  # [B, S, K, H]
+    *,
+    sliding_window: int | None = None,
+) -> jax.Array:
+    """Plain causal attention over whole sequences, [B, S, N, H]: float32 softmax, scale H**-0.5, S x S scores in
+    memory.
+
+    With a sliding window w, position q sees the w positions q - w < k <= q.
+    """
+    B, S, N, H = q.shape
+    K = k.shape[2]
+    grouped = q.reshape(B, S, K, N // K, H)
+    scores = jnp.einsum("BQKGH,BSKH->BKGQS", grouped, k, preferred_element_type=jnp.float32) * H**-0.5
+    distance = jnp.arange(S)[:, None] - jnp.arange(S)[None, :]  # query position - key position
+    visible = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(v.dtype)
+    return jnp.einsum("BKGQS,BSKH->BQKGH", weights, v).reshape(B, S, N, H)

@@ -1,0 +1,46 @@
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxserve.models.layers import RMSNorm, causal_attention
+
+
+def test_rms_norm_of_bf16_is_rounded_once_before_the_scale():
+    rng = np.random.default_rng(0)
+    x = (100 * rng.normal(size=(16, 256))).astype(ml_dtypes.bfloat16)
+    scale = rng.normal(size=256).astype(ml_dtypes.bfloat16)
+    norm = RMSNorm(256, 1e-3, param_dtype=jnp.bfloat16)
+    norm.scale[...] = jnp.asarray(scale)
+    got = norm(jnp.asarray(x))
+
+    exact = x.astype(np.float64)
+    exact /= np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-3)
+    rounded = exact.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+    want = (rounded * scale.astype(np.float32)).astype(ml_dtypes.bfloat16)
+    assert got.dtype == jnp.bfloat16
+    assert (np.asarray(got) == want).mean() > 0.999  # all but those that stand at the middle of two bf16
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_causal_attention_is_a_softmax_over_what_each_position_sees(window):
+    B, S, N, K, H = 2, 7, 6, 2, 4
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.normal(size=(B, S, heads, H)).astype(np.float32) for heads in (N, K, K))
+    want = np.zeros((B, S, N, H))
+    for b, i, n in np.ndindex(B, S, N):
+        seen = slice(0 if window is None else max(0, i - window + 1), i + 1)
+        weights = np.exp(k[b, seen, n // (N // K)] @ q[b, i, n] / np.sqrt(H))
+        want[b, i, n] = weights @ v[b, seen, n // (N // K)] / weights.sum()
+    got = causal_attention(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), sliding_window=window)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_softmax_of_bf16_scores_is_float32():
+    """Scores near 300, where bf16 steps by 2: only float32 scores tell keys apart whose scores differ by 1."""
+    q = jnp.full((1, 2, 1, 1), 100.0, jnp.bfloat16)
+    k = jnp.array([3.0, 3.015625], jnp.bfloat16).reshape(1, 2, 1, 1)  # scores 300 and 301.5625
+    v = jnp.array([0.0, 1.0], jnp.bfloat16).reshape(1, 2, 1, 1)
+    got = causal_attention(q, k, v)
+    assert got.dtype == jnp.bfloat16
+    assert float(got[0, 1, 0, 0]) == pytest.approx(1 / (1 + np.exp(-1.5625)), abs=0.003)
