@@ -12,19 +12,14 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from typing import Any
 
-import numpy as np
 from absl import app, flags
 
 from scripts.bench_models import bench_model
+from scripts.bench_run import serve
 from scripts.engine_flags import define_engine_flags, engine_options, versions, write_json
-
-WORKLOADS = {
-    "equal_size": [(128, 128)] * 16,
-    "short_long_mix": [(32, 32), (512, 128)] * 8,
-}
+from scripts.workloads import WORKLOADS
 
 _WORKLOAD = flags.DEFINE_enum("workload", "short_long_mix", sorted(WORKLOADS), "Which requests.")
 _POLICIES = flags.DEFINE_list("policies", [], "Batching policies to compare; by default --batching_policy alone.")
@@ -49,35 +44,6 @@ def make_engines() -> dict[str, Any]:
             for value in _PREFIX.value
         }
     return {name: Engine(model, engine_config(options | s), eos_token_ids=()) for name, s in settings.items()}
-
-
-def run(engine: Any, requests: list[tuple[int, int]], seed: int) -> dict[str, Any]:
-    """Serves one workload to its end; times in seconds."""
-    from jaxserve import SamplingParams
-
-    rng = np.random.default_rng(seed)
-    vocab = engine.config.model.vocab_size
-    prompts = [rng.integers(0, vocab, n).tolist() for n, _ in requests]
-    steps = engine.stats.num_steps
-    start = time.perf_counter()
-    added = []
-    for i, (prompt, (_, num_output)) in enumerate(zip(prompts, requests, strict=True)):
-        params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True, detokenize=False)
-        added += engine.add_request(str(i), prompt, params)
-    num_output = 0
-    while engine.has_unfinished_requests():
-        num_output += sum(len(output.new_token_ids) for output in engine.step())
-    elapsed = time.perf_counter() - start
-    assert num_output == sum(n for _, n in requests)
-    ttft = [r.metrics.first_token_time - r.metrics.arrival_time for r in added]
-    e2e = [r.metrics.finished_time - r.metrics.arrival_time for r in added]
-    return {
-        "elapsed_time": elapsed,
-        "output_tokens_per_second": num_output / elapsed,
-        "mean_ttft_ms": 1e3 * statistics.fmean(ttft),
-        "mean_e2el_ms": 1e3 * statistics.fmean(e2e),
-        "num_steps": engine.stats.num_steps - steps,
-    }
 
 
 def summarise(requests: list[tuple[int, int]], runs: list[dict[str, Any]], engine: Any) -> dict[str, Any]:
@@ -106,7 +72,7 @@ def main(argv: list[str]) -> None:
     runs: dict[str, list] = {name: [] for name in engines}
     for repeat in range(-1, _REPEATS.value):  # the first run of each is not counted
         for name, engine in engines.items():
-            result = run(engine, requests, seed=repeat + 1)
+            result = serve(engine, requests, seed=repeat + 1)
             if repeat >= 0:
                 runs[name].append(result)
     results = {name: summarise(requests, runs[name], engines[name]) for name in engines}

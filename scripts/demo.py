@@ -58,10 +58,10 @@ class Screen:
 
 
 def golden_answers(dtype: str) -> list[dict[str, Any]]:
-    """The four prompts whose greedy tokens transformers gave; empty if the file is not there (outside a checkout)."""
+    """{prompt, token_ids, ...} of the four prompts whose greedy tokens transformers gave; empty if the file is not there."""
     if not GOLDENS.exists():
         return []
-    return json.loads(GOLDENS.read_text())[dtype]
+    return [{"prompt": case["prompt"], **case[dtype]} for case in json.loads(GOLDENS.read_text())["cases"]]
 
 
 def main(argv: list[str]) -> None:
@@ -110,8 +110,8 @@ def check(goldens: list[dict[str, Any]], outputs: list[Any]) -> None:
     """Exits with 1 unless the greedy tokens are transformers' own."""
     wrong = []
     for golden, output in zip(goldens, outputs, strict=True):
-        n = min(len(golden["tokens"]), _MAX_TOKENS.value)
-        if output.outputs[0].token_ids[:n] != golden["tokens"][:n]:
+        n = min(len(golden["token_ids"]), _MAX_TOKENS.value)
+        if output.outputs[0].token_ids[:n] != golden["token_ids"][:n]:
             wrong.append(golden["prompt"])
     if wrong:
         sys.exit(f"greedy tokens differ from transformers' for: {'; '.join(wrong)}")

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-from jaxserve.config import DTYPES, ORDERS, POLICIES, WARM_UPS
+from jaxserve.config import BACKENDS, DTYPES, ORDERS, POLICIES, WARM_UPS
 
 _NAMES: list[str] = []
 
 
 def _define(kind: Any, name: str, default: Any, text: str, **kwargs: Any) -> None:
-    kind(name, default, text, **kwargs)
+    kind(name, default, help=text, **kwargs)
     _NAMES.append(name)
 
 
 def define_engine_flags(*, model: str | None = None) -> None:
     """Defines --model (required unless a default is given) and a flag for each engine option worth one at a shell."""
+    logging.getLogger("jax").setLevel(logging.WARNING)  # below that it names every backend that this machine lacks
     flags.DEFINE_string("model", model, "A Hugging Face folder or id, or a GGUF file.", required=model is None)
     flags.DEFINE_string("tokenizer", None, "Where the tokenizer lies, if not beside the model.")
     _define(
@@ -57,7 +59,7 @@ def define_engine_flags(*, model: str | None = None) -> None:
         enum_values=WARM_UPS,
     )
     _define(flags.DEFINE_bool, "async_scheduling", True, "Schedule a step before the last one's tokens are back.")
-    _define(flags.DEFINE_string, "attention_backend", "auto", "auto, xla, reference or mosaic_sm90.")
+    _define(flags.DEFINE_enum, "attention_backend", "auto", "Which attention kernel.", enum_values=BACKENDS)
     _define(flags.DEFINE_string, "demand_log", None, "Append each step's demand to this file, one JSON line a step.")
 
 

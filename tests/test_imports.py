@@ -1,0 +1,140 @@
+"""Imports run one way, `scripts, tests -> jaxserve -> {kernels, checkpoints}`, and what should be light stays light."""
+
+import ast
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("jaxserve", "kernels", "checkpoints", "scripts", "tests")
+OURS = {  # which of our packages each may import
+    "kernels": {"kernels"},
+    "checkpoints": {"checkpoints"},
+    "jaxserve": {"jaxserve", "kernels", "checkpoints"},
+    "scripts": {"scripts", "jaxserve", "kernels", "checkpoints"},
+    "tests": set(PACKAGES),
+}
+FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+SCRIPTS = [path.stem for path in FILES if path.parent.name == "scripts" and "def main(" in path.read_text()]
+HOST_MODULES = ("scheduler", "page_pool", "policies", "request", "config", "buckets", "batch", "tokenizer")
+HEAVY = ("jax", "flax", "torch", "transformers", "orbax", "fastapi", "matplotlib")
+# Import names whose distribution is called otherwise, or that come with another that is declared.
+DISTRIBUTIONS = {"absl": "absl-py", "jaxlib": "jax"}
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of every import in a file, those inside functions too."""
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text(), filename=relative(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            yield node.lineno, ".".join((*base, node.module) if node.module else base)
+
+
+def run_python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "error", "-c", code, *args]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Which of HEAVY a fresh interpreter has imported after `statement`."""
+    done = run_python(f"import sys\n{statement}\nprint('loaded:', *({set(HEAVY)} & set(sys.modules)))")
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.rpartition("loaded:")[2].split())
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_imports_run_one_way(path):
+    forbidden = set(PACKAGES) - OURS[path.relative_to(ROOT).parts[0]]
+    assert not [(line, name) for line, name in imported(path) if name.split(".")[0] in forbidden]
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parts[len(ROOT.parts)] == "kernels"], ids=relative)
+def test_kernels_import_jax_and_numpy_only(path):
+    allowed = {"jax", "numpy", "kernels", *sys.stdlib_module_names}
+    assert not [(line, name) for line, name in imported(path) if name.split(".")[0] not in allowed]
+
+
+def test_third_party_imports_are_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    dev = distributions(extras.pop("dev"))
+    runtime = distributions(itertools.chain(project["dependencies"], *extras.values()))
+    peer = distributions((ROOT / "constraints/torch.txt").read_text().splitlines())
+    undeclared = []
+    for path in FILES:
+        declared = runtime if path.relative_to(ROOT).parts[0] not in ("scripts", "tests") else runtime | dev | peer
+        for line, name in imported(path):
+            top = name.split(".")[0]
+            known = top in sys.stdlib_module_names or top in PACKAGES
+            if not known and normalized(DISTRIBUTIONS.get(top, top)) not in declared:
+                undeclared.append(f"{relative(path)}:{line} {name}")
+    assert not undeclared, "declare them in pyproject.toml"
+
+
+def distributions(requirements: Iterable[str]) -> set[str]:
+    """The normalized names in requirement lines: `huggingface_hub>=1.0` -> `huggingface-hub`."""
+    return {normalized(name[0]) for line in requirements if (name := re.match(r"[\w.-]+", line))}
+
+
+def normalized(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+@pytest.mark.parametrize("module", HOST_MODULES)
+def test_host_modules_import_no_jax(module):
+    assert loaded_after(f"import jaxserve.{module}") == set()
+
+
+def test_importing_jaxserve_is_light():
+    assert loaded_after("import jaxserve") == set()
+
+
+# argv: the module, then the names of what it should not load.
+HELP = """
+import runpy, sys
+_, module, *heavy = sys.argv
+sys.argv = [module, "--help"]
+try:
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+except SystemExit as exit:
+    print("ended:", exit.code)
+print("loaded:", *(set(heavy) & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_needs_no_jax(script):
+    docstring = ast.get_docstring(ast.parse((ROOT / "scripts" / f"{script}.py").read_text()))
+    assert docstring
+    done = run_python(HELP, f"scripts.{script}", *HEAVY)
+    assert done.returncode == 0, done.stderr
+    text, _, ended = done.stdout.rpartition("ended:")
+    assert docstring.splitlines()[0] in text
+    assert ended.split() == ["1", "loaded:"], "absl ends --help with 1"
+
+
+def test_peer_benchmark_runs_without_jax_and_jaxserve():
+    done = run_python("import sys; sys.modules.update(jax=None, jaxserve=None); import scripts.bench_transformers")
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_has_no_version():
+    # transformers takes an importable `kernels` whose __version__ is in its range for a package of that name.
+    done = run_python("import kernels; print(hasattr(kernels, '__version__'))")
+    assert done.stdout == "False\n", done.stderr
