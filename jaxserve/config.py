@@ -5,6 +5,8 @@ Knows no model and no device: what depends on those (how many pages fit) is pass
 
 from __future__ import annotations
 
+import numbers
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 WARM_UPS = ("all", "first_use")
 POLICIES = ("sarathi", "orca", "prefill_first", "request_level")
 ORDERS = ("fcfs", "priority")
+BACKENDS = ("auto", "xla", "reference")  # of attention
 
 
 def _require(ok: bool, message: str) -> None:
@@ -28,10 +31,40 @@ def _require(ok: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _positive(**values: int) -> None:
+def _is_int(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _positive(**values: Any) -> None:
     for name, value in values.items():
-        ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        _require(ok, f"{name}={value!r} must be an integer >= 1")
+        _require(_is_int(value) and value >= 1, f"{name}={value!r} must be an integer >= 1")
+
+
+def _one_of(choices: tuple[str, ...], **values: Any) -> None:
+    for name, value in values.items():
+        _require(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
+
+
+def _within_budget(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    _require(
+        max_num_seqs <= max_num_batched_tokens,
+        f"max_num_seqs={max_num_seqs} must not exceed max_num_batched_tokens={max_num_batched_tokens}: "
+        "a step must hold one token of every running sequence; raise the budget or lower max_num_seqs",
+    )
+
+
+def _power_of_two(page_size: int) -> None:
+    _require(page_size & (page_size - 1) == 0, f"page_size={page_size} must be a power of two, such as 16 or 64")
+
+
+def _read_plan(plan: Any) -> BucketPlan | None:
+    if plan is None or isinstance(plan, BucketPlan):
+        return plan
+    _require(isinstance(plan, (str, os.PathLike)), f"bucket_plan={plan!r} must be a BucketPlan, the path of its JSON, or None")
+    try:
+        return BucketPlan.load(plan)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"bucket_plan={str(plan)!r} cannot be used: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +92,12 @@ class SchedulerConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
         )
+        _within_budget(self.max_num_seqs, self.max_num_batched_tokens)
+        _one_of(POLICIES, policy=self.policy)
+        _one_of(ORDERS, order=self.order)
         _require(
-            self.max_num_seqs <= self.max_num_batched_tokens,
-            f"max_num_seqs={self.max_num_seqs} must not exceed max_num_batched_tokens={self.max_num_batched_tokens}: "
-            "a step must hold one token of every running sequence; raise the budget or lower max_num_seqs",
-        )
-        _require(self.policy in POLICIES, f"policy={self.policy!r} must be one of {', '.join(POLICIES)}")
-        _require(self.order in ORDERS, f"order={self.order!r} must be one of {', '.join(ORDERS)}")
-        _require(
-            self.long_prefill_token_threshold >= 0,
-            f"long_prefill_token_threshold={self.long_prefill_token_threshold} must be >= 0 (0: no cap)",
+            _is_int(self.long_prefill_token_threshold) and self.long_prefill_token_threshold >= 0,
+            f"long_prefill_token_threshold={self.long_prefill_token_threshold!r} must be an integer >= 0 (0: no cap)",
         )
 
 
@@ -82,29 +111,36 @@ class CacheConfig:
 
     def __post_init__(self):
         _positive(page_size=self.page_size, num_pages=self.num_pages)
-        _require(
-            self.page_size & (self.page_size - 1) == 0, f"page_size={self.page_size} must be a power of two, such as 16 or 64"
-        )
+        _power_of_two(self.page_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything a user can choose about an engine; None means decided by `resolve` from the model and the device.
 
-    dtype: of weights and activations; "auto" is the checkpoint's own (bfloat16 for quantised GGUF). max_model_len: most tokens of a
-    request, prompt and output (the model's own length, or what the pool holds if that is less). max_num_seqs, max_num_batched_tokens:
-    sequences and tokens a step may hold (128, 2048). page_size: tokens a KV page (64 on a GPU, 16 on a CPU). num_pages: pages of the
-    pool. gpu_memory_utilization: the share of the device's memory that weights, programs and the pool may use together (on a CPU: of a
-    quarter of the machine's memory, and at most 1 GiB for the pool). enable_chunked_prefill, enable_mixed_steps: override the batching
-    policy's own choice. scheduling_policy: who comes first, "fcfs" or "priority". batching_policy: how a step is composed: "sarathi",
-    "orca", "prefill_first" or "request_level". seed: seeds requests that bring none. bucket_plan: a BucketPlan or the path of its JSON.
-    warm_up: "all" compiles every program of the plan at start, "first_use" each when it is first needed. async_scheduling: step n+1 is
-    dispatched before step n's tokens are fetched. attention_backend: "auto", "xla", "reference" or "mosaic_sm90".
-    compilation_cache_dir: JAX's persistent compilation cache ("" leaves JAX's own setting alone). demand_log: a path to which each
-    step's demand is appended, one JSON line a step.
+    Args:
+      dtype: of weights and activations; "auto" is the checkpoint's own (bfloat16 for quantised GGUF).
+      max_model_len: most tokens of a request, prompt and output (the model's own length, or what the pool holds if that is less).
+      max_num_seqs, max_num_batched_tokens: sequences and tokens that a step may hold (128, 2048).
+      page_size: tokens a KV page (64 on a GPU, 16 on a CPU).
+      num_pages: pages of the pool (as many as fit, and never more than max_num_seqs requests of max_model_len could use).
+      gpu_memory_utilization: the share of the device's memory that weights, programs and the pool may use together (on a CPU: of a
+        quarter of the machine's memory, and at most 1 GiB for the pool).
+      enable_prefix_caching: requests share the pages of equal prefixes.
+      scheduling_policy: who comes first, "fcfs" or "priority".
+      batching_policy: how a step is composed: "sarathi", "orca", "prefill_first" or "request_level" (policies.py).
+      enable_chunked_prefill, enable_mixed_steps: override the batching policy's own choice.
+      long_prefill_token_threshold: most prompt tokens of one request a step while another waits (0: no cap).
+      seed: seeds requests that bring none.
+      bucket_plan: a BucketPlan or the path of its JSON.
+      warm_up: "all" compiles every program of the plan at start, "first_use" each when it is first needed.
+      async_scheduling: step n+1 is dispatched before step n's tokens are fetched.
+      attention_backend: "auto", "xla" or "reference".
+      compilation_cache_dir: JAX's persistent compilation cache ("" leaves JAX's own setting alone).
+      demand_log: a path to which each step's demand is appended, one JSON line a step.
 
     Raises:
-      ValueError: a value is out of range; the message names it and what it may be.
+      ValueError: a value is of the wrong type or out of range, or the plan can't be read; the message names it and what it may be.
     """
 
     dtype: str = "auto"
@@ -129,15 +165,31 @@ class EngineConfig:
     demand_log: str | None = None
 
     def __post_init__(self):
-        _require(self.dtype in DTYPES, f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
+        _one_of(DTYPES, dtype=self.dtype)
+        _one_of(ORDERS, scheduling_policy=self.scheduling_policy)
+        _one_of(POLICIES, batching_policy=self.batching_policy)
+        _one_of(WARM_UPS, warm_up=self.warm_up)
+        _one_of(BACKENDS, attention_backend=self.attention_backend)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
             if getattr(self, name) is not None:
                 _positive(**{name: getattr(self, name)})
-        share = self.gpu_memory_utilization
-        _require(0 < share <= 1, f"gpu_memory_utilization={share} must be in (0, 1]")
-        _require(self.scheduling_policy in ORDERS, f"scheduling_policy={self.scheduling_policy!r} must be one of {', '.join(ORDERS)}")
-        _require(self.batching_policy in POLICIES, f"batching_policy={self.batching_policy!r} must be one of {', '.join(POLICIES)}")
-        _require(self.warm_up in WARM_UPS, f"warm_up={self.warm_up!r} must be one of {', '.join(WARM_UPS)}")
+        if self.page_size is not None:
+            _power_of_two(self.page_size)
+        if self.max_num_seqs is not None and self.max_num_batched_tokens is not None:
+            _within_budget(self.max_num_seqs, self.max_num_batched_tokens)
+        share, threshold = self.gpu_memory_utilization, self.long_prefill_token_threshold
+        ok = isinstance(share, numbers.Real) and not isinstance(share, bool) and 0 < share <= 1
+        _require(ok, f"gpu_memory_utilization={share!r} must be a number in (0, 1]")
+        _require(
+            _is_int(threshold) and threshold >= 0, f"long_prefill_token_threshold={threshold!r} must be an integer >= 0 (0: no cap)"
+        )
+        _require(_is_int(self.seed), f"seed={self.seed!r} must be an integer")
+        for name in ("enable_prefix_caching", "async_scheduling", "enable_chunked_prefill", "enable_mixed_steps"):
+            value, optional = getattr(self, name), name in ("enable_chunked_prefill", "enable_mixed_steps")
+            ok = isinstance(value, bool) or optional and value is None
+            _require(ok, f"{name}={value!r} must be True or False" + (", or None for the policy's own" if optional else ""))
+        # Read now: a bad plan should not wait for the weights to load.
+        object.__setattr__(self, "bucket_plan", _read_plan(self.bucket_plan))
 
     def resolve(
         self,
@@ -154,7 +206,10 @@ class EngineConfig:
         Raises:
           ValueError: limits that contradict each other, the bucket plan, the model or the memory.
         """
-        plan = None if self.bucket_plan is None else BucketPlan.load(self.bucket_plan)
+        from jaxserve.policies import resolve_policy
+
+        plan = self.bucket_plan
+        assert plan is None or isinstance(plan, BucketPlan)
         budget, max_num_seqs = self._step_limits(plan, model)
         page_size = self.page_size or (64 if on_gpu else 16)
         if plan is None:
@@ -192,15 +247,20 @@ class EngineConfig:
             mixed=self.enable_mixed_steps,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
         )
+        resolve_policy(scheduler)  # refuses switches that contradict the policy before anything is compiled
         cache = CacheConfig(page_size=page_size, num_pages=num_pages, enable_prefix_caching=self.enable_prefix_caching)
         return ResolvedConfig(engine=self, model=model, scheduler=scheduler, cache=cache, plan=plan, pages=pages)
 
     def _step_limits(self, plan: BucketPlan | None, model: ModelConfig) -> tuple[int, int]:
         """(max_num_batched_tokens, max_num_seqs). What is not given follows what is: a plan's largest bucket, the other limit."""
-        budget, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        from jaxserve.policies import POLICIES
+
+        budget, seqs, chunked = self.max_num_batched_tokens, self.max_num_seqs, self.enable_chunked_prefill
+        if chunked is None:
+            chunked = POLICIES[self.batching_policy].chunked
         if budget is None:
             budget = plan.mixed[-1][0] if plan else max(DEFAULT_NUM_BATCHED_TOKENS, seqs or 0)
-            if plan is None and self.enable_chunked_prefill is False:  # whole prompts must fit a step
+            if plan is None and not chunked:  # whole prompts must fit a step
                 budget = max(budget, self.max_model_len or model.max_position_embeddings)
         if seqs is None:
             seqs = min(DEFAULT_NUM_SEQS, budget, *((plan.mixed[-1][1], plan.max_head_rows) if plan else ()))

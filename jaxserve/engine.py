@@ -6,13 +6,14 @@ Not thread-safe: one thread calls it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,7 @@ from jaxserve.config import EngineConfig, ResolvedConfig
 from jaxserve.models import Decoder
 from jaxserve.page_pool import PagePool
 from jaxserve.programs import Programs
-from jaxserve.request import MAX_SUPPRESSED_IDS, Logprob, Request, RequestMetrics, SamplingParams
+from jaxserve.request import MAX_SUPPRESSED_IDS, Logprob, Request, RequestMetrics, RequestStatus, SamplingParams
 from jaxserve.runner import Runner, StepHandle
 from jaxserve.sampling_rows import SampledRows
 from jaxserve.schedule import Schedule, StepResult
@@ -86,11 +87,8 @@ class Engine:
         self.config = resolve(ModelFunctions(model), config)
         programs = Programs(ModelFunctions(model), self.config)
         self.runner = Runner(programs)
-        cache, limits = self.config.cache, self.config.scheduler
         self.eos_token_ids = frozenset(self.config.model.eos_token_ids if eos_token_ids is None else eos_token_ids)
-        self.pool = PagePool(cache.num_pages, cache.page_size, cache.enable_prefix_caching)
-        self.scheduler = Scheduler(limits, self.pool)
-        self.packer = BatchPacker(self.config.plan, programs.layouts, limits.max_num_seqs)
+        self._make_host_state()
         self.stats = EngineStats()
         self._groups: dict[str, list[Request]] = {}  # request id -> its samples
         self._in_flight: deque[tuple[Schedule, StepHandle]] = deque()
@@ -100,6 +98,12 @@ class Engine:
         logger.info("%s", self.describe())
         if config.warm_up == "all":
             self.runner.warm_up()
+
+    def _make_host_state(self) -> None:
+        cache, limits = self.config.cache, self.config.scheduler
+        self.pool = PagePool(cache.num_pages, cache.page_size, cache.enable_prefix_caching)
+        self.scheduler = Scheduler(limits, self.pool)
+        self.packer = BatchPacker(self.config.plan, self.runner.programs.layouts, limits.max_num_seqs)
 
     # -- requests in
 
@@ -116,17 +120,17 @@ class Engine:
         """Queues a request: one `Request` for each of its `params.n` samples, with ids `request_id`, or `request_id/i` for n > 1.
 
         Raises:
-          ValueError: an empty or too long prompt, an id out of the vocabulary, a duplicate request id, or more KV than the pool
-            can ever hold. Nothing is queued then and no other request is touched.
+          ValueError: an empty or too long prompt, an id out of the vocabulary, a duplicate request id, a priority where nobody asks
+            for it, or more KV than the pool can ever hold. Nothing is queued then and no other request is touched.
         """
         params = params or SamplingParams()
         arrival = time.monotonic() if arrival is None else arrival
         requests = self._samples(request_id, prompt_token_ids, params, arrival, priority, cache_salt)
         seed = self._seed_of(next(self._numbers)) if params.seed is None else params.seed
+        self._groups[request_id] = requests  # first, so that `abort` finds what an interrupt leaves half added
         for request in requests:
             request.seed = seed
             self.scheduler.add(request)
-        self._groups[request_id] = requests
         return requests
 
     def _samples(
@@ -140,6 +144,8 @@ class Engine:
     ) -> list[Request]:
         """The samples of a request, checked. ValueError as `add_request`; nothing is changed."""
         self._check_ids(request_id, prompt_token_ids, params)
+        if priority and self.config.scheduler.order != "priority":
+            raise ValueError(f"priority={priority} means nothing here: make the engine with scheduling_policy='priority'")
         requests = [
             Request(
                 request_id=request_id if params.n == 1 else f"{request_id}/{i}",
@@ -160,9 +166,11 @@ class Engine:
             self.scheduler.check(request)
         return requests
 
-    def check_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def check_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
+    ) -> None:
         """ValueError if `add_request` would refuse this; changes nothing."""
-        self._samples(request_id, prompt_token_ids, params)
+        self._samples(request_id, prompt_token_ids, params, priority=priority)
 
     def _check_ids(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         if request_id in self._groups:
@@ -217,7 +225,37 @@ class Engine:
 
     def step(self) -> list[EngineOutput]:
         """Schedules and dispatches a step, and returns what an earlier one brought (one step late, so that the device never waits
-        for the host; the first call of a busy spell may return nothing)."""
+        for the host; the first call of a busy spell may return nothing).
+
+        An exception on the way, Ctrl-C too, ends every request as aborted and passes on; the engine stays usable.
+        """
+        with self._whole_or_nothing():
+            return self._step()
+
+    def drain(self) -> None:
+        """Waits for the steps in flight; what they bring is delivered by the next `step`. Exceptions as in `step`."""
+        with self._whole_or_nothing():
+            while self._in_flight:
+                self._undelivered += self._finish_step(*self._in_flight.popleft())
+
+    @contextlib.contextmanager
+    def _whole_or_nothing(self) -> Iterator[None]:
+        """A step that breaks off leaves pages hashed that were never written, page-table entries that were never sent, and donated
+        buffers gone. Nothing of that is worth mending: host and device begin anew, the cached prefixes forgotten."""
+        try:
+            yield
+        except BaseException:
+            for request in (r for group in self._groups.values() for r in group if not r.finished):
+                request.status, request.finish_reason, request.rows, request.row = RequestStatus.FINISHED, "abort", None, -1
+                self._record_finish(request)
+            self._groups.clear()
+            self._in_flight.clear()
+            self._undelivered.clear()
+            self._make_host_state()
+            self.runner.reset()
+            raise
+
+    def _step(self) -> list[EngineOutput]:
         schedule = self.scheduler.schedule()
         if schedule is not None:
             inputs = self._pack(schedule)
@@ -228,11 +266,6 @@ class Engine:
         while len(self._in_flight) > depth:
             outputs += self._finish_step(*self._in_flight.popleft())
         return outputs
-
-    def drain(self) -> None:
-        """Waits for the steps in flight; what they bring is delivered by the next `step`."""
-        while self._in_flight:
-            self._undelivered += self._finish_step(*self._in_flight.popleft())
 
     def _pack(self, schedule: Schedule) -> StepInputs:
         for request in self.packer.newcomers(schedule):
@@ -292,7 +325,6 @@ class Engine:
                 f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens; check the weights, or use a wider dtype"
             )
             logger.error("request %s: %s", request.request_id, message)
-            self.pool.forget(request.pages)
             self.scheduler.finish(request, "error", message)
             outputs.append(EngineOutput(request, [], finish_reason="error", stop_reason=message))
             self._forget(request)

@@ -6,16 +6,21 @@ Owns the tokenizer and the loop that drives the engine for a batch of prompts. K
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import fields
+import numbers
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.model_loader import load_model
+from jaxserve.progress import ProgressBar
 from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
 from jaxserve.text_outputs import TextOutputs
 from jaxserve.tokenizer import Tokenizer
@@ -24,6 +29,17 @@ logger = logging.getLogger("jaxserve")
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Message = Mapping[str, Any]
+Outputs = Generator[tuple[int, RequestOutput], None, None]  # (index of the prompt, its output so far)
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokenized:
+    """A prompt, ready for the engine. text: None where only token ids were given."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str | None = None
 
 
 class LLM:
@@ -58,7 +74,8 @@ class LLM:
         self.tokenizer, self.generation_defaults = loaded.tokenizer, loaded.defaults
         self.engine = Engine(loaded.module, config, eos_token_ids=loaded.defaults.eos_token_ids)
         self._texts = TextOutputs(self.tokenizer, self.engine.finish)
-        self._ids = itertools.count()
+        self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that grew and were not yielded yet
+        self._runs = itertools.count()
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. ValueError if none was loaded."""
@@ -69,13 +86,20 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses where no SamplingParams are given: the recommendations of the model's generation_config.json, and
         vLLM's defaults where it has none."""
+        return self._default_sampling_params
+
+    @functools.cached_property
+    def _default_sampling_params(self) -> SamplingParams:
         recommended = self.generation_defaults.sampling()
         left_out = list(self.generation_defaults.not_applied)
         if recommended.pop("repetition_penalty", 1.0) != 1.0:
             left_out.append("repetition_penalty")
         if left_out:
             logger.warning("generation_config.json asks for %s, which is not supported yet and is left out", ", ".join(left_out))
-        return SamplingParams(**recommended)
+        try:
+            return SamplingParams(**recommended)
+        except ValueError as error:
+            raise ValueError(f"generation_config.json of the model: {error}; give sampling_params") from error
 
     def generate(
         self,
@@ -102,20 +126,9 @@ class LLM:
 
         Ctrl-C, or any other exception, aborts what this call added; the engine stays usable.
         """
-        done: dict[int, RequestOutput] = {}
         prompts = as_list(prompts)
-        bar = _progress_bar(len(prompts)) if use_tqdm else None
-        try:
-            with contextlib.closing(self.stream(prompts, sampling_params, priority=priority, on_error=on_error)) as stream:
-                for index, output in stream:
-                    if output.finished:
-                        done[index] = output
-                        if bar is not None:
-                            bar.advance(output)
-        finally:
-            if bar is not None:
-                bar.close()
-        return [done[i] for i in range(len(prompts))]
+        stream = self._start(prompts, self._tokenize, sampling_params, priority, on_error)
+        return self._collect(stream, len(prompts), use_tqdm)
 
     def stream(
         self,
@@ -124,50 +137,11 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         on_error: str = "raise",
-    ) -> Generator[tuple[int, RequestOutput], None, None]:
+    ) -> Outputs:
         """As `generate`, yielding (index of the prompt, its output so far) whenever a prompt's output has grown. A prompt's output
-        is the same object each time. Closing the iterator aborts what still runs."""
-        prompts = as_list(prompts)
-        params = self._one_each("sampling_params", sampling_params or self.get_default_sampling_params(), len(prompts))
-        priorities = self._one_each("priority", priority, len(prompts))
-        if on_error not in ("raise", "return"):
-            raise ValueError(f"{on_error=} must be 'raise' or 'return'")
-        run = f"{next(self._ids)}"
-        ready: list[tuple[int, str | None, list[int], Mapping[str, Any]]] = []
-        errors: dict[int, str] = {}
-        for i, prompt in enumerate(prompts):
-            try:
-                text, token_ids, extra = self._tokenize(prompt)
-                self.engine.check_request(f"{run}-{i}", token_ids, params[i])
-                ready.append((i, text, token_ids, extra))
-            except (ValueError, TypeError) as error:
-                errors[i] = str(error)
-        if errors and on_error == "raise":
-            raise ValueError("; ".join(f"prompt {i}: {message}" if len(prompts) > 1 else message for i, message in errors.items()))
-        for i, message in errors.items():
-            failed = CompletionOutput(0, "", [], finish_reason="error", stop_reason=message)
-            yield i, RequestOutput(f"{run}-{i}", prompts[i] if isinstance(prompts[i], str) else None, [], [failed], True)
-        yield from self._run(run, ready, params, priorities)
-
-    def _run(self, run: str, ready: list, params: list[SamplingParams], priorities: list[int]) -> Generator[tuple[int, RequestOutput], None, None]:
-        index_of = {}
-        try:
-            for i, text, token_ids, extra in ready:
-                request_id = f"{run}-{i}"
-                index_of[request_id] = i
-                salt = extra.get("cache_salt")
-                requests = self.engine.add_request(request_id, token_ids, params[i], priority=priorities[i], cache_salt=salt)
-                self._texts.add(requests, text)
-            left = len(ready)
-            while left:
-                for output in self._texts.process(self.engine.step()):
-                    if output.request_id in index_of:
-                        left -= output.finished
-                        yield index_of[output.request_id], output
-        finally:  # nothing to abort after a whole run: finished ids do no harm
-            self.engine.abort(index_of)
-            self._texts.discard(index_of)
-            self.engine.drain()
+        is the same object each time. Arguments are checked at once; the prompts are queued when the first output is asked for.
+        Closing the iterator aborts what still runs. Several streams may be read by turns: they share the engine's steps."""
+        return self._start(as_list(prompts), self._tokenize, sampling_params, priority, on_error)
 
     def chat(
         self,
@@ -182,54 +156,143 @@ class LLM:
         priority: int | Sequence[int] = 0,
         on_error: str = "raise",
     ) -> list[RequestOutput]:
-        """Completions of one conversation, or of a list of conversations; see `generate` and `Tokenizer.apply_chat_template`."""
-        prompts = self.chat_prompts(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            chat_template=chat_template,
-            tools=tools,
-            **(chat_template_kwargs or {}),
-        )
-        return self.generate(prompts, sampling_params, use_tqdm, priority=priority, on_error=on_error)
+        """Completions of one conversation, or of a list of conversations; see `generate` and `Tokenizer.apply_chat_template`.
+
+        Raises:
+          ValueError: also for a template variable (chat_template_kwargs, tools) that the chat template does not read.
+        """
+        options = dict(chat_template_kwargs or {})
+        options |= {"add_generation_prompt": add_generation_prompt, "chat_template": chat_template, "tools": tools}
+        chats = as_chats(messages)
+        stream = self._start(chats, functools.partial(self._tokenize_chat, **options), sampling_params, priority, on_error)
+        return self._collect(stream, len(chats), use_tqdm)
 
     def chat_prompts(self, messages: Sequence[Message] | Sequence[Sequence[Message]], **options: Any) -> list[Prompt]:
         """The prompts that conversations make, ready for `generate` or `stream`. options: as `Tokenizer.apply_chat_template`'s."""
-        tokenizer = self.get_tokenizer()
-        if len(messages) == 0:
-            raise ValueError("messages is empty; give a conversation (a list of messages) or a list of conversations")
-        chats: Any = [messages] if isinstance(messages[0], Mapping) else messages
-        texts = [tokenizer.apply_chat_template(chat, **options) for chat in chats]
-        return [{"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts]
+        chats = [self._tokenize_chat(chat, **options) for chat in as_chats(messages)]
+        return [{"prompt": chat.text, "prompt_token_ids": chat.token_ids} for chat in chats]
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int], Mapping[str, Any]]:
-        """(text, token ids, the prompt's other fields)."""
-        if isinstance(prompt, str):
-            prompt = {"prompt": prompt}
+    def _tokenize_chat(self, messages: Sequence[Message], **options: Any) -> _Tokenized:
+        tokenizer = self.get_tokenizer()
+        text = tokenizer.apply_chat_template(messages, **options)
+        return _Tokenized(text, tokenizer.encode(text, add_special_tokens=False))
+
+    def _tokenize(self, prompt: Prompt) -> _Tokenized:
+        """ValueError for what is no prompt."""
         if not isinstance(prompt, Mapping):
-            prompt = {"prompt_token_ids": prompt}
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+            prompt = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        unknown = set(prompt) - set(PROMPT_FIELDS)
         if unknown:
-            raise ValueError(f"prompt has unknown fields {sorted(unknown)}; known are prompt, prompt_token_ids, cache_salt")
-        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            raise ValueError(f"prompt has unknown fields {sorted(map(str, unknown))}; known are {', '.join(PROMPT_FIELDS)}")
+        text, token_ids, salt = (prompt.get(name) for name in PROMPT_FIELDS)
+        if not isinstance(salt, str | None):
+            raise ValueError(f"cache_salt={salt!r} must be a string")
+        if not isinstance(text, str | None) or (text is None and token_ids is None):
+            raise ValueError(f"prompt={text!r} must be a text, or give prompt_token_ids")
         if token_ids is None:
-            if not isinstance(text, str):
-                raise ValueError(f"prompt={text!r} must be a text, or give prompt_token_ids")
             token_ids = self.get_tokenizer().encode(text)
-        return text, list(token_ids), prompt
+        if not (isinstance(token_ids, Sequence | np.ndarray) and all(_is_int(i) for i in token_ids)):
+            raise ValueError(f"{_short(token_ids)} is no prompt: give a text, a flat list of token ids, or a dict with one of them")
+        return _Tokenized(text, [int(i) for i in token_ids], salt)
+
+    def _start(
+        self,
+        prompts: Sequence[Any],
+        tokenize: Callable[[Any], _Tokenized],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
+        on_error: str,
+    ) -> Outputs:
+        """Everything that can be checked is, before `_run` is ready to start."""
+        if on_error not in ("raise", "return"):
+            raise ValueError(f"{on_error=} must be 'raise' or 'return'")
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = _one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
+        priorities = _one_each("priority", priority, len(prompts), numbers.Integral)
+        run = next(self._runs)
+        ready: dict[int, _Tokenized] = {}
+        errors: dict[int, str] = {}
+        for i, prompt in enumerate(prompts):
+            try:
+                ready[i] = tokenize(prompt)
+                if params[i].stop and self.tokenizer is None:
+                    raise ValueError(f"stop={params[i].stop} needs a tokenizer, and none was loaded; use stop_token_ids")
+                self.engine.check_request(f"{run}-{i}", ready[i].token_ids, params[i], priority=priorities[i])
+            except ValueError as error:
+                errors[i] = str(error)
+        if errors and on_error == "raise":
+            raise ValueError("; ".join(f"prompt {i}: {message}" if len(prompts) > 1 else message for i, message in errors.items()))
+        failed = {}
+        for i, message in errors.items():
+            prompt = ready.pop(i, None) or _Tokenized(prompts[i] if isinstance(prompts[i], str) else None, [])
+            outputs = [CompletionOutput(0, "", [], finish_reason="error", stop_reason=message)]
+            failed[i] = RequestOutput(f"{run}-{i}", prompt.text, prompt.token_ids, outputs, True)
+        return self._run(run, ready, failed, params, priorities)
+
+    def _run(
+        self,
+        run: int,
+        ready: Mapping[int, _Tokenized],
+        failed: Mapping[int, RequestOutput],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+    ) -> Outputs:
+        yield from failed.items()
+        index_of: dict[str, int] = {}  # of this run's requests
+        try:
+            for i, prompt in ready.items():
+                index_of[f"{run}-{i}"] = i
+                requests = self.engine.add_request(
+                    f"{run}-{i}", prompt.token_ids, params[i], priority=priorities[i], cache_salt=prompt.cache_salt
+                )
+                self._texts.add(requests, prompt.text)
+            left = len(ready)
+            while left:
+                for output in self._next_outputs(index_of):
+                    left -= output.finished
+                    yield index_of[output.request_id], output
+        finally:  # nothing to abort after a whole run: finished ids do no harm
+            self.engine.abort(index_of)
+            self._texts.discard(index_of)
+            for request_id in index_of:
+                self._grown.pop(request_id, None)
+            self.engine.drain()
+
+    def _next_outputs(self, request_ids: Mapping[str, Any]) -> list[RequestOutput]:
+        """Steps until some of these requests' outputs have grown. What other runs get meanwhile waits for them in `_grown`."""
+        while True:
+            grown = [request_id for request_id in self._grown if request_id in request_ids]
+            if grown:
+                return [self._grown.pop(request_id) for request_id in grown]
+            if not self.engine.has_unfinished_requests():
+                raise RuntimeError("the requests were aborted from elsewhere, or by an exception in another stream's step")
+            for output in self._texts.process(self.engine.step()):
+                self._grown[output.request_id] = output
 
     @staticmethod
-    def _one_each(name: str, value: Any, n: int) -> list[Any]:
-        if isinstance(value, Sequence):
-            if len(value) != n:
-                raise ValueError(f"{name} has {len(value)} entries for {n} prompts; give one for all, or one each")
-            return list(value)
-        return [value] * n
+    def _collect(stream: Outputs, num_prompts: int, use_tqdm: bool) -> list[RequestOutput]:
+        done: dict[int, RequestOutput] = {}
+        with contextlib.closing(stream), ProgressBar(num_prompts, disable=not use_tqdm) as bar:
+            for index, output in stream:
+                if output.finished:
+                    done[index] = output
+                    bar.advance(output)
+        return [done[i] for i in range(num_prompts)]
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (a text, a dict, or a list of token ids) becomes a list of one."""
-    one = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and all(isinstance(p, int) for p in prompts))
-    return [prompts] if one else list(prompts)  # pyright: ignore[reportReturnType]
+    """One prompt (a text, a dict, or a flat list of token ids) becomes a list of one; no prompts stay an empty list."""
+    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and all(_is_int(p) for p in prompts)):
+        return [prompts]  # pyright: ignore[reportReturnType]
+    return list(prompts)  # pyright: ignore[reportReturnType]
+
+
+def as_chats(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
+    """One conversation (a list of messages) becomes a list of one."""
+    if len(messages) == 0:
+        raise ValueError("messages is empty; give a conversation (a list of messages) or a list of conversations")
+    return [messages] if isinstance(messages[0], Mapping) else list(messages)  # pyright: ignore[reportReturnType]
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
@@ -241,22 +304,21 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     return EngineConfig(**options)
 
 
-class _progress_bar:  # noqa: N801
-    """Prompts done, with prompt and output tokens a second."""
+def _is_int(x: object) -> bool:
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)  # numpy's integers too
 
-    def __init__(self, total: int):
-        from tqdm import tqdm
 
-        self._bar = tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True)
-        self._prompt_tokens = self._output_tokens = 0
+def _short(x: object) -> str:
+    text = repr(x)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
-    def advance(self, output: RequestOutput) -> None:
-        self._prompt_tokens += len(output.prompt_token_ids)
-        self._output_tokens += sum(len(o.token_ids) for o in output.outputs)
-        seconds = max(self._bar.format_dict["elapsed"], 1e-9)
-        rates = f"in {self._prompt_tokens / seconds:.0f} tok/s, out {self._output_tokens / seconds:.0f} tok/s"
-        self._bar.set_postfix_str(rates, refresh=False)
-        self._bar.update()
 
-    def close(self) -> None:
-        self._bar.close()
+def _one_each(name: str, value: Any, num_prompts: int, kind: type) -> list[Any]:
+    """`value`, or its entries, for each prompt. ValueError for a list of another length, TypeError for entries of another kind."""
+    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * num_prompts
+    if len(values) != num_prompts:
+        raise ValueError(f"{name} has {len(values)} entries for {num_prompts} prompts; give one for all, or one each")
+    for x in values:
+        if not isinstance(x, kind):
+            raise TypeError(f"{name} must be {kind.__name__}, or a list of them, found {_short(x)}")
+    return values

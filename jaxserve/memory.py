@@ -59,9 +59,12 @@ def decide_num_pages(
         room = int(utilization * device_limit) - weight_bytes - temp_bytes
     fit = room // pages.page_bytes
     if fit < 1:
+        less = f"less weights {weight_bytes / 2**30:.2f} GiB and programs {temp_bytes / 2**30:.2f} GiB "
+        limit = cpu_memory_bytes() / 4 if device_limit is None else device_limit
         raise ValueError(
-            f"no KV page fits: gpu_memory_utilization={utilization} of {(device_limit or 0) / 2**30:.1f} GiB less weights "
-            f"{weight_bytes / 2**30:.2f} GiB and programs {temp_bytes / 2**30:.2f} GiB leaves {room / 2**20:.0f} MiB, a page takes "
-            f"{pages.page_bytes / 2**20:.2f} MiB; raise it, lower max_num_batched_tokens, or take a smaller model"
+            f"no KV page fits: gpu_memory_utilization={utilization} of {limit / 2**30:.1f} GiB "
+            f"{'' if device_limit is None else less}leaves {room / 2**20:.0f} MiB, a page takes "
+            f"{pages.page_bytes / 2**20:.2f} MiB; raise gpu_memory_utilization, lower page_size or "
+            "max_num_batched_tokens, or take a smaller model"
         )
-    return max(1, min(fit, most))
+    return min(fit, most)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+import numbers
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ def _require(ok: bool, message: str) -> None:
 
 
 def _is_int(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)  # numpy's integers too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,10 @@ class SamplingParams:
     and the N likeliest alternatives', of the model's raw distribution (before temperature and filters). `max_tokens=None` means
     up to the model's length. `seed=None` draws a seed from the engine's own, by order of arrival.
 
+    Numbers may be numpy's; a bool is no number. `stop` and `stop_token_ids` become tuples, `top_k=-1` becomes 0.
+
     Raises:
-      ValueError: a value is out of range; the message names it and the range.
+      ValueError: a value is of the wrong type or out of range; the message names it and what it may be.
       NotImplementedError: a parameter that is not built yet has another value than its neutral one.
     """
 
@@ -77,41 +80,54 @@ class SamplingParams:
     structured_outputs: Any = None
 
     def __post_init__(self):
-        n, k, seed = self.n, self.top_k, self.seed
-        _require(_is_int(n) and n >= 1, f"n={n!r} must be an integer >= 1")
-        self._require_real("temperature", 0.0, math.inf, "0 is greedy")
-        self._require_real("top_p", 0.0, 1.0, "1 is off", low_open=True)
-        self._require_real("min_p", 0.0, 1.0, "0 is off")
-        _require(_is_int(k) and k >= -1, f"top_k={k!r} must be an integer >= 1, or 0 or -1 for off")
-        _require(seed is None or _is_int(seed) and -(2**63) <= seed < 2**64, f"seed={seed!r} must be a 64-bit integer or None")
-        self._require_lengths()
-        stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-        _require(all(isinstance(s, str) and s for s in stop), f"stop={self.stop!r} must be non-empty strings")
-        _require(not stop or self.detokenize, f"stop={stop!r} needs detokenize=True: stop strings are found in the text")
-        ids = list(self.stop_token_ids or ())
-        _require(all(_is_int(i) and i >= 0 for i in ids), f"stop_token_ids={ids!r} must be token ids >= 0")
-        object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(ids))
-        object.__setattr__(self, "top_k", max(0, k))
+        self._set_real("temperature", 0.0, math.inf, "0 is greedy")
+        self._set_real("top_p", 0.0, 1.0, "1 is off", low_open=True)
+        self._set_real("min_p", 0.0, 1.0, "0 is off")
+        self._set_int("n", 1)
+        self._set_int("top_k", -1, "0 and -1 are off")
+        self._set_int("seed", -(2**63), "or None", most=2**64 - 1, optional=True)
+        self._set_int("max_tokens", 1, "None is up to the model's length", optional=True)
+        self._set_int("min_tokens", 0)
+        self._set_int("logprobs", 0, "or None", most=MAX_LOGPROBS, optional=True)
+        least, most = self.min_tokens, self.max_tokens
+        _require(most is None or least <= most, f"min_tokens={least} must not exceed max_tokens={most}")
+        object.__setattr__(self, "top_k", max(0, self.top_k))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"{name}={value!r} must be True or False")
+        self._set_stops()
         for name, neutral in _NOT_BUILT.items():
             value = getattr(self, name)
-            if value != neutral and not (neutral is None and value is not False and not value and value != 0):
+            empty = neutral is None and isinstance(value, Sized) and len(value) == 0
+            if not empty and value != neutral:
                 raise NotImplementedError(f"{name}={value!r} is not supported yet; leave it at {neutral!r}")
 
-    def _require_real(self, name: str, low: float, high: float, hint: str, low_open: bool = False) -> None:
+    def _set_real(self, name: str, low: float, high: float, hint: str, low_open: bool = False) -> None:
         x = getattr(self, name)
-        ok = isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x) and low <= x <= high
+        ok = isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x) and low <= x <= high
         bounds = f"{'(' if low_open else '['}{low:g}, {high:g}]" if high < math.inf else f">= {low:g} and finite"
-        _require(ok and not (low_open and x == low), f"{name}={x!r} must be in {bounds} ({hint})")
+        _require(ok and not (low_open and x == low), f"{name}={x!r} must be a number {bounds} ({hint})")
+        object.__setattr__(self, name, float(x))
 
-    def _require_lengths(self) -> None:
-        most, least, top = self.max_tokens, self.min_tokens, self.logprobs
-        _require(most is None or _is_int(most) and most >= 1, f"max_tokens={most!r} must be an integer >= 1, or None")
-        _require(_is_int(least) and least >= 0, f"min_tokens={least!r} must be an integer >= 0")
-        _require(most is None or least <= most, f"min_tokens={least} must not exceed max_tokens={most}")
-        _require(
-            top is None or _is_int(top) and 0 <= top <= MAX_LOGPROBS, f"logprobs={top!r} must be in [0, {MAX_LOGPROBS}] or None"
-        )
+    def _set_int(self, name: str, least: int, hint: str = "", *, most: int | None = None, optional: bool = False) -> None:
+        x = getattr(self, name)
+        if x is None and optional:
+            return
+        bounds = f">= {least}" if most is None else f"in [{least}, {most}]"
+        ok = _is_int(x) and x >= least and (most is None or x <= most)
+        _require(ok, f"{name}={x!r} must be an integer {bounds}" + (f" ({hint})" if hint else ""))
+        object.__setattr__(self, name, int(x))
+
+    def _set_stops(self) -> None:
+        stop, ids = self.stop, self.stop_token_ids
+        stop = () if stop is None else (stop,) if isinstance(stop, str) else stop
+        ok = isinstance(stop, Sequence) and all(isinstance(s, str) and s for s in stop)
+        _require(ok, f"stop={self.stop!r} must be a non-empty string or a list of them")
+        _require(not stop or self.detokenize, f"stop={self.stop!r} needs detokenize=True: stop strings are found in the text")
+        ok = ids is None or isinstance(ids, Sequence) and all(_is_int(i) and i >= 0 for i in ids)
+        _require(ok, f"stop_token_ids={ids!r} must be a list of token ids >= 0")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids or ()))
 
     @property
     def greedy(self) -> bool:
@@ -261,7 +277,11 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What `generate` returns for one prompt: the n samples and what the engine knows of the prompt."""
+    """What `generate` returns for one prompt: the n samples and what the engine knows of the prompt.
+
+    num_cached_tokens: prompt tokens whose KV came from the prefix cache (of the first sample; the others find at least its pages).
+    metrics: of the first sample until all have finished, then of all together.
+    """
 
     request_id: str
     prompt: str | None

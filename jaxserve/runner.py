@@ -41,9 +41,18 @@ class Runner:
         self.body_leaves = [functions.leaves[i] for i in functions.body_indices]
         self.head_leaves = [functions.leaves[i] for i in functions.head_indices]
         self.weights_version = 0
-        kv_pages, *rest = programs.state
+        self._allocate()
+
+    def _allocate(self) -> None:
+        kv_pages, *rest = self.programs.state
         self.kv_pages = [jnp.zeros(x.shape, x.dtype) for x in kv_pages]
         self.page_table, self.num_computed, self.last_tokens = (jnp.zeros(x.shape, x.dtype) for x in rest)
+
+    def reset(self) -> None:
+        """State as new: a step that broke off may have consumed some of it (donated buffers) or left an error in its place."""
+        for array in (*self.kv_pages, self.page_table, self.num_computed, self.last_tokens):
+            array.delete()
+        self._allocate()
 
     def warm_up(self, progress: Callable[[list], Iterable] = iter) -> None:
         """Compiles every program of the plan, then runs each on a step of nothing: once on a CPU, three times on a GPU, where a new

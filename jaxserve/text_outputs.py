@@ -1,7 +1,7 @@
 """Engine outputs -> texts: incremental detokenisation, stop strings, and RequestOutputs as users see them.
 
-Owns the text of every sample in flight. Knows nothing of scheduling or devices; it asks the engine to end a sample whose text holds a
-stop string.
+Owns the text of every sample in flight. Knows nothing of scheduling or devices; it asks the engine to end a sample whose text
+holds a stop string.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from jaxserve.request import CompletionOutput, Logprob, Request, RequestOutput
+from jaxserve.request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput
 from jaxserve.tokenizer import IncrementalDetokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -23,15 +23,17 @@ Finish = Callable[[Request, str, str], None]  # (request, reason, stop string)
 class _Sample:
     """One sample's text so far."""
 
+    request: Request
     completion: CompletionOutput
     detokenizer: IncrementalDetokenizer | None
-    text: str = ""  # all that was detokenised; completion.text leaves out what might become a stop string
+    num_held: int  # characters at the end of an unfinished text that may yet become part of a stop string
+    text: str = ""  # all that was detokenised; completion.text leaves out the characters held
 
 
 @dataclass(slots=True)
 class _Group:
     output: RequestOutput
-    samples: dict[int, _Sample] = field(default_factory=dict)
+    samples: list[_Sample] = field(default_factory=list)  # by sample index
 
 
 class TextOutputs:
@@ -47,8 +49,7 @@ class TextOutputs:
     def add(self, requests: list[Request], prompt: str | None) -> None:
         """The samples of one request, as `Engine.add_request` returned them."""
         first = requests[0]
-        output = RequestOutput(first.parent_id, prompt, list(first.prompt_token_ids), [], False, metrics=first.metrics)
-        group = _Group(output)
+        group = _Group(RequestOutput(first.parent_id, prompt, list(first.prompt_token_ids), [], False, metrics=first.metrics))
         for request in requests:
             params = request.params
             completion = CompletionOutput(request.sample_index, "", [])
@@ -57,8 +58,9 @@ class TextOutputs:
             detokenizer = None
             if self._tokenizer is not None and params.detokenize:
                 detokenizer = IncrementalDetokenizer(self._tokenizer, request.prompt_token_ids, params.skip_special_tokens)
-            group.samples[request.sample_index] = _Sample(completion, detokenizer)
-            output.outputs.append(completion)
+            num_held = 0 if params.include_stop_str_in_output else max((len(s) for s in params.stop or ()), default=1) - 1
+            group.samples.append(_Sample(request, completion, detokenizer, num_held))
+            group.output.outputs.append(completion)
         self._groups[first.parent_id] = group
 
     def discard(self, request_ids: Iterable[str]) -> None:
@@ -78,66 +80,73 @@ class TextOutputs:
             if sample.completion.finish_reason is not None:
                 continue  # a stop string ended it, and this came from a step already under way
             self._extend(sample, output)
-            group.output.num_cached_tokens = max(0, request.num_cached_tokens)
             touched[request.parent_id] = group.output
-            if all(s.completion.finish_reason is not None for s in group.samples.values()):
+            group.output.num_cached_tokens = max(0, group.samples[0].request.num_cached_tokens)
+            if all(s.completion.finish_reason is not None for s in group.samples):
                 group.output.finished = True
+                group.output.metrics = _metrics_of([s.request for s in group.samples])
                 del self._groups[request.parent_id]
         return list(touched.values())
 
     def _extend(self, sample: _Sample, output: EngineOutput) -> None:
-        """Adds an output's tokens, one by one where a stop string may end the sample in the middle."""
-        request, completion = output.request, sample.completion
-        new = output.new_token_ids
-        for i, token_id in enumerate(new):
+        """Adds an output's tokens, one by one, since a stop string may end the sample after any of them."""
+        completion, include_stop = sample.completion, sample.request.params.include_stop_str_in_output
+        for i, token_id in enumerate(output.new_token_ids):
             completion.token_ids.append(token_id)
             if output.logprobs is not None:
-                self._add_logprobs(completion, token_id, output.logprobs[i])
-            if sample.detokenizer is None:
-                continue
-            ends_on_it = i == len(new) - 1 and output.finish_reason == "stop"
-            if ends_on_it and not request.params.include_stop_str_in_output:
+                self._add_logprobs(sample, token_id, output.logprobs[i])
+            is_stop_token = i == len(output.new_token_ids) - 1 and output.finish_reason == "stop"
+            if sample.detokenizer is None or (is_stop_token and not include_stop):
                 continue  # a stop token's own text is left out, as a stop string's is
-            before = len(sample.text)
-            sample.text += sample.detokenizer.step(token_id)
-            if self._stopped_by_text(sample, request, before):
+            if self._add_text(sample, sample.detokenizer.step(token_id)):
                 return
-        if output.finish_reason is not None:
-            if sample.detokenizer is not None:
-                before = len(sample.text)
-                sample.text += sample.detokenizer.flush()
-                if self._stopped_by_text(sample, request, before):
-                    return
-            completion.text = sample.text
-            completion.finish_reason, completion.stop_reason = output.finish_reason, output.stop_reason
-        else:
-            held = max((len(s) for s in request.params.stop or ()), default=1) - 1
-            if request.params.include_stop_str_in_output:
-                held = 0
-            completion.text = sample.text[: len(sample.text) - held] if held else sample.text
+        if output.finish_reason is None:
+            completion.text = sample.text[: max(0, len(sample.text) - sample.num_held)]
+            return
+        if sample.detokenizer is not None and self._add_text(sample, sample.detokenizer.flush()):
+            return
+        completion.text = sample.text
+        completion.finish_reason, completion.stop_reason = output.finish_reason, output.stop_reason
 
-    def _stopped_by_text(self, sample: _Sample, request: Request, before: int) -> bool:
-        """Ends the sample if its text, grown from `before` characters, now holds a stop string; the earliest one counts."""
-        params, completion = request.params, sample.completion
-        if not params.stop or len(completion.token_ids) < params.min_tokens:
+    def _add_text(self, sample: _Sample, new: str) -> bool:
+        """Adds to the sample's text. True if that completed a stop string, which ended it.
+
+        Of several, the first to be complete counts, and of those the longest: what comes out is the same however the text was cut
+        into tokens. As for stop tokens, min_tokens other tokens come first.
+        """
+        params, completion, before = sample.request.params, sample.completion, len(sample.text)
+        sample.text += new
+        if not params.stop or not new or len(completion.token_ids) <= params.min_tokens:
             return False
-        hits = []
-        for stop in params.stop:
-            at = sample.text.find(stop, max(0, before - len(stop) + 1))
-            if at >= 0:
-                hits.append((at, stop))
+        hits = [(sample.text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in params.stop]
+        hits = [(at + len(stop), at, stop) for at, stop in hits if at >= 0]
         if not hits:
             return False
-        at, stop = min(hits)
-        sample.text = sample.text[: at + len(stop) if params.include_stop_str_in_output else at]
-        completion.text = sample.text
+        end, at, stop = min(hits)
+        completion.text = sample.text[: end if params.include_stop_str_in_output else at]
         completion.finish_reason, completion.stop_reason = "stop", stop
-        self._finish(request, "stop", stop)
+        self._finish(sample.request, "stop", stop)
         return True
 
-    def _add_logprobs(self, completion: CompletionOutput, token_id: int, found: dict[int, Logprob]) -> None:
+    def _add_logprobs(self, sample: _Sample, token_id: int, found: dict[int, Logprob]) -> None:
+        completion = sample.completion
         assert completion.logprobs is not None and completion.cumulative_logprob is not None
-        if self._tokenizer is not None:
-            found = {i: Logprob(x.logprob, x.rank, self._tokenizer.decode([i], False)) for i, x in found.items()}
+        if self._tokenizer is not None and sample.detokenizer is not None:
+            decode = self._tokenizer.decode
+            found = {i: Logprob(x.logprob, x.rank, decode([i], skip_special_tokens=False)) for i, x in found.items()}
         completion.logprobs.append(found)
         completion.cumulative_logprob += found[token_id].logprob
+
+
+def _metrics_of(requests: list[Request]) -> RequestMetrics | None:
+    """Those of a whole request: its samples' first times, last end, and preemptions in all."""
+    all_metrics = [r.metrics for r in requests if r.metrics is not None]
+    if len(all_metrics) < 2:
+        return all_metrics[0] if all_metrics else None
+    return RequestMetrics(
+        arrival_time=all_metrics[0].arrival_time,
+        first_scheduled_time=min((m.first_scheduled_time for m in all_metrics if m.first_scheduled_time is not None), default=None),
+        first_token_time=min((m.first_token_time for m in all_metrics if m.first_token_time is not None), default=None),
+        finished_time=max((m.finished_time for m in all_metrics if m.finished_time is not None), default=None),
+        num_preemptions=sum(m.num_preemptions for m in all_metrics),
+    )

@@ -1,0 +1,83 @@
+"""How a step is composed and who comes first, as data: one table of policies, two orders.
+
+Owns `Policy` (what the scheduler asks while it composes a step) and the two keys by which waiting requests are ordered. Knows no
+pages, rows or counters: the scheduler applies what is written here.
+
+The policies that the literature compares are settings of one scheduler, so that one trace runs under each:
+
+sarathi        Stall-free batching: every running decode, then chunks of prompts within what the budget leaves (Sarathi-Serve,
+               Agrawal et al., OSDI 2024). `mixed=False` is its chunked-prefills-only ablation, where chunk steps and decode steps
+               alternate, and `chunked=False` its hybrid-batching-only ablation (section 5.4.1 there).
+orca           Iteration-level scheduling: whole prompts join the decodes of the step; the KV of prompt + max_tokens is reserved at
+               admission, the first that does not fit stops admission, nothing is ever preempted (Orca, Yu et al., OSDI 2022).
+prefill_first  A step is all prefill or all decode, prefill whenever one fits (vLLM as of Kwon et al., SOSP 2023). With
+               `chunked=True` a long prompt takes several prefill steps in a row.
+request_level  A batch is admitted only when nothing runs and ends with its longest member (FasterTransformer under Triton, the
+               baseline of Orca's section 2). Its prompts may take several prefill steps; the first decode closes the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.request import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The batch-composition rule.
+
+    chunked: a prompt may be split over steps. mixed: prompts and decodes may share a step. prefill_first: where they may not, a
+    step is a prefill whenever one fits; otherwise prefill and decode steps alternate while there is work for both. reserve_full:
+    pages for prompt + max_tokens are taken at admission, so that nothing is preempted; otherwise those of the tokens known then,
+    and decodes grow a page at a time. admit_only_when_idle: nobody joins a batch once it has decoded.
+    """
+
+    chunked: bool
+    mixed: bool
+    prefill_first: bool = False
+    reserve_full: bool = False
+    admit_only_when_idle: bool = False
+
+
+POLICIES = {
+    "sarathi": Policy(chunked=True, mixed=True),
+    "orca": Policy(chunked=False, mixed=True, reserve_full=True),
+    "prefill_first": Policy(chunked=False, mixed=False, prefill_first=True),
+    "request_level": Policy(chunked=False, mixed=False, prefill_first=True, reserve_full=True, admit_only_when_idle=True),
+}
+
+
+def resolve_policy(config: SchedulerConfig) -> Policy:
+    """The policy that `config` names, with its `chunked` and `mixed` switches applied.
+
+    Raises:
+      ValueError: the switches contradict the policy or each other.
+    """
+    policy = POLICIES[config.policy]
+    if config.chunked is not None:
+        policy = replace(policy, chunked=config.chunked)
+    if config.mixed is not None:
+        policy = replace(policy, mixed=config.mixed)
+    if config.policy == "prefill_first" and policy.mixed:
+        raise ValueError(
+            "policy='prefill_first' with mixed=True has no step left to put first; use policy='sarathi' with chunked=False"
+        )
+    if config.long_prefill_token_threshold and not policy.chunked:
+        raise ValueError(
+            f"long_prefill_token_threshold={config.long_prefill_token_threshold} caps the chunks of a prompt, but "
+            f"policy={config.policy!r} with chunked={config.chunked} runs prompts whole; set chunked=True, or the threshold to 0"
+        )
+    return policy
+
+
+OrderKey = tuple[int, float, int]
+
+# Smaller is served sooner; the last item, the order of adding, is unique. A preempted request keeps its key: it returns ahead of
+# everything that came after it, which in arrival order is the front.
+ORDER_KEYS: dict[str, Callable[[Request], OrderKey]] = {
+    "fcfs": lambda request: (0, 0.0, request.order),
+    "priority": lambda request: (request.priority, request.arrival, request.order),
+}

@@ -1,0 +1,99 @@
+"""The int32 slabs that cross between host and device for sampling: one row a sequence, each way.
+
+Owns which column means what and the numpy side of it: `write_row` turns a request's SamplingParams into a row, once, at
+admission, and only POSITION changes from step to step; `unpack_sampled` reads what comes back. float32 values travel as
+their bits. Knows nothing of jax: sampling.py is the device's side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.request import MAX_SUPPRESSED_IDS, SamplingParams
+
+# Columns of a request's row. A row of zeros is a greedy one with no options, so padding rows need no care.
+TEMPERATURE, TOP_P, MIN_P = 0, 1, 2  # float32 bits
+TOP_K = 3
+SEED_LOW, SEED_HIGH = 4, 5  # the 64-bit seed's words
+SAMPLE_INDEX = 6
+POSITION = 7  # of the token being sampled; the only column that varies by step
+SUPPRESS_UNTIL = 8  # the suppressed ids are forbidden at positions below this
+SUPPRESS_IDS = 9  # the first of MAX_SUPPRESSED_IDS columns; -1 where there is none
+NUM_COLUMNS = SUPPRESS_IDS + MAX_SUPPRESSED_IDS
+
+# Columns of a sampled row; those from LOGPROB on exist only where logprobs were compiled in.
+TOKEN, FLAGS, LOGPROB, RANK, TOP_IDS = 0, 1, 2, 3, 4  # then N ids, then N float32 log-probabilities
+FLAG_BAD_LOGITS, FLAG_BY_SORT = 1, 2
+
+GREEDY_BELOW = 1e-5  # temperatures below this are greedy, as in vLLM
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+def write_row(
+    table: np.ndarray,  # i32[max_num_seqs, NUM_COLUMNS], written in place
+    row: int,
+    params: SamplingParams,
+    *,
+    seed: int,
+    sample_index: int,
+    num_prompt_tokens: int,
+    suppress_ids: frozenset[int] = frozenset(),
+) -> None:
+    """Writes all columns of one request but POSITION, which is set to the position of its first output token.
+
+    seed: any 64-bit integer, signed or not. suppress_ids: the ids that `params.min_tokens` holds back (eos, stop ids).
+
+    Raises:
+      ValueError: min_tokens has more ids to hold back than a row has room for.
+    """
+    held = sorted(suppress_ids) if params.min_tokens else []
+    if len(held) > MAX_SUPPRESSED_IDS:
+        raise ValueError(
+            f"min_tokens={params.min_tokens} would hold back {len(held)} stop ids and at most {MAX_SUPPRESSED_IDS} are "
+            "supported: shorten stop_token_ids or leave min_tokens at 0"
+        )
+    temperature = params.temperature if params.temperature >= GREEDY_BELOW else 0.0
+    reals = np.array([min(temperature, _MAX_FLOAT32), params.top_p, params.min_p], np.float32)
+    out = table[row]
+    out[[TEMPERATURE, TOP_P, MIN_P]] = reals.view(np.int32)
+    out[TOP_K] = min(params.top_k, np.iinfo(np.int32).max)
+    out[[SEED_LOW, SEED_HIGH]] = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32).view(np.int32)
+    out[SAMPLE_INDEX] = sample_index
+    out[POSITION] = num_prompt_tokens
+    out[SUPPRESS_UNTIL] = num_prompt_tokens + params.min_tokens
+    out[SUPPRESS_IDS:] = -1
+    out[SUPPRESS_IDS : SUPPRESS_IDS + len(held)] = held
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """A step's sampled tokens on the host: numpy, one entry a row. The last four are None without logprobs."""
+
+    tokens: np.ndarray  # i32[R]
+    bad_logits: np.ndarray  # bool[R]: a NaN or +inf among the logits, or no finite one; the token means nothing
+    by_sort: np.ndarray  # bool[R]: the row needed the sort of the whole vocabulary
+    logprobs: np.ndarray | None = None  # f32[R]
+    ranks: np.ndarray | None = None  # i32[R]
+    top_ids: np.ndarray | None = None  # i32[R, N]
+    top_logprobs: np.ndarray | None = None  # f32[R, N]
+
+
+def unpack_sampled(packed: np.ndarray) -> SampledRows:
+    """Views of `sampling.pack_sampled`'s i32[R, 2] (no logprobs) or i32[R, 4 + 2N]."""
+    flags = packed[:, FLAGS]
+    bad, by_sort = (flags & FLAG_BAD_LOGITS) != 0, (flags & FLAG_BY_SORT) != 0
+    if packed.shape[1] == LOGPROB:
+        return SampledRows(packed[:, TOKEN], bad, by_sort)
+    n = (packed.shape[1] - TOP_IDS) // 2
+    reals = packed.view(np.float32)
+    return SampledRows(
+        packed[:, TOKEN],
+        bad,
+        by_sort,
+        logprobs=reals[:, LOGPROB],
+        ranks=packed[:, RANK],
+        top_ids=packed[:, TOP_IDS : TOP_IDS + n],
+        top_logprobs=reals[:, TOP_IDS + n :],
+    )

@@ -1,0 +1,122 @@
+"""What passes between the scheduler and the rest in one step: Schedule going out, StepResult coming back, SchedulerStats.
+
+Owns the two parts of which a Schedule is made, decodes and chunks, and no behaviour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.request import Request
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step's work, one entry a scheduled sequence: decodes first, in running order, then chunks of prompts. Not to be changed:
+    lists and arrays may be shared between steps.
+
+    requests: the owner of each entry. It may lose its row, or finish, while the step is in flight.
+    rows: the row of each.
+    q_lens: tokens this step: 1 for a decode, 1 + drafts, or a chunk.
+    starts: the host's position of the first of them; with drafts in flight an upper bound, otherwise exact.
+    samples: whether the sequence samples in this step (False for a chunk that does not end its prompt).
+    generations: which owner of the row this is (SequenceRows.generation).
+    page_updates: (row, column, page) of each page-table entry that changed since the last schedule.
+    num_decodes: the first so many entries take their first token from the device's last sampled one; the others' tokens are
+        request.token_ids[start : start + q_len], read before `update` is called again.
+    draft_token_ids: drafts that follow that token, by entry; entries without drafts are absent.
+    """
+
+    step_id: int
+    requests: list[Request]
+    rows: np.ndarray  # intp[n]
+    q_lens: np.ndarray  # i32[n]
+    starts: np.ndarray  # i32[n]
+    samples: np.ndarray  # bool[n]
+    generations: np.ndarray  # i64[n]
+    page_updates: np.ndarray  # i32[m, 3]
+    num_decodes: int
+    num_tokens: int
+    max_q_len: int
+    draft_token_ids: dict[int, list[int]]
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.requests)
+
+
+@dataclass(slots=True)
+class Decodes:
+    """The decodes of a step that is being composed. `drafts` are theirs, by entry."""
+
+    rows: np.ndarray  # intp[n]
+    starts: np.ndarray  # i32[n]
+    q_lens: np.ndarray  # i32[n]
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    num_tokens: int = 0
+
+
+NO_DECODES = Decodes(np.zeros(0, np.intp), np.zeros(0, np.int32), np.zeros(0, np.int32))
+
+
+@dataclass(slots=True)
+class Chunks:
+    """The chunks of prompts of a step that is being composed, as parallel lists."""
+
+    requests: list[Request] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    q_lens: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+def join(
+    decodes: Decodes,
+    chunks: Chunks,
+    requests: list[Request],  # of the decodes
+    true: np.ndarray,  # bool[>= n], all True
+) -> tuple[list[Request], np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(requests, rows, starts, q_lens, samples) of a Schedule: the decodes' entries, then the chunks'."""
+    rows, starts, q_lens, samples = decodes.rows, decodes.starts, decodes.q_lens, true[: len(requests)]
+    if chunks.requests:
+        requests = requests + chunks.requests
+        rows = np.concatenate([rows, np.array(chunks.rows, np.intp)])
+        starts = np.concatenate([starts, np.array(chunks.starts, np.int32)])
+        q_lens = np.concatenate([q_lens, np.array(chunks.q_lens, np.int32)])
+        samples = np.concatenate([samples, np.array(chunks.samples, bool)])
+    return requests, rows, starts, q_lens, samples
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step's tokens meant: `tokens[i]` is a new output token of `requests[i]`, each request's in order.
+
+    A request stands there once a token: several times where drafts were accepted, not at all where it had finished before. Tokens
+    past a stop are not there. `finished`: the requests that these tokens finished; finish_reason and stop_reason are set.
+    """
+
+    requests: list[Request]
+    tokens: list[int]
+    finished: list[Request] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """Counts since the scheduler was made, and how many requests run and wait now.
+
+    num_discarded_rows: entries that sampled for a request which had finished by the time their tokens came back.
+    num_queried_tokens, num_hit_tokens: of the tokens of admitted requests, how many were looked up in the prefix cache and found;
+    a request counts once an admission, however often it was tried.
+    """
+
+    num_steps: int
+    num_scheduled_tokens: int
+    num_preemptions: int
+    num_discarded_rows: int
+    num_queried_tokens: int
+    num_hit_tokens: int
+    num_running: int
+    num_waiting: int

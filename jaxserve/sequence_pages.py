@@ -1,0 +1,75 @@
+"""The pages of running requests: where the pool, the rows' page tables and the requests' hash chains meet.
+
+Owns no state but that of the three; takes pages for a sequence, grows it, gives them back, and makes full pages shareable. Knows
+no queue, budget or policy: whom to preempt when pages run out is the scheduler's question.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.page_pool import PagePool, extend_hash_chain
+from jaxserve.request import Request
+from jaxserve.sequence_rows import SequenceRows
+
+
+class SequencePages:
+    """Pages taken from `pool` for the sequences in `rows`."""
+
+    def __init__(self, pool: PagePool, rows: SequenceRows):
+        self.pool = pool
+        self.rows = rows
+
+    def num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.page_size)
+
+    def admit(self, request: Request, hits: list[int], num_tokens: int) -> bool:
+        """A row for the request and pages for `num_tokens` tokens, `hits` first; False, and nothing changed, if pages are short."""
+        pool = self.pool
+        pages = pool.allocate(self.num_pages(num_tokens) - len(hits), hits)
+        if pages is None:
+            return False
+        self.rows.take(request, pages, len(hits))
+        if pool.enable_prefix_caching:
+            pool.num_queried_tokens += len(request.token_ids)
+            pool.num_hit_tokens += len(hits) * pool.page_size
+        return True
+
+    def grow(
+        self,
+        rows: np.ndarray,  # intp[n], distinct
+    ) -> bool:
+        """One more page for each of `rows`; False, and nothing changed, if pages are short."""
+        pages = self.pool.allocate(len(rows))
+        if pages is not None:
+            self.rows.grow(rows, pages)
+        return pages is not None
+
+    def release(self, request: Request) -> None:
+        """Takes back the request's row and its references to pages."""
+        self.pool.free(self.rows.release(request))
+
+    def register_full(
+        self,
+        rows: np.ndarray,  # intp[n], distinct
+    ) -> None:
+        """Hashes the pages of `rows` that are full of tokens both known and computed, as of the steps scheduled.
+
+        Known and scheduled suffices: a step writes its KV before it reads any, and the device runs steps in order, so that whoever
+        hits the page from now on finds it written.
+        """
+        if not self.pool.enable_prefix_caching:
+            return
+        state, page_size = self.rows, self.pool.page_size
+        num_full = np.minimum(state.num_known[rows], state.num_computed[rows]) // page_size
+        num_hashed = state.num_hashed[rows]
+        more = (num_full > num_hashed).nonzero()[0]
+        if not len(more):
+            return
+        rows, starts, ends = rows[more], num_hashed[more].tolist(), num_full[more]
+        state.num_hashed[rows] = ends
+        for row, start, end in zip(rows.tolist(), starts, ends.tolist(), strict=True):
+            request = state.request_at(row)
+            extend_hash_chain(request.hash_chain, request.token_ids, page_size, end)
+            for i in range(start, end):
+                self.pool.register(int(state.page_table[row, i]), request.hash_chain[i + 1])

@@ -1,0 +1,136 @@
+"""The rows that running requests own, and the per-sequence numbers kept there as arrays.
+
+Owns which row belongs to whom and in which order they were admitted, and every counter that a step reads or advances for all
+sequences at once; the page table here is the host's mirror of the device's. Knows nothing of queues, policies or reference counts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.request import Request
+
+
+class SequenceRows:
+    """Arrays indexed by row, in [0, max_num_seqs); what stands at a row without a request is stale.
+
+    num_computed      i32[S]     tokens whose KV is written, or will be by a step already scheduled
+    prefill_end       i32[S]     tokens known at admission; those before it come from the host, those after from the device
+    num_known         i32[S]     prompt + output tokens that the host knows
+    limit             i32[S]     prompt + output may reach this
+    capacity          i32[S]     tokens that the row's pages hold
+    num_uploaded      i32[S]     tokens of capacity whose pages were sent as page_updates
+    num_hashed        i32[S]     pages registered in, or hit from, the prefix cache
+    generation        i64[S]     counts the row's owners, so that a late result finds out whether the row is still its own
+    page_table        i32[S, P]
+    order             intp[n]    rows in use, in order of admission; replaced, never changed in place. (intp indexes three times
+                                 as fast as int32.)
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, page_size: int):
+        def numbers() -> np.ndarray:
+            return np.zeros(max_num_seqs, np.int32)
+
+        self.page_size = page_size
+        self.num_computed, self.prefill_end, self.num_known, self.limit = numbers(), numbers(), numbers(), numbers()
+        self.capacity, self.num_uploaded, self.num_hashed = numbers(), numbers(), numbers()
+        self.generation = np.zeros(max_num_seqs, np.int64)
+        self.page_table = np.zeros((max_num_seqs, -(-max_model_len // page_size)), np.int32)
+        self.order = np.zeros(0, np.intp)
+        self._requests: list[Request | None] = [None] * max_num_seqs
+        self._free = list(range(max_num_seqs))[::-1]
+        self._gathered: tuple[bytes, list[Request]] = (b"", [])
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, request: Request, pages: list[int], num_hit_pages: int) -> int:
+        """Gives `request` a row and its `pages`, of which the first `num_hit_pages` hold computed tokens already."""
+        row = self._free.pop()
+        self._requests[row], request.row, request.rows = request, row, self
+        num_known = len(request.token_ids)
+        self.num_computed[row] = num_hit_pages * self.page_size
+        self.prefill_end[row] = self.num_known[row] = num_known
+        self.limit[row] = request.max_total_tokens
+        self.capacity[row] = len(pages) * self.page_size
+        self.num_uploaded[row] = 0
+        self.num_hashed[row] = num_hit_pages
+        self.page_table[row, : len(pages)] = pages
+        self.order = np.append(self.order, row)
+        self._gathered = (b"", [])
+        return row
+
+    def release(self, request: Request) -> list[int]:
+        """Takes the row back, to be reused at once; returns its pages, head to tail."""
+        row = request.row
+        pages = self.pages(row)
+        self._requests[row], request.row, request.rows = None, -1, None
+        self.generation[row] += 1
+        self.order = self.order[self.order != row]
+        self._free.append(row)
+        self._gathered = (b"", [])
+        return pages
+
+    def pages(self, row: int) -> list[int]:
+        """The pages of a row, head to tail."""
+        return self.page_table[row, : self.capacity[row] // self.page_size].tolist()
+
+    def request_at(self, row: int) -> Request:
+        request = self._requests[row]
+        assert request is not None, f"row {row} belongs to nobody"
+        return request
+
+    def requests_at(
+        self,
+        rows: np.ndarray,  # intp[n]
+    ) -> list[Request]:
+        """The owners of `rows`. The list is shared between calls with equal rows: not to be changed."""
+        key = rows.tobytes()
+        if key != self._gathered[0]:
+            self._gathered = (key, [self.request_at(row) for row in rows.tolist()])
+        return self._gathered[1]
+
+    def grow(
+        self,
+        rows: np.ndarray,  # intp[n], distinct
+        pages: list[int],  # n of them
+    ) -> None:
+        """Adds one page to each of `rows`."""
+        held = self.capacity[rows]
+        self.page_table[rows, held // self.page_size] = pages
+        self.capacity[rows] = held + self.page_size
+
+    def take_page_updates(
+        self,
+        rows: np.ndarray,  # intp[n], distinct
+    ) -> np.ndarray:
+        """i32[m, 3]: (row, column, page) of every page that `rows` got since the last call; they count as sent."""
+        held, sent = self.capacity[rows], self.num_uploaded[rows]
+        changed = (held != sent).nonzero()[0]
+        rows, held, sent = rows[changed], held[changed], sent[changed]
+        self.num_uploaded[rows] = held
+        counts, columns = (held - sent) // self.page_size, sent // self.page_size
+        starts = counts.cumsum() - counts  # where each row's updates begin
+        updates = np.empty((int(counts.sum()), 3), np.int32)
+        updates[:, 0] = rows = rows.repeat(counts)
+        updates[:, 1] = columns = (columns - starts).repeat(counts) + np.arange(len(rows))
+        updates[:, 2] = self.page_table[rows, columns]
+        return updates
+
+    def check_invariants(self) -> None:
+        """Asserts that rows, owners and counters agree."""
+        used = self.order.tolist()
+        assert len(set(used)) == len(used) and sorted(used + self._free) == list(range(len(self._requests)))
+        for row in self._free:
+            assert self._requests[row] is None
+        for row in used:
+            request = self.request_at(row)
+            assert request.row == row and request.rows is self
+            known, computed, end = int(self.num_known[row]), int(self.num_computed[row]), int(self.prefill_end[row])
+            assert known == len(request.token_ids) >= end >= request.num_prompt_tokens
+            assert known < self.limit[row] == request.max_total_tokens, "a request at its limit still runs"
+            assert max(computed + 1, end) >= known and computed < self.limit[row] and computed <= self.capacity[row]
+            assert self.num_hashed[row] * self.page_size <= min(known, computed)
+            pages = self.pages(row)
+            assert len(set(pages)) == len(pages), "a sequence holds a page twice"
