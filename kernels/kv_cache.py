@@ -1,0 +1,44 @@
+"""The paged KV cache's one write.
+
+Owns the layout `[num_pages, 2, K, page_size, H]` (2: keys, then values) on the writing side. Does not know which page belongs
+to whom: the caller's slots say where each token goes, and who may read it is the attention kernel's business.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def write_kv(
+    kv_pages: jax.Array,  # [num_pages, 2, K, page_size, H]
+    k: jax.Array,  # [T, K, H]
+    v: jax.Array,  # [T, K, H]
+    slot_mapping: jax.Array,  # i32[T], page * page_size + offset; num_pages * page_size + t for padding
+) -> jax.Array:  # [num_pages, 2, K, page_size, H]
+    """Returns kv_pages with each token's key and value at its slot; in place where the caller donates kv_pages.
+
+    Slots must be distinct, padding slots included: those lie past the end (`num_pages * page_size + t`) and are dropped.
+    Negative slots are not allowed (-1 would be the last live slot). k and v are converted to the cache's dtype.
+
+    Raises ValueError if shapes disagree or the slots are not int32.
+    """
+    num_pages, two, K, page_size, H = _shape(kv_pages, "kv_pages", 5)
+    T = _shape(k, "k", 3)[0]
+    if two != 2:
+        raise ValueError(f"{kv_pages.shape=} must be [num_pages, 2, K, page_size, H]: keys and values on axis 1")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != (T, K, H):
+            raise ValueError(f"{name}.shape={x.shape} must be [T, K, H] = {(T, K, H)} for {kv_pages.shape=}")
+    if slot_mapping.shape != (T,) or slot_mapping.dtype != jnp.int32:
+        raise ValueError(f"slot_mapping is {slot_mapping.dtype}{slot_mapping.shape}; must be int32[T] with T={T}")
+    with jax.named_scope("write_kv"):
+        kv = jnp.stack([k, v], axis=1).astype(kv_pages.dtype)  # [T, 2, K, H]
+        # One scatter instead of two, and unique_indices: on a GPU a bf16 scatter without it is a compare-and-swap loop.
+        return kv_pages.at[slot_mapping // page_size, :, :, slot_mapping % page_size].set(
+            kv, mode="drop", unique_indices=True
+        )
+
+
+def _shape(x: jax.Array, name: str, ndim: int) -> tuple[int, ...]:
+    if x.ndim != ndim:
+        raise ValueError(f"{name}.shape={x.shape} must have {ndim} dimensions")
+    return x.shape

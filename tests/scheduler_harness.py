@@ -1,0 +1,204 @@
+"""A device without a model, for tests of the scheduler: it runs schedules as the real one does and samples a pure function.
+
+FakeDevice holds what the device holds (KV pages, page table, last token and KV length of each row), takes only what a Schedule
+brings, and samples `next_token(seed, all tokens read back from the pages)`. A page that is handed out too early, written twice,
+shared wrongly or not uploaded therefore changes the tokens, which are compared with `solo`, a loop that knows no scheduler.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.page_pool import PagePool
+from jaxserve.request import Request, SamplingParams
+from jaxserve.schedule import Schedule, StepResult
+from jaxserve.scheduler import Scheduler
+
+EOS = 0  # also what stands in every place that holds no token: padding must never be taken for it
+VOCABULARY = 40
+
+
+def next_token(seed: int, tokens: Sequence[int]) -> int:
+    return zlib.crc32(np.asarray(tokens, np.int32).tobytes(), seed) % VOCABULARY
+
+
+def solo(request: Request, max_model_len: int) -> tuple[list[int], str, int | None]:
+    """(output, finish_reason, stop_reason) of a request alone, token by token."""
+    tokens, params, output = list(request.prompt_token_ids), request.params, []
+    while True:
+        token = next_token(request.seed, tokens)
+        tokens.append(token)
+        output.append(token)
+        if len(output) > params.min_tokens:
+            if token == EOS and not params.ignore_eos:
+                return output, "stop", None
+            if token in (params.stop_token_ids or ()):
+                return output, "stop", token
+        if len(output) == params.max_tokens or len(tokens) == max_model_len:
+            return output, "length", None
+
+
+class FakeDevice:
+    def __init__(self, scheduler: Scheduler):
+        pool, rows = scheduler.pool, scheduler.rows
+        self.kv = np.full((pool.num_pages, pool.page_size), -1)
+        self.page_table = np.full(rows.page_table.shape, -1)
+        self.kv_lens = np.zeros(len(rows.page_table), int)
+        self.last_tokens = np.zeros(len(rows.page_table), int)
+
+    def run(self, schedule: Schedule, num_columns: int) -> tuple[np.ndarray, np.ndarray]:
+        """(sampled i32[n, num_columns], counts i32[n]), EOS and 0 where nothing is sampled."""
+        places = [tuple(update[:2]) for update in schedule.page_updates.tolist()]
+        assert len(set(places)) == len(places), "two updates of one place in one step"
+        for row, column, page in schedule.page_updates.tolist():
+            self.page_table[row, column] = page
+        inputs = [self._input(schedule, i) for i in range(schedule.num_seqs)]
+        for row, (start, tokens) in zip(schedule.rows, inputs, strict=True):
+            for position, token in enumerate(tokens, start):
+                self.kv[self._slot(row, position)] = token
+        sampled, counts = np.full((schedule.num_seqs, num_columns), EOS, np.int32), np.zeros(schedule.num_seqs, np.int32)
+        for i, (start, tokens) in enumerate(inputs):
+            row, drafts = schedule.rows[i], schedule.draft_token_ids.get(i, [])
+            self.kv_lens[row] = start + len(tokens)
+            if not schedule.samples[i]:
+                continue
+            self.kv_lens[row] -= len(drafts)
+            while True:
+                read = [int(self.kv[self._slot(row, position)]) for position in range(self.kv_lens[row])]
+                token = self.last_tokens[row] = sampled[i, counts[i]] = next_token(schedule.requests[i].seed, read)
+                counts[i] += 1
+                if counts[i] > len(drafts) or drafts[counts[i] - 1] != token:
+                    break
+                self.kv_lens[row] += 1
+        return sampled, counts
+
+    def _input(self, schedule: Schedule, i: int) -> tuple[int, list[int]]:
+        row, start, q_len = schedule.rows[i], int(schedule.starts[i]), int(schedule.q_lens[i])
+        if i < schedule.num_decodes:
+            tokens = [int(self.last_tokens[row]), *schedule.draft_token_ids.get(i, [])]
+            assert self.kv_lens[row] <= start, "the host's position must be an upper bound"
+            start = int(self.kv_lens[row])
+        else:
+            tokens = schedule.requests[i].token_ids[start : start + q_len]
+        assert len(tokens) == q_len
+        return start, tokens
+
+    def _slot(self, row: int, position: int) -> tuple[int, int]:
+        page_size = self.kv.shape[1]
+        return self.page_table[row, position // page_size], position % page_size
+
+
+class Harness:
+    """A scheduler, its pool, a device and the steps in flight, at most `depth` of them while the next is scheduled."""
+
+    def __init__(self, *, page_size=4, num_pages=64, prefix_caching=True, depth=0, num_drafts=0, **config):
+        config = {"max_model_len": 64, "max_num_batched_tokens": 32, "max_num_seqs": 8, **config}
+        self.config = SchedulerConfig(**config)
+        self.pool = PagePool(num_pages, page_size, prefix_caching)
+        self.scheduler = Scheduler(self.config, self.pool)
+        self.device = FakeDevice(self.scheduler)
+        self.depth = depth
+        self.num_drafts = num_drafts
+        self.in_flight: deque[tuple[Schedule, np.ndarray, np.ndarray]] = deque()
+        self.finished: list[Request] = []
+        self.delivered: dict[str, list[int]] = {}
+        self.num_made = 0
+
+    def request(self, prompt: int | Sequence[int] = 5, max_tokens: int | None = 5, **kwargs) -> Request:
+        """A request, not added; a prompt given by its length differs from every other from its first token on."""
+        names = ("min_tokens", "ignore_eos", "stop_token_ids")
+        params = SamplingParams(max_tokens=max_tokens, **{n: kwargs.pop(n) for n in names if n in kwargs})
+        self.num_made += 1
+        if isinstance(prompt, int):
+            prompt = [(1000 * self.num_made + i) for i in range(prompt)]
+        kwargs = {"request_id": f"r{self.num_made}", "seed": self.num_made, "arrival": float(self.num_made), **kwargs}
+        return Request(prompt_token_ids=list(prompt), params=params, eos_token_ids=frozenset([EOS]), **kwargs)
+
+    def add(self, *args, **kwargs) -> Request:
+        """Adds a request that ends by length unless told otherwise."""
+        request = self.request(*args, **{"ignore_eos": True, **kwargs})
+        self.scheduler.add(request)
+        return request
+
+    def schedule(self) -> Schedule:
+        """The next step, running on the device from now on."""
+        schedule = self.schedule_or_none()
+        assert schedule is not None, "nothing to schedule"
+        return schedule
+
+    def schedule_or_none(self) -> Schedule | None:
+        schedule = self.scheduler.schedule()
+        if schedule is not None:
+            self.in_flight.append((schedule, *self.device.run(schedule, 1 + self.num_drafts)))
+        return schedule
+
+    def decodes(self, request: Request) -> bool:
+        """Whether a running request is past its prompt, or past what it recomputes."""
+        rows = self.scheduler.rows
+        return bool(rows.num_computed[request.row] >= rows.prefill_end[request.row])
+
+    def propose(self, right: Sequence[bool]) -> None:
+        """Drafts for every running decode: what it will sample next where `right`, in turn, and something else where not."""
+        for request in self.scheduler.running:
+            if not self.decodes(request):
+                continue
+            tokens, known = list(request.prompt_token_ids), self.device.kv_lens[request.row] + 1
+            while len(tokens) < known + len(right):
+                tokens.append(next_token(request.seed, tokens))
+            drafts = [t if ok else t + 1 for t, ok in zip(tokens[known:], right, strict=True)]
+            self.scheduler.set_drafts(request, drafts)
+
+    def update(self, first_token: int | None = None) -> StepResult:
+        """The oldest step's tokens come back; `first_token` stands in for the token of its first entry."""
+        schedule, sampled, counts = self.in_flight.popleft()
+        if first_token is not None:
+            sampled[0, 0] = first_token
+        args = (sampled, counts) if self.num_drafts else (sampled[:, 0],)
+        result = self.scheduler.update(schedule, *args)
+        for request, token in zip(result.requests, result.tokens, strict=True):
+            self.delivered.setdefault(request.request_id, []).append(token)
+        self.finished += result.finished
+        return result
+
+    def step(self) -> Schedule:
+        """Schedules a step, then takes in the oldest if more than `depth` are in flight."""
+        schedule = self.step_or_none()
+        assert schedule is not None, "nothing to schedule"
+        return schedule
+
+    def step_or_none(self) -> Schedule | None:
+        """As `step`; takes in the oldest also if nothing could be scheduled."""
+        schedule = self.schedule_or_none()
+        if self.in_flight and (schedule is None or len(self.in_flight) > self.depth):
+            self.update()
+        return schedule
+
+    def drain(self, max_steps: int = 2000) -> None:
+        """Steps until nothing is left, and checks that nothing is."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished and not self.in_flight:
+                break
+            in_flight = len(self.in_flight)
+            assert self.step_or_none() is not None or in_flight, "idle with work left"
+            self.scheduler.check_invariants()
+        assert not self.scheduler.has_unfinished and not self.in_flight, "not drained"
+        self.assert_empty()
+
+    def assert_empty(self) -> None:
+        scheduler, pool = self.scheduler, self.pool
+        scheduler.check_invariants()
+        assert not scheduler.num_running and not scheduler.num_waiting and pool.num_free_pages == pool.num_pages
+        assert not scheduler._requests and not scheduler._stop_ids and not scheduler._drafted
+        assert scheduler.rows.num_free == self.config.max_num_seqs and not any(scheduler.rows._requests)
+
+    def assert_solo(self, *requests: Request) -> None:
+        """Every request ended as it would have alone, and its tokens were delivered once each, in order."""
+        for request in requests:
+            output, finish_reason, stop_reason = solo(request, self.config.max_model_len)
+            assert request.output_token_ids == output == self.delivered[request.request_id], request.request_id
+            assert (request.finish_reason, request.stop_reason) == (finish_reason, stop_reason)

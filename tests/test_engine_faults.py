@@ -1,0 +1,133 @@
+"""The check of test_engine_exactness.py can fail: it finds each classic fault of an engine like this one.
+
+A fault is put in by changing one expression of the engine's source; then the same requests are served and the answers must
+differ from those that each request got alone. A fault whose expression is no longer there fails loudly: find its new place.
+"""
+
+import inspect
+import sys
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from jaxserve import page_pool, scheduler, step
+from jaxserve.batch import BatchPacker, StepLayout
+from jaxserve.request import Request
+from tests.dummy import ONE_BUCKET, differences, dummy_model, make_engine, serve
+from tests.workload import SMALL_POOL, alone, requests
+
+
+@dataclass(frozen=True)
+class Fault:
+    owner: Any  # the module or class
+    function: str
+    right: str
+    wrong: str
+
+    def put_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = inspect.getattr_static(self.owner, self.function)
+        source = textwrap.dedent(inspect.getsource(getattr(found, "func", found)))
+        assert source.count(self.right) == 1, f"{self.right!r} is not (once) in {self.function}"
+        module = sys.modules[getattr(self.owner, "__module__", self.owner.__name__)]
+        names: dict[str, Any] = {}
+        exec(compile(source.replace(self.right, self.wrong), "fault", "exec"), vars(module) | {}, names)  # noqa: S102
+        changed = names[self.function]
+        if hasattr(changed, "__set_name__"):
+            changed.__set_name__(self.owner, self.function)
+        monkeypatch.setattr(self.owner, self.function, changed)
+
+
+ON_THE_HOST = {
+    "page_table_padded_with_a_live_page": Fault(
+        StepLayout, "padding", '["page_updates"][:] = (self.max_num_seqs, 0, 0)', '["page_updates"][:] = (0, 0, 0)'
+    ),
+    "sequences_padded_with_a_live_row": Fault(
+        StepLayout, "padding", '["seq_rows"][:] = self.max_num_seqs', '["seq_rows"][:] = 0'
+    ),
+    "logits_rows_padded_with_a_live_row": Fault(
+        StepLayout, "padding", '["head_rows"][:] = self.max_num_seqs', '["head_rows"][:] = 0'
+    ),
+    "reservation_ignores_the_steps_token": Fault(
+        scheduler.Scheduler, "_schedule_decodes", "starts >= rows.capacity", "starts > rows.capacity"
+    ),
+    "reservation_ignores_the_steps_chunk": Fault(
+        scheduler.Scheduler, "_admit", "else num_known)", "else num_known - num_tokens)"
+    ),
+    "last_row_of_the_batch": Fault(
+        BatchPacker, "pack", 'view["head_tokens"][:r] = ends', 'view["head_tokens"][:r] = schedule.num_tokens - 1'
+    ),
+    "decode_twice_for_one_position": Fault(
+        BatchPacker,
+        "pack",
+        'view["starts"][:d] = FROM_DEVICE',
+        'view["starts"][:d] = [len(r.token_ids) - 1 for r in schedule.requests[:d]]',
+    ),
+    "chunk_samples": Fault(
+        scheduler.Scheduler, "_add_chunk", "append(start + num_tokens == self.rows.prefill_end[row])", "append(True)"
+    ),
+    "padding_taken_for_eos": Fault(scheduler.Scheduler, "update", "own = schedule.samples & (", "own = ("),
+    "eos_taken_for_padding": Fault(Request, "end", "token in self.stop_ids and", "token and token in self.stop_ids and"),
+    "late_token_given_to_the_rows_new_owner": Fault(
+        scheduler.Scheduler, "update", " & (self.rows.generation[rows] == schedule.generations)", ""
+    ),
+    "preempted_request_forgets_its_token_in_flight": Fault(
+        scheduler.Scheduler, "_preempt", "request.num_unfetched = request.num_in_flight", "request.num_unfetched = 0"
+    ),
+    "sampling_parameters_of_the_former_owner": Fault(
+        BatchPacker, "newcomers", "self._generations[schedule.rows] != schedule.generations", "self._generations[schedule.rows] < 0"
+    ),
+    "sampling_parameters_by_place": Fault(BatchPacker, "pack", "= self.sampling[rows]", "= self.sampling[:r]"),
+    "page_updates_past_the_upload_dropped": Fault(
+        BatchPacker,
+        "pack",
+        "updates, extra = updates[: layout.num_updates], updates[layout.num_updates :]",
+        "updates = updates[: layout.num_updates]",
+    ),
+    "whole_prompt_hit": Fault(page_pool.PagePool, "match", "(len(token_ids) - 1) // self", "len(token_ids) // self"),
+    "hit_from_the_second_page_on": Fault(page_pool, "page_hash", "sha256(parent + ", "sha256("),
+}
+
+ON_THE_DEVICE = {
+    "prefill_advances_by_one": Fault(
+        step,
+        "_context",
+        'num_computed.at[rows].set(kv_lens, mode="drop")',
+        'num_computed.at[rows].set(jnp.minimum(starts + 1, kv_lens), mode="drop")',
+    ),
+    "padding_writes_to_a_live_page": Fault(step, "_context", "num_pages * page_size + t)", "t)"),
+}
+
+
+def answers_differ(compile_anew: str = "") -> bool:
+    settings = dict(pool_pages=SMALL_POOL[True], bucket_plan=ONE_BUCKET)
+    engine = make_engine(dummy_model(), compile_anew=compile_anew, **settings)
+    answers = serve(engine, requests(True), check=False, max_steps=250).answers
+    return differences(answers, alone("float32", True)) != []
+
+
+def test_no_fault_is_found_where_none_is():
+    assert not answers_differ()
+
+
+@pytest.mark.parametrize("name", ON_THE_HOST)
+def test_fault_on_the_host_is_found(name, monkeypatch):
+    alone("float32", True)  # before the fault
+    ON_THE_HOST[name].put_in(monkeypatch)
+    assert answers_differ()
+
+
+@pytest.mark.parametrize("name", ON_THE_DEVICE)
+def test_fault_on_the_device_is_found(name, monkeypatch):
+    alone("float32", True)
+    ON_THE_DEVICE[name].put_in(monkeypatch)
+    assert answers_differ(compile_anew="bodies")
+
+
+def test_unpatched_source_changes_nothing(monkeypatch):
+    """Running a function from its source again is not what makes the difference."""
+    alone("float32", True)
+    for fault in ON_THE_HOST.values():
+        Fault(fault.owner, fault.function, fault.right, fault.right).put_in(monkeypatch)
+    assert not answers_differ()

@@ -1,0 +1,186 @@
+"""SamplingParams: what is accepted, refused and normalised; when a request ends."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from jaxserve.request import MAX_LOGPROBS, Request, SamplingParams
+
+GOOD = [
+    {},
+    {"temperature": 0},
+    {"temperature": 1e-30},
+    {"temperature": 100},
+    {"temperature": np.float32(0.5)},
+    {"top_p": 1e-6},
+    {"top_p": 1},
+    {"top_k": -1},
+    {"top_k": 10**9},
+    {"top_k": np.int64(5)},
+    {"min_p": 1.0},
+    {"n": np.int32(3)},
+    {"seed": -(2**63)},
+    {"seed": 2**64 - 1},
+    {"seed": np.uint64(2**64 - 1)},
+    {"max_tokens": None},
+    {"max_tokens": 1},
+    {"max_tokens": None, "min_tokens": 10**6},
+    {"min_tokens": 16},
+    {"stop": "x"},
+    {"stop": ["x", "yz"]},
+    {"stop": []},
+    {"stop_token_ids": [0, np.int64(7)]},
+    {"stop_token_ids": None},
+    {"logprobs": 0},
+    {"logprobs": MAX_LOGPROBS},
+    {"detokenize": False},
+    {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1},
+    {"logit_bias": {}, "bad_words": [], "allowed_token_ids": ()},
+]
+BAD = [
+    ("temperature", -0.1),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("temperature", "0.7"),
+    ("temperature", None),
+    ("temperature", True),
+    ("top_p", 0),
+    ("top_p", 1.01),
+    ("top_p", math.nan),
+    ("top_p", [0.9]),
+    ("top_k", -2),
+    ("top_k", 5.0),
+    ("top_k", False),
+    ("min_p", -0.1),
+    ("min_p", 1.1),
+    ("min_p", "0"),
+    ("n", 0),
+    ("n", 1.0),
+    ("n", True),
+    ("n", None),
+    ("seed", 2**64),
+    ("seed", -(2**63) - 1),
+    ("seed", 1.5),
+    ("seed", True),
+    ("max_tokens", 0),
+    ("max_tokens", -1),
+    ("max_tokens", 2.0),
+    ("max_tokens", True),
+    ("max_tokens", "16"),
+    ("min_tokens", -1),
+    ("min_tokens", 17),  # more than the default max_tokens
+    ("min_tokens", None),
+    ("stop", ""),
+    ("stop", ["ok", ""]),
+    ("stop", [1]),
+    ("stop", 5),
+    ("stop", b"x"),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", [1.0]),
+    ("stop_token_ids", [True]),
+    ("stop_token_ids", 7),
+    ("stop_token_ids", "7"),
+    ("logprobs", -1),
+    ("logprobs", MAX_LOGPROBS + 1),
+    ("logprobs", True),
+    ("ignore_eos", 1),
+    ("ignore_eos", "no"),
+    ("include_stop_str_in_output", None),
+    ("skip_special_tokens", 0),
+    ("detokenize", "yes"),
+]
+NOT_BUILT = [
+    ("presence_penalty", 0.5),
+    ("frequency_penalty", -1),
+    ("repetition_penalty", 1.1),
+    ("logit_bias", {5: 1.0}),
+    ("allowed_token_ids", [1]),
+    ("bad_words", ["x"]),
+    ("prompt_logprobs", 0),
+    ("prompt_logprobs", 3),
+    ("structured_outputs", {"json": "{}"}),
+]
+
+
+@pytest.mark.parametrize("values", GOOD, ids=str)
+def test_accepts(values):
+    SamplingParams(**values)
+
+
+@pytest.mark.parametrize(("name", "value"), BAD, ids=str)
+def test_refuses_and_names_parameter_and_value(name, value):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**{name: value})
+    assert str(error.value).startswith(f"{name}={value!r} must")
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_BUILT, ids=str)
+def test_refuses_what_is_not_built_yet_by_name(name, value):
+    with pytest.raises(NotImplementedError, match=f"^{name}=.* is not supported yet; leave it at "):
+        SamplingParams(**{name: value})
+
+
+def test_every_parameter_has_a_bad_value_here():
+    tried = {name for name, _ in BAD + NOT_BUILT}
+    assert tried == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def test_an_unknown_parameter_is_named():
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)  # pyright: ignore[reportCallIssue]
+
+
+def test_stop_strings_need_text():
+    with pytest.raises(ValueError, match="needs detokenize=True"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+def test_values_become_plain_python():
+    params = SamplingParams(
+        n=np.int64(2),
+        temperature=np.float32(0.5),
+        top_k=-1,
+        seed=np.uint64(2**63),
+        max_tokens=np.int32(9),
+        stop="end",
+        stop_token_ids=[np.int64(3)],
+    )
+    assert (params.n, params.temperature, params.top_k, params.seed) == (2, 0.5, 0, 2**63)
+    assert params.stop == ("end",) and params.stop_token_ids == (3,) and params.max_tokens == 9
+    kinds = [type(x) for x in (params.n, params.temperature, params.seed, params.max_tokens, params.stop_token_ids[0])]
+    assert kinds == [int, float, int, int, int]
+    assert hash(params) == hash(params.with_())
+
+
+def test_with_changes_a_copy_and_checks_it():
+    params = SamplingParams(temperature=0.3, stop="x")
+    changed = params.with_(max_tokens=99)
+    assert (changed.temperature, changed.stop, changed.max_tokens, params.max_tokens) == (0.3, ("x",), 99, 16)
+    with pytest.raises(ValueError, match="max_tokens=0"):
+        params.with_(max_tokens=0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.n = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("params", "output", "end"),
+    [
+        ({}, [5], None),
+        ({}, [5, 2], ("stop", None)),  # 2 is eos
+        ({"ignore_eos": True}, [5, 2], None),
+        ({"stop_token_ids": [7]}, [5, 7], ("stop", 7)),
+        ({"stop_token_ids": [2]}, [2], ("stop", None)),  # eos comes before an equal stop id
+        ({"stop_token_ids": [2], "ignore_eos": True}, [2], ("stop", 2)),
+        ({"min_tokens": 2}, [5, 2], None),
+        ({"min_tokens": 2}, [5, 5, 2], ("stop", None)),
+        ({"max_tokens": 3}, [5, 5, 5], ("length", None)),
+        ({"max_tokens": 3}, [5, 5, 2], ("stop", None)),  # a stop comes before a length
+    ],
+)
+def test_end(params, output, end):
+    request = Request("r", [1, 2, 3], SamplingParams(**params), eos_token_ids=frozenset({2}))
+    request.max_total_tokens = 3 + request.params.max_tokens
+    request.token_ids += output
+    assert request.end() == end
