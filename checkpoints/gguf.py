@@ -145,9 +145,10 @@ class GGUFReader:
         return _shortest(self.metadata.get(f"{self.architecture}.{key}", default))
 
     def required(self, key: str) -> Any:
+        """The same, where the file must have it: one number. WeightsError if it has none or a list (a value for each layer)."""
         value = self.setting(key)
-        if not isinstance(value, int):
-            raise WeightsError(f"{self.file.path}: {self.architecture}.{key} must be one integer, found {value!r}")
+        if not isinstance(value, (int, float)):
+            raise WeightsError(f"{self.file.path}: {self.architecture}.{key} must be one number, found {value!r}")
         return value
 
 
@@ -178,6 +179,8 @@ def hf_config(reader: GGUFReader) -> dict[str, Any]:
         if reader.setting(key, head_dim) != head_dim:
             raise WeightsError(f"{reader.file.path}: {key}={reader.setting(key)} must equal the head size {head_dim}")
     keys = reader.keys()
+    if "model.embed_tokens.weight" not in keys:
+        raise WeightsError(f"{reader.file.path} has no token_embd.weight")
     config = {
         "architectures": [ARCHITECTURES[reader.architecture]],
         "model_type": reader.architecture,
@@ -189,7 +192,7 @@ def hf_config(reader: GGUFReader) -> dict[str, Any]:
         "intermediate_size": reader.required("feed_forward_length"),
         "vocab_size": reader.shape("model.embed_tokens.weight")[0],
         "max_position_embeddings": reader.required("context_length"),
-        "rms_norm_eps": reader.setting("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": reader.required("attention.layer_norm_rms_epsilon"),
         "rope_theta": reader.setting("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(reader),
         "hidden_act": "silu",

@@ -61,10 +61,7 @@ def _download(model_id: str, revision: str | None) -> Path:
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
         at = f" at revision {revision!r}" if revision else ""
         raise FileNotFoundError(f"{model_id!r}{at} is neither a folder here nor a model on Hugging Face ({error})") from error
-    except (
-        OSError,
-        errors.HfHubHTTPError,
-    ) as error:  # no network, offline mode with nothing cached, a server that fails
+    except (OSError, errors.HfHubHTTPError) as error:  # no network, offline with nothing cached, a server that fails
         raise FileNotFoundError(
             f"{model_id!r} is not a folder here, not in the Hugging Face cache, and cannot be downloaded now; "
             f"give the path of a local copy, or connect and try again ({type(error).__name__}: {error})"

@@ -71,10 +71,10 @@ def main(argv: list[str]) -> None:
 
     started = time.monotonic()
     path = fetch()
-    from jaxserve import LLM, SamplingParams
+    from jaxserve import LLM, BucketPlan, SamplingParams
 
     goldens = golden_answers(_DTYPE.value)
-    questions = [g["prompt"] for g in goldens] + [p for p in PROMPTS]
+    questions = [g["prompt"] for g in goldens] + list(PROMPTS)
     llm = LLM(path, dtype=_DTYPE.value, max_num_seqs=8, max_num_batched_tokens=512, max_model_len=1024, warm_up="all")
     ready = time.monotonic()
     print(

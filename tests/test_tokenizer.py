@@ -163,6 +163,7 @@ def test_a_character_comes_when_its_last_byte_does(tokenizer):
     assert pieces(tokenizer, ids) == ["x", "", "é", "", "", "", "🙂", "", "é", ""]
     assert pieces(tokenizer, ids[3:6]) == ["", "", "", tokenizer.decode(ids[3:6])]
     assert set(tokenizer.decode(ids[3:6])) == {"\ufffd"}
+    assert "".join(pieces(tokenizer, [*ids[:3], *[2] * 9, *ids[3:6], *[2] * 9, *ids[6:]])) == "xé🙂é"
     assert pieces(tokenizer, [*ids[:4], 2, *ids[4:]]) == ["x", "", "é", "", "", "", "", "🙂", "", "é", ""]
 
 
@@ -342,9 +343,9 @@ def test_an_error_of_the_template_names_the_message_that_brings_it_about():
     says = re.escape("the chat template fails at message 2 (role 'assistant'): Roles must alternate, got assistant")
     with pytest.raises(ValueError, match=f"^{says}$"):
         templated(alternate).apply_chat_template(messages)
-    last_is_user = "{% if messages[-1].role != 'user' %}{{ raise_exception('end with user') }}{% endif %}"
-    with pytest.raises(ValueError, match=re.escape("fails at message 1 (role 'assistant'): end with user")):
-        templated(last_is_user).apply_chat_template(messages[:2])
+    last_is_user = "{% if messages[-1].role != 'user' %}{{ raise_exception('ends with ' + messages[-1].role) }}{% endif %}"
+    with pytest.raises(ValueError, match=re.escape("fails at message 2 (role 'tool'): ends with tool")):
+        templated(last_is_user).apply_chat_template([messages[1], *HI, {"role": "tool", "content": "x"}])
     with pytest.raises(ValueError, match=r"fails at message 1 \(role 'user'\): .*NoneType"):
         templated("{% for m in messages %}{{ 'x' + m.content }}{% endfor %}").apply_chat_template(
             [*HI, {"role": "user", "content": None}]

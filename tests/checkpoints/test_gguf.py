@@ -267,14 +267,23 @@ def test_divisors_that_are_not_llama3s(tmp_path):
         ({"llama.rope.dimension_count": 4}, "rope.dimension_count=4 must equal the head size 8"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "rope scaling 'longrope' is not supp"),
         ({"llama.rope.scaling.attn_factor": 1.5}, "llama.rope.scaling.attn_factor is not supported"),
-        ({"llama.block_count": None}, "llama.block_count must be one integer, found None"),
-        ({"llama.attention.head_count": [4, 2]}, r"llama.attention.head_count must be one integer, found \[4, 2\]"),
+        ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon must be one number, found None"),
+        ({"llama.block_count": None}, "llama.block_count must be one number, found None"),
+        ({"llama.attention.head_count": [4, 2]}, r"llama.attention.head_count must be one number, found \[4, 2\]"),
     ],
 )
 def test_refuses_what_it_cannot_express(tmp_path, metadata, says):
     write_gguf(tmp_path / "m.gguf", metadata=metadata)
     with pytest.raises(WeightsError, match=says):
         hf_config(GGUFReader(tmp_path / "m.gguf"))
+
+
+def test_refuses_a_file_without_a_model(tmp_path):
+    write_gguf(tmp_path / "m.gguf")
+    reader = GGUFReader(tmp_path / "m.gguf")
+    del reader._names["model.embed_tokens.weight"]  # as in a file of an adapter, or of a vocabulary alone
+    with pytest.raises(WeightsError, match=r"m\.gguf has no token_embd\.weight"):
+        hf_config(reader)
 
 
 def test_refuses_other_architectures_and_parts(tmp_path):
@@ -340,7 +349,7 @@ def test_encodes_with_merges_and_keeps_special_tokens_whole(tmp_path):
     assert encode("hello w") == ["hello", "Ġw"]
     assert encode("1234") == ["1", "2", "3", "4"]  # split before the merges could join them
     assert encode("a<|turn|>b<tool>c<|end|>") == ["a", "<|turn|>", "b", "<tool>", "c", "<|end|>"]
-    assert encode("[PAD]") == ["[", "P", "A", "D", "]"]  # unused tokens are no tokens
+    assert encode("[PAD]") == ["[", "P", "A", "D", "]"] and backend.token_to_id("[PAD]") is None  # unused tokens are no tokens
     assert encode(" world") == ["Ġwo", "r", "l", "d"]
     flags = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
     assert flags == {SPECIALS[0]: True, SPECIALS[1]: True, SPECIALS[2]: False}
