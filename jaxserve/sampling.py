@@ -109,7 +109,7 @@ def sample(
 
     A row whose logits are bad (see Sampled) is flagged and disturbs no other.
 
-    max_logprobs: static. 0 leaves out all log-probabilities, which cost about as much as sampling does; N > 0 gives the
+    max_logprobs: static. 0 leaves out all log-probabilities, which cost about as much as a random draw does; N > 0 gives the
       sampled token's, its rank, and the N likeliest (V if that is less). The tokens are the same.
 
     Raises:

@@ -175,6 +175,17 @@ def test_tokens_are_the_inverse_cdf_of_the_reference(V):
         assert tokens[row] in accepted, (row, params)
 
 
+def test_every_unit_of_weight_finds_its_entry():
+    """The inverse CDF at each integer of a small one, zeros in it; draws land on such an edge once in 2**30."""
+    weights = np.random.default_rng(0).choice([0, 0, 1, 2], size=(3, 128)).astype(np.int32)
+    weights[1] = 0  # a whole block of nothing
+    total = int(weights.sum())
+    with jax.enable_x64(True):
+        blocks = jnp.broadcast_to(weights, (total, 3, 128))
+        found = sampling._locate(blocks, sampling._cumulative(blocks), jnp.arange(total, dtype=jnp.int64))
+    np.testing.assert_array_equal(found, np.repeat(np.arange(weights.size), weights.ravel()))
+
+
 def test_a_large_flat_vocabulary_is_drawn_evenly():
     """151,936 equal entries: coarse random numbers, or sums that lose small terms, would favour some."""
     V, n, steps = 151936, 64, 16
