@@ -163,6 +163,19 @@ def test_nobody_is_admitted_in_a_step_that_preempted():
     harness.drain()
 
 
+def test_a_step_that_preempted_admits_rather_than_stand_idle():
+    """10: the one has its last token in flight, the other gave itself up for want of a page; a better newcomer may start."""
+    harness = Harness(num_pages=4, order="priority", depth=2)
+    ending, victim = harness.add(7, max_tokens=2, priority=0), harness.add(7, max_tokens=9, priority=5)
+    harness.schedule()
+    harness.schedule()
+    newcomer = harness.add(2, priority=1)
+    schedule = harness.schedule()
+    assert victim.num_preemptions == 1 and schedule.requests == [newcomer]
+    harness.drain()
+    harness.assert_solo(ending, victim, newcomer)
+
+
 # Priority
 
 
