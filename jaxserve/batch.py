@@ -7,6 +7,7 @@ position come from there, and of the page table only the entries that changed tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,8 +45,8 @@ class StepLayout:
         return self.bucket.seqs + self.bucket.tokens // self.page_size
 
     @cached_property
-    def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """name -> (offset, shape), in order."""
+    def fields(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
+        """name -> (where it lies, shape), in order."""
         T, S, R = self.bucket.tokens, self.bucket.seqs, self.max_head_rows
         shapes = {
             "token_ids": (T,),
@@ -59,14 +60,14 @@ class StepLayout:
         }
         fields, offset = {}, 0
         for name, shape in shapes.items():
-            fields[name] = (offset, shape)
-            offset += int(np.prod(shape))
+            size = math.prod(shape)
+            fields[name] = (slice(offset, offset + size), shape)
+            offset += size
         return fields
 
     @property
     def size(self) -> int:
-        offset, shape = self.fields["sampling"]
-        return offset + int(np.prod(shape))
+        return self.fields["sampling"][0].stop
 
     @cached_property
     def padding(self) -> np.ndarray:
@@ -80,10 +81,7 @@ class StepLayout:
 
     def unpack(self, packed: Any) -> dict[str, Any]:
         """The fields of a packed array, numpy (views) or traced."""
-        return {
-            name: packed[offset : offset + int(np.prod(shape))].reshape(shape)
-            for name, (offset, shape) in self.fields.items()
-        }
+        return {name: packed[where].reshape(shape) for name, (where, shape) in self.fields.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,11 +49,13 @@ class BucketPlan:
     buckets: tuple[Bucket, ...] = field(init=False, repr=False, compare=False)  # cheapest first
 
     def __post_init__(self):
-        decode, rows = tuple(sorted(self.decode)), tuple(sorted(self.head_rows))
-        mixed = tuple(sorted((int(t), int(s)) for t, s in self.mixed))
+        decode, rows, mixed = tuple(self.decode), tuple(self.head_rows), tuple(tuple(pair) for pair in self.mixed)
+        if any(len(pair) != 2 for pair in mixed):
+            raise ValueError(f"bucket plan: mixed buckets must be pairs (tokens, sequences), got {list(mixed)}")
         for name, sizes in (("decode", decode), ("head_rows", rows), ("mixed", tuple(x for pair in mixed for x in pair))):
             if any(not isinstance(x, int) or isinstance(x, bool) or x < 1 for x in sizes):
                 raise ValueError(f"bucket plan: {name} sizes must be integers >= 1, got {list(sizes)}")
+        decode, rows, mixed = tuple(sorted(decode)), tuple(sorted(rows)), tuple(sorted(mixed))
         for name, sizes in (("decode", decode), ("head_rows", rows), ("mixed", mixed)):
             if len(set(sizes)) != len(sizes):
                 raise ValueError(f"bucket plan: {name} sizes repeat in {list(sizes)}")
@@ -142,8 +144,7 @@ class BucketPlan:
         if unknown:
             raise ValueError(f"bucket plan: unknown fields {sorted(unknown)}")
         try:
-            mixed = tuple((t, s) for t, s in data.get("mixed", ()))
-            return cls(decode=tuple(data.get("decode", ())), mixed=mixed, head_rows=tuple(data.get("head_rows", ())))
+            return cls(**{name: tuple(data.get(name, ())) for name in ("decode", "mixed", "head_rows")})
         except TypeError as e:
             raise ValueError(f"bucket plan: decode and head_rows are lists of integers, mixed a list of pairs ({e})") from None
 

@@ -40,7 +40,7 @@ def _positive(**values: Any) -> None:
         _require(_is_int(value) and value >= 1, f"{name}={value!r} must be an integer >= 1")
 
 
-def _one_of(choices: tuple[str, ...], **values: Any) -> None:
+def require_one_of(choices: tuple[str, ...], **values: Any) -> None:
     for name, value in values.items():
         _require(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
 
@@ -93,8 +93,8 @@ class SchedulerConfig:
             max_num_seqs=self.max_num_seqs,
         )
         _within_budget(self.max_num_seqs, self.max_num_batched_tokens)
-        _one_of(POLICIES, policy=self.policy)
-        _one_of(ORDERS, order=self.order)
+        require_one_of(POLICIES, policy=self.policy)
+        require_one_of(ORDERS, order=self.order)
         _require(
             _is_int(self.long_prefill_token_threshold) and self.long_prefill_token_threshold >= 0,
             f"long_prefill_token_threshold={self.long_prefill_token_threshold!r} must be an integer >= 0 (0: no cap)",
@@ -165,11 +165,11 @@ class EngineConfig:
     demand_log: str | None = None
 
     def __post_init__(self):
-        _one_of(DTYPES, dtype=self.dtype)
-        _one_of(ORDERS, scheduling_policy=self.scheduling_policy)
-        _one_of(POLICIES, batching_policy=self.batching_policy)
-        _one_of(WARM_UPS, warm_up=self.warm_up)
-        _one_of(BACKENDS, attention_backend=self.attention_backend)
+        require_one_of(DTYPES, dtype=self.dtype)
+        require_one_of(ORDERS, scheduling_policy=self.scheduling_policy)
+        require_one_of(POLICIES, batching_policy=self.batching_policy)
+        require_one_of(WARM_UPS, warm_up=self.warm_up)
+        require_one_of(BACKENDS, attention_backend=self.attention_backend)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
             if getattr(self, name) is not None:
                 _positive(**{name: getattr(self, name)})

@@ -208,6 +208,7 @@ class Engine:
         if not request.finished:
             self.scheduler.finish(request, reason, stop_reason)
             self._forget(request)
+            self._undelivered = [o for o in self._undelivered if o.request is not request]
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._groups) or bool(self._in_flight) or bool(self._undelivered)

@@ -190,7 +190,7 @@ class LLM:
         if not isinstance(text, str | None) or (text is None and token_ids is None):
             raise ValueError(f"prompt={text!r} must be a text, or give prompt_token_ids")
         if token_ids is None:
-            token_ids = self.get_tokenizer().encode(text)
+            token_ids = self.get_tokenizer().encode(str(text))
         if not (isinstance(token_ids, Sequence | np.ndarray) and all(_is_int(i) for i in token_ids)):
             raise ValueError(f"{_short(token_ids)} is no prompt: give a text, a flat list of token ids, or a dict with one of them")
         return _Tokenized(text, [int(i) for i in token_ids], salt)

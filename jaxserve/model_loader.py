@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxserve.config import DTYPES, require_one_of
 from jaxserve.models import Decoder, GenerationDefaults, ModelConfig, ignorable_keys, key_table, named_leaves, with_leaves
 from jaxserve.tokenizer import Tokenizer
 
@@ -39,17 +40,20 @@ def load_model(
 ) -> LoadedModel:
     """Loads a checkpoint: a Hugging Face folder or id, or a GGUF file.
 
-    tokenizer: where it lies, if not beside the model. dtype: of weights and activations; "auto" is the checkpoint's own, bfloat16 where
-    it is quantised or does not say.
+    tokenizer: where it lies, if not beside the model. dtype: of weights and activations; "auto" is the checkpoint's own, bfloat16
+    where it is quantised or does not say. progress: a bar on stderr.
 
     Raises:
       FileNotFoundError: nothing by that name here, and no download to be had.
       NotImplementedError: an architecture or option of its config that is not supported; the message names it.
       WeightsError: missing, extra or mis-shaped tensors, all listed.
-      ValueError: no tokenizer with it (pass skip_tokenizer_init=True to work with token ids).
+      ValueError: no tokenizer with it (pass skip_tokenizer_init=True to work with token ids), or contradictory options.
     """
     from checkpoints.huggingface import SafetensorsReader, resolve
 
+    require_one_of(DTYPES, dtype=dtype)
+    if skip_tokenizer_init and tokenizer is not None:
+        raise ValueError(f"skip_tokenizer_init=True contradicts tokenizer={tokenizer!r}: leave one of them out")
     path = resolve(model, revision=revision)
     if path.is_dir():
         config, defaults = ModelConfig.from_hf(path), GenerationDefaults.from_hf(path)
@@ -81,9 +85,7 @@ def load_weights(reader: Any, config: ModelConfig, *, dtype: str = "auto", progr
 
     param_dtype = (config.dtype or "bfloat16") if dtype == "auto" else dtype
     abstract = Decoder.abstract(config, param_dtype)
-    leaves = load_weights(
-        reader, named_leaves(abstract), key_table(config), ignore=ignorable_keys(config), progress=progress
-    )
+    leaves = load_weights(reader, named_leaves(abstract), key_table(config), ignore=ignorable_keys(config), progress=progress)
     return with_leaves(abstract, leaves)
 
 
@@ -91,5 +93,6 @@ def random_model(config: ModelConfig | Mapping[str, Any], *, dtype: str = "bfloa
     """A decoder with random weights, for benchmarks and tests. config: a ModelConfig or a Hugging Face config as a dict."""
     from jaxserve.models import random_params
 
+    require_one_of(DTYPES[1:], dtype=dtype)
     config = config if isinstance(config, ModelConfig) else ModelConfig.from_hf(json.loads(json.dumps(dict(config))))
     return with_leaves(Decoder.abstract(config, dtype), random_params(config, seed, dtype))

@@ -103,16 +103,16 @@ class SamplingParams:
                 raise NotImplementedError(f"{name}={value!r} is not supported yet; leave it at {neutral!r}")
 
     def _set_real(self, name: str, low: float, high: float, hint: str, low_open: bool = False) -> None:
-        x = getattr(self, name)
-        ok = isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x) and low <= x <= high
+        x: Any = getattr(self, name)
+        ok = isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x) and low <= float(x) <= high
         bounds = f"{'(' if low_open else '['}{low:g}, {high:g}]" if high < math.inf else f">= {low:g} and finite"
         _require(ok and not (low_open and x == low), f"{name}={x!r} must be a number {bounds} ({hint})")
         object.__setattr__(self, name, float(x))
 
     def _set_int(self, name: str, least: int, hint: str = "", *, most: int | None = None, optional: bool = False) -> None:
-        x = getattr(self, name)
-        if x is None and optional:
+        if optional and getattr(self, name) is None:
             return
+        x: Any = getattr(self, name)
         bounds = f">= {least}" if most is None else f"in [{least}, {most}]"
         ok = _is_int(x) and x >= least and (most is None or x <= most)
         _require(ok, f"{name}={x!r} must be an integer {bounds}" + (f" ({hint})" if hint else ""))

@@ -1,4 +1,4 @@
-"""Host time of the scheduler a step: `schedule` and `update` of steady decodes, with nothing of a model or a device.
+"""Host time of a step: schedule, pack and update of steady decodes, with nothing of a model or a device.
 
 Every running request decodes in every step; pages grow at their boundaries and are hashed when full, stop ids and lengths are
 checked, and with --depth 1 a step is in flight while the next is scheduled. Times are wall-clock microseconds: on a shared machine
@@ -22,6 +22,8 @@ import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
+from jaxserve.batch import BatchPacker, StepLayout
+from jaxserve.buckets import BucketPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.page_pool import PagePool
 from jaxserve.request import Request, SamplingParams
@@ -54,28 +56,39 @@ def make_scheduler(num_running: int, page_size: int, prefix_caching: bool, order
     return scheduler
 
 
+def make_packer(scheduler: Scheduler) -> BatchPacker:
+    """A packer for the default plan of the scheduler's limits."""
+    config, page_size = scheduler.config, scheduler.pool.page_size
+    plan = BucketPlan.default(config.max_num_seqs, config.max_num_batched_tokens)
+    layouts = {b: StepLayout(b, config.max_num_seqs, page_size, plan.max_head_rows) for b in plan.buckets}
+    return BatchPacker(plan, layouts, config.max_num_seqs)
+
+
 def measure(scheduler: Scheduler, num_running: int, num_steps: int, depth: int) -> dict[str, float]:
-    """Median and minimum microseconds of `schedule`, `update` and both, over `num_steps` steps of decodes only."""
-    rng, in_flight = np.random.default_rng(1), deque()
-    times = np.zeros((num_steps, 2))
+    """Median and minimum microseconds of schedule, pack, update and all three, over `num_steps` steps of decodes only."""
+    rng, in_flight, packer = np.random.default_rng(1), deque(), make_packer(scheduler)
+    times = np.zeros((num_steps, 3))
     for step in range(-NUM_WARM_UP, num_steps):
         tokens = rng.integers(10, 100_000, num_running).astype(np.int32)
         t0 = time.perf_counter()
         schedule = scheduler.schedule()
         t1 = time.perf_counter()
         assert schedule is not None
+        packer.newcomers(schedule)
+        packer.pack(schedule)
+        t2 = time.perf_counter()
         in_flight.append(schedule)
         if len(in_flight) <= depth:
             continue
         late = in_flight.popleft()
-        t2 = time.perf_counter()
-        scheduler.update(late, tokens)
         t3 = time.perf_counter()
+        scheduler.update(late, tokens)
+        t4 = time.perf_counter()
         if step >= 0:
             assert schedule.num_decodes == num_running
-            times[step] = t1 - t0, t3 - t2
+            times[step] = t1 - t0, t2 - t1, t4 - t3
     result = {}
-    for name, column in (("schedule", times[:, 0]), ("update", times[:, 1]), ("total", times.sum(axis=1))):
+    for name, column in (("schedule", times[:, 0]), ("pack", times[:, 1]), ("update", times[:, 2]), ("total", times.sum(axis=1))):
         result[f"{name}_us"] = round(statistics.median(column) * 1e6, 1)
         result[f"{name}_min_us"] = round(float(column.min()) * 1e6, 1)
     return result
@@ -112,9 +125,9 @@ def main(argv: list[str]) -> None:
         return
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     print("us a step, median (minimum)")
-    print(f"{'page':>5} {'cache':>5} {'running':>7}  {'schedule':>15}  {'update':>15}  {'total':>15}")
+    print(f"{'page':>5} {'cache':>5} {'running':>7}  {'schedule':>15}  {'pack':>15}  {'update':>15}  {'total':>15}")
     for r in results:
-        parts = (f"{r[f'{name}_us']:.1f} ({r[f'{name}_min_us']:.1f})" for name in ("schedule", "update", "total"))
+        parts = (f"{r[f'{name}_us']:.1f} ({r[f'{name}_min_us']:.1f})" for name in ("schedule", "pack", "update", "total"))
         cached = "on" if r["prefix_caching"] else "off"
         print(f"{r['page_size']:>5} {cached:>5} {r['num_running']:>7}  " + "  ".join(f"{part:>15}" for part in parts))
     for slope in slopes:

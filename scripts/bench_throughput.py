@@ -24,6 +24,7 @@ from scripts.workloads import WORKLOADS
 _WORKLOAD = flags.DEFINE_enum("workload", "short_long_mix", sorted(WORKLOADS), "Which requests.")
 _POLICIES = flags.DEFINE_list("policies", [], "Batching policies to compare; by default --batching_policy alone.")
 _PREFIX = flags.DEFINE_list("prefix_caching", [], "Compare with prefix caching on and off: --prefix_caching=true,false.")
+flags.register_validator("prefix_caching", lambda given: set(given) <= {"true", "false"}, "give true, false or both")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Timed runs of each setting.", lower_bound=1)
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 define_engine_flags(model="tiny-qwen3")

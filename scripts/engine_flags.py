@@ -24,7 +24,6 @@ def define_engine_flags(*, model: str | None = None) -> None:
     """Defines --model (required unless a default is given) and a flag for each engine option worth one at a shell."""
     logging.getLogger("jax").setLevel(logging.WARNING)  # below that it names every backend that this machine lacks
     flags.DEFINE_string("model", model, "A Hugging Face folder or id, or a GGUF file.", required=model is None)
-    flags.DEFINE_string("tokenizer", None, "Where the tokenizer lies, if not beside the model.")
     _define(
         flags.DEFINE_enum,
         "dtype",
@@ -34,9 +33,7 @@ def define_engine_flags(*, model: str | None = None) -> None:
     )
     _define(flags.DEFINE_integer, "max_model_len", None, "Most tokens of a request, prompt and output.", lower_bound=1)
     _define(flags.DEFINE_integer, "max_num_seqs", None, "Most sequences at once (default 128).", lower_bound=1)
-    _define(
-        flags.DEFINE_integer, "max_num_batched_tokens", None, "Token budget of a step (default 2048).", lower_bound=1
-    )
+    _define(flags.DEFINE_integer, "max_num_batched_tokens", None, "Token budget of a step (default 2048).", lower_bound=1)
     _define(flags.DEFINE_integer, "page_size", None, "Tokens a KV page (64 on a GPU, 16 on a CPU).", lower_bound=1)
     _define(flags.DEFINE_integer, "num_pages", None, "KV pages of the pool; by default what fits.", lower_bound=1)
     _define(flags.DEFINE_float, "gpu_memory_utilization", 0.9, "Share of the device's memory to use.")
@@ -72,7 +69,7 @@ def versions() -> dict[str, Any]:
     """What a result depends on besides the code: device and library versions."""
     import flax
     import jax
-    import jaxlib
+    import jaxlib.version
 
     device = jax.devices()[0]
     return {
@@ -81,7 +78,7 @@ def versions() -> dict[str, Any]:
         "num_devices": len(jax.devices()),
         "python": sys.version.split()[0],
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib.version.__version__,
         "flax": flax.__version__,
     }
 

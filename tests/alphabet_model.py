@@ -17,7 +17,10 @@ BOS, EOS, TURN = "<s>", "</s>", "<|turn|>"
 SPECIALS = {EOS: 256, BOS: 257, TURN: 258}
 VOCABULARY = 260
 HIDDEN = 64
-CHAT_TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}{{ opening or 'A' }}{% endif %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}{{ opening or 'A' }}{% endif %}"
+)
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",

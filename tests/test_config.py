@@ -150,14 +150,17 @@ def test_options_reach_the_parts():
     )
     assert got.cache == CacheConfig(page_size=8, num_pages=50, enable_prefix_caching=False)
     limits = dataclasses.asdict(got.scheduler)
-    assert limits.items() >= {
-        "max_model_len": 100,
-        "policy": "prefill_first",
-        "order": "priority",
-        "chunked": True,
-        "mixed": False,
-        "long_prefill_token_threshold": 7,
-    }.items()
+    assert (
+        limits.items()
+        >= {
+            "max_model_len": 100,
+            "policy": "prefill_first",
+            "order": "priority",
+            "chunked": True,
+            "mixed": False,
+            "long_prefill_token_threshold": 7,
+        }.items()
+    )
     assert got.pages == PageShape(1, 1, 8, 16, np.float32) and got.max_pages_per_seq == 13
 
 
@@ -170,7 +173,10 @@ def test_a_plan_may_come_from_a_file(tmp_path):
     ("given", "message"),
     [
         ({"max_model_len": 5000}, "max_model_len=5000 must not exceed the model's max_position_embeddings=4096"),
-        ({"max_model_len": 1024, "num_pages": 63}, "max_model_len=1024 needs 64 pages of 16 tokens, the pool has 63: raise num_pages"),
+        (
+            {"max_model_len": 1024, "num_pages": 63},
+            "max_model_len=1024 needs 64 pages of 16 tokens, the pool has 63: raise num_pages",
+        ),
         ({"bucket_plan": PLAN, "max_num_batched_tokens": 65}, "plan holds steps of at most 64 tokens.*lower it"),
         ({"bucket_plan": PLAN, "max_num_seqs": 5}, "plan holds steps of at most 0 tokens with 5 sequences"),
         (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,18 +139,11 @@ def test_stop_strings_need_text():
 
 
 def test_values_become_plain_python():
-    params = SamplingParams(
-        n=np.int64(2),
-        temperature=np.float32(0.5),
-        top_k=-1,
-        seed=np.uint64(2**63),
-        max_tokens=np.int32(9),
-        stop="end",
-        stop_token_ids=[np.int64(3)],
-    )
+    given: dict[str, Any] = {"n": np.int64(2), "temperature": np.float32(0.5), "seed": np.uint64(2**63), "max_tokens": np.int32(9)}
+    params = SamplingParams(**given, top_k=-1, stop="end", stop_token_ids=[np.int64(3)])  # pyright: ignore[reportArgumentType]
     assert (params.n, params.temperature, params.top_k, params.seed) == (2, 0.5, 0, 2**63)
     assert params.stop == ("end",) and params.stop_token_ids == (3,) and params.max_tokens == 9
-    kinds = [type(x) for x in (params.n, params.temperature, params.seed, params.max_tokens, params.stop_token_ids[0])]
+    kinds = [type(x) for x in (params.n, params.temperature, params.seed, params.max_tokens, *(params.stop_token_ids or ()))]
     assert kinds == [int, float, int, int, int]
     assert hash(params) == hash(params.with_())
 
@@ -181,6 +175,6 @@ def test_with_changes_a_copy_and_checks_it():
 )
 def test_end(params, output, end):
     request = Request("r", [1, 2, 3], SamplingParams(**params), eos_token_ids=frozenset({2}))
-    request.max_total_tokens = 3 + request.params.max_tokens
+    request.max_total_tokens = 3 + (request.params.max_tokens or 0)
     request.token_ids += output
     assert request.end() == end

@@ -1,4 +1,4 @@
-"""Texts from token ids: stop strings, what is held back, logprobs, samples; without an engine, against a character-by-character search."""
+"""Texts from token ids: stop strings (against a character-by-character search), what is held back, logprobs, samples."""
 
 from itertools import accumulate
 
@@ -59,8 +59,8 @@ class Texts:
 
 
 def first_stop(token_ids: list[int], stops: list[str], min_tokens: int) -> tuple[str, int, int] | None:
-    """(stop, where it starts, number of tokens) of the stop string that is complete first when characters come one by one; the longest
-    of those complete at once. Only characters of tokens past min_tokens complete one."""
+    """(stop, where it starts, number of tokens) of the stop string that is complete first when characters come one by one; the
+    longest of those complete at once. Only characters of tokens past min_tokens complete one."""
     lengths = [0, *accumulate(len(WORDS[i]) for i in token_ids)]
     text = "".join(WORDS[i] for i in token_ids)
     for end in range(1, len(text) + 1):
@@ -91,7 +91,7 @@ def test_stop_strings_are_found_as_if_characters_came_one_by_one(tokens, stops, 
     else:
         stop, at, num_tokens = expected
         assert (sample.finish_reason, sample.stop_reason, sample.token_ids) == ("stop", stop, tokens[:num_tokens])
-        assert sample.text == whole[: at + len(stop)] if include else whole[:at]
+        assert sample.text == (whole[: at + len(stop)] if include else whole[:at])
         assert texts.finished == [(texts.requests[0], "stop", stop)]
     for earlier, later in zip(seen, seen[1:], strict=False):
         assert later.startswith(earlier), "text was shown and then taken back"
@@ -123,7 +123,11 @@ def test_output_after_a_stop_string_is_dropped():
 
 @pytest.mark.parametrize(
     ("params", "text"),
-    [({}, "ab"), ({"include_stop_str_in_output": True, "skip_special_tokens": False}, "ab</s>"), ({"skip_special_tokens": False}, "ab")],
+    [
+        ({}, "ab"),
+        ({"include_stop_str_in_output": True, "skip_special_tokens": False}, "ab</s>"),
+        ({"skip_special_tokens": False}, "ab"),
+    ],
 )
 def test_a_stop_token_is_among_the_ids_and_its_text_only_where_asked_for(params, text):
     texts = Texts(**params)
@@ -178,7 +182,7 @@ def test_samples_grow_apart_and_the_request_ends_with_the_last():
     texts.put(5, sample=1)
     texts.put(0, 1, sample=0, reason="length")
     last = texts.put(1, sample=2, reason="length")
-    assert last is first and last.finished and [o.index for o in last.outputs] == [0, 1, 2]
+    assert last is not None and last is first and last.finished and [o.index for o in last.outputs] == [0, 1, 2]
     assert [(o.text, o.finish_reason, o.stop_reason) for o in last.outputs] == [
         ("ab", "length", None),
         ("ab", "stop", "c"),

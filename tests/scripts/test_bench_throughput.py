@@ -1,0 +1,58 @@
+"""scripts.bench_throughput runs, and its numbers fit each other. How large they are is no test's business."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxserve import BucketPlan
+from tests import alphabet_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(work: Path, *given: str) -> subprocess.CompletedProcess:
+    model = alphabet_model.save(work / "model", tokenizer=False)
+    BucketPlan(mixed=((32, 2),), head_rows=(2,)).save(work / "plan.json")
+    flags = [
+        f"--model={model}",
+        "--workload=single",
+        "--repeats=1",
+        f"--bucket_plan={work / 'plan.json'}",
+        "--num_pages=32",
+        *given,
+    ]
+    environment = os.environ | {"JAXSERVE_CACHE": str(work / "cache"), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "scripts.bench_throughput", *flags]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+
+
+def test_two_settings_are_compared(tmp_path):
+    path = tmp_path / "results" / "out.json"
+    done = run(tmp_path, "--policies=sarathi,request_level", f"--json={path}", "--max_num_seqs=2")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["single | sarathi", "single | request_level"]
+    assert lines[0].endswith("x request_level") and "output tok/s" in lines[1]
+    written = json.loads(path.read_text())
+    assert written["workload"] == "single" and written["max_num_seqs"] == 2 and written["platform"] == "cpu"
+    for result in written["results"].values():
+        seconds = result["elapsed_time"]
+        assert result["num_requests"] == 1 and result["total_num_tokens"] == 32 + 64
+        assert result["output_tokens_per_second"] == pytest.approx(64 / seconds)
+        assert result["tokens_per_second"] == pytest.approx(96 / seconds)
+        assert 0 < result["mean_ttft_ms"] < result["mean_e2el_ms"] <= 1e3 * seconds
+        assert result["num_steps"] == 64, "the prompt in one step, then a token a step"
+        assert result["num_programs"] == 4, "a body, a head with and without logprobs, the page-table update"
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [("--prefix_caching=yes", "give true, false or both"), ("--workload=none", "single"), ("--repeats=0", "repeats")],
+)
+def test_bad_flags_are_refused(tmp_path, flag, message):
+    done = run(tmp_path, flag)
+    assert done.returncode != 0 and message in done.stderr + done.stdout and "Traceback" not in done.stderr

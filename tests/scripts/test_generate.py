@@ -1,0 +1,168 @@
+"""scripts.generate as a user runs it, on a tiny checkpoint. Each run is a process; they share compiled programs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxserve import BucketPlan
+from tests import alphabet_model
+from tests.alphabet_model import after, ids
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """run(*flags, stdin=text): the finished process; --model and limits are given."""
+    work = tmp_path_factory.mktemp("generate")
+    said = {"temperature": 0.5, "top_k": 1}  # greedy, by its makers' recommendation
+    model = alphabet_model.save(work / "model", generation_config=said)
+    BucketPlan(mixed=((32, 4),), head_rows=(4,)).save(work / "plan.json")
+    environment = os.environ | {"JAXSERVE_CACHE": str(work / "cache"), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+
+    def run(*given: str, stdin: str = "") -> subprocess.CompletedProcess:
+        flags = [f"--model={model}", f"--bucket_plan={work / 'plan.json'}", "--num_pages=64", *given]
+        command = [sys.executable, "-W", "error", "-m", "scripts.generate", *flags]
+        return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=work, env=environment, timeout=300)
+
+    return run
+
+
+def test_prompts_from_flags_to_the_terminal(run):
+    done = run("--prompt=tea", "--prompt=A", "--max_tokens=3", "--stop=C")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "\n--- tea [length]\nbcd\n\n--- A [stop]\nB\n"
+    assert "100%" in done.stderr and "out" in done.stderr, "the progress bar"
+
+
+def test_a_text_file_a_system_message_and_samples(run, tmp_path):
+    (tmp_path / "prompts.txt").write_text("one\x0bline\n\nté\n", encoding="utf-8")
+    done = run(
+        f"--prompts_file={tmp_path / 'prompts.txt'}",
+        f"--output={tmp_path / 'out.jsonl'}",
+        "--chat",
+        "--system=S",
+        "--n=2",
+        "--max_tokens=2",
+        "--noprogress",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "%" not in done.stderr and not done.stdout
+    first, second = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert first["prompt"] == "one\x0bline" and second["prompt"] == "té"
+    assert [o["index"] for o in first["outputs"]] == [0, 1] and [o["text"] for o in first["outputs"]] == ["BC", "BC"]
+    assert first["usage"] == {"prompt_tokens": len("s:S;u:one.line;A"), "completion_tokens": 4}
+
+
+RECORDS = [
+    {"prompt": "a", "max_tokens": 2, "id": 7, "tags": ["x"], "separator": "\u2028"},
+    {"prompt": ""},
+    {"messages": [{"role": "user", "content": "hi"}], "stop": "DE", "cache_salt": "mine"},
+    {"messages": [{"content": "hi"}]},
+    {"prompt_token_ids": ids("m"), "logprobs": 1, "max_tokens": 1},
+    {"prompt": "c", "priority": 5},
+    {"prompt": "b", "stop_token_ids": ids("d"), "id": 8},
+]
+
+
+def test_jsonl_with_parameters_of_its_own_and_prompts_that_fail(run, tmp_path):
+    lines = [json.dumps(record, ensure_ascii=False) for record in RECORDS]
+    (tmp_path / "in.jsonl").write_text("\n".join([*lines[:2], "", *lines[2:]]), encoding="utf-8")
+    done = run(f"--prompts_file={tmp_path / 'in.jsonl'}", f"--output={tmp_path / 'out.jsonl'}", "--max_tokens=5")
+    assert done.returncode == 1
+    assert "3 of 7 prompts failed" in done.stderr and "Traceback" not in done.stderr
+    assert "fields that are copied to the results and not used: id, separator, tags\n" in done.stderr
+    results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
+    assert [{k: v for k, v in r.items() if k not in ("outputs", "usage")} for r in results] == RECORDS
+    got = [(o["text"], o["token_ids"], o["finish_reason"], o["stop_reason"]) for r in results for o in r["outputs"]]
+    assert got[0] == ("bc", ids("bc"), "length", None)
+    assert got[2] == ("BC", ids("BCDE"), "stop", "DE")
+    assert got[4] == ("n", ids("n"), "length", None)
+    assert got[6] == ("c", ids("cd"), "stop", ord("d"))
+    for i, message in (
+        (1, "empty prompt"),
+        (3, "message 0 must be a dict with a string under 'role'"),
+        (5, "priority=5 means nothing"),
+    ):
+        assert got[i][:3] == ("", [], "error") and message in got[i][3]
+    usage = [(r["usage"]["prompt_tokens"], r["usage"]["completion_tokens"]) for r in results]
+    assert usage == [(1, 2), (0, 0), (6, 4), (0, 0), (1, 1), (1, 0), (1, 2)]
+    (logprobs,) = results[4]["outputs"][0]["logprobs"]
+    assert [entry["token"] for entry in logprobs][0] == "n" and logprobs[0]["rank"] == 1 and logprobs[0]["logprob"] < 0
+
+
+BAD_LINES = [
+    ("{'prompt'}", "not JSON"),
+    ('["a"]', "must be an object with exactly one of prompt, prompt_token_ids, messages"),
+    ('{"text": "a"}', "exactly one of"),
+    ('{"prompt": "a", "messages": []}', "exactly one of"),
+    ('{"prompt": 5}', "prompt must be a text, found 5"),
+    ('{"prompt_token_ids": "5"}', "prompt_token_ids must be a list, found '5'"),
+    ('{"prompt": "a", "temperature": "hot"}', "temperature='hot' must be a number"),
+    ('{"prompt": "a", "max_tokens": 0}', "max_tokens=0 must be an integer >= 1"),
+    ('{"prompt": "a", "min_tokens": 129}', "min_tokens=129 must not exceed max_tokens=128"),
+    ('{"prompt": "a", "presence_penalty": 1}', "presence_penalty=1 is not supported yet"),
+    ('{"prompt": "a", "cache_salt": 1}', "cache_salt=1 must be a text"),
+    ('{"prompt": "a", "priority": "high"}', "priority='high' must be an integer"),
+]
+READ_ALL = """
+import json, sys
+from absl import flags
+from scripts import generate
+for path in sys.argv[1:]:
+    flags.FLAGS(["generate", "--model=none", f"--prompts_file={path}"])
+    try:
+        print(json.dumps(f"accepted {generate.read_prompts()}"))
+    except ValueError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory) -> list[str]:
+    """What reading a file with each of BAD_LINES as its second line brings."""
+    paths = [tmp_path_factory.mktemp("lines") / "in.jsonl" for _ in BAD_LINES]
+    for path, (line, _) in zip(paths, BAD_LINES, strict=True):
+        path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    command = [sys.executable, "-c", READ_ALL, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, timeout=100)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("i", range(len(BAD_LINES)), ids=[line for line, _ in BAD_LINES])
+def test_a_bad_line_is_named_by_file_and_number(errors, i):
+    assert "in.jsonl:2: " in errors[i] and BAD_LINES[i][1] in errors[i]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "nothing to do: give --prompt or --prompts_file"),
+        (["--prompt=a", "--temperature=-1"], "generate: --prompt: temperature=-1.0 must be a number >= 0"),
+        (["--prompts_file=none.jsonl"], "generate: .*No such file.*none.jsonl"),
+        (["--prompt=a", "--output=no/such/folder/out.jsonl"], "generate: .*No such file.*no/such/folder/out.jsonl"),
+        (["--prompt=a", "--model=no/such/model/here"], "generate: 'no/such/model/here' is not a file or folder here"),
+        (["--prompt=a", "--max_num_seqs=64"], "generate: the bucket plan holds"),
+        (["a"], "unknown arguments"),
+    ],
+    ids=str,
+)
+def test_mistakes_end_with_one_line_and_an_exit_code(run, given, message):
+    done = run(*given)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert re.search(message, done.stderr + done.stdout)
+
+
+def test_results_of_before_are_kept_until_the_model_is_loaded(run, tmp_path):
+    (tmp_path / "out.jsonl").write_text("precious\n")
+    done = run("--prompt=a", f"--output={tmp_path / 'out.jsonl'}", "--page_size=3")
+    assert done.returncode == 1 and "page_size=3 must be a power of two" in done.stderr
+    assert (tmp_path / "out.jsonl").read_text() == "precious\n"
+    run("--prompt=a", f"--output={tmp_path / 'out.jsonl'}", "--max_tokens=1")
+    assert json.loads((tmp_path / "out.jsonl").read_text())["outputs"][0]["text"] == after("a", 1)
