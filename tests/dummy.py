@@ -41,14 +41,14 @@ CONFIG = ModelConfig(
     tie_word_embeddings=False,  # so that a bad embedding row spoils the requests that use it and no other's logits
 )
 TOKENS, SEQS = 24, 6  # of a step
-SETTINGS = dict(
-    page_size=4,
-    num_pages=128,
-    max_model_len=192,
-    max_num_seqs=SEQS,
-    max_num_batched_tokens=TOKENS,
-    compilation_cache_dir="",
-)
+SETTINGS = {
+    "page_size": 4,
+    "num_pages": 128,
+    "max_model_len": 192,
+    "max_num_seqs": SEQS,
+    "max_num_batched_tokens": TOKENS,
+    "compilation_cache_dir": "",
+}
 ONE_BUCKET = BucketPlan(mixed=((TOKENS, SEQS),), head_rows=(SEQS,))
 
 
@@ -79,7 +79,7 @@ def plain_logprobs(tokens: Sequence[int], dtype: str = "float32") -> np.ndarray:
     sequence: no pages, no steps, no engine."""
     padded = np.zeros((1, SETTINGS["max_model_len"]), np.int32)
     padded[0, : len(tokens)] = tokens
-    logits = np.asarray(_plain_forward(dtype)(padded), np.float64)[0, : len(tokens)]
+    logits = np.asarray(_plain_forward(dtype)(jnp.asarray(padded)), np.float64)[0, : len(tokens)]
     logits -= logits.max(-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
@@ -93,15 +93,16 @@ def make_engine(
     """An engine with SETTINGS, changed by `settings`.
 
     pool_pages: pages that the scheduler may hand out of the KV pool's. Programs are shared between engines of equal shapes, but
-    for compile_anew: "bodies", where what is traced has been changed, or "all", where it is counted what compiles.
+    for compile_anew: "bodies" where what is traced has been changed, "all" where it is counted what compiles.
     """
     engine = Engine(model, EngineConfig(**{**SETTINGS, **settings}), eos_token_ids=(eos,))
     c, programs = engine.config, engine.runner.programs
-    if compile_anew != "all":
-        shapes = (c.scheduler.max_num_seqs, c.max_pages_per_seq, c.cache.page_size, c.cache.num_pages, c.plan.max_head_rows)
-        shared = _compiled.setdefault((c.model, c.pages.dtype, shapes), {})  # weights are a program's arguments
-        bodies = compile_anew == "bodies"
-        programs._compiled = {k: v for k, v in shared.items() if not isinstance(k, Bucket)} if bodies else shared
+    shapes = (c.scheduler.max_num_seqs, c.max_pages_per_seq, c.cache.page_size, c.cache.num_pages, c.plan.max_head_rows)
+    shared = _compiled.setdefault((c.model, c.pages.dtype, shapes), programs._compiled)  # weights are a program's arguments
+    if compile_anew == "bodies":
+        programs._compiled = {k: program for k, program in shared.items() if not isinstance(k, Bucket)}
+    elif compile_anew != "all":
+        programs._compiled = shared
     if pool_pages is not None:
         engine.pool = PagePool(pool_pages, c.cache.page_size, c.cache.enable_prefix_caching)
         engine.scheduler = Scheduler(c.scheduler, engine.pool)
@@ -135,7 +136,7 @@ def poison(engine: Engine) -> None:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request to be served. at: the number of steps before which it arrives."""
+    """A request to be served. at: the number of steps before which it arrives. priority: counts where the engine heeds it."""
 
     prompt: list[int]
     params: SamplingParams
@@ -182,7 +183,8 @@ class Run:
 
 
 def add(engine: Engine, name: str, ask: Ask) -> list[Request]:
-    return engine.add_request(name, ask.prompt, ask.params, priority=ask.priority, cache_salt=ask.cache_salt)
+    priority = ask.priority if engine.config.scheduler.order == "priority" else 0
+    return engine.add_request(name, ask.prompt, ask.params, priority=priority, cache_salt=ask.cache_salt)
 
 
 def serve(engine: Engine, asks: Sequence[Ask], *, check: bool = True, max_steps: int = 600) -> Run:

@@ -32,21 +32,21 @@ from tests.dummy import (
 from tests.goldens.golden import HERE, load_golden
 from tests.workload import SMALL_POOL, alone, requests
 
-# By how much a log-probability may depend on the shapes of the steps: logits of this model go up to 10; measured 2e-6 and 0.06.
+# By how much a log-probability may depend on the shapes of the steps: logits of this model go up to 10; measured 5e-6 and 0.09.
 TOLERANCE = {"float32": 5e-5, "bfloat16": 0.25}
 
 POLICIES = {
-    "sarathi": dict(),
-    "sarathi_threshold": dict(long_prefill_token_threshold=7),
-    "sarathi_priority": dict(scheduling_policy="priority"),
-    "sarathi_whole_prompts": dict(enable_chunked_prefill=False),
-    "sarathi_separate_steps": dict(enable_mixed_steps=False),
-    "orca": dict(batching_policy="orca"),
-    "orca_chunked": dict(batching_policy="orca", enable_chunked_prefill=True),
-    "prefill_first": dict(batching_policy="prefill_first"),
-    "prefill_first_chunked": dict(batching_policy="prefill_first", enable_chunked_prefill=True),
-    "request_level": dict(batching_policy="request_level"),
-    "request_level_chunked": dict(batching_policy="request_level", enable_chunked_prefill=True),
+    "sarathi": {},
+    "sarathi_threshold": {"long_prefill_token_threshold": 7},
+    "sarathi_priority": {"scheduling_policy": "priority"},
+    "sarathi_whole_prompts": {"enable_chunked_prefill": False},
+    "sarathi_separate_steps": {"enable_mixed_steps": False},
+    "orca": {"batching_policy": "orca"},
+    "orca_chunked": {"batching_policy": "orca", "enable_chunked_prefill": True},
+    "prefill_first": {"batching_policy": "prefill_first"},
+    "prefill_first_chunked": {"batching_policy": "prefill_first", "enable_chunked_prefill": True},
+    "request_level": {"batching_policy": "request_level"},
+    "request_level_chunked": {"batching_policy": "request_level", "enable_chunked_prefill": True},
 }
 
 
@@ -82,7 +82,7 @@ def test_together_as_alone_to_the_last_bit_in_bfloat16(policy):
 @pytest.mark.parametrize("budget", [6, 7, 13])
 def test_chunks_of_any_size(budget):
     """Budgets below the bucket's tokens cut the same prompts elsewhere."""
-    check_together_as_alone("float32", dict(max_num_batched_tokens=budget, bucket_plan=ONE_BUCKET), small_pool=True)
+    check_together_as_alone("float32", {"max_num_batched_tokens": budget, "bucket_plan": ONE_BUCKET}, small_pool=True)
 
 
 def check_together_as_alone(dtype: str, settings: dict, small_pool: bool) -> None:
@@ -178,7 +178,7 @@ def compare(answers: dict[str, Answer], expected: dict[str, Answer], asks: list[
 def test_alone_agrees_with_the_plain_forward(dtype):
     """The reference of the tests above against a forward that knows no pages: every log-probability that was returned, and
     greedy tokens the best."""
-    tolerance, num_checked = TOLERANCE[dtype], 0
+    tolerance, num_checked, largest = TOLERANCE[dtype], 0, 0.0
     asks = requests(True, logprobs=True)
     for name, answer in alone(dtype, True, logprobs=True).items():
         ask = asks[int(name.split("/")[0])]
@@ -187,10 +187,12 @@ def test_alone_agrees_with_the_plain_forward(dtype):
         for token, expected, given in zip(answer.tokens, logprobs, answer.logprobs, strict=True):
             ids = list(given)
             assert ids[0] == token and len(ids) in (5, 6)
-            np.testing.assert_allclose([given[t][0] for t in ids], expected[ids], atol=tolerance, rtol=0)
+            largest = max(largest, np.abs([given[t][0] for t in ids] - expected[ids]).max())
+            assert largest <= tolerance, f"request {name}"
             if ask.params.greedy:
                 assert expected[token] >= expected.max() - 2 * tolerance
             num_checked += 1
+    print(f"{dtype}: log-probabilities of {num_checked} tokens differ by at most {largest:.1e}")
     assert num_checked > 100
 
 

@@ -4,6 +4,8 @@ A fault is put in by changing one expression of the engine's source; then the sa
 differ from those that each request got alone. A fault whose expression is no longer there fails loudly: find its new place.
 """
 
+import __future__
+
 import inspect
 import sys
 import textwrap
@@ -32,7 +34,8 @@ class Fault:
         assert source.count(self.right) == 1, f"{self.right!r} is not (once) in {self.function}"
         module = sys.modules[getattr(self.owner, "__module__", self.owner.__name__)]
         names: dict[str, Any] = {}
-        exec(compile(source.replace(self.right, self.wrong), "fault", "exec"), vars(module) | {}, names)  # noqa: S102
+        code = compile(source.replace(self.right, self.wrong), "fault", "exec", __future__.annotations.compiler_flag)
+        exec(code, vars(module), names)
         changed = names[self.function]
         if hasattr(changed, "__set_name__"):
             changed.__set_name__(self.owner, self.function)
@@ -43,18 +46,14 @@ ON_THE_HOST = {
     "page_table_padded_with_a_live_page": Fault(
         StepLayout, "padding", '["page_updates"][:] = (self.max_num_seqs, 0, 0)', '["page_updates"][:] = (0, 0, 0)'
     ),
-    "sequences_padded_with_a_live_row": Fault(
-        StepLayout, "padding", '["seq_rows"][:] = self.max_num_seqs', '["seq_rows"][:] = 0'
-    ),
+    "sequences_padded_with_a_live_row": Fault(StepLayout, "padding", '["seq_rows"][:] = self.max_num_seqs', '["seq_rows"][:] = 0'),
     "logits_rows_padded_with_a_live_row": Fault(
         StepLayout, "padding", '["head_rows"][:] = self.max_num_seqs', '["head_rows"][:] = 0'
     ),
     "reservation_ignores_the_steps_token": Fault(
         scheduler.Scheduler, "_schedule_decodes", "starts >= rows.capacity", "starts > rows.capacity"
     ),
-    "reservation_ignores_the_steps_chunk": Fault(
-        scheduler.Scheduler, "_admit", "else num_known)", "else num_known - num_tokens)"
-    ),
+    "reservation_ignores_the_steps_chunk": Fault(scheduler.Scheduler, "_admit", "else num_known)", "else num_known - num_tokens)"),
     "last_row_of_the_batch": Fault(
         BatchPacker, "pack", 'view["head_tokens"][:r] = ends', 'view["head_tokens"][:r] = schedule.num_tokens - 1'
     ),
@@ -86,7 +85,7 @@ ON_THE_HOST = {
         "updates = updates[: layout.num_updates]",
     ),
     "whole_prompt_hit": Fault(page_pool.PagePool, "match", "(len(token_ids) - 1) // self", "len(token_ids) // self"),
-    "hit_from_the_second_page_on": Fault(page_pool, "page_hash", "sha256(parent + ", "sha256("),
+    "page_hash_ignores_what_came_before": Fault(page_pool, "page_hash", "sha256(parent + ", "sha256("),
 }
 
 ON_THE_DEVICE = {
@@ -100,34 +99,38 @@ ON_THE_DEVICE = {
 }
 
 
-def answers_differ(compile_anew: str = "") -> bool:
-    settings = dict(pool_pages=SMALL_POOL[True], bucket_plan=ONE_BUCKET)
+def fault_is_found(compile_anew: str = "") -> bool:
+    """Whether any answer differs; or the engine, or its outputs, contradict themselves on the way."""
+    settings = {"pool_pages": SMALL_POOL[True], "bucket_plan": ONE_BUCKET}
     engine = make_engine(dummy_model(), compile_anew=compile_anew, **settings)
-    answers = serve(engine, requests(True), check=False, max_steps=250).answers
+    try:
+        answers = serve(engine, requests(True), check=False, max_steps=250).answers
+    except (AssertionError, KeyError):
+        return True
     return differences(answers, alone("float32", True)) != []
 
 
 def test_no_fault_is_found_where_none_is():
-    assert not answers_differ()
+    assert not fault_is_found()
+
+
+def test_source_put_back_is_no_fault(monkeypatch):
+    """That a function runs from its source again is not what is found."""
+    alone("float32", True)
+    for fault in {(fault.owner, fault.function): fault for fault in ON_THE_HOST.values()}.values():
+        Fault(fault.owner, fault.function, fault.right, fault.right).put_in(monkeypatch)
+    assert not fault_is_found()
 
 
 @pytest.mark.parametrize("name", ON_THE_HOST)
 def test_fault_on_the_host_is_found(name, monkeypatch):
     alone("float32", True)  # before the fault
     ON_THE_HOST[name].put_in(monkeypatch)
-    assert answers_differ()
+    assert fault_is_found()
 
 
 @pytest.mark.parametrize("name", ON_THE_DEVICE)
 def test_fault_on_the_device_is_found(name, monkeypatch):
     alone("float32", True)
     ON_THE_DEVICE[name].put_in(monkeypatch)
-    assert answers_differ(compile_anew="bodies")
-
-
-def test_unpatched_source_changes_nothing(monkeypatch):
-    """Running a function from its source again is not what makes the difference."""
-    alone("float32", True)
-    for fault in ON_THE_HOST.values():
-        Fault(fault.owner, fault.function, fault.right, fault.right).put_in(monkeypatch)
-    assert not answers_differ()
+    assert fault_is_found(compile_anew="bodies")

@@ -14,15 +14,15 @@ SMALL_POOL = {True: 48, False: 14}  # pages that hold the largest request, not s
 def requests(long_prompts: bool, logprobs: bool = False) -> list[Ask]:
     """Greedy and random, n > 1, shared prefixes, ends by eos, stop id and length; some arrive while others run.
 
-    long_prompts: some longer than a step (and than a tile of the attention). logprobs: ask
-    each of them for 5; otherwise some."""
+    long_prompts: some prompts are longer than a step, and than a tile of the attention. logprobs: all ask for 5, not just some.
+    """
     rng = np.random.default_rng(3)
 
     def prompt(n: int) -> list[int]:
         return rng.integers(1, VOCAB, n).tolist()
 
     def ask(prompt: list[int], at: int = 0, priority: int = 0, **params) -> Ask:
-        defaults = dict(max_tokens=14, temperature=0.0)
+        defaults = {"max_tokens": 14, "temperature": 0.0}
         if logprobs:
             params["logprobs"] = 5
         return Ask(prompt, SamplingParams(**{**defaults, **params}), at=at, priority=priority)
@@ -41,6 +41,8 @@ def requests(long_prompts: bool, logprobs: bool = False) -> list[Ask]:
         ask(prompt(1), max_tokens=20, min_tokens=6, temperature=1.5, seed=0, at=6),
         ask(prompt(17), max_tokens=20, at=8, priority=2),
     ]
+    # Its first page is the first request's, its next ones are the shared prompt's, computed after another first page.
+    asks.append(ask(asks[0].prompt[:4] + shared[4:] + prompt(2), at=1, max_tokens=6))
     if long_prompts:
         asks.append(ask(prompt(140), temperature=1.0, top_p=0.95, seed=9, ignore_eos=True, at=1, logprobs=1))
         asks.append(ask(asks[0].prompt[:31] + prompt(30), ignore_eos=True, at=7, priority=1))

@@ -1,0 +1,222 @@
+"""Every backend against float64 attention without pages, its rows' bits against the company they keep, and its errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.ragged_paged_attention import plan_work, ragged_paged_attention
+from kernels.ragged_paged_attention.cases import CASES, HEADS, TOLERANCE, Batch, Case, build
+
+BACKENDS = ("reference", "xla")
+
+
+def expected(case: Case, batch: Batch) -> np.ndarray:  # float64 [cu_q_lens[-1], N, H]
+    """Attention by the textbook, one head of one query at a time, over keys that were never in a page."""
+    N, K, H = case.heads
+    scale = case.scale or 1 / np.sqrt(H)
+    q = np.asarray(batch.q, np.float64)
+    out = np.zeros((int(batch.cu_q_lens[-1]), N, H))
+    row = 0
+    for (q_len, kv_len), keys, values in zip(case.seqs, batch.keys, batch.values, strict=False):
+        for position in range(kv_len - q_len, kv_len):
+            first = 0 if case.sliding_window is None else max(0, position - case.sliding_window + 1)
+            k, v = (np.asarray(x[first : position + 1], np.float64) for x in (keys, values))
+            for n in range(N):
+                x = k[:, n * K // N] @ q[row, n] * scale
+                if case.soft_cap is not None:
+                    x = case.soft_cap * np.tanh(x / case.soft_cap)
+                weights = np.exp(x - x.max())
+                out[row, n] = weights @ v[:, n * K // N] / weights.sum()
+            row += 1
+    return out
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_matches_unpaged_float64(case, backend):
+    batch = build(case)
+    out = jax.jit(functools.partial(ragged_paged_attention, backend=backend, **case.options))(*batch.arrays)
+    want = expected(case, batch)
+    tolerance = TOLERANCE[case.dtype]
+    assert out.shape == batch.q.shape and out.dtype == batch.q.dtype
+    np.testing.assert_allclose(np.asarray(out, np.float64)[: len(want)], want, rtol=tolerance, atol=tolerance)
+    np.testing.assert_array_equal(np.asarray(out, np.float64)[len(want) :], 0)  # rows that nobody owns
+
+
+class Pool:
+    """Three long sequences in one pool; runs any layout of chunks of them in one compiled shape."""
+
+    def __init__(self, heads, dtype, *, T, S, max_q_len, sliding_window=None, kv_lens=(300, 90, 515), page_size=16):
+        self.T, self.S, self.page_size, self.kv_lens = T, S, page_size, kv_lens
+        whole = Case("pool", tuple((n, n) for n in kv_lens), heads=heads, dtype=dtype, page_size=page_size, padding_seqs=0)
+        self.batch = build(whole)
+        options = dict(max_q_len=max_q_len, sliding_window=sliding_window, backend="xla")
+
+        @jax.jit
+        def run(*arrays):
+            work = plan_work(arrays[3], arrays[4], num_tokens=T, max_q_len=max_q_len, backend="xla")
+            return ragged_paged_attention(*arrays, work=work, **options)
+
+        self.run = run
+
+    def rows(self, layout, rng) -> dict[tuple[int, int], bytes]:
+        """layout: (sequence, first position, q_len) of each batch row. Returns the bits of each (sequence, position)."""
+        table, starts = np.asarray(self.batch.page_table), np.asarray(self.batch.cu_q_lens)
+        q = rng.standard_normal((self.T, *self.batch.q.shape[1:])).astype(self.batch.q.dtype)
+        page_table = np.full((self.S, table.shape[1]), -1, np.int32)
+        q_lens, kv_lens = np.zeros((2, self.S), np.int32)
+        kv_pages = np.array(self.batch.kv_pages)
+        for s, kv_len in enumerate(self.kv_lens):  # nothing past what this layout has computed may matter
+            computed = max((first + q_len for seq, first, q_len in layout if seq == s), default=0)
+            for position in range(computed, kv_len):
+                kv_pages[table[s, position // self.page_size], :, :, position % self.page_size] = np.nan
+        owners = []
+        for i, (seq, first, q_len) in enumerate(layout):
+            q[len(owners) : len(owners) + q_len] = np.asarray(self.batch.q)[starts[seq] + first :][:q_len]
+            owners += [(seq, first + j) for j in range(q_len)]
+            page_table[i], q_lens[i], kv_lens[i] = table[seq], q_len, first + q_len
+        cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+        out = np.asarray(self.run(q, kv_pages, page_table, cu_q_lens, kv_lens))
+        assert np.isfinite(out[: len(owners)].astype(np.float32)).all()
+        return {owner: out[t].tobytes() for t, owner in enumerate(owners)}
+
+
+def random_layout(pool: Pool, rng, *, max_q_len) -> list[tuple[int, int, int]]:
+    layout, left = [], pool.T
+    for _ in range(rng.integers(1, pool.S + 1)):
+        if not left:
+            break
+        seq = rng.integers(len(pool.kv_lens))
+        q_len = int(rng.integers(0, min(max_q_len, left, 40) + 1)) if rng.random() < 0.6 else 1
+        layout.append((seq, int(rng.integers(0, pool.kv_lens[seq] - q_len + 1)), q_len))
+        left -= q_len
+    return layout
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "T", "S", "max_q_len", "sliding_window"),
+    [
+        pytest.param("smollm2_135m", "bfloat16", 64, 8, 64, None, id="mixed-bfloat16"),
+        pytest.param("tiny", "float32", 64, 8, 64, None, id="mixed"),
+        pytest.param("tiny", "float32", 64, 24, 64, 50, id="mixed-window"),
+        pytest.param("odd_ratio", "float32", 64, 3, 64, None, id="chunks"),
+        pytest.param("smollm2_135m", "bfloat16", 11, 11, 1, None, id="decodes-bfloat16"),
+        pytest.param("tiny", "float32", 20, 20, 1, None, id="decodes"),
+    ],
+)
+def test_bits_of_a_row_depend_on_its_sequence_alone(heads, dtype, T, S, max_q_len, sliding_window):
+    """One compiled shape; rows as decodes and in chunks of any cut, alone and in company, at any place in the batch."""
+    rng = np.random.default_rng(0)
+    pool = Pool(HEADS[heads], dtype, T=T, S=S, max_q_len=max_q_len, sliding_window=sliding_window)
+    if max_q_len == 1:
+        watched = [(0, 299), (0, 17), (2, 514), (2, 128), (1, 0)]
+    else:
+        watched = [(0, position) for position in range(268, 300)] + [(2, position) for position in range(120, 136)]
+    seen: dict[tuple[int, int], set[bytes]] = {}
+
+    def note(layout):
+        for owner, bits in pool.rows(layout, rng).items():
+            seen.setdefault(owner, set()).add(bits)
+
+    for seq, position in watched:
+        note([(seq, position, 1)])  # alone, as a decode
+    if max_q_len > 1:
+        for first in (268, 269, 271, 276, 284):
+            note([(1, 3, 5), (0, first, 300 - first)])
+            note([(0, first, 300 - first), (2, 500, 1), (2, 120, 16)])
+    for _ in range(25):
+        note(random_layout(pool, rng, max_q_len=max_q_len))
+        seq, position = watched[rng.integers(len(watched))]
+        note([(seq, position, 1), *random_layout(pool, rng, max_q_len=max_q_len)][: S - 1][: T // 41 + 1])
+    assert len(seen) > len(watched)
+    assert [owner for owner, bits in seen.items() if len(bits) > 1] == []
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in ("edges-tiny-float32", "decodes", "two_chunks")], ids=lambda c: c.name)
+def test_work_covers_each_row_once_longest_first(case):
+    batch = build(case)
+    work = plan_work(batch.cu_q_lens, batch.kv_lens, num_tokens=len(batch.q), max_q_len=case.max_q_len, backend="xla")
+    seq, row, position, num_rows = (np.asarray(x) for x in (work.seq, work.row, work.position, work.num_rows))
+    live = num_rows > 0
+    assert live.sum() == work.num_tiles and live[: int(work.num_tiles)].all()
+    rows = [(s, r + i, p + i) for s, r, p, n in zip(seq, row, position, num_rows, strict=True) for i in range(n)]
+    cu_q_lens = np.asarray(batch.cu_q_lens)
+    assert sorted(rows) == [
+        (s, cu_q_lens[s] + i, kv_len - q_len + i) for s, (q_len, kv_len) in enumerate(case.seqs) for i in range(q_len)
+    ]
+    assert len(seq) > work.block_tiles  # else nothing is sorted, nor need be
+    extents = (position + num_rows)[live]
+    assert (np.diff(extents) <= 0).all()
+
+
+def test_shared_work_changes_no_bit():
+    case = next(case for case in CASES if case.name == "edges-tiny-float32")
+    batch = build(case)
+
+    @jax.jit
+    def both(*arrays):
+        work = plan_work(arrays[3], arrays[4], num_tokens=len(batch.q))
+        return ragged_paged_attention(*arrays), ragged_paged_attention(*arrays, work=work)
+
+    alone, shared = both(*batch.arrays)
+    np.testing.assert_array_equal(alone, shared)
+
+
+def arguments(**changes):
+    arrays = dict(
+        q=jnp.zeros((8, 4, 64)),
+        kv_pages=jnp.zeros((5, 2, 2, 16, 64)),
+        page_table=jnp.zeros((3, 2), jnp.int32),
+        cu_q_lens=jnp.zeros(4, jnp.int32),
+        kv_lens=jnp.zeros(3, jnp.int32),
+    )
+    return {**arrays, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(q=jnp.zeros((8, 4))), "q.shape"),
+        (dict(q=jnp.zeros((8, 5, 64))), "5 query heads .* multiple of 2 KV heads"),
+        (dict(q=jnp.zeros((8, 4, 32))), "head_dim differs"),
+        (dict(q=jnp.zeros((8, 4, 64), jnp.bfloat16)), "must be the same"),
+        (dict(q=jnp.zeros((8, 4, 64), jnp.int32), kv_pages=jnp.zeros((5, 2, 2, 16, 64), jnp.int32)), "int32"),
+        (dict(kv_pages=jnp.zeros((5, 1, 2, 16, 64))), "kv_pages.shape"),
+        (dict(page_table=jnp.zeros((4, 2), jnp.int32)), "page_table is"),
+        (dict(page_table=jnp.zeros((3, 2))), "page_table is"),
+        (dict(cu_q_lens=jnp.zeros(3, jnp.int32)), "cu_q_lens is"),
+        (dict(kv_lens=jnp.zeros(3)), "kv_lens is"),
+        (dict(max_q_len=0), "max_q_len=0"),
+        (dict(max_q_len=True), "max_q_len=True"),
+        (dict(max_q_len=2.0), "max_q_len=2.0"),
+        (dict(sliding_window=0), "sliding_window=0"),
+        (dict(soft_cap=0.0), "soft_cap=0.0"),
+        (dict(scale=float("nan")), "scale=nan"),
+        (dict(backend="triton"), "auto, reference, xla, mosaic_sm90"),
+        (dict(work=()), "was not planned"),
+        (dict(work=(), backend="reference"), "planned for another backend"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)
+def test_callers_mistakes_are_value_errors(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ragged_paged_attention(**arguments(**changes))
+
+
+def test_work_planned_for_another_shape_is_refused():
+    given = arguments()
+    work = plan_work(given["cu_q_lens"], given["kv_lens"], num_tokens=8, max_q_len=1)
+    with pytest.raises(ValueError, match="was not planned"):
+        ragged_paged_attention(**given, work=work)
+
+
+@pytest.mark.parametrize("call", [ragged_paged_attention, plan_work], ids=lambda f: f.__name__)
+def test_mosaic_says_what_it_lacks(call):
+    given = arguments() if call is ragged_paged_attention else dict(
+        cu_q_lens=arguments()["cu_q_lens"], kv_lens=arguments()["kv_lens"], num_tokens=8
+    )
+    with pytest.raises(NotImplementedError, match="mosaic_sm90 .* compute capability 9.0"):
+        call(**given, backend="mosaic_sm90")

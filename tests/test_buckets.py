@@ -1,0 +1,173 @@
+"""Bucket plans: what they refuse, what they choose, JSON there and back, and the default rule's limits."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.buckets import MAX_PROGRAMS, Bucket, BucketPlan, PaddingAccount
+
+sizes = st.integers(1, 400)
+mixed_sizes = st.tuples(sizes, sizes).map(lambda pair: (max(pair), min(pair)))
+
+
+def unique(elements: st.SearchStrategy, low: int = 0) -> st.SearchStrategy[tuple]:
+    return st.lists(elements, min_size=low, max_size=5, unique=True).map(tuple)
+
+
+plans = st.builds(BucketPlan, decode=unique(sizes), mixed=unique(mixed_sizes, 1), head_rows=unique(sizes, 1))
+
+
+@pytest.mark.parametrize("multiple", [2, 8])
+def test_default_plan_has_few_programs_and_holds_every_step(multiple):
+    """Many pairs of limits, odd ones too."""
+    limits = [1, 2, 3, 6, 7, 8, 16, 60, 100, 128, 250, 256, 333, 512, 1024, 2048]
+    for seqs in limits:
+        for budget in [*limits, 4096, 8192, 10_000, 16_384, 131_072]:
+            if budget < seqs:
+                continue
+            plan = BucketPlan.default(seqs, budget, min_tokens=multiple)
+            assert plan.num_programs <= MAX_PROGRAMS == 24, (seqs, budget)
+            plan.check(seqs, budget)
+            assert all(b.tokens % multiple == 0 for b in plan.buckets), (seqs, budget)
+            assert plan.buckets[-1].tokens < budget + multiple, "a bucket larger than any step"
+            assert plan.decode[-1] < seqs + multiple and plan.max_head_rows < seqs + multiple
+
+
+def test_default_plan_fills_its_room_with_powers_of_two():
+    plan = BucketPlan.default(128, 2048)
+    assert plan.decode == (8, 16, 32, 64, 128)
+    assert plan.mixed == tuple((t, min(t, 128)) for t in (32, 64, 128, 256, 512, 1024, 2048))
+    assert plan.head_rows == (8, 16, 32, 64, 128) and plan.num_programs == 23
+    small = BucketPlan.default(6, 24, min_tokens=2)
+    assert (small.decode, small.mixed, small.head_rows) == ((2, 4, 6), ((16, 6), (24, 6)), (2, 4, 6))
+    assert small.num_programs == 12
+
+
+def test_fewer_programs_may_be_asked_for():
+    plan = BucketPlan.default(256, 8192, max_programs=12)
+    assert plan.num_programs <= 12
+    plan.check(256, 8192)
+
+
+@given(plans, st.text(max_size=5))
+def test_json_there_and_back(plan, text):
+    assert BucketPlan.from_json(plan.to_json(workload=text, seconds=1.5)) == plan
+    assert json.loads(plan.to_json(workload=text))["about"] == {"workload": text}
+
+
+def test_files(tmp_path):
+    plan = BucketPlan(decode=(4, 2), mixed=((16, 4),), head_rows=(4,))
+    path = tmp_path / "plan.json"
+    plan.save(path, device="cpu")
+    assert BucketPlan.load(path) == BucketPlan.load(str(path)) == plan
+    assert BucketPlan.load(plan) is plan
+
+
+OK = {"decode": (2,), "mixed": ((8, 2),), "head_rows": (2,)}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"mixed": ()}, "at least one mixed bucket"),
+        ({"head_rows": ()}, "head_rows is empty"),
+        ({"decode": (0,)}, r"decode sizes must be integers >= 1, got \[0\]"),
+        ({"decode": (True,)}, "decode sizes must be integers"),
+        ({"mixed": ((8, -1),)}, "mixed sizes must be integers"),
+        ({"mixed": ((8.5, 2),)}, "mixed sizes must be integers"),
+        ({"mixed": ((8,),)}, "must be pairs"),
+        ({"head_rows": (2.5,)}, "head_rows sizes must be integers"),
+        ({"decode": (4, 2, 4)}, r"decode sizes repeat in \[2, 4, 4\]"),
+        ({"mixed": ((8, 2), (8, 2))}, "mixed sizes repeat"),
+        ({"head_rows": (2, 2)}, "head_rows sizes repeat"),
+        ({"mixed": ((8, 9),)}, r"mixed bucket \(8, 9\) has more sequences than tokens"),
+    ],
+)
+def test_refuses(changes, message):
+    with pytest.raises(ValueError, match=message):
+        BucketPlan(**{**OK, **changes})
+    data = json.loads(BucketPlan(**OK).to_json()) | {k: list(v) for k, v in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        BucketPlan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "not JSON"),
+        ("[]", r"'format' must be 'jaxserve-bucket-plan-1', got \[\]"),
+        ('{"format": "other"}', "got 'other'"),
+        ('{"format": "jaxserve-bucket-plan-1", "mixed": [[8, 2]], "head_rows": [2], "decod": [2]}', r"unknown fields \['decod'\]"),
+        ('{"format": "jaxserve-bucket-plan-1", "mixed": [[8, 2]], "head_rows": 2}', "lists of integers"),
+        ('{"format": "jaxserve-bucket-plan-1", "mixed": [8, 2], "head_rows": [2]}', "mixed a list of pairs"),
+        ('{"format": "jaxserve-bucket-plan-1", "mixed": [["8", 2]], "head_rows": [2]}', "mixed sizes must be int"),
+        ('{"format": "jaxserve-bucket-plan-1", "mixed": [[8, 2, 1]], "head_rows": [2]}', "must be pairs"),
+        ('{"format": "jaxserve-bucket-plan-1", "head_rows": [2]}', "at least one mixed bucket"),
+    ],
+)
+def test_refuses_json(text, message):
+    with pytest.raises(ValueError, match=message):
+        BucketPlan.from_json(text)
+
+
+@settings(max_examples=300)
+@given(plans, st.lists(st.integers(1, 120), min_size=1, max_size=12))
+def test_select_is_the_cheapest_that_holds(plan, q_lens):
+    """Against all buckets, from the plan's own numbers: the fewest tokens, then a decode bucket, then the fewest sequences."""
+    tokens, seqs = sum(q_lens), len(q_lens)
+    holding = [(n, 0, n) for n in plan.decode if max(q_lens) == 1 and seqs <= n]
+    holding += [(t, 1, s) for t, s in plan.mixed if tokens <= t and seqs <= s]
+    if not holding:
+        with pytest.raises(ValueError, match=f"no bucket holds {tokens} tokens of {seqs} sequences"):
+            plan.select(tokens, seqs, max(q_lens))
+        return
+    t, is_mixed, s = min(holding)
+    assert plan.select(tokens, seqs, max(q_lens)) == Bucket(t, s, t if is_mixed else 1)
+
+
+@given(plans, st.integers(1, 500))
+def test_select_head_rows_is_the_smallest_that_holds(plan, n):
+    holding = [rows for rows in plan.head_rows if rows >= n]
+    if holding:
+        assert plan.select_head_rows(n) == min(holding)
+    else:
+        with pytest.raises(ValueError, match=f"no head program holds {n} logits rows"):
+            plan.select_head_rows(n)
+
+
+@settings(max_examples=300)
+@given(plans, st.integers(1, 60), st.integers(1, 200))
+def test_check_accepts_exactly_the_limits_whose_steps_all_fit(plan, seqs, budget):
+    """Every step that a scheduler of these limits can make, tried one by one."""
+    if seqs > budget:
+        return
+
+    def fits(tokens: int, n: int) -> bool:
+        """Whether any step of n sequences and so many tokens fits; only the one of decodes alone has another choice."""
+        return any(tokens <= t and n <= s for t, s in plan.mixed)
+
+    holds = all(fits(tokens, min(tokens, seqs)) for tokens in range(1, budget + 1))
+    if holds and plan.head_rows[-1] >= seqs:
+        plan.check(seqs, budget)
+    else:
+        with pytest.raises(ValueError, match="max_num_batched_tokens|max_num_seqs"):
+            plan.check(seqs, budget)
+
+
+def test_padding_account():
+    account, decode, mixed = PaddingAccount(), Bucket(4, 4, 1), Bucket(16, 4, 16)
+    assert account.padding_share == 0
+    account.add(mixed, 10, 2, 1)
+    account.add(decode, 3, 4, 3)
+    account.add(mixed, 16, 0, 0)
+    assert account.steps == {decode: 1, mixed: 2} and account.num_steps == 3
+    assert (account.tokens, account.padded_tokens, account.head_rows, account.padded_head_rows) == (29, 7, 4, 2)
+    assert account.padding_share == pytest.approx(7 / 36)
+    assert list(account.by_bucket()) == [(decode, 1), (mixed, 2)]
+
+
+def test_plan_in_words():
+    assert str(Bucket(4, 4, 1)) == "decode(4,4)" and str(Bucket(16, 4, 16)) == "mixed(16,4)"
+    assert str(BucketPlan(**OK)) == "decode [2], mixed [(8, 2)], head rows [2]: 5 programs"
