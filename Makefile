@@ -32,12 +32,13 @@ format: setup ## apply ruff's fixes and its format
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-bench: setup setup-torch ## time the engine, then transformers, on one workload (ARGS: flags of both scripts)
-	@$(PY) -m scripts.bench_throughput $(ARGS)
-	@.venv-torch/bin/python -m scripts.bench_transformers $(ARGS)
+bench: setup setup-torch ## time the engine and transformers in turn on this machine
+	@$(PY) -m scripts.bench_engine $(ARGS)
 
-goldens: setup-torch ## write tests/goldens again, with transformers
-	@set -e; for maker in tests/goldens/make_*.py; do .venv-torch/bin/python "$$maker"; done
+goldens: setup setup-torch ## write tests/goldens again, with transformers (QWEN3_TOKENIZER=<folder>: that tokenizer's too)
+	@.venv-torch/bin/python tests/goldens/make_goldens.py
+	@model="$$($(PY) -m scripts.fetch_demo_model)" && .venv-torch/bin/python tests/goldens/make_smollm2_goldens.py "$$model"
+	@test -z "$(QWEN3_TOKENIZER)" || .venv-torch/bin/python tests/goldens/make_qwen3_tokenizer_goldens.py "$(QWEN3_TOKENIZER)"
 
 wheel: setup ## build dist/jaxserve-*.whl
 	@$(PY) -m pip wheel -qq --no-deps --no-build-isolation -w dist .

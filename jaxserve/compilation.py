@@ -51,7 +51,7 @@ def _on_event(event: str, **_) -> None:
 
 def cache_folder() -> Path:
     """Where jaxserve keeps what it can make again: $JAXSERVE_CACHE, or jaxserve under $XDG_CACHE_HOME or ~/.cache."""
-    if "JAXSERVE_CACHE" in os.environ:
+    if os.environ.get("JAXSERVE_CACHE"):
         return Path(os.environ["JAXSERVE_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
 

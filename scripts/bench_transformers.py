@@ -31,9 +31,7 @@ from scripts.workloads import WORKLOADS
 if TYPE_CHECKING:
     import torch  # pyright: ignore[reportMissingImports]
 
-_MODEL = flags.DEFINE_string(
-    "model", "tiny-qwen3", f"A Hugging Face folder, a GGUF file, or one of {', '.join(RANDOM)}."
-)
+_MODEL = flags.DEFINE_string("model", "tiny-qwen3", f"A Hugging Face folder, a GGUF file, or one of {', '.join(RANDOM)}.")
 _DTYPE = flags.DEFINE_enum("dtype", "auto", ["auto", "bfloat16", "float32"], "Of weights and activations.")
 _WORKLOAD = flags.DEFINE_enum("workload", "short_long_mix", sorted(WORKLOADS), "Which requests.")
 _MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", 8, "Most sequences of a batch.", lower_bound=1)
@@ -57,9 +55,7 @@ def make_model(name: str, dtype: str) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     elif Path(name).suffix == ".gguf":
         dtype = "float32" if dtype == "auto" else dtype
-        model = AutoModelForCausalLM.from_pretrained(
-            str(Path(name).parent), gguf_file=Path(name).name, dtype=getattr(torch, dtype)
-        )
+        model = AutoModelForCausalLM.from_pretrained(str(Path(name).parent), gguf_file=Path(name).name, dtype=getattr(torch, dtype))
     else:
         model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)

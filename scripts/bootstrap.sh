@@ -91,14 +91,15 @@ usable() {
 
 current() { wanted | cmp -s - "$venv/stamp" && usable; }
 
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check -qq --log "$venv/pip.log" "$@"; }
+# Quiet: what pip says goes to a file, whose end is shown if it fails.
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check install --progress-bar off "$@" >>"$venv/pip.log" 2>&1; }
 
 install() {
     if [ "$venv" = .venv ]; then
-        pip install -c constraints/jax.txt hatchling && # first, so that building jaxserve itself is pinned too
-            pip install -c constraints/jax.txt --no-build-isolation -e '.[dev]'
+        pip -c constraints/jax.txt hatchling && # first, so that building jaxserve itself is pinned too
+            pip -c constraints/jax.txt --no-build-isolation -e '.[dev]'
     else
-        pip install ${TORCH_PIP_ARGS:-} -r constraints/torch.txt
+        pip ${TORCH_PIP_ARGS:-} -r constraints/torch.txt
     fi
 }
 
@@ -123,11 +124,12 @@ else # no stamp: never finished. pip can't tell a half-copied package from a who
     rm -rf "$venv"
     "$python" -m venv "$venv"
 fi
-rm -f "$venv/stamp"
+rm -f "$venv/stamp" "$venv/pip.log"
 wanted >"$venv/stamp.new" # before the install: a file that changes during it is noticed next time
 say "installing the pinned packages ($size the first time)"
 if ! install; then
-    say "could not install into $venv: pip's message is above, the rest in $venv/pip.log. The first install needs a package index."
+    tail -n 12 "$venv/pip.log" >&2
+    say "could not install into $venv: the end of $venv/pip.log is above. The first install needs a package index."
     if [ "$venv" = .venv-torch ]; then
         say "torch must be a CPU build; if your index has none, name one: make goldens TORCH_PIP_ARGS='--extra-index-url <index>'"
     fi
