@@ -1,8 +1,8 @@
 """Schedule -> StepInputs: the one place where a step's host arrays are built.
 
-A step uploads one int32 array. StepLayout says which slice of it holds what; pack() fills it (numpy, on the host), unpack() takes it
-apart (inside the compiled step). What a row of the device-resident state already holds is not sent again: a decode's token and
-position come from there, and of the page table only the entries that changed travel. Knows nothing of models or kernels.
+A step uploads one int32 array. StepLayout says which slice of it holds what; pack() fills it (numpy, on the host), unpack()
+takes it apart (inside the compiled step). What a row of the device-resident state already holds is not sent again: a decode's token
+and position come from there, and of the page table only the entries that changed travel. Knows nothing of models or kernels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The fixed shapes that steps run in, and what padding to them costs.
 
-Owns BucketPlan (which shapes there are, as data: chosen by rule or by tuning, saved as JSON), the choice of a bucket for a step, and
-PaddingAccount. Knows nothing of requests, models or compilation.
+Owns BucketPlan (which shapes there are, as data: chosen by rule or by tuning, saved as JSON), the choice of a bucket for a step,
+and PaddingAccount. Knows nothing of requests, models or compilation.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class BucketPlan:
     def default(
         cls, max_num_seqs: int, max_num_batched_tokens: int, *, min_tokens: int = 8, max_programs: int = MAX_PROGRAMS
     ) -> BucketPlan:
-        """Powers of two from `min_tokens` to the budget, thinned at the small end until at most `max_programs` programs are left."""
+        """Powers of two from `min_tokens` to the budget, thinned until at most `max_programs` programs are left."""
         room = max_programs - 1  # one program applies page-table updates
         for per_ladder in range(16, 1, -1):
             heads = _ladder(min_tokens, max_num_seqs, max(2, per_ladder // 2), min_tokens)
@@ -139,7 +139,9 @@ class BucketPlan:
         except json.JSONDecodeError as e:
             raise ValueError(f"bucket plan: not JSON: {e}") from None
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise ValueError(f"bucket plan: 'format' must be {_FORMAT!r}, got {data.get('format') if isinstance(data, dict) else data!r}")
+            raise ValueError(
+                f"bucket plan: 'format' must be {_FORMAT!r}, got {data.get('format') if isinstance(data, dict) else data!r}"
+            )
         unknown = set(data) - {"format", "decode", "mixed", "head_rows", "about"}
         if unknown:
             raise ValueError(f"bucket plan: unknown fields {sorted(unknown)}")

@@ -38,10 +38,10 @@ def compile_counts() -> CompileCounts:
     return CompileCounts(_counts.programs, _counts.cache_hits, _counts.seconds)
 
 
-def _on_duration(event: str, seconds: float, **_) -> None:
+def _on_duration(event: str, duration_secs: float, **_) -> None:
     if event == _COMPILE_EVENT and _counts is not None:
         _counts.programs += 1
-        _counts.seconds += seconds
+        _counts.seconds += duration_secs
 
 
 def _on_event(event: str, **_) -> None:

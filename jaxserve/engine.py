@@ -15,11 +15,9 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
 
 import jax
+import numpy as np
 
 from jaxserve.batch import BatchPacker, StepInputs
 from jaxserve.buckets import PaddingAccount
@@ -42,7 +40,8 @@ logger = logging.getLogger("jaxserve")
 class EngineOutput:
     """What one step brought for one sample of a request.
 
-    logprobs: {token id: Logprob} for each new token, the sampled token first; None unless asked for. finish_reason, stop_reason: as CompletionOutput's; None while it runs.
+    logprobs: {token id: Logprob} for each new token, the sampled token first; None unless asked for.
+    finish_reason, stop_reason: as CompletionOutput's; None while it runs.
     """
 
     request: Request
@@ -94,7 +93,7 @@ class Engine:
         self._in_flight: deque[tuple[Schedule, StepHandle]] = deque()
         self._undelivered: list[EngineOutput] = []
         self._numbers = itertools.count()
-        self._demand_log = open(config.demand_log, "a") if config.demand_log else None  # noqa: SIM115
+        self._demand_log = open(config.demand_log, "a") if config.demand_log else None
         logger.info("%s", self.describe())
         if config.warm_up == "all":
             self.runner.warm_up()
@@ -166,9 +165,7 @@ class Engine:
             self.scheduler.check(request)
         return requests
 
-    def check_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
-    ) -> None:
+    def check_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0) -> None:
         """ValueError if `add_request` would refuse this; changes nothing."""
         self._samples(request_id, prompt_token_ids, params, priority=priority)
 
@@ -186,7 +183,7 @@ class Engine:
         stops = (frozenset() if params.ignore_eos else self.eos_token_ids) | set(params.stop_token_ids or ())
         if params.min_tokens and len(stops) > MAX_SUPPRESSED_IDS:
             raise ValueError(
-                f"min_tokens={params.min_tokens} can hold back at most {MAX_SUPPRESSED_IDS} stop ids (eos included), got {len(stops)}"
+                f"min_tokens={params.min_tokens} holds back at most {MAX_SUPPRESSED_IDS} stop ids, eos included; got {len(stops)}"
             )
 
     def _seed_of(self, number: int) -> int:
@@ -218,8 +215,8 @@ class Engine:
         c = self.config
         return (
             f"KV pool: {c.cache.num_pages} pages of {c.cache.page_size} tokens ({c.pool_bytes / 2**20:.0f} MiB); "
-            f"steps of up to {c.scheduler.max_num_batched_tokens} tokens and {c.scheduler.max_num_seqs} sequences, requests of up to "
-            f"{c.scheduler.max_model_len} tokens; buckets: {c.plan}"
+            f"steps of up to {c.scheduler.max_num_batched_tokens} tokens and {c.scheduler.max_num_seqs} sequences, "
+            f"requests of up to {c.scheduler.max_model_len} tokens; buckets: {c.plan}"
         )
 
     # -- the step
@@ -323,7 +320,8 @@ class Engine:
                 continue
             self.stats.bad_rows += 1
             message = (
-                f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens; check the weights, or use a wider dtype"
+                f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens; "
+                "check the weights, or use a wider dtype"
             )
             logger.error("request %s: %s", request.request_id, message)
             self.scheduler.finish(request, "error", message)

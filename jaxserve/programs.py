@@ -90,8 +90,8 @@ class Programs:
         function = functools.partial(step.head, self.functions, rows, MAX_LOGPROBS if with_logprobs else 0)
         leaves = [self.functions.abstract[i] for i in self.functions.head_indices]
         hidden = S((R, self.config.model.hidden_size), self.config.pages.dtype)
-        i32 = functools.partial(S, dtype=jnp.int32)
-        inputs = step.HeadInputs(i32((R,)), i32((R, sampling_rows.NUM_COLUMNS)))
+        rows_of, sampling_of = S((R,), jnp.int32), S((R, sampling_rows.NUM_COLUMNS), jnp.int32)
+        inputs = step.HeadInputs(rows_of, sampling_of)  # pyright: ignore[reportArgumentType]  (abstract, like all arguments here)
         return function, (1,), (leaves, self.state[3], hidden, inputs)
 
     @property

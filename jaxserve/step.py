@@ -183,7 +183,8 @@ def head(
     hidden: jax.Array,  # [R, D]
     inputs: HeadInputs,
 ):
-    """Logits of the first `num_rows` hidden rows, and a token of each. Returns (last_tokens, what the host fetches: i32[rows, ...])."""
+    """Logits of the first `num_rows` hidden rows, and a token of each. Returns (last_tokens, what the host
+    fetches: i32[rows, ...])."""
     model = functions.module(functions.head_indices, leaves)
     logits = model.logits(model.final_norm(hidden[:num_rows]))
     rows = sampling.unpack_rows(inputs.sampling[:num_rows])

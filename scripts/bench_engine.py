@@ -3,8 +3,8 @@
     python -m scripts.bench_engine --json=benchmarks/results/cpu/engine.json          (or: make bench)
 
 For each row of ROWS an engine here and transformers' static batches there (.venv-torch, a process of its own) take runs in turn;
-medians and their ratio are printed. Then the engine's decode step against a bare jitted step of the same shapes: one program (forward,
-logits, argmax) called in a loop that does nothing but read the tokens back. SmolLM2 is fetched as for the demo.
+medians and their ratio are printed. Then the engine's decode step against a bare jitted step of the same shapes: one program
+(forward, logits, argmax) called in a loop that does nothing but read the tokens back. SmolLM2 is fetched as for the demo.
 """
 
 from __future__ import annotations

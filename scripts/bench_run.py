@@ -10,7 +10,7 @@ import numpy as np
 
 
 def serve(engine: Any, requests: list[tuple[int, int]], seed: int) -> dict[str, Any]:
-    """Serves a workload, given all at once, to its end: random prompts, greedy, to the full output length. elapsed_time in seconds."""
+    """Serves a workload, given all at once, to its end: random prompts, greedy, to the full length; elapsed_time in seconds."""
     from jaxserve import SamplingParams
 
     rng = np.random.default_rng(seed)

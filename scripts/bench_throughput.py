@@ -3,9 +3,9 @@
     python -m scripts.bench_throughput --model=tiny-qwen3 --workload=short_long_mix --max_num_seqs=8
     python -m scripts.bench_throughput --model=tiny-qwen3 --workload=short_long_mix --policies=sarathi,request_level
 
-Workloads: equal_size is 16 requests of 128 prompt and 128 output tokens; short_long_mix is 16 requests, (32, 32) and (512, 128) by turns.
-Prompts are random ids, greedy, to the full output length. With several --policies, runs of each alternate and a ratio to the last one
-is printed. All programs are compiled before the first timed run; medians over --repeats runs.
+Workloads: equal_size is 16 requests of 128 prompt and 128 output tokens; short_long_mix is 16 requests, (32, 32) and (512, 128)
+by turns. Prompts are random ids, greedy, to the full output length. With several --policies, runs of each alternate and a ratio to
+the last one is printed. All programs are compiled before the first timed run; medians over --repeats runs.
 """
 
 from __future__ import annotations

@@ -71,15 +71,13 @@ def main(argv: list[str]) -> None:
 
     started = time.monotonic()
     path = fetch()
-    from jaxserve import LLM, BucketPlan, SamplingParams
+    from jaxserve import LLM, SamplingParams
 
     goldens = golden_answers(_DTYPE.value)
     questions = [g["prompt"] for g in goldens] + list(PROMPTS)
     llm = LLM(path, dtype=_DTYPE.value, max_num_seqs=8, max_num_batched_tokens=512, max_model_len=1024, warm_up="all")
     ready = time.monotonic()
-    print(
-        f"{path.name} loaded, {llm.engine.runner.programs.num_compiled} programs compiled in {ready - started:.1f} s\n"
-    )
+    print(f"{path.name} loaded, {llm.engine.runner.programs.num_compiled} programs compiled in {ready - started:.1f} s\n")
     prompts = llm.chat_prompts([[{"role": "user", "content": q}] for q in questions])
     texts, done, outputs = [""] * len(prompts), [False] * len(prompts), {}
     screen = Screen(questions, _STREAM.value)
