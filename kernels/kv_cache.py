@@ -33,9 +33,7 @@ def write_kv(
     with jax.named_scope("write_kv"):
         kv = jnp.stack([k, v], axis=1).astype(kv_pages.dtype)  # [T, 2, K, H]
         # One scatter instead of two, and unique_indices: on a GPU a bf16 scatter without it is a compare-and-swap loop.
-        return kv_pages.at[slot_mapping // page_size, :, :, slot_mapping % page_size].set(
-            kv, mode="drop", unique_indices=True
-        )
+        return kv_pages.at[slot_mapping // page_size, :, :, slot_mapping % page_size].set(kv, mode="drop", unique_indices=True)
 
 
 def _shape(x: jax.Array, name: str, ndim: int) -> tuple[int, ...]:

@@ -65,11 +65,11 @@ def ragged_paged_attention(
     if soft_cap is not None and not (isinstance(soft_cap, numbers.Real) and 0 < soft_cap < math.inf):
         raise ValueError(f"{soft_cap=} must be a positive number or None")
 
-    options = dict(
-        scale=H**-0.5 if scale is None else float(scale),
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-    )
+    options = {
+        "scale": H**-0.5 if scale is None else float(scale),
+        "sliding_window": sliding_window,
+        "soft_cap": soft_cap,
+    }
     arrays = (q, kv_pages, page_table, cu_q_lens, kv_lens)
     backend = _resolve_backend(backend)
     with jax.named_scope(f"ragged_paged_attention_{backend}"):

@@ -52,6 +52,7 @@ def test_donated_cache_is_not_copied():
     pages = jnp.concatenate([pages] * 500)  # large beside everything else
     compiled = jax.jit(write_kv, donate_argnums=0).lower(pages, k, v, slots).compile()
     memory = compiled.memory_analysis()
+    assert memory is not None
     assert memory.alias_size_in_bytes == pages.nbytes
     assert memory.temp_size_in_bytes < pages.nbytes / 4
 
@@ -59,16 +60,16 @@ def test_donated_cache_is_not_copied():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(kv_pages=jnp.zeros((NUM_PAGES, 1, K, PAGE_SIZE, H))), "keys and values on axis 1"),
-        (dict(kv_pages=jnp.zeros((NUM_PAGES, K, PAGE_SIZE, H))), "kv_pages.shape.*5 dimensions"),
-        (dict(k=jnp.zeros((T, K + 1, H))), "k.shape"),
-        (dict(k=jnp.zeros((T, H))), "k.shape.*3 dimensions"),
-        (dict(v=jnp.zeros((T + 1, K, H))), "v.shape"),
-        (dict(slot_mapping=jnp.zeros(T + 1, jnp.int32)), "slot_mapping is int32"),
-        (dict(slot_mapping=jnp.zeros(T)), "slot_mapping is float32"),
+        ({"kv_pages": jnp.zeros((NUM_PAGES, 1, K, PAGE_SIZE, H))}, "keys and values on axis 1"),
+        ({"kv_pages": jnp.zeros((NUM_PAGES, K, PAGE_SIZE, H))}, "kv_pages.shape.*5 dimensions"),
+        ({"k": jnp.zeros((T, K + 1, H))}, "k.shape"),
+        ({"k": jnp.zeros((T, H))}, "k.shape.*3 dimensions"),
+        ({"v": jnp.zeros((T + 1, K, H))}, "v.shape"),
+        ({"slot_mapping": jnp.zeros(T + 1, jnp.int32)}, "slot_mapping is int32"),
+        ({"slot_mapping": jnp.zeros(T)}, "slot_mapping is float32"),
     ],
 )
 def test_callers_mistakes_are_value_errors(changes, message):
     pages, k, v, slots = (jnp.asarray(x) for x in tokens())
     with pytest.raises(ValueError, match=message):
-        write_kv(**{**dict(kv_pages=pages, k=k, v=v, slot_mapping=slots), **changes})
+        write_kv(**{**{"kv_pages": pages, "k": k, "v": v, "slot_mapping": slots}, **changes})

@@ -1,0 +1,146 @@
+"""What every backend of ragged paged attention must get right, as data: head shapes, ragged edges, and the batches they make.
+
+Owns the cases, their tolerance and the arrays built from them. Does not know any backend, nor what the right answer is.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Absolute and relative, against float64 on the same rounded inputs: the output's own rounding, and float32 sums.
+TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 5e-3}
+
+
+class Heads(NamedTuple):
+    N: int  # query heads
+    K: int  # KV heads
+    H: int  # head_dim
+
+
+HEADS = {
+    "smollm2_135m": Heads(9, 3, 64),
+    "tiny": Heads(4, 2, 64),
+    "qwen3_0.6b": Heads(16, 8, 128),
+    "mqa": Heads(8, 1, 128),
+    "mha_small": Heads(3, 3, 16),
+    "odd_ratio": Heads(10, 2, 32),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    seqs: tuple[tuple[int, int], ...]  # (q_len, kv_len) of each sequence
+    heads: Heads = HEADS["tiny"]
+    page_size: int = 16
+    dtype: str = "float32"
+    scale: float | None = None
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    max_q_len: int | None = None
+    padding_tokens: int = 3
+    padding_seqs: int = 2
+    spare_pages: int = 2
+
+    @property
+    def options(self) -> dict:
+        """The keyword arguments of the call."""
+        names = ("scale", "sliding_window", "soft_cap", "max_q_len")
+        return {name: getattr(self, name) for name in names}
+
+
+def edges(page_size: int) -> tuple[tuple[int, int], ...]:
+    """Lengths around a page's boundaries, sequences without queries (with and without KV), drafts, a chunk, a whole prompt."""
+    p = page_size
+    return (1, 1), (1, p - 1), (0, 0), (1, p), (1, p + 1), (0, 2 * p + 1), (4, 5 * p + 2), (p + 5, 3 * p), (1, 300), (7, 7)
+
+
+DECODES = tuple((1, kv_len) for kv_len in (1, 15, 16, 17, 127, 128, 129, 0, 300, 255, 256, 257, 700))
+DECODES = tuple((min(q_len, kv_len), kv_len) for q_len, kv_len in DECODES)
+
+CASES = (
+    *(
+        Case(f"edges-{name}-{dtype}", edges(16), heads=HEADS[name], dtype=dtype)
+        for name, dtype in (
+            ("smollm2_135m", "bfloat16"),
+            ("tiny", "float32"),
+            ("tiny", "float16"),
+            ("qwen3_0.6b", "bfloat16"),
+            ("mqa", "float32"),
+            ("mha_small", "float32"),
+            ("odd_ratio", "bfloat16"),
+        )
+    ),
+    *(Case(f"page_{page_size}", edges(page_size), page_size=page_size) for page_size in (4, 12, 64, 128)),
+    Case("decodes", DECODES, max_q_len=1),
+    Case("decodes-bfloat16", DECODES, heads=HEADS["smollm2_135m"], dtype="bfloat16", max_q_len=1, padding_seqs=4),
+    Case("two_decodes", ((1, 20), (1, 33)), max_q_len=1, padding_seqs=0),
+    Case("nothing", ((0, 0), (0, 40))),
+    Case("drafts", ((5, 700), (3, 40), (1, 130), (2, 2)), max_q_len=5),
+    Case("fills_the_pool", ((40, 640),), padding_tokens=0, padding_seqs=0, spare_pages=0),
+    Case("whole_prompt", ((150, 150),), heads=HEADS["smollm2_135m"], dtype="bfloat16", padding_seqs=0),
+    Case("two_chunks", ((60, 200), (41, 41)), padding_seqs=4),
+    Case("window_1", edges(16), sliding_window=1),
+    Case("window_30", edges(16), sliding_window=30),
+    Case("window_200-decodes", DECODES, sliding_window=200, max_q_len=1),
+    Case("window_past_everything", edges(4), page_size=4, sliding_window=10_000),
+    Case("soft_cap", edges(16), soft_cap=2.0),
+    Case("scale-window-soft_cap", edges(16), scale=0.5, sliding_window=21, soft_cap=5.0),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A case's arguments, and the same keys and values without pages."""
+
+    q: jax.Array  # [T, N, H]
+    kv_pages: jax.Array  # [num_pages, 2, K, page_size, H]
+    page_table: jax.Array  # i32[S, P]
+    cu_q_lens: jax.Array  # i32[S+1]
+    kv_lens: jax.Array  # i32[S]
+    keys: tuple[np.ndarray, ...]  # of each sequence, [kv_len, K, H] in the case's dtype
+    values: tuple[np.ndarray, ...]
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """The positional arguments of the call."""
+        return self.q, self.kv_pages, self.page_table, self.cu_q_lens, self.kv_lens
+
+
+def build(case: Case, seed: int = 0) -> Batch:
+    """Random data on shuffled pages. Whatever must not be read is hostile.
+
+    Slots that hold no key a query may see (spare pages, tails of last pages, pages wholly before a sliding window) are NaN;
+    the page-table entries that go with them are -1, out of range, or another sequence's page.
+    """
+    rng = np.random.default_rng(seed)
+    N, K, H = case.heads
+    p = case.page_size
+    dtype = jnp.dtype(case.dtype)
+    q_lens = np.array([q_len for q_len, _ in case.seqs] + [0] * case.padding_seqs, np.int32)
+    kv_lens = np.array([kv_len for _, kv_len in case.seqs] + [0] * case.padding_seqs, np.int32)
+    cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+    num_pages = int((-(-kv_lens // p)).sum()) + case.spare_pages
+    S, P = len(q_lens), max(-(-int(kv_lens.max()) // p), 1) + (1 if case.spare_pages else 0)
+
+    free = list(rng.permutation(num_pages))
+    hostile = np.array([-1, num_pages, np.iinfo(np.int32).max, np.iinfo(np.int32).min, 0], np.int64)
+    page_table = rng.choice(hostile, (S, P)).astype(np.int32)
+    kv_pages = np.full((num_pages, 2, K, p, H), np.nan, dtype)
+    keys, values = [], []
+    for s, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        k, v = rng.standard_normal((2, kv_len, K, H), np.float32).astype(dtype)
+        keys.append(k)
+        values.append(v)
+        first_seen = 0 if case.sliding_window is None else max(0, kv_len - q_len - case.sliding_window + 1)
+        for column in range(first_seen // p, -(-kv_len // p)):
+            page = page_table[s, column] = free.pop()
+            for offset, position in enumerate(range(column * p, min((column + 1) * p, kv_len))):
+                kv_pages[page, 0, :, offset] = k[position]
+                kv_pages[page, 1, :, offset] = v[position]
+    q = 2 * rng.standard_normal((int(cu_q_lens[-1]) + case.padding_tokens, N, H), np.float32)
+    arrays = (q.astype(dtype), kv_pages, page_table, cu_q_lens, kv_lens)
+    return Batch(*(jnp.asarray(x) for x in arrays), keys=tuple(keys), values=tuple(values))
