@@ -26,6 +26,7 @@ class Bucket:
     max_q_len: int
 
     def holds(self, num_tokens: int, num_seqs: int, max_q_len: int) -> bool:
+        """Whether a step of this demand can run here."""
         return num_tokens <= self.tokens and num_seqs <= self.seqs and max_q_len <= self.max_q_len
 
     def __str__(self) -> str:
@@ -84,6 +85,8 @@ class BucketPlan:
             mixed = _ladder(low, max_num_batched_tokens, per_ladder, min_tokens)
             if len(decode) + len(mixed) + HEAD_VARIANTS * len(heads) <= room:
                 break
+        else:
+            raise ValueError(f"{max_programs=} is too few for the default plan of {max_num_seqs=}; raise it, or give a plan")
         pairs = tuple((t, min(t, max(max_num_seqs, 1))) for t in mixed)
         return cls(decode=decode, mixed=pairs, head_rows=heads)
 
@@ -94,6 +97,7 @@ class BucketPlan:
 
     @property
     def max_head_rows(self) -> int:
+        """R: logits rows that every body hands to its head."""
         return self.head_rows[-1]
 
     def select(self, num_tokens: int, num_seqs: int, max_q_len: int) -> Bucket:
@@ -129,6 +133,7 @@ class BucketPlan:
         return json.dumps({"format": _FORMAT, **plan, "about": about}, indent=1)
 
     def save(self, path: str | Path, **about: Any) -> None:
+        """Writes `to_json` to a file."""
         Path(path).write_text(self.to_json(**about) + "\n")
 
     @classmethod
@@ -187,6 +192,7 @@ class PaddingAccount:
     padded_head_rows: int = 0
 
     def add(self, bucket: Bucket, num_tokens: int, head_rows: int, num_samples: int) -> None:
+        """Counts one step: its demand, and the bucket and head that ran it."""
         self.steps[bucket] = self.steps.get(bucket, 0) + 1
         self.tokens += num_tokens
         self.padded_tokens += bucket.tokens - num_tokens

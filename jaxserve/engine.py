@@ -60,7 +60,7 @@ class EngineStats:
     """Counts since the engine was made; `padding` by bucket, times in seconds."""
 
     num_steps: int = 0
-    prompt_tokens: int = 0
+    prefill_tokens: int = 0  # of prompts, and of outputs recomputed after a preemption
     generated_tokens: int = 0
     padding: PaddingAccount = field(default_factory=PaddingAccount)
     sorted_rows: int = 0  # rows whose filters needed a sort of the whole vocabulary
@@ -82,9 +82,13 @@ class Engine:
     def __init__(self, model: Decoder, config: EngineConfig | None = None, *, eos_token_ids: Iterable[int] | None = None):
         config = config or EngineConfig()
         use_persistent_cache(config.compilation_cache_dir)
-        self.compiles_before = compile_counts()
-        self.config = resolve(ModelFunctions(model), config)
-        programs = Programs(ModelFunctions(model), self.config)
+        compile_counts()  # from here on they are counted
+        functions = ModelFunctions(model)
+        self.config = resolve(functions, config)
+        programs = Programs(functions, self.config)
+        if config.warm_up == "all":  # from shapes, before the pool takes the memory that compiling may need
+            for key in programs.keys:
+                programs.get(key)
         self.runner = Runner(programs)
         self.eos_token_ids = frozenset(self.config.model.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._make_host_state()
@@ -93,7 +97,7 @@ class Engine:
         self._in_flight: deque[tuple[Schedule, StepHandle]] = deque()
         self._undelivered: list[EngineOutput] = []
         self._numbers = itertools.count()
-        self._demand_log = open(config.demand_log, "a") if config.demand_log else None
+        self._demand_log = open(config.demand_log, "a", buffering=1) if config.demand_log else None
         logger.info("%s", self.describe())
         if config.warm_up == "all":
             self.runner.warm_up()
@@ -183,7 +187,8 @@ class Engine:
         stops = (frozenset() if params.ignore_eos else self.eos_token_ids) | set(params.stop_token_ids or ())
         if params.min_tokens and len(stops) > MAX_SUPPRESSED_IDS:
             raise ValueError(
-                f"min_tokens={params.min_tokens} holds back at most {MAX_SUPPRESSED_IDS} stop ids, eos included; got {len(stops)}"
+                f"min_tokens={params.min_tokens} can hold back at most {MAX_SUPPRESSED_IDS} stop ids, eos included; "
+                f"got {len(stops)}"
             )
 
     def _seed_of(self, number: int) -> int:
@@ -208,6 +213,7 @@ class Engine:
             self._undelivered = [o for o in self._undelivered if o.request is not request]
 
     def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything left to run or to deliver."""
         return bool(self._groups) or bool(self._in_flight) or bool(self._undelivered)
 
     def describe(self) -> str:
@@ -272,7 +278,7 @@ class Engine:
         inputs = self.packer.pack(schedule)
         self.stats.num_steps += 1
         self.stats.padding.add(inputs.bucket, inputs.num_tokens, inputs.head_rows, inputs.num_samples)
-        self.stats.prompt_tokens += schedule.num_tokens - schedule.num_decodes
+        self.stats.prefill_tokens += schedule.num_tokens - schedule.num_decodes
         if self._demand_log is not None:
             self._log_demand(schedule, inputs)
         return inputs
@@ -390,14 +396,15 @@ def resolve(functions: ModelFunctions, config: EngineConfig) -> ResolvedConfig:
     weights and pages. Raises ValueError as `EngineConfig.resolve`.
     """
     device = jax.devices()[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit")
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit")
     decide = functools.partial(
         config.resolve,
         functions.model_config,
         kv_dtype=functions.dtype,
         on_gpu=device.platform == "gpu",
         device_limit=limit,
-        weight_bytes=functions.num_bytes,
+        weight_bytes=max(functions.num_bytes, stats.get("bytes_in_use", 0)),  # what else the process holds is not ours to use
     )
     resolved = decide()
     if limit is not None and config.num_pages is None:

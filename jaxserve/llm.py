@@ -77,6 +77,10 @@ class LLM:
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that grew and were not yielded yet
         self._runs = itertools.count()
 
+    def close(self) -> None:
+        """Ends every request and closes the engine's demand log."""
+        self.engine.close()
+
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. ValueError if none was loaded."""
         if self.tokenizer is None:

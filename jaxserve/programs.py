@@ -43,6 +43,7 @@ class Programs:
 
     @property
     def num_compiled(self) -> int:
+        """Programs compiled, or loaded from the persistent cache, so far."""
         return len(self._compiled)
 
     @property
@@ -52,6 +53,7 @@ class Programs:
         return [*plan.buckets, *((rows, lp) for rows in plan.head_rows for lp in (False, True)), "update"]
 
     def get(self, key: Any) -> Any:
+        """The program of one of `keys`, compiled if it is not yet."""
         if isinstance(key, Bucket):
             return self.body(key)
         return self.update() if key == "update" else self.head(*key)

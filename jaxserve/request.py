@@ -13,6 +13,8 @@ from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from jaxserve.sequence_rows import SequenceRows
 
@@ -124,10 +126,10 @@ class SamplingParams:
         ok = isinstance(stop, Sequence) and all(isinstance(s, str) and s for s in stop)
         _require(ok, f"stop={self.stop!r} must be a non-empty string or a list of them")
         _require(not stop or self.detokenize, f"stop={self.stop!r} needs detokenize=True: stop strings are found in the text")
-        ok = ids is None or isinstance(ids, Sequence) and all(_is_int(i) and i >= 0 for i in ids)
-        _require(ok, f"stop_token_ids={ids!r} must be a list of token ids >= 0")
+        ok = ids is None or isinstance(ids, (Sequence, np.ndarray)) and all(_is_int(i) and 0 <= i < 2**31 for i in ids)
+        _require(ok, f"stop_token_ids={ids!r} must be a list of token ids in [0, 2**31)")
         object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in (() if ids is None else ids)))
 
     @property
     def greedy(self) -> bool:
@@ -139,6 +141,8 @@ class SamplingParams:
 
 
 class RequestStatus(enum.Enum):
+    """Where a request is between `add` and its last token."""
+
     WAITING = "waiting"
     WAITING_FOR_GRAMMAR = "waiting_for_grammar"  # not admitted until its grammar is compiled; others pass it
     RUNNING = "running"

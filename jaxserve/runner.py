@@ -40,6 +40,7 @@ class Runner:
         functions = programs.functions
         self.body_leaves = [functions.leaves[i] for i in functions.body_indices]
         self.head_leaves = [functions.leaves[i] for i in functions.head_indices]
+        self._on_cpu = jax.default_backend() == "cpu"
         self.weights_version = 0
         self._allocate()
 
@@ -83,7 +84,8 @@ class Runner:
             return StepHandle(None, hidden, 0)
         head: Any = self.programs.head(head_rows, with_logprobs)
         self.last_tokens, out = head(self.head_leaves, self.last_tokens, hidden, head_inputs)
-        out.copy_to_host_async()
+        if not self._on_cpu:  # where `out` is host memory already, and asking costs 50 us
+            out.copy_to_host_async()
         return StepHandle(out, out, num_samples)
 
     def _update_page_table(self, updates: np.ndarray) -> None:

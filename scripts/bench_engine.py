@@ -90,7 +90,7 @@ def compare(row: Row, path: str) -> dict[str, Any]:
     """Runs of both sides in turn; medians in output tokens a second, and ours over theirs."""
     requests = WORKLOADS[row.workload]
     model = bench_model(path, row.dtype)
-    engine = make_engine(model, row.max_num_seqs, max(p + o for p, o in requests))
+    engine = make_engine(model, row.max_num_seqs, max(p + o for p, o in requests) + 2 * _STEPS.value)
     peer = Peer(_PEER.value, row, path) if _PEER.value else None
     ours, theirs = [], []
     serve(engine, requests, seed=0)

@@ -43,7 +43,7 @@ _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is s
 def make_model(name: str, dtype: str) -> Any:
     """A transformers model that decodes greedily and never stops by itself. Random weights for a name of RANDOM."""
     import torch  # pyright: ignore[reportMissingImports]
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig  # pyright: ignore[reportMissingImports]
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GgufConfig  # pyright: ignore[reportMissingImports]
     from transformers.utils import logging  # pyright: ignore[reportMissingImports]
 
     logging.disable_progress_bar()
@@ -55,7 +55,12 @@ def make_model(name: str, dtype: str) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     elif Path(name).suffix == ".gguf":
         dtype = "float32" if dtype == "auto" else dtype
-        model = AutoModelForCausalLM.from_pretrained(str(Path(name).parent), gguf_file=Path(name).name, dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_pretrained(
+            str(Path(name).parent),
+            gguf_file=Path(name).name,
+            dtype=getattr(torch, dtype),
+            quantization_config=GgufConfig(dequantize=True),  # weights left packed would be unpacked in every matmul
+        )
     else:
         model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)

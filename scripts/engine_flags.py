@@ -34,7 +34,7 @@ def define_engine_flags(*, model: str | None = None) -> None:
     _define(flags.DEFINE_integer, "max_model_len", None, "Most tokens of a request, prompt and output.", lower_bound=1)
     _define(flags.DEFINE_integer, "max_num_seqs", None, "Most sequences at once (default 128).", lower_bound=1)
     _define(flags.DEFINE_integer, "max_num_batched_tokens", None, "Token budget of a step (default 2048).", lower_bound=1)
-    _define(flags.DEFINE_integer, "page_size", None, "Tokens a KV page (64 on a GPU, 16 on a CPU).", lower_bound=1)
+    _define(flags.DEFINE_integer, "page_size", None, "Tokens a KV page (default 64).", lower_bound=1)
     _define(flags.DEFINE_integer, "num_pages", None, "KV pages of the pool; by default what fits.", lower_bound=1)
     _define(flags.DEFINE_float, "gpu_memory_utilization", 0.9, "Share of the device's memory to use.")
     _define(flags.DEFINE_bool, "enable_prefix_caching", True, "Share the KV pages of equal prefixes.")

@@ -107,8 +107,8 @@ def test_defaults():
         assert (limits.max_num_batched_tokens, limits.max_num_seqs, limits.max_model_len) == (2048, 128, 4096)
         assert (limits.policy, limits.order, got.cache.enable_prefix_caching) == ("sarathi", "fcfs", True)
         got.plan.check(128, 2048)
-    assert (cpu.cache.page_size, gpu.cache.page_size) == (16, 64)
-    assert (cpu.max_pages_per_seq, gpu.max_pages_per_seq) == (256, 64)
+    assert (cpu.cache.page_size, gpu.cache.page_size) == (64, 64)
+    assert (cpu.max_pages_per_seq, gpu.max_pages_per_seq) == (64, 64)
     assert gpu.cache.num_pages == 128 * 64 and gpu.pool_bytes == 128 * 4096 * 128  # all that 128 requests could use
 
 
@@ -174,7 +174,7 @@ def test_a_plan_may_come_from_a_file(tmp_path):
     [
         ({"max_model_len": 5000}, "max_model_len=5000 must not exceed the model's max_position_embeddings=4096"),
         (
-            {"max_model_len": 1024, "num_pages": 63},
+            {"max_model_len": 1024, "num_pages": 63, "page_size": 16},
             "max_model_len=1024 needs 64 pages of 16 tokens, the pool has 63: raise num_pages",
         ),
         ({"bucket_plan": PLAN, "max_num_batched_tokens": 65}, "plan holds steps of at most 64 tokens.*lower it"),
@@ -193,8 +193,8 @@ def test_contradictions_are_refused_with_the_fix(given, message):
 
 
 def test_a_model_longer_than_the_pool_is_cut_to_it_unless_asked_for():
-    assert resolve({"num_pages": 10}).scheduler.max_model_len == 160
-    assert resolve({"num_pages": 10, "max_model_len": 160}).scheduler.max_model_len == 160
+    assert resolve({"num_pages": 10, "page_size": 16}).scheduler.max_model_len == 160
+    assert resolve({"num_pages": 10, "page_size": 16, "max_model_len": 160}).scheduler.max_model_len == 160
 
 
 # ---- pages

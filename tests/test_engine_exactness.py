@@ -150,8 +150,7 @@ def test_default_plan_agrees_within_tolerance(dtype):
     assert len(engine.stats.padding.steps) >= 4, "the run stayed in a few buckets"
     num_greedy, num_random, largest = compare(run.answers, alone(dtype, True, logprobs=True), asks, TOLERANCE[dtype])
     print(f"{dtype}: {num_greedy} greedy and {num_random} random requests part; log-probabilities differ by at most {largest:.1e}")
-    if dtype == "float32":
-        assert num_greedy == 0 and num_random <= 1
+    assert num_greedy <= (0 if dtype == "float32" else 2) and num_random <= (1 if dtype == "float32" else 3)
 
 
 def compare(answers: dict[str, Answer], expected: dict[str, Answer], asks: list[Ask], tolerance: float) -> tuple[int, int, float]:
@@ -167,7 +166,7 @@ def compare(answers: dict[str, Answer], expected: dict[str, Answer], asks: list[
             if token != reference:
                 parted[greedy] += 1
                 best, second = sorted((x for x, _ in want.values()), reverse=True)[:2]
-                assert not greedy or best - second <= 2 * tolerance, f"request {name} parts where the best is {best - second} ahead"
+                assert not greedy or best - second <= tolerance, f"request {name} parts where the best is {best - second} ahead"
                 break
         else:
             assert (answer.finish_reason, len(answer.tokens)) == (alone.finish_reason, len(alone.tokens))

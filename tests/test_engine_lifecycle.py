@@ -377,7 +377,7 @@ def test_stats_add_up():
     run = serve(engine, requests(True, logprobs=True))
     stats, padding = engine.stats, engine.stats.padding
     asks = requests(True)
-    assert stats.prompt_tokens == sum(len(ask.prompt) * ask.params.n for ask in asks)
+    assert stats.prefill_tokens == sum(len(ask.prompt) * ask.params.n for ask in asks)
     assert stats.generated_tokens == sum(len(answer.tokens) for answer in run.answers.values())
     assert stats.num_steps == padding.num_steps == len(run.schedules) == run.stats.num_steps
     select = engine.config.plan.select

@@ -25,7 +25,7 @@ PROMPTS = [
     "What is the capital of Japan?",
     "Name three fruits.",
     "Count from one to ten.",
-    "How do plants make food?",
+    "How many days are in a week?",
 ]  # chosen among seventy for the comfortable gaps of their greedy tokens
 NUM_TOKENS = 64
 LAYERS_CHECKED = (0, 14, 29)
