@@ -33,6 +33,9 @@ _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is s
 _STEPS = flags.DEFINE_integer("steps", 60, "Decode steps of the comparison with a bare step.", lower_bound=2)
 
 
+_PAUSE = 1.0  # seconds before each run: torch's worker threads spin for a while after theirs
+
+
 @dataclass(frozen=True)
 class Row:
     name: str
@@ -95,8 +98,10 @@ def compare(row: Row, path: str) -> dict[str, Any]:
     ours, theirs = [], []
     serve(engine, requests, seed=0)
     for i in range(_ROUNDS.value):
+        time.sleep(_PAUSE)
         ours.append(serve(engine, requests, seed=i + 1)["output_tokens_per_second"])
         if peer:
+            time.sleep(_PAUSE)
             theirs.append(peer.run()["output_tokens_per_second"])
     result: dict[str, Any] = {"model": row.model, "dtype": row.dtype, "workload": row.workload, "max_num_seqs": row.max_num_seqs}
     result |= {"output_tokens_per_second": statistics.median(ours), "runs": ours}
