@@ -71,11 +71,16 @@ def main(argv: list[str]) -> None:
 
     started = time.monotonic()
     path = fetch()
-    from jaxserve import LLM, SamplingParams
+    from jaxserve import LLM, BucketPlan, SamplingParams
 
     goldens = golden_answers(_DTYPE.value)
     questions = [g["prompt"] for g in goldens] + list(PROMPTS)
-    llm = LLM(path, dtype=_DTYPE.value, max_num_seqs=8, max_num_batched_tokens=512, max_model_len=1024, warm_up="all")
+    # A plan for just this batch: all prompts in one step, then eight decodes a step. The default plan has up to 24 programs.
+    plan = BucketPlan(decode=(8,), mixed=((320, 8),), head_rows=(8,))
+    print(f"loading {path.name} and compiling {len(plan.buckets) + 1} programs ...", file=sys.stderr)
+    llm = LLM(path, dtype=_DTYPE.value, max_model_len=512, bucket_plan=plan)
+    for key in (*plan.buckets, (8, False)):
+        llm.engine.runner.programs.get(key)
     ready = time.monotonic()
     print(f"{path.name} loaded, {llm.engine.runner.programs.num_compiled} programs compiled in {ready - started:.1f} s\n")
     prompts = llm.chat_prompts([[{"role": "user", "content": q}] for q in questions])
