@@ -134,7 +134,9 @@ def body(
             layout, backend, fields, kv_pages[0].shape[0], page_table, num_computed, last_tokens
         )
     model = functions.module(functions.body_indices, leaves)
-    x, rope = model.embed(tokens), model.rope(context.positions)
+    x = model.embed(tokens)
+    # Behind a barrier, or every layer's fusion computes the angles again.
+    rope = lax.optimization_barrier(model.rope(context.positions))
     written = []
     with jax.named_scope("layers"):
         for layer, kv in zip(model.layers, kv_pages, strict=True):
