@@ -38,7 +38,6 @@ class Programs:
             b: StepLayout(b, config.scheduler.max_num_seqs, config.cache.page_size, config.plan.max_head_rows)
             for b in config.plan.buckets
         }
-        self.compile_seconds = 0.0
         self._compiled: dict[Any, Any] = {}
 
     @property
@@ -114,7 +113,5 @@ class Programs:
     def _compile(self, what: str, function: Callable, donate: tuple[int, ...], args: tuple[Any, ...]) -> Any:
         start = time.perf_counter()
         compiled = jax.jit(function, donate_argnums=donate).lower(*args).compile()
-        seconds = time.perf_counter() - start
-        self.compile_seconds += seconds
-        logger.info("compiled %s in %.1f s", what, seconds)
+        logger.info("compiled %s in %.1f s", what, time.perf_counter() - start)
         return compiled
