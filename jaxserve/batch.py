@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxserve import sampling_rows
 from jaxserve.buckets import Bucket, BucketPlan
+from jaxserve.edit_rows import EditLayout, kinds_of
 
 if TYPE_CHECKING:
     from jaxserve.request import Request
@@ -86,14 +87,15 @@ class StepLayout:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step, ready to dispatch. `extra_page_updates` i32[m, 3] must reach the device before the step itself."""
+    """One step, ready to dispatch. `extra_page_updates` i32[m, 3] and `edit_rows` must reach the device before the step itself."""
 
     bucket: Bucket
     packed: np.ndarray  # i32[layout.size]
     head_rows: int  # logits rows of the head program; 0: no sequence samples, no head runs
     num_samples: int
     with_logprobs: bool
-    extra_page_updates: np.ndarray | None
+    extra_page_updates: np.ndarray
+    edit_rows: list[np.ndarray]  # as EditLayout.pack makes them, one for each newly admitted request that edits its logits
     num_tokens: int
 
 
@@ -103,15 +105,16 @@ class BatchPacker:
     Owns the host mirror of every row's sampling parameters, written once for each owner of the row.
     """
 
-    def __init__(self, plan: BucketPlan, layouts: Mapping[Bucket, StepLayout], max_num_seqs: int):
-        self.plan, self.layouts = plan, layouts
+    def __init__(self, plan: BucketPlan, layouts: Mapping[Bucket, StepLayout], max_num_seqs: int, edit_layout: EditLayout):
+        self.plan, self.layouts, self.edit_layout = plan, layouts, edit_layout
+        self._edit_rows: list[np.ndarray] = []  # of newcomers since the last `pack`
         self.sampling = np.zeros((max_num_seqs, sampling_rows.NUM_COLUMNS), np.int32)
         self.wants_logprobs = np.zeros(max_num_seqs, bool)
         self._generations = np.full(max_num_seqs, -1, np.int64)  # whose parameters each row of the mirror holds
 
     def newcomers(self, schedule: Schedule) -> list[Request]:
         """The requests of this schedule whose row has a new owner since it was last packed; their sampling parameters are now in
-        the mirror. Call it once a schedule, before `pack`."""
+        the mirror, and their edits, if any, go with the next `pack`. Call it once a schedule, before `pack`."""
         new = np.flatnonzero(self._generations[schedule.rows] != schedule.generations)
         for i in new:
             request, row = schedule.requests[i], int(schedule.rows[i])
@@ -126,6 +129,8 @@ class BatchPacker:
                 num_prompt_tokens=request.num_prompt_tokens,
                 suppress_ids=request.stop_ids,
             )
+            if kinds_of(request.params):
+                self._edit_rows.append(self.edit_layout.pack(row, request.params, request.token_ids, request.num_prompt_tokens))
         return [schedule.requests[i] for i in new]
 
     def pack(self, schedule: Schedule) -> StepInputs:
@@ -141,11 +146,10 @@ class BatchPacker:
         view["starts"][d:n] = schedule.starts[d:]
         self._pack_tokens(view["token_ids"], schedule)
 
-        updates, extra = schedule.page_updates, None
-        if len(updates) > layout.num_updates:
-            updates, extra = updates[: layout.num_updates], updates[layout.num_updates :]
+        updates, extra = schedule.page_updates[: layout.num_updates], schedule.page_updates[layout.num_updates :]
         view["page_updates"][: len(updates)] = updates
 
+        edit_rows, self._edit_rows = self._edit_rows, []
         ends = np.cumsum(schedule.q_lens) - 1
         rows = schedule.rows
         if not schedule.samples.all():
@@ -161,6 +165,7 @@ class BatchPacker:
             num_samples=r,
             with_logprobs=bool(self.wants_logprobs[rows].any()),
             extra_page_updates=extra,
+            edit_rows=edit_rows,
             num_tokens=schedule.num_tokens,
         )
 

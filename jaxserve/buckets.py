@@ -77,7 +77,7 @@ class BucketPlan:
         cls, max_num_seqs: int, max_num_batched_tokens: int, *, min_tokens: int = 8, max_programs: int = MAX_PROGRAMS
     ) -> BucketPlan:
         """Powers of two from `min_tokens` to the budget, thinned until at most `max_programs` programs are left."""
-        room = max_programs - 1  # one program applies page-table updates
+        room = max_programs - 1  # one program updates device state
         for per_ladder in range(16, 1, -1):
             heads = _ladder(min_tokens, max_num_seqs, max(2, per_ladder // 2), min_tokens)
             decode = _ladder(min_tokens, max_num_seqs, per_ladder, min_tokens)
@@ -92,7 +92,7 @@ class BucketPlan:
 
     @property
     def num_programs(self) -> int:
-        """Programs that all of the plan compiles to: bodies, heads in every variant, and the page-table update."""
+        """Programs that all of the plan compiles to: bodies, heads in every variant, and the state's update."""
         return len(self.buckets) + HEAD_VARIANTS * len(self.head_rows) + 1
 
     @property

@@ -207,6 +207,7 @@ class EngineConfig:
         Raises:
           ValueError: limits that contradict each other, the bucket plan, the model or the memory.
         """
+        from jaxserve.edit_rows import EditLayout
         from jaxserve.policies import resolve_policy
 
         plan = self.bucket_plan
@@ -222,6 +223,7 @@ class EngineConfig:
             longest <= model.max_position_embeddings,
             f"max_model_len={longest} must not exceed the model's max_position_embeddings={model.max_position_embeddings}",
         )
+        edit_bytes = max_num_seqs * EditLayout(longest, model.vocab_size).row_bytes
         num_pages = self.num_pages or decide_num_pages(
             pages,
             max_num_seqs=max_num_seqs,
@@ -229,7 +231,7 @@ class EngineConfig:
             utilization=self.gpu_memory_utilization,
             device_limit=device_limit,
             weight_bytes=weight_bytes,
-            temp_bytes=temp_bytes,
+            temp_bytes=temp_bytes + edit_bytes,
         )
         if num_pages * page_size < longest:
             _require(

@@ -23,6 +23,7 @@ from jaxserve.batch import BatchPacker, StepInputs
 from jaxserve.buckets import PaddingAccount
 from jaxserve.compilation import compile_counts, use_persistent_cache
 from jaxserve.config import EngineConfig, ResolvedConfig
+from jaxserve.edit_rows import kinds_of
 from jaxserve.models import Decoder
 from jaxserve.page_pool import PagePool
 from jaxserve.programs import Programs
@@ -106,7 +107,8 @@ class Engine:
         cache, limits = self.config.cache, self.config.scheduler
         self.pool = PagePool(cache.num_pages, cache.page_size, cache.enable_prefix_caching)
         self.scheduler = Scheduler(limits, self.pool)
-        self.packer = BatchPacker(self.config.plan, self.runner.programs.layouts, limits.max_num_seqs)
+        programs = self.runner.programs
+        self.packer = BatchPacker(self.config.plan, programs.layouts, limits.max_num_seqs, programs.edit_layout)
 
     # -- requests in
 
@@ -180,7 +182,17 @@ class Engine:
         ids = np.asarray(prompt_token_ids)
         if ids.size and (ids.dtype.kind not in "iu" or ids.ndim != 1):
             raise ValueError(f"prompt_token_ids must be a flat list of integers, got {ids.dtype} of shape {ids.shape}")
-        for name, values in (("prompt", ids), ("stop", np.asarray(params.stop_token_ids or (), np.int64))):
+        if params.bad_words is not None:
+            raise ValueError(f"bad_words={params.bad_words!r} are texts, and the engine has no tokenizer: give bad_words_token_ids")
+        named = {
+            "prompt": ids,
+            "stop": params.stop_token_ids or (),
+            "logit_bias": list(params.logit_bias or ()),
+            "allowed": params.allowed_token_ids or (),
+            "bad word's": [i for sequence in params.bad_words_token_ids or () for i in sequence],
+        }
+        for name, values in named.items():
+            values = np.asarray(values, np.int64)
             bad = values[(values < 0) | (values >= vocab)]
             if bad.size:
                 raise ValueError(f"{name} token id {int(bad[0])} is out of the vocabulary [0, {vocab})")
@@ -329,6 +341,8 @@ class Engine:
                 f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens; "
                 "check the weights, or use a wider dtype"
             )
+            if kinds_of(request.params):
+                message += ", or allowed_token_ids, bad words and min_tokens together forbid every token"
             logger.error("request %s: %s", request.request_id, message)
             self.scheduler.finish(request, "error", message)
             outputs.append(EngineOutput(request, [], finish_reason="error", stop_reason=message))

@@ -95,9 +95,7 @@ class LLM:
     @functools.cached_property
     def _default_sampling_params(self) -> SamplingParams:
         recommended = self.generation_defaults.sampling()
-        left_out = list(self.generation_defaults.not_applied)
-        if recommended.pop("repetition_penalty", 1.0) != 1.0:
-            left_out.append("repetition_penalty")
+        left_out = self.generation_defaults.not_applied
         if left_out:
             logger.warning("generation_config.json asks for %s, which is not supported yet and is left out", ", ".join(left_out))
         try:
@@ -222,6 +220,7 @@ class LLM:
                 ready[i] = tokenize(prompt)
                 if params[i].stop and self.tokenizer is None:
                     raise ValueError(f"stop={params[i].stop} needs a tokenizer, and none was loaded; use stop_token_ids")
+                params[i] = self._with_bad_words_tokenized(params[i])
                 self.engine.check_request(f"{run}-{i}", ready[i].token_ids, params[i], priority=priorities[i])
             except ValueError as error:
                 errors[i] = str(error)
@@ -233,6 +232,16 @@ class LLM:
             outputs = [CompletionOutput(0, "", [], finish_reason="error", stop_reason=message)]
             failed[i] = RequestOutput(f"{run}-{i}", prompt.text, prompt.token_ids, outputs, True)
         return self._run(run, ready, failed, params, priorities)
+
+    def _with_bad_words_tokenized(self, params: SamplingParams) -> SamplingParams:
+        """bad_words as token ids, beside those given as such. ValueError without a tokenizer, or for too many or too long ones."""
+        if params.bad_words is None:
+            return params
+        if self.tokenizer is None:
+            raise ValueError(f"bad_words={params.bad_words!r} needs a tokenizer, and none was loaded; use bad_words_token_ids")
+        found = [ids for word in params.bad_words for ids in self.tokenizer.encode_word(word)]
+        found += [list(ids) for ids in params.bad_words_token_ids or ()]
+        return params.with_(bad_words=None, bad_words_token_ids=found)
 
     def _run(
         self,

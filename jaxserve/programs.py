@@ -1,4 +1,4 @@
-"""The compiled programs of a bucket plan: a body a bucket, a head a number of rows and variant, and the page-table update.
+"""The compiled programs of a bucket plan: a body a bucket, a head a number of rows and variant, and the state's update.
 
 Owns their shapes and compilation, from shapes alone: nothing is allocated here. Knows nothing of steps in flight.
 """
@@ -18,6 +18,7 @@ from jaxserve import sampling_rows, step
 from jaxserve.batch import StepLayout
 from jaxserve.buckets import Bucket
 from jaxserve.config import ResolvedConfig
+from jaxserve.edit_rows import EditLayout
 from jaxserve.request import MAX_LOGPROBS
 
 logger = logging.getLogger("jaxserve")
@@ -29,7 +30,7 @@ class Programs:
     """Programs of one model and plan, each compiled when first asked for and kept.
 
     Every program takes flat lists of weights first. Donated: the body's kv_pages, page_table and num_computed, the head's
-    last_tokens, the update's page_table; never what the host fetches.
+    last_tokens and history, the update's page_table, history and edits; never what the host fetches.
     """
 
     def __init__(self, functions: step.ModelFunctions, config: ResolvedConfig):
@@ -38,6 +39,7 @@ class Programs:
             b: StepLayout(b, config.scheduler.max_num_seqs, config.cache.page_size, config.plan.max_head_rows)
             for b in config.plan.buckets
         }
+        self.edit_layout = EditLayout(config.scheduler.max_model_len, config.model.vocab_size)
         self._compiled: dict[Any, Any] = {}
 
     @property
@@ -64,17 +66,18 @@ class Programs:
         return self._compiled[bucket]
 
     def head(self, rows: int, with_logprobs: bool) -> Any:
-        """compiled(leaves, last_tokens, hidden, HeadInputs): `step.head` for this many rows."""
+        """compiled(leaves, last_tokens, history, edits, hidden, HeadInputs): `step.head` for this many rows."""
         key = (rows, with_logprobs)
         if key not in self._compiled:
             self._compiled[key] = self._compile(f"head({rows}{', logprobs' if with_logprobs else ''})", *self.head_spec(*key))
         return self._compiled[key]
 
     def update(self) -> Any:
-        """compiled(page_table, updates i32[UPDATE_BATCH, 3])."""
+        """compiled(page_table, history, edits, updates i32[UPDATE_BATCH, 3], one edit row): `step.update_state`."""
         if "update" not in self._compiled:
-            args = (self.state[1], jax.ShapeDtypeStruct((UPDATE_BATCH, 3), jnp.int32))
-            self._compiled["update"] = self._compile("page-table update", step.update_page_table, (0,), args)
+            uploads = (UPDATE_BATCH, 3), self.edit_layout.nothing.shape
+            args = (self.state[1], *self.edit_state, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in uploads))
+            self._compiled["update"] = self._compile("state update", step.update_state, (0, 1, 2), args)
         return self._compiled["update"]
 
     def body_spec(self, bucket: Bucket) -> tuple[Callable, tuple[int, ...], tuple[Any, ...]]:
@@ -93,7 +96,7 @@ class Programs:
         hidden = S((R, self.config.model.hidden_size), self.config.pages.dtype)
         rows_of, sampling_of = S((R,), jnp.int32), S((R, sampling_rows.NUM_COLUMNS), jnp.int32)
         inputs = step.HeadInputs(rows_of, sampling_of)  # pyright: ignore[reportArgumentType]  (abstract, like all arguments here)
-        return function, (1,), (leaves, self.state[3], hidden, inputs)
+        return function, (1, 2), (leaves, self.state[3], *self.edit_state, hidden, inputs)
 
     @property
     def state(self) -> tuple[Any, Any, Any, Any]:
@@ -103,6 +106,15 @@ class Programs:
         seqs = jax.ShapeDtypeStruct((c.scheduler.max_num_seqs,), jnp.int32)
         table = jax.ShapeDtypeStruct((c.scheduler.max_num_seqs, c.max_pages_per_seq), jnp.int32)
         return [kv] * c.pages.num_layers, table, seqs, seqs
+
+    @property
+    def edit_state(self) -> tuple[Any, Any]:
+        """Abstract (history, edits)."""
+        seqs, layout = self.config.scheduler.max_num_seqs, self.edit_layout
+        return (
+            jax.ShapeDtypeStruct((seqs, layout.max_model_len), jnp.int32),
+            jax.ShapeDtypeStruct((seqs, layout.num_columns), jnp.int32),
+        )
 
     def largest_temp_bytes(self) -> int:
         """Most temporary memory any program needs: that of the largest body and of the largest head."""

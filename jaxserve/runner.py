@@ -1,12 +1,12 @@
 """The device side of the engine: its state, dispatch and fetch.
 
-Owns the KV pages, the page table and the decode state on the device. Knows nothing of requests or scheduling: it runs StepInputs in
-the order in which they come.
+Owns the KV pages, the page table, the decode state and the rows' edits on the device. Knows nothing of requests or scheduling: it
+runs StepInputs in the order in which they come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +48,11 @@ class Runner:
         kv_pages, *rest = self.programs.state
         self.kv_pages = [jnp.zeros(x.shape, x.dtype) for x in kv_pages]
         self.page_table, self.num_computed, self.last_tokens = (jnp.zeros(x.shape, x.dtype) for x in rest)
+        self.history, self.edits = (jnp.zeros(x.shape, x.dtype) for x in self.programs.edit_state)
 
     def reset(self) -> None:
         """State as new: a step that broke off may have consumed some of it (donated buffers) or left an error in its place."""
-        for array in (*self.kv_pages, self.page_table, self.num_computed, self.last_tokens):
+        for array in (*self.kv_pages, self.page_table, self.num_computed, self.last_tokens, self.history, self.edits):
             array.delete()
         self._allocate()
 
@@ -65,15 +66,15 @@ class Runner:
         heads = [k for k in keys if isinstance(k, tuple)]
         nothing = np.full((1, 3), (self.config.scheduler.max_num_seqs, 0, 0), np.int32)
         for _ in range(3 if jax.default_backend() == "gpu" else 1):
-            self._update_page_table(nothing)
+            self._update_state(nothing, [])
             for i in range(max(len(buckets), len(heads))):
                 bucket, (rows, with_logprobs) = buckets[i % len(buckets)], heads[i % len(heads)]
                 self.fetch(self._run(bucket, self.programs.layouts[bucket].padding, rows, with_logprobs, rows))
 
     def dispatch(self, inputs: StepInputs) -> StepHandle:
         """Enqueues a step and returns at once; it runs after all that were dispatched before it."""
-        if inputs.extra_page_updates is not None:
-            self._update_page_table(inputs.extra_page_updates)
+        if len(inputs.extra_page_updates) or inputs.edit_rows:
+            self._update_state(inputs.extra_page_updates, inputs.edit_rows)
         return self._run(inputs.bucket, inputs.packed, inputs.head_rows, inputs.with_logprobs, inputs.num_samples)
 
     def _run(self, bucket: Bucket, packed: np.ndarray, head_rows: int, with_logprobs: bool, num_samples: int) -> StepHandle:
@@ -83,18 +84,23 @@ class Runner:
         if not head_rows:
             return StepHandle(None, hidden, 0)
         head: Any = self.programs.head(head_rows, with_logprobs)
-        self.last_tokens, out = head(self.head_leaves, self.last_tokens, hidden, head_inputs)
+        self.last_tokens, self.history, out = head(
+            self.head_leaves, self.last_tokens, self.history, self.edits, hidden, head_inputs
+        )
         if not self._on_cpu:  # where `out` is host memory already, and asking costs 50 us
             out.copy_to_host_async()
         return StepHandle(out, out, num_samples)
 
-    def _update_page_table(self, updates: np.ndarray) -> None:
-        """updates i32[m, 3]: (row, column, page), any number of them."""
-        for i in range(0, len(updates), UPDATE_BATCH):
-            part = updates[i : i + UPDATE_BATCH]
+    def _update_state(self, page_updates: np.ndarray, edit_rows: Sequence[np.ndarray]) -> None:
+        """page_updates i32[m, 3]: (row, column, page); as many calls of the update program as either list takes."""
+        for i in range(max(-(-len(page_updates) // UPDATE_BATCH), len(edit_rows))):
+            part = page_updates[i * UPDATE_BATCH : (i + 1) * UPDATE_BATCH]
             batch = np.full((UPDATE_BATCH, 3), (self.config.scheduler.max_num_seqs, 0, 0), np.int32)
             batch[: len(part)] = part
-            self.page_table = self.programs.update()(self.page_table, batch)
+            row = edit_rows[i] if i < len(edit_rows) else self.programs.edit_layout.nothing
+            self.page_table, self.history, self.edits = self.programs.update()(
+                self.page_table, self.history, self.edits, batch, row
+            )
 
     def fetch(self, handle: StepHandle) -> SampledRows | None:
         """Waits for a step and returns its sampled rows; None where no sequence sampled."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxserve import sampling
+from jaxserve import logit_edits, sampling
 from jaxserve.batch import StepLayout
 from jaxserve.models import Decoder, ModelConfig, named_leaves
 from jaxserve.sampling_rows import POSITION
@@ -182,19 +182,36 @@ def head(
     max_logprobs: int,
     leaves: Sequence[jax.Array],
     last_tokens: jax.Array,  # i32[max_num_seqs]
+    history: jax.Array,  # i32[max_num_seqs, max_model_len]: token ids of each row that looks back
+    edits: jax.Array,  # i32[max_num_seqs, columns of edit_rows]
     hidden: jax.Array,  # [R, D]
     inputs: HeadInputs,
 ):
-    """Logits of the first `num_rows` hidden rows, and a token of each. Returns (last_tokens, what the host
+    """Logits of the first `num_rows` hidden rows, and a token of each. Returns (last_tokens, history, what the host
     fetches: i32[rows, ...])."""
     model = functions.module(functions.head_indices, leaves)
     logits = model.logits(model.final_norm(hidden[:num_rows]))
     rows = sampling.unpack_rows(inputs.sampling[:num_rows])
-    sampled = sampling.sample(logits, rows, max_logprobs=max_logprobs)
-    last_tokens = last_tokens.at[inputs.rows[:num_rows]].set(sampled.tokens, mode="drop")
-    return last_tokens, sampling.pack_sampled(sampled)
+    seq_rows = inputs.rows[:num_rows]
+    edit = functools.partial(
+        logit_edits.edit, kinds=rows.edits, seq_rows=seq_rows, positions=rows.position, table=edits, history=history
+    )
+    sampled = sampling.sample(logits, rows, max_logprobs=max_logprobs, edit=edit)
+    last_tokens = last_tokens.at[seq_rows].set(sampled.tokens, mode="drop")
+    history = logit_edits.remember(history, seq_rows, rows.position, sampled.tokens)
+    return last_tokens, history, sampling.pack_sampled(sampled)
 
 
-def update_page_table(page_table: jax.Array, updates: jax.Array) -> jax.Array:
-    """Page-table entries (row, column, page), i32[U, 3], that did not fit into a step's own upload."""
-    return page_table.at[updates[:, 0], updates[:, 1]].set(updates[:, 2], mode="drop")
+def update_state(
+    page_table: jax.Array,  # i32[max_num_seqs, P]
+    history: jax.Array,  # i32[max_num_seqs, max_model_len]
+    edits: jax.Array,  # i32[max_num_seqs, columns]
+    page_updates: jax.Array,  # i32[U, 3]: row, column, page
+    edit_row: jax.Array,  # i32[1 + max_model_len + columns], as EditLayout.pack makes it
+):
+    """What has no room in a step's own upload: page-table entries, and one row of history and edits at a request's admission.
+    Rows past the end change nothing. Returns (page_table, history, edits)."""
+    page_table = page_table.at[page_updates[:, 0], page_updates[:, 1]].set(page_updates[:, 2], mode="drop")
+    row, end = edit_row[0], 1 + history.shape[1]
+    history = history.at[row].set(edit_row[1:end], mode="drop")
+    return page_table, history, edits.at[row].set(edit_row[end:], mode="drop")

@@ -111,6 +111,8 @@ def make_engine(
     runner.page_table = jnp.full_like(runner.page_table, -1)
     runner.num_computed = jnp.full_like(runner.num_computed, 11)
     runner.last_tokens = jnp.full_like(runner.last_tokens, 22)
+    runner.history = jnp.full_like(runner.history, 33)
+    runner.edits = jnp.full_like(runner.edits, 44)
     poison(engine)
     return engine
 
