@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +97,7 @@ class StepInputs:
     extra_page_updates: np.ndarray
     edit_rows: list[np.ndarray]  # as EditLayout.pack makes them, one for each newly admitted request that edits its logits
     num_tokens: int
+    score_rows: list[np.ndarray] = field(default_factory=list)  # as prompt_scores.pack_spans makes them
 
 
 class BatchPacker:

@@ -27,6 +27,7 @@ from jaxserve.edit_rows import kinds_of
 from jaxserve.models import Decoder
 from jaxserve.page_pool import PagePool
 from jaxserve.programs import Programs
+from jaxserve.prompt_scores import ScoreSpan, deliver, pack_spans, scores_of, spans_of
 from jaxserve.request import MAX_SUPPRESSED_IDS, Logprob, Request, RequestMetrics, RequestStatus, SamplingParams
 from jaxserve.runner import Runner, StepHandle
 from jaxserve.sampling_rows import SampledRows
@@ -95,7 +96,7 @@ class Engine:
         self._make_host_state()
         self.stats = EngineStats()
         self._groups: dict[str, list[Request]] = {}  # request id -> its samples
-        self._in_flight: deque[tuple[Schedule, StepHandle]] = deque()
+        self._in_flight: deque[tuple[Schedule, list[ScoreSpan], StepHandle]] = deque()
         self._undelivered: list[EngineOutput] = []
         self._numbers = itertools.count()
         self._demand_log = open(config.demand_log, "a", buffering=1) if config.demand_log else None
@@ -121,8 +122,12 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival: float | None = None,
+        score_from: int | None = None,
     ) -> list[Request]:
         """Queues a request: one `Request` for each of its `params.n` samples, with ids `request_id`, or `request_id/i` for n > 1.
+
+        score_from: gathers the log-probabilities of the prompt's tokens from this position on, 1 at least, in the first sample's
+          `prompt_scores`; those before it may come from the prefix cache.
 
         Raises:
           ValueError: an empty or too long prompt, an id out of the vocabulary, a duplicate request id, a priority where nobody asks
@@ -132,9 +137,12 @@ class Engine:
         arrival = time.monotonic() if arrival is None else arrival
         requests = self._samples(request_id, prompt_token_ids, params, arrival, priority, cache_salt)
         seed = self._seed_of(next(self._numbers)) if params.seed is None else params.seed
+        if score_from is not None and not 1 <= score_from <= len(prompt_token_ids):
+            raise ValueError(f"{score_from=} must be in [1, {len(prompt_token_ids)}], the prompt's length")
         self._groups[request_id] = requests  # first, so that `abort` finds what an interrupt leaves half added
         for request in requests:
             request.seed = seed
+            request.prompt_scores = scores_of(request, score_from)
             self.scheduler.add(request)
         return requests
 
@@ -274,8 +282,8 @@ class Engine:
     def _step(self) -> list[EngineOutput]:
         schedule = self.scheduler.schedule()
         if schedule is not None:
-            inputs = self._pack(schedule)
-            self._in_flight.append((schedule, self.runner.dispatch(inputs)))
+            inputs, spans = self._pack(schedule)
+            self._in_flight.append((schedule, spans, self.runner.dispatch(inputs)))
         depth = 1 if schedule is not None and self.config.engine.async_scheduling else 0
         outputs: list[EngineOutput] = self._undelivered
         self._undelivered = []
@@ -283,19 +291,24 @@ class Engine:
             outputs += self._finish_step(*self._in_flight.popleft())
         return outputs
 
-    def _pack(self, schedule: Schedule) -> StepInputs:
+    def _pack(self, schedule: Schedule) -> tuple[StepInputs, list[ScoreSpan]]:
         for request in self.packer.newcomers(schedule):
             if request.metrics is not None and request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = time.monotonic()
         inputs = self.packer.pack(schedule)
+        spans = spans_of(schedule)
+        if spans:
+            inputs.score_rows.extend(pack_spans(spans, self.runner.score_rows))
         self.stats.num_steps += 1
         self.stats.padding.add(inputs.bucket, inputs.num_tokens, inputs.head_rows, inputs.num_samples)
         self.stats.prefill_tokens += schedule.num_tokens - schedule.num_decodes
         if self._demand_log is not None:
             self._log_demand(schedule, inputs)
-        return inputs
+        return inputs, spans
 
-    def _finish_step(self, schedule: Schedule, handle: StepHandle) -> list[EngineOutput]:
+    def _finish_step(self, schedule: Schedule, spans: list[ScoreSpan], handle: StepHandle) -> list[EngineOutput]:
+        if spans:
+            deliver(spans, self.runner.fetch_scores(handle))
         sampled = self.runner.fetch(handle)
         tokens = np.zeros(schedule.num_seqs, np.int32)
         outputs: list[EngineOutput] = []

@@ -1,4 +1,5 @@
-"""The compiled programs of a bucket plan: a body a bucket, a head a number of rows and variant, and the state's update.
+"""The compiled programs of a bucket plan: a body a bucket, a head a number of rows and variant, the scoring of
+prompts and the state's update.
 
 Owns their shapes and compilation, from shapes alone: nothing is allocated here. Knows nothing of steps in flight.
 """
@@ -24,13 +25,14 @@ from jaxserve.request import MAX_LOGPROBS
 logger = logging.getLogger("jaxserve")
 
 UPDATE_BATCH = 1024  # page-table entries an update program takes at once
+SCORE_ROWS = 256  # most logits rows that the score program holds at once
 
 
 class Programs:
     """Programs of one model and plan, each compiled when first asked for and kept.
 
-    Every program takes flat lists of weights first. Donated: the body's kv_pages, page_table and num_computed, the head's
-    last_tokens and history, the update's page_table, history and edits; never what the host fetches.
+    Every program takes flat lists of weights first. Donated: the body's kv_pages, page_table, num_computed and step_hidden,
+    the head's last_tokens and history, the update's page_table, history and edits; never what the host fetches.
     """
 
     def __init__(self, functions: step.ModelFunctions, config: ResolvedConfig):
@@ -49,18 +51,18 @@ class Programs:
 
     @property
     def keys(self) -> list[Any]:
-        """Every program of the plan, as arguments for `get`: a Bucket, (rows, with_logprobs), or "update"."""
+        """Every program of the plan, as arguments for `get`: a Bucket, (rows, with_logprobs), "score" or "update"."""
         plan = self.config.plan
-        return [*plan.buckets, *((rows, lp) for rows in plan.head_rows for lp in (False, True)), "update"]
+        return [*plan.buckets, *((rows, lp) for rows in plan.head_rows for lp in (False, True)), "score", "update"]
 
     def get(self, key: Any) -> Any:
         """The program of one of `keys`, compiled if it is not yet."""
         if isinstance(key, Bucket):
             return self.body(key)
-        return self.update() if key == "update" else self.head(*key)
+        return getattr(self, key)() if isinstance(key, str) else self.head(*key)
 
     def body(self, bucket: Bucket) -> Any:
-        """compiled(leaves, kv_pages, page_table, num_computed, last_tokens, packed): `step.body` of this bucket."""
+        """compiled(leaves, kv_pages, page_table, num_computed, step_hidden, last_tokens, packed): `step.body` of this bucket."""
         if bucket not in self._compiled:
             self._compiled[bucket] = self._compile(f"body {bucket}", *self.body_spec(bucket))
         return self._compiled[bucket]
@@ -71,6 +73,22 @@ class Programs:
         if key not in self._compiled:
             self._compiled[key] = self._compile(f"head({rows}{', logprobs' if with_logprobs else ''})", *self.head_spec(*key))
         return self._compiled[key]
+
+    def score(self) -> Any:
+        """compiled(leaves of the head, step_hidden, packed): `step.score` of `score_rows` rows."""
+        if "score" not in self._compiled:
+            self._compiled["score"] = self._compile("score", *self.score_spec())
+        return self._compiled["score"]
+
+    @property
+    def score_rows(self) -> int:
+        return min(SCORE_ROWS, self.config.plan.buckets[-1].tokens)
+
+    def score_spec(self) -> tuple[Callable, tuple[int, ...], tuple[Any, ...]]:
+        """(function, donated argument numbers, abstract arguments) of the score program."""
+        leaves = [self.functions.abstract[i] for i in self.functions.head_indices]
+        packed = jax.ShapeDtypeStruct((1 + 2 * self.score_rows,), jnp.int32)
+        return functools.partial(step.score, self.functions, MAX_LOGPROBS), (), (leaves, self.state[3], packed)
 
     def update(self) -> Any:
         """compiled(page_table, history, edits, updates i32[UPDATE_BATCH, 3], one edit row): `step.update_state`."""
@@ -86,7 +104,7 @@ class Programs:
         function = functools.partial(step.body, self.functions, layout, self.config.engine.attention_backend)
         leaves = [self.functions.abstract[i] for i in self.functions.body_indices]
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-        return function, (1, 2, 3), (leaves, *self.state, packed)
+        return function, (1, 2, 3, 4), (leaves, *self.state, packed)
 
     def head_spec(self, rows: int, with_logprobs: bool) -> tuple[Callable, tuple[int, ...], tuple[Any, ...]]:
         """(function, donated argument numbers, abstract arguments) of a head."""
@@ -96,16 +114,17 @@ class Programs:
         hidden = S((R, self.config.model.hidden_size), self.config.pages.dtype)
         rows_of, sampling_of = S((R,), jnp.int32), S((R, sampling_rows.NUM_COLUMNS), jnp.int32)
         inputs = step.HeadInputs(rows_of, sampling_of)  # pyright: ignore[reportArgumentType]  (abstract, like all arguments here)
-        return function, (1, 2), (leaves, self.state[3], *self.edit_state, hidden, inputs)
+        return function, (1, 2), (leaves, self.state[4], *self.edit_state, hidden, inputs)
 
     @property
-    def state(self) -> tuple[Any, Any, Any, Any]:
-        """Abstract (kv_pages, page_table, num_computed, last_tokens)."""
+    def state(self) -> tuple[Any, Any, Any, Any, Any]:
+        """Abstract (kv_pages, page_table, num_computed, step_hidden, last_tokens)."""
         c = self.config
         kv = jax.ShapeDtypeStruct(c.pages.layer(c.cache.num_pages), c.pages.dtype)
         seqs = jax.ShapeDtypeStruct((c.scheduler.max_num_seqs,), jnp.int32)
         table = jax.ShapeDtypeStruct((c.scheduler.max_num_seqs, c.max_pages_per_seq), jnp.int32)
-        return [kv] * c.pages.num_layers, table, seqs, seqs
+        hidden = jax.ShapeDtypeStruct((c.plan.buckets[-1].tokens, c.model.hidden_size), c.pages.dtype)
+        return [kv] * c.pages.num_layers, table, seqs, hidden, seqs
 
     @property
     def edit_state(self) -> tuple[Any, Any]:
@@ -117,9 +136,9 @@ class Programs:
         )
 
     def largest_temp_bytes(self) -> int:
-        """Most temporary memory any program needs: that of the largest body and of the largest head."""
+        """Most temporary memory any program needs: that of the largest body, of the largest head, or of scoring."""
         plan = self.config.plan
-        largest = [self.body(plan.buckets[-1]), self.head(plan.max_head_rows, True)]
+        largest = [self.body(plan.buckets[-1]), self.head(plan.max_head_rows, True), self.score()]
         return max(program.memory_analysis().temp_size_in_bytes for program in largest)
 
     def _compile(self, what: str, function: Callable, donate: tuple[int, ...], args: tuple[Any, ...]) -> Any:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from jaxserve.prompt_scores import PromptScores
     from jaxserve.sequence_rows import SequenceRows
 
 MAX_LOGPROBS = 20  # most alternatives a request may ask for; the head's logprobs variant is compiled for this many
@@ -227,6 +228,7 @@ class Request:
     weights_version: int = 0
     parent_id: str = ""  # the id the user gave; differs from request_id where n > 1
     metrics: RequestMetrics | None = None
+    prompt_scores: PromptScores | None = None  # where its prompt's own log-probabilities are gathered, if they are asked for
 
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)  # prompt + output that the host knows
@@ -339,7 +341,9 @@ class RequestMetrics:
 class RequestOutput:
     """What `generate` returns for one prompt: the n samples and what the engine knows of the prompt.
 
-    num_cached_tokens: prompt tokens whose KV came from the prefix cache (of the first sample; the others find at least its pages).
+    prompt_logprobs: one entry a prompt token, as CompletionOutput's logprobs; None for the first token. There from the first
+    output on. num_cached_tokens: prompt tokens whose KV came from the prefix cache (of the first sample; the others find at least
+    its pages).
     metrics: of the first sample until all have finished, then of all together.
     """
 
@@ -348,6 +352,6 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None

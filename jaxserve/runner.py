@@ -17,7 +17,7 @@ import numpy as np
 from jaxserve.batch import StepInputs
 from jaxserve.buckets import Bucket
 from jaxserve.programs import UPDATE_BATCH, Programs
-from jaxserve.sampling_rows import SampledRows, unpack_sampled
+from jaxserve.sampling_rows import SampledRows, ScoredRows, unpack_sampled, unpack_scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class StepHandle:
     """A dispatched step. `out` is what the host fetches; None where no sequence sampled."""
 
     out: jax.Array | None  # i32[head rows, columns]
+    scored: list[jax.Array]  # i32[score_rows, columns] each
     done: jax.Array  # ready when the step is
     num_samples: int
 
@@ -41,18 +42,20 @@ class Runner:
         self.body_leaves = [functions.leaves[i] for i in functions.body_indices]
         self.head_leaves = [functions.leaves[i] for i in functions.head_indices]
         self._on_cpu = jax.default_backend() == "cpu"
+        self.score_rows = programs.score_rows
         self.weights_version = 0
         self._allocate()
 
     def _allocate(self) -> None:
         kv_pages, *rest = self.programs.state
         self.kv_pages = [jnp.zeros(x.shape, x.dtype) for x in kv_pages]
-        self.page_table, self.num_computed, self.last_tokens = (jnp.zeros(x.shape, x.dtype) for x in rest)
+        self.page_table, self.num_computed, self.step_hidden, self.last_tokens = (jnp.zeros(x.shape, x.dtype) for x in rest)
         self.history, self.edits = (jnp.zeros(x.shape, x.dtype) for x in self.programs.edit_state)
 
     def reset(self) -> None:
         """State as new: a step that broke off may have consumed some of it (donated buffers) or left an error in its place."""
-        for array in (*self.kv_pages, self.page_table, self.num_computed, self.last_tokens, self.history, self.edits):
+        rest = (self.page_table, self.num_computed, self.step_hidden, self.last_tokens, self.history, self.edits)
+        for array in (*self.kv_pages, *rest):
             array.delete()
         self._allocate()
 
@@ -67,6 +70,7 @@ class Runner:
         nothing = np.full((1, 3), (self.config.scheduler.max_num_seqs, 0, 0), np.int32)
         for _ in range(3 if jax.default_backend() == "gpu" else 1):
             self._update_state(nothing, [])
+            np.asarray(self.programs.score()(self.head_leaves, self.step_hidden, np.zeros(1 + 2 * self.score_rows, np.int32)))
             for i in range(max(len(buckets), len(heads))):
                 bucket, (rows, with_logprobs) = buckets[i % len(buckets)], heads[i % len(heads)]
                 self.fetch(self._run(bucket, self.programs.layouts[bucket].padding, rows, with_logprobs, rows))
@@ -75,21 +79,28 @@ class Runner:
         """Enqueues a step and returns at once; it runs after all that were dispatched before it."""
         if len(inputs.extra_page_updates) or inputs.edit_rows:
             self._update_state(inputs.extra_page_updates, inputs.edit_rows)
-        return self._run(inputs.bucket, inputs.packed, inputs.head_rows, inputs.with_logprobs, inputs.num_samples)
+        handle = self._run(inputs.bucket, inputs.packed, inputs.head_rows, inputs.with_logprobs, inputs.num_samples)
+        for rows in inputs.score_rows:
+            handle.scored.append(self.programs.score()(self.head_leaves, self.step_hidden, rows))
+            self._start_fetching(handle.scored[-1])
+        return handle
 
     def _run(self, bucket: Bucket, packed: np.ndarray, head_rows: int, with_logprobs: bool, num_samples: int) -> StepHandle:
-        hidden, head_inputs, self.kv_pages, self.page_table, self.num_computed = self.programs.body(bucket)(
-            self.body_leaves, self.kv_pages, self.page_table, self.num_computed, self.last_tokens, packed
+        hidden, head_inputs, self.kv_pages, self.page_table, self.num_computed, self.step_hidden = self.programs.body(bucket)(
+            self.body_leaves, self.kv_pages, self.page_table, self.num_computed, self.step_hidden, self.last_tokens, packed
         )
         if not head_rows:
-            return StepHandle(None, hidden, 0)
+            return StepHandle(None, [], hidden, 0)
         head: Any = self.programs.head(head_rows, with_logprobs)
         self.last_tokens, self.history, out = head(
             self.head_leaves, self.last_tokens, self.history, self.edits, hidden, head_inputs
         )
+        self._start_fetching(out)
+        return StepHandle(out, [], out, num_samples)
+
+    def _start_fetching(self, out: jax.Array) -> None:
         if not self._on_cpu:  # where `out` is host memory already, and asking costs 50 us
             out.copy_to_host_async()
-        return StepHandle(out, out, num_samples)
 
     def _update_state(self, page_updates: np.ndarray, edit_rows: Sequence[np.ndarray]) -> None:
         """page_updates i32[m, 3]: (row, column, page); as many calls of the update program as either list takes."""
@@ -108,3 +119,8 @@ class Runner:
             handle.done.block_until_ready()
             return None
         return unpack_sampled(np.asarray(handle.out)[: handle.num_samples])
+
+    @staticmethod
+    def fetch_scores(handle: StepHandle) -> ScoredRows:
+        """Waits for the rows that a step scored; those of all batches in order, the last one's padding included."""
+        return unpack_scored(np.concatenate([np.asarray(x) for x in handle.scored]))

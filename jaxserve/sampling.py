@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -140,6 +141,28 @@ def sample(
         return Sampled(tokens, bad, by_sort, None)
     with jax.named_scope("logprobs"):
         return Sampled(tokens, bad, by_sort, _logprobs(logits, tokens, min(max_logprobs, logits.shape[1])))
+
+
+def score(
+    logits: jax.Array,  # f32[C, V]
+    tokens: jax.Array,  # i32[C]
+    with_top: jax.Array,  # bool[]
+    *,
+    max_logprobs: int,
+) -> SampledLogprobs:
+    """Log-probabilities and ranks of given tokens; where asked for, the likeliest too (zeros elsewhere).
+
+    As `sample`'s, but for the exponentials, which are float32: a prompt has many tokens, and here nothing hangs on their last bit.
+    """
+    n = min(max_logprobs, logits.shape[1])
+    return _logprobs(logits, tokens, n, with_top=with_top, dtype=jnp.float32)
+
+
+def pack_scored(scored: SampledLogprobs) -> jax.Array:  # i32[C, 2 + 2N]
+    """One array to fetch; `sampling_rows.unpack_scored` reads it."""
+    bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
+    columns = [bits(scored.logprobs)[:, None], scored.ranks[:, None], scored.top_ids, bits(scored.top_logprobs)]
+    return jnp.concatenate(columns, axis=1)
 
 
 def process_logits(
@@ -300,17 +323,26 @@ def _last_kept(
     return value, last_id, undecided
 
 
-def _logprobs(logits: jax.Array, tokens: jax.Array, n: int) -> SampledLogprobs:  # f32[R, V], i32[R]
+def _logprobs(
+    logits: jax.Array,  # f32[R, V]
+    tokens: jax.Array,  # i32[R]
+    n: int,
+    *,
+    with_top: jax.Array | None = None,  # bool[]; None is always
+    dtype: Any = jnp.float64,
+) -> SampledLogprobs:
     blocks = _in_blocks(logits, -jnp.inf)
     maxima = blocks.max(-1)
     highest = maxima.max(-1)
     with jax.enable_x64(True):
-        mass = jnp.exp(blocks - highest[:, None, None]).sum((-1, -2), dtype=jnp.float64)
+        mass = jnp.exp(blocks - highest[:, None, None]).sum(-1, dtype=dtype).sum(-1, dtype=jnp.float64)
         log_mass = jnp.log(mass).astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, tokens[:, None], 1)
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
     ahead = (logits > chosen) | ((logits == chosen) & (ids < tokens[:, None]))
-    values, top_ids = _likeliest(blocks, maxima, n)
+    top = partial(_likeliest, blocks, maxima, n)
+    nothing = jnp.zeros((len(tokens), n), jnp.float32), jnp.zeros((len(tokens), n), jnp.int32)
+    values, top_ids = top() if with_top is None else lax.cond(with_top, top, lambda: nothing)
     return SampledLogprobs(
         logprobs=chosen[:, 0] - highest - log_mass,
         ranks=1 + ahead.sum(-1, dtype=jnp.int32),

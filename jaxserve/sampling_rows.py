@@ -83,6 +83,25 @@ class SampledRows:
     top_logprobs: np.ndarray | None = None  # f32[R, N]
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Log-probabilities of given tokens on the host: numpy, one entry a row."""
+
+    logprobs: np.ndarray  # f32[C]
+    ranks: np.ndarray  # i32[C]
+    top_ids: np.ndarray  # i32[C, N]
+    top_logprobs: np.ndarray  # f32[C, N]
+
+    def __getitem__(self, rows: slice) -> ScoredRows:
+        return ScoredRows(self.logprobs[rows], self.ranks[rows], self.top_ids[rows], self.top_logprobs[rows])
+
+
+def unpack_scored(packed: np.ndarray) -> ScoredRows:
+    """Views of `sampling.pack_scored`'s i32[C, 2 + 2N]."""
+    n, reals = packed.shape[1] // 2 - 1, packed.view(np.float32)
+    return ScoredRows(reals[:, 0], packed[:, 1], packed[:, 2 : 2 + n], reals[:, 2 + n :])
+
+
 def unpack_sampled(packed: np.ndarray) -> SampledRows:
     """Views of `sampling.pack_sampled`'s i32[R, 2] (no logprobs) or i32[R, 4 + 2N]."""
     flags = packed[:, FLAGS]

@@ -329,6 +329,9 @@ class Scheduler:
             return False
         num_known = len(request.token_ids)
         hits = pool.match(request.hash_chain, request.token_ids)
+        scores = request.prompt_scores
+        if scores is not None and scores.wanted:  # the token before each one that is scored must be computed
+            hits = hits[: (scores.next - 1) // pool.page_size]
         num_hit_tokens = len(hits) * pool.page_size
         num_tokens = self._chunk_size(num_known, num_hit_tokens, budget, num_prompts)
         if not num_tokens:

@@ -1,4 +1,5 @@
-"""The two programs of a step, as plain functions to be compiled: body (embed -> layers -> hidden rows) and head (rows -> tokens).
+"""The programs of a step, as plain functions to be compiled: body (embed -> layers -> hidden rows) and head (rows -> tokens); where
+a prompt's own tokens are scored, also score (rows -> log-probabilities).
 
 Owns what crosses between them and the device-resident state that both work on. A body's shape is a bucket; a head's is a number of
 logits rows and whether log-probabilities are wanted, so that their counts add up instead of multiplying. Knows nothing of hosts,
@@ -122,10 +123,11 @@ def body(
     kv_pages: Sequence[jax.Array],  # a layer: [num_pages, 2, K, page_size, H]
     page_table: jax.Array,  # i32[max_num_seqs, P]
     num_computed: jax.Array,  # i32[max_num_seqs]: tokens of each row whose KV is written
+    step_hidden: jax.Array,  # [tokens of the largest bucket, D]: hidden rows of one step's tokens
     last_tokens: jax.Array,  # i32[max_num_seqs]: last sampled token of each row
     packed: jax.Array,  # i32[layout.size]
 ):
-    """Runs one bucket. Returns (hidden [R, D], HeadInputs, kv_pages, page_table, num_computed)."""
+    """Runs one bucket. Returns (hidden [R, D], HeadInputs, kv_pages, page_table, num_computed, step_hidden)."""
     names = list(layout.fields)
     with jax.named_scope("unpack"):
         # Unpacked once, behind a barrier: commands of a CUDA graph whose buffers move are recorded again.
@@ -146,7 +148,8 @@ def body(
         at = fields["head_tokens"]
         sampling_fields = fields["sampling"].at[:, POSITION].set(context.positions[at] + 1)
         head_inputs = HeadInputs(fields["head_rows"], sampling_fields)
-        return x[at], head_inputs, written, page_table, num_computed
+        step_hidden = lax.dynamic_update_slice(step_hidden, x, (0, 0))  # in place: the program that scores has one shape
+        return x[at], head_inputs, written, page_table, num_computed, step_hidden
 
 
 def _context(layout, backend, fields, num_pages, page_table, num_computed, last_tokens):
@@ -200,6 +203,21 @@ def head(
     last_tokens = last_tokens.at[seq_rows].set(sampled.tokens, mode="drop")
     history = logit_edits.remember(history, seq_rows, rows.position, sampled.tokens)
     return last_tokens, history, sampling.pack_sampled(sampled)
+
+
+def score(
+    functions: ModelFunctions,
+    max_logprobs: int,
+    leaves: Sequence[jax.Array],
+    step_hidden: jax.Array,  # [tokens of the largest bucket, D], as the step's body left it
+    packed: jax.Array,  # i32[1 + 2C], as prompt_scores.pack_spans makes it
+) -> jax.Array:
+    """Log-probabilities of C tokens, each by one hidden row of the step: what the host fetches, i32[C, 2 + 2N]."""
+    C = packed.size // 2
+    model = functions.module(functions.head_indices, leaves)
+    logits = model.logits(model.final_norm(step_hidden[packed[1 : 1 + C]]))
+    with jax.named_scope("score"):
+        return sampling.pack_scored(sampling.score(logits, packed[1 + C :], packed[0] != 0, max_logprobs=max_logprobs))
 
 
 def update_state(

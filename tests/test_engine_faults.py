@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve import page_pool, scheduler, step
+from jaxserve import page_pool, prompt_scores, scheduler, step
 from jaxserve.batch import BatchPacker, StepLayout
 from jaxserve.request import Request
 from tests.dummy import ONE_BUCKET, differences, dummy_model, make_engine, serve
@@ -91,6 +91,13 @@ ON_THE_HOST = {
         "schedule.page_updates[:0]",
     ),
     "whole_prompt_hit": Fault(page_pool.PagePool, "match", "(len(token_ids) - 1) // self", "len(token_ids) // self"),
+    "scored_prompt_read_from_the_cache": Fault(
+        scheduler.Scheduler,
+        "_admit",
+        "hits = hits[: (scores.next - 1) // pool.page_size]",
+        "scores.next = max(1, len(hits) * pool.page_size + 1)",
+    ),
+    "score_of_the_token_before": Fault(prompt_scores, "spans_of", "row + position - 1 - start", "row + position - start"),
     "page_hash_ignores_what_came_before": Fault(page_pool, "page_hash", "sha256(parent + ", "sha256("),
 }
 
