@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine, EngineOutput
     from jaxserve.llm import LLM
-    from jaxserve.request import CompletionOutput, Logprob, Request, RequestOutput, SamplingParams
+    from jaxserve.request import CompletionOutput, Logprob, Request, RequestOutput, SamplingParams, ScoreOutput
     from jaxserve.tokenizer import Tokenizer
 
 _HOME = {
@@ -22,6 +22,7 @@ _HOME = {
     "RequestOutput": "request",
     "CompletionOutput": "request",
     "Logprob": "request",
+    "ScoreOutput": "request",
     "Tokenizer": "tokenizer",
 }
 
@@ -36,6 +37,7 @@ __all__ = [
     "Request",
     "RequestOutput",
     "SamplingParams",
+    "ScoreOutput",
     "Tokenizer",
 ]
 

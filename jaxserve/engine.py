@@ -177,6 +177,7 @@ class Engine:
         ]
         for request in requests:
             self.scheduler.check(request)
+            request.samples = requests if params.n > 1 else ()
         return requests
 
     def check_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0) -> None:

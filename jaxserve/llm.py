@@ -11,7 +11,7 @@ import itertools
 import logging
 import numbers
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.model_loader import load_model
 from jaxserve.progress import ProgressBar
-from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
+from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams, ScoreOutput
 from jaxserve.text_outputs import TextOutputs
 from jaxserve.tokenizer import Tokenizer
 
@@ -40,6 +40,7 @@ class _Tokenized:
     text: str | None
     token_ids: list[int]
     cache_salt: str | None = None
+    score_from: int | None = None
 
 
 class LLM:
@@ -169,6 +170,38 @@ class LLM:
         stream = self._start(chats, functools.partial(self._tokenize_chat, **options), sampling_params, priority, on_error)
         return self._collect(stream, len(chats), use_tqdm)
 
+    def score(
+        self,
+        texts: Prompt | tuple[Prompt, Prompt] | Sequence[Prompt | tuple[Prompt, Prompt]],
+        use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> list[ScoreOutput]:
+        """The log-probability of each token of given texts; nothing is generated.
+
+        Args:
+          texts: prompts as `generate` takes them, or (context, completion) pairs of them, of which only the completion is scored.
+            The two are tokenised apart, the completion without special tokens; contexts that pairs share are computed once.
+          use_tqdm, priority: as `generate`.
+
+        Raises:
+          ValueError: as `generate`, also for a pair with an empty context or completion.
+        """
+        items = [texts] if _is_pair(texts) else as_list(texts)  # pyright: ignore[reportArgumentType]
+        params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        stream = self._start(items, self._tokenize_to_score, params, priority, "raise")
+        return [_score_output(output) for output in self._collect(stream, len(items), use_tqdm)]
+
+    def _tokenize_to_score(self, item: Any) -> _Tokenized:
+        if not _is_pair(item):
+            return replace(self._tokenize(item), score_from=1)
+        context, completion = self._tokenize(item[0]), self._tokenize(item[1], add_special_tokens=False)
+        if not context.token_ids or not completion.token_ids:
+            raise ValueError(f"{_short(item)} has an empty context or completion; give each one token at least")
+        texts = (context.text, completion.text)
+        text = None if None in texts else "".join(map(str, texts))
+        return _Tokenized(text, context.token_ids + completion.token_ids, context.cache_salt, len(context.token_ids))
+
     def chat_prompts(self, messages: Sequence[Message] | Sequence[Sequence[Message]], **options: Any) -> list[Prompt]:
         """The prompts that conversations make, ready for `generate` or `stream`. options: as `Tokenizer.apply_chat_template`'s."""
         chats = [self._tokenize_chat(chat, **options) for chat in as_chats(messages)]
@@ -179,7 +212,7 @@ class LLM:
         text = tokenizer.apply_chat_template(messages, **options)
         return _Tokenized(text, tokenizer.encode(text, add_special_tokens=False))
 
-    def _tokenize(self, prompt: Prompt) -> _Tokenized:
+    def _tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> _Tokenized:
         """ValueError for what is no prompt."""
         if not isinstance(prompt, Mapping):
             prompt = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
@@ -192,7 +225,7 @@ class LLM:
         if not isinstance(text, str | None) or (text is None and token_ids is None):
             raise ValueError(f"prompt={text!r} must be a text, or give prompt_token_ids")
         if token_ids is None:
-            token_ids = self.get_tokenizer().encode(str(text))
+            token_ids = self.get_tokenizer().encode(str(text), add_special_tokens)
         if not (isinstance(token_ids, Sequence | np.ndarray) and all(_is_int(i) for i in token_ids)):
             raise ValueError(f"{_short(token_ids)} is no prompt: give a text, a flat list of token ids, or a dict with one of them")
         return _Tokenized(text, [int(i) for i in token_ids], salt)
@@ -257,7 +290,12 @@ class LLM:
             for i, prompt in ready.items():
                 index_of[f"{run}-{i}"] = i
                 requests = self.engine.add_request(
-                    f"{run}-{i}", prompt.token_ids, params[i], priority=priorities[i], cache_salt=prompt.cache_salt
+                    f"{run}-{i}",
+                    prompt.token_ids,
+                    params[i],
+                    priority=priorities[i],
+                    cache_salt=prompt.cache_salt,
+                    score_from=prompt.score_from,
                 )
                 self._texts.add(requests, prompt.text)
             left = len(ready)
@@ -299,6 +337,19 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and all(_is_int(p) for p in prompts)):
         return [prompts]  # pyright: ignore[reportReturnType]
     return list(prompts)  # pyright: ignore[reportReturnType]
+
+
+def _is_pair(item: Any) -> bool:
+    """Whether this is (context, completion), and not a prompt of two token ids."""
+    return isinstance(item, tuple) and len(item) == 2 and not any(map(_is_int, item))
+
+
+def _score_output(output: RequestOutput) -> ScoreOutput:
+    sample, scores = output.outputs[0], output.prompt_scores
+    if sample.finish_reason == "error":
+        raise RuntimeError(f"request {output.request_id}: {sample.stop_reason}")
+    assert scores is not None and not scores.wanted
+    return ScoreOutput(output.prompt, output.prompt_token_ids[scores.first :], scores.logprobs, scores.first)
 
 
 def as_chats(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:

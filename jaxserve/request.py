@@ -202,6 +202,7 @@ class RequestStatus(enum.Enum):
 
     WAITING = "waiting"
     WAITING_FOR_GRAMMAR = "waiting_for_grammar"  # not admitted until its grammar is compiled; others pass it
+    WAITING_FOR_PROMPT = "waiting_for_prompt"  # not admitted until another sample of its prompt has computed it; others pass it
     RUNNING = "running"
     PREEMPTED = "preempted"  # waits again, to recompute prompt + output
     FINISHED = "finished"
@@ -227,6 +228,7 @@ class Request:
     seed: int = 0  # resolved: params.seed, or the engine's choice
     weights_version: int = 0
     parent_id: str = ""  # the id the user gave; differs from request_id where n > 1
+    samples: Sequence[Request] = field(default=(), repr=False)  # all n of one prompt, where n > 1, itself included
     metrics: RequestMetrics | None = None
     prompt_scores: PromptScores | None = None  # where its prompt's own log-probabilities are gathered, if they are asked for
 
@@ -353,5 +355,25 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_scores: PromptScores | None = field(default=None, repr=False)  # the same as arrays
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class ScoreOutput:
+    """What `LLM.score` returns for one text.
+
+    token_ids: the tokens that were scored: the completion's, or all of the text's but its first. logprobs: f32[len(token_ids)], the
+    log-probability (natural log) of each, given all tokens before it. num_context_tokens: how many tokens came before the first.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    logprobs: np.ndarray
+    num_context_tokens: int
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """The sum: the log-probability of the whole."""
+        return float(self.logprobs.sum(dtype=np.float64))

@@ -50,6 +50,7 @@ class TextOutputs:
         """The samples of one request, as `Engine.add_request` returned them."""
         first = requests[0]
         group = _Group(RequestOutput(first.parent_id, prompt, list(first.prompt_token_ids), [], False, metrics=first.metrics))
+        group.output.prompt_scores = first.prompt_scores
         for request in requests:
             params = request.params
             completion = CompletionOutput(request.sample_index, "", [])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve import page_pool, prompt_scores, scheduler, step
+from jaxserve import engine, page_pool, scheduler, step
 from jaxserve.batch import BatchPacker, StepLayout
 from jaxserve.request import Request
 from tests.dummy import ONE_BUCKET, differences, dummy_model, make_engine, serve
@@ -93,11 +93,11 @@ ON_THE_HOST = {
     "whole_prompt_hit": Fault(page_pool.PagePool, "match", "(len(token_ids) - 1) // self", "len(token_ids) // self"),
     "scored_prompt_read_from_the_cache": Fault(
         scheduler.Scheduler,
-        "_admit",
-        "hits = hits[: (scores.next - 1) // pool.page_size]",
-        "scores.next = max(1, len(hits) * pool.page_size + 1)",
+        "_pages_of_others",
+        "hits = hits[: (scores.next - 1) // page_size]",
+        "scores.next = max(scores.next, len(hits) * page_size + 1)",
     ),
-    "score_of_the_token_before": Fault(prompt_scores, "spans_of", "row + position - 1 - start", "row + position - start"),
+    "score_of_the_token_before": Fault(engine, "spans_of", "row + position - 1 - start", "row + position - start"),
     "page_hash_ignores_what_came_before": Fault(page_pool, "page_hash", "sha256(parent + ", "sha256("),
 }
 
@@ -118,9 +118,9 @@ ON_THE_DEVICE = {
 def fault_is_found(compile_anew: str = "") -> bool:
     """Whether any answer differs; or the engine, or its outputs, contradict themselves on the way."""
     settings = {"pool_pages": SMALL_POOL[True], "bucket_plan": ONE_BUCKET}
-    engine = make_engine(dummy_model(), compile_anew=compile_anew, **settings)
+    an_engine = make_engine(dummy_model(), compile_anew=compile_anew, **settings)
     try:
-        answers = serve(engine, requests(True), check=False, max_steps=250).answers
+        answers = serve(an_engine, requests(True), check=False, max_steps=250).answers
     except (AssertionError, KeyError):
         return True
     return differences(answers, alone("float32", True)) != []

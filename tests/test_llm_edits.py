@@ -1,5 +1,7 @@
 """`LLM` with penalties, bias, allowed ids and bad words, on a model whose greedy output can be written down."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -17,7 +19,7 @@ def llm(tmp_path_factory):
 
 
 def text_of(llm: LLM, prompt: str, **params) -> str:
-    given = {"temperature": 0, "max_tokens": 8} | params
+    given: dict[str, Any] = {"temperature": 0, "max_tokens": 8} | params
     (output,) = llm.generate(prompt, SamplingParams(**given), use_tqdm=False)
     return output.outputs[0].text
 
