@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams
     from jaxserve.buckets import BucketPlan
     from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine, EngineOutput
@@ -16,6 +17,8 @@ _HOME = {
     "Engine": "engine",
     "EngineOutput": "engine",
     "EngineConfig": "config",
+    "BeamSearchOutput": "beam_search",
+    "BeamSearchParams": "beam_search",
     "BucketPlan": "buckets",
     "SamplingParams": "request",
     "Request": "request",
@@ -28,6 +31,8 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "BucketPlan",
     "CompletionOutput",
     "Engine",

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.model_loader import load_model
 from jaxserve.progress import ProgressBar
-from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams, ScoreOutput
+from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, ScoreOutput
 from jaxserve.text_outputs import TextOutputs
 from jaxserve.tokenizer import Tokenizer
 
@@ -201,6 +202,41 @@ class LLM:
         texts = (context.text, completion.text)
         text = None if None in texts else "".join(map(str, texts))
         return _Tokenized(text, context.token_ids + completion.token_ids, context.cache_salt, len(context.token_ids))
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of prompts by beam search, as vLLM's; see `BeamSearchParams`.
+
+        Every step is a batch of requests of one token each, which find all but their last page in the prefix cache (turned off,
+        each is computed anew). use_tqdm: a progress bar of each step's beams.
+
+        Raises:
+          ValueError: as `generate`, also for a prompt that leaves no room for max_tokens.
+        """
+        longest = self.engine.config.scheduler.max_model_len
+        ready = [self._tokenize(prompt) for prompt in as_list(prompts)]
+        for i, prompt in enumerate(ready):
+            if len(prompt.token_ids) + params.max_tokens > longest:
+                raise ValueError(
+                    f"prompt {i} has {len(prompt.token_ids)} tokens, and max_tokens={params.max_tokens} more go past "
+                    f"max_model_len={longest}; shorten it or lower max_tokens"
+                )
+        step = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * params.beam_width)
+
+        def expand(beams: list[tuple[int, list[int]]]) -> list[dict[int, Logprob]]:
+            asked = [{"prompt_token_ids": tokens, "cache_salt": ready[i].cache_salt} for i, tokens in beams]
+            samples = [output.outputs[0] for output in self.generate(asked, step, use_tqdm)]
+            for sample in samples:
+                if not sample.logprobs:
+                    raise RuntimeError(f"beam search: {sample.stop_reason}")
+            return [sample.logprobs[0] for sample in samples if sample.logprobs]
+
+        found = search([prompt.token_ids for prompt in ready], params, self.engine.eos_token_ids, expand)
+        if self.tokenizer is not None:
+            for beam in itertools.chain(*found):
+                beam.text = self.tokenizer.decode(beam.tokens)
+        return [BeamSearchOutput(beams) for beams in found]
 
     def chat_prompts(self, messages: Sequence[Message] | Sequence[Sequence[Message]], **options: Any) -> list[Prompt]:
         """The prompts that conversations make, ready for `generate` or `stream`. options: as `Tokenizer.apply_chat_template`'s."""
