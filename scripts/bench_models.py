@@ -32,7 +32,8 @@ QWEN3_0_6B: dict[str, Any] = TINY_QWEN3 | {
     "max_position_embeddings": 40960,
     "torch_dtype": "bfloat16",
 }
-RANDOM = {"tiny-qwen3": TINY_QWEN3, "qwen3-0.6b": QWEN3_0_6B}
+TINY_SMALL_HEAD: dict[str, Any] = TINY_QWEN3 | {"num_hidden_layers": 12, "vocab_size": 1024}  # the head: 3% of a token's FLOPs
+RANDOM = {"tiny-qwen3": TINY_QWEN3, "tiny-small-head": TINY_SMALL_HEAD, "qwen3-0.6b": QWEN3_0_6B}
 
 
 def bench_model(name: str, dtype: str) -> Any:
