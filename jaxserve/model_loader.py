@@ -89,6 +89,35 @@ def load_weights(reader: Any, config: ModelConfig, *, dtype: str = "auto", progr
     return with_leaves(abstract, leaves)
 
 
+def adopt_model(
+    params: Any,
+    config: ModelConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    tokenizer: str | Path | Tokenizer | None = None,
+    dtype: str = "auto",
+) -> LoadedModel:
+    """A model of weights that are in this process already; arguments and errors as `LLM.from_params`'."""
+    import jax
+
+    from jaxserve.params import common_dtype, fit, placed
+
+    if config is None and isinstance(params, Decoder):
+        config = params.config
+    if config is None:
+        raise ValueError("these weights don't say what model they are: give config=, a ModelConfig or a Hugging Face config")
+    if isinstance(config, ModelConfig):
+        defaults = GenerationDefaults(eos_token_ids=config.eos_token_ids)
+    elif isinstance(config, Mapping):
+        config, defaults = ModelConfig.from_hf(config), GenerationDefaults.from_dicts({}, config)
+    else:
+        config, defaults = ModelConfig.from_hf(config), GenerationDefaults.from_hf(config)
+    abstract = Decoder.abstract(config, common_dtype(params) if dtype == "auto" else dtype)
+    wanted = named_leaves(abstract)
+    leaves = dict(zip(wanted, placed(fit(params, config, wanted), jax.devices()[0]), strict=True))
+    found = tokenizer if isinstance(tokenizer, Tokenizer) or tokenizer is None else Tokenizer.from_id(tokenizer)
+    return LoadedModel(with_leaves(abstract, leaves), config, defaults, found)
+
+
 def random_model(config: ModelConfig | Mapping[str, Any], *, dtype: str = "bfloat16", seed: int = 0) -> Decoder:
     """A decoder with random weights, for benchmarks and tests. config: a ModelConfig or a Hugging Face config as a dict."""
     from jaxserve.models import random_params
