@@ -1,4 +1,4 @@
-"""Trees of trainers' shapes and names become the weights that a checkpoint's loader makes of the same tensors, shared where they can be."""
+"""Trees of trainers' shapes and names become the weights that a checkpoint's loader makes of the same tensors, shared where they fit."""
 
 from typing import Any
 
