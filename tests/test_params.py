@@ -1,4 +1,4 @@
-"""Trees of trainers' shapes and names become the weights that a checkpoint's loader makes of the same tensors, shared where they fit."""
+"""Trees of trainers' shapes and names become the weights that a loader makes of the same tensors, and are shared where they fit."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ class Tunix(nnx.Module):
 
     @staticmethod
     def _layer(config: ModelConfig, tensors: dict[str, np.ndarray], at: str) -> nnx.Module:
-        layer, attn, mlp = nnx.Module(), nnx.Module(), nnx.Module()
+        layer, attn, mlp = (nnx.Module() for _ in range(3))
         for norm in ("input_layernorm", "post_attention_layernorm"):
             setattr(layer, norm, Leaf("w", tensors[f"{at}.{norm}.weight"]))
         for x in "qkvo":
@@ -62,7 +62,8 @@ class Tunix(nnx.Module):
                 setattr(attn, f"{x}_norm", Leaf("w", tensors[f"{at}.self_attn.{x}_norm.weight"]))
         for x in ("gate", "up", "down"):
             setattr(mlp, f"{x}_proj", Leaf("kernel", tensors[f"{at}.mlp.{x}_proj.weight"].T))
-        layer.attn, layer.mlp = attn, mlp
+        for name, part in (("attn", attn), ("mlp", mlp)):
+            setattr(layer, name, part)
         return layer
 
 
