@@ -8,6 +8,7 @@ import pytest
 from jaxserve import LLM, Engine, SamplingParams
 from jaxserve.compilation import compile_counts
 from jaxserve.models import Decoder, named_leaves, with_leaves
+from jaxserve.page_pool import root_hash
 from tests.dummy import (
     CONFIG,
     ONE_BUCKET,
@@ -102,8 +103,10 @@ def test_requests_in_flight_are_refused_and_nothing_changes(engine):
 
 def test_a_request_that_only_waits_runs_with_the_new_weights(engine):
     serve(engine, [Ask(PROMPT, GREEDY)])  # whose pages it would have hit
-    engine.add_request("x", PROMPT, GREEDY)
+    (request,) = engine.add_request("x", PROMPT, GREEDY)
     engine.update_params(OTHER)
+    assert request.weights_version == engine.runner.weights_version == 1
+    assert request.hash_chain == [root_hash(1, None, None)]
     assert run_out(engine)["x"].tokens == greedy_alone(OTHER, PROMPT, 12)
     assert serve(engine, [Ask(PROMPT, GREEDY)]).answers["0"].tokens == greedy_alone(OTHER, PROMPT, 12)
 
@@ -166,9 +169,8 @@ def test_what_was_kept_is_shared_with_nobody(engine, prompt):
     hits = engine.pool.num_hit_tokens
     (request,) = engine.add_request("its output", prompt + kept.output_token_ids, GREEDY)
     run_out(engine)
-    common = np.cumprod(
-        [a == b for a, b in zip(kept.output_token_ids, so_far + greedy_alone(OTHER, prompt + so_far, 12), strict=False)]
-    )
+    others = so_far + greedy_alone(OTHER, prompt + so_far, 12)
+    common = np.cumprod([a == b for a, b in zip(kept.output_token_ids, others, strict=False)])
     shared = len(prompt) + int(common.sum())  # with what the requests under the new weights alone left in the cache
     assert engine.pool.num_hit_tokens - hits <= shared
     assert request.output_token_ids == greedy_alone(OTHER, prompt + kept.output_token_ids, 12)
