@@ -49,6 +49,14 @@ MODEL = {
 }
 
 
+def plan() -> Any:
+    """All answers of an iteration at once: their prompts in one step, then a token each a step."""
+    from jaxserve import BucketPlan
+
+    n = _PROMPTS.value * _GROUP.value
+    return BucketPlan(decode=(n,), mixed=((n * PROMPT_LEN, n),), head_rows=(n,))
+
+
 def draw_prompts(rng: np.random.Generator, n: int) -> np.ndarray:  # i32[n, PROMPT_LEN]
     """Noise, then the kind, as a token below KINDS."""
     prompts = rng.integers(KINDS, MODEL["vocab_size"], (n, PROMPT_LEN))
@@ -127,9 +135,9 @@ def differences(model: Any, logprobs: Any) -> list[dict[str, Any]]:
     from jaxserve import LLM
     from jaxserve.models import Decoder, named_leaves, with_leaves
 
-    prompts, rows = draw_prompts(np.random.default_rng(_SEED.value + 1), 32), []
+    prompts, rows = draw_prompts(np.random.default_rng(_SEED.value + 1), _PROMPTS.value), []
     for dtype in ("float32", "bfloat16"):
-        tokens, sampled = sample(LLM.from_params(model, dtype=dtype), prompts, seed=1)
+        tokens, sampled = sample(LLM.from_params(model, dtype=dtype, bucket_plan=plan()), prompts, seed=1)
         for trainer_dtype in dict.fromkeys((dtype, "float32")):
             leaves = {path: x.astype(jnp.dtype(trainer_dtype)) for path, x in named_leaves(model).items()}
             trainer = with_leaves(Decoder.abstract(model.config, trainer_dtype), leaves)
@@ -145,12 +153,11 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     from jaxserve import LLM
-    from jaxserve.compilation import compile_counts
     from jaxserve.model_loader import random_model
     from jaxserve.models import named_leaves
 
     model = random_model(MODEL, dtype="float32", seed=_SEED.value)
-    llm = LLM.from_params(model, dtype=_DTYPE.value, seed=_SEED.value)
+    llm = LLM.from_params(model, dtype=_DTYPE.value, seed=_SEED.value, bucket_plan=plan())
     update, logprobs = make_trainer(model)
     records = train(llm, model, update, logprobs)
     shared = {id(x) for x in llm.engine.runner.body_leaves} <= {id(x) for x in named_leaves(model).values()}
@@ -165,12 +172,7 @@ def main(argv: list[str]) -> None:
         f"reward {rewards[0]:.3f} -> {np.mean(rewards[-5:]):.3f} (last 5 of {len(rewards)} iterations), "
         f"weights {'shared' if shared else 'converted'}, {sum(r['rollout_seconds'] + r['update_seconds'] for r in records):.1f} s"
     )
-    result = {
-        "example": "rl_rollout",
-        "dtype": _DTYPE.value,
-        "shared_weights": shared,
-        "programs_compiled": compile_counts().programs,
-    }
+    result = {"example": "rl_rollout", "dtype": _DTYPE.value, "shared_weights": shared}
     write_json(_JSON.value, {**result, "iterations": records, "differences": rows, **versions()})
 
 
