@@ -38,7 +38,7 @@ def load_model(
     revision: str | None = None,
     progress: bool = False,
 ) -> LoadedModel:
-    """Loads a checkpoint: a Hugging Face folder or id, or a GGUF file.
+    """Loads a checkpoint: a Hugging Face folder or id, a GGUF file, or a folder that `scripts.convert` made (Orbax).
 
     tokenizer: where it lies, if not beside the model. dtype: of weights and activations; "auto" is the checkpoint's own, bfloat16
     where it is quantised or does not say. progress: a bar on stderr.
@@ -49,12 +49,18 @@ def load_model(
       WeightsError: missing, extra or mis-shaped tensors, all listed.
       ValueError: no tokenizer with it (pass skip_tokenizer_init=True to work with token ids), or contradictory options.
     """
+    from checkpoints import orbax
     from checkpoints.huggingface import SafetensorsReader, resolve
 
     require_one_of(DTYPES, dtype=dtype)
     if skip_tokenizer_init and tokenizer is not None:
         raise ValueError(f"skip_tokenizer_init=True contradicts tokenizer={tokenizer!r}: leave one of them out")
     path = resolve(model, revision=revision)
+    version = orbax.find_version(path)
+    if version is not None:
+        config, defaults = ModelConfig.from_hf(version), GenerationDefaults.from_hf(version)
+        found = None if skip_tokenizer_init else _tokenizer(version, tokenizer)
+        return LoadedModel(load_version(version, config, dtype=dtype), config, defaults, found)
     if path.is_dir():
         config, defaults = ModelConfig.from_hf(path), GenerationDefaults.from_hf(path)
         reader: Any = SafetensorsReader(path)
@@ -83,10 +89,21 @@ def load_weights(reader: Any, config: ModelConfig, *, dtype: str = "auto", progr
     """The decoder of `config` with the weights of a checkpoint reader, streamed tensor by tensor to the default device."""
     from checkpoints.weights import load_weights
 
-    param_dtype = (config.dtype or "bfloat16") if dtype == "auto" else dtype
-    abstract = Decoder.abstract(config, param_dtype)
+    abstract = Decoder.abstract(config, _param_dtype(config, dtype))
     leaves = load_weights(reader, named_leaves(abstract), key_table(config), ignore=ignorable_keys(config), progress=progress)
     return with_leaves(abstract, leaves)
+
+
+def load_version(version: Path, config: ModelConfig, *, dtype: str = "auto") -> Decoder:
+    """The decoder of `config` with the weights of one version of an Orbax checkpoint, on the default device."""
+    from checkpoints import orbax
+
+    abstract = Decoder.abstract(config, _param_dtype(config, dtype))
+    return with_leaves(abstract, orbax.load(version, named_leaves(abstract)))
+
+
+def _param_dtype(config: ModelConfig, dtype: str) -> str:
+    return (config.dtype or "bfloat16") if dtype == "auto" else dtype
 
 
 def adopt_model(
