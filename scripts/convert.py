@@ -23,9 +23,7 @@ from jaxserve.config import DTYPES
 
 _MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or id, a GGUF file, or an Orbax folder.", required=True)
 _OUTPUT = flags.DEFINE_string("output", None, "The folder to write.", required=True)
-_DTYPE = flags.DEFINE_enum(
-    "dtype", "auto", DTYPES, "Of the weights; auto: as stored, bfloat16 where that is quantised. To Orbax only."
-)
+_DTYPE = flags.DEFINE_enum("dtype", "auto", DTYPES, "Of an Orbax version; auto: as stored, bfloat16 where that is quantised.")
 _KEEP = flags.DEFINE_integer("keep", 1, "Versions to keep in an Orbax folder, the new one included.", lower_bound=1)
 _SHARD = flags.DEFINE_float("max_shard_gb", 5.0, "Largest safetensors file, in 1e9 bytes.", lower_bound=1e-6)
 
