@@ -41,7 +41,7 @@ RULES: tuple[tuple[str, str, bool], ...] = (
 )
 _COMPILED = [(re.compile(theirs), ours, transposed) for theirs, ours, transposed in RULES]
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED: dict[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 class Named(NamedTuple):
