@@ -23,7 +23,7 @@ import numpy as np
 from jaxserve.batch import BatchPacker, StepInputs
 from jaxserve.buckets import PaddingAccount
 from jaxserve.compilation import compile_counts, use_persistent_cache
-from jaxserve.config import EngineConfig, ResolvedConfig, require_one_of
+from jaxserve.config import EngineConfig, ResolvedConfig
 from jaxserve.models import Decoder
 from jaxserve.page_pool import PagePool
 from jaxserve.params import fit, placed
@@ -369,7 +369,8 @@ class Engine:
           ValueError: leaves are missing, unknown, mis-shaped, of a wrong dtype or deleted; all are listed, and nothing has changed.
           RuntimeError: see in_flight; nothing has changed.
         """
-        require_one_of(IN_FLIGHT, in_flight=in_flight)
+        if in_flight not in IN_FLIGHT:
+            raise ValueError(f"{in_flight=} must be one of {', '.join(IN_FLIGHT)}")
         functions = self.runner.programs.functions
         fitted = fit(params, functions.model_config, dict(zip(functions.paths, functions.abstract, strict=True)))
         self.drain()

@@ -53,13 +53,10 @@ class Runner:
         self.kv_pages = [jnp.zeros(x.shape, x.dtype) for x in kv_pages]
         self.page_table, self.num_computed, self.last_tokens = (jnp.zeros(x.shape, x.dtype) for x in rest)
 
-    def _free(self) -> None:
-        for array in (*self.kv_pages, self.page_table, self.num_computed, self.last_tokens):
-            array.delete()
-
     def reset(self) -> None:
         """State as new: a step that broke off may have consumed some of it (donated buffers) or left an error in its place."""
-        self._free()
+        for array in (*self.kv_pages, self.page_table, self.num_computed, self.last_tokens):
+            array.delete()
         self._allocate()
 
     def set_weights(self, leaves: Iterable[Any]) -> None:
@@ -84,7 +81,9 @@ class Runner:
         held = self.programs.functions.leaves
         held[:] = [np.array(leaf) if keep_weights else None for leaf in held]
         self.body_leaves, self.head_leaves, self.has_weights = [], [], keep_weights
-        self._free()
+        for state in jax.tree.leaves(vars(self)):  # all arrays that are left here
+            if isinstance(state, jax.Array):
+                state.delete()
 
     def wake_up(self) -> None:
         """State as new, and the weights on the device again, if there are any."""

@@ -71,6 +71,8 @@ def hf_tensors(config: ModelConfig, path: str, array: np.ndarray) -> dict[str, n
     source = key_table(config)[path]
     if source.convert is _as_is:
         parts = [array]
+    elif array.ndim == 3:  # [E, in, out]: each expert's matrix, or its gate and up by turns
+        parts = [x.T for matrix in array for x in np.split(matrix, len(source.keys) // len(array), axis=-1)]
     else:
         ends = np.cumsum([_out_dim(config, key, array.shape[-1]) for key in source.keys])[:-1]
         parts = [x.T for x in np.split(array, ends, axis=-1)]  # a bias is its own transpose

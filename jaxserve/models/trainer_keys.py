@@ -25,6 +25,7 @@ RULES: tuple[tuple[str, str, bool], ...] = (
     (_LAYER + r"/attn/([qkvo])_proj/w", r"layers/\1/attention/\2_proj/kernel", False),
     (_LAYER + r"/attn/([qkvo])_bias", r"layers/\1/attention/\2_proj/bias", False),
     (_LAYER + r"/attn/([qk])_norm/w", r"layers/\1/attention/\2_norm/scale", False),
+    (_LAYER + r"/mlp/(gate|up|down)_proj", r"layers/\1/mlp/\2_proj/kernel", False),  # of all experts, [E, in, out]
     (r"final_norm/w", r"final_norm/scale", False),
     (r"lm_head/w", r"lm_head/kernel", False),
     # transformers' names, in Flax and in torch
@@ -75,14 +76,14 @@ def parts(config: ModelConfig, path: str, shape: tuple[int, ...]) -> list[list[P
     for fused, names in FUSED.items():
         if f"/{fused}/" in path:
             paths = [path.replace(fused, name) for name in names]
-            shapes = [(*shape[:-1], width) for width in _widths(config, fused)]
+            shapes = [(*shape[:-1], width) for width in _widths(config, fused, shape[-1])]
             ways.append([Part(p, s, _by_heads(config, p, s)) for p, s in zip(paths, shapes, strict=True)])
     return ways
 
 
-def _widths(config: ModelConfig, fused: str) -> tuple[int, ...]:
+def _widths(config: ModelConfig, fused: str, width: int) -> tuple[int, ...]:
     if fused == "gate_up_proj":
-        return (config.intermediate_size,) * 2
+        return (width // 2,) * 2
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     return N * H, K * H, K * H
 
