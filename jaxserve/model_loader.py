@@ -89,7 +89,8 @@ def load_weights(reader: Any, config: ModelConfig, *, dtype: str = "auto", progr
     """The decoder of `config` with the weights of a checkpoint reader, streamed tensor by tensor to the default device."""
     from checkpoints.weights import load_weights
 
-    abstract = Decoder.abstract(config, _param_dtype(config, dtype))
+    param_dtype = (config.dtype or "bfloat16") if dtype == "auto" else dtype
+    abstract = Decoder.abstract(config, param_dtype)
     leaves = load_weights(reader, named_leaves(abstract), key_table(config), ignore=ignorable_keys(config), progress=progress)
     return with_leaves(abstract, leaves)
 
@@ -98,12 +99,8 @@ def load_version(version: Path, config: ModelConfig, *, dtype: str = "auto") -> 
     """The decoder of `config` with the weights of one version of an Orbax checkpoint, on the default device."""
     from checkpoints import orbax
 
-    abstract = Decoder.abstract(config, _param_dtype(config, dtype))
+    abstract = Decoder.abstract(config, (config.dtype or "bfloat16") if dtype == "auto" else dtype)
     return with_leaves(abstract, orbax.load(version, named_leaves(abstract)))
-
-
-def _param_dtype(config: ModelConfig, dtype: str) -> str:
-    return (config.dtype or "bfloat16") if dtype == "auto" else dtype
 
 
 def adopt_model(
