@@ -267,7 +267,7 @@ class Engine:
             self._make_host_state()
             self.runner.reset()
             num_deleted = self.runner.num_deleted_weights()
-            if num_deleted:
+            if num_deleted and isinstance(error, Exception):
                 raise RuntimeError(
                     f"{num_deleted} of the weights were deleted since they were given, donated by the trainer that shares them: "
                     "call update_params with the current ones before the next step"
@@ -390,6 +390,7 @@ class Engine:
         self.is_paused = True
 
     def resume(self) -> None:
+        """Ends `pause`."""
         self.is_paused = False
 
     def sleep(self, level: int = 1) -> None:

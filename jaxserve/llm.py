@@ -118,6 +118,7 @@ class LLM:
         self.engine.pause()
 
     def resume(self) -> None:
+        """Ends `pause`."""
         self.engine.resume()
 
     def sleep(self, level: int = 1) -> None:

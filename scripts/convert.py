@@ -12,6 +12,7 @@ model's size of memory.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -78,6 +79,7 @@ def to_huggingface(version: Path, output: str) -> Path:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
+    logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of each phase
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is first imported, below
     from checkpoints import orbax
     from checkpoints.huggingface import resolve

@@ -1,12 +1,12 @@
 """scripts.convert: Hugging Face and GGUF to Orbax and back, bit for bit; and what `LLM` makes of the result."""
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -15,7 +15,6 @@ from checkpoints.huggingface import SafetensorsReader
 from jaxserve import LLM, BucketPlan, SamplingParams
 from jaxserve.model_loader import load_model
 from jaxserve.models import named_leaves
-from jaxserve.tokenizer import Tokenizer
 from tests import alphabet_model
 from tests.alphabet_model import after, ids
 from tests.checkpoints.gguf_files import write_gguf
@@ -85,23 +84,6 @@ def test_a_dtype_asked_for_is_in_the_config_too(tmp_path, folder):
         np.testing.assert_array_equal(x, named_leaves(expected.module)[path], err_msg=path)
 
 
-def test_gguf_to_orbax(tmp_path):
-    path = tmp_path / "model.gguf"
-    write_gguf(path, "qwen2")
-    done = convert(f"--model={path}", f"--output={tmp_path / 'orbax'}")
-    assert done.returncode == 0, done.stderr
-    made, expected = load_model(tmp_path / "orbax"), load_model(path)
-    assert (made.config, made.defaults) == (expected.config, expected.defaults)
-    leaves = named_leaves(made.module)
-    for name, x in named_leaves(expected.module).items():
-        assert leaves[name].dtype == x.dtype
-        np.testing.assert_array_equal(leaves[name], x, err_msg=name)
-    text = "hello world 1234 's\n\nå®<|turn|>"
-    theirs = Tokenizer.from_gguf(path)
-    assert made.tokenizer is not None and made.tokenizer.encode(text) == theirs.encode(text)
-    assert made.tokenizer.special_tokens == theirs.special_tokens and made.tokenizer.chat_templates == theirs.chat_templates
-
-
 @pytest.mark.parametrize("name", ["qwen3_tied", "qwen2", "llama"])
 def test_every_kind_of_weight_goes_there_and_back(name, tmp_path):
     """Biases, q and k norms, tied embeddings."""
@@ -117,22 +99,29 @@ def test_every_kind_of_weight_goes_there_and_back(name, tmp_path):
     assert_equal(tensors(SafetensorsReader(tmp_path / "back")), tensors(reader))
 
 
-def test_a_quantised_file_becomes_bfloat16(tmp_path):
+@pytest.mark.parametrize("quantised", [False, True])
+def test_gguf_to_orbax(tmp_path, quantised):
+    """What is quantised becomes bfloat16; the tokenizer and the defaults are those of the file."""
     import gguf
 
-    path = tmp_path / "model.gguf"
-    rows = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
-    kind = gguf.GGMLQuantizationType.Q8_0
-    quantised = {f"blk.{i}.ffn_gate.weight": (gguf.quants.quantize(rows, kind), kind) for i in range(2)}
-    vocabulary = vocabulary_size_of(tmp_path)
-    table = np.random.default_rng(1).normal(size=(vocabulary, 32)).astype(np.float32)
-    write_gguf(path, "llama", tensors=quantised | {"token_embd.weight": (gguf.quants.quantize(table, kind), kind)})
+    path, kind, rng = tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q8_0, np.random.default_rng(0)
+    shapes = {"token_embd.weight": (vocabulary_size_of(tmp_path), 32), "blk.1.ffn_gate.weight": (64, 32)}
+    data = {name: gguf.quants.quantize(rng.normal(size=shape).astype(np.float32), kind) for name, shape in shapes.items()}
+    write_gguf(path, "llama", tensors={name: (x, kind) for name, x in data.items()} if quantised else None)
     done = convert(f"--model={path}", f"--output={tmp_path / 'orbax'}")
     assert done.returncode == 0, done.stderr
-    made, expected = named_leaves(load_model(tmp_path / "orbax").module), named_leaves(load_model(path).module)
-    for name, x in made.items():
-        assert x.dtype == jax.numpy.bfloat16
-        np.testing.assert_array_equal(x, expected[name], err_msg=name)
+    made, expected = load_model(tmp_path / "orbax"), load_model(path)
+    said = dataclasses.replace(expected.config, dtype="bfloat16" if quantised else "float32")
+    assert (made.config, made.defaults) == (said, expected.defaults)
+    leaves = named_leaves(made.module)
+    for name, x in named_leaves(expected.module).items():
+        assert leaves[name].dtype == x.dtype == ("bfloat16" if quantised else "float32")
+        np.testing.assert_array_equal(leaves[name], x, err_msg=name)
+    text = "hello world 1234 's\n\nå®<|turn|>"
+    assert made.tokenizer is not None and expected.tokenizer is not None
+    assert made.tokenizer.encode(text) == expected.tokenizer.encode(text)
+    assert made.tokenizer.special_tokens == expected.tokenizer.special_tokens
+    assert made.tokenizer.chat_templates == expected.tokenizer.chat_templates
 
 
 def vocabulary_size_of(folder: Path) -> int:
