@@ -1,5 +1,8 @@
 """New weights between steps: what is answered before, across and after the change; what is compiled, copied and cached; sleep."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -204,6 +207,21 @@ def test_nothing_is_compiled_and_nothing_copied(engine):
         run_out(engine)
         serve(engine, requests(True))
     assert compile_counts().programs == before
+
+
+def test_old_weights_are_let_go():
+    def made(factor: float) -> dict[str, jax.Array]:
+        return {path: jnp.asarray(np.array(x) * factor) for path, x in leaves_of().items()}
+
+    leaves = made(0.9)
+    llm = LLM.from_params(leaves, CONFIG, **SETTINGS, bucket_plan=ONE_BUCKET)
+    for factor in (0.8, 0.7):
+        held = [weakref.ref(x) for x in leaves.values()]
+        leaves = made(factor)
+        llm.generate(PROMPT, GREEDY, use_tqdm=False)
+        llm.update_params(leaves)
+        gc.collect()
+        assert not any(x() is not None for x in held)
 
 
 def test_other_dtypes_are_cast_to_the_engines(engine):
