@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
     return getattr(import_module(f"jaxserve.{_HOME[name]}"), name)

@@ -50,7 +50,7 @@ class BucketPlan:
     head_rows: tuple[int, ...] = ()
     buckets: tuple[Bucket, ...] = field(init=False, repr=False, compare=False)  # cheapest first
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         decode, rows, mixed = tuple(self.decode), tuple(self.head_rows), tuple(tuple(pair) for pair in self.mixed)
         if any(len(pair) != 2 for pair in mixed):
             raise ValueError(f"bucket plan: mixed buckets must be pairs (tokens, sequences), got {list(mixed)}")

@@ -87,7 +87,7 @@ class SchedulerConfig:
     mixed: bool | None = None
     long_prefill_token_threshold: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _positive(
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -110,7 +110,7 @@ class CacheConfig:
     num_pages: int
     enable_prefix_caching: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _positive(page_size=self.page_size, num_pages=self.num_pages)
         _power_of_two(self.page_size)
 
@@ -165,7 +165,7 @@ class EngineConfig:
     compilation_cache_dir: str | None = None
     demand_log: str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require_one_of(DTYPES, dtype=self.dtype)
         require_one_of(ORDERS, scheduling_policy=self.scheduling_policy)
         require_one_of(POLICIES, batching_policy=self.batching_policy)

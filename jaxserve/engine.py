@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,6 +27,7 @@ from jaxserve.config import EngineConfig, ResolvedConfig
 from jaxserve.edit_rows import kinds_of
 from jaxserve.models import Decoder
 from jaxserve.page_pool import PagePool
+from jaxserve.params import fit, placed
 from jaxserve.programs import Programs
 from jaxserve.prompt_scores import ScoreSpan, deliver, pack_spans, scores_of, spans_of
 from jaxserve.request import MAX_SUPPRESSED_IDS, Logprob, Request, RequestMetrics, RequestStatus, SamplingParams
@@ -36,6 +38,8 @@ from jaxserve.scheduler import Scheduler
 from jaxserve.step import ModelFunctions
 
 logger = logging.getLogger("jaxserve")
+
+IN_FLIGHT = ("refuse", "recompute", "keep")  # what becomes of requests that have begun when the weights change
 
 
 @dataclass(slots=True)
@@ -92,6 +96,7 @@ class Engine:
             for key in programs.keys:
                 programs.get(key)
         self.runner = Runner(programs)
+        self.is_paused = self.is_asleep = False
         self.eos_token_ids = frozenset(self.config.model.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._make_host_state()
         self.stats = EngineStats()
@@ -132,7 +137,9 @@ class Engine:
         Raises:
           ValueError: an empty or too long prompt, an id out of the vocabulary, a duplicate request id, a priority where nobody asks
             for it, or more KV than the pool can ever hold. Nothing is queued then and no other request is touched.
+          RuntimeError: the engine is asleep or has no weights.
         """
+        self._check_awake()
         params = params or SamplingParams()
         arrival = time.monotonic() if arrival is None else arrival
         requests = self._samples(request_id, prompt_token_ids, params, arrival, priority, cache_salt)
@@ -252,7 +259,9 @@ class Engine:
         """Schedules and dispatches a step, and returns what an earlier one brought (one step late, so that the device never waits
         for the host; the first call of a busy spell may return nothing).
 
-        An exception on the way, Ctrl-C too, ends every request as aborted and passes on; the engine stays usable.
+        While the engine is paused nothing new starts: what was in flight is delivered, then nothing. An exception on the way,
+        Ctrl-C too, ends every request as aborted and passes on; the engine stays usable. One such is the RuntimeError where the
+        weights' buffers are gone, because the trainer that shares them donated them.
         """
         with self._whole_or_nothing():
             return self._step()
@@ -269,7 +278,7 @@ class Engine:
         buffers gone. Nothing of that is worth mending: host and device begin anew, the cached prefixes forgotten."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             for request in (r for group in self._groups.values() for r in group if not r.finished):
                 request.status, request.finish_reason, request.rows, request.row = RequestStatus.FINISHED, "abort", None, -1
                 self._record_finish(request)
@@ -278,10 +287,16 @@ class Engine:
             self._undelivered.clear()
             self._make_host_state()
             self.runner.reset()
+            num_deleted = self.runner.num_deleted_weights()
+            if num_deleted and isinstance(error, Exception):
+                raise RuntimeError(
+                    f"{num_deleted} of the weights were deleted since they were given, donated by the trainer that shares them: "
+                    "call update_params with the current ones before the next step"
+                ) from error
             raise
 
     def _step(self) -> list[EngineOutput]:
-        schedule = self.scheduler.schedule()
+        schedule = None if self.is_paused else self.scheduler.schedule()
         if schedule is not None:
             inputs, spans = self._pack(schedule)
             self._in_flight.append((schedule, spans, self.runner.dispatch(inputs)))
@@ -362,6 +377,87 @@ class Engine:
             outputs.append(EngineOutput(request, [], finish_reason="error", stop_reason=message))
             self._forget(request)
         return outputs
+
+    # -- weights and memory
+
+    def update_params(self, params: Any, in_flight: str = "refuse") -> None:
+        """From the next step on the engine runs with these weights; no cached prefix of the old ones is used again.
+
+        Args:
+          params: anything that `LLM.from_params` takes, for the model at hand. Arrays of the engine's dtype, in the layout of its
+            own `Decoder`, on its device, are used as they are; others are cast, fused or moved, one weight at a time.
+          in_flight: what becomes of requests that have begun (those that wait just run with the new weights). "refuse": a
+            RuntimeError. "recompute": their tokens so far stand, their KV is made anew. "keep": they go on with the KV they have.
+
+        Nothing is compiled where no conversion is needed, nor for a conversion that was made before. A shared array must stay as it
+        is until the next update: a trainer that donates it makes `step` fail with a RuntimeError that says so. May be called while
+        the engine is paused or asleep.
+
+        Raises:
+          ValueError: leaves are missing, unknown, mis-shaped, of a wrong dtype or deleted; all are listed, and nothing has changed.
+          RuntimeError: see in_flight; nothing has changed.
+        """
+        if in_flight not in IN_FLIGHT:
+            raise ValueError(f"{in_flight=} must be one of {', '.join(IN_FLIGHT)}")
+        functions = self.runner.programs.functions
+        fitted = fit(params, functions.model_config, dict(zip(functions.paths, functions.abstract, strict=True)))
+        self.drain()
+        num_begun = self.scheduler.num_begun
+        if num_begun and in_flight == "refuse":
+            raise RuntimeError(
+                f"{num_begun} requests are in flight: finish or abort them first, or call update_params with "
+                "in_flight='recompute' or 'keep'"
+            )
+        try:
+            self.runner.set_weights(placed(fitted, jax.devices()[0]))
+        finally:  # whatever came of it, the old weights' KV is not to be hit
+            self.scheduler.change_weights(self.runner.weights_version, recompute=in_flight == "recompute")
+
+    def pause(self) -> None:
+        """No new steps until `resume`. Requests may be added and wait; those in flight keep their pages."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Ends `pause`."""
+        self.is_paused = False
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the KV pages until `wake_up`, and the cached prefixes with them; compiled programs stay. As vLLM's:
+
+        level 1: the weights move to the host's memory, and come back with `wake_up`.
+        level 2: the engine lets go of its weights; before or after `wake_up`, `update_params` must bring others.
+
+        Where weights are shared with a trainer, level 1 gives the engine a copy of its own: prefer level 2.
+
+        Raises:
+          RuntimeError: requests are unfinished.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"{level=} must be 1 (the weights move to the host) or 2 (they are let go)")
+        if self.has_unfinished_requests():
+            raise RuntimeError(f"{len(self._groups)} requests are unfinished: finish or abort them before sleep()")
+        if not self.is_asleep:
+            self.pool.reset()
+            self.runner.sleep(keep_weights=level == 1)
+            self.is_asleep = True
+
+    def wake_up(self) -> None:
+        """Ends `sleep`: KV pages as new and, after level 1, the weights on the device."""
+        if self.is_asleep:
+            self.runner.wake_up()
+            self.is_asleep = False
+
+    def check_can_step(self) -> None:
+        """RuntimeError, with what to do, where requests could not run now: asleep, without weights, or paused."""
+        self._check_awake()
+        if self.is_paused:
+            raise RuntimeError("the engine is paused: call resume() first")
+
+    def _check_awake(self) -> None:
+        if self.is_asleep:
+            raise RuntimeError("the engine is asleep: call wake_up() first")
+        if not self.runner.has_weights:
+            raise RuntimeError("the engine has no weights (sleep(level=2), or a failed update): call update_params() first")
 
     # -- books
 

@@ -20,7 +20,8 @@ import numpy as np
 from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.model_loader import load_model
+from jaxserve.model_loader import LoadedModel, adopt_model, load_model
+from jaxserve.models import ModelConfig
 from jaxserve.progress import ProgressBar
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, ScoreOutput
 from jaxserve.text_outputs import TextOutputs
@@ -48,7 +49,7 @@ class LLM:
     """A model ready to generate.
 
     Args:
-      model: a Hugging Face folder or id, or a GGUF file.
+      model: a Hugging Face folder or id, a GGUF file, or a folder that `scripts.convert` made (Orbax).
       tokenizer: where the tokenizer lies, or a Tokenizer, if it is not the model's own.
       skip_tokenizer_init: load no tokenizer; prompts are token ids then, and texts stay empty.
       revision: of a Hugging Face id.
@@ -73,11 +74,62 @@ class LLM:
         loaded = load_model(
             model, tokenizer=tokenizer, skip_tokenizer_init=skip_tokenizer_init, dtype=config.dtype, revision=revision
         )
+        self._set_up(loaded, config)
+
+    def _set_up(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self.tokenizer, self.generation_defaults = loaded.tokenizer, loaded.defaults
         self.engine = Engine(loaded.module, config, eos_token_ids=loaded.defaults.eos_token_ids)
         self._texts = TextOutputs(self.tokenizer, self.engine.finish)
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that grew and were not yielded yet
         self._runs = itertools.count()
+
+    @classmethod
+    def from_params(
+        cls,
+        params: Any,
+        config: ModelConfig | Mapping[str, Any] | str | Path | None = None,
+        *,
+        tokenizer: str | Path | Tokenizer | None = None,
+        **options: Any,
+    ) -> LLM:
+        """An LLM on weights that are already in this process, such as a trainer's.
+
+        Args:
+          params: a `jaxserve.models.Decoder`; any Flax NNX module or Linen variables with known names (tunix's Qwen3, Qwen2 and
+            Llama, transformers' names in Flax or torch: models/trainer_keys.py); or a pytree or flat dict with such paths. Arrays
+            of the right dtype, layout and device are shared, not copied; don't donate them before `update_params` brought others.
+          config: the model's, or its Hugging Face config as a dict or a folder; a `Decoder` brings its own.
+          tokenizer: a Tokenizer, or where it lies; None: prompts are token ids, and texts stay empty.
+          options: as for `LLM`. dtype="auto" is the weights' own.
+
+        Raises:
+          ValueError: leaves are missing, unknown, mis-shaped, of a wrong dtype or deleted, all listed; no config.
+          TypeError: an option that does not exist.
+        """
+        engine_options = engine_config(options)
+        llm = cls.__new__(cls)
+        llm._set_up(adopt_model(params, config, tokenizer=tokenizer, dtype=engine_options.dtype), engine_options)
+        return llm
+
+    def update_params(self, params: Any, in_flight: str = "refuse") -> None:
+        """Other weights from the next step on, without recompiling; see `Engine.update_params`."""
+        self.engine.update_params(params, in_flight)
+
+    def pause(self) -> None:
+        """No steps until `resume`: `generate`, `chat` and reading a `stream` raise RuntimeError; `engine.add_request` queues."""
+        self.engine.pause()
+
+    def resume(self) -> None:
+        """Ends `pause`."""
+        self.engine.resume()
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the KV pages, and the weights from the device; see `Engine.sleep`."""
+        self.engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """Ends `sleep`."""
+        self.engine.wake_up()
 
     def close(self) -> None:
         """Ends every request and closes the engine's demand log."""
@@ -277,6 +329,7 @@ class LLM:
         """Everything that can be checked is, before `_run` is ready to start."""
         if on_error not in ("raise", "return"):
             raise ValueError(f"{on_error=} must be 'raise' or 'return'")
+        self.engine.check_can_step()
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
@@ -352,6 +405,7 @@ class LLM:
             grown = [request_id for request_id in self._grown if request_id in request_ids]
             if grown:
                 return [self._grown.pop(request_id) for request_id in grown]
+            self.engine.check_can_step()
             if not self.engine.has_unfinished_requests():
                 raise RuntimeError("the requests were aborted from elsewhere, or by an exception in another stream's step")
             for output in self._texts.process(self.engine.step()):

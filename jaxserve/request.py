@@ -93,7 +93,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structured_outputs: Any = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._set_real("temperature", 0.0, math.inf, "0 is greedy")
         self._set_real("top_p", 0.0, 1.0, "1 is off", low_open=True)
         self._set_real("min_p", 0.0, 1.0, "0 is off")
@@ -248,7 +248,7 @@ class Request:
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     stop_reason: int | str | None = None  # the stop id or string; None for eos; the message of an error
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids

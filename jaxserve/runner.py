@@ -38,13 +38,17 @@ class Runner:
 
     def __init__(self, programs: Programs):
         self.programs, self.config = programs, programs.config
-        functions = programs.functions
-        self.body_leaves = [functions.leaves[i] for i in functions.body_indices]
-        self.head_leaves = [functions.leaves[i] for i in functions.head_indices]
+        self.has_weights = True
+        self._share_leaves()
         self._on_cpu = jax.default_backend() == "cpu"
         self.score_rows = programs.score_rows
         self.weights_version = 0
         self._allocate()
+
+    def _share_leaves(self) -> None:
+        functions = self.programs.functions
+        self.body_leaves = [functions.leaves[i] for i in functions.body_indices]
+        self.head_leaves = [functions.leaves[i] for i in functions.head_indices]
 
     def _allocate(self) -> None:
         kv_pages, *rest = self.programs.state
@@ -57,6 +61,41 @@ class Runner:
         rest = (self.page_table, self.num_computed, self.step_hidden, self.last_tokens, self.history, self.edits)
         for array in (*self.kv_pages, *rest):
             array.delete()
+        self._allocate()
+
+    def set_weights(self, leaves: Iterable[Any]) -> None:
+        """New weights of the same shapes and dtypes, in the order of `functions.paths`. Each old one is let go as the next comes,
+        so that what is converted on the way is never held twice as a whole."""
+        held = self.programs.functions.leaves
+        self.body_leaves, self.head_leaves = [], []
+        self.weights_version += 1
+        self.has_weights = False  # until all have come
+        for i, leaf in enumerate(leaves):
+            held[i] = leaf
+        self._share_leaves()
+        self.has_weights = True
+
+    def num_deleted_weights(self) -> int:
+        """Weights whose buffers are gone, because their owner donated or deleted them."""
+        return sum(isinstance(x, jax.Array) and x.is_deleted() for x in self.programs.functions.leaves)
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Frees the KV pages and the rest of the state, and lets go of the weights, which move to the host's memory or are gone."""
+        keep_weights = keep_weights and self.has_weights
+        held = self.programs.functions.leaves
+        held[:] = [np.array(leaf) if keep_weights else None for leaf in held]
+        self.body_leaves, self.head_leaves, self.has_weights = [], [], keep_weights
+        for state in jax.tree.leaves(vars(self)):  # all arrays that are left here
+            if isinstance(state, jax.Array):
+                state.delete()
+
+    def wake_up(self) -> None:
+        """State as new, and the weights on the device again, if there are any."""
+        held = self.programs.functions.leaves
+        if self.has_weights:
+            for i, leaf in enumerate(held):
+                held[i] = jax.device_put(leaf, jax.devices()[0])
+            self._share_leaves()
         self._allocate()
 
     def warm_up(self, progress: Callable[[list], Iterable] = iter) -> None:

@@ -27,7 +27,7 @@ from jaxserve.policies import ORDER_KEYS, resolve_policy
 from jaxserve.request import Request, RequestStatus
 from jaxserve.schedule import NO_DECODES, Chunks, Decodes, Schedule, SchedulerStats, StepResult, join
 from jaxserve.sequence_pages import SequencePages
-from jaxserve.sequence_rows import SequenceRows
+from jaxserve.sequence_rows import NEVER, SequenceRows
 from jaxserve.waiting_queue import WaitingQueue
 
 
@@ -70,8 +70,7 @@ class Scheduler:
         request.max_total_tokens = self.check(request)
         request.order = self._num_added
         self._num_added += 1
-        if self.pool.enable_prefix_caching:
-            request.hash_chain = [root_hash(request.weights_version, request.cache_salt, request.adapter_id)]
+        self._set_weights_version(request, request.weights_version)
         self._requests[request.request_id] = request
         self._stop_ids.update(request.stop_ids)
         if request.status is RequestStatus.WAITING:
@@ -170,6 +169,27 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
         self._release_samples(request)
 
+    def change_weights(self, version: int, *, recompute: bool) -> None:
+        """From now on steps run with weights of this version; no page that was hashed before is hit again.
+
+        recompute: running requests are preempted and compute all their tokens anew. Otherwise they go on with the KV they have,
+        which no other request may share, since part of it is of the old weights; that part is gone if they are preempted later.
+        To be called with no step in flight.
+        """
+        assert not self.num_steps_in_flight, "steps in flight would deliver tokens of the old weights' schedule"
+        if recompute:
+            for request in reversed(self.running):
+                self._preempt(request)
+        self.rows.num_hashed[self.rows.order] = NEVER
+        self.pool.forget(range(self.pool.num_pages))
+        for request in self._requests.values():
+            self._set_weights_version(request, version)
+
+    def _set_weights_version(self, request: Request, version: int) -> None:
+        request.weights_version = version
+        if self.pool.enable_prefix_caching:
+            request.hash_chain = [root_hash(version, request.cache_salt, request.adapter_id)]
+
     def get(self, request_id: str) -> Request | None:
         """The unfinished request of that id."""
         return self._requests.get(request_id)
@@ -191,6 +211,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting) + len(self._held)
+
+    @property
+    def num_begun(self) -> int:
+        """Unfinished requests that have run: those running, and those preempted."""
+        return self.num_running + sum(request.status is RequestStatus.PREEMPTED for request in self._waiting)
 
     @property
     def has_unfinished(self) -> bool:

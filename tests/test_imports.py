@@ -26,7 +26,7 @@ SCRIPTS = [path.stem for path in FILES if path.parent.name == "scripts" and "def
 HOST_MODULES = ("scheduler", "page_pool", "policies", "request", "config", "buckets", "batch", "tokenizer")
 HEAVY = ("jax", "flax", "torch", "transformers", "orbax", "fastapi", "matplotlib")
 # Import names whose distribution is called otherwise, or that come with another that is declared.
-DISTRIBUTIONS = {"absl": "absl-py", "jaxlib": "jax"}
+DISTRIBUTIONS = {"absl": "absl-py", "jaxlib": "jax", "orbax": "orbax-checkpoint"}
 
 
 def relative(path: Path) -> str:
