@@ -165,9 +165,7 @@ class DecoderLayer(nnx.Module):
     """Pre-norm attention and an MLP with residuals. `sliding_window` (tokens or None) is for `attend` to honour; a sparse layer's
     MLP is a mixture of experts."""
 
-    def __init__(
-        self, config: ModelConfig, sliding_window: int | None, *, sparse: bool = False, rngs: nnx.Rngs, param_dtype: Any
-    ):
+    def __init__(self, config: ModelConfig, sliding_window: int | None, *, sparse: bool = False, rngs: nnx.Rngs, param_dtype: Any):
         self.sliding_window = sliding_window
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
         self.attention = Attention(config, rngs=rngs, param_dtype=param_dtype)

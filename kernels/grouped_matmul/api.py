@@ -4,13 +4,13 @@ Owns the contract and its errors. Does not know how any backend works, nor that 
 `plan_groups` (where rows stand), `gather_rows`, any number of `grouped_matmul`s, `combine_rows`.
 """
 
-import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels import gpu
 from kernels.grouped_matmul import mosaic_sm90, reference, xla
 from kernels.grouped_matmul.layout import Groups, lay_out
 
@@ -27,9 +27,9 @@ def plan_groups(
 ) -> Groups:
     """The layout of a batch whose token t chose the groups group_ids[t], for products with all of `weights`.
 
-    A token's choices lie in [0, E) and differ from each other, as those of a top-k do; that can't be checked inside a traced program
-    and is the caller's word. Tokens from num_tokens on are padding: they get no rows and cost nothing. Only shapes and dtypes of
-    `weights` are used.
+    A token's choices lie in [0, E) and differ from each other, as those of a top-k do; that can't be checked inside a traced
+    program and is the caller's word. Tokens from num_tokens on are padding: they get no rows and cost nothing. Only shapes and
+    dtypes of `weights` are used.
 
     backend: one of BACKENDS. "auto" is "mosaic_sm90" on a Hopper GPU where it can take these weights, otherwise "xla".
 
@@ -50,7 +50,7 @@ def plan_groups(
     if num_tokens is not None and (num_tokens.shape != () or num_tokens.dtype != jnp.int32):
         raise ValueError(f"num_tokens is {num_tokens.dtype}{num_tokens.shape}; must be an int32 scalar or None")
     backend = _resolve_backend(backend, weights)
-    rows = mosaic_sm90.BLOCK_ROWS if backend == "mosaic_sm90" else xla.block_rows(T, k, E)
+    rows = (mosaic_sm90 if backend == "mosaic_sm90" else xla).block_rows(T, k, E)
     with jax.named_scope("plan_groups"):
         return lay_out(group_ids, E, num_tokens=num_tokens, block_rows=rows, backend=backend)
 
@@ -128,10 +128,5 @@ def _resolve_backend(backend: str, weights: Sequence[jax.Array]) -> str:
     if backend == "mosaic_sm90" and lacks:
         raise NotImplementedError(f"mosaic_sm90 needs {lacks}; use backend='xla'")
     if backend == "auto":
-        return "mosaic_sm90" if lacks is None and _on_hopper() else "xla"
+        return "xla" if lacks or gpu.missing_for_sm90() else "mosaic_sm90"
     return backend
-
-
-@functools.cache
-def _on_hopper() -> bool:
-    return jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"

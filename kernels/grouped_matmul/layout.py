@@ -67,7 +67,9 @@ def lay_out(
 
     place = starts + through - hits  # [T, E]
     choice = jnp.arange(T * k, dtype=jnp.int32).reshape(T, k)
-    row = jnp.where(real[:, None], jnp.take_along_axis(place, group_ids, axis=1), M + choice)  # distinct, so that scatters are plain
+    row = jnp.where(
+        real[:, None], jnp.take_along_axis(place, group_ids, axis=1), M + choice
+    )  # distinct, so that scatters are plain
     token = jnp.full(M, T, jnp.int32).at[row].set(choice // k, mode="drop", unique_indices=True)
 
     ends = jnp.cumsum(-(-sizes // R))  # tiles up to and including each group

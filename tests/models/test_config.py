@@ -366,7 +366,7 @@ def test_rope_from_hf(hf, expected):
     ("hf", "named"),
     [
         ({"architectures": ["Gemma3ForCausalLM"]}, "Gemma3ForCausalLM"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM"),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM"),
         ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
         ({"architectures": None}, "None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
