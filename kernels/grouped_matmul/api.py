@@ -93,6 +93,7 @@ def combine_rows(
     """For each token the weighted sum of its rows, in float32 and in the order of its choices; zero for padding."""
     with jax.named_scope("combine_rows"):
         rows = y.at[groups.row].get(mode="fill", fill_value=0).astype(jnp.float32)  # [T, k, D]
+        weights = jnp.where(groups.row < groups.num_rows, weights, 0)  # padding's may be NaN
         return (rows * weights[:, :, None]).sum(axis=1).astype(y.dtype)
 
 
