@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.compilation import compile_counts
 from tests.dummy import CONFIG, ONE_BUCKET, differences, dummy_model, make_engine, serve, serve_alone
-from tests.workload import SMALL_POOL, requests
+from tests.workload import requests
 
 SPARSE = dataclasses.replace(
     CONFIG,
@@ -29,7 +29,7 @@ def test_together_as_alone_to_the_last_bit(dtype):
     """Mixed steps, chunks, preemption and prefix hits in one bucket; nothing compiles once its programs are."""
     model, asks = dummy_model(dtype, SPARSE), requests(True)[:9]
     expected = serve_alone(model, asks, bucket_plan=ONE_BUCKET)
-    engine = make_engine(model, bucket_plan=ONE_BUCKET, pool_pages=SMALL_POOL[True])
+    engine = make_engine(model, bucket_plan=ONE_BUCKET, pool_pages=20)
     engine.runner.warm_up()
     before = compile_counts().programs
     run = serve(engine, asks)
