@@ -188,8 +188,9 @@ class DecoderLayer(nnx.Module):
             x = x + o
         with jax.named_scope("mlp"):
             normed = self.mlp_norm(x)
-            sparse = isinstance(self.mlp, SparseMLP)
-            return x + (self.mlp(normed, num_tokens, moe_backend) if sparse else self.mlp(normed)), kv
+            if isinstance(self.mlp, SparseMLP):
+                return x + self.mlp(normed, num_tokens, moe_backend), kv
+            return x + self.mlp(normed), kv
 
 
 def causal_attention(
