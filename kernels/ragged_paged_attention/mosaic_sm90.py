@@ -147,8 +147,7 @@ def _produce(g: Geometry, refs: Refs, smem: Scratch) -> None:
     def item_loads(index, count):
         item = _item(g, refs, index)
         gpu.barrier_wait(smem.q_empty)
-        for consumer in range(g.consumers):
-            lax.fori_loop(0, g.tokens, functools.partial(_load_token, g, refs, smem, item, consumer), None)
+        lax.fori_loop(0, g.tokens, functools.partial(_load_tokens, g, refs, smem, item), None)
         item = _item(g, refs, index)  # again, rather than kept in registers: a producer beside two consumers has few
 
         def load_block(block, count):
@@ -178,11 +177,13 @@ def _produce(g: Geometry, refs: Refs, smem: Scratch) -> None:
         gpu.barrier_wait(smem.kv_empty.at[slot])
 
 
-def _load_token(g: Geometry, refs: Refs, smem: Scratch, item: Item, consumer: int, t, _) -> None:
-    """The query heads of a consumer's token t; past the item's last token that one again, to be ignored."""
-    token = item.token + jnp.minimum(consumer * g.tokens + t, jnp.maximum(item.num_tokens, 1) - 1)
-    heads = refs.q.at[token, pl.ds(item.head * g.group, g.group)]
-    gpu.copy_gmem_to_smem(heads, smem.q_loaded.at[consumer, pl.ds(t * g.group, g.group)], smem.q_full)
+def _load_tokens(g: Geometry, refs: Refs, smem: Scratch, item: Item, t, _) -> None:
+    """The query heads of each consumer's token t; past the item's last token that one again, to be ignored."""
+    last = jnp.maximum(item.num_tokens - 1, 0)
+    for consumer in range(g.consumers):
+        token = item.token + jnp.minimum(consumer * g.tokens + t, last)
+        heads = refs.q.at[token, pl.ds(item.head * g.group, g.group)]
+        gpu.copy_gmem_to_smem(heads, smem.q_loaded.at[consumer, pl.ds(t * g.group, g.group)], smem.q_full)
 
 
 def _nearest_seen_page(g: Geometry, item: Item, page):
