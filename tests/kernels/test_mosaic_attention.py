@@ -76,7 +76,7 @@ def test_matches_unpaged_float64(case):
     np.testing.assert_allclose(out[: len(want)].astype(np.float64), want, rtol=tolerance, atol=tolerance)
 
 
-BITS = Case("bits", ((1, 300), (4, 90), (20, 40), (1, 129)), Heads(4, 1, 64), 16, "bfloat16", padding_tokens=4, padding_seqs=1)
+BITS = Case("bits", ((1, 300), (4, 90), (40, 900), (1, 129)), Heads(4, 1, 64), 16, "bfloat16", padding_tokens=4, padding_seqs=1)
 
 
 def seats(batch: Batch, order: list[int]) -> tuple[tuple, np.ndarray]:
