@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from kernels.ragged_paged_attention.work_list import WorkShape, loads, plan
-
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("num_kv_heads", 8, "KV heads.", lower_bound=1)
 flags.DEFINE_integer("group", 4, "Query heads a KV head.", lower_bound=1)
@@ -49,6 +47,8 @@ def cases() -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 def measure(q_lens: np.ndarray, kv_lens: np.ndarray) -> dict[str, Any]:
     """Plans one step over and over."""
+    from kernels.ragged_paged_attention.work_list import WorkShape, loads, plan  # imports jax, for the package's sake
+
     shape = WorkShape(
         num_tokens=int(q_lens.sum()),
         num_seqs=len(q_lens),
@@ -78,7 +78,7 @@ def measure(q_lens: np.ndarray, kv_lens: np.ndarray) -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; everything is a flag")
-    results = [{"case": name} | measure(*step) for name, step in cases().items()]
+    results: list[dict[str, Any]] = [{"case": name} | measure(*step) for name, step in cases().items()]
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs"
     about = {"benchmark": "work_list", "machine": machine, "python": platform.python_version(), "numpy": np.__version__}
     if FLAGS.json:

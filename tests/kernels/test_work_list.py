@@ -101,7 +101,7 @@ def test_the_largest_steps_fit_their_arrays():
 def test_arrays_can_be_used_again():
     shape, out = shape_of(), np.zeros(shape_of().size, np.int32)
     for q_lens, kv_lens in (([1, 1, 30], [1900, 700, 40]), ([1], [5]), ([], [])):
-        assert plan(shape, q_lens, kv_lens, out=out) is out
+        assert plan(shape, np.array(q_lens, int), np.array(kv_lens, int), out=out) is out
         check(shape, q_lens, kv_lens, out)
 
 
