@@ -68,7 +68,7 @@ class ModelFunctions:
         self.leaves = leaves
         self.model_config: ModelConfig = model.config
         self.dtype = leaves[0].dtype  # of weights and activations
-        self.num_bytes = sum(x.nbytes for x in leaves)
+        self.num_bytes = sum(x.size * x.dtype.itemsize for x in leaves)  # abstract leaves have no nbytes
         self.abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
         tied = model.lm_head is None
         head = HEAD_PATHS + (("embed_tokens/",) if tied else ())
