@@ -1,7 +1,6 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Every target sets up what it needs (scripts/bootstrap.sh).
 #   PYTHON=<path>        the interpreter to make environments with
 #   ARGS=<flags>         passed on to the target's command: make test ARGS='-k scheduler'
-#   AOT_ARGS=<flags>     instead of the full set of make aot-check: a model, target and buckets
 #   TORCH_PIP_ARGS=<...> how pip finds a CPU build of torch for .venv-torch
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-torch setup-aot demo test lint format bench aot-check goldens wheel clean distclean
@@ -40,8 +39,8 @@ format: setup ## apply ruff's fixes and its format
 bench: setup setup-torch ## time the engine and transformers in turn on this machine
 	@$(PY) -m scripts.bench_engine $(ARGS)
 
-aot-check: setup-aot ## compile our kernels and the engine's step for Hopper, without a GPU (AOT_ARGS=<flags> instead of the full set)
-	@.venv-aot/bin/python -m scripts.aot_check $(or $(AOT_ARGS),--model=qwen3-0.6b$(comma)qwen3-8b --target=h100$(comma)h200) $(ARGS)
+aot-check: setup-aot ## compile our kernels and the engine's step for Hopper, without a GPU (all of it: 10 minutes; ARGS=<flags> for a part)
+	@.venv-aot/bin/python -m scripts.aot_check $(or $(ARGS),--model=qwen3-0.6b$(comma)qwen3-8b --target=h100$(comma)h200)
 
 goldens: setup setup-torch ## write tests/goldens again, with transformers (QWEN3_TOKENIZER=<folder>: that tokenizer's too)
 	@.venv-torch/bin/python tests/goldens/make_goldens.py

@@ -60,7 +60,9 @@ def table(report: CompiledReport) -> str:
         rows.append(f"    {count:5d} x {name:52s} {figures}".rstrip())
     for k in report.kernels:
         if k.source == "mosaic":
-            rows.append(f"    mosaic  {k.name:52s} {k.registers:4d} registers {k.smem:7d} B smem  spills {k.spill_stores}/{k.spill_loads}")
+            rows.append(
+                f"    mosaic  {k.name:52s} {k.registers:4d} registers {k.smem:7d} B smem  spills {k.spill_stores}/{k.spill_loads}"
+            )
     return "\n".join(rows)
 
 

@@ -25,9 +25,24 @@ _PTXAS = re.compile(
 _THUNK = re.compile(r"^(?P<indent>\s*)\d+: k(?P<kind>\w+)\s*\[[^\]]*\]\s*(?P<name>\S*)(?:.*shared_memory: (?P<smem>\d+) bytes)?")
 _SMEM_SCRATCH = re.compile(r"smem_scratch_bytes=(\d+)")
 # %name = type[shape]{layout} opcode(operands), attributes
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(?P<name>\S+) = (?P<result>\(.*?\)|\S+) (?P<opcode>[a-z][\w\-]*)\((?P<operands>.*?)\)(?P<rest>.*)$")
+_INSTRUCTION = re.compile(
+    r"^\s*(?:ROOT )?%(?P<name>\S+) = (?P<result>\(.*?\)|\S+) (?P<opcode>[a-z][\w\-]*)\((?P<operands>.*?)\)(?P<rest>.*)$"
+)
 _SHAPE = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
-_BITS = {"pred": 8, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "f16": 16, "bf16": 16, "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64}
+_BITS = {
+    "pred": 8,
+    "s8": 8,
+    "u8": 8,
+    "s16": 16,
+    "u16": 16,
+    "f16": 16,
+    "bf16": 16,
+    "s32": 32,
+    "u32": 32,
+    "f32": 32,
+    "s64": 64,
+    "u64": 64,
+}
 _BITS |= {"f64": 64, "f8e4m3fn": 8, "f8e5m2": 8, "s4": 4, "u4": 4, "token": 0}
 
 
@@ -102,7 +117,9 @@ def parse_ptxas(text: str, source: str, dynamic_smem: int = 0) -> list[Kernel]:
     ]
     named = text.count("Compiling entry function")
     if named != len(kernels):
-        raise ValueError(f"ptxas log names {named} kernels and gives figures of {len(kernels)}; its format has changed:\n{text[:400]}")
+        raise ValueError(
+            f"ptxas log names {named} kernels and gives figures of {len(kernels)}; its format has changed:\n{text[:400]}"
+        )
     return kernels
 
 
