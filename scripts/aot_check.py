@@ -4,10 +4,10 @@
     python -m scripts.aot_check --model=qwen3-0.6b --target=h100      one model, its smallest decode and largest mixed bucket
     python -m scripts.aot_check --model=FOLDER --bucket_plan=plan.json --buckets=all --max_model_len=8192
 
-Runs in the environment that `make setup-aot` makes (.venv-aot: jax's CUDA plugin and ptxas, no driver). Compiles our Mosaic kernels
-and the engine's own body and head programs for sm_90a from shapes alone. Faults are listed and the exit status is 1 if there are any:
-register spills or too much shared memory in our kernels; a body that does not run the fast attention kernel once a layer; a body or
-head that is not one CUDA graph; a copy of KV pages; more temporary memory than the plan sets aside; a pool that does not fit.
+Runs in the environment that `make setup-aot` makes (.venv-aot: jax's CUDA plugin and ptxas, no driver). Compiles our Mosaic
+kernels and the engine's own body and head programs for sm_90a from shapes alone. Faults are listed, and the exit status is then 1:
+register spills or too much shared memory in our kernels; a body that does not run the fast attention kernel once a layer; a body
+or head that is not one CUDA graph; a copy of KV pages; more temporary memory than the plan sets aside; a pool that does not fit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from absl import app, flags
 
 from scripts.aot_verdicts import gib, kernel_faults, mib
-from scripts.compiled_report import CompiledReport
+from scripts.compiled_report import CompiledReport, Kernel
 from scripts.sm90_compile import SMEM_LIMIT, TARGETS, Compiler, use_no_device
 
 _MODELS = flags.DEFINE_list("model", ["qwen3-0.6b"], "Presets of bench_models.RANDOM, or folders with a config.json; empty: none.")
@@ -52,17 +52,14 @@ def describe(report: CompiledReport, num_layers: int | None = None) -> str:
     return f"{report.name}: {graph}, outside {outside}{ours}; temp {mib(report.temp_bytes)}; {report.seconds:.1f} s"
 
 
+def figures(k: Kernel) -> str:
+    return f"{k.registers:4d} registers {k.smem:7d} B smem  spills {k.spill_stores}/{k.spill_loads}"
+
+
 def table(report: CompiledReport) -> str:
-    """Every kind of command: count, name, registers, shared memory, spills."""
-    rows = []
-    for count, name, k in report.launches():
-        figures = "" if k is None else f"{k.registers:4d} registers {k.smem:7d} B smem  spills {k.spill_stores}/{k.spill_loads}"
-        rows.append(f"    {count:5d} x {name:52s} {figures}".rstrip())
-    for k in report.kernels:
-        if k.source == "mosaic":
-            rows.append(
-                f"    mosaic  {k.name:52s} {k.registers:4d} registers {k.smem:7d} B smem  spills {k.spill_stores}/{k.spill_loads}"
-            )
+    """Every kind of command: count, name, registers, shared memory, spills; then our own kernels, which a command doesn't name."""
+    rows = [f"    {count:5d} x {name:52s} {figures(k) if k else ''}".rstrip() for count, name, k in report.launches()]
+    rows += [f"    Mosaic: {k.name:52s} {figures(k)}" for k in report.kernels if k.source == "mosaic"]
     return "\n".join(rows)
 
 

@@ -5,7 +5,6 @@ Owns the list; what a kernel is held to beside registers and shared memory is a 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -120,7 +120,7 @@ class MemoryFit:
         pool = self.num_pages * self.page
         capped = " (no more would ever be used)" if self.num_pages >= self.wanted_pages else ""
         return (
-            f"memory: {gib(self.device)} on the device, {gib(self.limit)} for the process, {self.utilization:g} of it for the engine: "
+            f"memory: {gib(self.device)} on the device, {gib(self.limit)} for the process, {self.utilization:g} of that for us: "
             f"weights {gib(self.weights)}, programs {gib(self.reserve)}, KV pool {gib(pool)} = {self.num_pages} pages of "
             f"{self.page_size} tokens ({self.page / self.page_size / 1024:.1f} KiB a token) = {self.num_tokens} tokens{capped}, "
             f"that is {self.num_tokens / self.max_model_len:.1f} requests of max_model_len={self.max_model_len}"

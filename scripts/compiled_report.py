@@ -29,21 +29,8 @@ _INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%(?P<name>\S+) = (?P<result>\(.*?\)|\S+) (?P<opcode>[a-z][\w\-]*)\((?P<operands>.*?)\)(?P<rest>.*)$"
 )
 _SHAPE = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
-_BITS = {
-    "pred": 8,
-    "s8": 8,
-    "u8": 8,
-    "s16": 16,
-    "u16": 16,
-    "f16": 16,
-    "bf16": 16,
-    "s32": 32,
-    "u32": 32,
-    "f32": 32,
-    "s64": 64,
-    "u64": 64,
-}
-_BITS |= {"f64": 64, "f8e4m3fn": 8, "f8e5m2": 8, "s4": 4, "u4": 4, "token": 0}
+_BYTES = {"token": 0, "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2}
+_BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 
 
 @dataclass(frozen=True)
@@ -92,12 +79,12 @@ class Instruction:
 
 def shape_bytes(dtype: str, dims: Iterable[int]) -> int:
     """Bytes of an array. ValueError for an element type that is not known here."""
-    if dtype not in _BITS:
-        raise ValueError(f"{dtype=} is not a known HLO element type; known: {', '.join(sorted(_BITS))}")
+    if dtype not in _BYTES:
+        raise ValueError(f"{dtype=} is not a known HLO element type; known: {', '.join(sorted(_BYTES))}")
     size = 1
     for dim in dims:
         size *= dim
-    return size * _BITS[dtype] // 8
+    return size * _BYTES[dtype]
 
 
 def parse_ptxas(text: str, source: str, dynamic_smem: int = 0) -> list[Kernel]:

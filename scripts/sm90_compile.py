@@ -138,11 +138,12 @@ class Compiler:
                 "xla_dump_hlo_as_text": True,
             }
         )
-        memory = compiled.memory_analysis()
+        memory, text = compiled.memory_analysis(), compiled.as_text()
+        assert memory is not None and text is not None
         return CompiledReport(
             name=name,
             thunks=parse_thunks(_thunk_text(dump)),
-            instructions=parse_hlo(compiled.as_text()),
+            instructions=parse_hlo(text),
             kernels=self._new_kernels(),
             argument_bytes=memory.argument_size_in_bytes,
             output_bytes=memory.output_size_in_bytes,

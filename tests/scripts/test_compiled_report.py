@@ -43,7 +43,7 @@ condition:
     000: kCommandBuffer [source | sink]
         031: kCustomKernel   [source       | next=032 (1)] loop_fusion grid: [2, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
 000: kCommandBuffer [prev=029 (1) | next=053 (1)]
-    040: kCustomKernel   [source        | next=041 (1)] loop_select_fusion grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
+    040: kCustomKernel   [source        | next=041 (1)] select_fusion grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
 """
 HLO = """HloModule jit_body, is_scheduled=true, entry_computation_layout={(bf16[8,1024]{1,0})->bf16[8,1024]{1,0}}
 %fused_add (param_0: bf16[8,1024]) -> bf16[8,1024] {
@@ -53,7 +53,7 @@ ENTRY %main {
   %copy.9 = bf16[7649,2,8,64,128]{4,3,2,1,0} copy(%kv.1), metadata={op_name="jit(body)/layers" stack_frame_id=2}
   %copy-start.1 = (bf16[7649,2,8,64,128]{4,3,2,1,0}, bf16[7649,2,8,64,128]{4,3,2,1,0}, u32[]) copy-start(%kv.2)
   %input_scatter_fusion.3 = bf16[7649,2,8,64,128]{4,3,2,1,0} fusion(%kv.3, %slots), kind=kInput, calls=%f
-  %mpmd_map.4 = bf16[8,16,128]{2,1,0} custom-call(%q, %input_scatter_fusion.3), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(body)/layers/attend/decode/mpmd_map"}
+  %mpmd_map.4 = bf16[8,16,128]{2,1,0} custom-call(%q, %kv.3), custom_call_target="mosaic_gpu_v2", metadata={op_name="a/mpmd_map"}
   ROOT %cublas.1 = (bf16[8,4096]{1,0}, s8[4194304]{0}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul"
 }
 """
@@ -92,7 +92,7 @@ def test_what_lies_outside_graphs():
     it = report(LOOP_BETWEEN_GRAPHS)
     assert it.num_graphs == 3, "one of them inside the loop"
     assert it.outside == {"While": 1, "CustomKernel": 1}
-    assert [t.name for t in it.graph_commands] == ["", "loop_fusion", "loop_select_fusion"]
+    assert [t.name for t in it.graph_commands] == ["", "loop_fusion", "select_fusion"]
 
 
 def test_a_dump_without_thunks_is_refused():
@@ -105,7 +105,7 @@ def test_hlo_copies_and_custom_calls():
     assert [i.name for i in it.copies_of((7649, 2, 8, 64, 128))] == ["copy.9", "copy-start.1"]
     assert it.copies_of((8, 16, 128)) == []
     [call] = it.mosaic_calls
-    assert call.op_name.endswith("attend/decode/mpmd_map") and call.operands == ("q", "input_scatter_fusion.3")
+    assert call.op_name == "a/mpmd_map" and call.operands == ("q", "kv.3")
     assert call.result_bytes == 8 * 16 * 128 * 2
     gemm = it.instructions[-1]
     assert gemm.target == "__cublas$lt$matmul" and gemm.result_bytes == 8 * 4096 * 2 + 4194304
