@@ -142,7 +142,7 @@ class Compiler:
         assert memory is not None and text is not None
         return CompiledReport(
             name=name,
-            thunks=parse_thunks(_thunk_text(dump)),
+            thunks=parse_thunks(thunk_text(dump)),
             instructions=parse_hlo(text),
             kernels=self._new_kernels(),
             argument_bytes=memory.argument_size_in_bytes,
@@ -169,7 +169,7 @@ class Compiler:
         return list(dict.fromkeys(kernels))
 
 
-def _thunk_text(dump: Path) -> str:
+def thunk_text(dump: Path) -> str:
     """The thunk sequence of the module that was compiled. FileNotFoundError if XLA dumped none."""
     files = sorted(dump.glob("*thunk_sequence_after_thunk_passes.txt")) or sorted(dump.glob("*thunk_sequence.txt"))
     if not files:
