@@ -69,17 +69,17 @@ def check_kernels(compiler: Compiler) -> dict[str, Any]:
     from scripts.aot_kernels import kernel_cases
 
     faults, results = [], []
-    for case in kernel_cases(int(compiler.fact("core_count"))):
+    for case in kernel_cases(compiler.num_sms, compiler.fact("name")):
         try:
             report = compiler.compile(case.name, case.function, case.args, options=GPU_COMPILER_OPTIONS)
         except Exception as error:  # one case's failure is a fault to list, not the end of the check
             faults.append(f"{case.name}: does not compile: {type(error).__name__}: {' '.join(str(error).split())[:500]}")
             continue
         ours = [k for k in report.kernels if k.source == "mosaic"]
-        faults += case.faults(report) + kernel_faults(ours, smem_limit=SMEM_LIMIT, where=case.name)
-        print(describe(report), flush=True)
+        faults += case.faults(report, compiler.mosaic_kernels) + kernel_faults(ours, smem_limit=SMEM_LIMIT, where=case.name)
+        print(f"{case.name}: {report.seconds:.1f} s", flush=True)
         for k in ours:
-            print(f"    {k.name}: {k.registers} registers, {k.smem} B of shared memory", flush=True)
+            print(f"    {k.name:48s} {figures(k)}  {', '.join(k.uses)}", flush=True)
         results.append(report.as_json())
     return {"faults": faults, "programs": results}
 

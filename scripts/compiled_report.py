@@ -23,6 +23,12 @@ _PTXAS = re.compile(
     re.S,
 )
 _THUNK = re.compile(r"^(?P<indent>\s*)\d+: k(?P<kind>\w+)\s*\[[^\]]*\]\s*(?P<name>\S*)(?:.*shared_memory: (?P<smem>\d+) bytes)?")
+PTX_FEATURES = {  # of the instructions that make a kernel a Hopper kernel
+    "TMA": re.compile(r"\bcp\.async\.bulk\.tensor\b"),
+    "wgmma": re.compile(r"\bwgmma\.mma_async\b"),
+    "wgmma from registers": re.compile(r"\bwgmma\.mma_async\.\S+\s+\{[^}]*\},\s*\{"),  # its left operand
+    "setmaxnreg": re.compile(r"\bsetmaxnreg\b"),
+}
 _SMEM_SCRATCH = re.compile(r"smem_scratch_bytes=(\d+)")
 # %name = type[shape]{layout} opcode(operands), attributes
 _INSTRUCTION = re.compile(
@@ -45,6 +51,7 @@ class Kernel:
     spill_loads: int
     stack: int
     smem: int
+    uses: tuple[str, ...] = ()  # of a Mosaic kernel: which of PTX_FEATURES its PTX has
 
     @property
     def spills(self) -> bool:
@@ -87,7 +94,12 @@ def shape_bytes(dtype: str, dims: Iterable[int]) -> int:
     return size * _BYTES[dtype]
 
 
-def parse_ptxas(text: str, source: str, dynamic_smem: int = 0) -> list[Kernel]:
+def ptx_features(ptx: str) -> tuple[str, ...]:
+    """Which of PTX_FEATURES a kernel's PTX has."""
+    return tuple(name for name, pattern in PTX_FEATURES.items() if pattern.search(ptx))
+
+
+def parse_ptxas(text: str, source: str, dynamic_smem: int = 0, uses: tuple[str, ...] = ()) -> list[Kernel]:
     """The kernels of a `ptxas -v` log. ValueError if it names a kernel whose figures it lacks."""
     kernels = [
         Kernel(
@@ -99,6 +111,7 @@ def parse_ptxas(text: str, source: str, dynamic_smem: int = 0) -> list[Kernel]:
             spill_loads=int(m["loads"]),
             stack=int(m["stack"]),
             smem=int(m["smem"] or 0) + dynamic_smem,
+            uses=uses,
         )
         for m in _PTXAS.finditer(text)
     ]
@@ -130,7 +143,7 @@ def parse_thunks(text: str) -> list[Thunk]:
         if graph_indent is not None and indent <= graph_indent:
             graph_indent = None
         in_graph = graph_indent is not None
-        name = m["name"] if m["name"] != f"k{m['kind']}" else ""
+        name = "" if m["name"] == f"k{m['kind']}" or "=" in m["name"] else m["name"]
         thunks.append(Thunk(m["kind"], name, in_graph, None if m["smem"] is None else int(m["smem"])))
         if m["kind"] == "CommandBuffer" and not in_graph:
             graph_indent = indent
