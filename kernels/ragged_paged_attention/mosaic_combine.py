@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from kernels import gpu
 from kernels.ragged_paged_attention import softmax_state
 from kernels.ragged_paged_attention.tiles import ROWS
+from kernels.ragged_paged_attention.work_list import GROUP_FIELDS
 
 DEPTH = 3  # partial results on their way at a time
 
@@ -21,19 +22,21 @@ def combine(
     out: jax.Array,  # [T, N, H]
     partial_acc: jax.Array,  # f32[M, split_rows, H], M = slots * K
     partial_stats: jax.Array,  # f32[M, 2, 64]: maximum, total of each row
-    groups: jax.Array,  # i32[groups, 3]: sequence, first slot, number of slots (0: nothing to do)
+    work: jax.Array,  # i32[size], work_list's array
     cu_q_lens: jax.Array,  # i32[S+1]
     *,
+    groups_at: int,  # where the groups begin in the work list
+    num_groups: int,
     num_kv_heads: int,
 ) -> jax.Array:  # [T, N, H]
     """`out` with the rows of split sequences written; in place where `out` is an intermediate. A CTA a group and KV head."""
     H, K = out.shape[2], num_kv_heads
     G, split_rows = out.shape[1] // K, partial_acc.shape[1]
 
-    def join_partial_results(out_ref, acc_ref, stats_ref, groups_ref, cu_q_lens_ref, acc_smem, stats_smem, out_smem, full):
+    def join_partial_results(out_ref, acc_ref, stats_ref, work_ref, cu_q_lens_ref, acc_smem, stats_smem, out_smem, full):
         index = lax.axis_index("cta")
         group, head = lax.div(index, jnp.int32(K)), lax.rem(index, jnp.int32(K))
-        seq, first, count = (groups_ref[group, column] for column in range(3))
+        seq, first, count = (work_ref[groups_at + group * GROUP_FIELDS + column] for column in range(GROUP_FIELDS))
 
         def fetch(i):
             at, slot = (first + i) * K + head, lax.rem(i, jnp.int32(DEPTH))
@@ -69,12 +72,12 @@ def combine(
     gpu.kernel(
         join_partial_results,
         out_type=(),
-        grid={"cta": groups.shape[0] * K},
+        grid={"cta": num_groups * K},
         scratch_types=[
             gpu.SMEM((DEPTH, ROWS, H), jnp.float32),
             gpu.SMEM((DEPTH, 2, ROWS), jnp.float32),
             gpu.SMEM((ROWS, H), out.dtype),
             gpu.Barrier(num_arrivals=2, num_barriers=DEPTH),
         ],
-    )(ref, partial_acc, partial_stats, groups, cu_q_lens)
+    )(ref, partial_acc, partial_stats, work, cu_q_lens)
     return jax.freeze(ref)

@@ -33,7 +33,7 @@ from kernels import gpu
 from kernels.ragged_paged_attention import softmax_state
 from kernels.ragged_paged_attention.softmax_state import MASKED, spread
 from kernels.ragged_paged_attention.tiles import CONSUMER_REGISTERS, PRODUCER_REGISTERS, ROWS
-from kernels.ragged_paged_attention.work_list import BLOCK
+from kernels.ragged_paged_attention.work_list import BLOCK, ITEM_FIELDS
 
 LOG2E = math.log2(math.e)
 
@@ -46,6 +46,9 @@ class Geometry:
     stages: int
     chunk_blocks: int
     num_kv_heads: int
+    items_at: int  # where items, order and cta_start begin in the work list
+    order_at: int
+    cta_start_at: int
     group: int
     tokens: int
     page_size: int
@@ -83,9 +86,7 @@ class Refs(NamedTuple):
     page_table: Any  # i32[S, P]
     cu_q_lens: Any  # i32[S+1]
     kv_lens: Any  # i32[S]
-    items: Any  # i32[W, 4]
-    order: Any  # i32[W * K]
-    cta_start: Any  # i32[num_ctas+1]
+    work: Any  # i32[size], work_list's array
     out: Any  # [T, N, H]
     partial_acc: Any = None  # f32[M, split_rows, H]
     partial_stats: Any = None  # f32[M, 2, 64]: maximum, total of each row
@@ -112,9 +113,9 @@ class Scratch(NamedTuple):
 
 def _item(g: Geometry, refs: Refs, index) -> Item:
     """Loads an item and clips it to the true lengths."""
-    entry = refs.order[index]
+    entry = refs.work[g.order_at + index]
     unit, head = lax.div(entry, jnp.int32(g.num_kv_heads)), lax.rem(entry, jnp.int32(g.num_kv_heads))
-    seq, row, begin, slot = (refs.items[unit, column] for column in range(4))
+    seq, row, begin, slot = (refs.work[g.items_at + unit * ITEM_FIELDS + column] for column in range(ITEM_FIELDS))
     first_token, kv_len = refs.cu_q_lens[seq], refs.kv_lens[seq]
     q_len = refs.cu_q_lens[seq + 1] - first_token
     position = kv_len - q_len + row
@@ -131,18 +132,10 @@ def _blocks(positions):
     return lax.div(positions + (BLOCK - 1), jnp.int32(BLOCK))
 
 
-def _for_items(g: Geometry, refs: Refs, body, count):
-    """Runs count = body(i, item, count) for the CTA's items, each fetched while the one before it runs."""
+def _items_of_cta(g: Geometry, refs: Refs):
+    """The entries (first, end) of the order that are this CTA's."""
     cta = lax.axis_index("cta")
-    first, end = refs.cta_start[cta], refs.cta_start[cta + 1]
-    last = jnp.maximum(end - 1, 0)
-
-    def step(i, carry):
-        item, count = carry
-        following = _item(g, refs, jnp.minimum(i + 1, last))
-        return following, body(i - first, item, count)
-
-    return end - first, lax.fori_loop(first, end, step, (_item(g, refs, jnp.minimum(first, last)), count))[1]
+    return refs.work[g.cta_start_at + cta], refs.work[g.cta_start_at + cta + 1]
 
 
 # -- the producer
@@ -151,39 +144,21 @@ def _for_items(g: Geometry, refs: Refs, body, count):
 def _produce(g: Geometry, refs: Refs, smem: Scratch) -> None:
     """Loads every item's queries and KV blocks, in order, as the ring has room."""
 
-    def item_loads(i, item: Item, count):
-        @pl.when(i > 0)
-        def _():
-            gpu.barrier_wait(smem.q_empty)
-
-        last_token = item.token + jnp.maximum(item.num_tokens, 1) - 1
-
-        def load_token(t, _):
-            token = jnp.minimum(item.token + t, last_token)  # past the last one: the last again, to be ignored
-            consumer, row = lax.div(t, jnp.int32(g.tokens)), lax.rem(t, jnp.int32(g.tokens)) * g.group
-            gpu.copy_gmem_to_smem(
-                refs.q.at[token, pl.ds(item.head * g.group, g.group)],
-                smem.q_loaded.at[consumer, pl.ds(row, g.group)],
-                smem.q_full,
-            )
-
-        lax.fori_loop(0, g.consumers * g.tokens, load_token, None)
-        last_page = lax.div(jnp.maximum(item.kv_len - 1, 0), jnp.int32(g.page_size))
-        first_page = jnp.int32(0)
-        if g.sliding_window is not None:
-            first_page = lax.div(jnp.maximum(item.position - g.sliding_window + 1, 0), jnp.int32(g.page_size))
-
+    def item_loads(index, count):
+        item = _item(g, refs, index)
+        gpu.barrier_wait(smem.q_empty)
+        for consumer in range(g.consumers):
+            lax.fori_loop(0, g.tokens, functools.partial(_load_token, g, refs, smem, item, consumer), None)
+        item = _item(g, refs, index)  # again, rather than kept in registers: a producer beside two consumers has few
         def load_block(block, count):
             slot = lax.rem(count, jnp.int32(g.stages))
 
-            @pl.when(count >= g.stages)
-            def _():
-                gpu.barrier_wait(smem.kv_empty.at[slot])
-
+            gpu.barrier_wait(smem.kv_empty.at[slot])
             for row in range(0, BLOCK, g.copy_rows):
                 position = block * BLOCK + row
-                # Pages that no query of the tile sees may be gone: the nearest one that is seen comes instead, to be masked.
-                page = jnp.clip(lax.div(position, jnp.int32(g.page_size)), first_page, last_page)
+                page = lax.div(position, jnp.int32(g.page_size))
+                if g.page_size < BLOCK:  # else a page with a block that some row sees
+                    page = _nearest_seen_page(g, item, page)
                 page_id = refs.page_table[item.seq, page]
                 offset = lax.rem(position, jnp.int32(g.page_size)) if g.page_size > BLOCK else 0
                 for k_or_v in range(2):
@@ -196,17 +171,25 @@ def _produce(g: Geometry, refs: Refs, smem: Scratch) -> None:
 
         return lax.fori_loop(item.first_block, item.end_block, load_block, count)
 
-    num_items, count = _for_items(g, refs, item_loads, jnp.int32(0))
+    lax.fori_loop(*_items_of_cta(g, refs), item_loads, jnp.int32(0))
+    gpu.barrier_wait(smem.q_empty)  # every phase of a barrier must be seen before the kernel ends
+    for slot in range(g.stages):
+        gpu.barrier_wait(smem.kv_empty.at[slot])
 
-    # Every phase of a barrier must be seen before the kernel ends.
-    @pl.when(num_items > 0)
-    def _():
-        gpu.barrier_wait(smem.q_empty)
 
-    def drain(i, _):
-        gpu.barrier_wait(smem.kv_empty.at[lax.rem(i, jnp.int32(g.stages))])
+def _load_token(g: Geometry, refs: Refs, smem: Scratch, item: Item, consumer: int, t, _) -> None:
+    """The query heads of a consumer's token t; past the item's last token that one again, to be ignored."""
+    token = item.token + jnp.minimum(consumer * g.tokens + t, jnp.maximum(item.num_tokens, 1) - 1)
+    heads = refs.q.at[token, pl.ds(item.head * g.group, g.group)]
+    gpu.copy_gmem_to_smem(heads, smem.q_loaded.at[consumer, pl.ds(t * g.group, g.group)], smem.q_full)
 
-    lax.fori_loop(jnp.maximum(count - g.stages, 0), count, drain, None)
+
+def _nearest_seen_page(g: Geometry, item: Item, page):
+    """Pages that no query of the tile sees may be gone: the nearest one that is seen is loaded instead, to be masked."""
+    if g.sliding_window is not None:
+        first_seen = jnp.maximum(item.position - g.sliding_window + 1, 0)
+        page = jnp.maximum(page, lax.div(first_seen, jnp.int32(g.page_size)))
+    return jnp.minimum(page, lax.div(item.kv_len - 1, jnp.int32(g.page_size)))
 
 
 # -- the consumers
@@ -215,7 +198,8 @@ def _produce(g: Geometry, refs: Refs, smem: Scratch) -> None:
 def _consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:
     """Computes every item's rows. `me`: which consumer this is."""
 
-    def item_rows(_, item: Item, count):
+    def item_rows(index, count):
+        item = _item(g, refs, index)
         gpu.barrier_wait(smem.q_full)
         smem.q.at[me][...] = gpu.load(smem.q_loaded.at[me], layout=gpu.WGMMA, optimized=False)
         gpu.commit_smem()
@@ -226,7 +210,8 @@ def _consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:
         tokens = jnp.clip(item.num_tokens - first_token, 0, g.tokens)
         end = jnp.where(tokens > 0, _blocks(position + tokens), item.first_block)
         end = jnp.clip(end, item.first_block, item.end_block)  # past it come blocks that only the other consumer sees
-        state, count = _walk(g, smem, me, item, position, tokens, end, count)
+        state, count = _walk(g, smem, me, item, position, end, count)
+        item = _item(g, refs, index)  # again, rather than kept in registers, of which the walk has none to spare
         if g.consumers > 1:
             count = lax.fori_loop(end, item.end_block, functools.partial(_pass_by, g, smem, me, item), count)
 
@@ -242,9 +227,12 @@ def _consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:
 
         return count
 
+    gpu.barrier_arrive(smem.q_empty)
+    for slot in range(g.stages):
+        gpu.barrier_arrive(smem.kv_empty.at[slot])
     if g.consumers > 1:
         pl.when(me == 1)(lambda: _take_turn(smem))  # half a block behind
-    _for_items(g, refs, item_rows, jnp.int32(0))
+    lax.fori_loop(*_items_of_cta(g, refs), item_rows, jnp.int32(0))
     if g.consumers > 1:
         pl.when(me == 0)(lambda: _take_turn(smem))
     gpu.wait_smem_to_gmem(0)
@@ -255,28 +243,17 @@ def _take_turn(smem: Scratch) -> None:
     gpu.barrier_wait(smem.turn)
 
 
-def _walk(g: Geometry, smem: Scratch, me, item: Item, position, tokens, end, count):
+def _walk(g: Geometry, smem: Scratch, me, item: Item, position, end, count):
     """The state of the tile's rows after the item's blocks up to `end`, a chunk at a time."""
     head_dim = smem.q.shape[-1]
-    # Blocks from free_begin to free_end are seen whole by every row; those around them are masked.
-    free_end = jnp.clip(lax.div(position + 1, jnp.int32(BLOCK)), item.first_block, end)
-    free_begin = item.first_block
-    if g.sliding_window is not None:
-        last_start = jnp.maximum(position + tokens - g.sliding_window, 0)  # first position that the last row sees
-        free_begin = jnp.clip(_blocks(last_start), item.first_block, free_end)
-    masked = functools.partial(_fold_block, g, smem, me, item, position, masked=True)
-    unmasked = functools.partial(_fold_block, g, smem, me, item, position, masked=False)
+    fold = functools.partial(_fold_block, g, smem, me, item, position)
 
     def chunk(c, carry):
         joined, count = carry
-        begin, stop = jnp.maximum(c * g.chunk_blocks, item.first_block), jnp.minimum((c + 1) * g.chunk_blocks, end)
-        carry = softmax_state.empty(head_dim), count
-        if g.sliding_window is not None:
-            carry = lax.fori_loop(begin, jnp.clip(free_begin, begin, stop), masked, carry)
-            begin = jnp.clip(free_begin, begin, stop)
-        free_stop = jnp.clip(free_end, begin, stop)
-        carry = lax.fori_loop(begin, free_stop, unmasked, carry)
-        state, count = lax.fori_loop(free_stop, stop, masked, carry)
+        begin, stop = c * g.chunk_blocks, jnp.minimum((c + 1) * g.chunk_blocks, end)
+        if g.sliding_window is not None:  # else an item begins with a chunk
+            begin = jnp.maximum(begin, item.first_block)
+        state, count = lax.fori_loop(begin, stop, fold, (softmax_state.empty(head_dim), count))
         return softmax_state.join(joined, state), count
 
     chunks = lax.div(end + (g.chunk_blocks - 1), jnp.int32(g.chunk_blocks))
@@ -284,13 +261,12 @@ def _walk(g: Geometry, smem: Scratch, me, item: Item, position, tokens, end, cou
     return lax.fori_loop(first_chunk, chunks, chunk, (softmax_state.empty(head_dim), count))
 
 
-def _fold_block(g: Geometry, smem: Scratch, me, item: Item, position, block, carry, *, masked: bool):
+def _fold_block(g: Geometry, smem: Scratch, me, item: Item, position, block, carry):
     """One block of keys and values into the state of the tile's rows."""
     (acc, maximum, total), count = carry
     slot = lax.rem(count, jnp.int32(g.stages))
     gpu.barrier_wait(smem.kv_full.at[slot])
-    if masked:
-        _clean_tail(g, smem, me, item, block, slot)
+    _clean_tail(g, smem, me, item, block, slot)
 
     def scores(ref):
         gpu.wgmma(ref, smem.q.at[me], smem.kv.at[slot, 0].transpose((1, 0)))
@@ -299,9 +275,7 @@ def _fold_block(g: Geometry, smem: Scratch, me, item: Item, position, block, car
         return ref[...]
 
     x = pl.run_scoped(scores, gpu.ACC((ROWS, BLOCK), jnp.float32))
-    x = _logits(g, x)
-    if masked:
-        x = jnp.where(_seen(g, position, block), x, MASKED)
+    x = _mask(g, position, block, _logits(g, x))
     new_maximum = jnp.maximum(maximum, x.max(axis=1))
     shrink = jnp.exp2(maximum - new_maximum)
     weights = jnp.exp2(x - spread(new_maximum, x))
@@ -325,14 +299,22 @@ def _logits(g: Geometry, x):
     return cap - (2 * cap) / (jnp.exp2(x * (2 * g.scale / g.soft_cap * LOG2E)) + 1)
 
 
-def _seen(g: Geometry, position, block):
-    """Which keys of a block each row sees: bool[64, BLOCK]."""
-    row = gpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 0, layout=gpu.WGMMA)
-    distance = lax.div(row, jnp.int32(g.group)) - gpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 1, layout=gpu.WGMMA)
-    distance += position - block * BLOCK
-    if g.sliding_window is None:
-        return distance >= 0
-    return jnp.logical_and(distance >= 0, distance < g.sliding_window)
+def _mask(g: Geometry, position, block, x):
+    """Logits of a block, MASKED where a row does not see the key. Most blocks are seen whole and pass as they are."""
+
+    def mask(x):
+        token = lax.div(gpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=gpu.WGMMA_ROW), jnp.int32(g.group))
+        column = gpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 1, layout=gpu.WGMMA)
+        last = spread(token + (position - block * BLOCK), column)
+        seen = column <= last
+        if g.sliding_window is not None:
+            seen = jnp.logical_and(seen, column > last - g.sliding_window)
+        return jnp.where(seen, x, MASKED)
+
+    partly_seen = (block + 1) * BLOCK > position + 1  # by the first row
+    if g.sliding_window is not None:
+        partly_seen = jnp.logical_or(partly_seen, block * BLOCK <= position + g.tokens - 1 - g.sliding_window)  # by the last
+    return lax.cond(partly_seen, mask, lambda x: x, x)
 
 
 def _add_weighted_values(g: Geometry, smem: Scratch, me, acc, weights, slot):
@@ -357,11 +339,12 @@ def _clean_tail(g: Geometry, smem: Scratch, me, item: Item, block, slot) -> None
     def _():
         @pl.when(me == 0)
         def _():
-            values = smem.kv.at[slot, 1]
-            v = gpu.load(values, layout=gpu.WGMMA)
-            position = gpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=gpu.WGMMA) + block * BLOCK
-            zero = gpu.layout_cast(jnp.zeros(v.shape, v.dtype), gpu.WGMMA)
-            values[...] = jnp.where(position < item.kv_len, v, zero)
+            for column in range(0, smem.kv.shape[-1], 64):  # a part at a time, for want of registers
+                values = smem.kv.at[slot, 1, :, pl.ds(column, 64)]
+                v = gpu.load(values, layout=gpu.WGMMA)
+                position = gpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=gpu.WGMMA) + block * BLOCK
+                zero = gpu.layout_cast(jnp.zeros(v.shape, v.dtype), gpu.WGMMA)
+                values[...] = jnp.where(position < item.kv_len, v, zero)
             gpu.commit_smem()
             if g.consumers > 1:
                 gpu.barrier_arrive(smem.clean)
@@ -411,11 +394,10 @@ def run_items(
     page_table: jax.Array,  # i32[S, P]
     cu_q_lens: jax.Array,  # i32[S+1]
     kv_lens: jax.Array,  # i32[S]
-    items: jax.Array,  # i32[W, 4]
-    order: jax.Array,  # i32[W * K]
-    cta_start: jax.Array,  # i32[num_ctas+1]
+    work: jax.Array,  # i32[size], work_list's array
     *,
     geometry: Geometry,
+    num_ctas: int,
     num_slots: int,
 ):
     """Runs a work list -> (out [T, N, H] without the rows of split sequences, partial accs f32[num_slots * K, split_rows, H],
@@ -441,7 +423,7 @@ def run_items(
         scratch |= {name: gpu.SMEM((ROWS,), jnp.float32) for name in ("maximum", "total")}
     if g.interpreted:
         scratch |= {"weights": gpu.SMEM((C, ROWS, BLOCK), dtype, transforms=gpu.SWIZZLED)}
-    names, num_refs = list(scratch), 11 if splits else 9
+    names, num_refs = list(scratch), 9 if splits else 7
 
     def ragged_paged_attention(*args):
         refs, smem = Refs(*args[:num_refs]), Scratch(**dict(zip(names, args[num_refs:], strict=True)))
@@ -467,8 +449,8 @@ def run_items(
     results = gpu.kernel(
         ragged_paged_attention,
         out_type=out_type,
-        grid={"cta": cta_start.shape[0] - 1},
+        grid={"cta": num_ctas},
         scratch_types=list(scratch.values()),
         warpgroups=C + 1,
-    )(q, kv_pages, page_table, cu_q_lens, kv_lens, items, order, cta_start)
+    )(q, kv_pages, page_table, cu_q_lens, kv_lens, work)
     return tuple(results) if splits else (results[0], None, None)

@@ -137,12 +137,15 @@ def attend(
             f"work was planned for (T, S, max_q_len, K, sliding_window)={planned}, tiles of {shape.tile_tokens} tokens and rows of "
             f"{shape.max_kv_len} positions, not for {given}, {N // K} query heads a KV head and {P * page_size} positions"
         )
-    parts = shape.unpack(work.packed)
+    at = {name: where.start for name, (where, _) in shape.fields.items()}
     geometry = mosaic_sm90.Geometry(
         consumers=tiles.consumers,
         stages=tiles.stages,
         chunk_blocks=tiles.chunk // BLOCK,
         num_kv_heads=K,
+        items_at=at["items"],
+        order_at=at["order"],
+        cta_start_at=at["cta_start"],
         group=N // K,
         tokens=tiles.consumer_tokens(N // K, max_q_len),
         page_size=page_size,
@@ -152,21 +155,20 @@ def attend(
         sliding_window=sliding_window,
         interpreted=gpu.is_interpreted(),
     )
-    out, partial_acc, partial_stats = mosaic_sm90.run_items(
-        q,
-        kv_pages,
-        page_table,
-        cu_q_lens,
-        kv_lens,
-        parts["items"],
-        parts["order"],
-        parts["cta_start"],
-        geometry=geometry,
-        num_slots=shape.num_slots,
-    )
+    run = functools.partial(mosaic_sm90.run_items, geometry=geometry, num_ctas=shape.num_ctas, num_slots=shape.num_slots)
+    out, partial_acc, partial_stats = run(q, kv_pages, page_table, cu_q_lens, kv_lens, work.packed)
     if partial_acc is None:
         return out
-    return mosaic_combine.combine(out, partial_acc, partial_stats, parts["groups"], cu_q_lens, num_kv_heads=K)
+    return mosaic_combine.combine(
+        out,
+        partial_acc,
+        partial_stats,
+        work.packed,
+        cu_q_lens,
+        groups_at=at["groups"],
+        num_groups=shape.num_groups,
+        num_kv_heads=K,
+    )
 
 
 def _plan_here(q, kv_pages, page_table, cu_q_lens, kv_lens, max_q_len, sliding_window) -> WorkList:

@@ -15,8 +15,8 @@ from kernels.ragged_paged_attention.work_list import BLOCK
 
 ROWS = 64  # of a wgmma tile: what one consumer warpgroup computes
 TUNED = Path(__file__).with_name("tuned")
-CONSUMER_REGISTERS = 240  # with two consumers: 2 x 240 + 24 registers for each of 128 threads fit one SM
-PRODUCER_REGISTERS = 24
+CONSUMER_REGISTERS = 240  # with two consumers: 2 x 232 + 40 registers for each of 128 threads fit one SM
+PRODUCER_REGISTERS = 32
 _RESERVED_BYTES = 2048  # barriers, and alignment of the buffers
 
 
