@@ -11,7 +11,6 @@ from typing import Any
 
 from scripts.compiled_report import CompiledReport, Kernel
 
-
 # Head shapes of Qwen3 0.6B, 4B and 8B, 32B, 30B-A3B, and of SmolLM2: (query heads, KV heads, head_dim).
 HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "32b": (64, 8, 128), "30b-a3b": (32, 4, 128), "smollm2": (9, 3, 64)}
 SHAPES = {"decode": (64, 64, 1), "mixed": (2048, 128, 2048)}  # (T, S, max_q_len)
@@ -21,8 +20,8 @@ _MAX_KV_LEN, _NUM_PAGES = 32768, 4096
 
 @dataclass(frozen=True)
 class KernelCase:
-    """function(*args), args being ShapeDtypeStructs. kernels: the Mosaic kernels that it must call, once each, with the PTX features
-    without which it would be the slow variant."""
+    """function(*args), args being ShapeDtypeStructs. kernels: the Mosaic kernels that it must call, once each, with the PTX
+    features without which it would be the slow variant."""
 
     name: str
     function: Callable

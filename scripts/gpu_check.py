@@ -4,9 +4,10 @@
     python -m scripts.gpu_check --part=engine       steps, workload, transformers, start-up, graphs: under 8 minutes
     python -m scripts.gpu_check --dry_run           both on a CPU with tiny shapes: every path, no figure that means anything
 
-Needs an H100 or H200, no network, and of packages only jax, flax, absl-py and numpy; torch and transformers are the peers where
-they are installed. Every section runs in a process of its own with its own time limit, so that a crash or a hang costs one section's
-remaining figures. They are written as JSON to benchmarks/results/<device>/ with device, date and versions; a table closes the run.
+Needs an H100 or H200 and no network, and of packages only jax, flax, absl-py and numpy; torch and transformers are the peers where
+they are installed. Every section runs in a process of its own with its own time limit, so that a crash or a hang costs one
+section's remaining figures. They are written as JSON to benchmarks/results/<device>/, with device, date and versions; a table closes
+the run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,11 +48,12 @@ _MODEL, _BIG, _DRY_MODEL = "qwen3-0.6b", "qwen3-8b", "tiny-qwen3"
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One process. cap: seconds it may take on a card; torch: it runs in the Python that has torch."""
+    """One process. cap: seconds it may take on a card; torch: it runs in the Python that has torch; dry: a dry run has it too."""
 
     run: Callable[[Figures], None]
     cap: float
     torch: bool = False
+    dry: bool = True
 
 
 def _attention(name: str) -> Callable[[Figures], None]:
@@ -160,18 +163,19 @@ def _count_graph_updates(figures: Figures) -> None:
 PARTS: dict[str, dict[str, Section]] = {
     "kernels": {
         "device": Section(_device, 40),
-        "parity": Section(_attention("parity"), 100),
-        "decode": Section(_attention("decode"), 120),
-        "prefill": Section(_attention("prefill"), 80),
-        "mixed": Section(_attention("mixed"), 40),
+        "parity": Section(_attention("parity"), 90),
+        "decode": Section(_attention("decode"), 100),
+        "prefill": Section(_attention("prefill"), 60),
+        "mixed": Section(_attention("mixed"), 30),
         "cudnn": Section(_peers("cudnn"), 40),
+        "tune": Section(_attention("tune"), 80),
         "torch": Section(_peers("torch_attention"), 60, torch=True),
     },
     "engine": {
         "steps_0.6b": Section(_engine("steps"), 90),
         "workload": Section(_engine("workload"), 100),
         "startup": Section(_startup, 100),
-        "steps_8b": Section(_engine("steps", _BIG, (1, 32, 64, 128)), 100),
+        "steps_8b": Section(_engine("steps", _BIG, (1, 32, 64, 128)), 100, dry=False),  # the same code as steps_0.6b
         "graph_updates": Section(_graph_updates, 40),
         "thunks": Section(_engine("thunks", _MODEL, Path("benchmarks/results/aot/h100.json")), 40),
         "transformers": Section(_peers("transformers_generate"), 100, torch=True),
@@ -207,12 +211,12 @@ def run_child(
         command.append("--dry_run")
         environment["JAX_PLATFORMS"] = "cpu"
     errors = log.open("w") if log else None
-    child = subprocess.Popen(command, env=environment, stderr=errors)
+    child = subprocess.Popen(command, env=environment, stderr=errors, start_new_session=True)
     try:
         code = child.wait(cap + _GRACE)
         return "done" if code == 0 else f"exit {code}"
     except subprocess.TimeoutExpired:
-        child.kill()
+        os.killpg(child.pid, signal.SIGKILL)  # our own child and its children
         child.wait()
         return f"killed {cap + _GRACE:.0f} s after its start"
     finally:
@@ -227,6 +231,8 @@ def run_part(part: str, folder: Path) -> list[dict[str, Any]]:
     for name, section in sections.items():
         left = 60 * _MINUTES.value - (time.perf_counter() - start) - _GRACE
         cap = min(section.cap, left)
+        if _DRY_RUN.value and not section.dry:
+            continue
         if cap < 10:
             rows.append({"section": name, "name": "status", "value": "skipped", "unit": "", "why": "out of time"})
             continue
@@ -265,9 +271,10 @@ def summary(rows: list[dict[str, Any]]) -> str:
     good = [r for r in rows if isinstance(r["value"], int | float) and r["name"] != "status"]
     bad = [r for r in rows if r["unit"] in ("error", "FAIL", "skipped") or r.get("verdict") == "FAIL"]
     bad += [r for r in rows if r["name"] == "status" and r["value"] != "done"]
+    lacks = [r for r in rows if r["unit"] == "unsupported"]
     lines = [f"{r['section']:14s} {r['name']:52s} {r['value']:12.4g} {r['unit']}" for r in good]
-    lines += [f"{r['section']:14s} {r['name']:52s} {r['unit'] or r['value']}: {r.get('why', '')}" for r in bad]
-    return "\n".join([*lines, f"{len(good)} figures, {len(bad)} failures"])
+    lines += [f"{r['section']:14s} {r['name']:52s} {r['unit'] or r['value']}: {r.get('why', '')}" for r in [*lacks, *bad]]
+    return "\n".join([*lines, f"{len(good)} figures, {len(lacks)} unsupported, {len(bad)} failures"])
 
 
 def main(argv: list[str]) -> None:
@@ -275,7 +282,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     if _CHILD.value:
         section = {**PARTS["kernels"], **PARTS["engine"], **HIDDEN}[_CHILD.value]
-        figures = Figures(_CHILD.value, Path(_ROWS.value), _CAP.value, _DRY_RUN.value)
+        figures = Figures(_CHILD.value, Path(_ROWS.value or os.devnull), _CAP.value, _DRY_RUN.value)
         figures.attempt(_CHILD.value, section.run, figures)
         return
     known = {name for part in PARTS.values() for name in part}
