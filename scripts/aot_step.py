@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.aot_verdicts import MemoryFit, StepDemands, body_faults, head_faults, kernel_faults
+from scripts.aot_verdicts import ATTENTION_OP, MemoryFit, StepDemands, body_faults, head_faults, kernel_faults
 from scripts.bench_models import RANDOM
 from scripts.compiled_report import CompiledReport
 from scripts.sm90_compile import SMEM_LIMIT, Compiler, target_fact
@@ -55,6 +55,7 @@ class AbstractStep:
         from jaxserve.models import Decoder
         from jaxserve.programs import Programs
         from jaxserve.step import ModelFunctions
+        from kernels import gpu
 
         config = EngineConfig(**options)
         dtype = (model.dtype or "bfloat16") if config.dtype == "auto" else config.dtype
@@ -64,7 +65,8 @@ class AbstractStep:
         resolved = config.resolve(
             model, kv_dtype=functions.dtype, on_gpu=True, device_limit=limit, weight_bytes=functions.num_bytes
         )
-        return cls(Programs(functions, resolved), device, limit)
+        with gpu.assume_sm90(int(target_fact(target, "core_count"))):
+            return cls(Programs(functions, resolved), device, limit)
 
     @property
     def config(self) -> Any:
@@ -135,8 +137,8 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
     )
     mosaic = config.engine.attention_backend == BACKEND
     faults: list[str] = []
-    for bucket, report in bodies.items():
-        faults += body_faults(report, demands, attention_op(bucket) if mosaic else None)
+    for report in bodies.values():
+        faults += body_faults(report, demands, ATTENTION_OP if mosaic else None)
     for report in tops.values():
         faults += head_faults(report, demands)
     for report in (*bodies.values(), *tops.values()):
@@ -152,10 +154,3 @@ def _compile(compiler: Compiler, on_report: Any, name: str, function: Any, donat
     report = compiler.compile(name, function, args, donate=donate, options=GPU_COMPILER_OPTIONS)
     on_report(report)
     return report
-
-
-def attention_op(bucket: Any) -> str:
-    """Part of the op_name of the call that must do each layer's attention in this bucket."""
-    from scripts.aot_verdicts import ATTENTION_SCOPE
-
-    return ATTENTION_SCOPE

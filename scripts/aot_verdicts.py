@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from scripts.compiled_report import CompiledReport, Kernel
 
-ATTENTION_SCOPE = "ragged_paged_attention_mosaic_sm90"  # what the named scope around our kernel is called
+# Part of the op_name of the call that does a layer's attention: the scope that the entry gives it, the kernel's own name.
+ATTENTION_OP = "ragged_paged_attention_mosaic_sm90/ragged_paged_attention/"
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@
 
 Needs an H100 or H200 and no network, and of packages only jax, flax, absl-py and numpy; torch and transformers are the peers where
 they are installed. Every section runs in a process of its own with its own time limit, so that a crash or a hang costs one
-section's remaining figures. They are written as JSON to benchmarks/results/<device>/, with device, date and versions; a table closes
-the run.
+section's remaining figures. They are written as JSON to benchmarks/results/<device>/, with device, date and versions; a table
+closes the run.
 """
 
 from __future__ import annotations

@@ -89,9 +89,6 @@ class Compiler:
         make_noting_cuda(self.folder / "cuda", self.folder / "ptxas")
         self._mosaic = self.folder / "mosaic"
         self._mosaic.mkdir()
-        os.environ.update(
-            MOSAIC_GPU_DUMP_TO=str(self._mosaic), MOSAIC_GPU_DUMP_PTXAS="1", MOSAIC_GPU_CUDA_ROOT=str(self.folder / "cuda")
-        )
         self._read: set[Path] = set()
 
     def fact(self, name: str) -> str:
@@ -134,6 +131,10 @@ class Compiler:
 
         from kernels import gpu
 
+        # Now, because importing Mosaic sets the last of them.
+        os.environ["MOSAIC_GPU_DUMP_TO"] = str(self._mosaic)
+        os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+        os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(self.folder / "cuda")
         start = time.perf_counter()
         number = f"{len(list(self.folder.glob('hlo-*'))):03d}"
         dump = self.folder / f"hlo-{number}"
