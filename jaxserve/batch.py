@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +32,16 @@ class StepLayout:
     T tokens, S sequences, R = max_head_rows logits rows, U page-table updates. The first U that a step needs travel in the array,
     any further ones (long prefix hits) in update batches of their own before it. Padding: tokens 0, sequence rows max_num_seqs
     (past the state's end, so that writes drop), q_lens 0, page updates to row max_num_seqs, head rows to sequence row max_num_seqs.
+
+    planners: by sliding window of the model's layers, what plans the step's attention on the host (a `Planner` of the kernels);
+    none where the backend plans on the device.
     """
 
     bucket: Bucket
     max_num_seqs: int
     page_size: int
     max_head_rows: int
+    planners: Mapping[int | None, Any] = field(default_factory=dict, hash=False)
 
     @cached_property
     def num_updates(self) -> int:
@@ -58,6 +62,7 @@ class StepLayout:
             "head_rows": (R,),  # the sequence row that each logits row samples for
             "sampling": (R, sampling_rows.NUM_COLUMNS),
         }
+        shapes |= {name: (planner.size,) for name, planner in self.work.values()}
         fields, offset = {}, 0
         for name, shape in shapes.items():
             size = math.prod(shape)
@@ -65,9 +70,14 @@ class StepLayout:
             offset += size
         return fields
 
-    @property
+    @cached_property
+    def work(self) -> dict[int | None, tuple[str, Any]]:
+        """sliding window -> (the field that holds its layers' work list, its planner)."""
+        return {window: (f"work_{window}", planner) for window, planner in self.planners.items()}
+
+    @cached_property
     def size(self) -> int:
-        return self.fields["sampling"][0].stop
+        return max(where.stop for where, _ in self.fields.values())
 
     @cached_property
     def padding(self) -> np.ndarray:
@@ -140,6 +150,11 @@ class BatchPacker:
         view["starts"][:d] = FROM_DEVICE
         view["starts"][d:n] = schedule.starts[d:]
         self._pack_tokens(view["token_ids"], schedule)
+
+        if layout.planners:
+            kv_lens = schedule.starts + schedule.q_lens
+            for name, planner in layout.work.values():
+                planner.plan(schedule.q_lens, kv_lens, out=view[name])
 
         updates, extra = schedule.page_updates, None
         if len(updates) > layout.num_updates:

@@ -24,7 +24,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 WARM_UPS = ("all", "first_use")
 POLICIES = ("sarathi", "orca", "prefill_first", "request_level")
 ORDERS = ("fcfs", "priority")
-BACKENDS = ("auto", "xla", "reference")  # of attention
+BACKENDS = ("auto", "mosaic_sm90", "xla", "reference")  # of attention
 
 
 def _require(ok: bool, message: str) -> None:
@@ -136,7 +136,7 @@ class EngineConfig:
       bucket_plan: a BucketPlan or the path of its JSON.
       warm_up: "all" compiles every program of the plan at start, "first_use" each when it is first needed.
       async_scheduling: step n+1 is dispatched before step n's tokens are fetched.
-      attention_backend: "auto", "xla" or "reference".
+      attention_backend: "auto" ("mosaic_sm90" on a Hopper GPU where it fits, else "xla"), "mosaic_sm90", "xla" or "reference".
       compilation_cache_dir: JAX's persistent compilation cache ("" leaves JAX's own setting alone).
       demand_log: a path to which each step's demand is appended, one JSON line a step.
 
@@ -201,6 +201,7 @@ class EngineConfig:
         device_limit: int | None,  # bytes; None where the device does not say
         weight_bytes: int,
         temp_bytes: int = 0,
+        attention_backend: str | None = None,  # what "auto" is on this device; None: "xla"
     ) -> ResolvedConfig:
         """All limits decided, for this model on this device.
 
@@ -250,7 +251,17 @@ class EngineConfig:
         )
         resolve_policy(scheduler)  # refuses switches that contradict the policy before anything is compiled
         cache = CacheConfig(page_size=page_size, num_pages=num_pages, enable_prefix_caching=self.enable_prefix_caching)
-        return ResolvedConfig(engine=self, model=model, scheduler=scheduler, cache=cache, plan=plan, pages=pages)
+        if attention_backend is None:
+            attention_backend = "xla" if self.attention_backend == "auto" else self.attention_backend
+        return ResolvedConfig(
+            engine=self,
+            model=model,
+            scheduler=scheduler,
+            cache=cache,
+            plan=plan,
+            pages=pages,
+            attention_backend=attention_backend,
+        )
 
     def _step_limits(self, plan: BucketPlan | None, model: ModelConfig) -> tuple[int, int]:
         """(max_num_batched_tokens, max_num_seqs). What is not given follows what is: a plan's largest bucket, the other limit."""
@@ -278,6 +289,7 @@ class ResolvedConfig:
     cache: CacheConfig
     plan: BucketPlan
     pages: PageShape
+    attention_backend: str  # never "auto"
 
     @property
     def max_pages_per_seq(self) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 from jaxserve.batch import BatchPacker, StepInputs
 from jaxserve.buckets import PaddingAccount
 from jaxserve.compilation import compile_counts, use_persistent_cache
-from jaxserve.config import EngineConfig, ResolvedConfig
+from jaxserve.config import DEFAULT_PAGE_SIZE, EngineConfig, ResolvedConfig
 from jaxserve.models import Decoder
 from jaxserve.page_pool import PagePool
 from jaxserve.programs import Programs
@@ -32,6 +32,7 @@ from jaxserve.sampling_rows import SampledRows
 from jaxserve.schedule import Schedule, StepResult
 from jaxserve.scheduler import Scheduler
 from jaxserve.step import ModelFunctions
+from kernels.ragged_paged_attention import resolve_backend
 
 logger = logging.getLogger("jaxserve")
 
@@ -393,7 +394,7 @@ def resolve(functions: ModelFunctions, config: EngineConfig) -> ResolvedConfig:
     """The config with everything decided for this model on JAX's default device.
 
     On a device that states its memory, the largest programs are compiled first, from shapes alone, to learn what they need beside
-    weights and pages. Raises ValueError as `EngineConfig.resolve`.
+    weights and pages. Raises ValueError as `EngineConfig.resolve`, NotImplementedError for an attention backend that can't.
     """
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
@@ -404,6 +405,14 @@ def resolve(functions: ModelFunctions, config: EngineConfig) -> ResolvedConfig:
         kv_dtype=functions.dtype,
         on_gpu=device.platform == "gpu",
         device_limit=limit,
+        attention_backend=resolve_backend(
+            config.attention_backend,
+            num_query_heads=functions.model_config.num_heads,
+            num_kv_heads=functions.model_config.num_kv_heads,
+            head_dim=functions.model_config.head_dim,
+            page_size=config.page_size or DEFAULT_PAGE_SIZE,
+            dtype=functions.dtype,
+        ),
         weight_bytes=max(functions.num_bytes, stats.get("bytes_in_use", 0)),  # what else the process holds is not ours to use
     )
     resolved = decide()

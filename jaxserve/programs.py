@@ -39,7 +39,7 @@ class Programs:
     def __init__(self, functions: step.ModelFunctions, config: ResolvedConfig):
         self.functions, self.config = functions, config
         self.layouts = {
-            b: StepLayout(b, config.scheduler.max_num_seqs, config.cache.page_size, config.plan.max_head_rows)
+            b: StepLayout(b, config.scheduler.max_num_seqs, config.cache.page_size, config.plan.max_head_rows, _planners(config, b))
             for b in config.plan.buckets
         }
         self._compiled: dict[Any, Any] = {}
@@ -84,7 +84,7 @@ class Programs:
     def body_spec(self, bucket: Bucket) -> tuple[Callable, tuple[int, ...], tuple[Any, ...]]:
         """(function, donated argument numbers, abstract arguments) of a bucket's body."""
         layout = self.layouts[bucket]
-        function = functools.partial(step.body, self.functions, layout, self.config.engine.attention_backend)
+        function = functools.partial(step.body, self.functions, layout, self.config.attention_backend)
         leaves = [self.functions.abstract[i] for i in self.functions.body_indices]
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
         return function, (1, 2, 3), (leaves, *self.state, packed)
@@ -120,3 +120,23 @@ class Programs:
         compiled = jax.jit(function, donate_argnums=donate).lower(*args).compile(compiler_options=options)
         logger.info("compiled %s in %.1f s", what, time.perf_counter() - start)
         return compiled
+
+
+def _planners(config: ResolvedConfig, bucket: Bucket) -> dict[int | None, Any]:
+    """The attention planner of each sliding window of the model, where the backend is planned on the host."""
+    if config.attention_backend != "mosaic_sm90":
+        return {}
+    from kernels.ragged_paged_attention.planner import Planner
+
+    model = config.model
+    make = functools.partial(
+        Planner.make,
+        num_tokens=bucket.tokens,
+        num_seqs=bucket.seqs,
+        max_q_len=bucket.max_q_len,
+        num_query_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        max_kv_len=config.max_pages_per_seq * config.cache.page_size,
+    )
+    return {window: make(sliding_window=window) for window in dict.fromkeys(model.sliding_windows)}

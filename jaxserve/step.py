@@ -41,7 +41,7 @@ class StepContext:
     page_table: jax.Array  # i32[S, P]
     cu_q_lens: jax.Array  # i32[S+1]
     kv_lens: jax.Array  # i32[S]
-    work: Any  # the attention backend's plan
+    work: Any  # the attention backend's plan: one for all layers, or {str(sliding window): one for its layers}
     max_q_len: int
     backend: str
 
@@ -109,7 +109,7 @@ def _attend(sliding_window: int | None, kv: jax.Array, context: StepContext, q: 
         sliding_window=sliding_window,
         max_q_len=context.max_q_len,
         backend=context.backend,
-        work=context.work,
+        work=context.work[str(sliding_window)] if isinstance(context.work, dict) else context.work,
     )
     return o, kv
 
@@ -171,7 +171,10 @@ def _context(layout, backend, fields, num_pages, page_table, num_computed, last_
     page = table[seq, positions // page_size]
     slots = jnp.where(real, page * page_size + positions % page_size, num_pages * page_size + t)
     max_q_len = layout.bucket.max_q_len
-    work = plan_work(cu_q_lens, kv_lens, num_tokens=T, max_q_len=max_q_len, backend=backend)
+    if layout.planners:
+        work = {str(window): planner.work(fields[name]) for window, (name, planner) in layout.work.items()}
+    else:
+        work = plan_work(cu_q_lens, kv_lens, num_tokens=T, max_q_len=max_q_len, backend=backend)
     context = StepContext(positions, slots, table, cu_q_lens, kv_lens, work, max_q_len=max_q_len, backend=backend)
     return context, tokens, page_table, num_computed
 

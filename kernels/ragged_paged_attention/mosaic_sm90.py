@@ -147,9 +147,9 @@ def _produce(g: Geometry, refs: Refs, smem: Scratch) -> None:
     def item_loads(index, count):
         item = _item(g, refs, index)
         gpu.barrier_wait(smem.q_empty)
-        for consumer in range(g.consumers):
-            lax.fori_loop(0, g.tokens, functools.partial(_load_token, g, refs, smem, item, consumer), None)
+        lax.fori_loop(0, g.tokens, functools.partial(_load_tokens, g, refs, smem, item), None)
         item = _item(g, refs, index)  # again, rather than kept in registers: a producer beside two consumers has few
+
         def load_block(block, count):
             slot = lax.rem(count, jnp.int32(g.stages))
 
@@ -177,11 +177,13 @@ def _produce(g: Geometry, refs: Refs, smem: Scratch) -> None:
         gpu.barrier_wait(smem.kv_empty.at[slot])
 
 
-def _load_token(g: Geometry, refs: Refs, smem: Scratch, item: Item, consumer: int, t, _) -> None:
-    """The query heads of a consumer's token t; past the item's last token that one again, to be ignored."""
-    token = item.token + jnp.minimum(consumer * g.tokens + t, jnp.maximum(item.num_tokens, 1) - 1)
-    heads = refs.q.at[token, pl.ds(item.head * g.group, g.group)]
-    gpu.copy_gmem_to_smem(heads, smem.q_loaded.at[consumer, pl.ds(t * g.group, g.group)], smem.q_full)
+def _load_tokens(g: Geometry, refs: Refs, smem: Scratch, item: Item, t, _) -> None:
+    """The query heads of each consumer's token t; past the item's last token that one again, to be ignored."""
+    last = jnp.maximum(item.num_tokens - 1, 0)
+    for consumer in range(g.consumers):
+        token = item.token + jnp.minimum(consumer * g.tokens + t, last)
+        heads = refs.q.at[token, pl.ds(item.head * g.group, g.group)]
+        gpu.copy_gmem_to_smem(heads, smem.q_loaded.at[consumer, pl.ds(t * g.group, g.group)], smem.q_full)
 
 
 def _nearest_seen_page(g: Geometry, item: Item, page):
@@ -399,10 +401,10 @@ def run_items(
     geometry: Geometry,
     num_ctas: int,
     num_slots: int,
-):
-    """Runs a work list -> (out [T, N, H] without the rows of split sequences, partial accs f32[num_slots * K, split_rows, H],
-    partial maxima and totals f32[num_slots * K, 2, 64]; both None where nothing can be split)."""
-    g, (T, N, H), dtype = geometry, q.shape, q.dtype
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """Runs a work list. Returns (out [T, N, H] without the rows of split sequences, their partial results), these being None where
+    nothing can be split, else (accumulators f32[num_slots * K, split_rows, H], maxima and totals f32[num_slots * K, 2, 64])."""
+    g, H, dtype = geometry, q.shape[2], q.dtype
     C, splits = g.consumers, num_slots > 0
     tile = gpu.SMEM((C, ROWS, H), dtype)
     swizzled = gpu.SMEM((C, ROWS, H), dtype, transforms=gpu.SWIZZLED)
@@ -453,4 +455,4 @@ def run_items(
         scratch_types=list(scratch.values()),
         warpgroups=C + 1,
     )(q, kv_pages, page_table, cu_q_lens, kv_lens, work)
-    return tuple(results) if splits else (results[0], None, None)
+    return (results[0], (results[1], results[2])) if splits else (results[0], None)

@@ -10,7 +10,9 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from kernels import gpu
 from kernels.ragged_paged_attention import mosaic_combine, mosaic_sm90, work_list
@@ -53,8 +55,7 @@ class Planner:
         """
         G = num_query_heads // num_kv_heads
         if tiles is None:
-            kind = "interpreted" if gpu.is_interpreted() else jax.devices()[0].device_kind
-            tiles = choose_tiles(head_dim=head_dim, group=G, max_q_len=max_q_len, device_kind=kind)
+            tiles = choose_tiles(head_dim=head_dim, group=G, max_q_len=max_q_len, device_kind=gpu.device_kind())
         shape = WorkShape(
             num_tokens=num_tokens,
             num_seqs=num_seqs,
@@ -95,7 +96,7 @@ class WorkList:
 
 def unsupported(*, num_query_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: Any) -> str | None:
     """What the Mosaic kernel lacks for this model or this device, in words; None if it can."""
-    dtype, G = jax.numpy.dtype(dtype).name, num_query_heads // num_kv_heads
+    dtype, G = jnp.dtype(dtype).name, num_query_heads // num_kv_heads
     if dtype not in DTYPES:
         return f"{dtype}: it has {' and '.join(DTYPES)}"
     if head_dim not in HEAD_DIMS:
@@ -119,7 +120,7 @@ def attend(
     sliding_window: int | None,
     soft_cap: float | None,
     max_q_len: int,
-    work: WorkList | None,
+    work: Any,  # WorkList or None
 ) -> jax.Array:  # [T, N, H]
     """See api.ragged_paged_attention. Rows past cu_q_lens[-1] are not written."""
     T, N, H = q.shape
@@ -149,20 +150,19 @@ def attend(
         group=N // K,
         tokens=tiles.consumer_tokens(N // K, max_q_len),
         page_size=page_size,
-        split_rows=shape.split_q_len * (N // K),
+        split_rows=shape.split_q_len * (N // K) if shape.num_slots else 0,
         scale=scale,
         soft_cap=soft_cap,
         sliding_window=sliding_window,
         interpreted=gpu.is_interpreted(),
     )
     run = functools.partial(mosaic_sm90.run_items, geometry=geometry, num_ctas=shape.num_ctas, num_slots=shape.num_slots)
-    out, partial_acc, partial_stats = run(q, kv_pages, page_table, cu_q_lens, kv_lens, work.packed)
-    if partial_acc is None:
+    out, partial = run(q, kv_pages, page_table, cu_q_lens, kv_lens, work.packed)
+    if partial is None:
         return out
     return mosaic_combine.combine(
         out,
-        partial_acc,
-        partial_stats,
+        *partial,
         work.packed,
         cu_q_lens,
         groups_at=at["groups"],
@@ -173,7 +173,7 @@ def attend(
 
 def _plan_here(q, kv_pages, page_table, cu_q_lens, kv_lens, max_q_len, sliding_window) -> WorkList:
     """A work list from lengths that are at hand: for calls outside of jit."""
-    if isinstance(cu_q_lens, jax.core.Tracer) or isinstance(kv_lens, jax.core.Tracer):
+    if isinstance(cu_q_lens, Tracer) or isinstance(kv_lens, Tracer):
         raise ValueError("mosaic_sm90 is planned on the host: inside jit, pass work=Planner.work(array that Planner.plan made)")
     planner = Planner.make(
         num_tokens=q.shape[0],
@@ -185,4 +185,4 @@ def _plan_here(q, kv_pages, page_table, cu_q_lens, kv_lens, max_q_len, sliding_w
         max_kv_len=page_table.shape[1] * kv_pages.shape[3],
         sliding_window=sliding_window,
     )
-    return planner.work(jax.numpy.asarray(planner.plan(np.diff(np.asarray(cu_q_lens)), np.asarray(kv_lens))))
+    return planner.work(jnp.asarray(planner.plan(np.diff(np.asarray(cu_q_lens)), np.asarray(kv_lens))))

@@ -50,7 +50,7 @@ class Tiles:
         return min(ROWS // group, max_q_len)
 
     def smem_bytes(self, head_dim: int, *, splits: bool) -> int:
-        """Shared memory of a CTA: the ring, queries as loaded and as wgmma reads them, outputs, partial results. 16-bit elements."""
+        """Shared memory of a CTA: the ring, queries as loaded and as wgmma reads them, outputs (16 bits each), partial results."""
         tile = ROWS * head_dim * 2
         partial = (2 * tile + 2 * ROWS * 4) if splits else 0
         return self.stages * 2 * BLOCK * head_dim * 2 + 3 * self.consumers * tile + partial + _RESERVED_BYTES

@@ -134,6 +134,26 @@ def plan(
     return packed
 
 
+def loads(shape: WorkShape, packed: np.ndarray, q_lens: np.ndarray, kv_lens: np.ndarray) -> np.ndarray:  # i64[num_ctas]
+    """What each CTA of a planned step has to do, in blocks (of BLOCK positions) that it reads and ITEM_COST an item."""
+    parts = shape.unpack(packed)
+    order = parts["order"][: parts["cta_start"][-1]]
+    seq, row, begin, slot = parts["items"][order // shape.num_kv_heads].astype(np.int64).T
+    cost = blocks_read(shape, seq, row, begin, slot >= 0, np.asarray(q_lens), np.asarray(kv_lens)) + ITEM_COST
+    cta = np.repeat(np.arange(shape.num_ctas), np.diff(parts["cta_start"]))
+    return np.bincount(cta, cost, minlength=shape.num_ctas).astype(np.int64)
+
+
+def blocks_read(shape: WorkShape, seq, row, begin, is_split, q_lens, kv_lens) -> np.ndarray:  # i64[n]
+    """KV blocks that items read: from `begin`, or the sliding window's start, to what the tile's last row sees."""
+    q_len, kv_len = q_lens[seq], kv_lens[seq]
+    stop = -(-(kv_len - q_len + np.minimum(q_len, row + shape.tile_tokens)) // BLOCK)
+    stop = np.where(is_split, np.minimum(stop, begin + shape.chunk // BLOCK), stop)
+    if shape.sliding_window is not None:
+        begin = np.maximum(begin, (kv_len - q_len + row - shape.sliding_window + 1) // BLOCK)
+    return np.maximum(stop - begin, 0)
+
+
 def _check(shape: WorkShape, q_lens: np.ndarray, kv_lens: np.ndarray) -> None:
     if q_lens.shape != kv_lens.shape or q_lens.ndim != 1 or len(q_lens) > shape.num_seqs:
         raise ValueError(f"{q_lens.shape=} and {kv_lens.shape=} must be alike, of at most {shape.num_seqs} sequences")
@@ -167,15 +187,7 @@ def _cut(shape: WorkShape, q_lens, kv_lens, least_kv_lens, groups):
     row = np.where(is_split, 0, j * shape.tile_tokens)
     begin = (first[seq] + np.where(is_split, j, 0)) * chunk
 
-    q_len, kv_len = q_lens[seq], kv_lens[seq]
-    seen = kv_len - q_len + np.minimum(q_len, row + shape.tile_tokens)  # positions before the end of the tile's last row
-    start = begin
-    if shape.sliding_window is not None:
-        start = np.maximum(begin, (kv_len - q_len + row - shape.sliding_window + 1) // BLOCK)
-    stop = -(-seen // BLOCK)
-    stop = np.where(is_split, np.minimum(stop, begin + chunk), stop)
-    cost = np.maximum(stop - start, 0) + ITEM_COST
-
+    cost = blocks_read(shape, seq, row, begin, is_split, q_lens, kv_lens) + ITEM_COST
     chosen = np.flatnonzero(split)
     sizes = num_chunks[chosen]
     slots = np.cumsum(sizes)
