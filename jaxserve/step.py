@@ -7,6 +7,7 @@ requests or compilation.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -135,8 +136,9 @@ def body(
         )
     model = functions.module(functions.body_indices, leaves)
     x = model.embed(tokens)
-    # Behind a barrier, or every layer's fusion computes the angles again.
-    rope = lax.optimization_barrier(model.rope(context.positions))
+    # Behind a barrier, or every layer's fusions compute the angles and look up the slots again.
+    rope, slot_mapping = lax.optimization_barrier((model.rope(context.positions), context.slot_mapping))
+    context = dataclasses.replace(context, slot_mapping=slot_mapping)
     written = []
     with jax.named_scope("layers"):
         for layer, kv in zip(model.layers, kv_pages, strict=True):
