@@ -10,6 +10,7 @@ from jaxserve.batch import BatchPacker, StepLayout
 from jaxserve.buckets import BucketPlan
 from jaxserve.request import Request, SamplingParams
 from jaxserve.schedule import Schedule
+from kernels.ragged_paged_attention.work_list import WorkShape, plan
 
 MAX_SEQS, PAGE_SIZE, NUM_PAGES, PAGES_PER_SEQ = 8, 4, 50, 12
 PLAN = BucketPlan(decode=(2, 4, 8), mixed=((12, 4), (24, 8), (40, 8)), head_rows=(3, 8))
@@ -216,3 +217,39 @@ def test_a_step_of_nothing_changes_nothing(context):
     np.testing.assert_array_equal(new_table, page_table)
     np.testing.assert_array_equal(new_computed, num_computed)
     assert not out.kv_lens.any() and (out.slot_mapping >= NUM_PAGES * PAGE_SIZE).all()
+
+
+class WorkPlanner:
+    """What a layout asks of a planner, recording nothing and doing no more than its work list."""
+
+    def __init__(self, shape: WorkShape):
+        self.shape, self.size = shape, shape.size
+
+    def plan(self, q_lens, kv_lens, out):
+        return plan(self.shape, q_lens, kv_lens, out=out)
+
+
+def test_work_lists_travel_with_the_step():
+    """One for each sliding window, planned for the schedule's own lengths; padding has none."""
+
+    def planners(bucket):
+        tile = min(4, bucket.max_q_len)
+        sizes = (bucket.tokens, bucket.seqs, bucket.max_q_len, 2, PAGE_SIZE * PAGES_PER_SEQ, 3, tile, 1, 64)
+        return {window: WorkPlanner(WorkShape(*sizes, window)) for window in (None, 5)}
+
+    all_layouts = {b: StepLayout(b, MAX_SEQS, PAGE_SIZE, PLAN.max_head_rows, planners(b)) for b in PLAN.buckets}
+    packer, rng, lists = BatchPacker(PLAN, all_layouts, MAX_SEQS), np.random.default_rng(5), set()
+    for number in range(20):
+        schedule = random_schedule(rng, number)
+        packer.newcomers(schedule)
+        inputs = packer.pack(schedule)
+        layout = all_layouts[inputs.bucket]
+        fields, plain = layout.unpack(inputs.packed), StepLayout(inputs.bucket, MAX_SEQS, PAGE_SIZE, PLAN.max_head_rows)
+        np.testing.assert_array_equal(fields["sampling"], plain.unpack(inputs.packed[: plain.size])["sampling"])
+        for window, (name, planner) in layout.work.items():
+            want = plan(planner.shape, schedule.q_lens, schedule.starts + schedule.q_lens)
+            np.testing.assert_array_equal(fields[name], want)
+            assert planner.shape.sliding_window == window
+            assert planner.shape.unpack(layout.unpack(layout.padding)[name])["cta_start"][-1] == 0
+            lists.add(fields[name].tobytes())
+    assert len(lists) > 10

@@ -124,12 +124,12 @@ def plan(
     parts = shape.unpack(packed)
     least = kv_lens if least_kv_lens is None else np.asarray(least_kv_lens, np.int64)
     seq, row, begin, slot, cost = _cut(shape, q_lens, kv_lens, least, parts["groups"])
-    by_cost = np.argsort(-cost, kind="stable")
+    by_cost = (-cost).argsort(kind="stable")
     cost = cost[by_cost]
     items = parts["items"][: len(seq)]
     for column, values in enumerate((seq, row, begin, slot)):
         items[:, column] = values[by_cost]
-    order, parts["cta_start"][:] = _balance(np.repeat(cost, shape.num_kv_heads), shape.num_ctas)
+    order, parts["cta_start"][:] = _balance(cost.repeat(shape.num_kv_heads), shape.num_ctas)
     parts["order"][: len(order)] = order
     return packed
 
@@ -180,36 +180,35 @@ def _cut(shape: WorkShape, q_lens, kv_lens, least_kv_lens, groups):
     split = _choose_split(shape, q_lens, blocks - first * chunk, num_chunks, tiles)
 
     count = np.where(split, num_chunks, tiles)
-    end = np.cumsum(count)
-    seq = np.repeat(np.arange(len(q_lens)), count)
+    end = count.cumsum()
+    seq = np.arange(len(q_lens)).repeat(count)
     j = np.arange(len(seq)) - (end - count)[seq]  # chunk or tile number within the sequence
     is_split = split[seq]
     row = np.where(is_split, 0, j * shape.tile_tokens)
-    begin = (first[seq] + np.where(is_split, j, 0)) * chunk
+    begin = (first[seq] + j * is_split) * chunk
 
     cost = blocks_read(shape, seq, row, begin, is_split, q_lens, kv_lens) + ITEM_COST
-    chosen = np.flatnonzero(split)
-    sizes = num_chunks[chosen]
-    slots = np.cumsum(sizes)
-    base = np.zeros_like(blocks)
-    base[chosen] = slots - sizes
-    groups[: len(chosen)] = np.stack([chosen, base[chosen], sizes], axis=1)
+    chosen = split.nonzero()[0]
     groups[len(chosen) :, 2] = 0
+    if not len(chosen):
+        return seq, row, begin, np.full_like(seq, -1), cost
+    sizes = num_chunks[chosen]
+    base = np.zeros_like(blocks)
+    base[chosen] = sizes.cumsum() - sizes
+    for column, values in enumerate((chosen, base[chosen], sizes)):
+        groups[: len(chosen), column] = values
     return seq, row, begin, np.where(is_split, base[seq] + j, -1), cost
 
 
 def _choose_split(shape: WorkShape, q_lens, blocks, num_chunks, tiles) -> np.ndarray:  # bool[n]
     """The sequences to split: short queries whose KV would be too large a part of a CTA's share, longest first while slots last."""
-    may = (q_lens > 0) & (q_lens <= shape.split_q_len) & (num_chunks > 1)
-    if not shape.num_slots or not may.any():
-        return np.zeros(len(q_lens), bool)
-    share = float(((blocks + ITEM_COST) * tiles).sum()) * shape.num_kv_heads / shape.num_ctas
-    may &= blocks * SPLIT_SHARE > share
-    longest = np.flatnonzero(may)
-    longest = longest[np.argsort(-blocks[longest], kind="stable")]
-    slots = np.cumsum(num_chunks[longest])
-    may[longest[slots > shape.num_slots]] = False
-    return may
+    share = int(((blocks + ITEM_COST) * tiles).sum()) * shape.num_kv_heads / shape.num_ctas
+    split = (blocks > share / SPLIT_SHARE) & (num_chunks > 1) & (q_lens > 0) & (q_lens <= shape.split_q_len)
+    longest = split.nonzero()[0]
+    if len(longest):
+        longest = longest[(-blocks[longest]).argsort(kind="stable")]
+        split[longest[num_chunks[longest].cumsum() > shape.num_slots]] = False
+    return split
 
 
 def _balance(cost: np.ndarray, num_ctas: int) -> tuple[np.ndarray, np.ndarray]:  # (order i64[n], cta_start i64[num_ctas + 1])
@@ -219,36 +218,41 @@ def _balance(cost: np.ndarray, num_ctas: int) -> tuple[np.ndarray, np.ndarray]: 
     round at a time). What remains is small beside a CTA's share and is poured, sizes within a factor of POUR_RANGE at a time, into
     the room below the level at which all CTAs would end alike.
     """
-    n = len(cost)
+    n, rising = len(cost), cost[::-1]
     load = np.zeros(num_ctas)
-    runs = []  # (first item, number of items each CTA takes, the CTAs in the order in which they take them)
-    at = int(np.searchsorted(-cost, -cost.sum() / (LARGE_SHARE * num_ctas)))
+    runs = []  # (first item, one past the last, their CTAs, or where each CTA's part ends)
+    at = n - int(rising.searchsorted(cost.sum() / (LARGE_SHARE * num_ctas), "right"))
     for i in range(0, at, num_ctas):
-        to = np.argsort(load, kind="stable")[: min(num_ctas, at - i)]
+        to = load.argsort(kind="stable")[: min(num_ctas, at - i)]
         load[to] += cost[i : i + len(to)]
-        runs.append((i, None, to))
+        runs.append((i, i + len(to), to, None))
     while at < n:
-        end = int(np.searchsorted(-cost, -cost[at] / POUR_RANGE))
-        filled = np.concatenate([[0], np.cumsum(cost[at:end])])
-        cuts = np.searchsorted((filled[1:] + filled[:-1]) / 2, np.cumsum(_room(load, filled[-1])))
+        end = n - int(rising[: n - at].searchsorted(cost[at] / POUR_RANGE, "right"))
+        part = cost[at:end]
+        filled = part.cumsum()
+        cuts = (filled - part / 2).searchsorted(_room(load, filled[-1]).cumsum())
         cuts[-1] = end - at
-        load += np.diff(filled[cuts], prepend=0)
-        runs.append((at, np.diff(cuts, prepend=0), None))
+        load[0] += filled[cuts[0] - 1] if cuts[0] else 0
+        load[1:] += _gaps(np.where(cuts > 0, filled[cuts - 1], 0))
+        runs.append((at, end, None, cuts))
         at = end
-    if len(runs) == 1 and runs[0][1] is not None:
-        return np.arange(n), np.concatenate([[0], np.cumsum(runs[0][1])])
-    cta = np.empty(n, np.int16)  # 16 bits: numpy sorts them by radix
-    for i, counts, to in runs:
-        to = np.repeat(np.arange(num_ctas), counts) if to is None else to
-        cta[i : i + len(to)] = to
-    return np.argsort(cta, kind="stable"), np.concatenate([[0], np.cumsum(np.bincount(cta, minlength=num_ctas))])
+    if len(runs) == 1 and runs[0][3] is not None:
+        return np.arange(n), np.concatenate(([0], runs[0][3]))
+    cta, numbers = np.empty(n, np.int16), np.arange(num_ctas, dtype=np.int16)  # 16 bits: numpy sorts them by radix
+    for first, end, to, cuts in runs:
+        cta[first:end] = to if cuts is None else numbers.repeat(np.concatenate((cuts[:1], _gaps(cuts))))
+    return cta.argsort(kind="stable"), np.concatenate(([0], np.bincount(cta, minlength=num_ctas).cumsum()))
+
+
+def _gaps(x: np.ndarray) -> np.ndarray:
+    return x[1:] - x[:-1]  # np.diff takes four times as long
 
 
 def _room(load: np.ndarray, amount: float) -> np.ndarray:  # f64[num_ctas]
     """What each CTA takes of `amount` so that those that take any end at one level."""
     ordered = np.sort(load)
-    filled = np.cumsum(ordered)
+    filled = ordered.cumsum()
     # Raising the k + 1 lowest CTAs to the highest of them takes below[k]; the level lies where that passes the amount.
     below = np.arange(1, len(load) + 1) * ordered - filled
-    k = int(np.searchsorted(below, amount, side="right"))
+    k = int(below.searchsorted(amount, "right"))
     return np.maximum((amount + filled[k - 1]) / k - load, 0)
