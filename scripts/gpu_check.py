@@ -177,7 +177,7 @@ PARTS: dict[str, dict[str, Section]] = {
         "startup": Section(_startup, 100),
         "steps_8b": Section(_engine("steps", _BIG, (1, 32, 64, 128)), 100, dry=False),  # the same code as steps_0.6b
         "graph_updates": Section(_graph_updates, 40),
-        "thunks": Section(_engine("thunks", _MODEL, Path("benchmarks/results/aot/h100.json")), 40),
+        "thunks": Section(_engine("thunks", _MODEL, Path("benchmarks/results/aot.json")), 40),
         "transformers": Section(_peers("transformers_generate"), 100, torch=True),
     },
 }
