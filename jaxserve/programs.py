@@ -27,6 +27,10 @@ logger = logging.getLogger("jaxserve")
 UPDATE_BATCH = 1024  # page-table entries an update program takes at once
 SCORE_ROWS = 256  # most logits rows that the score program holds at once
 
+# On a GPU: matmuls go to cuBLASLt and sorts stay kernels of XLA's own. Both then need no device to be chosen by, so that a compile
+# without one (scripts.aot_check) gives the card's program, and both can be captured in a CUDA graph.
+GPU_COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cub_radix_sort": False}
+
 
 class Programs:
     """Programs of one model and plan, each compiled when first asked for and kept.
@@ -143,7 +147,8 @@ class Programs:
 
     def _compile(self, what: str, function: Callable, donate: tuple[int, ...], args: tuple[Any, ...]) -> Any:
         start = time.perf_counter()
-        compiled = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+        options = GPU_COMPILER_OPTIONS if jax.default_backend() == "gpu" else None
+        compiled = jax.jit(function, donate_argnums=donate).lower(*args).compile(compiler_options=options)
         logger.info("compiled %s in %.1f s", what, time.perf_counter() - start)
         return compiled
 

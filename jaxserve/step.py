@@ -8,6 +8,7 @@ requests or compilation.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ class ModelFunctions:
         self.leaves = leaves
         self.model_config: ModelConfig = model.config
         self.dtype = leaves[0].dtype  # of weights and activations
-        self.num_bytes = sum(x.nbytes for x in leaves)
+        self.num_bytes = sum(x.size * x.dtype.itemsize for x in leaves)  # abstract leaves have no nbytes
         self.abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
         tied = model.lm_head is None
         head = HEAD_PATHS + (("embed_tokens/",) if tied else ())
@@ -139,8 +140,9 @@ def body(
         )
     model = functions.module(functions.body_indices, leaves)
     x = model.embed(tokens)
-    # Behind a barrier, or every layer's fusion computes the angles again.
-    rope = lax.optimization_barrier(model.rope(context.positions))
+    # Behind a barrier, or every layer's fusions compute the angles and look up the slots again.
+    rope, slot_mapping = lax.optimization_barrier((model.rope(context.positions), context.slot_mapping))
+    context = dataclasses.replace(context, slot_mapping=slot_mapping)
     written = []
     with jax.named_scope("layers"):
         for layer, kv in zip(model.layers, kv_pages, strict=True):
