@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,25 @@ def versions() -> dict[str, Any]:
         "jaxlib": jaxlib.version.__version__,
         "flax": flax.__version__,
     }
+
+
+def revision() -> str | None:
+    """The checkout's commit, with "+" where files differ from it; None outside a checkout."""
+    here = Path(__file__).parents[1]
+    git = ["git", "-C", str(here)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True).stdout
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.strip() + ("+" if changed.strip() else "")
+
+
+def provenance() -> dict[str, Any]:
+    """What every result file carries: revision, versions, device, seed and the flags given."""
+    given = {name: flags.FLAGS[name].value for name in flags.FLAGS if flags.FLAGS[name].present}
+    ours = {name: value for name, value in given.items() if isinstance(value, str | int | float | bool | list)}
+    return {"revision": revision(), **versions(), "seed": flags.FLAGS.seed, "flags": ours}
 
 
 def write_json(path: str | None, result: dict[str, Any]) -> None:
