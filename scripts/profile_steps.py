@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     measurer = StepMeasurer(model, engine_config(options), multiple=multiple, min_seconds=_MIN_SECONDS.value)
 
     def progress(items, desc="steps"):
-        return tqdm(items, desc=desc, leave=False, disable=not sys.stderr.isatty())
+        return tqdm(items, desc=desc, mininterval=5)
 
     fitted, points = measurer.run(
         rounds=_ROUNDS.value, tolerance=_TOLERANCE.value, max_buckets=_MAX_BUCKETS.value, progress=progress

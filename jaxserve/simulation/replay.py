@@ -14,7 +14,7 @@ from operator import attrgetter
 import numpy as np
 
 from jaxserve.buckets import Bucket, BucketPlan, PaddingAccount
-from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.config import SchedulerConfig
 from jaxserve.demand import DemandLog, step_demand
 from jaxserve.latency import ServedTimes
 from jaxserve.page_pool import PagePool
@@ -22,42 +22,11 @@ from jaxserve.request import Request, SamplingParams
 from jaxserve.schedule import Schedule, SchedulerStats
 from jaxserve.scheduler import Scheduler
 from jaxserve.simulation.step_time import StepTimeModel
+from jaxserve.workloads import Workload
 
 
 _ORDER = attrgetter("order")  # of adding: the row of the workload
-
-
-@dataclass(frozen=True)
-class Load:
-    """What arrives when: i64[n] prompt tokens, i64[n] output tokens, f64[n] seconds, in order of arrival.
-
-    Raises:
-      ValueError: nothing arrives, lengths below 1, or times that fall.
-    """
-
-    num_prompt: np.ndarray
-    num_output: np.ndarray
-    arrivals: np.ndarray
-
-    def __post_init__(self):
-        for name, kind in (("num_prompt", np.int64), ("num_output", np.int64), ("arrivals", np.float64)):
-            object.__setattr__(self, name, np.asarray(getattr(self, name), kind))
-        if not len(self.num_prompt):
-            raise ValueError("the workload is empty: the trace has no rows, or none of them fits")
-        if not len(self.num_prompt) == len(self.num_output) == len(self.arrivals):
-            raise ValueError("a workload needs as many prompt lengths, output lengths and arrivals")
-        if self.num_prompt.min() < 1 or self.num_output.min() < 1:
-            raise ValueError("every request of a workload needs one prompt token and one output token at least")
-        if (np.diff(self.arrivals) < 0).any():
-            raise ValueError("arrivals must not fall: sort the workload by its times")
-
-    def __len__(self) -> int:
-        return len(self.num_prompt)
-
-    @property
-    def at_once(self) -> bool:
-        """Whether all requests arrive together."""
-        return bool((self.arrivals == self.arrivals[0]).all())
+_OTHER_IDS = 1 << 28  # beyond every vocabulary
 
 
 @dataclass(frozen=True)
@@ -94,24 +63,26 @@ class _Clock:
 
 
 def replay(
-    load: Load,
+    workload: Workload,
     plan: BucketPlan,
     step_times: StepTimeModel,
     limits: SchedulerConfig,
     num_pages: int,
     *,
     async_scheduling: bool = True,
-    page_size: int | None = None,
+    max_concurrency: int | None = None,
 ) -> Replay:
-    """Serves `load` to its end in virtual time.
+    """Serves `workload` to its end in virtual time.
+
+    max_concurrency: most requests sent and not ended; later ones are sent, and count as arrived, when an earlier one ends (closed
+    loop). Prefixes are cached where the workload gives token ids.
 
     Raises:
       ValueError: the plan can't hold the limits, or a request could never be served (it names the row of the workload).
     """
     plan.check(limits.max_num_seqs, limits.max_num_batched_tokens)
-    cache = CacheConfig(page_size=page_size or step_times.page_size, num_pages=num_pages, enable_prefix_caching=False)
-    scheduler = Scheduler(limits, PagePool(cache.num_pages, cache.page_size, cache.enable_prefix_caching))
-    run = _Run(load, plan, step_times, scheduler)
+    scheduler = Scheduler(limits, PagePool(num_pages, step_times.page_size, any(r.prompt_token_ids for r in workload.requests)))
+    run = _Run(workload, plan, step_times, scheduler, max_concurrency or len(workload.requests))
     clock, in_flight = _Clock(step_times.host_seconds), deque()
     while True:
         run.admit(clock.now)
@@ -133,9 +104,14 @@ def replay(
 class _Run:
     """The books of one replay."""
 
-    def __init__(self, load: Load, plan: BucketPlan, step_times: StepTimeModel, scheduler: Scheduler):
-        n = len(load)
-        self.load, self.plan, self.step_times, self.scheduler = load, plan, step_times, scheduler
+    def __init__(self, workload: Workload, plan: BucketPlan, step_times: StepTimeModel, scheduler: Scheduler, max_concurrency: int):
+        n = len(workload.requests)
+        self.requests, self.plan, self.step_times, self.scheduler = workload.requests, plan, step_times, scheduler
+        self.max_concurrency = max_concurrency
+        self.sent = np.array([r.arrived_at for r in workload.requests])
+        if (np.diff(self.sent) < 0).any():
+            raise ValueError(f"workload {workload.name} is not in the order of its arrivals; see traffic.as_recorded")
+        self._num_ended = 0
         self.page_size = scheduler.pool.page_size
         self.padding = PaddingAccount()
         self.first = np.full(n, np.nan)
@@ -151,14 +127,19 @@ class _Run:
 
     def admit(self, now: float) -> None:
         """Adds what has arrived by now."""
-        load = self.load
-        while self._arrived < len(load) and load.arrivals[self._arrived] <= now:
-            i = self._arrived
-            num_output = int(load.num_output[i])
-            params = self._params.get(num_output)
+        while not self.done and self.next_arrival <= now:
+            i, request = self._arrived, self.requests[self._arrived]
+            if i - self._num_ended >= self.max_concurrency:
+                return
+            if i >= self.max_concurrency:
+                self.sent[i] = max(now, request.arrived_at)
+            params = self._params.get(request.num_output_tokens)
             if params is None:
-                params = self._params[num_output] = SamplingParams(max_tokens=num_output, ignore_eos=True)
-            request = Request(f"r{i}", [1] * int(load.num_prompt[i]), params, arrival=float(load.arrivals[i]))
+                params = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
+                self._params[request.num_output_tokens] = params
+            # A prompt known by its length alone is like no other.
+            prompt = request.prompt_token_ids or [_OTHER_IDS + i] * request.num_prompt_tokens
+            request = Request(f"r{i}", list(prompt), params, arrival=float(self.sent[i]))
             try:
                 self.scheduler.add(request)
             except ValueError as error:
@@ -168,11 +149,11 @@ class _Run:
 
     @property
     def done(self) -> bool:
-        return self._arrived == len(self.load)
+        return self._arrived == len(self.requests)
 
     @property
     def next_arrival(self) -> float:
-        return float(self.load.arrivals[self._arrived])
+        return self.requests[self._arrived].arrived_at
 
     def dispatch(self, schedule: Schedule, clock: _Clock) -> float:
         """Runs a step; the time at which its tokens are there."""
@@ -198,11 +179,12 @@ class _Run:
         first = np.isnan(before)
         self.first[who[first]] = now
         self._gaps.append(now - before[~first])
+        self._num_ended += len(result.finished)
 
     def result(self) -> Replay:
         values, counts = np.unique(np.round(np.concatenate(self._gaps), 9), return_counts=True)
-        load = self.load
-        times = ServedTimes(load.arrivals, self.first, self._token_times, load.num_prompt, load.num_output, values, counts)
+        lengths = np.array([(r.num_prompt_tokens, r.num_output_tokens) for r in self.requests]).T
+        times = ServedTimes(self.sent, self.first, self._token_times, *lengths, values, counts)
         demands = DemandLog.from_rows(self._rows)
         starts, seconds = np.array(self._starts), np.array(self._seconds)
         return Replay(times, demands, self._buckets, starts, seconds, self.padding, self.scheduler.stats())
