@@ -6,6 +6,7 @@ not fit. Does not know any file format, any model, or how parameters are named.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,17 +122,23 @@ def find_problems(
 
 
 def _shape_problem(reader: Reader, path: str, source: Source, target: jax.ShapeDtypeStruct) -> list[str]:
-    shapes = [reader.shape(key) for key in source.keys]
+    shapes = tuple(reader.shape(key) for key in source.keys)
     found = ", ".join(f"{key} {shape}" for key, shape in zip(source.keys, shapes, strict=True))
-    # One shared zero under every shape: views cost nothing, and a concatenation costs a byte an element for a moment.
-    parts = [np.broadcast_to(np.zeros((), np.int8), shape) for shape in shapes]
     try:
-        shape = source.convert(parts).shape
+        shape = _converted_shape(source.convert, shapes)
     except (ValueError, IndexError) as error:
         return [f"shape: {path} expects {target.shape}; found {found}, which do not go together ({error})"]
     if shape == target.shape:
         return []
     return [f"shape: {path} expects {target.shape}; found {found}, which makes {shape}"]
+
+
+@functools.lru_cache(maxsize=64)  # the layers of a model ask the same; a layer of many experts takes a moment to convert
+def _converted_shape(
+    convert: Callable[[list[np.ndarray]], np.ndarray], shapes: tuple[tuple[int, ...], ...]
+) -> tuple[int, ...]:
+    # One shared zero under every shape: views cost nothing, and a concatenation costs a byte an element for a moment.
+    return convert([np.broadcast_to(np.zeros((), np.int8), shape) for shape in shapes]).shape
 
 
 def _load_one(reader: Reader, source: Source, target: jax.ShapeDtypeStruct) -> jax.Array:

@@ -25,6 +25,7 @@ WARM_UPS = ("all", "first_use")
 POLICIES = ("sarathi", "orca", "prefill_first", "request_level")
 ORDERS = ("fcfs", "priority")
 BACKENDS = ("auto", "xla", "reference")  # of attention
+MOE_BACKENDS = ("auto", "xla", "reference", "mosaic_sm90")  # of a mixture of experts' matmuls
 
 
 def _require(ok: bool, message: str) -> None:
@@ -137,6 +138,7 @@ class EngineConfig:
       warm_up: "all" compiles every program of the plan at start, "first_use" each when it is first needed.
       async_scheduling: step n+1 is dispatched before step n's tokens are fetched.
       attention_backend: "auto", "xla" or "reference".
+      moe_backend: of the matmuls of a mixture of experts, "auto", "xla", "reference" or "mosaic_sm90" (kernels/grouped_matmul).
       compilation_cache_dir: JAX's persistent compilation cache ("" leaves JAX's own setting alone).
       demand_log: a path to which each step's demand is appended, one JSON line a step.
 
@@ -162,6 +164,7 @@ class EngineConfig:
     warm_up: str = "first_use"
     async_scheduling: bool = True
     attention_backend: str = "auto"
+    moe_backend: str = "auto"
     compilation_cache_dir: str | None = None
     demand_log: str | None = None
 
@@ -171,6 +174,7 @@ class EngineConfig:
         require_one_of(POLICIES, batching_policy=self.batching_policy)
         require_one_of(WARM_UPS, warm_up=self.warm_up)
         require_one_of(BACKENDS, attention_backend=self.attention_backend)
+        require_one_of(MOE_BACKENDS, moe_backend=self.moe_backend)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
             if getattr(self, name) is not None:
                 _positive(**{name: getattr(self, name)})

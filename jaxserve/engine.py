@@ -83,7 +83,7 @@ class Engine:
         config = config or EngineConfig()
         use_persistent_cache(config.compilation_cache_dir)
         compile_counts()  # from here on they are counted
-        functions = ModelFunctions(model)
+        functions = ModelFunctions(model, config.moe_backend)
         self.config = resolve(functions, config)
         programs = Programs(functions, self.config)
         if config.warm_up == "all":  # from shapes, before the pool takes the memory that compiling may need

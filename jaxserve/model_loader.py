@@ -84,8 +84,8 @@ def load_weights(reader: Any, config: ModelConfig, *, dtype: str = "auto", progr
     from checkpoints.weights import load_weights
 
     param_dtype = (config.dtype or "bfloat16") if dtype == "auto" else dtype
-    abstract = Decoder.abstract(config, param_dtype)
-    leaves = load_weights(reader, named_leaves(abstract), key_table(config), ignore=ignorable_keys(config), progress=progress)
+    abstract, table = Decoder.abstract(config, param_dtype), key_table(config, reader.keys())
+    leaves = load_weights(reader, named_leaves(abstract), table, ignore=ignorable_keys(config), progress=progress)
     return with_leaves(abstract, leaves)
 
 

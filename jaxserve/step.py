@@ -61,7 +61,8 @@ class ModelFunctions:
     `nnx.jit` and graph definitions as arguments cost 0.5 to 11 ms of host time a call; flat leaves into a plain jit cost 0.1.
     """
 
-    def __init__(self, model: Decoder):
+    def __init__(self, model: Decoder, moe_backend: str = "auto"):
+        self.moe_backend = moe_backend  # of kernels.grouped_matmul
         self.graphdef, state = nnx.split(model)
         leaves, self.treedef = jax.tree.flatten(state)
         self.paths = list(named_leaves(model))
@@ -91,7 +92,8 @@ class ModelFunctions:
 
             def run_layer(leaves, x, rope, kv, context):
                 layer = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-                return layer(x, rope, functools.partial(_attend, layer.sliding_window, kv, context))
+                attend = functools.partial(_attend, layer.sliding_window, kv, context)
+                return layer(x, rope, attend, num_tokens=context.cu_q_lens[-1], moe_backend=self.moe_backend)
 
             self._layer_functions[graphdef] = jax.jit(run_layer)
         return self._layer_functions[graphdef](leaves, x, rope, kv, context)

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
+from jaxserve.workloads import fixed
 from scripts.bench_models import RANDOM, bench_model
 from scripts.bench_run import serve
 from scripts.engine_flags import versions, write_json
-from scripts.workloads import WORKLOADS
 
 _PEER = flags.DEFINE_string("peer", ".venv-torch/bin/python", "A Python with torch and transformers; empty: no peer.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed runs of each side.", lower_bound=1)
@@ -91,15 +91,15 @@ def make_engine(model: Any, max_num_seqs: int, longest: int) -> Any:
 
 def compare(row: Row, path: str) -> dict[str, Any]:
     """Runs of both sides in turn; medians in output tokens a second, and ours over theirs."""
-    requests = WORKLOADS[row.workload]
+    workload = fixed(row.workload)
     model = bench_model(path, row.dtype)
-    engine = make_engine(model, row.max_num_seqs, max(p + o for p, o in requests) + 2 * _STEPS.value)
+    engine = make_engine(model, row.max_num_seqs, workload.max_len + 2 * _STEPS.value)
     peer = Peer(_PEER.value, row, path) if _PEER.value else None
     ours, theirs = [], []
-    serve(engine, requests, seed=0)
+    serve(engine, workload, seed=0)
     for i in range(_ROUNDS.value):
         time.sleep(_PAUSE)
-        ours.append(serve(engine, requests, seed=i + 1)["output_tokens_per_second"])
+        ours.append(serve(engine, workload, seed=i + 1)["output_tokens_per_second"])
         if peer:
             time.sleep(_PAUSE)
             theirs.append(peer.run()["output_tokens_per_second"])

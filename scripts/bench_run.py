@@ -6,27 +6,30 @@ import statistics
 import time
 from typing import Any
 
-import numpy as np
+from jaxserve.workloads import Workload
 
 
-def serve(engine: Any, requests: list[tuple[int, int]], seed: int) -> dict[str, Any]:
-    """Serves a workload, given all at once, to its end: random prompts, greedy, to the full length; elapsed_time in seconds."""
+def serve(engine: Any, workload: Workload, seed: int) -> dict[str, Any]:
+    """Serves a workload, given all at once, to its end, every request to its full length; elapsed_time in seconds.
+
+    Prompts that a workload does not spell out are drawn anew for each seed; those that it does find no pages of another seed's run.
+    """
     from jaxserve import SamplingParams
 
-    rng = np.random.default_rng(seed)
-    vocab = engine.config.model.vocab_size
-    prompts = [rng.integers(0, vocab, n).tolist() for n, _ in requests]
+    prompts = workload.prompts(engine.config.model.vocab_size, seed)
     steps = engine.stats.num_steps
     start = time.perf_counter()
     added = []
-    for i, (prompt, (_, num_output)) in enumerate(zip(prompts, requests, strict=True)):
-        params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True, detokenize=False)
-        added += engine.add_request(str(i), prompt, params)
+    for i, (prompt, request) in enumerate(zip(prompts, workload.requests, strict=True)):
+        params = SamplingParams(
+            temperature=workload.temperature, max_tokens=request.num_output_tokens, ignore_eos=True, detokenize=False
+        )
+        added += engine.add_request(str(i), prompt, params, cache_salt=f"run {seed}")
     num_output = 0
     while engine.has_unfinished_requests():
         num_output += sum(len(output.new_token_ids) for output in engine.step())
     elapsed = time.perf_counter() - start
-    assert num_output == sum(n for _, n in requests)
+    assert num_output == workload.num_output_tokens
     ttft = [r.metrics.first_token_time - r.metrics.arrival_time for r in added]
     e2e = [r.metrics.finished_time - r.metrics.arrival_time for r in added]
     return {

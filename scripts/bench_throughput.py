@@ -2,10 +2,16 @@
 
     python -m scripts.bench_throughput --model=tiny-qwen3 --workload=short_long_mix --max_num_seqs=8
     python -m scripts.bench_throughput --model=tiny-qwen3 --workload=short_long_mix --policies=sarathi,request_level
+    python -m scripts.bench_throughput --model=Qwen/Qwen3-0.6B --workload=nano_vllm --max_model_len=4096 --repeats=1
+    python -m scripts.bench_throughput --model=Qwen/Qwen3-0.6B --workload=random --random_input_len=512 --random_output_len=64
+    python -m scripts.bench_throughput --model=Qwen/Qwen3-0.6B --workload=sharegpt --dataset_path=ShareGPT_V3.json
+    python -m scripts.bench_throughput --model=Qwen/Qwen3-0.6B --workload=trace --dataset_path=requests.csv.gz --max_model_len=8192
 
-Workloads: equal_size is 16 requests of 128 prompt and 128 output tokens; short_long_mix is 16 requests, (32, 32) and (512, 128)
-by turns. Prompts are random ids, greedy, to the full output length. With several --policies, runs of each alternate and a ratio to
-the last one is printed. All programs are compiled before the first timed run; medians over --repeats runs.
+Workloads are those of jaxserve/workloads.py: equal_size is 16 requests of 128 prompt and 128 output tokens; short_long_mix is 16
+requests, (32, 32) and (512, 128) by turns; nano_vllm is nano-vllm's benchmark; a trace's requests longer than --max_model_len are
+left out, and its arrival times are not heeded: this is offline. Every request runs to its full output length. With several
+--policies, runs of each alternate and a ratio to the last one is printed. All programs are compiled before the first timed run, and
+one untimed run comes before the timed ones; medians over --repeats runs.
 """
 
 from __future__ import annotations
@@ -16,12 +22,12 @@ from typing import Any
 
 from absl import app, flags
 
+from jaxserve.workloads import Workload
 from scripts.bench_models import bench_model
 from scripts.bench_run import serve
 from scripts.engine_flags import define_engine_flags, engine_options, versions, write_json
-from scripts.workloads import WORKLOADS
+from scripts.workload_flags import read_workload
 
-_WORKLOAD = flags.DEFINE_enum("workload", "short_long_mix", sorted(WORKLOADS), "Which requests.")
 _POLICIES = flags.DEFINE_list("policies", [], "Batching policies to compare; by default --batching_policy alone.")
 _PREFIX = flags.DEFINE_list("prefix_caching", [], "Compare with prefix caching on and off: --prefix_caching=true,false.")
 flags.register_validator("prefix_caching", lambda given: set(given) <= {"true", "false"}, "give true, false or both")
@@ -47,15 +53,15 @@ def make_engines() -> dict[str, Any]:
     return {name: Engine(model, engine_config(options | s), eos_token_ids=()) for name, s in settings.items()}
 
 
-def summarise(requests: list[tuple[int, int]], runs: list[dict[str, Any]], engine: Any) -> dict[str, Any]:
+def summarise(workload: Workload, runs: list[dict[str, Any]], engine: Any) -> dict[str, Any]:
     """Medians over the runs, with vLLM's field names for what it reports too."""
     median = {name: statistics.median(r[name] for r in runs) for name in runs[0]}
-    total = sum(p + o for p, o in requests)
+    total = workload.num_prompt_tokens + workload.num_output_tokens
     return {
         **median,
-        "num_requests": len(requests),
+        "num_requests": len(workload.requests),
         "total_num_tokens": total,
-        "requests_per_second": len(requests) / median["elapsed_time"],
+        "requests_per_second": len(workload.requests) / median["elapsed_time"],
         "tokens_per_second": total / median["elapsed_time"],
         "best_output_tokens_per_second": max(r["output_tokens_per_second"] for r in runs),
         "padding_share": engine.stats.padding.padding_share,
@@ -66,23 +72,26 @@ def summarise(requests: list[tuple[int, int]], runs: list[dict[str, Any]], engin
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
+    try:
+        workload = read_workload(flags.FLAGS.model, flags.FLAGS.max_model_len)
+    except (ValueError, OSError) as error:
+        sys.exit(f"bench_throughput: {error}")
     engines = make_engines()
     for engine in engines.values():
         print(engine.describe(), file=sys.stderr)
-    requests = WORKLOADS[_WORKLOAD.value]
     runs: dict[str, list] = {name: [] for name in engines}
     for repeat in range(-1, _REPEATS.value):  # the first run of each is not counted
         for name, engine in engines.items():
-            result = serve(engine, requests, seed=repeat + 1)
+            result = serve(engine, workload, seed=repeat + 1)
             if repeat >= 0:
                 runs[name].append(result)
-    results = {name: summarise(requests, runs[name], engines[name]) for name in engines}
+    results = {name: summarise(workload, runs[name], engines[name]) for name in engines}
     names = list(results)
     for name, r in results.items():
         ratio = r["output_tokens_per_second"] / results[names[-1]]["output_tokens_per_second"]
         against = f", {ratio:.2f}x {names[-1]}" if name != names[-1] else ""
         print(
-            f"{_WORKLOAD.value} | {name}: {r['requests_per_second']:.2f} requests/s, {r['tokens_per_second']:.0f} total tok/s, "
+            f"{workload.name} | {name}: {r['requests_per_second']:.2f} requests/s, {r['tokens_per_second']:.0f} total tok/s, "
             f"{r['output_tokens_per_second']:.0f} output tok/s, TTFT {r['mean_ttft_ms']:.0f} ms, "
             f"E2E {r['mean_e2el_ms']:.0f} ms, padding {100 * r['padding_share']:.0f}%{against}"
         )
@@ -91,7 +100,7 @@ def main(argv: list[str]) -> None:
         {
             "benchmark": "throughput",
             "model": flags.FLAGS.model,
-            "workload": _WORKLOAD.value,
+            "workload": workload.name,
             "max_num_seqs": next(iter(engines.values())).config.scheduler.max_num_seqs,
             "repeats": _REPEATS.value,
             "results": results,

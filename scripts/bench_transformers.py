@@ -1,6 +1,6 @@
 """Times the peer: transformers' generate in static batches, on the workloads of bench_throughput.
 
-Run by .venv-torch (make setup-torch), which has torch and transformers but neither jax nor jaxserve:
+Run by .venv-torch (make setup-torch), which has torch and transformers but not jax:
 
     .venv-torch/bin/python -m scripts.bench_transformers --model=tiny-qwen3 --workload=short_long_mix --max_num_seqs=8
     .venv-torch/bin/python -m scripts.bench_transformers --model=FOLDER_OR_GGUF --workload=eight --dtype=bfloat16
@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from absl import app, flags
 
+from jaxserve.workloads import WORKLOADS
 from scripts.bench_models import RANDOM
-from scripts.workloads import WORKLOADS
 
 if TYPE_CHECKING:
     import torch  # pyright: ignore[reportMissingImports]

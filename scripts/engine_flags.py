@@ -11,7 +11,7 @@ from typing import Any
 
 from absl import flags
 
-from jaxserve.config import BACKENDS, DTYPES, ORDERS, POLICIES, WARM_UPS
+from jaxserve.config import BACKENDS, DTYPES, MOE_BACKENDS, ORDERS, POLICIES, WARM_UPS
 
 _NAMES: list[str] = []
 
@@ -58,6 +58,7 @@ def define_engine_flags(*, model: str | None = None) -> None:
     )
     _define(flags.DEFINE_bool, "async_scheduling", True, "Schedule a step before the last one's tokens are back.")
     _define(flags.DEFINE_enum, "attention_backend", "auto", "Which attention kernel.", enum_values=BACKENDS)
+    _define(flags.DEFINE_enum, "moe_backend", "auto", "Which grouped matmul, for experts.", enum_values=MOE_BACKENDS)
     _define(flags.DEFINE_string, "demand_log", None, "Append each step's demand to this file, one JSON line a step.")
 
 

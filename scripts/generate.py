@@ -11,6 +11,9 @@ With --output, a result is a JSONL line: the prompt's own line, "outputs" (index
 logprobs if asked for) and "usage" in tokens, in the order of the prompts, each written once it and those before it are done. A
 prompt that can't be run has finish_reason "error" and the message as stop_reason; the others run, and the exit code is 1. A line
 that is malformed stops the script before anything is loaded.
+
+A run that broke off, however it did, goes on with --resume and otherwise the same flags: results that are whole in the file stay,
+in order and as they are, and the first prompt without one comes next.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+import numpy as np
 from absl import app, flags
 
 from jaxserve.request import SamplingParams
@@ -30,6 +35,7 @@ from scripts.engine_flags import define_engine_flags, engine_options
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
 _FILE = flags.DEFINE_string("prompts_file", None, "Prompts: a .jsonl file, or a text file with one a line; - is stdin (text).")
 _OUTPUT = flags.DEFINE_string("output", None, "Write results to this JSONL file instead of the terminal.")
+_RESUME = flags.DEFINE_bool("resume", False, "Go on where a run with this --output broke off; otherwise the file is written anew.")
 _CHAT = flags.DEFINE_bool("chat", False, "Treat each prompt as a user's message of a chat.")
 _SYSTEM = flags.DEFINE_string("system", None, "With --chat: the system message.")
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Most output tokens of each prompt.", lower_bound=1)
@@ -111,6 +117,39 @@ def only_copied(records: list[dict[str, Any]]) -> list[str]:
     return sorted({name for record in records for name in record} - {*PROMPT_KINDS, *SAMPLING_FIELDS, *OTHER_FIELDS})
 
 
+def finished_results(path: str, records: list[dict[str, Any]]) -> tuple[int, int, int]:
+    """(results, failed ones among them, bytes) of the whole lines in a file that an earlier run on these records began.
+
+    What follows them is a line cut short. ValueError if they are not the first records' results.
+    """
+    num_done = num_failed = num_bytes = 0
+    if not Path(path).exists():
+        return 0, 0, 0
+    with open(path, "rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            where = f"{path}:{num_done + 1}"
+            try:
+                result = json.loads(line)
+                outputs = result["outputs"]
+                num_failed += any(output["finish_reason"] == "error" for output in outputs)
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{where}: not a result of this script: nothing to resume") from None
+            if num_done == len(records) or _given(result) != _given(records[num_done]):
+                raise ValueError(
+                    f"{where}: not the result of prompt {num_done + 1}: --resume needs the prompts of the run that broke off"
+                )
+            num_done += 1
+            num_bytes += len(line)
+    return num_done, num_failed, num_bytes
+
+
+def _given(record: dict[str, Any]) -> dict[str, Any]:
+    """What a record and its result have in common."""
+    return {name: value for name, value in record.items() if name not in ("outputs", "usage")}
+
+
 def to_prompt(llm: Any, record: dict[str, Any]) -> Any:
     """What `LLM.generate` takes for a record. ValueError if its messages make no chat."""
     messages = record.get("messages")
@@ -147,24 +186,24 @@ def _plain_logprobs(logprobs: list) -> list[list[dict[str, Any]]]:
     ]
 
 
-def completions(llm: Any, prompts: list[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[tuple[dict[str, Any], Any]]:
-    """(record, RequestOutput) in the order of the prompts, each as soon as it and those before it are done."""
+def completions(llm: Any, prompts: list[tuple[dict[str, Any], dict[str, Any]]], first: int) -> Iterator[tuple[dict[str, Any], Any]]:
+    """(record, RequestOutput) of the prompts from number `first` on, in order, each once it and those before it are done."""
     from jaxserve.progress import ProgressBar
     from jaxserve.request import CompletionOutput, RequestOutput
 
     defaults = llm.get_default_sampling_params()
     done, inputs, numbers = {}, [], []
-    for number, (record, _) in enumerate(prompts):
+    for number, (record, _) in enumerate(prompts[first:], first):
         try:
             inputs.append(to_prompt(llm, record))
             numbers.append(number)
         except ValueError as error:
             failed = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
             done[number] = RequestOutput(str(number), None, [], [failed], True)
-    params = [defaults.with_(**prompts[number][1]) for number in numbers]
+    params = [defaults.with_(**{"seed": _seed(number)} | prompts[number][1]) for number in numbers]
     priorities = [prompts[number][0].get("priority", 0) for number in numbers]
     stream = llm.stream(inputs, params, priority=priorities, on_error="return")
-    written = 0
+    written = first
     with contextlib.closing(stream), ProgressBar(len(inputs), disable=not _PROGRESS.value) as bar:
         while written < len(prompts):
             if written in done:
@@ -175,6 +214,11 @@ def completions(llm: Any, prompts: list[tuple[dict[str, Any], dict[str, Any]]]) 
             if output.finished:
                 done[numbers[index]] = output
                 bar.advance(output)
+
+
+def _seed(number: int) -> int:
+    """Of a prompt that brings none: by its number, so that a resumed run draws what an unbroken one would."""
+    return int(np.random.SeedSequence((flags.FLAGS.seed % 2**64, number)).generate_state(1, np.uint64)[0])
 
 
 def show(record: dict[str, Any], output: Any, file: TextIO | None) -> None:
@@ -192,16 +236,8 @@ def fail(error: Exception) -> NoReturn:
     sys.exit(f"generate: {error}")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}; prompts are given by --prompt")
-    try:
-        prompts = read_prompts()
-    except (ValueError, OSError) as error:
-        fail(error)
-    copied = only_copied([record for record, _ in prompts])
-    if copied:
-        print(f"fields that are copied to the results and not used: {', '.join(copied)}", file=sys.stderr)
+def serve(prompts: list[tuple[dict[str, Any], dict[str, Any]]], num_done: int, num_bytes: int) -> int:
+    """Shows the result of each prompt from number `num_done` on; how many failed. num_bytes: of the output file, what stays."""
     from jaxserve import LLM
 
     try:
@@ -211,12 +247,36 @@ def main(argv: list[str]) -> None:
     except (ValueError, NotImplementedError, OSError) as error:
         fail(error)
     if file is not None:
-        file.truncate(0)
+        file.truncate(num_bytes)
     num_failed = 0
     with file or contextlib.nullcontext():
-        for record, output in completions(llm, prompts):
+        for record, output in completions(llm, prompts, num_done):
             num_failed += any(o.finish_reason == "error" for o in output.outputs)
             show(record, output, file)
+    return num_failed
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}; prompts are given by --prompt")
+    if _RESUME.value and not _OUTPUT.value:
+        raise app.UsageError("--resume needs --output, the file to go on with")
+    try:
+        prompts = read_prompts()
+    except (ValueError, OSError) as error:
+        fail(error)
+    copied = only_copied([record for record, _ in prompts])
+    if copied:
+        print(f"fields that are copied to the results and not used: {', '.join(copied)}", file=sys.stderr)
+    num_done = num_failed = num_bytes = 0
+    try:
+        if _RESUME.value:
+            num_done, num_failed, num_bytes = finished_results(_OUTPUT.value, [record for record, _ in prompts])
+            print(f"{num_done} of {len(prompts)} prompts are done already", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        fail(error)
+    if num_done < len(prompts):
+        num_failed += serve(prompts, num_done, num_bytes)
     if num_failed:
         print(f"{num_failed} of {len(prompts)} prompts failed; their finish_reason is 'error'", file=sys.stderr)
         sys.exit(1)

@@ -53,9 +53,9 @@ ONE_BUCKET = BucketPlan(mixed=((TOKENS, SEQS),), head_rows=(SEQS,))
 
 
 @functools.cache
-def dummy_model(dtype: str = "float32") -> Decoder:
+def dummy_model(dtype: str = "float32", config: ModelConfig = CONFIG) -> Decoder:
     rng = np.random.default_rng(7)
-    abstract, leaves = Decoder.abstract(CONFIG, dtype), {}
+    abstract, leaves = Decoder.abstract(config, dtype), {}
     for path, leaf in named_leaves(abstract).items():
         x = rng.standard_normal(leaf.shape)
         if path.endswith("/scale"):
@@ -64,7 +64,7 @@ def dummy_model(dtype: str = "float32") -> Decoder:
             x *= 2.5 / math.sqrt(leaf.shape[0])
             x[:, EOS] *= 1.5  # likelier than others, so that requests do end by it
         elif path.endswith("/kernel"):
-            x *= 1.5 / math.sqrt(leaf.shape[0])
+            x *= 1.5 / math.sqrt(leaf.shape[-2])
         leaves[path] = jnp.asarray(x, dtype)
     return with_leaves(abstract, leaves)
 

@@ -206,7 +206,7 @@ def test_the_dummy_model_sees_its_context():
 # -- goldens
 
 
-@pytest.mark.parametrize("name", ["qwen3_tied", "qwen2", "llama", "mistral"])
+@pytest.mark.parametrize("name", ["qwen3_tied", "qwen2", "llama", "mistral", "qwen3_moe", "qwen3_moe_tied"])
 def test_serves_the_greedy_tokens_of_transformers(name):
     """Prompts together, in chunks, from pages of 4 tokens, too few of them for all."""
     golden = load_golden(name)

@@ -39,6 +39,8 @@ _ROPE_KEYS = frozenset(
     "mscale_all_dim truncate low_freq_factor high_freq_factor partial_rotary_factor finetuned".split()
 )
 
+_NUM_EXPERTS = ("num_experts", "num_local_experts")  # of transformers 4 and 5
+
 # Config keys of other models that would change the mathematics, with the value that leaves it alone besides null,
 # false, 0 and empty. A supported architecture never has them set, unless someone has modified the model.
 _FOREIGN_KEYS: dict[str, Any] = {
@@ -46,8 +48,7 @@ _FOREIGN_KEYS: dict[str, Any] = {
     "compression_config": None,
     "partial_rotary_factor": 1.0,
     "rotary_pct": 1.0,
-    "num_experts": 1,
-    "num_local_experts": 1,
+    **dict.fromkeys(_NUM_EXPERTS, 1),
     "n_routed_experts": 1,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
@@ -135,6 +136,8 @@ class ModelConfig:
     """The switches and sizes of `jaxserve.models.decoder.Decoder`.
 
     sliding_windows has one entry a layer: None, or the window w in tokens; position q then sees q - w < k <= q.
+    sparse_layers are the indices of the layers whose MLP is a mixture of num_experts experts of moe_intermediate_size each, of
+    which a token uses num_experts_per_token; norm_topk_prob scales the weights of those to a sum of 1.
     dtype is the checkpoint's own, a string, or None where its config does not say. eos_token_ids, bos_token_id and
     pad_token_id are config.json's; generation_config.json has priority over them (`GenerationDefaults`).
 
@@ -159,6 +162,11 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    sparse_layers: tuple[int, ...] = ()
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
     dtype: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -177,6 +185,16 @@ class ModelConfig:
         for window in self.sliding_windows:
             if window is not None and window < 1:
                 raise ValueError(f"sliding_window={window} must be at least 1")
+        if self.sparse_layers:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        if not set(self.sparse_layers) <= set(range(self.num_layers)):
+            raise ValueError(f"sparse_layers={self.sparse_layers} must lie in 0 to {self.num_layers - 1}")
+        if not 1 <= self.num_experts_per_token <= self.num_experts:
+            raise ValueError(f"num_experts_per_token={self.num_experts_per_token} must lie in 1 to num_experts={self.num_experts}")
+        if self.moe_intermediate_size < 1:
+            raise ValueError(f"moe_intermediate_size={self.moe_intermediate_size} must be at least 1")
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> "ModelConfig":
@@ -195,7 +213,7 @@ class ModelConfig:
         missing = [key for key in _REQUIRED if hf.get(key) is None]
         if missing:
             raise ValueError(f"config of {name} lacks {', '.join(missing)}")
-        _refuse_foreign(hf, name)
+        _refuse_foreign(hf, name, arch)
         num_heads = hf["num_attention_heads"]
         return cls(
             architecture=name,
@@ -215,6 +233,7 @@ class ModelConfig:
             qkv_bias=arch.qkv_bias or (arch.reads_attention_bias and bool(hf.get("attention_bias"))),
             o_bias=arch.reads_attention_bias and bool(hf.get("attention_bias")),
             mlp_bias=arch.reads_mlp_bias and bool(hf.get("mlp_bias")),
+            **(_experts(hf) if arch.sparse else {}),
             dtype=_dtype(hf),
             eos_token_ids=token_ids(hf.get("eos_token_id")),
             bos_token_id=hf.get("bos_token_id"),
@@ -227,9 +246,11 @@ class ModelConfig:
         D, F, H, N, K = self.hidden_size, self.intermediate_size, self.head_dim, self.num_heads, self.num_kv_heads
         attention = D * (N + 2 * K) * H + N * H * D
         attention += self.qkv_bias * (N + 2 * K) * H + self.o_bias * D + self.qk_norm * 2 * H
-        mlp = 3 * D * F + self.mlp_bias * (2 * F + D)
+        dense = 3 * D * F + self.mlp_bias * (2 * F + D)
+        sparse = self.num_experts * (3 * D * self.moe_intermediate_size + D)
+        mlps = (self.num_layers - len(self.sparse_layers)) * dense + len(self.sparse_layers) * sparse
         embeddings = self.vocab_size * D * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * (attention + mlp + 2 * D) + embeddings + D
+        return self.num_layers * (attention + 2 * D) + mlps + embeddings + D
 
 
 def read_json(source: Mapping[str, Any] | str | Path, name: str) -> dict[str, Any]:
@@ -247,11 +268,13 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
-def _refuse_foreign(hf: Mapping[str, Any], name: str) -> None:
+def _refuse_foreign(hf: Mapping[str, Any], name: str, arch: Architecture) -> None:
     act = hf.get("hidden_act", "silu")
     if act not in _ACTIVATIONS:
         raise NotImplementedError(f"hidden_act={act!r}; supported: {', '.join(_ACTIVATIONS)}")
     for key, neutral in _FOREIGN_KEYS.items():
+        if arch.sparse and key in _NUM_EXPERTS:
+            continue
         value = hf.get(key)
         if value and value != neutral:
             shown = json.dumps(value, default=str)
@@ -259,11 +282,27 @@ def _refuse_foreign(hf: Mapping[str, Any], name: str) -> None:
             raise NotImplementedError(f"{key}={shown[:80]} is not supported in {name}: {only}")
 
 
+def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a mixture of experts. Every decoder_sparse_step-th layer is one, unless mlp_only_layers names it."""
+    num_experts = next((hf[key] for key in _NUM_EXPERTS if hf.get(key) is not None), 128)
+    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
+    if step < 1:
+        raise ValueError(f"decoder_sparse_step={step} must be at least 1")
+    layers = range(hf["num_hidden_layers"]) if num_experts else ()
+    return {
+        "sparse_layers": tuple(i for i in layers if i not in dense and (i + 1) % step == 0),
+        "num_experts": num_experts,
+        "num_experts_per_token": hf.get("num_experts_per_tok", 8),
+        "moe_intermediate_size": hf.get("moe_intermediate_size", 768),
+        "norm_topk_prob": bool(hf.get("norm_topk_prob")),
+    }
+
+
 def _sliding_windows(hf: Mapping[str, Any], name: str, arch: Architecture) -> tuple[int | None, ...]:
     """layer_types where given, otherwise the architecture's own rule. A window that is switched off is no window."""
     num_layers, layer_types = hf["num_hidden_layers"], hf.get("layer_types")
     window = hf.get("sliding_window", 4096)
-    if arch.window == "never" or (arch.window == "if_used" and not hf.get("use_sliding_window", False)):
+    if arch.window == "never" or (arch.window.endswith("if_used") and not hf.get("use_sliding_window", False)):
         window = None
     if layer_types is None:
         first = hf.get("max_window_layers", 28) if arch.window == "if_used" else 0

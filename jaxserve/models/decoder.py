@@ -29,7 +29,8 @@ class Decoder(nnx.Module):
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, rngs=rngs, param_dtype=param_dtype)
         self.layers = nnx.List(
-            DecoderLayer(config, window, rngs=rngs, param_dtype=param_dtype) for window in config.sliding_windows
+            DecoderLayer(config, window, sparse=i in config.sparse_layers, rngs=rngs, param_dtype=param_dtype)
+            for i, window in enumerate(config.sliding_windows)
         )
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
         tied = config.tie_word_embeddings

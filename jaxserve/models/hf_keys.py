@@ -4,17 +4,25 @@ Owns the names of both sides. Does not read files and does not know the file for
 Face name in Hugging Face layout ([out, in]), here they become ours ([in, out], q, k, v fused and gate, up fused).
 """
 
+from collections.abc import Collection
+
 import numpy as np
 
 from checkpoints.weights import Source
 from jaxserve.models.config import ModelConfig
 
 
-def key_table(config: ModelConfig) -> dict[str, Source]:
-    """{our path: Source(keys, convert)} for every weight of the model that `config` describes."""
+def key_table(config: ModelConfig, keys: Collection[str] = ()) -> dict[str, Source]:
+    """{our path: Source(keys, convert)} for every weight of the model that `config` describes.
+
+    keys: what the checkpoint holds. It decides between the layouts that a mixture of experts is stored in: a matrix an expert
+    (the default, and what is published), or all experts' in one.
+    """
     table = {"embed_tokens/embedding": Source(("model.embed_tokens.weight",), _as_is)}
     for i in range(config.num_layers):
-        table |= _layer_table(config, f"layers/{i}", f"model.layers.{i}")
+        table |= _layer_table(config, f"layers/{i}", f"model.layers.{i}", i in config.sparse_layers)
+        if i in config.sparse_layers:
+            table |= _experts_table(config, f"layers/{i}/mlp", f"model.layers.{i}.mlp", keys)
     table["final_norm/scale"] = Source(("model.norm.weight",), _as_is)
     if not config.tie_word_embeddings:
         table["lm_head/kernel"] = Source(("lm_head.weight",), _fused_kernel)
@@ -28,7 +36,7 @@ def ignorable_keys(config: ModelConfig) -> tuple[str, ...]:
     return (*patterns, r"lm_head\.weight") if config.tie_word_embeddings else patterns
 
 
-def _layer_table(config: ModelConfig, ours: str, theirs: str) -> dict[str, Source]:
+def _layer_table(config: ModelConfig, ours: str, theirs: str, sparse: bool) -> dict[str, Source]:
     table = {
         f"{ours}/attention_norm/scale": Source((f"{theirs}.input_layernorm.weight",), _as_is),
         f"{ours}/mlp_norm/scale": Source((f"{theirs}.post_attention_layernorm.weight",), _as_is),
@@ -36,12 +44,15 @@ def _layer_table(config: ModelConfig, ours: str, theirs: str) -> dict[str, Sourc
     if config.qk_norm:
         table[f"{ours}/attention/q_norm/scale"] = Source((f"{theirs}.self_attn.q_norm.weight",), _as_is)
         table[f"{ours}/attention/k_norm/scale"] = Source((f"{theirs}.self_attn.k_norm.weight",), _as_is)
-    linears = (
+    linears = [
         ("attention/qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.qkv_bias),
         ("attention/o_proj", ("self_attn.o_proj",), config.o_bias),
-        ("mlp/gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias),
-        ("mlp/down_proj", ("mlp.down_proj",), config.mlp_bias),
-    )
+    ]
+    if not sparse:
+        linears += [
+            ("mlp/gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias),
+            ("mlp/down_proj", ("mlp.down_proj",), config.mlp_bias),
+        ]
     for path, names, has_bias in linears:
         weights = tuple(f"{theirs}.{name}.weight" for name in names)
         table[f"{ours}/{path}/kernel"] = Source(weights, _fused_kernel)
@@ -49,6 +60,23 @@ def _layer_table(config: ModelConfig, ours: str, theirs: str) -> dict[str, Sourc
             biases = tuple(f"{theirs}.{name}.bias" for name in names)
             table[f"{ours}/{path}/bias"] = Source(biases, _fused_bias)
     return table
+
+
+def _experts_table(config: ModelConfig, ours: str, theirs: str, keys: Collection[str]) -> dict[str, Source]:
+    experts = f"{theirs}.experts"
+    if f"{experts}.gate_up_proj" in keys:  # transformers 5's own layout: [E, 2F, D] and [E, D, F]
+        gate_up = Source((f"{experts}.gate_up_proj",), _stacked_kernel)
+        down = Source((f"{experts}.down_proj",), _stacked_kernel)
+    else:
+        each = range(config.num_experts)
+        pairs = tuple(f"{experts}.{e}.{name}_proj.weight" for e in each for name in ("gate", "up"))
+        gate_up = Source(pairs, _stacked_pairs)
+        down = Source(tuple(f"{experts}.{e}.down_proj.weight" for e in each), _stacked)
+    return {
+        f"{ours}/router/kernel": Source((f"{theirs}.gate.weight",), _fused_kernel),
+        f"{ours}/gate_up_proj/kernel": gate_up,
+        f"{ours}/down_proj/kernel": down,
+    }
 
 
 def _as_is(arrays: list[np.ndarray]) -> np.ndarray:
@@ -64,3 +92,34 @@ def _fused_kernel(arrays: list[np.ndarray]) -> np.ndarray:
 def _fused_bias(arrays: list[np.ndarray]) -> np.ndarray:
     """[out_i] each -> [sum of out_i]."""
     return np.concatenate(arrays)
+
+
+def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
+    """[out, in] of each expert -> [E, in, out]."""
+    out_dim, in_dim = _common_shape(arrays)
+    stacked = np.empty((len(arrays), in_dim, out_dim), arrays[0].dtype)  # filled in place: a layer's experts are large
+    for e, array in enumerate(arrays):
+        stacked[e] = array.T
+    return stacked
+
+
+def _stacked_pairs(arrays: list[np.ndarray]) -> np.ndarray:
+    """[F, in] of each expert's gate and up, by turns -> [E, in, 2F]."""
+    F, in_dim = _common_shape(arrays)
+    stacked = np.empty((len(arrays) // 2, in_dim, 2 * F), arrays[0].dtype)
+    for i, array in enumerate(arrays):
+        stacked[i // 2, :, i % 2 * F : (i % 2 + 1) * F] = array.T
+    return stacked
+
+
+def _common_shape(arrays: list[np.ndarray]) -> tuple[int, ...]:
+    shapes = {array.shape for array in arrays}
+    if len(shapes) > 1:
+        raise ValueError(f"experts of different shapes {sorted(shapes)}")
+    return arrays[0].shape
+
+
+def _stacked_kernel(arrays: list[np.ndarray]) -> np.ndarray:
+    """[E, out, in] -> [E, in, out]; a view."""
+    (array,) = arrays
+    return array.swapaxes(1, 2)

@@ -1,12 +1,12 @@
-"""The parts of a decoder layer (linear, embedding, RMSNorm, attention projections, SwiGLU) and the layer itself.
+"""The parts of a decoder layer (linear, embedding, RMSNorm, attention projections, SwiGLU, experts) and the layer itself.
 
 A layer does not know where it stands in the model, how its batch is laid out, or how attention is computed: leading
 axes are free ([T, D] packed for serving, [B, S, D] for training) and attention is a callback, so that both run the same
-code. Layers with the same sizes and window have equal graph definitions, so that one inner jit, traced once, can serve
-them all.
+code. Layers with the same sizes, window and kind of MLP have equal graph definitions, so that one inner jit, traced once, can
+serve them all.
 
 Weights are in the parameters' dtype, norms and the rotary embedding compute in float32, matmuls give the activations'
-dtype. Axis letters: D model, N query heads, K KV heads, H head_dim, F ffn, V vocabulary.
+dtype. Axis letters: D model, N query heads, K KV heads, H head_dim, F ffn, V vocabulary, E experts.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.rope import apply_rope
+from kernels.grouped_matmul import combine_rows, gather_rows, grouped_matmul, plan_groups
 
 # attend(q[..., N, H], k[..., K, H], v[..., K, H]) -> (o[..., N, H], kv): causal attention of the batch's layout. kv is
 # whatever the layout keeps (the layer's updated KV pages, or None); the layer hands it through.
@@ -106,33 +107,89 @@ class SwiGLU(nnx.Module):
         self.down_proj = Linear(F, D, use_bias=config.mlp_bias, rngs=rngs, param_dtype=param_dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        hidden = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-        return self.down_proj(hidden.astype(x.dtype))
+        return self.down_proj(_silu_gated(self.gate_up_proj(x)))
+
+
+class StackedLinear(nnx.Module):
+    """A matrix for each expert, kernel[E, in, out], for `grouped_matmul`."""
+
+    def __init__(self, num_experts: int, in_dim: int, out_dim: int, *, rngs: nnx.Rngs, param_dtype: Any):
+        self.kernel = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), (num_experts, in_dim, out_dim), param_dtype))
+
+
+class SparseMLP(nnx.Module):
+    """A mixture of SwiGLU experts (arXiv:1701.06538, arXiv:2505.09388): each token goes to the experts that its router's softmax
+    ranks highest, and gets their outputs' sum weighted by it.
+
+    gate_up_proj/kernel is [E, D, 2F]: gate, then up; down_proj/kernel [E, F, D]. Router logits and weights are float32.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype: Any):
+        D, F, E = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        self.num_experts_per_token, self.norm_topk_prob = config.num_experts_per_token, config.norm_topk_prob
+        self.router = Linear(D, E, use_bias=False, rngs=rngs, param_dtype=param_dtype)
+        self.gate_up_proj = StackedLinear(E, D, 2 * F, rngs=rngs, param_dtype=param_dtype)
+        self.down_proj = StackedLinear(E, F, D, rngs=rngs, param_dtype=param_dtype)
+
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [T, D] -> f32[T, k], i32[T, k]
+        """(weights, experts) of each token, likeliest first."""
+        with jax.named_scope("route"):
+            logits = jnp.dot(x, self.router.kernel[...], preferred_element_type=jnp.float32)
+            weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.num_experts_per_token)
+            if self.norm_topk_prob:
+                weights = weights / weights.sum(axis=-1, keepdims=True)
+            return weights, experts
+
+    def __call__(
+        self,
+        x: jax.Array,  # [..., D]
+        num_tokens: jax.Array | None = None,  # i32[]
+        backend: str = "auto",
+    ) -> jax.Array:  # [..., D]
+        """num_tokens: tokens from here on, in the order of x, are padding: they reach no expert and get zeros. backend: of
+        kernels.grouped_matmul."""
+        tokens = x.reshape(-1, x.shape[-1])
+        gate_up, down = self.gate_up_proj.kernel[...], self.down_proj.kernel[...]
+        weights, experts = self.route(tokens)
+        groups = plan_groups(experts, (gate_up, down), num_tokens=num_tokens, backend=backend)
+        hidden = _silu_gated(grouped_matmul(gather_rows(tokens, groups), gate_up, groups))
+        return combine_rows(grouped_matmul(hidden, down, groups), groups, weights).reshape(x.shape)
+
+
+def _silu_gated(gate_up: jax.Array) -> jax.Array:  # [..., 2F] -> [..., F]
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate_up.dtype)
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and SwiGLU with residuals. `sliding_window` (tokens or None) is for `attend` to honour."""
+    """Pre-norm attention and an MLP with residuals. `sliding_window` (tokens or None) is for `attend` to honour; a sparse layer's
+    MLP is a mixture of experts."""
 
-    def __init__(self, config: ModelConfig, sliding_window: int | None, *, rngs: nnx.Rngs, param_dtype: Any):
+    def __init__(self, config: ModelConfig, sliding_window: int | None, *, sparse: bool = False, rngs: nnx.Rngs, param_dtype: Any):
         self.sliding_window = sliding_window
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
         self.attention = Attention(config, rngs=rngs, param_dtype=param_dtype)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
-        self.mlp = SwiGLU(config, rngs=rngs, param_dtype=param_dtype)
+        self.mlp = (SparseMLP if sparse else SwiGLU)(config, rngs=rngs, param_dtype=param_dtype)
 
     def __call__(
         self,
         x: jax.Array,  # [..., D]
         rope: RopeAngles,
         attend: Attend,
+        *,
+        num_tokens: jax.Array | None = None,  # i32[]
+        moe_backend: str = "auto",
     ) -> tuple[jax.Array, Any]:
-        """The layer's output, [..., D], and the kv that attend returned."""
+        """The layer's output, [..., D], and the kv that attend returned. num_tokens and moe_backend: what `SparseMLP` is told;
+        a dense layer computes its padding like anything else."""
         with jax.named_scope("attention"):
             o, kv = self.attention(self.attention_norm(x), rope, attend)
             x = x + o
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x)), kv
+            normed = self.mlp_norm(x)
+            sparse = isinstance(self.mlp, SparseMLP)
+            return x + (self.mlp(normed, num_tokens, moe_backend) if sparse else self.mlp(normed)), kv
 
 
 def causal_attention(

@@ -18,9 +18,11 @@ class Architecture:
     qkv_bias: q, k and v always have a bias, o never.
     reads_attention_bias, reads_mlp_bias: config's attention_bias (q, k, v, o) and mlp_bias (gate, up, down) count.
     window: which layers sliding_window is for: none ("never"), those from max_window_layers up where use_sliding_window
-        says so ("if_used"), all ("always"). layer_types, where given, picks the layers instead.
+        says so ("if_used"), all where use_sliding_window says so ("all_if_used"), all ("always"). layer_types, where given,
+        picks the layers instead.
     num_kv_heads, head_dim: defaults where config.json lacks the key; None is num_attention_heads for the one and
         hidden_size // num_attention_heads for the other.
+    sparse: layers may be a mixture of experts instead of a dense MLP (decoder_sparse_step, mlp_only_layers).
     """
 
     model_type: str
@@ -28,9 +30,10 @@ class Architecture:
     qkv_bias: bool = False
     reads_attention_bias: bool = False
     reads_mlp_bias: bool = False
-    window: Literal["never", "if_used", "always"] = "never"
+    window: Literal["never", "if_used", "all_if_used", "always"] = "never"
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    sparse: bool = False
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -39,6 +42,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2ForCausalLM": Architecture("qwen2", qkv_bias=True, window="if_used", num_kv_heads=32),
     "Qwen3ForCausalLM": Architecture(
         "qwen3", qk_norm=True, reads_attention_bias=True, window="if_used", num_kv_heads=32, head_dim=128
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe", qk_norm=True, reads_attention_bias=True, window="all_if_used", num_kv_heads=4, sparse=True
     ),
 }
 

@@ -165,6 +165,52 @@ CHECKPOINTS = {
         "dtype": torch.float16,
         "seed": 5,
     },
+    "qwen3_moe": {  # untied, a dense layer among the sparse, routing weights that sum to 1
+        "config": transformers.Qwen3MoeConfig(
+            **SIZES,
+            hidden_size=40,
+            intermediate_size=72,
+            moe_intermediate_size=24,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=12,
+            num_experts=6,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[1],
+            rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        ),
+        "generation": {},
+        "dtype": torch.bfloat16,
+        "seed": 6,
+    },
+    "qwen3_moe_tied": {  # tied, every second layer sparse, weights as they are, biases, a window on every layer, fused experts
+        "config": transformers.Qwen3MoeConfig(
+            **SIZES,
+            hidden_size=48,
+            intermediate_size=64,
+            moe_intermediate_size=20,
+            num_hidden_layers=4,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_experts=5,
+            num_experts_per_tok=3,
+            norm_topk_prob=False,
+            decoder_sparse_step=2,
+            attention_bias=True,
+            use_sliding_window=True,
+            sliding_window=9,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        ),
+        "generation": {},
+        "dtype": torch.float32,
+        "seed": 8,
+        "save": {"save_original_format": False},
+    },
 }
 
 
@@ -317,7 +363,9 @@ def v4_style(config: dict) -> dict:
         "rope_theta": config["rope_parameters"]["rope_theta"],
         "rope_scaling": None,
     }
-    return renamed | {k: v for k, v in config.items() if k not in ("rope_parameters", "dtype", "layer_types")}
+    if "num_local_experts" in config:
+        renamed["num_experts"] = config["num_local_experts"]
+    return renamed | {k: v for k, v in config.items() if k not in ("rope_parameters", "dtype", "layer_types", "num_local_experts")}
 
 
 def write_golden(folder: Path, model: torch.nn.Module, config: dict, keep_layer_types: bool) -> None:
@@ -354,7 +402,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(spec["config"], attn_implementation="eager")
         randomize(model, spec["dtype"], spec["seed"])
         model.generation_config = GenerationConfig(**{"eos_token_id": spec["config"].eos_token_id} | spec["generation"])
-        model.to(spec["dtype"]).save_pretrained(folder)
+        model.to(spec["dtype"]).save_pretrained(folder, **spec.get("save", {}))
         config = json.loads((folder / "config.json").read_text())
         keep_layer_types = "sliding_attention" in config.get("layer_types", ()) and config["max_window_layers"] >= 28
         write_golden(folder, load_model(folder), config, keep_layer_types)

@@ -21,7 +21,7 @@ def load_model():
         config = ModelConfig.from_hf(golden.config_path)
         abstract = Decoder.abstract(config, jnp.float32)
         reader = SafetensorsReader(golden.weights)
-        leaves = load_weights(reader, named_leaves(abstract), key_table(config), ignore=ignorable_keys(config))
+        leaves = load_weights(reader, named_leaves(abstract), key_table(config, reader.keys()), ignore=ignorable_keys(config))
         return golden, with_leaves(abstract, leaves)
 
     return load

@@ -57,6 +57,22 @@ PUBLIC = {
     "Qwen3-4B": (qwen3(2560, 9728, 36, 32, True), 4_022_468_096),
     "Qwen3-8B": (qwen3(4096, 12288, 36, 32, False), 8_190_735_360),
     "Qwen3-32B": (qwen3(5120, 25600, 64, 64, False), 32_762_123_264),
+    "Qwen3-30B-A3B": (
+        qwen3(2048, 6144, 48, 32, False)
+        | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_key_value_heads": 4,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.001,
+        },
+        30_532_122_624,
+    ),
     "Llama-3.2-1B": (
         {
             "architectures": ["LlamaForCausalLM"],
@@ -170,6 +186,48 @@ def test_key_names_of_transformers_4_and_5_mean_the_same(name):
     new, old = json.loads(golden.config_path.read_text()), json.loads(golden.config_v4_path.read_text())
     assert "rope_parameters" in new and "rope_parameters" not in old and "dtype" not in old
     assert ModelConfig.from_hf(new) == ModelConfig.from_hf(old)
+
+
+QWEN3_MOE = LLAMA | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sparse_layers"),
+    [
+        ({}, (0, 1, 2, 3)),
+        ({"mlp_only_layers": [1, 3]}, (0, 2)),
+        ({"decoder_sparse_step": 2}, (1, 3)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1,)),
+        ({"decoder_sparse_step": 3}, (2,)),
+        ({"num_experts": 0}, ()),
+    ],
+    ids=str,
+)
+def test_which_layers_are_sparse(changes, sparse_layers):
+    config = ModelConfig.from_hf(QWEN3_MOE | {"num_experts_per_tok": 2} | changes)
+    assert config.sparse_layers == sparse_layers
+    assert config.num_kv_heads == 4 and config.moe_intermediate_size == 768 and not config.norm_topk_prob
+
+
+def test_a_window_of_a_sparse_model_is_every_layers():
+    said = QWEN3_MOE | {"num_experts_per_tok": 2, "sliding_window": 9, "max_window_layers": 2}
+    assert ModelConfig.from_hf(said).sliding_windows == (None,) * 4
+    assert ModelConfig.from_hf(said | {"use_sliding_window": True}).sliding_windows == (9,) * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_experts_per_tok": 7}, "num_experts_per_token=7 must lie in 1 to num_experts=6"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_token=0"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size=0"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+    ],
+    ids=str,
+)
+def test_experts_that_cannot_be_are_refused(changes, named):
+    with pytest.raises(ValueError, match=named):
+        ModelConfig.from_hf(QWEN3_MOE | {"num_experts_per_tok": 2} | changes)
 
 
 def test_from_hf_takes_a_dict_a_file_and_a_folder():
@@ -308,7 +366,7 @@ def test_rope_from_hf(hf, expected):
     ("hf", "named"),
     [
         ({"architectures": ["Gemma3ForCausalLM"]}, "Gemma3ForCausalLM"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM"),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM"),
         ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
         ({"architectures": None}, "None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),

@@ -70,12 +70,12 @@ def paged_step(model, caches, tokens, positions, slots, table, cu_q_lens, kv_len
             cache = write_kv(cache, k, v, slots)
             return ragged_paged_attention(q, cache, table, cu_q_lens, kv_lens, sliding_window=window), cache
 
-        x, cache = layer(x, rope, attend)
+        x, cache = layer(x, rope, attend, num_tokens=cu_q_lens[-1])
         written.append(cache)
     return model.logits(model.final_norm(x)), written
 
 
-@pytest.mark.parametrize("name", ["qwen3_tied", "qwen3_windows", "mistral"])
+@pytest.mark.parametrize("name", ["qwen3_tied", "qwen3_windows", "mistral", "qwen3_moe", "qwen3_moe_tied"])
 def test_packed_paged_forward_matches_transformers(load_model, name):
     """The same layers over shuffled pages, prompts in three uneven steps: whole, chunked and one-token rows mixed."""
     golden, model = load_model(name)
@@ -144,6 +144,11 @@ def rope_change(**changes):
         ("llama_rope_yarn_mscale", rope_change(mscale=None)),
         ("llama_rope_yarn_mscale", rope_change(mscale_all_dim=None)),
         ("llama_rope_yarn_factor", rope_change(attention_factor=None)),
+        ("qwen3_moe", lambda c: {"norm_topk_prob": False}),
+        ("qwen3_moe", lambda c: {"num_experts_per_token": 1}),
+        ("qwen3_moe_tied", lambda c: {"norm_topk_prob": True}),
+        ("qwen3_moe_tied", lambda c: {"num_experts_per_token": 4}),
+        ("qwen3_moe_tied", lambda c: {"sliding_windows": (None, 9, 9, 9)}),
         ("mistral", lambda c: {"sliding_windows": (7, None)}),
         ("mistral", lambda c: {"sliding_windows": (8, 8)}),
     ],
@@ -179,8 +184,9 @@ def test_bf16_stays_close_and_gives_unrounded_float32_logits(load_model):
     assert (logits != logits.astype(jnp.bfloat16)).mean() > 0.9
 
 
-def test_gradients_reach_every_weight_and_agree_with_differences(load_model):
-    golden, model = load_model("qwen3_windows")
+@pytest.mark.parametrize("name", ["qwen3_windows", "qwen3_moe"])
+def test_gradients_reach_every_weight_and_agree_with_differences(load_model, name):
+    golden, model = load_model(name)
     tokens = padded(golden.prompts[2:])
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
@@ -235,6 +241,12 @@ def test_layers_of_one_structure_share_one_traced_function(windows):
     assert text.count("call @outlined") == 3
 
 
+def test_dense_and_sparse_layers_are_two_structures(load_model):
+    _, model = load_model("qwen3_moe")
+    graphdefs = [nnx.split(layer)[0] for layer in model.layers]
+    assert graphdefs[0] == graphdefs[2] == graphdefs[3] != graphdefs[1]
+
+
 def test_abstract_allocates_nothing_and_has_the_concrete_shapes():
     abstract, concrete = Decoder.abstract(TINY), Decoder(TINY, rngs=nnx.Rngs(0))
     leaves = named_leaves(abstract)
@@ -246,7 +258,12 @@ def test_abstract_allocates_nothing_and_has_the_concrete_shapes():
     assert nnx.graphdef(abstract) == nnx.graphdef(concrete)
 
 
-@pytest.mark.parametrize("switches", [{}, {"tie_word_embeddings": True}, {"qkv_bias": True, "o_bias": True, "mlp_bias": True}])
+SPARSE = {"sparse_layers": (0, 2), "num_experts": 5, "num_experts_per_token": 2, "moe_intermediate_size": 12}
+
+
+@pytest.mark.parametrize(
+    "switches", [{}, {"tie_word_embeddings": True}, {"qkv_bias": True, "o_bias": True, "mlp_bias": True}, SPARSE]
+)
 def test_num_params_counts_every_weight(switches):
     config = dataclasses.replace(TINY, **switches)
     assert config.num_params == sum(leaf.size for leaf in named_leaves(Decoder.abstract(config)).values())

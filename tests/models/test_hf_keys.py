@@ -23,7 +23,8 @@ def test_the_table_has_the_paths_and_shapes_of_the_module(values):
 def test_every_tensor_of_a_checkpoint_is_used_once_and_fits(name):
     golden = load_golden(name)
     config = ModelConfig.from_hf(golden.config_path)
-    table, reader = key_table(config), SafetensorsReader(golden.weights)
+    reader = SafetensorsReader(golden.weights)
+    table = key_table(config, reader.keys())
     used = [key for source in table.values() for key in source.keys]
     assert len(used) == len(set(used)) and set(used) == set(reader.keys())
     for path, leaf in named_leaves(Decoder.abstract(config)).items():
@@ -52,6 +53,29 @@ def test_kernels_are_transposed_and_fused_in_order():
 
     biases = table["layers/0/attention/qkv_proj/bias"].convert([np.full(80, 1.0), np.full(16, 2.0), np.full(16, 3.0)])
     np.testing.assert_array_equal(biases, np.repeat([1.0, 2.0, 3.0], [80, 16, 16]))
+
+
+def test_experts_are_stacked_and_transposed():
+    config = ModelConfig.from_hf(load_golden("qwen3_moe").config_path)  # D 40, F 24, 6 experts; layer 1 is dense
+    table = key_table(config)
+    assert "layers/1/mlp/router/kernel" not in table and "layers/1/mlp/gate_up_proj/kernel" in table
+    rng = np.random.default_rng(0)
+    gates, ups, x = rng.normal(size=(6, 24, 40)), rng.normal(size=(6, 24, 40)), rng.normal(size=40)
+    gate_up = table["layers/2/mlp/gate_up_proj/kernel"]
+    names = [f"model.layers.2.mlp.experts.{e}.{name}_proj.weight" for e in range(6) for name in ("gate", "up")]
+    assert list(gate_up.keys) == names
+    stacked = gate_up.convert([array for pair in zip(gates, ups, strict=True) for array in pair])
+    np.testing.assert_allclose(x @ stacked, np.concatenate([gates @ x, ups @ x], axis=1), rtol=1e-6)
+    down = table["layers/2/mlp/down_proj/kernel"]
+    assert down.keys == tuple(f"model.layers.2.mlp.experts.{e}.down_proj.weight" for e in range(6))
+    np.testing.assert_array_equal(down.convert(list(gates)), gates.swapaxes(1, 2))
+    for source, faulty in ((down, [*gates[:5], gates[5][:1]]), (gate_up, [gates[0], ups[0][:1]])):
+        with pytest.raises(ValueError, match="different shapes"):  # where assignment alone would spread the one row
+            source.convert(faulty)
+
+    fused = key_table(config, {"model.layers.0.mlp.experts.gate_up_proj"})
+    assert fused["layers/0/mlp/gate_up_proj/kernel"].keys == ("model.layers.0.mlp.experts.gate_up_proj",)
+    assert fused["layers/0/mlp/down_proj/kernel"].keys == ("model.layers.0.mlp.experts.down_proj",)
 
 
 @pytest.mark.parametrize(

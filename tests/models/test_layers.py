@@ -1,9 +1,13 @@
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
-from jaxserve.models.layers import RMSNorm, causal_attention
+from jaxserve.models import ModelConfig
+from jaxserve.models.layers import RMSNorm, SparseMLP, causal_attention
+from tests.goldens.golden import load_golden
 
 
 def test_rms_norm_of_bf16_is_rounded_once_before_the_scale():
@@ -44,3 +48,18 @@ def test_softmax_of_bf16_scores_is_float32():
     got = causal_attention(q, k, v)
     assert got.dtype == jnp.bfloat16
     assert float(got[0, 1, 0, 0]) == pytest.approx(1 / (1 + np.exp(-1.5625)), abs=0.003)
+
+
+def test_padding_reaches_no_expert_and_leading_axes_are_free():
+    """Rows from num_tokens on are NaN here: the others get what they get without them, and padding gets zeros."""
+    config = ModelConfig.from_hf(load_golden("qwen3_moe").config_path)
+    mlp = SparseMLP(config, rngs=nnx.Rngs(0), param_dtype=jnp.float32)
+    run = nnx.jit(lambda mlp, x, n: mlp(x, n))
+    x = jax.random.normal(jax.random.key(0), (12, config.hidden_size)).at[7:].set(jnp.nan)
+    out = np.asarray(run(mlp, x, jnp.int32(7)))
+    assert np.abs(out[:7]).min() > 0 and not out[7:].any()
+    other = np.asarray(run(mlp, x.at[7:].set(1.0), jnp.int32(12)))
+    np.testing.assert_array_equal(out[:7], other[:7])
+    assert other[7:].all()
+    folded = nnx.jit(lambda mlp, x: mlp(x))(mlp, x.at[7:].set(1.0).reshape(3, 4, -1))
+    np.testing.assert_array_equal(folded.reshape(12, -1), other)

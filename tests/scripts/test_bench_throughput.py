@@ -49,9 +49,25 @@ def test_two_settings_are_compared(tmp_path):
         assert result["num_programs"] == 4, "a body, a head with and without logprobs, the page-table update"
 
 
+def test_a_trace_of_random_prompts(tmp_path):
+    """What is longer than the model allows is left out."""
+    (tmp_path / "trace.csv").write_text("num_prefill_tokens,num_decode_tokens\n9,3\n60,6\n20,2\n7,4\n")
+    flags = ["--workload=trace", f"--dataset_path={tmp_path / 'trace.csv'}", "--num_requests=2", "--max_model_len=64", "--json=-"]
+    done = run(tmp_path, *flags)
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(done.stdout[done.stdout.index("{") :])["results"].values()
+    assert result["num_requests"] == 2 and result["total_num_tokens"] == 9 + 3 + 20 + 2
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
-    [("--prefix_caching=yes", "give true, false or both"), ("--workload=none", "single"), ("--repeats=0", "repeats")],
+    [
+        ("--prefix_caching=yes", "give true, false or both"),
+        ("--workload=none", "single"),
+        ("--repeats=0", "repeats"),
+        ("--workload=trace", "--workload=trace needs --dataset_path"),
+        ("--random_input_len=5", "--random_input_len means nothing to --workload=single; it is for random"),
+    ],
 )
 def test_bad_flags_are_refused(tmp_path, flag, message):
     done = run(tmp_path, flag)

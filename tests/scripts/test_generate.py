@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """run(*flags, stdin=text): the finished process; --model and limits are given."""
+    """run(*flags, stdin=text): the finished process; --model and limits are given. run.command(*flags): (command, environment)."""
     work = tmp_path_factory.mktemp("generate")
     said = {"temperature": 0.5, "top_k": 1}  # greedy, by its makers' recommendation
     model = alphabet_model.save(work / "model", generation_config=said)
@@ -26,11 +27,15 @@ def run(tmp_path_factory):
     environment = os.environ | {"JAXSERVE_CACHE": str(work / "cache"), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
 
-    def run(*given: str, stdin: str = "") -> subprocess.CompletedProcess:
+    def command(*given: str) -> tuple[list[str], dict[str, str]]:
         flags = [f"--model={model}", f"--bucket_plan={work / 'plan.json'}", "--num_pages=64", *given]
-        command = [sys.executable, "-W", "error", "-m", "scripts.generate", *flags]
-        return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=work, env=environment, timeout=300)
+        return [sys.executable, "-W", "error", "-m", "scripts.generate", *flags], environment
 
+    def run(*given: str, stdin: str = "") -> subprocess.CompletedProcess:
+        line, env = command(*given)
+        return subprocess.run(line, input=stdin, capture_output=True, text=True, cwd=work, env=env, timeout=300)
+
+    run.command = command
     return run
 
 
@@ -97,6 +102,48 @@ def test_jsonl_with_parameters_of_its_own_and_prompts_that_fail(run, tmp_path):
     assert [entry["token"] for entry in logprobs][0] == "n" and logprobs[0]["rank"] == 1 and logprobs[0]["logprob"] < 0
 
 
+def test_a_killed_run_goes_on_where_it_broke_off(run, tmp_path):
+    """Killed without warning while it writes; no line is lost, changed, or written twice, and draws are those of one run."""
+    prompts = [{"prompt": chr(97 + i % 26), "id": i, "max_tokens": 2 + i % 60} for i in range(120)]
+    prompts[3] = {"prompt": "", "id": 3}
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    flags = [f"--prompts_file={tmp_path / 'in.jsonl'}", "--temperature=1.5", "--top_k=0", "--noprogress"]
+    assert run(*flags, f"--output={tmp_path / 'whole.jsonl'}").returncode == 1  # prompt 3
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+
+    path = tmp_path / "out.jsonl"
+    command, environment = run.command(*flags, f"--output={path}")
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 200
+    while not (path.exists() and path.stat().st_size) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    kept = path.read_bytes()
+    assert 0 < kept.count(b"\n") < len(prompts), "killed too early or too late to say anything"
+    path.write_bytes(kept[: kept.rindex(b"\n") + 1] + b'{"prompt": "cut sho')
+    done = run(*flags, f"--output={path}", "--resume")
+    assert done.returncode == 1 and "1 of 120 prompts failed" in done.stderr
+    assert f"{kept.count(b'\n')} of 120 prompts are done already" in done.stderr
+    ours, theirs = path.read_bytes().splitlines(), whole.splitlines()
+    assert ours[: kept.count(b"\n")] == kept.splitlines()[: kept.count(b"\n")]
+    have, want = (list(map(json.loads, lines)) for lines in (ours, theirs))
+    assert [{**r, "outputs": 0} for r in have] == [{**r, "outputs": 0} for r in want]
+    drawn = [[r["outputs"][0]["token_ids"] for r in results] for results in (have, want)]
+    assert drawn[0] == drawn[1]
+    assert drawn[0][60][:8] != drawn[0][86][:8], "the same prompt got the same answer: nothing was drawn"
+
+    # All done: nothing is loaded, the failed one still counts. And results of other prompts are no place to go on.
+    again = run(*flags, f"--output={path}", "--resume", "--model=none")
+    assert again.returncode == 1 and "120 of 120 prompts are done already" in again.stderr and "none" not in again.stderr
+    assert path.read_bytes().splitlines() == ours
+    other = run("--prompt=z", f"--output={path}", "--resume")
+    assert other.returncode == 1 and "out.jsonl:1: not the result of prompt 1" in other.stderr
+    path.write_text("precious\n")
+    assert "out.jsonl:1: not a result of this script" in run(*flags, f"--output={path}", "--resume").stderr
+    assert path.read_text() == "precious\n"
+
+
 BAD_LINES = [
     ("{'prompt'}", "not JSON"),
     ('["a"]', "must be an object with exactly one of prompt, prompt_token_ids, messages"),
@@ -150,6 +197,7 @@ def test_a_bad_line_is_named_by_file_and_number(errors, i):
         (["--prompt=a", "--model=no/such/model/here"], "generate: 'no/such/model/here' is not a file or folder here"),
         (["--prompt=a", "--max_num_seqs=64"], "generate: the bucket plan holds"),
         (["a"], "unknown arguments"),
+        (["--prompt=a", "--resume"], "--resume needs --output"),
     ],
     ids=str,
 )

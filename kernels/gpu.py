@@ -1,0 +1,100 @@
+"""Pallas Mosaic GPU as our kernels use it: the only module that names what may move between JAX versions.
+
+Owns which device a kernel may run on, and the switch that runs kernels interpreted on a CPU. Knows no kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ACC = plgpu.ACC
+SMEM = plgpu.SMEM
+Barrier = plgpu.Barrier
+BlockSpec = plgpu.BlockSpec
+barrier_arrive = plgpu.barrier_arrive
+barrier_wait = plgpu.barrier_wait
+broadcasted_iota = plgpu.broadcasted_iota
+commit_smem = plgpu.commit_smem
+copy_gmem_to_smem = plgpu.copy_gmem_to_smem
+copy_smem_to_gmem = plgpu.copy_smem_to_gmem
+emit_pipeline = plgpu.emit_pipeline
+layout_cast = plgpu.layout_cast
+load = plgpu.load
+set_max_registers = plgpu.set_max_registers
+wait_smem_to_gmem = plgpu.wait_smem_to_gmem
+wgmma = plgpu.wgmma
+
+WGMMA = plgpu.Layout.WGMMA  # a warpgroup's accumulator: 64 rows, 16 a warp
+WGMMA_ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each of its rows
+SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # what wgmma reads: 16-bit tiles of 8 rows by 128 bytes
+
+MAX_SMEM_BYTES = 227 * 1024  # that one CTA of a Hopper GPU may use
+MAX_REGISTERS = 65536  # of one SM
+
+_interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
+
+
+@contextlib.contextmanager
+def interpreted(*, detect_races: bool = False) -> Iterator[None]:
+    """Kernels that are traced inside run interpreted on a CPU: for tests, at seconds a call.
+
+    The interpreter wants both operands of a wgmma in shared memory and has no accumulator with an initial value: kernels take
+    their interpretable variant. `races_found` says what `detect_races` found.
+    """
+    token = _interpret.set(plgpu.InterpretGPUParams(detect_races=detect_races))
+    try:
+        yield
+    finally:
+        _interpret.reset(token)
+
+
+def is_interpreted() -> bool:
+    """Whether kernels traced now run interpreted."""
+    return _interpret.get() is not None
+
+
+def races_found() -> bool:
+    """Whether the last interpreted kernel that ran with `detect_races` had a race; JAX 0.11 only prints them."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    return gpu_callbacks.get_races().races_found
+
+
+def kernel(body: Any, *, out_type: Any, grid: dict[str, int], scratch_types: Any, warpgroups: int = 1) -> Any:
+    """`plgpu.kernel` of a grid by axis name; with several warpgroups their index is the axis "warpgroup"."""
+    threads = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        scratch_types=scratch_types,
+        # Lane semantics needs fewer registers than Warpgroup. Rows of an accumulator are reduced within a warp: no scratch.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
+        ),
+        interpret=_interpret.get(),
+        **threads,
+    )
+
+
+def missing_for_sm90() -> str | None:
+    """What JAX's default device lacks to run a Hopper kernel; None if nothing, or if kernels are interpreted."""
+    if is_interpreted():
+        return None
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return f"a GPU of compute capability 9.0, found {device.platform}"
+    capability = getattr(device, "compute_capability", "unknown")
+    return None if capability == "9.0" else f"compute capability 9.0, found {capability} ({device.device_kind})"
+
+
+def num_sms() -> int:
+    """Streaming multiprocessors of JAX's default device; 2 where kernels are interpreted."""
+    return 2 if is_interpreted() else jax.devices()[0].core_count

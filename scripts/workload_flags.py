@@ -1,0 +1,51 @@
+"""Flags that name a workload, and the workload they name."""
+
+from __future__ import annotations
+
+from absl import flags
+
+from jaxserve.workloads import WORKLOADS, Workload, fixed, nano_vllm, random_lengths, sharegpt, trace
+
+KINDS = (*sorted(WORKLOADS), "nano_vllm", "random", "sharegpt", "trace")
+
+_WORKLOAD = flags.DEFINE_enum("workload", "short_long_mix", KINDS, "Which requests (jaxserve/workloads.py).")
+_NUM = flags.DEFINE_integer(
+    "num_requests", None, "Requests of nano_vllm (256), random, sharegpt (100) and trace (all).", lower_bound=1
+)
+_SEED = flags.DEFINE_integer("workload_seed", 0, "Seed of nano_vllm, random and sharegpt.")
+_INPUT = flags.DEFINE_integer("random_input_len", 1024, "random: tokens of a prompt.", lower_bound=1)
+_OUTPUT = flags.DEFINE_integer("random_output_len", 128, "random: tokens of an output.", lower_bound=1)
+_RATIO = flags.DEFINE_float("random_range_ratio", 0.0, "random: by how much of itself a length may vary.")
+_PATH = flags.DEFINE_string("dataset_path", None, "sharegpt: its JSON file; trace: a CSV file, perhaps gzip'd.")
+_SHAREGPT_OUTPUT = flags.DEFINE_integer("sharegpt_output_len", None, "sharegpt: output tokens, not the answer's.", lower_bound=1)
+_OWN = {  # flags and the workloads that heed them
+    "num_requests": ("nano_vllm", "random", "sharegpt", "trace"),
+    "workload_seed": ("nano_vllm", "random", "sharegpt"),
+    "random_input_len": ("random",),
+    "random_output_len": ("random",),
+    "random_range_ratio": ("random",),
+    "dataset_path": ("sharegpt", "trace"),
+    "sharegpt_output_len": ("sharegpt",),
+}
+
+
+def read_workload(model: str, max_model_len: int | None) -> Workload:
+    """The workload of the flags. model: whose tokenizer counts ShareGPT's texts. ValueError where flags and workload don't fit."""
+    kind = _WORKLOAD.value
+    for name, kinds in _OWN.items():
+        if flags.FLAGS[name].present and kind not in kinds:
+            raise ValueError(f"--{name} means nothing to --workload={kind}; it is for {', '.join(kinds)}")
+    if kind in ("sharegpt", "trace") and _PATH.value is None:
+        raise ValueError(f"--workload={kind} needs --dataset_path")
+    if kind == "nano_vllm":
+        return nano_vllm(_NUM.value or 256, _SEED.value)
+    if kind == "random":
+        return random_lengths(_NUM.value or 100, _INPUT.value, _OUTPUT.value, _RATIO.value, _SEED.value)
+    if kind == "sharegpt":
+        from jaxserve.tokenizer import Tokenizer
+
+        encode = Tokenizer.from_id(model).encode
+        return sharegpt(_PATH.value, encode, _NUM.value or 100, output_len=_SHAREGPT_OUTPUT.value, seed=_SEED.value)
+    if kind == "trace":
+        return trace(_PATH.value, _NUM.value, max_model_len)
+    return fixed(kind)

@@ -1,0 +1,217 @@
+"""Every backend of the grouped matmul against float64, the layout that they share against its promises, and the gradient."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels import gpu
+from kernels.grouped_matmul import combine_rows, gather_rows, grouped_matmul, layout, mosaic_sm90, plan_groups
+from kernels.grouped_matmul.cases import CASES, TOLERANCE, build
+
+NAMED = {case.name: case for case in CASES}
+RUNS = [(case, backend) for case in CASES for backend in ("reference", "xla")]
+RUNS += [(case, "mosaic_sm90") for case in CASES if case.dtype != "float32"]
+
+
+def products(batch, backend):
+    """[T, k, F]: every token's products, taken out of the rows; zero for padding."""
+    groups = plan_groups(batch.group_ids, [batch.w], num_tokens=batch.num_tokens, backend=backend)
+    y = grouped_matmul(gather_rows(batch.x, groups), batch.w, groups)
+    return y.at[groups.row].get(mode="fill", fill_value=0)
+
+
+def expected(batch):
+    """The same in float64, token by token."""
+    x, w, ids = (
+        np.asarray(a).astype(np.float64 if a.dtype != jnp.int32 else np.int32) for a in (batch.x, batch.w, batch.group_ids)
+    )
+    real = len(x) if batch.num_tokens is None else int(batch.num_tokens)
+    out = np.zeros((*ids.shape, w.shape[2]))
+    for t in range(real):
+        for j, group in enumerate(ids[t]):
+            out[t, j] = x[t] @ w[group]
+    return out
+
+
+def close(have, want, dtype):
+    np.testing.assert_allclose(np.asarray(have, np.float64), want, rtol=0, atol=TOLERANCE[dtype] * max(np.abs(want).max(), 1))
+
+
+@pytest.mark.parametrize(("case", "backend"), RUNS, ids=lambda x: x if isinstance(x, str) else x.name)
+def test_products_are_right_and_nothing_else_is_read(case, backend):
+    """Matrices that nobody chose, and padding tokens, are NaN."""
+    batch = build(case)
+    run = jax.jit(functools.partial(products, backend=backend))
+    if backend != "mosaic_sm90":
+        return close(run(batch), expected(batch), case.dtype)
+    with gpu.interpreted(detect_races=True):
+        close(run(batch), expected(batch), case.dtype)
+        assert not gpu.races_found()
+
+
+@functools.partial(jax.jit, static_argnames=("num_groups", "block_rows"))
+def lay_out(ids, num_tokens, num_groups, block_rows):
+    return layout.lay_out(ids, num_groups, num_tokens=num_tokens, block_rows=block_rows, backend="xla")
+
+
+@pytest.mark.parametrize("block_rows", [8, 64])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_the_layout_keeps_its_promises(case, block_rows):
+    batch = build(case)
+    ids, T, k, E = np.asarray(batch.group_ids), case.T, case.k, case.E
+    real = T if batch.num_tokens is None else int(batch.num_tokens)
+    groups = lay_out(batch.group_ids, batch.num_tokens, E, block_rows)
+    g = {f.name: np.asarray(getattr(groups, f.name)) for f in dataclasses.fields(groups)}
+    M, W = layout.layout_sizes(T, k, E, block_rows)
+    assert groups.num_rows == M and len(g["tile_row"]) == W
+
+    # Every choice of a real token has a row in its group, in the order of the tokens; nobody else has one.
+    np.testing.assert_array_equal(g["sizes"], [(ids[:real] == e).sum() for e in range(E)])
+    assert (g["starts"] % layout.ROW_ALIGN == 0).all()
+    for e in range(E):
+        tokens = np.nonzero((ids[:real] == e).any(1))[0]
+        np.testing.assert_array_equal(g["token"][g["starts"][e] : g["starts"][e] + len(tokens)], tokens)
+    assert (g["token"] < T).sum() == real * k
+    np.testing.assert_array_equal(g["token"][g["row"][:real]], np.repeat(np.arange(real), k).reshape(real, k))
+    assert (g["row"][real:] >= M).all() and len(np.unique(g["row"])) == T * k
+
+    # The tiles take every row once, their own group's, and reach nowhere past the end.
+    n = int(g["num_tiles"])
+    assert n <= W and (g["tile_rows"][:n] > 0).all() and not g["tile_rows"][n:].any()
+    covered = [(g["tile_row"][i] + r, g["tile_group"][i]) for i in range(n) for r in range(g["tile_rows"][i])]
+    owned = [(g["starts"][e] + r, e) for e in range(E) for r in range(g["sizes"][e])]
+    assert sorted(covered) == sorted(owned)
+    assert (np.diff(g["tile_row"][:n]) > 0).all()
+    assert (g["tile_row"] % layout.ROW_ALIGN == 0).all() and (g["tile_row"] + block_rows <= M).all()
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 5), (6, 3, 4), (24, 2, 3), (2, 2, 9)])
+def test_rows_and_tiles_fit_the_worst_batch(sizes):
+    """Random batches and the one in which the rows beyond each group's first all fall on one group."""
+    T, k, E = sizes
+    rng = np.random.default_rng(0)
+    batches = [np.stack([rng.permutation(E)[:k] for _ in range(T)]) for _ in range(30)]
+    batches.append(np.stack([np.roll(np.arange(E), -min(t, E - k))[:k] for t in range(T)]))
+    M, W = layout.layout_sizes(T, k, E, 8)
+    for ids in batches:
+        used = sum(-(-(ids == e).sum() // 8) for e in range(E))
+        assert used <= W and 8 * used <= M
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_a_row_does_not_depend_on_the_batch(backend):
+    """The same token among other tokens, at another place, in tiles of one size: the same bits."""
+    batch = build(NAMED["padding"])
+    run = jax.jit(functools.partial(products, backend=backend))
+    clean = dataclasses.replace(batch, w=jnp.nan_to_num(batch.w), x=jnp.nan_to_num(batch.x))
+    first = np.asarray(run(clean))
+    rng = np.random.default_rng(1)
+    for move in (1, 7, 20):
+        x = rng.standard_normal(clean.x.shape).astype(np.float32)
+        ids = np.roll(np.asarray(clean.group_ids), 5, axis=0)
+        x[move], ids[move] = clean.x[3], clean.group_ids[3]
+        again = run(dataclasses.replace(clean, x=jnp.asarray(x), group_ids=jnp.asarray(ids)))
+        np.testing.assert_array_equal(np.asarray(again)[move], first[3])
+
+
+def mixture(x, w1, w2, weights, ids, num_tokens, backend):
+    groups = plan_groups(ids, (w1, w2), num_tokens=num_tokens, backend=backend)
+    hidden = jnp.tanh(grouped_matmul(gather_rows(x, groups), w1, groups))
+    return combine_rows(grouped_matmul(hidden, w2, groups), groups, weights)
+
+
+def test_gradients_are_those_of_a_dense_mixture():
+    """A mixture of two matmuls, padding included, against autodiff of one-hot einsums."""
+    batch, rng = build(NAMED["padding"]), np.random.default_rng(2)
+    x, w1 = jnp.nan_to_num(batch.x), jnp.nan_to_num(batch.w)
+    w2 = jnp.asarray(rng.standard_normal((w1.shape[0], w1.shape[2], w1.shape[1])) / 10, jnp.float32)
+    weights = jnp.asarray(rng.random(batch.group_ids.shape), jnp.float32)
+
+    def dense(x, w1, w2, weights):
+        hot = jax.nn.one_hot(batch.group_ids, w1.shape[0]) * weights[:, :, None]
+        hot = (hot * (jnp.arange(len(x)) < batch.num_tokens)[:, None, None]).sum(1)
+        hidden = jnp.tanh(jnp.einsum("TD,EDF->TEF", x, w1, precision="highest"))
+        return jnp.einsum("TEF,EFD,TE->TD", hidden, w2, hot, precision="highest")
+
+    sparse = functools.partial(mixture, ids=batch.group_ids, num_tokens=batch.num_tokens, backend="xla")
+    probe = jnp.asarray(rng.standard_normal(x.shape), jnp.float32)
+    have, want = (
+        jax.jit(jax.value_and_grad(lambda *args, f=f: (f(*args) * probe).sum(), argnums=(0, 1, 2, 3)))(x, w1, w2, weights)
+        for f in (sparse, dense)
+    )
+    np.testing.assert_allclose(have[0], want[0], rtol=1e-5)
+    for a, b in zip(have[1], want[1], strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
+
+
+def test_combine_weighs_in_float32_and_leaves_padding_zero():
+    batch = build(NAMED["bfloat16"])
+    weights = jnp.asarray(np.random.default_rng(0).random(batch.group_ids.shape), jnp.float32)
+
+    @jax.jit
+    def there_and_back(x, weights):
+        groups = plan_groups(batch.group_ids, [batch.w], num_tokens=batch.num_tokens, backend="xla")
+        return combine_rows(gather_rows(x, groups), groups, weights)
+
+    out = np.asarray(there_and_back(batch.x, weights), np.float32)
+    want = np.asarray(batch.x, np.float32) * np.asarray(weights).sum(1, keepdims=True)
+    np.testing.assert_allclose(out[:20], want[:20], rtol=5e-3)
+    assert not out[20:].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"ids": jnp.zeros((3,), jnp.int32)}, ValueError, r"group_ids is int32\(3,\); must be int32\[T, k\]"),
+        ({"ids": jnp.zeros((3, 2), jnp.int16)}, ValueError, "group_ids is int16"),
+        ({"ids": jnp.zeros((3, 5), jnp.int32)}, ValueError, "5 choices a token among 4 groups"),
+        ({"weights": [jnp.zeros((4, 64, 128)), jnp.zeros((5, 128, 64))]}, ValueError, "must be .* of one E"),
+        ({"weights": [jnp.zeros((4, 64, 128), jnp.int8)]}, ValueError, "one dtype of"),
+        ({"num_tokens": jnp.ones(2, jnp.int32)}, ValueError, "num_tokens is int32"),
+        ({"backend": "cuda"}, ValueError, "backend='cuda' must be one of auto, reference"),
+        ({"backend": "mosaic_sm90"}, NotImplementedError, "mosaic_sm90 needs weights in bfloat16 or float16, found float32"),
+        (
+            {"backend": "mosaic_sm90", "weights": [jnp.zeros((4, 96, 128), jnp.bfloat16)]},
+            NotImplementedError,
+            "D a multiple of 64 and F of 128",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_plans_are_refused(change, error, message):
+    given = {"ids": jnp.zeros((3, 2), jnp.int32), "weights": [jnp.zeros((4, 64, 128))]} | change
+    with pytest.raises(error, match=message):
+        plan_groups(given.pop("ids"), given.pop("weights"), **given)
+
+
+def test_bad_products_are_refused():
+    groups = lay_out(jnp.zeros((3, 1), jnp.int32), None, 2, 8)
+    rows = jnp.zeros((groups.num_rows, 64))
+    for x, w, message in (
+        (rows[1:], jnp.zeros((2, 64, 128)), "the rows that were planned"),
+        (rows, jnp.zeros((3, 64, 128)), "E=2 and D=64"),
+        (rows, jnp.zeros((2, 32, 128)), "E=2 and D=64"),
+        (rows, jnp.zeros((2, 64, 128), jnp.bfloat16), "must be the same"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            grouped_matmul(x, w, groups)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"block_rows": 96}, "block_rows=96 must be a multiple of 64"),
+        ({"block_rows": 192}, "block_rows=192 must be a power of two"),
+        ({"block_k": 32}, "block_k=32"),
+        ({"stages": 0}, "stages=0"),
+        ({"stages": 16}, "bytes of shared memory"),
+    ],
+    ids=str,
+)
+def test_tile_sizes_check_themselves(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        mosaic_sm90.Config(**sizes)
