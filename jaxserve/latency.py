@@ -1,8 +1,8 @@
 """Latencies of a served workload, from the times at which its tokens came: the same numbers for a real run and a simulated one.
 
-Owns the definitions and vLLM's names for them: TTFT (arrival to first token), TPOT (mean time per output token after the first), ITL
-(each gap between a request's tokens), E2EL (arrival to last token), goodput (requests a second that meet every objective). Knows
-no engine.
+Owns the definitions and vLLM's names for them: TTFT (arrival to first token), TPOT (mean time per output token after the first),
+ITL (each gap between a request's tokens), E2EL (arrival to last token), goodput (requests a second that meet every objective).
+Knows no engine.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 class ServedTimes:
     """When the tokens of a workload came.
 
-    arrivals, first, last: f64[n] seconds on one clock, of each request's arrival, first and last token. num_prompt, num_output: i64[n]
-    tokens. gaps: f64[m] seconds between neighbouring tokens of one request, each distinct value once; gap_counts: i64[m] how often.
+    arrivals, first, last: f64[n] seconds on one clock, of each request's arrival, first and last token. num_prompt, num_output:
+    i64[n] tokens. gaps: f64[m] seconds between neighbouring tokens of one request; gap_counts: i64[m] how often each occurred.
     """
 
     arrivals: np.ndarray

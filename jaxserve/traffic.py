@@ -1,4 +1,4 @@
-"""Workloads by distribution, with shared prefixes and with times of arrival: what `workloads` builds on when requests come over time.
+"""Workloads by distribution, with shared prefixes and with times of arrival; `workloads` has the named ones.
 
 Owns length fits, shared prefixes, conversations and the processes of arrival. Everything is seeded. Knows no engine; numpy only.
 """

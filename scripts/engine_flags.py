@@ -47,6 +47,8 @@ def define_engine_flags(*, model: str | None = None) -> None:
     )
     _define(flags.DEFINE_enum, "batching_policy", "sarathi", "How a step is composed.", enum_values=POLICIES)
     _define(flags.DEFINE_enum, "scheduling_policy", "fcfs", "Who comes first.", enum_values=ORDERS)
+    _define(flags.DEFINE_float, "tbt_slo_ms", None, "Dynamic budget: milliseconds that a step with decodes may take.")
+    _define(flags.DEFINE_string, "step_times", None, "Dynamic budget: the JSON of scripts.profile_steps for this machine.")
     _define(flags.DEFINE_integer, "seed", 0, "Seeds requests that bring no seed.")
     _define(flags.DEFINE_string, "bucket_plan", None, "A bucket plan's JSON file.")
     _define(

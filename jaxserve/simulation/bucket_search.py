@@ -1,7 +1,7 @@
 """The set of buckets that runs a log of demands in the least predicted time, within so many programs.
 
-Owns the optimisation; a demand log and a StepTimeModel go in, a BucketPlan and a proven bound come out. Knows no clock, scheduler or
-device. Steps are assigned as the engine assigns them: to the first bucket, in BucketPlan's order, that holds them.
+Owns the optimisation; a demand log and a StepTimeModel go in, a BucketPlan and a proven bound come out. Knows no clock, scheduler
+or device. Steps are assigned as the engine assigns them: to the first bucket, in BucketPlan's order, that holds them.
 
 Three sub-problems share the programs. Head rows are one-dimensional, and exact by dynamic programming; so are decode buckets, and
 mixed buckets as long as all have room for max_num_seqs sequences. Pairs (T, S) are a p-median problem, which is NP-hard: an
@@ -250,8 +250,8 @@ class BucketSearch:
         return sorted({int(s) for s in sizes} | {most})
 
     def _costs(self, candidates: list[Bucket]) -> np.ndarray:
-        """f64[types, candidates]: seconds of all steps of a type in a bucket, inf where it can't hold them. A type is the steps that
-        the same candidates hold."""
+        """f64[types, candidates]: seconds of all steps of a type in a bucket, inf where it can't hold them. A type is the steps
+        that the same candidates hold."""
         d = self.demands
         token_edges = np.unique([b.tokens for b in candidates])
         seq_edges = np.unique([b.seqs for b in candidates])

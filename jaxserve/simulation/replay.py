@@ -22,8 +22,8 @@ from jaxserve.request import Request, SamplingParams
 from jaxserve.schedule import Schedule, SchedulerStats
 from jaxserve.scheduler import Scheduler
 from jaxserve.simulation.step_time import StepTimeModel
+from jaxserve.step_budget import StepBudget
 from jaxserve.workloads import Workload
-
 
 _ORDER = attrgetter("order")  # of adding: the row of the workload
 _OTHER_IDS = 1 << 28  # beyond every vocabulary
@@ -71,17 +71,23 @@ def replay(
     *,
     async_scheduling: bool = True,
     max_concurrency: int | None = None,
+    objective: float | None = None,
 ) -> Replay:
     """Serves `workload` to its end in virtual time.
 
     max_concurrency: most requests sent and not ended; later ones are sent, and count as arrived, when an earlier one ends (closed
     loop). Prefixes are cached where the workload gives token ids.
+    objective: seconds that a step with decodes may take, by a dynamic budget; None: none.
 
     Raises:
       ValueError: the plan can't hold the limits, or a request could never be served (it names the row of the workload).
     """
     plan.check(limits.max_num_seqs, limits.max_num_batched_tokens)
-    scheduler = Scheduler(limits, PagePool(num_pages, step_times.page_size, any(r.prompt_token_ids for r in workload.requests)))
+    budget = None
+    if objective is not None:
+        budget = StepBudget(step_times, plan, objective, limits.max_num_seqs, limits.max_num_batched_tokens)
+    pool = PagePool(num_pages, step_times.page_size, any(r.prompt_token_ids for r in workload.requests))
+    scheduler = Scheduler(limits, pool, budget)
     run = _Run(workload, plan, step_times, scheduler, max_concurrency or len(workload.requests))
     clock, in_flight = _Clock(step_times.host_seconds), deque()
     while True:

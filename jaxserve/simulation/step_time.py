@@ -68,8 +68,8 @@ class BucketTimes:
 class StepTimeModel:
     """Predicted times of steps.
 
-    times: measured buckets, decode and mixed. heads: (rows, seconds) of head programs. host_seconds: what the host takes to dispatch
-    a step, hidden while the device is the slower of the two. page_size: as it was measured. levels: the numbers of sequences at
+    times: measured buckets, decode and mixed. heads: (rows, seconds) of head programs. host_seconds: what the host takes to
+    dispatch a step, hidden while the device is the slower of the two. page_size: as it was measured. levels: the numbers of sequences at
     which mixed buckets were measured; a mixed bucket (T, min(T, level)) belongs to each level. about: where it comes from.
     """
 
@@ -168,8 +168,7 @@ class StepTimeModel:
         }
 
     def to_json(self) -> str:
-        data = {name: value for name, value in asdict(self).items()}
-        return json.dumps({"format": _FORMAT, **data}, indent=1)
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)
 
     def save(self, path: str | Path) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -54,6 +54,11 @@ class Tuned:
     fixed_log_gain: float
     rounds: int
 
+    @property
+    def at_once(self) -> bool:
+        """Whether `cost` is the workload's duration."""
+        return _at_once(self.replay)
+
     def gain(self, over: Replay) -> float:
         """`cost` of another plan over the tuned plan's."""
         return cost(over) / cost(self.replay)
@@ -62,9 +67,11 @@ class Tuned:
 def cost(run: Replay) -> float:
     """What tuning makes small, in seconds: the duration of a workload that arrives at once, else the mean time of a request from
     arrival to last token."""
-    arrivals = run.times.arrivals
-    at_once = bool((arrivals == arrivals[0]).all())
-    return run.duration if at_once else float(run.times.seconds("e2el").mean())
+    return run.duration if _at_once(run) else float(run.times.seconds("e2el").mean())
+
+
+def _at_once(run: Replay) -> bool:
+    return bool((run.times.arrivals == run.times.arrivals[0]).all())
 
 
 def default_plan(machine: Machine, max_programs: int) -> BucketPlan:
