@@ -303,9 +303,8 @@ class Scheduler:
         num_prompts = len(partial) + len(self._waiting)
         budget = self.config.max_num_batched_tokens
         if self.step_budget is not None and decodes.num_tokens and num_prompts:
-            budget = max(
-                decodes.num_tokens, self.step_budget.choose(decodes.starts, rows.num_computed[partial[0]] if partial else 0)
-            )
+            chunk_start = int(rows.num_computed[partial[0]]) if partial else 0
+            budget = max(decodes.num_tokens, self.step_budget.choose(decodes.starts, chunk_start))
         budget -= decodes.num_tokens
         for row in partial:
             known, computed = int(rows.prefill_end[row]), int(rows.num_computed[row])

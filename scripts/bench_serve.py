@@ -77,9 +77,9 @@ def report(r: dict[str, Any]) -> None:
     """One result for people."""
     goodput = "" if r["request_goodput"] is None else f", goodput {r['request_goodput']:.2f}/s"
     print(
-        f"rate {r['request_rate']}: {r['request_throughput']:.2f} requests/s{goodput}, {r['output_throughput']:.0f} output tok/s, "
-        f"{r['total_token_throughput']:.0f} total tok/s, peak {r['max_concurrent_requests']} requests, "
-        f"{r['num_preemptions']} preemptions, prefix hits {100 * r['prefix_hit_share']:.0f}%, padding {100 * r['padding_share']:.1f}%"
+        f"rate {r['request_rate']}: {r['request_throughput']:.2f} requests/s{goodput}, {r['output_throughput']:.0f} output "
+        f"and {r['total_token_throughput']:.0f} total tok/s, peak {r['max_concurrent_requests']} requests, {r['num_preemptions']} "
+        f"preemptions, prefix hits {100 * r['prefix_hit_share']:.0f}%, padding {100 * r['padding_share']:.1f}%"
     )
     for metric in _METRICS.value:
         values = {k.removesuffix(f"_{metric}_ms"): v for k, v in r.items() if k.endswith(f"_{metric}_ms") and v is not None}

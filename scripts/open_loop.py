@@ -70,8 +70,8 @@ def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | 
         steps.append((now, engine.stats.prefill_tokens - num_prefill, len(outputs)))
         if progress is not None:
             progress.update(num_ended - progress.n)
-    lengths = np.array([(r.num_prompt_tokens, r.num_output_tokens) for r in requests]).T
-    times = ServedTimes(arrivals, first, last, *lengths, np.array(gaps), np.ones(len(gaps), np.int64))
+    num_prompt, num_output = np.array([(r.num_prompt_tokens, r.num_output_tokens) for r in requests]).T
+    times = ServedTimes(arrivals, first, last, num_prompt, num_output, np.array(gaps), np.ones(len(gaps), np.int64))
     return ServedRun(times, np.array(steps), _counts(engine, before))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 def figure(num_rows: int = 1, num_columns: int = 1) -> tuple[Any, Any]:
     """(figure, axes). RuntimeError if matplotlib is not installed."""
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]  (optional)
     except ImportError:
         raise RuntimeError("plots need matplotlib: pip install -c constraints/jax.txt -e '.[plots]'") from None
     made = Figure(figsize=(6 * num_columns, 3.6 * num_rows), dpi=120, layout="constrained")

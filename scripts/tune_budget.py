@@ -149,11 +149,14 @@ def main(argv: list[str]) -> None:
 def report_dynamic(rows: list[dict[str, Any]], label: str) -> None:
     """Dynamic against the best fixed budget of each seed, and the median ratio of their TTFT and E2EL."""
     for row in rows:
-        fixed, dynamic = row["fixed"], row["dynamic"]
-        one = "no fixed budget holds" if fixed is None else f"fixed {fixed['budget']}: {label} {fixed['gap_ms']:.1f}"
-        one += "" if fixed is None else f", mean TTFT {fixed['mean_ttft_ms']:.0f}, E2EL {fixed['mean_e2el_ms']:.0f}"
-        two = f"dynamic: {label} {dynamic['gap_ms']:.1f}, mean TTFT {dynamic['mean_ttft_ms']:.0f}, E2EL {dynamic['mean_e2el_ms']:.0f} ms"
-        print(f"seed {row['seed']}: {one} | {two}")
+        texts = []
+        for name, r in (("fixed", row["fixed"]), ("dynamic", row["dynamic"])):
+            what = f"fixed {r['budget']}" if r and name == "fixed" else name
+            latencies = (
+                f"{label} {r['gap_ms']:.1f}, mean TTFT {r['mean_ttft_ms']:.0f}, E2EL {r['mean_e2el_ms']:.0f} ms" if r else ""
+            )
+            texts.append(f"{what}: {shown or 'no budget holds'}")
+        print(f"seed {row['seed']}: {' | '.join(texts)}")
     both = [row for row in rows if row["fixed"]]
     if both:
         for metric in ("mean_ttft_ms", "mean_e2el_ms"):

@@ -189,8 +189,8 @@ class _Run:
 
     def result(self) -> Replay:
         values, counts = np.unique(np.round(np.concatenate(self._gaps), 9), return_counts=True)
-        lengths = np.array([(r.num_prompt_tokens, r.num_output_tokens) for r in self.requests]).T
-        times = ServedTimes(self.sent, self.first, self._token_times, *lengths, values, counts)
+        num_prompt, num_output = np.array([(r.num_prompt_tokens, r.num_output_tokens) for r in self.requests]).T
+        times = ServedTimes(self.sent, self.first, self._token_times, num_prompt, num_output, values, counts)
         demands = DemandLog.from_rows(self._rows)
         starts, seconds = np.array(self._starts), np.array(self._seconds)
         return Replay(times, demands, self._buckets, starts, seconds, self.padding, self.scheduler.stats())

@@ -69,8 +69,9 @@ class StepTimeModel:
     """Predicted times of steps.
 
     times: measured buckets, decode and mixed. heads: (rows, seconds) of head programs. host_seconds: what the host takes to
-    dispatch a step, hidden while the device is the slower of the two. page_size: as it was measured. levels: the numbers of sequences at
-    which mixed buckets were measured; a mixed bucket (T, min(T, level)) belongs to each level. about: where it comes from.
+    dispatch a step, hidden while the device is the slower of the two. page_size: as it was measured. levels: the numbers of
+    sequences at which mixed buckets were measured; a mixed bucket (T, min(T, level)) belongs to each level. about: where it comes
+    from.
     """
 
     times: tuple[BucketTimes, ...]
