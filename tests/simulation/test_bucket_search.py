@@ -77,7 +77,9 @@ def test_a_plan_holds_what_the_log_lacks():
 
 def test_padding_is_counted_as_the_engine_does():
     demands, plan = random_demands(50, 1), BucketPlan((8,), ((16, 8), (64, 8)), (8,))
-    ran = [plan.select(int(t), int(s), int(q)).tokens for t, s, q in zip(demands.tokens, demands.seqs, demands.max_q_len, strict=True)]
+    ran = [
+        plan.select(int(t), int(s), int(q)).tokens for t, s, q in zip(demands.tokens, demands.seqs, demands.max_q_len, strict=True)
+    ]
     assert padding_share(plan, demands) == pytest.approx(1 - demands.tokens.sum() / sum(ran))
     assert plan_seconds(plan, demands, MODEL) == pytest.approx(seconds_of(plan, demands))
 
@@ -86,7 +88,9 @@ def test_caps():
     demands = random_demands(100, 2)
     free = search(demands).solve(Caps(14))
     capped = search(demands).solve(Caps(14, max_compile_seconds=8.0))
-    assert sum(MODEL.compile_seconds(b) for b in capped.plan.buckets) <= 8 < sum(MODEL.compile_seconds(b) for b in free.plan.buckets)
+    assert (
+        sum(MODEL.compile_seconds(b) for b in capped.plan.buckets) <= 8 < sum(MODEL.compile_seconds(b) for b in free.plan.buckets)
+    )
     with pytest.raises(ValueError, match="max_programs=3.*raise them"):
         search(demands).solve(Caps(3))
     with pytest.raises(ValueError, match="max_compile_seconds=1"):

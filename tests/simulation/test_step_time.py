@@ -36,7 +36,10 @@ def test_between_measured_buckets():
     assert MODEL.body_seconds(Bucket(64, 8, 64), 10, 100) == pytest.approx(70e-3 + 10 * 3e-6 + 100e-6)
     assert MODEL.body_seconds(Bucket(64, 6, 64)) == pytest.approx(65e-3)
     assert MODEL.body_seconds(Bucket(36, 8, 36)) == pytest.approx((5e-3 + 70e-3) / 2)
-    assert MODEL.body_seconds(Bucket(6, 6, 6)) == pytest.approx(4e-3 + (60e-3 - 4e-3) * 2 / 60 * 0.5 + 0.5 * (0.5e-3 - 0) - 0.0, rel=0.2)
+    # (6, 6): of the curve for 4 sequences at 6 tokens, and of the curve for 8, where 6 tokens have 6 sequences.
+    four, eight = 4e-3 + 56e-3 * 2 / 60, 4e-3 + 1e-3 * 2 / 4
+    assert MODEL.body_seconds(Bucket(6, 6, 6)) == pytest.approx(eight)
+    assert MODEL.body_seconds(Bucket(6, 5, 6)) == pytest.approx((four + eight) / 2)
     assert MODEL.body_seconds(Bucket(4, 4, 4)) == pytest.approx(4e-3)
     assert MODEL.body_seconds(Bucket(2, 2, 1)) == pytest.approx(1e-3 + 2e-3 / 7)
     assert MODEL.head_seconds(0) == 0 and MODEL.head_seconds(5) == pytest.approx(1.5e-3)
