@@ -56,9 +56,9 @@ def main(argv: list[str]) -> None:
     engine = make_engine()
     print(engine.describe(), file=sys.stderr)
     results, run = [], None
-    for rate, workload in workloads.items():
+    for i, (rate, workload) in enumerate(workloads.items()):
         with tqdm(total=len(workload.requests), desc=f"{rate:g} requests/s") as bar:
-            run = serve(engine, workload, seed, max_concurrency=_CONCURRENCY.value, progress=bar)
+            run = serve(engine, workload, seed + i, max_concurrency=_CONCURRENCY.value, progress=bar)
         summary = run.times.summary(metrics=_METRICS.value, percentiles=percentiles, objectives=objectives)
         results.append({"request_rate": rate if math.isfinite(rate) else "inf", **summary, **run.counts})
         report(results[-1])

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     fitted, points = measurer.run(
         rounds=_ROUNDS.value, tolerance=_TOLERANCE.value, max_buckets=_MAX_BUCKETS.value, progress=progress
     )
-    held_out = measurer.held_out(_HELD_OUT.value, flags.FLAGS.seed + 1, _ROUNDS.value, progress)
+    held_out = measurer.held_out(_HELD_OUT.value, flags.FLAGS.seed + 1, rounds=_ROUNDS.value, progress=progress)
     limits = measurer.config.scheduler
     about = {
         **provenance(),

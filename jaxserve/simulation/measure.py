@@ -3,8 +3,8 @@
 Owns which steps are run (buckets, lengths) and how they are timed. Knows no requests: the runner gets packed arrays made here.
 
 Steps are timed as the engine runs them, one in flight while the next is dispatched. Every point is visited in several rounds, all
-points a round, so that a slow minute of a shared machine falls on all alike; a point's time is the least of its visits, and how
-far the median lies above it is kept beside it. Where a bucket half-way between two measured ones is not what lies between them
+points a round, so that a slow minute of a shared machine falls on all alike; a point's time is a low quantile of all its steps, and
+how far the median lies above it is kept beside it. Where a bucket half-way between two measured ones is not what lies between them
 (tiles, cache sizes), it becomes a measured one too.
 """
 
@@ -21,6 +21,9 @@ from jaxserve.batch import StepInputs
 from jaxserve.buckets import Bucket, BucketPlan
 from jaxserve.config import EngineConfig, ResolvedConfig
 from jaxserve.simulation.step_time import BucketTimes, StepPoint, StepTimeModel, fit_bucket
+
+
+LOW_QUANTILE = 0.1  # of a point's steps: what they take where nobody else uses the machine
 
 
 @dataclass(frozen=True)
@@ -171,18 +174,20 @@ class StepMeasurer:
             self.programs.head(head_rows, False)
         start = time.perf_counter()
         runner.fetch(runner.dispatch(inputs))  # with the page table
-        elapsed, steps = time.perf_counter() - start, 1
-        if elapsed < 4 * self.min_seconds:  # beside a longer step the table, and what a pipeline hides, are nothing
-            inputs = replace(inputs, extra_page_updates=None)
-            handle, steps, start = runner.dispatch(inputs), 0, time.perf_counter()
-            elapsed = 0.0
-            while elapsed < self.min_seconds or steps < 2:
-                following = runner.dispatch(inputs)
-                runner.fetch(handle)
-                handle, steps = following, steps + 1
-                elapsed = time.perf_counter() - start
+        seconds = [time.perf_counter() - start]
+        if seconds[0] < 4 * self.min_seconds:  # beside a longer step the table, and what a pipeline hides, are nothing
+            inputs, seconds = replace(inputs, extra_page_updates=None), []
+            handle, following = runner.dispatch(inputs), runner.dispatch(inputs)
             runner.fetch(handle)
-        self._visits.setdefault((shape, head_rows), []).append(elapsed / steps)
+            before = time.perf_counter()
+            while sum(seconds) < self.min_seconds or len(seconds) < 2:
+                handle, following = following, runner.dispatch(inputs)
+                runner.fetch(handle)
+                now = time.perf_counter()
+                seconds.append(now - before)
+                before = now
+            runner.fetch(following)
+        self._visits.setdefault((shape, head_rows), []).extend(seconds)
 
     def dispatch_seconds(self) -> float:
         """Host time of a dispatch: what the smallest decode step takes to return from it."""
@@ -200,9 +205,9 @@ class StepMeasurer:
         """What the visits of a point say."""
         visits, bucket = self._visits[shape, head_rows], shape.bucket
         kv_tokens, pairs = shape.demand(self.page_size)
-        least = min(visits)
-        spread = float(np.median(visits)) / least - 1
-        return StepPoint(bucket.tokens, bucket.seqs, bucket.max_q_len, head_rows, kv_tokens, pairs, least, spread)
+        seconds, median = np.quantile(visits, [LOW_QUANTILE, 0.5]).tolist()
+        spread = median / seconds - 1
+        return StepPoint(bucket.tokens, bucket.seqs, bucket.max_q_len, head_rows, kv_tokens, pairs, seconds, spread)
 
     def run(
         self,
@@ -242,14 +247,19 @@ class StepMeasurer:
                     chosen.add(bucket)
         measured = chosen | tested
         self._visit_all(measured, rounds - 1, progress)
-        noisy = [key for key in self._visits if self.point(*key).spread > max_spread]
-        for _ in range(rounds):
-            for key in progress(noisy, desc="noisy points again"):
-                self.visit(*key)
+        self._visit_noisy(self._visits, rounds, max_spread, progress)
         points = [self.point(s) for bucket in sorted(measured) for s in self.shapes(bucket)]
         return self._fit(measured), points
 
-    def held_out(self, num_points: int, seed: int, rounds: int = 3, progress: Callable[..., Iterable] = lambda x, **_: x):
+    def held_out(
+        self,
+        num_points: int,
+        seed: int,
+        *,
+        rounds: int = 3,
+        max_spread: float = 0.1,
+        progress: Callable[..., Iterable] = lambda items, **_: items,
+    ) -> list[StepPoint]:
         """Points of random buckets of the grid, random loads: none of them was fitted."""
         rng = np.random.default_rng(seed)
         buckets = [self.plan.buckets[i] for i in rng.integers(0, len(self.plan.buckets), num_points)]
@@ -257,6 +267,7 @@ class StepMeasurer:
         for _ in range(rounds):
             for shape in progress(shapes, desc="held-out points"):
                 self.visit(shape)
+        self._visit_noisy([(shape, 0) for shape in shapes], rounds, max_spread, progress)
         return [self.point(s) for s in shapes]
 
     def _visit_all(self, buckets: Iterable[Bucket], rounds: int, progress: Callable[..., Iterable]) -> None:
@@ -264,6 +275,12 @@ class StepMeasurer:
         for _ in range(rounds):
             for shape in progress(shapes, desc="steps"):
                 self.visit(shape)
+
+    def _visit_noisy(self, keys: Iterable[Any], rounds: int, max_spread: float, progress: Callable[..., Iterable]) -> None:
+        noisy = [key for key in keys if self.point(*key).spread > max_spread]
+        for _ in range(rounds if noisy else 0):
+            for key in progress(noisy, desc="noisy points again"):
+                self.visit(*key)
 
     def _visit_heads(self, rounds: int) -> None:
         for _ in range(rounds):

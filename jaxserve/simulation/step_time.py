@@ -30,7 +30,7 @@ _FORMAT = "jaxserve-step-times-1"
 
 @dataclass(frozen=True)
 class StepPoint:
-    """One measured step. head_rows 0: the body alone. spread: median over minimum of the visits, less one."""
+    """One measured step. head_rows 0: the body alone. spread: how far the median of its runs lies above `seconds`."""
 
     tokens: int  # of the bucket, like seqs and max_q_len
     seqs: int
