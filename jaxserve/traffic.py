@@ -74,6 +74,18 @@ def multi_turn(num_conversations: int, num_turns: int, input_len: int, output_le
     return Workload("multi_turn", tuple(requests))
 
 
+def fitting(workload: Workload, max_model_len: int) -> tuple[Workload, int]:
+    """(the requests of at most max_model_len tokens, prompt and output; how many were longer). ValueError if none is left."""
+    lengths = [r.num_prompt_tokens + r.num_output_tokens for r in workload.requests]
+    kept = tuple(r for r, length in zip(workload.requests, lengths, strict=True) if length <= max_model_len)
+    if not kept:
+        raise ValueError(
+            f"no request of {workload.name} fits max_model_len={max_model_len}: the shortest has {min(lengths)} tokens, the longest "
+            f"{max(lengths)}; raise it"
+        )
+    return replace(workload, requests=kept), len(lengths) - len(kept)
+
+
 def at_once(workload: Workload) -> Workload:
     """The same requests, all arriving at the beginning."""
     return replace(workload, requests=tuple(replace(r, arrived_at=0.0) for r in workload.requests))

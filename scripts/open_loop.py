@@ -39,7 +39,7 @@ def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | 
     engine.stats.padding = PaddingAccount()
     before = engine.scheduler.stats()
     num_sent = num_ended = 0
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     while num_ended < n:
         now = time.perf_counter() - begin
         while num_sent < n and arrivals[num_sent] <= now and num_sent - num_ended < (max_concurrency or n):
@@ -71,8 +71,9 @@ def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | 
         if progress is not None:
             progress.update(num_ended - progress.n)
     num_prompt, num_output = np.array([(r.num_prompt_tokens, r.num_output_tokens) for r in requests]).T
+    counts = {**_counts(engine, before), "cpu_seconds": time.process_time() - cpu}  # of this process: the host, and a CPU device
     times = ServedTimes(arrivals, first, last, num_prompt, num_output, np.array(gaps), np.ones(len(gaps), np.int64))
-    return ServedRun(times, np.array(steps), _counts(engine, before))
+    return ServedRun(times, np.array(steps), counts)
 
 
 def _counts(engine: Any, before: Any) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 
 from absl import flags
 
-from jaxserve.traffic import as_recorded, at_once, at_rate
+from jaxserve.traffic import as_recorded, at_once, at_rate, fitting
 from jaxserve.workloads import Workload
 from scripts.workload_flags import read_workload
 
@@ -22,7 +23,11 @@ def read_traffic(model: str, max_model_len: int | None, request_rate: float, see
     Raises:
       ValueError: flags that contradict each other, a source that has no request to give, a rate that is not above 0.
     """
-    workload = read_workload(model, max_model_len)
+    workload = read_workload(model, None)
+    if max_model_len is not None:
+        workload, num_longer = fitting(workload, max_model_len)
+        if num_longer:
+            print(f"{num_longer} requests are longer than max_model_len={max_model_len} and left out", file=sys.stderr)
     if _FROM_TRACE.value:
         if not math.isinf(request_rate):
             raise ValueError(f"--request_rate={request_rate:g} contradicts --arrivals_from_trace; give one of them")

@@ -152,10 +152,10 @@ def report_dynamic(rows: list[dict[str, Any]], label: str) -> None:
         texts = []
         for name, r in (("fixed", row["fixed"]), ("dynamic", row["dynamic"])):
             what = f"fixed {r['budget']}" if r and name == "fixed" else name
-            latencies = (
-                f"{label} {r['gap_ms']:.1f}, mean TTFT {r['mean_ttft_ms']:.0f}, E2EL {r['mean_e2el_ms']:.0f} ms" if r else ""
-            )
-            texts.append(f"{what}: {shown or 'no budget holds'}")
+            shown = "no budget holds"
+            if r:
+                shown = f"{label} {r['gap_ms']:.1f}, mean TTFT {r['mean_ttft_ms']:.0f}, E2EL {r['mean_e2el_ms']:.0f} ms"
+            texts.append(f"{what}: {shown}")
         print(f"seed {row['seed']}: {' | '.join(texts)}")
     both = [row for row in rows if row["fixed"]]
     if both:

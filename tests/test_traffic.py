@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.traffic import LENGTH_FITS, as_recorded, at_once, at_rate, describe, log_normal, multi_turn, shared_prefix
+from jaxserve.traffic import LENGTH_FITS, as_recorded, at_once, at_rate, describe, fitting, log_normal, multi_turn, shared_prefix
 from jaxserve.workloads import Workload, WorkloadRequest
 
 
@@ -23,8 +23,8 @@ def test_log_normal_quantiles(name):
 
 def test_shared_prefix():
     work = shared_prefix(40, 4, 100, 10, 5, 1000, seed=0)
-    prompts = [r.prompt_token_ids for r in work.requests]
-    assert all(p is not None and len(p) == 110 for p in prompts)
+    prompts = [r.prompt_token_ids or () for r in work.requests]
+    assert all(len(p) == 110 for p in prompts)
     assert len({p[:100] for p in prompts}) == 4 and len({p[100:] for p in prompts}) == 40
 
 
@@ -34,7 +34,7 @@ def test_multi_turn():
     for conversation in turns:
         assert [r.num_prompt_tokens for r in conversation] == [10, 25, 40, 55]
         for before, after in zip(conversation, conversation[1:], strict=False):
-            assert after.prompt_token_ids[: before.num_prompt_tokens] == before.prompt_token_ids
+            assert (after.prompt_token_ids or ())[: before.num_prompt_tokens] == before.prompt_token_ids
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
@@ -58,7 +58,12 @@ def test_times():
 
 
 def test_bad_input():
-    work = Workload("x", (WorkloadRequest(1, 1),))
+    work = Workload("x", (WorkloadRequest(1, 1), WorkloadRequest(5, 1)))
+    assert fitting(work, 6) == (work, 0) and fitting(work, 5) == (Workload("x", work.requests[:1]), 1)
+    with pytest.raises(
+        ValueError, match="no request of x fits max_model_len=1: the shortest has 2 tokens, the longest 6; raise it"
+    ):
+        fitting(work, 1)
     for rate, burstiness in ((0.0, 1.0), (-1.0, 1.0), (1.0, 0.0)):
         with pytest.raises(ValueError, match="must be above 0"):
             at_rate(work, rate, 0, burstiness)

@@ -22,7 +22,6 @@ from jaxserve.buckets import Bucket, BucketPlan
 from jaxserve.config import EngineConfig, ResolvedConfig
 from jaxserve.simulation.step_time import BucketTimes, StepPoint, StepTimeModel, fit_bucket
 
-
 LOW_QUANTILE = 0.1  # of a point's steps: what they take where nobody else uses the machine
 
 
