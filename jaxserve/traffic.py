@@ -80,8 +80,8 @@ def fitting(workload: Workload, max_model_len: int) -> tuple[Workload, int]:
     kept = tuple(r for r, length in zip(workload.requests, lengths, strict=True) if length <= max_model_len)
     if not kept:
         raise ValueError(
-            f"no request of {workload.name} fits max_model_len={max_model_len}: the shortest has {min(lengths)} tokens, the longest "
-            f"{max(lengths)}; raise it"
+            f"no request of {workload.name} fits max_model_len={max_model_len}: the shortest has {min(lengths)} tokens, "
+            f"the longest {max(lengths)}; raise it"
         )
     return replace(workload, requests=kept), len(lengths) - len(kept)
 

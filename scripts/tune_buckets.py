@@ -1,6 +1,6 @@
 """Fits a bucket plan to a workload: which (tokens, sequences) shapes to compile.
 
-    python -m scripts.tune_buckets --step_times_file=steps.json --workload=trace --dataset_path=trace.csv.gz --output=plan.json
+    python -m scripts.tune_buckets --step_times=steps.json --workload=trace --dataset_path=trace.csv.gz --output=plan.json
     python -m scripts.generate --bucket_plan=plan.json ...
 
 The workload is served in virtual time by the real scheduler, with step times from scripts.profile_steps; the plan that would have
@@ -16,68 +16,19 @@ import time
 from typing import Any
 
 from absl import app, flags
-from tqdm import tqdm
 
-from scripts.bench_models import bench_model
-from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json
+from scripts.engine_flags import define_engine_flags, provenance, write_json
+from scripts.simulated_machine import RATE, measure, read_machine
 from scripts.traffic_flags import read_traffic
 
-_STEP_TIMES = flags.DEFINE_string("step_times_file", "steps.json", "The step-time model of scripts.profile_steps.")
 _OUTPUT = flags.DEFINE_string("output", "plan.json", "Where the plan is written.")
-_RATE = flags.DEFINE_float("request_rate", float("inf"), "Requests a second; inf: all at once.")
 _PROGRAMS = flags.DEFINE_integer("max_programs", 24, "Most programs of the plan, heads and page-table update included.")
 _COMPILE = flags.DEFINE_float("max_compile_seconds", None, "Most seconds that the bodies may take to compile, one after another.")
 _TEMP = flags.DEFINE_float("max_temp_mib", None, "Most temporary memory of a program, MiB.")
-_MULTIPLE = flags.DEFINE_integer("multiple", None, "Sizes are multiples of it; by default the profile's.", lower_bound=1)
 _MEASURE = flags.DEFINE_integer("measure", 0, "Serve the workload so many times with each plan on a real engine.", lower_bound=0)
 _PLOT = flags.DEFINE_string("plot", None, "Draw demand, buckets, padding and times to this PNG.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 define_engine_flags(model="tiny-qwen3")
-
-
-def machine_of(step_times: Any) -> Any:
-    """The simulated machine: the profile's limits where the flags give none."""
-    from jaxserve.config import SchedulerConfig
-    from jaxserve.simulation.tuning import Machine
-
-    given, about = engine_options(), step_times.about
-    limits = SchedulerConfig(
-        max_model_len=given["max_model_len"] or about["max_model_len"],
-        max_num_batched_tokens=given["max_num_batched_tokens"] or about["max_num_batched_tokens"],
-        max_num_seqs=given["max_num_seqs"] or about["max_num_seqs"],
-        policy=given["batching_policy"],
-        order=given["scheduling_policy"],
-        chunked=given["enable_chunked_prefill"],
-    )
-    if (given["page_size"] or step_times.page_size) != step_times.page_size:
-        raise ValueError(f"--page_size={given['page_size']} is not the profile's {step_times.page_size}; profile again")
-    return Machine(step_times, limits, given["num_pages"] or about["num_pages"], _MULTIPLE.value or about["multiple"])
-
-
-def measure(plans: dict[str, Any], machine: Any, workload: Any, repeats: int) -> dict[str, list[dict[str, Any]]]:
-    """Real runs of the workload with each plan, by turns, the plans' programs compiled before."""
-    from jaxserve import Engine
-    from jaxserve.llm import engine_config
-    from scripts.open_loop import serve
-
-    limits = machine.limits
-    options = engine_options() | {
-        "warm_up": "all",
-        "max_model_len": limits.max_model_len,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "max_num_seqs": limits.max_num_seqs,
-        "num_pages": machine.num_pages,
-    }
-    model = bench_model(flags.FLAGS.model, str(options["dtype"]), limits.max_model_len)
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in plans}
-    for repeat in range(repeats):
-        for name, plan in plans.items():
-            engine = Engine(model, engine_config(options | {"bucket_plan": plan}), eos_token_ids=())
-            with tqdm(total=len(workload.requests), desc=f"{name}, run {repeat + 1}", mininterval=5) as bar:
-                run = serve(engine, workload, repeat, progress=bar)
-            runs[name].append({**run.times.summary(), **run.counts})
-            engine.close()
-    return runs
 
 
 def compare(tuned: Any, runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
@@ -114,21 +65,23 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     from jaxserve.simulation.bucket_search import Caps
-    from jaxserve.simulation.step_time import StepTimeModel
     from jaxserve.simulation.tuning import tune_plan
     from jaxserve.traffic import describe
 
-    step_times = StepTimeModel.load(_STEP_TIMES.value)
-    machine = machine_of(step_times)
-    workload = read_traffic(flags.FLAGS.model, machine.limits.max_model_len, _RATE.value, flags.FLAGS.seed)
+    machine = read_machine()
+    workload = read_traffic(flags.FLAGS.model, machine.limits.max_model_len, RATE.value, flags.FLAGS.seed)
     print(describe(workload), file=sys.stderr)
     start, cpu = time.perf_counter(), time.process_time()
     caps = Caps(_PROGRAMS.value, _COMPILE.value, None if _TEMP.value is None else int(_TEMP.value * 2**20))
     tuned = tune_plan(workload, machine, caps)
     planning = {"wall_seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
     plans = {"default": tuned.default_plan, "powers": tuned.powers_plan, "tuned": tuned.plan}
-    tuned.plan.save(_OUTPUT.value, workload=workload.name, step_times=_STEP_TIMES.value, **provenance_if_device())
-    runs = measure(plans, machine, workload, _MEASURE.value) if _MEASURE.value else {}
+    tuned.plan.save(_OUTPUT.value, workload=workload.name, step_times=flags.FLAGS.step_times, **made_by())
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in plans} if _MEASURE.value else {}
+    for repeat in range(_MEASURE.value):  # by turns, so that a slow minute falls on all
+        for name, plan in plans.items():
+            run = measure(machine, plan, workload, repeat, f"{name}, run {repeat + 1}")
+            runs[name].append({**run.times.summary(), **run.counts})
     rows = compare(tuned, runs)
     report(tuned, rows, planning)
     if _PLOT.value:
@@ -140,7 +93,7 @@ def main(argv: list[str]) -> None:
         "benchmark": "tune_buckets",
         "model": flags.FLAGS.model,
         "workload": describe(workload),
-        "request_rate": str(_RATE.value),
+        "request_rate": str(RATE.value),
     }
     search = {"gap": tuned.search.gap, "num_candidates": tuned.search.num_candidates, "rounds": tuned.rounds}
     search |= {
@@ -148,11 +101,11 @@ def main(argv: list[str]) -> None:
         "ladder_seconds": tuned.search.ladder_seconds,
         "bound": tuned.search.bound,
     }
-    search |= {"fixed_log_gain": tuned.fixed_log_gain, "held_out_error": step_times.about.get("held_out_error")}
+    search |= {"fixed_log_gain": tuned.fixed_log_gain, "held_out_error": machine.step_times.about.get("held_out_error")}
     write_json(_JSON.value, {**about, "planning": planning, "search": search, "plans": rows, **provenance()})
 
 
-def provenance_if_device() -> dict[str, Any]:
+def made_by() -> dict[str, Any]:
     """What a plan's file says of its making; planning itself touches no device."""
     from scripts.engine_flags import revision
 

@@ -21,15 +21,17 @@ from jaxserve.workloads import Workload
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a workload runs: step times, limits, pages, and the multiple that bucket sizes come in."""
+    """Where a workload runs: step times, limits, pages, and the multiple that bucket sizes come in. objective: seconds that a step
+    with decodes may take, by a dynamic budget; None: none."""
 
     step_times: StepTimeModel
     limits: SchedulerConfig
     num_pages: int
     multiple: int
+    objective: float | None = None
 
     def run(self, workload: Workload, plan: BucketPlan) -> Replay:
-        return replay(workload, plan, self.step_times, self.limits, self.num_pages)
+        return replay(workload, plan, self.step_times, self.limits, self.num_pages, objective=self.objective)
 
     def search(self, demands, sizes: Sequence[int] | None = None) -> BucketSearch:
         seqs, budget = self.limits.max_num_seqs, self.limits.max_num_batched_tokens

@@ -48,7 +48,7 @@ def test_profile(work):
 def test_plan_is_tuned_measured_and_served(work):
     traffic = ["--workload=trace", f"--dataset_path={work / 'trace.csv'}", "--max_model_len=64"]
     plan, path = work / "plan.json", work / "tuned.json"
-    given = [f"--step_times_file={work / 'steps.json'}", "--max_programs=9", "--measure=1", f"--output={plan}", f"--json={path}"]
+    given = [f"--step_times={work / 'steps.json'}", "--max_programs=9", "--measure=1", f"--output={plan}", f"--json={path}"]
     done = run(work, "tune_buckets", *traffic, *given)
     assert done.returncode == 0, done.stderr
     result = json.loads(path.read_text())
@@ -76,7 +76,7 @@ def test_plan_is_tuned_measured_and_served(work):
 
 
 def test_budget(work):
-    given = [f"--step_times_file={work / 'steps.json'}", "--workload=trace", f"--dataset_path={work / 'trace.csv'}"]
+    given = [f"--step_times={work / 'steps.json'}", "--workload=trace", f"--dataset_path={work / 'trace.csv'}"]
     path = work / "budget.json"
     flags = ["--arrivals_from_trace", "--budgets=16,20,32", "--tbt_slo_ms=60000", "--dynamic=1", f"--json={path}"]
     done = run(work, "tune_budget", *given, *flags)
@@ -91,6 +91,6 @@ def test_budget(work):
 
 def test_bad_trace(work):
     (work / "bad.csv").write_text("num_prefill_tokens,num_decode_tokens\n400,5\n")
-    flags = [f"--step_times_file={work / 'steps.json'}", "--workload=trace", f"--dataset_path={work / 'bad.csv'}"]
+    flags = [f"--step_times={work / 'steps.json'}", "--workload=trace", f"--dataset_path={work / 'bad.csv'}"]
     done = run(work, "tune_buckets", *flags)
     assert done.returncode and "no request of bad fits max_model_len=64" in done.stderr

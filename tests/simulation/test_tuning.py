@@ -1,6 +1,7 @@
 """Tuning with the scheduler in the loop, and the two kinds of token budget."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from jaxserve.simulation.bucket_search import Caps
 from jaxserve.simulation.tuning import cost, padded_budget, step_seconds, tune_budget, tune_plan, with_budget
 from jaxserve.step_budget import StepBudget
 from jaxserve.traffic import at_once
-from tests.simulation.machines import LIMITS, MACHINE, MODEL, PAGE, SEQS, TOKENS, random_workload
+from tests.simulation.machines import MACHINE, MODEL, PAGE, SEQS, TOKENS, random_workload
 
 PLAN = BucketPlan((4, 8), ((16, 8), (24, 8), (32, 8), (48, 8), (64, 8)), (8,))
 
@@ -76,12 +77,10 @@ def test_dynamic_budget_in_the_loop():
     """Gaps stay within what a fixed budget breaks, prompts still end, and every token comes."""
     work, objective = random_workload(100, 4, rate=6.0), 45e-3
     free = MACHINE.run(work, PLAN)
-    from jaxserve.simulation.replay import replay
-
-    held = replay(work, PLAN, MODEL, LIMITS, MACHINE.num_pages, objective=objective)
+    held = replace(MACHINE, objective=objective).run(work, PLAN)
     assert free.times.gap_quantile(1.0) > 1.2 * objective >= held.times.gap_quantile(1.0)
     assert held.demands.samples.sum() == work.num_output_tokens
-    alone = replay(at_once(random_workload(1, 0)), PLAN, MODEL, LIMITS, 256, objective=1e-6)
+    alone = replace(MACHINE, objective=1e-6).run(at_once(random_workload(1, 0)), PLAN)
     assert alone.demands.tokens[0] > 16, "without decodes nobody waits between tokens"
 
 
