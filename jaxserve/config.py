@@ -133,6 +133,8 @@ class EngineConfig:
       batching_policy: how a step is composed: "sarathi", "orca", "prefill_first" or "request_level" (policies.py).
       enable_chunked_prefill, enable_mixed_steps: override the batching policy's own choice.
       long_prefill_token_threshold: most prompt tokens of one request a step while another waits (0: no cap).
+      tbt_slo_ms, step_times: a dynamic budget: a step with decodes holds only as many prompt tokens as keep its predicted time
+        within tbt_slo_ms milliseconds. step_times: the JSON of a profile of this machine (scripts.profile_steps).
       seed: seeds requests that bring none.
       bucket_plan: a BucketPlan or the path of its JSON.
       warm_up: "all" compiles every program of the plan at start, "first_use" each when it is first needed.
@@ -159,6 +161,8 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     batching_policy: str = "sarathi"
     long_prefill_token_threshold: int = 0
+    tbt_slo_ms: float | None = None
+    step_times: str | Path | None = None
     seed: int = 0
     bucket_plan: BucketPlan | str | Path | None = None
     warm_up: str = "first_use"
@@ -187,6 +191,13 @@ class EngineConfig:
         _require(ok, f"gpu_memory_utilization={share!r} must be a number in (0, 1]")
         _require(
             _is_int(threshold) and threshold >= 0, f"long_prefill_token_threshold={threshold!r} must be an integer >= 0 (0: no cap)"
+        )
+        slo = self.tbt_slo_ms
+        ok = slo is None or (isinstance(slo, numbers.Real) and not isinstance(slo, bool) and slo > 0)
+        _require(ok, f"tbt_slo_ms={slo!r} must be milliseconds above 0, or None")
+        _require(
+            (slo is None) == (self.step_times is None),
+            f"tbt_slo_ms={slo!r} and step_times={self.step_times!r} go together: an objective, and a profile to predict steps",
         )
         _require(_is_int(self.seed), f"seed={self.seed!r} must be an integer")
         for name in ("enable_prefix_caching", "async_scheduling", "enable_chunked_prefill", "enable_mixed_steps"):

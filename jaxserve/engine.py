@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from jaxserve.batch import BatchPacker, StepInputs
 from jaxserve.buckets import PaddingAccount
 from jaxserve.compilation import compile_counts, use_persistent_cache
 from jaxserve.config import DEFAULT_PAGE_SIZE, EngineConfig, ResolvedConfig
+from jaxserve.demand import COLUMNS, step_demand
 from jaxserve.edit_rows import kinds_of
 from jaxserve.models import Decoder
 from jaxserve.page_pool import PagePool
@@ -37,6 +38,9 @@ from jaxserve.schedule import Schedule, StepResult
 from jaxserve.scheduler import Scheduler
 from jaxserve.step import ModelFunctions
 from kernels.ragged_paged_attention import resolve_backend
+
+if TYPE_CHECKING:
+    from jaxserve.step_budget import StepBudget
 
 logger = logging.getLogger("jaxserve")
 
@@ -99,6 +103,7 @@ class Engine:
         self.runner = Runner(programs)
         self.is_paused = self.is_asleep = False
         self.eos_token_ids = frozenset(self.config.model.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self._step_budget = _step_budget(self.config)
         self._make_host_state()
         self.stats = EngineStats()
         self._groups: dict[str, list[Request]] = {}  # request id -> its samples
@@ -113,7 +118,7 @@ class Engine:
     def _make_host_state(self) -> None:
         cache, limits = self.config.cache, self.config.scheduler
         self.pool = PagePool(cache.num_pages, cache.page_size, cache.enable_prefix_caching)
-        self.scheduler = Scheduler(limits, self.pool)
+        self.scheduler = Scheduler(limits, self.pool, self._step_budget)
         programs = self.runner.programs
         self.packer = BatchPacker(self.config.plan, programs.layouts, limits.max_num_seqs, programs.edit_layout)
 
@@ -476,18 +481,9 @@ class Engine:
 
     def _log_demand(self, schedule: Schedule, inputs: StepInputs) -> None:
         assert self._demand_log is not None
-        q_lens = schedule.q_lens
-        record = {
-            "step": self.stats.num_steps,
-            "tokens": schedule.num_tokens,
-            "seqs": schedule.num_seqs,
-            "decodes": schedule.num_decodes,
-            "max_q_len": int(schedule.max_q_len),
-            "samples": inputs.num_samples,
-            "kv_tokens": int((schedule.starts + q_lens).sum()),
-            "bucket": [inputs.bucket.tokens, inputs.bucket.seqs],
-            "waiting": self.scheduler.num_waiting,
-        }
+        demand = zip(COLUMNS, step_demand(schedule, self.config.cache.page_size), strict=True)
+        record = {"step": self.stats.num_steps, **{name: int(value) for name, value in demand}}
+        record |= {"bucket": [inputs.bucket.tokens, inputs.bucket.seqs], "waiting": self.scheduler.num_waiting}
         self._demand_log.write(json.dumps(record) + "\n")
 
     def reset_prefix_cache(self) -> bool:
@@ -512,6 +508,20 @@ def _logprobs_of(sampled: SampledRows, row: int, n: int) -> dict[int, Logprob]:
     for i in range(n):
         found.setdefault(int(sampled.top_ids[row, i]), Logprob(float(sampled.top_logprobs[row, i]), i + 1))
     return found
+
+
+def _step_budget(config: ResolvedConfig) -> StepBudget | None:
+    """The dynamic budget that the config asks for. ValueError if the profile can't be used, or not with these pages."""
+    if config.engine.tbt_slo_ms is None:
+        return None
+    from jaxserve.simulation.step_time import StepTimeModel
+    from jaxserve.step_budget import StepBudget
+
+    assert config.engine.step_times is not None
+    step_times, limits = StepTimeModel.load(config.engine.step_times), config.scheduler
+    if step_times.page_size != config.cache.page_size:
+        raise ValueError(f"step_times was profiled with page_size={step_times.page_size}, not {config.cache.page_size}")
+    return StepBudget(step_times, config.plan, config.engine.tbt_slo_ms / 1e3, limits.max_num_seqs, limits.max_num_batched_tokens)
 
 
 def resolve(functions: ModelFunctions, config: EngineConfig) -> ResolvedConfig:

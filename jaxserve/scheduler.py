@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,13 +31,19 @@ from jaxserve.sequence_pages import SequencePages
 from jaxserve.sequence_rows import NEVER, SequenceRows
 from jaxserve.waiting_queue import WaitingQueue
 
+if TYPE_CHECKING:
+    from jaxserve.step_budget import StepBudget
+
 
 class Scheduler:
     """Admits, composes, preempts and finishes requests; a step is `schedule`, then, at once or later, `update`."""
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool):
+    def __init__(self, config: SchedulerConfig, pool: PagePool, step_budget: StepBudget | None = None):
         self.config = config
         self.policy = resolve_policy(config)
+        if step_budget is not None and not (self.policy.chunked and self.policy.mixed):
+            raise ValueError("a dynamic budget cuts prompts to what decodes leave: it needs chunked prefill and mixed steps")
+        self.step_budget = step_budget  # what a step with decodes may hold; None: always max_num_batched_tokens
         self.pool = pool
         self.rows = SequenceRows(config.max_num_seqs, config.max_model_len, pool.page_size)
         self.pages = SequencePages(pool, self.rows)
@@ -340,9 +347,13 @@ class Scheduler:
     def _schedule_prefills(self, decodes: Decodes) -> Chunks:
         """Chunks of the running requests' prompts, then of newly admitted ones, within the budget that the decodes leave."""
         rows, chunks = self.rows, Chunks()
-        budget = self.config.max_num_batched_tokens - decodes.num_tokens
         partial = rows.order[rows.num_computed[rows.order] < rows.prefill_end[rows.order]].tolist()
         num_prompts = len(partial) + len(self._waiting)
+        budget = self.config.max_num_batched_tokens
+        if self.step_budget is not None and decodes.num_tokens and num_prompts:
+            chunk_start = int(rows.num_computed[partial[0]]) if partial else 0
+            budget = max(decodes.num_tokens, self.step_budget.choose(decodes.starts, chunk_start))
+        budget -= decodes.num_tokens
         for row in partial:
             known, computed = int(rows.prefill_end[row]), int(rows.num_computed[row])
             num_tokens = self._chunk_size(known, computed, budget - chunks.num_tokens, num_prompts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ def define_engine_flags(*, model: str | None = None) -> None:
     )
     _define(flags.DEFINE_enum, "batching_policy", "sarathi", "How a step is composed.", enum_values=POLICIES)
     _define(flags.DEFINE_enum, "scheduling_policy", "fcfs", "Who comes first.", enum_values=ORDERS)
+    _define(flags.DEFINE_float, "tbt_slo_ms", None, "Dynamic budget: milliseconds that a step with decodes may take.")
+    _define(flags.DEFINE_string, "step_times", None, "Dynamic budget: the JSON of scripts.profile_steps for this machine.")
     _define(flags.DEFINE_integer, "seed", 0, "Seeds requests that bring no seed.")
     _define(flags.DEFINE_string, "bucket_plan", None, "A bucket plan's JSON file.")
     _define(
@@ -82,6 +85,25 @@ def versions() -> dict[str, Any]:
         "jaxlib": jaxlib.version.__version__,
         "flax": flax.__version__,
     }
+
+
+def revision() -> str | None:
+    """The checkout's commit, with "+" where files differ from it; None outside a checkout."""
+    here = Path(__file__).parents[1]
+    git = ["git", "-C", str(here)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True).stdout
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.strip() + ("+" if changed.strip() else "")
+
+
+def provenance() -> dict[str, Any]:
+    """What every result file carries: revision, versions, device, seed and the flags given."""
+    given = {name: flags.FLAGS[name].value for name in flags.FLAGS if flags.FLAGS[name].present}
+    ours = {name: value for name, value in given.items() if isinstance(value, str | int | float | bool | list)}
+    return {"revision": revision(), **versions(), "seed": flags.FLAGS.seed, "flags": ours}
 
 
 def write_json(path: str | None, result: dict[str, Any]) -> None:

@@ -17,11 +17,11 @@ import jax
 import numpy as np
 
 from jaxserve import BucketPlan
+from jaxserve.workloads import nano_vllm
 from scripts.bench_models import RANDOM
 from scripts.bench_run import serve
 from scripts.device_rates import Rates, measure
 from scripts.gpu_figures import Figures
-from jaxserve.workloads import nano_vllm
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 KV_LEN = 1024  # of every sequence in a timed decode step

@@ -164,8 +164,8 @@ def transformers_generate(figures: Figures) -> None:
     """The requests of `nano_vllm` through transformers, random weights: static batches of `generate`, then continuous batching."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    from scripts.bench_transformers import make_batches, make_model, run
     from jaxserve.workloads import nano_vllm
+    from scripts.bench_transformers import make_batches, make_model, run
 
     gpu = torch.cuda.is_available()
     if not gpu and not figures.dry_run:

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 from absl import flags
 
+from jaxserve.traffic import LENGTH_FITS, log_normal, multi_turn, shared_prefix
 from jaxserve.workloads import WORKLOADS, Workload, fixed, nano_vllm, random_lengths, sharegpt, trace
 
-KINDS = (*sorted(WORKLOADS), "nano_vllm", "random", "sharegpt", "trace")
+KINDS = (*sorted(WORKLOADS), "nano_vllm", "random", "sharegpt", "trace", *LENGTH_FITS, "shared_prefix", "multi_turn")
+_SEEDED = ("nano_vllm", "random", "sharegpt", *LENGTH_FITS, "shared_prefix", "multi_turn")
 
 _WORKLOAD = flags.DEFINE_enum("workload", "short_long_mix", KINDS, "Which requests (jaxserve/workloads.py).")
 _NUM = flags.DEFINE_integer(
-    "num_requests", None, "Requests of nano_vllm (256), random, sharegpt (100) and trace (all).", lower_bound=1
+    "num_requests", None, "Requests of nano_vllm (256), trace (all) and every other kind but the fixed ones (100).", lower_bound=1
 )
-_SEED = flags.DEFINE_integer("workload_seed", 0, "Seed of nano_vllm, random and sharegpt.")
-_INPUT = flags.DEFINE_integer("random_input_len", 1024, "random: tokens of a prompt.", lower_bound=1)
-_OUTPUT = flags.DEFINE_integer("random_output_len", 128, "random: tokens of an output.", lower_bound=1)
+_SEED = flags.DEFINE_integer("workload_seed", 0, "Seed of every kind but the fixed ones and trace.")
+_INPUT = flags.DEFINE_integer(
+    "random_input_len", 1024, "random: tokens of a prompt; shared_prefix, multi_turn: those that are its own.", lower_bound=1
+)
+_OUTPUT = flags.DEFINE_integer("random_output_len", 128, "random, shared_prefix, multi_turn: tokens of an output.", lower_bound=1)
 _RATIO = flags.DEFINE_float("random_range_ratio", 0.0, "random: by how much of itself a length may vary.")
 _PATH = flags.DEFINE_string("dataset_path", None, "sharegpt: its JSON file; trace: a CSV file, perhaps gzip'd.")
 _SHAREGPT_OUTPUT = flags.DEFINE_integer("sharegpt_output_len", None, "sharegpt: output tokens, not the answer's.", lower_bound=1)
+_PREFIX = flags.DEFINE_integer("prefix_len", 1024, "shared_prefix: tokens that a group shares.", lower_bound=1)
+_GROUPS = flags.DEFINE_integer("num_prefixes", 10, "shared_prefix: groups.", lower_bound=1)
+_TURNS = flags.DEFINE_integer(
+    "num_turns", 4, "multi_turn: turns of a conversation; num_requests counts conversations.", lower_bound=1
+)
+_VOCABULARY = 4096  # ids of prompts that share; a model of another vocabulary takes them modulo its own
 _OWN = {  # flags and the workloads that heed them
-    "num_requests": ("nano_vllm", "random", "sharegpt", "trace"),
-    "workload_seed": ("nano_vllm", "random", "sharegpt"),
-    "random_input_len": ("random",),
-    "random_output_len": ("random",),
+    "num_requests": (*_SEEDED, "trace"),
+    "workload_seed": _SEEDED,
+    "random_input_len": ("random", "shared_prefix", "multi_turn"),
+    "random_output_len": ("random", "shared_prefix", "multi_turn"),
+    "prefix_len": ("shared_prefix",),
+    "num_prefixes": ("shared_prefix",),
+    "num_turns": ("multi_turn",),
     "random_range_ratio": ("random",),
     "dataset_path": ("sharegpt", "trace"),
     "sharegpt_output_len": ("sharegpt",),
@@ -47,6 +60,13 @@ def read_workload(model: str, max_model_len: int | None) -> Workload:
 
         encode = Tokenizer.from_id(model).encode
         return sharegpt(path, encode, _NUM.value or 100, output_len=_SHAREGPT_OUTPUT.value, seed=_SEED.value)
+    num, seed = _NUM.value or 100, _SEED.value
+    if kind in LENGTH_FITS:
+        return log_normal(kind, num, seed)
+    if kind == "shared_prefix":
+        return shared_prefix(num, _GROUPS.value, _PREFIX.value, _INPUT.value, _OUTPUT.value, _VOCABULARY, seed)
+    if kind == "multi_turn":
+        return multi_turn(num, _TURNS.value, _INPUT.value, _OUTPUT.value, _VOCABULARY, seed)
     if kind == "trace":
         return trace(path, _NUM.value, max_model_len)
     return fixed(kind)

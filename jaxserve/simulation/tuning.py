@@ -1,0 +1,192 @@
+"""Choosing a bucket plan and a token budget for a workload, with the scheduler and the step-time model in the loop.
+
+Owns the loops around BucketSearch and replay: a plan changes how long steps take, which changes the batches that follow when
+requests arrive over time, which changes the best plan. Pure numpy; knows no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxserve.buckets import BucketPlan
+from jaxserve.config import SchedulerConfig
+from jaxserve.simulation.bucket_search import BucketSearch, Caps, SearchResult, plan_seconds
+from jaxserve.simulation.replay import Replay, replay
+from jaxserve.simulation.step_time import StepTimeModel
+from jaxserve.workloads import Workload
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a workload runs: step times, limits, pages, and the multiple that bucket sizes come in. objective: seconds that a step
+    with decodes may take, by a dynamic budget; None: none."""
+
+    step_times: StepTimeModel
+    limits: SchedulerConfig
+    num_pages: int
+    multiple: int
+    objective: float | None = None
+
+    def run(self, workload: Workload, plan: BucketPlan) -> Replay:
+        return replay(workload, plan, self.step_times, self.limits, self.num_pages, objective=self.objective)
+
+    def search(self, demands, sizes: Sequence[int] | None = None) -> BucketSearch:
+        seqs, budget = self.limits.max_num_seqs, self.limits.max_num_batched_tokens
+        return BucketSearch(
+            demands, self.step_times, max_num_seqs=seqs, max_num_batched_tokens=budget, multiple=self.multiple, sizes=sizes
+        )
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A plan fitted to a workload, beside two of powers of two with as many programs: the engine's default rule's, and the best
+    that a search among powers of two finds. fixed_log_gain: what the default's demand log alone promises over the default; what
+    the replays promise is `gain`. rounds: how many logs were searched."""
+
+    plan: BucketPlan
+    search: SearchResult
+    replay: Replay
+    default_plan: BucketPlan
+    default_replay: Replay
+    powers_plan: BucketPlan
+    powers_replay: Replay
+    fixed_log_gain: float
+    rounds: int
+
+    @property
+    def at_once(self) -> bool:
+        """Whether `cost` is the workload's duration."""
+        return _at_once(self.replay)
+
+    def gain(self, over: Replay) -> float:
+        """`cost` of another plan over the tuned plan's."""
+        return cost(over) / cost(self.replay)
+
+
+def cost(run: Replay) -> float:
+    """What tuning makes small, in seconds: the duration of a workload that arrives at once, else the mean time of a request from
+    arrival to last token."""
+    return run.duration if _at_once(run) else float(run.times.seconds("e2el").mean())
+
+
+def _at_once(run: Replay) -> bool:
+    return bool((run.times.arrivals == run.times.arrivals[0]).all())
+
+
+def default_plan(machine: Machine, max_programs: int) -> BucketPlan:
+    """The powers of two that the engine would take by itself."""
+    limits = machine.limits
+    return BucketPlan.default(
+        limits.max_num_seqs, limits.max_num_batched_tokens, min_tokens=machine.multiple, max_programs=max_programs
+    )
+
+
+def tune_plan(workload: Workload, machine: Machine, caps: Caps, max_rounds: int = 4) -> Tuned:
+    """The plan that serves `workload` best in virtual time.
+
+    Each round searches the demand log of the last plan's replay and replays the plan found, until the log stays the same or no
+    round improves; the best plan seen is kept. Where all requests arrive at once no step waits for a time, so that the log does
+    not depend on the plan and the first round is the last.
+
+    Raises:
+      ValueError: as `replay` and `BucketSearch.solve`.
+    """
+    default = default_plan(machine, caps.max_programs)
+    first = machine.run(workload, default)
+    powers = [1 << i for i in range(machine.limits.max_num_batched_tokens.bit_length() + 1)]
+    powers = [size for size in powers if size % machine.multiple == 0]
+    powers_plan = machine.search(first.demands, powers).solve(Caps(caps.max_programs), pairs=False).plan
+    best, log, seen, rounds, fixed_log_gain = None, first.demands, set(), 0, 1.0
+    while rounds < max_rounds:
+        rounds += 1
+        search = machine.search(log).solve(caps)
+        if search.plan in seen:
+            break
+        seen.add(search.plan)
+        run = machine.run(workload, search.plan)
+        if rounds == 1:
+            before = plan_seconds(default, log, machine.step_times)
+            fixed_log_gain = before / plan_seconds(search.plan, log, machine.step_times)
+        same = len(run.demands) == len(log) and bool((run.demands.tokens == log.tokens).all())
+        if best is None or cost(run) < cost(best[1]):
+            best = search, run
+        elif not same:
+            break
+        if same:
+            break
+        log = run.demands
+    assert best is not None
+    search, run = best
+    powers_run = machine.run(workload, powers_plan)
+    return Tuned(search.plan, search, run, default, first, powers_plan, powers_run, fixed_log_gain, rounds)
+
+
+@dataclass(frozen=True)
+class BudgetChoice:
+    """One token budget, served in virtual time: its quantile of the time between tokens, and what it gives."""
+
+    budget: int
+    gap: float  # seconds between tokens, at the quantile asked for
+    replay: Replay
+
+
+def with_budget(machine: Machine, plan: BucketPlan, budget: int) -> tuple[Machine, BucketPlan]:
+    """The machine and the plan with a smaller token budget; buckets above it are dropped but for the smallest that holds it."""
+    seqs = machine.limits.max_num_seqs
+    large = [pair for pair in plan.mixed if pair[0] >= budget and pair[1] >= min(pair[0], seqs)]
+    if not large:
+        raise ValueError(f"{budget=} is beyond the plan's largest bucket {plan.mixed[-1]}")
+    top = min(large)
+    mixed = tuple(pair for pair in plan.mixed if pair[0] < top[0]) + (top,)
+    limits = replace(machine.limits, max_num_batched_tokens=budget)
+    return replace(machine, limits=limits), BucketPlan(plan.decode, mixed, plan.head_rows)
+
+
+def tune_budget(
+    workload: Workload, machine: Machine, plan: BucketPlan, objective: float, quantile: float, budgets: Sequence[int] | None = None
+) -> tuple[BudgetChoice, list[BudgetChoice]]:
+    """(the largest budget whose time between tokens stays within `objective` seconds at `quantile`, all that were tried).
+
+    budgets: by default the plan's mixed buckets that hold max_num_seqs decodes and more: any other budget pays for a larger bucket
+    than it fills.
+
+    Raises:
+      ValueError: no budget holds the objective; the message says what the smallest would give.
+    """
+    seqs = machine.limits.max_num_seqs
+    if budgets is None:
+        budgets = [t for t, s in plan.mixed if t > seqs and s >= seqs]
+    tried = []
+    for budget in sorted(budgets):
+        limited, small = with_budget(machine, plan, budget)
+        run = limited.run(workload, small)
+        tried.append(BudgetChoice(budget, run.times.gap_quantile(quantile), run))
+    good = [choice for choice in tried if choice.gap <= objective]
+    if not good:
+        least = min(tried, key=lambda choice: choice.gap)
+        raise ValueError(
+            f"no token budget keeps P{100 * quantile:g} of the time between tokens within {1e3 * objective:g} ms: budget "
+            f"{least.budget} gives {1e3 * least.gap:.1f} ms; lower max_num_seqs={seqs} or the request rate, or relax the objective"
+        )
+    return max(good, key=lambda choice: choice.budget), tried
+
+
+def padded_budget(plan: BucketPlan, budget: int, max_num_seqs: int) -> int:
+    """The tokens of the bucket that a full step of this budget runs in."""
+    return plan.select(budget, max_num_seqs, budget).tokens
+
+
+def step_seconds(machine: Machine, plan: BucketPlan, tokens: int, decodes: int, kv_tokens: int) -> float:
+    """Predicted time of a step of `decodes` decodes over `kv_tokens` of KV and one chunk that fills it up to `tokens`."""
+    chunk = tokens - decodes
+    bucket = plan.select(tokens, decodes + (chunk > 0), max(1, chunk))
+    rows = plan.select_head_rows(max(1, decodes))
+    return machine.step_times.seconds(bucket, rows, kv_tokens, chunk * (chunk + 1) / 2)
+
+
+def mean_kv_tokens(run: Replay) -> float:
+    """KV positions that an average decode of the run reads."""
+    return float(run.demands.kv_tokens.sum() / np.maximum(1, run.demands.decodes.sum()))

@@ -1,0 +1,57 @@
+"""The token budget of one step, chosen so that the decodes in it wait no longer than an objective allows.
+
+Owns that choice, from predicted step times; the scheduler asks while it composes a step. Where decodes have long KV a step has less
+time left for prompts, where few decode it has more: a fixed budget must fit the worst of them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.buckets import BucketPlan
+from jaxserve.simulation.step_time import StepTimeModel
+
+
+class StepBudget:
+    """Tokens that a step may hold.
+
+    Args:
+      step_times: predicts steps.
+      plan: the buckets that steps run in. Budgets are its mixed buckets' tokens, so that no step pays for more than it fills.
+      objective: seconds that a step with decodes may take.
+      max_num_seqs, max_num_batched_tokens: of the scheduler.
+
+    Raises:
+      ValueError: the objective is not above 0, or a bucket lies beyond what was profiled.
+    """
+
+    def __init__(
+        self, step_times: StepTimeModel, plan: BucketPlan, objective: float, max_num_seqs: int, max_num_batched_tokens: int
+    ):
+        if not objective > 0:
+            raise ValueError(f"tbt_slo_ms={1e3 * objective:g} must be above 0")
+        buckets = [b for b in plan.buckets if b.max_q_len > 1 and b.seqs >= min(b.tokens, max_num_seqs)]
+        self.objective, self.page_size = objective, step_times.page_size
+        self.tokens = np.array([min(b.tokens, max_num_batched_tokens) for b in buckets])
+        self._base, self._per_kv_token, self._per_pair = np.stack([step_times.coefficients(b) for b in buckets], axis=1)
+        heads = [step_times.head_seconds(rows) for rows in plan.head_rows]
+        self._head_rows, self._head_seconds = np.array(plan.head_rows), np.array(heads)
+
+    def choose(
+        self,
+        starts: np.ndarray,  # i32[n]: positions of the decodes in the step
+        chunk_start: int,  # where the first chunk that may join them starts in its prompt
+    ) -> int:
+        """Most tokens, decodes included. Prompts never starve: where no bucket meets the objective it is the smallest that holds
+        the decodes and one token more."""
+        n = len(starts)
+        kv_tokens = int((starts // self.page_size + 1).sum()) * self.page_size
+        chunks = np.maximum(0, self.tokens - n)
+        head = self._head_seconds[min(np.searchsorted(self._head_rows, n + 1), len(self._head_rows) - 1)]
+        pairs = chunks * (chunk_start + (chunks + 1) / 2)
+        seconds = head + self._base + self._per_kv_token * kv_tokens + self._per_pair * pairs
+        good = np.flatnonzero((seconds <= self.objective) & (self.tokens > n))
+        if len(good):
+            return int(self.tokens[good[-1]])
+        larger = np.flatnonzero(self.tokens > n)
+        return int(self.tokens[larger[0]]) if len(larger) else int(self.tokens[-1])

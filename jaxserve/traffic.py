@@ -1,0 +1,124 @@
+"""Workloads by distribution, with shared prefixes and with times of arrival; `workloads` has the named ones.
+
+Owns length fits, shared prefixes, conversations and the processes of arrival. Everything is seeded. Knows no engine; numpy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxserve.workloads import Workload, WorkloadRequest
+
+NORMAL_P90 = 1.2815515655446004  # the standard normal's 0.9-quantile
+
+
+@dataclass(frozen=True)
+class LengthFit:
+    """Log-normal lengths by published quantiles, in tokens: (median, P90) of prompt and output, and the most that both make."""
+
+    prompt: tuple[float, float]
+    output: tuple[float, float]
+    max_total: int
+
+
+# Medians and P90s: Agrawal et al., Sarathi-Serve (OSDI 2024), table 2.
+LENGTH_FITS = {
+    "openchat_sharegpt4": LengthFit((1730, 5696), (415, 834), 8192),
+    "arxiv_summarization": LengthFit((7059, 12985), (208, 371), 16384),
+}
+
+
+def log_normal(name: str, num_requests: int, seed: int) -> Workload:
+    """Lengths with the medians and P90s of one of LENGTH_FITS; requests longer than its max_total are drawn again, which lowers
+    the quantiles a little."""
+    if name not in LENGTH_FITS:
+        raise ValueError(f"{name=} must be one of {', '.join(LENGTH_FITS)}")
+    fit, rng = LENGTH_FITS[name], np.random.default_rng(seed)
+    kept: list[tuple[int, int]] = []
+    while len(kept) < num_requests:
+        draws = []
+        for median, p90 in (fit.prompt, fit.output):
+            sigma = np.log(p90 / median) / NORMAL_P90
+            draws.append(np.maximum(1, np.rint(median * np.exp(sigma * rng.standard_normal(num_requests)))).astype(int))
+        kept += [(p, o) for p, o in zip(*(d.tolist() for d in draws), strict=True) if p + o <= fit.max_total]
+    return Workload(name, tuple(WorkloadRequest(p, o) for p, o in kept[:num_requests]))
+
+
+def shared_prefix(
+    num_requests: int, num_groups: int, prefix_len: int, input_len: int, output_len: int, vocab_size: int, seed: int
+) -> Workload:
+    """Prompts of a prefix that a group of requests shares (a system prompt, say) and `input_len` tokens of their own, in random
+    order of groups."""
+    rng = np.random.default_rng(seed)
+    prefixes = rng.integers(0, vocab_size, (num_groups, prefix_len))
+    requests = []
+    for group in rng.permutation(np.arange(num_requests) % num_groups):
+        prompt = (*prefixes[group].tolist(), *rng.integers(0, vocab_size, input_len).tolist())
+        requests.append(WorkloadRequest(len(prompt), output_len, prompt_token_ids=prompt))
+    return Workload("shared_prefix", tuple(requests))
+
+
+def multi_turn(num_conversations: int, num_turns: int, input_len: int, output_len: int, vocab_size: int, seed: int) -> Workload:
+    """Conversations turn by turn, with scripted answers: a prompt is the conversation so far and a question of `input_len` tokens.
+    All first turns come first, then all second ones."""
+    rng = np.random.default_rng(seed)
+    length = num_turns * (input_len + output_len)
+    streams = rng.integers(0, vocab_size, (num_conversations, length)).tolist()
+    requests = []
+    for turn in range(num_turns):
+        end = turn * (input_len + output_len) + input_len
+        requests += [WorkloadRequest(end, output_len, prompt_token_ids=tuple(stream[:end])) for stream in streams]
+    return Workload("multi_turn", tuple(requests))
+
+
+def fitting(workload: Workload, max_model_len: int) -> tuple[Workload, int]:
+    """(the requests of at most max_model_len tokens, prompt and output; how many were longer). ValueError if none is left."""
+    lengths = [r.num_prompt_tokens + r.num_output_tokens for r in workload.requests]
+    kept = tuple(r for r, length in zip(workload.requests, lengths, strict=True) if length <= max_model_len)
+    if not kept:
+        raise ValueError(
+            f"no request of {workload.name} fits max_model_len={max_model_len}: the shortest has {min(lengths)} tokens, "
+            f"the longest {max(lengths)}; raise it"
+        )
+    return replace(workload, requests=kept), len(lengths) - len(kept)
+
+
+def at_once(workload: Workload) -> Workload:
+    """The same requests, all arriving at the beginning."""
+    return replace(workload, requests=tuple(replace(r, arrived_at=0.0) for r in workload.requests))
+
+
+def at_rate(workload: Workload, rate: float, seed: int, burstiness: float = 1.0) -> Workload:
+    """The same requests, in their order, `rate` a second on average. The gaps follow a Gamma distribution of shape `burstiness`, as
+    in vLLM's benchmark: 1 is Poisson, less is burstier, and they are scaled so that the last request comes at (n - 1) / rate.
+    ValueError unless rate and burstiness are above 0."""
+    if not rate > 0 or not burstiness > 0:
+        raise ValueError(f"request_rate={rate} and {burstiness=} must be above 0")
+    n = len(workload.requests)
+    gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), n)
+    gaps[0] = 0.0
+    total = gaps.sum()
+    times = np.cumsum(gaps) * ((n - 1) / rate / total if total else 1.0)
+    return replace(
+        workload, requests=tuple(replace(r, arrived_at=t) for r, t in zip(workload.requests, times.tolist(), strict=True))
+    )
+
+
+def as_recorded(workload: Workload) -> Workload:
+    """The same requests sorted by their own times, the first at 0."""
+    requests = sorted(workload.requests, key=lambda r: r.arrived_at)
+    first = requests[0].arrived_at
+    return replace(workload, requests=tuple(replace(r, arrived_at=r.arrived_at - first) for r in requests))
+
+
+def describe(workload: Workload, quantiles: Sequence[float] = (0.5, 0.9, 0.99)) -> str:
+    """One line: how many requests, and their lengths' quantiles."""
+    parts = [f"{workload.name}: {len(workload.requests)} requests"]
+    labels = "/".join(f"P{100 * q:g}" for q in quantiles)
+    for name in ("prompt", "output"):
+        lengths = [getattr(r, f"num_{name}_tokens") for r in workload.requests]
+        parts.append(f"{name} {'/'.join(f'{np.quantile(lengths, q):.0f}' for q in quantiles)} tokens ({labels})")
+    return ", ".join(parts)

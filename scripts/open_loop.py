@@ -1,0 +1,89 @@
+"""One timed run of a workload on an engine, its requests arriving at the workload's own times."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.latency import ServedTimes
+from jaxserve.workloads import Workload
+
+
+@dataclass(frozen=True)
+class ServedRun:
+    """times: of every token, in seconds from the run's beginning. steps: f64[m, 3], one row a call of the engine's step: when it
+    returned, prompt tokens that it dispatched, output tokens that it brought. counts: padding, preemptions, prefix hits."""
+
+    times: ServedTimes
+    steps: np.ndarray
+    counts: dict[str, Any]
+
+
+def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | None = None, progress: Any = None) -> ServedRun:
+    """Serves a workload to its end, every request to its full length; prompts whose ids it leaves open are drawn by `seed`.
+
+    A request counts as arrived at its time in the workload, though the engine may be in a step then and take it in later. With
+    max_concurrency it is not sent before an earlier one has ended, and counts as arrived when it is.
+    """
+    from jaxserve import SamplingParams
+    from jaxserve.buckets import PaddingAccount
+
+    requests, n = workload.requests, len(workload.requests)
+    prompts = workload.prompts(engine.config.model.vocab_size, seed)
+    arrivals, first, last = np.array([r.arrived_at for r in requests]), np.full(n, np.nan), np.full(n, np.nan)
+    gaps: list[float] = []
+    steps: list[tuple[float, int, int]] = []
+    engine.stats.padding = PaddingAccount()
+    before = engine.scheduler.stats()
+    num_sent = num_ended = 0
+    begin, cpu = time.perf_counter(), time.process_time()
+    while num_ended < n:
+        now = time.perf_counter() - begin
+        while num_sent < n and arrivals[num_sent] <= now and num_sent - num_ended < (max_concurrency or n):
+            request = requests[num_sent]
+            if max_concurrency and num_sent >= max_concurrency:
+                arrivals[num_sent] = now
+            params = SamplingParams(
+                temperature=workload.temperature, max_tokens=request.num_output_tokens, ignore_eos=True, detokenize=False
+            )
+            engine.add_request(str(num_sent), prompts[num_sent], params, cache_salt=f"run {seed}")
+            prompts[num_sent] = []
+            num_sent += 1
+        if not engine.has_unfinished_requests():
+            time.sleep(max(0.0, arrivals[num_sent] - (time.perf_counter() - begin)))
+            continue
+        num_prefill = engine.stats.prefill_tokens
+        outputs = engine.step()
+        now = time.perf_counter() - begin
+        for output in outputs:
+            i = int(output.request.request_id)
+            assert len(output.new_token_ids) == 1, "a request broke off"
+            if np.isnan(first[i]):
+                first[i] = now
+            else:
+                gaps.append(now - last[i])
+            last[i] = now
+            num_ended += output.finished
+        steps.append((now, engine.stats.prefill_tokens - num_prefill, len(outputs)))
+        if progress is not None:
+            progress.update(num_ended - progress.n)
+    num_prompt, num_output = np.array([(r.num_prompt_tokens, r.num_output_tokens) for r in requests]).T
+    counts = {**_counts(engine, before), "cpu_seconds": time.process_time() - cpu}  # of this process: the host, and a CPU device
+    times = ServedTimes(arrivals, first, last, num_prompt, num_output, np.array(gaps), np.ones(len(gaps), np.int64))
+    return ServedRun(times, np.array(steps), counts)
+
+
+def _counts(engine: Any, before: Any) -> dict[str, Any]:
+    """What the scheduler and the buckets counted since `before`."""
+    stats, padding = engine.scheduler.stats(), engine.stats.padding
+    queried = stats.num_queried_tokens - before.num_queried_tokens
+    return {
+        "num_steps": stats.num_steps - before.num_steps,
+        "num_preemptions": stats.num_preemptions - before.num_preemptions,
+        "prefix_hit_share": (stats.num_hit_tokens - before.num_hit_tokens) / queried if queried else 0.0,
+        "padding_share": padding.padding_share,
+        "steps_by_bucket": {str(bucket): count for bucket, count in padding.by_bucket()},
+    }

@@ -1,0 +1,101 @@
+"""The plots of benchmarks and tuning, as PNG files. Needs matplotlib (pip install '.[plots]'), imported when a plot is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def figure(num_rows: int = 1, num_columns: int = 1) -> tuple[Any, Any]:
+    """(figure, axes). RuntimeError if matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]  (optional)
+    except ImportError:
+        raise RuntimeError("plots need matplotlib: pip install -c constraints/jax.txt -e '.[plots]'") from None
+    made = Figure(figsize=(6 * num_columns, 3.6 * num_rows), dpi=120, layout="constrained")
+    return made, made.subplots(num_rows, num_columns, squeeze=False)
+
+
+def save(made: Any, path: str | Path) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    made.savefig(path)
+
+
+def latency_throughput(results: Sequence[Mapping[str, Any]], path: str | Path, title: str) -> None:
+    """Curves over request rates: median and P99 of TTFT and TPOT against output throughput."""
+    made, axes = figure(1, 2)
+    for axis, metric in zip(axes[0], ("ttft", "tpot"), strict=True):
+        order = sorted(results, key=lambda r: r["output_throughput"])
+        x = [r["output_throughput"] for r in order]
+        for name in ("median", "p99"):
+            axis.plot(x, [r[f"{name}_{metric}_ms"] for r in order], marker="o", label=name)
+        for r in order:
+            axis.annotate(f"{r['request_rate']:g}/s", (r["output_throughput"], r[f"median_{metric}_ms"]), fontsize=7)
+        axis.set(xlabel="output tokens a second", ylabel=f"{metric.upper()} (ms)", yscale="log", title=f"{title}: {metric.upper()}")
+        axis.legend()
+    save(made, path)
+
+
+def step_timeline(
+    steps: np.ndarray,  # f64[m, 3]: end in seconds, prompt tokens, output tokens
+    path: str | Path,
+    title: str,
+    seconds: float = 20.0,
+) -> None:
+    """Each step's duration over time, its prompt tokens as colour, for `seconds` in the middle of the run: a step whose decodes
+    stall behind a prompt stands out."""
+    middle = steps[len(steps) // 2, 0]
+    shown = steps[(steps[:, 0] >= middle - seconds / 2) & (steps[:, 0] <= middle + seconds / 2)]
+    made, axes = figure(2, 1)
+    durations = np.diff(shown[:, 0], prepend=shown[0, 0]) * 1e3
+    dots = axes[0][0].scatter(shown[1:, 0], durations[1:], c=shown[1:, 1], s=8, cmap="viridis")
+    made.colorbar(dots, ax=axes[0][0], label="prompt tokens dispatched")
+    axes[0][0].set(xlabel="time (s)", ylabel="step (ms)", title=f"{title}: steps")
+    axes[1][0].step(shown[:, 0], shown[:, 2], where="post", linewidth=0.8)
+    axes[1][0].set(xlabel="time (s)", ylabel="output tokens a step")
+    save(made, path)
+
+
+def plan_comparison(
+    demand_tokens: np.ndarray,  # i64[steps]
+    plans: Mapping[str, Mapping[str, Any]],  # by name: tokens (bucket sizes), padding_share, seconds, measured_seconds or None
+    path: str | Path,
+    title: str,
+) -> None:
+    """What steps ask for with each plan's buckets, padding, and times."""
+    made, axes = figure(1, 3)
+    axes[0][0].hist(demand_tokens, bins=np.geomspace(1, max(2, demand_tokens.max()), 60).tolist(), color="0.7")
+    for i, (name, plan) in enumerate(plans.items()):
+        for j, tokens in enumerate(plan["tokens"]):
+            axes[0][0].axvline(
+                tokens, color=f"C{i}", linewidth=1, ymin=0.33 * i, ymax=0.33 * i + 0.3, label=name if not j else None
+            )
+    axes[0][0].set(xscale="log", xlabel="tokens of a step", ylabel="steps", title=f"{title}: demand and buckets")
+    axes[0][0].legend(fontsize=7)
+    names = list(plans)
+    axes[0][1].bar(names, [100 * plans[n]["padding_share"] for n in names], color=[f"C{i}" for i in range(len(names))])
+    axes[0][1].set(ylabel="padding (% of tokens run)", xlabel="plan", title="padding")
+    x = np.arange(len(names))
+    axes[0][2].bar(x - 0.2, [plans[n]["seconds"] for n in names], 0.4, label="predicted")
+    measured = [plans[n].get("measured_seconds") for n in names]
+    if any(m is not None for m in measured):
+        axes[0][2].bar(x + 0.2, [m or 0.0 for m in measured], 0.4, label="measured")
+    axes[0][2].set(xticks=x, xticklabels=names, ylabel="seconds", xlabel="plan", title="time to serve (s)")
+    axes[0][2].legend()
+    save(made, path)
+
+
+def budgets(rows: Sequence[Mapping[str, float]], objective_ms: float, path: str | Path, title: str) -> None:
+    """Time between tokens and throughput against the token budget."""
+    made, axes = figure(1, 2)
+    x = [r["budget"] for r in rows]
+    axes[0][0].plot(x, [r["gap_ms"] for r in rows], marker="o")
+    axes[0][0].axhline(objective_ms, color="C3", linestyle="--", label="objective")
+    axes[0][0].set(xlabel="token budget", ylabel="time between tokens at the quantile (ms)", title=title, xscale="log")
+    axes[0][0].legend()
+    axes[0][1].plot(x, [r["mean_ttft_ms"] for r in rows], marker="o")
+    axes[0][1].set(xlabel="token budget", ylabel="mean TTFT (ms)", xscale="log", yscale="log")
+    save(made, path)

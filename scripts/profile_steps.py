@@ -1,0 +1,82 @@
+"""Times steps of every kind on this machine and fits a step-time model, which tune_buckets and tune_budget plan with.
+
+    python -m scripts.profile_steps --model=tiny-qwen3 --max_num_batched_tokens=4096 --max_model_len=8448 --output=steps.json
+
+Buckets of a grid are compiled and run with short, middling and long KV, several rounds of visits each; where a bucket half-way
+between two others is not what lies between them, it is measured as well. The model is then tried on steps it never saw.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+from absl import app, flags
+from tqdm import tqdm
+
+from scripts.bench_models import bench_model
+from scripts.engine_flags import define_engine_flags, engine_options, provenance
+
+_OUTPUT = flags.DEFINE_string("output", "steps.json", "Where the model is written.")
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Visits of each point; noisy points get as many again.", lower_bound=1)
+_TOLERANCE = flags.DEFINE_float("tolerance", 0.1, "Error of interpolation above which a bucket between two is kept.")
+_MAX_BUCKETS = flags.DEFINE_integer("max_buckets", 48, "Most buckets to measure.", lower_bound=4)
+_HELD_OUT = flags.DEFINE_integer("held_out", 24, "Random steps that the model is tried on.", lower_bound=1)
+_MULTIPLE = flags.DEFINE_integer("multiple", None, "Sizes are multiples of it; by default 8 on a GPU, 2 on a CPU.", lower_bound=1)
+_MIN_SECONDS = flags.DEFINE_float("min_seconds", 0.1, "Least time of a visit.")
+define_engine_flags(model="tiny-qwen3")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    from dataclasses import replace
+
+    import jax
+
+    from jaxserve.llm import engine_config
+    from jaxserve.simulation.measure import StepMeasurer
+
+    logging.getLogger("jaxserve").setLevel(logging.WARNING)  # or it names every program
+    start, options = time.perf_counter(), engine_options() | {"compilation_cache_dir": ""}  # compile seconds must be true
+    model = bench_model(flags.FLAGS.model, str(options["dtype"]), flags.FLAGS.max_model_len)
+    multiple = _MULTIPLE.value or (8 if jax.default_backend() == "gpu" else 2)
+    measurer = StepMeasurer(model, engine_config(options), multiple=multiple, min_seconds=_MIN_SECONDS.value)
+
+    def progress(items, desc="steps"):
+        return tqdm(items, desc=desc, mininterval=5)
+
+    fitted, points = measurer.run(
+        rounds=_ROUNDS.value, tolerance=_TOLERANCE.value, max_buckets=_MAX_BUCKETS.value, progress=progress
+    )
+    held_out = measurer.held_out(_HELD_OUT.value, flags.FLAGS.seed + 1, rounds=_ROUNDS.value, progress=progress)
+    limits = measurer.config.scheduler
+    about = {
+        **provenance(),
+        "model": flags.FLAGS.model,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "max_model_len": limits.max_model_len,
+        "num_pages": measurer.config.cache.num_pages,
+        "multiple": multiple,
+        "fit_error": fitted.error(points),
+        "held_out_error": fitted.error(held_out),
+        "spread": sorted(round(p.spread, 3) for p in points)[len(points) // 2],
+        "seconds": round(time.perf_counter() - start, 1),
+        "points": [vars(p) for p in points],
+        "held_out": [vars(p) for p in held_out],
+    }
+    fitted = replace(fitted, host_seconds=measurer.dispatch_seconds(), about=about)
+    fitted.save(_OUTPUT.value)
+    error = about["held_out_error"]
+    print(
+        f"{len(fitted.times)} buckets in {about['seconds']:.0f} s on {measurer.device}; error on {error['num_points']} held-out "
+        f"steps: median {100 * error['median']:.1f}%, p90 {100 * error['p90']:.1f}%, max {100 * error['max']:.1f}%; "
+        f"median spread of a point {100 * about['spread']:.1f}%: {_OUTPUT.value}",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,38 @@
+"""Plots are drawn as PNG files, and say which extra they need where it is missing."""
+
+import numpy as np
+import pytest
+
+from scripts import plots
+
+try:
+    import matplotlib
+except ImportError:
+    matplotlib = None
+
+
+@pytest.mark.skipif(matplotlib is not None, reason="matplotlib is installed")
+def test_missing_extra():
+    with pytest.raises(RuntimeError, match=r"\.\[plots\]"):
+        plots.figure()
+
+
+@pytest.mark.skipif(matplotlib is None, reason="needs matplotlib (pip install '.[plots]')")
+def test_every_axis_has_a_label(tmp_path, monkeypatch):
+    made = []
+    keep = plots.save
+    monkeypatch.setattr(plots, "save", lambda figure, path: (made.append(figure), keep(figure, path)))
+    times = {f"{n}_{m}_ms": 5.0 for n in ("median", "p99") for m in ("ttft", "tpot")}
+    results = [{"request_rate": r, "output_throughput": 10.0 * r, **times} for r in (1.0, 2.0)]
+    plots.latency_throughput(results, tmp_path / "a.png", "x")
+    steps = np.stack([np.arange(50.0), np.arange(50) % 7 * 10, np.ones(50)], axis=1)
+    plots.step_timeline(steps, tmp_path / "b.png", "x")
+    plan = {"tokens": [8, 16], "padding_share": 0.1, "seconds": 3.0, "measured_seconds": 3.1}
+    plots.plan_comparison(np.arange(1, 60), {"default": plan, "tuned": plan}, tmp_path / "c.png", "x")
+    row = {"budget": 64, "gap_ms": 5.0, "mean_ttft_ms": 9.0}
+    plots.budgets([row, row | {"budget": 128}], 6.0, tmp_path / "d.png", "x")
+    assert len(list(tmp_path.glob("*.png"))) == len(made) == 4
+    for figure in made:
+        for axis in figure.axes:
+            colorbar = axis.get_label() == "<colorbar>"
+            assert colorbar or (axis.get_xlabel() and axis.get_ylabel()), "an axis has no label"

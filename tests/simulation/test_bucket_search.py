@@ -1,0 +1,104 @@
+"""The search against all plans there are, on problems small enough to try them all."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxserve.buckets import BucketPlan
+from jaxserve.demand import DemandLog
+from jaxserve.simulation.bucket_search import BucketSearch, Caps, padding_share, plan_seconds
+from tests.simulation.machines import MODEL, SEQS, TOKENS, random_demands
+
+SIZES = (2, 4, 8, 16, 24, 40, 64)  # few enough to try all sets of them
+
+
+def seconds_of(plan: BucketPlan, demands: DemandLog) -> float:
+    """Step by step, by the plan's own choice."""
+    total = 0.0
+    for tokens, seqs, _, max_q_len, samples, kv_tokens, pairs in zip(*vars(demands).values(), strict=True):
+        bucket = plan.select(int(tokens), int(seqs), int(max_q_len))
+        total += MODEL.seconds(bucket, plan.select_head_rows(int(samples)), int(kv_tokens), int(pairs))
+    return total
+
+
+def search(demands: DemandLog, sizes=SIZES) -> BucketSearch:
+    return BucketSearch(demands, MODEL, max_num_seqs=SEQS, max_num_batched_tokens=TOKENS, multiple=2, sizes=sizes)
+
+
+def all_plans(max_programs: int, mixed_pairs: list[tuple[int, int]]):
+    """Every plan with the buckets that a plan must have."""
+    small = [s for s in SIZES if s < SEQS]
+    for d, h in itertools.product(range(len(small) + 1), repeat=2):
+        room = max_programs - 1 - 2 * (h + 1) - (d + 1) - 1
+        for m in range(room + 1):
+            for decode in itertools.combinations(small, d):
+                for heads in itertools.combinations(small, h):
+                    for mixed in itertools.combinations(mixed_pairs, m):
+                        yield BucketPlan((*decode, SEQS), (*mixed, (TOKENS, SEQS)), (*heads, SEQS))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("max_programs", [5, 8, 10])
+def test_ladders_are_exact(seed, max_programs):
+    demands = random_demands(40, seed)
+    pairs = [(t, min(t, SEQS)) for t in SIZES if t < TOKENS]
+    best = min(plan_seconds(plan, demands, MODEL) for plan in all_plans(max_programs, pairs))
+    found = search(demands).solve(Caps(max_programs), pairs=False)
+    assert found.plan.num_programs <= max_programs
+    assert found.seconds == pytest.approx(best) == pytest.approx(found.bound)
+    assert found.seconds == pytest.approx(seconds_of(found.plan, demands))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pairs_lie_between_bound_and_ladder(seed):
+    demands = random_demands(40, seed)
+    pairs = [(t, s) for t in SIZES for s in (2, 4, 8) if s <= t and (t, s) != (TOKENS, SEQS)]
+    found, max_programs = search(demands).solve(Caps(8)), 8
+    best = min(plan_seconds(plan, demands, MODEL) for plan in all_plans(max_programs, pairs))
+    assert found.bound <= best * (1 + 1e-9), "the bound is above an answer"
+    assert best * 0.97 <= found.seconds <= found.ladder_seconds  # sequences may be sized more finely than in `pairs`
+    assert found.seconds == pytest.approx(seconds_of(found.plan, demands))
+    assert 0 <= found.gap < 0.2
+
+
+def test_more_programs_never_hurt():
+    demands = random_demands(300, 5)
+    seconds = [search(demands, None).solve(Caps(n)).seconds for n in (5, 8, 12, 20)]
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] < 0.9 * seconds[0]
+
+
+def test_a_plan_holds_what_the_log_lacks():
+    rows = [(4, 4, 4, 1, 4, 16, 0)] * 5  # decodes of four, nothing else
+    found = search(DemandLog.from_rows(rows)).solve(Caps(12))
+    found.plan.check(SEQS, TOKENS)
+    assert found.plan.decode == (4, SEQS) and found.plan.mixed == ((TOKENS, SEQS),) and found.plan.head_rows == (4, SEQS)
+
+
+def test_padding_is_counted_as_the_engine_does():
+    demands, plan = random_demands(50, 1), BucketPlan((8,), ((16, 8), (64, 8)), (8,))
+    ran = [
+        plan.select(int(t), int(s), int(q)).tokens for t, s, q in zip(demands.tokens, demands.seqs, demands.max_q_len, strict=True)
+    ]
+    assert padding_share(plan, demands) == pytest.approx(1 - demands.tokens.sum() / sum(ran))
+    assert plan_seconds(plan, demands, MODEL) == pytest.approx(seconds_of(plan, demands))
+
+
+def test_caps():
+    demands = random_demands(100, 2)
+    free = search(demands).solve(Caps(14))
+    capped = search(demands).solve(Caps(14, max_compile_seconds=8.0))
+    assert (
+        sum(MODEL.compile_seconds(b) for b in capped.plan.buckets) <= 8 < sum(MODEL.compile_seconds(b) for b in free.plan.buckets)
+    )
+    with pytest.raises(ValueError, match="max_programs=3.*raise them"):
+        search(demands).solve(Caps(3))
+    with pytest.raises(ValueError, match="max_compile_seconds=1"):
+        search(demands).solve(Caps(14, max_compile_seconds=1.0))
+    with pytest.raises(ValueError, match="lower max_num_batched_tokens"):
+        search(demands).solve(Caps(14, max_temp_bytes=1000))
+    with pytest.raises(ValueError, match="log is empty"):
+        search(DemandLog.from_rows([]))
+    with pytest.raises(ValueError, match="no bucket holds"):
+        plan_seconds(BucketPlan((), ((8, 8),), (8,)), demands, MODEL)
+    assert np.isfinite(free.seconds)

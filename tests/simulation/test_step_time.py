@@ -1,0 +1,75 @@
+"""The step-time model: its fit, its interpolation, its file."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from jaxserve.buckets import Bucket
+from jaxserve.simulation.step_time import StepPoint, StepTimeModel, fit_bucket
+from tests.simulation.machines import MODEL
+
+
+def points(base: float, per_kv: float, per_pair: float, noise: float = 0.0) -> list[StepPoint]:
+    rng = np.random.default_rng(0)
+    loads = [(0, 0), (0, 5000), (800, 100), (4000, 100), (9000, 2000), (2000, 0)]
+    factor = 1 + noise * rng.standard_normal(len(loads))
+    return [StepPoint(64, 8, 64, 0, k, p, (base + per_kv * k + per_pair * p) * f) for (k, p), f in zip(loads, factor, strict=True)]
+
+
+@pytest.mark.parametrize("truth", [(2e-3, 3e-7, 4e-7), (2e-3, 0.0, 4e-7), (1e-3, 3e-7, 0.0), (5e-3, 0.0, 0.0)])
+def test_fit_finds_the_coefficients(truth):
+    assert fit_bucket(points(*truth)) == pytest.approx(truth, abs=1e-12)
+
+
+def test_fit_is_never_negative():
+    """KV that seems to make a step faster is noise, and must not be extrapolated."""
+    falling = [StepPoint(8, 8, 1, 0, kv, 0, 1e-3 - 1e-8 * kv) for kv in (0, 1000, 9000)]
+    base, per_kv, per_pair = fit_bucket(falling)
+    assert per_kv == per_pair == 0 and 0.91e-3 < base < 1e-3
+    assert fit_bucket(points(2e-3, 3e-7, 4e-7, noise=0.02)) == pytest.approx((2e-3, 3e-7, 4e-7), rel=0.15)
+
+
+def test_between_measured_buckets():
+    """Tokens first, then sequences; a bucket with as many sequences as tokens belongs to the levels above it too."""
+    assert MODEL.body_seconds(Bucket(64, 8, 64), 10, 100) == pytest.approx(70e-3 + 10 * 3e-6 + 100e-6)
+    assert MODEL.body_seconds(Bucket(64, 6, 64)) == pytest.approx(65e-3)
+    assert MODEL.body_seconds(Bucket(36, 8, 36)) == pytest.approx((5e-3 + 70e-3) / 2)
+    # (6, 6): of the curve for 4 sequences at 6 tokens, and of the curve for 8, where 6 tokens have 6 sequences.
+    four, eight = 4e-3 + 56e-3 * 2 / 60, 4e-3 + 1e-3 * 2 / 4
+    assert MODEL.body_seconds(Bucket(6, 6, 6)) == pytest.approx(eight)
+    assert MODEL.body_seconds(Bucket(6, 5, 6)) == pytest.approx((four + eight) / 2)
+    assert MODEL.body_seconds(Bucket(4, 4, 4)) == pytest.approx(4e-3)
+    assert MODEL.body_seconds(Bucket(2, 2, 1)) == pytest.approx(1e-3 + 2e-3 / 7)
+    assert MODEL.head_seconds(0) == 0 and MODEL.head_seconds(5) == pytest.approx(1.5e-3)
+    assert MODEL.temp_bytes(Bucket(36, 8, 36)) == 900
+
+
+def test_beyond_what_was_profiled():
+    for bucket in (Bucket(66, 8, 66), Bucket(10, 10, 1)):
+        with pytest.raises(ValueError, match=r"larger than any that was profiled .*profile_steps"):
+            MODEL.body_seconds(bucket)
+
+
+def test_error_is_relative():
+    measured = [StepPoint(64, 8, 64, 0, 0, 0, s) for s in (70e-3, 140e-3, 35e-3)]
+    error = MODEL.error(measured)
+    assert error["median"] == pytest.approx(0.5) and error["max"] == pytest.approx(1.0) and error["num_points"] == 3
+
+
+def test_file(tmp_path):
+    path = tmp_path / "sub" / "steps.json"
+    dataclasses.replace(MODEL, about={"device": "x"}).save(path)
+    loaded = StepTimeModel.load(path)
+    assert dataclasses.asdict(loaded) | {"about": {}} == dataclasses.asdict(MODEL) and loaded.about == {"device": "x"}
+
+
+@pytest.mark.parametrize("change", [{"format": "x"}, {"times": []}, {"times": [{"tokens": 1}]}, {"levels": None}, {"more": 1}])
+def test_bad_file(tmp_path, change):
+    path = tmp_path / "steps.json"
+    path.write_text(json.dumps(json.loads(MODEL.to_json()) | change))
+    with pytest.raises(ValueError, match=r"steps\.json.* cannot be used.*scripts\.profile_steps"):
+        StepTimeModel.load(path)
+    with pytest.raises(ValueError, match="cannot be used"):
+        StepTimeModel.load(tmp_path / "none.json")

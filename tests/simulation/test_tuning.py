@@ -1,0 +1,89 @@
+"""Tuning with the scheduler in the loop, and the two kinds of token budget."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxserve.buckets import BucketPlan
+from jaxserve.simulation.bucket_search import Caps
+from jaxserve.simulation.tuning import cost, padded_budget, step_seconds, tune_budget, tune_plan, with_budget
+from jaxserve.step_budget import StepBudget
+from jaxserve.traffic import at_once
+from tests.simulation.machines import MACHINE, MODEL, PAGE, SEQS, TOKENS, random_workload
+
+PLAN = BucketPlan((4, 8), ((16, 8), (24, 8), (32, 8), (48, 8), (64, 8)), (8,))
+
+
+def test_at_once_one_round_tells_all():
+    """Nobody waits for a time, so the first log is the last and what the log promises is what is replayed."""
+    tuned = tune_plan(random_workload(80, 1), MACHINE, Caps(11))
+    assert tuned.rounds == 1 and tuned.at_once
+    assert (tuned.replay.demands.tokens == tuned.default_replay.demands.tokens).all()
+    assert tuned.search.seconds == pytest.approx(tuned.replay.seconds.sum()) == pytest.approx(tuned.replay.duration)
+    assert tuned.fixed_log_gain == pytest.approx(tuned.gain(tuned.default_replay))
+    assert tuned.gain(tuned.default_replay) >= tuned.gain(tuned.powers_replay) >= 1
+    assert all((t & (t - 1)) == 0 for t, _ in tuned.powers_plan.mixed)
+    assert tuned.plan.num_programs <= 11 >= tuned.powers_plan.num_programs
+
+
+def test_over_time_the_loop_counts():
+    """A faster step changes the batches that follow: the log of one plan mispredicts another."""
+    tuned = tune_plan(random_workload(120, 2, rate=12.0), MACHINE, Caps(11))
+    assert not tuned.at_once and tuned.rounds > 1
+    assert cost(tuned.replay) == pytest.approx(np.mean(tuned.replay.times.last - tuned.replay.times.arrivals))
+    gain = tuned.gain(tuned.default_replay)
+    assert gain > 1.05 and abs(gain - tuned.fixed_log_gain) > 0.01
+
+
+def test_largest_budget_within_the_objective():
+    work, quantile = random_workload(100, 3, rate=6.0), 0.95
+    limits = [with_budget(MACHINE, PLAN, t) for t, _ in PLAN.mixed]
+    gaps = [machine.run(work, plan).times.gap_quantile(quantile) for machine, plan in limits]
+    objective = sorted(gaps)[2] * 1.001
+    best, tried = tune_budget(work, MACHINE, PLAN, objective, quantile)
+    assert [c.gap for c in tried] == pytest.approx(gaps)
+    assert best.budget == max(t for (t, _), gap in zip(PLAN.mixed, gaps, strict=True) if gap <= objective)
+    with pytest.raises(ValueError, match="no token budget keeps P95.*lower max_num_seqs=8 or the request rate"):
+        tune_budget(work, MACHINE, PLAN, 1e-6, quantile)
+
+
+def test_a_budget_between_sizes_pays_for_the_larger():
+    assert padded_budget(PLAN, 17, SEQS) == 24 == padded_budget(PLAN, 24, SEQS)
+    at, above, full = (step_seconds(MACHINE, PLAN, tokens, 4, 64) for tokens in (16, 17, 24))
+    assert above > at + 0.5 * (full - at)
+    machine, plan = with_budget(MACHINE, PLAN, 17)
+    assert plan.mixed == ((16, 8), (24, 8)) and machine.limits.max_num_batched_tokens == 17
+    with pytest.raises(ValueError, match="beyond the plan's largest bucket"):
+        with_budget(MACHINE, PLAN, 100)
+
+
+@pytest.mark.parametrize("objective", [1e-3, 20e-3, 40e-3, 60e-3, 1.0])
+def test_dynamic_budget_is_the_largest_that_meets_the_objective(objective):
+    budget = StepBudget(MODEL, PLAN, objective, SEQS, TOKENS)
+    for n, start, kv in itertools.product((1, 4, 7), (0, 60), (1, 900)):
+        good = []
+        for tokens, _ in PLAN.mixed:
+            chunk = tokens - n
+            pairs = sum(start + i + 1 for i in range(chunk))
+            kv_tokens = n * -(-(kv + 1) // PAGE) * PAGE
+            if MODEL.seconds(PLAN.select(tokens, SEQS, chunk), 8, kv_tokens, pairs) <= objective:
+                good.append(tokens)
+        assert budget.choose(np.full(n, kv), start) == max(good, default=16)
+
+
+def test_dynamic_budget_in_the_loop():
+    """Gaps stay within what a fixed budget breaks, prompts still end, and every token comes."""
+    work, objective = random_workload(100, 4, rate=6.0), 45e-3
+    free = MACHINE.run(work, PLAN)
+    held = replace(MACHINE, objective=objective).run(work, PLAN)
+    assert free.times.gap_quantile(1.0) > 1.2 * objective >= held.times.gap_quantile(1.0)
+    assert held.demands.samples.sum() == work.num_output_tokens
+    alone = replace(MACHINE, objective=1e-6).run(at_once(random_workload(1, 0)), PLAN)
+    assert alone.demands.tokens[0] > 16, "without decodes nobody waits between tokens"
+
+
+def test_bad_objective():
+    with pytest.raises(ValueError, match="tbt_slo_ms=0 must be above 0"):
+        StepBudget(MODEL, PLAN, 0.0, SEQS, TOKENS)

@@ -1,0 +1,71 @@
+"""Workloads by distribution and arrival against what they promise."""
+
+import numpy as np
+import pytest
+
+from jaxserve.traffic import LENGTH_FITS, as_recorded, at_once, at_rate, describe, fitting, log_normal, multi_turn, shared_prefix
+from jaxserve.workloads import Workload, WorkloadRequest
+
+
+@pytest.mark.parametrize("name", sorted(LENGTH_FITS))
+def test_log_normal_quantiles(name):
+    """Medians within a few percent of the published ones; the cap on both together takes its share of the P90s."""
+    fit, work = LENGTH_FITS[name], log_normal(name, 20_000, seed=1)
+    prompt, output = (np.array([getattr(r, f"num_{n}_tokens") for r in work.requests]) for n in ("prompt", "output"))
+    assert (prompt + output).max() <= fit.max_total and len(prompt) == 20_000
+    assert np.median(prompt) == pytest.approx(fit.prompt[0], rel=0.1) and np.median(output) == pytest.approx(
+        fit.output[0], rel=0.05
+    )
+    assert 0.75 * fit.prompt[1] < np.quantile(prompt, 0.9) < 1.02 * fit.prompt[1]
+    assert np.quantile(output, 0.9) == pytest.approx(fit.output[1], rel=0.05)
+    assert log_normal(name, 50, 1) == log_normal(name, 50, 1) != log_normal(name, 50, 2)
+
+
+def test_shared_prefix():
+    work = shared_prefix(40, 4, 100, 10, 5, 1000, seed=0)
+    prompts = [r.prompt_token_ids or () for r in work.requests]
+    assert all(len(p) == 110 for p in prompts)
+    assert len({p[:100] for p in prompts}) == 4 and len({p[100:] for p in prompts}) == 40
+
+
+def test_multi_turn():
+    work = multi_turn(3, 4, 10, 5, 1000, seed=0)
+    turns = [work.requests[i::3] for i in range(3)]
+    for conversation in turns:
+        assert [r.num_prompt_tokens for r in conversation] == [10, 25, 40, 55]
+        for before, after in zip(conversation, conversation[1:], strict=False):
+            assert (after.prompt_token_ids or ())[: before.num_prompt_tokens] == before.prompt_token_ids
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_rate_and_burstiness(burstiness):
+    """A Gamma of shape b has a coefficient of variation of 1 / sqrt(b); the rate is met exactly."""
+    work = at_rate(Workload("x", (WorkloadRequest(5, 5),) * 20_001), 8.0, seed=3, burstiness=burstiness)
+    times = np.array([r.arrived_at for r in work.requests])
+    gaps = np.diff(times)
+    assert times[0] == 0 and times[-1] == pytest.approx(20_000 / 8)
+    assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
+    assert work == at_rate(work, 8.0, 3, burstiness) != at_rate(work, 8.0, 4, burstiness)
+
+
+def test_times():
+    work = Workload("x", (WorkloadRequest(1, 1, 7.0), WorkloadRequest(2, 2, 5.0)))
+    recorded = as_recorded(work)
+    assert [(r.num_prompt_tokens, r.arrived_at) for r in recorded.requests] == [(2, 0.0), (1, 2.0)]
+    assert [(r.num_prompt_tokens, r.arrived_at) for r in at_once(work).requests] == [(1, 0.0), (2, 0.0)]
+    assert at_rate(Workload("x", work.requests[:1]), 2.0, 0).requests[0].arrived_at == 0
+    assert "x: 2 requests, prompt 2/2/2 tokens (P50/P90/P99)" in describe(work)
+
+
+def test_bad_input():
+    work = Workload("x", (WorkloadRequest(1, 1), WorkloadRequest(5, 1)))
+    assert fitting(work, 6) == (work, 0) and fitting(work, 5) == (Workload("x", work.requests[:1]), 1)
+    with pytest.raises(
+        ValueError, match="no request of x fits max_model_len=1: the shortest has 2 tokens, the longest 6; raise it"
+    ):
+        fitting(work, 1)
+    for rate, burstiness in ((0.0, 1.0), (-1.0, 1.0), (1.0, 0.0)):
+        with pytest.raises(ValueError, match="must be above 0"):
+            at_rate(work, rate, 0, burstiness)
+    with pytest.raises(ValueError, match="must be one of openchat_sharegpt4, arxiv_summarization"):
+        log_normal("other", 1, 0)
