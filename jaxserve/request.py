@@ -181,6 +181,7 @@ class Request:
     row: int = -1  # its place in the device-resident state while running
     rows: SequenceRows | None = field(default=None, repr=False)  # where that row lives
     num_unfetched: int = 0  # tokens in flight when it was preempted that have not come back yet
+    num_foretold: int = 0  # tokens in flight that the host knew before they came back: they are in token_ids already
     hash_chain: list[bytes] = field(default_factory=list, repr=False)  # the root's hash, then one a full page, as far as hashed
     num_cached_tokens: int = -1  # prefix-cache hit at the first admission; -1 before it
     num_preemptions: int = 0
