@@ -53,9 +53,9 @@ ONE_BUCKET = BucketPlan(mixed=((TOKENS, SEQS),), head_rows=(SEQS,))
 
 
 @functools.cache
-def dummy_model(dtype: str = "float32") -> Decoder:
+def dummy_model(dtype: str = "float32", vocab_size: int = VOCAB) -> Decoder:
     rng = np.random.default_rng(7)
-    abstract, leaves = Decoder.abstract(CONFIG, dtype), {}
+    abstract, leaves = Decoder.abstract(replace(CONFIG, vocab_size=vocab_size), dtype), {}
     for path, leaf in named_leaves(abstract).items():
         x = rng.standard_normal(leaf.shape)
         if path.endswith("/scale"):
@@ -70,16 +70,16 @@ def dummy_model(dtype: str = "float32") -> Decoder:
 
 
 @functools.cache
-def _plain_forward(dtype: str) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(dummy_model(dtype))
+def _plain_forward(dtype: str, vocab_size: int) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(dummy_model(dtype, vocab_size))
 
 
-def plain_logprobs(tokens: Sequence[int], dtype: str = "float32") -> np.ndarray:
+def plain_logprobs(tokens: Sequence[int], dtype: str = "float32", vocab_size: int = VOCAB) -> np.ndarray:
     """f64[len(tokens), V]: log-probabilities of what follows each token, by the module's own causal forward over the whole
     sequence: no pages, no steps, no engine."""
     padded = np.zeros((1, SETTINGS["max_model_len"]), np.int32)
     padded[0, : len(tokens)] = tokens
-    logits = np.asarray(_plain_forward(dtype)(jnp.asarray(padded)), np.float64)[0, : len(tokens)]
+    logits = np.asarray(_plain_forward(dtype, vocab_size)(jnp.asarray(padded)), np.float64)[0, : len(tokens)]
     logits -= logits.max(-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 

@@ -96,10 +96,11 @@ class GrammarCompiler:
         except ValueError as error:
             raise GrammarError(f"structured_outputs: {params.kind}: {error}") from None
         matcher = LLMatcher(self._vocabulary.result(), source, log_level=0)
-        if not matcher.is_error():  # some that nothing satisfies are only found out by the first mask
-            matcher.compute_bitmask()
         if matcher.is_error():
             raise GrammarError(f"structured_outputs: {params.kind}: {_words(matcher.get_error())}")
+        matcher.compute_bitmask()
+        if matcher.is_error():  # some that nothing satisfies are found out by the first mask only
+            raise GrammarError(f"structured_outputs: {params.kind}: nothing satisfies it ({_words(matcher.get_error())})")
         return Grammar(matcher)
 
     def _source(self, params: StructuredOutputsParams) -> str:

@@ -15,22 +15,32 @@ ALL = -1  # a word of 32 allowed tokens
 
 
 class GrammarState:
-    """Where one sequence stands in its grammar: `num_tokens` output tokens are in."""
+    """Where one sequence stands in its grammar.
+
+    num_tokens: output tokens that are in. forced: the tokens that must follow whatever the model says, often none; where the grammar
+    forces bytes that several tokenisations spell, it is the tokenizer's own, and no other is allowed.
+    """
 
     def __init__(self, grammar: Grammar):
         self.matcher = grammar.matcher()
         self.num_tokens = 0
+        self.forced = self._forced()
+
+    def _forced(self) -> list[int]:
+        return [] if self.matcher.is_stopped() else self.matcher.compute_ff_tokens()
 
     def advance(self, token_ids: Sequence[int]) -> int:
         """Takes tokens in; returns how many the grammar allowed. The first that it does not, and those after it, stay out."""
         accepted = self.matcher.try_consume_tokens(list(token_ids))
         self.num_tokens += accepted
+        self.forced = self._forced()
         return accepted
 
     def rollback(self, num_tokens: int) -> None:
         """Back to where it stood `num_tokens` tokens ago."""
         assert num_tokens <= self.num_tokens and self.matcher.rollback(num_tokens), self.matcher.get_error()
         self.num_tokens -= num_tokens
+        self.forced = self._forced()
 
     @property
     def complete(self) -> bool:
@@ -41,10 +51,6 @@ class GrammarState:
     def ended(self) -> bool:
         """Whether nothing but an end may follow."""
         return self.matcher.is_stopped()
-
-    def forced(self) -> list[int]:
-        """The tokens that must follow, whatever the model; often none."""
-        return self.matcher.compute_ff_tokens()
 
 
 class MaskFiller:
@@ -73,7 +79,14 @@ class MaskFiller:
         buffer[used] = ALL
         used[:] = states
         self._next = (self._next + 1) % len(self._buffers)
-        fill_next_token_bitmask_par(self._executor, [(state.matcher, row) for row, state in states.items()], buffer)
+        free = [(state.matcher, row) for row, state in states.items() if not state.forced]
+        if free:
+            fill_next_token_bitmask_par(self._executor, free, buffer)
+        for row, state in states.items():
+            if state.forced:
+                word, bit = divmod(state.forced[0], 32)
+                buffer[row] = 0
+                buffer[row, word] = np.uint32(1 << bit).view(np.int32)
         return buffer
 
 
