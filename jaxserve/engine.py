@@ -129,8 +129,8 @@ class Engine:
     ) -> list[Request]:
         """Queues a request: one `Request` for each of its `params.n` samples, with ids `request_id`, or `request_id/i` for n > 1.
 
-        grammar: what the output must be, as `GrammarCompiler.submit` returns it. While it compiles the request waits, and nobody with
-        it; if it can't be, the request ends with finish_reason "error".
+        grammar: what the output must be, as `GrammarCompiler.submit` returns it. While it compiles the request waits, and nobody
+          with it; if it can't be, the request ends with finish_reason "error".
 
         Raises:
           ValueError: an empty or too long prompt, an id out of the vocabulary, a duplicate request id, a priority where nobody asks
@@ -306,8 +306,8 @@ class Engine:
             self._undelivered.append(EngineOutput(request, [], finish_reason="error", stop_reason=message))
 
     def _follow_grammars(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """Takes what was sampled into the grammars. A request whose grammar has ended ends too; tokens that must follow are output at
-        once, to be computed together."""
+        """Takes what was sampled into the grammars. A request whose grammar has ended ends too; tokens that must follow are output
+        at once, to be computed together."""
         forced = []
         for output in outputs:
             request = output.request

@@ -1,4 +1,4 @@
-"""Tokens that are known without a step each: they are delivered once, computed as a chunk, and what is in flight does not count twice."""
+"""Tokens that are known without a step each: delivered once, computed as a chunk, and what is in flight does not count twice."""
 
 import itertools
 

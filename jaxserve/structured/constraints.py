@@ -66,8 +66,8 @@ class Constraints:
         return bool(self._states) and any(request in self._states for request in schedule.requests)
 
     def masks(self, schedule: Schedule) -> np.ndarray:
-        """i32[max_rows, ceil(V / 32)]: of the step's logits rows, as MaskFiller's. All tokens sampled before this step must have been
-        given to `advance`."""
+        """i32[max_rows, ceil(V / 32)]: of the step's logits rows, as MaskFiller's. All tokens sampled before this step must have
+        been given to `advance`."""
         if self._filler is None:
             self._filler = MaskFiller(self._vocab_size, self._max_rows)
         sampling = [r for r, samples in zip(schedule.requests, schedule.samples, strict=True) if samples]

@@ -57,7 +57,9 @@ class GrammarCompiler:
         if not self.eos_token_ids:
             raise ValueError("structured outputs need an end of sequence, and this model names no eos token")
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.backend.token_to_id(t.content) for t in tokenizer.backend.get_added_tokens_decoder().values())
+        self._special = frozenset(
+            tokenizer.backend.token_to_id(t.content) for t in tokenizer.backend.get_added_tokens_decoder().values()
+        )
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
         self._lock = threading.Lock()
         self._futures: OrderedDict[str, Future[Grammar]] = OrderedDict()
@@ -117,7 +119,9 @@ class GrammarCompiler:
             return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         if params.kind == "structural_tag":
             return self._tags(params.structural_tag)
-        return llguidance.grammar_from(params.kind, json.dumps(params.choice) if params.kind == "choice" else getattr(params, params.kind))
+        return llguidance.grammar_from(
+            params.kind, json.dumps(params.choice) if params.kind == "choice" else getattr(params, params.kind)
+        )
 
     def _tags(self, tag: Any) -> str:
         from llguidance import StructTag
@@ -126,8 +130,7 @@ class GrammarCompiler:
         for structure in tag["structures"]:
             trigger = next(t for t in triggers if structure["begin"].startswith(t))
             tags.append(StructTag(trigger=trigger, begin=structure["begin"], grammar=structure["schema"], end=structure["end"]))
-        special = [self._tokenizer.backend.token_to_id(t.trigger) in self._special for t in tags]
-        return StructTag.to_grammar(tags, assume_special=all(special))
+        return StructTag.to_grammar(tags, assume_special=all(tag.trigger in self._added for tag in tags))
 
 
 def _words(error: str) -> str:

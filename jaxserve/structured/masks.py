@@ -17,8 +17,8 @@ ALL = -1  # a word of 32 allowed tokens
 class GrammarState:
     """Where one sequence stands in its grammar.
 
-    num_tokens: output tokens that are in. forced: the tokens that must follow whatever the model says, often none; where the grammar
-    forces bytes that several tokenisations spell, it is the tokenizer's own, and no other is allowed.
+    num_tokens: output tokens that are in. forced: the tokens that must follow whatever the model says, often none; where the
+    grammar forces bytes that several tokenisations spell, it is the tokenizer's own, and no other is allowed.
     """
 
     def __init__(self, grammar: Grammar):

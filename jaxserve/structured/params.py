@@ -20,8 +20,8 @@ class StructuredOutputsParams:
     choice: the output is one of these strings.
     grammar: a context-free grammar, in llguidance's Lark or in GBNF.
     json_object: any JSON object.
-    structural_tag: {"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}, as a dict or as JSON text: free text in which
-      a trigger starts one of the structures that begin with it.
+    structural_tag: {"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}, as a dict or as JSON text: free text in
+      which a trigger starts one of the structures that begin with it.
 
     disable_any_whitespace: JSON without whitespace but what a string holds. whitespace_pattern: a regular expression for the
       whitespace between JSON's tokens. disable_additional_properties: objects have no properties but those their schema names.
@@ -107,7 +107,9 @@ def _structural_tag(value: Any) -> dict[str, Any]:
     for structure in structures:
         texts = [structure.get(name) if isinstance(structure, dict) else None for name in ("begin", "end")]
         if not (all(isinstance(text, str) for text in texts) and isinstance(structure.get("schema"), dict)):
-            raise ValueError(f"structured_outputs: structural_tag: {structure=} must have 'begin' and 'end' texts and a 'schema' object")
+            raise ValueError(
+                f"structured_outputs: structural_tag: {structure=} must have 'begin' and 'end' texts and a 'schema' object"
+            )
         if not any(str(texts[0]).startswith(trigger) for trigger in triggers):
             raise ValueError(f"structured_outputs: structural_tag: begin={texts[0]!r} starts with none of the triggers {triggers}")
     return value

@@ -11,13 +11,19 @@ NAMES = ("a", "bc", "name", "a key", "é", 'q"uote', "x_1")
 
 def schema(rng: np.random.Generator, depth: int = 2) -> dict[str, Any]:
     """A JSON schema (draft 2020-12), nested at most `depth` deep."""
-    kinds = ["integer", "number", "string", "pattern", "boolean", "null", "enum", "const"] + ["object", "array", "anyOf"] * (depth > 0)
+    kinds = ["integer", "number", "string", "pattern", "boolean", "null", "enum", "const"] + ["object", "array", "anyOf"] * (
+        depth > 0
+    )
     kind = "object" if depth == 2 and rng.random() < 0.5 else kinds[rng.integers(len(kinds))]
     if kind == "integer":
         low = int(rng.integers(-50, 50))
         return {"type": "integer", "minimum": low, "maximum": low + int(rng.integers(0, 2000))}
     if kind == "number":
-        return {"type": "number", "minimum": -1, "maximum": 1, "multipleOf": 0.25} if rng.random() < 0.5 else {"type": "integer", "maximum": 9, "minimum": 0}
+        return (
+            {"type": "number", "minimum": -1, "maximum": 1, "multipleOf": 0.25}
+            if rng.random() < 0.5
+            else {"type": "integer", "maximum": 9, "minimum": 0}
+        )
     if kind == "string":
         least = int(rng.integers(0, 4))
         return {"type": "string", "minLength": least, "maxLength": least + int(rng.integers(0, 6))}
@@ -42,7 +48,7 @@ def schema(rng: np.random.Generator, depth: int = 2) -> dict[str, Any]:
 
 def regex(rng: np.random.Generator, depth: int = 1) -> str:
     """A regular expression that Python's re and Rust's regex read alike, and Python's without much backtracking."""
-    atoms = ["[a-c]", "x", "[0-9]", "[^a-y\\n\\r\"\\\\\\x00-\\x1f\\x7f-\\U0010ffff]", "(?:yes)", "-"]
+    atoms = ["[a-c]", "x", "[0-9]", '[^a-y\\n\\r"\\\\\\x00-\\x1f\\x7f-\\U0010ffff]', "(?:yes)", "-"]
     pieces = []
     for _ in range(1 + rng.integers(3)):
         piece = atoms[rng.integers(len(atoms))]
