@@ -57,9 +57,7 @@ class GrammarCompiler:
         if not self.eos_token_ids:
             raise ValueError("structured outputs need an end of sequence, and this model names no eos token")
         self._tokenizer = tokenizer
-        self._special = frozenset(
-            tokenizer.backend.token_to_id(t.content) for t in tokenizer.backend.get_added_tokens_decoder().values()
-        )
+        self._added = frozenset(token.content for token in tokenizer.backend.get_added_tokens_decoder().values())
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
         self._lock = threading.Lock()
         self._futures: OrderedDict[str, Future[Grammar]] = OrderedDict()

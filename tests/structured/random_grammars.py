@@ -11,19 +11,14 @@ NAMES = ("a", "bc", "name", "a key", "é", 'q"uote', "x_1")
 
 def schema(rng: np.random.Generator, depth: int = 2) -> dict[str, Any]:
     """A JSON schema (draft 2020-12), nested at most `depth` deep."""
-    kinds = ["integer", "number", "string", "pattern", "boolean", "null", "enum", "const"] + ["object", "array", "anyOf"] * (
-        depth > 0
-    )
+    kinds = ["integer", "digit", "string", "pattern", "boolean", "null", "enum", "const"]
+    kinds += ["object", "array", "anyOf"] * (depth > 0)
     kind = "object" if depth == 2 and rng.random() < 0.5 else kinds[rng.integers(len(kinds))]
     if kind == "integer":
         low = int(rng.integers(-50, 50))
         return {"type": "integer", "minimum": low, "maximum": low + int(rng.integers(0, 2000))}
-    if kind == "number":
-        return (
-            {"type": "number", "minimum": -1, "maximum": 1, "multipleOf": 0.25}
-            if rng.random() < 0.5
-            else {"type": "integer", "maximum": 9, "minimum": 0}
-        )
+    if kind == "digit":
+        return {"type": "integer", "minimum": 0, "maximum": 9}
     if kind == "string":
         least = int(rng.integers(0, 4))
         return {"type": "string", "minLength": least, "maxLength": least + int(rng.integers(0, 6))}
