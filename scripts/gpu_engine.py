@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxserve import BucketPlan
-from jaxserve.workloads import nano_vllm
+from jaxserve.workloads import Workload, WorkloadRequest, nano_vllm
 from scripts.bench_models import RANDOM
 from scripts.bench_run import serve
 from scripts.device_rates import Rates, measure
@@ -179,16 +179,17 @@ def workload(figures: Figures, name: str = "qwen3-0.6b") -> None:
     from jaxserve.compilation import compile_counts
 
     rates = measure(figures)
-    requests = [(12, 6)] * 6 if figures.dry_run else nano_vllm().lengths
+    requests = (WorkloadRequest(12, 6),) * 6 if figures.dry_run else nano_vllm().requests
     log = Path(tempfile.mkdtemp()) / "demand.jsonl"
     plan = BucketPlan(decode=(64, 128, 192, 256), mixed=((512, 256), (1024, 256), (4096, 256)), head_rows=(64, 256))
     if figures.dry_run:
         plan = BucketPlan(decode=(4,), mixed=((32, 4),), head_rows=(4,))
     engine = random_engine(name, bucket_plan=plan, max_model_len=64 if figures.dry_run else 2048, demand_log=str(log))
     compile_all(engine)
-    serve(engine, [(p, min(o, 8)) for p, o in requests], seed=1)  # every bucket runs before it is timed: its graph is recorded
+    short = tuple(WorkloadRequest(r.num_prompt_tokens, min(r.num_output_tokens, 8)) for r in requests)
+    serve(engine, Workload("short", short), seed=1)  # every bucket runs before it is timed: its graph is recorded
     before, skip = compile_counts().programs, len(log.read_text().splitlines())
-    done = serve(engine, requests, seed=0)
+    done = serve(engine, Workload("nano_vllm", requests), seed=0)
     demand = [json.loads(line) for line in log.read_text().splitlines()[skip:]]
     floor = sum(floor_seconds(engine, rates, d["tokens"], d["kv_tokens"]) for d in demand)
     figures.record(
