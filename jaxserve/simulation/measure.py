@@ -159,7 +159,18 @@ class StepMeasurer:
             pages += [(row, column, (at + column) % self.config.cache.num_pages) for column in range(count)]
             at += count
         assert n <= limits.max_num_seqs and tokens <= shape.bucket.tokens
-        return StepInputs(shape.bucket, packed, head_rows, rows, False, np.array(pages, np.int32), tokens)
+        for name, planner in layout.work.values():
+            planner.plan(q_lens, starts + q_lens, out=view[name])
+        return StepInputs(
+            bucket=shape.bucket,
+            packed=packed,
+            head_rows=head_rows,
+            num_samples=rows,
+            with_logprobs=False,
+            extra_page_updates=np.array(pages, np.int32),
+            edit_rows=[],
+            num_tokens=tokens,
+        )
 
     def visit(self, shape: StepShape, head_rows: int = 0) -> None:
         """Times one visit of a point; its first compiles what it needs."""
