@@ -12,7 +12,6 @@ from scripts.gpu_attention import Batch, dense_attention
 from scripts.gpu_check import PARTS, device_name, summary
 from scripts.gpu_engine import random_engine, step_bytes, step_flops
 from scripts.gpu_figures import Figures, read_rows, value_of
-from scripts.workloads import WORKLOADS
 
 
 def test_what_fails_is_a_figure_and_the_rest_goes_on(tmp_path):
@@ -88,8 +87,3 @@ def test_results_go_to_a_folder_of_the_card():
 def test_sections_have_names_of_their_own():
     names = [name for part in PARTS.values() for name in part]
     assert len(names) == len(set(names)) and json.dumps(names)
-
-
-def test_nano_vllm_is_the_published_workload():
-    requests = WORKLOADS["nano_vllm"]
-    assert (len(requests), sum(p for p, _ in requests), sum(o for _, o in requests)) == (256, 142_827, 133_966)
