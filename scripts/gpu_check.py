@@ -145,7 +145,7 @@ def _graph_updates(figures: Figures) -> None:
     """Runs its child with XLA's log on, in a file that both read."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        environment = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "command_buffer_thunk=3"}
+        environment = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "command_buffer_thunk=3,gpu_command_buffer=3"}
         rows = Path(folder) / "rows"
         end = run_child("count_graph_updates", figures.seconds_left, rows, figures.dry_run, [f"--cache={log}"], environment, log)
         for row in read_rows(rows):

@@ -272,8 +272,8 @@ def thunks(figures: Figures, name: str, expected: Path) -> None:
 
 
 def graph_updates(figures: Figures, name: str, log: Path) -> None:
-    """How often XLA records a graph anew while steps of one bucket run. XLA says so in its log (module command_buffer_thunk at
-    level 3), which the parent has turned on and pointed at `log`."""
+    """How often XLA records a graph anew while steps of one bucket run. XLA says so in its log (modules command_buffer_thunk and
+    gpu_command_buffer at level 3), which the parent has turned on and pointed at `log`."""
     small: dict[str, Any] = {"max_num_batched_tokens": 64} if figures.dry_run else {}
     engine = random_engine(name, max_num_seqs=8, max_model_len=256, compilation_cache_dir="", **small)
     inputs, _ = _decoding(engine, 8, 48, seed=0)
