@@ -7,7 +7,8 @@ if TYPE_CHECKING:
     from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams
     from jaxserve.buckets import BucketPlan
     from jaxserve.config import EngineConfig
-    from jaxserve.engine import Engine, EngineOutput
+    from jaxserve.engine import Engine
+    from jaxserve.engine_outputs import EngineOutput
     from jaxserve.llm import LLM
     from jaxserve.request import CompletionOutput, Logprob, Request, RequestOutput, SamplingParams, ScoreOutput
     from jaxserve.structured import StructuredOutputsParams
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 _HOME = {
     "LLM": "llm",
     "Engine": "engine",
-    "EngineOutput": "engine",
+    "EngineOutput": "engine_outputs",
     "EngineConfig": "config",
     "BeamSearchOutput": "beam_search",
     "BeamSearchParams": "beam_search",

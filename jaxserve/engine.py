@@ -15,24 +15,25 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+from jaxserve.admission import check_ids
 from jaxserve.batch import BatchPacker, StepInputs
-from jaxserve.buckets import PaddingAccount
 from jaxserve.compilation import compile_counts, use_persistent_cache
-from jaxserve.config import DEFAULT_PAGE_SIZE, EngineConfig, ResolvedConfig
+from jaxserve.config import EngineConfig
 from jaxserve.demand import COLUMNS, step_demand
 from jaxserve.edit_rows import kinds_of
+from jaxserve.engine_outputs import EngineOutput, EngineStats, logprobs_of
 from jaxserve.models import Decoder
 from jaxserve.page_pool import PagePool
 from jaxserve.params import fit, placed
 from jaxserve.programs import Programs
 from jaxserve.prompt_scores import ScoreSpan, deliver, pack_spans, scores_of, spans_of
-from jaxserve.request import MAX_SUPPRESSED_IDS, Logprob, Request, RequestMetrics, RequestStatus, SamplingParams
+from jaxserve.request import Logprob, Request, RequestMetrics, RequestStatus, SamplingParams
+from jaxserve.resolution import resolve, step_budget
 from jaxserve.runner import Runner, StepHandle
 from jaxserve.sampling_rows import SampledRows
 from jaxserve.schedule import Schedule, StepResult
@@ -40,46 +41,14 @@ from jaxserve.scheduler import Scheduler
 from jaxserve.step import ModelFunctions
 from jaxserve.structured.constraints import Constraints
 from jaxserve.structured.grammars import Grammar
-from kernels.ragged_paged_attention import resolve_backend
 
 if TYPE_CHECKING:
-    from jaxserve.step_budget import StepBudget
+    pass
 
 logger = logging.getLogger("jaxserve")
 
 IN_FLIGHT = ("refuse", "recompute", "keep")  # what becomes of requests that have begun when the weights change
 GRAMMAR_WAIT = 0.02  # seconds that an idle step waits for a grammar to be compiled
-
-
-@dataclass(slots=True)
-class EngineOutput:
-    """What one step brought for one sample of a request.
-
-    logprobs: {token id: Logprob} for each new token, the sampled token first; None unless asked for.
-    finish_reason, stop_reason: as CompletionOutput's; None while it runs.
-    """
-
-    request: Request
-    new_token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-
-@dataclass
-class EngineStats:
-    """Counts since the engine was made; `padding` by bucket, times in seconds."""
-
-    num_steps: int = 0
-    prefill_tokens: int = 0  # of prompts, and of outputs recomputed after a preemption
-    generated_tokens: int = 0
-    padding: PaddingAccount = field(default_factory=PaddingAccount)
-    sorted_rows: int = 0  # rows whose filters needed a sort of the whole vocabulary
-    bad_rows: int = 0  # rows that ended for logits that are not numbers
 
 
 class Engine:
@@ -107,7 +76,7 @@ class Engine:
         self.runner = Runner(programs)
         self.is_paused = self.is_asleep = False
         self.eos_token_ids = frozenset(self.config.model.eos_token_ids if eos_token_ids is None else eos_token_ids)
-        self._step_budget = _step_budget(self.config)
+        self._step_budget = step_budget(self.config)
         self._make_host_state()
         self.stats = EngineStats()
         self._groups: dict[str, list[Request]] = {}  # request id -> its samples
@@ -182,7 +151,9 @@ class Engine:
         cache_salt: str | None = None,
     ) -> list[Request]:
         """The samples of a request, checked. ValueError as `add_request`; nothing is changed."""
-        self._check_ids(request_id, prompt_token_ids, params)
+        if request_id in self._groups:
+            raise ValueError(f"request id {request_id!r} is already in use; give each request its own")
+        check_ids(prompt_token_ids, params, self.config.model.vocab_size, self.eos_token_ids)
         if priority and self.config.scheduler.order != "priority":
             raise ValueError(f"priority={priority} means nothing here: make the engine with scheduling_policy='priority'")
         requests = [
@@ -209,34 +180,6 @@ class Engine:
     def check_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0) -> None:
         """ValueError if `add_request` would refuse this; changes nothing."""
         self._samples(request_id, prompt_token_ids, params, priority=priority)
-
-    def _check_ids(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        if request_id in self._groups:
-            raise ValueError(f"request id {request_id!r} is already in use; give each request its own")
-        vocab = self.config.model.vocab_size
-        ids = np.asarray(prompt_token_ids)
-        if ids.size and (ids.dtype.kind not in "iu" or ids.ndim != 1):
-            raise ValueError(f"prompt_token_ids must be a flat list of integers, got {ids.dtype} of shape {ids.shape}")
-        if params.bad_words is not None:
-            raise ValueError(f"bad_words={params.bad_words!r} are texts, and the engine has no tokenizer: give bad_words_token_ids")
-        named = {
-            "prompt": ids,
-            "stop": params.stop_token_ids or (),
-            "logit_bias": list(params.logit_bias or ()),
-            "allowed": params.allowed_token_ids or (),
-            "bad word's": [i for sequence in params.bad_words_token_ids or () for i in sequence],
-        }
-        for name, values in named.items():
-            values = np.asarray(values, np.int64)
-            bad = values[(values < 0) | (values >= vocab)]
-            if bad.size:
-                raise ValueError(f"{name} token id {int(bad[0])} is out of the vocabulary [0, {vocab})")
-        stops = (frozenset() if params.ignore_eos else self.eos_token_ids) | set(params.stop_token_ids or ())
-        if params.min_tokens and len(stops) > MAX_SUPPRESSED_IDS:
-            raise ValueError(
-                f"min_tokens={params.min_tokens} can hold back at most {MAX_SUPPRESSED_IDS} stop ids, eos included; "
-                f"got {len(stops)}"
-            )
 
     def _seed_of(self, number: int) -> int:
         return int(np.random.SeedSequence((self.config.engine.seed % 2**64, number)).generate_state(1, np.uint64)[0])
@@ -418,7 +361,7 @@ class Engine:
             for output in outputs:
                 n = output.request.params.logprobs
                 if n is not None:
-                    output.logprobs = [_logprobs_of(sampled, head_row[id(output.request)], n)]
+                    output.logprobs = [logprobs_of(sampled, head_row[id(output.request)], n)]
         if result.finished:
             last = {id(output.request): output for output in outputs}
             for request in result.finished:
@@ -561,60 +504,3 @@ class Engine:
         if self._demand_log is not None:
             self._demand_log.close()
             self._demand_log = None
-
-
-def _logprobs_of(sampled: SampledRows, row: int, n: int) -> dict[int, Logprob]:
-    """The sampled token of a row and its n likeliest alternatives."""
-    assert sampled.logprobs is not None and sampled.ranks is not None
-    assert sampled.top_ids is not None and sampled.top_logprobs is not None
-    found = {int(sampled.tokens[row]): Logprob(float(sampled.logprobs[row]), int(sampled.ranks[row]))}
-    for i in range(n):
-        if sampled.top_logprobs[row, i] == -np.inf:
-            break  # a grammar allows fewer
-        found.setdefault(int(sampled.top_ids[row, i]), Logprob(float(sampled.top_logprobs[row, i]), i + 1))
-    return found
-
-
-def _step_budget(config: ResolvedConfig) -> StepBudget | None:
-    """The dynamic budget that the config asks for. ValueError if the profile can't be used, or not with these pages."""
-    if config.engine.tbt_slo_ms is None:
-        return None
-    from jaxserve.simulation.step_time import StepTimeModel
-    from jaxserve.step_budget import StepBudget
-
-    assert config.engine.step_times is not None
-    step_times, limits = StepTimeModel.load(config.engine.step_times), config.scheduler
-    if step_times.page_size != config.cache.page_size:
-        raise ValueError(f"step_times was profiled with page_size={step_times.page_size}, not {config.cache.page_size}")
-    return StepBudget(step_times, config.plan, config.engine.tbt_slo_ms / 1e3, limits.max_num_seqs, limits.max_num_batched_tokens)
-
-
-def resolve(functions: ModelFunctions, config: EngineConfig) -> ResolvedConfig:
-    """The config with everything decided for this model on JAX's default device.
-
-    On a device that states its memory, the largest programs are compiled first, from shapes alone, to learn what they need beside
-    weights and pages. Raises ValueError as `EngineConfig.resolve`, NotImplementedError for an attention backend that can't.
-    """
-    device = jax.devices()[0]
-    stats = device.memory_stats() or {}
-    limit = stats.get("bytes_limit")
-    decide = functools.partial(
-        config.resolve,
-        functions.model_config,
-        kv_dtype=functions.dtype,
-        on_gpu=device.platform == "gpu",
-        device_limit=limit,
-        attention_backend=resolve_backend(
-            config.attention_backend,
-            num_query_heads=functions.model_config.num_heads,
-            num_kv_heads=functions.model_config.num_kv_heads,
-            head_dim=functions.model_config.head_dim,
-            page_size=config.page_size or DEFAULT_PAGE_SIZE,
-            dtype=functions.dtype,
-        ),
-        weight_bytes=max(functions.num_bytes, stats.get("bytes_in_use", 0)),  # what else the process holds is not ours to use
-    )
-    resolved = decide()
-    if limit is not None and config.num_pages is None:
-        resolved = decide(temp_bytes=Programs(functions, resolved).largest_temp_bytes())
-    return resolved

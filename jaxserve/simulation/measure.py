@@ -71,8 +71,8 @@ class StepMeasurer:
     def __init__(self, model: Any, config: EngineConfig, *, multiple: int, min_seconds: float = 0.1):
         import jax
 
-        from jaxserve.engine import resolve
         from jaxserve.programs import Programs
+        from jaxserve.resolution import resolve
         from jaxserve.runner import Runner
         from jaxserve.step import ModelFunctions
 

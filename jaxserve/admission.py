@@ -1,0 +1,35 @@
+"""Whether a request's token ids can be served at all. Knows nothing of budgets, pages or the other requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxserve.request import MAX_SUPPRESSED_IDS, SamplingParams
+
+
+def check_ids(prompt_token_ids: Sequence[int], params: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    """ValueError for token ids that are none, or more of them than the device has room for."""
+    ids = np.asarray(prompt_token_ids)
+    if ids.size and (ids.dtype.kind not in "iu" or ids.ndim != 1):
+        raise ValueError(f"prompt_token_ids must be a flat list of integers, got {ids.dtype} of shape {ids.shape}")
+    if params.bad_words is not None:
+        raise ValueError(f"bad_words={params.bad_words!r} are texts, and the engine has no tokenizer: give bad_words_token_ids")
+    named = {
+        "prompt": ids,
+        "stop": params.stop_token_ids or (),
+        "logit_bias": list(params.logit_bias or ()),
+        "allowed": params.allowed_token_ids or (),
+        "bad word's": [i for sequence in params.bad_words_token_ids or () for i in sequence],
+    }
+    for name, values in named.items():
+        values = np.asarray(values, np.int64)
+        bad = values[(values < 0) | (values >= vocab_size)]
+        if bad.size:
+            raise ValueError(f"{name} token id {int(bad[0])} is out of the vocabulary [0, {vocab_size})")
+    stops = (frozenset() if params.ignore_eos else eos_token_ids) | set(params.stop_token_ids or ())
+    if params.min_tokens and len(stops) > MAX_SUPPRESSED_IDS:
+        raise ValueError(
+            f"min_tokens={params.min_tokens} can hold back at most {MAX_SUPPRESSED_IDS} stop ids, eos included; got {len(stops)}"
+        )

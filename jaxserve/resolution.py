@@ -1,0 +1,65 @@
+"""An EngineConfig resolved against a model and the device at hand: what it means here.
+
+Owns the questions to the device (its memory, what its attention backend can do) and to the profile of a dynamic budget. What
+follows from the answers is config.py's.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+
+from jaxserve.config import DEFAULT_PAGE_SIZE, EngineConfig, ResolvedConfig
+from jaxserve.programs import Programs
+from jaxserve.step import ModelFunctions
+from kernels.ragged_paged_attention import resolve_backend
+
+if TYPE_CHECKING:
+    from jaxserve.step_budget import StepBudget
+
+
+def resolve(functions: ModelFunctions, config: EngineConfig) -> ResolvedConfig:
+    """The config with everything decided for this model on JAX's default device.
+
+    On a device that states its memory, the largest programs are compiled first, from shapes alone, to learn what they need beside
+    weights and pages. Raises ValueError as `EngineConfig.resolve`, NotImplementedError for an attention backend that can't.
+    """
+    device = jax.devices()[0]
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    decide = functools.partial(
+        config.resolve,
+        functions.model_config,
+        kv_dtype=functions.dtype,
+        on_gpu=device.platform == "gpu",
+        device_limit=limit,
+        attention_backend=resolve_backend(
+            config.attention_backend,
+            num_query_heads=functions.model_config.num_heads,
+            num_kv_heads=functions.model_config.num_kv_heads,
+            head_dim=functions.model_config.head_dim,
+            page_size=config.page_size or DEFAULT_PAGE_SIZE,
+            dtype=functions.dtype,
+        ),
+        weight_bytes=max(functions.num_bytes, stats.get("bytes_in_use", 0)),  # what else the process holds is not ours to use
+    )
+    resolved = decide()
+    if limit is not None and config.num_pages is None:
+        resolved = decide(temp_bytes=Programs(functions, resolved).largest_temp_bytes())
+    return resolved
+
+
+def step_budget(config: ResolvedConfig) -> StepBudget | None:
+    """The dynamic budget that the config asks for. ValueError if the profile can't be used, or not with these pages."""
+    if config.engine.tbt_slo_ms is None:
+        return None
+    from jaxserve.simulation.step_time import StepTimeModel
+    from jaxserve.step_budget import StepBudget
+
+    assert config.engine.step_times is not None
+    step_times, limits = StepTimeModel.load(config.engine.step_times), config.scheduler
+    if step_times.page_size != config.cache.page_size:
+        raise ValueError(f"step_times was profiled with page_size={step_times.page_size}, not {config.cache.page_size}")
+    return StepBudget(step_times, config.plan, config.engine.tbt_slo_ms / 1e3, limits.max_num_seqs, limits.max_num_batched_tokens)
