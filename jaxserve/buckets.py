@@ -14,6 +14,7 @@ from typing import Any
 
 MAX_PROGRAMS = 24  # most programs a default plan compiles
 HEAD_VARIANTS = 2  # tokens alone; tokens and logprobs
+OTHER_PROGRAMS = 2  # the scoring of prompts, the state's update
 _FORMAT = "jaxserve-bucket-plan-1"
 
 
@@ -49,7 +50,7 @@ class BucketPlan:
     head_rows: tuple[int, ...] = ()
     buckets: tuple[Bucket, ...] = field(init=False, repr=False, compare=False)  # cheapest first
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         decode, rows, mixed = tuple(self.decode), tuple(self.head_rows), tuple(tuple(pair) for pair in self.mixed)
         if any(len(pair) != 2 for pair in mixed):
             raise ValueError(f"bucket plan: mixed buckets must be pairs (tokens, sequences), got {list(mixed)}")
@@ -77,9 +78,9 @@ class BucketPlan:
         cls, max_num_seqs: int, max_num_batched_tokens: int, *, min_tokens: int = 8, max_programs: int = MAX_PROGRAMS
     ) -> BucketPlan:
         """Powers of two from `min_tokens` to the budget, thinned until at most `max_programs` programs are left."""
-        room = max_programs - 1  # one program applies page-table updates
+        room = max_programs - OTHER_PROGRAMS
         for per_ladder in range(16, 1, -1):
-            heads = _ladder(min_tokens, max_num_seqs, max(2, per_ladder // 2), min_tokens)
+            heads = _ladder(min_tokens, max_num_seqs, max(2, (per_ladder + 1) // 2), min_tokens)
             decode = _ladder(min_tokens, max_num_seqs, per_ladder, min_tokens)
             low = min(max(4 * min_tokens, 16), max_num_batched_tokens)
             mixed = _ladder(low, max_num_batched_tokens, per_ladder, min_tokens)
@@ -92,8 +93,8 @@ class BucketPlan:
 
     @property
     def num_programs(self) -> int:
-        """Programs that all of the plan compiles to: bodies, heads in every variant, and the page-table update."""
-        return len(self.buckets) + HEAD_VARIANTS * len(self.head_rows) + 1
+        """Programs that all of the plan compiles to: bodies, heads in every variant, and the others."""
+        return len(self.buckets) + HEAD_VARIANTS * len(self.head_rows) + OTHER_PROGRAMS
 
     @property
     def max_head_rows(self) -> int:

@@ -24,7 +24,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 WARM_UPS = ("all", "first_use")
 POLICIES = ("sarathi", "orca", "prefill_first", "request_level")
 ORDERS = ("fcfs", "priority")
-BACKENDS = ("auto", "xla", "reference")  # of attention
+BACKENDS = ("auto", "mosaic_sm90", "xla", "reference")  # of attention
 MOE_BACKENDS = ("auto", "xla", "reference", "mosaic_sm90")  # of a mixture of experts' matmuls
 
 
@@ -88,7 +88,7 @@ class SchedulerConfig:
     mixed: bool | None = None
     long_prefill_token_threshold: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _positive(
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -111,7 +111,7 @@ class CacheConfig:
     num_pages: int
     enable_prefix_caching: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _positive(page_size=self.page_size, num_pages=self.num_pages)
         _power_of_two(self.page_size)
 
@@ -139,7 +139,7 @@ class EngineConfig:
       bucket_plan: a BucketPlan or the path of its JSON.
       warm_up: "all" compiles every program of the plan at start, "first_use" each when it is first needed.
       async_scheduling: step n+1 is dispatched before step n's tokens are fetched.
-      attention_backend: "auto", "xla" or "reference".
+      attention_backend: "auto" ("mosaic_sm90" on a Hopper GPU where it fits, else "xla"), "mosaic_sm90", "xla" or "reference".
       moe_backend: of the matmuls of a mixture of experts, "auto", "xla", "reference" or "mosaic_sm90" (kernels/grouped_matmul).
       compilation_cache_dir: JAX's persistent compilation cache ("" leaves JAX's own setting alone).
       demand_log: a path to which each step's demand is appended, one JSON line a step.
@@ -172,7 +172,7 @@ class EngineConfig:
     compilation_cache_dir: str | None = None
     demand_log: str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require_one_of(DTYPES, dtype=self.dtype)
         require_one_of(ORDERS, scheduling_policy=self.scheduling_policy)
         require_one_of(POLICIES, batching_policy=self.batching_policy)
@@ -216,12 +216,14 @@ class EngineConfig:
         device_limit: int | None,  # bytes; None where the device does not say
         weight_bytes: int,
         temp_bytes: int = 0,
+        attention_backend: str | None = None,  # what "auto" is on this device; None: "xla"
     ) -> ResolvedConfig:
         """All limits decided, for this model on this device.
 
         Raises:
           ValueError: limits that contradict each other, the bucket plan, the model or the memory.
         """
+        from jaxserve.edit_rows import EditLayout
         from jaxserve.policies import resolve_policy
 
         plan = self.bucket_plan
@@ -237,6 +239,7 @@ class EngineConfig:
             longest <= model.max_position_embeddings,
             f"max_model_len={longest} must not exceed the model's max_position_embeddings={model.max_position_embeddings}",
         )
+        edit_bytes = max_num_seqs * EditLayout(longest, model.vocab_size).row_bytes
         num_pages = self.num_pages or decide_num_pages(
             pages,
             max_num_seqs=max_num_seqs,
@@ -244,7 +247,7 @@ class EngineConfig:
             utilization=self.gpu_memory_utilization,
             device_limit=device_limit,
             weight_bytes=weight_bytes,
-            temp_bytes=temp_bytes,
+            temp_bytes=temp_bytes + edit_bytes,
         )
         if num_pages * page_size < longest:
             _require(
@@ -265,7 +268,17 @@ class EngineConfig:
         )
         resolve_policy(scheduler)  # refuses switches that contradict the policy before anything is compiled
         cache = CacheConfig(page_size=page_size, num_pages=num_pages, enable_prefix_caching=self.enable_prefix_caching)
-        return ResolvedConfig(engine=self, model=model, scheduler=scheduler, cache=cache, plan=plan, pages=pages)
+        if attention_backend is None:
+            attention_backend = "xla" if self.attention_backend == "auto" else self.attention_backend
+        return ResolvedConfig(
+            engine=self,
+            model=model,
+            scheduler=scheduler,
+            cache=cache,
+            plan=plan,
+            pages=pages,
+            attention_backend=attention_backend,
+        )
 
     def _step_limits(self, plan: BucketPlan | None, model: ModelConfig) -> tuple[int, int]:
         """(max_num_batched_tokens, max_num_seqs). What is not given follows what is: a plan's largest bucket, the other limit."""
@@ -293,6 +306,7 @@ class ResolvedConfig:
     cache: CacheConfig
     plan: BucketPlan
     pages: PageShape
+    attention_backend: str  # never "auto"
 
     @property
     def max_pages_per_seq(self) -> int:

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -23,22 +23,28 @@ import numpy as np
 from jaxserve.batch import BatchPacker, StepInputs
 from jaxserve.buckets import PaddingAccount
 from jaxserve.compilation import compile_counts, use_persistent_cache
-from jaxserve.config import EngineConfig, ResolvedConfig
+from jaxserve.config import DEFAULT_PAGE_SIZE, EngineConfig, ResolvedConfig
 from jaxserve.demand import COLUMNS, step_demand
+from jaxserve.edit_rows import kinds_of
 from jaxserve.models import Decoder
 from jaxserve.page_pool import PagePool
+from jaxserve.params import fit, placed
 from jaxserve.programs import Programs
+from jaxserve.prompt_scores import ScoreSpan, deliver, pack_spans, scores_of, spans_of
 from jaxserve.request import MAX_SUPPRESSED_IDS, Logprob, Request, RequestMetrics, RequestStatus, SamplingParams
 from jaxserve.runner import Runner, StepHandle
 from jaxserve.sampling_rows import SampledRows
 from jaxserve.schedule import Schedule, StepResult
 from jaxserve.scheduler import Scheduler
 from jaxserve.step import ModelFunctions
+from kernels.ragged_paged_attention import resolve_backend
 
 if TYPE_CHECKING:
     from jaxserve.step_budget import StepBudget
 
 logger = logging.getLogger("jaxserve")
+
+IN_FLIGHT = ("refuse", "recompute", "keep")  # what becomes of requests that have begun when the weights change
 
 
 @dataclass(slots=True)
@@ -95,12 +101,13 @@ class Engine:
             for key in programs.keys:
                 programs.get(key)
         self.runner = Runner(programs)
+        self.is_paused = self.is_asleep = False
         self.eos_token_ids = frozenset(self.config.model.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._step_budget = _step_budget(self.config)
         self._make_host_state()
         self.stats = EngineStats()
         self._groups: dict[str, list[Request]] = {}  # request id -> its samples
-        self._in_flight: deque[tuple[Schedule, StepHandle]] = deque()
+        self._in_flight: deque[tuple[Schedule, list[ScoreSpan], StepHandle]] = deque()
         self._undelivered: list[EngineOutput] = []
         self._numbers = itertools.count()
         self._demand_log = open(config.demand_log, "a", buffering=1) if config.demand_log else None
@@ -112,7 +119,8 @@ class Engine:
         cache, limits = self.config.cache, self.config.scheduler
         self.pool = PagePool(cache.num_pages, cache.page_size, cache.enable_prefix_caching)
         self.scheduler = Scheduler(limits, self.pool, self._step_budget)
-        self.packer = BatchPacker(self.config.plan, self.runner.programs.layouts, limits.max_num_seqs)
+        programs = self.runner.programs
+        self.packer = BatchPacker(self.config.plan, programs.layouts, limits.max_num_seqs, programs.edit_layout)
 
     # -- requests in
 
@@ -125,20 +133,29 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival: float | None = None,
+        score_from: int | None = None,
     ) -> list[Request]:
         """Queues a request: one `Request` for each of its `params.n` samples, with ids `request_id`, or `request_id/i` for n > 1.
+
+        score_from: gathers the log-probabilities of the prompt's tokens from this position on, 1 at least, in the first sample's
+          `prompt_scores`; those before it may come from the prefix cache.
 
         Raises:
           ValueError: an empty or too long prompt, an id out of the vocabulary, a duplicate request id, a priority where nobody asks
             for it, or more KV than the pool can ever hold. Nothing is queued then and no other request is touched.
+          RuntimeError: the engine is asleep or has no weights.
         """
+        self._check_awake()
         params = params or SamplingParams()
         arrival = time.monotonic() if arrival is None else arrival
         requests = self._samples(request_id, prompt_token_ids, params, arrival, priority, cache_salt)
         seed = self._seed_of(next(self._numbers)) if params.seed is None else params.seed
+        if score_from is not None and not 1 <= score_from <= len(prompt_token_ids):
+            raise ValueError(f"{score_from=} must be in [1, {len(prompt_token_ids)}], the prompt's length")
         self._groups[request_id] = requests  # first, so that `abort` finds what an interrupt leaves half added
         for request in requests:
             request.seed = seed
+            request.prompt_scores = scores_of(request, score_from)
             self.scheduler.add(request)
         return requests
 
@@ -173,6 +190,7 @@ class Engine:
         ]
         for request in requests:
             self.scheduler.check(request)
+            request.samples = requests if params.n > 1 else ()
         return requests
 
     def check_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0) -> None:
@@ -186,7 +204,17 @@ class Engine:
         ids = np.asarray(prompt_token_ids)
         if ids.size and (ids.dtype.kind not in "iu" or ids.ndim != 1):
             raise ValueError(f"prompt_token_ids must be a flat list of integers, got {ids.dtype} of shape {ids.shape}")
-        for name, values in (("prompt", ids), ("stop", np.asarray(params.stop_token_ids or (), np.int64))):
+        if params.bad_words is not None:
+            raise ValueError(f"bad_words={params.bad_words!r} are texts, and the engine has no tokenizer: give bad_words_token_ids")
+        named = {
+            "prompt": ids,
+            "stop": params.stop_token_ids or (),
+            "logit_bias": list(params.logit_bias or ()),
+            "allowed": params.allowed_token_ids or (),
+            "bad word's": [i for sequence in params.bad_words_token_ids or () for i in sequence],
+        }
+        for name, values in named.items():
+            values = np.asarray(values, np.int64)
             bad = values[(values < 0) | (values >= vocab)]
             if bad.size:
                 raise ValueError(f"{name} token id {int(bad[0])} is out of the vocabulary [0, {vocab})")
@@ -237,7 +265,9 @@ class Engine:
         """Schedules and dispatches a step, and returns what an earlier one brought (one step late, so that the device never waits
         for the host; the first call of a busy spell may return nothing).
 
-        An exception on the way, Ctrl-C too, ends every request as aborted and passes on; the engine stays usable.
+        While the engine is paused nothing new starts: what was in flight is delivered, then nothing. An exception on the way,
+        Ctrl-C too, ends every request as aborted and passes on; the engine stays usable. One such is the RuntimeError where the
+        weights' buffers are gone, because the trainer that shares them donated them.
         """
         with self._whole_or_nothing():
             return self._step()
@@ -254,7 +284,7 @@ class Engine:
         buffers gone. Nothing of that is worth mending: host and device begin anew, the cached prefixes forgotten."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             for request in (r for group in self._groups.values() for r in group if not r.finished):
                 request.status, request.finish_reason, request.rows, request.row = RequestStatus.FINISHED, "abort", None, -1
                 self._record_finish(request)
@@ -263,13 +293,19 @@ class Engine:
             self._undelivered.clear()
             self._make_host_state()
             self.runner.reset()
+            num_deleted = self.runner.num_deleted_weights()
+            if num_deleted and isinstance(error, Exception):
+                raise RuntimeError(
+                    f"{num_deleted} of the weights were deleted since they were given, donated by the trainer that shares them: "
+                    "call update_params with the current ones before the next step"
+                ) from error
             raise
 
     def _step(self) -> list[EngineOutput]:
-        schedule = self.scheduler.schedule()
+        schedule = None if self.is_paused else self.scheduler.schedule()
         if schedule is not None:
-            inputs = self._pack(schedule)
-            self._in_flight.append((schedule, self.runner.dispatch(inputs)))
+            inputs, spans = self._pack(schedule)
+            self._in_flight.append((schedule, spans, self.runner.dispatch(inputs)))
         depth = 1 if schedule is not None and self.config.engine.async_scheduling else 0
         outputs: list[EngineOutput] = self._undelivered
         self._undelivered = []
@@ -277,19 +313,24 @@ class Engine:
             outputs += self._finish_step(*self._in_flight.popleft())
         return outputs
 
-    def _pack(self, schedule: Schedule) -> StepInputs:
+    def _pack(self, schedule: Schedule) -> tuple[StepInputs, list[ScoreSpan]]:
         for request in self.packer.newcomers(schedule):
             if request.metrics is not None and request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = time.monotonic()
         inputs = self.packer.pack(schedule)
+        spans = spans_of(schedule)
+        if spans:
+            inputs.score_rows.extend(pack_spans(spans, self.runner.score_rows))
         self.stats.num_steps += 1
         self.stats.padding.add(inputs.bucket, inputs.num_tokens, inputs.head_rows, inputs.num_samples)
         self.stats.prefill_tokens += schedule.num_tokens - schedule.num_decodes
         if self._demand_log is not None:
             self._log_demand(schedule, inputs)
-        return inputs
+        return inputs, spans
 
-    def _finish_step(self, schedule: Schedule, handle: StepHandle) -> list[EngineOutput]:
+    def _finish_step(self, schedule: Schedule, spans: list[ScoreSpan], handle: StepHandle) -> list[EngineOutput]:
+        if spans:
+            deliver(spans, self.runner.fetch_scores(handle))
         sampled = self.runner.fetch(handle)
         tokens = np.zeros(schedule.num_seqs, np.int32)
         outputs: list[EngineOutput] = []
@@ -335,11 +376,94 @@ class Engine:
                 f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens; "
                 "check the weights, or use a wider dtype"
             )
+            if kinds_of(request.params):
+                message += ", or allowed_token_ids, bad words and min_tokens together forbid every token"
             logger.error("request %s: %s", request.request_id, message)
             self.scheduler.finish(request, "error", message)
             outputs.append(EngineOutput(request, [], finish_reason="error", stop_reason=message))
             self._forget(request)
         return outputs
+
+    # -- weights and memory
+
+    def update_params(self, params: Any, in_flight: str = "refuse") -> None:
+        """From the next step on the engine runs with these weights; no cached prefix of the old ones is used again.
+
+        Args:
+          params: anything that `LLM.from_params` takes, for the model at hand. Arrays of the engine's dtype, in the layout of its
+            own `Decoder`, on its device, are used as they are; others are cast, fused or moved, one weight at a time.
+          in_flight: what becomes of requests that have begun (those that wait just run with the new weights). "refuse": a
+            RuntimeError. "recompute": their tokens so far stand, their KV is made anew. "keep": they go on with the KV they have.
+
+        Nothing is compiled where no conversion is needed, nor for a conversion that was made before. A shared array must stay as it
+        is until the next update: a trainer that donates it makes `step` fail with a RuntimeError that says so. May be called while
+        the engine is paused or asleep.
+
+        Raises:
+          ValueError: leaves are missing, unknown, mis-shaped, of a wrong dtype or deleted; all are listed, and nothing has changed.
+          RuntimeError: see in_flight; nothing has changed.
+        """
+        if in_flight not in IN_FLIGHT:
+            raise ValueError(f"{in_flight=} must be one of {', '.join(IN_FLIGHT)}")
+        functions = self.runner.programs.functions
+        fitted = fit(params, functions.model_config, dict(zip(functions.paths, functions.abstract, strict=True)))
+        self.drain()
+        num_begun = self.scheduler.num_begun
+        if num_begun and in_flight == "refuse":
+            raise RuntimeError(
+                f"{num_begun} requests are in flight: finish or abort them first, or call update_params with "
+                "in_flight='recompute' or 'keep'"
+            )
+        try:
+            self.runner.set_weights(placed(fitted, jax.devices()[0]))
+        finally:  # whatever came of it, the old weights' KV is not to be hit
+            self.scheduler.change_weights(self.runner.weights_version, recompute=in_flight == "recompute")
+
+    def pause(self) -> None:
+        """No new steps until `resume`. Requests may be added and wait; those in flight keep their pages."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Ends `pause`."""
+        self.is_paused = False
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the KV pages until `wake_up`, and the cached prefixes with them; compiled programs stay. As vLLM's:
+
+        level 1: the weights move to the host's memory, and come back with `wake_up`.
+        level 2: the engine lets go of its weights; before or after `wake_up`, `update_params` must bring others.
+
+        Where weights are shared with a trainer, level 1 gives the engine a copy of its own: prefer level 2.
+
+        Raises:
+          RuntimeError: requests are unfinished.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"{level=} must be 1 (the weights move to the host) or 2 (they are let go)")
+        if self.has_unfinished_requests():
+            raise RuntimeError(f"{len(self._groups)} requests are unfinished: finish or abort them before sleep()")
+        if not self.is_asleep:
+            self.pool.reset()
+            self.runner.sleep(keep_weights=level == 1)
+            self.is_asleep = True
+
+    def wake_up(self) -> None:
+        """Ends `sleep`: KV pages as new and, after level 1, the weights on the device."""
+        if self.is_asleep:
+            self.runner.wake_up()
+            self.is_asleep = False
+
+    def check_can_step(self) -> None:
+        """RuntimeError, with what to do, where requests could not run now: asleep, without weights, or paused."""
+        self._check_awake()
+        if self.is_paused:
+            raise RuntimeError("the engine is paused: call resume() first")
+
+    def _check_awake(self) -> None:
+        if self.is_asleep:
+            raise RuntimeError("the engine is asleep: call wake_up() first")
+        if not self.runner.has_weights:
+            raise RuntimeError("the engine has no weights (sleep(level=2), or a failed update): call update_params() first")
 
     # -- books
 
@@ -404,7 +528,7 @@ def resolve(functions: ModelFunctions, config: EngineConfig) -> ResolvedConfig:
     """The config with everything decided for this model on JAX's default device.
 
     On a device that states its memory, the largest programs are compiled first, from shapes alone, to learn what they need beside
-    weights and pages. Raises ValueError as `EngineConfig.resolve`.
+    weights and pages. Raises ValueError as `EngineConfig.resolve`, NotImplementedError for an attention backend that can't.
     """
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
@@ -415,6 +539,14 @@ def resolve(functions: ModelFunctions, config: EngineConfig) -> ResolvedConfig:
         kv_dtype=functions.dtype,
         on_gpu=device.platform == "gpu",
         device_limit=limit,
+        attention_backend=resolve_backend(
+            config.attention_backend,
+            num_query_heads=functions.model_config.num_heads,
+            num_kv_heads=functions.model_config.num_kv_heads,
+            head_dim=functions.model_config.head_dim,
+            page_size=config.page_size or DEFAULT_PAGE_SIZE,
+            dtype=functions.dtype,
+        ),
         weight_bytes=max(functions.num_bytes, stats.get("bytes_in_use", 0)),  # what else the process holds is not ours to use
     )
     resolved = decide()

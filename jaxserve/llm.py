@@ -11,17 +11,19 @@ import itertools
 import logging
 import numbers
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.model_loader import load_model
+from jaxserve.model_loader import LoadedModel, adopt_model, load_model
+from jaxserve.models import ModelConfig
 from jaxserve.progress import ProgressBar
-from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
+from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, ScoreOutput
 from jaxserve.text_outputs import TextOutputs
 from jaxserve.tokenizer import Tokenizer
 
@@ -40,13 +42,14 @@ class _Tokenized:
     text: str | None
     token_ids: list[int]
     cache_salt: str | None = None
+    score_from: int | None = None
 
 
 class LLM:
     """A model ready to generate.
 
     Args:
-      model: a Hugging Face folder or id, or a GGUF file.
+      model: a Hugging Face folder or id, a GGUF file, or a folder that `scripts.convert` made (Orbax).
       tokenizer: where the tokenizer lies, or a Tokenizer, if it is not the model's own.
       skip_tokenizer_init: load no tokenizer; prompts are token ids then, and texts stay empty.
       revision: of a Hugging Face id.
@@ -71,11 +74,62 @@ class LLM:
         loaded = load_model(
             model, tokenizer=tokenizer, skip_tokenizer_init=skip_tokenizer_init, dtype=config.dtype, revision=revision
         )
+        self._set_up(loaded, config)
+
+    def _set_up(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self.tokenizer, self.generation_defaults = loaded.tokenizer, loaded.defaults
         self.engine = Engine(loaded.module, config, eos_token_ids=loaded.defaults.eos_token_ids)
         self._texts = TextOutputs(self.tokenizer, self.engine.finish)
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that grew and were not yielded yet
         self._runs = itertools.count()
+
+    @classmethod
+    def from_params(
+        cls,
+        params: Any,
+        config: ModelConfig | Mapping[str, Any] | str | Path | None = None,
+        *,
+        tokenizer: str | Path | Tokenizer | None = None,
+        **options: Any,
+    ) -> LLM:
+        """An LLM on weights that are already in this process, such as a trainer's.
+
+        Args:
+          params: a `jaxserve.models.Decoder`; any Flax NNX module or Linen variables with known names (tunix's Qwen3, Qwen2 and
+            Llama, transformers' names in Flax or torch: models/trainer_keys.py); or a pytree or flat dict with such paths. Arrays
+            of the right dtype, layout and device are shared, not copied; don't donate them before `update_params` brought others.
+          config: the model's, or its Hugging Face config as a dict or a folder; a `Decoder` brings its own.
+          tokenizer: a Tokenizer, or where it lies; None: prompts are token ids, and texts stay empty.
+          options: as for `LLM`. dtype="auto" is the weights' own.
+
+        Raises:
+          ValueError: leaves are missing, unknown, mis-shaped, of a wrong dtype or deleted, all listed; no config.
+          TypeError: an option that does not exist.
+        """
+        engine_options = engine_config(options)
+        llm = cls.__new__(cls)
+        llm._set_up(adopt_model(params, config, tokenizer=tokenizer, dtype=engine_options.dtype), engine_options)
+        return llm
+
+    def update_params(self, params: Any, in_flight: str = "refuse") -> None:
+        """Other weights from the next step on, without recompiling; see `Engine.update_params`."""
+        self.engine.update_params(params, in_flight)
+
+    def pause(self) -> None:
+        """No steps until `resume`: `generate`, `chat` and reading a `stream` raise RuntimeError; `engine.add_request` queues."""
+        self.engine.pause()
+
+    def resume(self) -> None:
+        """Ends `pause`."""
+        self.engine.resume()
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the KV pages, and the weights from the device; see `Engine.sleep`."""
+        self.engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """Ends `sleep`."""
+        self.engine.wake_up()
 
     def close(self) -> None:
         """Ends every request and closes the engine's demand log."""
@@ -95,9 +149,7 @@ class LLM:
     @functools.cached_property
     def _default_sampling_params(self) -> SamplingParams:
         recommended = self.generation_defaults.sampling()
-        left_out = list(self.generation_defaults.not_applied)
-        if recommended.pop("repetition_penalty", 1.0) != 1.0:
-            left_out.append("repetition_penalty")
+        left_out = self.generation_defaults.not_applied
         if left_out:
             logger.warning("generation_config.json asks for %s, which is not supported yet and is left out", ", ".join(left_out))
         try:
@@ -171,6 +223,73 @@ class LLM:
         stream = self._start(chats, functools.partial(self._tokenize_chat, **options), sampling_params, priority, on_error)
         return self._collect(stream, len(chats), use_tqdm)
 
+    def score(
+        self,
+        texts: Prompt | tuple[Prompt, Prompt] | Sequence[Prompt | tuple[Prompt, Prompt]],
+        use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> list[ScoreOutput]:
+        """The log-probability of each token of given texts; nothing is generated.
+
+        Args:
+          texts: prompts as `generate` takes them, or (context, completion) pairs of them, of which only the completion is scored.
+            The two are tokenised apart, the completion without special tokens; contexts that pairs share are computed once.
+          use_tqdm, priority: as `generate`.
+
+        Raises:
+          ValueError: as `generate`, also for a pair with an empty context or completion.
+        """
+        items = [texts] if _is_pair(texts) else as_list(texts)  # pyright: ignore[reportArgumentType]
+        params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        stream = self._start(items, self._tokenize_to_score, params, priority, "raise")
+        return [_score_output(output) for output in self._collect(stream, len(items), use_tqdm)]
+
+    def _tokenize_to_score(self, item: Any) -> _Tokenized:
+        if not _is_pair(item):
+            return replace(self._tokenize(item), score_from=1)
+        context, completion = self._tokenize(item[0]), self._tokenize(item[1], add_special_tokens=False)
+        if not context.token_ids or not completion.token_ids:
+            raise ValueError(f"{_short(item)} has an empty context or completion; give each one token at least")
+        texts = (context.text, completion.text)
+        text = None if None in texts else "".join(map(str, texts))
+        return _Tokenized(text, context.token_ids + completion.token_ids, context.cache_salt, len(context.token_ids))
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of prompts by beam search, as vLLM's; see `BeamSearchParams`.
+
+        Every step is a batch of requests of one token each, which find all but their last page in the prefix cache (turned off,
+        each is computed anew). use_tqdm: a progress bar of each step's beams.
+
+        Raises:
+          ValueError: as `generate`, also for a prompt that leaves no room for max_tokens.
+        """
+        longest = self.engine.config.scheduler.max_model_len
+        ready = [self._tokenize(prompt) for prompt in as_list(prompts)]
+        for i, prompt in enumerate(ready):
+            if len(prompt.token_ids) + params.max_tokens > longest:
+                raise ValueError(
+                    f"prompt {i} has {len(prompt.token_ids)} tokens, and max_tokens={params.max_tokens} more go past "
+                    f"max_model_len={longest}; shorten it or lower max_tokens"
+                )
+        step = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * params.beam_width)
+
+        def expand(beams: list[tuple[int, list[int]]]) -> list[dict[int, Logprob]]:
+            asked = [{"prompt_token_ids": tokens, "cache_salt": ready[i].cache_salt} for i, tokens in beams]
+            samples = [output.outputs[0] for output in self.generate(asked, step, use_tqdm)]
+            for sample in samples:
+                if not sample.logprobs:
+                    raise RuntimeError(f"beam search: {sample.stop_reason}")
+            return [sample.logprobs[0] for sample in samples if sample.logprobs]
+
+        found = search([prompt.token_ids for prompt in ready], params, self.engine.eos_token_ids, expand)
+        if self.tokenizer is not None:
+            for beam in itertools.chain(*found):
+                beam.text = self.tokenizer.decode(beam.tokens)
+        return [BeamSearchOutput(beams) for beams in found]
+
     def chat_prompts(self, messages: Sequence[Message] | Sequence[Sequence[Message]], **options: Any) -> list[Prompt]:
         """The prompts that conversations make, ready for `generate` or `stream`. options: as `Tokenizer.apply_chat_template`'s."""
         chats = [self._tokenize_chat(chat, **options) for chat in as_chats(messages)]
@@ -181,7 +300,7 @@ class LLM:
         text = tokenizer.apply_chat_template(messages, **options)
         return _Tokenized(text, tokenizer.encode(text, add_special_tokens=False))
 
-    def _tokenize(self, prompt: Prompt) -> _Tokenized:
+    def _tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> _Tokenized:
         """ValueError for what is no prompt."""
         if not isinstance(prompt, Mapping):
             prompt = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
@@ -194,7 +313,7 @@ class LLM:
         if not isinstance(text, str | None) or (text is None and token_ids is None):
             raise ValueError(f"prompt={text!r} must be a text, or give prompt_token_ids")
         if token_ids is None:
-            token_ids = self.get_tokenizer().encode(str(text))
+            token_ids = self.get_tokenizer().encode(str(text), add_special_tokens)
         if not (isinstance(token_ids, Sequence | np.ndarray) and all(_is_int(i) for i in token_ids)):
             raise ValueError(f"{_short(token_ids)} is no prompt: give a text, a flat list of token ids, or a dict with one of them")
         return _Tokenized(text, [int(i) for i in token_ids], salt)
@@ -210,6 +329,7 @@ class LLM:
         """Everything that can be checked is, before `_run` is ready to start."""
         if on_error not in ("raise", "return"):
             raise ValueError(f"{on_error=} must be 'raise' or 'return'")
+        self.engine.check_can_step()
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
@@ -222,6 +342,7 @@ class LLM:
                 ready[i] = tokenize(prompt)
                 if params[i].stop and self.tokenizer is None:
                     raise ValueError(f"stop={params[i].stop} needs a tokenizer, and none was loaded; use stop_token_ids")
+                params[i] = self._with_bad_words_tokenized(params[i])
                 self.engine.check_request(f"{run}-{i}", ready[i].token_ids, params[i], priority=priorities[i])
             except ValueError as error:
                 errors[i] = str(error)
@@ -233,6 +354,16 @@ class LLM:
             outputs = [CompletionOutput(0, "", [], finish_reason="error", stop_reason=message)]
             failed[i] = RequestOutput(f"{run}-{i}", prompt.text, prompt.token_ids, outputs, True)
         return self._run(run, ready, failed, params, priorities)
+
+    def _with_bad_words_tokenized(self, params: SamplingParams) -> SamplingParams:
+        """bad_words as token ids, beside those given as such. ValueError without a tokenizer, or for too many or too long ones."""
+        if params.bad_words is None:
+            return params
+        if self.tokenizer is None:
+            raise ValueError(f"bad_words={params.bad_words!r} needs a tokenizer, and none was loaded; use bad_words_token_ids")
+        found = [ids for word in params.bad_words for ids in self.tokenizer.encode_word(word)]
+        found += [list(ids) for ids in params.bad_words_token_ids or ()]
+        return params.with_(bad_words=None, bad_words_token_ids=found)
 
     def _run(
         self,
@@ -248,7 +379,12 @@ class LLM:
             for i, prompt in ready.items():
                 index_of[f"{run}-{i}"] = i
                 requests = self.engine.add_request(
-                    f"{run}-{i}", prompt.token_ids, params[i], priority=priorities[i], cache_salt=prompt.cache_salt
+                    f"{run}-{i}",
+                    prompt.token_ids,
+                    params[i],
+                    priority=priorities[i],
+                    cache_salt=prompt.cache_salt,
+                    score_from=prompt.score_from,
                 )
                 self._texts.add(requests, prompt.text)
             left = len(ready)
@@ -269,6 +405,7 @@ class LLM:
             grown = [request_id for request_id in self._grown if request_id in request_ids]
             if grown:
                 return [self._grown.pop(request_id) for request_id in grown]
+            self.engine.check_can_step()
             if not self.engine.has_unfinished_requests():
                 raise RuntimeError("the requests were aborted from elsewhere, or by an exception in another stream's step")
             for output in self._texts.process(self.engine.step()):
@@ -290,6 +427,19 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and all(_is_int(p) for p in prompts)):
         return [prompts]  # pyright: ignore[reportReturnType]
     return list(prompts)  # pyright: ignore[reportReturnType]
+
+
+def _is_pair(item: Any) -> bool:
+    """Whether this is (context, completion), and not a prompt of two token ids."""
+    return isinstance(item, tuple) and len(item) == 2 and not any(map(_is_int, item))
+
+
+def _score_output(output: RequestOutput) -> ScoreOutput:
+    sample, scores = output.outputs[0], output.prompt_scores
+    if sample.finish_reason == "error":
+        raise RuntimeError(f"request {output.request_id}: {sample.stop_reason}")
+    assert scores is not None and not scores.wanted
+    return ScoreOutput(output.prompt, output.prompt_token_ids[scores.first :], scores.logprobs, scores.first)
 
 
 def as_chats(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:

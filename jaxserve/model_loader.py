@@ -38,7 +38,7 @@ def load_model(
     revision: str | None = None,
     progress: bool = False,
 ) -> LoadedModel:
-    """Loads a checkpoint: a Hugging Face folder or id, or a GGUF file.
+    """Loads a checkpoint: a Hugging Face folder or id, a GGUF file, or a folder that `scripts.convert` made (Orbax).
 
     tokenizer: where it lies, if not beside the model. dtype: of weights and activations; "auto" is the checkpoint's own, bfloat16
     where it is quantised or does not say. progress: a bar on stderr.
@@ -49,12 +49,18 @@ def load_model(
       WeightsError: missing, extra or mis-shaped tensors, all listed.
       ValueError: no tokenizer with it (pass skip_tokenizer_init=True to work with token ids), or contradictory options.
     """
+    from checkpoints import orbax
     from checkpoints.huggingface import SafetensorsReader, resolve
 
     require_one_of(DTYPES, dtype=dtype)
     if skip_tokenizer_init and tokenizer is not None:
         raise ValueError(f"skip_tokenizer_init=True contradicts tokenizer={tokenizer!r}: leave one of them out")
     path = resolve(model, revision=revision)
+    version = orbax.find_version(path)
+    if version is not None:
+        config, defaults = ModelConfig.from_hf(version), GenerationDefaults.from_hf(version)
+        found = None if skip_tokenizer_init else _tokenizer(version, tokenizer)
+        return LoadedModel(load_version(version, config, dtype=dtype), config, defaults, found)
     if path.is_dir():
         config, defaults = ModelConfig.from_hf(path), GenerationDefaults.from_hf(path)
         reader: Any = SafetensorsReader(path)
@@ -87,6 +93,43 @@ def load_weights(reader: Any, config: ModelConfig, *, dtype: str = "auto", progr
     abstract, table = Decoder.abstract(config, param_dtype), key_table(config, reader.keys())
     leaves = load_weights(reader, named_leaves(abstract), table, ignore=ignorable_keys(config), progress=progress)
     return with_leaves(abstract, leaves)
+
+
+def load_version(version: Path, config: ModelConfig, *, dtype: str = "auto") -> Decoder:
+    """The decoder of `config` with the weights of one version of an Orbax checkpoint, on the default device."""
+    from checkpoints import orbax
+
+    abstract = Decoder.abstract(config, (config.dtype or "bfloat16") if dtype == "auto" else dtype)
+    return with_leaves(abstract, orbax.load(version, named_leaves(abstract)))
+
+
+def adopt_model(
+    params: Any,
+    config: ModelConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    tokenizer: str | Path | Tokenizer | None = None,
+    dtype: str = "auto",
+) -> LoadedModel:
+    """A model of weights that are in this process already; arguments and errors as `LLM.from_params`'."""
+    import jax
+
+    from jaxserve.params import common_dtype, fit, placed
+
+    if config is None and isinstance(params, Decoder):
+        config = params.config
+    if config is None:
+        raise ValueError("these weights don't say what model they are: give config=, a ModelConfig or a Hugging Face config")
+    if isinstance(config, ModelConfig):
+        defaults = GenerationDefaults(eos_token_ids=config.eos_token_ids)
+    elif isinstance(config, Mapping):
+        config, defaults = ModelConfig.from_hf(config), GenerationDefaults.from_dicts({}, config)
+    else:
+        config, defaults = ModelConfig.from_hf(config), GenerationDefaults.from_hf(config)
+    abstract = Decoder.abstract(config, common_dtype(params) if dtype == "auto" else dtype)
+    wanted = named_leaves(abstract)
+    leaves = dict(zip(wanted, placed(fit(params, config, wanted), jax.devices()[0]), strict=True))
+    found = tokenizer if isinstance(tokenizer, Tokenizer) or tokenizer is None else Tokenizer.from_id(tokenizer)
+    return LoadedModel(with_leaves(abstract, leaves), config, defaults, found)
 
 
 def random_model(config: ModelConfig | Mapping[str, Any], *, dtype: str = "bfloat16", seed: int = 0) -> Decoder:

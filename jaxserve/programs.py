@@ -1,4 +1,5 @@
-"""The compiled programs of a bucket plan: a body a bucket, a head a number of rows and variant, and the page-table update.
+"""The compiled programs of a bucket plan: a body a bucket, a head a number of rows and variant, the scoring of
+prompts and the state's update.
 
 Owns their shapes and compilation, from shapes alone: nothing is allocated here. Knows nothing of steps in flight.
 """
@@ -18,26 +19,33 @@ from jaxserve import sampling_rows, step
 from jaxserve.batch import StepLayout
 from jaxserve.buckets import Bucket
 from jaxserve.config import ResolvedConfig
+from jaxserve.edit_rows import EditLayout
 from jaxserve.request import MAX_LOGPROBS
 
 logger = logging.getLogger("jaxserve")
 
 UPDATE_BATCH = 1024  # page-table entries an update program takes at once
+SCORE_ROWS = 256  # most logits rows that the score program holds at once
+
+# On a GPU: matmuls go to cuBLASLt and sorts stay kernels of XLA's own. Both then need no device to be chosen by, so that a compile
+# without one (scripts.aot_check) gives the card's program, and both can be captured in a CUDA graph.
+GPU_COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cub_radix_sort": False}
 
 
 class Programs:
     """Programs of one model and plan, each compiled when first asked for and kept.
 
-    Every program takes flat lists of weights first. Donated: the body's kv_pages, page_table and num_computed, the head's
-    last_tokens, the update's page_table; never what the host fetches.
+    Every program takes flat lists of weights first. Donated: the body's kv_pages, page_table, num_computed and step_hidden,
+    the head's last_tokens and history, the update's page_table, history and edits; never what the host fetches.
     """
 
     def __init__(self, functions: step.ModelFunctions, config: ResolvedConfig):
         self.functions, self.config = functions, config
         self.layouts = {
-            b: StepLayout(b, config.scheduler.max_num_seqs, config.cache.page_size, config.plan.max_head_rows)
+            b: StepLayout(b, config.scheduler.max_num_seqs, config.cache.page_size, config.plan.max_head_rows, _planners(config, b))
             for b in config.plan.buckets
         }
+        self.edit_layout = EditLayout(config.scheduler.max_model_len, config.model.vocab_size)
         self._compiled: dict[Any, Any] = {}
 
     @property
@@ -47,43 +55,60 @@ class Programs:
 
     @property
     def keys(self) -> list[Any]:
-        """Every program of the plan, as arguments for `get`: a Bucket, (rows, with_logprobs), or "update"."""
+        """Every program of the plan, as arguments for `get`: a Bucket, (rows, with_logprobs), "score" or "update"."""
         plan = self.config.plan
-        return [*plan.buckets, *((rows, lp) for rows in plan.head_rows for lp in (False, True)), "update"]
+        return [*plan.buckets, *((rows, lp) for rows in plan.head_rows for lp in (False, True)), "score", "update"]
 
     def get(self, key: Any) -> Any:
         """The program of one of `keys`, compiled if it is not yet."""
         if isinstance(key, Bucket):
             return self.body(key)
-        return self.update() if key == "update" else self.head(*key)
+        return getattr(self, key)() if isinstance(key, str) else self.head(*key)
 
     def body(self, bucket: Bucket) -> Any:
-        """compiled(leaves, kv_pages, page_table, num_computed, last_tokens, packed): `step.body` of this bucket."""
+        """compiled(leaves, kv_pages, page_table, num_computed, step_hidden, last_tokens, packed): `step.body` of this bucket."""
         if bucket not in self._compiled:
             self._compiled[bucket] = self._compile(f"body {bucket}", *self.body_spec(bucket))
         return self._compiled[bucket]
 
     def head(self, rows: int, with_logprobs: bool) -> Any:
-        """compiled(leaves, last_tokens, hidden, HeadInputs): `step.head` for this many rows."""
+        """compiled(leaves, last_tokens, history, edits, hidden, HeadInputs): `step.head` for this many rows."""
         key = (rows, with_logprobs)
         if key not in self._compiled:
             self._compiled[key] = self._compile(f"head({rows}{', logprobs' if with_logprobs else ''})", *self.head_spec(*key))
         return self._compiled[key]
 
+    def score(self) -> Any:
+        """compiled(leaves of the head, step_hidden, packed): `step.score` of `score_rows` rows."""
+        if "score" not in self._compiled:
+            self._compiled["score"] = self._compile("score", *self.score_spec())
+        return self._compiled["score"]
+
+    @property
+    def score_rows(self) -> int:
+        return min(SCORE_ROWS, self.config.plan.buckets[-1].tokens)
+
+    def score_spec(self) -> tuple[Callable, tuple[int, ...], tuple[Any, ...]]:
+        """(function, donated argument numbers, abstract arguments) of the score program."""
+        leaves = [self.functions.abstract[i] for i in self.functions.head_indices]
+        packed = jax.ShapeDtypeStruct((1 + 2 * self.score_rows,), jnp.int32)
+        return functools.partial(step.score, self.functions, MAX_LOGPROBS), (), (leaves, self.state[3], packed)
+
     def update(self) -> Any:
-        """compiled(page_table, updates i32[UPDATE_BATCH, 3])."""
+        """compiled(page_table, history, edits, updates i32[UPDATE_BATCH, 3], one edit row): `step.update_state`."""
         if "update" not in self._compiled:
-            args = (self.state[1], jax.ShapeDtypeStruct((UPDATE_BATCH, 3), jnp.int32))
-            self._compiled["update"] = self._compile("page-table update", step.update_page_table, (0,), args)
+            uploads = (UPDATE_BATCH, 3), self.edit_layout.nothing.shape
+            args = (self.state[1], *self.edit_state, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in uploads))
+            self._compiled["update"] = self._compile("state update", step.update_state, (0, 1, 2), args)
         return self._compiled["update"]
 
     def body_spec(self, bucket: Bucket) -> tuple[Callable, tuple[int, ...], tuple[Any, ...]]:
         """(function, donated argument numbers, abstract arguments) of a bucket's body."""
         layout = self.layouts[bucket]
-        function = functools.partial(step.body, self.functions, layout, self.config.engine.attention_backend)
+        function = functools.partial(step.body, self.functions, layout, self.config.attention_backend)
         leaves = [self.functions.abstract[i] for i in self.functions.body_indices]
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-        return function, (1, 2, 3), (leaves, *self.state, packed)
+        return function, (1, 2, 3, 4), (leaves, *self.state, packed)
 
     def head_spec(self, rows: int, with_logprobs: bool) -> tuple[Callable, tuple[int, ...], tuple[Any, ...]]:
         """(function, donated argument numbers, abstract arguments) of a head."""
@@ -93,25 +118,56 @@ class Programs:
         hidden = S((R, self.config.model.hidden_size), self.config.pages.dtype)
         rows_of, sampling_of = S((R,), jnp.int32), S((R, sampling_rows.NUM_COLUMNS), jnp.int32)
         inputs = step.HeadInputs(rows_of, sampling_of)  # pyright: ignore[reportArgumentType]  (abstract, like all arguments here)
-        return function, (1,), (leaves, self.state[3], hidden, inputs)
+        return function, (1, 2), (leaves, self.state[4], *self.edit_state, hidden, inputs)
 
     @property
-    def state(self) -> tuple[Any, Any, Any, Any]:
-        """Abstract (kv_pages, page_table, num_computed, last_tokens)."""
+    def state(self) -> tuple[Any, Any, Any, Any, Any]:
+        """Abstract (kv_pages, page_table, num_computed, step_hidden, last_tokens)."""
         c = self.config
         kv = jax.ShapeDtypeStruct(c.pages.layer(c.cache.num_pages), c.pages.dtype)
         seqs = jax.ShapeDtypeStruct((c.scheduler.max_num_seqs,), jnp.int32)
         table = jax.ShapeDtypeStruct((c.scheduler.max_num_seqs, c.max_pages_per_seq), jnp.int32)
-        return [kv] * c.pages.num_layers, table, seqs, seqs
+        hidden = jax.ShapeDtypeStruct((c.plan.buckets[-1].tokens, c.model.hidden_size), c.pages.dtype)
+        return [kv] * c.pages.num_layers, table, seqs, hidden, seqs
+
+    @property
+    def edit_state(self) -> tuple[Any, Any]:
+        """Abstract (history, edits)."""
+        seqs, layout = self.config.scheduler.max_num_seqs, self.edit_layout
+        return (
+            jax.ShapeDtypeStruct((seqs, layout.max_model_len), jnp.int32),
+            jax.ShapeDtypeStruct((seqs, layout.num_columns), jnp.int32),
+        )
 
     def largest_temp_bytes(self) -> int:
-        """Most temporary memory any program needs: that of the largest body and of the largest head."""
+        """Most temporary memory any program needs: that of the largest body, of the largest head, or of scoring."""
         plan = self.config.plan
-        largest = [self.body(plan.buckets[-1]), self.head(plan.max_head_rows, True)]
+        largest = [self.body(plan.buckets[-1]), self.head(plan.max_head_rows, True), self.score()]
         return max(program.memory_analysis().temp_size_in_bytes for program in largest)
 
     def _compile(self, what: str, function: Callable, donate: tuple[int, ...], args: tuple[Any, ...]) -> Any:
         start = time.perf_counter()
-        compiled = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+        options = GPU_COMPILER_OPTIONS if jax.default_backend() == "gpu" else None
+        compiled = jax.jit(function, donate_argnums=donate).lower(*args).compile(compiler_options=options)
         logger.info("compiled %s in %.1f s", what, time.perf_counter() - start)
         return compiled
+
+
+def _planners(config: ResolvedConfig, bucket: Bucket) -> dict[int | None, Any]:
+    """The attention planner of each sliding window of the model, where the backend is planned on the host."""
+    if config.attention_backend != "mosaic_sm90":
+        return {}
+    from kernels.ragged_paged_attention.planner import Planner
+
+    model = config.model
+    make = functools.partial(
+        Planner.make,
+        num_tokens=bucket.tokens,
+        num_seqs=bucket.seqs,
+        max_q_len=bucket.max_q_len,
+        num_query_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        max_kv_len=config.max_pages_per_seq * config.cache.page_size,
+    )
+    return {window: make(sliding_window=window) for window in dict.fromkeys(model.sliding_windows)}

@@ -9,26 +9,23 @@ from __future__ import annotations
 import enum
 import math
 import numbers
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from jaxserve.prompt_scores import PromptScores
     from jaxserve.sequence_rows import SequenceRows
 
 MAX_LOGPROBS = 20  # most alternatives a request may ask for; the head's logprobs variant is compiled for this many
 MAX_SUPPRESSED_IDS = 16  # most stop ids that min_tokens can hold back
+MAX_LOGIT_BIAS = 512  # most entries of logit_bias; the device keeps room for so many a row, as for the next two
+MAX_BAD_WORDS = 128  # most token sequences of bad_words; a word has two where a space before it changes its tokens
+MAX_BAD_WORD_TOKENS = 32  # most tokens of one of them
 
 _NOT_BUILT: dict[str, Any] = {  # parameters of the field's vocabulary that this engine refuses, with their neutral values
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
-    "prompt_logprobs": None,
     "structured_outputs": None,
 }
 
@@ -42,6 +39,14 @@ def _is_int(x: object) -> bool:
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)  # numpy's integers too
 
 
+def _is_real(x: object) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _are_ids(ids: Any) -> bool:
+    return isinstance(ids, (Sequence, np.ndarray)) and all(_is_int(i) and 0 <= i < 2**31 for i in ids)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to sample one request; names, defaults and meanings as vLLM's SamplingParams.
@@ -50,7 +55,13 @@ class SamplingParams:
     and the N likeliest alternatives', of the model's raw distribution (before temperature and filters). `max_tokens=None` means
     up to the model's length. `seed=None` draws a seed from the engine's own, by order of arrival.
 
-    Numbers may be numpy's; a bool is no number. `stop` and `stop_token_ids` become tuples, `top_k=-1` becomes 0.
+    presence_penalty and frequency_penalty count the output's tokens, repetition_penalty the prompt's too (Keskar et al., 2019).
+    logit_bias: {token id: what is added to its logit}, at most MAX_LOGIT_BIAS entries. allowed_token_ids: no other is sampled.
+    bad_words: texts that the output never contains as a sequence of tokens, neither with nor without a space before them; only
+    `LLM` takes them, which knows a tokenizer. bad_words_token_ids: the sequences themselves, at most MAX_BAD_WORDS of at most
+    MAX_BAD_WORD_TOKENS. `prompt_logprobs=N` returns the prompt's own log-probabilities, as `logprobs` the output's.
+
+    Numbers may be numpy's; a bool is no number. Lists become tuples, `top_k=-1` becomes 0.
 
     Raises:
       ValueError: a value is of the wrong type or out of range; the message names it and what it may be.
@@ -75,13 +86,14 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    bad_words_token_ids: Sequence[Sequence[int]] | None = None
     prompt_logprobs: int | None = None
     structured_outputs: Any = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._set_real("temperature", 0.0, math.inf, "0 is greedy")
         self._set_real("top_p", 0.0, 1.0, "1 is off", low_open=True)
         self._set_real("min_p", 0.0, 1.0, "0 is off")
@@ -91,6 +103,10 @@ class SamplingParams:
         self._set_int("max_tokens", 1, "None is up to the model's length", optional=True)
         self._set_int("min_tokens", 0)
         self._set_int("logprobs", 0, "or None", most=MAX_LOGPROBS, optional=True)
+        self._set_int("prompt_logprobs", 0, "or None", most=MAX_LOGPROBS, optional=True)
+        self._set_real("presence_penalty", -2.0, 2.0, "0 is off")
+        self._set_real("frequency_penalty", -2.0, 2.0, "0 is off")
+        self._set_real("repetition_penalty", 0.0, math.inf, "1 is off", low_open=True)
         least, most = self.min_tokens, self.max_tokens
         _require(most is None or least <= most, f"min_tokens={least} must not exceed max_tokens={most}")
         object.__setattr__(self, "top_k", max(0, self.top_k))
@@ -98,6 +114,8 @@ class SamplingParams:
             value = getattr(self, name)
             _require(isinstance(value, bool), f"{name}={value!r} must be True or False")
         self._set_stops()
+        self._set_logit_bias()
+        self._set_allowed_and_bad_words()
         for name, neutral in _NOT_BUILT.items():
             value = getattr(self, name)
             empty = neutral is None and isinstance(value, Sized) and len(value) == 0
@@ -106,8 +124,10 @@ class SamplingParams:
 
     def _set_real(self, name: str, low: float, high: float, hint: str, low_open: bool = False) -> None:
         x: Any = getattr(self, name)
-        ok = isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x) and low <= float(x) <= high
-        bounds = f"{'(' if low_open else '['}{low:g}, {high:g}]" if high < math.inf else f">= {low:g} and finite"
+        ok = _is_real(x) and low <= float(x) <= high
+        bounds = f"{'(' if low_open else '['}{low:g}, {high:g}]"
+        if high == math.inf:
+            bounds = f"{'>' if low_open else '>='} {low:g} and finite"
         _require(ok and not (low_open and x == low), f"{name}={x!r} must be a number {bounds} ({hint})")
         object.__setattr__(self, name, float(x))
 
@@ -126,10 +146,47 @@ class SamplingParams:
         ok = isinstance(stop, Sequence) and all(isinstance(s, str) and s for s in stop)
         _require(ok, f"stop={self.stop!r} must be a non-empty string or a list of them")
         _require(not stop or self.detokenize, f"stop={self.stop!r} needs detokenize=True: stop strings are found in the text")
-        ok = ids is None or isinstance(ids, (Sequence, np.ndarray)) and all(_is_int(i) and 0 <= i < 2**31 for i in ids)
-        _require(ok, f"stop_token_ids={ids!r} must be a list of token ids in [0, 2**31)")
+        _require(ids is None or _are_ids(ids), f"stop_token_ids={ids!r} must be a list of token ids in [0, 2**31)")
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in (() if ids is None else ids)))
+
+    def _set_logit_bias(self) -> None:
+        given = self.logit_bias
+        ok = isinstance(given, Mapping) and _are_ids(list(given))
+        ok = given is None or ok and all(_is_real(x) and -100 <= x <= 100 for x in given.values())
+        _require(ok, f"logit_bias={given!r} must be a dict from token ids to numbers in [-100, 100]")
+        if given is not None:
+            bias = {int(i): float(x) for i, x in given.items()}
+            _require(
+                len(bias) <= MAX_LOGIT_BIAS, f"logit_bias of {len(bias)} entries must have at most {MAX_LOGIT_BIAS}; leave some out"
+            )
+            object.__setattr__(self, "logit_bias", bias or None)
+
+    def _set_allowed_and_bad_words(self) -> None:
+        allowed, words, sequences = self.allowed_token_ids, self.bad_words, self.bad_words_token_ids
+        if allowed is not None:
+            ok = _are_ids(allowed) and len(allowed) > 0
+            _require(ok, f"allowed_token_ids={allowed!r} must be a non-empty list of token ids in [0, 2**31), or None")
+            object.__setattr__(self, "allowed_token_ids", tuple(int(i) for i in allowed))
+        if words is not None:
+            ok = isinstance(words, Sequence) and not isinstance(words, str) and all(isinstance(w, str) and w.strip() for w in words)
+            _require(ok, f"bad_words={words!r} must be a list of strings, none of them empty")
+            object.__setattr__(self, "bad_words", tuple(words) or None)
+        if sequences is not None:
+            ok = isinstance(sequences, Sequence) and all(_are_ids(s) and len(s) > 0 for s in sequences)
+            _require(ok, f"bad_words_token_ids={sequences!r} must be a list of non-empty lists of token ids in [0, 2**31)")
+            ok = len(sequences) <= MAX_BAD_WORDS and all(len(s) <= MAX_BAD_WORD_TOKENS for s in sequences)
+            _require(
+                ok,
+                f"bad_words_token_ids: {len(sequences)} token sequences, the longest of {max(map(len, sequences), default=0)} "
+                f"tokens, must be at most {MAX_BAD_WORDS} of at most {MAX_BAD_WORD_TOKENS}; leave some out, or shorten them",
+            )
+            object.__setattr__(self, "bad_words_token_ids", tuple(tuple(int(i) for i in s) for s in sequences) or None)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether what was generated so far, or stands in the prompt, changes a token's logit."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     @property
     def greedy(self) -> bool:
@@ -145,6 +202,7 @@ class RequestStatus(enum.Enum):
 
     WAITING = "waiting"
     WAITING_FOR_GRAMMAR = "waiting_for_grammar"  # not admitted until its grammar is compiled; others pass it
+    WAITING_FOR_PROMPT = "waiting_for_prompt"  # not admitted until another sample of its prompt has computed it; others pass it
     RUNNING = "running"
     PREEMPTED = "preempted"  # waits again, to recompute prompt + output
     FINISHED = "finished"
@@ -170,7 +228,9 @@ class Request:
     seed: int = 0  # resolved: params.seed, or the engine's choice
     weights_version: int = 0
     parent_id: str = ""  # the id the user gave; differs from request_id where n > 1
+    samples: Sequence[Request] = field(default=(), repr=False)  # all n of one prompt, where n > 1, itself included
     metrics: RequestMetrics | None = None
+    prompt_scores: PromptScores | None = None  # where its prompt's own log-probabilities are gathered, if they are asked for
 
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)  # prompt + output that the host knows
@@ -188,7 +248,7 @@ class Request:
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     stop_reason: int | str | None = None  # the stop id or string; None for eos; the message of an error
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
@@ -283,7 +343,9 @@ class RequestMetrics:
 class RequestOutput:
     """What `generate` returns for one prompt: the n samples and what the engine knows of the prompt.
 
-    num_cached_tokens: prompt tokens whose KV came from the prefix cache (of the first sample; the others find at least its pages).
+    prompt_logprobs: one entry a prompt token, as CompletionOutput's logprobs; None for the first token. There from the first
+    output on. num_cached_tokens: prompt tokens whose KV came from the prefix cache (of the first sample; the others find at least
+    its pages).
     metrics: of the first sample until all have finished, then of all together.
     """
 
@@ -292,6 +354,26 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_scores: PromptScores | None = field(default=None, repr=False)  # the same as arrays
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class ScoreOutput:
+    """What `LLM.score` returns for one text.
+
+    token_ids: the tokens that were scored: the completion's, or all of the text's but its first. logprobs: f32[len(token_ids)], the
+    log-probability (natural log) of each, given all tokens before it. num_context_tokens: how many tokens came before the first.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    logprobs: np.ndarray
+    num_context_tokens: int
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """The sum: the log-probability of the whole."""
+        return float(self.logprobs.sum(dtype=np.float64))

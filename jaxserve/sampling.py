@@ -3,9 +3,9 @@
 Owns the order in which logits are processed, the random draws and the device's view of a request's parameters. Knows
 nothing of models, schedules or text. Everything here is a pure function, traced inside a larger jitted program.
 
-Order, as vLLM's: log-probabilities of the raw logits; suppressed ids (min_tokens); greedy rows take their argmax here;
-temperature; min_p; top_k; top_p (of what those two left; the entry that crosses p is kept); draw. Ties stand in
-vocabulary order everywhere: of equal logits the lower id comes first, and exactly k survive top_k.
+Order, as vLLM's: log-probabilities of the raw logits; suppressed ids (min_tokens) and the edits of logit_edits.py; greedy rows
+take their argmax here; temperature; min_p; top_k; top_p (of what those two left; the entry that crosses p is kept); draw. Ties
+stand in vocabulary order everywhere: of equal logits the lower id comes first, and exactly k survive top_k.
 
 A row's token depends on its logits, its parameters and (seed, sample index, position) only: not on its place, on the
 other rows, on how many there are, nor on the path that the others forced. Two things make that exact:
@@ -21,8 +21,10 @@ if they hold the mass p; any row left undecided, a sort of the vocabulary, which
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +51,7 @@ class SamplingRows:
     position: jax.Array  # i32[R]; of the token being sampled
     suppress_until: jax.Array  # i32[R]; suppress_ids are forbidden at positions below this
     suppress_ids: jax.Array  # i32[R, M]; -1 where there is none
+    edits: jax.Array  # i32[R]; bits of edit_rows; 0 is none
 
 
 @jax.tree_util.register_dataclass
@@ -86,6 +89,7 @@ def unpack_rows(packed: jax.Array) -> SamplingRows:  # i32[R, NUM_COLUMNS] as sa
         position=packed[:, layout.POSITION],
         suppress_until=packed[:, layout.SUPPRESS_UNTIL],
         suppress_ids=packed[:, layout.SUPPRESS_IDS : layout.NUM_COLUMNS],
+        edits=packed[:, layout.EDITS],
     )
 
 
@@ -104,6 +108,7 @@ def sample(
     rows: SamplingRows,
     *,
     max_logprobs: int = 0,
+    edit: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Sampled:
     """One token a row, by each row's own parameters; the order of operations is at the top of this file.
 
@@ -111,6 +116,7 @@ def sample(
 
     max_logprobs: static. 0 leaves out all log-probabilities, which cost about as much as a random draw does; N > 0 gives the
       sampled token's, its rank, and the N likeliest (V if that is less). The tokens are the same.
+    edit: f32[R, V] -> f32[R, V], run if any row asks for edits (`logit_edits.edit`, bound to the state it reads).
 
     Raises:
       TypeError: logits are not float32.
@@ -118,7 +124,7 @@ def sample(
     if logits.dtype != jnp.float32:
         raise TypeError(f"logits.dtype={logits.dtype} must be float32: ask the matmul for it (preferred_element_type)")
     with jax.named_scope("process_logits"):
-        blocks = _in_blocks(process_logits(logits, rows), -jnp.inf)
+        blocks = _in_blocks(process_logits(logits, rows, edit), -jnp.inf)
     with jax.named_scope("greedy"):
         maxima = blocks.max(-1)
         bad = jnp.isnan(blocks).any((-1, -2)) | ~jnp.isfinite(maxima.max(-1))  # XLA:CPU's max may step over a NaN
@@ -137,14 +143,43 @@ def sample(
         return Sampled(tokens, bad, by_sort, _logprobs(logits, tokens, min(max_logprobs, logits.shape[1])))
 
 
-def process_logits(logits: jax.Array, rows: SamplingRows) -> jax.Array:  # f32[R, V] -> f32[R, V]
-    """Everything that can change a greedy row's token: min_tokens. Others join here in vLLM's order: allowed ids, bad
-    words, min_tokens, logit bias, penalties."""
+def score(
+    logits: jax.Array,  # f32[C, V]
+    tokens: jax.Array,  # i32[C]
+    with_top: jax.Array,  # bool[]
+    *,
+    max_logprobs: int,
+) -> SampledLogprobs:
+    """Log-probabilities and ranks of given tokens; where asked for, the likeliest too (zeros elsewhere).
+
+    As `sample`'s, but for the exponentials, which are float32: a prompt has many tokens, and here nothing hangs on their last bit.
+    """
+    n = min(max_logprobs, logits.shape[1])
+    return _logprobs(logits, tokens, n, with_top=with_top, dtype=jnp.float32)
+
+
+def pack_scored(scored: SampledLogprobs) -> jax.Array:  # i32[C, 2 + 2N]
+    """One array to fetch; `sampling_rows.unpack_scored` reads it."""
+    bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
+    columns = [bits(scored.logprobs)[:, None], scored.ranks[:, None], scored.top_ids, bits(scored.top_logprobs)]
+    return jnp.concatenate(columns, axis=1)
+
+
+def process_logits(
+    logits: jax.Array,  # f32[R, V]
+    rows: SamplingRows,
+    edit: Callable[[jax.Array], jax.Array] | None = None,
+) -> jax.Array:  # f32[R, V]
+    """Everything that can change a greedy row's token: min_tokens, and the edits that rows ask for."""
     R, V = logits.shape
     ids = rows.suppress_ids
     forbidden = (rows.position < rows.suppress_until)[:, None] & (ids >= 0)
     ids = jnp.where(forbidden, ids, V)  # past the end: dropped
-    return logits.at[jnp.arange(R, dtype=jnp.int32)[:, None], ids].set(-jnp.inf, mode="drop")
+    logits = logits.at[jnp.arange(R, dtype=jnp.int32)[:, None], ids].set(-jnp.inf, mode="drop")
+    if edit is None:
+        return logits
+    with jax.named_scope("edit"):
+        return lax.cond((rows.edits != 0).any(), edit, lambda x: x, logits)
 
 
 def _in_blocks(x: jax.Array, fill: float) -> jax.Array:  # [R, N] -> [R, ceil(N / BLOCK), BLOCK]
@@ -288,17 +323,26 @@ def _last_kept(
     return value, last_id, undecided
 
 
-def _logprobs(logits: jax.Array, tokens: jax.Array, n: int) -> SampledLogprobs:  # f32[R, V], i32[R]
+def _logprobs(
+    logits: jax.Array,  # f32[R, V]
+    tokens: jax.Array,  # i32[R]
+    n: int,
+    *,
+    with_top: jax.Array | None = None,  # bool[]; None is always
+    dtype: Any = jnp.float64,
+) -> SampledLogprobs:
     blocks = _in_blocks(logits, -jnp.inf)
     maxima = blocks.max(-1)
     highest = maxima.max(-1)
     with jax.enable_x64(True):
-        mass = jnp.exp(blocks - highest[:, None, None]).sum((-1, -2), dtype=jnp.float64)
+        mass = jnp.exp(blocks - highest[:, None, None]).sum(-1, dtype=dtype).sum(-1, dtype=jnp.float64)
         log_mass = jnp.log(mass).astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, tokens[:, None], 1)
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
     ahead = (logits > chosen) | ((logits == chosen) & (ids < tokens[:, None]))
-    values, top_ids = _likeliest(blocks, maxima, n)
+    top = partial(_likeliest, blocks, maxima, n)
+    nothing = jnp.zeros((len(tokens), n), jnp.float32), jnp.zeros((len(tokens), n), jnp.int32)
+    values, top_ids = top() if with_top is None else lax.cond(with_top, top, lambda: nothing)
     return SampledLogprobs(
         logprobs=chosen[:, 0] - highest - log_mass,
         ranks=1 + ahead.sum(-1, dtype=jnp.int32),

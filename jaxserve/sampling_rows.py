@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxserve.edit_rows import kinds_of
 from jaxserve.request import MAX_SUPPRESSED_IDS, SamplingParams
 
 # Columns of a request's row. A row of zeros is a greedy one with no options, so padding rows need no care.
@@ -20,7 +21,8 @@ SEED_LOW, SEED_HIGH = 4, 5  # the 64-bit seed's words
 SAMPLE_INDEX = 6
 POSITION = 7  # of the token being sampled; the only column that varies by step
 SUPPRESS_UNTIL = 8  # the suppressed ids are forbidden at positions below this
-SUPPRESS_IDS = 9  # the first of MAX_SUPPRESSED_IDS columns; -1 where there is none
+EDITS = 9  # bits of edit_rows: which edits of the row's logits lie on the device
+SUPPRESS_IDS = 10  # the first of MAX_SUPPRESSED_IDS columns; -1 where there is none
 NUM_COLUMNS = SUPPRESS_IDS + MAX_SUPPRESSED_IDS
 
 # Columns of a sampled row; those from LOGPROB on exist only where logprobs were compiled in.
@@ -63,6 +65,7 @@ def write_row(
     out[SAMPLE_INDEX] = sample_index
     out[POSITION] = num_prompt_tokens
     out[SUPPRESS_UNTIL] = num_prompt_tokens + params.min_tokens
+    out[EDITS] = kinds_of(params)
     out[SUPPRESS_IDS:] = -1
     out[SUPPRESS_IDS : SUPPRESS_IDS + len(held)] = held
 
@@ -78,6 +81,25 @@ class SampledRows:
     ranks: np.ndarray | None = None  # i32[R]
     top_ids: np.ndarray | None = None  # i32[R, N]
     top_logprobs: np.ndarray | None = None  # f32[R, N]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Log-probabilities of given tokens on the host: numpy, one entry a row."""
+
+    logprobs: np.ndarray  # f32[C]
+    ranks: np.ndarray  # i32[C]
+    top_ids: np.ndarray  # i32[C, N]
+    top_logprobs: np.ndarray  # f32[C, N]
+
+    def __getitem__(self, rows: slice) -> ScoredRows:
+        return ScoredRows(self.logprobs[rows], self.ranks[rows], self.top_ids[rows], self.top_logprobs[rows])
+
+
+def unpack_scored(packed: np.ndarray) -> ScoredRows:
+    """Views of `sampling.pack_scored`'s i32[C, 2 + 2N]."""
+    n, reals = packed.shape[1] // 2 - 1, packed.view(np.float32)
+    return ScoredRows(reals[:, 0], packed[:, 1], packed[:, 2 : 2 + n], reals[:, 2 + n :])
 
 
 def unpack_sampled(packed: np.ndarray) -> SampledRows:

@@ -28,7 +28,7 @@ from jaxserve.policies import ORDER_KEYS, resolve_policy
 from jaxserve.request import Request, RequestStatus
 from jaxserve.schedule import NO_DECODES, Chunks, Decodes, Schedule, SchedulerStats, StepResult, join
 from jaxserve.sequence_pages import SequencePages
-from jaxserve.sequence_rows import SequenceRows
+from jaxserve.sequence_rows import NEVER, SequenceRows
 from jaxserve.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Scheduler:
         self.pages = SequencePages(pool, self.rows)
         self._order_key = ORDER_KEYS[config.order]
         self._waiting = WaitingQueue(self._order_key)
-        self._waiting_for_grammar: dict[str, Request] = {}
+        self._held: dict[str, Request] = {}  # those that wait for something else than their turn: a grammar, a sample's prompt
         self._requests: dict[str, Request] = {}  # every unfinished request, by id
         self._drafted: dict[str, Request] = {}  # those with drafts for the next step
         self._stop_ids: Counter[int] = Counter()  # stop ids of unfinished requests
@@ -68,7 +68,8 @@ class Scheduler:
     # Requests come and go
 
     def add(self, request: Request) -> None:
-        """Takes a request in, to wait for admission; with status WAITING_FOR_GRAMMAR it waits for `set_ready` first.
+        """Takes a request in, to wait for admission; with status WAITING_FOR_GRAMMAR it waits for `set_ready` first, and where
+        another of its `samples` is here and has not computed their prompt, for that one.
 
         Raises:
           ValueError: its id is in use, its prompt is empty or too long, or the pool could never hold it. Nothing has changed then.
@@ -76,14 +77,34 @@ class Scheduler:
         request.max_total_tokens = self.check(request)
         request.order = self._num_added
         self._num_added += 1
-        if self.pool.enable_prefix_caching:
-            request.hash_chain = [root_hash(request.weights_version, request.cache_salt, request.adapter_id)]
+        self._set_weights_version(request, request.weights_version)
         self._requests[request.request_id] = request
         self._stop_ids.update(request.stop_ids)
-        if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
-            self._waiting_for_grammar[request.request_id] = request
+        if request.status is RequestStatus.WAITING:
+            self._push_or_hold(request)
         else:
+            self._held[request.request_id] = request
+
+    def _push_or_hold(self, request: Request) -> None:
+        """To the queue, unless another sample is yet to compute the prompt: the pages of one then serve all."""
+        first = next((sample for sample in request.samples if sample.request_id in self._requests), request)
+        if first is not request and not self._has_prompt(first):
+            request.status = RequestStatus.WAITING_FOR_PROMPT
+            self._held[request.request_id] = request
+        else:
+            request.status = RequestStatus.WAITING
             self._waiting.push(request)
+
+    def _release_samples(self, request: Request) -> None:
+        """Those that wait for this one's prompt go on, for it is scheduled, or this one has ended."""
+        for sample in request.samples:
+            if sample.status is RequestStatus.WAITING_FOR_PROMPT and self._held.pop(sample.request_id, None) is not None:
+                self._push_or_hold(sample)
+
+    @staticmethod
+    def _has_prompt(request: Request) -> bool:
+        """Whether its prompt is computed as far as others can share it, by the steps scheduled so far."""
+        return request.num_computed_tokens >= request.num_prompt_tokens
 
     def check(self, request: Request) -> int:
         """The most tokens (prompt + output) that the request may reach; ValueError, as `add`, if it can't be served."""
@@ -115,9 +136,9 @@ class Scheduler:
 
     def set_ready(self, request: Request) -> None:
         """The grammar of a request added with status WAITING_FOR_GRAMMAR is compiled: it waits from now on, at its place."""
-        if self._waiting_for_grammar.pop(request.request_id, None) is not None:
-            request.status = RequestStatus.WAITING
-            self._waiting.push(request)
+        if self._held.get(request.request_id) is request and request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            del self._held[request.request_id]
+            self._push_or_hold(request)
 
     def set_drafts(self, request: Request, token_ids: Sequence[int]) -> None:
         """Proposes the tokens that follow the request's next input token, for the next step with decodes. They are trimmed to the
@@ -139,8 +160,8 @@ class Scheduler:
         assert self._requests.get(request.request_id) is request, f"{request.request_id} is unknown or has finished"
         if request.status is RequestStatus.RUNNING:
             self.pages.release(request)
-        elif request.status is RequestStatus.WAITING_FOR_GRAMMAR:
-            del self._waiting_for_grammar[request.request_id]
+        elif request.request_id in self._held:
+            del self._held[request.request_id]
         else:
             self._waiting.remove(request)
         if reason == "error":
@@ -153,6 +174,28 @@ class Scheduler:
                 del self._stop_ids[token]
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
+        self._release_samples(request)
+
+    def change_weights(self, version: int, *, recompute: bool) -> None:
+        """From now on steps run with weights of this version; no page that was hashed before is hit again.
+
+        recompute: running requests are preempted and compute all their tokens anew. Otherwise they go on with the KV they have,
+        which no other request may share, since part of it is of the old weights; that part is gone if they are preempted later.
+        To be called with no step in flight.
+        """
+        assert not self.num_steps_in_flight, "steps in flight would deliver tokens of the old weights' schedule"
+        if recompute:
+            for request in reversed(self.running):
+                self._preempt(request)
+        self.rows.num_hashed[self.rows.order] = NEVER
+        self.pool.forget(range(self.pool.num_pages))
+        for request in self._requests.values():
+            self._set_weights_version(request, version)
+
+    def _set_weights_version(self, request: Request, version: int) -> None:
+        request.weights_version = version
+        if self.pool.enable_prefix_caching:
+            request.hash_chain = [root_hash(version, request.cache_salt, request.adapter_id)]
 
     def get(self, request_id: str) -> Request | None:
         """The unfinished request of that id."""
@@ -165,8 +208,8 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Request]:
-        """In the order in which they will be admitted; those that wait for a grammar last."""
-        return [*self._waiting, *self._waiting_for_grammar.values()]
+        """In the order in which they will be admitted; those that wait for something else last."""
+        return [*self._waiting, *self._held.values()]
 
     @property
     def num_running(self) -> int:
@@ -174,7 +217,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._waiting_for_grammar)
+        return len(self._waiting) + len(self._held)
+
+    @property
+    def num_begun(self) -> int:
+        """Unfinished requests that have run: those running, and those preempted."""
+        return self.num_running + sum(request.status is RequestStatus.PREEMPTED for request in self._waiting)
 
     @property
     def has_unfinished(self) -> bool:
@@ -339,7 +387,7 @@ class Scheduler:
         if self.policy.admit_only_when_idle and request.order >= self._batch_end:
             return False
         num_known = len(request.token_ids)
-        hits = pool.match(request.hash_chain, request.token_ids)
+        hits = self._pages_of_others(request)
         num_hit_tokens = len(hits) * pool.page_size
         num_tokens = self._chunk_size(num_known, num_hit_tokens, budget, num_prompts)
         if not num_tokens:
@@ -352,6 +400,19 @@ class Scheduler:
             request.num_cached_tokens = num_hit_tokens
         self._add_chunk(chunks, request, num_tokens)
         return True
+
+    def _pages_of_others(self, request: Request) -> list[int]:
+        """Pages that hold the beginning of its tokens already: the prefix cache's, or those of the prompt that a running sample of
+        it has computed, where that is more (without a prefix cache, above all)."""
+        page_size, hits = self.pool.page_size, self.pool.match(request.hash_chain, request.token_ids)
+        num_shared = min(request.num_prompt_tokens, len(request.token_ids) - 1) // page_size
+        for sample in request.samples:
+            if len(hits) < num_shared and sample.row >= 0 and self._has_prompt(sample):
+                hits = sample.pages[:num_shared]
+        scores = request.prompt_scores
+        if scores is not None and scores.wanted:  # the token before each one that is scored must be computed
+            hits = hits[: (scores.next - 1) // page_size]
+        return hits
 
     def _add_chunk(self, chunks: Chunks, request: Request, num_tokens: int) -> None:
         """Commits the next `num_tokens` tokens of a prompt to the step, and hashes the pages that they fill: a step writes its KV
@@ -366,6 +427,8 @@ class Scheduler:
         chunks.samples.append(start + num_tokens == self.rows.prefill_end[row])
         chunks.num_tokens += num_tokens
         self.pages.register_full(np.array([row]))
+        if request.samples and self._has_prompt(request):
+            self._release_samples(request)
 
     def _assemble(self, decodes: Decodes, chunks: Chunks) -> Schedule:
         requests, rows, starts, q_lens, samples = join(decodes, chunks, self.rows.requests_at(decodes.rows), self._all)

@@ -10,6 +10,8 @@ import numpy as np
 
 from jaxserve.request import Request
 
+NEVER = np.iinfo(np.int32).max  # as num_hashed: no page of the row will be registered
+
 
 class SequenceRows:
     """Arrays indexed by row, in [0, max_num_seqs); what stands at a row without a request is stale.
@@ -20,7 +22,7 @@ class SequenceRows:
     limit             i32[S]     prompt + output may reach this
     capacity          i32[S]     tokens that the row's pages hold
     num_uploaded      i32[S]     tokens of capacity whose pages were sent as page_updates
-    num_hashed        i32[S]     pages registered in, or hit from, the prefix cache
+    num_hashed        i32[S]     pages registered in, or hit from, the prefix cache; NEVER where none ever will be
     generation        i64[S]     counts the row's owners, so that a late result finds out whether the row is still its own
     page_table        i32[S, P]
     order             intp[n]    rows in use, in order of admission; replaced, never changed in place. (intp indexes three times
@@ -131,6 +133,7 @@ class SequenceRows:
             assert known == len(request.token_ids) >= end >= request.num_prompt_tokens
             assert known < self.limit[row] == request.max_total_tokens, "a request at its limit still runs"
             assert max(computed + 1, end) >= known and computed < self.limit[row] and computed <= self.capacity[row]
-            assert self.num_hashed[row] * self.page_size <= min(known, computed)
+            hashed = int(self.num_hashed[row])
+            assert hashed == NEVER or hashed * self.page_size <= min(known, computed)
             pages = self.pages(row)
             assert len(set(pages)) == len(pages), "a sequence holds a page twice"

@@ -1,4 +1,5 @@
-"""The two programs of a step, as plain functions to be compiled: body (embed -> layers -> hidden rows) and head (rows -> tokens).
+"""The programs of a step, as plain functions to be compiled: body (embed -> layers -> hidden rows) and head (rows -> tokens); where
+a prompt's own tokens are scored, also score (rows -> log-probabilities).
 
 Owns what crosses between them and the device-resident state that both work on. A body's shape is a bucket; a head's is a number of
 logits rows and whether log-probabilities are wanted, so that their counts add up instead of multiplying. Knows nothing of hosts,
@@ -7,6 +8,7 @@ requests or compilation.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxserve import sampling
+from jaxserve import logit_edits, sampling
 from jaxserve.batch import StepLayout
 from jaxserve.models import Decoder, ModelConfig, named_leaves
 from jaxserve.sampling_rows import POSITION
@@ -41,7 +43,7 @@ class StepContext:
     page_table: jax.Array  # i32[S, P]
     cu_q_lens: jax.Array  # i32[S+1]
     kv_lens: jax.Array  # i32[S]
-    work: Any  # the attention backend's plan
+    work: Any  # the attention backend's plan: one for all layers, or {str(sliding window): one for its layers}
     max_q_len: int
     backend: str
 
@@ -69,7 +71,7 @@ class ModelFunctions:
         self.leaves = leaves
         self.model_config: ModelConfig = model.config
         self.dtype = leaves[0].dtype  # of weights and activations
-        self.num_bytes = sum(x.nbytes for x in leaves)
+        self.num_bytes = sum(x.size * x.dtype.itemsize for x in leaves)  # abstract leaves have no nbytes
         self.abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
         tied = model.lm_head is None
         head = HEAD_PATHS + (("embed_tokens/",) if tied else ())
@@ -111,7 +113,7 @@ def _attend(sliding_window: int | None, kv: jax.Array, context: StepContext, q: 
         sliding_window=sliding_window,
         max_q_len=context.max_q_len,
         backend=context.backend,
-        work=context.work,
+        work=context.work[str(sliding_window)] if isinstance(context.work, dict) else context.work,
     )
     return o, kv
 
@@ -124,10 +126,11 @@ def body(
     kv_pages: Sequence[jax.Array],  # a layer: [num_pages, 2, K, page_size, H]
     page_table: jax.Array,  # i32[max_num_seqs, P]
     num_computed: jax.Array,  # i32[max_num_seqs]: tokens of each row whose KV is written
+    step_hidden: jax.Array,  # [tokens of the largest bucket, D]: hidden rows of one step's tokens
     last_tokens: jax.Array,  # i32[max_num_seqs]: last sampled token of each row
     packed: jax.Array,  # i32[layout.size]
 ):
-    """Runs one bucket. Returns (hidden [R, D], HeadInputs, kv_pages, page_table, num_computed)."""
+    """Runs one bucket. Returns (hidden [R, D], HeadInputs, kv_pages, page_table, num_computed, step_hidden)."""
     names = list(layout.fields)
     with jax.named_scope("unpack"):
         # Unpacked once, behind a barrier: commands of a CUDA graph whose buffers move are recorded again.
@@ -137,8 +140,9 @@ def body(
         )
     model = functions.module(functions.body_indices, leaves)
     x = model.embed(tokens)
-    # Behind a barrier, or every layer's fusion computes the angles again.
-    rope = lax.optimization_barrier(model.rope(context.positions))
+    # Behind a barrier, or every layer's fusions compute the angles and look up the slots again.
+    rope, slot_mapping = lax.optimization_barrier((model.rope(context.positions), context.slot_mapping))
+    context = dataclasses.replace(context, slot_mapping=slot_mapping)
     written = []
     with jax.named_scope("layers"):
         for layer, kv in zip(model.layers, kv_pages, strict=True):
@@ -148,7 +152,8 @@ def body(
         at = fields["head_tokens"]
         sampling_fields = fields["sampling"].at[:, POSITION].set(context.positions[at] + 1)
         head_inputs = HeadInputs(fields["head_rows"], sampling_fields)
-        return x[at], head_inputs, written, page_table, num_computed
+        step_hidden = lax.dynamic_update_slice(step_hidden, x, (0, 0))  # in place: the program that scores has one shape
+        return x[at], head_inputs, written, page_table, num_computed, step_hidden
 
 
 def _context(layout, backend, fields, num_pages, page_table, num_computed, last_tokens):
@@ -173,7 +178,10 @@ def _context(layout, backend, fields, num_pages, page_table, num_computed, last_
     page = table[seq, positions // page_size]
     slots = jnp.where(real, page * page_size + positions % page_size, num_pages * page_size + t)
     max_q_len = layout.bucket.max_q_len
-    work = plan_work(cu_q_lens, kv_lens, num_tokens=T, max_q_len=max_q_len, backend=backend)
+    if layout.planners:
+        work = {str(window): planner.work(fields[name]) for window, (name, planner) in layout.work.items()}
+    else:
+        work = plan_work(cu_q_lens, kv_lens, num_tokens=T, max_q_len=max_q_len, backend=backend)
     context = StepContext(positions, slots, table, cu_q_lens, kv_lens, work, max_q_len=max_q_len, backend=backend)
     return context, tokens, page_table, num_computed
 
@@ -184,19 +192,51 @@ def head(
     max_logprobs: int,
     leaves: Sequence[jax.Array],
     last_tokens: jax.Array,  # i32[max_num_seqs]
+    history: jax.Array,  # i32[max_num_seqs, max_model_len]: token ids of each row that looks back
+    edits: jax.Array,  # i32[max_num_seqs, columns of edit_rows]
     hidden: jax.Array,  # [R, D]
     inputs: HeadInputs,
 ):
-    """Logits of the first `num_rows` hidden rows, and a token of each. Returns (last_tokens, what the host
+    """Logits of the first `num_rows` hidden rows, and a token of each. Returns (last_tokens, history, what the host
     fetches: i32[rows, ...])."""
     model = functions.module(functions.head_indices, leaves)
     logits = model.logits(model.final_norm(hidden[:num_rows]))
     rows = sampling.unpack_rows(inputs.sampling[:num_rows])
-    sampled = sampling.sample(logits, rows, max_logprobs=max_logprobs)
-    last_tokens = last_tokens.at[inputs.rows[:num_rows]].set(sampled.tokens, mode="drop")
-    return last_tokens, sampling.pack_sampled(sampled)
+    seq_rows = inputs.rows[:num_rows]
+    edit = functools.partial(
+        logit_edits.edit, kinds=rows.edits, seq_rows=seq_rows, positions=rows.position, table=edits, history=history
+    )
+    sampled = sampling.sample(logits, rows, max_logprobs=max_logprobs, edit=edit)
+    last_tokens = last_tokens.at[seq_rows].set(sampled.tokens, mode="drop")
+    history = logit_edits.remember(history, seq_rows, rows.position, sampled.tokens)
+    return last_tokens, history, sampling.pack_sampled(sampled)
 
 
-def update_page_table(page_table: jax.Array, updates: jax.Array) -> jax.Array:
-    """Page-table entries (row, column, page), i32[U, 3], that did not fit into a step's own upload."""
-    return page_table.at[updates[:, 0], updates[:, 1]].set(updates[:, 2], mode="drop")
+def score(
+    functions: ModelFunctions,
+    max_logprobs: int,
+    leaves: Sequence[jax.Array],
+    step_hidden: jax.Array,  # [tokens of the largest bucket, D], as the step's body left it
+    packed: jax.Array,  # i32[1 + 2C], as prompt_scores.pack_spans makes it
+) -> jax.Array:
+    """Log-probabilities of C tokens, each by one hidden row of the step: what the host fetches, i32[C, 2 + 2N]."""
+    C = packed.size // 2
+    model = functions.module(functions.head_indices, leaves)
+    logits = model.logits(model.final_norm(step_hidden[packed[1 : 1 + C]]))
+    with jax.named_scope("score"):
+        return sampling.pack_scored(sampling.score(logits, packed[1 + C :], packed[0] != 0, max_logprobs=max_logprobs))
+
+
+def update_state(
+    page_table: jax.Array,  # i32[max_num_seqs, P]
+    history: jax.Array,  # i32[max_num_seqs, max_model_len]
+    edits: jax.Array,  # i32[max_num_seqs, columns]
+    page_updates: jax.Array,  # i32[U, 3]: row, column, page
+    edit_row: jax.Array,  # i32[1 + max_model_len + columns], as EditLayout.pack makes it
+):
+    """What has no room in a step's own upload: page-table entries, and one row of history and edits at a request's admission.
+    Rows past the end change nothing. Returns (page_table, history, edits)."""
+    page_table = page_table.at[page_updates[:, 0], page_updates[:, 1]].set(page_updates[:, 2], mode="drop")
+    row, end = edit_row[0], 1 + history.shape[1]
+    history = history.at[row].set(edit_row[1:end], mode="drop")
+    return page_table, history, edits.at[row].set(edit_row[end:], mode="drop")

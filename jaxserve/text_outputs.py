@@ -50,6 +50,7 @@ class TextOutputs:
         """The samples of one request, as `Engine.add_request` returned them."""
         first = requests[0]
         group = _Group(RequestOutput(first.parent_id, prompt, list(first.prompt_token_ids), [], False, metrics=first.metrics))
+        group.output.prompt_scores = first.prompt_scores
         for request in requests:
             params = request.params
             completion = CompletionOutput(request.sample_index, "", [])
@@ -80,6 +81,8 @@ class TextOutputs:
             if sample.completion.finish_reason is not None:
                 continue  # a stop string ended it, and this came from a step already under way
             self._extend(sample, output)
+            if request.params.prompt_logprobs is not None and request.prompt_scores is not None:
+                group.output.prompt_logprobs = group.output.prompt_logprobs or self._prompt_logprobs(request)
             touched[request.parent_id] = group.output
             group.output.num_cached_tokens = max(0, group.samples[0].request.num_cached_tokens)
             if all(s.completion.finish_reason is not None for s in group.samples):
@@ -127,6 +130,13 @@ class TextOutputs:
         completion.finish_reason, completion.stop_reason = "stop", stop
         self._finish(sample.request, "stop", stop)
         return True
+
+    def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None]:
+        decode, tokenizer = None, self._tokenizer
+        if tokenizer is not None and request.params.detokenize:
+            decode = lambda i: tokenizer.decode([i], skip_special_tokens=False)  # noqa: E731
+        assert request.prompt_scores is not None
+        return request.prompt_scores.to_dicts(decode)
 
     def _add_logprobs(self, sample: _Sample, token_id: int, found: dict[int, Logprob]) -> None:
         completion = sample.completion

@@ -124,6 +124,12 @@ class Tokenizer:
         puts around any text (often a BOS; for rendered chats use `encode_chat`, whose template has already written it)."""
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_word(self, word: str) -> list[list[int]]:
+        """The token sequences that `word` can be: as a text's beginning and, where that makes other tokens, after a space."""
+        word = word.lstrip()
+        sequences = [self.encode(text, add_special_tokens=False) for text in (word, " " + word)]
+        return sequences[:1] if sequences[0] == sequences[1] else sequences
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; bytes that are no UTF-8 become U+FFFD, ids out of the vocabulary nothing."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

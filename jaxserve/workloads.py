@@ -63,6 +63,11 @@ class Workload:
         return sum(r.num_output_tokens for r in self.requests)
 
     @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """(prompt tokens, output tokens) of each request."""
+        return [(r.num_prompt_tokens, r.num_output_tokens) for r in self.requests]
+
+    @property
     def max_len(self) -> int:
         """Tokens of the longest request, prompt and output."""
         return max(r.num_prompt_tokens + r.num_output_tokens for r in self.requests)

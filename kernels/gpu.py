@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-ACC = plgpu.ACC
+ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 SMEM = plgpu.SMEM
 Barrier = plgpu.Barrier
 BlockSpec = plgpu.BlockSpec
@@ -32,12 +32,14 @@ wgmma = plgpu.wgmma
 
 WGMMA = plgpu.Layout.WGMMA  # a warpgroup's accumulator: 64 rows, 16 a warp
 WGMMA_ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each of its rows
-SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # what wgmma reads: 16-bit tiles of 8 rows by 128 bytes
+# What wgmma reads: 16-bit tiles of 8 rows by 128 bytes. (The transforms do implement what pyright misses.)
+SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
 MAX_SMEM_BYTES = 227 * 1024  # that one CTA of a Hopper GPU may use
 MAX_REGISTERS = 65536  # of one SM
 
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
+_assumed_sms: contextvars.ContextVar[int | None] = contextvars.ContextVar("assumed_sms", default=None)
 
 
 @contextlib.contextmanager
@@ -52,6 +54,16 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
         yield
     finally:
         _interpret.reset(token)
+
+
+@contextlib.contextmanager
+def assume_sm90(num_sms: int) -> Iterator[None]:
+    """Inside, kernels are traced for a Hopper GPU of so many SMs, whatever this machine has: to compile where there is none."""
+    token = _assumed_sms.set(num_sms)
+    try:
+        yield
+    finally:
+        _assumed_sms.reset(token)
 
 
 def is_interpreted() -> bool:
@@ -85,8 +97,8 @@ def kernel(body: Any, *, out_type: Any, grid: dict[str, int], scratch_types: Any
 
 
 def missing_for_sm90() -> str | None:
-    """What JAX's default device lacks to run a Hopper kernel; None if nothing, or if kernels are interpreted."""
-    if is_interpreted():
+    """What JAX's default device lacks to run a Hopper kernel; None if nothing, and inside `interpreted` and `assume_sm90`."""
+    if is_interpreted() or _assumed_sms.get() is not None:
         return None
     device = jax.devices()[0]
     if device.platform != "gpu":
@@ -96,5 +108,15 @@ def missing_for_sm90() -> str | None:
 
 
 def num_sms() -> int:
-    """Streaming multiprocessors of JAX's default device; 2 where kernels are interpreted."""
-    return 2 if is_interpreted() else jax.devices()[0].core_count
+    """Streaming multiprocessors of JAX's default device, or of the one that is assumed; 2 where kernels are interpreted."""
+    if is_interpreted():
+        return 2
+    assumed = _assumed_sms.get()
+    return jax.devices()[0].core_count if assumed is None else assumed
+
+
+def device_kind() -> str:
+    """The name of the device that kernels are traced for, as JAX has it."""
+    if is_interpreted():
+        return "interpreted"
+    return jax.devices()[0].device_kind if _assumed_sms.get() is None else "assumed sm_90"

@@ -158,11 +158,11 @@ class BareStep:
         body = programs.body_spec(layout.bucket)[0]
         rows = engine.config.plan.select_head_rows(batch)
 
-        def bare(body_leaves, head_leaves, kv_pages, table, num_computed, last_tokens, packed):
-            hidden, _, kv_pages, table, num_computed = body(body_leaves, kv_pages, table, num_computed, last_tokens, packed)
+        def bare(body_leaves, head_leaves, kv_pages, table, num_computed, step_hidden, last_tokens, packed):
+            hidden, _, *state = body(body_leaves, kv_pages, table, num_computed, step_hidden, last_tokens, packed)
             model = functions.module(functions.head_indices, head_leaves)
             tokens = jnp.argmax(model.logits(model.final_norm(hidden[:rows])), -1).astype(jnp.int32)
-            return kv_pages, table, num_computed, last_tokens.at[: min(rows, batch)].set(tokens[:batch]), tokens
+            return *state, last_tokens.at[: min(rows, batch)].set(tokens[:batch]), tokens
 
         self._weights = (engine.runner.body_leaves, engine.runner.head_leaves)
         self._state = [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), x) for x in programs.state]
@@ -175,7 +175,7 @@ class BareStep:
         fields["seq_rows"][:batch], fields["q_lens"][:batch] = np.arange(batch), 1
         fields["starts"][:batch], fields["token_ids"][:batch] = -1, -1
         fields["head_tokens"][:batch] = np.arange(batch)
-        self._step = jax.jit(bare, donate_argnums=(2, 3, 4, 5))
+        self._step = jax.jit(bare, donate_argnums=(2, 3, 4, 5, 6))
         self.run()
 
     def run(self) -> None:

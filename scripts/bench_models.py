@@ -32,7 +32,37 @@ QWEN3_0_6B: dict[str, Any] = TINY_QWEN3 | {
     "max_position_embeddings": 40960,
     "torch_dtype": "bfloat16",
 }
-RANDOM = {"tiny-qwen3": TINY_QWEN3, "qwen3-0.6b": QWEN3_0_6B}
+TINY_SMALL_HEAD: dict[str, Any] = TINY_QWEN3 | {"num_hidden_layers": 12, "vocab_size": 1024}  # the head: 3% of a token's FLOPs
+QWEN3_8B: dict[str, Any] = QWEN3_0_6B | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+}
+QWEN3_30B_A3B: dict[str, Any] = QWEN3_0_6B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}
+RANDOM = {
+    "tiny-qwen3": TINY_QWEN3,
+    "tiny-small-head": TINY_SMALL_HEAD,
+    "qwen3-0.6b": QWEN3_0_6B,
+    "qwen3-8b": QWEN3_8B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+}
 
 
 def bench_model(name: str, dtype: str, max_model_len: int | None = None) -> Any:

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from jaxserve.batch import BatchPacker, StepLayout
 from jaxserve.buckets import BucketPlan
 from jaxserve.config import SchedulerConfig
+from jaxserve.edit_rows import EditLayout
 from jaxserve.page_pool import PagePool
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduler import Scheduler
@@ -61,7 +62,7 @@ def make_packer(scheduler: Scheduler) -> BatchPacker:
     config, page_size = scheduler.config, scheduler.pool.page_size
     plan = BucketPlan.default(config.max_num_seqs, config.max_num_batched_tokens)
     layouts = {b: StepLayout(b, config.max_num_seqs, page_size, plan.max_head_rows) for b in plan.buckets}
-    return BatchPacker(plan, layouts, config.max_num_seqs)
+    return BatchPacker(plan, layouts, config.max_num_seqs, EditLayout(config.max_model_len, vocab_size=100_000))
 
 
 def measure(scheduler: Scheduler, num_running: int, num_steps: int, depth: int) -> dict[str, float]:

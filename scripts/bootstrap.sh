@@ -1,5 +1,6 @@
 #!/bin/sh
-# Makes an environment: `bootstrap.sh` makes .venv (jaxserve and its tools), `bootstrap.sh torch` makes .venv-torch (the peer).
+# Makes an environment: `bootstrap.sh` makes .venv (jaxserve and its tools), `bootstrap.sh torch` makes .venv-torch (the peer),
+# `bootstrap.sh aot` makes .venv-aot (compiling for a GPU without one).
 #
 # Needs nothing but a Python. With nothing changed it returns at once; a changed pyproject.toml or constraints file is
 # installed; an install that was cut short, or a tree that moved, starts over; two at once wait for each other.
@@ -19,8 +20,13 @@ torch)
     venv=.venv-torch minors="11 12 13 14" inputs="constraints/torch.txt"
     size="about 300 MB to fetch, a few minutes"
     ;;
+aot)
+    # What compiles for CUDA where there is none: jax's plugin, ptxas and libdevice, but none of the libraries that only run.
+    venv=.venv-aot minors="12 13 14" inputs="constraints/jax.txt"
+    size="about 450 MB to fetch, a minute or two"
+    ;;
 *)
-    echo "bootstrap.sh: unknown environment '$1'; it makes 'jax' (.venv) or 'torch' (.venv-torch)" >&2
+    echo "bootstrap.sh: unknown environment '$1'; it makes 'jax' (.venv), 'torch' (.venv-torch) or 'aot' (.venv-aot)" >&2
     exit 2
     ;;
 esac
@@ -95,12 +101,14 @@ current() { wanted | cmp -s - "$venv/stamp" && usable; }
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check install --progress-bar off "$@" >>"$venv/pip.log" 2>&1; }
 
 install() {
-    if [ "$venv" = .venv ]; then
+    case $venv in
+    .venv)
         pip -c constraints/jax.txt hatchling && # first, so that building jaxserve itself is pinned too
             pip -c constraints/jax.txt --no-build-isolation -e '.[dev]'
-    else
-        pip ${TORCH_PIP_ARGS:-} -r constraints/torch.txt
-    fi
+        ;;
+    .venv-torch) pip ${TORCH_PIP_ARGS:-} -r constraints/torch.txt ;;
+    .venv-aot) pip -c constraints/jax.txt jax flax absl-py jax-cuda13-plugin nvidia-cuda-nvcc ;;
+    esac
 }
 
 current && exit 0

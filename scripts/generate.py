@@ -270,7 +270,7 @@ def main(argv: list[str]) -> None:
         print(f"fields that are copied to the results and not used: {', '.join(copied)}", file=sys.stderr)
     num_done = num_failed = num_bytes = 0
     try:
-        if _RESUME.value:
+        if _RESUME.value and _OUTPUT.value:
             num_done, num_failed, num_bytes = finished_results(_OUTPUT.value, [record for record, _ in prompts])
             print(f"{num_done} of {len(prompts)} prompts are done already", file=sys.stderr)
     except (ValueError, OSError) as error:

@@ -48,7 +48,8 @@ def read_workload(model: str, max_model_len: int | None) -> Workload:
     for name, kinds in _OWN.items():
         if flags.FLAGS[name].present and kind not in kinds:
             raise ValueError(f"--{name} means nothing to --workload={kind}; it is for {', '.join(kinds)}")
-    if kind in ("sharegpt", "trace") and _PATH.value is None:
+    path = _PATH.value or ""
+    if kind in ("sharegpt", "trace") and not path:
         raise ValueError(f"--workload={kind} needs --dataset_path")
     if kind == "nano_vllm":
         return nano_vllm(_NUM.value or 256, _SEED.value)
@@ -58,7 +59,7 @@ def read_workload(model: str, max_model_len: int | None) -> Workload:
         from jaxserve.tokenizer import Tokenizer
 
         encode = Tokenizer.from_id(model).encode
-        return sharegpt(_PATH.value, encode, _NUM.value or 100, output_len=_SHAREGPT_OUTPUT.value, seed=_SEED.value)
+        return sharegpt(path, encode, _NUM.value or 100, output_len=_SHAREGPT_OUTPUT.value, seed=_SEED.value)
     num, seed = _NUM.value or 100, _SEED.value
     if kind in LENGTH_FITS:
         return log_normal(kind, num, seed)
@@ -67,5 +68,5 @@ def read_workload(model: str, max_model_len: int | None) -> Workload:
     if kind == "multi_turn":
         return multi_turn(num, _TURNS.value, _INPUT.value, _OUTPUT.value, _VOCABULARY, seed)
     if kind == "trace":
-        return trace(_PATH.value, _NUM.value, max_model_len)
+        return trace(path, _NUM.value, max_model_len)
     return fixed(kind)

@@ -111,6 +111,9 @@ def make_engine(
     runner.page_table = jnp.full_like(runner.page_table, -1)
     runner.num_computed = jnp.full_like(runner.num_computed, 11)
     runner.last_tokens = jnp.full_like(runner.last_tokens, 22)
+    runner.step_hidden = jnp.full_like(runner.step_hidden, jnp.nan)
+    runner.history = jnp.full_like(runner.history, 33)
+    runner.edits = jnp.full_like(runner.edits, 44)
     poison(engine)
     return engine
 
@@ -150,10 +153,11 @@ class Ask:
 
 @dataclass
 class Answer:
-    """All that the engine's outputs said of one sample. logprobs: a token's {id: (logprob, rank)}."""
+    """All that the engine's outputs said of one sample. logprobs, prompt_logprobs: a token's {id: (logprob, rank)}."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[dict[int, tuple[float, int | None]]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, tuple[float, int | None]] | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -161,6 +165,11 @@ class Answer:
         assert self.finish_reason is None, "an output after the last"
         self.tokens += output.new_token_ids
         self.logprobs += [{t: (x.logprob, x.rank) for t, x in entry.items()} for entry in output.logprobs or ()]
+        if output.request.prompt_scores is not None:
+            entries = output.request.prompt_scores.to_dicts()
+            entries = [entry and {t: (x.logprob, x.rank) for t, x in entry.items()} for entry in entries]
+            assert self.prompt_logprobs in (None, entries), "there from the first output on"
+            self.prompt_logprobs = entries
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
 
 
@@ -258,7 +267,7 @@ def differences(answers: dict[str, Answer], expected: dict[str, Answer]) -> list
         found.append(f"requests {sorted(answers)} instead of {sorted(expected)}")
     for name in answers.keys() & expected.keys():
         a, e = answers[name], expected[name]
-        for what in ("tokens", "finish_reason", "stop_reason", "logprobs"):
+        for what in ("tokens", "finish_reason", "stop_reason", "logprobs", "prompt_logprobs"):
             if getattr(a, what) != getattr(e, what):
                 found.append(f"request {name}: {what} {getattr(a, what)} instead of {getattr(e, what)}")
     return found

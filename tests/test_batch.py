@@ -8,11 +8,16 @@ import pytest
 from jaxserve import sampling_rows, step
 from jaxserve.batch import BatchPacker, StepLayout
 from jaxserve.buckets import BucketPlan
+from jaxserve.edit_rows import EditLayout
 from jaxserve.request import Request, SamplingParams
 from jaxserve.schedule import Schedule
+from kernels.ragged_paged_attention.work_list import WorkShape, plan
 
 MAX_SEQS, PAGE_SIZE, NUM_PAGES, PAGES_PER_SEQ = 8, 4, 50, 12
 PLAN = BucketPlan(decode=(2, 4, 8), mixed=((12, 4), (24, 8), (40, 8)), head_rows=(3, 8))
+
+
+EDITS = EditLayout(max_model_len=48, vocab_size=1000)
 
 
 def layouts() -> dict:
@@ -26,6 +31,7 @@ def random_request(rng: np.random.Generator, i: int) -> Request:
         min_tokens=int(rng.integers(0, 3)),
         stop_token_ids=[5, 9],
         logprobs=1 if rng.random() < 0.2 else None,
+        presence_penalty=1.5 if rng.random() < 0.2 else 0.0,
     )
     prompt = rng.integers(0, 1000, int(rng.integers(1, 48))).tolist()
     return Request(f"r{i}", prompt, params, seed=int(rng.integers(2**63)), sample_index=i % 3)
@@ -98,7 +104,7 @@ def slow_pack(schedule: Schedule, tokens: int, seqs: int) -> tuple[list[int], li
 
 def test_random_schedules_against_the_slow_model():
     rng = np.random.default_rng(0)
-    packer = BatchPacker(PLAN, layouts(), MAX_SEQS)
+    packer = BatchPacker(PLAN, layouts(), MAX_SEQS, EDITS)
     seen, extras = set(), 0
     for number in range(300):
         schedule = random_schedule(rng, number)
@@ -109,10 +115,15 @@ def test_random_schedules_against_the_slow_model():
         packed, extra = slow_pack(schedule, bucket.tokens, bucket.seqs)
         assert inputs.bucket == bucket and inputs.packed.dtype == np.int32
         assert inputs.packed.tolist() == packed
-        assert (inputs.extra_page_updates is None) == (not extra)
-        if inputs.extra_page_updates is not None:
-            assert inputs.extra_page_updates.tolist() == extra
-            extras += 1
+        assert inputs.extra_page_updates.tolist() == extra
+        extras += bool(extra)
+        edited = [i for i, r in enumerate(schedule.requests) if r.params.presence_penalty]
+        assert [row[0] for row in inputs.edit_rows] == schedule.rows[edited].tolist()
+        for row, i in zip(inputs.edit_rows, edited, strict=True):
+            request = schedule.requests[i]
+            assert row[1 : 1 + len(request.token_ids)].tolist() == request.token_ids
+            assert row[49:52].tolist() == np.array([1.5, 0, 1], np.float32).view(np.int32).tolist()
+            assert row[52] == request.num_prompt_tokens
         sampling = [r for r, s in zip(schedule.requests, schedule.samples, strict=True) if s]
         assert inputs.num_samples == len(sampling) and inputs.num_tokens == sum(schedule.q_lens)
         assert inputs.head_rows == (PLAN.select_head_rows(len(sampling)) if sampling else 0)
@@ -122,7 +133,7 @@ def test_random_schedules_against_the_slow_model():
 
 
 def test_the_template_is_not_written_to():
-    packer = BatchPacker(PLAN, layouts(), MAX_SEQS)
+    packer = BatchPacker(PLAN, layouts(), MAX_SEQS, EDITS)
     before = {b: layout.padding.copy() for b, layout in packer.layouts.items()}
     rng = np.random.default_rng(1)
     for number in range(20):
@@ -135,7 +146,7 @@ def test_the_template_is_not_written_to():
 
 def test_parameters_are_written_once_for_each_owner_of_a_row():
     rng = np.random.default_rng(2)
-    packer = BatchPacker(PLAN, layouts(), MAX_SEQS)
+    packer = BatchPacker(PLAN, layouts(), MAX_SEQS, EDITS)
     first, second = random_schedule(rng, 5), random_schedule(rng, 6)
     while second.num_seqs < 2:
         second = random_schedule(rng, 6)
@@ -174,7 +185,7 @@ def test_the_device_reads_a_step_as_it_was_meant(context):
     that were scheduled change; padding touches nothing."""
     layout, run = context
     rng = np.random.default_rng(3)
-    packer = BatchPacker(BucketPlan(mixed=PLAN.mixed[-1:], head_rows=PLAN.head_rows), {layout.bucket: layout}, MAX_SEQS)
+    packer = BatchPacker(BucketPlan(mixed=PLAN.mixed[-1:], head_rows=PLAN.head_rows), {layout.bucket: layout}, MAX_SEQS, EDITS)
     T = layout.bucket.tokens
     for number in range(60):
         schedule = random_schedule(rng, number)
@@ -216,3 +227,39 @@ def test_a_step_of_nothing_changes_nothing(context):
     np.testing.assert_array_equal(new_table, page_table)
     np.testing.assert_array_equal(new_computed, num_computed)
     assert not out.kv_lens.any() and (out.slot_mapping >= NUM_PAGES * PAGE_SIZE).all()
+
+
+class WorkPlanner:
+    """What a layout asks of a planner, recording nothing and doing no more than its work list."""
+
+    def __init__(self, shape: WorkShape):
+        self.shape, self.size = shape, shape.size
+
+    def plan(self, q_lens, kv_lens, out):
+        return plan(self.shape, q_lens, kv_lens, out=out)
+
+
+def test_work_lists_travel_with_the_step():
+    """One for each sliding window, planned for the schedule's own lengths; padding has none."""
+
+    def planners(bucket):
+        tile = min(4, bucket.max_q_len)
+        sizes = (bucket.tokens, bucket.seqs, bucket.max_q_len, 2, PAGE_SIZE * PAGES_PER_SEQ, 3, tile, 1, 64)
+        return {window: WorkPlanner(WorkShape(*sizes, window)) for window in (None, 5)}
+
+    all_layouts = {b: StepLayout(b, MAX_SEQS, PAGE_SIZE, PLAN.max_head_rows, planners(b)) for b in PLAN.buckets}
+    packer, rng, lists = BatchPacker(PLAN, all_layouts, MAX_SEQS), np.random.default_rng(5), set()
+    for number in range(20):
+        schedule = random_schedule(rng, number)
+        packer.newcomers(schedule)
+        inputs = packer.pack(schedule)
+        layout = all_layouts[inputs.bucket]
+        fields, plain = layout.unpack(inputs.packed), StepLayout(inputs.bucket, MAX_SEQS, PAGE_SIZE, PLAN.max_head_rows)
+        np.testing.assert_array_equal(fields["sampling"], plain.unpack(inputs.packed[: plain.size])["sampling"])
+        for window, (name, planner) in layout.work.items():
+            want = plan(planner.shape, schedule.q_lens, schedule.starts + schedule.q_lens)
+            np.testing.assert_array_equal(fields[name], want)
+            assert planner.shape.sliding_window == window
+            assert planner.shape.unpack(layout.unpack(layout.padding)[name])["cta_start"][-1] == 0
+            lists.add(fields[name].tobytes())
+    assert len(lists) > 10

@@ -62,7 +62,7 @@ def resolve(config: dict | None = None, model: ModelConfig = MODEL, **given):
         ("warm_up", True),
         ("async_scheduling", 0),
         ("attention_backend", "flash"),
-        ("attention_backend", "mosaic_sm90"),
+        ("attention_backend", "mosaic_sm100"),
     ],
 )
 def test_refuses_and_names_option_and_value(name, value):
@@ -98,6 +98,12 @@ def test_a_plan_that_cannot_be_used_is_refused_at_once_and_its_file_named(tmp_pa
 
 
 # ---- what follows from what
+
+
+def test_the_attention_backend_is_the_users_or_the_devices():
+    assert resolve().attention_backend == "xla"
+    assert resolve(attention_backend="mosaic_sm90").attention_backend == "mosaic_sm90"  # what "auto" is on that device
+    assert EngineConfig(attention_backend="reference").attention_backend == "reference"
 
 
 def test_defaults():

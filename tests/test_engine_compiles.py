@@ -31,6 +31,12 @@ def everything_a_user_can_set(rng: np.random.Generator) -> list[SamplingParams]:
         {"temperature": 0, "n": 2},
         {"logprobs": 20, "temperature": 0},
         {"logprobs": 4, "temperature": 0.5, "top_k": 3, "seed": 2**64 - 1},
+        {"prompt_logprobs": 0, "n": 2, "max_tokens": 3},
+        {"prompt_logprobs": 5, "logprobs": 2, "frequency_penalty": 1.0},
+        {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2},
+        {"logit_bias": {3: 4.0}, "temperature": 0, "logprobs": 2},
+        {"allowed_token_ids": list(range(50)), "n": 3, "top_p": 0.5},
+        {"bad_words_token_ids": [[1], [2, 3]], "repetition_penalty": 0.9, "min_tokens": 2, "max_tokens": 12},
     ]
     return [SamplingParams(**{"max_tokens": int(rng.integers(1, 12)), **params}) for params in (*others, *random)]
 
@@ -80,19 +86,21 @@ def test_first_use_compiles_what_is_needed_and_never_more_than_the_plan():
     assert set(programs._compiled) == {*plan.buckets, (6, False)}
     serve(engine, requests(True))
     assert set(programs._compiled) == set(programs.keys)
-    assert programs.num_compiled == plan.num_programs == 5
-    # One function applies page-table updates for all engines, so that JAX itself may have it compiled already.
-    assert num_compiled() - before in (4, 5)
+    assert programs.num_compiled == plan.num_programs == 6
+    # One function updates the state of all engines, so that JAX itself may have it compiled already.
+    assert num_compiled() - before in (5, 6)
 
 
 def test_nothing_compiles_after_warm_up():
     engine = make_engine(dummy_model(), pool_pages=48, scheduling_policy="priority")
     engine.runner.warm_up()
-    heads, extra, dispatch = set(), [], engine.runner.dispatch
+    heads, extra, edited, scored, dispatch = set(), [], [], [], engine.runner.dispatch
 
     def spy(inputs):
         heads.add((inputs.head_rows, inputs.with_logprobs))
         extra.append(inputs.extra_page_updates)
+        edited.extend(inputs.edit_rows)
+        scored.extend(inputs.score_rows)
         return dispatch(inputs)
 
     engine.runner.dispatch = spy
@@ -103,7 +111,8 @@ def test_nothing_compiles_after_warm_up():
     plan, stats = engine.config.plan, engine.scheduler.stats()
     assert set(engine.stats.padding.steps) == set(plan.buckets), "a bucket was not used"
     assert heads - {(0, False)} == set(itertools.product(plan.head_rows, (False, True))), "a head was not used"
-    assert any(updates is not None for updates in extra), "no step had more page-table updates than it could upload"
+    assert any(map(len, extra)), "no step had more page-table updates than it could upload"
+    assert edited and scored, "no request edited its logits, or none had its prompt scored"
     assert stats.num_preemptions and stats.num_hit_tokens and stats.num_discarded_rows and engine.stats.sorted_rows == 0
     jnp.arange(12_347).sum()  # the counter counts, eager operations too
     assert num_compiled() > before

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve import page_pool, scheduler, step
+from jaxserve import engine, page_pool, scheduler, step
 from jaxserve.batch import BatchPacker, StepLayout
 from jaxserve.request import Request
 from tests.dummy import ONE_BUCKET, differences, dummy_model, make_engine, serve
@@ -78,13 +78,26 @@ ON_THE_HOST = {
         BatchPacker, "newcomers", "self._generations[schedule.rows] != schedule.generations", "self._generations[schedule.rows] < 0"
     ),
     "sampling_parameters_by_place": Fault(BatchPacker, "pack", "= self.sampling[rows]", "= self.sampling[:r]"),
+    "edits_of_the_former_owner": Fault(
+        BatchPacker, "newcomers", "if kinds_of(request.params):", "if kinds_of(request.params) and not schedule.generations[i]:"
+    ),
+    "history_without_the_output_before_a_preemption": Fault(
+        BatchPacker, "newcomers", "request.params, request.token_ids,", "request.params, request.prompt_token_ids,"
+    ),
     "page_updates_past_the_upload_dropped": Fault(
         BatchPacker,
         "pack",
-        "updates, extra = updates[: layout.num_updates], updates[layout.num_updates :]",
-        "updates = updates[: layout.num_updates]",
+        "schedule.page_updates[layout.num_updates :]",
+        "schedule.page_updates[:0]",
     ),
     "whole_prompt_hit": Fault(page_pool.PagePool, "match", "(len(token_ids) - 1) // self", "len(token_ids) // self"),
+    "scored_prompt_read_from_the_cache": Fault(
+        scheduler.Scheduler,
+        "_pages_of_others",
+        "hits = hits[: (scores.next - 1) // page_size]",
+        "scores.next = max(scores.next, len(hits) * page_size + 1)",
+    ),
+    "score_of_the_token_before": Fault(engine, "spans_of", "row + position - 1 - start", "row + position - start"),
     "page_hash_ignores_what_came_before": Fault(page_pool, "page_hash", "sha256(parent + ", "sha256("),
 }
 
@@ -95,6 +108,9 @@ ON_THE_DEVICE = {
         'num_computed.at[rows].set(kv_lens, mode="drop")',
         'num_computed.at[rows].set(jnp.minimum(starts + 1, kv_lens), mode="drop")',
     ),
+    "sampled_tokens_not_remembered": Fault(
+        step, "head", "history = logit_edits.remember(history, seq_rows, rows.position, sampled.tokens)", "pass"
+    ),
     "padding_writes_to_a_live_page": Fault(step, "_context", "num_pages * page_size + t)", "t)"),
 }
 
@@ -102,9 +118,9 @@ ON_THE_DEVICE = {
 def fault_is_found(compile_anew: str = "") -> bool:
     """Whether any answer differs; or the engine, or its outputs, contradict themselves on the way."""
     settings = {"pool_pages": SMALL_POOL[True], "bucket_plan": ONE_BUCKET}
-    engine = make_engine(dummy_model(), compile_anew=compile_anew, **settings)
+    an_engine = make_engine(dummy_model(), compile_anew=compile_anew, **settings)
     try:
-        answers = serve(engine, requests(True), check=False, max_steps=250).answers
+        answers = serve(an_engine, requests(True), check=False, max_steps=250).answers
     except (AssertionError, KeyError):
         return True
     return differences(answers, alone("float32", True)) != []
@@ -133,4 +149,4 @@ def test_fault_on_the_host_is_found(name, monkeypatch):
 def test_fault_on_the_device_is_found(name, monkeypatch):
     alone("float32", True)
     ON_THE_DEVICE[name].put_in(monkeypatch)
-    assert fault_is_found(compile_anew="bodies")
+    assert fault_is_found(compile_anew="all" if ON_THE_DEVICE[name].function == "head" else "bodies")

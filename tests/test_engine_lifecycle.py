@@ -427,7 +427,7 @@ def test_state_is_donated_and_weights_are_not(engine):
     engine.add_request("x", [1, 2, 3], GREEDY)
     runner = engine.runner
     for _ in range(3):
-        state = [*runner.kv_pages, runner.page_table, runner.num_computed, runner.last_tokens]
+        state = [*runner.kv_pages, runner.page_table, runner.num_computed, runner.last_tokens, runner.history]
         places = [x.unsafe_buffer_pointer() for x in runner.kv_pages]
         engine.step()
         assert all(x.is_deleted() for x in state)
@@ -439,5 +439,5 @@ def test_state_is_donated_and_weights_are_not(engine):
 
 def test_describe_says_what_was_decided(engine):
     said = engine.describe()
-    for part in ("128 pages of 4 tokens", "24 tokens and 6 sequences", "up to 192 tokens", "4 programs"):
+    for part in ("128 pages of 4 tokens", "24 tokens and 6 sequences", "up to 192 tokens", "5 programs"):
         assert part in said

@@ -137,9 +137,9 @@ def test_the_models_own_defaults(load, folder, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "jaxserve"):
         params = llm.get_default_sampling_params()
         assert texts(llm.generate(["a", "b"], use_tqdm=False)) == ["bcd", "cde"]  # top_k 1 is greedy
-    assert params == SamplingParams(temperature=0.25, top_k=1, top_p=0.9, max_tokens=3)
-    (warning,) = [record.getMessage() for record in caplog.records]  # once, and all of them
-    assert "num_beams" in warning and "repetition_penalty" in warning
+    assert params == SamplingParams(temperature=0.25, top_k=1, top_p=0.9, max_tokens=3, repetition_penalty=1.2)
+    (warning,) = [record.getMessage() for record in caplog.records]  # once
+    assert "num_beams" in warning and "repetition_penalty" not in warning
 
 
 def test_the_models_defaults_may_be_bad(load, tmp_path):
@@ -315,6 +315,10 @@ BAD_PROMPTS: list[tuple[object, dict, str]] = [
     ([[5, -1]], {}, "prompt token id -1 is out of the vocabulary"),
     ("a", {"stop_token_ids": [VOCABULARY]}, f"stop token id {VOCABULARY} is out of the vocabulary"),
     ("a", {"stop_token_ids": list(range(20)), "min_tokens": 1}, "can hold back at most 16 stop ids"),
+    ("a", {"logit_bias": {VOCABULARY: 1.0}}, f"logit_bias token id {VOCABULARY} is out of the vocabulary"),
+    ("a", {"allowed_token_ids": [1, VOCABULARY]}, f"allowed token id {VOCABULARY} is out of the vocabulary"),
+    ("a", {"bad_words_token_ids": [[1, VOCABULARY]]}, f"bad word's token id {VOCABULARY} is out of the vocabulary"),
+    ("a", {"bad_words": ["x" * 33]}, "longest of 34 tokens.*at most 128 of at most 32"),
     ([[1.5]], {}, NO_PROMPT),
     ([[True]], {}, NO_PROMPT),
     ([["a"]], {}, NO_PROMPT),

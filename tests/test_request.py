@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.request import MAX_LOGPROBS, Request, SamplingParams
+from jaxserve.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, Request, SamplingParams
 
 GOOD = [
     {},
@@ -38,7 +38,14 @@ GOOD = [
     {"logprobs": MAX_LOGPROBS},
     {"detokenize": False},
     {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1},
-    {"logit_bias": {}, "bad_words": [], "allowed_token_ids": ()},
+    {"presence_penalty": -2, "frequency_penalty": 2.0, "repetition_penalty": np.float32(1e-3)},
+    {"logit_bias": {}, "bad_words": [], "bad_words_token_ids": (), "allowed_token_ids": None},
+    {"logit_bias": {np.int64(3): 100, 0: -100.0}},
+    {"allowed_token_ids": [1, 1, np.int32(2)]},
+    {"bad_words": ["x", " y z"]},
+    {"bad_words_token_ids": [[1], (2, np.int64(3))]},
+    {"prompt_logprobs": 0},
+    {"prompt_logprobs": MAX_LOGPROBS},
 ]
 BAD = [
     ("temperature", -0.1),
@@ -91,16 +98,43 @@ BAD = [
     ("include_stop_str_in_output", None),
     ("skip_special_tokens", 0),
     ("detokenize", "yes"),
+    ("presence_penalty", 2.1),
+    ("presence_penalty", None),
+    ("frequency_penalty", -2.1),
+    ("frequency_penalty", True),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1.0),
+    ("repetition_penalty", math.inf),
+    ("logit_bias", {5: 100.5}),
+    ("logit_bias", {-1: 1.0}),
+    ("logit_bias", {"5": 1.0}),
+    ("logit_bias", {5: None}),
+    ("logit_bias", [5]),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [-1]),
+    ("allowed_token_ids", ["1"]),
+    ("allowed_token_ids", 3),
+    ("bad_words", "word"),
+    ("bad_words", ["ok", ""]),
+    ("bad_words", [" "]),
+    ("bad_words", [3]),
+    ("bad_words_token_ids", [3]),
+    ("bad_words_token_ids", [[]]),
+    ("bad_words_token_ids", [[2**31]]),
+    ("prompt_logprobs", -1),
+    ("prompt_logprobs", MAX_LOGPROBS + 1),
+    ("prompt_logprobs", True),
+]
+TOO_MUCH = [
+    (
+        "logit_bias",
+        dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0),
+        f"{MAX_LOGIT_BIAS + 1} entries must have at most {MAX_LOGIT_BIAS}",
+    ),
+    ("bad_words_token_ids", [[1]] * (MAX_BAD_WORDS + 1), f"{MAX_BAD_WORDS + 1} token sequences"),
+    ("bad_words_token_ids", [[1] * (MAX_BAD_WORD_TOKENS + 1)], f"longest of {MAX_BAD_WORD_TOKENS + 1} tokens"),
 ]
 NOT_BUILT = [
-    ("presence_penalty", 0.5),
-    ("frequency_penalty", -1),
-    ("repetition_penalty", 1.1),
-    ("logit_bias", {5: 1.0}),
-    ("allowed_token_ids", [1]),
-    ("bad_words", ["x"]),
-    ("prompt_logprobs", 0),
-    ("prompt_logprobs", 3),
     ("structured_outputs", {"json": "{}"}),
 ]
 
@@ -115,6 +149,12 @@ def test_refuses_and_names_parameter_and_value(name, value):
     with pytest.raises(ValueError) as error:
         SamplingParams(**{name: value})
     assert str(error.value).startswith(f"{name}={value!r} must")
+
+
+@pytest.mark.parametrize(("name", "value", "message"), TOO_MUCH, ids=lambda x: x if isinstance(x, str) else "")
+def test_refuses_more_than_the_device_has_room_for(name, value, message):
+    with pytest.raises(ValueError, match=f"^{name}.*{message}"):
+        SamplingParams(**{name: value})
 
 
 @pytest.mark.parametrize(("name", "value"), NOT_BUILT, ids=str)
@@ -146,6 +186,9 @@ def test_values_become_plain_python():
     kinds = [type(x) for x in (params.n, params.temperature, params.seed, params.max_tokens, *(params.stop_token_ids or ()))]
     assert kinds == [int, float, int, int, int]
     assert hash(params) == hash(params.with_())
+    edited = SamplingParams(logit_bias={np.int64(3): 1}, allowed_token_ids=np.arange(2), bad_words_token_ids=[[np.int64(4)]])
+    assert (edited.logit_bias, edited.allowed_token_ids, edited.bad_words_token_ids) == ({3: 1.0}, (0, 1), ((4,),))
+    assert hash(edited) == hash(edited.with_())
 
 
 def test_with_changes_a_copy_and_checks_it():

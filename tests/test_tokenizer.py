@@ -1,5 +1,6 @@
 """Encoding, decoding whole and piece by piece, chat templates; against the tokenizers library and transformers' goldens."""
 
+import functools
 import json
 import re
 import subprocess
@@ -53,6 +54,17 @@ def byte_fallback_backend() -> tokenizers.Tokenizer:
 
 BYTE_LEVEL = Tokenizer(byte_level_backend(bos=True), special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
 BYTE_FALLBACK = Tokenizer(byte_fallback_backend())
+
+
+def test_a_word_is_encoded_with_and_without_a_space_before_it():
+    encode = functools.partial(BYTE_LEVEL.encode, add_special_tokens=False)
+    for word in ("the", "  the", "quick brown"):
+        found = BYTE_LEVEL.encode_word(word)
+        assert found == [encode(word.lstrip()), encode(" " + word.lstrip())] and found[0] != found[1]
+        assert [BYTE_LEVEL.decode(ids) for ids in found] == [word.lstrip(), " " + word.lstrip()]
+    same = tokenizers.Tokenizer(models.WordLevel({"the": 3, "?": 0}, unk_token="?"))
+    same.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert Tokenizer(same).encode_word("the") == [[3]]
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int], prompt_ids: Sequence[int] = (), skip: bool = True) -> list[str]:

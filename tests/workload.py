@@ -12,7 +12,7 @@ SMALL_POOL = {True: 48, False: 14}  # pages that hold the largest request, not s
 
 @functools.cache
 def requests(long_prompts: bool, logprobs: bool = False) -> list[Ask]:
-    """Greedy and random, n > 1, shared prefixes, ends by eos, stop id and length; some arrive while others run.
+    """Greedy and random, n > 1, shared prefixes, edited logits, ends by eos, stop id and length; some arrive while others run.
 
     long_prompts: some prompts are longer than a step, and than a tile of the attention. logprobs: all ask for 5, not just some.
     """
@@ -28,15 +28,26 @@ def requests(long_prompts: bool, logprobs: bool = False) -> list[Ask]:
         return Ask(prompt, SamplingParams(**{**defaults, **params}), at=at, priority=priority)
 
     shared = prompt(12)
+    masks = {"allowed_token_ids": range(10), "bad_words_token_ids": [[5], *([i, j] for i in range(10) for j in range(10) if i > j)]}
     asks = [
-        ask(prompt(40 if long_prompts else 18), ignore_eos=True, logprobs=3),
+        ask(prompt(40 if long_prompts else 18), ignore_eos=True, logprobs=3, prompt_logprobs=2),
         ask(prompt(5), max_tokens=20, ignore_eos=True),
         ask(shared + prompt(3), temperature=0.8, top_p=0.9, seed=5, logprobs=0),
-        ask(prompt(24), temperature=1.3, top_k=20, seed=-1),
+        ask(prompt(24), temperature=1.3, top_k=20, seed=-1, presence_penalty=0.7, frequency_penalty=0.4),
         ask(shared + prompt(1), at=2, logprobs=20, priority=1),
-        ask(prompt(8), temperature=1.0, n=3, seed=17, logprobs=2, at=3),
-        ask(shared, at=4, ignore_eos=True, max_tokens=9),
-        ask(prompt(4), temperature=0.7, top_k=40, top_p=0.8, min_p=0.02, seed=2**63, max_tokens=20, at=4, priority=-1),
+        ask(
+            prompt(8),
+            temperature=1.0,
+            n=3,
+            seed=17,
+            logprobs=2,
+            at=3,
+            repetition_penalty=1.4,
+            logit_bias={9: 2.5, 0: -1.0},
+            prompt_logprobs=0,
+        ),
+        ask(shared, at=4, ignore_eos=True, max_tokens=9, repetition_penalty=1.8, frequency_penalty=1.0, prompt_logprobs=20),
+        ask(prompt(4), temperature=0.7, top_k=40, top_p=0.8, min_p=0.02, seed=2**63, max_tokens=20, at=4, priority=-1, **masks),
         ask(prompt(3), max_tokens=1, at=5),
         ask(prompt(1), max_tokens=20, min_tokens=6, temperature=1.5, seed=0, at=6),
         ask(prompt(17), max_tokens=20, at=8, priority=2),

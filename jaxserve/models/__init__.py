@@ -13,13 +13,14 @@ from jaxserve.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:
     from jaxserve.models.decoder import Decoder, named_leaves, random_params, with_leaves
-    from jaxserve.models.hf_keys import ignorable_keys, key_table
+    from jaxserve.models.hf_keys import hf_tensors, ignorable_keys, key_table
 
 _LAZY = {
     "Decoder": "decoder",
     "named_leaves": "decoder",
     "random_params": "decoder",
     "with_leaves": "decoder",
+    "hf_tensors": "hf_keys",
     "ignorable_keys": "hf_keys",
     "key_table": "hf_keys",
 }
@@ -30,6 +31,7 @@ __all__ = [
     "GenerationDefaults",
     "ModelConfig",
     "RopeConfig",
+    "hf_tensors",
     "ignorable_keys",
     "key_table",
     "named_leaves",

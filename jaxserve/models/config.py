@@ -93,7 +93,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
             raise NotImplementedError(f"rope_type={self.rope_type!r}; supported: {', '.join(ROPE_TYPES)}")
         for name in ("theta", *_ROPE_NEEDS[self.rope_type]):
@@ -172,7 +172,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     pad_token_id: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim".split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

@@ -29,6 +29,26 @@ def key_table(config: ModelConfig, keys: Collection[str] = ()) -> dict[str, Sour
     return table
 
 
+def hf_tensors(config: ModelConfig, path: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """The Hugging Face tensors that our weight `path` is made of, by name, in Hugging Face layout: `key_table` backwards. Views."""
+    source = key_table(config)[path]
+    if source.convert is _as_is:
+        parts = [array]
+    elif array.ndim == 3:  # [E, in, out]: each expert's matrix, or its gate and up by turns
+        parts = [x.T for matrix in array for x in np.split(matrix, len(source.keys) // len(array), axis=-1)]
+    else:
+        ends = np.cumsum([_out_dim(config, key, array.shape[-1]) for key in source.keys])[:-1]
+        parts = [x.T for x in np.split(array, ends, axis=-1)]  # a bias is its own transpose
+    return dict(zip(source.keys, parts, strict=True))
+
+
+def _out_dim(config: ModelConfig, key: str, width: int) -> int:
+    """Of a projection that may be fused with others; `width` of one that is not."""
+    N, K, H, F = config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
+    projection = key.split(".")[-2]
+    return {"q_proj": N * H, "k_proj": K * H, "v_proj": K * H, "gate_proj": F, "up_proj": F}.get(projection, width)
+
+
 def ignorable_keys(config: ModelConfig) -> tuple[str, ...]:
     """Regular expressions for tensors that a checkpoint may hold and the model does not need: rotary frequencies that
     old versions of transformers saved, and the copy of a tied embedding."""

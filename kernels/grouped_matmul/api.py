@@ -125,9 +125,10 @@ _matmul.defvjp(_forward, _backward)
 def _resolve_backend(backend: str, weights: Sequence[jax.Array]) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"{backend=} must be one of {', '.join(BACKENDS)}")
-    lacks = next(filter(None, (mosaic_sm90.lacks(w) for w in weights)), None)
-    if backend == "mosaic_sm90" and lacks:
-        raise NotImplementedError(f"mosaic_sm90 needs {lacks}; use backend='xla'")
-    if backend == "auto":
-        return "xla" if lacks or gpu.missing_for_sm90() else "mosaic_sm90"
+    if backend in ("auto", "mosaic_sm90"):
+        lacks = next(filter(None, (mosaic_sm90.lacks(w) for w in weights)), None) or gpu.missing_for_sm90()
+        if backend == "auto":
+            return "xla" if lacks else "mosaic_sm90"
+        if lacks:
+            raise NotImplementedError(f"mosaic_sm90 needs {lacks}; use backend='xla'")
     return backend

@@ -3,14 +3,19 @@
 Owns the contract and its errors. Does not know how any backend works, nor whose pages they are.
 """
 
+import functools
+import logging
 import math
 import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from kernels.ragged_paged_attention import reference, xla
+
+logger = logging.getLogger("jaxserve")
 
 BACKENDS = ("auto", "reference", "xla", "mosaic_sm90")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -38,25 +43,27 @@ def ragged_paged_attention(
     KV head n // (N // K).
 
     A sequence without queries (q_len 0) costs nothing, whatever its kv_len. Page-table entries past a sequence's pages may
-    hold anything, and so may slots past its kv_len, NaN included. Rows past cu_q_lens[-1] come back finite ("xla" and
-    "reference": zero). What the arrays hold (cu_q_lens rising to at most T, q_len <= kv_len <= P * page_size, pages in range)
-    can't be checked inside a traced program and is the caller's word.
+    hold anything, and so may slots past its kv_len, NaN included. Rows past cu_q_lens[-1] come back zero from "xla" and
+    "reference"; "mosaic_sm90" does not write them, so that they hold anything, NaN included. What the arrays hold (cu_q_lens
+    rising to at most T, q_len <= kv_len <= P * page_size, pages in range) can't be checked inside a traced program and is the
+    caller's word.
 
     Args:
         scale: what q @ k is multiplied by; None is H ** -0.5.
         sliding_window: a query at p sees the positions p - sliding_window + 1 to p; None sees all of them.
         soft_cap: logits x become soft_cap * tanh(x / soft_cap), before masking (Gemma 2, arXiv:2408.00118, section 2).
         max_q_len: a bound on every q_len, static; None is T. A decode step says 1, which compiles to a smaller program.
-        backend: one of BACKENDS. "auto" is "xla" today.
+        backend: one of BACKENDS. "auto" is what `work` was planned for, else see `resolve_backend`.
         work: what `plan_work` returned for the same cu_q_lens, kv_lens, T, max_q_len and backend, so that the layers of a
-            step share it; None plans here.
+            step share it; None plans here. "mosaic_sm90" is planned on the host: inside jit it needs `planner.Planner.work`,
+            of a planner of the same shapes and sliding window (without it "auto" is "xla" there).
 
     Raises:
         ValueError: an argument's shape, dtype or value is wrong, or `work` was planned for something else.
         NotImplementedError: the backend can't; the message says what it lacks.
     """
     _check_arrays(q, kv_pages, page_table, cu_q_lens, kv_lens)
-    T, _, H = q.shape
+    T, N, H = q.shape
     max_q_len = _resolve_max_q_len(max_q_len, T)
     if scale is not None and not (isinstance(scale, numbers.Real) and math.isfinite(scale)):
         raise ValueError(f"{scale=} must be a finite number or None")
@@ -71,12 +78,19 @@ def ragged_paged_attention(
         "soft_cap": soft_cap,
     }
     arrays = (q, kv_pages, page_table, cu_q_lens, kv_lens)
-    backend = _resolve_backend(backend)
+    _, _, K, page_size, _ = kv_pages.shape
+    if backend == "auto" and (isinstance(work, xla.Work) or work is None and isinstance(kv_lens, Tracer)):
+        backend = "xla"
+    backend = resolve_backend(backend, num_query_heads=N, num_kv_heads=K, head_dim=H, page_size=page_size, dtype=q.dtype)
     with jax.named_scope(f"ragged_paged_attention_{backend}"):
         if backend == "reference":
             if work is not None:
                 raise ValueError(f"work={type(work).__name__}(...) was planned for another backend; reference takes None")
             return reference.attend(*arrays, **options)
+        if backend == "mosaic_sm90":
+            from kernels.ragged_paged_attention import planner
+
+            return planner.attend(*arrays, max_q_len=max_q_len, work=work, **options)
         return xla.attend(*arrays, max_q_len=max_q_len, work=work, **options)
 
 
@@ -92,26 +106,54 @@ def plan_work(
 
     Args:
         num_tokens: T, the rows of q.
-        max_q_len, backend: as given to `ragged_paged_attention`.
+        max_q_len, backend: as given to `ragged_paged_attention`; "auto" is "xla" here.
 
-    Raises: ValueError and NotImplementedError as `ragged_paged_attention` does.
+    Raises: ValueError as `ragged_paged_attention` does; NotImplementedError for "mosaic_sm90", which is planned on the host.
     """
     _check_lens(cu_q_lens, kv_lens)
     max_q_len = _resolve_max_q_len(max_q_len, num_tokens)
-    if _resolve_backend(backend) == "reference":
+    _check_backend(backend)
+    if backend == "reference":
         return None
+    if backend == "mosaic_sm90":
+        raise NotImplementedError("mosaic_sm90 can't plan on the device: plan on the host with planner.Planner.plan")
     with jax.named_scope("plan_work"):
         return xla.plan_work(cu_q_lens, kv_lens, num_tokens=num_tokens, max_q_len=max_q_len)
 
 
-def _resolve_backend(backend: str) -> str:
+def resolve_backend(backend: str, *, num_query_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: Any) -> str:
+    """The backend that runs: "auto" is "mosaic_sm90" on a Hopper GPU where the shapes and dtype fit it, else "xla".
+
+    On a GPU, falling back to "xla" is logged once for each reason.
+
+    Raises:
+        ValueError: not one of BACKENDS.
+        NotImplementedError: "mosaic_sm90" can't; the message says what it lacks.
+    """
+    _check_backend(backend)
+    if backend in ("reference", "xla") or backend == "auto" and jax.default_backend() != "gpu":
+        return "xla" if backend == "auto" else backend
+    from kernels.ragged_paged_attention import planner  # imports Pallas, which a CPU has no use for
+
+    lacks = planner.unsupported(
+        num_query_heads=num_query_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size, dtype=dtype
+    )
+    if lacks is None:
+        return "mosaic_sm90"
+    if backend == "mosaic_sm90":
+        raise NotImplementedError(f"mosaic_sm90 can't do {lacks}; use backend='xla'")
+    _say_fallback(lacks)
+    return "xla"
+
+
+@functools.cache
+def _say_fallback(lacks: str) -> None:
+    logger.warning("attention runs on xla: mosaic_sm90 can't do %s", lacks)
+
+
+def _check_backend(backend: str) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"{backend=} must be one of {', '.join(BACKENDS)}")
-    if backend == "mosaic_sm90":
-        raise NotImplementedError(
-            "mosaic_sm90 is not written yet: there is no Hopper (compute capability 9.0) kernel; use backend='xla'"
-        )
-    return "xla" if backend == "auto" else backend
 
 
 def _resolve_max_q_len(max_q_len: int | None, num_tokens: int) -> int:

@@ -24,6 +24,9 @@ HEADS = {
     "smollm2_135m": Heads(9, 3, 64),
     "tiny": Heads(4, 2, 64),
     "qwen3_0.6b": Heads(16, 8, 128),
+    "qwen3_8b": Heads(32, 8, 128),  # and 4B
+    "qwen3_32b": Heads(64, 8, 128),
+    "qwen3_30b_a3b": Heads(32, 4, 128),
     "mqa": Heads(8, 1, 128),
     "mha_small": Heads(3, 3, 16),
     "odd_ratio": Heads(10, 2, 32),
@@ -61,7 +64,27 @@ def edges(page_size: int) -> tuple[tuple[int, int], ...]:
 DECODES = tuple((1, kv_len) for kv_len in (1, 15, 16, 17, 127, 128, 129, 0, 300, 255, 256, 257, 700))
 DECODES = tuple((min(q_len, kv_len), kv_len) for q_len, kv_len in DECODES)
 
+MIXED = ((1, 130), (0, 0), (5, 70), (1, 64), (1, 1), (20, 40))
+
+# Small enough for a GPU kernel to run interpreted: one KV head or two, 16 bits, head_dim 64 and 128, pages of 16 to 128.
+INTERPRETED = (
+    Case("gpu-decodes-0.6b", ((1, 1), (1, 63), (1, 64), (0, 0), (1, 150)), Heads(2, 1, 128), 64, "bfloat16", max_q_len=1),
+    Case("gpu-mixed-8b", MIXED, Heads(4, 1, 128), 64, "bfloat16"),
+    Case("gpu-mixed-32b", MIXED, Heads(8, 1, 128), 16, "float16", scale=0.1, soft_cap=3.0),
+    Case("gpu-page_128-odd_ratio", MIXED, Heads(6, 2, 64), 128, "bfloat16"),
+    Case("gpu-page_32-window", MIXED, Heads(4, 1, 64), 32, "bfloat16", sliding_window=40),
+    Case("gpu-decodes-window", ((1, 300), (1, 17), (1, 129)), Heads(2, 1, 64), 16, "float16", sliding_window=100, max_q_len=1),
+    Case("gpu-drafts", ((4, 200), (3, 65), (1, 64), (2, 2)), Heads(4, 1, 64), 16, "bfloat16", max_q_len=4),
+    Case("gpu-nothing", ((0, 0), (0, 70)), Heads(2, 1, 64), 64, "bfloat16"),
+    Case("gpu-fills_the_pool", ((16, 192),), Heads(1, 1, 64), 64, "bfloat16", padding_tokens=0, padding_seqs=0, spare_pages=0),
+)
+
 CASES = (
+    *INTERPRETED,
+    *(
+        Case(f"mixed-{name}", MIXED, heads=HEADS[name], page_size=64, dtype="bfloat16")
+        for name in ("qwen3_0.6b", "qwen3_8b", "qwen3_32b", "qwen3_30b_a3b")
+    ),
     *(
         Case(f"edges-{name}-{dtype}", edges(16), heads=HEADS[name], dtype=dtype)
         for name, dtype in (

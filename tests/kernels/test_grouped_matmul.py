@@ -129,11 +129,11 @@ def test_gradients_are_those_of_a_dense_mixture():
     batch, rng = build(NAMED["padding"]), np.random.default_rng(2)
     x, w1 = jnp.nan_to_num(batch.x), jnp.nan_to_num(batch.w)
     w2 = jnp.asarray(rng.standard_normal((w1.shape[0], w1.shape[2], w1.shape[1])) / 10, jnp.float32)
-    weights = jnp.asarray(rng.random(batch.group_ids.shape), jnp.float32)
+    weights, real = jnp.asarray(rng.random(batch.group_ids.shape), jnp.float32), NAMED["padding"].num_tokens or 0
 
     def dense(x, w1, w2, weights):
         hot = jax.nn.one_hot(batch.group_ids, w1.shape[0]) * weights[:, :, None]
-        hot = (hot * (jnp.arange(len(x)) < batch.num_tokens)[:, None, None]).sum(1)
+        hot = (hot * (jnp.arange(len(x)) < real)[:, None, None]).sum(1)
         hidden = jnp.tanh(jnp.einsum("TD,EDF->TEF", x, w1, precision="highest"))
         return jnp.einsum("TEF,EFD,TE->TD", hidden, w2, hot, precision="highest")
 
@@ -179,6 +179,11 @@ def test_combine_weighs_in_float32_and_leaves_padding_zero():
             NotImplementedError,
             "D a multiple of 64 and F of 128",
         ),
+        (
+            {"backend": "mosaic_sm90", "weights": [jnp.zeros((4, 64, 128), jnp.bfloat16)]},
+            NotImplementedError,
+            "mosaic_sm90 needs a GPU of compute capability 9.0, found cpu",
+        ),
     ],
     ids=str,
 )
@@ -186,6 +191,14 @@ def test_bad_plans_are_refused(change, error, message):
     given = {"ids": jnp.zeros((3, 2), jnp.int32), "weights": [jnp.zeros((4, 64, 128))]} | change
     with pytest.raises(error, match=message):
         plan_groups(given.pop("ids"), given.pop("weights"), **given)
+
+
+def test_auto_is_the_kernel_where_it_can_be():
+    ids, small, whole = jnp.zeros((3, 1), jnp.int32), jnp.zeros((2, 8, 16), jnp.bfloat16), jnp.zeros((2, 64, 128), jnp.bfloat16)
+    assert plan_groups(ids, [whole]).backend == "xla"  # on this CPU
+    with gpu.assume_sm90(132):
+        assert plan_groups(ids, [whole]).backend == "mosaic_sm90"
+        assert plan_groups(ids, [whole, small]).backend == plan_groups(ids, [whole.astype(jnp.float32)]).backend == "xla"
 
 
 def test_bad_products_are_refused():

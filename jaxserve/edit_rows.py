@@ -1,0 +1,85 @@
+"""What a request changes of its logits, as int32 rows: written on the host once an admission, kept on the device until the next.
+
+Owns which column means what and the numpy side of it. Penalties, logit_bias, allowed_token_ids and bad words are too large to
+travel with every step, and what they look back on, the row's tokens, must be on the device before the host knows them: a table of
+edits and a history of token ids lie there, one row each a sequence. float32 values travel as their bits. Knows nothing of jax:
+logit_edits.py is the device's side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, SamplingParams
+
+# Kinds of edit, bits of sampling_rows.EDITS: a row's table is read only where its bit says that it was written.
+PENALTIES, BIAS, ALLOWED, BAD_WORDS = 1, 2, 4, 8
+
+# Columns of an edit row.
+PRESENCE, FREQUENCY, REPETITION = 0, 1, 2  # float32 bits
+NUM_PROMPT = 3  # tokens of the prompt, which the history begins with
+BIAS_IDS = 4  # -1 where there is none
+BIAS_VALUES = BIAS_IDS + MAX_LOGIT_BIAS  # float32 bits
+WORDS = BIAS_VALUES + MAX_LOGIT_BIAS  # MAX_BAD_WORDS sequences of MAX_BAD_WORD_TOKENS ids, ending at the right; -1 before
+ALLOWED_BITS = WORDS + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS  # a bit a token id: id % 32 of the word at id // 32
+
+
+def kinds_of(params: SamplingParams) -> int:
+    """Which kinds of edit a request asks for; 0 for most."""
+    asked = {
+        PENALTIES: params.penalises,
+        BIAS: params.logit_bias is not None,
+        ALLOWED: params.allowed_token_ids is not None,
+        BAD_WORDS: params.bad_words_token_ids is not None,
+    }
+    return sum(kind for kind, wanted in asked.items() if wanted)
+
+
+@dataclass(frozen=True)
+class EditLayout:
+    """The shapes of one engine's rows: `history` i32[max_model_len] and `edits` i32[num_columns] each."""
+
+    max_model_len: int
+    vocab_size: int
+
+    @property
+    def num_columns(self) -> int:
+        return ALLOWED_BITS + -(-self.vocab_size // 32)
+
+    @property
+    def row_bytes(self) -> int:
+        """Device memory of one sequence's history and edits."""
+        return 4 * (self.max_model_len + self.num_columns)
+
+    @property
+    def nothing(self) -> np.ndarray:
+        """A write past the end of the state, for warm-up."""
+        return self._write(np.iinfo(np.int32).max, [], np.zeros(self.num_columns, np.int32))
+
+    def pack(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> np.ndarray:
+        """i32[1 + max_model_len + num_columns]: the sequence row, all of its tokens known so far, its edits."""
+        edits = np.zeros(self.num_columns, np.int32)
+        edits[NUM_PROMPT] = num_prompt_tokens
+        penalties = [params.presence_penalty, params.frequency_penalty, params.repetition_penalty]
+        edits[PRESENCE : REPETITION + 1] = np.array(penalties, np.float32).view(np.int32)
+        bias = params.logit_bias or {}
+        edits[BIAS_IDS:BIAS_VALUES] = -1
+        edits[BIAS_IDS : BIAS_IDS + len(bias)] = list(bias)
+        edits[BIAS_VALUES : BIAS_VALUES + len(bias)] = np.array(list(bias.values()), np.float32).view(np.int32)
+        edits[WORDS:ALLOWED_BITS] = -1
+        words = edits[WORDS:ALLOWED_BITS].reshape(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
+        for i, ids in enumerate(params.bad_words_token_ids or ()):
+            words[i, MAX_BAD_WORD_TOKENS - len(ids) :] = ids
+        if params.allowed_token_ids is not None:
+            allowed = np.zeros(32 * (self.num_columns - ALLOWED_BITS), np.uint8)
+            allowed[list(params.allowed_token_ids)] = 1
+            edits[ALLOWED_BITS:] = np.packbits(allowed, bitorder="little").view("<i4")
+        return self._write(row, token_ids, edits)
+
+    def _write(self, row: int, token_ids: Sequence[int], edits: np.ndarray) -> np.ndarray:
+        history = np.zeros(self.max_model_len, np.int32)
+        history[: len(token_ids)] = token_ids
+        return np.concatenate([np.array([row], np.int32), history, edits])

@@ -1,0 +1,151 @@
+"""Edits of logits that look back on a sequence, or name its tokens one by one: penalties, bias, allowed ids, bad words.
+
+Owns their arithmetic on the device and the history they look back on. Knows nothing of models, draws or schedules; which column of
+a row means what is edit_rows.py's. Everything here is a pure function, traced inside a larger jitted program.
+
+Order, as vLLM's: logit_bias, then repetition, frequency and presence penalties, then what is forbidden (-inf, which no arithmetic
+undoes, so that the order of the masks means nothing).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve import edit_rows as layout
+from jaxserve.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+
+_IN_PROMPT = 2**30  # in a count of output tokens: the prompt has this token too
+_FIRST_SPAN = 1024  # tokens of a history that are always counted; further spans, each twice as long, where a sequence reaches them
+
+
+def remember(
+    history: jax.Array,  # i32[S, L]
+    seq_rows: jax.Array,  # i32[R]; S or more for padding
+    positions: jax.Array,  # i32[R]
+    tokens: jax.Array,  # i32[R]
+) -> jax.Array:  # i32[S, L]
+    """The history with each row's token at its position."""
+    return history.at[seq_rows, positions].set(tokens, mode="drop")
+
+
+def edit(
+    logits: jax.Array,  # f32[R, V]
+    kinds: jax.Array,  # i32[R]; bits of edit_rows: which edits each row asks for
+    seq_rows: jax.Array,  # i32[R]: where each row's edits and history lie
+    positions: jax.Array,  # i32[R]; of the token being sampled: the history holds those before it
+    table: jax.Array,  # i32[S, edit_rows.EditLayout.num_columns]
+    history: jax.Array,  # i32[S, L]
+) -> jax.Array:  # f32[R, V]
+    """Logits as each row's edits have them; those of rows without any are unchanged. What no row asks for is skipped."""
+    rows = table.at[seq_rows].get(mode="fill", fill_value=0)
+
+    def apply(kind: int, function, logits: jax.Array) -> jax.Array:
+        wanted = (kinds & kind) != 0
+        return lax.cond(wanted.any(), partial(function, wanted=wanted, rows=rows), lambda x: x, logits)
+
+    logits = apply(layout.BIAS, _add_bias, logits)
+    looking_back = {"seq_rows": seq_rows, "positions": positions, "history": history}
+    logits = apply(layout.PENALTIES, partial(_penalise, **looking_back), logits)
+    logits = apply(layout.ALLOWED, _forbid_others, logits)
+    return apply(layout.BAD_WORDS, partial(_forbid_last_of_words, **looking_back), logits)
+
+
+def _real(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.float32)
+
+
+def _row_numbers(logits: jax.Array) -> jax.Array:  # i32[R, 1]
+    return jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+
+
+def _add_bias(logits: jax.Array, *, wanted: jax.Array, rows: jax.Array) -> jax.Array:
+    ids, values = rows[:, layout.BIAS_IDS : layout.BIAS_VALUES], _real(rows[:, layout.BIAS_VALUES : layout.WORDS])
+    ids = jnp.where(wanted[:, None] & (ids >= 0), ids, logits.shape[1])  # past the end: dropped
+    return logits.at[_row_numbers(logits), ids].add(values, mode="drop")
+
+
+def _penalise(
+    logits: jax.Array,
+    *,
+    wanted: jax.Array,
+    rows: jax.Array,
+    seq_rows: jax.Array,
+    positions: jax.Array,
+    history: jax.Array,
+) -> jax.Array:
+    """Repetition: of a token of prompt or output, a positive logit is divided, another multiplied. Frequency: subtracted for each
+    time the output has it. Presence: subtracted once."""
+    counts = _count(logits.shape, wanted, seq_rows, rows[:, layout.NUM_PROMPT], positions, history)
+    presence, frequency, repetition = (_real(rows[:, i, None]) for i in (layout.PRESENCE, layout.FREQUENCY, layout.REPETITION))
+    scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    edited = jnp.where(counts > 0, scaled, logits)
+    in_output = counts & (_IN_PROMPT - 1)
+    edited = edited - frequency * in_output.astype(jnp.float32) - jnp.where(in_output > 0, presence, 0.0)
+    return jnp.where(wanted[:, None], edited, logits)
+
+
+def _count(
+    shape: tuple[int, ...],  # (R, V)
+    wanted: jax.Array,  # bool[R]; the others' counts are 0
+    seq_rows: jax.Array,  # i32[R]
+    num_prompt: jax.Array,  # i32[R]
+    positions: jax.Array,  # i32[R]
+    history: jax.Array,  # i32[S, L]
+) -> jax.Array:  # i32[R, V]
+    """How often each token stands in a row's output, and _IN_PROMPT more where its prompt has it.
+
+    The history is taken in spans, and those that no row reaches are skipped: static shapes, and work that follows the lengths
+    within a factor of two. A prompt is counted before any output, so that a maximum can mark it and a sum count on.
+    """
+    (R, V), L = shape, history.shape[1]
+    numbers = jnp.arange(R, dtype=jnp.int32)[:, None]
+    longest = jnp.where(wanted, positions, 0).max()
+
+    def count_span(counts: jax.Array, start: int, end: int) -> jax.Array:
+        at = jnp.arange(start, end, dtype=jnp.int32)[None]
+        ids = history.at[seq_rows[:, None], at].get(mode="fill", fill_value=0)
+        of_prompt = wanted[:, None] & (at < num_prompt[:, None])
+        of_output = wanted[:, None] & (at >= num_prompt[:, None]) & (at < positions[:, None])
+        counts = counts.at[numbers, jnp.where(of_prompt, ids, V)].max(_IN_PROMPT, mode="drop")
+        return counts.at[numbers, jnp.where(of_output, ids, V)].add(1, mode="drop")
+
+    counts, start, end = jnp.zeros((R, V), jnp.int32), 0, min(_FIRST_SPAN, L)
+    while start < L:
+        span = partial(count_span, start=start, end=end)
+        counts = span(counts) if not start else lax.cond(longest > start, span, lambda x: x, counts)
+        start, end = end, min(2 * end, L)
+    return counts
+
+
+def _forbid_others(logits: jax.Array, *, wanted: jax.Array, rows: jax.Array) -> jax.Array:
+    """Only the ids in a row's bit set stay."""
+    R, V = logits.shape
+    words = rows[:, layout.ALLOWED_BITS :, None]
+    bits = (words >> jnp.arange(32, dtype=jnp.int32)) & 1
+    allowed = bits.reshape(R, -1)[:, :V] == 1
+    return jnp.where(wanted[:, None] & ~allowed, -jnp.inf, logits)
+
+
+def _forbid_last_of_words(
+    logits: jax.Array,
+    *,
+    wanted: jax.Array,
+    rows: jax.Array,
+    seq_rows: jax.Array,
+    positions: jax.Array,
+    history: jax.Array,
+) -> jax.Array:
+    """The last token of each bad word whose others are what the output ends with."""
+    words = rows[:, layout.WORDS : layout.ALLOWED_BITS].reshape(-1, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
+    before = positions[:, None] + jnp.arange(1 - MAX_BAD_WORD_TOKENS, 0, dtype=jnp.int32)
+    in_output = before >= rows[:, layout.NUM_PROMPT, None]
+    tail = history.at[seq_rows[:, None], jnp.maximum(before, 0)].get(mode="fill", fill_value=0)
+    tail = jnp.where(in_output, tail, -2)  # what no word has: a prompt's tokens complete none
+    begin, last = words[:, :, :-1], words[:, :, -1]
+    complete = ((begin < 0) | (begin == tail[:, None])).all(-1)
+    ids = jnp.where(wanted[:, None] & complete & (last >= 0), last, logits.shape[1])
+    return logits.at[_row_numbers(logits), ids].set(-jnp.inf, mode="drop")

@@ -1,0 +1,139 @@
+"""Weights that live in a trainer's tree, fitted to the engine's flat leaves: the same arrays wherever they fit as they are.
+
+Owns the account of what does not fit, and the few conversions (cast, reshape, transpose, fuse). Names are models/trainer_keys.py's.
+Knows nothing of engines or files.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+from jaxserve.models import ModelConfig
+from jaxserve.models.trainer_keys import Part, find_name, parts
+
+FLOAT_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """One of our weights and what it is made of: arrays with the shapes of parts along its last axis."""
+
+    path: str
+    target: jax.ShapeDtypeStruct
+    arrays: list[Any]
+    shapes: list[tuple[int, ...]]  # of the parts, [in, out] or [out]
+    transposed: list[bool]  # whether an array is [out, in]
+
+
+def flat_params(params: Any) -> dict[str, Any]:
+    """{path: leaf} of a Flax NNX module or State, Linen variables, or any pytree of arrays; paths joined by "/".
+
+    A module gives its `nnx.Param`s. Variables and boxed values (`nn.Partitioned`) are unwrapped, nothing is copied.
+    """
+    if isinstance(params, nnx.Module):
+        params = nnx.state(params, nnx.Param)
+    if isinstance(params, nnx.State):
+        return {"/".join(map(str, path)): _unwrapped(leaf) for path, leaf in nnx.to_flat_state(params)}
+    found, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_wrapped)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): _unwrapped(leaf) for path, leaf in found}
+
+
+def _is_wrapped(x: Any) -> bool:
+    return isinstance(x, nnx.Variable) or hasattr(x, "unbox")
+
+
+def _unwrapped(x: Any) -> Any:
+    if isinstance(x, nnx.Variable):
+        return x.get_value()
+    return x.unbox() if hasattr(x, "unbox") else x
+
+
+def common_dtype(params: Any) -> str:
+    """The dtype of all leaves. ValueError where they have several, or one that is not supported."""
+    found = sorted({str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in flat_params(params).values()})
+    if len(found) == 1 and found[0] in FLOAT_DTYPES:
+        return found[0]
+    raise ValueError(f"the weights' dtypes are {', '.join(found) or 'none'}: give dtype=, one of {', '.join(FLOAT_DTYPES)}")
+
+
+def fit(params: Any, config: ModelConfig, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> list[Fitted]:
+    """What each weight of `abstract` (path -> shape and dtype, `Decoder`'s) is made of, in its order. Reads no data.
+
+    Raises:
+      ValueError: leaves are missing, unknown, of the wrong shape, of a dtype that is no float, given twice, or deleted (their
+        buffer was donated to a computation); all of them are listed.
+    """
+    given, problems = {}, []
+    for theirs, leaf in flat_params(params).items():
+        path, transposed = find_name(theirs)
+        if path in given:
+            problems.append(f"twice: {theirs} and {given[path][0]} both stand for {path}")
+        given[path] = (theirs, leaf, transposed)
+    fitted, used = [], set()
+    for path, target in abstract.items():
+        ways = parts(config, path, target.shape)
+        way = next((w for w in ways if any(part.path in given for part in w)), ways[0])
+        missing = [part.path for part in way if part.path not in given]
+        used |= {part.path for part in way} - set(missing)
+        problems += [f"missing: {name} {list(part.shape)}" for part in way if (name := part.path) in missing]
+        problems += [p for part in way if part.path in given for p in _misfits(part, *given[part.path])]
+        if not missing:
+            arrays, turned = [given[part.path][1] for part in way], [given[part.path][2] for part in way]
+            fitted.append(Fitted(path, target, arrays, [part.shape for part in way], turned))
+    problems += [f"unknown: {given[path][0]} has no place in the model" for path in given if path not in used]
+    if problems:
+        raise ValueError(f"the weights do not fit the model ({len(problems)} problems):\n  " + "\n  ".join(problems))
+    return fitted
+
+
+def _misfits(part: Part, name: str, leaf: Any, transposed: bool) -> list[str]:
+    """What is wrong with a leaf as that part, in words."""
+    if not isinstance(leaf, jax.Array | np.ndarray) or isinstance(leaf, Tracer):
+        return [f"type: {name} is a {type(leaf).__name__}, not an array of numbers"]
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        return [f"deleted: {name} was donated to a computation or deleted; give the array that came out of it"]
+    problems = []
+    if str(leaf.dtype) not in FLOAT_DTYPES:
+        problems.append(f"dtype: {name} is {leaf.dtype}; only {', '.join(FLOAT_DTYPES)} can be used")
+    wanted = [part.shape[::-1]] if transposed else list(dict.fromkeys([part.shape, part.by_heads]))
+    if leaf.shape not in wanted:
+        either = " or ".join(str(list(shape)) for shape in wanted)
+        problems.append(f"shape: {name} is {list(leaf.shape)}, not {either} (for {part.path})")
+    return problems
+
+
+def placed(fitted: Sequence[Fitted], device: Any) -> Iterator[jax.Array]:
+    """Each weight on `device`, one by one: the trainer's own array where shape, dtype and placement are right, else a new one.
+
+    Conversions are compiled once a shape; a second tree of the same shapes compiles nothing.
+    """
+    for leaf in fitted:
+        arrays = [_on_device(x, device) for x in leaf.arrays]
+        if len(arrays) == 1 and (arrays[0].shape, arrays[0].dtype) == (leaf.target.shape, leaf.target.dtype):
+            if not leaf.transposed[0]:
+                yield arrays[0]
+                continue
+        yield _made_of(arrays, tuple(leaf.shapes), tuple(leaf.transposed), leaf.target.dtype)
+
+
+def _on_device(x: Any, device: Any) -> jax.Array:
+    if isinstance(x, np.ndarray):
+        x = np.array(x)  # its owner may write to it later, and a CPU device would share it
+    elif x.sharding.is_equivalent_to(jax.sharding.SingleDeviceSharding(device), x.ndim):
+        return x
+    return jax.device_put(x, device)
+
+
+@functools.partial(jax.jit, static_argnames=("shapes", "transposed", "dtype"))
+def _made_of(arrays: list[jax.Array], shapes: tuple[tuple[int, ...], ...], transposed: tuple[bool, ...], dtype: Any) -> jax.Array:
+    turned = [x.T if t else x for x, t in zip(arrays, transposed, strict=True)]
+    return jnp.concatenate([x.reshape(s).astype(dtype) for x, s in zip(turned, shapes, strict=True)], axis=-1)

@@ -1,0 +1,117 @@
+"""Log-probabilities of a prompt's own tokens: which rows of a step they come from, and where they are gathered.
+
+Owns PromptScores, one request's values by position, and the packing of a step's rows into the score program's fixed number of them.
+Each position is scored once, in whichever step computes the token before it; what a preemption recomputes is not scored again.
+Knows nothing of devices or text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.request import Logprob, Request
+from jaxserve.sampling_rows import ScoredRows
+from jaxserve.schedule import Schedule
+
+
+class PromptScores:
+    """What the prompt's tokens from position `first` on are worth: natural logs of the model's raw distribution.
+
+    logprobs: f32[n]; ranks: i32[n], 1 is the likeliest; top_ids, top_logprobs: [n, num_top], likeliest first. All count from
+    `first`, which is 1 at least: nothing comes before a prompt's first token.
+    """
+
+    def __init__(self, token_ids: Sequence[int], first: int, num_top: int):
+        self.token_ids, self.first = token_ids, first
+        self.next = first  # the first position that no step has been asked for
+        n = len(token_ids) - first
+        self.logprobs, self.ranks = np.full(n, np.nan, np.float32), np.zeros(n, np.int32)
+        self.top_ids, self.top_logprobs = np.zeros((n, num_top), np.int32), np.zeros((n, num_top), np.float32)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any position is still to be asked for."""
+        return self.next < len(self.token_ids)
+
+    def take(self, position: int, rows: ScoredRows) -> None:
+        """Values of consecutive positions from `position` on."""
+        n = self.top_ids.shape[1]
+        to = slice(position - self.first, position - self.first + len(rows.logprobs))
+        self.logprobs[to], self.ranks[to] = rows.logprobs, rows.ranks
+        self.top_ids[to], self.top_logprobs[to] = rows.top_ids[:, :n], rows.top_logprobs[:, :n]
+
+    def to_dicts(self, decode: Callable[[int], str] | None = None) -> list[dict[int, Logprob] | None]:
+        """vLLM's form: one entry a prompt token, the token itself first, then the likeliest; None where nothing was scored."""
+        text = decode or (lambda _: None)
+        entries: list[dict[int, Logprob] | None] = [None] * self.first
+        columns = (self.logprobs.tolist(), self.ranks.tolist(), self.top_ids.tolist(), self.top_logprobs.tolist())
+        for token, logprob, rank, top_ids, top in zip(self.token_ids[self.first :], *columns, strict=True):
+            entry = {token: Logprob(logprob, rank, text(token))}
+            for i, other in enumerate(top_ids):
+                if other != token:
+                    entry[other] = Logprob(top[i], i + 1, text(other))
+            entries.append(entry)
+        return entries
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSpan:
+    """Consecutive prompt positions that one step scores: `count` from `position` on, by the step's tokens from `row` on."""
+
+    scores: PromptScores
+    position: int
+    row: int
+    count: int
+
+
+def spans_of(schedule: Schedule) -> list[ScoreSpan]:
+    """What this step's chunks can score and nobody was asked for yet. Call it once a schedule."""
+    spans, row = [], schedule.num_tokens - int(schedule.q_lens[schedule.num_decodes :].sum())
+    for i in range(schedule.num_decodes, schedule.num_seqs):
+        scores, q_len = schedule.requests[i].prompt_scores, int(schedule.q_lens[i])
+        if scores is not None and scores.wanted:
+            start = int(schedule.starts[i])
+            position, end = max(start + 1, scores.next), min(start + q_len + 1, len(scores.token_ids))
+            assert position == scores.next, "positions before it were computed without being scored"
+            if position < end:
+                spans.append(ScoreSpan(scores, position, row + position - 1 - start, end - position))
+                scores.next = end
+        row += q_len
+    return spans
+
+
+def pack_spans(spans: Sequence[ScoreSpan], num_rows: int) -> list[np.ndarray]:
+    """i32[1 + 2 * num_rows] each, for as many runs of the score program as the spans take: whether the likeliest tokens are asked
+    for, the rows, the tokens that are scored. Padding scores token 0 by row 0."""
+    rows = np.concatenate([np.arange(s.row, s.row + s.count) for s in spans])
+    tokens = np.concatenate([s.scores.token_ids[s.position : s.position + s.count] for s in spans])
+    with_top = any(s.scores.top_ids.shape[1] for s in spans)
+    batches = []
+    for at in range(0, len(rows), num_rows):
+        batch = np.zeros(1 + 2 * num_rows, np.int32)
+        part = rows[at : at + num_rows]
+        batch[0] = with_top
+        batch[1 : 1 + len(part)] = part
+        batch[1 + num_rows : 1 + num_rows + len(part)] = tokens[at : at + num_rows]
+        batches.append(batch)
+    return batches
+
+
+def deliver(spans: Sequence[ScoreSpan], rows: ScoredRows) -> None:
+    """The rows of all batches of a step, one after the other, to whom they belong."""
+    at = 0
+    for span in spans:
+        span.scores.take(span.position, rows[at : at + span.count])
+        at += span.count
+
+
+def scores_of(request: Request, first: int | None) -> PromptScores | None:
+    """A place for what a new request asks for: prompt_logprobs, or bare scores from `first` on; None for most. Of several samples
+    of one prompt, the first's."""
+    num_top = request.params.prompt_logprobs
+    if request.sample_index or (num_top is None and first is None):
+        return None
+    return PromptScores(request.prompt_token_ids, 1 if num_top is not None else first or 1, num_top or 0)

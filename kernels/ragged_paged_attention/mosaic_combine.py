@@ -1,0 +1,83 @@
+"""Joins the partial results of split sequences and writes their rows: the small kernel after mosaic_sm90's.
+
+Owns the order of the join: slots rise with KV position, as a tile that walks all its KV itself joins them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from kernels import gpu
+from kernels.ragged_paged_attention import softmax_state
+from kernels.ragged_paged_attention.tiles import ROWS
+from kernels.ragged_paged_attention.work_list import GROUP_FIELDS
+
+DEPTH = 3  # partial results on their way at a time
+
+
+def combine(
+    out: jax.Array,  # [T, N, H]
+    partial_acc: jax.Array,  # f32[M, split_rows, H], M = slots * K
+    partial_stats: jax.Array,  # f32[M, 2, 64]: maximum, total of each row
+    work: jax.Array,  # i32[size], work_list's array
+    cu_q_lens: jax.Array,  # i32[S+1]
+    *,
+    groups_at: int,  # where the groups begin in the work list
+    num_groups: int,
+    num_kv_heads: int,
+) -> jax.Array:  # [T, N, H]
+    """`out` with the rows of split sequences written; in place where `out` is an intermediate. A CTA a group and KV head."""
+    H, K = out.shape[2], num_kv_heads
+    G, split_rows = out.shape[1] // K, partial_acc.shape[1]
+
+    def join_partial_results(out_ref, acc_ref, stats_ref, work_ref, cu_q_lens_ref, acc_smem, stats_smem, out_smem, full):
+        index = lax.axis_index("cta")
+        group, head = lax.div(index, jnp.int32(K)), lax.rem(index, jnp.int32(K))
+        seq, first, count = (work_ref[groups_at + group * GROUP_FIELDS + column] for column in range(GROUP_FIELDS))
+
+        def fetch(i):
+            at, slot = (first + i) * K + head, lax.rem(i, jnp.int32(DEPTH))
+            gpu.copy_gmem_to_smem(acc_ref.at[at], acc_smem.at[slot, pl.ds(0, split_rows)], full.at[slot])
+            gpu.copy_gmem_to_smem(stats_ref.at[at], stats_smem.at[slot], full.at[slot])
+
+        def fold(i, state):
+            slot = lax.rem(i, jnp.int32(DEPTH))
+            gpu.barrier_wait(full.at[slot])
+            acc = gpu.load(acc_smem.at[slot], layout=gpu.WGMMA, optimized=False)
+            maximum, total = (gpu.load(stats_smem.at[slot, j], layout=gpu.WGMMA_ROW) for j in range(2))
+            gpu.commit_smem()  # all have read the slot before it is filled again
+            pl.when(i + DEPTH < count)(lambda: fetch(i + DEPTH))
+            return softmax_state.join(state, (acc, maximum, total))
+
+        @pl.when(count > 0)
+        def _():
+            for i in range(DEPTH):
+                pl.when(i < count)(lambda i=i: fetch(jnp.int32(i)))
+            state = lax.fori_loop(0, count, fold, softmax_state.empty(H))
+            out_smem[...] = softmax_state.output(state).astype(out_smem.dtype)
+            gpu.commit_smem()
+            token = cu_q_lens_ref[seq]
+
+            def store(t, _):
+                heads = out_ref.at[token + t, pl.ds(head * G, G)]
+                gpu.copy_smem_to_gmem(out_smem.at[pl.ds(t * G, G)], heads)
+
+            lax.fori_loop(0, cu_q_lens_ref[seq + 1] - token, store, None)
+            gpu.wait_smem_to_gmem(0)
+
+    ref = jax.new_ref(out)
+    gpu.kernel(
+        join_partial_results,
+        out_type=(),
+        grid={"cta": num_groups * K},
+        scratch_types=[
+            gpu.SMEM((DEPTH, ROWS, H), jnp.float32),
+            gpu.SMEM((DEPTH, 2, ROWS), jnp.float32),
+            gpu.SMEM((ROWS, H), out.dtype),
+            gpu.Barrier(num_arrivals=2, num_barriers=DEPTH),
+        ],
+    )(ref, partial_acc, partial_stats, work, cu_q_lens)
+    return jax.freeze(ref)

@@ -1,0 +1,46 @@
+"""The state of an online softmax in a warpgroup's registers, and its join: used by the attention kernel and by the one that
+joins its partial results, so that both do the same arithmetic.
+
+A state is (acc f32[64, H], maximum f32[64], total f32[64]), with maxima in units of log2.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels import gpu
+from kernels.ragged_paged_attention.tiles import ROWS
+
+# Logit of a key that a row does not see, and where a row's running maximum starts. Both finite, so that no inf - inf arises, and
+# far apart, so that exp2(MASKED - maximum) is exactly 0 even for a row that has seen nothing yet.
+MASKED = -1e30
+FIRST_MAXIMUM = -1e29
+
+State = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def empty(head_dim: int) -> State:
+    """The state of rows that have seen nothing: joined with any other, it changes no bit of it."""
+    acc = gpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), gpu.WGMMA)
+    maximum = gpu.layout_cast(jnp.full((ROWS,), FIRST_MAXIMUM, jnp.float32), gpu.WGMMA_ROW)
+    total = gpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), gpu.WGMMA_ROW)
+    return acc, maximum, total
+
+
+def join(a: State, b: State) -> State:
+    """The state of rows that have seen what a and b have, in this order."""
+    maximum = jnp.maximum(a[1], b[1])
+    from_a, from_b = jnp.exp2(a[1] - maximum), jnp.exp2(b[1] - maximum)
+    acc = a[0] * spread(from_a, a[0]) + b[0] * spread(from_b, b[0])
+    return acc, maximum, a[2] * from_a + b[2] * from_b
+
+
+def output(state: State) -> jax.Array:  # f32[64, H]
+    """What the rows attend to; 0 for one that has seen nothing."""
+    acc, _, total = state
+    return acc / spread(jnp.where(total == 0, 1.0, total), acc)
+
+
+def spread(x: jax.Array, like: jax.Array) -> jax.Array:
+    """A value a row, over the row's columns."""
+    return lax.broadcast_in_dim(x, like.shape, [0])

@@ -1,0 +1,83 @@
+"""The tile sizes of the Mosaic kernel: a frozen config that checks itself and its shared memory, and the choice of one.
+
+Owns Tiles, the heuristic, and the tuned tables `tuned/<device>.json` that override it. Knows no kernel code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+from kernels import gpu
+from kernels.ragged_paged_attention.work_list import BLOCK
+
+ROWS = 64  # of a wgmma tile: what one consumer warpgroup computes
+TUNED = Path(__file__).with_name("tuned")
+CONSUMER_REGISTERS = 240  # with two consumers: 2 x 232 + 40 registers for each of 128 threads fit one SM
+PRODUCER_REGISTERS = 32
+_RESERVED_BYTES = 2048  # barriers, and alignment of the buffers
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """consumers: warpgroups that compute, a tile of 64 rows each over the same KV. stages: blocks of 64 KV positions in the ring.
+    chunk: positions between softmax restarts; rows agree in every bit between programs of the same chunk, so it should not
+    differ between the buckets of an engine.
+
+    Raises ValueError for values out of range.
+    """
+
+    consumers: int
+    stages: int
+    chunk: int = 512
+
+    def __post_init__(self):
+        if self.consumers not in (1, 2):
+            raise ValueError(f"tiles: consumers={self.consumers} must be 1 or 2")
+        if self.stages < 3:
+            raise ValueError(f"tiles: stages={self.stages} must be at least 3")
+        if self.chunk < BLOCK or self.chunk % BLOCK:
+            raise ValueError(f"tiles: chunk={self.chunk} must be a multiple of {BLOCK} positions")
+
+    def tile_tokens(self, group: int, max_q_len: int) -> int:
+        """Query tokens of a tile, for `group` query heads a KV head."""
+        return self.consumers * self.consumer_tokens(group, max_q_len)
+
+    def consumer_tokens(self, group: int, max_q_len: int) -> int:
+        """Query tokens of one consumer's rows."""
+        return min(ROWS // group, max_q_len)
+
+    def smem_bytes(self, head_dim: int, *, splits: bool) -> int:
+        """Shared memory of a CTA: the ring, queries as loaded and as wgmma reads them, outputs (16 bits each), partial results."""
+        tile = ROWS * head_dim * 2
+        partial = (2 * tile + 2 * ROWS * 4) if splits else 0
+        return self.stages * 2 * BLOCK * head_dim * 2 + 3 * self.consumers * tile + partial + _RESERVED_BYTES
+
+    def check_smem(self, head_dim: int, *, splits: bool) -> None:
+        """ValueError if a CTA needs more shared memory than there is."""
+        need = self.smem_bytes(head_dim, splits=splits)
+        if need > gpu.MAX_SMEM_BYTES:
+            raise ValueError(f"{self} needs {need} bytes of shared memory for {head_dim=}, there are {gpu.MAX_SMEM_BYTES}")
+
+
+def choose_tiles(*, head_dim: int, group: int, max_q_len: int, device_kind: str) -> Tiles:
+    """The tuned tiles of this device where there are any, else: one consumer where every query is short, and as many stages as
+    fit. A second consumer halves the KV traffic from the L2 cache of a prefill and would idle in a decode."""
+    decode = max_q_len * group <= ROWS // 2
+    tuned = _tuned(device_kind).get(f"head_dim={head_dim} {'decode' if decode else 'prefill'}")
+    if tuned is not None:
+        return Tiles(**tuned)
+    if decode:
+        return Tiles(consumers=1, stages=4 if head_dim > 64 else 8)
+    return Tiles(consumers=2, stages=3 if head_dim > 64 else 6)
+
+
+@functools.cache
+def _tuned(device_kind: str) -> dict[str, dict[str, int]]:
+    """{"head_dim=128 decode": {"consumers": 1, ...}, ...} of this device; {} where it was never tuned."""
+    path = TUNED / f"{device_kind.lower().replace(' ', '_')}.json"
+    if not path.exists():
+        return {}
+    return json.loads(path.read_text())["tiles"]

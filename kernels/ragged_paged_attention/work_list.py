@@ -1,0 +1,258 @@
+"""The host's work list of one step of attention: which query tile walks which KV, and which CTA (thread block) runs it.
+
+Owns the cutting of a ragged batch into items, their balance over CTAs, and the fixed-size int32 array in which they reach the
+device. Pure numpy; does not know how an item is computed, only what it costs.
+
+An item is one query tile of one sequence and one KV head. A short query (at most `split_q_len` tokens) whose KV is long is cut
+at every `chunk` positions from position 0 into items whose partial results are joined afterwards; any other tile walks all of its
+KV, starting its softmax afresh at the same boundaries and joining in the same order with the same arithmetic. So where a
+sequence is cut changes which CTA reads its pages and no bit of its result, and the planner may decide it by the load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+ITEM_FIELDS = 4  # sequence, first query token of the tile, first position / BLOCK, partial slot (-1: the item ends the row)
+GROUP_FIELDS = 3  # sequence, first partial slot, number of slots
+BLOCK = 64  # KV positions: the unit of `chunk`, of item starts and of cost
+ITEM_COST = 2  # blocks' worth of time that an item takes beside its blocks: query load, store, the ring running dry
+SPLIT_SHARE = 8  # a sequence is split where it would take more than 1 / SPLIT_SHARE of a CTA's share of the step
+LARGE_SHARE = 12  # items of more than 1 / LARGE_SHARE of a CTA's share are placed one by one
+POUR_RANGE = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkShape:
+    """Everything static about the work lists of one compiled shape. T tokens, S sequences, K KV heads.
+
+    tile_tokens: most query tokens of an item. split_q_len: most query tokens of a sequence whose KV may be split over CTAs.
+    chunk: positions between the boundaries at which the softmax starts afresh. max_kv_len: most positions of a sequence.
+
+    Raises ValueError for sizes that are not positive, or a chunk that is not whole blocks.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    max_q_len: int
+    num_kv_heads: int
+    max_kv_len: int
+    num_ctas: int
+    tile_tokens: int
+    split_q_len: int
+    chunk: int
+    sliding_window: int | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not (field.name == "sliding_window" and value is None) and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"work list: {field.name}={value!r} must be an integer of at least 1")
+        if self.chunk % BLOCK:
+            raise ValueError(f"work list: chunk={self.chunk} must be a multiple of {BLOCK} positions")
+        if self.split_q_len > self.tile_tokens:
+            raise ValueError(f"work list: split_q_len={self.split_q_len} must fit a tile of {self.tile_tokens} tokens")
+
+    @cached_property
+    def num_slots(self) -> int:
+        """Partial results a KV head that a step may hold. More sequences than CTAs / K never need splitting: each is then less than
+        one CTA's share. A sequence of one chunk is not split."""
+        chunks = -(-self.max_kv_len // self.chunk)
+        return 0 if chunks == 1 else min(self.num_seqs, -(-self.num_ctas // self.num_kv_heads)) * chunks
+
+    @cached_property
+    def num_groups(self) -> int:
+        """Sequences a step may split: each holds two slots or more."""
+        return min(self.num_seqs, self.num_slots // 2)
+
+    @cached_property
+    def num_items(self) -> int:
+        """Items a KV head that any step of this shape fits."""
+        owners = min(self.num_seqs, self.num_tokens)
+        tiles = owners + (self.num_tokens - owners) // self.tile_tokens
+        return min(tiles, self.num_seqs * -(-self.max_q_len // self.tile_tokens)) + self.num_slots
+
+    @cached_property
+    def fields(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
+        """name -> (where it lies in the array, shape)."""
+        shapes = {
+            "items": (self.num_items, ITEM_FIELDS),
+            "order": (self.num_items * self.num_kv_heads,),  # item * K + KV head, CTA by CTA, longest first
+            "cta_start": (self.num_ctas + 1,),  # CTA c runs order[cta_start[c] : cta_start[c + 1]]
+            "groups": (max(1, self.num_groups), GROUP_FIELDS),  # split sequences, those of no slots last
+        }
+        fields, offset = {}, 0
+        for name, shape in shapes.items():
+            fields[name] = (slice(offset, offset + math.prod(shape)), shape)
+            offset += math.prod(shape)
+        return fields
+
+    @cached_property
+    def size(self) -> int:
+        """Length of the array: int32s a step uploads."""
+        return self.fields["groups"][0].stop
+
+    def unpack(self, packed: Any) -> dict[str, Any]:
+        """The parts of the array, numpy (views) or traced."""
+        return {name: packed[where].reshape(shape) for name, (where, shape) in self.fields.items()}
+
+
+def plan(
+    shape: WorkShape,
+    q_lens: np.ndarray,  # i32[n], n <= S
+    kv_lens: np.ndarray,  # i32[n], this step's tokens included
+    *,
+    least_kv_lens: np.ndarray | None = None,  # i32[n]
+    out: np.ndarray | None = None,  # i32[shape.size]
+) -> np.ndarray:  # i32[shape.size]
+    """Plans one step. The device may find that a sequence's KV is shorter than planned: `kv_lens` are upper bounds.
+
+    Args:
+        least_kv_lens: lower bounds, which a sliding window starts from; None says that kv_lens are exact.
+        out: an array to fill instead of a new one; all of it is written but what lies past the last item and the last group.
+
+    Raises ValueError if the step does not fit the shape.
+    """
+    q_lens, kv_lens = np.asarray(q_lens, np.int64), np.asarray(kv_lens, np.int64)
+    _check(shape, q_lens, kv_lens)
+    packed = np.zeros(shape.size, np.int32) if out is None else out
+    parts = shape.unpack(packed)
+    least = kv_lens if least_kv_lens is None else np.asarray(least_kv_lens, np.int64)
+    seq, row, begin, slot, cost = _cut(shape, q_lens, kv_lens, least, parts["groups"])
+    by_cost = (-cost).argsort(kind="stable")
+    cost = cost[by_cost]
+    items = parts["items"][: len(seq)]
+    for column, values in enumerate((seq, row, begin, slot)):
+        items[:, column] = values[by_cost]
+    order, parts["cta_start"][:] = _balance(cost.repeat(shape.num_kv_heads), shape.num_ctas)
+    parts["order"][: len(order)] = order
+    return packed
+
+
+def loads(shape: WorkShape, packed: np.ndarray, q_lens: np.ndarray, kv_lens: np.ndarray) -> np.ndarray:  # i64[num_ctas]
+    """What each CTA of a planned step has to do, in blocks (of BLOCK positions) that it reads and ITEM_COST an item."""
+    parts = shape.unpack(packed)
+    order = parts["order"][: parts["cta_start"][-1]]
+    seq, row, begin, slot = parts["items"][order // shape.num_kv_heads].astype(np.int64).T
+    cost = blocks_read(shape, seq, row, begin, slot >= 0, np.asarray(q_lens), np.asarray(kv_lens)) + ITEM_COST
+    cta = np.repeat(np.arange(shape.num_ctas), np.diff(parts["cta_start"]))
+    return np.bincount(cta, cost, minlength=shape.num_ctas).astype(np.int64)
+
+
+def blocks_read(shape: WorkShape, seq, row, begin, is_split, q_lens, kv_lens) -> np.ndarray:  # i64[n]
+    """KV blocks that items read: from `begin`, or the sliding window's start, to what the tile's last row sees."""
+    q_len, kv_len = q_lens[seq], kv_lens[seq]
+    stop = -(-(kv_len - q_len + np.minimum(q_len, row + shape.tile_tokens)) // BLOCK)
+    stop = np.where(is_split, np.minimum(stop, begin + shape.chunk // BLOCK), stop)
+    if shape.sliding_window is not None:
+        begin = np.maximum(begin, (kv_len - q_len + row - shape.sliding_window + 1) // BLOCK)
+    return np.maximum(stop - begin, 0)
+
+
+def _check(shape: WorkShape, q_lens: np.ndarray, kv_lens: np.ndarray) -> None:
+    if q_lens.shape != kv_lens.shape or q_lens.ndim != 1 or len(q_lens) > shape.num_seqs:
+        raise ValueError(f"{q_lens.shape=} and {kv_lens.shape=} must be alike, of at most {shape.num_seqs} sequences")
+    if not len(q_lens):
+        return
+    if q_lens.min() < 0 or q_lens.max() > shape.max_q_len or q_lens.sum() > shape.num_tokens:
+        raise ValueError(
+            f"q_lens of {q_lens.min()} to {q_lens.max()}, {q_lens.sum()} in all: must be 0 to {shape.max_q_len}, "
+            f"{shape.num_tokens} in all"
+        )
+    if kv_lens.max() > shape.max_kv_len:
+        raise ValueError(f"a kv_len of {kv_lens.max()} is more than the {shape.max_kv_len} positions of a page-table row")
+
+
+def _cut(shape: WorkShape, q_lens, kv_lens, least_kv_lens, groups):
+    """The items, heads aside: (seq, row, begin in blocks, slot, cost in blocks), i64[n] each. Fills groups."""
+    chunk = shape.chunk // BLOCK
+    blocks = -(-kv_lens // BLOCK)
+    first = np.zeros_like(blocks)  # first chunk that a query of the sequence may see
+    if shape.sliding_window is not None:
+        first = np.maximum(least_kv_lens - q_lens - shape.sliding_window + 1, 0) // shape.chunk
+    num_chunks = np.maximum(-(-blocks // chunk) - first, 1)
+    tiles = -(-q_lens // shape.tile_tokens)
+    split = _choose_split(shape, q_lens, blocks - first * chunk, num_chunks, tiles)
+
+    count = np.where(split, num_chunks, tiles)
+    end = count.cumsum()
+    seq = np.arange(len(q_lens)).repeat(count)
+    j = np.arange(len(seq)) - (end - count)[seq]  # chunk or tile number within the sequence
+    is_split = split[seq]
+    row = np.where(is_split, 0, j * shape.tile_tokens)
+    begin = (first[seq] + j * is_split) * chunk
+
+    cost = blocks_read(shape, seq, row, begin, is_split, q_lens, kv_lens) + ITEM_COST
+    chosen = split.nonzero()[0]
+    groups[len(chosen) :, 2] = 0
+    if not len(chosen):
+        return seq, row, begin, np.full_like(seq, -1), cost
+    sizes = num_chunks[chosen]
+    base = np.zeros_like(blocks)
+    base[chosen] = sizes.cumsum() - sizes
+    for column, values in enumerate((chosen, base[chosen], sizes)):
+        groups[: len(chosen), column] = values
+    return seq, row, begin, np.where(is_split, base[seq] + j, -1), cost
+
+
+def _choose_split(shape: WorkShape, q_lens, blocks, num_chunks, tiles) -> np.ndarray:  # bool[n]
+    """The sequences to split: short queries whose KV would be too large a part of a CTA's share, longest first while slots last."""
+    share = int(((blocks + ITEM_COST) * tiles).sum()) * shape.num_kv_heads / shape.num_ctas
+    split = (blocks > share / SPLIT_SHARE) & (num_chunks > 1) & (q_lens > 0) & (q_lens <= shape.split_q_len)
+    longest = split.nonzero()[0]
+    if len(longest):
+        longest = longest[(-blocks[longest]).argsort(kind="stable")]
+        split[longest[num_chunks[longest].cumsum() > shape.num_slots]] = False
+    return split
+
+
+def _balance(cost: np.ndarray, num_ctas: int) -> tuple[np.ndarray, np.ndarray]:  # (order i64[n], cta_start i64[num_ctas + 1])
+    """Which items each CTA runs, longest first; cost i64[n] falls.
+
+    Large items go in rounds, the largest of a round to the CTA with the least load (Graham's longest-processing-time rule, a
+    round at a time). What remains is small beside a CTA's share and is poured, sizes within a factor of POUR_RANGE at a time, into
+    the room below the level at which all CTAs would end alike.
+    """
+    n, rising = len(cost), cost[::-1]
+    load = np.zeros(num_ctas)
+    runs = []  # (first item, one past the last, their CTAs, or where each CTA's part ends)
+    at = n - int(rising.searchsorted(cost.sum() / (LARGE_SHARE * num_ctas), "right"))
+    for i in range(0, at, num_ctas):
+        to = load.argsort(kind="stable")[: min(num_ctas, at - i)]
+        load[to] += cost[i : i + len(to)]
+        runs.append((i, i + len(to), to, None))
+    while at < n:
+        end = n - int(rising[: n - at].searchsorted(cost[at] / POUR_RANGE, "right"))
+        part = cost[at:end]
+        filled = part.cumsum()
+        cuts = (filled - part / 2).searchsorted(_room(load, filled[-1]).cumsum())
+        cuts[-1] = end - at
+        load[0] += filled[cuts[0] - 1] if cuts[0] else 0
+        load[1:] += _gaps(np.where(cuts > 0, filled[cuts - 1], 0))
+        runs.append((at, end, None, cuts))
+        at = end
+    if len(runs) == 1 and runs[0][3] is not None:
+        return np.arange(n), np.concatenate(([0], runs[0][3]))
+    cta, numbers = np.empty(n, np.int16), np.arange(num_ctas, dtype=np.int16)  # 16 bits: numpy sorts them by radix
+    for first, end, to, cuts in runs:
+        cta[first:end] = to if cuts is None else numbers.repeat(np.concatenate((cuts[:1], _gaps(cuts))))
+    return cta.argsort(kind="stable"), np.concatenate(([0], np.bincount(cta, minlength=num_ctas).cumsum()))
+
+
+def _gaps(x: np.ndarray) -> np.ndarray:
+    return x[1:] - x[:-1]  # np.diff takes four times as long
+
+
+def _room(load: np.ndarray, amount: float) -> np.ndarray:  # f64[num_ctas]
+    """What each CTA takes of `amount` so that those that take any end at one level."""
+    ordered = np.sort(load)
+    filled = ordered.cumsum()
+    # Raising the k + 1 lowest CTAs to the highest of them takes below[k]; the level lies where that passes the amount.
+    below = np.arange(1, len(load) + 1) * ordered - filled
+    k = int(below.searchsorted(amount, "right"))
+    return np.maximum((amount + filled[k - 1]) / k - load, 0)

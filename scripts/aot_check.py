@@ -1,0 +1,153 @@
+"""Will this model, plan and dtype compile for an H100 or H200, and fit it? Answered without a GPU.
+
+    make aot-check                                                    Qwen3-0.6B and 8B on both, our kernels' cases first
+    python -m scripts.aot_check --model=qwen3-0.6b --target=h100      one model, its smallest decode and largest mixed bucket
+    python -m scripts.aot_check --model=FOLDER --bucket_plan=plan.json --buckets=all --max_model_len=8192
+
+Runs in the environment that `make setup-aot` makes (.venv-aot: jax's CUDA plugin and ptxas, no driver). Compiles our Mosaic
+kernels and the engine's own body and head programs for sm_90a from shapes alone. Faults are listed, and the exit status is then 1:
+register spills or too much shared memory in our kernels; a body that does not run the fast attention kernel once a layer; a body
+or head that is not one CUDA graph; a copy of KV pages; more temporary memory than the plan sets aside; a pool that does not fit.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from scripts.aot_verdicts import gib, kernel_faults, mib
+from scripts.compiled_report import CompiledReport, Kernel
+from scripts.sm90_compile import SMEM_LIMIT, TARGETS, Compiler, use_no_device
+
+_MODELS = flags.DEFINE_list("model", ["qwen3-0.6b"], "Presets of bench_models.RANDOM, or folders with a config.json; empty: none.")
+_TARGETS = flags.DEFINE_list("target", ["h100"], f"Which GPUs, of {', '.join(TARGETS)}.")
+_BUCKETS = flags.DEFINE_list("buckets", [], "Buckets to compile: 8 (decode), 256x128 (mixed), or all; default: two of the plan.")
+_KERNELS = flags.DEFINE_bool("kernels", True, "Compile the cases of our own kernels too.")
+_DTYPE = flags.DEFINE_enum("dtype", "auto", ["auto", "bfloat16", "float16", "float32"], "Of weights and activations.")
+_BACKEND = flags.DEFINE_enum("attention_backend", "mosaic_sm90", ["mosaic_sm90", "xla"], "Which attention the step runs.")
+_MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Most tokens of a request; default: the model's.", lower_bound=1)
+_MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Most sequences at once (default 128).", lower_bound=1)
+_BUDGET = flags.DEFINE_integer("max_num_batched_tokens", None, "Token budget of a step (default 2048).", lower_bound=1)
+_PAGE_SIZE = flags.DEFINE_integer("page_size", None, "Tokens a KV page (default 64).", lower_bound=1)
+_PLAN = flags.DEFINE_string("bucket_plan", None, "A bucket plan's JSON file.")
+_UTILIZATION = flags.DEFINE_float("gpu_memory_utilization", 0.9, "Share of the process's memory that the engine takes.")
+_FRACTION = flags.DEFINE_float(
+    "memory_fraction", 0.75, "Share of the device that the process may allocate: XLA_PYTHON_CLIENT_MEM_FRACTION, 0.75 unless set."
+)
+_VERBOSE = flags.DEFINE_bool("verbose", False, "List every kernel of every program, with counts and registers.")
+_DUMP = flags.DEFINE_string("dump", None, "Keep XLA's and Mosaic's dumps in this new folder.")
+_JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
+
+
+def describe(report: CompiledReport, num_layers: int | None = None) -> str:
+    """A program in a line."""
+    graph = f"{report.num_graphs} graph{'s' if report.num_graphs != 1 else ''} of {len(report.graph_commands)} commands"
+    if num_layers and report.mosaic_calls:
+        graph += f" ({len(report.graph_commands) / num_layers:.1f} a layer)"
+    outside = ", ".join(f"{n} {kind}" for kind, n in report.outside.items()) or "nothing"
+    ours = f"; {len(report.mosaic_calls)} Mosaic calls" if report.mosaic_calls else ""
+    return f"{report.name}: {graph}, outside {outside}{ours}; temp {mib(report.temp_bytes)}; {report.seconds:.1f} s"
+
+
+def figures(k: Kernel) -> str:
+    return f"{k.registers:4d} registers {k.smem:7d} B smem  spills {k.spill_stores}/{k.spill_loads}"
+
+
+def table(report: CompiledReport) -> str:
+    """Every kind of command: count, name, registers, shared memory, spills; then our own kernels, which a command doesn't name."""
+    rows = [f"    {count:5d} x {name:52s} {figures(k) if k else ''}".rstrip() for count, name, k in report.launches()]
+    rows += [f"    Mosaic: {k.name:52s} {figures(k)}" for k in report.kernels if k.source == "mosaic"]
+    return "\n".join(rows)
+
+
+def check_kernels(compiler: Compiler) -> dict[str, Any]:
+    """Compiles the cases of our kernels."""
+    from jaxserve.programs import GPU_COMPILER_OPTIONS
+    from scripts.aot_kernels import kernel_cases
+
+    faults, results = [], []
+    for case in kernel_cases(compiler.num_sms, compiler.fact("name")):
+        try:
+            report = compiler.compile(case.name, case.function, case.args, options=GPU_COMPILER_OPTIONS)
+        except Exception as error:  # one case's failure is a fault to list, not the end of the check
+            faults.append(f"{case.name}: does not compile: {type(error).__name__}: {' '.join(str(error).split())[:500]}")
+            continue
+        ours = [k for k in report.kernels if k.source == "mosaic"]
+        faults += case.faults(report, compiler.mosaic_kernels) + kernel_faults(ours, smem_limit=SMEM_LIMIT, where=case.name)
+        print(f"{case.name}: {report.seconds:.1f} s", flush=True)
+        for k in ours:
+            print(f"    {k.name:48s} {figures(k)}  {', '.join(k.uses)}", flush=True)
+        results.append(report.as_json())
+    return {"faults": faults, "programs": results}
+
+
+def check_model(name: str, compiler: Compiler) -> dict[str, Any]:
+    """Compiles one model's step and shares out the memory."""
+    from scripts.aot_step import AbstractStep, check_step, read_config
+
+    options = {
+        "dtype": _DTYPE.value,
+        "max_model_len": _MAX_MODEL_LEN.value,
+        "max_num_seqs": _MAX_NUM_SEQS.value,
+        "max_num_batched_tokens": _BUDGET.value,
+        "page_size": _PAGE_SIZE.value,
+        "bucket_plan": _PLAN.value,
+        "gpu_memory_utilization": _UTILIZATION.value,
+        "attention_backend": _BACKEND.value,
+    }
+    try:
+        step = AbstractStep.make(read_config(name), options, compiler.target, _FRACTION.value)
+        buckets = step.select(_BUCKETS.value) if _BUCKETS.value else step.default_buckets()
+    except (ValueError, NotImplementedError) as error:  # the answer to the question, in the engine's own words
+        return {"model": name, "faults": [str(error)], "programs": []}
+    print(f"-- {name} on {compiler.target}: weights {gib(step.programs.functions.num_bytes)}, {step.config.plan}", flush=True)
+
+    def show(report: CompiledReport) -> None:
+        print(describe(report, step.config.pages.num_layers), flush=True)
+        if _VERBOSE.value:
+            print(table(report), flush=True)
+
+    result = check_step(step, compiler, buckets, show)
+    print(result.fit, flush=True)
+    return {
+        "model": name,
+        "faults": result.faults,
+        "memory": vars(result.fit),
+        "num_layers": step.config.pages.num_layers,
+        "programs": [report.as_json() for report in result.reports],
+    }
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    unknown = [target for target in _TARGETS.value if target not in TARGETS]
+    if unknown:
+        raise app.UsageError(f"--target={','.join(unknown)}: must be of {', '.join(TARGETS)}")
+    if not 0 < _FRACTION.value <= 1:
+        raise app.UsageError(f"--memory_fraction={_FRACTION.value} must be a share in (0, 1]")
+    use_no_device()
+    from scripts.engine_flags import versions, write_json
+
+    results = []
+    for target in _TARGETS.value:
+        compiler = Compiler(target, Path(_DUMP.value) / target if _DUMP.value else None)
+        if _KERNELS.value:
+            results.append({"target": target, **check_kernels(compiler)})
+        results += [{"target": target, **check_model(name, compiler)} for name in _MODELS.value]
+        if not _DUMP.value:
+            compiler.remove()
+    faults = [f"{r['target']} {r.get('model', 'kernels')}: {fault}" for r in results for fault in r["faults"]]
+    write_json(_JSON.value, {"check": "aot", "results": results, "faults": faults, **versions()})
+    for fault in faults:
+        print(f"FAULT {fault}", file=sys.stderr)
+    checked = sum(len(r["programs"]) for r in results)
+    print(f"aot_check: {checked} programs for {', '.join(_TARGETS.value)}: {len(faults)} faults", flush=True)
+    sys.exit(1 if faults or not checked else 0)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,94 @@
+"""Our own kernels as cases for a deviceless compile: the head shapes that are served, decode and prefill, each page size and dtype.
+
+Owns the list; what a kernel is held to beside registers and shared memory is a case's own `faults`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from scripts.compiled_report import CompiledReport, Kernel
+
+# Head shapes of Qwen3 0.6B, 4B and 8B, 32B, 30B-A3B, and of SmolLM2: (query heads, KV heads, head_dim).
+HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "32b": (64, 8, 128), "30b-a3b": (32, 4, 128), "smollm2": (9, 3, 64)}
+SHAPES = {"decode": (64, 64, 1), "mixed": (2048, 128, 2048)}  # (T, S, max_q_len)
+ATTENTION, JOIN = "ragged_paged_attention_mosaic_gpu_kernel", "join_partial_results_mosaic_gpu_kernel"
+_MAX_KV_LEN, _NUM_PAGES = 32768, 4096
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """function(*args), args being ShapeDtypeStructs. kernels: the Mosaic kernels that it must call, once each, with the PTX
+    features without which it would be the slow variant."""
+
+    name: str
+    function: Callable
+    args: tuple[Any, ...]
+    kernels: dict[str, tuple[str, ...]]
+
+    def faults(self, report: CompiledReport, compiled: list[Kernel]) -> list[str]:
+        """compiled: all Mosaic kernels so far; one that an earlier case compiled too isn't compiled again."""
+        faults = []
+        if len(report.mosaic_calls) != len(self.kernels):
+            names = [i.op_name for i in report.mosaic_calls]
+            faults.append(f"{self.name}: calls {names or 'no Mosaic kernel'}, expected {', '.join(self.kernels)}")
+        for name, uses in self.kernels.items():
+            found = [k for k in compiled if k.name == name]
+            if not found:
+                faults.append(f"{self.name}: no kernel {name} was compiled")
+            for lacking in sorted({use for k in found[-1:] for use in uses if use not in k.uses}):
+                faults.append(f"{self.name}: {name} has no {lacking}: this is not the fast variant")
+        return faults
+
+
+def kernel_cases(num_sms: int, device_kind: str) -> list[KernelCase]:
+    """Every case, for a device of so many SMs."""
+    return [
+        *(attention_case(name, shape, num_sms, device_kind) for name in HEADS for shape in SHAPES),
+        *(attention_case("0.6b", shape, num_sms, device_kind, page_size=16, dtype="float16") for shape in SHAPES),
+        attention_case("8b", "mixed", num_sms, device_kind, sliding_window=4096, soft_cap=50.0),
+    ]
+
+
+def attention_case(
+    heads: str, shape: str, num_sms: int, device_kind: str, *, page_size: int = 64, dtype: str = "bfloat16", **options: Any
+) -> KernelCase:
+    """Ragged paged attention of one head shape in one bucket."""
+    import jax
+    import jax.numpy as jnp
+
+    from kernels.ragged_paged_attention import ragged_paged_attention
+    from kernels.ragged_paged_attention.planner import Planner
+    from kernels.ragged_paged_attention.tiles import choose_tiles
+
+    (N, K, H), (T, S, max_q_len) = HEADS[heads], SHAPES[shape]
+    tiles = choose_tiles(head_dim=H, group=N // K, max_q_len=max_q_len, device_kind=device_kind)
+    planner = Planner.make(
+        num_tokens=T,
+        num_seqs=S,
+        max_q_len=max_q_len,
+        num_query_heads=N,
+        num_kv_heads=K,
+        head_dim=H,
+        max_kv_len=_MAX_KV_LEN,
+        sliding_window=options.get("sliding_window"),
+        num_ctas=num_sms,
+        tiles=tiles,
+    )
+
+    def function(q, kv_pages, page_table, cu_q_lens, kv_lens, packed):
+        return ragged_paged_attention(
+            q, kv_pages, page_table, cu_q_lens, kv_lens,
+            max_q_len=max_q_len, backend="mosaic_sm90", work=planner.work(packed), **options,
+        )  # fmt: skip
+
+    def array(*shape: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    pages = array(_NUM_PAGES, 2, K, page_size, H, dtype=dtype)
+    args = (array(T, N, H, dtype=dtype), pages, array(S, _MAX_KV_LEN // page_size), array(S + 1), array(S), array(planner.size))
+    text = "".join(f" {name}={value}" for name, value in options.items())
+    name = f"attention {shape} {heads} ({N}/{K}x{H}, page {page_size}, {dtype}{text})"
+    return KernelCase(name, function, args, {ATTENTION: ("TMA", "wgmma from registers"), JOIN: ()})

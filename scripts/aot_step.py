@@ -1,0 +1,156 @@
+"""The engine's own programs for a GPU that is not there: which there are, compiled and held to `aot_verdicts`.
+
+Owns the way from a model's config to abstract weights, a resolved plan and its programs. Nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.aot_verdicts import ATTENTION_OP, MemoryFit, StepDemands, body_faults, head_faults, kernel_faults
+from scripts.bench_models import RANDOM
+from scripts.compiled_report import CompiledReport
+from scripts.sm90_compile import SMEM_LIMIT, Compiler, target_fact
+
+BACKEND = "mosaic_sm90"  # of attention on sm_90
+
+
+def read_config(model: str) -> Any:
+    """The ModelConfig of a preset, or of a folder with a config.json (or that file).
+
+    Raises ValueError for neither, NotImplementedError for an architecture that is not supported.
+    """
+    from jaxserve.models import ModelConfig
+
+    if model in RANDOM:
+        return ModelConfig.from_hf(RANDOM[model])
+    path = Path(model)
+    if not (path / "config.json").exists() and not path.is_file():
+        raise ValueError(f"{model=} is neither one of {', '.join(RANDOM)} nor a folder with a config.json")
+    return ModelConfig.from_hf(path)
+
+
+@dataclass(frozen=True)
+class AbstractStep:
+    """A model and plan on a target: the programs, from shapes alone, and how the device's memory is shared out before them."""
+
+    programs: Any
+    device_bytes: int
+    limit_bytes: int
+
+    @classmethod
+    def make(cls, model: Any, options: dict[str, Any], target: str, memory_fraction: float) -> AbstractStep:
+        """model: a ModelConfig. options: EngineConfig's. memory_fraction: the share of the device that the process may allocate.
+
+        Raises ValueError as `EngineConfig.resolve`: limits that contradict each other or the memory.
+        """
+        import jax.numpy as jnp
+
+        from jaxserve.config import EngineConfig
+        from jaxserve.models import Decoder
+        from jaxserve.programs import Programs
+        from jaxserve.step import ModelFunctions
+        from kernels import gpu
+
+        config = EngineConfig(**options)
+        dtype = (model.dtype or "bfloat16") if config.dtype == "auto" else config.dtype
+        functions = ModelFunctions(Decoder.abstract(model, jnp.dtype(dtype)))
+        device = int(target_fact(target, "device_memory_size"))
+        limit = int(memory_fraction * device)
+        resolved = config.resolve(
+            model, kv_dtype=functions.dtype, on_gpu=True, device_limit=limit, weight_bytes=functions.num_bytes
+        )
+        with gpu.assume_sm90(int(target_fact(target, "core_count"))):
+            return cls(Programs(functions, resolved), device, limit)
+
+    @property
+    def config(self) -> Any:
+        return self.programs.config
+
+    def fit(self, reserve: int) -> MemoryFit:
+        """The pool that is left beside the weights and `reserve` bytes for programs."""
+        config, weights = self.config, self.programs.functions.num_bytes
+        share = config.engine.gpu_memory_utilization
+        room = int(share * self.limit_bytes) - weights - reserve
+        wanted = config.scheduler.max_num_seqs * math.ceil(config.scheduler.max_model_len / config.cache.page_size)
+        fits = max(0, min(room // config.pages.page_bytes, wanted))
+        return MemoryFit(
+            device=self.device_bytes,
+            limit=self.limit_bytes,
+            utilization=share,
+            weights=weights,
+            reserve=reserve,
+            page=config.pages.page_bytes,
+            page_size=config.cache.page_size,
+            num_pages=config.engine.num_pages or fits,
+            wanted_pages=wanted,
+            max_model_len=config.scheduler.max_model_len,
+        )
+
+    def select(self, names: Iterable[str]) -> list[Any]:
+        """Buckets by name: "8" is a decode bucket, "256x128" a mixed one, "all" is all. ValueError for one that the plan lacks."""
+        plan = self.config.plan
+        known = {(str(b.seqs) if b.max_q_len == 1 else f"{b.tokens}x{b.seqs}"): b for b in plan.buckets}
+        if list(names) == ["all"]:
+            return list(plan.buckets)
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ValueError(f"buckets {unknown} are not in the plan; it has {', '.join(known)}")
+        return [known[name] for name in names]
+
+    def default_buckets(self) -> list[Any]:
+        """The smallest decode bucket, whose step is shortest, and the largest mixed one, which needs the most memory."""
+        plan = self.config.plan
+        decodes = [b for b in plan.buckets if b.max_q_len == 1]
+        return [*decodes[:1], plan.buckets[-1]]
+
+
+@dataclass
+class StepResult:
+    reports: list[CompiledReport]
+    fit: MemoryFit
+    faults: list[str]
+    config: Any
+
+
+def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_report: Any = lambda report: None) -> StepResult:
+    """Compiles these buckets' bodies and the smallest and largest heads, and says what is wrong with them.
+
+    The largest body and head are always compiled: they decide how much memory the plan must set aside.
+    """
+    plan, config, programs = step.config.plan, step.config, step.programs
+    compile_one = functools.partial(_compile, compiler, on_report)
+    heads = [(plan.head_rows[0], False), (plan.max_head_rows, True)]
+    bodies = {b: compile_one(f"body {b}", *programs.body_spec(b)) for b in dict.fromkeys([*buckets, plan.buckets[-1]])}
+    tops = {h: compile_one(f"head({h[0]}{', logprobs' if h[1] else ''})", *programs.head_spec(*h)) for h in dict.fromkeys(heads)}
+    reserve = max(bodies[plan.buckets[-1]].temp_bytes, tops[heads[-1]].temp_bytes)
+    demands = StepDemands(
+        num_layers=config.pages.num_layers,
+        kv_layer_shape=config.pages.layer(config.cache.num_pages),
+        pool_bytes=config.pool_bytes,
+        temp_bytes=reserve,
+    )
+    mosaic = config.engine.attention_backend == BACKEND
+    faults: list[str] = []
+    for report in bodies.values():
+        faults += body_faults(report, demands, ATTENTION_OP if mosaic else None)
+    for report in tops.values():
+        faults += head_faults(report, demands)
+    for report in (*bodies.values(), *tops.values()):
+        ours = [k for k in report.kernels if k.source == "mosaic"]
+        faults += kernel_faults(ours, smem_limit=SMEM_LIMIT, where=report.name)
+    fit = step.fit(reserve)
+    return StepResult([*bodies.values(), *tops.values()], fit, faults + fit.faults, config)
+
+
+def _compile(compiler: Compiler, on_report: Any, name: str, function: Any, donate: tuple[int, ...], args: Any) -> CompiledReport:
+    from jaxserve.programs import GPU_COMPILER_OPTIONS
+
+    report = compiler.compile(name, function, args, donate=donate, options=GPU_COMPILER_OPTIONS)
+    on_report(report)
+    return report

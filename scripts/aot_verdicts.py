@@ -1,0 +1,136 @@
+"""What a compiled step must be, and whether a model fits a GPU: faults as sentences, from reports alone.
+
+Knows neither jax nor how the reports came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from scripts.compiled_report import CompiledReport, Kernel
+
+# Part of the op_name of the call that does a layer's attention: the scope that the entry gives it, the kernel's own name.
+ATTENTION_OP = "ragged_paged_attention_mosaic_sm90/ragged_paged_attention/"
+
+
+@dataclass(frozen=True)
+class StepDemands:
+    """What the programs of one plan are held to. Bytes.
+
+    num_layers: attention calls that a body makes. kv_layer_shape: of one layer's pages. pool_bytes: of all pages, which a body must
+    update in place. temp_bytes: what the plan set aside for programs.
+    """
+
+    num_layers: int
+    kv_layer_shape: tuple[int, ...]
+    pool_bytes: int
+    temp_bytes: int
+
+
+def body_faults(report: CompiledReport, demands: StepDemands, attention_kernel: str | None) -> list[str]:
+    """Faults of a body program. attention_kernel: the op that must do every layer's attention (part of its op_name); None where
+    the attention backend is XLA's, which runs loops outside the graph."""
+    faults = program_faults(report, demands) if attention_kernel else _memory_faults(report, demands)
+    if attention_kernel:
+        calls = [i.op_name for i in report.mosaic_calls if attention_kernel in i.op_name]
+        if len(calls) != demands.num_layers:
+            faults.append(
+                f"{len(calls)} Mosaic calls named {attention_kernel!r} for {demands.num_layers} layers; "
+                f"Mosaic calls: {sorted({i.op_name for i in report.mosaic_calls}) or 'none'}"
+            )
+    if report.alias_bytes < demands.pool_bytes:
+        faults.append(f"{report.alias_bytes} bytes are updated in place, the KV pages take {demands.pool_bytes}")
+    copies = report.copies_of(demands.kv_layer_shape)
+    if copies:
+        faults.append(f"{len(copies)} copies of a layer's KV pages: {', '.join(i.name for i in copies[:4])}")
+    return [f"{report.name}: {fault}" for fault in faults]
+
+
+def head_faults(report: CompiledReport, demands: StepDemands) -> list[str]:
+    """Faults of a head program."""
+    return [f"{report.name}: {fault}" for fault in program_faults(report, demands)]
+
+
+def program_faults(report: CompiledReport, demands: StepDemands) -> list[str]:
+    """Faults of any program: one CUDA graph, nothing beside it, and no more memory than was set aside."""
+    faults = []
+    if report.num_graphs != 1 or report.outside:
+        outside = ", ".join(f"{n} {kind}" for kind, n in sorted(report.outside.items())) or "nothing"
+        faults.append(f"{report.num_graphs} command buffers and {outside} outside them; must be one that holds everything")
+    return faults + _memory_faults(report, demands)
+
+
+def _memory_faults(report: CompiledReport, demands: StepDemands) -> list[str]:
+    if report.temp_bytes > demands.temp_bytes:
+        return [f"needs {mib(report.temp_bytes)} of temporary memory, the plan set aside {mib(demands.temp_bytes)}"]
+    return []
+
+
+def kernel_faults(kernels: Iterable[Kernel], *, smem_limit: int, where: str) -> list[str]:
+    """Faults of our own kernels: spills, local memory, shared memory out of bounds, compiled for something else."""
+    faults = []
+    for k in kernels:
+        if k.spills:
+            faults.append(f"{where}: {k.name} spills {k.spill_stores} bytes to memory and {k.spill_loads} back")
+        if k.smem > smem_limit:
+            faults.append(f"{where}: {k.name} needs {k.smem} bytes of shared memory, a block has {smem_limit}")
+        if k.arch != "sm_90a":
+            faults.append(f"{where}: {k.name} was compiled for {k.arch}, wgmma and TMA need sm_90a")
+    return faults
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    """How a model shares out a GPU's memory. Bytes, except pages and tokens.
+
+    limit: what the process may allocate, utilization: the share of it that the engine takes, reserve: temporary memory of the
+    largest programs. num_pages: pages of the pool, 0 where not one fits; wanted_pages: more than this many are never used.
+    """
+
+    device: int
+    limit: int
+    utilization: float
+    weights: int
+    reserve: int
+    page: int
+    page_size: int
+    num_pages: int
+    wanted_pages: int
+    max_model_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def faults(self) -> list[str]:
+        room = int(self.utilization * self.limit) - self.weights - self.reserve
+        if self.num_pages < 1:
+            return [
+                f"does not fit: {self.utilization:g} of {gib(self.limit)} less {gib(self.weights)} of weights and "
+                f"{gib(self.reserve)} for programs leaves {gib(room)}, a page of KV takes {mib(self.page)}"
+            ]
+        if self.num_pages * self.page > room:
+            return [f"pool of {gib(self.num_pages * self.page)} is larger than the {gib(room)} that are left for it"]
+        if self.num_tokens < self.max_model_len:
+            return [f"max_model_len={self.max_model_len} does not fit: the pool holds {self.num_tokens} tokens; lower it"]
+        return []
+
+    def __str__(self) -> str:
+        pool = self.num_pages * self.page
+        capped = " (no more would ever be used)" if self.num_pages >= self.wanted_pages else ""
+        return (
+            f"memory: {gib(self.device)} on the device, {gib(self.limit)} for the process, {self.utilization:g} of that for us: "
+            f"weights {gib(self.weights)}, programs {gib(self.reserve)}, KV pool {gib(pool)} = {self.num_pages} pages of "
+            f"{self.page_size} tokens ({self.page / self.page_size / 1024:.1f} KiB a token) = {self.num_tokens} tokens{capped}, "
+            f"that is {self.num_tokens / self.max_model_len:.1f} requests of max_model_len={self.max_model_len}"
+        )
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

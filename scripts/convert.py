@@ -1,0 +1,98 @@
+"""Converts a model: Hugging Face folder, id or GGUF file to Orbax, Orbax to a Hugging Face folder.
+
+    python -m scripts.convert --model=Qwen/Qwen3-0.6B --output=qwen3-orbax
+    python -m scripts.convert --model=model-Q4_K_M.gguf --output=model-orbax --dtype=bfloat16
+    python -m scripts.convert --model=qwen3-orbax --output=qwen3-hf
+
+An Orbax folder holds numbered versions, each with the config and the tokenizer; `LLM(folder)` takes the newest, on any mesh. A
+version appears when all of it is written: a conversion that is killed leaves the one before intact. Runs on the CPU, in about the
+model's size of memory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from jaxserve.config import DTYPES
+
+_MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or id, a GGUF file, or an Orbax folder.", required=True)
+_OUTPUT = flags.DEFINE_string("output", None, "The folder to write.", required=True)
+_DTYPE = flags.DEFINE_enum("dtype", "auto", DTYPES, "Of an Orbax version; auto: as stored, bfloat16 where that is quantised.")
+_KEEP = flags.DEFINE_integer("keep", 1, "Versions to keep in an Orbax folder, the new one included.", lower_bound=1)
+_SHARD = flags.DEFINE_float("max_shard_gb", 5.0, "Largest safetensors file, in 1e9 bytes.", lower_bound=1e-6)
+
+
+def read_source(path: Path) -> tuple[Any, dict[str, str | bytes], bool]:
+    """(reader, files to lie beside the weights, whether the weights are quantised) of a Hugging Face folder or a GGUF file."""
+    from checkpoints.convert import side_files
+    from checkpoints.huggingface import SafetensorsReader
+
+    if path.is_dir():
+        return SafetensorsReader(path), dict(side_files(path)), False
+    from checkpoints import gguf
+
+    reader = gguf.GGUFReader(path)
+    config = gguf.hf_config(reader)
+    contents = {
+        "config.json": config,
+        "generation_config.json": gguf.generation_config(reader),
+        "tokenizer.json": gguf.tokenizer_json(reader),
+        "tokenizer_config.json": gguf.tokenizer_config(reader),
+    }
+    return reader, {name: json.dumps(value, indent=2) for name, value in contents.items()}, "dtype" not in config
+
+
+def to_orbax(path: Path, output: str, dtype: str) -> Path:
+    from checkpoints import convert
+    from jaxserve.models import Decoder, ModelConfig, ignorable_keys, key_table, named_leaves
+
+    reader, files, quantised = read_source(path)
+    said = json.loads(files["config.json"])
+    config = ModelConfig.from_hf(said)
+    if dtype == "auto" and quantised:
+        dtype = "bfloat16"
+    abstract, table = named_leaves(Decoder.abstract(config, "bfloat16" if dtype == "auto" else dtype)), key_table(config)
+    if dtype == "auto":
+        abstract = convert.stored_dtypes(reader, abstract, table)
+    else:
+        said.pop("torch_dtype", None)
+        files["config.json"] = json.dumps(said | {"dtype": dtype}, indent=2)
+    return convert.to_orbax(reader, abstract, table, output, files, ignore=ignorable_keys(config), keep=_KEEP.value, progress=True)
+
+
+def to_huggingface(version: Path, output: str) -> Path:
+    from checkpoints import convert
+    from jaxserve.models import ModelConfig, hf_tensors
+
+    config = ModelConfig.from_hf(version)
+    shard = int(_SHARD.value * 1e9)
+    return convert.to_huggingface(version, lambda path, x: hf_tensors(config, path, x), output, max_shard_bytes=shard)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of each phase
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is first imported, below
+    from checkpoints import orbax
+    from checkpoints.huggingface import resolve
+
+    start = time.monotonic()
+    path = resolve(_MODEL.value)
+    version = orbax.find_version(path)
+    if version is not None and _DTYPE.value != "auto":
+        raise app.UsageError("--dtype is for conversions to Orbax; give LLM(dtype=...) or convert the original")
+    made = to_orbax(path, _OUTPUT.value, _DTYPE.value) if version is None else to_huggingface(version, _OUTPUT.value)
+    size = sum(file.stat().st_size for file in made.rglob("*") if file.is_file())
+    print(f"{made}: {size / 1e6:.1f} MB in {time.monotonic() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,334 @@
+"""Ragged paged attention on the card at hand: parity of every case, then how fast each shape runs.
+
+Owns the sweeps and their bookkeeping (bytes that must move, operations that must be done). The kernel is called through its public
+entry, as the engine calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from scripts.device_rates import Rates, measure
+from scripts.gpu_figures import Figures
+
+# The head shapes of Qwen3 0.6B, 4B and 8B, 32B, 30B-A3B: (query heads, KV heads, head_dim).
+HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "32b": (64, 8, 128), "30b-a3b": (32, 4, 128)}
+_TINY = {"tiny": (4, 2, 64)}  # of a dry run
+PAGE = 64
+_POOL_BYTES = 4 << 30  # of KV pages, 80 times an H100's L2: pages come from memory even where sequences share them
+
+
+def backend() -> str:
+    """What runs: our kernel on a card or interpreted, else XLA's attention."""
+    import jax
+
+    from kernels import gpu
+
+    return "mosaic_sm90" if jax.default_backend() == "gpu" or gpu.is_interpreted() else "xla"
+
+
+# ---- parity
+
+
+def parity(figures: Figures) -> None:
+    """Every case of the kernel's own list against float64, then large ones against the reference in float32."""
+    from kernels import gpu
+    from kernels.ragged_paged_attention.cases import CASES
+
+    cases = CASES[:: len(CASES) // 3] if figures.dry_run else CASES
+    if figures.dry_run:  # the kernel itself, interpreted, once
+        with gpu.interpreted():
+            figures.attempt("parity interpreted", _parity_large, figures, "tiny", 2, 1, 70)
+    passed = 0
+    for case in cases:
+        passed += figures.attempt(f"parity {case.name}", _parity_case, figures, case) is True
+    figures.record("parity cases passed", passed, f"of {len(cases)}", backend=backend())
+    shapes = [(2, 1, 40)] if figures.dry_run else [(64, 1, 4096), (128, 1, 777), (8, 5, 3000), (4, 700, 2100), (1, 4096, 4096)]
+    names = ["tiny"] if figures.dry_run else list(HEADS)
+    for name in names:
+        for S, q_len, kv_len in shapes:
+            figures.attempt(f"parity {name} {S} x {q_len} of {kv_len}", _parity_large, figures, name, S, q_len, kv_len)
+
+
+def _parity_case(figures: Figures, case: Any) -> bool:
+    from kernels.ragged_paged_attention import ragged_paged_attention
+    from kernels.ragged_paged_attention.cases import TOLERANCE, build
+
+    batch = build(case)
+    # Outside of jit, where the Mosaic backend plans for itself from the lengths.
+    got = np.asarray(ragged_paged_attention(*batch.arrays, backend=backend(), **case.options), np.float64)
+    want = dense_attention(case, batch)
+    tolerance = TOLERANCE[case.dtype]
+    got = got[: len(want)]  # rows that nobody owns are not written
+    error = np.abs(got - want) / (1 + np.abs(want))
+    worst = float(error.max()) if error.size else 0.0
+    ok = bool(np.isfinite(got).all() and worst <= tolerance)
+    if not ok:
+        figures.record(f"parity {case.name}", worst, "FAIL", tolerance=tolerance)
+    return ok
+
+
+def dense_attention(case: Any, batch: Any) -> np.ndarray:
+    """float64[rows, N, H] of a case's real rows, from its keys and values without pages."""
+    N, K, H = case.heads
+    out = []
+    for (q_len, kv_len), keys, values, start in zip(case.seqs, batch.keys, batch.values, np.asarray(batch.cu_q_lens), strict=False):
+        q = np.asarray(batch.q[start : start + q_len], np.float64).reshape(q_len, K, N // K, H)
+        k, v = np.asarray(keys, np.float64), np.asarray(values, np.float64)
+        x = np.einsum("qkgh,tkh->kgqt", q, k) * (case.scale or H**-0.5)
+        if case.soft_cap is not None:
+            x = case.soft_cap * np.tanh(x / case.soft_cap)
+        distance = np.arange(kv_len - q_len, kv_len)[:, None] - np.arange(kv_len)[None, :]
+        seen = (distance >= 0) & (distance < (case.sliding_window or kv_len + 1))
+        x = np.where(seen, x, -np.inf)
+        weights = np.exp(x - x.max(-1, keepdims=True)) if q_len else x
+        weights = weights / weights.sum(-1, keepdims=True) if q_len else x
+        out.append(np.einsum("kgqt,tkh->qkgh", weights, v).reshape(q_len, N, H))
+    return np.concatenate(out)
+
+
+def _parity_large(figures: Figures, name: str, S: int, q_len: int, kv_len: int) -> None:
+    """Relative error of the whole output against the reference with full-precision matmuls; the same bits twice."""
+    import jax
+    import jax.numpy as jnp
+
+    from kernels.ragged_paged_attention import ragged_paged_attention
+
+    batch = Batch.make((HEADS | _TINY)[name], [(q_len, kv_len - i % 3) for i in range(S)], num_pages=S * -(-kv_len // PAGE) + 1)
+    program = batch.program()
+    got, again = (np.asarray(program().astype(jnp.float32)) for _ in range(2))
+    with jax.default_matmul_precision("highest"):
+        wide = [x.astype(jnp.float32) for x in (batch.q, batch.arrays[0])]
+        reference = jax.jit(functools.partial(ragged_paged_attention, backend="reference"))
+        want = np.asarray(reference(*wide, *batch.arrays[1:]))
+    error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+    verdict = "pass" if error < 1e-2 and (got == again).all() else "FAIL"
+    figures.record(
+        f"parity {name} {S} x {q_len} of {kv_len}", error, "relative error", verdict=verdict, same_twice=bool((got == again).all())
+    )
+
+
+# ---- speed
+
+
+@dataclass
+class Batch:
+    """A ragged batch in bfloat16 on random pages of a pool, and a program of attention calls that feed each other.
+
+    arrays: (kv_pages, page_table, cu_q_lens, kv_lens), as the kernel takes them after q.
+    """
+
+    q: Any
+    arrays: tuple[Any, ...]
+    seqs: list[tuple[int, int]]  # (q_len, kv_len)
+    max_q_len: int
+
+    @classmethod
+    def make(cls, heads: tuple[int, int, int], seqs: list[tuple[int, int]], *, num_pages: int, kv_pages: Any = None) -> Batch:
+        import jax.numpy as jnp
+
+        N, K, H = heads
+        rng = np.random.default_rng(0)
+        kv_pages = make_pages((num_pages, 2, K, PAGE, H)) if kv_pages is None else kv_pages
+        q_lens = np.array([q for q, _ in seqs], np.int32)
+        kv_lens = np.array([kv for _, kv in seqs], np.int32)
+        used = -(-kv_lens // PAGE)
+        table = np.zeros((len(seqs), int(used.max())), np.int32)
+        pages = np.resize(rng.permutation(len(kv_pages)), int(used.sum()))
+        for row, part in zip(table, np.split(pages, np.cumsum(used)[:-1]), strict=True):
+            row[: len(part)] = part
+        cu = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+        q = jnp.asarray(rng.standard_normal((int(cu[-1]), N, H), np.float32), jnp.bfloat16)
+        return cls(q, (kv_pages, jnp.asarray(table), jnp.asarray(cu), jnp.asarray(kv_lens)), seqs, int(q_lens.max()))
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that one call must read."""
+        _, _, K, _, H = self.arrays[0].shape
+        return sum(kv for q, kv in self.seqs if q) * 2 * K * H * 2
+
+    @property
+    def flops(self) -> int:
+        """Operations of the two matmuls over what causality leaves."""
+        _, N, H = self.q.shape
+        return sum(4 * N * H * (q * kv - q * (q - 1) // 2) for q, kv in self.seqs)
+
+    @property
+    def lens(self) -> tuple[np.ndarray, np.ndarray]:
+        """i32[S] each: q_lens, kv_lens."""
+        q_lens, kv_lens = np.array(self.seqs, np.int32).T
+        return q_lens, kv_lens
+
+    def planner(self, tiles: Any = None) -> Any:
+        """The Mosaic kernel's planner of this batch. tiles: None is what the kernel would choose."""
+        from kernels.ragged_paged_attention.planner import Planner
+
+        T, N, H = self.q.shape
+        kv_pages, page_table, *_ = self.arrays
+        return Planner.make(
+            num_tokens=T,
+            num_seqs=len(self.seqs),
+            max_q_len=self.max_q_len,
+            num_query_heads=N,
+            num_kv_heads=kv_pages.shape[2],
+            head_dim=H,
+            max_kv_len=page_table.shape[1] * PAGE,
+            tiles=tiles,
+        )
+
+    def program(self, calls: int = 1, tiles: Any = None) -> Callable:
+        """run() -> what the last of `calls` dependent calls gives: one dispatch for all of them, planned before."""
+        import jax
+
+        from kernels.ragged_paged_attention import plan_work, ragged_paged_attention
+
+        which, max_q_len = backend(), self.max_q_len
+        planner = self.planner(tiles) if which == "mosaic_sm90" else None
+        packed = None if planner is None else jax.device_put(planner.plan(*self.lens))
+
+        @jax.jit
+        def chain(q, arrays, packed):
+            *_, cu_q_lens, kv_lens = arrays
+            if planner is None:
+                work = plan_work(cu_q_lens, kv_lens, num_tokens=len(q), max_q_len=max_q_len, backend=which)
+            else:
+                work = planner.work(packed)
+            attend = jax.jit(functools.partial(ragged_paged_attention, max_q_len=max_q_len, backend=which))
+            for _ in range(calls):
+                q = attend(q, *arrays, work=work)
+            return q
+
+        return lambda: chain(self.q, self.arrays, packed)
+
+    def seconds(self, figures: Figures, calls: int = 8, tiles: Any = None) -> float:
+        """Seconds of one attention call: what `calls` more of them in a program add, so that dispatch stays out of it."""
+        import jax
+
+        def time(calls: int) -> float:
+            program = self.program(calls, tiles)
+            return figures.seconds_per_call(lambda i: program(), jax.block_until_ready, batches=5)
+
+        return time(1) if figures.dry_run else (time(calls + 1) - time(1)) / calls
+
+
+def make_pages(shape: tuple[int, ...]) -> Any:
+    """Random pages, without the memory that drawing them at once would take."""
+    import jax
+    import jax.numpy as jnp
+
+    def draw(key):
+        base = jax.random.normal(key, (min(shape[0], 1024), *shape[1:]), jnp.bfloat16)
+        return jnp.take(base, jnp.arange(shape[0]) % len(base), axis=0)
+
+    return jax.jit(draw)(jax.random.key(0))
+
+
+def pool_pages(heads: tuple[int, int, int], dry_run: bool) -> Any:
+    _, K, H = heads
+    return make_pages((16 if dry_run else _POOL_BYTES // (2 * K * PAGE * H * 2), 2, K, PAGE, H))
+
+
+def decode(figures: Figures) -> None:
+    """Decode batches: % of the measured copy bandwidth. The goal's shapes first."""
+    rates = measure(figures)
+    points = [(B, kv) for kv in (4096, 16384, 1024, 32768, 256) for B in (32, 128, 256, 64, 8, 1)]
+    for name in ["tiny"] if figures.dry_run else ["8b", "0.6b", "30b-a3b", "32b"]:
+        pages = pool_pages((HEADS | _TINY)[name], figures.dry_run)
+        for B, kv_len in [(2, 64)] if figures.dry_run else points:
+            figures.attempt(f"decode {name} B={B} KV={kv_len}", _speed, figures, rates, "decode", name, [(1, kv_len)] * B, pages)
+
+
+def prefill(figures: Figures) -> None:
+    """Whole prompts from paged KV, then chunks of 2048 at the end of longer ones: TFLOP/s and % of the measured matmul rate."""
+    rates = measure(figures)
+    whole = [[(n, n)] for n in (8192, 16384, 32768, 4096, 2048, 1024)]
+    chunks = [[(2048, n)] for n in (8192, 32768, 4096, 16384)]
+    for name in ["tiny"] if figures.dry_run else ["8b", "0.6b", "32b", "30b-a3b"]:
+        pages = pool_pages((HEADS | _TINY)[name], figures.dry_run)
+        for kind, batches in (("prefill", whole), ("chunk", chunks)):
+            for seqs in [[(16, 32)]] if figures.dry_run else batches:
+                [(q_len, kv_len)] = seqs
+                figures.attempt(f"{kind} {name} {q_len} of {kv_len}", _speed, figures, rates, kind, name, seqs, pages)
+
+
+def mixed(figures: Figures) -> None:
+    """Decodes beside a chunk of a prompt, as a step of the engine mixes them."""
+    rates = measure(figures)
+    batches = {
+        "64 decodes of 2048 + 1984 of 4096": [(1, 2048)] * 64 + [(1984, 4096)],
+        "128 decodes of 4096 + 384 of 384": [(1, 4096)] * 128 + [(384, 384)],
+        "32 decodes of 16384 + 2 x 240 of 8192": [(1, 16384)] * 32 + [(240, 8192)] * 2,
+    }
+    for name in ["tiny"] if figures.dry_run else ["8b", "0.6b"]:
+        pages = pool_pages((HEADS | _TINY)[name], figures.dry_run)
+        for label, seqs in {"dry": [(1, 30), (8, 40)]}.items() if figures.dry_run else batches.items():
+            figures.attempt(f"mixed {name} {label}", _speed, figures, rates, "mixed", name, seqs, pages, label)
+
+
+def _speed(figures: Figures, rates: Rates, kind: str, name: str, seqs: list[tuple[int, int]], pages: Any, label: str = "") -> None:
+    batch = Batch.make((HEADS | _TINY)[name], seqs, num_pages=len(pages), kv_pages=pages)
+    seconds = batch.seconds(figures, calls=4 if max(q for q, _ in seqs) > 1024 else 8)
+    bandwidth, rate = batch.kv_bytes / seconds, batch.flops / seconds
+    floor = max(batch.kv_bytes / rates.copy, batch.flops / rates.matmul)
+    q_len, kv_len = seqs[0]
+    title = f"mixed {name} {label}" if label else f"{kind} {name} {f'B={len(seqs)}' if kind == 'decode' else q_len} KV={kv_len}"
+    share, unit = (bandwidth / rates.copy, "% of copy bandwidth") if kind == "decode" else (rate / rates.matmul, "% of matmul rate")
+    if label:
+        share, unit = floor / seconds, "% of the floor's speed"
+    figures.record(title, 100 * share, unit, us=seconds * 1e6, gb_per_s=bandwidth / 1e9, tflops=rate / 1e12, floor_us=floor * 1e6)
+
+
+# ---- tuning
+
+
+def tune(figures: Figures) -> None:
+    """Times every tile size that fits, on a decode and a prefill batch of each head_dim; the best become this device's table."""
+    import datetime
+    import itertools
+    import json
+    from pathlib import Path
+
+    import jax
+
+    from kernels import gpu
+    from kernels.ragged_paged_attention.tiles import TUNED, Tiles
+
+    best: dict[str, dict[str, int]] = {}
+    with gpu.interpreted() if figures.dry_run else contextlib.nullcontext():
+        for head_dim, kind in [(64, "decode")] if figures.dry_run else itertools.product((128, 64), ("decode", "prefill")):
+            heads = (4, 2, 64) if figures.dry_run else (32, 8, head_dim)
+            seqs = {"decode": [(1, 8192)] * 64, "prefill": [(2048, 8192)]}[kind] if not figures.dry_run else [(1, 70)]
+            batch = Batch.make(heads, seqs, num_pages=8 if figures.dry_run else 16384)
+            times: dict[Tiles, float] = {}
+            for consumers, stages in [(1, 3)] if figures.dry_run else itertools.product((1, 2), range(3, 13)):
+                name = f"tiles head_dim={head_dim} {kind} {consumers} x {stages}"
+                seconds = figures.attempt(name, _time_tiles, figures, batch, Tiles(consumers, stages))
+                if seconds:
+                    times[Tiles(consumers, stages)] = seconds
+                    figures.record(name, 1e6 * seconds, "us")
+            if times:
+                best[f"head_dim={head_dim} {kind}"] = vars(min(times, key=times.__getitem__))
+    kind = jax.devices()[0].device_kind
+    name = f"{kind.lower().replace(' ', '_')}.json"
+    about = {"device": kind, "jax": jax.__version__, "date": datetime.date.today().isoformat(), "by": "scripts.gpu_check"}
+    figures.record("tuned tiles", best, "", file=name)
+    if best and not figures.dry_run:
+        TUNED.mkdir(exist_ok=True)
+        (Path(TUNED) / name).write_text(json.dumps({"tiles": best, "about": about}, indent=1) + "\n")
+
+
+def _time_tiles(figures: Figures, batch: Batch, tiles: Any) -> float | None:
+    N, K = batch.q.shape[1], batch.arrays[0].shape[2]
+    if tiles.consumers > 1 and batch.max_q_len * (N // K) <= 64:
+        return None  # a second consumer would have no rows
+    try:
+        batch.planner(tiles)
+    except ValueError:  # does not fit into shared memory
+        return None
+    return batch.seconds(figures, tiles=tiles)

@@ -1,0 +1,191 @@
+"""Compiles JAX programs for Hopper (sm_90a) on a machine without a GPU, and reports what came out.
+
+Owns the target descriptions (gpu_targets/), the ptxas that notes what it says, and the dump folders. Needs the packages of
+`bootstrap.sh aot`: jax's CUDA 13 plugin, and ptxas and libdevice from nvidia's wheels. Knows nothing of the engine.
+
+What differs on a card: XLA's autotuner can't run here, so GEMM backends, split-K and the like are its defaults; with the compiler
+options of jaxserve.programs the sequence of commands should be the card's own, which `gpu_check --part=engine` compares.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.compiled_report import CompiledReport, Kernel, parse_hlo, parse_mosaic_smem, parse_ptxas, parse_thunks, ptx_features
+
+TARGETS = {path.stem: path for path in sorted((Path(__file__).parent / "gpu_targets").glob("*.txtpb"))}
+SMEM_LIMIT = 232_448  # bytes a block may opt in to on sm_90 (CUDA C++ Programming Guide, table of compute capabilities)
+REGISTER_LIMIT = 255  # a thread
+
+
+def target_fact(target: str, name: str) -> str:
+    """One field of a target description, as written: target_fact("h100", "core_count") is "132"."""
+    match = re.search(rf"^\s*{name}: (.*)$", TARGETS[target].read_text(), re.M)
+    if match is None:
+        raise ValueError(f"{TARGETS[target].name} has no field {name!r}")
+    return match[1].strip().strip('"')
+
+
+def use_no_device() -> None:
+    """Call before jax is imported: its plugin then compiles for CUDA and looks for no driver."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def find_cuda() -> Path:
+    """The folder of ptxas and libdevice. FileNotFoundError names what to install."""
+    from jax._src import lib
+
+    candidates = [lib.cuda_path, os.environ.get("CUDA_ROOT"), "/usr/local/cuda"]
+    for path in candidates:
+        if path and (Path(path) / "bin/ptxas").exists():
+            return Path(path)
+    raise FileNotFoundError("no ptxas: run this in the environment that `make setup-aot` makes (it has nvidia-cuda-nvcc)")
+
+
+def make_noting_cuda(root: Path, log: Path) -> None:
+    """A CUDA folder whose ptxas writes the `-v` output of every call to a file of `log`, and is otherwise the real one."""
+    real = find_cuda()
+    (root / "bin").mkdir(parents=True)
+    log.mkdir(parents=True)
+    (root / "nvvm").symlink_to(real / "nvvm")
+    for tool in ("nvlink", "fatbinary"):
+        if (real / "bin" / tool).exists():
+            (root / "bin" / tool).symlink_to(real / "bin" / tool)
+    disassembler = root / "bin/nvdisasm"  # Mosaic calls it for a dump that nobody reads here; nvidia's compiler package lacks it
+    disassembler.write_text("#!/bin/sh\n")
+    disassembler.chmod(0o755)
+    ptxas = root / "bin/ptxas"
+    ptxas.write_text(
+        "#!/bin/bash\n"
+        f"real='{real}/bin/ptxas'\n"
+        'case "$1" in -*) exec "$real" "$@" ;; esac\n'  # asked for its version
+        f"note=$(mktemp '{log}/XXXXXXXX')\n"
+        '"$real" "$@" -v 2>"$note"\n'
+        "status=$?\n"
+        'cat "$note" >&2\n'
+        'mv "$note" "$note.log"\n'
+        "exit $status\n"
+    )
+    ptxas.chmod(0o755)
+
+
+class Compiler:
+    """Compiles for one target; everything it dumps lies in `folder`, which outlives it."""
+
+    def __init__(self, target: str = "h100", folder: Path | None = None):
+        if target not in TARGETS:
+            raise ValueError(f"{target=} must be one of {', '.join(TARGETS)}")
+        self.target = target
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="jaxserve-aot-"))
+        self.mosaic_kernels: list[Kernel] = []  # of all programs so far: a kernel is compiled once a process
+        make_noting_cuda(self.folder / "cuda", self.folder / "ptxas")
+        self._mosaic = self.folder / "mosaic"
+        self._mosaic.mkdir()
+        self._read: set[Path] = set()
+
+    def fact(self, name: str) -> str:
+        """One field of the target's description, as written."""
+        return target_fact(self.target, name)
+
+    @property
+    def num_sms(self) -> int:
+        return int(self.fact("core_count"))
+
+    def remove(self) -> None:
+        """Deletes the dumps."""
+        shutil.rmtree(self.folder)
+
+    @functools.cached_property
+    def mesh(self) -> Any:
+        """A mesh of one such device, which does not exist."""
+        import jax
+        import numpy as np
+        from jax.experimental import topologies
+        from jax.sharding import AxisType, Mesh
+
+        jax.devices()  # registers the plugins
+        config = TARGETS[self.target].read_text()
+        topology = topologies.get_topology_desc(platform="cuda", topology_name="", topology="1x1x1", target_config=config)
+        return Mesh(np.array(topology.devices), ("x",), axis_types=(AxisType.Auto,))
+
+    def compile(
+        self,
+        name: str,
+        function: Callable,
+        args: Sequence[Any],
+        *,
+        donate: tuple[int, ...] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> CompiledReport:
+        """Compiles function(*args), args being ShapeDtypeStructs in any pytree. Whatever the compiler raises passes."""
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        from kernels import gpu
+
+        # Now, because importing Mosaic sets the last of them.
+        os.environ["MOSAIC_GPU_DUMP_TO"] = str(self._mosaic)
+        os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+        os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(self.folder / "cuda")
+        start = time.perf_counter()
+        number = f"{len(list(self.folder.glob('hlo-*'))):03d}"
+        dump = self.folder / f"hlo-{number}"
+        dump.mkdir()
+        sharding = NamedSharding(self.mesh, PartitionSpec())
+        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args))
+        # The mesh is how Pallas learns what it compiles for, the SMs how our own kernels do.
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), gpu.assume_sm90(self.num_sms):
+            lowered = jax.jit(function, donate_argnums=donate).trace(*args).lower(lowering_platforms=("cuda",))
+        compiled = lowered.compile(
+            compiler_options={
+                **(options or {}),
+                "xla_gpu_cuda_data_dir": str(self.folder / "cuda"),
+                "xla_dump_to": str(dump),
+                "xla_dump_hlo_as_text": True,
+            }
+        )
+        memory, text = compiled.memory_analysis(), compiled.as_text()
+        assert memory is not None and text is not None
+        return CompiledReport(
+            name=name,
+            thunks=parse_thunks(thunk_text(dump)),
+            instructions=parse_hlo(text),
+            kernels=self._new_kernels(),
+            argument_bytes=memory.argument_size_in_bytes,
+            output_bytes=memory.output_size_in_bytes,
+            alias_bytes=memory.alias_size_in_bytes,
+            temp_bytes=memory.temp_size_in_bytes,
+            seconds=time.perf_counter() - start,
+        )
+
+    def _new_kernels(self) -> list[Kernel]:
+        """What ptxas said since the last call, each kernel once."""
+        kernels = []
+        for path in sorted((self.folder / "ptxas").glob("*.log")):
+            if path not in self._read:
+                self._read.add(path)
+                kernels += parse_ptxas(path.read_text(), "xla")
+        for path in sorted(self._mosaic.glob("*.ptxas")):
+            if path not in self._read:
+                self._read.add(path)
+                smem = parse_mosaic_smem(path.with_suffix(".resources.txt").read_text())
+                mosaic = parse_ptxas(path.read_text(), "mosaic", smem, ptx_features(path.with_suffix(".ptx").read_text()))
+                self.mosaic_kernels += mosaic
+                kernels += mosaic
+        return list(dict.fromkeys(kernels))
+
+
+def thunk_text(dump: Path) -> str:
+    """The thunk sequence of the module that was compiled. FileNotFoundError if XLA dumped none."""
+    files = sorted(dump.glob("*thunk_sequence_after_thunk_passes.txt")) or sorted(dump.glob("*thunk_sequence.txt"))
+    if not files:
+        raise FileNotFoundError(f"XLA left no thunk sequence in {dump}; the dump's names have changed")
+    return max(files, key=lambda path: path.stat().st_size).read_text()

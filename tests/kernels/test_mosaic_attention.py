@@ -1,0 +1,171 @@
+"""The Mosaic attention kernel: native on a Hopper GPU, elsewhere interpreted with races detected.
+
+What runs interpreted differs from what runs on a device in one function, `mosaic_sm90._add_weighted_values`, and in the registers
+that warpgroups ask for.
+"""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels import gpu
+from kernels.ragged_paged_attention import ragged_paged_attention, resolve_backend
+from kernels.ragged_paged_attention.cases import INTERPRETED, TOLERANCE, Batch, Case, Heads, build
+from kernels.ragged_paged_attention.planner import Planner
+from kernels.ragged_paged_attention.tiles import Tiles, choose_tiles
+from tests.kernels.test_ragged_paged_attention import expected
+
+ON_DEVICE = gpu.missing_for_sm90() is None
+CHUNK = 64  # so that short sequences cross boundaries and are split
+# The interpreter multiplies with numpy, which warns of the NaN that stands in slots and rows that nobody reads.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _interpreted_without_a_gpu():
+    with contextlib.nullcontext() if ON_DEVICE else gpu.interpreted(detect_races=True):
+        yield
+
+
+def planner_of(case: Case, batch: Batch, *, num_ctas: int = 3, split_q_len: int = 1, consumers: int | None = None) -> Planner:
+    T, N, H = batch.q.shape
+    max_q_len = min(case.max_q_len or T, T)
+    tiles = choose_tiles(head_dim=H, group=N // case.heads.K, max_q_len=max_q_len, device_kind="")
+    return Planner.make(
+        num_tokens=T,
+        num_seqs=len(batch.kv_lens),
+        max_q_len=max_q_len,
+        num_query_heads=N,
+        num_kv_heads=case.heads.K,
+        head_dim=H,
+        max_kv_len=batch.page_table.shape[1] * case.page_size,
+        sliding_window=case.sliding_window,
+        split_q_len=split_q_len,
+        num_ctas=num_ctas,
+        tiles=Tiles(consumers=consumers or tiles.consumers, stages=3, chunk=CHUNK),
+    )
+
+
+def attention(planner: Planner, case: Case):
+    """jitted: (arrays of a batch, packed work list) -> [T, N, H]."""
+
+    @jax.jit
+    def run(arrays, packed):
+        return ragged_paged_attention(*arrays, **case.options, backend="mosaic_sm90", work=planner.work(packed))
+
+    def run_and_check(arrays, packed):
+        out = np.asarray(run(arrays, packed))
+        assert ON_DEVICE or not gpu.races_found()
+        return out
+
+    return run_and_check
+
+
+@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
+def test_matches_unpaged_float64(case):
+    batch = build(case)
+    planner = planner_of(case, batch, split_q_len=4 if "drafts" in case.name else 1)
+    packed = planner.plan(np.diff(batch.cu_q_lens), batch.kv_lens)
+    out, want = attention(planner, case)(batch.arrays, packed), expected(case, batch)
+    assert out.shape == batch.q.shape and out.dtype == batch.q.dtype
+    tolerance = 2 * TOLERANCE[case.dtype]  # weights are rounded to the dtype before they meet the values
+    np.testing.assert_allclose(out[: len(want)].astype(np.float64), want, rtol=tolerance, atol=tolerance)
+
+
+BITS = Case("bits", ((1, 300), (4, 90), (40, 900), (1, 129)), Heads(4, 1, 64), 16, "bfloat16", padding_tokens=4, padding_seqs=1)
+
+
+def seats(batch: Batch, order: list[int]) -> tuple[tuple, np.ndarray]:
+    """The batch with only these sequences, in this order, in the same shapes: (arrays, the rows of `batch` that come first)."""
+    q, kv_pages, table, cu_q_lens, kv_lens = (np.asarray(x) for x in batch.arrays)
+    rows = np.concatenate([np.arange(cu_q_lens[s], cu_q_lens[s + 1]) for s in order])
+    new_q, new_table = np.full_like(q, np.nan), np.full_like(table, -1)
+    new_kv_lens, q_lens = np.zeros_like(kv_lens), np.zeros_like(kv_lens)
+    new_q[: len(rows)], new_table[: len(order)], new_kv_lens[: len(order)] = q[rows], table[order], kv_lens[order]
+    q_lens[: len(order)] = np.diff(cu_q_lens)[order]
+    new_cu = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+    return (new_q, kv_pages, new_table, new_cu, new_kv_lens), rows
+
+
+def test_bits_depend_on_the_sequence_alone():
+    """In company, alone, in another order, planned longer than true, on another number of CTAs, split or not."""
+    batch = build(BITS)
+    q_lens = np.diff(batch.cu_q_lens)
+    planner = planner_of(BITS, batch)
+    run = attention(planner, BITS)
+    packed = planner.plan(q_lens, batch.kv_lens)
+    whole = run(batch.arrays, packed)
+    was_split = [set(planner.shape.unpack(packed)["groups"][:, 2])]
+
+    for order in ([0], [3, 2], [2, 0, 1]):
+        arrays, rows = seats(batch, order)
+        packed = planner.plan(np.diff(arrays[3]), arrays[4])
+        was_split.append(set(planner.shape.unpack(packed)["groups"][:, 2]))
+        out = run(arrays, packed)
+        assert out[: len(rows)].tobytes() == whole[rows].tobytes(), order
+    assert any(was_split[1] - {0})  # alone, the decode of 300 is split
+
+    unsplit = planner.plan(q_lens, batch.kv_lens)
+    unsplit_planner = planner_of(BITS, batch, num_ctas=1)
+    assert (unsplit_planner.shape.unpack(unsplit_planner.plan(q_lens, batch.kv_lens))["groups"][:, 2] == 0).all()
+    n = int(batch.cu_q_lens[-1])
+    out = attention(unsplit_planner, BITS)(batch.arrays, unsplit_planner.plan(q_lens, batch.kv_lens))
+    assert out[:n].tobytes() == whole[:n].tobytes()
+
+    longer = planner.plan(q_lens, np.where(q_lens > 0, np.minimum(np.asarray(batch.kv_lens) + 70, planner.shape.max_kv_len), 0))
+    assert not np.array_equal(longer, unsplit)
+    assert run(batch.arrays, longer)[:n].tobytes() == whole[:n].tobytes()
+
+
+def test_a_decode_row_equals_the_row_of_a_prefill_tile():
+    """The decode is split over CTAs and joined by the second kernel, in a program for decodes; the tile walks all its KV."""
+    chunk = Case("chunk", ((20, 200),), Heads(4, 1, 64), 16, "bfloat16", padding_tokens=0, padding_seqs=0)
+    batch = build(chunk)
+    planner = planner_of(chunk, batch, consumers=2)
+    tile = attention(planner, chunk)(batch.arrays, planner.plan([20], [200]))
+    decode = Case("decode", ((1, 200),), Heads(4, 1, 64), 16, "bfloat16", max_q_len=1)
+    arrays = (batch.q[19:], batch.kv_pages, batch.page_table, jnp.array([0, 1], jnp.int32), batch.kv_lens)
+    planner = planner_of(decode, Batch(*arrays, keys=(), values=()))
+    packed = planner.plan([1], [200])
+    assert planner.shape.unpack(packed)["groups"].tolist() == [[0, 0, 4]]
+    assert attention(planner, decode)(arrays, packed)[0].tobytes() == tile[19].tobytes()
+
+
+def test_what_mosaic_cannot_do_is_said():
+    can = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "dtype": jnp.bfloat16}
+    assert resolve_backend("mosaic_sm90", **can) == "mosaic_sm90"
+    for change, message in (
+        ({"dtype": jnp.float32}, "float32: it has bfloat16 and float16"),
+        ({"head_dim": 96}, "head_dim=96: it has 64 and 128"),
+        ({"page_size": 8}, "page_size=8: it has 16, 32 and multiples of 64"),
+        ({"num_query_heads": 256}, "128 query heads a KV head"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"mosaic_sm90 can't do {message}"):
+            resolve_backend("mosaic_sm90", **{**can, **change})
+        assert resolve_backend("auto", **{**can, **change}) == "xla"
+
+
+def test_work_of_other_shapes_is_refused():
+    case = INTERPRETED[0]
+    batch = build(case)
+    planner = planner_of(case, batch)
+    packed = jnp.asarray(planner.plan(np.diff(batch.cu_q_lens), batch.kv_lens))
+    call = functools.partial(ragged_paged_attention, *batch.arrays, backend="mosaic_sm90")
+    with pytest.raises(ValueError, match="work was planned for"):
+        call(max_q_len=None, work=planner.work(packed))
+    with pytest.raises(ValueError, match="work was planned for"):
+        call(max_q_len=1, sliding_window=4, work=planner.work(packed))
+    with pytest.raises(ValueError, match="inside jit, pass work="):
+        jax.jit(lambda *arrays: ragged_paged_attention(*arrays, backend="mosaic_sm90"))(*batch.arrays)
+
+
+def test_tiles_check_themselves():
+    for wrong in ({"consumers": 3}, {"stages": 2}, {"chunk": 100}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Tiles(**{"consumers": 1, "stages": 3, **wrong})
+    with pytest.raises(ValueError, match="shared memory"):
+        Tiles(consumers=2, stages=4).check_smem(128, splits=True)

@@ -1,0 +1,198 @@
+"""Work lists against a walk of the batch by hand: nothing left out, nothing twice, balanced, within their arrays."""
+
+import numpy as np
+import pytest
+
+from kernels.ragged_paged_attention.work_list import BLOCK, WorkShape, loads, plan
+
+HEADS = {"qwen3_0.6b": (8, 2), "qwen3_8b": (8, 4), "qwen3_32b": (8, 8), "qwen3_30b_a3b": (4, 8)}  # K, N / K
+SMS = 132
+
+
+def shape_of(T=64, S=8, *, max_q_len=64, K=2, max_kv_len=2048, num_ctas=5, tile_tokens=16, split_q_len=1, chunk=128, window=None):
+    return WorkShape(T, S, max_q_len, K, max_kv_len, num_ctas, tile_tokens, split_q_len, chunk, window)
+
+
+def walk(shape: WorkShape, packed: np.ndarray, q_lens, kv_lens) -> list[tuple[int, int, int, range]]:
+    """(sequence, KV head, query token, KV blocks) of every query token of every item, as the kernel would do it."""
+    parts = shape.unpack(packed)
+    order = parts["order"][: parts["cta_start"][-1]]
+    done = []
+    for unit, head in zip(order // shape.num_kv_heads, order % shape.num_kv_heads, strict=True):
+        seq, row, begin, slot = (int(x) for x in parts["items"][unit])
+        q_len, kv_len = int(q_lens[seq]), int(kv_lens[seq])
+        for token in range(row, min(row + shape.tile_tokens, q_len)):
+            seen = kv_len - q_len + token + 1
+            first, end = begin, -(-seen // BLOCK)
+            if shape.sliding_window:
+                first = max(first, max(seen - shape.sliding_window, 0) // BLOCK)
+            if slot >= 0:
+                end = min(end, begin + shape.chunk // BLOCK)
+            done.append((seq, int(head), token, range(first, max(end, first))))
+    return done
+
+
+def check(shape: WorkShape, q_lens, kv_lens, packed: np.ndarray) -> None:
+    """Each query token of each KV head meets each block that it sees once. Slots are whole, and in order of position."""
+    met: dict[tuple[int, int, int], list[int]] = {}
+    for seq, head, token, blocks in walk(shape, packed, q_lens, kv_lens):
+        met.setdefault((seq, head, token), []).extend(blocks)
+    want = {}
+    for seq, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        for token in range(q_len):
+            seen = kv_len - q_len + token + 1
+            first = max(seen - shape.sliding_window, 0) // BLOCK if shape.sliding_window else 0
+            for head in range(shape.num_kv_heads):
+                want[seq, head, token] = list(range(first, -(-seen // BLOCK)))
+    assert {key: sorted(blocks) for key, blocks in met.items()} == want
+
+    parts = shape.unpack(packed)
+    items = parts["items"][np.unique(parts["order"][: parts["cta_start"][-1]] // shape.num_kv_heads)]
+    slots = {int(slot): (int(seq), int(begin)) for seq, _, begin, slot in items if slot >= 0}
+    owned = {}
+    for seq, first, count in parts["groups"]:
+        assert count != 1
+        begins = [slots[slot] for slot in range(first, first + count)]
+        assert [s for s, _ in begins] == [seq] * count and sorted(begins) == begins
+        owned |= dict.fromkeys(range(first, first + count), seq)
+    assert owned.keys() == slots.keys() and len(slots) <= shape.num_slots
+
+
+def random_batch(rng, shape: WorkShape) -> tuple[np.ndarray, np.ndarray]:
+    n = int(rng.integers(0, shape.num_seqs + 1))
+    q_lens = np.where(rng.random(n) < 0.6, 1, rng.integers(0, min(shape.max_q_len, shape.num_tokens // max(n, 1)) + 1, n))
+    kv_lens = q_lens + rng.integers(0, rng.choice([100, shape.max_kv_len - shape.max_q_len]), n)
+    return q_lens, kv_lens
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 700])
+@pytest.mark.parametrize("split_q_len", [1, 4])
+def test_every_query_meets_every_block_it_sees_once(window, split_q_len):
+    rng = np.random.default_rng(0)
+    shape, splits = shape_of(window=window, split_q_len=split_q_len), 0
+    for _ in range(60):
+        q_lens, kv_lens = random_batch(rng, shape)
+        packed = plan(shape, q_lens, kv_lens)
+        check(shape, q_lens, kv_lens, packed)
+        splits += int((shape.unpack(packed)["groups"][:, 2] > 0).sum())
+    assert splits > 10 or window == 1
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_true_lengths_may_be_less_than_planned(window):
+    rng = np.random.default_rng(1)
+    shape = shape_of(window=window)
+    for _ in range(30):
+        q_lens, true = random_batch(rng, shape)
+        kv_lens = np.minimum(true + np.where(q_lens > 0, rng.integers(0, 200, len(true)), 0), shape.max_kv_len)
+        packed = plan(shape, q_lens, kv_lens, least_kv_lens=true)
+        check(shape, q_lens, true, packed)
+
+
+def test_the_largest_steps_fit_their_arrays():
+    for shape in (shape_of(), shape_of(T=8, max_q_len=1, tile_tokens=1), shape_of(T=64, S=64), shape_of(num_ctas=400, K=1)):
+        longest = shape.max_kv_len
+        for q_lens in ([1] * shape.num_seqs, [min(shape.max_q_len, shape.num_tokens - 3)] + [1] * min(3, shape.num_seqs - 1)):
+            q_lens = np.array(q_lens)[: shape.num_seqs]
+            for kv_lens in (np.full(len(q_lens), longest), np.linspace(longest, 1, len(q_lens)).astype(int).clip(q_lens)):
+                check(shape, q_lens, kv_lens, plan(shape, q_lens, kv_lens))
+
+
+def test_arrays_can_be_used_again():
+    shape, out = shape_of(), np.zeros(shape_of().size, np.int32)
+    for q_lens, kv_lens in (([1, 1, 30], [1900, 700, 40]), ([1], [5]), ([], [])):
+        assert plan(shape, np.array(q_lens, int), np.array(kv_lens, int), out=out) is out
+        check(shape, q_lens, kv_lens, out)
+
+
+def test_each_cta_runs_its_longest_item_first():
+    shape = shape_of(T=256, S=64, max_q_len=128, max_kv_len=4096, num_ctas=7)
+    rng = np.random.default_rng(2)
+    q_lens = np.r_[np.ones(40, int), 100, 90]
+    kv_lens = np.r_[rng.integers(1, 4000, 40), 2000, 90]
+    packed = plan(shape, q_lens, kv_lens)
+    starts = shape.unpack(packed)["cta_start"]
+    sizes = []
+    for i in range(starts[-1]):
+        alone = packed.copy()  # the same list, of one item
+        shape.unpack(alone)["order"][0] = shape.unpack(packed)["order"][i]
+        shape.unpack(alone)["cta_start"][:] = 1
+        ranges = [blocks for *_, blocks in walk(shape, alone, q_lens, kv_lens)]
+        sizes.append(max(r.stop for r in ranges) - min(r.start for r in ranges))
+    assert len(set(sizes)) > 10
+    for cta in range(shape.num_ctas):
+        assert (np.diff(sizes[starts[cta] : starts[cta + 1]]) <= 0).all()
+
+
+def step_of(rng, prompt, output, *, num_decodes: int, budget: int) -> tuple[np.ndarray, np.ndarray]:
+    """A step of an engine at a random moment: decodes somewhere in their outputs, then chunks of prompts up to the budget.
+    prompt, output: (median, 90th percentile) of a lognormal."""
+
+    def draw(fit, n):
+        return np.clip(rng.lognormal(np.log(fit[0]), np.log(fit[1] / fit[0]) / 1.2816, n), 4, 32_000).astype(int)
+
+    decodes = draw(prompt, num_decodes) + (draw(output, num_decodes) * rng.random(num_decodes)).astype(int)
+    q_lens, kv_lens, left = [1] * num_decodes, list(decodes), budget - num_decodes
+    while left > 0:
+        length = int(draw(prompt, 1)[0])
+        start = int(rng.integers(0, length)) if len(q_lens) == num_decodes else 0
+        q_lens.append(min(left, length - start))
+        kv_lens.append(start + q_lens[-1])
+        left -= q_lens[-1]
+    return np.array(q_lens), np.array(kv_lens)
+
+
+TRACES = {"sharegpt": ((1730, 5696), (415, 834)), "arxiv": ((7059, 12985), (208, 371))}
+
+
+@pytest.mark.parametrize("model", HEADS)
+@pytest.mark.parametrize("trace", TRACES)
+@pytest.mark.parametrize("budget", [0, 2048], ids=["decode", "mixed"])
+def test_steps_of_traces_are_balanced_and_read_little_more_than_they_must(trace, model, budget):
+    rng = np.random.default_rng(3)
+    K, G = HEADS[model]
+    for num_decodes in (32, 64, 128, 256):
+        q_lens, kv_lens = step_of(rng, *TRACES[trace], num_decodes=num_decodes, budget=budget)
+        tile_tokens = 128 // G if budget else 1
+        shape = shape_of(
+            max(budget, num_decodes),
+            len(q_lens),
+            max_q_len=int(q_lens.max()),
+            K=K,
+            max_kv_len=40_960,
+            num_ctas=SMS,
+            tile_tokens=tile_tokens,
+            chunk=512,
+        )
+        packed = plan(shape, q_lens, kv_lens)
+        load = loads(shape, packed, q_lens, kv_lens)
+        assert load.max() <= 1.1 * load.mean(), num_decodes
+        # What a page of BLOCK positions makes of it: every page of a decode once a KV head, whatever was split.
+        parts = shape.unpack(packed)
+        order = parts["order"][: parts["cta_start"][-1]]
+        read = sum(len(b) for s, _, _, b in walk(shape, packed, q_lens, kv_lens) if s < num_decodes)
+        assert read == K * (-(-kv_lens[:num_decodes] // BLOCK)).sum()
+        assert read * BLOCK <= 1.02 * K * kv_lens[:num_decodes].sum()
+        assert len(np.unique(order)) == len(order)
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "kv_lens", "message"),
+    [
+        ([1] * 9, [5] * 9, "at most 8 sequences"),
+        ([1, 2], [5], "must be alike"),
+        ([65], [70], "must be 0 to 64"),
+        ([-1], [70], "must be 0 to 64"),
+        ([40, 40], [40, 40], "64 in all"),
+        ([1], [2049], "2049 is more than the 2048"),
+    ],
+)
+def test_a_step_that_does_not_fit_is_refused(q_lens, kv_lens, message):
+    with pytest.raises(ValueError, match=message):
+        plan(shape_of(), np.array(q_lens), np.array(kv_lens))
+
+
+@pytest.mark.parametrize("wrong", [{"chunk": 100}, {"K": 0}, {"split_q_len": 17}, {"window": 0}, {"T": 2.5}])
+def test_a_shape_that_makes_no_sense_is_refused(wrong):
+    with pytest.raises(ValueError, match="work list: "):
+        shape_of(**wrong)

@@ -1,0 +1,103 @@
+"""Faults of compiled programs, each seen in a report that has it, and the memory verdict against the engine's own resolution."""
+
+import dataclasses
+
+import pytest
+
+from jaxserve import EngineConfig
+from scripts.aot_step import AbstractStep, read_config
+from scripts.aot_verdicts import StepDemands, body_faults, head_faults, kernel_faults
+from scripts.compiled_report import CompiledReport, Instruction, Kernel, Thunk
+
+KV = (100, 2, 8, 64, 128)
+DEMANDS = StepDemands(num_layers=2, kv_layer_shape=KV, pool_bytes=1000, temp_bytes=50)
+KERNEL = Kernel("ours", "mosaic", "sm_90a", registers=200, spill_stores=0, spill_loads=0, stack=0, smem=200_000)
+
+
+def call(name: str) -> Instruction:
+    return Instruction(
+        "mpmd_map", "custom-call", (("bf16", (8, 16, 128)),), (), f"jit(body)/layers/{name}/mpmd_map", "mosaic_gpu_v2"
+    )
+
+
+def good_body() -> CompiledReport:
+    thunks = [Thunk("CommandBuffer", "", False), Thunk("CustomCall", "", True), Thunk("CustomKernel", "fusion", True)]
+    return CompiledReport("body", thunks=thunks, instructions=[call("decode"), call("decode")], alias_bytes=1000, temp_bytes=50)
+
+
+def test_a_good_program_has_no_faults():
+    assert body_faults(good_body(), DEMANDS, "decode") == []
+    assert head_faults(good_body(), DEMANDS) == []
+    assert kernel_faults([KERNEL], smem_limit=232_448, where="it") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"instructions": [call("decode")]}, "1 Mosaic calls named 'decode' for 2 layers"),
+        ({"instructions": [call("decode"), call("slow")]}, "slow"),
+        ({"alias_bytes": 999}, "999 bytes are updated in place"),
+        ({"temp_bytes": 51}, "temporary memory"),
+        ({"thunks": [*good_body().thunks, Thunk("While", "", False)]}, "1 While outside"),
+        ({"thunks": good_body().thunks * 2}, "2 command buffers"),
+        (
+            {"instructions": [*good_body().instructions, Instruction("copy.3", "copy", (("bf16", KV),), (), "", "")]},
+            "copies of a layer's KV pages: copy.3",
+        ),
+    ],
+)
+def test_faults_of_a_body(change, message):
+    [fault] = body_faults(dataclasses.replace(good_body(), **change), DEMANDS, "decode")
+    assert message in fault and fault.startswith("body: ")
+
+
+def test_xla_attention_may_leave_the_graph_but_not_copy_pages():
+    loop = dataclasses.replace(good_body(), thunks=[Thunk("While", "", False)], instructions=[])
+    assert body_faults(loop, DEMANDS, None) == []
+    assert len(body_faults(dataclasses.replace(loop, alias_bytes=0), DEMANDS, None)) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"spill_loads": 8}, "spills"), ({"smem": 232_449}, "shared memory"), ({"arch": "sm_90"}, "sm_90a")],
+)
+def test_faults_of_a_kernel(change, message):
+    [fault] = kernel_faults([dataclasses.replace(KERNEL, **change)], smem_limit=232_448, where="case")
+    assert message in fault
+
+
+@pytest.mark.parametrize("model", ["tiny-qwen3", "qwen3-0.6b", "qwen3-8b"])
+def test_pages_are_those_that_the_engine_would_take(model):
+    config, reserve = read_config(model), 123 << 20
+    step = AbstractStep.make(config, {"max_model_len": 2048}, "h100", memory_fraction=0.75)
+    fit = step.fit(reserve)
+    wanted = EngineConfig(max_model_len=2048).resolve(
+        config,
+        kv_dtype=step.programs.functions.dtype,
+        on_gpu=True,
+        device_limit=int(0.75 * 84_942_979_072),
+        weight_bytes=fit.weights,
+        temp_bytes=reserve,
+    )
+    assert fit.num_pages == wanted.cache.num_pages and fit.faults == []
+    sizes = {"tiny-qwen3": 4_197_120 * 4, "qwen3-0.6b": 596_049_920 * 2, "qwen3-8b": 8_190_735_360 * 2}  # parameters x bytes
+    assert fit.weights == sizes[model]
+
+
+def test_what_does_not_fit_is_said():
+    step = AbstractStep.make(read_config("qwen3-8b"), {"num_pages": 8, "max_model_len": 512}, "h100", memory_fraction=0.25)
+    assert step.fit(0).faults == []
+    assert "larger than" in dataclasses.replace(step.fit(0), num_pages=5000).faults[0]
+    assert "does not fit" in dataclasses.replace(step.fit(5 << 30), num_pages=0).faults[0]
+    assert "max_model_len=512" in dataclasses.replace(step.fit(0), num_pages=7).faults[0]
+    with pytest.raises(ValueError, match="no KV page fits"):
+        AbstractStep.make(read_config("qwen3-8b"), {}, "h100", memory_fraction=0.2)
+
+
+def test_buckets_by_name():
+    step = AbstractStep.make(read_config("tiny-qwen3"), {"max_num_seqs": 16}, "h200", memory_fraction=0.75)
+    assert [str(b) for b in step.select(["8", "32x16"])] == ["decode(8,8)", "mixed(32,16)"]
+    assert step.select(["all"]) == list(step.config.plan.buckets)
+    assert [b.tokens for b in step.default_buckets()] == [8, 2048]
+    with pytest.raises(ValueError, match="7x7"):
+        step.select(["8", "7x7"])

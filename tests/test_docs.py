@@ -1,0 +1,54 @@
+"""docs/api.md: its examples run, in their order, and every public name has its place there and complete annotations."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxserve
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "api.md"
+
+
+def test_the_examples_run(tmp_path):
+    """Under python -W error, as one program, its lines where they are on the page."""
+    lines, inside = [], False
+    for line in PAGE.read_text().splitlines():
+        lines.append(line if inside and line != "```" else "")
+        inside = line == "```python" or (inside and line != "```")
+    (tmp_path / "api.py").write_text("\n".join(lines))
+    assert "assert" in "\n".join(lines)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAXSERVE_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", str(tmp_path / "api.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", jaxserve.__all__)
+def test_every_public_name_is_on_the_page(name):
+    assert re.search(rf"\b{name}\b", PAGE.read_text())
+
+
+@pytest.mark.parametrize("name", jaxserve.__all__)
+def test_public_methods_are_annotated_and_described(name):
+    cls = getattr(jaxserve, name)
+    assert inspect.getdoc(cls)
+    bare = []
+    for attribute, value in vars(cls).items():
+        function = getattr(value, "__func__", getattr(value, "fget", value))
+        if not inspect.isfunction(function) or (attribute.startswith("_") and attribute != "__init__"):
+            continue
+        if function.__qualname__.startswith("__create_fn__"):
+            continue  # made by dataclass
+        signature = inspect.signature(function)
+        arguments = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
+        if any(p.annotation is inspect.Parameter.empty for p in arguments):
+            bare.append(attribute)
+        if attribute != "__init__" and signature.return_annotation is inspect.Signature.empty:
+            bare.append(attribute)
+    assert not bare

@@ -1,0 +1,365 @@
+"""New weights between steps: what is answered before, across and after the change; what is compiled, copied and cached; sleep."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve import LLM, Engine, SamplingParams
+from jaxserve.compilation import compile_counts
+from jaxserve.models import Decoder, named_leaves, with_leaves
+from jaxserve.page_pool import root_hash
+from tests.dummy import (
+    CONFIG,
+    ONE_BUCKET,
+    SETTINGS,
+    VOCAB,
+    Answer,
+    Ask,
+    add,
+    assert_empty,
+    differences,
+    dummy_model,
+    make_engine,
+    serve,
+    serve_alone,
+)
+from tests.workload import alone, requests
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPT = np.random.default_rng(5).integers(1, VOCAB, 21).tolist()
+
+
+def other_model() -> Decoder:
+    """The dummy's shapes with other weights; new arrays at each call."""
+    rng = np.random.default_rng(8)
+    leaves = {path: jnp.asarray(rng.permutation(np.asarray(x).ravel()).reshape(x.shape)) for path, x in leaves_of().items()}
+    return with_leaves(dummy_model(), leaves)
+
+
+def leaves_of() -> dict[str, jax.Array]:
+    return named_leaves(dummy_model())
+
+
+OTHER = other_model()
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return make_engine(dummy_model(), bucket_plan=ONE_BUCKET)
+
+
+def run_out(engine: Engine, *prompts: list[int]) -> dict[str, Answer]:
+    """The rest of the requests in `engine`."""
+    answers: dict[str, Answer] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            answers.setdefault(output.request.request_id, Answer()).take(output)
+        engine.scheduler.check_invariants()
+    return answers
+
+
+def greedy_alone(model: Decoder, prompt: list[int], max_tokens: int) -> list[int]:
+    ask = Ask(prompt, GREEDY.with_(max_tokens=max_tokens))
+    return serve_alone(model, [ask], bucket_plan=ONE_BUCKET)["0"].tokens
+
+
+# -- what is answered
+
+
+def test_answers_are_those_of_an_engine_made_with_the_new_weights(engine):
+    """All requests at once, under caching, after the same prompts under the old weights; and back again."""
+    assert differences(serve(engine, requests(True)).answers, alone("float32", True)) == []
+    engine.update_params(OTHER)
+    expected = serve_alone(OTHER, requests(True), bucket_plan=ONE_BUCKET)
+    assert differences(serve(engine, requests(True)).answers, expected) == []
+    engine.update_params(dummy_model())
+    assert differences(serve(engine, requests(True)).answers, alone("float32", True)) == []
+
+
+def test_no_prefix_of_the_old_weights_is_hit(engine):
+    ask = Ask(PROMPT, GREEDY)
+    serve(engine, [ask])
+    hits = serve(engine, [ask]).stats.num_hit_tokens
+    assert hits == 20, "the prefix cache works"
+    engine.update_params(OTHER)
+    assert not any(engine.pool.hash_of(page) for page in range(engine.pool.num_pages))
+    assert serve(engine, [ask]).stats.num_hit_tokens == hits
+    assert serve(engine, [ask]).stats.num_hit_tokens == 2 * hits
+
+
+def test_requests_in_flight_are_refused_and_nothing_changes(engine):
+    engine.add_request("x", PROMPT, GREEDY)
+    for _ in range(4):
+        engine.step()
+    with pytest.raises(RuntimeError, match="1 requests are in flight: finish or abort them first, or .*'recompute' or 'keep'"):
+        engine.update_params(OTHER)
+    with pytest.raises(ValueError, match="in_flight='later' must be one of refuse, recompute, keep"):
+        engine.update_params(OTHER, in_flight="later")
+    assert engine.runner.weights_version == 0
+    run_out(engine)
+    engine.update_params(OTHER)
+
+
+def test_a_request_that_only_waits_runs_with_the_new_weights(engine):
+    serve(engine, [Ask(PROMPT, GREEDY)])  # whose pages it would have hit
+    (request,) = engine.add_request("x", PROMPT, GREEDY)
+    engine.update_params(OTHER)
+    assert request.weights_version == engine.runner.weights_version == 1
+    assert request.hash_chain == [root_hash(1, None, None)]
+    assert run_out(engine)["x"].tokens == greedy_alone(OTHER, PROMPT, 12)
+    assert serve(engine, [Ask(PROMPT, GREEDY)]).answers["0"].tokens == greedy_alone(OTHER, PROMPT, 12)
+
+
+@pytest.mark.parametrize("prompt, num_steps", [(PROMPT, 5), (PROMPT * 3, 2)], ids=["decoding", "in its prompt"])
+def test_recompute(engine, prompt, num_steps):
+    """What was sampled stands; the rest is what the new weights say after it."""
+    (request,) = engine.add_request("x", prompt, GREEDY)
+    beside = add(engine, "y", Ask(prompt[:9], GREEDY.with_(n=2, temperature=0.7, seed=3)))
+    before = [output for _ in range(num_steps) for output in engine.step()]
+    engine.update_params(OTHER, in_flight="recompute")
+    engine.scheduler.check_invariants()
+    assert request.num_preemptions == 1 and not engine.scheduler.num_running
+    so_far = list(request.output_token_ids)
+    assert bool(so_far) == (len(prompt) == len(PROMPT))
+    run_out(engine)
+    assert request.output_token_ids[: len(so_far)] == so_far and len(before) >= len(so_far) - 1
+    assert request.output_token_ids[len(so_far) :] == greedy_alone(OTHER, prompt + so_far, 12 - len(so_far))
+    assert all(r.finished and r.finish_reason == "length" for r in beside)
+    assert_empty(engine)
+    # What it wrote since may be shared.
+    run = serve(engine, [Ask(prompt, GREEDY)])
+    assert run.stats.num_hit_tokens and run.answers["0"].tokens == greedy_alone(OTHER, prompt, 12)
+
+
+def start_keeping(engine: Engine, params: Decoder, prompt: list[int]) -> list[int]:
+    """A request runs for some steps and goes on over new weights. Returns its tokens so far."""
+    (request,) = engine.add_request("kept", prompt, GREEDY)
+    for _ in range(5 if len(prompt) < 24 else 2):
+        engine.step()
+    engine.update_params(params, in_flight="keep")
+    engine.scheduler.check_invariants()
+    return list(request.output_token_ids)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 3], ids=["decoding", "in its prompt"])
+def test_keep_goes_on_where_it_was(engine, prompt):
+    """Equal weights in new arrays: the tokens are those of a run that was never disturbed, and nothing is computed twice."""
+    copies = {path: jnp.array(x) for path, x in leaves_of().items()}
+    start_keeping(engine, with_leaves(dummy_model(), copies), prompt)
+    (request,) = engine.scheduler.running
+    run_out(engine)
+    assert request.output_token_ids == greedy_alone(dummy_model(), prompt, 12)
+    assert engine.stats.prefill_tokens == len(prompt)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 3], ids=["decoding", "in its prompt"])
+def test_what_was_kept_is_shared_with_nobody(engine, prompt):
+    """Not its old KV, nor what it wrote over it with the new weights; while it runs, and after it."""
+    so_far = start_keeping(engine, OTHER, prompt)
+    (kept,) = engine.scheduler.running
+    for name in ("beside", "after"):
+        (request,) = engine.add_request(name, prompt + so_far, GREEDY)
+        while not request.finished:
+            engine.step()
+        assert request.num_cached_tokens == (0 if name == "beside" else (len(prompt + so_far) - 1) // 4 * 4)
+        assert request.output_token_ids == greedy_alone(OTHER, prompt + so_far, 12)
+    run_out(engine)
+    assert kept.num_preemptions == 0
+    hits = engine.pool.num_hit_tokens
+    (request,) = engine.add_request("its output", prompt + kept.output_token_ids, GREEDY)
+    run_out(engine)
+    others = so_far + greedy_alone(OTHER, prompt + so_far, 12)
+    common = np.cumprod([a == b for a, b in zip(kept.output_token_ids, others, strict=False)])
+    shared = len(prompt) + int(common.sum())  # with what the requests under the new weights alone left in the cache
+    assert engine.pool.num_hit_tokens - hits <= shared
+    assert request.output_token_ids == greedy_alone(OTHER, prompt + kept.output_token_ids, 12)
+
+
+def test_what_was_kept_and_then_preempted_is_computed_with_the_new_weights(engine):
+    so_far = start_keeping(engine, OTHER, PROMPT)
+    (request,) = engine.scheduler.running
+    engine.drain()
+    so_far = list(request.output_token_ids)
+    engine.scheduler._preempt(request)
+    run_out(engine)
+    assert request.output_token_ids == so_far + greedy_alone(OTHER, PROMPT + so_far, 12 - len(so_far))
+    assert serve(engine, [Ask(PROMPT, GREEDY)]).stats.num_hit_tokens >= 20, "its pages may be shared from then on"
+
+
+# -- what it costs
+
+
+def test_nothing_is_compiled_and_nothing_copied(engine):
+    serve(engine, requests(True))
+    before = compile_counts().programs
+    for in_flight in ("refuse", "recompute", "keep"):
+        leaves = {path: jnp.asarray(np.array(x) * 0.9) for path, x in leaves_of().items()}
+        if in_flight != "refuse":
+            add(engine, in_flight, Ask(PROMPT, GREEDY))
+            engine.step()
+        engine.update_params(leaves, in_flight)
+        runner = engine.runner
+        assert {id(x) for x in (*runner.body_leaves, *runner.head_leaves)} == {id(x) for x in leaves.values()}
+        run_out(engine)
+        serve(engine, requests(True))
+    assert compile_counts().programs == before
+
+
+def test_old_weights_are_let_go():
+    def made(factor: float) -> dict[str, jax.Array]:
+        return {path: jnp.asarray(np.array(x) * factor) for path, x in leaves_of().items()}
+
+    leaves = made(0.9)
+    llm = LLM.from_params(leaves, CONFIG, **SETTINGS, bucket_plan=ONE_BUCKET)
+    for factor in (0.8, 0.7):
+        held = [weakref.ref(x) for x in leaves.values()]
+        leaves = made(factor)
+        llm.generate(PROMPT, GREEDY, use_tqdm=False)
+        llm.update_params(leaves)
+        gc.collect()
+        assert not any(x() is not None for x in held)
+
+
+def test_other_dtypes_are_cast_to_the_engines(engine):
+    half = {path: x.astype(jnp.bfloat16) for path, x in named_leaves(OTHER).items()}
+    engine.update_params(half)
+    rounded = with_leaves(dummy_model(), {path: x.astype(jnp.float32) for path, x in half.items()})
+    assert serve(engine, [Ask(PROMPT, GREEDY)]).answers["0"].tokens == greedy_alone(rounded, PROMPT, 12)
+
+
+# -- what is refused
+
+
+def test_misfits_are_listed_and_nothing_changes(engine):
+    wrong = dict(leaves_of()) | {"surplus": jnp.zeros(1)}
+    del wrong["final_norm/scale"]
+    with pytest.raises(ValueError, match="(?s)2 problems.*missing: final_norm/scale.*unknown: surplus"):
+        engine.update_params(wrong)
+    assert engine.runner.weights_version == 0
+    assert serve(engine, [Ask(PROMPT, GREEDY)]).answers["0"].tokens == greedy_alone(dummy_model(), PROMPT, 12)
+
+
+def test_a_trainer_that_donates_is_told_so_and_may_go_on(engine):
+    first = {path: jnp.array(x) for path, x in leaves_of().items()}
+    engine.update_params(first)
+    second = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0.9, tree), donate_argnums=0)(first)
+    with pytest.raises(ValueError, match="deleted: embed_tokens/embedding was donated to a computation"):
+        engine.update_params(first)
+    engine.add_request("x", PROMPT, GREEDY)
+    with pytest.raises(RuntimeError, match=f"{len(first)} of the weights were deleted .* call update_params with the current ones"):
+        run_out(engine)
+    assert_empty(engine)
+    engine.update_params(second)
+    expected = greedy_alone(with_leaves(dummy_model(), second), PROMPT, 12)
+    assert serve(engine, [Ask(PROMPT, GREEDY)]).answers["0"].tokens == expected
+
+
+# -- pause and sleep
+
+
+def test_pause_starts_nothing_and_loses_nothing(engine):
+    expected = greedy_alone(dummy_model(), PROMPT, 12)
+    (request,) = engine.add_request("x", PROMPT, GREEDY)
+    for _ in range(4):
+        engine.step()
+    engine.pause()
+    engine.step()
+    num_steps, num_tokens = engine.stats.num_steps, request.num_output_tokens
+    (late,) = engine.add_request("late", PROMPT, GREEDY)
+    assert engine.step() == [] and engine.stats.num_steps == num_steps and request.num_output_tokens == num_tokens
+    assert engine.has_unfinished_requests() and not engine._in_flight
+    engine.update_params(dummy_model(), in_flight="keep")
+    engine.resume()
+    run_out(engine)
+    assert request.output_token_ids == late.output_token_ids == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_frees_memory_and_wake_up_brings_it_back(engine, level):
+    model = with_leaves(dummy_model(), {path: jnp.array(x) for path, x in leaves_of().items()})
+    engine.update_params(model)
+    serve(engine, requests(True))
+    before, runner = compile_counts().programs, engine.runner
+    state = [*runner.kv_pages, runner.page_table]
+    weights = list(runner.programs.functions.leaves)
+    engine.sleep(level)
+    engine.sleep(level)
+    assert all(x.is_deleted() for x in state)
+    assert not any(isinstance(x, jax.Array) for x in runner.programs.functions.leaves)
+    assert not any(x.is_deleted() for x in weights), "a trainer's weights are not the engine's to delete"
+    with pytest.raises(RuntimeError, match=r"asleep: call wake_up\(\)"):
+        engine.add_request("x", PROMPT, GREEDY)
+    engine.wake_up()
+    engine.wake_up()
+    if level == 2:
+        with pytest.raises(RuntimeError, match=r"no weights .*update_params\(\)"):
+            engine.add_request("x", PROMPT, GREEDY)
+        engine.update_params(model)
+    hits = engine.pool.num_hit_tokens
+    run = serve(engine, [Ask(PROMPT, GREEDY)])
+    assert run.answers["0"].tokens == greedy_alone(dummy_model(), PROMPT, 12) and run.stats.num_hit_tokens == hits
+    assert differences(serve(engine, requests(True)).answers, alone("float32", True)) == []
+    assert compile_counts().programs == before
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_may_come_while_it_sleeps(engine, level):
+    engine.sleep(level)
+    engine.update_params(OTHER)
+    engine.wake_up()
+    assert serve(engine, [Ask(PROMPT, GREEDY)]).answers["0"].tokens == greedy_alone(OTHER, PROMPT, 12)
+
+
+def test_sleep_with_unfinished_requests_is_refused(engine):
+    engine.add_request("x", PROMPT, GREEDY)
+    with pytest.raises(RuntimeError, match="1 requests are unfinished"):
+        engine.sleep()
+    with pytest.raises(ValueError, match="level=3 must be 1"):
+        engine.sleep(3)
+    assert run_out(engine)["x"].tokens == greedy_alone(dummy_model(), PROMPT, 12)
+
+
+# -- LLM
+
+
+def test_llm_on_params():
+    llm = LLM.from_params(dummy_model(), **SETTINGS, bucket_plan=ONE_BUCKET)
+    assert {id(x) for x in llm.engine.runner.body_leaves} <= {id(x) for x in leaves_of().values()}
+
+    def tokens() -> list[int]:
+        return llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+    assert tokens() == greedy_alone(dummy_model(), PROMPT, 12)
+    llm.update_params(OTHER)
+    assert tokens() == greedy_alone(OTHER, PROMPT, 12)
+    llm.pause()
+    with pytest.raises(RuntimeError, match=r"paused: call resume\(\)"):
+        tokens()
+    llm.resume()
+    llm.sleep()
+    with pytest.raises(RuntimeError, match=r"asleep: call wake_up\(\)"):
+        tokens()
+    llm.wake_up()
+    stream = llm.stream(PROMPT, GREEDY)
+    next(stream)
+    with pytest.raises(RuntimeError, match="1 requests are in flight"):
+        llm.update_params(OTHER)
+    llm.update_params(dummy_model(), in_flight="recompute")
+    *_, (_, output) = stream
+    assert output.finished and len(output.outputs[0].token_ids) == 12
+    with pytest.raises(ValueError, match="no tokenizer was loaded"):
+        llm.generate("text", GREEDY)
+    with pytest.raises(TypeError, match="unknown option page_sice"):
+        LLM.from_params(dummy_model(), page_sice=4)
+
+
+def test_llm_on_params_with_a_config():
+    leaves = dict(leaves_of())
+    llm = LLM.from_params(leaves, CONFIG, dtype="bfloat16", **SETTINGS, bucket_plan=ONE_BUCKET)
+    assert llm.engine.runner.programs.functions.dtype == jnp.bfloat16
+    expected = serve_alone(dummy_model("bfloat16"), [Ask(PROMPT, GREEDY)], bucket_plan=ONE_BUCKET)["0"].tokens
+    assert llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
