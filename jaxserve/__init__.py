@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from jaxserve.engine import Engine, EngineOutput
     from jaxserve.llm import LLM
     from jaxserve.request import CompletionOutput, Logprob, Request, RequestOutput, SamplingParams, ScoreOutput
+    from jaxserve.structured import StructuredOutputsParams
     from jaxserve.tokenizer import Tokenizer
 
 _HOME = {
@@ -26,6 +27,7 @@ _HOME = {
     "CompletionOutput": "request",
     "Logprob": "request",
     "ScoreOutput": "request",
+    "StructuredOutputsParams": "structured",
     "Tokenizer": "tokenizer",
 }
 
@@ -43,6 +45,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "ScoreOutput",
+    "StructuredOutputsParams",
     "Tokenizer",
 ]
 

@@ -144,6 +144,12 @@ class BatchPacker:
                 self._edit_rows.append(self.edit_layout.pack(row, request.params, request.token_ids, request.num_prompt_tokens))
         return [schedule.requests[i] for i in new]
 
+    def resend_edits(self, request: Request) -> None:
+        """Tokens of the request became known that no head samples: its history, if it has one, goes with the next `pack`."""
+        if kinds_of(request.params) and request.row >= 0:
+            row = self.edit_layout.pack(request.row, request.params, request.token_ids, request.num_prompt_tokens)
+            self._edit_rows.append(row)
+
     def pack(self, schedule: Schedule) -> StepInputs:
         """The host arrays of one schedule, in the cheapest bucket that holds it."""
         n, d = schedule.num_seqs, schedule.num_decodes

@@ -14,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,8 @@ from jaxserve.sampling_rows import SampledRows
 from jaxserve.schedule import Schedule, StepResult
 from jaxserve.scheduler import Scheduler
 from jaxserve.step import ModelFunctions
+from jaxserve.structured.constraints import Constraints
+from jaxserve.structured.grammars import Grammar
 from kernels.ragged_paged_attention import resolve_backend
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("jaxserve")
 
 IN_FLIGHT = ("refuse", "recompute", "keep")  # what becomes of requests that have begun when the weights change
+GRAMMAR_WAIT = 0.02  # seconds that an idle step waits for a grammar to be compiled
 
 
 @dataclass(slots=True)
@@ -109,6 +113,7 @@ class Engine:
         self._groups: dict[str, list[Request]] = {}  # request id -> its samples
         self._in_flight: deque[tuple[Schedule, list[ScoreSpan], StepHandle]] = deque()
         self._undelivered: list[EngineOutput] = []
+        self._constraints = Constraints(self.config.model.vocab_size, self.config.plan.max_head_rows)
         self._numbers = itertools.count()
         self._demand_log = open(config.demand_log, "a", buffering=1) if config.demand_log else None
         logger.info("%s", self.describe())
@@ -133,12 +138,15 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival: float | None = None,
+        grammar: Future[Grammar] | None = None,
         score_from: int | None = None,
     ) -> list[Request]:
         """Queues a request: one `Request` for each of its `params.n` samples, with ids `request_id`, or `request_id/i` for n > 1.
 
         score_from: gathers the log-probabilities of the prompt's tokens from this position on, 1 at least, in the first sample's
           `prompt_scores`; those before it may come from the prefix cache.
+        grammar: what the output must be, as `GrammarCompiler.submit` returns it. While it compiles the request waits, and nobody
+          with it; if it can't be, the request ends with finish_reason "error".
 
         Raises:
           ValueError: an empty or too long prompt, an id out of the vocabulary, a duplicate request id, a priority where nobody asks
@@ -150,12 +158,17 @@ class Engine:
         arrival = time.monotonic() if arrival is None else arrival
         requests = self._samples(request_id, prompt_token_ids, params, arrival, priority, cache_salt)
         seed = self._seed_of(next(self._numbers)) if params.seed is None else params.seed
+        if params.structured_outputs is not None and grammar is None:
+            raise ValueError(f"structured_outputs={params.structured_outputs} needs a tokenizer: use LLM, or give its grammar")
         if score_from is not None and not 1 <= score_from <= len(prompt_token_ids):
             raise ValueError(f"{score_from=} must be in [1, {len(prompt_token_ids)}], the prompt's length")
         self._groups[request_id] = requests  # first, so that `abort` finds what an interrupt leaves half added
         for request in requests:
             request.seed = seed
             request.prompt_scores = scores_of(request, score_from)
+            if grammar is not None:
+                request.status = RequestStatus.WAITING_FOR_GRAMMAR
+                self._constraints.add(request, grammar)
             self.scheduler.add(request)
         return requests
 
@@ -291,6 +304,7 @@ class Engine:
             self._groups.clear()
             self._in_flight.clear()
             self._undelivered.clear()
+            self._constraints.clear()
             self._make_host_state()
             self.runner.reset()
             num_deleted = self.runner.num_deleted_weights()
@@ -302,16 +316,63 @@ class Engine:
             raise
 
     def _step(self) -> list[EngineOutput]:
+        if self._constraints:
+            self._poll_grammars(0.0)
         schedule = None if self.is_paused else self.scheduler.schedule()
         if schedule is not None:
             inputs, spans = self._pack(schedule)
-            self._in_flight.append((schedule, spans, self.runner.dispatch(inputs)))
+            constrained = bool(self._constraints) and self._constraints.constrains(schedule)
+            handle = self.runner.dispatch(inputs, functools.partial(self._masks, schedule) if constrained else None)
+            self._in_flight.append((schedule, spans, handle))
+        elif self._constraints and not self._in_flight:
+            self._poll_grammars(GRAMMAR_WAIT)
         depth = 1 if schedule is not None and self.config.engine.async_scheduling else 0
-        outputs: list[EngineOutput] = self._undelivered
-        self._undelivered = []
+        outputs, self._undelivered = self._undelivered, []
         while len(self._in_flight) > depth:
             outputs += self._finish_step(*self._in_flight.popleft())
         return outputs
+
+    def _masks(self, schedule: Schedule) -> np.ndarray:
+        """Called between body and head of `schedule`: a mask follows from the tokens sampled before."""
+        while self._in_flight:
+            self._undelivered += self._finish_step(*self._in_flight.popleft())
+        return self._constraints.masks(schedule)
+
+    def _poll_grammars(self, timeout: float) -> None:
+        ready, failed = self._constraints.poll(timeout)
+        for request in ready:
+            self.scheduler.set_ready(request)
+        for request, message in failed:
+            self.scheduler.finish(request, "error", message)
+            self._forget(request)
+            self._undelivered.append(EngineOutput(request, [], finish_reason="error", stop_reason=message))
+
+    def _follow_grammars(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        """Takes what was sampled into the grammars. A request whose grammar has ended ends too; tokens that must follow are output
+        at once, to be computed together."""
+        forced = []
+        for output in outputs:
+            request = output.request
+            if request not in self._constraints:
+                continue  # it has none, or has finished
+            last, state = output, self._constraints.advance(request, output.new_token_ids)
+            if len(state.forced) > 1:
+                taken = self.scheduler.foretell(request, state.forced)
+                if taken.tokens:
+                    self.packer.resend_edits(request)
+                    certain = None if request.params.logprobs is None else [{token: Logprob(0.0, 1)} for token in taken.tokens]
+                    last = EngineOutput(request, taken.tokens, certain, request.finish_reason, request.stop_reason)
+                    forced.append(last)
+                    self.stats.generated_tokens += len(taken.tokens)
+                    if request.finished:
+                        self._forget(request)
+                        continue
+                    state = self._constraints.advance(request, taken.tokens)
+            if state.ended:
+                self.scheduler.finish(request, "stop")
+                last.finish_reason = "stop"
+                self._forget(request)
+        return forced
 
     def _pack(self, schedule: Schedule) -> tuple[StepInputs, list[ScoreSpan]]:
         for request in self.packer.newcomers(schedule):
@@ -341,7 +402,8 @@ class Engine:
                 outputs += self._fail_bad_rows(schedule, sampled)
         result = self.scheduler.update(schedule, tokens)
         self.stats.generated_tokens += len(result.requests)
-        return outputs + self._outputs(schedule, result, sampled)
+        outputs += self._outputs(schedule, result, sampled)
+        return outputs + self._follow_grammars(outputs) if self._constraints else outputs
 
     def _outputs(self, schedule: Schedule, result: StepResult, sampled: SampledRows | None) -> list[EngineOutput]:
         outputs = [EngineOutput(request, [token]) for request, token in zip(result.requests, result.tokens, strict=True)]
@@ -468,6 +530,7 @@ class Engine:
     # -- books
 
     def _record_finish(self, request: Request) -> None:
+        self._constraints.discard(request)
         metrics = request.metrics
         if metrics is not None and metrics.finished_time is None:
             metrics.finished_time = time.monotonic()
@@ -506,6 +569,8 @@ def _logprobs_of(sampled: SampledRows, row: int, n: int) -> dict[int, Logprob]:
     assert sampled.top_ids is not None and sampled.top_logprobs is not None
     found = {int(sampled.tokens[row]): Logprob(float(sampled.logprobs[row]), int(sampled.ranks[row]))}
     for i in range(n):
+        if sampled.top_logprobs[row, i] == -np.inf:
+            break  # a grammar allows fewer
         found.setdefault(int(sampled.top_ids[row, i]), Logprob(float(sampled.top_logprobs[row, i]), i + 1))
     return found
 

@@ -11,6 +11,7 @@ import itertools
 import logging
 import numbers
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from jaxserve.model_loader import LoadedModel, adopt_model, load_model
 from jaxserve.models import ModelConfig
 from jaxserve.progress import ProgressBar
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, ScoreOutput
+from jaxserve.structured.grammars import Grammar, GrammarCompiler
 from jaxserve.text_outputs import TextOutputs
 from jaxserve.tokenizer import Tokenizer
 
@@ -82,6 +84,7 @@ class LLM:
         self._texts = TextOutputs(self.tokenizer, self.engine.finish)
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that grew and were not yielded yet
         self._runs = itertools.count()
+        self._grammars: GrammarCompiler | None = None  # made with the first structured output
 
     @classmethod
     def from_params(
@@ -134,6 +137,8 @@ class LLM:
     def close(self) -> None:
         """Ends every request and closes the engine's demand log."""
         self.engine.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. ValueError if none was loaded."""
@@ -335,6 +340,7 @@ class LLM:
         params = _one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
         priorities = _one_each("priority", priority, len(prompts), numbers.Integral)
         run = next(self._runs)
+        grammars: dict[int, Future[Grammar]] = {}
         ready: dict[int, _Tokenized] = {}
         errors: dict[int, str] = {}
         for i, prompt in enumerate(prompts):
@@ -343,7 +349,14 @@ class LLM:
                 if params[i].stop and self.tokenizer is None:
                     raise ValueError(f"stop={params[i].stop} needs a tokenizer, and none was loaded; use stop_token_ids")
                 params[i] = self._with_bad_words_tokenized(params[i])
+                if params[i].structured_outputs is not None:
+                    grammars[i] = self._compile(params[i].structured_outputs)
                 self.engine.check_request(f"{run}-{i}", ready[i].token_ids, params[i], priority=priorities[i])
+            except ValueError as error:
+                errors[i] = str(error)
+        for i, grammar in grammars.items():  # all of them compile by now
+            try:
+                grammar.result()
             except ValueError as error:
                 errors[i] = str(error)
         if errors and on_error == "raise":
@@ -353,7 +366,15 @@ class LLM:
             prompt = ready.pop(i, None) or _Tokenized(prompts[i] if isinstance(prompts[i], str) else None, [])
             outputs = [CompletionOutput(0, "", [], finish_reason="error", stop_reason=message)]
             failed[i] = RequestOutput(f"{run}-{i}", prompt.text, prompt.token_ids, outputs, True)
-        return self._run(run, ready, failed, params, priorities)
+        return self._run(run, ready, failed, params, priorities, grammars)
+
+    def _compile(self, form: Any) -> Future[Grammar]:
+        """The grammar of structured_outputs, soon. ValueError without a tokenizer."""
+        if self.tokenizer is None:
+            raise ValueError(f"structured_outputs={form} needs a tokenizer, and none was loaded")
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self.tokenizer, self.engine.config.model.vocab_size, self.engine.eos_token_ids)
+        return self._grammars.submit(form)
 
     def _with_bad_words_tokenized(self, params: SamplingParams) -> SamplingParams:
         """bad_words as token ids, beside those given as such. ValueError without a tokenizer, or for too many or too long ones."""
@@ -372,6 +393,7 @@ class LLM:
         failed: Mapping[int, RequestOutput],
         params: Sequence[SamplingParams],
         priorities: Sequence[int],
+        grammars: Mapping[int, Future[Grammar]],
     ) -> Outputs:
         yield from failed.items()
         index_of: dict[str, int] = {}  # of this run's requests
@@ -385,6 +407,7 @@ class LLM:
                     priority=priorities[i],
                     cache_salt=prompt.cache_salt,
                     score_from=prompt.score_from,
+                    grammar=grammars.get(i),
                 )
                 self._texts.add(requests, prompt.text)
             left = len(ready)

@@ -72,7 +72,7 @@ class Programs:
         return self._compiled[bucket]
 
     def head(self, rows: int, with_logprobs: bool) -> Any:
-        """compiled(leaves, last_tokens, history, edits, hidden, HeadInputs): `step.head` for this many rows."""
+        """compiled(leaves, last_tokens, history, edits, hidden, HeadInputs, masks, masked): `step.head` for this many rows."""
         key = (rows, with_logprobs)
         if key not in self._compiled:
             self._compiled[key] = self._compile(f"head({rows}{', logprobs' if with_logprobs else ''})", *self.head_spec(*key))
@@ -118,7 +118,13 @@ class Programs:
         hidden = S((R, self.config.model.hidden_size), self.config.pages.dtype)
         rows_of, sampling_of = S((R,), jnp.int32), S((R, sampling_rows.NUM_COLUMNS), jnp.int32)
         inputs = step.HeadInputs(rows_of, sampling_of)  # pyright: ignore[reportArgumentType]  (abstract, like all arguments here)
-        return function, (1, 2), (leaves, self.state[4], *self.edit_state, hidden, inputs)
+        masks = S((rows, self.num_mask_words), jnp.int32), S((), jnp.bool_)
+        return function, (1, 2), (leaves, self.state[4], *self.edit_state, hidden, inputs, *masks)
+
+    @property
+    def num_mask_words(self) -> int:
+        """int32 words of a logits row's mask."""
+        return -(-self.config.model.vocab_size // 32)
 
     @property
     def state(self) -> tuple[Any, Any, Any, Any, Any]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import enum
 import math
 import numbers
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from jaxserve.structured.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from jaxserve.prompt_scores import PromptScores
@@ -24,10 +26,6 @@ MAX_SUPPRESSED_IDS = 16  # most stop ids that min_tokens can hold back
 MAX_LOGIT_BIAS = 512  # most entries of logit_bias; the device keeps room for so many a row, as for the next two
 MAX_BAD_WORDS = 128  # most token sequences of bad_words; a word has two where a space before it changes its tokens
 MAX_BAD_WORD_TOKENS = 32  # most tokens of one of them
-
-_NOT_BUILT: dict[str, Any] = {  # parameters of the field's vocabulary that this engine refuses, with their neutral values
-    "structured_outputs": None,
-}
 
 
 def _require(ok: bool, message: str) -> None:
@@ -60,6 +58,8 @@ class SamplingParams:
     bad_words: texts that the output never contains as a sequence of tokens, neither with nor without a space before them; only
     `LLM` takes them, which knows a tokenizer. bad_words_token_ids: the sequences themselves, at most MAX_BAD_WORDS of at most
     MAX_BAD_WORD_TOKENS. `prompt_logprobs=N` returns the prompt's own log-probabilities, as `logprobs` the output's.
+    structured_outputs: the form that the text must have (StructuredOutputsParams, or a dict of its fields); only `LLM` takes it.
+    Log-probabilities are then of what the form allows.
 
     Numbers may be numpy's; a bool is no number. Lists become tuples, `top_k=-1` becomes 0.
 
@@ -91,7 +91,7 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     bad_words_token_ids: Sequence[Sequence[int]] | None = None
     prompt_logprobs: int | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._set_real("temperature", 0.0, math.inf, "0 is greedy")
@@ -116,11 +116,8 @@ class SamplingParams:
         self._set_stops()
         self._set_logit_bias()
         self._set_allowed_and_bad_words()
-        for name, neutral in _NOT_BUILT.items():
-            value = getattr(self, name)
-            empty = neutral is None and isinstance(value, Sized) and len(value) == 0
-            if not empty and value != neutral:
-                raise NotImplementedError(f"{name}={value!r} is not supported yet; leave it at {neutral!r}")
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams.make(self.structured_outputs))
 
     def _set_real(self, name: str, low: float, high: float, hint: str, low_open: bool = False) -> None:
         x: Any = getattr(self, name)
@@ -241,6 +238,7 @@ class Request:
     row: int = -1  # its place in the device-resident state while running
     rows: SequenceRows | None = field(default=None, repr=False)  # where that row lives
     num_unfetched: int = 0  # tokens in flight when it was preempted that have not come back yet
+    num_foretold: int = 0  # tokens in flight that the host knew before they came back: they are in token_ids already
     hash_chain: list[bytes] = field(default_factory=list, repr=False)  # the root's hash, then one a full page, as far as hashed
     num_cached_tokens: int = -1  # prefix-cache hit at the first admission; -1 before it
     num_preemptions: int = 0

@@ -6,6 +6,7 @@ runs StepInputs in the order in which they come.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,8 @@ class Runner:
         self._on_cpu = jax.default_backend() == "cpu"
         self.score_rows = programs.score_rows
         self.weights_version = 0
+        self._true = jax.device_put(np.True_)
+        self._no_masks = functools.cache(self._make_no_masks)
         self._allocate()
 
     def _share_leaves(self) -> None:
@@ -114,25 +117,38 @@ class Runner:
                 bucket, (rows, with_logprobs) = buckets[i % len(buckets)], heads[i % len(heads)]
                 self.fetch(self._run(bucket, self.programs.layouts[bucket].padding, rows, with_logprobs, rows))
 
-    def dispatch(self, inputs: StepInputs) -> StepHandle:
-        """Enqueues a step and returns at once; it runs after all that were dispatched before it."""
+    def dispatch(self, inputs: StepInputs, masks: Callable[[], np.ndarray] | None = None) -> StepHandle:
+        """Enqueues a step and returns at once; it runs after all that were dispatched before it.
+
+        masks: gives i32[>= head rows, mask words] for grammars. Called when the body is enqueued, so that what it waits for (the
+          tokens of the step before) delays the head alone. The array must stay as it is until the step is fetched.
+        """
         if len(inputs.extra_page_updates) or inputs.edit_rows:
             self._update_state(inputs.extra_page_updates, inputs.edit_rows)
-        handle = self._run(inputs.bucket, inputs.packed, inputs.head_rows, inputs.with_logprobs, inputs.num_samples)
+        handle = self._run(inputs.bucket, inputs.packed, inputs.head_rows, inputs.with_logprobs, inputs.num_samples, masks)
         for rows in inputs.score_rows:
             handle.scored.append(self.programs.score()(self.head_leaves, self.step_hidden, rows))
             self._start_fetching(handle.scored[-1])
         return handle
 
-    def _run(self, bucket: Bucket, packed: np.ndarray, head_rows: int, with_logprobs: bool, num_samples: int) -> StepHandle:
+    def _run(
+        self,
+        bucket: Bucket,
+        packed: np.ndarray,
+        head_rows: int,
+        with_logprobs: bool,
+        num_samples: int,
+        masks: Callable[[], np.ndarray] | None = None,
+    ) -> StepHandle:
         hidden, head_inputs, self.kv_pages, self.page_table, self.num_computed, self.step_hidden = self.programs.body(bucket)(
             self.body_leaves, self.kv_pages, self.page_table, self.num_computed, self.step_hidden, self.last_tokens, packed
         )
         if not head_rows:
             return StepHandle(None, [], hidden, 0)
         head: Any = self.programs.head(head_rows, with_logprobs)
+        allowed = self._no_masks(head_rows) if masks is None else (masks()[:head_rows], self._true)
         self.last_tokens, self.history, out = head(
-            self.head_leaves, self.last_tokens, self.history, self.edits, hidden, head_inputs
+            self.head_leaves, self.last_tokens, self.history, self.edits, hidden, head_inputs, *allowed
         )
         self._start_fetching(out)
         return StepHandle(out, [], out, num_samples)
@@ -140,6 +156,10 @@ class Runner:
     def _start_fetching(self, out: jax.Array) -> None:
         if not self._on_cpu:  # where `out` is host memory already, and asking costs 50 us
             out.copy_to_host_async()
+
+    def _make_no_masks(self, rows: int) -> tuple[jax.Array, jax.Array]:
+        """What a head of so many rows takes where no grammar is: on the device once and for all."""
+        return jax.device_put(np.zeros((rows, self.programs.num_mask_words), np.int32)), jax.device_put(np.False_)
 
     def _update_state(self, page_updates: np.ndarray, edit_rows: Sequence[np.ndarray]) -> None:
         """page_updates i32[m, 3]: (row, column, page); as many calls of the update program as either list takes."""

@@ -52,6 +52,7 @@ class Scheduler:
         self._held: dict[str, Request] = {}  # those that wait for something else than their turn: a grammar, a sample's prompt
         self._requests: dict[str, Request] = {}  # every unfinished request, by id
         self._drafted: dict[str, Request] = {}  # those with drafts for the next step
+        self._foretold: dict[str, Request] = {}  # those with tokens in flight that are known already
         self._stop_ids: Counter[int] = Counter()  # stop ids of unfinished requests
         self._last_was_prefill = False
         self._preempted = False  # whether the decodes of the step being composed took a page from a running request
@@ -147,6 +148,35 @@ class Scheduler:
             request.draft_token_ids = list(token_ids)
             self._drafted[request.request_id] = request
 
+    def foretell(self, request: Request, token_ids: Sequence[int]) -> StepResult:
+        """The request's next output tokens are known without a step each: its next step computes them as a chunk and samples what
+        follows. Call it between an `update` and the next `schedule`; the last of the steps in flight may have sampled the first of
+        these tokens, which must then have had no choice. Taken up to the request's end, the budget and the free pages, and not at
+        all where that gains nothing; returns what was taken."""
+        result, rows, row = StepResult([], []), self.rows, request.row
+        in_flight = request.num_in_flight
+        if request.status is not RequestStatus.RUNNING or request.num_foretold or rows.num_computed[row] < rows.prefill_end[row]:
+            return result  # what it has to compute already comes first
+        token_ids = token_ids[: self.config.max_num_batched_tokens]
+        while rows.capacity[row] < len(request.token_ids) + len(token_ids) and self.pages.grow(np.array([row])):
+            pass
+        token_ids = token_ids[: max(0, int(rows.capacity[row]) - len(request.token_ids))]
+        if len(token_ids) <= max(1, in_flight):
+            return result
+        self._drop_drafts(request)
+        if in_flight:
+            request.num_foretold = in_flight
+            self._foretold[request.request_id] = request
+        for token in token_ids:
+            request.token_ids.append(token)
+            result.requests.append(request)
+            result.tokens.append(token)
+            if request.end() is not None:
+                break
+        rows.num_known[row] = rows.prefill_end[row] = len(request.token_ids)
+        self._finish_if_ended(request, result)
+        return result
+
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """Finishes the requests at once, waiting or running; unknown and finished ids are ignored. Returns those it finished."""
         aborted = [self._requests[id_] for id_ in dict.fromkeys(request_ids) if id_ in self._requests]
@@ -167,6 +197,7 @@ class Scheduler:
         if reason == "error":
             self.pool.forget(self.pool.find(request.hash_chain[1:]))
         del self._requests[request.request_id]
+        self._foretold.pop(request.request_id, None)
         self._drop_drafts(request)
         for token in request.stop_ids:
             self._stop_ids[token] -= 1
@@ -470,11 +501,12 @@ class Scheduler:
         assert not schedule.draft_token_ids, "a step with drafts is updated with counts"
         assert len(sampled) == schedule.num_seqs, f"{len(sampled)} tokens for {schedule.num_seqs} entries"
         requests, rows, tokens = schedule.requests, schedule.rows, sampled.tolist()
-        own = schedule.samples & (self.rows.generation[rows] == schedule.generations)
+        samples = self._without_foretold(schedule) if self._foretold else schedule.samples
+        own = samples & (self.rows.generation[rows] == schedule.generations)
         late: list[int] = []
         if not own.all():
             index = np.flatnonzero(own)
-            late = np.flatnonzero(schedule.samples & ~own).tolist()
+            late = np.flatnonzero(samples & ~own).tolist()
             requests, rows, tokens = [requests[i] for i in index.tolist()], rows[index], sampled[index].tolist()
         for request, token in zip(requests, tokens):  # noqa: B905 (strict costs 2 us at 256)
             request.token_ids.append(token)
@@ -491,11 +523,23 @@ class Scheduler:
             self._deliver(schedule.requests[i], [int(sampled[i])], 1, result)
         return result
 
+    def _without_foretold(self, schedule: Schedule) -> np.ndarray:
+        """schedule.samples without those whose token the host has known since the step was scheduled."""
+        samples = schedule.samples.copy()
+        for i, request in enumerate(schedule.requests):
+            if samples[i] and request.num_foretold:
+                samples[i] = False
+                request.num_foretold -= 1
+                if not request.num_foretold:
+                    self._foretold.pop(request.request_id, None)
+        return samples
+
     def _update_drafted(self, schedule: Schedule, sampled: np.ndarray, counts: np.ndarray) -> StepResult:
         """`update` where entries may bring several tokens: each planned for all its drafts and gives back the rejected ones."""
         result = StepResult([], [])
+        samples = self._without_foretold(schedule) if self._foretold else schedule.samples
         own = self.rows.generation[schedule.rows] == schedule.generations
-        for i in np.flatnonzero(schedule.samples).tolist():
+        for i in np.flatnonzero(samples).tolist():
             request, count = schedule.requests[i], int(counts[i])
             num_planned = 1 + len(schedule.draft_token_ids.get(i, ()))
             assert 1 <= count <= num_planned, f"{count} tokens of an entry that planned {num_planned}"
@@ -539,6 +583,7 @@ class Scheduler:
         assert all(request.row < 0 and request.rows is None and request.num_in_flight >= 0 for request in waiting)
         assert all(request.num_in_flight == 0 or self.num_steps_in_flight for request in running + waiting)
         assert set(self._drafted) <= {request.request_id for request in running}
+        assert set(self._foretold) == {request.request_id for request in running + waiting if request.num_foretold}
         keys = [self._order_key(request) for request in self._waiting]
         assert keys == sorted(keys), "the queue is out of order"
         assert self._stop_ids == Counter(token for request in running + waiting for token in request.stop_ids)

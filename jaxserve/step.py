@@ -196,11 +196,15 @@ def head(
     edits: jax.Array,  # i32[max_num_seqs, columns of edit_rows]
     hidden: jax.Array,  # [R, D]
     inputs: HeadInputs,
+    masks: jax.Array,  # i32[num_rows, ceil(V / 32)]: the tokens that grammars allow
+    masked: jax.Array,  # bool[]: whether any grammar does
 ):
     """Logits of the first `num_rows` hidden rows, and a token of each. Returns (last_tokens, history, what the host
     fetches: i32[rows, ...])."""
     model = functions.module(functions.head_indices, leaves)
     logits = model.logits(model.final_norm(hidden[:num_rows]))
+    with jax.named_scope("grammar_masks"):
+        logits = lax.cond(masked, sampling.apply_masks, lambda logits, _: logits, logits, masks)
     rows = sampling.unpack_rows(inputs.sampling[:num_rows])
     seq_rows = inputs.rows[:num_rows]
     edit = functools.partial(

@@ -70,16 +70,16 @@ def dummy_model(dtype: str = "float32", config: ModelConfig = CONFIG) -> Decoder
 
 
 @functools.cache
-def _plain_forward(dtype: str) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(dummy_model(dtype))
+def _plain_forward(dtype: str, config: ModelConfig) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(dummy_model(dtype, config))
 
 
-def plain_logprobs(tokens: Sequence[int], dtype: str = "float32") -> np.ndarray:
+def plain_logprobs(tokens: Sequence[int], dtype: str = "float32", config: ModelConfig = CONFIG) -> np.ndarray:
     """f64[len(tokens), V]: log-probabilities of what follows each token, by the module's own causal forward over the whole
     sequence: no pages, no steps, no engine."""
     padded = np.zeros((1, SETTINGS["max_model_len"]), np.int32)
     padded[0, : len(tokens)] = tokens
-    logits = np.asarray(_plain_forward(dtype)(jnp.asarray(padded)), np.float64)[0, : len(tokens)]
+    logits = np.asarray(_plain_forward(dtype, config)(jnp.asarray(padded)), np.float64)[0, : len(tokens)]
     logits -= logits.max(-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 

@@ -155,6 +155,15 @@ class Harness:
             drafts = [t if ok else t + 1 for t, ok in zip(tokens[known:], right, strict=True)]
             self.scheduler.set_drafts(request, drafts)
 
+    def foretell(self, request: Request, num_tokens: int) -> StepResult:
+        """Tells the scheduler the request's next tokens, which count as delivered as far as it takes them."""
+        tokens = list(request.token_ids)
+        for _ in range(num_tokens):
+            tokens.append(next_token(request.seed, tokens))
+        result = self.scheduler.foretell(request, tokens[len(request.token_ids) :])
+        self._record(result)
+        return result
+
     def update(self, first_token: int | None = None) -> StepResult:
         """The oldest step's tokens come back; `first_token` stands in for the token of its first entry."""
         schedule, sampled, counts = self.in_flight.popleft()
@@ -162,10 +171,13 @@ class Harness:
             sampled[0, 0] = first_token
         args = (sampled, counts) if self.num_drafts else (sampled[:, 0],)
         result = self.scheduler.update(schedule, *args)
+        self._record(result)
+        return result
+
+    def _record(self, result: StepResult) -> None:
         for request, token in zip(result.requests, result.tokens, strict=True):
             self.delivered.setdefault(request.request_id, []).append(token)
         self.finished += result.finished
-        return result
 
     def step(self) -> Schedule:
         """Schedules a step, then takes in the oldest if more than `depth` are in flight."""
@@ -192,7 +204,8 @@ class Harness:
         scheduler, pool = self.scheduler, self.pool
         scheduler.check_invariants()
         assert not scheduler.num_running and not scheduler.num_waiting and pool.num_free_pages == pool.num_pages
-        assert not scheduler._requests and not scheduler._stop_ids and not scheduler._drafted
+        assert not scheduler._requests and not scheduler._stop_ids
+        assert not scheduler._drafted and not scheduler._foretold
         assert scheduler.rows.num_free == self.config.max_num_seqs and not any(scheduler.rows._requests)
 
     def assert_solo(self, *requests: Request) -> None:

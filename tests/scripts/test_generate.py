@@ -154,7 +154,7 @@ BAD_LINES = [
     ('{"prompt": "a", "temperature": "hot"}', "temperature='hot' must be a number"),
     ('{"prompt": "a", "max_tokens": 0}', "max_tokens=0 must be an integer >= 1"),
     ('{"prompt": "a", "min_tokens": 129}', "min_tokens=129 must not exceed max_tokens=128"),
-    ('{"prompt": "a", "presence_penalty": 1}', "presence_penalty=1 is not supported yet"),
+    ('{"prompt": "a", "presence_penalty": 3}', "presence_penalty=3 must be a number [-2, 2]"),
     ('{"prompt": "a", "cache_salt": 1}', "cache_salt=1 must be a text"),
     ('{"prompt": "a", "priority": "high"}', "priority='high' must be an integer"),
 ]

@@ -1,0 +1,92 @@
+"""Which unfinished requests have a grammar, and where each stands in it.
+
+Owns the wait for compilation and the states; feeds the masks of a step. The engine says what was sampled and asks what may follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxserve.structured.grammars import Grammar, GrammarError
+from jaxserve.structured.masks import GrammarState, MaskFiller
+
+if TYPE_CHECKING:
+    from jaxserve.request import Request
+    from jaxserve.schedule import Schedule
+
+
+class Constraints:
+    """The constrained requests of one engine.
+
+    Args:
+      vocab_size: V.
+      max_rows: most logits rows of a step.
+    """
+
+    def __init__(self, vocab_size: int, max_rows: int):
+        self._vocab_size, self._max_rows = vocab_size, max_rows
+        self._filler: MaskFiller | None = None  # made with the first grammar: it holds buffers and threads
+        self._compiling: dict[Request, Future[Grammar]] = {}
+        self._states: dict[Request, GrammarState] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any request is constrained, or waits to be."""
+        return bool(self._states) or bool(self._compiling)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._states
+
+    def add(self, request: Request, grammar: Future[Grammar]) -> None:
+        """The request is constrained by `grammar`, which may still be compiling; `poll` says when it is not."""
+        self._compiling[request] = grammar
+
+    def poll(self, timeout: float = 0.0) -> tuple[list[Request], list[tuple[Request, str]]]:
+        """(requests whose grammar is compiled by now, those whose grammar failed, with why).
+
+        timeout: seconds to wait for the first of them, if none is done.
+        """
+        if self._compiling and timeout:
+            wait(self._compiling.values(), timeout, FIRST_COMPLETED)
+        ready, failed = [], []
+        for request, future in [(r, f) for r, f in self._compiling.items() if f.done()]:
+            del self._compiling[request]
+            try:
+                self._states[request] = GrammarState(future.result())
+                ready.append(request)
+            except GrammarError as error:
+                failed.append((request, str(error)))
+        return ready, failed
+
+    def constrains(self, schedule: Schedule) -> bool:
+        """Whether a sample of this step needs a mask."""
+        return bool(self._states) and any(request in self._states for request in schedule.requests)
+
+    def masks(self, schedule: Schedule) -> np.ndarray:
+        """i32[max_rows, ceil(V / 32)]: of the step's logits rows, as MaskFiller's. All tokens sampled before this step must have
+        been given to `advance`."""
+        if self._filler is None:
+            self._filler = MaskFiller(self._vocab_size, self._max_rows)
+        sampling = [r for r, samples in zip(schedule.requests, schedule.samples, strict=True) if samples]
+        states = {row: self._states[r] for row, r in enumerate(sampling) if r in self._states and not r.finished}
+        return self._filler.fill(states)
+
+    def advance(self, request: Request, token_ids: Sequence[int]) -> GrammarState:
+        """The request's output has grown by these tokens; returns where it stands."""
+        state = self._states[request]
+        accepted = state.advance(token_ids)
+        assert accepted == len(token_ids), f"{request.request_id}: sampled {token_ids}, of which its mask allowed {accepted}"
+        return state
+
+    def discard(self, request: Request) -> None:
+        """The request has finished; nothing happens if it was never constrained."""
+        self._states.pop(request, None)
+        self._compiling.pop(request, None)
+
+    def clear(self) -> None:
+        """Forgets all requests."""
+        self._states.clear()
+        self._compiling.clear()

@@ -1,0 +1,147 @@
+"""From StructuredOutputsParams to a compiled grammar over a model's tokens, off the thread that asks.
+
+Owns the compiler's threads, its view of the vocabulary, and a cache of what was compiled. Knows nothing of requests or steps.
+llguidance does the work: an Earley parser over derivatives of regular expressions, with no tables to build beforehand.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.structured.params import StructuredOutputsParams
+from jaxserve.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MAX_CACHED = 256  # grammars; the one used longest ago goes first
+
+
+class GrammarError(ValueError):
+    """A grammar that can't be compiled or that nothing satisfies; the message has the compiler's own words."""
+
+
+class Grammar:
+    """A compiled grammar. `matcher` makes the state of one sequence in it."""
+
+    def __init__(self, start: LLMatcher):
+        self._start = start
+
+    def matcher(self) -> LLMatcher:
+        """A new matcher, at the start of the output."""
+        return self._start.deep_copy()
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary in threads of its own, each grammar once.
+
+    Args:
+      tokenizer: the model's; a vocabulary of tokens without bytes of their own (not byte-level) works as well.
+      vocab_size: V, the model's logits; ids past the tokenizer's are never allowed.
+      eos_token_ids: allowed where the grammar may end. One at least.
+
+    Raises:
+      ValueError: no eos_token_ids: an output that must end could not.
+      ModuleNotFoundError: llguidance is not installed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int], num_threads: int = 2):
+        import llguidance  # noqa: F401  (missing, it is missed here and not in a thread)
+
+        self.vocab_size, self.eos_token_ids = vocab_size, sorted(eos_token_ids)
+        if not self.eos_token_ids:
+            raise ValueError("structured outputs need an end of sequence, and this model names no eos token")
+        self._tokenizer = tokenizer
+        self._added = frozenset(token.content for token in tokenizer.backend.get_added_tokens_decoder().values())
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
+        self._lock = threading.Lock()
+        self._futures: OrderedDict[str, Future[Grammar]] = OrderedDict()
+        self._vocabulary = self._pool.submit(self._read_vocabulary)  # a second for 150,000 tokens
+
+    def submit(self, params: StructuredOutputsParams) -> Future[Grammar]:
+        """The grammar, soon; GrammarError where it can't be. The future is shared by all who ask for the same: don't cancel it."""
+        with self._lock:
+            if params.key in self._futures:
+                self._futures.move_to_end(params.key)
+            else:
+                self._futures[params.key] = self._pool.submit(self._compile, params)
+                if len(self._futures) > MAX_CACHED:
+                    self._futures.popitem(last=False)
+            return self._futures[params.key]
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """The grammar, waited for. Raises GrammarError."""
+        return self.submit(params).result()
+
+    def close(self) -> None:
+        """Ends the threads; what waits to be compiled is given up."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _read_vocabulary(self) -> Any:
+        from llguidance import LLTokenizer
+
+        eos: Any = self.eos_token_ids if len(self.eos_token_ids) > 1 else self.eos_token_ids[0]
+        return LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=self.vocab_size, eos_token=eos)
+
+    def _compile(self, params: StructuredOutputsParams) -> Grammar:
+        from llguidance import LLMatcher
+
+        try:
+            source = self._source(params)
+        except ValueError as error:
+            raise GrammarError(f"structured_outputs: {params.kind}: {error}") from None
+        matcher = LLMatcher(self._vocabulary.result(), source, log_level=0)
+        if matcher.is_error():
+            raise GrammarError(f"structured_outputs: {params.kind}: {_words(matcher.get_error())}")
+        matcher.compute_bitmask()
+        if matcher.is_error():  # some that nothing satisfies are found out by the first mask only
+            raise GrammarError(f"structured_outputs: {params.kind}: nothing satisfies it ({_words(matcher.get_error())})")
+        return Grammar(matcher)
+
+    def _source(self, params: StructuredOutputsParams) -> str:
+        """llguidance's own text of what is asked for."""
+        import llguidance
+
+        if params.kind in ("json", "json_object"):
+            schema: Any = params.json if params.kind == "json" else {"type": "object"}
+            if params.disable_additional_properties:
+                schema = _closed(schema)
+            options: Any = {"whitespace_flexible": not params.disable_any_whitespace}
+            if params.whitespace_pattern is not None:
+                options["whitespace_pattern"] = params.whitespace_pattern
+            return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+        if params.kind == "structural_tag":
+            return self._tags(params.structural_tag)
+        return llguidance.grammar_from(
+            params.kind, json.dumps(params.choice) if params.kind == "choice" else getattr(params, params.kind)
+        )
+
+    def _tags(self, tag: Any) -> str:
+        from llguidance import StructTag
+
+        tags, triggers = [], sorted(tag["triggers"], key=len, reverse=True)
+        for structure in tag["structures"]:
+            trigger = next(t for t in triggers if structure["begin"].startswith(t))
+            tags.append(StructTag(trigger=trigger, begin=structure["begin"], grammar=structure["schema"], end=structure["end"]))
+        return StructTag.to_grammar(tags, assume_special=all(tag.trigger in self._added for tag in tags))
+
+
+def _words(error: str) -> str:
+    """The compiler's message, without the dump of its state."""
+    return error.split("<state>")[0].strip()
+
+
+def _closed(schema: Any) -> Any:
+    """A JSON schema whose objects have only the properties that they name."""
+    if isinstance(schema, list):
+        return [_closed(x) for x in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {k: v if k in ("enum", "const", "default", "examples") else _closed(v) for k, v in schema.items()}
+    is_object = closed.get("type") == "object" or "properties" in closed
+    return closed | {"additionalProperties": False} if is_object and "additionalProperties" not in closed else closed

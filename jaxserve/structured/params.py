@@ -1,0 +1,154 @@
+"""`StructuredOutputsParams`: the form that a request's output must have. Knows nothing of how a form is enforced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """One of KINDS, with names and meanings as vLLM's StructuredOutputsParams; the others stay None.
+
+    json: a JSON schema, as a dict or as JSON text, or a pydantic model class.
+    regex: a regular expression (of Rust's regex crate: no look-around, no back-references) that the whole output matches.
+    choice: the output is one of these strings.
+    grammar: a context-free grammar, in llguidance's Lark or in GBNF.
+    json_object: any JSON object.
+    structural_tag: {"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}, as a dict or as JSON text: free text in
+      which a trigger starts one of the structures that begin with it.
+
+    disable_any_whitespace: JSON without whitespace but what a string holds. whitespace_pattern: a regular expression for the
+      whitespace between JSON's tokens. disable_additional_properties: objects have no properties but those their schema names.
+
+    Raises:
+      ValueError: none or several of KINDS, a value of the wrong type, or an option that its kind does not read.
+    """
+
+    json: str | Mapping[str, Any] | type | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self):
+        if self.json_object is False:
+            object.__setattr__(self, "json_object", None)
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            raise ValueError(f"structured_outputs must have exactly one of {', '.join(KINDS)}; got {', '.join(given) or 'none'}")
+        object.__setattr__(self, given[0], _CHECKS[given[0]](getattr(self, given[0])))
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"structured_outputs: {name}={getattr(self, name)!r} must be True or False")
+        if not isinstance(self.whitespace_pattern, str | None):
+            raise ValueError(f"structured_outputs: whitespace_pattern={self.whitespace_pattern!r} must be a string")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise ValueError("structured_outputs: disable_any_whitespace leaves nothing for whitespace_pattern; give one of them")
+        options = [name for name in _JSON_OPTIONS if getattr(self, name)]
+        if options and self.kind not in ("json", "json_object"):
+            raise ValueError(f"structured_outputs: {', '.join(options)} is for json, not for {self.kind}")
+
+    @classmethod
+    def make(cls, given: StructuredOutputsParams | Mapping[str, Any]) -> StructuredOutputsParams:
+        """From itself, or from a dict of its fields. ValueError names an unknown field."""
+        if isinstance(given, StructuredOutputsParams):
+            return given
+        if not isinstance(given, Mapping):
+            raise ValueError(f"structured_outputs={given!r} must be a StructuredOutputsParams, or a dict of its fields")
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(str(name) for name in given if name not in known)
+        if unknown:
+            raise ValueError(f"structured_outputs has unknown fields {', '.join(unknown)}; it may have {', '.join(known)}")
+        return cls(**given)
+
+    @property
+    def kind(self) -> str:
+        """Which of KINDS it is."""
+        return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+    @cached_property
+    def key(self) -> str:
+        """Equal for params that mean the same; a JSON text."""
+        return json.dumps({field.name: getattr(self, field.name) for field in fields(self)})
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+_JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+
+
+def _schema(value: Any) -> dict[str, Any] | bool:
+    if isinstance(value, type) and hasattr(value, "model_json_schema"):
+        value = value.model_json_schema()  # pyright: ignore[reportAttributeAccessIssue]  (a pydantic model, without pydantic)
+    value = _parsed("json", value)
+    if not isinstance(value, dict | bool):
+        raise ValueError(f"structured_outputs: json={value!r} must be a JSON schema: an object, true or false")
+    return value
+
+
+def _structural_tag(value: Any) -> dict[str, Any]:
+    value = _parsed("structural_tag", value)
+    structures, triggers = (value.get(name) if isinstance(value, dict) else None for name in ("structures", "triggers"))
+    if not (isinstance(structures, list) and structures and isinstance(triggers, list) and triggers):
+        raise ValueError("structured_outputs: structural_tag must have 'structures' and 'triggers', lists that are not empty")
+    if not all(isinstance(trigger, str) and trigger for trigger in triggers):
+        raise ValueError(f"structured_outputs: structural_tag: {triggers=} must be strings, none of them empty")
+    for structure in structures:
+        texts = [structure.get(name) if isinstance(structure, dict) else None for name in ("begin", "end")]
+        if not (all(isinstance(text, str) for text in texts) and isinstance(structure.get("schema"), dict)):
+            raise ValueError(
+                f"structured_outputs: structural_tag: {structure=} must have 'begin' and 'end' texts and a 'schema' object"
+            )
+        if not any(str(texts[0]).startswith(trigger) for trigger in triggers):
+            raise ValueError(f"structured_outputs: structural_tag: begin={texts[0]!r} starts with none of the triggers {triggers}")
+    return value
+
+
+def _parsed(name: str, value: Any) -> Any:
+    """A copy of plain JSON types, from itself or from JSON text."""
+    try:
+        return json.loads(value if isinstance(value, str) else json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"structured_outputs: {name} is not JSON: {error}") from None
+
+
+def _text(name: str):
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"structured_outputs: {name}={value!r} must be a string that is not empty")
+        return value
+
+    return check
+
+
+def _choice(value: Any) -> list[str]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value or not all(isinstance(x, str) for x in value):
+        raise ValueError(f"structured_outputs: choice={value!r} must be a list of strings, one at least")
+    return list(value)
+
+
+def _json_object(value: Any) -> bool:
+    if value is not True:
+        raise ValueError(f"structured_outputs: json_object={value!r} must be True or False")
+    return value
+
+
+_CHECKS = {
+    "json": _schema,
+    "regex": _text("regex"),
+    "choice": _choice,
+    "grammar": _text("grammar"),
+    "json_object": _json_object,
+    "structural_tag": _structural_tag,
+}

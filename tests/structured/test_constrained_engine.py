@@ -1,0 +1,240 @@
+"""An engine whose requests have grammars: whatever random weights want, what comes out parses and validates."""
+
+import json
+import re
+from concurrent.futures import Future
+from dataclasses import replace
+
+import jsonschema
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jaxserve import Engine, SamplingParams
+from jaxserve.structured import StructuredOutputsParams
+from jaxserve.structured.grammars import GrammarCompiler
+from jaxserve.tokenizer import Tokenizer
+from tests import dummy
+from tests.structured import random_grammars
+
+VOCAB = 512
+CONFIG = replace(dummy.CONFIG, vocab_size=VOCAB)
+EOS = dummy.EOS
+PAGES = 26  # of a small pool
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """A byte-level BPE whose merges come from text like what the grammars spell, so that a token often crosses their boundaries."""
+    rng = np.random.default_rng(0)
+    corpus = [json.dumps(random_grammars.schema(rng)) for _ in range(200)]
+    corpus += [
+        json.dumps({"name": "value", "ab": [1, 20, 300], "c": None, "flag": True, "x": -1.5e3}, indent=i % 3) for i in range(60)
+    ]
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB - 8, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(corpus, trainer)
+    return Tokenizer(backend, special_tokens={"eos_token": "</s>"})
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    compiler = GrammarCompiler(tokenizer, VOCAB, [EOS])
+    yield compiler
+    compiler.close()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return dummy.dummy_model(config=CONFIG)
+
+
+def make_engine(model, **settings) -> Engine:
+    return dummy.make_engine(model, bucket_plan=dummy.ONE_BUCKET, **settings)
+
+
+def serve(engine: Engine, asks: list[tuple[list[int], SamplingParams, Future | None]]) -> list[dummy.Answer]:
+    answers = [dummy.Answer() for _ in asks]
+    for i, (prompt, params, grammar) in enumerate(asks):
+        engine.add_request(str(i), prompt, params, grammar=grammar)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            answers[int(output.request.request_id)].take(output)
+        engine.scheduler.check_invariants()
+    dummy.assert_empty(engine)
+    assert not engine._constraints
+    return answers
+
+
+def prompts(n: int) -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(1, VOCAB, rng.integers(1, 30)).tolist() for _ in range(n)]
+
+
+def matches(regex: str, text: str) -> None:
+    assert re.fullmatch(regex, text), (regex, text)
+
+
+def test_several_hundred_schemas_and_regexes(model, tokenizer, compiler):
+    rng = np.random.default_rng(2)
+    engine = make_engine(model)
+    wanted, asks = [], []
+    for i, prompt in enumerate(prompts(320)):
+        if i % 4:
+            schema = random_grammars.schema(rng)
+            wanted.append(lambda text, schema=schema: jsonschema.validate(json.loads(text), schema))
+            grammar = StructuredOutputsParams(json=schema, disable_any_whitespace=bool(i % 3))
+        else:
+            regex = random_grammars.regex(rng)
+            wanted.append(lambda text, regex=regex: matches(regex, text))
+            grammar = StructuredOutputsParams(regex=regex)
+        params = SamplingParams(temperature=[0.0, 1.0, 3.0][i % 3], top_k=[0, 5][i % 2], max_tokens=150, seed=i)
+        asks.append((prompt, params, compiler.submit(grammar)))
+    answers = serve(engine, asks)
+    reasons = {"stop": 0, "length": 0}
+    for answer, check in zip(answers, wanted, strict=True):
+        reasons[str(answer.finish_reason)] += 1
+        if answer.finish_reason == "stop":
+            check(tokenizer.decode(answer.tokens))
+    assert reasons["stop"] > 290, reasons
+    num_tokens = sum(len(answer.tokens) for answer in answers)
+    num_sampled = engine.stats.padding.head_rows
+    print(f"{num_tokens} tokens of {len(answers)} requests from {num_sampled} samples; {reasons}")
+    assert num_sampled < 0.9 * num_tokens, "forced tokens take no step each"
+
+
+GRAMMARS = {
+    "object": StructuredOutputsParams(
+        json={
+            "type": "object",
+            "properties": {
+                "a long property": {"type": "integer", "maximum": 999, "minimum": 0},
+                "b": {"enum": ["yes", "no", None]},
+            },
+            "required": ["a long property", "b"],
+            "additionalProperties": False,
+        }
+    ),
+    "regex": StructuredOutputsParams(regex="[a-f]{3,9}-[0-9]{2}"),
+    "choice": StructuredOutputsParams(choice=["the first of them", "the second of them", "a third"]),
+    "lark": StructuredOutputsParams(grammar='start: "<" start ">" | /[a-z]{1,4}/'),
+    "gbnf": StructuredOutputsParams(grammar='root ::= "<" root ">" | [a-z] [0-9]'),
+    "tag": StructuredOutputsParams(
+        structural_tag={"structures": [{"begin": "x", "schema": {"type": "boolean"}, "end": "/x"}], "triggers": ["x"]}
+    ),
+}
+
+
+def mixed_asks(compiler) -> list[tuple[list[int], SamplingParams, Future | None]]:
+    """Every kind of grammar and none, greedy and not, prompts that share pages, are chunked, and are preempted in a small pool."""
+    shared, asks = prompts(1)[0][:12], []
+    for i, prompt in enumerate(prompts(14)):
+        params = SamplingParams(temperature=i % 2, max_tokens=24, seed=i, logprobs=3, min_tokens=i % 3)
+        names = [*GRAMMARS, None]
+        name = names[i % len(names)]
+        asks.append((shared + prompt, params, compiler.submit(GRAMMARS[name]) if name else None))
+    return asks
+
+
+def test_alone_and_together_are_equal_bit_for_bit(model, compiler):
+    """One bucket: whatever shares the batch, chunks, preemption, prefix hits, stepping ahead."""
+    asks = mixed_asks(compiler)
+    engine = make_engine(model, pool_pages=PAGES)
+    together = serve(engine, asks)
+    stats = engine.scheduler.stats()
+    assert stats.num_preemptions and stats.num_hit_tokens
+    alone = [serve(make_engine(model, async_scheduling=False, enable_prefix_caching=False), [ask])[0] for ask in asks]
+    named = [{str(i): answer for i, answer in enumerate(answers)} for answers in (together, alone)]
+    assert not dummy.differences(*named)
+
+
+def test_logprobs_are_of_what_the_grammar_allows(model, tokenizer, compiler):
+    """Against the module's own forward and llguidance's own matcher, token by token."""
+    asks = mixed_asks(compiler)
+    answers = serve(make_engine(model), asks)
+    from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+    checked = 0
+    for (prompt, _, grammar), answer in zip(asks, answers, strict=True):
+        if grammar is None:
+            continue
+        plain = dummy.plain_logprobs(prompt + answer.tokens, config=CONFIG)
+        matcher, bits = grammar.result().matcher(), allocate_token_bitmask(1, VOCAB)
+        for i, token in enumerate(answer.tokens):
+            forced = matcher.compute_ff_tokens()
+            fill_next_token_bitmask(matcher, bits)
+            allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[:VOCAB] == 1
+            if forced:
+                allowed[:] = np.arange(VOCAB) == forced[0]
+            row = np.where(allowed, plain[len(prompt) + i - 1], -np.inf)
+            expected = row[token] - row.max() - np.log(np.exp(row - row.max()).sum())
+            assert answer.logprobs[i][token][0] == pytest.approx(expected, abs=2e-4)
+            assert all(allowed[other] for other in answer.logprobs[i])
+            assert matcher.consume_token(token)
+            checked += 1
+    assert checked > 100
+
+
+def test_nobody_waits_for_a_grammar_that_compiles(model, compiler):
+    engine = make_engine(model)
+    pending: Future = Future()
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    engine.add_request("waits", [1, 2, 3], params, grammar=pending)
+    engine.add_request("runs", [1, 2, 3], params)
+    tokens: dict[str, list[int]] = {"waits": [], "runs": []}
+
+    def step():
+        for output in engine.step():
+            tokens[output.request.request_id] += output.new_token_ids
+
+    while len(tokens["runs"]) < 8:
+        step()
+    assert not tokens["waits"] and engine.has_unfinished_requests()
+    pending.set_result(compiler.compile(GRAMMARS["choice"]))
+    while engine.has_unfinished_requests():
+        step()
+    assert tokens["waits"]
+
+
+def test_a_grammar_that_cannot_be_ends_its_request_alone(model, compiler):
+    grammar = compiler.submit(StructuredOutputsParams(json={"type": "string", "minLength": 5, "maxLength": 3}))
+    asks = [([1, 2], SamplingParams(max_tokens=4, ignore_eos=True), g) for g in (None, grammar)]
+    fine, refused = serve(make_engine(model), asks)
+    assert fine.finish_reason == "length"
+    assert refused.finish_reason == "error" and "minLength (5) is greater than maxLength (3)" in str(refused.stop_reason)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"regex": "(?=x)y"}, "look-around"),
+        ({"regex": "[^\\s\\S]"}, "nothing satisfies it"),
+        ({"json": {"type": "foo"}}, "Invalid type: foo"),
+        ({"json": {"not": {"type": "integer"}}}, 'Unimplemented keys: \\["not"\\]'),
+        ({"grammar": "start: missing"}, "unknown name"),
+        ({"choice": []}, "one at least"),
+        ({"json": {}, "regex": "a"}, "exactly one of"),
+        ({}, "exactly one of"),
+        ({"regexp": "a"}, "unknown fields regexp"),
+        ({"json": "{"}, "not JSON"),
+        ({"regex": "a", "disable_any_whitespace": True}, "is for json, not for regex"),
+    ],
+)
+def test_what_cannot_be_compiled_says_why(compiler, asked, words):
+    with pytest.raises(ValueError, match=words):
+        compiler.compile(StructuredOutputsParams.make(asked))
+
+
+def test_a_grammar_is_compiled_once(compiler):
+    one = compiler.submit(StructuredOutputsParams(json={"type": "integer", "minimum": 3}))
+    assert compiler.submit(StructuredOutputsParams(json='{"type": "integer", "minimum": 3}')) is one
+    assert compiler.submit(StructuredOutputsParams(json={"type": "integer", "minimum": 4})) is not one
+
+
+def test_an_end_of_sequence_is_needed(tokenizer):
+    with pytest.raises(ValueError, match="names no eos token"):
+        GrammarCompiler(tokenizer, VOCAB, [])
