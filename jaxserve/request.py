@@ -65,7 +65,6 @@ class SamplingParams:
 
     Raises:
       ValueError: a value is of the wrong type or out of range; the message names it and what it may be.
-      NotImplementedError: a parameter that is not built yet has another value than its neutral one.
     """
 
     n: int = 1

@@ -15,6 +15,9 @@ from scripts.compiled_report import CompiledReport, Kernel
 HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "32b": (64, 8, 128), "30b-a3b": (32, 4, 128), "smollm2": (9, 3, 64)}
 SHAPES = {"decode": (64, 64, 1), "mixed": (2048, 128, 2048)}  # (T, S, max_q_len)
 ATTENTION, JOIN = "ragged_paged_attention_mosaic_gpu_kernel", "join_partial_results_mosaic_gpu_kernel"
+EXPERTS = "grouped_matmul_mosaic_gpu_kernel"
+EXPERTS_30B_A3B = ((2048, 1536), (768, 2048))  # [in, out] of an expert's gate and up, and of its down projection
+EXPERTS_TOKENS = (8, 64, 2048)  # 0.5, 4 and 128 rows an expert
 _MAX_KV_LEN, _NUM_PAGES = 32768, 4096
 
 
@@ -49,7 +52,25 @@ def kernel_cases(num_sms: int, device_kind: str) -> list[KernelCase]:
         *(attention_case(name, shape, num_sms, device_kind) for name in HEADS for shape in SHAPES),
         *(attention_case("0.6b", shape, num_sms, device_kind, page_size=16, dtype="float16") for shape in SHAPES),
         attention_case("8b", "mixed", num_sms, device_kind, sliding_window=4096, soft_cap=50.0),
+        *(experts_case(num_tokens, *matrix) for num_tokens in EXPERTS_TOKENS for matrix in EXPERTS_30B_A3B),
     ]
+
+
+def experts_case(num_tokens: int, in_dim: int, out_dim: int) -> KernelCase:
+    """One grouped matmul of 30B-A3B's experts, 8 of 128 a token, with its plan on the device."""
+    import jax
+    import jax.numpy as jnp
+
+    from kernels.grouped_matmul import gather_rows, grouped_matmul, plan_groups
+
+    def experts(x, group_ids, w, num_real):
+        groups = plan_groups(group_ids, [w], num_tokens=num_real, backend="mosaic_sm90")
+        return grouped_matmul(gather_rows(x, groups), w, groups)
+
+    S = jax.ShapeDtypeStruct
+    w = S((128, in_dim, out_dim), jnp.bfloat16)
+    args = (S((num_tokens, in_dim), jnp.bfloat16), S((num_tokens, 8), jnp.int32), w, S((), jnp.int32))
+    return KernelCase(f"experts 30b-a3b {in_dim}x{out_dim} T={num_tokens}", experts, args, {EXPERTS: ("TMA", "wgmma")})
 
 
 def attention_case(

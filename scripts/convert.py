@@ -58,7 +58,8 @@ def to_orbax(path: Path, output: str, dtype: str) -> Path:
     config = ModelConfig.from_hf(said)
     if dtype == "auto" and quantised:
         dtype = "bfloat16"
-    abstract, table = named_leaves(Decoder.abstract(config, "bfloat16" if dtype == "auto" else dtype)), key_table(config)
+    abstract = named_leaves(Decoder.abstract(config, "bfloat16" if dtype == "auto" else dtype))
+    table = key_table(config, reader.keys())
     if dtype == "auto":
         abstract = convert.stored_dtypes(reader, abstract, table)
     else:

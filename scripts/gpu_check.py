@@ -34,7 +34,7 @@ _PART = flags.DEFINE_enum("part", "all", ["kernels", "engine", "all"], "Which ha
 _SECTIONS = flags.DEFINE_list("sections", [], "Only these sections of the part.")
 _MINUTES = flags.DEFINE_float("minutes", 7.5, "Time of a part.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Tiny shapes on a CPU.")
-_OUT = flags.DEFINE_string("out", "benchmarks/results", "The folder above <device>/.")
+_OUT = flags.DEFINE_string("out", None, "The folder above <device>/: benchmarks/results, or a new temporary one for a dry run.")
 _TORCH = flags.DEFINE_string("torch_python", sys.executable, "The Python with torch and transformers.")
 _CHILD = flags.DEFINE_string("child", None, "The section that this process is; set by the parent.")
 _ROWS = flags.DEFINE_string("rows", None, "Where a child writes its figures; set by the parent.")
@@ -145,7 +145,7 @@ def _graph_updates(figures: Figures) -> None:
     """Runs its child with XLA's log on, in a file that both read."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        environment = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "command_buffer_thunk=3"}
+        environment = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "command_buffer_thunk=3,gpu_command_buffer=3"}
         rows = Path(folder) / "rows"
         end = run_child("count_graph_updates", figures.seconds_left, rows, figures.dry_run, [f"--cache={log}"], environment, log)
         for row in read_rows(rows):
@@ -257,7 +257,8 @@ def device_name(rows: list[dict[str, Any]]) -> str:
 
 def write(part: str, rows: list[dict[str, Any]]) -> Path:
     """The part's figures as JSON, beside what they depend on."""
-    folder = Path(_OUT.value) / ("dry_run" if _DRY_RUN.value else device_name(rows))
+    above = _OUT.value or (tempfile.mkdtemp() if _DRY_RUN.value else "benchmarks/results")
+    folder = Path(above) / ("dry_run" if _DRY_RUN.value else device_name(rows))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"gpu_{part}.json"
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -6,6 +6,7 @@ runner, to run one step over and over.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import tempfile
@@ -17,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxserve import BucketPlan
-from jaxserve.workloads import nano_vllm
+from jaxserve.workloads import Workload, WorkloadRequest, nano_vllm
 from scripts.bench_models import RANDOM
 from scripts.bench_run import serve
 from scripts.device_rates import Rates, measure
@@ -127,8 +128,6 @@ def _time_step(figures: Figures, rates: Rates, engine: Any, name: str, batch: in
 def _decoding(engine: Any, batch: int, kv_len: int, seed: int) -> tuple[Any, int]:
     """Brings `batch` requests to decoding at about kv_len tokens. Returns the StepInputs of a step as it then runs, made to run at
     the same place over and over, and the KV tokens that it reads."""
-    import dataclasses
-
     from jaxserve import SamplingParams
 
     rng = np.random.default_rng(seed)
@@ -179,14 +178,15 @@ def workload(figures: Figures, name: str = "qwen3-0.6b") -> None:
     from jaxserve.compilation import compile_counts
 
     rates = measure(figures)
-    requests = [(12, 6)] * 6 if figures.dry_run else nano_vllm().lengths
+    requests = Workload("dry", (WorkloadRequest(12, 6),) * 6) if figures.dry_run else nano_vllm()
+    short = tuple(dataclasses.replace(r, num_output_tokens=min(r.num_output_tokens, 8)) for r in requests.requests)
     log = Path(tempfile.mkdtemp()) / "demand.jsonl"
     plan = BucketPlan(decode=(64, 128, 192, 256), mixed=((512, 256), (1024, 256), (4096, 256)), head_rows=(64, 256))
     if figures.dry_run:
         plan = BucketPlan(decode=(4,), mixed=((32, 4),), head_rows=(4,))
     engine = random_engine(name, bucket_plan=plan, max_model_len=64 if figures.dry_run else 2048, demand_log=str(log))
     compile_all(engine)
-    serve(engine, [(p, min(o, 8)) for p, o in requests], seed=1)  # every bucket runs before it is timed: its graph is recorded
+    serve(engine, dataclasses.replace(requests, requests=short), seed=1)  # so that graphs are recorded
     before, skip = compile_counts().programs, len(log.read_text().splitlines())
     done = serve(engine, requests, seed=0)
     demand = [json.loads(line) for line in log.read_text().splitlines()[skip:]]
@@ -272,8 +272,8 @@ def thunks(figures: Figures, name: str, expected: Path) -> None:
 
 
 def graph_updates(figures: Figures, name: str, log: Path) -> None:
-    """How often XLA records a graph anew while steps of one bucket run. XLA says so in its log (module command_buffer_thunk at
-    level 3), which the parent has turned on and pointed at `log`."""
+    """How often XLA records a graph anew while steps of one bucket run. XLA says so in its log (modules command_buffer_thunk and
+    gpu_command_buffer at level 3), which the parent has turned on and pointed at `log`."""
     small: dict[str, Any] = {"max_num_batched_tokens": 64} if figures.dry_run else {}
     engine = random_engine(name, max_num_seqs=8, max_model_len=256, compilation_cache_dir="", **small)
     inputs, _ = _decoding(engine, 8, 48, seed=0)

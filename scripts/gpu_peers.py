@@ -80,9 +80,18 @@ def _cudnn_decode(figures: Figures, rates: Any, name: str, heads: tuple[int, int
 # ---- torch
 
 
+def import_torch() -> Any:
+    """torch; NotImplementedError where there is none."""
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise NotImplementedError("torch is not installed for this Python; name another with --torch_python") from error
+    return torch
+
+
 def torch_attention(figures: Figures) -> None:
     """SDPA as it picks its kernel, its flash backend alone, and FlexAttention; in a process that never imports jax."""
-    import torch  # pyright: ignore[reportMissingImports]
+    torch = import_torch()
 
     gpu = torch.cuda.is_available()
     if not gpu and not figures.dry_run:
@@ -162,7 +171,7 @@ def _torch_rates(figures: Figures, torch: Any, device: str) -> tuple[float, floa
 
 def transformers_generate(figures: Figures) -> None:
     """The requests of `nano_vllm` through transformers, random weights: static batches of `generate`, then continuous batching."""
-    import torch  # pyright: ignore[reportMissingImports]
+    torch = import_torch()
 
     from jaxserve.workloads import nano_vllm
     from scripts.bench_transformers import make_batches, make_model, run

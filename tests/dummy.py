@@ -166,8 +166,8 @@ class Answer:
         self.tokens += output.new_token_ids
         self.logprobs += [{t: (x.logprob, x.rank) for t, x in entry.items()} for entry in output.logprobs or ()]
         if output.request.prompt_scores is not None:
-            entries = output.request.prompt_scores.to_dicts()
-            entries = [entry and {t: (x.logprob, x.rank) for t, x in entry.items()} for entry in entries]
+            scores = output.request.prompt_scores.to_dicts()
+            entries = [None if entry is None else {t: (x.logprob, x.rank) for t, x in entry.items()} for entry in scores]
             assert self.prompt_logprobs in (None, entries), "there from the first output on"
             self.prompt_logprobs = entries
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason

@@ -248,7 +248,7 @@ def test_work_lists_travel_with_the_step():
         return {window: WorkPlanner(WorkShape(*sizes, window)) for window in (None, 5)}
 
     all_layouts = {b: StepLayout(b, MAX_SEQS, PAGE_SIZE, PLAN.max_head_rows, planners(b)) for b in PLAN.buckets}
-    packer, rng, lists = BatchPacker(PLAN, all_layouts, MAX_SEQS), np.random.default_rng(5), set()
+    packer, rng, lists = BatchPacker(PLAN, all_layouts, MAX_SEQS, EDITS), np.random.default_rng(5), set()
     for number in range(20):
         schedule = random_schedule(rng, number)
         packer.newcomers(schedule)

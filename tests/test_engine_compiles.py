@@ -96,12 +96,12 @@ def test_nothing_compiles_after_warm_up():
     engine.runner.warm_up()
     heads, extra, edited, scored, dispatch = set(), [], [], [], engine.runner.dispatch
 
-    def spy(inputs):
+    def spy(inputs, masks=None):
         heads.add((inputs.head_rows, inputs.with_logprobs))
         extra.append(inputs.extra_page_updates)
         edited.extend(inputs.edit_rows)
         scored.extend(inputs.score_rows)
-        return dispatch(inputs)
+        return dispatch(inputs, masks)
 
     engine.runner.dispatch = spy
     before = num_compiled()

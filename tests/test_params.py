@@ -98,6 +98,23 @@ def test_known_names_make_what_the_loader_makes(name, tree):
         np.testing.assert_array_equal(x, expected[path], err_msg=path)
 
 
+def test_experts_of_tunix():
+    """Gate and up apart, all experts' in one array each, with no module around it."""
+    golden = load_golden("qwen3_moe")
+    config = ModelConfig.from_hf(golden.config_path)
+    expected = named_leaves(load_weights(SafetensorsReader(golden.weights), config))
+    tree, F = {}, config.moe_intermediate_size
+    for path, x in expected.items():
+        if x.ndim == 3 and "gate_up" in path:
+            mlp = path.removesuffix("/gate_up_proj/kernel")
+            tree |= {f"{mlp}/gate_proj": x[..., :F], f"{mlp}/up_proj": x[..., F:]}
+        else:
+            tree[path.removesuffix("/kernel") if x.ndim == 3 else path] = x
+    assert "layers/0/mlp/down_proj" in tree
+    for path, x in named_leaves(adopt_model(tree, config).module).items():
+        np.testing.assert_array_equal(x, expected[path], err_msg=path)
+
+
 def test_our_own_module_is_taken_as_it_is():
     model = dummy_model()
     for params in (model, nnx.state(model), dict(named_leaves(model)), {"params": named_leaves(model)}):

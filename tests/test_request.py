@@ -188,7 +188,8 @@ def test_values_become_plain_python():
     kinds = [type(x) for x in (params.n, params.temperature, params.seed, params.max_tokens, *(params.stop_token_ids or ()))]
     assert kinds == [int, float, int, int, int]
     assert hash(params) == hash(params.with_())
-    edited = SamplingParams(logit_bias={np.int64(3): 1}, allowed_token_ids=np.arange(2), bad_words_token_ids=[[np.int64(4)]])
+    ids: dict[str, Any] = {"allowed_token_ids": np.arange(2), "bad_words_token_ids": [[np.int64(4)]]}
+    edited = SamplingParams(logit_bias={np.int64(3): 1}, **ids)  # pyright: ignore[reportArgumentType]
     assert (edited.logit_bias, edited.allowed_token_ids, edited.bad_words_token_ids) == ({3: 1.0}, (0, 1), ((4,),))
     assert hash(edited) == hash(edited.with_())
 

@@ -40,7 +40,8 @@ def test_what_gains_nothing_is_not_taken(depth):
 def test_a_request_ends_among_its_foretold_tokens():
     harness = Harness(depth=1)
     long, short = harness.add(5, max_tokens=12), harness.add(5, max_tokens=4)
-    harness.step(), harness.step()
+    harness.step()
+    harness.step()
     taken = harness.foretell(short, 9)
     assert len(taken.tokens) == 3 and taken.finished == [short] and short.finish_reason == "length"
     harness.drain()

@@ -117,9 +117,8 @@ class GrammarCompiler:
             return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         if params.kind == "structural_tag":
             return self._tags(params.structural_tag)
-        return llguidance.grammar_from(
-            params.kind, json.dumps(params.choice) if params.kind == "choice" else getattr(params, params.kind)
-        )
+        kind: Any = params.kind
+        return llguidance.grammar_from(kind, json.dumps(params.choice) if kind == "choice" else getattr(params, kind))
 
     def _tags(self, tag: Any) -> str:
         from llguidance import StructTag

@@ -217,6 +217,13 @@ def _consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:
         if g.consumers > 1:
             count = lax.fori_loop(end, item.end_block, functools.partial(_pass_by, g, smem, me, item), count)
 
+            # A turn for an item without blocks (planned for KV that is not there): consumer 1, in the last block of the item
+            # before, waits for consumer 0's next turn, and must copy this item's queries before there is another item.
+            @pl.when(item.first_block == item.end_block)
+            def _():
+                _take_turn(smem)
+                _take_turn(smem)
+
         @pl.when(jnp.logical_and(item.slot < 0, tokens > 0))
         def _():
             _store_rows(g, refs, smem, me, item, item.token + first_token, tokens, state)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kernels import gpu
-from kernels.ragged_paged_attention import ragged_paged_attention, resolve_backend
+from kernels.ragged_paged_attention import ragged_paged_attention, resolve_backend, work_list
 from kernels.ragged_paged_attention.cases import INTERPRETED, TOLERANCE, Batch, Case, Heads, build
 from kernels.ragged_paged_attention.planner import Planner
 from kernels.ragged_paged_attention.tiles import Tiles, choose_tiles
@@ -76,7 +76,7 @@ def test_matches_unpaged_float64(case):
     np.testing.assert_allclose(out[: len(want)].astype(np.float64), want, rtol=tolerance, atol=tolerance)
 
 
-BITS = Case("bits", ((1, 300), (4, 90), (40, 900), (1, 129)), Heads(4, 1, 64), 16, "bfloat16", padding_tokens=4, padding_seqs=1)
+BITS = Case("bits", ((1, 300), (4, 90), (20, 40), (1, 129)), Heads(4, 1, 64), 16, "bfloat16", padding_tokens=4, padding_seqs=1)
 
 
 def seats(batch: Batch, order: list[int]) -> tuple[tuple, np.ndarray]:
@@ -91,7 +91,7 @@ def seats(batch: Batch, order: list[int]) -> tuple[tuple, np.ndarray]:
     return (new_q, kv_pages, new_table, new_cu, new_kv_lens), rows
 
 
-def test_bits_depend_on_the_sequence_alone():
+def test_bits_depend_on_the_sequence_alone(monkeypatch):
     """In company, alone, in another order, planned longer than true, on another number of CTAs, split or not."""
     batch = build(BITS)
     q_lens = np.diff(batch.cu_q_lens)
@@ -109,16 +109,17 @@ def test_bits_depend_on_the_sequence_alone():
         assert out[: len(rows)].tobytes() == whole[rows].tobytes(), order
     assert any(was_split[1] - {0})  # alone, the decode of 300 is split
 
-    unsplit = planner.plan(q_lens, batch.kv_lens)
-    unsplit_planner = planner_of(BITS, batch, num_ctas=1)
-    assert (unsplit_planner.shape.unpack(unsplit_planner.plan(q_lens, batch.kv_lens))["groups"][:, 2] == 0).all()
     n = int(batch.cu_q_lens[-1])
-    out = attention(unsplit_planner, BITS)(batch.arrays, unsplit_planner.plan(q_lens, batch.kv_lens))
-    assert out[:n].tobytes() == whole[:n].tobytes()
-
     longer = planner.plan(q_lens, np.where(q_lens > 0, np.minimum(np.asarray(batch.kv_lens) + 70, planner.shape.max_kv_len), 0))
-    assert not np.array_equal(longer, unsplit)
+    # The decode of 129 has three chunks: one of its items finds no KV at all.
+    assert planner.shape.unpack(longer)["groups"][:2].tolist() == [[0, 0, 5], [3, 5, 4]]
     assert run(batch.arrays, longer)[:n].tobytes() == whole[:n].tobytes()
+
+    one_cta = planner_of(BITS, batch, num_ctas=1)
+    monkeypatch.setattr(work_list, "SPLIT_SHARE", 1e-6)
+    unsplit = one_cta.plan(q_lens, batch.kv_lens)
+    assert (one_cta.shape.unpack(unsplit)["groups"][:, 2] == 0).all()
+    assert attention(one_cta, BITS)(batch.arrays, unsplit)[:n].tobytes() == whole[:n].tobytes()
 
 
 def test_a_decode_row_equals_the_row_of_a_prefill_tile():

@@ -176,6 +176,14 @@ def test_steps_of_traces_are_balanced_and_read_little_more_than_they_must(trace,
         assert len(np.unique(order)) == len(order)
 
 
+@pytest.mark.parametrize(("q_lens", "kv_lens"), [([2048], [2048]), ([1100, 900], [1100, 900]), ([2048], [9000])])
+def test_the_few_large_tiles_of_a_prefill_are_balanced(q_lens, kv_lens):
+    shape = shape_of(2048, 16, max_q_len=2048, K=8, max_kv_len=40_960, num_ctas=SMS, tile_tokens=32, chunk=512)
+    q_lens, kv_lens = np.array(q_lens), np.array(kv_lens)
+    load = loads(shape, plan(shape, q_lens, kv_lens), q_lens, kv_lens)
+    assert load.max() <= 1.1 * load.mean()
+
+
 @pytest.mark.parametrize(
     ("q_lens", "kv_lens", "message"),
     [

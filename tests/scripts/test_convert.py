@@ -84,15 +84,15 @@ def test_a_dtype_asked_for_is_in_the_config_too(tmp_path, folder):
         np.testing.assert_array_equal(x, named_leaves(expected.module)[path], err_msg=path)
 
 
-@pytest.mark.parametrize("name", ["qwen3_tied", "qwen2", "llama"])
+@pytest.mark.parametrize("name", ["qwen3_tied", "qwen2", "llama", "qwen3_moe"])
 def test_every_kind_of_weight_goes_there_and_back(name, tmp_path):
-    """Biases, q and k norms, tied embeddings."""
+    """Biases, q and k norms, tied embeddings, experts."""
     from checkpoints import convert as steps
     from jaxserve.models import Decoder, ModelConfig, hf_tensors, ignorable_keys, key_table
 
     golden = load_golden(name)
     config, reader = ModelConfig.from_hf(golden.config_path), SafetensorsReader(golden.weights)
-    table = key_table(config)
+    table = key_table(config, reader.keys())
     abstract = steps.stored_dtypes(reader, named_leaves(Decoder.abstract(config)), table)
     version = steps.to_orbax(reader, abstract, table, tmp_path / "orbax", {}, ignore=ignorable_keys(config))
     steps.to_huggingface(version, lambda path, x: hf_tensors(config, path, x), tmp_path / "back")

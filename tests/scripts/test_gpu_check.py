@@ -1,0 +1,89 @@
+"""The parts of gpu_check that decide what a figure means: floors, references, and what becomes of a failure."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from kernels.ragged_paged_attention import ragged_paged_attention
+from kernels.ragged_paged_attention.cases import CASES, TOLERANCE, build
+from scripts.gpu_attention import Batch, dense_attention
+from scripts.gpu_check import PARTS, device_name, summary
+from scripts.gpu_engine import random_engine, step_bytes, step_flops
+from scripts.gpu_figures import Figures, read_rows, value_of
+
+
+def test_what_fails_is_a_figure_and_the_rest_goes_on(tmp_path):
+    path = tmp_path / "rows"
+    figures = Figures("it", path, cap=60, dry_run=True)
+
+    def broken():
+        raise RuntimeError("no such kernel")
+
+    def unsupported():
+        raise NotImplementedError("needs sm_90")
+
+    assert figures.attempt("one", broken) is None
+    assert figures.attempt("two", unsupported) is None
+    assert figures.attempt("three", lambda: 3) == 3
+    figures.record("four", 4.0, "ms")
+    late = Figures("it", path, cap=1, dry_run=True)
+    assert late.attempt("five", lambda: 5) is None
+    with path.open("a") as file:
+        file.write('{"section": "it", "na')  # a crash
+    rows = read_rows(path)
+    assert [(r["name"], r["unit"]) for r in rows] == [("one", "error"), ("two", "unsupported"), ("four", "ms"), ("five", "skipped")]
+    assert "RuntimeError: no such kernel" in rows[0]["why"] and "in broken" in rows[0]["traceback"]
+    assert value_of(rows, "four") == 4.0 and value_of(rows, "six") is None
+    assert read_rows(tmp_path / "never written") == []
+    text = summary([*rows, {"section": "it", "name": "status", "value": "exit -11", "unit": ""}])
+    assert text.endswith("1 figures, 1 unsupported, 3 failures") and "exit -11" in text and "no such kernel" in text
+
+
+def test_seconds_per_call_counts_every_call():
+    figures, calls, waits = Figures("it", None, cap=60, dry_run=True), [], []
+    assert figures.seconds_per_call(calls.append, waits.append) > 0
+    assert calls == [0, 1, 2, 0, 1, 0, 1], "three to warm up, then two batches of two"
+    assert len(waits) == 3 + 2, "one wait a batch"
+
+
+@pytest.mark.parametrize("case", CASES[::4], ids=lambda case: case.name)
+def test_dense_attention_is_what_the_reference_computes(case):
+    batch = build(case)
+    want = np.asarray(
+        jax.jit(lambda *a: ragged_paged_attention(*a, backend="reference", **case.options))(*batch.arrays), np.float64
+    )
+    got = dense_attention(case, batch)
+    np.testing.assert_allclose(got, want[: len(got)], rtol=TOLERANCE[case.dtype], atol=TOLERANCE[case.dtype])
+
+
+def test_work_of_a_batch():
+    seqs = [(1, 70), (5, 9), (0, 64)]
+    batch = Batch.make((4, 2, 16), seqs, num_pages=6)
+    assert batch.kv_bytes == (70 + 9) * 2 * 2 * 16 * 2, "keys and values of every KV head, two bytes each; no query, no read"
+    pairs = sum(sum(kv - q + i + 1 for i in range(q)) for q, kv in seqs)
+    assert batch.flops == pairs * 4 * (2 * 16 + 2 * 16), "a multiply and an add for q @ k and for p @ v, of every query head"
+    table = np.asarray(batch.arrays[1])
+    used = [*table[0, :2], *table[1, :1], *table[2, :1]]
+    assert len(set(used)) == 4, "no page twice where the pool has enough"
+
+
+def test_floor_of_a_step():
+    engine = random_engine("tiny-qwen3", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64)
+    assert step_bytes(engine, 0) == 4_197_120 * 4, "every weight, the tied embedding once"
+    assert step_bytes(engine, 10) - step_bytes(engine, 0) == 10 * 4 * 2 * 2 * 64 * 4, "layers, k and v, heads, head_dim, float32"
+    matmuls = 4 * (256 * 512 + 256 * 256 + 256 * 1536 + 768 * 256)
+    norms = 4 * (2 * 256 + 2 * 64)
+    assert step_flops(engine, 3) == 2 * 3 * (matmuls + norms)
+
+
+def test_results_go_to_a_folder_of_the_card():
+    assert device_name([{"name": "device", "value": "NVIDIA H100 80GB HBM3"}]) == "h100"
+    assert device_name([{"name": "device", "value": "NVIDIA H200"}]) == "h200"
+    assert device_name([]) == "unknown"
+
+
+def test_sections_have_names_of_their_own():
+    names = [name for part in PARTS.values() for name in part]
+    assert len(names) == len(set(names)) and json.dumps(names)
