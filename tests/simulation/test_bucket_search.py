@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.buckets import BucketPlan
 from jaxserve.demand import DemandLog
-from jaxserve.simulation.bucket_search import BucketSearch, Caps, padding_share, plan_seconds
+from jaxserve.simulation.bucket_search import BucketSearch, Caps, interchange, lagrangian_bound, padding_share, plan_seconds
 from tests.simulation.machines import MODEL, SEQS, TOKENS, random_demands
 
 SIZES = (2, 4, 8, 16, 24, 40, 64)  # few enough to try all sets of them
@@ -102,3 +102,18 @@ def test_caps():
     with pytest.raises(ValueError, match="no bucket holds"):
         plan_seconds(BucketPlan((), ((8, 8),), (8,)), demands, MODEL)
     assert np.isfinite(free.seconds)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lagrangian_bound_on_random_costs(seed):
+    """Never above the cheapest set, and close below it; the search among columns in order never ends below it."""
+    rng = np.random.default_rng(seed)
+    size = np.arange(1, 13)
+    cost = np.where(size[:, None] <= size[None, :], rng.integers(1, 20, (12, 1)) * (size + rng.random((12, 12))), np.inf)
+    sets = [c for c in itertools.combinations(range(12), 4) if 11 in c]
+    best = min(cost[:, list(c)].min(axis=1).sum() for c in sets)
+    bound = lagrangian_bound(cost, 4, [11], upper=1.3 * best)
+    assert 0.9 * best <= bound <= best * (1 + 1e-9)
+    found = interchange(cost, [11], 4, [11])
+    columns = np.array(found)
+    assert cost[np.arange(12), columns[np.isfinite(cost[:, columns]).argmax(axis=1)]].sum() >= best * (1 - 1e-9) and len(found) == 4
