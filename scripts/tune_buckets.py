@@ -22,7 +22,7 @@ from scripts.simulated_machine import RATE, measure, read_machine
 from scripts.traffic_flags import read_traffic
 
 _OUTPUT = flags.DEFINE_string("output", "plan.json", "Where the plan is written.")
-_PROGRAMS = flags.DEFINE_integer("max_programs", 24, "Most programs of the plan, heads and page-table update included.")
+_PROGRAMS = flags.DEFINE_integer("max_programs", 24, "Most programs of the plan, heads and all others included.")
 _COMPILE = flags.DEFINE_float("max_compile_seconds", None, "Most seconds that the bodies may take to compile, one after another.")
 _TEMP = flags.DEFINE_float("max_temp_mib", None, "Most temporary memory of a program, MiB.")
 _MEASURE = flags.DEFINE_integer("measure", 0, "Serve the workload so many times with each plan on a real engine.", lower_bound=0)

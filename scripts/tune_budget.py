@@ -101,12 +101,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(str(error)) from None
     rows = [row_of(choice) for choice in tried]
     label = f"P{100 * _QUANTILE.value:g} TBT"
-    for r in rows:
-        mark = "*" if r["budget"] == best.budget else " "
-        print(
-            f"{mark} budget {r['budget']:>6}: {label} {r['gap_ms']:>8.1f} ms, mean TTFT {r['mean_ttft_ms']:>9.1f} ms, "
-            f"mean TPOT {r['mean_tpot_ms']:>7.1f} ms, {r['output_throughput']:.0f} output tok/s"
-        )
+    report(rows, best, label)
     for note in quantisation(machine, plan, [c.budget for c in tried], mean_kv_tokens(best.replay)):
         print(note)
     result: dict[str, Any] = {"benchmark": "tune_budget", "budget": best.budget, "tried": rows, "plan": str(plan)}
@@ -124,6 +119,16 @@ def main(argv: list[str]) -> None:
 
         plot_budgets(rows, slo_ms, _PLOT.value, f"{label} by budget")
     write_json(_JSON.value, {**result, **provenance()})
+
+
+def report(rows: list[dict[str, float]], best: Any, label: str) -> None:
+    """Every budget tried, the chosen one marked."""
+    for r in rows:
+        mark = "*" if r["budget"] == best.budget else " "
+        print(
+            f"{mark} budget {r['budget']:>6}: {label} {r['gap_ms']:>8.1f} ms, mean TTFT {r['mean_ttft_ms']:>9.1f} ms, "
+            f"mean TPOT {r['mean_tpot_ms']:>7.1f} ms, {r['output_throughput']:.0f} output tok/s"
+        )
 
 
 def report_dynamic(rows: list[dict[str, Any]], label: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.buckets import HEAD_VARIANTS, Bucket, BucketPlan
+from jaxserve.buckets import HEAD_VARIANTS, OTHER_PROGRAMS, Bucket, BucketPlan
 from jaxserve.demand import DemandLog
 from jaxserve.simulation.step_time import StepTimeModel
 
@@ -27,7 +27,7 @@ BOUND_ITERATIONS = 200
 
 @dataclass(frozen=True)
 class Caps:
-    """What a plan may cost. max_programs: bodies, heads in every variant and the page-table update, as BucketPlan.num_programs.
+    """What a plan may cost. max_programs: bodies, heads in every variant and the others, as BucketPlan.num_programs.
     max_compile_seconds: of all bodies together; max_temp_bytes: of any body."""
 
     max_programs: int
@@ -128,7 +128,7 @@ class BucketSearch:
                 return result
         raise ValueError(
             f"no plan stays within max_programs={caps.max_programs} and max_compile_seconds={caps.max_compile_seconds}: "
-            f"it needs a mixed bucket, a decode bucket, a head ({HEAD_VARIANTS} programs) and the page-table update; raise them"
+            f"it needs a mixed bucket, a decode bucket, a head ({HEAD_VARIANTS} programs) and {OTHER_PROGRAMS} others; raise them"
         )
 
     def _check_memory(self, caps: Caps) -> None:
@@ -144,7 +144,7 @@ class BucketSearch:
         """The best over how many of the programs are heads."""
         best, bound, least = None, np.inf, np.inf
         for num_heads, (head_seconds, head_rows) in heads.items():
-            num_bodies = num_programs - 1 - HEAD_VARIANTS * num_heads
+            num_bodies = num_programs - OTHER_PROGRAMS - HEAD_VARIANTS * num_heads
             if num_bodies < 2:
                 continue
             ladder, ladder_seconds = self._ladder(num_bodies)
@@ -175,7 +175,7 @@ class BucketSearch:
         before = np.concatenate([[0], np.cumsum(counts)])
         seconds = np.array([self.step_times.head_seconds(int(s)) for s in sizes])
         cost = (before[1:][None, :] - before[:-1][:, None]) * seconds[None, :]
-        ladders = _ladders(cost, max(1, (caps.max_programs - 3) // HEAD_VARIANTS))
+        ladders = _ladders(cost, max(1, (caps.max_programs - OTHER_PROGRAMS - 2) // HEAD_VARIANTS))
         return {k: (total, [int(sizes[j]) for j in chosen]) for k, (total, chosen) in ladders.items()}
 
     def _ladder(self, num_bodies: int) -> tuple[list[Bucket], float]:

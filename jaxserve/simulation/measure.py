@@ -17,12 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.batch import StepInputs
+from jaxserve.batch import BatchPacker, StepInputs
 from jaxserve.buckets import Bucket, BucketPlan
 from jaxserve.config import EngineConfig, ResolvedConfig
+from jaxserve.request import Request, SamplingParams
+from jaxserve.schedule import Schedule
 from jaxserve.simulation.step_time import BucketTimes, StepPoint, StepTimeModel, fit_bucket
 
 LOW_QUANTILE = 0.1  # of a point's steps: what they take where nobody else uses the machine
+
+_GREEDY = SamplingParams(temperature=0)
+_NO_UPDATES = np.zeros((0, 3), np.int32)
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,6 @@ class StepMeasurer:
         self.device = jax.devices()[0].device_kind
         self.compile_seconds: dict[Bucket, float] = {}
         self._visits: dict[tuple[StepShape, int], list[float]] = {}
-        self._rng = np.random.default_rng(0)
 
     @property
     def plan(self) -> BucketPlan:
@@ -141,36 +145,39 @@ class StepMeasurer:
         return tuple(tokens // pieces + (i < tokens % pieces) for i in range(pieces))
 
     def inputs(self, shape: StepShape, head_rows: int) -> StepInputs:
-        """The packed arrays of a step, its sequences in rows 0, 1, ... with pages of their own where the pool has enough."""
-        layout, limits = self.programs.layouts[shape.bucket], self.config.scheduler
-        packed = layout.padding.copy()
-        view = layout.unpack(packed)
+        """A step as the engine packs it, with `head_rows` rows that sample (0: no head). Its sequences are in rows 0, 1, ..., with
+        pages of their own where the pool has enough. All are packed as chunks, so that a step repeated is the same step."""
+        bucket, pool_pages = shape.bucket, self.config.cache.num_pages
         q_lens = np.array([1] * shape.decodes + list(shape.chunks), np.int32)
         starts = np.array([max(0, shape.decode_kv - 1)] * shape.decodes + [shape.start] * len(shape.chunks), np.int32)
-        n, tokens = len(q_lens), int(q_lens.sum())
-        view["token_ids"][:tokens] = self._rng.integers(0, self.config.model.vocab_size, tokens)
-        view["seq_rows"][:n], view["q_lens"][:n], view["starts"][:n] = np.arange(n), q_lens, starts
-        rows = min(head_rows, n)
-        view["head_tokens"][:rows] = np.cumsum(q_lens)[:rows] - 1
-        view["head_rows"][:rows] = np.arange(rows)
-        pages, at = [], 0
-        for row, length in enumerate((starts + q_lens).tolist()):
-            count = min(-(-length // self.page_size), self.config.max_pages_per_seq)
-            pages += [(row, column, (at + column) % self.config.cache.num_pages) for column in range(count)]
-            at += count
-        assert n <= limits.max_num_seqs and tokens <= shape.bucket.tokens
-        for name, planner in layout.work.values():
-            planner.plan(q_lens, starts + q_lens, out=view[name])
-        return StepInputs(
-            bucket=shape.bucket,
-            packed=packed,
-            head_rows=head_rows,
-            num_samples=rows,
-            with_logprobs=False,
-            extra_page_updates=np.array(pages, np.int32),
-            edit_rows=[],
-            num_tokens=tokens,
+        ends, n = starts + q_lens, len(q_lens)
+        counts = np.minimum(-(-ends // self.page_size), self.config.max_pages_per_seq).tolist()
+        pages = [(row, column) for row, count in enumerate(counts) for column in range(count)]
+        vocab = self.config.model.vocab_size
+        requests = [Request(str(row), [row % vocab] * end, _GREEDY, seed=0, arrival=0.0) for row, end in enumerate(ends.tolist())]
+        schedule = Schedule(
+            step_id=0,
+            requests=requests,
+            rows=np.arange(n),
+            q_lens=q_lens,
+            starts=starts,
+            samples=np.arange(n) < head_rows,
+            generations=np.zeros(n, np.int64),
+            page_updates=np.array([(*at, i % pool_pages) for i, at in enumerate(pages)], np.int32),
+            num_decodes=0,
+            num_tokens=int(q_lens.sum()),
+            max_q_len=bucket.max_q_len if bucket.max_q_len == 1 else int(q_lens.max()),
+            draft_token_ids={},
         )
+        plan, limits = self.plan, self.config.scheduler
+        mixed = plan.mixed[-1] if bucket.max_q_len == 1 else (bucket.tokens, bucket.seqs)
+        decode = (bucket.seqs,) if bucket.max_q_len == 1 else ()
+        alone = BucketPlan(decode, (mixed,), plan.head_rows)  # or the step would run in the smallest bucket of the grid
+        packer = BatchPacker(alone, self.programs.layouts, limits.max_num_seqs, self.programs.edit_layout)
+        packer.newcomers(schedule)
+        inputs = packer.pack(schedule)
+        assert inputs.bucket == bucket and inputs.head_rows == (plan.select_head_rows(min(head_rows, n)) if head_rows else 0)
+        return inputs
 
     def visit(self, shape: StepShape, head_rows: int = 0) -> None:
         """Times one visit of a point; its first compiles what it needs."""
@@ -186,7 +193,7 @@ class StepMeasurer:
         runner.fetch(runner.dispatch(inputs))  # with the page table
         seconds = [time.perf_counter() - start]
         if seconds[0] < 4 * self.min_seconds:  # beside a longer step the table, and what a pipeline hides, are nothing
-            inputs, seconds = replace(inputs, extra_page_updates=None), []
+            inputs, seconds = replace(inputs, extra_page_updates=_NO_UPDATES), []
             handle, following = runner.dispatch(inputs), runner.dispatch(inputs)
             runner.fetch(handle)
             before = time.perf_counter()
@@ -202,7 +209,7 @@ class StepMeasurer:
     def dispatch_seconds(self) -> float:
         """Host time of a dispatch: what the smallest decode step takes to return from it."""
         bucket = self.plan.buckets[0]
-        inputs = replace(self.inputs(self.shapes(bucket)[0], 0), extra_page_updates=None)
+        inputs = replace(self.inputs(self.shapes(bucket)[0], 0), extra_page_updates=_NO_UPDATES)
         times = []
         for _ in range(20):
             start = time.perf_counter()

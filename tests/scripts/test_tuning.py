@@ -48,7 +48,7 @@ def test_profile(work):
 def test_plan_is_tuned_measured_and_served(work):
     traffic = ["--workload=trace", f"--dataset_path={work / 'trace.csv'}", "--max_model_len=64"]
     plan, path = work / "plan.json", work / "tuned.json"
-    given = [f"--step_times={work / 'steps.json'}", "--max_programs=9", "--measure=1", f"--output={plan}", f"--json={path}"]
+    given = [f"--step_times={work / 'steps.json'}", "--max_programs=10", "--measure=1", f"--output={plan}", f"--json={path}"]
     done = run(work, "tune_buckets", *traffic, *given)
     assert done.returncode == 0, done.stderr
     result = json.loads(path.read_text())
@@ -56,7 +56,7 @@ def test_plan_is_tuned_measured_and_served(work):
     assert set(rows) == {"default", "powers", "tuned"} and result["workload"].startswith("trace: 20 requests")
     for row in rows.values():
         (measured,) = row["measured"]
-        assert row["num_programs"] <= 9 and measured["completed"] == 20
+        assert row["num_programs"] <= 10 and measured["completed"] == 20
         # All at once, the steps of the real run are those that were predicted.
         assert measured["padding_share"] == pytest.approx(row["padding_share"])
     assert rows["tuned"]["predicted_gain"] == 1 <= rows["powers"]["predicted_gain"]

@@ -18,19 +18,19 @@ PLAN = BucketPlan((4, 8), ((16, 8), (24, 8), (32, 8), (48, 8), (64, 8)), (8,))
 
 def test_at_once_one_round_tells_all():
     """Nobody waits for a time, so the first log is the last and what the log promises is what is replayed."""
-    tuned = tune_plan(random_workload(80, 1), MACHINE, Caps(11))
+    tuned = tune_plan(random_workload(80, 1), MACHINE, Caps(12))
     assert tuned.rounds == 1 and tuned.at_once
     assert (tuned.replay.demands.tokens == tuned.default_replay.demands.tokens).all()
     assert tuned.search.seconds == pytest.approx(tuned.replay.seconds.sum()) == pytest.approx(tuned.replay.duration)
     assert tuned.fixed_log_gain == pytest.approx(tuned.gain(tuned.default_replay))
     assert tuned.gain(tuned.default_replay) >= tuned.gain(tuned.powers_replay) >= 1
     assert all((t & (t - 1)) == 0 for t, _ in tuned.powers_plan.mixed)
-    assert tuned.plan.num_programs <= 11 >= tuned.powers_plan.num_programs
+    assert tuned.plan.num_programs <= 12 >= tuned.powers_plan.num_programs
 
 
 def test_over_time_the_loop_counts():
     """A faster step changes the batches that follow: the log of one plan mispredicts another."""
-    tuned = tune_plan(random_workload(120, 2, rate=12.0), MACHINE, Caps(11))
+    tuned = tune_plan(random_workload(120, 2, rate=12.0), MACHINE, Caps(12))
     assert not tuned.at_once and tuned.rounds > 1
     assert cost(tuned.replay) == pytest.approx(np.mean(tuned.replay.times.last - tuned.replay.times.arrivals))
     gain = tuned.gain(tuned.default_replay)
@@ -62,7 +62,7 @@ def test_a_budget_between_sizes_pays_for_the_larger():
 @pytest.mark.parametrize("objective", [1e-3, 20e-3, 40e-3, 60e-3, 1.0])
 def test_dynamic_budget_is_the_largest_that_meets_the_objective(objective):
     budget = StepBudget(MODEL, PLAN, objective, SEQS, TOKENS)
-    for n, start, kv in itertools.product((1, 4, 7), (0, 60), (1, 900)):
+    for n, start, kv in itertools.product((1, 4, 7), (0, 2000), (1, 900)):
         good = []
         for tokens, _ in PLAN.mixed:
             chunk = tokens - n
