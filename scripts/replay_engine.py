@@ -20,14 +20,16 @@ from jaxserve.request import Request, RequestMetrics, SamplingParams
 from jaxserve.schedule import SchedulerStats
 from jaxserve.tokenizer import Tokenizer
 
+FOX = "The quick brown fox jumps over the lazy dog. "
 
-def byte_tokenizer() -> Tokenizer:
+
+def byte_tokenizer(chat_template: str | None = None) -> Tokenizer:
     """A token a byte."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return Tokenizer(backend)
+    return Tokenizer(backend, chat_templates={"default": chat_template} if chat_template else None)
 
 
 class ReplayEngine:
@@ -88,9 +90,8 @@ class ReplayEngine:
         self._requests.clear()
 
 
-def replay_llm(max_num_seqs: int, step_seconds: float = 0.0) -> Any:
-    """What `AsyncLLM` takes for an LLM."""
-    tokenizer = byte_tokenizer()
-    text = tokenizer.encode("The quick brown fox jumps over the lazy dog. ")
-    engine = ReplayEngine(text, max_num_seqs, step_seconds)
+def replay_llm(max_num_seqs: int, step_seconds: float = 0.0, text: str = FOX, chat_template: str | None = None) -> Any:
+    """What `AsyncLLM` takes for an LLM. text: what every answer is, again and again."""
+    tokenizer = byte_tokenizer(chat_template)
+    engine = ReplayEngine(tokenizer.encode(text), max_num_seqs, step_seconds)
     return SimpleNamespace(tokenizer=tokenizer, engine=engine, get_default_sampling_params=SamplingParams)
