@@ -25,8 +25,8 @@ PHASES = () if "SCHEMA_EXAMPLES" in os.environ else ("--phases=fuzzing",)
 def model(shared_llm, tmp_path_factory):
     """Where many examples are tried, one that is long enough for each of their prompts: a schema can't count tokens."""
     if not PHASES:
-        long = alphabet_model.save(tmp_path_factory.mktemp("long"), max_position_embeddings=8192)
-        return LLM(long, bucket_plan=PLAN, num_pages=1024, page_size=16, compilation_cache_dir="")
+        long = alphabet_model.save(tmp_path_factory.mktemp("long"), max_position_embeddings=768)
+        return LLM(long, bucket_plan=PLAN, num_pages=192, page_size=16, compilation_cache_dir="")
     return shared_llm
 
 
