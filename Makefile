@@ -3,7 +3,7 @@
 #   ARGS=<flags>         passed on to the target's command: make test ARGS='-k scheduler'
 #   TORCH_PIP_ARGS=<...> how pip finds a CPU build of torch for .venv-torch
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-torch setup-aot demo test lint format bench aot-check goldens wheel clean distclean
+.PHONY: help setup setup-torch setup-aot demo serve fuzz-api test lint format bench aot-check goldens wheel clean distclean
 
 PY := .venv/bin/python
 comma := ,
@@ -35,6 +35,12 @@ lint: setup ## ruff and pyright
 format: setup ## apply ruff's fixes and its format
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
+
+fuzz-api: setup ## schemathesis against the server's published schema: every phase, 100 examples an operation (2 minutes)
+	@SCHEMA_EXAMPLES=100 $(PY) -m pytest tests/serving/test_schema.py $(ARGS)
+
+serve: setup ## serve the demo's model at http://127.0.0.1:8000, with a page to try it
+	@model="$$($(PY) -m scripts.fetch_demo_model)" && $(PY) -m scripts.serve --model="$$model" --served_model_name=smollm2 $(ARGS)
 
 bench: setup setup-torch ## time the engine and transformers in turn on this machine
 	@$(PY) -m scripts.bench_engine $(ARGS)

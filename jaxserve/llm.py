@@ -348,7 +348,7 @@ class LLM:
                 ready[i] = tokenize(prompt)
                 if params[i].stop and self.tokenizer is None:
                     raise ValueError(f"stop={params[i].stop} needs a tokenizer, and none was loaded; use stop_token_ids")
-                params[i] = self._with_bad_words_tokenized(params[i])
+                params[i] = with_bad_words_tokenized(params[i], self.tokenizer)
                 if params[i].structured_outputs is not None:
                     grammars[i] = self._compile(params[i].structured_outputs)
                 self.engine.check_request(f"{run}-{i}", ready[i].token_ids, params[i], priority=priorities[i])
@@ -375,16 +375,6 @@ class LLM:
         if self._grammars is None:
             self._grammars = GrammarCompiler(self.tokenizer, self.engine.config.model.vocab_size, self.engine.eos_token_ids)
         return self._grammars.submit(form)
-
-    def _with_bad_words_tokenized(self, params: SamplingParams) -> SamplingParams:
-        """bad_words as token ids, beside those given as such. ValueError without a tokenizer, or for too many or too long ones."""
-        if params.bad_words is None:
-            return params
-        if self.tokenizer is None:
-            raise ValueError(f"bad_words={params.bad_words!r} needs a tokenizer, and none was loaded; use bad_words_token_ids")
-        found = [ids for word in params.bad_words for ids in self.tokenizer.encode_word(word)]
-        found += [list(ids) for ids in params.bad_words_token_ids or ()]
-        return params.with_(bad_words=None, bad_words_token_ids=found)
 
     def _run(
         self,
@@ -443,6 +433,17 @@ class LLM:
                     done[index] = output
                     bar.advance(output)
         return [done[i] for i in range(num_prompts)]
+
+
+def with_bad_words_tokenized(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """bad_words as token ids, beside those given as such. ValueError without a tokenizer, or for too many or too long ones."""
+    if params.bad_words is None:
+        return params
+    if tokenizer is None:
+        raise ValueError(f"bad_words={params.bad_words!r} needs a tokenizer, and none was loaded; use bad_words_token_ids")
+    found = [ids for word in params.bad_words for ids in tokenizer.encode_word(word)]
+    found += [list(ids) for ids in params.bad_words_token_ids or ()]
+    return params.with_(bad_words=None, bad_words_token_ids=found)
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -177,6 +177,10 @@ class Tokenizer:
         scope = self.special_tokens | {name: _plain(name, value) for name, value in variables.items()}
         return template.render(plain, scope | {"add_generation_prompt": add_generation_prompt})
 
+    def template_variables(self, chat_template: str | None = None) -> frozenset[str]:
+        """The names that a chat template reads, as `apply_chat_template` takes them. ValueError where there is no such template."""
+        return frozenset(self._template(chat_template, has_tools=False).variables)
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> list[int]:
         """Token ids of a conversation: `apply_chat_template`, encoded with no special tokens beyond those the template writes."""
         return self.encode(self.apply_chat_template(messages, add_generation_prompt, **kwargs), add_special_tokens=False)

@@ -1,0 +1,231 @@
+"""The HTTP application: routes to the parts that answer them, and what all requests pass through.
+
+Owns the routes and their documentation. Knows nothing of how anything is answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from importlib import resources
+from importlib.metadata import version
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.responses import HTMLResponse, Response
+
+from jaxserve.serving import tokens
+from jaxserve.serving.async_llm import AsyncLLM
+from jaxserve.serving.chat import create_chat_completion
+from jaxserve.serving.completions import create_completion
+from jaxserve.serving.control import control_routes
+from jaxserve.serving.errors import on_error
+from jaxserve.serving.generation import Served
+from jaxserve.serving.messages import RequestError, UnavailableError
+from jaxserve.serving.metrics import Metrics
+from jaxserve.serving.middleware import ApiKey, BodyLimit, LastResort, RequestLog
+from jaxserve.serving.openapi import Limits, answers, publish
+from jaxserve.serving.parsers import Notation
+from jaxserve.serving.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+)
+from jaxserve.serving.responses import (
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    Health,
+    ModelCard,
+    ModelList,
+    TokenizerInfo,
+    Tokens,
+    Version,
+    encode,
+)
+from jaxserve.serving.streaming import ClientGoneError
+
+ANSWERED = (RequestValidationError, HTTPException, RequestError, ValueError, NotImplementedError, LookupError)
+GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What a server's owner may choose.
+
+    names: what the model is called; the first is said in answers. api_keys: bearer tokens, any of which opens it (none: open).
+    tool_calls, reasoning: whether chats are read for Hermes tool calls and <think>; None: as the model's chat template has it.
+    enable_control: `/pause`, `/update_weights_from_path` and their like exist. max_body_bytes, body_seconds: limits of a body.
+    patience: seconds that a stream waits for a reader who takes nothing.
+    """
+
+    names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    tool_calls: bool | None = None
+    reasoning: bool | None = None
+    enable_control: bool = False
+    max_body_bytes: int = 32 * 2**20
+    body_seconds: float = 60.0
+    patience: float = 120.0
+
+    def __post_init__(self):
+        if not self.names or not all(self.names):
+            raise ValueError(f"names={self.names!r} must hold one name at least, none empty")
+        if not all(self.api_keys):
+            raise ValueError("an API key must not be empty")
+        if self.enable_control and not self.api_keys:
+            raise ValueError("enable_control=True lets clients swap the weights: give api_keys too")
+
+
+def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
+    """The application. It starts the engine when it starts, and shuts it down when it ends."""
+    served = Served(engine, options.names, _notation(engine, options), options.patience)
+    metrics = Metrics(options.names[0], engine.stats)
+    engine.listener = metrics.take
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        engine.start()
+        yield
+        await engine.shutdown(0)  # the HTTP server has let requests finish, or given up on them
+
+    app = FastAPI(
+        title="jaxserve",
+        version=version("jaxserve"),
+        description="OpenAI's API on a JAX inference engine.",
+        lifespan=lifespan,
+        docs_url=None,  # their pages load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers={ClientGoneError: _nobody_listens, **dict.fromkeys(ANSWERED, on_error)},
+        middleware=_middleware(options, metrics, lambda: paths),
+    )
+    _generation_routes(app, served)
+    _token_routes(app, served)
+    _operator_routes(app, served, metrics)
+    if options.enable_control:
+        control_routes(app, engine)
+    paths = frozenset(str(getattr(route, "path", "")) for route in app.routes)
+    limits = Limits(
+        options.names, engine.config.model.vocab_size, _template_variables(engine), engine.config.scheduler.order == "priority"
+    )
+    publish(app, limits, with_key=bool(options.api_keys))
+    return app
+
+
+def _notation(engine: AsyncLLM, options: ServerOptions) -> Notation:
+    templates = engine.tokenizer.chat_templates.values() if engine.tokenizer else ()
+    found = Notation.of_template("\n".join(templates))
+    reasoning = found.reasoning if options.reasoning is None else options.reasoning
+    return Notation(reasoning, found.tool_calls if options.tool_calls is None else options.tool_calls)
+
+
+def _template_variables(engine: AsyncLLM) -> frozenset[str]:
+    try:
+        return engine.get_tokenizer().template_variables()
+    except ValueError:  # no tokenizer, or no template: chats will be told so
+        return frozenset()
+
+
+def _middleware(options: ServerOptions, metrics: Metrics, paths) -> list[Middleware]:
+    return [
+        Middleware(RequestLog, paths=paths, count=metrics.count_http),
+        Middleware(ApiKey, keys=options.api_keys),
+        Middleware(LastResort),
+        Middleware(BodyLimit, max_bytes=options.max_body_bytes, max_seconds=options.body_seconds),
+    ]
+
+
+async def _nobody_listens(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)
+
+
+def _json(answer) -> Response:
+    return Response(encode(answer), media_type="application/json")
+
+
+def _generation_routes(app: FastAPI, served: Served) -> None:
+    streamed = "text/event-stream"
+
+    @app.post("/v1/completions", response_model=None, **answers(Completion, *GENERATION_ERRORS, also=streamed))
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        request.state.user = body.user
+        return await create_completion(served, body, request, request.state.request_id)
+
+    @app.post("/v1/chat/completions", response_model=None, **answers(ChatCompletion, *GENERATION_ERRORS, also=streamed))
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        request.state.user = body.user
+        return await create_chat_completion(served, body, request, request.state.request_id)
+
+    @app.get("/v1/models", response_model=None, **answers(ModelList, 401))
+    async def models() -> Response:
+        longest = served.engine.config.scheduler.max_model_len
+        return _json(ModelList([ModelCard(id=name, created=served.created, max_model_len=longest) for name in served.names]))
+
+
+def _token_routes(app: FastAPI, served: Served) -> None:
+    errors = (400, 401, 404, 408, 413, 500)
+
+    @app.post("/tokenize", response_model=None, **answers(Tokens, *errors))
+    async def tokenize(body: TokenizeCompletionRequest | TokenizeChatRequest) -> Response:
+        return _json(await tokens.tokenize(served, body))
+
+    @app.post("/detokenize", response_model=None, **answers(Detokenized, *errors))
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        return _json(tokens.detokenize(served, body))
+
+    @app.get("/tokenizer_info", response_model=None, **answers(TokenizerInfo, 400, 401))
+    async def tokenizer_info() -> Response:
+        return _json(tokens.tokenizer_info(served))
+
+
+def _operator_routes(app: FastAPI, served: Served, metrics: Metrics) -> None:
+    page = resources.files("jaxserve.serving").joinpath("page.html").read_text(encoding="utf-8")
+    policy = _content_security_policy(page)
+
+    @app.get("/", include_in_schema=False)
+    async def try_it() -> Response:
+        return HTMLResponse(page, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"})
+
+    @app.get("/health", response_model=None, **answers(Health, 503))
+    async def health() -> Response:
+        try:
+            served.engine.check_health()
+        except UnavailableError as error:
+            raise HTTPException(503, str(error)) from None
+        return _json(Health("ok"))
+
+    @app.get(
+        "/metrics",
+        response_model=None,
+        responses={200: {"description": "Prometheus's text format", "content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )
+    async def prometheus() -> Response:
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/version", response_model=None, **answers(Version))
+    async def server_version() -> Response:
+        return _json(Version(app.version))
+
+
+def _content_security_policy(page: str) -> str:
+    """The page's own script and style, and this server, and nothing else."""
+    parts = {kind: re.findall(rf"<{kind}>(.*?)</{kind}>", page, re.DOTALL) for kind in ("script", "style")}
+    hashes = {kind: " ".join(f"'sha256-{_digest(text)}'" for text in found) for kind, found in parts.items()}
+    return (
+        f"default-src 'none'; script-src {hashes['script']}; style-src {hashes['style']}; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _digest(text: str) -> str:
+    import base64
+
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

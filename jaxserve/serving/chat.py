@@ -1,0 +1,181 @@
+"""`/v1/chat/completions`: conversations on, with reasoning and tool calls told apart, whole or as deltas."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.serving.async_llm import Ask, RequestStream
+from jaxserve.serving.generation import Books, Served, chat_logprobs, plain_prompt_logprobs, until_done
+from jaxserve.serving.messages import Delta
+from jaxserve.serving.parsers import CallPart, Content, Notation, OutputParser, Piece, Reasoning
+from jaxserve.serving.protocol import Chat, ChatRequest, check_model
+from jaxserve.serving.responses import (
+    AssistantMessage,
+    CalledFunction,
+    CalledTool,
+    CalledToolDelta,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    MessageDelta,
+    encode,
+)
+from jaxserve.serving.streaming import EventStream, unless_gone
+
+
+def render(served: Served, body: Chat, *, with_tools: bool = True) -> str:
+    """The prompt that a chat makes, as text. ValueError for what the model's template can't do."""
+    messages = [message.plain() for message in body.messages]
+    return served.engine.get_tokenizer().apply_chat_template(messages, **body.template_variables(with_tools=with_tools))
+
+
+async def create_chat_completion(served: Served, body: ChatRequest, request: Request, request_id: str) -> Response:
+    """The answer to a request, once it is complete, or a stream of chunks."""
+    check_model(body.model, served.names)
+    ask = await _ask(served, body)
+    if body.stream:
+        stream = await served.engine.open([ask], request_id)
+        return EventStream(until_done(_Answer(served, body, stream, request_id).chunks(), stream), stream.close, served.patience)
+    return Response(encode(await unless_gone(request, _complete(served, body, ask, request_id))), media_type="application/json")
+
+
+async def _complete(served: Served, body: ChatRequest, ask: Ask, request_id: str) -> ChatCompletion:
+    async with await served.engine.open([ask], request_id) as stream:
+        return await _Answer(served, body, stream, request_id).whole()
+
+
+async def _ask(served: Served, body: ChatRequest) -> Ask:
+    engine = served.engine
+    params = body.sampling_params(
+        engine.default_sampling_params,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    text = render(served, body, with_tools=body.tool_choice != "none")
+    ids = await engine.encode(text, bool(body.add_special_tokens))  # the template has written what it wants
+    return Ask(ids, params, text, body.priority or 0, body.cache_salt)
+
+
+@dataclass
+class _Sample:
+    """One choice on its way."""
+
+    parser: OutputParser
+    begun: bool = False
+    call_ids: list[str] = field(default_factory=list)
+
+    def read(self, delta: Delta) -> list[Piece]:
+        pieces = self.parser.feed(delta.text)
+        return pieces + self.parser.finish() if delta.finish_reason else pieces
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self.parser.num_calls else reason
+
+    def message_delta(self, pieces: list[Piece]) -> MessageDelta:
+        made = MessageDelta()
+        if not self.begun:
+            self.begun, made.role, made.content = True, "assistant", ""
+        content = "".join(p.text for p in pieces if isinstance(p, Content))
+        reasoning = "".join(p.text for p in pieces if isinstance(p, Reasoning))
+        calls = [self._call_delta(p) for p in pieces if isinstance(p, CallPart)]
+        if content:
+            made.content = content
+        if reasoning:
+            made.reasoning_content = reasoning
+        if calls:
+            made.tool_calls = calls
+        return made
+
+    def _call_delta(self, part: CallPart) -> CalledToolDelta:
+        if part.name is None:
+            return CalledToolDelta(part.index, CalledFunction(arguments=part.arguments))
+        self.call_ids.append(f"call_{uuid.uuid4().hex[:24]}")
+        return CalledToolDelta(part.index, CalledFunction(part.name, part.arguments), self.call_ids[-1], "function")
+
+
+class _Answer:
+    """One call on its way: `whole` or `chunks`, whichever the client asked for."""
+
+    def __init__(self, served: Served, body: ChatRequest, stream: RequestStream, request_id: str):
+        self._body, self._stream = body, stream
+        tokenizer = served.engine.get_tokenizer()
+        self._bytes_of: Mapping[int, bytes] | None = tokenizer.token_bytes() if tokenizer.is_byte_level else None
+        self._books = Books.of("chatcmpl", body.model or served.names[0], stream, request_id)
+        (ask,) = stream.asks.values()
+        notation = Notation(
+            served.notation.reasoning, served.notation.tool_calls and bool(body.tools) and body.tool_choice != "none"
+        )
+        max_calls = 1 if body.parallel_tool_calls is False else None
+        self._samples = [_Sample(OutputParser(notation, ask.prompt or "", max_calls)) for _ in range(ask.params.n)]
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        return chat_logprobs(delta, self._body.top_logprobs or 0, self._bytes_of)
+
+    async def chunks(self) -> AsyncGenerator[ChatChunk]:
+        body, books = self._body, self._books
+        for_usage = None if body.include_usage else ChatChunk(id="", created=0, model="", choices=[]).usage  # null, or left out
+        for i, sample in enumerate(self._samples):  # the role comes at once
+            choice = ChatChunkChoice(i, sample.message_delta([]))
+            yield ChatChunk(**books.common, choices=[choice], usage=books.usage() if body.continuous_usage else for_usage)
+        async for delta in self._stream:
+            books.add(delta)
+            sample = self._samples[delta.index]
+            made = sample.message_delta(sample.read(delta))
+            choice = ChatChunkChoice(delta.index, made, self._logprobs(delta))
+            if delta.finish_reason:
+                choice.finish_reason = sample.finish_reason(delta.finish_reason)  # pyright: ignore[reportAttributeAccessIssue]
+                choice.stop_reason = delta.stop_reason
+            elif made == MessageDelta() and not (choice.logprobs or body.continuous_usage):
+                continue  # a character or a mark that is not complete yet
+            chunk = ChatChunk(**books.common, choices=[choice], usage=books.usage() if body.continuous_usage else for_usage)
+            if delta.prompt_logprobs is not None:
+                chunk.prompt_logprobs = plain_prompt_logprobs(delta.prompt_logprobs)
+            yield chunk
+        if body.include_usage:
+            yield ChatChunk(**books.common, choices=[], usage=books.usage())
+
+    async def whole(self) -> ChatCompletion:
+        pieces: list[list[Piece]] = [[] for _ in self._samples]
+        logprobs: list[ChatLogprobs | None] = [ChatLogprobs([]) if self._body.logprobs else None for _ in self._samples]
+        ends: dict[int, Delta] = {}
+        prompt_logprobs = None
+        async for delta in self._stream:
+            self._books.add(delta)
+            pieces[delta.index] += self._samples[delta.index].read(delta)
+            new, so_far = self._logprobs(delta), logprobs[delta.index]
+            if new is not None and so_far is not None:
+                so_far.content += new.content
+            if delta.finish_reason:
+                ends[delta.index] = delta
+            prompt_logprobs = prompt_logprobs or delta.prompt_logprobs
+        choices = [
+            ChatChoice(i, _message(pieces[i]), logprobs[i], sample.finish_reason(ends[i].finish_reason), ends[i].stop_reason)  # pyright: ignore[reportArgumentType]
+            for i, sample in enumerate(self._samples)
+        ]
+        answer = ChatCompletion(**self._books.common, choices=choices, usage=self._books.usage())
+        if self._body.prompt_logprobs is not None:
+            answer.prompt_logprobs = plain_prompt_logprobs(prompt_logprobs)
+        return answer
+
+
+def _message(pieces: list[Piece]) -> AssistantMessage:
+    content = "".join(p.text for p in pieces if isinstance(p, Content))
+    reasoning = "".join(p.text for p in pieces if isinstance(p, Reasoning))
+    calls: dict[int, CalledTool] = {}
+    for part in (p for p in pieces if isinstance(p, CallPart)):
+        if part.name is not None:
+            calls[part.index] = CalledTool(f"call_{uuid.uuid4().hex[:24]}", CalledFunction(part.name, ""))
+        calls[part.index].function.arguments += part.arguments  # pyright: ignore[reportOperatorIssue]
+    message = AssistantMessage(content if content or not calls else None)
+    if reasoning:
+        message.reasoning_content = reasoning
+    if calls:
+        message.tool_calls = list(calls.values())
+    return message

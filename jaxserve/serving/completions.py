@@ -1,0 +1,115 @@
+"""`/v1/completions`: texts or token ids on, with OpenAI's answers and chunks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.serving.async_llm import Ask, RequestStream
+from jaxserve.serving.generation import Books, Served, completion_logprobs, plain_prompt_logprobs, until_done
+from jaxserve.serving.messages import Delta
+from jaxserve.serving.protocol import CompletionRequest, check_model
+from jaxserve.serving.responses import Completion, CompletionChoice, encode
+from jaxserve.serving.streaming import EventStream, unless_gone
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+async def create_completion(served: Served, body: CompletionRequest, request: Request, request_id: str) -> Response:
+    """The answer to a request, once it is complete, or a stream of chunks."""
+    check_model(body.model, served.names)
+    asks = await _asks(served, body)
+    if body.stream:
+        stream = await served.engine.open(asks, request_id)
+        answer = _Answer(served, body, stream, request_id)
+        return EventStream(until_done(answer.chunks(), stream), stream.close, served.patience)
+    return Response(encode(await unless_gone(request, _complete(served, body, asks, request_id))), media_type="application/json")
+
+
+async def _complete(served: Served, body: CompletionRequest, asks: list[Ask], request_id: str) -> Completion:
+    async with await served.engine.open(asks, request_id) as stream:
+        return await _Answer(served, body, stream, request_id).whole()
+
+
+async def _asks(served: Served, body: CompletionRequest) -> list[Ask]:
+    engine = served.engine
+    params = body.sampling_params(
+        engine.default_sampling_params,
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=body.logprobs,
+    )
+    if body.echo and body.logprobs is not None:
+        params = params.with_(prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
+    asks = []
+    for prompt in body.prompts:
+        text = prompt if isinstance(prompt, str) else None
+        ids = prompt if isinstance(prompt, list) else await engine.encode(prompt, body.add_special_tokens is not False)
+        if body.echo and text is None:
+            text = engine.get_tokenizer().decode(ids)
+        asks.append(Ask(ids, params, text, body.priority or 0, body.cache_salt))
+    return asks
+
+
+class _Answer:
+    """One call on its way: `whole` or `chunks`, whichever the client asked for."""
+
+    def __init__(self, served: Served, body: CompletionRequest, stream: RequestStream, request_id: str):
+        self._body, self._stream = body, stream
+        self._tokenizer = served.engine.tokenizer
+        self._books = Books.of("cmpl", body.model or served.names[0], stream, request_id)
+        self._prompt_index = {name: i for i, name in enumerate(stream.request_ids)}
+        self._offsets = [0] * stream.num_samples  # where the text of each choice ends, in characters
+        self._begun = [False] * stream.num_samples
+
+    def _choice(self, delta: Delta) -> CompletionChoice:
+        """What a delta brings, as a choice; a choice's first begins with the echo of its prompt."""
+        ask = self._stream.asks[delta.request_id]
+        index = self._prompt_index[delta.request_id] * ask.params.n + delta.index
+        choice = CompletionChoice(index, delta.text, None, delta.finish_reason, delta.stop_reason)  # pyright: ignore[reportArgumentType]
+        token_ids, found = list(delta.token_ids), None if delta.logprobs is None else list(delta.logprobs)
+        if not self._begun[index]:
+            self._begun[index] = True
+            if self._body.prompt_logprobs is not None:
+                choice.prompt_logprobs = plain_prompt_logprobs(delta.prompt_logprobs)
+            if self._body.echo:
+                choice.text = (ask.prompt or "") + choice.text
+                if found is not None:
+                    found = [*delta.prompt_logprobs, *found]
+                    token_ids = ask.prompt_token_ids + token_ids
+        if found is not None:
+            num_top = self._body.logprobs or 0
+            first = ""
+            if found[:1] == [None] and self._tokenizer is not None:
+                first = self._tokenizer.decode(token_ids[:1], skip_special_tokens=False)
+            choice.logprobs, self._offsets[index] = completion_logprobs(token_ids, found, num_top, self._offsets[index], first)
+        return choice
+
+    async def chunks(self) -> AsyncGenerator[Completion]:
+        body, books = self._body, self._books
+        async for delta in self._stream:
+            books.add(delta)
+            choice = self._choice(delta)
+            if not (choice.text or choice.finish_reason or choice.logprobs or body.continuous_usage):
+                continue  # a character that is not complete yet
+            chunk = Completion(**books.common, choices=[choice])
+            if body.include_usage:
+                chunk.usage = books.usage() if body.continuous_usage else None
+            yield chunk
+        if body.include_usage:
+            yield Completion(**books.common, choices=[], usage=books.usage())
+
+    async def whole(self) -> Completion:
+        choices: dict[int, CompletionChoice] = {}
+        async for delta in self._stream:
+            self._books.add(delta)
+            new = self._choice(delta)
+            choice = choices.setdefault(new.index, new)
+            if choice is not new:
+                choice.text += new.text
+                choice.finish_reason, choice.stop_reason = new.finish_reason, new.stop_reason
+                if choice.logprobs is not None and new.logprobs is not None:
+                    for name in ("text_offset", "token_logprobs", "tokens", "top_logprobs"):
+                        getattr(choice.logprobs, name).extend(getattr(new.logprobs, name))
+        return Completion(**self._books.common, choices=[choices[i] for i in sorted(choices)], usage=self._books.usage())

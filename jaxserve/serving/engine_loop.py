@@ -1,0 +1,283 @@
+"""The engine's thread: takes commands from a queue, steps the engine, and hands over a Report a turn.
+
+Owns the engine, its texts, and what becomes of requests when a step fails. Knows nothing of asyncio or HTTP: `deliver` is a
+function that takes a Report, called from this thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.compilation import compile_counts
+from jaxserve.engine import Engine, EngineOutput
+from jaxserve.request import RequestOutput
+from jaxserve.schedule import SchedulerStats
+from jaxserve.serving.messages import (
+    Abort,
+    Accepted,
+    Add,
+    Call,
+    Delta,
+    Failed,
+    FailedError,
+    LoopStats,
+    Reply,
+    Report,
+    RequestError,
+    Stop,
+    UnavailableError,
+)
+from jaxserve.text_outputs import TextOutputs
+from jaxserve.tokenizer import Tokenizer
+
+logger = logging.getLogger("jaxserve")
+
+Command = Add | Abort | Call | Stop
+CALLS = ("pause", "resume", "reset_prefix_cache", "update_params", "sleep", "wake_up", "stats")
+
+
+@dataclass(slots=True)
+class _Sent:
+    """How much of a sample's output has been handed over."""
+
+    num_characters: int = 0
+    num_tokens: int = 0
+    finished: bool = False
+    time: float | None = None  # of the last hand-over
+
+
+class EngineLoop:
+    """Runs an engine on a thread of its own.
+
+    Args:
+      engine: from `start` on, only this thread touches it.
+      tokenizer: None leaves texts empty.
+      deliver: called with a Report after each turn that brought one.
+      max_failures: steps that may raise one after another, none bringing a token between them, before the engine counts as broken:
+        it refuses every request from then on, and says why.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, deliver: Callable[[Report], None], *, max_failures: int = 3):
+        self.engine = engine
+        self._texts = TextOutputs(tokenizer, engine.finish)
+        self._deliver, self._max_failures = deliver, max_failures
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._sent: dict[str, list[_Sent]] = {}  # by request id: every request that has not ended, a _Sent a sample
+        self._events: list[Accepted | Delta | Failed | Reply] = []
+        self._paused = False
+        self._broken: str | None = None
+        self._failures_in_a_row = self._num_failures = 0
+        self._lost = (0, 0, 0)  # what the scheduler had counted before a failed step made it begin anew
+        self._step_seconds: float | None = None
+        self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        """Queues a command; it is taken between two steps."""
+        self._inbox.put(command)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits for the thread to end after a Stop; False if it did not in time (seconds)."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # -- the thread
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                if self._can_step():
+                    self._step()
+                self._hand_over()
+        except BaseException as error:  # a bug of this loop: nobody is left waiting for it
+            logger.exception("the engine's thread ends")
+            self._broken = f"the engine's thread ended: {error!r}"
+            self._fail_all(FailedError, self._broken)
+        finally:
+            self._fail_all(UnavailableError, "the server is shutting down")
+            self._broken = self._broken or "the server has shut down"
+            self._hand_over()
+            self.engine.close()
+
+    def _can_step(self) -> bool:
+        return not self._paused and self.engine.has_unfinished_requests()
+
+    def _take_commands(self) -> bool:
+        """Carries out what is queued, waiting for something where there is nothing else to do. False after a Stop."""
+        wait = not self._can_step()
+        while wait or not self._inbox.empty():
+            command = self._inbox.get()
+            wait = False
+            if isinstance(command, Stop):
+                return False
+            if isinstance(command, Add):
+                self._add(command)
+            elif isinstance(command, Abort):
+                self._abort(command.request_ids)
+            else:
+                self._events.append(self._call(command))
+        return True
+
+    def _add(self, add: Add) -> None:
+        try:
+            if self._broken is not None:
+                raise UnavailableError(self._broken)
+            requests = self.engine.add_request(
+                add.request_id,
+                add.prompt_token_ids,
+                add.params,
+                priority=add.priority,
+                cache_salt=add.cache_salt,
+                arrival=add.arrival,
+            )
+            self._texts.add(requests, add.prompt)
+        except (ValueError, NotImplementedError, UnavailableError) as error:
+            self._events.append(Failed(add.request_id, error))
+            return
+        except RuntimeError as error:  # asleep, or without weights
+            self._events.append(Failed(add.request_id, UnavailableError(str(error))))
+            return
+        self._sent[add.request_id] = [_Sent() for _ in requests]
+        self._events.append(Accepted(add.request_id))
+
+    def _abort(self, request_ids: list[str]) -> None:
+        self.engine.abort(request_ids)
+        self._texts.discard(request_ids)
+        for request_id in request_ids:
+            self._sent.pop(request_id, None)
+
+    def _step(self) -> None:
+        started = time.monotonic()
+        before = self.engine.scheduler.stats()
+        try:
+            outputs = self.engine.step()
+        except Exception as error:  # the engine has begun anew, and holds no request any more
+            self._on_failed_step(error, before)
+            return
+        self._step_seconds = time.monotonic() - started
+        if outputs:
+            self._failures_in_a_row = 0
+        by_request: dict[str, list[EngineOutput]] = {}
+        for output in outputs:
+            by_request.setdefault(output.request.parent_id, []).append(output)
+        for request_id, its_outputs in by_request.items():
+            try:
+                for output in self._texts.process(its_outputs):
+                    self._add_deltas(output)
+            except Exception as error:  # its text can't be made; the others' can
+                logger.exception("request %s: its output could not be processed", request_id)
+                self._abort([request_id])
+                self._events.append(Failed(request_id, FailedError(f"the output could not be processed: {error!r}")))
+
+    def _on_failed_step(self, error: Exception, before: SchedulerStats) -> None:
+        logger.exception("a step failed; %d requests end with it", len(self._sent), exc_info=error)
+        counts = (before.num_preemptions, before.num_queried_tokens, before.num_hit_tokens)
+        a, b, c = (old + new for old, new in zip(self._lost, counts, strict=True))
+        self._lost = (a, b, c)
+        self._num_failures += 1
+        self._failures_in_a_row += 1
+        self._fail_all(FailedError, f"a step of the engine failed: {error!r}")
+        if self._failures_in_a_row >= self._max_failures:
+            self._broken = f"{self._failures_in_a_row} steps in a row failed, the last with {error!r}"
+            logger.error("%s: no more requests are taken", self._broken)
+
+    def _fail_all(self, kind: type[RequestError], message: str) -> None:
+        request_ids = list(self._sent)
+        self._abort(request_ids)
+        self._events += [Failed(request_id, kind(message)) for request_id in request_ids]
+
+    def _add_deltas(self, output: RequestOutput) -> None:
+        """One Delta for each sample of a request that has something new."""
+        request_id, samples = output.request_id, self._sent.get(output.request_id)
+        if samples is None:
+            return
+        now = time.monotonic()
+        for completion, sent in zip(output.outputs, samples, strict=True):
+            ended = completion.finish_reason is not None
+            if sent.finished or not (ended or len(completion.token_ids) > sent.num_tokens):
+                continue
+            delta = Delta(
+                request_id,
+                completion.index,
+                completion.text[sent.num_characters :],
+                completion.token_ids[sent.num_tokens :],
+                None if completion.logprobs is None else completion.logprobs[sent.num_tokens :],
+                completion.finish_reason,
+                completion.stop_reason,
+                output.num_cached_tokens or 0,
+                None if sent.num_tokens else output.prompt_logprobs,
+            )
+            delta.gap = None if sent.time is None else now - sent.time
+            sent.num_characters, sent.num_tokens, sent.finished = len(completion.text), len(completion.token_ids), ended
+            sent.time = now
+            self._events.append(delta)
+            if output.finished and all(s.finished for s in samples):
+                delta.last, delta.metrics, delta.num_output_tokens = True, output.metrics, sum(s.num_tokens for s in samples)
+                del self._sent[request_id]
+
+    def _hand_over(self) -> None:
+        if self._events or self._step_seconds is not None:
+            self._deliver(Report(self._events, self._stats()))
+            self._events, self._step_seconds = [], None
+
+    # -- calls
+
+    def _call(self, call: Call) -> Reply:
+        try:
+            if call.method not in CALLS:
+                raise ValueError(f"method={call.method!r} must be one of {', '.join(CALLS)}")
+            return Reply(call.call_id, getattr(self, f"_{call.method}")(**call.arguments))
+        except Exception as error:
+            return Reply(call.call_id, error=error)
+
+    def _pause(self) -> None:
+        self._paused = True
+
+    def _resume(self) -> None:
+        self._paused = False
+
+    def _reset_prefix_cache(self) -> bool:
+        return self.engine.reset_prefix_cache()
+
+    def _update_params(self, params: Any, in_flight: str) -> None:
+        self.engine.update_params(params, in_flight)
+
+    def _sleep(self, level: int) -> None:
+        self.engine.sleep(level)
+
+    def _wake_up(self) -> None:
+        self.engine.wake_up()
+
+    def _stats(self) -> LoopStats:
+        engine, scheduler, compiles = self.engine, self.engine.scheduler.stats(), compile_counts()
+        stats, pool, (preemptions, queries, hits) = engine.stats, engine.pool, self._lost
+        return LoopStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_pages=pool.num_pages,
+            num_free_pages=pool.num_free_pages,
+            num_steps=stats.num_steps,
+            prefill_tokens=stats.prefill_tokens,
+            generated_tokens=stats.generated_tokens,
+            tokens_run=stats.padding.tokens,
+            padding_tokens=stats.padding.padded_tokens,
+            steps_by_bucket={str(bucket): n for bucket, n in stats.padding.steps.items()},
+            num_preemptions=preemptions + scheduler.num_preemptions,
+            num_prefix_queries=queries + scheduler.num_queried_tokens,
+            num_prefix_hits=hits + scheduler.num_hit_tokens,
+            num_compiles=compiles.programs,
+            compile_seconds=compiles.seconds,
+            num_failures=self._num_failures,
+            step_seconds=self._step_seconds,
+            is_paused=self._paused,
+            is_asleep=engine.is_asleep,
+            broken=self._broken,
+        )

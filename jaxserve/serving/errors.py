@@ -1,0 +1,97 @@
+"""Errors as OpenAI's clients expect them: one shape, and which status stands for what.
+
+Owns the mapping from exceptions to statuses. Knows nothing of what brought them about.
+"""
+
+from __future__ import annotations
+
+import http
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.serving.messages import DeadlineError, FailedError, QueueFullError, UnavailableError
+from jaxserve.serving.responses import Error, ErrorResponse, encode
+
+logger = logging.getLogger("jaxserve")
+
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def error_of(status: int, message: str, *, param: str | None = None, code: str | None = None) -> ErrorResponse:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return ErrorResponse(Error(message, kind, param, code or http.HTTPStatus(status).phrase.lower().replace(" ", "_")))
+
+
+def error_response(
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    body = encode(error_of(status, message, param=param, code=code))
+    return Response(body, status, dict(headers or {}), "application/json")
+
+
+def describe(error: Exception) -> tuple[int, ErrorResponse, dict[str, str]]:
+    """(status, body, headers) of an exception that a request met."""
+    message = str(error)
+    if isinstance(error, RequestValidationError):
+        param, message = _first_mistake(error)
+        return 400, error_of(400, message, param=param), {}
+    if isinstance(error, HTTPException):
+        return error.status_code, error_of(error.status_code, str(error.detail)), dict(error.headers or {})
+    if isinstance(error, QueueFullError):
+        return 429, error_of(429, message), {"Retry-After": str(error.retry_after)}
+    if isinstance(error, UnavailableError):
+        return 503, error_of(503, message), {"Retry-After": "10"}
+    if isinstance(error, DeadlineError):
+        return 504, error_of(504, message, code="deadline_exceeded"), {}
+    if isinstance(error, FailedError):
+        return 500, error_of(500, message), {}
+    if isinstance(error, LookupError) and not isinstance(error, KeyError | IndexError):
+        return 404, error_of(404, message, param="model", code="model_not_found"), {}
+    if isinstance(error, ValueError | NotImplementedError):
+        named = re.match(r"([a-z_]+)[=:]", message)
+        return 400, error_of(400, message, param=named[1] if named else None), {}
+    logger.exception("a request failed", exc_info=error)
+    return 500, error_of(500, f"internal error: {type(error).__name__}"), {}
+
+
+async def on_error(_: Request, error: Exception) -> Response:
+    """The answer to a request that met an exception."""
+    status, body, headers = describe(error)
+    return Response(encode(body), status, headers, "application/json")
+
+
+def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
+    """(parameter, message). Mistakes of one parameter (a union's alternatives) are said together, other parameters' after it."""
+    by_param: dict[str, list[str]] = {}
+    for mistake in error.errors():
+        said = _in_words(mistake)
+        param = next((str(part) for part in mistake["loc"][1:2]), "")
+        if mistake["type"] == "json_invalid":
+            param = ""
+        messages = by_param.setdefault(param, [])
+        if said not in messages:
+            messages.append(said)
+    lines = [f"{param}: {' / '.join(messages)}" if param else " / ".join(messages) for param, messages in by_param.items()]
+    return next(iter(by_param)) or None, "; ".join(lines)
+
+
+def _in_words(mistake: Mapping[str, Any]) -> str:
+    if mistake["type"] == "extra_forbidden":
+        return "unknown parameter"
+    if mistake["type"] == "json_invalid":
+        return f"the body is not JSON: {mistake.get('ctx', {}).get('error', mistake['msg'])}"
+    inside = ".".join(str(part) for part in mistake["loc"][2:] if isinstance(part, int) or str(part).isidentifier())
+    said = mistake["msg"].removeprefix("Value error, ")
+    return f"{said} (at {inside})" if inside else said

@@ -1,0 +1,142 @@
+"""What completions and chats share on their way from a request to its answer.
+
+Owns the server's view of an engine (`Served`), a call's books (usage, chunks' common fields) and log-probabilities as clients read
+them. Knows nothing of routes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxserve.request import Logprob
+from jaxserve.serving.async_llm import AsyncLLM, RequestStream
+from jaxserve.serving.errors import describe
+from jaxserve.serving.messages import Delta
+from jaxserve.serving.parsers import Notation
+from jaxserve.serving.responses import (
+    DONE,
+    ChatLogprobs,
+    CompletionLogprobs,
+    PlainLogprob,
+    PromptTokensDetails,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+    event,
+)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model behind HTTP: its engine, the names it answers to, and how its chats are read."""
+
+    engine: AsyncLLM
+    names: Sequence[str]
+    notation: Notation
+    patience: float = 120.0  # seconds that a stream waits for its reader
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass
+class Books:
+    """What a call has used so far, and what its chunks have in common."""
+
+    id: str
+    model: str
+    prompt_tokens: int
+    created: int = field(default_factory=lambda: int(time.time()))
+    completion_tokens: int = 0
+    cached_tokens: dict[str, int] = field(default_factory=dict)  # by prompt
+
+    @classmethod
+    def of(cls, prefix: str, model: str, stream: RequestStream, request_id: str) -> Books:
+        return cls(f"{prefix}-{request_id}", model, sum(len(ask.prompt_token_ids) for ask in stream.asks.values()))
+
+    def add(self, delta: Delta) -> None:
+        self.completion_tokens += len(delta.token_ids)
+        self.cached_tokens[delta.request_id] = delta.num_cached_tokens
+
+    def usage(self) -> Usage:
+        total = self.prompt_tokens + self.completion_tokens
+        return Usage(self.prompt_tokens, self.completion_tokens, total, PromptTokensDetails(sum(self.cached_tokens.values())))
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """The fields of every answer and chunk."""
+        return {"id": self.id, "created": self.created, "model": self.model}
+
+
+async def until_done(chunks: AsyncIterator[Any], stream: RequestStream) -> AsyncGenerator[bytes]:
+    """Chunks as events, with OpenAI's end mark. An error on the way is an event too: the status has been sent by then."""
+    async with stream:
+        try:
+            async for chunk in chunks:
+                yield event(chunk)
+        except Exception as error:
+            yield event(describe(error)[1])
+        yield DONE
+
+
+def plain_prompt_logprobs(found: Sequence[Mapping[int, Logprob] | None] | None) -> list[dict[str, PlainLogprob] | None] | None:
+    if found is None:
+        return None
+    return [
+        None if entry is None else {str(i): PlainLogprob(x.logprob, x.rank, x.decoded_token) for i, x in entry.items()}
+        for entry in found
+    ]
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    found: Sequence[Mapping[int, Logprob] | None],
+    num_top: int,
+    offset: int,
+    first: str = "",
+) -> tuple[CompletionLogprobs, int]:
+    """Log-probabilities of tokens whose text begins at character `offset`, and where it ends. An entry that is None (the first
+    token of a prompt, whose text is `first`) has none."""
+    made = CompletionLogprobs([], [], [], [])
+    for token_id, entry in zip(token_ids, found, strict=True):
+        text = first if entry is None else entry[token_id].decoded_token or ""
+        made.tokens.append(text)
+        made.text_offset.append(offset)
+        made.token_logprobs.append(None if entry is None else finite(entry[token_id].logprob))
+        made.top_logprobs.append(None if entry is None else _by_text(token_id, entry, num_top))
+        offset += len(text)
+    return made, offset
+
+
+def _by_text(token_id: int, entry: Mapping[int, Logprob], num_top: int) -> dict[str, float]:
+    """The likeliest tokens and the one that stands there; where two have one text, the likelier counts."""
+    found: dict[str, float] = {}
+    for i, x in sorted(entry.items(), key=lambda item: item[1].rank or 0):
+        if i == token_id or (x.rank or 0) <= num_top:
+            found.setdefault(x.decoded_token or "", finite(x.logprob))
+    return found
+
+
+def chat_logprobs(delta: Delta, num_top: int, bytes_of: Mapping[int, bytes] | None) -> ChatLogprobs | None:
+    """bytes_of: token id -> its bytes; None where tokens have no bytes of their own."""
+    if delta.logprobs is None:
+        return None
+    return ChatLogprobs(
+        [_token_logprob(i, entry, num_top, bytes_of) for i, entry in zip(delta.token_ids, delta.logprobs, strict=True)]
+    )
+
+
+def _token_logprob(token_id: int, entry: Mapping[int, Logprob], num_top: int, bytes_of: Mapping[int, bytes] | None) -> TokenLogprob:
+    def said(i: int, x: Logprob) -> TopLogprob:
+        return TopLogprob(x.decoded_token or "", finite(x.logprob), None if bytes_of is None else list(bytes_of[i]))
+
+    of_it = said(token_id, entry[token_id])
+    ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)
+    top = [said(i, x) for i, x in ranked if (x.rank or 0) <= num_top]
+    return TokenLogprob(of_it.token, of_it.logprob, of_it.bytes, top)
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity: a token that was impossible gets what OpenAI gives it."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,152 @@
+"""What passes between a server's event loop and its engine loop: plain values, so that a thread could become a process.
+
+Owns the words and the errors. Knows neither side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxserve.request import Logprob, RequestMetrics, SamplingParams
+
+
+class RequestError(Exception):
+    """A request ended, or never began, for a reason that is not its caller's mistake."""
+
+
+class QueueFullError(RequestError):
+    """More is waiting than the server was told to hold. retry_after: seconds after which to try again."""
+
+    def __init__(self, message: str, retry_after: int):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class UnavailableError(RequestError):
+    """Nothing new is taken: the engine is asleep, shutting down, or broken."""
+
+
+class DeadlineError(RequestError):
+    """The request took longer than it was given."""
+
+
+class FailedError(RequestError):
+    """The engine, or the tokenizer, failed while the request ran."""
+
+
+# ---- to the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """A request, tokenised. arrival: in seconds of time.monotonic(). prompt: its text, if it came as text."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival: float
+    prompt: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    request_ids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run `EngineLoop.<method>(**arguments)` between two steps; answered by a Reply with the same id."""
+
+    call_id: int
+    method: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End what runs, and the loop."""
+
+
+# ---- from the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    request_id: str
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one sample. The texts and ids of a sample's deltas add up to its output.
+
+    finish_reason, stop_reason: as CompletionOutput's; None while the sample runs. last: no more comes for the whole request.
+    prompt_logprobs: with a sample's first delta, if asked for. metrics, and
+    num_output_tokens of all samples: with a request's last. gap: seconds since the sample's tokens before these.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    prompt_logprobs: Any = None
+    last: bool = False
+    metrics: RequestMetrics | None = None
+    num_output_tokens: int = 0
+    gap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """No more comes for this request."""
+
+    request_id: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    call_id: int
+    value: Any = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopStats:
+    """The engine as it is now, and counts since it was made. Times in seconds; `steps_by_bucket`: "tokens x seqs" -> steps."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    num_free_pages: int = 0
+    num_steps: int = 0
+    prefill_tokens: int = 0
+    generated_tokens: int = 0
+    tokens_run: int = 0
+    padding_tokens: int = 0
+    steps_by_bucket: dict[str, int] = field(default_factory=dict)
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0  # prompt tokens looked up in the prefix cache, and found there
+    num_prefix_hits: int = 0
+    num_compiles: int = 0
+    compile_seconds: float = 0.0
+    num_failures: int = 0  # steps that raised
+    step_seconds: float | None = None  # of the step that this report follows
+    is_paused: bool = False
+    is_asleep: bool = False
+    broken: str | None = None  # why the engine takes no more requests
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything that one turn of the engine loop brought: one wake-up of the event loop."""
+
+    events: list[Accepted | Delta | Failed | Reply]
+    stats: LoopStats

@@ -1,0 +1,130 @@
+"""What Prometheus scrapes: vLLM's metrics under our own prefix, and what this engine adds (steps, buckets, padding, compiles).
+
+Owns the registry, fed by the engine loop's Reports and the access log. Knows nothing of the engine itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jaxserve.request import RequestMetrics
+from jaxserve.serving.messages import Delta, Failed, LoopStats, Report, RequestError
+
+PREFIX = "jaxserve:"
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+_COUNTERS = {  # of LoopStats, as they stand
+    "generation_tokens": ("generated_tokens", "Tokens generated."),
+    "prefill_tokens": ("prefill_tokens", "Prompt tokens run, and tokens recomputed after a preemption."),
+    "num_preemptions": ("num_preemptions", "Times that a running request lost its pages."),
+    "prefix_cache_queries": ("num_prefix_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("num_prefix_hits", "Prompt tokens found there."),
+    "steps": ("num_steps", "Steps of the engine."),
+    "step_failures": ("num_failures", "Steps that raised."),
+    "step_tokens": ("tokens_run", "Tokens that steps ran, padding not counted."),
+    "padding_tokens": ("padding_tokens", "Padding tokens that steps ran."),
+    "compiles": ("num_compiles", "Programs compiled, or loaded from the persistent cache."),
+    "compile_seconds": ("compile_seconds", "Time spent on them."),
+}
+_GAUGES = {
+    "num_requests_running": ("num_running", "Samples that run."),
+    "num_requests_waiting": ("num_waiting", "Samples that wait."),
+    "kv_pages": ("num_pages", "KV pages of the pool."),
+    "engine_paused": ("is_paused", "1 while paused."),
+    "engine_sleep_state": ("is_asleep", "1 while asleep."),
+}
+
+
+class Metrics(Collector):
+    """Feed it with `take`; `render` gives Prometheus's text."""
+
+    def __init__(self, model: str, stats: LoopStats | None = None):
+        self.stats = stats or LoopStats()
+        self._model = model
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self._ttft = self._histogram("time_to_first_token_seconds", "From a request's arrival to its first token.")
+        self._itl = self._histogram("inter_token_latency_seconds", "Between two deliveries of a request's tokens.")
+        self._tpot = self._histogram("request_time_per_output_token_seconds", "Mean time of a request's tokens after the first.")
+        self._e2e = self._histogram("e2e_request_latency_seconds", "From a request's arrival to its end.")
+        self._queue = self._histogram("request_queue_time_seconds", "From a request's arrival to its first step.")
+        self._prefill = self._histogram("request_prefill_time_seconds", "From a request's first step to its first token.")
+        self._decode = self._histogram("request_decode_time_seconds", "From a request's first token to its end.")
+        self._output_tokens = self._histogram("request_generation_tokens", "Output tokens of a request.", TOKENS)
+        self._step = self._histogram("step_time_seconds", "A turn of the engine: schedule, dispatch, and an earlier step's end.")
+        self._success = Counter(
+            f"{PREFIX}request_success", "Samples that ended.", ("model_name", "finished_reason"), registry=self.registry
+        )
+        self._failures = Counter(f"{PREFIX}request_failures", "Requests that failed.", ("model_name",), registry=self.registry)
+        self._http = Counter(f"{PREFIX}http_requests", "HTTP requests.", ("path", "status"), registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        made = Histogram(f"{PREFIX}{name}", text, ("model_name",), buckets=buckets, registry=self.registry)
+        return made.labels(self._model)
+
+    def take(self, report: Report) -> None:
+        """Counts what a turn of the engine brought."""
+        self.stats = report.stats
+        if report.stats.step_seconds is not None:
+            self._step.observe(report.stats.step_seconds)
+        for event in report.events:
+            if isinstance(event, Delta):
+                self._take_delta(event)
+            elif isinstance(event, Failed) and isinstance(event.error, RequestError):
+                self._failures.labels(self._model).inc()
+
+    def _take_delta(self, delta: Delta) -> None:
+        if delta.gap is not None:
+            self._itl.observe(delta.gap)
+        if delta.finish_reason is not None:
+            self._success.labels(self._model, delta.finish_reason).inc()
+        if delta.metrics is not None:
+            self._take_times(delta.metrics, delta.num_output_tokens)
+
+    def _take_times(self, times: RequestMetrics, num_tokens: int) -> None:
+        start, scheduled, first, end = times.arrival_time, times.first_scheduled_time, times.first_token_time, times.finished_time
+        self._output_tokens.observe(num_tokens)
+        if scheduled is None or first is None or end is None:
+            return
+        self._ttft.observe(first - start)
+        self._queue.observe(scheduled - start)
+        self._prefill.observe(first - scheduled)
+        self._decode.observe(end - first)
+        self._e2e.observe(end - start)
+        if num_tokens > 1:
+            self._tpot.observe((end - first) / (num_tokens - 1))
+
+    def count_http(self, path: str, status: int) -> None:
+        self._http.labels(path, str(status)).inc()
+
+    def collect(self) -> Iterator[Metric]:
+        """What the engine counts itself, as it stood after its last turn."""
+        stats, labels = self.stats, ("model_name",)
+        for name, (field, text) in _COUNTERS.items():
+            counter = CounterMetricFamily(f"{PREFIX}{name}", text, labels=labels)
+            counter.add_metric((self._model,), float(getattr(stats, field)))
+            yield counter
+        buckets = CounterMetricFamily(f"{PREFIX}bucket_steps", "Steps by bucket.", labels=("model_name", "bucket"))
+        for bucket, num_steps in stats.steps_by_bucket.items():
+            buckets.add_metric((self._model, bucket), float(num_steps))
+        yield buckets
+        used, total = stats.num_pages - stats.num_free_pages, stats.tokens_run + stats.padding_tokens
+        for name, text, value in (
+            *((name, text, float(getattr(stats, field))) for name, (field, text) in _GAUGES.items()),
+            ("kv_cache_usage_perc", "Share of the KV pages that requests hold.", _share(used, stats.num_pages)),
+            ("padding_share", "Padding tokens over all tokens that steps ran.", _share(stats.padding_tokens, total)),
+        ):
+            gauge = GaugeMetricFamily(f"{PREFIX}{name}", text, labels=labels)
+            gauge.add_metric((self._model,), value)
+            yield gauge
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,153 @@
+"""What every HTTP request passes through: its id, the access log, the API key, the limits of its body.
+
+Plain ASGI: a wrapper a request, nothing a chunk. Prompts and answers are never logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.serving.errors import describe, error_response
+from jaxserve.serving.responses import encode
+
+access_log = logging.getLogger("jaxserve.access")
+OPEN_PATHS = ("/", "/health", "/metrics", "/version")  # need no API key
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+class RequestLog:
+    """Gives each request an id (the client's X-Request-Id if it is a plain word), says it in the answer, and logs a line.
+
+    count: called with (path, status) at the end; paths that don't exist are counted together.
+    """
+
+    def __init__(self, app: ASGIApp, paths: Callable[[], frozenset[str]], count: Callable[[str, int], None]):
+        self.app, self._paths, self._count = app, paths, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        started, status = time.monotonic(), 499  # nginx's word for a client that left before an answer
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception:
+            status = 500 if status == 499 else status
+            raise
+        finally:
+            path = scope["path"] if scope["path"] in self._paths() else "other"
+            self._count(path, status)
+            client, user = scope.get("client"), state.get("user")
+            access_log.info(
+                "%s %s %s %d %.3fs %s%s",
+                client[0] if client else "-",
+                scope["method"],
+                path,
+                status,
+                time.monotonic() - started,
+                request_id,
+                f" user={user!r:.80}" if user else "",
+            )
+
+
+class ApiKey:
+    """401 unless the request brings one of the keys as a bearer token; no keys, no question."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
+        self.app, self._keys = app, [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS and not self._knows(scope):
+            headers = {"WWW-Authenticate": "Bearer"}
+            message = "no valid API key was given; send it as 'Authorization: Bearer KEY'"
+            await error_response(401, message, code="invalid_api_key", headers=headers)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _knows(self, scope: Scope) -> bool:
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        matches = [hmac.compare_digest(given.encode(), key) for key in self._keys]  # all, so that time tells nothing
+        return scheme.lower() == "bearer" and any(matches)
+
+
+class LastResort:
+    """500, and the connection goes on, for an exception that nobody foresaw; it is logged with where it came from."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def send_and_see(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_see)
+        except Exception as error:
+            if begun or scope["type"] != "http":
+                raise
+            status, body, headers = describe(error)
+            await Response(encode(body), status, headers, "application/json")(scope, receive, send)
+
+
+class BodyLimit:
+    """413 for a body of more than max_bytes, 408 for one that takes longer than max_seconds to come."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float):
+        self.app, self._max_bytes, self._max_seconds = app, max_bytes, max_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        said = Headers(scope=scope).get("content-length", "0")
+        if said.isdecimal() and int(said) > self._max_bytes:
+            await error_response(413, self._too_large(), headers={"Connection": "close"})(scope, receive, send)
+            return
+        num_bytes, complete, deadline = 0, False, asyncio.get_running_loop().time() + self._max_seconds
+
+        async def receive_some() -> Message:
+            nonlocal num_bytes, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"the body did not come within {self._max_seconds:g} s") from None
+            num_bytes += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            if num_bytes > self._max_bytes:
+                raise HTTPException(413, self._too_large())
+            return message
+
+        await self.app(scope, receive_some, send)
+
+    def _too_large(self) -> str:
+        return f"the body is larger than {self._max_bytes} bytes"

@@ -1,0 +1,157 @@
+"""The published OpenAPI schema: FastAPI's, with the answers' shapes and the limits of the model at hand.
+
+Owns what the schema says beyond the request models. Knows nothing of how requests are served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from jaxserve.serving import responses
+from jaxserve.serving.protocol import DECIMAL_TOKEN_ID, RESERVED_VARIABLES
+
+_ERRORS = {
+    400: "The request is malformed, or asks for what this server can't do.",
+    401: "No valid API key.",
+    404: "There is no such model.",
+    408: "The body did not come in time.",
+    409: "Not in this state: requests are under way, or the engine is asleep.",
+    413: "The body is too large.",
+    429: "Too much is waiting; Retry-After says when to try again.",
+    500: "The engine failed.",
+    503: "Nothing is taken at the moment.",
+    504: "The request took longer than it was given.",
+}
+
+
+def answers(kind: Any, *statuses: int, also: str | None = None) -> dict[str, Any]:
+    """FastAPI's `responses` for a route that answers with a struct. also: a media type of events that it may send instead."""
+    content: dict[str, Any] = {"application/json": {"schema": {"x-struct": kind.__name__}}}
+    if also is not None:
+        content[also] = {"schema": {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}}
+    said: dict[int | str, Any] = {200: {"description": "OK", "content": content}}
+    for status in statuses:
+        error = {"description": _ERRORS[status], "content": {"application/json": {"schema": {"x-struct": "ErrorResponse"}}}}
+        said[status] = error | ({"headers": {"Retry-After": {"schema": {"type": "string"}}}} if status == 429 else {})
+    return {"responses": said}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What depends on the model and the server's settings.
+
+    variables: the names that the chat template reads. priorities: whether requests may say one.
+    """
+
+    models: Sequence[str]
+    vocab_size: int
+    variables: frozenset[str]
+    priorities: bool
+
+    def write(self, schema: dict[str, Any]) -> None:
+        """Into the schema of a request model."""
+        properties = schema.get("properties", {})
+        if schema.get("additionalProperties") is not False:
+            return
+        if "model" in properties:
+            properties["model"] = _nullable({"enum": list(self.models), "type": "string"}, properties["model"])
+        if "priority" in properties and not self.priorities:
+            properties["priority"] = _nullable({"const": 0, "type": "integer"}, properties["priority"])
+        if "chat_template_kwargs" in properties:
+            names = sorted(self.variables - set(RESERVED_VARIABLES))
+            kwargs = {"type": "object", "propertyNames": {"enum": names}} if names else {"type": "object", "maxProperties": 0}
+            properties["chat_template_kwargs"] = _nullable(kwargs, properties["chat_template_kwargs"])
+            if "tools" not in self.variables:
+                properties["tools"] = _nullable({"type": "array", "maxItems": 0}, properties["tools"])
+        self._token_ids(properties)
+
+    def _token_ids(self, node: Any) -> None:
+        if isinstance(node, dict):
+            if node.get("exclusiveMaximum") == 2**31:
+                node["exclusiveMaximum"] = self.vocab_size
+            if node.get("pattern") == DECIMAL_TOKEN_ID:
+                node["pattern"] = decimal_below(self.vocab_size)
+            patterns = node.get("patternProperties", {})
+            if DECIMAL_TOKEN_ID in patterns:
+                patterns[decimal_below(self.vocab_size)] = patterns.pop(DECIMAL_TOKEN_ID)
+                node["additionalProperties"] = False
+            for child in node.values():
+                self._token_ids(child)
+        elif isinstance(node, list):
+            for child in node:
+                self._token_ids(child)
+
+
+def _nullable(schema: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    description = {"description": before["description"]} if "description" in before else {}
+    return {"anyOf": [schema, {"type": "null"}]} | description
+
+
+def decimal_below(limit: int) -> str:
+    """A pattern of the numbers 0 to limit - 1 in decimal."""
+    most = str(limit - 1)
+    parts = ["0", most] if limit > 1 else ["0"]
+    if len(most) > 1:
+        parts.append(f"[1-9][0-9]{{0,{len(most) - 2}}}")
+    for i, digit in enumerate(most):
+        low, high = int(i == 0), int(digit) - 1
+        if low <= high:
+            parts.append(f"{most[:i]}[{low}-{high}][0-9]{{{len(most) - i - 1}}}")
+    return f"^({'|'.join(parts)})$"
+
+
+def publish(app: FastAPI, limits: Limits, *, with_key: bool) -> None:
+    """Makes `app.openapi()` say what this server takes."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            components = made.setdefault("components", {}).setdefault("schemas", {})
+            for name in ("HTTPValidationError", "ValidationError"):
+                components.pop(name, None)
+            for path in made["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+            _insert_structs(made, components)
+            for schema in components.values():
+                limits.write(schema)
+            if with_key:
+                _require_key(made)
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    app.openapi = openapi
+
+
+def _insert_structs(made: dict[str, Any], components: dict[str, Any]) -> None:
+    """Puts the schemas of responses.py where `answers` named its structs."""
+    found: list[tuple[dict[str, Any], Any]] = []
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict):
+            if "x-struct" in node:
+                found.append((node, getattr(responses, node.pop("x-struct"))))
+            for child in node.values():
+                walk(child)
+
+    walk(made["paths"])
+    kinds = list(dict.fromkeys(kind for _, kind in found))
+    references, structs = responses.schemas(*kinds)
+    for node, kind in found:
+        node.update(references[kinds.index(kind)])
+    components.update(structs)
+
+
+def _require_key(made: dict[str, Any]) -> None:
+    from jaxserve.serving.middleware import OPEN_PATHS
+
+    made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in made["paths"].items():
+        if path not in OPEN_PATHS:
+            for operation in operations.values():
+                operation["security"] = [{"key": []}]

@@ -1,0 +1,235 @@
+"""What clients get: OpenAI's objects as msgspec structs, which encode in a microsecond and describe themselves for OpenAPI.
+
+Owns the shapes of answers and of stream chunks. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+encode = msgspec.json.Encoder().encode
+
+
+def event(chunk: Struct) -> bytes:
+    """A chunk as a server-sent event."""
+    return b"data: " + encode(chunk) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Error(Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(Struct):
+    error: Error
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PlainLogprob(Struct):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PlainLogprob] | None] | None  # token id -> Logprob, for each token of the prompt but the first
+
+
+# ---- completions
+
+
+class CompletionLogprobs(Struct):
+    """Parallel lists, one entry a token; text_offset counts characters."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length", "error"] | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Completion(Struct, kw_only=True):
+    """An answer, or a chunk of one: `usage` is null in chunks unless asked for."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None | UnsetType = UNSET
+
+
+# ---- chats
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[TokenLogprob]
+
+
+class CalledFunction(Struct, omit_defaults=True):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class CalledTool(Struct):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class CalledToolDelta(Struct, omit_defaults=True):
+    """Part of a tool call: the first has id, type and name, the others go on with its arguments."""
+
+    index: int
+    function: CalledFunction
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class AssistantMessage(Struct):
+    content: str | None
+    role: Literal["assistant"] = "assistant"
+    reasoning_content: str | None | UnsetType = UNSET
+    tool_calls: list[CalledTool] | UnsetType = UNSET
+
+
+class MessageDelta(Struct, omit_defaults=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CalledToolDelta] | UnsetType = UNSET
+
+
+class ChatChoice(Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length", "tool_calls", "error"] | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatCompletion(Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length", "tool_calls", "error"] | None = None
+    stop_reason: int | str | None | UnsetType = UNSET
+
+
+class ChatChunk(Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+# ---- the rest
+
+
+class ModelCard(Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "jaxserve"
+    max_model_len: int
+
+
+class ModelList(Struct):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class Tokens(Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Struct):
+    prompt: str
+
+
+class TokenizerInfo(Struct):
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    eos_token_ids: list[int]
+    chat_template: str | None
+
+
+class Version(Struct):
+    version: str
+
+
+class Health(Struct):
+    status: Literal["ok", "unhealthy"]
+    reason: str | None = None
+
+
+class Done(Struct):
+    """A control call is done. reset: whether the prefix cache was emptied (it is not while requests hold pages)."""
+
+    status: Literal["ok"] = "ok"
+    reset: bool | UnsetType = UNSET
+
+
+def schemas(*types: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(a JSON schema reference for each type, the components that they refer to)."""
+    found, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    return list(found), components

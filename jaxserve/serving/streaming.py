@@ -1,0 +1,83 @@
+"""Answers over a connection that may vanish: server-sent events, and one whole answer, each ended when its reader is gone.
+
+Owns the race between writing and the client's leaving. Knows nothing of what is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+
+class ClientGoneError(Exception):
+    """The client left before its answer was ready: there is nobody to answer."""
+
+
+async def gone(receive: Receive) -> None:
+    """Returns when the client has left. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone[T](request: Request, answer: Awaitable[T]) -> T:
+    """`answer`, cancelled if the client leaves before it is ready. Raises ClientGoneError then."""
+    task, watcher = asyncio.ensure_future(answer), asyncio.create_task(gone(request.receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events, sent as `events` yields them (bytes, whole events).
+
+    When the client leaves, or takes nothing for `patience` seconds, `events` is closed and the connection with it. `on_end` is
+    called in any case.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes], on_end: Callable[[], None], patience: float = 120.0):
+        self._events, self._on_end, self._patience = events, on_end, patience
+        self._num_sent, self._sending = 0, False
+        self.status_code, self.background = 200, None
+        self.body = b""
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = asyncio.create_task(self._write(send))
+        watcher = asyncio.create_task(gone(receive))
+        try:
+            done: set[asyncio.Task] = set()
+            while not done:
+                num_sent = self._num_sent
+                done, _ = await asyncio.wait((writer, watcher), timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
+                if self._sending and self._num_sent == num_sent:
+                    break
+        finally:
+            writer.cancel()
+            watcher.cancel()
+            await asyncio.gather(writer, watcher, return_exceptions=True)
+            self._on_end()
+            await self._events.aclose()
+        if not writer.cancelled() and (error := writer.exception()) and not isinstance(error, OSError):
+            raise error
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for body in self._events:
+            self._sending = True
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            self._sending = False
+            self._num_sent += 1
+        await send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,44 @@
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`: the model's tokenizer over HTTP."""
+
+from __future__ import annotations
+
+from jaxserve.serving.chat import render
+from jaxserve.serving.generation import Served
+from jaxserve.serving.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest, check_model
+from jaxserve.serving.responses import Detokenized, TokenizerInfo, Tokens
+
+
+async def tokenize(served: Served, body: TokenizeCompletionRequest | TokenizeChatRequest) -> Tokens:
+    """Token ids of a text, or of the prompt that a chat makes."""
+    check_model(body.model, served.names)
+    text = body.prompt if isinstance(body, TokenizeCompletionRequest) else render(served, body)
+    ids = await served.engine.encode(text, body.add_special_tokens)
+    strings = None
+    if body.return_token_strs:
+        backend = served.engine.get_tokenizer().backend
+        strings = [backend.id_to_token(i) or "" for i in ids]
+    return Tokens(len(ids), served.engine.config.scheduler.max_model_len, ids, strings)
+
+
+def detokenize(served: Served, body: DetokenizeRequest) -> Detokenized:
+    """The text of token ids, special tokens included."""
+    check_model(body.model, served.names)
+    tokenizer = served.engine.get_tokenizer()
+    unknown = [i for i in body.tokens if i >= served.engine.config.model.vocab_size]
+    if unknown:
+        raise ValueError(f"tokens: {unknown[0]} is out of the vocabulary [0, {served.engine.config.model.vocab_size})")
+    return Detokenized(tokenizer.decode(body.tokens, skip_special_tokens=False))
+
+
+def tokenizer_info(served: Served) -> TokenizerInfo:
+    """What clients that tokenise for themselves ask for."""
+    tokenizer = served.engine.get_tokenizer()
+    special = {name: tokenizer.special_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    return TokenizerInfo(
+        tokenizer_class="PreTrainedTokenizerFast",
+        vocab_size=tokenizer.vocab_size,
+        model_max_length=served.engine.config.scheduler.max_model_len,
+        **special,
+        eos_token_ids=sorted(served.engine.eos_token_ids),
+        chat_template=tokenizer.chat_templates.get("default"),
+    )

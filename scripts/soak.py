@@ -1,0 +1,199 @@
+"""Serves for as long as asked under a mix of good requests, bad ones and clients that leave, and reports what leaks.
+
+    python -m scripts.soak --model=FOLDER --minutes=10
+    python -m scripts.soak --url=http://127.0.0.1:8000 --pid=1234 --num_requests=10000
+
+With --model the server runs in a process of its own. Every --check_every requests the load stops, and the server's memory, threads
+and files are read (Linux's /proc) once no request is left: each of these rounds must find all pages free. The exit code is 1 if a
+page, a request or a file stayed behind, an answer was a 5xx, or memory grew by more than --max_growth_mb after the first third.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from absl import app, flags
+
+_MODEL = flags.DEFINE_string("model", None, "Serve this model.")
+_URL = flags.DEFINE_string("url", None, "Or load this server.")
+_PID = flags.DEFINE_integer("pid", None, "The process of --url, to read its memory.")
+_MINUTES = flags.DEFINE_float("minutes", 0, "Go on for so long.", lower_bound=0)
+_NUM_REQUESTS = flags.DEFINE_integer("num_requests", 1000, "Go on for so many requests at least.", lower_bound=1)
+_CONCURRENCY = flags.DEFINE_integer("max_concurrency", 32, "Requests at a time.", lower_bound=1)
+_CHECK_EVERY = flags.DEFINE_integer("check_every", 500, "Requests of a round.", lower_bound=1)
+_GROWTH = flags.DEFINE_float("max_growth_mb", 64, "Memory that may be gained after the first third.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the requests.")
+_JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The server between two rounds. rss_mb: None where no process is known."""
+
+    num_requests: int
+    rss_mb: float | None
+    threads: int | None
+    files: int | None
+
+
+def request(rng: random.Random) -> tuple[str, dict[str, Any], float | None]:
+    """(path, body, seconds after which the client leaves) of a request that may be good or bad."""
+    prompt: Any = "".join(rng.choices("abc def, ", k=rng.randint(1, 200)))
+    body: dict[str, Any] = {
+        "max_tokens": rng.randint(1, 32),
+        "stream": rng.random() < 0.5,
+        "temperature": rng.choice([0, 0.7, 1.5]),
+    }
+    path = rng.choice(["/v1/completions", "/v1/completions", "/v1/chat/completions"])
+    body |= {"messages": [{"role": "user", "content": prompt}]} if "chat" in path else {"prompt": prompt}
+    extras: list[dict[str, Any]] = [
+        {"n": rng.randint(1, 4)},
+        {"stop": rng.choice(["a", ["b", "."], "zzz"])},
+        {"top_p": 0.9, "top_k": 20, "min_p": 0.05, "seed": rng.randint(0, 2**31)},
+        {"presence_penalty": 0.5, "repetition_penalty": 1.1},
+        {"logit_bias": {str(rng.randint(0, 200)): rng.uniform(-50, 50)}},
+        {"stream": True, "stream_options": {"include_usage": True}},
+        {"min_tokens": 2, "ignore_eos": True},
+    ]
+    for extra in rng.sample(extras, rng.randint(0, 3)):
+        body |= extra
+    if rng.random() < 0.15:
+        wrong = [
+            {"temperature": -1},
+            {"n": 0},
+            {"unknown": 1},
+            {"model": "none"},
+            {"max_tokens": "many"},
+            {"stop": ""},
+            {"top_p": 7},
+        ]
+        body |= rng.choice(wrong)
+    return path, body, rng.choice([0.001, 0.05, 0.3]) if rng.random() < 0.15 else None
+
+
+async def load(url: str, rng: random.Random, num_requests: int, statuses: Counter[str]) -> None:
+    import httpx
+
+    places = asyncio.Semaphore(_CONCURRENCY.value)
+
+    async def one(client: httpx.AsyncClient) -> None:
+        path, body, patience = request(rng)
+        async with places:
+            try:
+                async with asyncio.timeout(patience):
+                    statuses[str((await client.post(path, json=body)).status_code)] += 1
+            except TimeoutError:
+                statuses["left"] += 1
+            except httpx.TransportError as error:
+                statuses[type(error).__name__] += 1
+
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=_CONCURRENCY.value)) as client:
+        await asyncio.gather(*(one(client) for _ in range(num_requests)))
+
+
+def left_over(url: str, seconds: float = 30) -> float:
+    """What is still held (running and waiting samples, and the share of pages) after at most so long; 0 when nothing is."""
+    import httpx
+
+    deadline = time.monotonic() + seconds
+    while True:
+        text = httpx.get(f"{url}/metrics").text
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        held = sum(float(x) for name in names for x in re.findall(rf"^jaxserve:{name}{{.*}} (\S+)$", text, re.MULTILINE))
+        if not held or time.monotonic() > deadline:
+            return held
+        time.sleep(0.1)
+
+
+def read(pid: int | None, num_requests: int) -> Reading:
+    if pid is None:
+        return Reading(num_requests, None, None, None)
+    with open(f"/proc/{pid}/status") as file:
+        status = dict(line.split(":", 1) for line in file)
+    rss = int(status["VmRSS"].split()[0]) / 1024
+    return Reading(num_requests, rss, int(status["Threads"]), len(os.listdir(f"/proc/{pid}/fd")))
+
+
+@contextlib.contextmanager
+def server():
+    """(address, process id) of the server to load."""
+    import httpx
+
+    if _URL.value:
+        yield _URL.value.rstrip("/"), _PID.value
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "scripts.serve", f"--model={_MODEL.value}", f"--port={port}", "--noaccess_log"]
+    process = subprocess.Popen([*command, "--max_model_len=1024", "--max_num_seqs=16", "--max_num_batched_tokens=256"])
+    try:
+        while True:
+            if process.poll() is not None:
+                sys.exit("soak: the server did not start")
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            time.sleep(0.2)
+        yield url, process.pid
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def faults(readings: list[Reading], held: float, statuses: Counter[str]) -> list[str]:
+    """What is wrong, in words."""
+    found = [f"{count} answers with status {status}" for status, count in statuses.items() if status.startswith("5")]
+    found += [f"{count} times {name}" for name, count in statuses.items() if name.endswith("Error")]
+    if held:
+        found.append(f"requests or pages stayed behind ({held:g})")
+    settled = readings[len(readings) // 3 :]
+    first, last = settled[0], settled[-1]
+    if first.rss_mb is not None and last.rss_mb is not None and last.rss_mb - first.rss_mb > _GROWTH.value:
+        found.append(f"memory grew from {first.rss_mb:.0f} to {last.rss_mb:.0f} MB")
+    if first.files is not None and last.files is not None and last.files > first.files + 4:
+        found.append(f"open files grew from {first.files} to {last.files}")
+    return found
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    if bool(_URL.value) == bool(_MODEL.value):
+        raise app.UsageError("give either --model or --url")
+    from scripts.engine_flags import write_json
+
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    rng, statuses, readings, done, held = random.Random(_SEED.value), Counter[str](), list[Reading](), 0, 0.0
+    started = time.monotonic()
+    with server() as (url, pid):
+        while not held and (done < _NUM_REQUESTS.value or time.monotonic() - started < 60 * _MINUTES.value):
+            asyncio.run(load(url, rng, _CHECK_EVERY.value, statuses))
+            done += _CHECK_EVERY.value
+            held = left_over(url)
+            readings.append(read(pid, done))
+            print(f"{time.monotonic() - started:.0f} s: {readings[-1]}, {dict(statuses)}", file=sys.stderr, flush=True)
+    found = faults(readings, held, statuses)
+    result = {"requests": done, "seconds": time.monotonic() - started, "statuses": dict(statuses), "faults": found}
+    rss = [r.rss_mb for r in readings if r.rss_mb is not None]
+    print(f"soak: {done} requests, {dict(statuses)}, memory {rss[0]:.0f} -> {rss[-1]:.0f} MB" if rss else f"soak: {done} requests")
+    write_json(_JSON.value, result)
+    if found:
+        sys.exit(f"soak: {'; '.join(found)}")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,27 @@
+"""One model for all tests of serving: programs are compiled once. Each test must leave it idle, with all pages free."""
+
+import pytest
+
+from jaxserve import LLM, BucketPlan
+from tests import alphabet_model
+
+PLAN = BucketPlan(decode=(4,), mixed=((32, 4),), head_rows=(4,))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return alphabet_model.save(tmp_path_factory.mktemp("alphabet"))
+
+
+@pytest.fixture(scope="session")
+def shared_llm(folder):
+    return LLM(folder, bucket_plan=PLAN, num_pages=96, page_size=4, compilation_cache_dir="")
+
+
+@pytest.fixture
+def llm(shared_llm):
+    """The shared LLM, looked at afterwards."""
+    yield shared_llm
+    assert not shared_llm.engine.has_unfinished_requests()
+    shared_llm.engine.scheduler.check_invariants()
+    assert shared_llm.engine.pool.num_free_pages == shared_llm.engine.pool.num_pages

@@ -1,0 +1,70 @@
+"""A server on localhost in a thread of the tests' process, around an AsyncLLM."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from jaxserve import LLM
+from jaxserve.serving.app import ServerOptions, make_app
+from jaxserve.serving.async_llm import AsyncLLM
+
+
+@dataclass
+class Server:
+    url: str
+    engine: AsyncLLM
+    client: httpx.Client
+
+    def wait_idle(self, seconds: float = 20) -> None:
+        """Waits until no request is left and every page is free."""
+        deadline = time.monotonic() + seconds
+        while True:
+            stats = self.engine.stats
+            if not self.engine.num_requests and stats.num_free_pages == stats.num_pages and not stats.num_running:
+                return
+            assert time.monotonic() < deadline, f"{self.engine.num_requests} requests are left: {stats}"
+            time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def serving(llm: LLM, *, names=("alphabet",), options: dict[str, Any] | None = None, **engine: Any) -> Iterator[Server]:
+    """A server while the `with` lasts."""
+    async_llm = AsyncLLM(llm, **engine)
+    app = make_app(async_llm, ServerOptions(names=names, **options or {}))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_config=None, access_log=False, backlog=4096)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server did not start"
+        time.sleep(0.01)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        with httpx.Client(base_url=url, timeout=60) as client:
+            yield Server(url, async_llm, client)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive(), "the server did not end"
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, llm: LLM, seconds: float = 0.02) -> None:
+    """Makes each step of a model take so long, so that something can happen meanwhile."""
+    fetch = llm.engine.runner.fetch
+
+    def slowly(handle):
+        time.sleep(seconds)
+        return fetch(handle)
+
+    monkeypatch.setattr(llm.engine.runner, "fetch", slowly)

@@ -1,0 +1,89 @@
+"""Clients that others wrote, on localhost: the `openai` package with its streaming helpers."""
+
+import asyncio
+
+import openai
+import pytest
+
+from tests.alphabet_model import after
+from tests.serving.http_server import serving
+
+SAID = [{"role": "user", "content": "a"}]
+
+
+@pytest.fixture(scope="module")
+def server(shared_llm):
+    with serving(shared_llm, options={"api_keys": ("secret",)}) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as client:
+        yield client
+    server.wait_idle()
+
+
+def test_completions(client):
+    assert [model.id for model in client.models.list()] == ["alphabet"]
+    answer = client.completions.create(model="alphabet", prompt=["a", "x"], max_tokens=2, temperature=0, logprobs=1, echo=False)
+    assert [choice.text for choice in answer.choices] == ["bc", "yz"] and answer.usage and answer.usage.total_tokens == 6
+    assert answer.choices[0].logprobs and answer.choices[0].logprobs.tokens == ["b", "c"]
+    stream = client.completions.create(model="alphabet", prompt="a", max_tokens=9, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == after("a", 9)
+
+
+def test_chats(client):
+    answer = client.chat.completions.create(
+        model="alphabet", messages=SAID, max_completion_tokens=3, temperature=0, n=2, extra_body={"top_k": 5, "min_p": 0.1}
+    )
+    assert [choice.message.content for choice in answer.choices] == ["BCD"] * 2
+    stream = client.chat.completions.create(
+        model="alphabet", messages=SAID, max_tokens=3, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "BCD"
+    assert chunks[-1].usage and chunks[-1].usage.completion_tokens == 3
+
+
+def test_the_streaming_helper(client):
+    with client.chat.completions.stream(model="alphabet", messages=SAID, stop="F", temperature=0, logprobs=True) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert kinds.count("content.delta") >= 4 and "content.done" in kinds and "logprobs.content.done" in kinds
+    assert final.choices[0].message.content == "BCDE" and final.choices[0].finish_reason == "stop"
+
+
+def test_an_answer_can_be_sent_back(client):
+    answer = client.chat.completions.create(model="alphabet", messages=SAID, max_tokens=3, temperature=0)
+    messages = [*SAID, answer.choices[0].message, {"role": "user", "content": "x"}]
+    again = client.chat.completions.create(model="alphabet", messages=messages, max_tokens=3, temperature=0)
+    assert again.usage and again.usage.prompt_tokens == len("u:a;a:BCD;u:x;A")
+
+
+def test_errors(client, server):
+    with pytest.raises(openai.BadRequestError, match="temperature") as wrong:
+        client.completions.create(model="alphabet", prompt="a", temperature=-1)
+    assert wrong.value.param == "temperature" and wrong.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.completions.create(model="other", prompt="a")
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+
+
+def test_many_at_once(server):
+    async def main():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="secret") as client:
+
+            async def one(i: int) -> str:
+                stream = await client.completions.create(
+                    model="alphabet", prompt="a", max_tokens=1 + i % 25, temperature=0, stream=True
+                )
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            return await asyncio.gather(*(one(i) for i in range(64)))
+
+    assert asyncio.run(main()) == [after("a", 1 + i % 25) for i in range(64)]
