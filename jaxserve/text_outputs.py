@@ -98,7 +98,8 @@ class TextOutputs:
             completion.token_ids.append(token_id)
             if output.logprobs is not None:
                 self._add_logprobs(sample, token_id, output.logprobs[i])
-            is_stop_token = i == len(output.new_token_ids) - 1 and output.finish_reason == "stop"
+            last = i == len(output.new_token_ids) - 1 and output.finish_reason == "stop"
+            is_stop_token = last and token_id in sample.request.stop_ids  # a grammar may end with a token of the text
             if sample.detokenizer is None or (is_stop_token and not include_stop):
                 continue  # a stop token's own text is left out, as a stop string's is
             if self._add_text(sample, sample.detokenizer.step(token_id)):

@@ -37,7 +37,15 @@ class Texts:
         self.finished: list[tuple[Request, str, str]] = []
         self.texts = TextOutputs(tokenizer, lambda *args: self.finished.append(args))
         self.requests = [
-            Request(f"r/{i}", list(prompt), sampling, sample_index=i, parent_id="r", metrics=RequestMetrics(float(i)))
+            Request(
+                f"r/{i}",
+                list(prompt),
+                sampling,
+                eos_token_ids=frozenset([EOS]),
+                sample_index=i,
+                parent_id="r",
+                metrics=RequestMetrics(float(i)),
+            )
             for i in range(n)
         ]
         self.texts.add(self.requests, "the prompt")
