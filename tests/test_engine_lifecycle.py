@@ -377,7 +377,9 @@ def test_stats_add_up():
     run = serve(engine, requests(True, logprobs=True))
     stats, padding = engine.stats, engine.stats.padding
     asks = requests(True)
-    assert stats.prefill_tokens == sum(len(ask.prompt) * ask.params.n for ask in asks)
+    page_size = engine.config.cache.page_size
+    shared = [(ask.params.n - 1) * ((len(ask.prompt) - 1) // page_size * page_size) for ask in asks]  # with the first sample
+    assert stats.prefill_tokens == sum(len(ask.prompt) * ask.params.n for ask in asks) - sum(shared)
     assert stats.generated_tokens == sum(len(answer.tokens) for answer in run.answers.values())
     assert stats.num_steps == padding.num_steps == len(run.schedules) == run.stats.num_steps
     select = engine.config.plan.select
@@ -399,6 +401,8 @@ def test_demand_log_has_a_line_a_step(tmp_path):
     assert len(lines) == len(run.schedules)
     for i, (line, s) in enumerate(zip(lines, run.schedules, strict=True), 1):
         assert line.pop("waiting") >= 0
+        ends, d, page_size = s.starts + s.q_lens, s.num_decodes, engine.config.cache.page_size
+        chunks = [range(start, end) for start, end in zip(s.starts[d:].tolist(), ends[d:].tolist(), strict=True)]
         assert line == {
             "step": i,
             "tokens": int(s.q_lens.sum()),
@@ -406,7 +410,8 @@ def test_demand_log_has_a_line_a_step(tmp_path):
             "decodes": s.num_decodes,
             "max_q_len": int(max(s.q_lens)),
             "samples": int(sum(s.samples)),
-            "kv_tokens": sum(int(start) + int(n) for start, n in zip(s.starts, s.q_lens, strict=True)),
+            "kv_tokens": sum(-(-end // page_size) * page_size for end in ends[:d].tolist()),
+            "pairs": sum(position + 1 for chunk in chunks for position in chunk),
             "bucket": [24, 6],
         }
 

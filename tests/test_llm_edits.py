@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, BucketPlan, SamplingParams
+from jaxserve.llm import with_bad_words_tokenized
 from tests import alphabet_model
 from tests.alphabet_model import after, ids
 
@@ -33,7 +34,7 @@ def test_a_bad_word_is_never_completed(llm):
 
 
 def test_bad_words_are_held_back_after_a_space_too(llm):
-    params = llm._with_bad_words_tokenized(SamplingParams(bad_words=["de"], bad_words_token_ids=[[7]]))
+    params = with_bad_words_tokenized(SamplingParams(bad_words=["de"], bad_words_token_ids=[[7]]), llm.tokenizer)
     assert params.bad_words is None and params.bad_words_token_ids == (tuple(ids("de")), tuple(ids(" de")), (7,))
 
 

@@ -46,7 +46,7 @@ def test_two_settings_are_compared(tmp_path):
         assert result["tokens_per_second"] == pytest.approx(96 / seconds)
         assert 0 < result["mean_ttft_ms"] < result["mean_e2el_ms"] <= 1e3 * seconds
         assert result["num_steps"] == 64, "the prompt in one step, then a token a step"
-        assert result["num_programs"] == 4, "a body, a head with and without logprobs, the page-table update"
+        assert result["num_programs"] == 5, "a body, a head with and without logprobs, the score, the update of the state"
 
 
 def test_a_trace_of_random_prompts(tmp_path):

@@ -22,12 +22,10 @@ PHASES = () if "SCHEMA_EXAMPLES" in os.environ else ("--phases=fuzzing",)
 
 
 @pytest.fixture
-def model(shared_llm, tmp_path_factory):
-    """Where many examples are tried, one that is long enough for each of their prompts: a schema can't count tokens."""
-    if not PHASES:
-        long = alphabet_model.save(tmp_path_factory.mktemp("long"), max_position_embeddings=768)
-        return LLM(long, bucket_plan=PLAN, num_pages=192, page_size=16, compilation_cache_dir="")
-    return shared_llm
+def model(tmp_path_factory):
+    """One that is long enough for any prompt that is tried: a schema can't count tokens."""
+    long = alphabet_model.save(tmp_path_factory.mktemp("long"), max_position_embeddings=1536)
+    return LLM(long, bucket_plan=PLAN, num_pages=384, page_size=16, compilation_cache_dir="")
 
 
 def test_schemathesis(model, tmp_path):
