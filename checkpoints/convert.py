@@ -1,7 +1,7 @@
 """From a checkpoint reader to an Orbax checkpoint, and from there to a Hugging Face folder.
 
 Owns the order of the steps and the files that lie beside the weights. What a weight is called and how its layout changes is given
-as tables and functions; nothing here knows a model. The weights pass through host memory as a whole.
+as tables and functions; nothing here knows a model. The weights pass through host memory as a whole, once.
 """
 
 from __future__ import annotations
@@ -75,8 +75,10 @@ def to_huggingface(
 ) -> Path:
     """Writes a version as safetensors, with the files that lie beside it. Everything keeps its dtype.
 
+    Beyond the weights themselves it needs memory for copies of one shard's tensors.
+
     Args:
-      split: what each parameter becomes.
+      split: what each parameter becomes; best views of it.
       folder: a new or empty one; it gets its name when all is written.
       max_shard_bytes: more than this is several files and an index; a tensor is never split.
 
@@ -95,17 +97,20 @@ def to_huggingface(
     for name, contents in side_files(version).items():
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         (partial / name).write_bytes(contents)
-    tensors: dict[str, np.ndarray] = {}
-    for path, leaf in orbax.load(version, orbax.stored(version)).items():
-        tensors |= {name: np.ascontiguousarray(x) for name, x in split(path, np.asarray(leaf)).items()}
+    leaves = orbax.load(version, orbax.stored(version))
+    tensors: dict[str, np.ndarray] = {}  # views of the leaves, each of which goes with the last of its views
+    for path in list(leaves):
+        tensors |= split(path, np.asarray(leaves.pop(path)))
+    total_size = sum(x.nbytes for x in tensors.values())
     shards = _shards(tensors, max_shard_bytes)
     weight_map = {}
     for i, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_file({name: tensors[name] for name in names}, partial / file, metadata={"format": "pt"})
+        shard = {name: np.ascontiguousarray(tensors.pop(name)) for name in names}
+        save_file(shard, partial / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(x.nbytes for x in tensors.values())}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (partial / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
     if folder.exists():
         folder.rmdir()

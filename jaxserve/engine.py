@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,9 +41,6 @@ from jaxserve.scheduler import Scheduler
 from jaxserve.step import ModelFunctions
 from jaxserve.structured.constraints import Constraints
 from jaxserve.structured.grammars import Grammar
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("jaxserve")
 
@@ -126,11 +123,11 @@ class Engine:
         params = params or SamplingParams()
         arrival = time.monotonic() if arrival is None else arrival
         requests = self._samples(request_id, prompt_token_ids, params, arrival, priority, cache_salt)
-        seed = self._seed_of(next(self._numbers)) if params.seed is None else params.seed
         if params.structured_outputs is not None and grammar is None:
             raise ValueError(f"structured_outputs={params.structured_outputs} needs a tokenizer: use LLM, or give its grammar")
         if score_from is not None and not 1 <= score_from <= len(prompt_token_ids):
             raise ValueError(f"{score_from=} must be in [1, {len(prompt_token_ids)}], the prompt's length")
+        seed = self._seed_of(next(self._numbers)) if params.seed is None else params.seed
         self._groups[request_id] = requests  # first, so that `abort` finds what an interrupt leaves half added
         for request in requests:
             request.seed = seed
@@ -311,7 +308,12 @@ class Engine:
                         self._forget(request)
                         continue
                     state = self._constraints.advance(request, taken.tokens)
-            if state.ended:
+            if state.error:
+                message = f"structured_outputs: the grammar broke off after {request.num_output_tokens} tokens: {state.error}"
+                self.scheduler.finish(request, "error", message)
+                last.finish_reason, last.stop_reason = "error", message
+                self._forget(request)
+            elif state.ended:
                 self.scheduler.finish(request, "stop")
                 last.finish_reason = "stop"
                 self._forget(request)
@@ -381,8 +383,8 @@ class Engine:
                 f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens; "
                 "check the weights, or use a wider dtype"
             )
-            if kinds_of(request.params):
-                message += ", or allowed_token_ids, bad words and min_tokens together forbid every token"
+            if kinds_of(request.params) or request.params.min_tokens or request in self._constraints:
+                message += ", or allowed_token_ids, bad words, min_tokens and structured_outputs together forbid every token"
             logger.error("request %s: %s", request.request_id, message)
             self.scheduler.finish(request, "error", message)
             outputs.append(EngineOutput(request, [], finish_reason="error", stop_reason=message))

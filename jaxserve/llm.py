@@ -84,7 +84,7 @@ class LLM:
         self._texts = TextOutputs(self.tokenizer, self.engine.finish)
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that grew and were not yielded yet
         self._runs = itertools.count()
-        self._grammars: GrammarCompiler | None = None  # made with the first structured output
+        self._grammars = GrammarCompiler(self.tokenizer, self.engine.config.model.vocab_size, self.engine.eos_token_ids)
 
     @classmethod
     def from_params(
@@ -137,8 +137,7 @@ class LLM:
     def close(self) -> None:
         """Ends every request and closes the engine's demand log."""
         self.engine.close()
-        if self._grammars is not None:
-            self._grammars.close()
+        self._grammars.close()
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. ValueError if none was loaded."""
@@ -350,7 +349,7 @@ class LLM:
                     raise ValueError(f"stop={params[i].stop} needs a tokenizer, and none was loaded; use stop_token_ids")
                 params[i] = with_bad_words_tokenized(params[i], self.tokenizer)
                 if params[i].structured_outputs is not None:
-                    grammars[i] = self._compile(params[i].structured_outputs)
+                    grammars[i] = self._grammars.submit(params[i].structured_outputs)
                 self.engine.check_request(f"{run}-{i}", ready[i].token_ids, params[i], priority=priorities[i])
             except ValueError as error:
                 errors[i] = str(error)
@@ -367,14 +366,6 @@ class LLM:
             outputs = [CompletionOutput(0, "", [], finish_reason="error", stop_reason=message)]
             failed[i] = RequestOutput(f"{run}-{i}", prompt.text, prompt.token_ids, outputs, True)
         return self._run(run, ready, failed, params, priorities, grammars)
-
-    def _compile(self, form: Any) -> Future[Grammar]:
-        """The grammar of structured_outputs, soon. ValueError without a tokenizer."""
-        if self.tokenizer is None:
-            raise ValueError(f"structured_outputs={form} needs a tokenizer, and none was loaded")
-        if self._grammars is None:
-            self._grammars = GrammarCompiler(self.tokenizer, self.engine.config.model.vocab_size, self.engine.eos_token_ids)
-        return self._grammars.submit(form)
 
     def _run(
         self,

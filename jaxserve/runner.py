@@ -44,7 +44,6 @@ class Runner:
         self._on_cpu = jax.default_backend() == "cpu"
         self.score_rows = programs.score_rows
         self.weights_version = 0
-        self._true = jax.device_put(np.True_)
         self._no_masks = functools.cache(self._make_no_masks)
         self._allocate()
 
@@ -146,7 +145,7 @@ class Runner:
         if not head_rows:
             return StepHandle(None, [], hidden, 0)
         head: Any = self.programs.head(head_rows, with_logprobs)
-        allowed = self._no_masks(head_rows) if masks is None else (masks()[:head_rows], self._true)
+        allowed = self._no_masks(head_rows) if masks is None else (masks()[:head_rows], np.True_)
         self.last_tokens, self.history, out = head(
             self.head_leaves, self.last_tokens, self.history, self.edits, hidden, head_inputs, *allowed
         )

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxserve.page_pool import PagePool, extend_hash_chain
 from jaxserve.request import Request
-from jaxserve.sequence_rows import SequenceRows
+from jaxserve.sequence_rows import NEVER, SequenceRows
 
 
 class SequencePages:
@@ -48,6 +48,10 @@ class SequencePages:
     def release(self, request: Request) -> None:
         """Takes back the request's row and its references to pages."""
         self.pool.free(self.rows.release(request))
+
+    def shareable(self, row: int) -> bool:
+        """Whether what stands in the row's pages is of the weights that run now."""
+        return bool(self.rows.num_hashed[row] != NEVER)
 
     def register_full(
         self,

@@ -179,6 +179,22 @@ def test_what_was_kept_is_shared_with_nobody(engine, prompt):
     assert request.output_token_ids == greedy_alone(OTHER, prompt + kept.output_token_ids, 12)
 
 
+def test_a_sample_that_waited_takes_nothing_of_what_was_kept():
+    """n = 3 with room for two: the third begins under the new weights, and what it leaves in the cache is theirs alone."""
+    engine = make_engine(dummy_model(), max_num_seqs=2, bucket_plan=None, max_num_batched_tokens=24)
+    first, *_ = engine.add_request("n", PROMPT, GREEDY.with_(n=3))
+    for _ in range(4):
+        engine.step()
+    engine.drain()
+    engine.update_params(OTHER, in_flight="keep")
+    engine.finish(first, "stop")  # beside the second, which runs on, there is room for the third
+    answers = run_out(engine)
+    assert answers["n/2"].tokens == greedy_alone(OTHER, PROMPT, 12)
+    engine.add_request("later", PROMPT + answers["n/2"].tokens, GREEDY)
+    assert run_out(engine)["later"].tokens == greedy_alone(OTHER, PROMPT + answers["n/2"].tokens, 12)
+    assert engine.scheduler.stats().num_hit_tokens
+
+
 def test_what_was_kept_and_then_preempted_is_computed_with_the_new_weights(engine):
     so_far = start_keeping(engine, OTHER, PROMPT)
     (request,) = engine.scheduler.running

@@ -33,6 +33,7 @@ from jaxserve.serving.messages import (
     Stop,
     UnavailableError,
 )
+from jaxserve.structured.grammars import GrammarCompiler
 from jaxserve.text_outputs import TextOutputs
 from jaxserve.tokenizer import Tokenizer
 
@@ -66,6 +67,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, deliver: Callable[[Report], None], *, max_failures: int = 3):
         self.engine = engine
         self._texts = TextOutputs(tokenizer, engine.finish)
+        self._grammars = GrammarCompiler(tokenizer, engine.config.model.vocab_size, engine.eos_token_ids)
         self._deliver, self._max_failures = deliver, max_failures
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._sent: dict[str, list[_Sent]] = {}  # by request id: every request that has not ended, a _Sent a sample
@@ -106,6 +108,7 @@ class EngineLoop:
             self._broken = self._broken or "the server has shut down"
             self._hand_over()
             self.engine.close()
+            self._grammars.close()
 
     def _can_step(self) -> bool:
         return not self._paused and self.engine.has_unfinished_requests()
@@ -130,6 +133,7 @@ class EngineLoop:
         try:
             if self._broken is not None:
                 raise UnavailableError(self._broken)
+            form = add.params.structured_outputs
             requests = self.engine.add_request(
                 add.request_id,
                 add.prompt_token_ids,
@@ -137,6 +141,7 @@ class EngineLoop:
                 priority=add.priority,
                 cache_salt=add.cache_salt,
                 arrival=add.arrival,
+                grammar=None if form is None else self._grammars.submit(form),
             )
             self._texts.add(requests, add.prompt)
         except (ValueError, NotImplementedError, UnavailableError) as error:
@@ -236,6 +241,8 @@ class EngineLoop:
                 raise ValueError(f"method={call.method!r} must be one of {', '.join(CALLS)}")
             return Reply(call.call_id, getattr(self, f"_{call.method}")(**call.arguments))
         except Exception as error:
+            if self._sent and not self.engine.has_unfinished_requests():  # it broke off in the middle, and every request with it
+                self._fail_all(FailedError, f"{call.method} failed: {error!r}")
             return Reply(call.call_id, error=error)
 
     def _pause(self) -> None:

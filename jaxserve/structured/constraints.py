@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxserve.edit_rows import ALLOWED, BAD_WORDS, kinds_of
 from jaxserve.structured.grammars import Grammar, GrammarError
 from jaxserve.structured.masks import GrammarState, MaskFiller
 
@@ -31,14 +32,15 @@ class Constraints:
         self._vocab_size, self._max_rows = vocab_size, max_rows
         self._filler: MaskFiller | None = None  # made with the first grammar: it holds buffers and threads
         self._compiling: dict[Request, Future[Grammar]] = {}
+        self._grammars: dict[Request, Grammar] = {}  # of requests that have no state yet: a state takes memory, and many may wait
         self._states: dict[Request, GrammarState] = {}
 
     def __bool__(self) -> bool:
         """Whether any request is constrained, or waits to be."""
-        return bool(self._states) or bool(self._compiling)
+        return bool(self._states or self._grammars or self._compiling)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._states
+        return request in self._states or request in self._grammars
 
     def add(self, request: Request, grammar: Future[Grammar]) -> None:
         """The request is constrained by `grammar`, which may still be compiling; `poll` says when it is not."""
@@ -55,15 +57,15 @@ class Constraints:
         for request, future in [(r, f) for r, f in self._compiling.items() if f.done()]:
             del self._compiling[request]
             try:
-                self._states[request] = GrammarState(future.result())
+                self._grammars[request] = future.result()
                 ready.append(request)
-            except GrammarError as error:
-                failed.append((request, str(error)))
+            except Exception as error:  # whatever befell the compiler ends this request and no other
+                failed.append((request, str(error) if isinstance(error, GrammarError) else f"structured_outputs: {error!r}"))
         return ready, failed
 
     def constrains(self, schedule: Schedule) -> bool:
         """Whether a sample of this step needs a mask."""
-        return bool(self._states) and any(request in self._states for request in schedule.requests)
+        return bool(self._states or self._grammars) and any(request in self for request in schedule.requests)
 
     def masks(self, schedule: Schedule) -> np.ndarray:
         """i32[max_rows, ceil(V / 32)]: of the step's logits rows, as MaskFiller's. All tokens sampled before this step must have
@@ -71,22 +73,28 @@ class Constraints:
         if self._filler is None:
             self._filler = MaskFiller(self._vocab_size, self._max_rows)
         sampling = [r for r, samples in zip(schedule.requests, schedule.samples, strict=True) if samples]
-        states = {row: self._states[r] for row, r in enumerate(sampling) if r in self._states and not r.finished}
-        return self._filler.fill(states)
+        return self._filler.fill({row: self._state(r) for row, r in enumerate(sampling) if r in self and not r.finished})
+
+    def _state(self, request: Request) -> GrammarState:
+        if request not in self._states:
+            # Where something else forbids tokens too, none is forced: the two together might leave nothing.
+            forbids = bool(kinds_of(request.params) & (ALLOWED | BAD_WORDS)) or request.params.min_tokens > 0
+            self._states[request] = GrammarState(self._grammars.pop(request), forces=not forbids)
+        return self._states[request]
 
     def advance(self, request: Request, token_ids: Sequence[int]) -> GrammarState:
-        """The request's output has grown by these tokens; returns where it stands."""
-        state = self._states[request]
+        """The request's output has grown by these tokens; returns where it stands, which may be an error."""
+        state = self._state(request)
         accepted = state.advance(token_ids)
-        assert accepted == len(token_ids), f"{request.request_id}: sampled {token_ids}, of which its mask allowed {accepted}"
+        assert state.error or accepted == len(token_ids), f"{request.request_id}: {token_ids} sampled, {accepted} allowed"
         return state
 
     def discard(self, request: Request) -> None:
         """The request has finished; nothing happens if it was never constrained."""
-        self._states.pop(request, None)
-        self._compiling.pop(request, None)
+        for held in (self._states, self._grammars, self._compiling):
+            held.pop(request, None)
 
     def clear(self) -> None:
         """Forgets all requests."""
-        self._states.clear()
-        self._compiling.clear()
+        for held in (self._states, self._grammars, self._compiling):
+            held.clear()

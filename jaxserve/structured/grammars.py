@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.structured.params import StructuredOutputsParams
-from jaxserve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+    from jaxserve.tokenizer import Tokenizer
 
 MAX_CACHED = 256  # grammars; the one used longest ago goes first
 
@@ -38,43 +39,47 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary in threads of its own, each grammar once.
+    """Compiles grammars for one vocabulary in threads of its own, each grammar once. Costs nothing before the first.
 
     Args:
-      tokenizer: the model's; a vocabulary of tokens without bytes of their own (not byte-level) works as well.
+      tokenizer: the model's; a vocabulary of tokens without bytes of their own (not byte-level) works as well. None: there is none,
+        and every grammar is refused.
       vocab_size: V, the model's logits; ids past the tokenizer's are never allowed.
-      eos_token_ids: allowed where the grammar may end. One at least.
-
-    Raises:
-      ValueError: no eos_token_ids: an output that must end could not.
-      ModuleNotFoundError: llguidance is not installed.
+      eos_token_ids: allowed where the grammar may end.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int], num_threads: int = 2):
-        import llguidance  # noqa: F401  (missing, it is missed here and not in a thread)
-
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Iterable[int], num_threads: int = 2):
         self.vocab_size, self.eos_token_ids = vocab_size, sorted(eos_token_ids)
-        if not self.eos_token_ids:
-            raise ValueError("structured outputs need an end of sequence, and this model names no eos token")
         self._tokenizer = tokenizer
-        self._added = frozenset(token.content for token in tokenizer.backend.get_added_tokens_decoder().values())
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
         self._lock = threading.Lock()
         self._futures: OrderedDict[str, Future[Grammar]] = OrderedDict()
-        self._vocabulary = self._pool.submit(self._read_vocabulary)  # a second for 150,000 tokens
+        self._vocabulary: Future[Any] | None = None
 
-    def submit(self, params: StructuredOutputsParams) -> Future[Grammar]:
-        """The grammar, soon; GrammarError where it can't be. The future is shared by all who ask for the same: don't cancel it."""
+    def submit(self, params: StructuredOutputsParams | Mapping[str, Any]) -> Future[Grammar]:
+        """The grammar, soon; GrammarError where it can't be. The future is shared by all who ask for the same: don't cancel it.
+
+        Raises:
+          ValueError: there is no tokenizer, or no eos token: an output that must end could not.
+        """
+        if self._tokenizer is None:
+            raise ValueError(f"structured_outputs={params} needs a tokenizer, and none was loaded")
+        if not self.eos_token_ids:
+            raise ValueError("structured_outputs needs an end of sequence, and this model names no eos token")
+        params = StructuredOutputsParams.make(params)
         with self._lock:
-            if params.key in self._futures:
+            if self._vocabulary is None or _broke_off(self._vocabulary):
+                self._vocabulary = self._pool.submit(self._read_vocabulary)  # a second for 150,000 tokens
+            known = self._futures.get(params.key)
+            if known is not None and not _broke_off(known):
                 self._futures.move_to_end(params.key)
             else:
-                self._futures[params.key] = self._pool.submit(self._compile, params)
+                self._futures[params.key] = self._pool.submit(self._compile, params, self._vocabulary)
                 if len(self._futures) > MAX_CACHED:
                     self._futures.popitem(last=False)
             return self._futures[params.key]
 
-    def compile(self, params: StructuredOutputsParams) -> Grammar:
+    def compile(self, params: StructuredOutputsParams | Mapping[str, Any]) -> Grammar:
         """The grammar, waited for. Raises GrammarError."""
         return self.submit(params).result()
 
@@ -85,22 +90,23 @@ class GrammarCompiler:
     def _read_vocabulary(self) -> Any:
         from llguidance import LLTokenizer
 
+        assert self._tokenizer is not None
         eos: Any = self.eos_token_ids if len(self.eos_token_ids) > 1 else self.eos_token_ids[0]
         return LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=self.vocab_size, eos_token=eos)
 
-    def _compile(self, params: StructuredOutputsParams) -> Grammar:
+    def _compile(self, params: StructuredOutputsParams, vocabulary: Future[Any]) -> Grammar:
         from llguidance import LLMatcher
 
         try:
             source = self._source(params)
         except ValueError as error:
             raise GrammarError(f"structured_outputs: {params.kind}: {error}") from None
-        matcher = LLMatcher(self._vocabulary.result(), source, log_level=0)
+        matcher = LLMatcher(vocabulary.result(), source, log_level=0)
         if matcher.is_error():
-            raise GrammarError(f"structured_outputs: {params.kind}: {_words(matcher.get_error())}")
+            raise GrammarError(f"structured_outputs: {params.kind}: {words_of(matcher)}")
         matcher.compute_bitmask()
         if matcher.is_error():  # some that nothing satisfies are found out by the first mask only
-            raise GrammarError(f"structured_outputs: {params.kind}: nothing satisfies it ({_words(matcher.get_error())})")
+            raise GrammarError(f"structured_outputs: {params.kind}: nothing satisfies it ({words_of(matcher)})")
         return Grammar(matcher)
 
     def _source(self, params: StructuredOutputsParams) -> str:
@@ -127,12 +133,23 @@ class GrammarCompiler:
         for structure in tag["structures"]:
             trigger = next(t for t in triggers if structure["begin"].startswith(t))
             tags.append(StructTag(trigger=trigger, begin=structure["begin"], grammar=structure["schema"], end=structure["end"]))
-        return StructTag.to_grammar(tags, assume_special=all(tag.trigger in self._added for tag in tags))
+        assert self._tokenizer is not None
+        added = {token.content for token in self._tokenizer.backend.get_added_tokens_decoder().values()}
+        return StructTag.to_grammar(tags, assume_special=all(tag.trigger in added for tag in tags))
 
 
-def _words(error: str) -> str:
-    """The compiler's message, without the dump of its state."""
-    return error.split("<state>")[0].strip()
+def words_of(matcher: LLMatcher) -> str:
+    """llguidance's message about an error, without the dump of its state."""
+    return matcher.get_error().split("<state>")[0].strip()
+
+
+def _broke_off(future: Future[Grammar]) -> bool:
+    """Whether it failed for a reason that is not the grammar's, so that another try may do."""
+    return future.done() and (future.cancelled() or not isinstance(future.exception(), GrammarError | None))
+
+
+_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # name -> schema
+_NO_SCHEMAS = ("enum", "const", "default", "examples")
 
 
 def _closed(schema: Any) -> Any:
@@ -141,6 +158,12 @@ def _closed(schema: Any) -> Any:
         return [_closed(x) for x in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {k: v if k in ("enum", "const", "default", "examples") else _closed(v) for k, v in schema.items()}
-    is_object = closed.get("type") == "object" or "properties" in closed
+    closed = {}
+    for key, value in schema.items():
+        if key in _OF_SCHEMAS and isinstance(value, dict):
+            closed[key] = {name: _closed(x) for name, x in value.items()}
+        else:
+            closed[key] = value if key in _NO_SCHEMAS else _closed(value)
+    types = closed.get("type", ())
+    is_object = "properties" in closed or types == "object" or (isinstance(types, list) and "object" in types)
     return closed | {"additionalProperties": False} if is_object and "additionalProperties" not in closed else closed

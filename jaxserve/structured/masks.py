@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.structured.grammars import Grammar
+from jaxserve.structured.grammars import Grammar, words_of
 
 ALL = -1  # a word of 32 allowed tokens
 
@@ -19,15 +19,16 @@ class GrammarState:
 
     num_tokens: output tokens that are in. forced: the tokens that must follow whatever the model says, often none; where the
     grammar forces bytes that several tokenisations spell, it is the tokenizer's own, and no other is allowed.
+    forces=False: never any.
     """
 
-    def __init__(self, grammar: Grammar):
-        self.matcher = grammar.matcher()
+    def __init__(self, grammar: Grammar, *, forces: bool = True):
+        self.matcher, self._forces = grammar.matcher(), forces
         self.num_tokens = 0
         self.forced = self._forced()
 
     def _forced(self) -> list[int]:
-        return [] if self.matcher.is_stopped() else self.matcher.compute_ff_tokens()
+        return self.matcher.compute_ff_tokens() if self._forces and not self.matcher.is_stopped() else []
 
     def advance(self, token_ids: Sequence[int]) -> int:
         """Takes tokens in; returns how many the grammar allowed. The first that it does not, and those after it, stay out."""
@@ -50,7 +51,12 @@ class GrammarState:
     @property
     def ended(self) -> bool:
         """Whether nothing but an end may follow."""
-        return self.matcher.is_stopped()
+        return self.matcher.is_stopped() and not self.matcher.is_error()
+
+    @property
+    def error(self) -> str:
+        """Why the grammar can't go on, in llguidance's words, such as a limit of its own that was reached; "" while it can."""
+        return words_of(self.matcher) if self.matcher.is_error() else ""
 
 
 class MaskFiller:

@@ -129,11 +129,19 @@ GRAMMARS = {
 }
 
 
+def differing(answers: list[dummy.Answer], expected: list[dummy.Answer]) -> list[str]:
+    return dummy.differences(*({str(i): answer for i, answer in enumerate(some)} for some in (answers, expected)))
+
+
 def mixed_asks(compiler) -> list[tuple[list[int], SamplingParams, Future | None]]:
     """Every kind of grammar and none, greedy and not, prompts that share pages, are chunked, and are preempted in a small pool."""
     shared, asks = prompts(1)[0][:12], []
     for i, prompt in enumerate(prompts(14)):
         params = SamplingParams(temperature=i % 2, max_tokens=24, seed=i, logprobs=3, min_tokens=i % 3)
+        if i % 4 == 0:
+            params = params.with_(presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.2, min_tokens=0)
+        if i % 5 == 0:
+            params = params.with_(prompt_logprobs=1)
         names = [*GRAMMARS, None]
         name = names[i % len(names)]
         asks.append((shared + prompt, params, compiler.submit(GRAMMARS[name]) if name else None))
@@ -148,8 +156,7 @@ def test_alone_and_together_are_equal_bit_for_bit(model, compiler):
     stats = engine.scheduler.stats()
     assert stats.num_preemptions and stats.num_hit_tokens
     alone = [serve(make_engine(model, async_scheduling=False, enable_prefix_caching=False), [ask])[0] for ask in asks]
-    named = [{str(i): answer for i, answer in enumerate(answers)} for answers in (together, alone)]
-    assert not dummy.differences(*named)
+    assert not differing(together, alone)
 
 
 def test_logprobs_are_of_what_the_grammar_allows(model, tokenizer, compiler):
@@ -235,6 +242,46 @@ def test_a_grammar_is_compiled_once(compiler):
     assert compiler.submit(StructuredOutputsParams(json={"type": "integer", "minimum": 4})) is not one
 
 
-def test_an_end_of_sequence_is_needed(tokenizer):
+def test_what_a_grammar_needs(tokenizer):
+    form = StructuredOutputsParams(regex="a")
     with pytest.raises(ValueError, match="names no eos token"):
-        GrammarCompiler(tokenizer, VOCAB, [])
+        GrammarCompiler(tokenizer, VOCAB, []).submit(form)
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        GrammarCompiler(None, VOCAB, [EOS]).submit(form)
+
+
+def test_a_grammar_that_breaks_off_ends_its_request_alone(model, compiler):
+    """llguidance has limits that a regular expression can reach long after it was compiled."""
+    asks: list[tuple[list[int], SamplingParams, Future | None]]
+    asks = [([1, 2], SamplingParams(max_tokens=40, ignore_eos=True), None)]
+    asks.append(([1, 2], SamplingParams(max_tokens=40), compiler.submit(StructuredOutputsParams(regex="a{1000}{500}"))))
+    fine, broken = serve(make_engine(model), asks)
+    assert fine.finish_reason == "length"
+    assert broken.finish_reason == "error" and "the grammar broke off" in str(broken.stop_reason)
+
+
+def test_a_failed_compiler_ends_its_request_alone(model):
+    """Whatever it raises."""
+    broken: Future = Future()
+    broken.set_exception(MemoryError("no room"))
+    asks = [([1, 2], SamplingParams(max_tokens=4, ignore_eos=True), grammar) for grammar in (None, broken)]
+    fine, failed = serve(make_engine(model), asks)
+    assert fine.finish_reason == "length" and failed.finish_reason == "error" and "no room" in str(failed.stop_reason)
+
+
+def test_a_forced_text_longer_than_the_model_is_cut(model, compiler):
+    longest = compiler.submit(StructuredOutputsParams(choice=["word " * 200]))
+    for max_tokens, reached in ((5, 5), (None, dummy.SETTINGS["max_model_len"] - 3)):
+        (answer,) = serve(make_engine(model), [([1, 2, 3], SamplingParams(max_tokens=max_tokens), longest)])
+        assert answer.finish_reason == "length" and len(answer.tokens) == reached
+
+
+def test_grammars_after_sleep_and_new_weights(model, compiler):
+    asks = mixed_asks(compiler)
+    engine = make_engine(model)
+    before = serve(engine, asks)
+    engine.sleep()
+    engine.wake_up()
+    assert not differing(before, serve(engine, asks))
+    engine.update_params(model)
+    assert not differing(before, serve(engine, asks))
