@@ -157,7 +157,7 @@ class Scheduler:
         in_flight = request.num_in_flight
         if request.status is not RequestStatus.RUNNING or request.num_foretold or rows.num_computed[row] < rows.prefill_end[row]:
             return result  # what it has to compute already comes first
-        token_ids = token_ids[: self.config.max_num_batched_tokens]
+        token_ids = token_ids[: min(self.config.max_num_batched_tokens, request.max_total_tokens - len(request.token_ids))]
         while rows.capacity[row] < len(request.token_ids) + len(token_ids) and self.pages.grow(np.array([row])):
             pass
         token_ids = token_ids[: max(0, int(rows.capacity[row]) - len(request.token_ids))]
@@ -222,6 +222,9 @@ class Scheduler:
         self.pool.forget(range(self.pool.num_pages))
         for request in self._requests.values():
             self._set_weights_version(request, version)
+            scores = request.prompt_scores
+            if recompute and scores is not None and scores.wanted:
+                scores.next = scores.first  # all of a prompt's scores are of the same weights
 
     def _set_weights_version(self, request: Request, version: int) -> None:
         request.weights_version = version
@@ -438,7 +441,7 @@ class Scheduler:
         page_size, hits = self.pool.page_size, self.pool.match(request.hash_chain, request.token_ids)
         num_shared = min(request.num_prompt_tokens, len(request.token_ids) - 1) // page_size
         for sample in request.samples:
-            if len(hits) < num_shared and sample.row >= 0 and self._has_prompt(sample):
+            if len(hits) < num_shared and sample.row >= 0 and self._has_prompt(sample) and self.pages.shareable(sample.row):
                 hits = sample.pages[:num_shared]
         scores = request.prompt_scores
         if scores is not None and scores.wanted:  # the token before each one that is scored must be computed
