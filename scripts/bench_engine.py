@@ -163,18 +163,16 @@ class Matmuls:
         named = zip(functions.paths, functions.leaves, strict=True)
         matrices = {path: leaf for path, leaf in named if path.endswith(("/kernel", "/embedding"))}
         if any(path.startswith("lm_head/") for path in matrices):
-            matrices = {
-                path: leaf for path, leaf in matrices.items() if not path.endswith("/embedding")
-            }  # looked up, not multiplied
+            del matrices["embed_tokens/embedding"]  # looked up, not multiplied
         kernels = [leaf for path, leaf in matrices.items() if path.endswith("/kernel")]
         tables = [leaf for path, leaf in matrices.items() if path.endswith("/embedding")]
-        inputs = {
-            size: jnp.ones((rows, size), functions.dtype) for size in {k.shape[0] for k in kernels} | {t.shape[1] for t in tables}
-        }
-        self._arguments = (kernels, tables, inputs)
-        self._run = jax.jit(
-            lambda kernels, tables, x: ([x[k.shape[0]] @ k for k in kernels], [x[t.shape[1]] @ t.T for t in tables])
-        )
+        sizes = {k.shape[0] for k in kernels} | {t.shape[1] for t in tables}
+        self._arguments = (kernels, tables, {size: jnp.ones((rows, size), functions.dtype) for size in sizes})
+
+        def multiply(kernels, tables, x):
+            return [x[k.shape[0]] @ k for k in kernels], [x[t.shape[1]] @ t.T for t in tables]
+
+        self._multiply = jax.jit(multiply)
         self.run()
 
     def run(self) -> None:
