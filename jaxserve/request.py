@@ -53,7 +53,8 @@ class SamplingParams:
     and the N likeliest alternatives', of the model's raw distribution (before temperature and filters). `max_tokens=None` means
     up to the model's length. `seed=None` draws a seed from the engine's own, by order of arrival.
 
-    presence_penalty and frequency_penalty count the output's tokens, repetition_penalty the prompt's too (Keskar et al., 2019).
+    presence_penalty and frequency_penalty count the output's tokens, repetition_penalty (in [0.01, 100]) the prompt's too (Keskar
+    et al., 2019).
     logit_bias: {token id: what is added to its logit}, at most MAX_LOGIT_BIAS entries. allowed_token_ids: no other is sampled.
     bad_words: texts that the output never contains as a sequence of tokens, neither with nor without a space before them; only
     `LLM` takes them, which knows a tokenizer. bad_words_token_ids: the sequences themselves, at most MAX_BAD_WORDS of at most
@@ -105,7 +106,7 @@ class SamplingParams:
         self._set_int("prompt_logprobs", 0, "or None", most=MAX_LOGPROBS, optional=True)
         self._set_real("presence_penalty", -2.0, 2.0, "0 is off")
         self._set_real("frequency_penalty", -2.0, 2.0, "0 is off")
-        self._set_real("repetition_penalty", 0.0, math.inf, "1 is off", low_open=True)
+        self._set_real("repetition_penalty", 0.01, 100.0, "1 is off")
         least, most = self.min_tokens, self.max_tokens
         _require(most is None or least <= most, f"min_tokens={least} must not exceed max_tokens={most}")
         object.__setattr__(self, "top_k", max(0, self.top_k))
@@ -123,7 +124,7 @@ class SamplingParams:
         ok = _is_real(x) and low <= float(x) <= high
         bounds = f"{'(' if low_open else '['}{low:g}, {high:g}]"
         if high == math.inf:
-            bounds = f"{'>' if low_open else '>='} {low:g} and finite"
+            bounds = f">= {low:g} and finite"
         _require(ok and not (low_open and x == low), f"{name}={x!r} must be a number {bounds} ({hint})")
         object.__setattr__(self, name, float(x))
 

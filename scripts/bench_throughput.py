@@ -37,11 +37,11 @@ define_engine_flags(model="tiny-qwen3")
 
 
 def make_engines() -> dict[str, Any]:
-    """An engine for each setting to compare, warmed up; they share the model's weights."""
+    """An engine for each setting to compare, warmed up; they share the model's weights, and have pools of one size."""
     from jaxserve import Engine
     from jaxserve.llm import engine_config
 
-    options = engine_options() | {"warm_up": "all"}
+    options: dict[str, Any] = engine_options() | {"warm_up": "all"}
     model = bench_model(flags.FLAGS.model, options["dtype"])
     settings = {p: {"batching_policy": p} for p in (_POLICIES.value or [options["batching_policy"]])}
     if _PREFIX.value:
@@ -50,7 +50,12 @@ def make_engines() -> dict[str, Any]:
             for name, s in settings.items()
             for value in _PREFIX.value
         }
-    return {name: Engine(model, engine_config(options | s), eos_token_ids=()) for name, s in settings.items()}
+    options["gpu_memory_utilization"] /= len(settings)  # all pools are held at once
+    engines = {}
+    for name, setting in settings.items():
+        engines[name] = Engine(model, engine_config(options | setting), eos_token_ids=())
+        options["num_pages"] = engines[name].config.cache.num_pages  # a later engine would count an earlier one's pool as in use
+    return engines
 
 
 def summarise(workload: Workload, runs: list[dict[str, Any]], engine: Any) -> dict[str, Any]:
@@ -74,9 +79,9 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     try:
         workload = read_workload(flags.FLAGS.model, flags.FLAGS.max_model_len)
-    except (ValueError, OSError) as error:
+        engines = make_engines()
+    except (ValueError, NotImplementedError, OSError) as error:
         sys.exit(f"bench_throughput: {error}")
-    engines = make_engines()
     for engine in engines.values():
         print(engine.describe(), file=sys.stderr)
     runs: dict[str, list] = {name: [] for name in engines}

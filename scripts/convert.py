@@ -6,7 +6,7 @@
 
 An Orbax folder holds numbered versions, each with the config and the tokenizer; `LLM(folder)` takes the newest, on any mesh. A
 version appears when all of it is written: a conversion that is killed leaves the one before intact. Runs on the CPU, in about the
-model's size of memory.
+model's size of memory; towards Hugging Face, and a file's (--max_shard_gb).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or id, a GGUF
 _OUTPUT = flags.DEFINE_string("output", None, "The folder to write.", required=True)
 _DTYPE = flags.DEFINE_enum("dtype", "auto", DTYPES, "Of an Orbax version; auto: as stored, bfloat16 where that is quantised.")
 _KEEP = flags.DEFINE_integer("keep", 1, "Versions to keep in an Orbax folder, the new one included.", lower_bound=1)
-_SHARD = flags.DEFINE_float("max_shard_gb", 5.0, "Largest safetensors file, in 1e9 bytes.", lower_bound=1e-6)
+_SHARD = flags.DEFINE_float("max_shard_gb", 5.0, "Towards Hugging Face: the largest file, in 1e9 bytes.", lower_bound=1e-6)
 
 
 def read_source(path: Path) -> tuple[Any, dict[str, str | bytes], bool]:
@@ -90,6 +90,10 @@ def main(argv: list[str]) -> None:
     version = orbax.find_version(path)
     if version is not None and _DTYPE.value != "auto":
         raise app.UsageError("--dtype is for conversions to Orbax; give LLM(dtype=...) or convert the original")
+    if version is not None and flags.FLAGS["keep"].present:
+        raise app.UsageError(f"--keep is for Orbax's versions; {_MODEL.value} is Orbax and becomes a Hugging Face folder")
+    if version is None and flags.FLAGS["max_shard_gb"].present:
+        raise app.UsageError(f"--max_shard_gb is for Hugging Face folders; {_MODEL.value} is no Orbax folder and becomes one")
     made = to_orbax(path, _OUTPUT.value, _DTYPE.value) if version is None else to_huggingface(version, _OUTPUT.value)
     size = sum(file.stat().st_size for file in made.rglob("*") if file.is_file())
     print(f"{made}: {size / 1e6:.1f} MB in {time.monotonic() - start:.1f} s")

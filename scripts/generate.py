@@ -7,10 +7,11 @@ A text file holds a prompt a line. A JSONL line holds {"prompt": text}, {"prompt
 hold sampling parameters of its own ("max_tokens", "temperature", ...; the fields of jaxserve.SamplingParams), which win over the
 flags, "cache_salt" and "priority". Anything else is copied to its result, and said to be on stderr.
 
-With --output, a result is a JSONL line: the prompt's own line, "outputs" (index, text, token_ids, finish_reason, stop_reason, and
-logprobs if asked for) and "usage" in tokens, in the order of the prompts, each written once it and those before it are done. A
-prompt that can't be run has finish_reason "error" and the message as stop_reason; the others run, and the exit code is 1. A line
-that is malformed stops the script before anything is loaded.
+With --output, a result is a JSONL line: the prompt's own line, "outputs" and "usage" in tokens, in the order of the prompts, each
+written once it and those before it are done. An output has index, text, token_ids, finish_reason and stop_reason; logprobs and
+cumulative_logprob if logprobs are asked for; prompt_logprobs if those are (null for the first token). A prompt that can't be run
+has finish_reason "error" and the message as stop_reason; the others run, and the exit code is 1. A line that is malformed stops
+the script before anything is loaded.
 
 A run that broke off, however it did, goes on with --resume and otherwise the same flags: results that are whole in the file stay,
 in order and as they are, and the first prompt without one comes next.
@@ -37,7 +38,7 @@ _FILE = flags.DEFINE_string("prompts_file", None, "Prompts: a .jsonl file, or a 
 _OUTPUT = flags.DEFINE_string("output", None, "Write results to this JSONL file instead of the terminal.")
 _RESUME = flags.DEFINE_bool("resume", False, "Go on where a run with this --output broke off; otherwise the file is written anew.")
 _CHAT = flags.DEFINE_bool("chat", False, "Treat each prompt as a user's message of a chat.")
-_SYSTEM = flags.DEFINE_string("system", None, "With --chat: the system message.")
+_SYSTEM = flags.DEFINE_string("system", None, "With --chat: the system message before each prompt.")
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Most output tokens of each prompt.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy; by default what the model's makers recommend.")
 _TOP_P = flags.DEFINE_float("top_p", None, "Keep the likeliest tokens that hold this much probability.")
@@ -46,7 +47,7 @@ _MIN_P = flags.DEFINE_float("min_p", None, "Keep tokens at least this likely, re
 _N = flags.DEFINE_integer("n", 1, "Completions of each prompt.", lower_bound=1)
 _SAMPLING_SEED = flags.DEFINE_integer("sampling_seed", None, "Seed of every prompt that brings none; by default they differ.")
 _STOP = flags.DEFINE_multi_string("stop", [], "Stop at this text; may be repeated.")
-_LOGPROBS = flags.DEFINE_integer("logprobs", None, "Log-probabilities of each token and this many alternatives (JSONL output).")
+_LOGPROBS = flags.DEFINE_integer("logprobs", None, "Log-probabilities of each token and this many alternatives, in --output.")
 _IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on to max_tokens.")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "Where the tokenizer lies, if not beside the model.")
 _PROGRESS = flags.DEFINE_bool("progress", True, "Show a progress bar.")
@@ -105,11 +106,22 @@ def _sampling(record: dict[str, Any], where: str) -> dict[str, Any]:
     params: dict[str, Any] = {"max_tokens": _MAX_TOKENS.value, "n": _N.value, "ignore_eos": _IGNORE_EOS.value}
     params |= {name: value for name, value in flagged.items() if value is not None}
     params |= {name: record[name] for name in SAMPLING_FIELDS if name in record}
+    if isinstance(params.get("logit_bias"), dict):  # JSON's keys are texts; one that is no number is refused below
+        params["logit_bias"] = {int(key) if key.isdecimal() else key: bias for key, bias in params["logit_bias"].items()}
     try:
         SamplingParams(**params)
     except (ValueError, NotImplementedError) as error:
         raise ValueError(f"{where}: {error}") from None
     return params
+
+
+def check_flags(prompts: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """UsageError for what is asked for and would not be heeded."""
+    if _SYSTEM.value is not None and not (_CHAT.value and any("prompt" in record for record, _ in prompts)):
+        raise app.UsageError("--system goes before a prompt's text with --chat; messages and token ids bring their own")
+    scored = any(params.get(name) is not None for _, params in prompts for name in ("logprobs", "prompt_logprobs"))
+    if scored and not _OUTPUT.value:
+        raise app.UsageError("log-probabilities are written to --output alone, not to the terminal: give it")
 
 
 def only_copied(records: list[dict[str, Any]]) -> list[str]:
@@ -163,6 +175,7 @@ def to_prompt(llm: Any, record: dict[str, Any]) -> Any:
 
 def result_of(record: dict[str, Any], output: Any) -> dict[str, Any]:
     """A JSONL result: the record, its completions and its usage in tokens."""
+    scores = {} if output.prompt_logprobs is None else {"prompt_logprobs": _plain_logprobs(output.prompt_logprobs)}
     choices = [
         {
             "index": o.index,
@@ -170,7 +183,8 @@ def result_of(record: dict[str, Any], output: Any) -> dict[str, Any]:
             "token_ids": o.token_ids,
             "finish_reason": o.finish_reason,
             "stop_reason": o.stop_reason,
-            **({"logprobs": _plain_logprobs(o.logprobs)} if o.logprobs is not None else {}),
+            **({} if o.logprobs is None else {"cumulative_logprob": o.cumulative_logprob, "logprobs": _plain_logprobs(o.logprobs)}),
+            **scores,
         }
         for o in output.outputs
     ]
@@ -179,9 +193,9 @@ def result_of(record: dict[str, Any], output: Any) -> dict[str, Any]:
     return {**record, "outputs": choices, "usage": usage}
 
 
-def _plain_logprobs(logprobs: list) -> list[list[dict[str, Any]]]:
+def _plain_logprobs(logprobs: list) -> list[list[dict[str, Any]] | None]:
     return [
-        [{"token_id": i, "token": x.decoded_token, "logprob": x.logprob, "rank": x.rank} for i, x in entry.items()]
+        entry and [{"token_id": i, "token": x.decoded_token, "logprob": x.logprob, "rank": x.rank} for i, x in entry.items()]
         for entry in logprobs
     ]
 
@@ -265,6 +279,7 @@ def main(argv: list[str]) -> None:
         prompts = read_prompts()
     except (ValueError, OSError) as error:
         fail(error)
+    check_flags(prompts)
     copied = only_copied([record for record, _ in prompts])
     if copied:
         print(f"fields that are copied to the results and not used: {', '.join(copied)}", file=sys.stderr)

@@ -217,8 +217,9 @@ def verify() -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
-    if _REFERENCE.value and (_SAVE.value or _PROMPT.value):
-        raise app.UsageError("--reference brings its own prompts: leave out --prompt and --save_reference")
+    unread = [f"--{name}" for name in ("prompt", "max_tokens", "peer", "save_reference") if flags.FLAGS[name].present]
+    if _REFERENCE.value and unread:
+        raise app.UsageError(f"--reference brings its own prompts and transformers' answers: leave out {', '.join(unread)}")
     try:
         result = verify()
     except (ValueError, NotImplementedError, OSError) as error:

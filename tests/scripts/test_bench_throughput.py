@@ -49,6 +49,38 @@ def test_two_settings_are_compared(tmp_path):
         assert result["num_programs"] == 5, "a body, a head with and without logprobs, the score, the update of the state"
 
 
+# Engines that decide on 1000 pages where all the memory is theirs; on a GPU a later one would find the first's pool in use.
+POOLS = """
+import jaxserve
+from types import SimpleNamespace
+from absl import flags
+from scripts import bench_throughput
+
+def make(model, config, eos_token_ids):
+    decided = config.num_pages or round(1000 * config.gpu_memory_utilization)
+    return SimpleNamespace(given=config, config=SimpleNamespace(cache=SimpleNamespace(num_pages=decided)))
+
+jaxserve.Engine = make
+flags.FLAGS(["", "--policies=sarathi,request_level", "--prefix_caching=true,false", "--gpu_memory_utilization=0.8"])
+for name, engine in bench_throughput.make_engines().items():
+    given = engine.given
+    print(name, given.batching_policy, given.enable_prefix_caching, given.num_pages, engine.config.cache.num_pages)
+"""
+
+
+def test_settings_compared_share_the_memory_and_have_pools_of_one_size():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", POOLS]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "sarathi, prefix caching true sarathi True None 200",
+        "sarathi, prefix caching false sarathi False 200 200",
+        "request_level, prefix caching true request_level True 200 200",
+        "request_level, prefix caching false request_level False 200 200",
+    ]
+
+
 def test_a_trace_of_random_prompts(tmp_path):
     """What is longer than the model allows is left out."""
     (tmp_path / "trace.csv").write_text("num_prefill_tokens,num_decode_tokens\n9,3\n60,6\n20,2\n7,4\n")
@@ -66,6 +98,8 @@ def test_a_trace_of_random_prompts(tmp_path):
         ("--workload=none", "single"),
         ("--repeats=0", "repeats"),
         ("--workload=trace", "--workload=trace needs --dataset_path"),
+        ("--max_num_seqs=64", "bench_throughput: the bucket plan holds"),
+        ("--page_size=3", "bench_throughput: page_size=3 must be a power of two"),
         ("--random_input_len=5", "--random_input_len means nothing to --workload=single; it is for random"),
     ],
 )

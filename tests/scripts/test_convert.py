@@ -5,11 +5,13 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from checkpoints import orbax
 from checkpoints.gguf import GGUFReader
 from checkpoints.huggingface import SafetensorsReader
 from jaxserve import LLM, BucketPlan, SamplingParams
@@ -129,6 +131,33 @@ def vocabulary_size_of(folder: Path) -> int:
     return GGUFReader(folder / "plain.gguf").shape("model.embed_tokens.weight")[0]
 
 
-def test_what_makes_no_sense_is_refused(tmp_path):
+def test_a_hugging_face_folder_is_written_a_shard_at_a_time(tmp_path):
+    """The copies, which numpy reports to tracemalloc, are at no time those of the whole model."""
+    from checkpoints import convert as steps
+
+    leaves = {f"layers/{i}/kernel": np.full((512, 256), i, np.float32) for i in range(24)}  # 0.5 MiB each
+    version = orbax.save(tmp_path / "orbax", leaves)
+
+    def transposed(path, x):
+        tracemalloc.start()  # what was read before is not counted; again is no harm
+        return {path: x.T}
+
+    steps.to_huggingface(version, transposed, tmp_path / "back", max_shard_bytes=2**20)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 2**20 <= peak < 5 * 2**20
+    assert_equal(tensors(SafetensorsReader(tmp_path / "back")), {path: np.ascontiguousarray(x.T) for path, x in leaves.items()})
+
+
+def test_what_makes_no_sense_is_refused(tmp_path, folder):
     done = convert(f"--model={tmp_path / 'nothing'}", f"--output={tmp_path / 'out'}")
     assert done.returncode != 0 and "is not a file or folder here" in done.stderr and not (tmp_path / "out").exists()
+    done = convert(f"--model={folder}", f"--output={tmp_path / 'out'}", "--max_shard_gb=1")
+    assert done.returncode == 1 and "--max_shard_gb is for Hugging Face folders" in done.stderr
+    version = orbax.save(tmp_path / "orbax", {"kernel": np.zeros(3, np.float32)})
+    for flag, message in (
+        ("--keep=2", "--keep is for Orbax's versions"),
+        ("--dtype=float32", "--dtype is for conversions to Orbax"),
+    ):
+        done = convert(f"--model={version}", f"--output={tmp_path / 'out'}", flag)
+        assert done.returncode == 1 and message in done.stderr and not (tmp_path / "out").exists()

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxserve import BucketPlan
@@ -102,6 +103,41 @@ def test_jsonl_with_parameters_of_its_own_and_prompts_that_fail(run, tmp_path):
     assert [entry["token"] for entry in logprobs][0] == "n" and logprobs[0]["rank"] == 1 and logprobs[0]["logprob"] < 0
 
 
+def test_jsonl_with_what_json_says_in_its_own_way(run, tmp_path):
+    """Token ids as keys, forms as objects, and the log-probabilities that come back: against the model's own, by hand."""
+    records = [
+        {"prompt": "a", "logit_bias": {str(ord("x")): 100, str(ord("b")): -100.0}, "max_tokens": 1},
+        {"prompt": "a", "structured_outputs": {"choice": ["no", "yes"]}, "logit_bias": {str(ord("y")): 50}, "max_tokens": 9},
+        {"prompt": "tea", "prompt_logprobs": 1, "logprobs": 0, "n": 2, "max_tokens": 3},
+        {"prompt": "b", "max_tokens": 1},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = [f"--prompts_file={tmp_path / 'in.jsonl'}", f"--output={tmp_path / 'out.jsonl'}"]
+    done = run(*flags)
+    assert done.returncode == 0, done.stderr
+    biased, formed, scored, plain = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert (biased["outputs"][0]["text"], formed["outputs"][0]["text"]) == ("x", "yes")
+    assert not {"logprobs", "cumulative_logprob", "prompt_logprobs"} & plain["outputs"][0].keys()
+
+    def logprob(before: str, token: str) -> float:
+        x = alphabet_model.logits(ord(before))
+        return float(x[ord(token)] - np.log(np.exp(x - x.max()).sum()) - x.max())
+
+    for output in scored["outputs"]:
+        first, *others = output["prompt_logprobs"]
+        assert first is None and len(others) == len("ea")
+        for entry, before, token in zip(others, "te", "ea", strict=True):
+            (own,) = (x for x in entry if x["token_id"] == ord(token))
+            assert own["token"] == token and own["logprob"] == pytest.approx(logprob(before, token), abs=1e-4)
+            assert any(x["token"] == after(before, 1) and x["rank"] == 1 for x in entry)
+        expected = sum(logprob(before, token) for before, token in zip("abc", "bcd", strict=True))
+        assert output["text"] == "bcd" and output["cumulative_logprob"] == pytest.approx(expected, abs=1e-4)
+    again = run(*flags, "--resume", "--model=none")
+    assert again.returncode == 0 and "4 of 4 prompts are done already" in again.stderr
+    refused = run(flags[0])
+    assert refused.returncode == 1 and "log-probabilities are written to --output alone" in refused.stderr
+
+
 def test_a_killed_run_goes_on_where_it_broke_off(run, tmp_path):
     """Killed without warning while it writes; no line is lost, changed, or written twice, and draws are those of one run."""
     prompts = [{"prompt": chr(97 + i % 26), "id": i, "max_tokens": 2 + i % 60} for i in range(120)]
@@ -154,6 +190,9 @@ BAD_LINES = [
     ('{"prompt": "a", "temperature": "hot"}', "temperature='hot' must be a number"),
     ('{"prompt": "a", "max_tokens": 0}', "max_tokens=0 must be an integer >= 1"),
     ('{"prompt": "a", "min_tokens": 129}', "min_tokens=129 must not exceed max_tokens=128"),
+    ('{"prompt": "a", "logit_bias": {"b": 1}}', "logit_bias={'b': 1} must be a dict from token ids to numbers"),
+    ('{"prompt": "a", "logit_bias": {"5": 101}}', "logit_bias={5: 101} must be a dict from token ids to numbers in [-100, 100]"),
+    ('{"prompt": "a", "structured_outputs": {"regexp": "b"}}', "structured_outputs has unknown fields regexp"),
     ('{"prompt": "a", "presence_penalty": 3}', "presence_penalty=3 must be a number [-2, 2]"),
     ('{"prompt": "a", "cache_salt": 1}', "cache_salt=1 must be a text"),
     ('{"prompt": "a", "priority": "high"}', "priority='high' must be an integer"),
@@ -198,6 +237,8 @@ def test_a_bad_line_is_named_by_file_and_number(errors, i):
         (["--prompt=a", "--max_num_seqs=64"], "generate: the bucket plan holds"),
         (["a"], "unknown arguments"),
         (["--prompt=a", "--resume"], "--resume needs --output"),
+        (["--prompt=a", "--logprobs=1"], "log-probabilities are written to --output alone"),
+        (["--prompt=a", "--system=S"], "--system goes before a prompt's text with --chat"),
     ],
     ids=str,
 )

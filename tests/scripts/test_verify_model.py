@@ -98,6 +98,7 @@ def test_each_fault_is_named():
         (["--reference=none.npz"], "No such file"),
         ([f"--reference={HERE / 'index.json'}"], "verify_model: "),
         ([f"--reference={HERE / 'llama' / 'expected.npz'}", "--prompt=a"], "--reference brings its own prompts"),
+        ([f"--reference={HERE / 'llama' / 'expected.npz'}", "--max_tokens=5"], "leave out --max_tokens"),
         (["--peer=/no/such/python"], "/no/such/python"),
     ],
     ids=str,
