@@ -68,13 +68,18 @@ def _memory_faults(report: CompiledReport, demands: StepDemands) -> list[str]:
 
 
 def kernel_faults(kernels: Iterable[Kernel], *, smem_limit: int, where: str) -> list[str]:
-    """Faults of our own kernels: spills, local memory, shared memory out of bounds, compiled for something else."""
+    """Faults of our own kernels: spills, more registers asked for than there are, too much shared memory, another architecture."""
     faults = []
     for k in kernels:
         if k.spills:
             faults.append(f"{where}: {k.name} spills {k.spill_stores} bytes to memory and {k.spill_loads} back")
         if k.smem > smem_limit:
             faults.append(f"{where}: {k.name} needs {k.smem} bytes of shared memory, a block has {smem_limit}")
+        if k.missing_registers:
+            faults.append(
+                f"{where}: {k.name} has {k.registers} registers a thread at launch for {k.warpgroups} warpgroups, which ask for "
+                f"{max(k.asked_registers)} and {min(k.asked_registers)}: {k.missing_registers} too many, it would wait for ever"
+            )
         if k.arch != "sm_90a":
             faults.append(f"{where}: {k.name} was compiled for {k.arch}, wgmma and TMA need sm_90a")
     return faults

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.compiled_report import CompiledReport, Kernel, parse_hlo, parse_mosaic_smem, parse_ptxas, parse_thunks, ptx_features
+from scripts.compiled_report import CompiledReport, Kernel, parse_hlo, parse_mosaic_smem, parse_ptxas, parse_thunks
 
 TARGETS = {path.stem: path for path in sorted((Path(__file__).parent / "gpu_targets").glob("*.txtpb"))}
 SMEM_LIMIT = 232_448  # bytes a block may opt in to on sm_90 (CUDA C++ Programming Guide, table of compute capabilities)
@@ -177,7 +177,7 @@ class Compiler:
             if path not in self._read:
                 self._read.add(path)
                 smem = parse_mosaic_smem(path.with_suffix(".resources.txt").read_text())
-                mosaic = parse_ptxas(path.read_text(), "mosaic", smem, ptx_features(path.with_suffix(".ptx").read_text()))
+                mosaic = parse_ptxas(path.read_text(), "mosaic", smem, path.with_suffix(".ptx").read_text())
                 self.mosaic_kernels += mosaic
                 kernels += mosaic
         return list(dict.fromkeys(kernels))

@@ -59,7 +59,12 @@ def test_xla_attention_may_leave_the_graph_but_not_copy_pages():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"spill_loads": 8}, "spills"), ({"smem": 232_449}, "shared memory"), ({"arch": "sm_90"}, "sm_90a")],
+    [
+        ({"spill_loads": 8}, "spills"),
+        ({"smem": 232_449}, "shared memory"),
+        ({"arch": "sm_90"}, "sm_90a"),
+        ({"registers": 168, "warpgroups": 3, "asked_registers": (240, 32)}, "8 too many"),
+    ],
 )
 def test_faults_of_a_kernel(change, message):
     [fault] = kernel_faults([dataclasses.replace(KERNEL, **change)], smem_limit=232_448, where="case")
