@@ -39,6 +39,7 @@ MAX_SMEM_BYTES = 227 * 1024  # that one CTA of a Hopper GPU may use
 MAX_REGISTERS = 65536  # of one SM
 
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
+_races: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("races", default=None)
 _assumed_sms: contextvars.ContextVar[int | None] = contextvars.ContextVar("assumed_sms", default=None)
 
 
@@ -47,13 +48,26 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
     """Kernels that are traced inside run interpreted on a CPU: for tests, at seconds a call.
 
     The interpreter wants both operands of a wgmma in shared memory and has no accumulator with an initial value: kernels take
-    their interpretable variant. `races_found` says what `detect_races` found.
+    their interpretable variant. `races_found` says, inside, what `detect_races` found.
     """
-    token = _interpret.set(plgpu.InterpretGPUParams(detect_races=detect_races))
+    # JAX 0.11 makes a new state for every kernel and keeps the last one only: here each of them is kept.
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    states: list[Any] = []
+    make_state = gpu_callbacks.GPURaceDetectionState
+
+    def make_and_keep(**options: Any) -> Any:
+        states.append(make_state(**options))
+        return states[-1]
+
+    tokens = (_interpret.set(plgpu.InterpretGPUParams(detect_races=detect_races)), _races.set(states if detect_races else None))
+    gpu_callbacks.GPURaceDetectionState = make_and_keep
     try:
         yield
     finally:
-        _interpret.reset(token)
+        gpu_callbacks.GPURaceDetectionState = make_state
+        _interpret.reset(tokens[0])
+        _races.reset(tokens[1])
 
 
 @contextlib.contextmanager
@@ -72,10 +86,14 @@ def is_interpreted() -> bool:
 
 
 def races_found() -> bool:
-    """Whether the last interpreted kernel that ran with `detect_races` had a race; JAX 0.11 only prints them."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+    """Whether any kernel had a race that has run inside this `interpreted(detect_races=True)`; JAX itself only prints them.
 
-    return gpu_callbacks.get_races().races_found
+    Raises RuntimeError outside of one, and where no kernel has run yet.
+    """
+    states = _races.get()
+    if not states:
+        raise RuntimeError("no interpreted kernel has run with detect_races: ask inside gpu.interpreted(detect_races=True)")
+    return any(state.races_found for state in states)
 
 
 def kernel(body: Any, *, out_type: Any, grid: dict[str, int], scratch_types: Any, warpgroups: int = 1) -> Any:
