@@ -40,7 +40,7 @@ MAX_REGISTERS = 65536  # of one SM
 
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
 _races: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("races", default=None)
-_assumed_sms: contextvars.ContextVar[int | None] = contextvars.ContextVar("assumed_sms", default=None)
+_assumed: contextvars.ContextVar[tuple[int, str] | None] = contextvars.ContextVar("assumed", default=None)  # SMs, device kind
 
 
 @contextlib.contextmanager
@@ -71,13 +71,14 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def assume_sm90(num_sms: int) -> Iterator[None]:
-    """Inside, kernels are traced for a Hopper GPU of so many SMs, whatever this machine has: to compile where there is none."""
-    token = _assumed_sms.set(num_sms)
+def assume_sm90(num_sms: int, device_kind: str) -> Iterator[None]:
+    """Inside, kernels are traced for a Hopper GPU of so many SMs and this name (as JAX has it: "NVIDIA H100 80GB HBM3"), whatever
+    this machine has: to compile where there is none."""
+    token = _assumed.set((num_sms, device_kind))
     try:
         yield
     finally:
-        _assumed_sms.reset(token)
+        _assumed.reset(token)
 
 
 def is_interpreted() -> bool:
@@ -116,7 +117,7 @@ def kernel(body: Any, *, out_type: Any, grid: dict[str, int], scratch_types: Any
 
 def missing_for_sm90() -> str | None:
     """What JAX's default device lacks to run a Hopper kernel; None if nothing, and inside `interpreted` and `assume_sm90`."""
-    if is_interpreted() or _assumed_sms.get() is not None:
+    if is_interpreted() or _assumed.get() is not None:
         return None
     device = jax.devices()[0]
     if device.platform != "gpu":
@@ -129,12 +130,13 @@ def num_sms() -> int:
     """Streaming multiprocessors of JAX's default device, or of the one that is assumed; 2 where kernels are interpreted."""
     if is_interpreted():
         return 2
-    assumed = _assumed_sms.get()
-    return jax.devices()[0].core_count if assumed is None else assumed
+    assumed = _assumed.get()
+    return jax.devices()[0].core_count if assumed is None else assumed[0]
 
 
 def device_kind() -> str:
     """The name of the device that kernels are traced for, as JAX has it."""
     if is_interpreted():
         return "interpreted"
-    return jax.devices()[0].device_kind if _assumed_sms.get() is None else "assumed sm_90"
+    assumed = _assumed.get()
+    return jax.devices()[0].device_kind if assumed is None else assumed[1]

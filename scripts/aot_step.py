@@ -65,7 +65,7 @@ class AbstractStep:
         resolved = config.resolve(
             model, kv_dtype=functions.dtype, on_gpu=True, device_limit=limit, weight_bytes=functions.num_bytes
         )
-        with gpu.assume_sm90(int(target_fact(target, "core_count"))):
+        with gpu.assume_sm90(int(target_fact(target, "core_count")), target_fact(target, "name")):
             return cls(Programs(functions, resolved), device, limit)
 
     @property

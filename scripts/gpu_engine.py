@@ -101,7 +101,7 @@ def steps(figures: Figures, name: str, batches: tuple[int, ...] = BATCHES) -> No
 
 
 def _time_step(figures: Figures, rates: Rates, engine: Any, name: str, batch: int, kv_len: int) -> None:
-    inputs, kv_tokens = _decoding(engine, batch, kv_len, seed=batch)
+    inputs, kv_tokens = decoding(engine, batch, kv_len, seed=batch)
     served = _as_served(engine, 2 if figures.dry_run else 20)
     alone = figures.seconds_per_call(
         lambda i: engine.runner.dispatch(inputs), lambda handle: engine.runner.fetch(handle), calls=20, batches=5
@@ -125,7 +125,7 @@ def _time_step(figures: Figures, rates: Rates, engine: Any, name: str, batch: in
     )
 
 
-def _decoding(engine: Any, batch: int, kv_len: int, seed: int) -> tuple[Any, int]:
+def decoding(engine: Any, batch: int, kv_len: int, seed: int) -> tuple[Any, int]:
     """Brings `batch` requests to decoding at about kv_len tokens. Returns the StepInputs of a step as it then runs, made to run at
     the same place over and over, and the KV tokens that it reads. Raises ValueError for more requests than run at once."""
     from jaxserve import SamplingParams
@@ -283,7 +283,7 @@ def graph_updates(figures: Figures, name: str, log: Path) -> None:
     gpu_command_buffer at level 3), which the parent has turned on and pointed at `log`."""
     small: dict[str, Any] = {"max_num_batched_tokens": 64} if figures.dry_run else {}
     engine = random_engine(name, max_num_seqs=8, max_model_len=256, compilation_cache_dir="", **small)
-    inputs, _ = _decoding(engine, 8, 48, seed=0)
+    inputs, _ = decoding(engine, 8, 48, seed=0)
     lines = len(_graph_lines(log))
     count = 4 if figures.dry_run else 200
     for _ in range(count):

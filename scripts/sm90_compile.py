@@ -142,7 +142,7 @@ class Compiler:
         sharding = NamedSharding(self.mesh, PartitionSpec())
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args))
         # The mesh is how Pallas learns what it compiles for, the SMs how our own kernels do.
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), gpu.assume_sm90(self.num_sms):
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), gpu.assume_sm90(self.num_sms, self.fact("name")):
             lowered = jax.jit(function, donate_argnums=donate).trace(*args).lower(lowering_platforms=("cuda",))
         compiled = lowered.compile(
             compiler_options={
