@@ -245,18 +245,20 @@ def thunks(figures: Figures, name: str, expected: Path) -> None:
     from jaxserve.programs import GPU_COMPILER_OPTIONS
     from scripts.aot_step import AbstractStep, read_config
     from scripts.compiled_report import CompiledReport, parse_hlo, parse_thunks
-    from scripts.sm90_compile import thunk_text
+    from scripts.sm90_compile import target_of, thunk_text
 
     gpu = jax.default_backend() == "gpu"
     if not gpu:
         figures.record("thunks", None, "unsupported", why="XLA's CPU compiler has no such list")
+    target = target_of(jax.devices()[0].device_kind) if gpu else "h100"
     options: dict[str, Any] = {"attention_backend": "mosaic_sm90" if gpu else "xla"}
     if figures.dry_run:
         options |= {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
-    step = AbstractStep.make(read_config(name), options, "h100", 0.75)
+    step = AbstractStep.make(read_config(name), options, target, 0.75)
     known = {}
     if expected.exists():
-        found = [r for r in json.loads(expected.read_text())["results"] if r.get("model") == name]
+        results = json.loads(expected.read_text())["results"]
+        found = [r for r in results if r.get("model") == name and r["target"] == target]
         known = {p["name"]: p for p in (found[0]["programs"] if found else [])}
     for bucket in step.default_buckets():
         function, donate, args = step.programs.body_spec(bucket)

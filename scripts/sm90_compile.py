@@ -34,6 +34,14 @@ def target_fact(target: str, name: str) -> str:
     return match[1].strip().strip('"')
 
 
+def target_of(device_kind: str) -> str:
+    """The target that JAX names so. ValueError for a device that none describes."""
+    kinds = {target_fact(target, "name"): target for target in TARGETS}
+    if device_kind not in kinds:
+        raise ValueError(f"{device_kind=} has no description in gpu_targets; there are {', '.join(kinds)}")
+    return kinds[device_kind]
+
+
 def use_no_device() -> None:
     """Call before jax is imported: its plugin then compiles for CUDA and looks for no driver."""
     os.environ["JAX_PLATFORMS"] = "cpu"

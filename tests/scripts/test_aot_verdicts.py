@@ -6,8 +6,9 @@ import pytest
 
 from jaxserve import EngineConfig
 from scripts.aot_step import AbstractStep, read_config
-from scripts.aot_verdicts import StepDemands, body_faults, head_faults, kernel_faults
+from scripts.aot_verdicts import StepDemands, body_faults, head_faults, kernel_faults, update_faults
 from scripts.compiled_report import CompiledReport, Instruction, Kernel, Thunk
+from scripts.sm90_compile import target_of
 
 KV = (100, 2, 8, 64, 128)
 DEMANDS = StepDemands(num_layers=2, kv_layer_shape=KV, pool_bytes=1000, temp_bytes=50)
@@ -49,6 +50,22 @@ def test_a_good_program_has_no_faults():
 def test_faults_of_a_body(change, message):
     [fault] = body_faults(dataclasses.replace(good_body(), **change), DEMANDS, "decode")
     assert message in fault and fault.startswith("body: ")
+
+
+def test_an_update_may_be_kernels_without_a_graph_and_nothing_else():
+    update = CompiledReport("update", thunks=[Thunk("CustomKernel", "scatter", False)], temp_bytes=50)
+    assert update_faults(update, DEMANDS) == []
+    assert "1 While" in update_faults(dataclasses.replace(update, thunks=[Thunk("While", "", False)]), DEMANDS)[0]
+    assert "temporary memory" in update_faults(dataclasses.replace(update, temp_bytes=51), DEMANDS)[0]
+
+
+def test_auto_is_the_backend_of_the_target():
+    for dtype, backend in (("bfloat16", "mosaic_sm90"), ("float32", "xla")):
+        step = AbstractStep.make(read_config("qwen3-0.6b"), {"dtype": dtype, "max_model_len": 2048}, "h100", memory_fraction=0.75)
+        assert step.config.attention_backend == backend
+    assert target_of("NVIDIA H200") == "h200"
+    with pytest.raises(ValueError, match="Abacus"):
+        target_of("Abacus")
 
 
 def test_xla_attention_may_leave_the_graph_but_not_copy_pages():
