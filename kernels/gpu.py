@@ -51,8 +51,9 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
     their interpretable variant. `races_found` says, inside, what `detect_races` found.
     """
     # JAX 0.11 makes a new state for every kernel and keeps the last one only: here each of them is kept.
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 
+    gpu_callbacks: Any = callbacks
     states: list[Any] = []
     make_state = gpu_callbacks.GPURaceDetectionState
 

@@ -190,7 +190,7 @@ def workload(figures: Figures, name: str = "qwen3-0.6b") -> None:
     plan = BucketPlan(decode=(64, 128, 192, 256), mixed=((512, 256), (1024, 256), (4096, 256)), head_rows=(64, 256))
     if figures.dry_run:
         plan = BucketPlan(decode=(4,), mixed=((32, 4),), head_rows=(4,))
-    limits = {"max_num_seqs": plan.decode[-1], "max_model_len": 64 if figures.dry_run else 2048}
+    limits: dict[str, Any] = {"max_num_seqs": plan.decode[-1], "max_model_len": 64 if figures.dry_run else 2048}
     engine = random_engine(name, bucket_plan=plan, **limits, demand_log=str(log))
     compile_all(engine)
     serve(engine, dataclasses.replace(requests, requests=short), seed=1)  # so that graphs are recorded
