@@ -166,6 +166,7 @@ class BatchPacker:
         if layout.planners:
             kv_lens = schedule.starts + schedule.q_lens
             for name, planner in layout.work.values():
+                # kv_lens are exact (no draft may be refused), so a sliding window's start needs no lower bound of them.
                 planner.plan(schedule.q_lens, kv_lens, out=view[name])
 
         updates, extra = schedule.page_updates[: layout.num_updates], schedule.page_updates[layout.num_updates :]

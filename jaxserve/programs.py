@@ -97,10 +97,14 @@ class Programs:
     def update(self) -> Any:
         """compiled(page_table, history, edits, updates i32[UPDATE_BATCH, 3], one edit row): `step.update_state`."""
         if "update" not in self._compiled:
-            uploads = (UPDATE_BATCH, 3), self.edit_layout.nothing.shape
-            args = (self.state[1], *self.edit_state, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in uploads))
-            self._compiled["update"] = self._compile("state update", step.update_state, (0, 1, 2), args)
+            self._compiled["update"] = self._compile("state update", *self.update_spec())
         return self._compiled["update"]
+
+    def update_spec(self) -> tuple[Callable, tuple[int, ...], tuple[Any, ...]]:
+        """(function, donated argument numbers, abstract arguments) of the update program."""
+        uploads = (UPDATE_BATCH, 3), self.edit_layout.nothing.shape
+        args = (self.state[1], *self.edit_state, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in uploads))
+        return step.update_state, (0, 1, 2), args
 
     def body_spec(self, bucket: Bucket) -> tuple[Callable, tuple[int, ...], tuple[Any, ...]]:
         """(function, donated argument numbers, abstract arguments) of a bucket's body."""

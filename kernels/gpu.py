@@ -39,7 +39,8 @@ MAX_SMEM_BYTES = 227 * 1024  # that one CTA of a Hopper GPU may use
 MAX_REGISTERS = 65536  # of one SM
 
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
-_assumed_sms: contextvars.ContextVar[int | None] = contextvars.ContextVar("assumed_sms", default=None)
+_races: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("races", default=None)
+_assumed: contextvars.ContextVar[tuple[int, str] | None] = contextvars.ContextVar("assumed", default=None)  # SMs, device kind
 
 
 @contextlib.contextmanager
@@ -47,23 +48,38 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
     """Kernels that are traced inside run interpreted on a CPU: for tests, at seconds a call.
 
     The interpreter wants both operands of a wgmma in shared memory and has no accumulator with an initial value: kernels take
-    their interpretable variant. `races_found` says what `detect_races` found.
+    their interpretable variant. `races_found` says, inside, what `detect_races` found.
     """
-    token = _interpret.set(plgpu.InterpretGPUParams(detect_races=detect_races))
+    # JAX 0.11 makes a new state for every kernel and keeps the last one only: here each of them is kept.
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
+
+    gpu_callbacks: Any = callbacks
+    states: list[Any] = []
+    make_state = gpu_callbacks.GPURaceDetectionState
+
+    def make_and_keep(**options: Any) -> Any:
+        states.append(make_state(**options))
+        return states[-1]
+
+    tokens = (_interpret.set(plgpu.InterpretGPUParams(detect_races=detect_races)), _races.set(states if detect_races else None))
+    gpu_callbacks.GPURaceDetectionState = make_and_keep
     try:
         yield
     finally:
-        _interpret.reset(token)
+        gpu_callbacks.GPURaceDetectionState = make_state
+        _interpret.reset(tokens[0])
+        _races.reset(tokens[1])
 
 
 @contextlib.contextmanager
-def assume_sm90(num_sms: int) -> Iterator[None]:
-    """Inside, kernels are traced for a Hopper GPU of so many SMs, whatever this machine has: to compile where there is none."""
-    token = _assumed_sms.set(num_sms)
+def assume_sm90(num_sms: int, device_kind: str) -> Iterator[None]:
+    """Inside, kernels are traced for a Hopper GPU of so many SMs and this name (as JAX has it: "NVIDIA H100 80GB HBM3"), whatever
+    this machine has: to compile where there is none."""
+    token = _assumed.set((num_sms, device_kind))
     try:
         yield
     finally:
-        _assumed_sms.reset(token)
+        _assumed.reset(token)
 
 
 def is_interpreted() -> bool:
@@ -72,10 +88,14 @@ def is_interpreted() -> bool:
 
 
 def races_found() -> bool:
-    """Whether the last interpreted kernel that ran with `detect_races` had a race; JAX 0.11 only prints them."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+    """Whether any kernel had a race that has run inside this `interpreted(detect_races=True)`; JAX itself only prints them.
 
-    return gpu_callbacks.get_races().races_found
+    Raises RuntimeError outside of one, and where no kernel has run yet.
+    """
+    states = _races.get()
+    if not states:
+        raise RuntimeError("no interpreted kernel has run with detect_races: ask inside gpu.interpreted(detect_races=True)")
+    return any(state.races_found for state in states)
 
 
 def kernel(body: Any, *, out_type: Any, grid: dict[str, int], scratch_types: Any, warpgroups: int = 1) -> Any:
@@ -98,7 +118,7 @@ def kernel(body: Any, *, out_type: Any, grid: dict[str, int], scratch_types: Any
 
 def missing_for_sm90() -> str | None:
     """What JAX's default device lacks to run a Hopper kernel; None if nothing, and inside `interpreted` and `assume_sm90`."""
-    if is_interpreted() or _assumed_sms.get() is not None:
+    if is_interpreted() or _assumed.get() is not None:
         return None
     device = jax.devices()[0]
     if device.platform != "gpu":
@@ -111,12 +131,13 @@ def num_sms() -> int:
     """Streaming multiprocessors of JAX's default device, or of the one that is assumed; 2 where kernels are interpreted."""
     if is_interpreted():
         return 2
-    assumed = _assumed_sms.get()
-    return jax.devices()[0].core_count if assumed is None else assumed
+    assumed = _assumed.get()
+    return jax.devices()[0].core_count if assumed is None else assumed[0]
 
 
 def device_kind() -> str:
     """The name of the device that kernels are traced for, as JAX has it."""
     if is_interpreted():
         return "interpreted"
-    return jax.devices()[0].device_kind if _assumed_sms.get() is None else "assumed sm_90"
+    assumed = _assumed.get()
+    return jax.devices()[0].device_kind if assumed is None else assumed[1]

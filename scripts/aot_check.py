@@ -5,7 +5,7 @@
     python -m scripts.aot_check --model=FOLDER --bucket_plan=plan.json --buckets=all --max_model_len=8192
 
 Runs in the environment that `make setup-aot` makes (.venv-aot: jax's CUDA plugin and ptxas, no driver). Compiles our Mosaic
-kernels and the engine's own body and head programs for sm_90a from shapes alone. Faults are listed, and the exit status is then 1:
+kernels and the engine's own programs for sm_90a from shapes alone. Faults are listed, and the exit status is then 1:
 register spills or too much shared memory in our kernels; a body that does not run the fast attention kernel once a layer; a body
 or head that is not one CUDA graph; a copy of KV pages; more temporary memory than the plan sets aside; a pool that does not fit.
 """
@@ -27,7 +27,7 @@ _TARGETS = flags.DEFINE_list("target", ["h100"], f"Which GPUs, of {', '.join(TAR
 _BUCKETS = flags.DEFINE_list("buckets", [], "Buckets to compile: 8 (decode), 256x128 (mixed), or all; default: two of the plan.")
 _KERNELS = flags.DEFINE_bool("kernels", True, "Compile the cases of our own kernels too.")
 _DTYPE = flags.DEFINE_enum("dtype", "auto", ["auto", "bfloat16", "float16", "float32"], "Of weights and activations.")
-_BACKEND = flags.DEFINE_enum("attention_backend", "mosaic_sm90", ["mosaic_sm90", "xla"], "Which attention the step runs.")
+_BACKEND = flags.DEFINE_enum("attention_backend", "mosaic_sm90", ["auto", "mosaic_sm90", "xla"], "Which attention the step runs.")
 _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Most tokens of a request; default: the model's.", lower_bound=1)
 _MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Most sequences at once (default 128).", lower_bound=1)
 _BUDGET = flags.DEFINE_integer("max_num_batched_tokens", None, "Token budget of a step (default 2048).", lower_bound=1)
@@ -103,14 +103,19 @@ def check_model(name: str, compiler: Compiler) -> dict[str, Any]:
         buckets = step.select(_BUCKETS.value) if _BUCKETS.value else step.default_buckets()
     except (ValueError, NotImplementedError) as error:  # the answer to the question, in the engine's own words
         return {"model": name, "faults": [str(error)], "programs": []}
-    print(f"-- {name} on {compiler.target}: weights {gib(step.programs.functions.num_bytes)}, {step.config.plan}", flush=True)
+    weights, backend = gib(step.programs.functions.num_bytes), step.config.attention_backend
+    print(f"-- {name} on {compiler.target}, attention on {backend}: weights {weights}, {step.config.plan}", flush=True)
 
     def show(report: CompiledReport) -> None:
         print(describe(report, step.config.pages.num_layers), flush=True)
         if _VERBOSE.value:
             print(table(report), flush=True)
 
-    result = check_step(step, compiler, buckets, show)
+    try:
+        result = check_step(step, compiler, buckets, show)
+    except Exception as error:  # one model's failure is a fault to list, not the end of the check
+        fault = f"does not compile: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        return {"model": name, "faults": [fault], "programs": []}
     print(result.fit, flush=True)
     return {
         "model": name,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.aot_verdicts import ATTENTION_OP, MemoryFit, StepDemands, body_faults, head_faults, kernel_faults
+from scripts.aot_verdicts import ATTENTION_OP, MemoryFit, StepDemands, body_faults, head_faults, kernel_faults, update_faults
 from scripts.bench_models import RANDOM
 from scripts.compiled_report import CompiledReport
 from scripts.sm90_compile import SMEM_LIMIT, Compiler, target_fact
@@ -47,25 +47,43 @@ class AbstractStep:
     def make(cls, model: Any, options: dict[str, Any], target: str, memory_fraction: float) -> AbstractStep:
         """model: a ModelConfig. options: EngineConfig's. memory_fraction: the share of the device that the process may allocate.
 
-        Raises ValueError as `EngineConfig.resolve`: limits that contradict each other or the memory.
+        Raises ValueError as `EngineConfig.resolve`: limits that contradict each other or the memory; NotImplementedError for an
+        attention backend that can't.
         """
         import jax.numpy as jnp
 
-        from jaxserve.config import EngineConfig
+        from jaxserve.config import DEFAULT_PAGE_SIZE, EngineConfig
         from jaxserve.models import Decoder
         from jaxserve.programs import Programs
         from jaxserve.step import ModelFunctions
         from kernels import gpu
+        from kernels.ragged_paged_attention import planner, resolve_backend
 
         config = EngineConfig(**options)
         dtype = (model.dtype or "bfloat16") if config.dtype == "auto" else config.dtype
         functions = ModelFunctions(Decoder.abstract(model, jnp.dtype(dtype)))
         device = int(target_fact(target, "device_memory_size"))
         limit = int(memory_fraction * device)
-        resolved = config.resolve(
-            model, kv_dtype=functions.dtype, on_gpu=True, device_limit=limit, weight_bytes=functions.num_bytes
-        )
-        with gpu.assume_sm90(int(target_fact(target, "core_count"))):
+        shapes = {
+            "num_query_heads": model.num_heads,
+            "num_kv_heads": model.num_kv_heads,
+            "head_dim": model.head_dim,
+            "page_size": config.page_size or DEFAULT_PAGE_SIZE,
+            "dtype": functions.dtype,
+        }
+        with gpu.assume_sm90(int(target_fact(target, "core_count")), target_fact(target, "name")):
+            wanted = config.attention_backend
+            backend = resolve_backend(  # which asks the device at hand what "auto" is, where it should be the one assumed
+                "mosaic_sm90" if wanted == "auto" and planner.unsupported(**shapes) is None else wanted, **shapes
+            )
+            resolved = config.resolve(
+                model,
+                kv_dtype=functions.dtype,
+                on_gpu=True,
+                device_limit=limit,
+                attention_backend=backend,
+                weight_bytes=functions.num_bytes,
+            )
             return cls(Programs(functions, resolved), device, limit)
 
     @property
@@ -73,10 +91,11 @@ class AbstractStep:
         return self.programs.config
 
     def fit(self, reserve: int) -> MemoryFit:
-        """The pool that is left beside the weights and `reserve` bytes for programs."""
+        """The pool that is left beside the weights, the logit edits and `reserve` bytes for programs."""
         config, weights = self.config, self.programs.functions.num_bytes
         share = config.engine.gpu_memory_utilization
-        room = int(share * self.limit_bytes) - weights - reserve
+        edits = config.scheduler.max_num_seqs * self.programs.edit_layout.row_bytes
+        room = int(share * self.limit_bytes) - weights - reserve - edits
         wanted = config.scheduler.max_num_seqs * math.ceil(config.scheduler.max_model_len / config.cache.page_size)
         fits = max(0, min(room // config.pages.page_bytes, wanted))
         return MemoryFit(
@@ -85,6 +104,7 @@ class AbstractStep:
             utilization=share,
             weights=weights,
             reserve=reserve,
+            edits=edits,
             page=config.pages.page_bytes,
             page_size=config.cache.page_size,
             num_pages=config.engine.num_pages or fits,
@@ -119,33 +139,37 @@ class StepResult:
 
 
 def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_report: Any = lambda report: None) -> StepResult:
-    """Compiles these buckets' bodies and the smallest and largest heads, and says what is wrong with them.
+    """Compiles these buckets' bodies, the smallest and largest heads, scoring and the state's update, and says what is wrong with
+    them.
 
-    The largest body and head are always compiled: they decide how much memory the plan must set aside.
+    The largest body, the largest head and scoring decide how much memory the plan must set aside.
     """
     plan, config, programs = step.config.plan, step.config, step.programs
     compile_one = functools.partial(_compile, compiler, on_report)
     heads = [(plan.head_rows[0], False), (plan.max_head_rows, True)]
     bodies = {b: compile_one(f"body {b}", *programs.body_spec(b)) for b in dict.fromkeys([*buckets, plan.buckets[-1]])}
     tops = {h: compile_one(f"head({h[0]}{', logprobs' if h[1] else ''})", *programs.head_spec(*h)) for h in dict.fromkeys(heads)}
-    reserve = max(bodies[plan.buckets[-1]].temp_bytes, tops[heads[-1]].temp_bytes)
+    score, update = compile_one("score", *programs.score_spec()), compile_one("state update", *programs.update_spec())
+    reserve = max(bodies[plan.buckets[-1]].temp_bytes, tops[heads[-1]].temp_bytes, score.temp_bytes)
     demands = StepDemands(
         num_layers=config.pages.num_layers,
         kv_layer_shape=config.pages.layer(config.cache.num_pages),
         pool_bytes=config.pool_bytes,
         temp_bytes=reserve,
     )
-    mosaic = config.engine.attention_backend == BACKEND
+    mosaic = config.attention_backend == BACKEND
     faults: list[str] = []
     for report in bodies.values():
         faults += body_faults(report, demands, ATTENTION_OP if mosaic else None)
-    for report in tops.values():
+    for report in (*tops.values(), score):
         faults += head_faults(report, demands)
-    for report in (*bodies.values(), *tops.values()):
+    faults += update_faults(update, demands)
+    beside = [*tops.values(), score, update]
+    for report in (*bodies.values(), *beside):
         ours = [k for k in report.kernels if k.source == "mosaic"]
         faults += kernel_faults(ours, smem_limit=SMEM_LIMIT, where=report.name)
     fit = step.fit(reserve)
-    return StepResult([*bodies.values(), *tops.values()], fit, faults + fit.faults, config)
+    return StepResult([*bodies.values(), *beside], fit, faults + fit.faults, config)
 
 
 def _compile(compiler: Compiler, on_report: Any, name: str, function: Any, donate: tuple[int, ...], args: Any) -> CompiledReport:

@@ -48,8 +48,16 @@ def body_faults(report: CompiledReport, demands: StepDemands, attention_kernel: 
 
 
 def head_faults(report: CompiledReport, demands: StepDemands) -> list[str]:
-    """Faults of a head program."""
+    """Faults of a head program, or of scoring."""
     return [f"{report.name}: {fault}" for fault in program_faults(report, demands)]
+
+
+def update_faults(report: CompiledReport, demands: StepDemands) -> list[str]:
+    """Faults of the state's update: so few kernels that XLA makes no graph of them, and nothing that the host would wait for."""
+    faults = _memory_faults(report, demands)
+    if set(report.outside) - {"CustomKernel", "Kernel", "Copy", "CopyDone"}:
+        faults.append(f"runs {', '.join(f'{n} {kind}' for kind, n in sorted(report.outside.items()))}; must be kernels and copies")
+    return [f"{report.name}: {fault}" for fault in faults]
 
 
 def program_faults(report: CompiledReport, demands: StepDemands) -> list[str]:
@@ -68,13 +76,18 @@ def _memory_faults(report: CompiledReport, demands: StepDemands) -> list[str]:
 
 
 def kernel_faults(kernels: Iterable[Kernel], *, smem_limit: int, where: str) -> list[str]:
-    """Faults of our own kernels: spills, local memory, shared memory out of bounds, compiled for something else."""
+    """Faults of our own kernels: spills, more registers asked for than there are, too much shared memory, another architecture."""
     faults = []
     for k in kernels:
         if k.spills:
             faults.append(f"{where}: {k.name} spills {k.spill_stores} bytes to memory and {k.spill_loads} back")
         if k.smem > smem_limit:
             faults.append(f"{where}: {k.name} needs {k.smem} bytes of shared memory, a block has {smem_limit}")
+        if k.missing_registers:
+            faults.append(
+                f"{where}: {k.name} has {k.registers} registers a thread at launch for {k.warpgroups} warpgroups, which ask for "
+                f"{max(k.asked_registers)} and {min(k.asked_registers)}: {k.missing_registers} too many, it would wait for ever"
+            )
         if k.arch != "sm_90a":
             faults.append(f"{where}: {k.name} was compiled for {k.arch}, wgmma and TMA need sm_90a")
     return faults
@@ -85,7 +98,8 @@ class MemoryFit:
     """How a model shares out a GPU's memory. Bytes, except pages and tokens.
 
     limit: what the process may allocate, utilization: the share of it that the engine takes, reserve: temporary memory of the
-    largest programs. num_pages: pages of the pool, 0 where not one fits; wanted_pages: more than this many are never used.
+    largest programs, edits: what sequences' logit edits take. num_pages: pages of the pool, 0 where not one fits; wanted_pages:
+    more than this many are never used.
     """
 
     device: int
@@ -93,6 +107,7 @@ class MemoryFit:
     utilization: float
     weights: int
     reserve: int
+    edits: int
     page: int
     page_size: int
     num_pages: int
@@ -105,11 +120,11 @@ class MemoryFit:
 
     @property
     def faults(self) -> list[str]:
-        room = int(self.utilization * self.limit) - self.weights - self.reserve
+        room = int(self.utilization * self.limit) - self.weights - self.reserve - self.edits
         if self.num_pages < 1:
             return [
                 f"does not fit: {self.utilization:g} of {gib(self.limit)} less {gib(self.weights)} of weights and "
-                f"{gib(self.reserve)} for programs leaves {gib(room)}, a page of KV takes {mib(self.page)}"
+                f"{gib(self.reserve + self.edits)} for programs leaves {gib(room)}, a page of KV takes {mib(self.page)}"
             ]
         if self.num_pages * self.page > room:
             return [f"pool of {gib(self.num_pages * self.page)} is larger than the {gib(room)} that are left for it"]
@@ -122,8 +137,9 @@ class MemoryFit:
         capped = " (no more would ever be used)" if self.num_pages >= self.wanted_pages else ""
         return (
             f"memory: {gib(self.device)} on the device, {gib(self.limit)} for the process, {self.utilization:g} of that for us: "
-            f"weights {gib(self.weights)}, programs {gib(self.reserve)}, KV pool {gib(pool)} = {self.num_pages} pages of "
-            f"{self.page_size} tokens ({self.page / self.page_size / 1024:.1f} KiB a token) = {self.num_tokens} tokens{capped}, "
+            f"weights {gib(self.weights)}, programs {gib(self.reserve)}, logit edits {gib(self.edits)}, KV pool {gib(pool)} = "
+            f"{self.num_pages} pages of {self.page_size} tokens ({self.page / self.page_size / 1024:.1f} KiB a token) = "
+            f"{self.num_tokens} tokens{capped}, "
             f"that is {self.num_tokens / self.max_model_len:.1f} requests of max_model_len={self.max_model_len}"
         )
 

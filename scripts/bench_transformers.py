@@ -43,7 +43,7 @@ _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is s
 def make_model(name: str, dtype: str) -> Any:
     """A transformers model that decodes greedily and never stops by itself. Random weights for a name of RANDOM."""
     import torch  # pyright: ignore[reportMissingImports]
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GgufConfig  # pyright: ignore[reportMissingImports]
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig  # pyright: ignore[reportMissingImports]
     from transformers.utils import logging  # pyright: ignore[reportMissingImports]
 
     logging.disable_progress_bar()
@@ -54,6 +54,8 @@ def make_model(name: str, dtype: str) -> Any:
         config = AutoConfig.for_model(config.pop("model_type"), **config)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     elif Path(name).suffix == ".gguf":
+        from transformers import GgufConfig  # pyright: ignore[reportMissingImports]
+
         dtype = "float32" if dtype == "auto" else dtype
         model = AutoModelForCausalLM.from_pretrained(
             str(Path(name).parent),

@@ -11,6 +11,7 @@ its tests need no CUDA packages.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -29,6 +30,8 @@ PTX_FEATURES = {  # of the instructions that make a kernel a Hopper kernel
     "wgmma from registers": re.compile(r"\bwgmma\.mma_async\.\S+\s+\{[^}]*\},\s*\{"),  # its left operand
     "setmaxnreg": re.compile(r"\bsetmaxnreg\b"),
 }
+_SETMAXNREG = re.compile(r"\bsetmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32\s+(\d+)")
+_MAXNTID = re.compile(r"^\.(?:maxntid|reqntid)\s+([\d, ]+)", re.M)
 _SMEM_SCRATCH = re.compile(r"smem_scratch_bytes=(\d+)")
 # %name = type[shape]{layout} opcode(operands), attributes
 _INSTRUCTION = re.compile(
@@ -52,10 +55,21 @@ class Kernel:
     stack: int
     smem: int
     uses: tuple[str, ...] = ()  # of a Mosaic kernel: which of PTX_FEATURES its PTX has
+    warpgroups: int = 0  # of a Mosaic kernel's block
+    asked_registers: tuple[int, ...] = ()  # what its warpgroups set by setmaxnreg, a thread: falling, each value once
 
     @property
     def spills(self) -> bool:
         return bool(self.spill_stores or self.spill_loads)
+
+    @property
+    def missing_registers(self) -> int:
+        """Registers by which the warpgroups of a block ask for more than it has at launch, summed over one thread of each: where it
+        is positive, the last to ask waits for ever. As our kernels do, one warpgroup sets the least value, the others the most."""
+        if not self.asked_registers:
+            return 0
+        asked = max(self.asked_registers) * (self.warpgroups - 1) + min(self.asked_registers)
+        return max(0, asked - self.registers * self.warpgroups)
 
 
 @dataclass(frozen=True)
@@ -99,8 +113,28 @@ def ptx_features(ptx: str) -> tuple[str, ...]:
     return tuple(name for name, pattern in PTX_FEATURES.items() if pattern.search(ptx))
 
 
-def parse_ptxas(text: str, source: str, dynamic_smem: int = 0, uses: tuple[str, ...] = ()) -> list[Kernel]:
-    """The kernels of a `ptxas -v` log. ValueError if it names a kernel whose figures it lacks."""
+def warpgroups(ptx: str) -> int:
+    """Warpgroups of a kernel's block, from its PTX. ValueError if it doesn't say."""
+    match = _MAXNTID.search(ptx)
+    if match is None:
+        raise ValueError(f"no .maxntid in the PTX: {ptx[:200]!r}")
+    return math.prod(int(n) for n in match[1].split(",")) // 128
+
+
+def asked_registers(ptx: str) -> tuple[int, ...]:
+    """The values that a kernel's PTX gives to setmaxnreg, falling, each once. ValueError for a form that is not known."""
+    values = _SETMAXNREG.findall(ptx)
+    if len(values) != len(PTX_FEATURES["setmaxnreg"].findall(ptx)):
+        raise ValueError("setmaxnreg in a form that is not known here")
+    return tuple(sorted({int(value) for value in values}, reverse=True))
+
+
+def parse_ptxas(text: str, source: str, dynamic_smem: int = 0, ptx: str | None = None) -> list[Kernel]:
+    """The kernels of a `ptxas -v` log; `ptx` is what a log of one kernel was compiled from, where it is at hand. ValueError if it
+    names a kernel whose figures it lacks."""
+    from_ptx = {}
+    if ptx is not None:
+        from_ptx = {"uses": ptx_features(ptx), "warpgroups": warpgroups(ptx), "asked_registers": asked_registers(ptx)}
     kernels = [
         Kernel(
             name=m["name"],
@@ -111,7 +145,7 @@ def parse_ptxas(text: str, source: str, dynamic_smem: int = 0, uses: tuple[str, 
             spill_loads=int(m["loads"]),
             stack=int(m["stack"]),
             smem=int(m["smem"] or 0) + dynamic_smem,
-            uses=uses,
+            **from_ptx,
         )
         for m in _PTXAS.finditer(text)
     ]

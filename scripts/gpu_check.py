@@ -131,7 +131,7 @@ def _startup(figures: Figures) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 rows = Path(folder) / "rows"
                 end = run_child(
-                    "first_token", figures.seconds_left, rows, figures.dry_run, [f"--cache={cache}", f"--born={time.time()}"]
+                    "first_token", nested_cap(figures), rows, figures.dry_run, [f"--cache={cache}", f"--born={time.time()}"]
                 )
                 found = [r for r in read_rows(rows) if r["name"] == "first token"]
             if not found:
@@ -147,7 +147,7 @@ def _graph_updates(figures: Figures) -> None:
         log = Path(folder) / "log"
         environment = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "command_buffer_thunk=3,gpu_command_buffer=3"}
         rows = Path(folder) / "rows"
-        end = run_child("count_graph_updates", figures.seconds_left, rows, figures.dry_run, [f"--cache={log}"], environment, log)
+        end = run_child("count_graph_updates", nested_cap(figures), rows, figures.dry_run, [f"--cache={log}"], environment, log)
         for row in read_rows(rows):
             figures.record(**{k: v for k, v in row.items() if k != "section"})
         if not read_rows(rows):
@@ -184,6 +184,11 @@ PARTS: dict[str, dict[str, Section]] = {
 HIDDEN = {"first_token": Section(_first_token, 90), "count_graph_updates": Section(_count_graph_updates, 60)}
 
 
+def nested_cap(figures: Figures) -> float:
+    """Seconds of a process that a section starts: it is killed, if need be, before the section is."""
+    return max(0.0, figures.seconds_left - _GRACE)
+
+
 def run_child(
     name: str,
     cap: float,
@@ -193,7 +198,10 @@ def run_child(
     env: dict[str, str] | None = None,
     log: Path | None = None,
 ) -> str:
-    """Runs a section in a process of its own; how it ended, in words. log: where its standard error goes, else with ours."""
+    """Runs a section in a process of its own; how it ended, in words. log: where its standard error goes, else with ours.
+
+    A section's process leads a process group, in which those that it starts itself stay: it is killed with them.
+    """
     python = _TORCH.value if {**PARTS["kernels"], **PARTS["engine"], **HIDDEN}[name].torch else sys.executable
     command = [
         python,
@@ -211,12 +219,16 @@ def run_child(
         command.append("--dry_run")
         environment["JAX_PLATFORMS"] = "cpu"
     errors = log.open("w") if log else None
-    child = subprocess.Popen(command, env=environment, stderr=errors, start_new_session=True)
+    nested = bool(_CHILD.value)
+    child = subprocess.Popen(command, env=environment, stderr=errors, start_new_session=not nested)
     try:
         code = child.wait(cap + _GRACE)
         return "done" if code == 0 else f"exit {code}"
     except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)  # our own child and its children
+        if nested:
+            child.kill()
+        else:
+            os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         return f"killed {cap + _GRACE:.0f} s after its start"
     finally:

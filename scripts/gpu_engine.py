@@ -90,7 +90,7 @@ def steps(figures: Figures, name: str, batches: tuple[int, ...] = BATCHES) -> No
     batches, kv_len = ((2, 3), 20) if figures.dry_run else (batches, KV_LEN)
     sizes = tuple(sorted({max(8, batch) for batch in batches}))
     plan = BucketPlan(decode=sizes, mixed=((64 if figures.dry_run else 2048, sizes[-1]),), head_rows=sizes)
-    engine = random_engine(name, bucket_plan=plan, max_model_len=kv_len + 256)
+    engine = random_engine(name, bucket_plan=plan, max_num_seqs=sizes[-1], max_model_len=kv_len + 256)
     compile_all(engine)
     figures.record("weights", engine.runner.programs.functions.num_bytes / 2**30, "GiB", kv_pages=engine.config.cache.num_pages)
     figures.record("programs", engine.runner.programs.num_compiled, "", seconds=compile_counts().seconds, plan=str(plan))
@@ -101,7 +101,7 @@ def steps(figures: Figures, name: str, batches: tuple[int, ...] = BATCHES) -> No
 
 
 def _time_step(figures: Figures, rates: Rates, engine: Any, name: str, batch: int, kv_len: int) -> None:
-    inputs, kv_tokens = _decoding(engine, batch, kv_len, seed=batch)
+    inputs, kv_tokens = decoding(engine, batch, kv_len, seed=batch)
     served = _as_served(engine, 2 if figures.dry_run else 20)
     alone = figures.seconds_per_call(
         lambda i: engine.runner.dispatch(inputs), lambda handle: engine.runner.fetch(handle), calls=20, batches=5
@@ -125,23 +125,28 @@ def _time_step(figures: Figures, rates: Rates, engine: Any, name: str, batch: in
     )
 
 
-def _decoding(engine: Any, batch: int, kv_len: int, seed: int) -> tuple[Any, int]:
+def decoding(engine: Any, batch: int, kv_len: int, seed: int) -> tuple[Any, int]:
     """Brings `batch` requests to decoding at about kv_len tokens. Returns the StepInputs of a step as it then runs, made to run at
-    the same place over and over, and the KV tokens that it reads."""
+    the same place over and over, and the KV tokens that it reads. Raises ValueError for more requests than run at once."""
     from jaxserve import SamplingParams
 
+    most = engine.config.scheduler.max_num_seqs
+    if batch > most:
+        raise ValueError(f"{batch=} requests can't decode at once where max_num_seqs={most}: raise it")
     rng = np.random.default_rng(seed)
     params = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True, detokenize=False)
     for i in range(batch):
         engine.add_request(str(i), rng.integers(0, engine.config.model.vocab_size, kv_len - 16).tolist(), params)
     seen: list[Any] = []
     dispatch = engine.runner.dispatch
-    engine.runner.dispatch = lambda inputs: (seen.append(inputs), dispatch(inputs))[1]
+    engine.runner.dispatch = lambda inputs, masks=None: (seen.append(inputs), dispatch(inputs, masks))[1]
     try:
         for _ in range(10_000):
             engine.step()
             if seen[-1].num_tokens == batch and seen[-1].num_samples == batch and len(seen) > 3:
                 break
+        else:
+            raise RuntimeError(f"{batch=} requests never decoded together: the last step had {seen[-1].num_samples} of them")
         for _ in range(4):
             engine.step()
     finally:
@@ -154,7 +159,8 @@ def _decoding(engine: Any, batch: int, kv_len: int, seed: int) -> tuple[Any, int
     known = np.asarray(engine.runner.num_computed)[fields["seq_rows"][:batch]]
     fields["starts"][:batch] = known - 1
     fields["page_updates"][:] = nothing["page_updates"]
-    return dataclasses.replace(inputs, packed=packed, extra_page_updates=None), int(known.sum())
+    nothing_new = {"extra_page_updates": np.zeros((0, 3), np.int32), "edit_rows": []}
+    return dataclasses.replace(inputs, packed=packed, **nothing_new), int(known.sum())
 
 
 def _as_served(engine: Any, count: int) -> float:
@@ -184,7 +190,8 @@ def workload(figures: Figures, name: str = "qwen3-0.6b") -> None:
     plan = BucketPlan(decode=(64, 128, 192, 256), mixed=((512, 256), (1024, 256), (4096, 256)), head_rows=(64, 256))
     if figures.dry_run:
         plan = BucketPlan(decode=(4,), mixed=((32, 4),), head_rows=(4,))
-    engine = random_engine(name, bucket_plan=plan, max_model_len=64 if figures.dry_run else 2048, demand_log=str(log))
+    limits: dict[str, Any] = {"max_num_seqs": plan.decode[-1], "max_model_len": 64 if figures.dry_run else 2048}
+    engine = random_engine(name, bucket_plan=plan, **limits, demand_log=str(log))
     compile_all(engine)
     serve(engine, dataclasses.replace(requests, requests=short), seed=1)  # so that graphs are recorded
     before, skip = compile_counts().programs, len(log.read_text().splitlines())
@@ -238,18 +245,20 @@ def thunks(figures: Figures, name: str, expected: Path) -> None:
     from jaxserve.programs import GPU_COMPILER_OPTIONS
     from scripts.aot_step import AbstractStep, read_config
     from scripts.compiled_report import CompiledReport, parse_hlo, parse_thunks
-    from scripts.sm90_compile import thunk_text
+    from scripts.sm90_compile import target_of, thunk_text
 
     gpu = jax.default_backend() == "gpu"
     if not gpu:
         figures.record("thunks", None, "unsupported", why="XLA's CPU compiler has no such list")
+    target = target_of(jax.devices()[0].device_kind) if gpu else "h100"
     options: dict[str, Any] = {"attention_backend": "mosaic_sm90" if gpu else "xla"}
     if figures.dry_run:
         options |= {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
-    step = AbstractStep.make(read_config(name), options, "h100", 0.75)
+    step = AbstractStep.make(read_config(name), options, target, 0.75)
     known = {}
     if expected.exists():
-        found = [r for r in json.loads(expected.read_text())["results"] if r.get("model") == name]
+        results = json.loads(expected.read_text())["results"]
+        found = [r for r in results if r.get("model") == name and r["target"] == target]
         known = {p["name"]: p for p in (found[0]["programs"] if found else [])}
     for bucket in step.default_buckets():
         function, donate, args = step.programs.body_spec(bucket)
@@ -276,7 +285,7 @@ def graph_updates(figures: Figures, name: str, log: Path) -> None:
     gpu_command_buffer at level 3), which the parent has turned on and pointed at `log`."""
     small: dict[str, Any] = {"max_num_batched_tokens": 64} if figures.dry_run else {}
     engine = random_engine(name, max_num_seqs=8, max_model_len=256, compilation_cache_dir="", **small)
-    inputs, _ = _decoding(engine, 8, 48, seed=0)
+    inputs, _ = decoding(engine, 8, 48, seed=0)
     lines = len(_graph_lines(log))
     count = 4 if figures.dry_run else 200
     for _ in range(count):

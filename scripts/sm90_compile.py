@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.compiled_report import CompiledReport, Kernel, parse_hlo, parse_mosaic_smem, parse_ptxas, parse_thunks, ptx_features
+from scripts.compiled_report import CompiledReport, Kernel, parse_hlo, parse_mosaic_smem, parse_ptxas, parse_thunks
 
 TARGETS = {path.stem: path for path in sorted((Path(__file__).parent / "gpu_targets").glob("*.txtpb"))}
 SMEM_LIMIT = 232_448  # bytes a block may opt in to on sm_90 (CUDA C++ Programming Guide, table of compute capabilities)
@@ -32,6 +32,14 @@ def target_fact(target: str, name: str) -> str:
     if match is None:
         raise ValueError(f"{TARGETS[target].name} has no field {name!r}")
     return match[1].strip().strip('"')
+
+
+def target_of(device_kind: str) -> str:
+    """The target that JAX names so. ValueError for a device that none describes."""
+    kinds = {target_fact(target, "name"): target for target in TARGETS}
+    if device_kind not in kinds:
+        raise ValueError(f"{device_kind=} has no description in gpu_targets; there are {', '.join(kinds)}")
+    return kinds[device_kind]
 
 
 def use_no_device() -> None:
@@ -142,7 +150,7 @@ class Compiler:
         sharding = NamedSharding(self.mesh, PartitionSpec())
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args))
         # The mesh is how Pallas learns what it compiles for, the SMs how our own kernels do.
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), gpu.assume_sm90(self.num_sms):
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), gpu.assume_sm90(self.num_sms, self.fact("name")):
             lowered = jax.jit(function, donate_argnums=donate).trace(*args).lower(lowering_platforms=("cuda",))
         compiled = lowered.compile(
             compiler_options={
@@ -177,7 +185,7 @@ class Compiler:
             if path not in self._read:
                 self._read.add(path)
                 smem = parse_mosaic_smem(path.with_suffix(".resources.txt").read_text())
-                mosaic = parse_ptxas(path.read_text(), "mosaic", smem, ptx_features(path.with_suffix(".ptx").read_text()))
+                mosaic = parse_ptxas(path.read_text(), "mosaic", smem, path.with_suffix(".ptx").read_text())
                 self.mosaic_kernels += mosaic
                 kernels += mosaic
         return list(dict.fromkeys(kernels))

@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from kernels import gpu
 from kernels.ragged_paged_attention import softmax_state
 from kernels.ragged_paged_attention.softmax_state import MASKED, spread
-from kernels.ragged_paged_attention.tiles import CONSUMER_REGISTERS, PRODUCER_REGISTERS, ROWS
+from kernels.ragged_paged_attention.tiles import REGISTERS, REGISTERS_WINDOW_AND_CAP, ROWS
 from kernels.ragged_paged_attention.work_list import BLOCK, ITEM_FIELDS
 
 LOG2E = math.log2(math.e)
@@ -62,6 +62,11 @@ class Geometry:
     def copy_rows(self) -> int:
         """Positions that one copy brings."""
         return min(self.page_size, BLOCK)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread of a consumer and of the producer, where there are two consumers."""
+        return REGISTERS if self.sliding_window is None or self.soft_cap is None else REGISTERS_WINDOW_AND_CAP
 
 
 class Item(NamedTuple):
@@ -441,13 +446,13 @@ def run_items(
         @pl.when(warpgroup == C)
         def _():
             if C > 1 and not g.interpreted:
-                gpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+                gpu.set_max_registers(g.registers[1], action="decrease")
             _produce(g, refs, smem)
 
         @pl.when(warpgroup < C)
         def _():
             if C > 1 and not g.interpreted:
-                gpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+                gpu.set_max_registers(g.registers[0], action="increase")
             _consume(g, refs, smem, warpgroup)
 
     out_type = [jax.ShapeDtypeStruct(q.shape, dtype)]

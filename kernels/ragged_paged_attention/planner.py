@@ -136,7 +136,8 @@ def attend(
     if given != planned or P * page_size > shape.max_kv_len or shape.tile_tokens != tiles.tile_tokens(N // K, max_q_len):
         raise ValueError(
             f"work was planned for (T, S, max_q_len, K, sliding_window)={planned}, tiles of {shape.tile_tokens} tokens and rows of "
-            f"{shape.max_kv_len} positions, not for {given}, {N // K} query heads a KV head and {P * page_size} positions"
+            f"{shape.max_kv_len} positions, not for {given}, {N // K} query heads a KV head and {P * page_size} positions: "
+            "call Planner.make with the shapes of this call"
         )
     at = {name: where.start for name, (where, _) in shape.fields.items()}
     geometry = mosaic_sm90.Geometry(

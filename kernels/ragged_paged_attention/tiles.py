@@ -15,8 +15,12 @@ from kernels.ragged_paged_attention.work_list import BLOCK
 
 ROWS = 64  # of a wgmma tile: what one consumer warpgroup computes
 TUNED = Path(__file__).with_name("tuned")
-CONSUMER_REGISTERS = 240  # with two consumers: 2 x 232 + 40 registers for each of 128 threads fit one SM
-PRODUCER_REGISTERS = 32
+# With two consumers, warpgroups trade registers (setmaxnreg) within what their block has at launch, not what the SM has: one that
+# asks for more than the others gave up waits for ever. (Of a consumer, of the producer), a thread, in multiples of 8.
+LAUNCH_REGISTERS = gpu.MAX_REGISTERS // (3 * 128) // 8 * 8
+REGISTERS = (232, 40)
+REGISTERS_WINDOW_AND_CAP = (240, 24)  # 232 are not enough to mask a window and cap the logits
+assert all(2 * consumer + producer <= 3 * LAUNCH_REGISTERS for consumer, producer in (REGISTERS, REGISTERS_WINDOW_AND_CAP))
 _RESERVED_BYTES = 2048  # barriers, and alignment of the buffers
 
 

@@ -25,6 +25,7 @@ ITEM_COST = 2  # blocks' worth of time that an item takes beside its blocks: que
 SPLIT_SHARE = 8  # a sequence is split where it would take more than 1 / SPLIT_SHARE of a CTA's share of the step
 LARGE_SHARE = 12  # items of more than 1 / LARGE_SHARE of a CTA's share are placed one by one
 POUR_RANGE = 4
+FEW_CHUNKS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +61,13 @@ class WorkShape:
 
     @cached_property
     def num_slots(self) -> int:
-        """Partial results a KV head that a step may hold. More sequences than CTAs / K never need splitting: each is then less than
-        one CTA's share. A sequence of one chunk is not split."""
-        chunks = -(-self.max_kv_len // self.chunk)
-        return 0 if chunks == 1 else min(self.num_seqs, -(-self.num_ctas // self.num_kv_heads)) * chunks
+        """Partial results a KV head that a step may hold: all chunks of CTAs / K sequences, as one more is less than a CTA's share,
+        or FEW_CHUNKS of each of twice as many, since what is left whole among sequences of few chunks fills CTAs unevenly. A
+        sequence of one chunk is not split; one of up to four is cut too coarsely for an even load where there are few."""
+        chunks, whole = -(-self.max_kv_len // self.chunk), -(-self.num_ctas // self.num_kv_heads)
+        if chunks == 1:
+            return 0
+        return max(min(self.num_seqs, whole) * chunks, min(self.num_seqs, 2 * whole) * min(chunks, FEW_CHUNKS))
 
     @cached_property
     def num_groups(self) -> int:
@@ -156,16 +160,21 @@ def blocks_read(shape: WorkShape, seq, row, begin, is_split, q_lens, kv_lens) ->
 
 def _check(shape: WorkShape, q_lens: np.ndarray, kv_lens: np.ndarray) -> None:
     if q_lens.shape != kv_lens.shape or q_lens.ndim != 1 or len(q_lens) > shape.num_seqs:
-        raise ValueError(f"{q_lens.shape=} and {kv_lens.shape=} must be alike, of at most {shape.num_seqs} sequences")
+        raise ValueError(
+            f"{q_lens.shape=} and {kv_lens.shape=} must be alike, of at most {shape.num_seqs} sequences: plan for more"
+        )
     if not len(q_lens):
         return
     if q_lens.min() < 0 or q_lens.max() > shape.max_q_len or q_lens.sum() > shape.num_tokens:
         raise ValueError(
             f"q_lens of {q_lens.min()} to {q_lens.max()}, {q_lens.sum()} in all: must be 0 to {shape.max_q_len}, "
-            f"{shape.num_tokens} in all"
+            f"{shape.num_tokens} in all; make the planner for more tokens or a larger max_q_len, or give it a smaller step"
         )
     if kv_lens.max() > shape.max_kv_len:
-        raise ValueError(f"a kv_len of {kv_lens.max()} is more than the {shape.max_kv_len} positions of a page-table row")
+        raise ValueError(
+            f"a kv_len of {kv_lens.max()} is more than the {shape.max_kv_len} positions of a page-table row: "
+            "make the planner with a larger max_kv_len"
+        )
 
 
 def _cut(shape: WorkShape, q_lens, kv_lens, least_kv_lens, groups):

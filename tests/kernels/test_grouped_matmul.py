@@ -196,7 +196,7 @@ def test_bad_plans_are_refused(change, error, message):
 def test_auto_is_the_kernel_where_it_can_be():
     ids, small, whole = jnp.zeros((3, 1), jnp.int32), jnp.zeros((2, 8, 16), jnp.bfloat16), jnp.zeros((2, 64, 128), jnp.bfloat16)
     assert plan_groups(ids, [whole]).backend == "xla"  # on this CPU
-    with gpu.assume_sm90(132):
+    with gpu.assume_sm90(132, "NVIDIA H100 80GB HBM3"):
         assert plan_groups(ids, [whole]).backend == "mosaic_sm90"
         assert plan_groups(ids, [whole, small]).backend == plan_groups(ids, [whole.astype(jnp.float32)]).backend == "xla"
 

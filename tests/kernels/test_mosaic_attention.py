@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from kernels import gpu
 from kernels.ragged_paged_attention import ragged_paged_attention, resolve_backend, work_list
@@ -170,3 +171,42 @@ def test_tiles_check_themselves():
             Tiles(**{"consumers": 1, "stages": 3, **wrong})
     with pytest.raises(ValueError, match="shared memory"):
         Tiles(consumers=2, stages=4).check_smem(128, splits=True)
+
+
+def two_writers(turns: bool):
+    """A kernel whose two warpgroups write one piece of shared memory: in turn, or in a race."""
+
+    def body(out, smem, first_done):
+        warpgroup = jax.lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == 0)
+        def _():
+            smem[...] = jnp.zeros(smem.shape, smem.dtype)
+            gpu.barrier_arrive(first_done)
+
+        @pl.when(warpgroup == 1)
+        def _():
+            if turns:
+                gpu.barrier_wait(first_done)
+            smem[...] = jnp.ones(smem.shape, smem.dtype)
+            if not turns:
+                gpu.barrier_wait(first_done)
+            gpu.commit_smem()
+            gpu.copy_smem_to_gmem(smem, out)
+            gpu.wait_smem_to_gmem(0)
+
+    shape = jax.ShapeDtypeStruct((128,), jnp.float32)
+    scratch = [gpu.SMEM(shape.shape, shape.dtype), gpu.Barrier()]
+    return gpu.kernel(body, out_type=shape, grid={"cta": 1}, scratch_types=scratch, warpgroups=2)
+
+
+@pytest.mark.skipif(ON_DEVICE, reason="nothing is interpreted")
+def test_a_race_is_found_though_a_clean_kernel_follows():
+    with pytest.raises(RuntimeError, match="no interpreted kernel has run"):
+        gpu.races_found()
+    assert (np.asarray(jax.jit(two_writers(turns=True))()) == 1).all()
+    assert not gpu.races_found()
+    jax.block_until_ready(jax.jit(two_writers(turns=False))())
+    assert gpu.races_found()
+    jax.block_until_ready(jax.jit(two_writers(turns=True))())
+    assert gpu.races_found()

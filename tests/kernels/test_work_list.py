@@ -176,6 +176,16 @@ def test_steps_of_traces_are_balanced_and_read_little_more_than_they_must(trace,
         assert len(np.unique(order)) == len(order)
 
 
+@pytest.mark.parametrize("max_kv_len", [4096, 8192, 40_960])
+def test_decodes_of_the_longest_kv_are_balanced(max_kv_len):
+    """Just more sequences than CTAs / K. With a max_kv_len of up to 4 chunks the last ones can't be cut finely enough."""
+    shape = shape_of(32, 32, max_q_len=1, K=8, max_kv_len=max_kv_len, num_ctas=SMS, tile_tokens=1, chunk=512)
+    for num_decodes in range(16, 33):
+        q_lens, kv_lens = np.ones(num_decodes, int), np.full(num_decodes, max_kv_len)
+        load = loads(shape, plan(shape, q_lens, kv_lens), q_lens, kv_lens)
+        assert load.max() <= 1.1 * load.mean(), num_decodes
+
+
 @pytest.mark.parametrize(("q_lens", "kv_lens"), [([2048], [2048]), ([1100, 900], [1100, 900]), ([2048], [9000])])
 def test_the_few_large_tiles_of_a_prefill_are_balanced(q_lens, kv_lens):
     shape = shape_of(2048, 16, max_q_len=2048, K=8, max_kv_len=40_960, num_ctas=SMS, tile_tokens=32, chunk=512)

@@ -6,8 +6,9 @@ import pytest
 
 from jaxserve import EngineConfig
 from scripts.aot_step import AbstractStep, read_config
-from scripts.aot_verdicts import StepDemands, body_faults, head_faults, kernel_faults
+from scripts.aot_verdicts import StepDemands, body_faults, head_faults, kernel_faults, update_faults
 from scripts.compiled_report import CompiledReport, Instruction, Kernel, Thunk
+from scripts.sm90_compile import target_of
 
 KV = (100, 2, 8, 64, 128)
 DEMANDS = StepDemands(num_layers=2, kv_layer_shape=KV, pool_bytes=1000, temp_bytes=50)
@@ -51,6 +52,22 @@ def test_faults_of_a_body(change, message):
     assert message in fault and fault.startswith("body: ")
 
 
+def test_an_update_may_be_kernels_without_a_graph_and_nothing_else():
+    update = CompiledReport("update", thunks=[Thunk("CustomKernel", "scatter", False)], temp_bytes=50)
+    assert update_faults(update, DEMANDS) == []
+    assert "1 While" in update_faults(dataclasses.replace(update, thunks=[Thunk("While", "", False)]), DEMANDS)[0]
+    assert "temporary memory" in update_faults(dataclasses.replace(update, temp_bytes=51), DEMANDS)[0]
+
+
+def test_auto_is_the_backend_of_the_target():
+    for dtype, backend in (("bfloat16", "mosaic_sm90"), ("float32", "xla")):
+        step = AbstractStep.make(read_config("qwen3-0.6b"), {"dtype": dtype, "max_model_len": 2048}, "h100", memory_fraction=0.75)
+        assert step.config.attention_backend == backend
+    assert target_of("NVIDIA H200") == "h200"
+    with pytest.raises(ValueError, match="Abacus"):
+        target_of("Abacus")
+
+
 def test_xla_attention_may_leave_the_graph_but_not_copy_pages():
     loop = dataclasses.replace(good_body(), thunks=[Thunk("While", "", False)], instructions=[])
     assert body_faults(loop, DEMANDS, None) == []
@@ -59,7 +76,12 @@ def test_xla_attention_may_leave_the_graph_but_not_copy_pages():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"spill_loads": 8}, "spills"), ({"smem": 232_449}, "shared memory"), ({"arch": "sm_90"}, "sm_90a")],
+    [
+        ({"spill_loads": 8}, "spills"),
+        ({"smem": 232_449}, "shared memory"),
+        ({"arch": "sm_90"}, "sm_90a"),
+        ({"registers": 168, "warpgroups": 3, "asked_registers": (240, 32)}, "8 too many"),
+    ],
 )
 def test_faults_of_a_kernel(change, message):
     [fault] = kernel_faults([dataclasses.replace(KERNEL, **change)], smem_limit=232_448, where="case")

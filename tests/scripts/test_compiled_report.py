@@ -2,7 +2,16 @@
 
 import pytest
 
-from scripts.compiled_report import CompiledReport, parse_hlo, parse_mosaic_smem, parse_ptxas, parse_thunks, shape_bytes
+from scripts.compiled_report import (
+    CompiledReport,
+    asked_registers,
+    parse_hlo,
+    parse_mosaic_smem,
+    parse_ptxas,
+    parse_thunks,
+    shape_bytes,
+    warpgroups,
+)
 
 PTXAS_XLA = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'fusion_2745' for 'sm_90a'
@@ -21,6 +30,16 @@ ptxas info    : Function properties for body_mosaic_gpu_kernel
     64 bytes stack frame, 72 bytes spill stores, 48 bytes spill loads
 ptxas info    : Used 255 registers, used 2 barriers, 1 bytes smem
 ptxas info    : Compile time = 102.879 ms
+"""
+PTX = """.visible .entry ragged_paged_attention_mosaic_gpu_kernel(
+)
+.maxntid 384, 1, 1
+.minnctapersm 1
+{
+	setmaxnreg.dec.sync.aligned.u32 PRODUCER;
+	setmaxnreg.inc.sync.aligned.u32 CONSUMER;
+	wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%f1}, %rd1, %rd2, p, 1, 1, 0, 0;
+}
 """
 RESOURCES = """Resources(smem_scratch_bytes=174080, tmem_scratch_cols=0, barrier_counts=Counter({Barrier(arrival_count=1,
 num_barriers=1, orders_tensor_core=False): 1}), scoped_gmem_semaphores={})"""
@@ -73,6 +92,22 @@ def test_a_ptxas_log_in_another_format_is_refused():
         parse_ptxas(PTXAS_XLA.replace("Used 10 registers", "Uses ten registers"), "xla")
     with pytest.raises(ValueError, match="smem_scratch_bytes"):
         parse_mosaic_smem("Resources()")
+
+
+@pytest.mark.parametrize(("consumer", "producer", "missing"), [(232, 40, 0), (240, 24, 0), (240, 32, 8)])
+def test_registers_that_warpgroups_trade(consumer, producer, missing):
+    ptx = PTX.replace("CONSUMER", str(consumer)).replace("PRODUCER", str(producer))
+    [kernel] = parse_ptxas(PTXAS_MOSAIC.replace("Used 255", "Used 168"), "mosaic", ptx=ptx)
+    assert (kernel.warpgroups, kernel.asked_registers, kernel.uses) == (3, (consumer, producer), ("wgmma", "setmaxnreg"))
+    assert kernel.missing_registers == missing
+    assert parse_ptxas(PTXAS_MOSAIC, "mosaic")[0].missing_registers == 0
+
+
+def test_ptx_in_another_form_is_refused():
+    with pytest.raises(ValueError, match="setmaxnreg in a form"):
+        asked_registers("setmaxnreg.inc.sync.aligned.u32 %r1;")
+    with pytest.raises(ValueError, match="maxntid"):
+        warpgroups(".minnctapersm 1")
 
 
 def report(thunks: str) -> CompiledReport:

@@ -1,16 +1,19 @@
 """The parts of gpu_check that decide what a figure means: floors, references, and what becomes of a failure."""
 
+import functools
 import json
+from typing import cast
 
 import jax
 import numpy as np
 import pytest
 
+from kernels import gpu
 from kernels.ragged_paged_attention import ragged_paged_attention
 from kernels.ragged_paged_attention.cases import CASES, TOLERANCE, build
-from scripts.gpu_attention import Batch, dense_attention
+from scripts.gpu_attention import Batch, best_tiles, dense_attention, tile_candidates
 from scripts.gpu_check import PARTS, device_name, summary
-from scripts.gpu_engine import random_engine, step_bytes, step_flops
+from scripts.gpu_engine import decoding, random_engine, step_bytes, step_flops
 from scripts.gpu_figures import Figures, read_rows, value_of
 
 
@@ -67,6 +70,50 @@ def test_work_of_a_batch():
     table = np.asarray(batch.arrays[1])
     used = [*table[0, :2], *table[1, :1], *table[2, :1]]
     assert len(set(used)) == 4, "no page twice where the pool has enough"
+
+
+def test_pages_that_sequences_share_lie_elsewhere_in_each():
+    batch = Batch.make((4, 2, 16), [(1, 64 * 4)] * 6, num_pages=4, max_kv_len=64 * 7)
+    rows = np.asarray(batch.arrays[1])
+    assert rows.shape == (6, 7) and (np.sort(rows[:, :4]) == np.arange(4)).all()
+    assert len({row.tobytes() for row in rows}) > 1
+
+
+@pytest.mark.parametrize(("seqs", "first", "consumers"), [([(1, 300)] * 2, (1, 8), {1}), ([(256, 300)], (2, 6), {1, 2})])
+def test_tile_candidates_begin_with_the_untuned_one(seqs, first, consumers):
+    with gpu.assume_sm90(132, "NVIDIA H100 80GB HBM3"):
+        found = tile_candidates(Batch.make((4, 2, 64), seqs, num_pages=10))
+    assert (found[0].consumers, found[0].stages) == first and len(found) == len(set(found))
+    assert {tiles.consumers for tiles in found} == consumers
+
+
+@pytest.mark.parametrize("broken", [None, "raises", "negative"])
+def test_tiles_are_chosen_only_when_all_were_timed(broken):
+    figures, batch = Figures("tune", None, 60, False), Batch.make((4, 2, 64), [(1, 300)], num_pages=10)
+    tune = functools.partial(gpu.assume_sm90, 132, "NVIDIA H100 80GB HBM3")
+    with tune():
+        last = tile_candidates(batch)[-1]
+
+    class Timed:
+        q, arrays, max_q_len, planner = batch.q, batch.arrays, batch.max_q_len, batch.planner
+
+        def seconds(self, figures, tiles):
+            if tiles == last and broken == "raises":
+                raise RuntimeError("no launch")
+            return {None: 1e-6, "raises": 1.0, "negative": -1e-6}[broken] if tiles == last else 1e-5 * tiles.stages
+
+    with tune():
+        assert best_tiles(figures, cast(Batch, Timed()), "it") == (None if broken else last)
+    assert (figures.rows[-1]["unit"] == "skipped") == bool(broken)
+
+
+def test_more_requests_than_run_at_once_are_no_decode_step():
+    engine = random_engine("tiny-qwen3", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64)
+    with pytest.raises(ValueError, match="batch=3 .* max_num_seqs=2"):
+        decoding(engine, 3, 20, seed=0)
+    inputs, kv_tokens = decoding(engine, 2, 20, seed=0)
+    assert inputs.num_samples == 2 and kv_tokens > 2 * 4
+    engine.runner.fetch(engine.runner.dispatch(inputs))
 
 
 def test_floor_of_a_step():
