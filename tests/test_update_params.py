@@ -212,16 +212,17 @@ def test_what_was_kept_and_then_preempted_is_computed_with_the_new_weights(engin
 def test_nothing_is_compiled_and_nothing_copied(engine):
     serve(engine, requests(True))
     before = compile_counts().programs
-    for in_flight in ("refuse", "recompute", "keep"):
-        leaves = {path: jnp.asarray(np.array(x) * 0.9) for path, x in leaves_of().items()}
-        if in_flight != "refuse":
-            add(engine, in_flight, Ask(PROMPT, GREEDY))
-            engine.step()
-        engine.update_params(leaves, in_flight)
-        runner = engine.runner
-        assert {id(x) for x in (*runner.body_leaves, *runner.head_leaves)} == {id(x) for x in leaves.values()}
-        run_out(engine)
-        serve(engine, requests(True))
+    with jax.log_compiles():  # in the report, should it fail
+        for in_flight in ("refuse", "recompute", "keep"):
+            leaves = {path: jnp.asarray(np.array(x) * 0.9) for path, x in leaves_of().items()}
+            if in_flight != "refuse":
+                add(engine, in_flight, Ask(PROMPT, GREEDY))
+                engine.step()
+            engine.update_params(leaves, in_flight)
+            runner = engine.runner
+            assert {id(x) for x in (*runner.body_leaves, *runner.head_leaves)} == {id(x) for x in leaves.values()}
+            run_out(engine)
+            serve(engine, requests(True))
     assert compile_counts().programs == before
 
 
