@@ -70,5 +70,7 @@ def test_nothing_left_to_sample_ends_one_request(llm):
     params = SamplingParams(allowed_token_ids=[5], bad_words_token_ids=[[5]], max_tokens=4)
     bad, good = llm.generate(["a", "a"], [params, SamplingParams(temperature=0, max_tokens=4)], use_tqdm=False)
     assert bad.outputs[0].finish_reason == "error"
-    assert "allowed_token_ids, bad words, min_tokens and structured_outputs together forbid every token" in str(bad.outputs[0].stop_reason)
+    assert "allowed_token_ids, bad words, min_tokens and structured_outputs together forbid every token" in str(
+        bad.outputs[0].stop_reason
+    )
     assert good.outputs[0].text == "bcde"
