@@ -114,7 +114,7 @@ def compare(row: Row, path: str) -> dict[str, Any]:
     if row.workload in ("single", "eight"):
         result["step"] = compare_step(engine, model, row.max_num_seqs)
         text += f"; decode step {result['step']['engine_ms']:.2f} ms, bare {result['step']['bare_ms']:.2f} ms: "
-        text += f"{result['step']['ratio']:.2f}x; its matmuls alone {result['step']['matmuls_ms']:.2f} ms"
+        text += f"{result['step']['ratio']:.2f}x"
     print(text, flush=True)
     return result
 
@@ -130,8 +130,7 @@ def compare_step(engine: Any, model: Any, batch: int) -> dict[str, float]:
         engine.add_request(f"step-{i}", rng.integers(0, engine.config.model.vocab_size, 32).tolist(), params)
     for _ in range(4):
         engine.step()
-    matmuls = Matmuls(engine, batch)
-    mine, its, floor = [], [], []
+    mine, its = [], []
     for _ in range(_STEPS.value // 10):  # ten at a time, so that stepping ahead counts as it does in service
         start = time.perf_counter()
         for _ in range(10):
@@ -141,44 +140,10 @@ def compare_step(engine: Any, model: Any, batch: int) -> dict[str, float]:
         for _ in range(10):
             bare.run()
         its.append((time.perf_counter() - start) / 10)
-        start = time.perf_counter()
-        for _ in range(10):
-            matmuls.run()
-        floor.append((time.perf_counter() - start) / 10)
     engine.abort([f"step-{i}" for i in range(batch)])
     engine.drain()
     engine_ms, bare_ms = 1e3 * statistics.median(mine), 1e3 * statistics.median(its)
-    figures = {"engine_ms": engine_ms, "bare_ms": bare_ms, "ratio": engine_ms / bare_ms}
-    return figures | {"matmuls_ms": 1e3 * statistics.median(floor)}
-
-
-class Matmuls:
-    """What no step can do without: each of the model's matrices times as many rows as the decode bucket has, and nothing else."""
-
-    def __init__(self, engine: Any, batch: int):
-        import jax
-        import jax.numpy as jnp
-
-        functions, rows = engine.runner.programs.functions, engine.config.plan.select(batch, batch, 1).tokens
-        named = zip(functions.paths, functions.leaves, strict=True)
-        matrices = {path: leaf for path, leaf in named if path.endswith(("/kernel", "/embedding"))}
-        if any(path.startswith("lm_head/") for path in matrices):
-            del matrices["embed_tokens/embedding"]  # looked up, not multiplied
-        kernels = [leaf for path, leaf in matrices.items() if path.endswith("/kernel")]
-        tables = [leaf for path, leaf in matrices.items() if path.endswith("/embedding")]
-        sizes = {k.shape[0] for k in kernels} | {t.shape[1] for t in tables}
-        self._arguments = (kernels, tables, {size: jnp.ones((rows, size), functions.dtype) for size in sizes})
-
-        def multiply(kernels, tables, x):
-            return [x[k.shape[0]] @ k for k in kernels], [x[t.shape[1]] @ t.T for t in tables]
-
-        self._multiply = jax.jit(multiply)
-        self.run()
-
-    def run(self) -> None:
-        import jax
-
-        jax.block_until_ready(self._multiply(*self._arguments))
+    return {"engine_ms": engine_ms, "bare_ms": bare_ms, "ratio": engine_ms / bare_ms}
 
 
 class BareStep:
