@@ -121,13 +121,19 @@ def _count(
     return counts
 
 
+def apply_masks(
+    logits: jax.Array,  # f32[R, V]
+    masks: jax.Array,  # i32[R, ceil(V / 32)]: bit v % 32 of word v // 32 says whether token v may be sampled
+) -> jax.Array:  # f32[R, V]
+    """-inf where the mask forbids."""
+    R, V = logits.shape
+    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+    return jnp.where(bits.reshape(R, -1)[:, :V] == 1, logits, -jnp.inf)
+
+
 def _forbid_others(logits: jax.Array, *, wanted: jax.Array, rows: jax.Array) -> jax.Array:
     """Only the ids in a row's bit set stay."""
-    R, V = logits.shape
-    words = rows[:, layout.ALLOWED_BITS :, None]
-    bits = (words >> jnp.arange(32, dtype=jnp.int32)) & 1
-    allowed = bits.reshape(R, -1)[:, :V] == 1
-    return jnp.where(wanted[:, None] & ~allowed, -jnp.inf, logits)
+    return apply_masks(logits, jnp.where(wanted[:, None], rows[:, layout.ALLOWED_BITS :], -1))
 
 
 def _forbid_last_of_words(

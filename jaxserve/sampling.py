@@ -143,16 +143,6 @@ def sample(
         return Sampled(tokens, bad, by_sort, _logprobs(logits, tokens, min(max_logprobs, logits.shape[1])))
 
 
-def apply_masks(
-    logits: jax.Array,  # f32[R, V]
-    masks: jax.Array,  # i32[R, ceil(V / 32)]: bit v % 32 of word v // 32 says whether token v may be sampled
-) -> jax.Array:  # f32[R, V]
-    """-inf where the mask forbids."""
-    V = logits.shape[1]
-    allowed = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
-    return jnp.where(allowed.reshape(masks.shape[0], -1)[:, :V] == 1, logits, -jnp.inf)
-
-
 def score(
     logits: jax.Array,  # f32[C, V]
     tokens: jax.Array,  # i32[C]

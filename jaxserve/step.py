@@ -204,7 +204,7 @@ def head(
     model = functions.module(functions.head_indices, leaves)
     logits = model.logits(model.final_norm(hidden[:num_rows]))
     with jax.named_scope("grammar_masks"):
-        logits = lax.cond(masked, sampling.apply_masks, lambda logits, _: logits, logits, masks)
+        logits = lax.cond(masked, logit_edits.apply_masks, lambda logits, _: logits, logits, masks)
     rows = sampling.unpack_rows(inputs.sampling[:num_rows])
     seq_rows = inputs.rows[:num_rows]
     edit = functools.partial(
