@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxserve import logit_edits, sampling
+from jaxserve import logit_edits, sampling, scoring
 from jaxserve.batch import StepLayout
 from jaxserve.models import Decoder, ModelConfig, named_leaves
 from jaxserve.sampling_rows import POSITION
@@ -226,9 +226,10 @@ def score(
     """Log-probabilities of C tokens, each by one hidden row of the step: what the host fetches, i32[C, 2 + 2N]."""
     C = packed.size // 2
     model = functions.module(functions.head_indices, leaves)
-    logits = model.logits(model.final_norm(step_hidden[packed[1 : 1 + C]]))
+    x = model.final_norm(step_hidden[packed[1 : 1 + C]])
     with jax.named_scope("score"):
-        return sampling.pack_scored(sampling.score(logits, packed[1 + C :], packed[0] != 0, max_logprobs=max_logprobs))
+        scored = scoring.score(x, *model.head_weight(), packed[1 + C :], packed[0] != 0, max_logprobs=max_logprobs)
+        return scoring.pack_scored(scored)
 
 
 def update_state(

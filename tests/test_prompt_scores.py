@@ -1,37 +1,15 @@
 """Log-probabilities of prompts: against transformers' logits, whatever the chunks, the cache and preemption; and their packing."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve import Engine, EngineConfig, SamplingParams
 from jaxserve import prompt_scores as ps
 from jaxserve.model_loader import load_model
-from jaxserve.sampling import pack_scored, score
-from jaxserve.sampling_rows import ScoredRows, unpack_scored
+from jaxserve.sampling_rows import ScoredRows
 from tests.dummy import ONE_BUCKET, SEQS, TOKENS, VOCAB, Ask, add, assert_empty, differences, dummy_model, make_engine, serve
 from tests.goldens.golden import ATOL, HERE, load_golden
 from tests.test_sampling import likeliest_first
-
-
-@pytest.mark.parametrize("V", [3, 300, 49152 + 5])
-def test_scores_are_the_log_softmax(V):
-    rng = np.random.default_rng(V)
-    logits = (rng.normal(size=(12, V)) * 3).astype(np.float32)
-    logits[6:] = np.round(logits[6:])  # ties
-    tokens = rng.integers(0, V, 12).astype(np.int32)
-    run = jax.jit(lambda *x: pack_scored(score(*x, max_logprobs=20)))
-    for with_top in (True, False):
-        got = unpack_scored(np.asarray(run(jnp.asarray(logits), tokens, jnp.asarray(with_top))))
-        for row, x in enumerate(logits.astype(np.float64)):
-            want = x - x.max() - np.log(np.exp(x - x.max()).sum())
-            order, token = likeliest_first(x), tokens[row]
-            np.testing.assert_allclose(got.logprobs[row], want[token], rtol=1e-6, atol=4e-6)
-            assert order[got.ranks[row] - 1] == token
-            if with_top:
-                assert got.top_ids[row].tolist() == order[:20].tolist()
-                np.testing.assert_allclose(got.top_logprobs[row], want[order[:20]], rtol=1e-6, atol=4e-6)
 
 
 @pytest.mark.parametrize("name", ["qwen3_tied", "mistral"])

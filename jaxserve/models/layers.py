@@ -50,6 +50,16 @@ class Embedding(nnx.Module):
         return self.embedding[...][token_ids]
 
 
+def vocabulary_logits(
+    x: jax.Array,  # [..., D]
+    weight: jax.Array,  # [V, D] or [D, V]; V may be a part of the vocabulary
+    vocab_axis: int,
+) -> jax.Array:  # f32[..., V]
+    """Logits of normed hidden states, accumulated and returned in float32."""
+    contract = (((x.ndim - 1,), (1 - vocab_axis,)), ((), ()))
+    return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
+
+
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale over the last axis (arXiv:1910.07467): normalised in float32, cast back, then scaled."""
 
