@@ -105,8 +105,8 @@ class GGUFReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.file = GGUFFile(path)
-        self.metadata = self.file.metadata
+        self.file: GGUFFile = GGUFFile(path)
+        self.metadata: dict[str, Any] = self.file.metadata
         self.architecture: str = self.metadata.get("general.architecture", "")
         if self.metadata.get("split.count", 1) > 1:
             raise WeightsError(f"{path} is one of {self.metadata['split.count']} parts: join them with `llama-gguf-split --merge`")

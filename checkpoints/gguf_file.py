@@ -75,7 +75,7 @@ class GGUFFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
+        self.path: Path = Path(path)
         with self.path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise WeightsError(f"{self.path} is not a GGUF file: it does not begin with {_MAGIC.decode()}")

@@ -1,9 +1,9 @@
 """Log-probabilities and ranks of given tokens, from hidden rows and the head's weight.
 
-Owns how far the logits are materialised. A CPU takes the vocabulary in blocks, whose logits stay in its cache, and keeps a running
-maximum and mass (Milakov and Gimelshein, arXiv:1805.02867): all logits at once would be written to memory and read three times, at a
-third of the matmul's time or more. Elsewhere they are one array, [C, V]: a loop is no part of a CUDA graph. Knows nothing of prompts,
-steps or modules.
+Owns how much of the logits exists at once. A CPU takes the vocabulary in blocks, whose logits stay in its cache, and keeps a
+running maximum and mass (Milakov and Gimelshein, arXiv:1805.02867): as one array they would be written to memory and read three
+times, which takes as long as the matmul again. Elsewhere they are one array, [C, V], since a loop is no part of a CUDA graph. Knows
+nothing of prompts, steps or modules.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _score_in_blocks(
     C, V, block = len(tokens), weight.shape[vocab_axis], SCORED_AT_ONCE
     assert C <= block, "more tokens than a block has entries"
     # Ranks need the tokens' own logits before any other: from a product of a block's shape, which gives the bits of the block's.
-    own = jnp.take(weight, jnp.resize(tokens, block), axis=vocab_axis, mode="clip")
+    own = jnp.take(weight, jnp.resize(tokens, (block,)), axis=vocab_axis, mode="clip")
     chosen = jnp.diagonal(vocabulary_logits(x, own, vocab_axis))[:, None]
 
     def add_block(state: tuple[jax.Array, ...], i: jax.Array) -> tuple[tuple[jax.Array, ...], None]:

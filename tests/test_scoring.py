@@ -14,7 +14,7 @@ from tests.test_sampling import likeliest_first
 C, D, TOP = 12, 24, 20
 
 
-def rows_of(x: np.ndarray, weight: np.ndarray, vocab_axis: int, tokens: np.ndarray, with_top: bool) -> ScoredRows:
+def rows_of(x: jax.Array, weight: jax.Array, vocab_axis: int, tokens: np.ndarray, with_top: bool) -> ScoredRows:
     def run(x, weight, tokens, with_top):
         return scoring.pack_scored(scoring.score(x, weight, vocab_axis, tokens, with_top, max_logprobs=TOP))
 
@@ -33,7 +33,10 @@ def inputs(V: int, vocab_axis: int, dtype: str) -> tuple[jax.Array, jax.Array, n
 
 @pytest.mark.parametrize("V", [3, 300, 2048, 2049, 4096, 3 * 2048 - 1, 49152 + 5])
 @pytest.mark.parametrize("vocab_axis, dtype", [(0, "bfloat16"), (1, "float32")])
-def test_scores_are_the_log_softmax(V, vocab_axis, dtype):
+@pytest.mark.parametrize("at_once", [False, True], ids=["as_on_a_cpu", "at_once"])
+def test_scores_are_the_log_softmax(V, vocab_axis, dtype, at_once, monkeypatch):
+    if at_once:  # as where a loop costs more than memory
+        monkeypatch.setattr(scoring, "SCORED_AT_ONCE", V)
     x, weight, tokens = inputs(V, vocab_axis, dtype)
     full = np.asarray(x, np.float64) @ np.moveaxis(np.asarray(weight, np.float64), vocab_axis, 1)
     with_top, without = (rows_of(x, weight, vocab_axis, tokens, top) for top in (True, False))

@@ -36,15 +36,15 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype: Any = jnp.bfloat16):
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, rngs=rngs, param_dtype=param_dtype)
-        self.layers = nnx.List(
+        self.embed_tokens: Embedding = Embedding(config.vocab_size, config.hidden_size, rngs=rngs, param_dtype=param_dtype)
+        self.layers: nnx.List[DecoderLayer] = nnx.List(
             DecoderLayer(config, window, sparse=i in config.sparse_layers, rngs=rngs, param_dtype=param_dtype)
             for i, window in enumerate(config.sliding_windows)
         )
-        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
+        self.final_norm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
         tied = config.tie_word_embeddings
         lm_head = functools.partial(Linear, use_bias=False, rngs=rngs, param_dtype=param_dtype)
-        self.lm_head = None if tied else lm_head(config.hidden_size, config.vocab_size)
+        self.lm_head: Linear | None = None if tied else lm_head(config.hidden_size, config.vocab_size)
 
     @classmethod
     def abstract(cls, config: ModelConfig, param_dtype: Any = jnp.bfloat16) -> "Decoder":

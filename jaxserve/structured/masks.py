@@ -6,10 +6,14 @@ Owns the matchers' bookkeeping and the mask buffers. Knows nothing of scheduling
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxserve.structured.grammars import Grammar, words_of
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 ALL = -1  # a word of 32 allowed tokens
 
@@ -23,9 +27,10 @@ class GrammarState:
     """
 
     def __init__(self, grammar: Grammar, *, forces: bool = True):
-        self.matcher, self._forces = grammar.matcher(), forces
-        self.num_tokens = 0
-        self.forced = self._forced()
+        self.matcher: LLMatcher = grammar.matcher()
+        self._forces = forces
+        self.num_tokens: int = 0
+        self.forced: list[int] = self._forced()
 
     def _forced(self) -> list[int]:
         return self.matcher.compute_ff_tokens() if self._forces and not self.matcher.is_stopped() else []
