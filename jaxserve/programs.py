@@ -19,7 +19,7 @@ from jaxserve import sampling_rows, step
 from jaxserve.batch import StepLayout
 from jaxserve.buckets import Bucket
 from jaxserve.config import ResolvedConfig
-from jaxserve.edit_rows import EditLayout
+from jaxserve.edit_rows import EditLayout, num_mask_words
 from jaxserve.request import MAX_LOGPROBS
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -129,7 +129,7 @@ class Programs:
     @property
     def num_mask_words(self) -> int:
         """int32 words of a logits row's mask."""
-        return -(-self.config.model.vocab_size // 32)
+        return num_mask_words(self.config.model.vocab_size)
 
     @property
     def state(self) -> tuple[Any, Any, Any, Any, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxserve.edit_rows import num_mask_words
 from jaxserve.structured.grammars import Grammar, words_of
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class MaskFiller:
         from llguidance import LLExecutor
 
         self._executor = LLExecutor()
-        self._buffers = [np.full((max_rows, num_words(vocab_size)), ALL, np.int32) for _ in range(num_buffers)]
+        self._buffers = [np.full((max_rows, num_mask_words(vocab_size)), ALL, np.int32) for _ in range(num_buffers)]
         self._used: list[list[int]] = [[] for _ in range(num_buffers)]  # rows of each buffer that aren't all ones
         self._next = 0
 
@@ -99,8 +100,3 @@ class MaskFiller:
                 buffer[row] = 0
                 buffer[row, word] = np.uint32(1 << bit).view(np.int32)
         return buffer
-
-
-def num_words(vocab_size: int) -> int:
-    """int32 words of a row's mask."""
-    return -(-vocab_size // 32)
