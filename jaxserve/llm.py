@@ -156,7 +156,7 @@ class LLM:
         recommended = self.generation_defaults.sampling()
         left_out = self.generation_defaults.not_applied
         if left_out:
-            logger.warning("generation_config.json asks for %s, which is not supported yet and is left out", ", ".join(left_out))
+            logger.warning("generation_config.json asks for %s, not taken from a file: give sampling_params", ", ".join(left_out))
         try:
             return SamplingParams(**recommended)
         except ValueError as error:
