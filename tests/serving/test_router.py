@@ -1,5 +1,6 @@
 """The router in front of scripted servers: what passes through, what is retried, who is asked, and what is counted."""
 
+import asyncio
 import contextlib
 import gzip
 import json
@@ -378,10 +379,22 @@ def test_control_is_refused(two):
 
 
 def test_a_target_that_is_no_path_goes_nowhere(two):
+    """Behind "http://host:port" anything but a path would name another host."""
     server, _ = two
     with routing(server) as client, socket.create_connection((client.base_url.host, client.base_url.port or 0)) as connection:
         connection.sendall(b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 4") and not server.requests
+    scope = {"type": "http", "method": "GET", "path": "/@x", "raw_path": b"%2F@x", "query_string": b"", "headers": []}
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False} if not sent else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(make_router(RouterOptions(backends=(server.url,)))(scope, receive, send))
+    assert sent[0]["status"] == 400 and b"is no path" in sent[1]["body"]
 
 
 def test_options_are_checked():
