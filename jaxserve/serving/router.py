@@ -183,7 +183,7 @@ class Router:
             if refusal is not None:
                 refusal.close()
         if num_broken:
-            raise HTTPException(502, f"{num_broken} servers broke off before they answered this request")
+            raise HTTPException(502, f"{num_broken} server{'s' * (num_broken > 1)} broke off before answering this request")
         raise UnavailableError(f"none of the {len(self.backends)} servers takes requests")
 
     def _loads(self, tried: set[str]) -> dict[str, Load]:
