@@ -62,7 +62,7 @@ def router(servers) -> Iterator[httpx.Client]:
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "tea", "temperature": 0, "max_tokens": 9}),
     ("/v1/completions", {"prompt": "tea", "temperature": 0, "max_tokens": 9, "stream": True}),
-    ("/v1/completions", {"prompt": ["a", "b"], "seed": 3, "max_tokens": 5, "n": 2, "logprobs": 2}),
+    ("/v1/completions", {"prompt": ["a", "b"], "seed": 3, "max_tokens": 5, "n": 2}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "é"}], "seed": 1, "max_tokens": 20, "stream": True}),
     ("/v1/completions", {"prompt": "tea", "temperature": -1}),
     ("/tokenize", {"prompt": "tea"}),
