@@ -87,9 +87,8 @@ class PassedOn(EventStream):
     def __init__(self, answer: Answer, patience: float):
         super().__init__(answer.chunks(), answer.close, patience)
         self.status_code: int = answer.status
-        self.raw_headers: list[tuple[bytes, bytes]] = end_to_end(
-            answer.raw_headers, b"x-request-id"
-        )  # the same as ours, which the log adds
+        # Its request id is ours, which the log adds.
+        self.raw_headers: list[tuple[bytes, bytes]] = end_to_end(answer.raw_headers, b"x-request-id")
 
 
 class Router:
