@@ -54,8 +54,8 @@ class StructuredOutputsParams:
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"structured_outputs: {name}={getattr(self, name)!r} must be True or False")
-        if not isinstance(self.whitespace_pattern, str | None):
-            raise ValueError(f"structured_outputs: whitespace_pattern={self.whitespace_pattern!r} must be a string")
+        if self.whitespace_pattern is not None and not (isinstance(self.whitespace_pattern, str) and self.whitespace_pattern):
+            raise ValueError(f"structured_outputs: whitespace_pattern={self.whitespace_pattern!r} must be a string, and not empty")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise ValueError("structured_outputs: disable_any_whitespace leaves nothing for whitespace_pattern; give one of them")
         options = [name for name in _JSON_OPTIONS if getattr(self, name)]
