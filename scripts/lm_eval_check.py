@@ -2,8 +2,8 @@
 
     make lm-eval
 
-`local-completions` of lm-eval asks the server for the log-probabilities of prompts that it sends as token ids (echo, logprobs=1), its
-`hf` runs the model in transformers, both in float32. Exits with 1 if a score, or the log-likelihood of any sample, differs by more
+`local-completions` of lm-eval asks the server for the log-probabilities of prompts that it sends as token ids (echo, logprobs=1);
+`hf` runs the model in transformers; both in float32. Exits with 1 if a score, or the log-likelihood of any sample, differs by more
 than --tolerance. lm-eval, torch and transformers live in an environment of their own, .venv-lm-eval.
 """
 

@@ -17,7 +17,7 @@ from jaxserve.serving.openapi import answers
 from jaxserve.serving.protocol import SleepRequest, UpdateWeightsRequest
 from jaxserve.serving.responses import Done, encode
 
-DEFAULT_SLEEP = SleepRequest()
+DEFAULT_SLEEP = SleepRequest(level=1)
 
 
 def _done(reset: bool | None = None) -> Response:

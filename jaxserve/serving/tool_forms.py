@@ -51,8 +51,10 @@ def _either(body: ChatRequest) -> str:
 
 
 def _structure(tool: FunctionSchema, held: bool) -> dict[str, Any]:
-    schema = {"type": "object"}
+    schema: dict[str, Any] = {"type": "object"}
     if held:
-        schema = {"type": "object", "properties": {}, "additionalProperties": False} if tool.parameters is None else tool.parameters
+        schema |= {"properties": {}, "additionalProperties": False} if tool.parameters is None else tool.parameters
+    if schema["type"] != "object":
+        raise ValueError(f"tools: the parameters of {tool.name!r} must be an object's schema, not of type {schema['type']!r}")
     begin = f'{CALL}\n{{"name": {json.dumps(tool.name)}, "arguments": '
     return {"begin": begin, "schema": schema | {"x-guidance": _SPACING}, "end": f"}}\n{END_CALL}"}

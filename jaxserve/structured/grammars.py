@@ -131,7 +131,8 @@ class GrammarCompiler:
                 options["whitespace_pattern"] = params.whitespace_pattern
             return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         if params.kind == "structural_tag":
-            return lark.structural_tag(params.structural_tag or {}, marks)
+            tag: Any = params.structural_tag
+            return lark.structural_tag(tag, marks)
         if params.kind == "grammar":
             return marks.by_id(llguidance.grammar_from("grammar", str(params.grammar)))
         if params.kind == "choice":

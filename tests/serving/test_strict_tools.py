@@ -58,6 +58,7 @@ def test_required(client):
     (choice,) = client.chat.completions.create(**ASKED, tools=STRICT, tool_choice="required", parallel_tool_calls=False).choices
     ((name, arguments),) = called(choice)
     assert choice.message.content is None
+    assert choice.message.tool_calls[0].function.arguments == json.dumps(arguments), "spaced as chat templates have it"
     {"Weather": Weather, "Sum": Sum}[name].model_validate(arguments)
     (choice,) = client.chat.completions.create(**ASKED, tools=LOOSE[:1], tool_choice="required", parallel_tool_calls=False).choices
     assert called(choice)[0][0] == "first", "whether it is strict or not"
@@ -129,7 +130,8 @@ REFUSED = [
     ({"tool_choice": "required"}, "only where tools are given"),
     ({"tools": [], "tool_choice": "required"}, "only where tools are given"),
     ({"tools": strict({"type": "object", "if": {}})}, "Unimplemented keys"),
-    ({"tools": strict({"type": "nothing"})}, "tools: "),
+    ({"tools": strict({"type": "string"})}, "the parameters of 'f' must be an object's schema"),
+    ({"tools": strict({"properties": {"a": {"type": "nothing"}}})}, "tools: structural_tag: "),
     ({"tools": STRICT, "response_format": {"type": "json_object"}}, "can't both have a form and call tools"),
     ({"tools": LOOSE, "response_format": {"type": "json_object"}}, "can't both have a form and call tools"),
 ]
