@@ -33,11 +33,13 @@ def without_marks(tokenizer: tokenizers.Tokenizer) -> str:
         name = token["content"]
         if token["special"] or re.fullmatch("<.*>", name, re.DOTALL):
             renamed[name] = token["content"] = f"<{_PRIVATE}{name}>"
-    vocabulary = source["model"].get("vocab", {})
-    if isinstance(vocabulary, dict):
-        source["model"]["vocab"] = {renamed.get(name, name): i for name, i in vocabulary.items()}
+    model = source["model"]  # a mark may also stand in its vocabulary
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {renamed.get(name, name): i for name, i in model["vocab"].items()}
     else:  # of a unigram model
-        source["model"]["vocab"] = [[renamed.get(name, name), score] for name, score in vocabulary]
+        model["vocab"] = [[renamed.get(name, name), score] for name, score in model["vocab"]]
+    if model.get("unk_token") in renamed:
+        model["unk_token"] = renamed[model["unk_token"]]
     return json.dumps(source)
 
 

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import tokenizers
+from tokenizers import models
 
-from jaxserve.structured import StructuredOutputsParams
+from jaxserve.structured import StructuredOutputsParams, lark
 from jaxserve.structured.grammars import GrammarCompiler
 from jaxserve.structured.masks import GrammarState
 from jaxserve.tokenizer import Tokenizer
@@ -126,3 +128,25 @@ def test_marks_by_name_in_a_grammar_of_the_users(compiler):
 def test_refusals(form, said):
     with pytest.raises(ValueError, match=said):
         StructuredOutputsParams.make(form)
+
+
+def _wordpiece() -> tokenizers.Tokenizer:
+    vocabulary = {"<unk>": 0, "</s>": 1, "a": 2, "b": 3, "##b": 4}
+    return tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="<unk>"))
+
+
+def _unigram() -> tokenizers.Tokenizer:
+    vocabulary = [("<unk>", -9.0), ("</s>", -9.0), ("a", -1.0), ("b", -1.0), ("ab", -1.5)]
+    return tokenizers.Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=False))
+
+
+@pytest.mark.parametrize("make", [_wordpiece, _unigram])
+def test_marks_that_the_vocabulary_holds_too(make):
+    """As in sentencepiece's: ids stay, names go, text is spelled as before."""
+    backend = make()
+    backend.add_special_tokens(["<unk>", "</s>"])
+    renamed = tokenizers.Tokenizer.from_str(lark.without_marks(backend))
+    assert renamed.get_vocab_size() == backend.get_vocab_size() == 5
+    assert renamed.encode("ab").ids == backend.encode("ab").ids
+    assert backend.encode("a</s>").ids[-1] == 1 and 1 not in renamed.encode("a</s>").ids
+    assert sorted(renamed.get_added_tokens_decoder()) == [0, 1]
