@@ -78,6 +78,7 @@ def _published() -> dict[str, Any]:
             "structures": {"type": "array", "items": structure, "minItems": 1},
             "triggers": {"type": "array", "items": text, "minItems": 1},
             "only_structures": flag | {"description": "No text but blanks between structures, of which there is one at least."},
+            "otherwise": {"type": "object", "description": "A JSON schema: JSON of it, or else structures alone."},
             "stop_after_first": flag | {"description": "One structure at most, and nothing behind it."},
         },
         "required": ["structures", "triggers"],

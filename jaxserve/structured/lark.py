@@ -83,7 +83,7 @@ def structural_tag(tag: Mapping[str, Any], marks: Marks) -> str:
     for structure in tag["structures"]:
         begun_by = [trigger for trigger in tag["triggers"] if structure["begin"].startswith(trigger)]
         by_trigger.setdefault(max(begun_by, key=len), []).append(structure)
-    alone, first_only = tag.get("only_structures", False), tag.get("stop_after_first", False)
+    alone, first_only = tag.get("only_structures", False) or "otherwise" in tag, tag.get("stop_after_first", False)
     rules = []
     for i, (trigger, structures) in enumerate(by_trigger.items()):
         rules.append(f"trigger_{i}: {marks.spell(trigger)}\n" if alone else marks.text_until(f"trigger_{i}", trigger))
@@ -94,6 +94,9 @@ def structural_tag(tag: Mapping[str, Any], marks: Marks) -> str:
         start = f"({tags})" if first_only else f"({tags}) (BLANKS ({tags}))*"
     else:
         start = f"TEXT | {tags}" if first_only else f"({tags})* TEXT"
+    if "otherwise" in tag:
+        start += " | otherwise"
+        rules.append(f"otherwise: %json {json.dumps(tag['otherwise'])}\n")
     return _HEAD + _BLANKS + f"start: {start}\n" + "".join(rules)
 
 

@@ -22,7 +22,8 @@ class StructuredOutputsParams:
     json_object: any JSON object.
     structural_tag: {"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}, as a dict or as JSON text: free text in
       which a trigger starts one of the structures that begin with it. With "only_structures": true there is no other text than
-      blanks between them, and one at least; with "stop_after_first": true one at most, and nothing behind it.
+      blanks between them, and one at least; with "otherwise": a JSON schema, there is that or else JSON of the schema; with
+      "stop_after_first": true there is one structure at most, and nothing behind it.
 
     disable_any_whitespace: JSON without whitespace but what a string holds. whitespace_pattern: a regular expression for the
       whitespace between JSON's tokens. disable_additional_properties: objects have no properties but those their schema names.
@@ -91,7 +92,7 @@ class StructuredOutputsParams:
         return hash(self.key)
 
 
-_OF_TAGS = {"type", "structures", "triggers", "only_structures", "stop_after_first"}
+_OF_TAGS = {"type", "structures", "triggers", "only_structures", "otherwise", "stop_after_first"}
 _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
@@ -134,6 +135,8 @@ def _structural_tag(value: Any) -> dict[str, Any]:
     for name in ("only_structures", "stop_after_first"):
         if not isinstance(value.get(name, False), bool):
             raise ValueError(f"structured_outputs: structural_tag: {name}={value[name]!r} must be true or false")
+    if not isinstance(value.get("otherwise", {}), dict):
+        raise ValueError(f"structured_outputs: structural_tag: otherwise={value['otherwise']!r} must be a JSON schema, an object")
     return value
 
 

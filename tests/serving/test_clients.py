@@ -1,10 +1,13 @@
-"""Clients that others wrote, on localhost: the `openai` package with its streaming helpers."""
+"""Clients that others wrote, on localhost: the `openai` package with its streaming helpers, vLLM's load generator."""
 
 import asyncio
+import json
+import subprocess
 
 import openai
 import pytest
 
+from tests import real_files
 from tests.alphabet_model import after
 from tests.serving.http_server import serving
 
@@ -87,3 +90,20 @@ def test_many_at_once(server):
             return await asyncio.gather(*(one(i) for i in range(64)))
 
     assert asyncio.run(main()) == [after("a", 1 + i % 25) for i in range(64)]
+
+
+@pytest.mark.parametrize("workload", ["random", "prefix_repetition"])
+def test_vllms_load_generator(server, folder, tmp_path, workload):
+    client = real_files.vllm_rs()
+    flags = ["--base-url", server.url, "--header", "Authorization=Bearer secret", "--tokenizer", str(folder), "--ignore-eos"]
+    lengths = {"random": ("random-input-len", "random-output-len"), "prefix_repetition": ("prefix-repetition-suffix-len",)}
+    flags += [part for name in lengths[workload] for part in (f"--{name}", "16")]
+    if workload == "prefix_repetition":
+        flags += [f"--prefix-repetition-{name}" for name in ("prefix-len=32", "num-prefixes=2", "output-len=16")]
+    flags += ["--num-prompts", "12", "--max-concurrency", "6", "--disable-tqdm", "--save-result", "--result-dir", str(tmp_path)]
+    command = [client, "bench", "serve", "--dataset-name", workload, *flags, "--result-filename", "result.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (12, 0, 12 * 16)
+    server.wait_idle()

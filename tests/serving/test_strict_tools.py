@@ -125,6 +125,7 @@ def strict(parameters) -> list:
     return [{"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}]
 
 
+SPACELESS = {"json": {"type": "object"}, "disable_any_whitespace": True}
 REFUSED = [
     ({"tools": STRICT, "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "there is no tool 'nobody'"),
     ({"tool_choice": "required"}, "only where tools are given"),
@@ -132,8 +133,9 @@ REFUSED = [
     ({"tools": strict({"type": "object", "if": {}})}, "Unimplemented keys"),
     ({"tools": strict({"type": "string"})}, "the parameters of 'f' must be an object's schema"),
     ({"tools": strict({"properties": {"a": {"type": "nothing"}}})}, "tools: structural_tag: "),
-    ({"tools": STRICT, "response_format": {"type": "json_object"}}, "can't both have a form and call tools"),
-    ({"tools": LOOSE, "response_format": {"type": "json_object"}}, "can't both have a form and call tools"),
+    ({"tools": LOOSE, "extra_body": {"structured_outputs": {"regex": "a"}}}, "beside tools it may only be json_object"),
+    ({"tools": LOOSE, "extra_body": {"structured_outputs": {"json": True}}}, "beside tools it may only be json_object"),
+    ({"tools": LOOSE, "extra_body": {"structured_outputs": SPACELESS}}, "beside tools it may only be json_object"),
 ]
 
 
@@ -141,6 +143,22 @@ REFUSED = [
 def test_refusals(client, body, said):
     with pytest.raises(openai.BadRequestError, match=said):
         client.chat.completions.create(**ASKED, **body)
+
+
+@pytest.mark.parametrize("tools", [STRICT, LOOSE], ids=["strict", "loose"])
+def test_a_form_beside_tools(client, tools):
+    """The answer is content of the form, or calls."""
+    asked = ASKED | {"response_format": Sum, "parallel_tool_calls": False, "logit_bias": {str(ord("}")): 20}}
+    (choice,) = client.chat.completions.parse(**asked, tools=tools if tools is STRICT else []).choices
+    assert isinstance(choice.message.parsed, Sum) and not choice.message.tool_calls
+    asked["response_format"] = {"type": "json_object"}
+    (choice,) = client.chat.completions.create(**asked, tools=tools).choices
+    assert choice.message.content == "{}" and choice.finish_reason == "stop"
+    (choice,) = client.chat.completions.create(**asked, tools=tools, extra_body=CALLS).choices
+    ((name, _),) = called(choice)
+    assert name in [tool["function"]["name"] for tool in tools] and choice.message.content is None
+    required = client.chat.completions.create(**asked, tools=tools, tool_choice="required").choices[0]
+    assert len(called(required)) == 1, "what must be called leaves no content to have a form"
 
 
 def test_a_form_beside_tools_that_are_not_shown(client):

@@ -47,7 +47,9 @@ FREE |= {f"hm {CALL[:-20]}": "more", "<tool_call>hm": None, CALL.replace("city",
 ONE = FREE | {f"hm {CALL}": "nothing", f"{CALL}\n{OTHER} hm": None, f"{CALL} ": None}
 ALONE = {"": "more", "hm": None, CALL: "maybe", f"{CALL}\n{OTHER}": "maybe", f"{CALL} hm": None, f"hm {CALL}": None}
 ALONE_ONE = ALONE | {CALL: "nothing", f"{CALL}\n{OTHER}": None, OTHER: "nothing"}
+OTHERWISE = ALONE | {'{"a": 1}': "nothing", "{": "more", f"{{}}{CALL}": None, f"{CALL}{{}}": None}
 CASES = [
+    ({"otherwise": {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}}}, OTHERWISE),
     ({}, FREE),
     ({"stop_after_first": True}, ONE),
     ({"only_structures": True}, ALONE),
@@ -55,7 +57,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("options,expected", CASES, ids=["free", "free, one", "alone", "alone, one"])
+@pytest.mark.parametrize("options,expected", CASES, ids=["otherwise", "free", "free, one", "alone", "alone, one"])
 def test_structural_tags(compiler, options, expected):
     form = {"structural_tag": TAG | {"triggers": ["<tool_call>"]} | options}
     if compiler.has_marks:  # these characters are no trigger then, and a tokenizer never spells a mark so
@@ -120,6 +122,7 @@ def test_marks_by_name_in_a_grammar_of_the_users(compiler):
     "form,said",
     [
         ({"structural_tag": TAG | {"only": True}}, r"unknown fields \['only'\]"),
+        ({"structural_tag": TAG | {"otherwise": True}}, "otherwise=True must be a JSON schema"),
         ({"structural_tag": TAG | {"stop_after_first": 1}}, "stop_after_first=1 must be true or false"),
         ({"regex": "a", "preamble": "<think>"}, "preamble='<think>' must be two texts"),
         ({"regex": "a", "preamble": ("<think>", "")}, "the second not empty"),
