@@ -75,7 +75,7 @@ def run(client: Path, url: str, tokenizer: Path, name: str, folder: Path) -> dic
 
 
 def main(argv: list[str]) -> None:
-    from scripts.local_server import local_server
+    from scripts.http_load import server_process
 
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
@@ -87,7 +87,8 @@ def main(argv: list[str]) -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         tokenizer = tokenizer_folder(model, folder)
-        url = _URL.value or stack.enter_context(local_server(model, "--served_model_name=model", *_SERVER_FLAGS.value))[0]
+        own = (f"--model={model}", "--served_model_name=model", "--noaccess_log", *_SERVER_FLAGS.value)
+        url = _URL.value or stack.enter_context(server_process("scripts.serve", *own))[0]
         results = {name: run(client, url, tokenizer, name, folder) for name in workloads()}
     if _JSON.value:
         Path(_JSON.value).write_text(json.dumps(results, indent=1) + "\n")
