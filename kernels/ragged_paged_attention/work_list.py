@@ -145,23 +145,35 @@ def plan(
 
 def loads(shape: WorkShape, packed: np.ndarray, q_lens: np.ndarray, kv_lens: np.ndarray) -> np.ndarray:  # i64[num_ctas]
     """What each CTA of a planned step has to do, in blocks (of BLOCK positions) that it reads and ITEM_COST an item."""
+    begin, stop, _ = _planned_extents(shape, packed, q_lens, kv_lens)
+    cta = np.repeat(np.arange(shape.num_ctas), np.diff(shape.unpack(packed)["cta_start"]))
+    return np.bincount(cta, stop - begin + ITEM_COST, minlength=shape.num_ctas).astype(np.int64)
+
+
+def positions_read(shape: WorkShape, packed: np.ndarray, q_lens: np.ndarray, kv_lens: np.ndarray) -> int:
+    """KV positions that a planned step loads, each counted once an item and KV head that reads it."""
+    begin, stop, seq = _planned_extents(shape, packed, q_lens, kv_lens)
+    end = np.minimum(stop * BLOCK, -(-np.asarray(kv_lens)[seq] // TAIL) * TAIL)
+    return int(np.maximum(end - begin * BLOCK, 0).sum())
+
+
+def _planned_extents(shape: WorkShape, packed, q_lens, kv_lens):
+    """(begin, stop, seq) of every item of every KV head, CTA by CTA: the blocks that it reads, and its sequence; i64[n] each."""
     parts = shape.unpack(packed)
     order = parts["order"][: parts["cta_start"][-1]]
     seq, row, begin, chunks, _ = parts["items"][order // shape.num_kv_heads].astype(np.int64).T
-    cost = blocks_read(shape, seq, row, begin, chunks, np.asarray(q_lens), np.asarray(kv_lens)) + ITEM_COST
-    cta = np.repeat(np.arange(shape.num_ctas), np.diff(parts["cta_start"]))
-    return np.bincount(cta, cost, minlength=shape.num_ctas).astype(np.int64)
+    return *_extents(shape, seq, row, begin, chunks, np.asarray(q_lens), np.asarray(kv_lens)), seq
 
 
-def blocks_read(shape: WorkShape, seq, row, begin, chunks, q_lens, kv_lens) -> np.ndarray:  # i64[n]
-    """KV blocks that items read: from `begin`, or the sliding window's start, to what the tile's last row sees or, of a split
-    sequence, `chunks` on."""
+def _extents(shape: WorkShape, seq, row, begin, chunks, q_lens, kv_lens) -> tuple[np.ndarray, np.ndarray]:  # i64[n] each
+    """(begin, stop) of the blocks that items read: from `begin`, or the sliding window's start, to what the tile's last row sees
+    or, of a split sequence, `chunks` on."""
     q_len, kv_len = q_lens[seq], kv_lens[seq]
     stop = -(-(kv_len - q_len + np.minimum(q_len, row + shape.tile_tokens)) // BLOCK)
     stop = np.where(chunks > 0, np.minimum(stop, begin + chunks * (shape.chunk // BLOCK)), stop)
     if shape.sliding_window is not None:
         begin = np.maximum(begin, (kv_len - q_len + row - shape.sliding_window + 1) // BLOCK)
-    return np.maximum(stop - begin, 0)
+    return begin, np.maximum(stop, begin)
 
 
 def _check(shape: WorkShape, q_lens: np.ndarray, kv_lens: np.ndarray) -> None:
@@ -191,30 +203,50 @@ def _cut(shape: WorkShape, q_lens, kv_lens, least_kv_lens, groups):
     if shape.sliding_window is not None:
         first = np.maximum(least_kv_lens - q_lens - shape.sliding_window + 1, 0) // shape.chunk
     num_chunks = np.maximum(-(-blocks // chunk) - first, 1)
-    tiles = -(-q_lens // shape.tile_tokens)
-    count = _choose_runs(shape, q_lens, blocks - first * chunk, num_chunks, tiles)
-    split = count > 1
-    count = np.where(split, count, tiles)
+    count = -(-q_lens // shape.tile_tokens)
+    split, run = _choose_split(shape, q_lens, blocks - first * chunk, num_chunks, count)
+    chosen = split.nonzero()[0]
+    groups[len(chosen) :, 2] = 0
+    if len(chosen):
+        sizes = num_chunks[chosen]
+        slots = np.zeros_like(blocks)  # first of each sequence
+        slots[chosen] = sizes.cumsum() - sizes
+        for column, values in enumerate((chosen, slots[chosen], sizes)):
+            groups[: len(chosen), column] = values
+        whole_runs = np.maximum(num_chunks // run - 1, 0)
+        rest = np.where(split, num_chunks - whole_runs * run, 0)
+        count = np.where(split, whole_runs + np.frexp(rest)[1], count)
     end = count.cumsum()
     seq = np.arange(len(q_lens)).repeat(count)
     j = np.arange(len(seq)) - (end - count)[seq]  # run or tile number within the sequence
-    chosen = split.nonzero()[0]
-    groups[len(chosen) :, 2] = 0
-    if not len(chosen):
-        row, begin, chunks = j * shape.tile_tokens, first[seq] * chunk, np.zeros_like(seq)
-        return seq, row, begin, chunks, chunks - 1, blocks_read(shape, seq, row, begin, chunks, q_lens, kv_lens) + ITEM_COST
-    is_split, sizes = split[seq], num_chunks[chosen]
-    base = np.zeros_like(blocks)
-    base[chosen] = sizes.cumsum() - sizes
-    for column, values in enumerate((chosen, base[chosen], sizes)):
-        groups[: len(chosen), column] = values
-    # The runs of a sequence differ by one chunk at most; the longer ones are its first, as its last chunk may not be whole.
-    length, longer = num_chunks // np.maximum(count, 1), num_chunks % np.maximum(count, 1)
-    start = np.where(is_split, j * length[seq] + np.minimum(j, longer[seq]), 0)  # in chunks, from the sequence's first
-    chunks = np.where(is_split, length[seq] + (j < longer[seq]), 0)
-    row, begin = np.where(is_split, 0, j * shape.tile_tokens), (first[seq] + start) * chunk
-    slot = np.where(is_split, base[seq] + start, -1)
-    return seq, row, begin, chunks, slot, blocks_read(shape, seq, row, begin, chunks, q_lens, kv_lens) + ITEM_COST
+    row, begin, chunks, slot = j * shape.tile_tokens, first[seq] * chunk, np.zeros_like(seq), np.full_like(seq, -1)
+    if len(chosen):
+        at = split[seq].nonzero()[0]
+        of, j = seq[at], j[at]
+        half = j - whole_runs[of]
+        left = rest[of] >> np.maximum(half, 0)  # of the rest, before this item: half of it each time
+        chunks[at] = np.where(half < 0, run, left - (left >> 1))
+        start = np.where(half < 0, j * run, num_chunks[of] - left)  # in chunks, from the sequence's first
+        row[at], slot[at] = 0, slots[of] + start
+        begin[at] += start * chunk
+    return seq, row, begin, chunks, slot, _cost(shape, seq, row, begin, chunks, q_lens, kv_lens)
+
+
+def _choose_split(shape: WorkShape, q_lens, blocks, num_chunks, tiles) -> tuple[np.ndarray, int]:  # (bool[n], chunks)
+    """The sequences to split, and most chunks of an item of theirs: short queries whose KV would be too large a part of a CTA's
+    share, longest first while slots last."""
+    share = int(((blocks + ITEM_COST) * tiles).sum()) * shape.num_kv_heads / shape.num_ctas
+    split = (blocks > share / SPLIT_SHARE) & (num_chunks > 1) & (q_lens > 0) & (q_lens <= shape.split_q_len)
+    longest = split.nonzero()[0]
+    if len(longest):
+        longest = longest[(-blocks[longest]).argsort(kind="stable")]
+        split[longest[num_chunks[longest].cumsum() > shape.num_slots]] = False
+    return split, min(max(int(share / (SPLIT_SHARE * (shape.chunk // BLOCK))), 1), MAX_RUN)
+
+
+def _cost(shape: WorkShape, *item) -> np.ndarray:  # i64[n]
+    begin, stop = _extents(shape, *item)
+    return stop - begin + ITEM_COST
 
 
 def _choose_runs(shape: WorkShape, q_lens, blocks, num_chunks, tiles) -> np.ndarray:  # i64[n]
@@ -234,8 +266,8 @@ def _balance(cost: np.ndarray, num_ctas: int) -> tuple[np.ndarray, np.ndarray]: 
     """Which items each CTA runs, longest first; cost i64[n] falls.
 
     Large items go by Graham's longest-processing-time rule, the largest that is left to the CTA with the least load, in rounds of
-    as many items as go to different CTAs. What remains is small beside a CTA's share and is poured, sizes within a factor of POUR_RANGE at a time, into
-    the room below the level at which all CTAs would end alike.
+    as many as go to different CTAs. What remains is small beside a CTA's share and is poured, sizes within a factor of POUR_RANGE
+    at a time, into the room below the level at which all CTAs would end alike.
     """
     n, rising = len(cost), cost[::-1]
     load = np.zeros(num_ctas)
