@@ -144,13 +144,15 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
 
     The largest body, the largest head and scoring decide how much memory the plan must set aside.
     """
+    from jaxserve.memory import reserve_bytes
+
     plan, config, programs = step.config.plan, step.config, step.programs
     compile_one = functools.partial(_compile, compiler, on_report)
     heads = [(plan.head_rows[0], False), (plan.max_head_rows, True)]
     bodies = {b: compile_one(f"body {b}", *programs.body_spec(b)) for b in dict.fromkeys([*buckets, plan.buckets[-1]])}
     tops = {h: compile_one(f"head({h[0]}{', logprobs' if h[1] else ''})", *programs.head_spec(*h)) for h in dict.fromkeys(heads)}
     score, update = compile_one("score", *programs.score_spec()), compile_one("state update", *programs.update_spec())
-    reserve = max(bodies[plan.buckets[-1]].temp_bytes, tops[heads[-1]].temp_bytes, score.temp_bytes)
+    reserve = reserve_bytes(r.temp_bytes for r in (bodies[plan.buckets[-1]], tops[heads[-1]], score))
     demands = StepDemands(
         num_layers=config.pages.num_layers,
         kv_layer_shape=config.pages.layer(config.cache.num_pages),
