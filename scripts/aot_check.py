@@ -89,15 +89,6 @@ def check_kernels(compiler: Compiler) -> dict[str, Any]:
     return {"faults": faults, "programs": results}
 
 
-def split_fraction(model: str, default: float) -> tuple[str, float]:
-    """("NAME@SHARE", default) -> (NAME, SHARE); ("NAME", default) -> (NAME, default). ValueError for no share in (0, 1]."""
-    name, at, share = model.rpartition("@")
-    fraction = float(share) if at else default
-    if not 0 < fraction <= 1:
-        raise ValueError(f"memory_fraction={fraction} must be a share in (0, 1]")
-    return (name if at else model), fraction
-
-
 def check_model(name: str, memory_fraction: float, compiler: Compiler) -> dict[str, Any]:
     """Compiles one model's step and shares out the memory."""
     from scripts.aot_step import AbstractStep, check_step, read_config
@@ -146,13 +137,14 @@ def main(argv: list[str]) -> None:
     unknown = [target for target in _TARGETS.value if target not in TARGETS]
     if unknown:
         raise app.UsageError(f"--target={','.join(unknown)}: must be of {', '.join(TARGETS)}")
+    use_no_device()
+    from scripts.aot_step import split_fraction
+    from scripts.engine_flags import versions, write_json
+
     try:
         models = [split_fraction(model, _FRACTION.value) for model in _MODELS.value]
     except ValueError as error:
         raise app.UsageError(f"--model, --memory_fraction: {error}") from None
-    use_no_device()
-    from scripts.engine_flags import versions, write_json
-
     results = []
     for target in _TARGETS.value:
         compiler = Compiler(target, Path(_DUMP.value) / target if _DUMP.value else None)

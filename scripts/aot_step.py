@@ -35,6 +35,15 @@ def read_config(model: str) -> Any:
     return ModelConfig.from_hf(path)
 
 
+def split_fraction(model: str, default: float) -> tuple[str, float]:
+    """("NAME@SHARE", default) -> (NAME, SHARE); ("NAME", default) -> (NAME, default). ValueError for no share in (0, 1]."""
+    name, at, share = model.rpartition("@")
+    fraction = float(share) if at else default
+    if not 0 < fraction <= 1:
+        raise ValueError(f"memory_fraction={fraction} must be a share in (0, 1]")
+    return (name if at else model), fraction
+
+
 @dataclass(frozen=True)
 class AbstractStep:
     """A model and plan on a target: the programs, from shapes alone, and how the device's memory is shared out before them."""
