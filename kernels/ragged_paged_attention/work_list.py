@@ -93,7 +93,8 @@ class WorkShape:
             "items": (self.num_items, ITEM_FIELDS),
             "order": (self.num_items * self.num_kv_heads,),  # item * K + KV head, CTA by CTA, longest first
             "cta_start": (self.num_ctas + 1,),  # CTA c runs order[cta_start[c] : cta_start[c + 1]]
-            "groups": (max(1, self.num_groups), GROUP_FIELDS),  # split sequences, those of no slots last
+            "num_split": (1,),  # sequences that are split
+            "groups": (max(1, self.num_groups), GROUP_FIELDS),  # of each of them
         }
         fields, offset = {}, 0
         for name, shape in shapes.items():
@@ -132,7 +133,9 @@ def plan(
     packed = np.zeros(shape.size, np.int32) if out is None else out
     parts = shape.unpack(packed)
     least = kv_lens if least_kv_lens is None else np.asarray(least_kv_lens, np.int64)
-    *columns, cost = _cut(shape, q_lens, kv_lens, least, parts["groups"])
+    columns, cost, groups = _cut(shape, q_lens, kv_lens, least)
+    parts["num_split"][0] = len(groups)
+    parts["groups"][: len(groups)] = groups
     by_cost = (-cost).argsort(kind="stable")
     cost = cost[by_cost]
     items = parts["items"][: len(cost)]
@@ -195,8 +198,8 @@ def _check(shape: WorkShape, q_lens: np.ndarray, kv_lens: np.ndarray) -> None:
         )
 
 
-def _cut(shape: WorkShape, q_lens, kv_lens, least_kv_lens, groups):
-    """The items, heads aside: (seq, row, begin in blocks, chunks, slot, cost in blocks), i64[n] each. Fills groups."""
+def _cut(shape: WorkShape, q_lens, kv_lens, least_kv_lens):
+    """The items, heads aside: ((seq, row, begin in blocks, chunks, slot), cost in blocks), i64[n] each, and the groups."""
     chunk = shape.chunk // BLOCK
     blocks = -(-kv_lens // BLOCK)
     first = np.zeros_like(blocks)  # first chunk that a query of the sequence may see
@@ -206,13 +209,11 @@ def _cut(shape: WorkShape, q_lens, kv_lens, least_kv_lens, groups):
     count = -(-q_lens // shape.tile_tokens)
     split, run = _choose_split(shape, q_lens, blocks - first * chunk, num_chunks, count)
     chosen = split.nonzero()[0]
-    groups[len(chosen) :, 2] = 0
-    if len(chosen):
-        sizes = num_chunks[chosen]
-        slots = np.zeros_like(blocks)  # first of each sequence
-        slots[chosen] = sizes.cumsum() - sizes
-        for column, values in enumerate((chosen, slots[chosen], sizes)):
-            groups[: len(chosen), column] = values
+    sizes = num_chunks[chosen]
+    groups = np.stack((chosen, sizes.cumsum() - sizes, sizes), axis=1)
+    if len(chosen):  # into runs of `run` chunks; of the last one to two of these each item is half of what is left
+        slots = np.zeros_like(blocks)
+        slots[chosen] = groups[:, 1]
         whole_runs = np.maximum(num_chunks // run - 1, 0)
         rest = np.where(split, num_chunks - whole_runs * run, 0)
         count = np.where(split, whole_runs + np.frexp(rest)[1], count)
@@ -224,12 +225,12 @@ def _cut(shape: WorkShape, q_lens, kv_lens, least_kv_lens, groups):
         at = split[seq].nonzero()[0]
         of, j = seq[at], j[at]
         half = j - whole_runs[of]
-        left = rest[of] >> np.maximum(half, 0)  # of the rest, before this item: half of it each time
+        left = rest[of] >> np.maximum(half, 0)  # chunks, before this item
         chunks[at] = np.where(half < 0, run, left - (left >> 1))
         start = np.where(half < 0, j * run, num_chunks[of] - left)  # in chunks, from the sequence's first
         row[at], slot[at] = 0, slots[of] + start
         begin[at] += start * chunk
-    return seq, row, begin, chunks, slot, _cost(shape, seq, row, begin, chunks, q_lens, kv_lens)
+    return (seq, row, begin, chunks, slot), _cost(shape, seq, row, begin, chunks, q_lens, kv_lens), groups
 
 
 def _choose_split(shape: WorkShape, q_lens, blocks, num_chunks, tiles) -> tuple[np.ndarray, int]:  # (bool[n], chunks)
@@ -247,19 +248,6 @@ def _choose_split(shape: WorkShape, q_lens, blocks, num_chunks, tiles) -> tuple[
 def _cost(shape: WorkShape, *item) -> np.ndarray:  # i64[n]
     begin, stop = _extents(shape, *item)
     return stop - begin + ITEM_COST
-
-
-def _choose_runs(shape: WorkShape, q_lens, blocks, num_chunks, tiles) -> np.ndarray:  # i64[n]
-    """Into how many items each sequence's KV is split; 1: not at all. Short queries whose KV would be too large a part of a CTA's
-    share are split, longest first while slots last."""
-    share = int(((blocks + ITEM_COST) * tiles).sum()) * shape.num_kv_heads / shape.num_ctas
-    run = min(max(int(share / (SPLIT_SHARE * (shape.chunk // BLOCK))), 1), MAX_RUN)  # most chunks of an item
-    split = (blocks > share / SPLIT_SHARE) & (num_chunks > run) & (q_lens > 0) & (q_lens <= shape.split_q_len)
-    longest = split.nonzero()[0]
-    if len(longest):
-        longest = longest[(-blocks[longest]).argsort(kind="stable")]
-        split[longest[num_chunks[longest].cumsum() > shape.num_slots]] = False
-    return np.where(split, -(-num_chunks // run), 1)
 
 
 def _balance(cost: np.ndarray, num_ctas: int) -> tuple[np.ndarray, np.ndarray]:  # (order i64[n], cta_start i64[num_ctas + 1])

@@ -124,7 +124,7 @@ def test_bits_depend_on_the_sequence_alone(monkeypatch):
     assert attention(one_cta, BITS)(batch.arrays, unsplit)[:n].tobytes() == whole[:n].tobytes()
 
 
-RUNS = Case("runs", ((1, 600), (1, 330), (1, 10)), Heads(2, 1, 64), 64, "bfloat16", max_q_len=1)
+RUNS = Case("runs", ((1, 600), (1, 330), (1, 200)), Heads(2, 1, 64), 64, "bfloat16", max_q_len=1)
 
 
 @pytest.mark.parametrize("case", [RUNS, dataclasses.replace(RUNS, sliding_window=200)], ids=["all", "window"])
@@ -134,12 +134,12 @@ def test_items_of_several_chunks(monkeypatch, case):
     planner = planner_of(case, batch, num_ctas=2)
     run, q_lens, true = attention(planner, case), np.diff(batch.cu_q_lens), np.asarray(batch.kv_lens)
     longer = np.where(q_lens > 0, np.minimum(true + 130, planner.shape.max_kv_len), 0)
-    monkeypatch.setattr(work_list, "SPLIT_SHARE", 2.5)
     outs = []
     for kv_lens, least in ((true, None), (longer, true), (longer, np.maximum(true - 130, q_lens))):
         packed = planner.plan(q_lens, kv_lens, least_kv_lens=least)
-        items = planner.shape.unpack(packed)["items"]
-        assert items[:, 3].max() > 1  # chunks
+        parts = planner.shape.unpack(packed)
+        assert parts["items"][:, 3].max() > 1  # chunks
+        assert parts["num_split"] == 3  # on two CTAs
         outs.append(run(batch.arrays, packed)[:3])
     monkeypatch.setattr(work_list, "SPLIT_SHARE", 1e-6)
     whole = planner.plan(q_lens, true)
