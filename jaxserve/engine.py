@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jaxserve.admission import check_ids
-from jaxserve.batch import BatchPacker, StepInputs
+from jaxserve.batch import BatchPacker, StepInputs, num_head_rows
 from jaxserve.compilation import compile_counts, use_persistent_cache
 from jaxserve.config import EngineConfig
 from jaxserve.demand import COLUMNS, step_demand
@@ -38,6 +38,7 @@ from jaxserve.runner import Runner, StepHandle
 from jaxserve.sampling_rows import SampledRows
 from jaxserve.schedule import Schedule, StepResult
 from jaxserve.scheduler import Scheduler
+from jaxserve.speculative.draft_lengths import DraftLengths
 from jaxserve.step import ModelFunctions
 from jaxserve.structured.constraints import Constraints
 from jaxserve.structured.grammars import Grammar
@@ -89,9 +90,14 @@ class Engine:
     def _make_host_state(self) -> None:
         cache, limits = self.config.cache, self.config.scheduler
         self.pool = PagePool(cache.num_pages, cache.page_size, cache.enable_prefix_caching)
-        self.scheduler = Scheduler(limits, self.pool, self._step_budget)
-        programs = self.runner.programs
-        self.packer = BatchPacker(self.config.plan, programs.layouts, limits.max_num_seqs, programs.edit_layout)
+        plan, speculative, programs = self.config.plan, self.config.speculative, self.runner.programs
+        self._draft_lengths = None
+        if speculative is not None:
+            self._draft_lengths = DraftLengths(plan, limits.max_num_seqs, speculative.num_speculative_tokens)
+        self.scheduler = Scheduler(limits, self.pool, self._step_budget, self._draft_lengths)
+        self.packer = BatchPacker(
+            plan, programs.layouts, limits.max_num_seqs, programs.edit_layout, keeps_history=speculative is not None
+        )
 
     # -- requests in
 
@@ -329,7 +335,7 @@ class Engine:
             inputs.score_rows.extend(pack_spans(spans, self.runner.score_rows))
         self.stats.num_steps += 1
         self.stats.padding.add(inputs.bucket, inputs.num_tokens, inputs.head_rows, inputs.num_samples)
-        self.stats.prefill_tokens += schedule.num_tokens - schedule.num_decodes
+        self.stats.prefill_tokens += schedule.num_tokens - schedule.num_decodes - schedule.num_drafts
         if self._demand_log is not None:
             self._log_demand(schedule, inputs)
         return inputs, spans
@@ -338,32 +344,36 @@ class Engine:
         if spans:
             deliver(spans, self.runner.fetch_scores(handle))
         sampled = self.runner.fetch(handle)
-        tokens = np.zeros(schedule.num_seqs, np.int32)
         outputs: list[EngineOutput] = []
+        tokens, counts = _tokens_of(schedule, sampled)
         if sampled is not None:
-            tokens[schedule.samples] = sampled.tokens
             self.stats.sorted_rows += int(sampled.by_sort.sum())
             if sampled.bad_logits.any():
                 outputs += self._fail_bad_rows(schedule, sampled)
-        result = self.scheduler.update(schedule, tokens)
+        result = self.scheduler.update(schedule, tokens, counts)
         self.stats.generated_tokens += len(result.requests)
         outputs += self._outputs(schedule, result, sampled)
         return outputs + self._follow_grammars(outputs) if self._constraints else outputs
 
     def _outputs(self, schedule: Schedule, result: StepResult, sampled: SampledRows | None) -> list[EngineOutput]:
-        outputs = [EngineOutput(request, [token]) for request, token in zip(result.requests, result.tokens, strict=True)]
+        outputs: list[EngineOutput] = []
+        for request, token in zip(result.requests, result.tokens, strict=True):
+            if schedule.num_drafts and outputs and outputs[-1].request is request:
+                outputs[-1].new_token_ids.append(token)
+            else:
+                outputs.append(EngineOutput(request, [token]))
         now = time.monotonic()
         for output in outputs:
             request = output.request
             if request.metrics is not None and request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
         if sampled is not None and sampled.logprobs is not None:
-            sampling = (r for r, samples in zip(schedule.requests, schedule.samples, strict=True) if samples)
-            head_row = {id(request): i for i, request in enumerate(sampling)}
+            first_row = {id(request): row for request, row in zip(*_first_rows(schedule), strict=True)}
             for output in outputs:
                 n = output.request.params.logprobs
                 if n is not None:
-                    output.logprobs = [logprobs_of(sampled, head_row[id(output.request)], n)]
+                    row = first_row[id(output.request)]
+                    output.logprobs = [logprobs_of(sampled, row + j, n) for j in range(len(output.new_token_ids))]
         if result.finished:
             last = {id(output.request): output for output in outputs}
             for request in result.finished:
@@ -374,9 +384,8 @@ class Engine:
     def _fail_bad_rows(self, schedule: Schedule, sampled: SampledRows) -> list[EngineOutput]:
         """Requests whose logits are not numbers end with finish_reason "error"; the others go on."""
         outputs = []
-        entries = np.flatnonzero(schedule.samples)[sampled.bad_logits]
-        for request in (schedule.requests[i] for i in entries):
-            if request.finished:
+        for request, row in zip(*_first_rows(schedule), strict=True):  # a bad row behind a draft only refused it
+            if request.finished or not sampled.bad_logits[row]:
                 continue
             self.stats.bad_rows += 1
             message = (
@@ -506,3 +515,26 @@ class Engine:
         if self._demand_log is not None:
             self._demand_log.close()
             self._demand_log = None
+
+
+def _tokens_of(schedule: Schedule, sampled: SampledRows | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """A step's rows as `Scheduler.update` takes them: i32[n] and None, or where there are drafts i32[n, 1 + K] and i32[n]."""
+    if not schedule.num_drafts:
+        tokens = np.zeros(schedule.num_seqs, np.int32)
+        if sampled is not None:
+            tokens[schedule.samples] = sampled.tokens
+        return tokens, None
+    assert sampled is not None and sampled.delivered is not None
+    rows = num_head_rows(schedule)
+    entry, first = np.flatnonzero(schedule.samples), np.cumsum(rows) - rows
+    tokens, counts = np.zeros((schedule.num_seqs, int(rows.max())), np.int32), np.zeros(schedule.num_seqs, np.int32)
+    tokens[np.repeat(entry, rows), np.arange(len(sampled.tokens)) - np.repeat(first, rows)] = sampled.tokens
+    counts[entry] = np.add.reduceat(sampled.delivered, first, dtype=np.int32)
+    return tokens, counts
+
+
+def _first_rows(schedule: Schedule) -> tuple[list[Request], list[int]]:
+    """The requests that sample in a step, and the first logits row of each."""
+    rows = num_head_rows(schedule)
+    requests = [request for request, samples in zip(schedule.requests, schedule.samples, strict=True) if samples]
+    return requests, (np.cumsum(rows) - rows).tolist()

@@ -1,0 +1,1 @@
+"""Speculation: tokens are drafted cheaply, and several of them verified in one step of the model."""
