@@ -192,7 +192,7 @@ class BucketPlan:
         try:
             return cls(**{name: tuple(data.get(name, ())) for name in _FIELDS})
         except TypeError as e:
-            raise ValueError(f"bucket plan: decode and head_rows are lists of integers, mixed and draft of pairs ({e})") from None
+            raise ValueError(f"bucket plan: decode and head_rows are lists of integers, mixed a list of pairs, like draft ({e})") from None
 
     @classmethod
     def load(cls, plan: BucketPlan | str | Path) -> BucketPlan:

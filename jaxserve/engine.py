@@ -21,12 +21,12 @@ import jax
 import numpy as np
 
 from jaxserve.admission import check_ids
-from jaxserve.batch import BatchPacker, StepInputs, num_head_rows
+from jaxserve.batch import BatchPacker, StepInputs
 from jaxserve.compilation import compile_counts, use_persistent_cache
 from jaxserve.config import EngineConfig
 from jaxserve.demand import COLUMNS, step_demand
 from jaxserve.edit_rows import kinds_of
-from jaxserve.engine_outputs import EngineOutput, EngineStats, logprobs_of
+from jaxserve.engine_outputs import EngineOutput, EngineStats, first_rows, logprobs_of, rows_of_requests, tokens_of
 from jaxserve.models import Decoder
 from jaxserve.page_pool import PagePool
 from jaxserve.params import fit, placed
@@ -78,7 +78,8 @@ class Engine:
         self._make_host_state()
         self.stats = EngineStats()
         self._groups: dict[str, list[Request]] = {}  # request id -> its samples
-        self._in_flight: deque[tuple[Schedule, list[ScoreSpan], StepHandle]] = deque()
+        self._in_flight: deque[tuple[Schedule, list[ScoreSpan], float, StepHandle]] = deque()  # the third: when it was dispatched
+        self._last_finished = 0.0  # when the last step's tokens were there
         self._undelivered: list[EngineOutput] = []
         self._constraints = Constraints(self.config.model.vocab_size, self.config.plan.max_head_rows)
         self._numbers = itertools.count()
@@ -93,7 +94,13 @@ class Engine:
         plan, speculative, programs = self.config.plan, self.config.speculative, self.runner.programs
         self._draft_lengths = None
         if speculative is not None:
-            self._draft_lengths = DraftLengths(plan, limits.max_num_seqs, speculative.num_speculative_tokens)
+            self._draft_lengths = DraftLengths(
+                plan,
+                limits.max_num_seqs,
+                limits.max_num_batched_tokens,
+                speculative.num_speculative_tokens,
+                speculative.adaptive,
+            )
         self.scheduler = Scheduler(limits, self.pool, self._step_budget, self._draft_lengths)
         self.packer = BatchPacker(
             plan, programs.layouts, limits.max_num_seqs, programs.edit_layout, keeps_history=speculative is not None
@@ -268,8 +275,9 @@ class Engine:
         if schedule is not None:
             inputs, spans = self._pack(schedule)
             constrained = bool(self._constraints) and self._constraints.constrains(schedule)
+            begun = time.monotonic()
             handle = self.runner.dispatch(inputs, functools.partial(self._masks, schedule) if constrained else None)
-            self._in_flight.append((schedule, spans, handle))
+            self._in_flight.append((schedule, spans, begun, handle))
         elif self._constraints and not self._in_flight:
             self._poll_grammars(GRAMMAR_WAIT)
         depth = 1 if schedule is not None and self.config.engine.async_scheduling else 0
@@ -340,13 +348,15 @@ class Engine:
             self._log_demand(schedule, inputs)
         return inputs, spans
 
-    def _finish_step(self, schedule: Schedule, spans: list[ScoreSpan], handle: StepHandle) -> list[EngineOutput]:
+    def _finish_step(self, schedule: Schedule, spans: list[ScoreSpan], begun: float, handle: StepHandle) -> list[EngineOutput]:
         if spans:
             deliver(spans, self.runner.fetch_scores(handle))
         sampled = self.runner.fetch(handle)
         outputs: list[EngineOutput] = []
-        tokens, counts = _tokens_of(schedule, sampled)
+        tokens, counts = tokens_of(schedule, sampled)
         if sampled is not None:
+            if self._draft_lengths is not None:
+                self._learn_of_drafts(self._draft_lengths, schedule, sampled, tokens, counts, begun)
             self.stats.sorted_rows += int(sampled.by_sort.sum())
             if sampled.bad_logits.any():
                 outputs += self._fail_bad_rows(schedule, sampled)
@@ -354,6 +364,23 @@ class Engine:
         self.stats.generated_tokens += len(result.requests)
         outputs += self._outputs(schedule, result, sampled)
         return outputs + self._follow_grammars(outputs) if self._constraints else outputs
+
+    def _learn_of_drafts(
+        self,
+        draft_lengths: DraftLengths,
+        schedule: Schedule,
+        sampled: SampledRows,
+        tokens: np.ndarray,
+        counts: np.ndarray | None,
+        begun: float,
+    ) -> None:
+        """A step's books: what its drafts were worth, and what it took since it was dispatched and the one before had finished."""
+        now = time.monotonic()
+        draft_lengths.take_time(schedule, now - max(begun, self._last_finished))
+        self._last_finished = now
+        assert sampled.drafts is not None
+        for outcome in draft_lengths.take_tokens(schedule, tokens, counts, sampled.drafts, first_rows(schedule)):
+            self.stats.add_drafts(schedule.requests[outcome.entry], outcome.num_drafts, outcome.num_accepted)
 
     def _outputs(self, schedule: Schedule, result: StepResult, sampled: SampledRows | None) -> list[EngineOutput]:
         outputs: list[EngineOutput] = []
@@ -368,7 +395,7 @@ class Engine:
             if request.metrics is not None and request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
         if sampled is not None and sampled.logprobs is not None:
-            first_row = {id(request): row for request, row in zip(*_first_rows(schedule), strict=True)}
+            first_row = {id(request): row for request, row in rows_of_requests(schedule)}
             for output in outputs:
                 n = output.request.params.logprobs
                 if n is not None:
@@ -384,7 +411,7 @@ class Engine:
     def _fail_bad_rows(self, schedule: Schedule, sampled: SampledRows) -> list[EngineOutput]:
         """Requests whose logits are not numbers end with finish_reason "error"; the others go on."""
         outputs = []
-        for request, row in zip(*_first_rows(schedule), strict=True):  # a bad row behind a draft only refused it
+        for request, row in rows_of_requests(schedule):  # a bad row behind a draft only refused it
             if request.finished or not sampled.bad_logits[row]:
                 continue
             self.stats.bad_rows += 1
@@ -515,26 +542,3 @@ class Engine:
         if self._demand_log is not None:
             self._demand_log.close()
             self._demand_log = None
-
-
-def _tokens_of(schedule: Schedule, sampled: SampledRows | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """A step's rows as `Scheduler.update` takes them: i32[n] and None, or where there are drafts i32[n, 1 + K] and i32[n]."""
-    if not schedule.num_drafts:
-        tokens = np.zeros(schedule.num_seqs, np.int32)
-        if sampled is not None:
-            tokens[schedule.samples] = sampled.tokens
-        return tokens, None
-    assert sampled is not None and sampled.delivered is not None
-    rows = num_head_rows(schedule)
-    entry, first = np.flatnonzero(schedule.samples), np.cumsum(rows) - rows
-    tokens, counts = np.zeros((schedule.num_seqs, int(rows.max())), np.int32), np.zeros(schedule.num_seqs, np.int32)
-    tokens[np.repeat(entry, rows), np.arange(len(sampled.tokens)) - np.repeat(first, rows)] = sampled.tokens
-    counts[entry] = np.add.reduceat(sampled.delivered, first, dtype=np.int32)
-    return tokens, counts
-
-
-def _first_rows(schedule: Schedule) -> tuple[list[Request], list[int]]:
-    """The requests that sample in a step, and the first logits row of each."""
-    rows = num_head_rows(schedule)
-    requests = [request for request, samples in zip(schedule.requests, schedule.samples, strict=True) if samples]
-    return requests, (np.cumsum(rows) - rows).tolist()

@@ -322,13 +322,16 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds of time.monotonic()."""
+    """Times of one request, in seconds of time.monotonic(), and its share of EngineStats' counts of drafts."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def ttft(self) -> float | None:
