@@ -136,7 +136,9 @@ class Programs:
         if self.proposer is None:
             function = functools.partial(step.head, self.functions, rows, max_logprobs)
             return function, (1, 2), (leaves, self.state[4], history, *rest)
-        function = functools.partial(step.drafting_head, self.functions, self.proposer, rows, max_logprobs)
+        assert self.config.speculative is not None
+        drafting = self.proposer, self.config.speculative.acceptance
+        function = functools.partial(step.drafting_head, self.functions, *drafting, rows, max_logprobs)
         return function, (1, 2, 3, 4), (leaves, self.state[4], history, self.state[2], self.draft_state, *rest)
 
     @property

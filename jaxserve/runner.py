@@ -19,7 +19,7 @@ from jaxserve.batch import StepInputs
 from jaxserve.buckets import Bucket
 from jaxserve.programs import UPDATE_BATCH, Programs
 from jaxserve.sampling_rows import SampledRows, ScoredRows, unpack_sampled, unpack_scored
-from jaxserve.speculative.proposer import NOTHING
+from jaxserve.speculative.proposer import NO_DRAFT
 from jaxserve.step import DraftState
 
 
@@ -61,7 +61,7 @@ class Runner:
         self.history, self.edits = (jnp.zeros(x.shape, x.dtype) for x in self.programs.edit_state)
         self.draft_state = None
         if self.programs.proposer is not None:
-            drafts = jnp.full(self.programs.draft_state.drafts.shape, NOTHING, jnp.int32)
+            drafts = jnp.full(self.programs.draft_state.drafts.shape, NO_DRAFT, jnp.int32)
             self.draft_state = DraftState(drafts, self.programs.proposer.init_state())
 
     def reset(self) -> None:

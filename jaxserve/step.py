@@ -23,8 +23,8 @@ from jaxserve import logit_edits, sampling
 from jaxserve.batch import FROM_DEVICE, StepLayout
 from jaxserve.models import Decoder, ModelConfig, named_leaves
 from jaxserve.sampling_rows import POSITION
-from jaxserve.speculative import verify
-from jaxserve.speculative.proposer import NOTHING, Proposer, Seen
+from jaxserve.speculative import rejection, verify
+from jaxserve.speculative.proposer import NO_DRAFT, Proposer, Seen
 from kernels.kv_cache import write_kv
 from kernels.ragged_paged_attention import plan_work, ragged_paged_attention
 
@@ -189,7 +189,7 @@ def _context(layout, backend, fields, num_pages, page_table, num_computed, last_
     if drafts is None:
         from_device = sampled[seq]
     else:
-        known_next = jnp.concatenate([sampled[:, None], drafts.at[rows].get(mode="fill", fill_value=NOTHING)], 1)
+        known_next = jnp.concatenate([sampled[:, None], drafts.at[rows].get(mode="fill", fill_value=NO_DRAFT)], 1)
         from_device = known_next[seq, jnp.maximum(FROM_DEVICE - fields["token_ids"], 0)]
     tokens = jnp.where(fields["token_ids"] < 0, from_device, fields["token_ids"])
     table = page_table.at[rows].get(mode="fill", fill_value=0)
@@ -230,6 +230,7 @@ def head(
 def drafting_head(
     functions: ModelFunctions,
     proposer: Proposer,
+    acceptance: str,
     num_rows: int,
     max_logprobs: int,
     leaves: Sequence[jax.Array],
@@ -244,17 +245,21 @@ def drafting_head(
     masked: jax.Array,  # bool[]
 ):
     """`head` where speculation is on: the rows that follow a sequence's first are its drafts', which are verified here, and new ones
-    are proposed. Returns (last_tokens, history, num_computed, state, what the host fetches: i32[rows, ... and K drafts])."""
+    are proposed. acceptance: as SpeculativeConfig's. Returns (last_tokens, history, num_computed, state, what the host fetches: i32[rows, ... and K drafts])."""
     seq_rows, rows = inputs.rows[:num_rows], sampling.unpack_rows(inputs.sampling[:num_rows])
     num_seqs = len(last_tokens)  # as a sequence row: nobody's
     assert inputs.tokens is not None
     with jax.named_scope("drafts"):
         tokens, is_draft = inputs.tokens[:num_rows], verify.follows(seq_rows)
         # What is sampled after a draft looks back on it; what is refused is overwritten when a token comes to its position.
-        where = jnp.where(is_draft & (tokens != NOTHING), seq_rows, num_seqs)
+        where = jnp.where(is_draft & (tokens != NO_DRAFT), seq_rows, num_seqs)
         history = logit_edits.remember(history, where, rows.position - 1, tokens)
     logits = _logits(functions, leaves, hidden[:num_rows], masks, masked)
-    sampled = sampling.sample(logits, rows, max_logprobs=max_logprobs, edit=_edit(seq_rows, rows, edits, history))
+    draw = None
+    if acceptance == "rejection":
+        draw = functools.partial(rejection.draw_token, drafts=verify.drafts_after(is_draft, tokens), proposal=None)
+    edit = _edit(seq_rows, rows, edits, history)
+    sampled = sampling.sample(logits, rows, max_logprobs=max_logprobs, edit=edit, draw=draw)
     with jax.named_scope("verify"):
         delivered = verify.delivered(is_draft, tokens, sampled.tokens, sampled.bad_logits)
         last = jnp.where(verify.last_delivered(is_draft, delivered), seq_rows, num_seqs)

@@ -1,1 +1,1 @@
-"""Speculation: tokens are drafted cheaply, and several of them verified in one step of the model."""
+"""Speculation: drafts of the tokens that follow, and the rules by which a step accepts them."""

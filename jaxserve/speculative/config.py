@@ -22,8 +22,8 @@ class SpeculativeConfig:
     prompt_lookup_min, prompt_lookup_max: tokens that must recur; the longest is tried first. One alone is both; 2 and 4 if neither
       is given.
     acceptance: "sampled": at each position the token is drawn that would have been drawn without drafts, and a draft stands if it
-      is that one: the output does not depend on drafting. "rejection": rejection sampling (Leviathan et al., ICML 2023): the same
-      distribution, other tokens, and more drafts stand where the temperature is high.
+      is that one: the output does not depend on drafting. "rejection": rejection sampling (Leviathan et al., ICML 2023): the output
+      is distributed alike, but which tokens are drawn depends on the drafts. Of n-grams as many stand either way.
     adaptive: as many drafts as pay, by the acceptance and the times of steps so far: none where they lose, on a few rows or on all.
       Otherwise always num_speculative_tokens.
 

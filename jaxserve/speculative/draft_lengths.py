@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.buckets import Bucket, BucketPlan
 from jaxserve.schedule import Schedule
-from jaxserve.speculative.proposer import NOTHING
+from jaxserve.speculative.proposer import NO_DRAFT
 
 MEMORY = 0.15  # weight of the newest draft in a row's rate
 MEMORY_OF_NEW = 0.02  # of the newest step in what is expected of a row's next owner
@@ -72,7 +72,7 @@ class DraftLengths:
         self.max_rows = plan.max_head_rows  # logits rows that a step may have
         self.max_tokens = min(max_num_batched_tokens, self.max_rows)
         self.lengths = sorted({num_drafts, *(k for _, k in plan.draft if k < num_drafts)}, reverse=True)
-        self.proposed = np.full((max_num_seqs, num_drafts), NOTHING, np.int32)  # what follows each row's last token, by the device
+        self.proposed = np.full((max_num_seqs, num_drafts), NO_DRAFT, np.int32)  # what follows each row's last token, by the device
         self.rates = np.full(max_num_seqs, FIRST_RATE)  # how often the next draft is right
         self.times = StepTimes()
         self._generations = np.full(max_num_seqs, -1, np.int64)
@@ -133,7 +133,7 @@ class DraftLengths:
             self._of_new += MEMORY_OF_NEW * (float(self.rates[decoding].mean()) - self._of_new)
         outcomes = []
         for i in planned.nonzero()[0].tolist() if schedule.num_drafts else ():
-            live = int((self.proposed[rows[i], : planned[i]] != NOTHING).sum())
+            live = int((self.proposed[rows[i], : planned[i]] != NO_DRAFT).sum())
             if live:
                 outcomes.append(DraftOutcome(i, live, int(accepted[i])))
         self.proposed[rows[samples]] = drafts[first_rows + counts[samples] - 1]

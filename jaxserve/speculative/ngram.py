@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxserve.speculative.proposer import NOTHING, Seen
+from jaxserve.speculative.proposer import NO_DRAFT, Seen
 
 
 @dataclass(frozen=True)
@@ -54,4 +54,4 @@ def lookup(
     start = best % L + 1
     ahead = jnp.arange(num_drafts, dtype=jnp.int32)[None] % jnp.maximum(end + 1 - start, 1)
     drafts = jnp.take_along_axis(tokens, jnp.minimum(start + ahead, L - 1), 1)
-    return jnp.where(best >= 0, drafts, NOTHING)
+    return jnp.where(best >= 0, drafts, NO_DRAFT)

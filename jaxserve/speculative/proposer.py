@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import jax
 
-NOTHING = -1  # a draft that is none: no sampled token equals it, so that it never stands
+NO_DRAFT = -1  # a draft that is none: no sampled token equals it, so that it never stands
 
 
 @jax.tree_util.register_dataclass
@@ -38,5 +38,5 @@ class Proposer(Protocol):
         ...
 
     def propose(self, state: Any, seen: Seen) -> tuple[Any, jax.Array]:
-        """(the state, donated and returned, i32[R, K]: the drafts of each row, the next token's first; NOTHING where it has none)."""
+        """(the state, donated and returned, i32[R, K]: the drafts of each row, the next token's first; NO_DRAFT where it has none)."""
         ...

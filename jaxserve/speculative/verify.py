@@ -9,10 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.speculative.proposer import NO_DRAFT
+
 
 def follows(seq_rows: jax.Array) -> jax.Array:  # i32[R] -> bool[R]
     """Whether a row is a draft's: its sequence is that of the row before."""
     return jnp.concatenate([jnp.zeros(1, bool), seq_rows[1:] == seq_rows[:-1]])
+
+
+def drafts_after(is_draft: jax.Array, tokens: jax.Array) -> jax.Array:  # bool[R], i32[R] -> i32[R]
+    """The draft of the token that each row samples; NO_DRAFT for a sequence's last."""
+    none = jnp.full(1, NO_DRAFT, jnp.int32)
+    return jnp.concatenate([jnp.where(is_draft, tokens, NO_DRAFT)[1:], none])
 
 
 def delivered(
