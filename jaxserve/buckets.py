@@ -161,7 +161,9 @@ class BucketPlan:
                 f"go up to {self.max_head_rows} and steps to {max_num_batched_tokens} tokens: raise them, or draft less"
             )
         if self.draft and not num_drafts:
-            raise ValueError(f"the bucket plan has buckets for drafts ({list(self.draft)}) but speculation is off: set speculative_config")
+            raise ValueError(
+                f"the bucket plan has buckets for drafts ({list(self.draft)}) but speculation is off: set speculative_config"
+            )
 
     def to_json(self, **about: Any) -> str:
         """JSON text of the plan; `about` is kept beside it (how it was made, for whom)."""
@@ -192,7 +194,9 @@ class BucketPlan:
         try:
             return cls(**{name: tuple(data.get(name, ())) for name in _FIELDS})
         except TypeError as e:
-            raise ValueError(f"bucket plan: decode and head_rows are lists of integers, mixed a list of pairs, like draft ({e})") from None
+            raise ValueError(
+                f"bucket plan: decode and head_rows are lists of integers, mixed a list of pairs, like draft ({e})"
+            ) from None
 
     @classmethod
     def load(cls, plan: BucketPlan | str | Path) -> BucketPlan:

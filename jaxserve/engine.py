@@ -80,6 +80,7 @@ class Engine:
         self._groups: dict[str, list[Request]] = {}  # request id -> its samples
         self._in_flight: deque[tuple[Schedule, list[ScoreSpan], float, StepHandle]] = deque()  # the third: when it was dispatched
         self._last_finished = 0.0  # when the last step's tokens were there
+        self._in_hand: Schedule | None = None  # a step whose head waits for masks
         self._undelivered: list[EngineOutput] = []
         self._constraints = Constraints(self.config.model.vocab_size, self.config.plan.max_head_rows)
         self._numbers = itertools.count()
@@ -256,6 +257,7 @@ class Engine:
                 self._record_finish(request)
             self._groups.clear()
             self._in_flight.clear()
+            self._in_hand = None
             self._undelivered.clear()
             self._constraints.clear()
             self._make_host_state()
@@ -288,9 +290,11 @@ class Engine:
 
     def _masks(self, schedule: Schedule) -> np.ndarray:
         """Called between body and head of `schedule`: a mask follows from the tokens sampled before."""
+        self._in_hand = schedule
         while self._in_flight:
             self._undelivered += self._finish_step(*self._in_flight.popleft())
-        return self._constraints.masks(schedule)
+        self._in_hand = None
+        return self._constraints.masks(schedule, None if self._draft_lengths is None else self._draft_lengths.proposed)
 
     def _poll_grammars(self, timeout: float) -> None:
         ready, failed = self._constraints.poll(timeout)
@@ -305,13 +309,14 @@ class Engine:
         """Takes what was sampled into the grammars. A request whose grammar has ended ends too; tokens that must follow are output
         at once, to be computed together."""
         forced = []
+        drafts = {} if self._in_hand is None else {request: q_len - 1 for request, _, q_len in self._in_hand.decodes()}
         for output in outputs:
             request = output.request
             if request not in self._constraints:
                 continue  # it has none, or has finished
             last, state = output, self._constraints.advance(request, output.new_token_ids)
             if len(state.forced) > 1:
-                taken = self.scheduler.foretell(request, state.forced)
+                taken = self.scheduler.foretell(request, state.forced, num_cut=drafts.get(request, 0))
                 if taken.tokens:
                     self.packer.resend_edits(request)
                     certain = None if request.params.logprobs is None else [{token: Logprob(0.0, 1)} for token in taken.tokens]

@@ -5,6 +5,7 @@ Owns the two parts of which a Schedule is made, decodes and chunks, and no behav
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,6 +49,11 @@ class Schedule:
     @property
     def num_seqs(self) -> int:
         return len(self.requests)
+
+    def decodes(self) -> Iterator[tuple[Request, int, int]]:
+        """(request, row, 1 + drafts) of each entry that decodes."""
+        d = self.num_decodes
+        return zip(self.requests[:d], self.rows[:d].tolist(), self.q_lens[:d].tolist(), strict=True)
 
 
 @dataclass(slots=True)
