@@ -120,7 +120,7 @@ def test_nothing_compiles_after_warm_up():
 
 def test_nothing_compiles_after_warm_up_with_speculation():
     """Drafts of any length for any row, from step to step."""
-    speculative = {"num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    speculative = {"num_speculative_tokens": 3, "adaptive": False}
     engine = make_engine(dummy_model(), pool_pages=48, scheduling_policy="priority", speculative_config=speculative)
     assert engine.config.plan.draft == ((1, 2), (1, 3), (4, 2), (4, 3), (6, 2), (6, 3))
     engine.runner.warm_up()
