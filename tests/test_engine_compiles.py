@@ -121,15 +121,16 @@ def test_nothing_compiles_after_warm_up():
 def test_nothing_compiles_after_warm_up_with_speculation():
     """Drafts of any length for any row, from step to step."""
     speculative = {"num_speculative_tokens": 3, "adaptive": False}
-    engine = make_engine(dummy_model(), pool_pages=48, scheduling_policy="priority", speculative_config=speculative)
-    assert engine.config.plan.draft == ((1, 2), (1, 3), (4, 2), (4, 3), (6, 2), (6, 3))
+    plan = BucketPlan(decode=(6,), mixed=((24, 6),), head_rows=(6, 24), draft=((1, 3), (4, 2)))
+    settings = {"pool_pages": 48, "scheduling_policy": "priority", "bucket_plan": plan}
+    engine = make_engine(dummy_model(), speculative_config=speculative, **settings)
     engine.runner.warm_up()
     assert engine.runner.programs.num_compiled == engine.config.plan.num_programs
     assert engine._draft_lengths is not None
     rng = np.random.default_rng(1)
 
     def choose(rows: np.ndarray) -> np.ndarray:
-        return rng.integers(0, 1 + rng.choice([0, 2, 3, 3]), len(rows)).astype(np.int32)
+        return np.minimum(rng.choice([0, 2, 3]), rng.integers(0, 9, len(rows))).astype(np.int32)
 
     engine._draft_lengths.choose = choose
     before = num_compiled()

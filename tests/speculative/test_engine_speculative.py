@@ -143,7 +143,9 @@ def test_the_output_is_that_without_drafts(compiler, asynchronous, pool_pages):
 
 def test_across_buckets_they_part_only_at_near_ties():
     """Steps with drafts, without, and with chunks, each in shapes of its own."""
-    engine = dummy.make_engine(dummy.dummy_model(), pool_pages=workload.SMALL_POOL[True], speculative_config=NGRAM)
+    plan = BucketPlan(decode=(2, 6), mixed=((24, 6),), head_rows=(6, 24), draft=((1, 3), (4, 3)))
+    settings = {"pool_pages": workload.SMALL_POOL[True], "bucket_plan": plan, "speculative_config": NGRAM}
+    engine = dummy.make_engine(dummy.dummy_model(), **settings)
     asks = workload.requests(True, logprobs=True)
     run = dummy.serve(engine, asks)
     names = {str(bucket).split("(")[0] for bucket in engine.stats.padding.steps}
