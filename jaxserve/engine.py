@@ -361,11 +361,9 @@ class Engine:
         if sampled is not None:
             if self._draft_lengths is not None:
                 self._draft_lengths.take_time(schedule, begun, time.monotonic())
-                assert sampled.drafts is not None
-                for entry, *fared in self._draft_lengths.take_tokens(
-                    schedule, tokens, counts, sampled.drafts, first_rows(schedule)
-                ):
-                    self.stats.add_drafts(schedule.requests[entry], *fared)
+                fared = self._draft_lengths.take_tokens(schedule, tokens, counts, sampled.drafts, first_rows(schedule))
+                for entry, num_drafts, num_accepted in fared:
+                    self.stats.add_drafts(schedule.requests[entry], num_drafts, num_accepted)
             self.stats.sorted_rows += int(sampled.by_sort.sum())
             if sampled.bad_logits.any():
                 outputs += self._fail_bad_rows(schedule, sampled)

@@ -119,10 +119,11 @@ class DraftLengths:
         schedule: Schedule,
         tokens: np.ndarray,  # i32[n] or i32[n, 1 + k]: sampled by each entry
         counts: np.ndarray | None,  # i32[n]: how many of them are output; None: one each
-        drafts: np.ndarray,  # i32[r, K]: proposed after each logits row
+        drafts: np.ndarray | None,  # i32[r, K]: proposed after each logits row
         first_rows: np.ndarray,  # intp[number of entries that sample]: the first logits row of each
     ) -> list[DraftOutcome]:
         """Learns from a step, in the order of the steps."""
+        assert drafts is not None, "the heads of an engine that speculates propose"
         d, rows, samples = schedule.num_decodes, schedule.rows, schedule.samples
         self._meet_new_owners(schedule)
         counts = samples.astype(np.int32) if counts is None else counts
