@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxserve.buckets import BucketPlan
+from jaxserve.request import Request, SamplingParams
 from jaxserve.schedule import Schedule
 from jaxserve.speculative.draft_lengths import DraftLengths
 
@@ -13,11 +14,11 @@ K = 4
 
 def schedule(rows: np.ndarray, num_drafts: np.ndarray, generation: int = 0) -> Schedule:
     n, q_lens = len(rows), (1 + num_drafts).astype(np.int32)
-    zeros, nobody = np.zeros(n, np.int32), [None] * n
+    zeros, nobody = np.zeros(n, np.int32), [Request(str(i), [1], SamplingParams()) for i in range(n)]
     return Schedule(
         0, nobody, rows, q_lens, zeros, zeros, np.ones(n, bool), np.full(n, generation), np.zeros((0, 3), np.int32),
         n, int(q_lens.sum()), int(q_lens.max()), int(num_drafts.sum()),
-    )  # fmt: skip  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
 
 
 class Machine:
