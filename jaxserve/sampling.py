@@ -93,9 +93,14 @@ def unpack_rows(packed: jax.Array) -> SamplingRows:  # i32[R, NUM_COLUMNS] as sa
     )
 
 
-def pack_sampled(sampled: Sampled) -> jax.Array:  # i32[R, 2], or i32[R, 4 + 2N] with logprobs
+def pack_sampled(
+    sampled: Sampled,
+    delivered: jax.Array | None = None,  # bool[R]; of speculation
+) -> jax.Array:  # i32[R, 2], or i32[R, 4 + 2N] with logprobs
     """One small array to fetch; `sampling_rows.unpack_sampled` reads it."""
     flags = sampled.bad_logits * layout.FLAG_BAD_LOGITS + sampled.by_sort * layout.FLAG_BY_SORT
+    if delivered is not None:
+        flags += delivered * layout.FLAG_DELIVERED
     packed = [sampled.tokens[:, None], flags[:, None]]
     if (extra := sampled.logprobs) is not None:
         bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 
 from jaxserve import sampling
 from jaxserve.sampling import Sampled, SamplingRows
+from jaxserve.speculative.proposer import NO_DRAFT
 
-NO_DRAFT = -1
 ACCEPTANCE_STREAM = 1  # of sampling.uniform. A proposer that draws from q must use a third, or its drafts are not independent
 
 

@@ -5,6 +5,7 @@ Owns the matchers' bookkeeping and the mask buffers. Knows nothing of scheduling
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,6 +37,12 @@ class GrammarState:
         self.num_tokens += accepted
         self.forced = self._forced()
         return accepted
+
+    def copy(self) -> GrammarState:
+        """Another that stands here, and goes its own way."""
+        other = copy.copy(self)
+        other.matcher = self.matcher.deep_copy()
+        return other
 
     def rollback(self, num_tokens: int) -> None:
         """Back to where it stood `num_tokens` tokens ago."""
@@ -90,10 +97,35 @@ class MaskFiller:
             fill_next_token_bitmask_par(self._executor, free, buffer)
         for row, state in states.items():
             if state.forced:
-                word, bit = divmod(state.forced[0], 32)
-                buffer[row] = 0
-                buffer[row, word] = np.uint32(1 << bit).view(np.int32)
+                _allow_only(buffer[row], state.forced[0])
         return buffer
+
+    def fill_drafts(
+        self,
+        buffer: np.ndarray,  # i32[R, ceil(V / 32)]: what the last `fill` returned
+        row: int,
+        state: GrammarState,
+        drafts: Sequence[int],
+    ) -> None:
+        """Rows `row` + 1 and on of that buffer: what may follow each of the drafts. Behind one that the grammar forbids, or that ends
+        it, nothing may: whatever comes of such a row is dropped. `state` itself stays where it is."""
+        from llguidance.numpy import fill_next_token_bitmask
+
+        self._used[self._next - 1] += range(row + 1, row + 1 + len(drafts))
+        buffer[row + 1 : row + 1 + len(drafts)] = 0
+        state = state.copy()
+        for at, token in enumerate(drafts, row + 1):
+            if token < 0 or not state.advance([token]) or state.ended or state.error:
+                return
+            if state.forced:
+                _allow_only(buffer[at], state.forced[0])
+            else:
+                fill_next_token_bitmask(state.matcher, buffer, at)
+
+
+def _allow_only(words: np.ndarray, token: int) -> None:  # i32[ceil(V / 32)]
+    words[:] = 0
+    words[token // 32] = np.uint32(1 << token % 32).view(np.int32)
 
 
 def num_words(vocab_size: int) -> int:
