@@ -43,12 +43,14 @@ PARAGRAPHS = (
     "builds banks, islands and deltas. A delta grows by a few metres each year, and some of the largest cities stand on one.",
 )
 CODE = (
-    """def total_price(items, tax):
-    result = 0
-    for item in items:
-        result = result + item.price * item.count
-    result = result + result * tax
-    return result""",
+    """def count_words(text):
+    counts = {}
+    for word in text.split():
+        if word in counts:
+            counts[word] = counts[word] + 1
+        else:
+            counts[word] = 1
+    return counts""",
     """def read_lines(path):
     lines = []
     file = open(path)
@@ -104,6 +106,7 @@ def make_llms() -> dict[str, Any]:
 
     options = engine_options() | {"warm_up": "all"}
     defaults = {"max_num_seqs": max(map(int, _BATCHES.value)), "max_num_batched_tokens": 512, "max_model_len": 1024}
+    defaults["num_pages"] = 16 * defaults["max_num_seqs"] + 64  # of 64 tokens: room for every prompt in the prefix cache
     options |= {name: value for name, value in defaults.items() if options[name] is None}
     off = LLM(flags.FLAGS.model or fetch(), **options)
     speculation = {"method": "ngram", "num_speculative_tokens": _DRAFTS.value, "adaptive": _ADAPTIVE.value}
