@@ -217,8 +217,8 @@ class BatchPacker:
 
 
 def head_rows(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:  # intp[r], intp[r]
-    """The tokens of a step that get logits, by index, and the sequence row of each: the last one of what samples, and of a decode its
-    drafts too, one after the other."""
+    """The tokens of a step that get logits, by index, and the sequence row of each: the last one of what samples, and of a decode
+    its drafts too, one after the other."""
     ends, rows = np.cumsum(schedule.q_lens) - 1, schedule.rows
     if not schedule.samples.all():
         ends, rows = ends[schedule.samples], rows[schedule.samples]

@@ -32,10 +32,15 @@ class Bucket:
         """Whether a step of this demand can run here."""
         return num_tokens <= self.tokens and num_seqs <= self.seqs and max_q_len <= self.max_q_len
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether any sequence may bring all of its tokens."""
+        return 1 < self.max_q_len == self.tokens
+
     def __str__(self) -> str:
-        if 1 < self.max_q_len < self.tokens:
-            return f"draft({self.seqs}x{self.max_q_len - 1})"
-        return f"{'decode' if self.max_q_len == 1 else 'mixed'}({self.tokens},{self.seqs})"
+        if self.is_mixed or self.max_q_len == 1:
+            return f"{'mixed' if self.is_mixed else 'decode'}({self.tokens},{self.seqs})"
+        return f"draft({self.seqs}x{self.max_q_len - 1})"
 
 
 @dataclass(frozen=True)
@@ -157,8 +162,8 @@ class BucketPlan:
             )
         if num_drafts and min(self.max_head_rows, max_num_batched_tokens) < 1 + num_drafts:
             raise ValueError(
-                f"one sequence with num_speculative_tokens={num_drafts} takes {1 + num_drafts} tokens and logits rows, but head_rows "
-                f"go up to {self.max_head_rows} and steps to {max_num_batched_tokens} tokens: raise them, or draft less"
+                f"one sequence with num_speculative_tokens={num_drafts} takes {1 + num_drafts} tokens and logits rows, but "
+                f"head_rows go up to {self.max_head_rows} and steps to {max_num_batched_tokens} tokens: raise them, or draft less"
             )
         if self.draft and not num_drafts:
             raise ValueError(

@@ -51,6 +51,14 @@ class EngineStats:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
+    @property
+    def draft_summary(self) -> str:
+        """One line on how drafts fared; "" if there were none."""
+        if not self.num_drafts:
+            return ""
+        per_step = f"{self.num_draft_tokens / self.num_drafts:.1f} drafts a sequence and step"
+        return f"{per_step}, {100 * self.num_accepted_tokens / self.num_draft_tokens:.0f}% of {self.num_draft_tokens} accepted"
+
     def add_drafts(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
         """Counts one sequence's drafts of one step, here and with the request."""
         per_pos = self.num_accepted_tokens_per_pos

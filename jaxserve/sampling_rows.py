@@ -72,8 +72,8 @@ def write_row(
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """A step's sampled tokens on the host: numpy, one entry a row. None where they were not asked for: the four of logprobs, the two
-    of speculation."""
+    """A step's sampled tokens on the host: numpy, one entry a row. None where nobody asked: the four of logprobs, the two of
+    speculation."""
 
     tokens: np.ndarray  # i32[R]
     bad_logits: np.ndarray  # bool[R]: a NaN or +inf among the logits, or no finite one; the token means nothing

@@ -362,8 +362,8 @@ class Scheduler:
         decodes: np.ndarray,  # intp[n], n > 0
         starts: np.ndarray,  # i32[n]
     ) -> np.ndarray:  # i32[n]
-        """How many drafts each decode verifies. Every decode has its own token's budget, logits row and page already; drafts take what
-        is left, in running order, up to the length limit, half of it where prompts owe tokens, and never preempt."""
+        """How many drafts each decode verifies. Every decode has its own token's budget, logits row and page already; drafts take
+        what is left, half of it where prompts owe tokens, in running order, up to the length limit, and never preempt."""
         rows, config, n = self.rows, self.config, len(decodes)
         wanted = np.minimum(draft_lengths.choose(decodes), rows.limit[decodes] - starts - 2)
         num_prompts = min(len(rows.order) - n + len(self._waiting), config.max_num_seqs - n)  # which may end in this step

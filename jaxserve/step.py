@@ -244,8 +244,9 @@ def drafting_head(
     masks: jax.Array,  # i32[num_rows, ceil(V / 32)]
     masked: jax.Array,  # bool[]
 ):
-    """`head` where speculation is on: the rows that follow a sequence's first are its drafts', which are verified here, and new ones
-    are proposed. acceptance: as SpeculativeConfig's. Returns (last_tokens, history, num_computed, state, what the host fetches: i32[rows, ... and K drafts])."""
+    """`head` where speculation is on: the rows that follow a sequence's first are its drafts', which are verified here, and new
+    drafts are proposed. acceptance: as SpeculativeConfig's. Returns (last_tokens, history, num_computed, state, what the host
+    fetches: i32[rows, ... and K drafts])."""
     seq_rows, rows = inputs.rows[:num_rows], sampling.unpack_rows(inputs.sampling[:num_rows])
     num_seqs = len(last_tokens)  # as a sequence row: nobody's
     assert inputs.tokens is not None

@@ -9,7 +9,7 @@ from typing import Any
 
 METHODS = ("ngram",)
 ACCEPTANCES = ("sampled", "rejection")
-LOOKUP_MIN, LOOKUP_MAX = 2, 4  # where neither is given
+LOOKUP_MIN, LOOKUP_MAX = 1, 3  # where neither is given; vLLM's 5 and 5 found too little, and drafts that lose are not verified
 MAX_DRAFTS, MAX_LOOKUP = 64, 64
 
 
@@ -19,7 +19,7 @@ class SpeculativeConfig:
 
     method: "ngram": what followed the most recent earlier occurrence of the last tokens (prompt lookup).
     num_speculative_tokens: most drafts a sequence and step.
-    prompt_lookup_min, prompt_lookup_max: tokens that must recur; the longest is tried first. One alone is both; 2 and 4 if neither
+    prompt_lookup_min, prompt_lookup_max: tokens that must recur; the longest is tried first. One alone is both; 1 and 3 if neither
       is given.
     acceptance: "sampled": at each position the token is drawn that would have been drawn without drafts, and a draft stands if it
       is that one: the output does not depend on drafting. "rejection": rejection sampling (Leviathan et al., ICML 2023): the output

@@ -1,8 +1,8 @@
 """How many drafts each sequence verifies in the next step, and the books on how drafts fared.
 
-Owns the host's mirror of what the device proposed, and what is learnt from it: how often drafts are right, row by row, whether they
-were verified or not (a plain step's token says whether the first draft would have stood), and how long steps take. The scheduler asks
-while it composes a step. Knows nothing of models, and of tokens only whether they are equal.
+Owns the host's mirror of what the device proposed, and what is learnt from it: how often drafts are right, row by row, whether
+they were verified or not (a plain step's token says whether the first draft would have stood), and how long steps take. The
+scheduler asks while it composes a step. Knows nothing of models, and of tokens only whether they are equal.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class DraftOutcome:
 class DraftLengths:
     """Chooses, of the plan's draft lengths, none included, what brings most tokens a second.
 
-    A row whose drafts are right at the rate p brings 1 + p + p^2 + ... + p^k tokens where it verifies k (Leviathan et al., ICML 2023,
-    section 3.1). The times are those of the engine's own steps. adaptive=False: always `num_drafts`.
+    A row whose drafts are right at the rate p brings 1 + p + p^2 + ... + p^k tokens where it verifies k (Leviathan et al., ICML
+    2023, section 3.1). The times are those of the engine's own steps. adaptive=False: always `num_drafts`.
     """
 
     def __init__(self, plan: BucketPlan, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int, adaptive: bool = True):

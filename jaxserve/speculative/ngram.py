@@ -1,8 +1,8 @@
 """Drafts by prompt lookup: what followed the last tokens where they stood before.
 
 Owns the search, on the device, over the tokens that the head keeps there anyway. Prompt lookup decoding (Saxena, 2023), as vLLM's
-ngram method, but for two things: of equally long matches the most recent counts, and a match that ends less than K tokens before the
-end goes on in cycles, as LZ77's overlapping copies do.
+ngram method, but for two things: of equally long matches the most recent counts, and a match that ends less than K tokens before
+the end goes on in cycles, as LZ77's overlapping copies do.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class Seen:
 
 
 class Proposer(Protocol):
-    """Proposes what follows the tokens that a head has just sampled; traced inside the head, whose step is over then, so that the
-    next step can be dispatched before anything is fetched.
+    """Proposes what follows the tokens that a head has just sampled. Traced inside the head, so that the next step can be
+    dispatched before anything is fetched.
 
     num_drafts: K, the drafts that it proposes a sequence.
     """
@@ -34,9 +34,9 @@ class Proposer(Protocol):
     num_drafts: int
 
     def init_state(self) -> Any:
-        """What it keeps on the device from step to step, as a pytree of arrays: a draft model's weights and pages; () for nothing."""
+        """What it keeps on the device, as a pytree of arrays: a draft model's weights and pages; () for nothing."""
         ...
 
     def propose(self, state: Any, seen: Seen) -> tuple[Any, jax.Array]:
-        """(the state, donated and returned, i32[R, K]: the drafts of each row, the next token's first; NO_DRAFT where it has none)."""
+        """(the state, which is donated; i32[R, K]: each row's drafts, the next token's first, NO_DRAFT where there is none)."""
         ...

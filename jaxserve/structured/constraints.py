@@ -85,7 +85,9 @@ class Constraints:
             for row, request in rows:
                 if id(request) in drafts:
                     of_row = drafts[id(request)]
-                    self._filler.fill_drafts(buffer, row, self._state(request), [-1] * len(of_row) if request.num_foretold else of_row)
+                    self._filler.fill_drafts(
+                        buffer, row, self._state(request), [-1] * len(of_row) if request.num_foretold else of_row
+                    )
         return buffer
 
     def _state(self, request: Request) -> GrammarState:

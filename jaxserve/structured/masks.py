@@ -107,8 +107,8 @@ class MaskFiller:
         state: GrammarState,
         drafts: Sequence[int],
     ) -> None:
-        """Rows `row` + 1 and on of that buffer: what may follow each of the drafts. Behind one that the grammar forbids, or that ends
-        it, nothing may: whatever comes of such a row is dropped. `state` itself stays where it is."""
+        """Rows `row` + 1 and on of that buffer: what may follow each of the drafts. Behind one that the grammar forbids, or that
+        ends it, nothing may: whatever comes of such a row is dropped. `state` itself stays where it is."""
         from llguidance.numpy import fill_next_token_bitmask
 
         self._used[self._next - 1] += range(row + 1, row + 1 + len(drafts))
