@@ -10,6 +10,7 @@ ones can, where two logits nearly tie and the shapes of the steps are not the sa
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 import time
@@ -104,11 +105,11 @@ def make_llms() -> dict[str, Any]:
     from jaxserve import LLM
     from scripts.fetch_demo_model import fetch
 
-    options = engine_options() | {"warm_up": "all"}
+    options: dict[str, Any] = engine_options() | {"warm_up": "all"}
     defaults = {"max_num_seqs": max(map(int, _BATCHES.value)), "max_num_batched_tokens": 512, "max_model_len": 1024}
     defaults["num_pages"] = 16 * defaults["max_num_seqs"] + 64  # of 64 tokens: room for every prompt in the prefix cache
     options |= {name: value for name, value in defaults.items() if options[name] is None}
-    off = LLM(flags.FLAGS.model or fetch(), **options)
+    off = LLM(flags.FLAGS.model or str(fetch()), **options)
     speculation = {"method": "ngram", "num_speculative_tokens": _DRAFTS.value, "adaptive": _ADAPTIVE.value}
     options["speculative_config"] = speculation | {"prompt_lookup_min": _LOOKUP_MIN.value, "prompt_lookup_max": _LOOKUP_MAX.value}
     functions = off.engine.runner.programs.functions
@@ -170,14 +171,19 @@ def main(argv: list[str]) -> None:
     print(llms["on"].engine.describe(), file=sys.stderr)
     cases = [(task, int(batch)) for task in _TASKS.value for batch in _BATCHES.value]
     results = [compare(llms, task, batch) for task, batch in tqdm(cases, file=sys.stderr)]
+    with contextlib.redirect_stdout(sys.stderr if _JSON.value == "-" else sys.stdout):
+        report(results)
+    plan = str(llms["on"].engine.config.plan)
+    about = {"benchmark": "speculative", "max_tokens": _MAX_TOKENS.value, "rounds": _ROUNDS.value, "plan": plan}
+    write_json(_JSON.value, {**about, "results": results, **provenance()})
+
+
+def report(results: list[dict[str, Any]]) -> None:
     print("task     batch   tok/s off     on   ratio   accepted   drafts a step   tokens a step   outputs that differ")
     for r in results:
         rates = f"{r['output_tokens_per_second_off']:11.1f} {r['output_tokens_per_second_on']:6.1f} {r['ratio']:6.2f}x"
         steps = f"{100 * r['acceptance']:9.0f}% {r['draft_tokens_per_step']:15.2f} {r['tokens_per_step']:15.2f}"
         print(f"{r['task']:<8} {r['batch']:>5} {rates} {steps}   {r['num_outputs_that_differ']} of {r['num_outputs']}")
-    plan = str(llms["on"].engine.config.plan)
-    about = {"benchmark": "speculative", "max_tokens": _MAX_TOKENS.value, "rounds": _ROUNDS.value, "plan": plan}
-    write_json(_JSON.value, {**about, "results": results, **provenance()})
 
 
 if __name__ == "__main__":

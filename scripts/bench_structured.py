@@ -11,6 +11,7 @@ longest time between two steps while they do.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import sys
@@ -262,7 +263,8 @@ def main(argv: list[str]) -> None:
             results.append({"schema": size} | measure_masks(compiler, vocab_size, forms, num_rows))
     compiler.close()
     compiles = measure_compiles(tokenizer, vocab_size, eos, schemas)
-    report(vocab_size, results, compiles)
+    with contextlib.redirect_stdout(sys.stderr if FLAGS.json == "-" else sys.stdout):
+        report(vocab_size, results, compiles)
     about = {"benchmark": "structured", "vocab_size": vocab_size, "step_ms": FLAGS.step_ms, "head_ms": FLAGS.head_ms}
     write_json(FLAGS.json, {**about, "masks": results, "compiles": compiles, **provenance()})
 

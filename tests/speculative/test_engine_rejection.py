@@ -39,7 +39,7 @@ def counts(engine) -> np.ndarray:
 
 def distribution() -> np.ndarray:
     """Of those sequences, by the module's own forward in one piece."""
-    probs = {(): 1.0}
+    probs: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         longer: dict[tuple[int, ...], float] = {}
         for prefix, p in probs.items():
