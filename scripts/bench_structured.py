@@ -220,7 +220,7 @@ def measure_compiles(tokenizer: Any, vocab_size: int, eos: list[int], schemas: d
     compiler.compile({"regex": "x"})
     result: dict[str, Any] = {"first_ms": 1e3 * (time.perf_counter() - start)}
     clock.time(compiler, "_compile", "compile")
-    engine = make_engine(vocab_size, 64, 32_000)
+    engine = make_engine(vocab_size, 64, 8_000)
     load = Load(engine, compiler, None)
     load.run(64, 20)
     result["gap_without_ms"] = 1e3 * max(load.run(64, FLAGS.steps))
