@@ -323,6 +323,7 @@ class Engine:
                     forced.append(last)
                     self.stats.generated_tokens += len(taken.tokens)
                     if request.finished:
+                        self._settle_reason(last)
                         self._forget(request)
                         continue
                     state = self._constraints.advance(request, taken.tokens)
@@ -336,6 +337,13 @@ class Engine:
                 last.finish_reason = "stop"
                 self._forget(request)
         return forced
+
+    def _settle_reason(self, output: EngineOutput) -> None:
+        """An output that reaches its length with the token that ends its grammar is whole: it has stopped."""
+        request = output.request
+        if output.finish_reason == "length" and request in self._constraints:
+            if self._constraints.advance(request, output.new_token_ids).ended:
+                request.finish_reason = output.finish_reason = "stop"
 
     def _pack(self, schedule: Schedule) -> tuple[StepInputs, list[ScoreSpan]]:
         for request in self.packer.newcomers(schedule):
@@ -395,6 +403,7 @@ class Engine:
             last = {id(output.request): output for output in outputs}
             for request in result.finished:
                 last[id(request)].finish_reason, last[id(request)].stop_reason = request.finish_reason, request.stop_reason
+                self._settle_reason(last[id(request)])
                 self._forget(request)
         return outputs
 

@@ -69,6 +69,9 @@ class TimedDevice:
         self._free = done
         return SimpleNamespace(done=done, tokens=tokens)
 
+    def reset(self) -> None:
+        """Nothing is kept from step to step."""
+
     def fetch(self, handle: Any) -> SampledRows:
         time.sleep(max(0.0, handle.done - time.perf_counter()))
         no = np.zeros(len(handle.tokens), bool)

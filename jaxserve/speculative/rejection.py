@@ -16,59 +16,16 @@ drawn, this one accepts as often as any rule can: sum(min(p, q)).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve import sampling
-from jaxserve.sampling import Sampled, SamplingRows
+from jaxserve.sampling import SamplingRows
 from jaxserve.speculative.proposer import NO_DRAFT
 
 ACCEPTANCE_STREAM = 1  # of sampling.uniform. A proposer that draws from q must use a third, or its drafts are not independent
-
-
-def verify(
-    logits: jax.Array,  # f32[S * (k + 1), V]: of a sequence's next token, then of the one after each of its drafts
-    rows: SamplingRows,  # of the S * (k + 1) rows
-    drafts: jax.Array,  # i32[S, k]; NO_DRAFT after a sequence's last
-    proposal: jax.Array | None = None,  # f32[S, k, V]: the probabilities that each draft was drawn with; None: all are point masses
-    *,
-    max_logprobs: int = 0,
-    edit: Callable[[jax.Array], jax.Array] | None = None,
-) -> tuple[jax.Array, Sampled]:  # i32[S] accepted drafts; a token of each row
-    """Samples every row and says how many drafts of each sequence stand: its output grows by its first 1 + accepted tokens.
-
-    Greedy rows (temperature 0) accept what equals their argmax. A row's token depends on its logits, its draft and that draft's
-    proposal, its parameters and (seed, sample index, position) only; without a draft it is `sampling.sample`'s.
-
-    max_logprobs, edit: as `sampling.sample`'s.
-
-    Raises:
-      TypeError: logits are not float32.
-      ValueError: shapes that don't belong together.
-    """
-    S, k = drafts.shape
-    if logits.shape[0] != S * (k + 1):
-        raise ValueError(f"{logits.shape[0]} rows of logits must be {S * (k + 1)}: one more a sequence than {drafts.shape=} has")
-    if proposal is not None and proposal.shape != (S, k, logits.shape[1]):
-        raise ValueError(f"{proposal.shape=} must be {(S, k, logits.shape[1])}: a probability of each token for each draft")
-    draft_of_row = jnp.pad(drafts, ((0, 0), (0, 1)), constant_values=NO_DRAFT).reshape(-1)
-    if proposal is not None:
-        proposal = jnp.pad(proposal, ((0, 0), (0, 1), (0, 0))).reshape(logits.shape)
-    draw = partial(draw_token, drafts=draft_of_row, proposal=proposal)
-    sampled = sampling.sample(logits, rows, max_logprobs=max_logprobs, edit=edit, draw=draw)
-    good = ~sampled.bad_logits.reshape(S, k + 1)[:, :k]
-    return num_accepted(sampled.tokens.reshape(S, k + 1), jnp.where(good, drafts, NO_DRAFT)), sampled
-
-
-def num_accepted(
-    tokens: jax.Array,  # i32[S, k + 1]
-    drafts: jax.Array,  # i32[S, k]; NO_DRAFT where there is none
-) -> jax.Array:  # i32[S]
-    """How many drafts equal the tokens before the first that does not."""
-    return jnp.cumprod(tokens[:, :-1] == drafts, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
 
 
 def draw_token(
@@ -76,11 +33,13 @@ def draw_token(
     rows: SamplingRows,
     *,
     drafts: jax.Array,  # i32[R]; NO_DRAFT where there is none
-    proposal: jax.Array | None,  # f32[R, V]; None: point masses
+    proposal: jax.Array | None,  # f32[R, V]: the probabilities with which each draft was drawn; None: they are point masses
 ) -> jax.Array:  # i32[R]
-    """A token of each row: its draft if that is accepted, another if not.
+    """A token of each row: its draft if that is accepted, another if not; `sampling.sample` draws with it.
 
-    In integers, like the weights: the proposal in units in which it has the target's total, so that no sum depends on its order.
+    A row's token depends on its weights, its draft and that draft's proposal, and (seed, sample index, position) only; without a
+    draft it is sampling.draw_token's. In integers, like the weights: the proposal is scaled to the target's total, so that no sum
+    depends on its order. Greedy rows never come here: their draft stands if it equals the argmax.
     """
     R, N = weights.shape[0], weights[0].size
     total = weights.sum((1, 2), dtype=jnp.int64)[:, None, None]

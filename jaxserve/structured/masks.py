@@ -84,7 +84,7 @@ class MaskFiller:
         from llguidance.numpy import fill_next_token_bitmask_par
 
         buffer, used = self._buffers[self._next], self._used[self._next]
-        buffer[used] = ALL
+        buffer[[row for row in used if row not in states]] = ALL  # the others' rows are written as a whole
         used[:] = states
         self._next = (self._next + 1) % len(self._buffers)
         free = [(state.matcher, row) for row, state in states.items() if not state.forced]
