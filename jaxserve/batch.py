@@ -129,10 +129,13 @@ class BatchPacker:
         *,
         keeps_history: bool = False,
     ):
-        self.plan, self.layouts, self.edit_layout, self.keeps_history = plan, layouts, edit_layout, keeps_history
+        self.plan = plan
+        self.layouts = layouts
+        self.edit_layout = edit_layout
+        self.keeps_history = keeps_history
         self._edit_rows: list[np.ndarray] = []  # of newcomers since the last `pack`
-        self.sampling = np.zeros((max_num_seqs, sampling_rows.NUM_COLUMNS), np.int32)
-        self.wants_logprobs = np.zeros(max_num_seqs, bool)
+        self.sampling: np.ndarray = np.zeros((max_num_seqs, sampling_rows.NUM_COLUMNS), np.int32)
+        self.wants_logprobs: np.ndarray = np.zeros(max_num_seqs, bool)
         self._generations = np.full(max_num_seqs, -1, np.int64)  # whose parameters each row of the mirror holds
 
     def newcomers(self, schedule: Schedule) -> list[Request]:

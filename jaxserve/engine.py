@@ -23,7 +23,7 @@ import numpy as np
 from jaxserve.admission import check_ids
 from jaxserve.batch import BatchPacker, StepInputs
 from jaxserve.compilation import compile_counts, use_persistent_cache
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, ResolvedConfig
 from jaxserve.demand import COLUMNS, step_demand
 from jaxserve.edit_rows import kinds_of
 from jaxserve.engine_outputs import EngineOutput, EngineStats, first_rows, logprobs_of, rows_of_requests, tokens_of
@@ -43,7 +43,7 @@ from jaxserve.step import ModelFunctions
 from jaxserve.structured.constraints import Constraints
 from jaxserve.structured.grammars import Grammar
 
-logger = logging.getLogger("jaxserve")
+logger: logging.Logger = logging.getLogger("jaxserve")
 
 IN_FLIGHT = ("refuse", "recompute", "keep")  # what becomes of requests that have begun when the weights change
 GRAMMAR_WAIT = 0.02  # seconds that an idle step waits for a grammar to be compiled
@@ -66,17 +66,18 @@ class Engine:
         use_persistent_cache(config.compilation_cache_dir)
         compile_counts()  # from here on they are counted
         functions = ModelFunctions(model, config.moe_backend)
-        self.config = resolve(functions, config)
+        self.config: ResolvedConfig = resolve(functions, config)
         programs = Programs(functions, self.config)
         if config.warm_up == "all":  # from shapes, before the pool takes the memory that compiling may need
             for key in programs.keys:
                 programs.get(key)
-        self.runner = Runner(programs)
-        self.is_paused = self.is_asleep = False
-        self.eos_token_ids = frozenset(self.config.model.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self.runner: Runner = Runner(programs)
+        self.is_paused: bool = False
+        self.is_asleep: bool = False
+        self.eos_token_ids: frozenset[int] = frozenset(self.config.model.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._step_budget = step_budget(self.config)
         self._make_host_state()
-        self.stats = EngineStats()
+        self.stats: EngineStats = EngineStats()
         self._groups: dict[str, list[Request]] = {}  # request id -> its samples
         self._in_flight: deque[tuple[Schedule, list[ScoreSpan], float, StepHandle]] = deque()  # the third: when it was dispatched
         self._in_hand: Schedule | None = None  # a step whose head waits for masks
@@ -90,9 +91,9 @@ class Engine:
 
     def _make_host_state(self) -> None:
         cache, limits = self.config.cache, self.config.scheduler
-        self.pool = PagePool(cache.num_pages, cache.page_size, cache.enable_prefix_caching)
+        self.pool: PagePool = PagePool(cache.num_pages, cache.page_size, cache.enable_prefix_caching)
         plan, speculative, programs = self.config.plan, self.config.speculative, self.runner.programs
-        self._draft_lengths = None
+        self._draft_lengths: DraftLengths | None = None
         if speculative is not None:
             self._draft_lengths = DraftLengths(
                 plan,
@@ -101,8 +102,8 @@ class Engine:
                 speculative.num_speculative_tokens,
                 speculative.adaptive,
             )
-        self.scheduler = Scheduler(limits, self.pool, self._step_budget, self._draft_lengths)
-        self.packer = BatchPacker(
+        self.scheduler: Scheduler = Scheduler(limits, self.pool, self._step_budget, self._draft_lengths)
+        self.packer: BatchPacker = BatchPacker(
             plan, programs.layouts, limits.max_num_seqs, programs.edit_layout, keeps_history=speculative is not None
         )
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxserve.batch import StepInputs
 from jaxserve.buckets import Bucket
+from jaxserve.config import ResolvedConfig
 from jaxserve.programs import UPDATE_BATCH, Programs
 from jaxserve.sampling_rows import SampledRows, ScoredRows, unpack_sampled, unpack_scored
 from jaxserve.speculative.proposer import NO_DRAFT
@@ -39,13 +40,24 @@ class Runner:
     The model's weights are used in place, as `programs.functions.leaves`; state is allocated here.
     """
 
+    body_leaves: list[Any]  # weights, as each program takes them
+    head_leaves: list[Any]
+    kv_pages: list[jax.Array]  # a layer: [num_pages, 2, K, page_size, H]
+    page_table: jax.Array  # i32[S, P]; S: max_num_seqs
+    num_computed: jax.Array  # i32[S]
+    step_hidden: jax.Array  # [tokens of the largest bucket, D]
+    last_tokens: jax.Array  # i32[S]
+    history: jax.Array  # i32[S, max_model_len]
+    edits: jax.Array  # i32[S, columns of edit_rows]
+
     def __init__(self, programs: Programs):
-        self.programs, self.config = programs, programs.config
-        self.has_weights = True
+        self.programs = programs
+        self.config: ResolvedConfig = programs.config
+        self.has_weights: bool = True
         self._share_leaves()
         self._on_cpu = jax.default_backend() == "cpu"
-        self.score_rows = programs.score_rows
-        self.weights_version = 0
+        self.score_rows: int = programs.score_rows
+        self.weights_version: int = 0
         self._no_masks = functools.cache(self._make_no_masks)
         self._allocate()
 
@@ -59,7 +71,7 @@ class Runner:
         self.kv_pages = [jnp.zeros(x.shape, x.dtype) for x in kv_pages]
         self.page_table, self.num_computed, self.step_hidden, self.last_tokens = (jnp.zeros(x.shape, x.dtype) for x in rest)
         self.history, self.edits = (jnp.zeros(x.shape, x.dtype) for x in self.programs.edit_state)
-        self.draft_state = None
+        self.draft_state: DraftState | None = None
         if self.programs.proposer is not None:
             drafts = jnp.full(self.programs.draft_state.drafts.shape, NO_DRAFT, jnp.int32)
             self.draft_state = DraftState(drafts, self.programs.proposer.init_state())

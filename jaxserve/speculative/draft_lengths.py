@@ -8,7 +8,7 @@ scheduler asks while it composes a step. Knows nothing of models, and of tokens 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -25,13 +25,13 @@ NUM_TIMES = 12  # last times of a shape that count
 ENOUGH_TIMES = 3  # fewer say nothing: the first may hold a compile
 RETRY_STEPS = 1000  # a shape that did not run for so many steps is timed anew
 
-Shape = tuple[Bucket, int]  # of a step of decodes alone: its bucket, its head's rows
+Shape: TypeAlias = tuple[Bucket, int]  # of a step of decodes alone: its bucket, its head's rows
 
 
 class StepTimes:
     """How long steps of each shape took of late, in seconds. Their lower quartile: what else the machine did is not the shape's."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._times: dict[Shape, deque[float]] = {}
         self._last: dict[Shape, int] = {}
         self._num_steps = 0
@@ -67,13 +67,15 @@ class DraftLengths:
     """
 
     def __init__(self, plan: BucketPlan, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int, adaptive: bool = True):
-        self.plan, self.num_drafts, self.adaptive = plan, num_drafts, adaptive
-        self.max_rows = plan.max_head_rows  # logits rows that a step may have
-        self.max_tokens = min(max_num_batched_tokens, self.max_rows)
-        self.lengths = sorted({num_drafts, *(k for _, k in plan.draft if k < num_drafts)}, reverse=True)
-        self.proposed = np.full((max_num_seqs, num_drafts), NO_DRAFT, np.int32)  # what follows each row's last token, by the device
-        self.rates = np.full(max_num_seqs, FIRST_RATE)  # how often the next draft is right
-        self.times = StepTimes()
+        self.plan = plan
+        self.num_drafts = num_drafts
+        self.adaptive = adaptive
+        self.max_rows: int = plan.max_head_rows  # logits rows that a step may have
+        self.max_tokens: int = min(max_num_batched_tokens, self.max_rows)
+        self.lengths: list[int] = sorted({num_drafts, *(k for _, k in plan.draft if k < num_drafts)}, reverse=True)
+        self.proposed: np.ndarray = np.full((max_num_seqs, num_drafts), NO_DRAFT, np.int32)  # after each row's last token
+        self.rates: np.ndarray = np.full(max_num_seqs, FIRST_RATE)  # how often a row's next draft is right
+        self.times: StepTimes = StepTimes()
         self._last_finished = 0.0
         self._generations = np.full(max_num_seqs, -1, np.int64)
         self._of_new = FIRST_RATE  # what to expect of a row's next owner
