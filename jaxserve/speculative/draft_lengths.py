@@ -8,7 +8,7 @@ scheduler asks while it composes a step. Knows nothing of models, and of tokens 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ NUM_TIMES = 12  # last times of a shape that count
 ENOUGH_TIMES = 3  # fewer say nothing: the first may hold a compile
 RETRY_STEPS = 1000  # a shape that did not run for so many steps is timed anew
 
-Shape: TypeAlias = tuple[Bucket, int]  # of a step of decodes alone: its bucket, its head's rows
+Shape = tuple[Bucket, int]  # of a step of decodes alone: its bucket, its head's rows
 
 
 class StepTimes:
