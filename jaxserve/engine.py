@@ -79,7 +79,6 @@ class Engine:
         self.stats = EngineStats()
         self._groups: dict[str, list[Request]] = {}  # request id -> its samples
         self._in_flight: deque[tuple[Schedule, list[ScoreSpan], float, StepHandle]] = deque()  # the third: when it was dispatched
-        self._last_finished = 0.0  # when the last step's tokens were there
         self._in_hand: Schedule | None = None  # a step whose head waits for masks
         self._undelivered: list[EngineOutput] = []
         self._constraints = Constraints(self.config.model.vocab_size, self.config.plan.max_head_rows)
@@ -369,7 +368,10 @@ class Engine:
         tokens, counts = tokens_of(schedule, sampled)
         if sampled is not None:
             if self._draft_lengths is not None:
-                self._learn_of_drafts(self._draft_lengths, schedule, sampled, tokens, counts, begun)
+                self._draft_lengths.take_time(schedule, begun, time.monotonic())
+                fared = self._draft_lengths.take_tokens(schedule, tokens, counts, sampled.drafts, first_rows(schedule))
+                for entry, num_drafts, num_accepted in fared:
+                    self.stats.add_drafts(schedule.requests[entry], num_drafts, num_accepted)
             self.stats.sorted_rows += int(sampled.by_sort.sum())
             if sampled.bad_logits.any():
                 outputs += self._fail_bad_rows(schedule, sampled)
@@ -377,23 +379,6 @@ class Engine:
         self.stats.generated_tokens += len(result.requests)
         outputs += self._outputs(schedule, result, sampled)
         return outputs + self._follow_grammars(outputs) if self._constraints else outputs
-
-    def _learn_of_drafts(
-        self,
-        draft_lengths: DraftLengths,
-        schedule: Schedule,
-        sampled: SampledRows,
-        tokens: np.ndarray,
-        counts: np.ndarray | None,
-        begun: float,
-    ) -> None:
-        """A step's books: what its drafts were worth, and what it took since it was dispatched and the one before had finished."""
-        now = time.monotonic()
-        draft_lengths.take_time(schedule, now - max(begun, self._last_finished))
-        self._last_finished = now
-        assert sampled.drafts is not None
-        for outcome in draft_lengths.take_tokens(schedule, tokens, counts, sampled.drafts, first_rows(schedule)):
-            self.stats.add_drafts(schedule.requests[outcome.entry], outcome.num_drafts, outcome.num_accepted)
 
     def _outputs(self, schedule: Schedule, result: StepResult, sampled: SampledRows | None) -> list[EngineOutput]:
         outputs: list[EngineOutput] = []

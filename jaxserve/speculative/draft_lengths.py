@@ -8,7 +8,7 @@ scheduler asks while it composes a step. Knows nothing of models, and of tokens 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,8 +51,7 @@ class StepTimes:
         return sorted(times)[len(times) // 4]
 
 
-@dataclass(slots=True)
-class DraftOutcome:
+class DraftOutcome(NamedTuple):
     """How one sequence's drafts fared in one step."""
 
     entry: int  # of the schedule
@@ -75,6 +74,7 @@ class DraftLengths:
         self.proposed = np.full((max_num_seqs, num_drafts), NO_DRAFT, np.int32)  # what follows each row's last token, by the device
         self.rates = np.full(max_num_seqs, FIRST_RATE)  # how often the next draft is right
         self.times = StepTimes()
+        self._last_finished = 0.0
         self._generations = np.full(max_num_seqs, -1, np.int64)
         self._of_new = FIRST_RATE  # what to expect of a row's next owner
 
@@ -107,8 +107,10 @@ class DraftLengths:
         """Of a step of decodes alone."""
         return self.plan.select(num_tokens, num_seqs, max_q_len), self.plan.select_head_rows(num_tokens)
 
-    def take_time(self, schedule: Schedule, seconds: float) -> None:
-        """What a step took, which counts if it held decodes alone."""
+    def take_time(self, schedule: Schedule, begun: float, finished: float) -> None:
+        """When a step was dispatched and when its tokens were there, in seconds: it took what lies between, but for what the step
+        before had of it. Counts if it held decodes alone."""
+        seconds, self._last_finished = finished - max(begun, self._last_finished), finished
         if self.adaptive and schedule.num_decodes == schedule.num_seqs:
             self.times.add(self.shape(schedule.num_tokens, schedule.num_seqs, schedule.max_q_len), seconds)
 
@@ -117,10 +119,11 @@ class DraftLengths:
         schedule: Schedule,
         tokens: np.ndarray,  # i32[n] or i32[n, 1 + k]: sampled by each entry
         counts: np.ndarray | None,  # i32[n]: how many of them are output; None: one each
-        drafts: np.ndarray,  # i32[r, K]: proposed after each logits row
+        drafts: np.ndarray | None,  # i32[r, K]: proposed after each logits row
         first_rows: np.ndarray,  # intp[number of entries that sample]: the first logits row of each
     ) -> list[DraftOutcome]:
         """Learns from a step, in the order of the steps."""
+        assert drafts is not None, "the heads of an engine that speculates propose"
         d, rows, samples = schedule.num_decodes, schedule.rows, schedule.samples
         self._meet_new_owners(schedule)
         counts = samples.astype(np.int32) if counts is None else counts

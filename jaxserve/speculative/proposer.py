@@ -27,11 +27,12 @@ class Seen:
 class Proposer(Protocol):
     """Proposes what follows the tokens that a head has just sampled. Traced inside the head, so that the next step can be
     dispatched before anything is fetched.
-
-    num_drafts: K, the drafts that it proposes a sequence.
     """
 
-    num_drafts: int
+    @property
+    def num_drafts(self) -> int:
+        """K: drafts that it proposes a sequence."""
+        ...
 
     def init_state(self) -> Any:
         """What it keeps on the device, as a pytree of arrays: a draft model's weights and pages; () for nothing."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxserve.edit_rows import ALLOWED, BAD_WORDS, kinds_of
 from jaxserve.engine_outputs import rows_of_requests
+from jaxserve.speculative.proposer import NO_DRAFT
 from jaxserve.structured.grammars import Grammar, GrammarError
 from jaxserve.structured.masks import GrammarState, MaskFiller
 
@@ -77,17 +78,13 @@ class Constraints:
         been given to `advance`. The drafts of requests with foretold tokens are cut."""
         if self._filler is None:
             self._filler = MaskFiller(self._vocab_size, self._max_rows)
-        rows = [(row, r) for r, row in rows_of_requests(schedule) if r in self and not r.finished]
-        buffer = self._filler.fill({row: self._state(r) for row, r in rows})
-        if schedule.num_drafts:
-            assert proposed is not None
-            drafts = {id(r): proposed[row, : q_len - 1].tolist() for r, row, q_len in schedule.decodes() if q_len > 1}
-            for row, request in rows:
-                if id(request) in drafts:
-                    of_row = drafts[id(request)]
-                    self._filler.fill_drafts(
-                        buffer, row, self._state(request), [-1] * len(of_row) if request.num_foretold else of_row
-                    )
+        rows = {r: row for r, row in rows_of_requests(schedule) if r in self and not r.finished}
+        buffer = self._filler.fill({row: self._state(r) for r, row in rows.items()})
+        for request, seq_row, q_len in schedule.decodes() if schedule.num_drafts else ():
+            if q_len > 1 and request in rows:
+                assert proposed is not None
+                drafts = [NO_DRAFT] * (q_len - 1) if request.num_foretold else proposed[seq_row, : q_len - 1].tolist()
+                self._filler.fill_drafts(buffer, rows[request], self._state(request), drafts)
         return buffer
 
     def _state(self, request: Request) -> GrammarState:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxserve.speculative.proposer import NO_DRAFT
 from jaxserve.structured.grammars import Grammar, words_of
 
 ALL = -1  # a word of 32 allowed tokens
@@ -43,12 +44,6 @@ class GrammarState:
         other = copy.copy(self)
         other.matcher = self.matcher.deep_copy()
         return other
-
-    def rollback(self, num_tokens: int) -> None:
-        """Back to where it stood `num_tokens` tokens ago."""
-        assert num_tokens <= self.num_tokens and self.matcher.rollback(num_tokens), self.matcher.get_error()
-        self.num_tokens -= num_tokens
-        self.forced = self._forced()
 
     @property
     def complete(self) -> bool:
@@ -115,7 +110,7 @@ class MaskFiller:
         buffer[row + 1 : row + 1 + len(drafts)] = 0
         state = state.copy()
         for at, token in enumerate(drafts, row + 1):
-            if token < 0 or not state.advance([token]) or state.ended or state.error:
+            if token == NO_DRAFT or not state.advance([token]) or state.ended or state.error:
                 return
             if state.forced:
                 _allow_only(buffer[at], state.forced[0])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxserve.buckets import BucketPlan
+from jaxserve.request import Request, SamplingParams
 from jaxserve.schedule import Schedule
 from jaxserve.speculative.draft_lengths import DraftLengths
 
@@ -13,21 +14,21 @@ K = 4
 
 def schedule(rows: np.ndarray, num_drafts: np.ndarray, generation: int = 0) -> Schedule:
     n, q_lens = len(rows), (1 + num_drafts).astype(np.int32)
-    zeros, nobody = np.zeros(n, np.int32), [None] * n
+    zeros, nobody = np.zeros(n, np.int32), [Request(str(i), [1], SamplingParams()) for i in range(n)]
     return Schedule(
         0, nobody, rows, q_lens, zeros, zeros, np.ones(n, bool), np.full(n, generation), np.zeros((0, 3), np.int32),
         n, int(q_lens.sum()), int(q_lens.max()), int(num_drafts.sum()),
-    )  # fmt: skip  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
 
 
 class Machine:
     """Sequences whose next draft is right at a rate of their own, on a device whose step takes a base and a time a token."""
 
-    def __init__(self, rates: list[float], per_token: float, **options):
-        self.lengths = DraftLengths(PLAN, 8, 64, K, **options)
+    def __init__(self, rates: list[float], per_token: float, max_num_batched_tokens: int = 64, **options):
+        self.lengths = DraftLengths(PLAN, 8, max_num_batched_tokens, K, **options)
         self.rates, self.per_token, self.rng = np.array(rates), per_token, np.random.default_rng(0)
         self.rows = np.arange(len(rates))
-        self.num_tokens, self.seconds = 0, 0.0
+        self.num_tokens, self.seconds, self.clock = 0, 0.0, 0.0
         self.lengths_seen: list[int] = []
 
     def run(self, num_steps: int) -> None:
@@ -43,7 +44,8 @@ class Machine:
             bucket, _ = self.lengths.shape(step.num_tokens, step.num_seqs, step.max_q_len)
             seconds = 1 + self.per_token * bucket.tokens
             noisy = seconds * (1 + (self.rng.random() < 0.1) * self.rng.random())  # the machine does other things too
-            self.lengths.take_time(step, noisy)
+            self.clock += noisy
+            self.lengths.take_time(step, self.clock - noisy - 0.5, self.clock)  # dispatched while the one before ran
             self.num_tokens, self.seconds = self.num_tokens + int(counts.sum()), self.seconds + seconds
             self.lengths_seen.append(int(chosen.max()))
 
@@ -108,11 +110,7 @@ def test_it_can_be_told_not_to_adapt():
 
 
 def test_no_more_than_the_rows_and_tokens_of_a_step():
-    lengths = DraftLengths(PLAN, 64, 20, K)
-    for bucket_tokens in (8, 16, 24, 40):
-        assert bucket_tokens <= 64
-    machine = Machine([0.99] * 8, 0.0)
-    machine.lengths.max_tokens = 20
-    machine.run(50)
-    assert set(machine.lengths_seen) == {0}, "8 sequences with 2 drafts each are 24 tokens"
-    assert lengths.max_tokens == 20
+    for max_num_batched_tokens, most in ((20, 0), (24, 2), (40, 4)):
+        machine = Machine([0.99] * 8, 0.0, max_num_batched_tokens=max_num_batched_tokens)
+        machine.run(50)
+        assert max(machine.lengths_seen) == most

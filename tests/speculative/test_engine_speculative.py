@@ -5,7 +5,7 @@ bit, whatever they ask for and whatever happens to them. Each run asserts that d
 vocabularies are small, so that what they say repeats itself.
 """
 
-import collections
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -92,7 +92,7 @@ def asks(compiler: GrammarCompiler | None = None) -> list[tuple[Ask, Future | No
     return pairs
 
 
-Happenings = dict[int, collections.abc.Callable[[Engine], None]]  # by the step before which each happens
+Happenings = dict[int, Callable[[Engine], None]]  # by the step before which each happens
 
 
 def serve(engine: Engine, pairs: list[tuple[Ask, Future | None]], happenings: Happenings | None = None) -> dict[str, Answer]:

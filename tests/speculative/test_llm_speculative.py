@@ -42,12 +42,12 @@ def test_texts_are_those_without(llms, params):
 def test_the_counts_say_what_it_did(llms):
     on, off = llms
     before, steps = on.engine.stats.num_accepted_tokens, on.engine.stats.num_steps
-    params = SamplingParams(temperature=0, max_tokens=37, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=21, ignore_eos=True)  # to the end of the alphabet
     (output,) = on.generate([PROMPT], params, use_tqdm=False)
     metrics, stats = output.metrics, on.engine.stats
-    assert metrics.num_accepted_tokens == stats.num_accepted_tokens - before > 25
+    assert metrics.num_accepted_tokens == stats.num_accepted_tokens - before > 14
     assert metrics.num_accepted_tokens <= metrics.num_draft_tokens <= 5 * metrics.num_drafts
-    assert stats.num_steps - steps < 15, "six tokens a step"
+    assert stats.num_steps - steps < 8, "six tokens a step"
     assert "% of" in stats.draft_summary and off.engine.stats.draft_summary == ""
 
 
@@ -60,7 +60,7 @@ def test_rejection_sampling_is_greedy_where_rows_are(llms, tmp_path):
     on, off = (x.generate([PROMPT, PROMPT], [greedy, drawn], use_tqdm=False) for x in (llm, llms[1]))
     assert on[0].outputs[0].text == off[0].outputs[0].text
     assert on[1].outputs[0].text[:4] == off[1].outputs[0].text[:4], "of a distribution with one likely token"
-    assert llm.engine.stats.num_accepted_tokens > 40
+    assert llm.engine.stats.num_accepted_tokens > 30
     again = llm.generate([PROMPT], drawn, use_tqdm=False)
     assert again[0].outputs[0].token_ids == on[1].outputs[0].token_ids, "whoever shares the batch"
 

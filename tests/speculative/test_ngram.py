@@ -1,6 +1,7 @@
 """Prompt lookup on the device against a loop in plain Python."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -58,6 +59,7 @@ def test_what_is_found(tokens, drafts):
     history[1, : len(tokens)] = tokens
     proposer = NgramProposer(num_drafts=3, least=2, most=3)
     rows = np.array([1, 2], np.int32)  # the second is padding
-    seen = Seen(seq_rows=rows, num_tokens=np.full(2, len(tokens), np.int32), history=history, hidden=np.zeros((2, 4)))
+    known = np.full(2, len(tokens), np.int32)
+    seen = Seen(*map(jnp.asarray, (rows, known, history, np.zeros((2, 4), np.float32))))
     state, found = jax.jit(proposer.propose)(proposer.init_state(), seen)
     assert state == () and found[0].tolist() == drafts
