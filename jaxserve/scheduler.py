@@ -365,8 +365,12 @@ class Scheduler:
         """How many drafts each decode verifies. Every decode has its own token's budget, logits row and page already; drafts take
         what is left, half of it where prompts owe tokens, in running order, up to the length limit, and never preempt."""
         rows, config, n = self.rows, self.config, len(decodes)
-        wanted = np.minimum(draft_lengths.choose(decodes), rows.limit[decodes] - starts - 2)
-        num_prompts = min(len(rows.order) - n + len(self._waiting), config.max_num_seqs - n)  # which may end in this step
+        wanted = draft_lengths.choose(decodes)
+        if not wanted.any():
+            return wanted
+        wanted = np.minimum(wanted, rows.limit[decodes] - starts - 2)
+        num_prompts = len(rows.order) - n + len(self._waiting) + len(self._held)  # samples held may follow the first at once
+        num_prompts = min(num_prompts, config.max_num_seqs - n)  # that may end in this step, with a logits row each
         room = min(config.max_num_batched_tokens - n, draft_lengths.max_rows - n - num_prompts)
         ends = np.minimum(np.cumsum(np.maximum(wanted, 0)), max(0, room // 2 if num_prompts else room))
         num_drafts = np.diff(ends, prepend=0).astype(np.int32)

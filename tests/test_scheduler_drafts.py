@@ -96,6 +96,22 @@ def test_drafts_are_trimmed_to_the_logits_rows(num_waiting, num_drafts):
     harness.drain()
 
 
+def test_samples_that_join_with_their_first_have_logits_rows():
+    harness = Harness(num_drafts=3, max_rows=6, max_num_seqs=6)
+    harness.add(2, max_tokens=20)
+    harness.step()
+    samples = [harness.request([7, 8, 9], sample_index=i, seed=9 + i, ignore_eos=True) for i in range(4)]
+    for sample in samples:
+        sample.samples = samples
+        harness.scheduler.add(sample)
+    harness.propose((True, True, True))
+    schedule = harness.schedule()
+    assert schedule.num_seqs == 5 and schedule.samples.all() and 5 + schedule.num_drafts <= 6
+    harness.update()
+    harness.drain()
+    harness.assert_solo(*samples)
+
+
 @pytest.mark.parametrize("max_tokens, max_model_len, num_drafts", [(3, 64, 1), (2, 64, 0), (9, 7, 0), (9, 8, 1)])
 def test_drafts_are_trimmed_to_the_length_that_is_left(max_tokens, max_model_len, num_drafts):
     """One token is out; a decode with d drafts may bring d + 1 more."""

@@ -3,6 +3,8 @@
 import pytest
 
 from jaxserve import LLM, BucketPlan, SamplingParams
+from jaxserve.serving.messages import LoopStats
+from jaxserve.serving.metrics import Metrics
 from tests import alphabet_model
 from tests.alphabet_model import after
 
@@ -68,3 +70,13 @@ def test_rejection_sampling_is_greedy_where_rows_are(llms, tmp_path):
 def test_a_wrong_option_is_refused_before_anything_is_loaded():
     with pytest.raises(ValueError, match="unknown fields draft"):
         LLM("nowhere", speculative_config={"num_speculative_tokens": 2, "draft": 1})
+
+
+def test_metrics_have_the_counts_under_vllms_names():
+    stats = LoopStats(num_drafts=3, num_draft_tokens=9, num_accepted_tokens=5, num_accepted_tokens_per_pos=(3, 2))
+    lines = Metrics("m", stats).render().decode().splitlines()
+    for name, value in (("drafts", 3), ("draft_tokens", 9), ("accepted_tokens", 5)):
+        assert f'jaxserve:spec_decode_num_{name}_total{{model_name="m"}} {value}.0' in lines
+    for position, value in enumerate((3, 2)):
+        labels = f'{{model_name="m",position="{position}"}}'
+        assert f"jaxserve:spec_decode_num_accepted_tokens_per_pos_total{labels} {value}.0" in lines
