@@ -27,7 +27,7 @@ HOST_MODULES = ("scheduler", "page_pool", "policies", "request", "config", "buck
 HOST_MODULES += ("workloads", "traffic", "latency", "step_budget", "simulation.tuning", "serving.router_policy")
 HEAVY = ("jax", "flax", "torch", "transformers", "orbax", "fastapi", "matplotlib")
 # Import names whose distribution is called otherwise, or that come with another that is declared.
-DISTRIBUTIONS = {"absl": "absl-py", "jaxlib": "jax", "orbax": "orbax-checkpoint"}
+DISTRIBUTIONS = {"absl": "absl-py", "jaxlib": "jax", "orbax": "orbax-checkpoint", "yarl": "aiohttp"}
 
 
 def relative(path: Path) -> str:
