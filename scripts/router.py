@@ -19,7 +19,7 @@ from absl import app, flags
 
 from jaxserve.serving.router_policy import POLICIES
 
-_BACKENDS = flags.DEFINE_list("backends", [], "Addresses of the servers, http://host:port.", required=True)
+_BACKENDS = flags.DEFINE_list("backends", None, "Addresses of the servers, http://host:port.", required=True)
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 is every one that this machine has.")
 _PORT = flags.DEFINE_integer("port", 8000, "Port.", lower_bound=0, upper_bound=65535)
 _POLICY = flags.DEFINE_enum("policy", "prefix_aware", POLICIES, "How a server is chosen (jaxserve/serving/router_policy.py).")

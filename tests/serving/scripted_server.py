@@ -48,7 +48,8 @@ class Scripted:
                     connection.sendall(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\n\r\n")
                     self.num_checks += not self.healthy
                 elif path == b"/metrics":
-                    text = f'# a comment\nvllm:num_requests_waiting{{e="0"}} {self.waiting}.0\nvllm:num_requests_running {self.running}\n'
+                    text = f'# a comment\nvllm:num_requests_waiting{{e="0"}} {self.waiting}.0\n'
+                    text += f"vllm:num_requests_running {self.running}\n"
                     connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text.encode()))
                     self.num_checks += 1
                 else:
@@ -60,7 +61,7 @@ class Scripted:
         for part in list(self.script):
             if part == BREAK:
                 return False
-            if isinstance(part, float):
+            if not isinstance(part, bytes):
                 connection.settimeout(part)
                 with contextlib.suppress(TimeoutError):
                     if not connection.recv(1):

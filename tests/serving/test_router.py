@@ -159,11 +159,13 @@ def test_a_server_that_refuses_is_passed_over(two):
     with routing(a, b) as client:
         assert ask(client).json() == {"served by": b.url}
         b.answer({"full": "b"}, "503 Service Unavailable")
-        a.requests.clear(), b.requests.clear()
+        for server in two:
+            server.requests.clear()
         assert ask(client).status_code in (429, 503), "all refuse: one of their answers"
         assert num_asked(a, b) == [1, 1] and value(client, "refused_total") == 3
         a.answer({"bad": 1}, "400 Bad Request")
-        a.requests.clear(), b.requests.clear()
+        for server in two:
+            server.requests.clear()
         while ask(client).status_code != 400:
             pass
         assert len(a.requests) == 1, "what the client did wrong is not tried again"
@@ -332,11 +334,17 @@ def test_blocks_of_a_prompt():
     assert prompt_blocks("/tokenize", json.dumps({"prompt": text}).encode()) == [] == blocks_of(max_tokens=1)
 
 
-@given(
-    st.one_of(st.binary(), st.builds(lambda x: json.dumps({"prompt": x}).encode(), st.recursive(st.none() | st.text(), st.lists)))
-)
-def test_any_body_has_blocks(body):
-    assert prompt_blocks("/v1/completions", body) in ([], prompt_blocks("/v1/completions", body))
+@given(st.text(), st.text(), st.text(), st.integers(1, 30))
+def test_equal_beginnings_have_equal_blocks(shared, one, other, times):
+    shared = shared * 20 * times
+    blocks = blocks_of(prompt=shared + one), blocks_of(prompt=shared + other)
+    least = (len(json.dumps(shared)) - 1) // BLOCK_BYTES  # without the quote that ends it
+    assert blocks[0][:least] == blocks[1][:least] and min(map(len, blocks)) >= least
+
+
+@given(st.binary(max_size=BLOCK_BYTES))
+def test_nonsense_has_no_blocks(body):
+    assert prompt_blocks("/v1/completions", body) == []
 
 
 # ---- keys, control, options
