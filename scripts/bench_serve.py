@@ -110,7 +110,9 @@ def against_server(workloads: dict[float, Workload]) -> list[dict[str, Any]]:
                 here = summary(rate, run.times) | run.counts
                 there = summary(rate, over_http(Target(url), workload, engine.config.model.vocab_size, seed))
                 shares.append(there["output_throughput"] / here["output_throughput"])
+            print("in process, the last round:")
             report(here)
+            print("server, the last round:")
             report(there)
             share = statistics.median(shares[1:])
             print(f"rate {here['request_rate']}: the server reaches {share:.1%} of the engine in process (rounds: ", end="")
