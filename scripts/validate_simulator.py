@@ -81,7 +81,10 @@ def main(argv: list[str]) -> None:
     if _VIDUR.value:
         from scripts.vidur_profiles import compare, table
 
-        rows = compare(Path(_VIDUR.value))
+        try:
+            rows = compare(Path(_VIDUR.value))
+        except ValueError as error:
+            raise app.UsageError(str(error)) from None
         print(table(rows))
         write_json(_JSON.value, {"benchmark": "validate_operators", "rows": rows, **provenance()})
         return

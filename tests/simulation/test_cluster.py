@@ -44,13 +44,13 @@ def test_all_tokens_are_served(replica):
 
 
 def test_replicas_share_the_load():
-    """Four replicas at four times the rate serve nearly as one does at one; loads balance better by load than in turn."""
+    """Four replicas at four times the rate serve nearly as fast as one does at one; loads balance better by load than in turn."""
     one = replay(random_workload(100, 1, rate=10.0), PLAN, MODEL, LIMITS, 256).times
     work = random_workload(400, 1, rate=40.0)
     runs = {name: replay_cluster(work, lambda b, p: Replica(b, PLAN, MODEL, LIMITS, 256, prefix_caching=p), 4, make_policy(name))
             for name in POLICIES}  # fmt: skip
     late = {name: float(np.quantile(run.times.seconds("ttft"), 0.9)) for name, run in runs.items()}
-    assert late["least_loaded"] < late["round_robin"] and late["least_loaded"] < 1.2 * np.quantile(one.seconds("ttft"), 0.9)
+    assert late["least_loaded"] < late["round_robin"] and late["least_loaded"] < 1.5 * np.quantile(one.seconds("ttft"), 0.9)
     busy = runs["least_loaded"].busy
     assert busy.max() < 1.2 * busy.min()
 
