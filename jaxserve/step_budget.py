@@ -59,7 +59,7 @@ class StepBudget:
             starts, seen = np.minimum(starts, self.window - 1), np.minimum(seen, self.window)
         kv_tokens = int((starts // self.page_size + 1).sum()) * self.page_size
         head = self._head_seconds[min(np.searchsorted(self._head_rows, n + 1), len(self._head_rows) - 1)]
-        seconds = head + self._base + self._per_kv_token * kv_tokens + self._per_pair * chunks * seen
+        seconds = head + self._base + self._per_kv_token * kv_tokens + self._per_pair * (chunks * seen)
         good = np.flatnonzero((seconds <= self.objective) & (self.tokens > n))
         if len(good):
             return int(self.tokens[good[-1]])
