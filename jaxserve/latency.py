@@ -22,6 +22,7 @@ class ServedTimes:
 
     arrivals, first, last: f64[n] seconds on one clock, of each request's arrival, first and last token. num_prompt, num_output:
     i64[n] tokens. gaps: f64[m] seconds between neighbouring tokens of one request; gap_counts: i64[m] how often each occurred.
+    scheduled: f64[n], when a step first held each request; None where nobody noted it.
     """
 
     arrivals: np.ndarray
@@ -31,6 +32,7 @@ class ServedTimes:
     num_output: np.ndarray
     gaps: np.ndarray
     gap_counts: np.ndarray
+    scheduled: np.ndarray | None = None
 
     @property
     def duration(self) -> float:
@@ -45,6 +47,12 @@ class ServedTimes:
             return self.last - self.arrivals
         several = self.num_output > 1
         return (self.last - self.first)[several] / (self.num_output[several] - 1)
+
+    @property
+    def scheduling_delays(self) -> np.ndarray:
+        """Seconds from each request's arrival to the first step that held it."""
+        assert self.scheduled is not None, "these times were taken without noting when requests were first scheduled"
+        return self.scheduled - self.arrivals
 
     def gap_quantile(self, q: float) -> float:
         """The q-quantile (0 to 1) of the gaps between tokens, in seconds; 0 where no request had two."""

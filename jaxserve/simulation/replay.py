@@ -121,6 +121,7 @@ class _Run:
         self.page_size = scheduler.pool.page_size
         self.padding = PaddingAccount()
         self.first = np.full(n, np.nan)
+        self._scheduled = np.full(n, np.nan)
         self._token_times = np.full(n, np.nan)  # of each request's last token
         self._arrived = 0
         self._rows: list[tuple[int, ...]] = []
@@ -169,6 +170,9 @@ class _Run:
         head_rows = self.plan.select_head_rows(samples) if samples else 0
         seconds = self.step_times.seconds(bucket, head_rows, kv_tokens, pairs)
         start, end = clock.dispatch(seconds)
+        for request in schedule.requests[schedule.num_decodes :]:
+            if np.isnan(self._scheduled[request.order]):
+                self._scheduled[request.order] = start
         self.padding.add(bucket, tokens, head_rows, samples)
         self._rows.append(row)
         self._buckets.append(bucket)
@@ -190,7 +194,7 @@ class _Run:
     def result(self) -> Replay:
         values, counts = np.unique(np.round(np.concatenate(self._gaps), 9), return_counts=True)
         num_prompt, num_output = np.array([(r.num_prompt_tokens, r.num_output_tokens) for r in self.requests]).T
-        times = ServedTimes(self.sent, self.first, self._token_times, num_prompt, num_output, values, counts)
+        times = ServedTimes(self.sent, self.first, self._token_times, num_prompt, num_output, values, counts, self._scheduled)
         demands = DemandLog.from_rows(self._rows)
         starts, seconds = np.array(self._starts), np.array(self._seconds)
         return Replay(times, demands, self._buckets, starts, seconds, self.padding, self.scheduler.stats())
