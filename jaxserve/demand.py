@@ -16,21 +16,34 @@ from jaxserve.schedule import Schedule
 COLUMNS = ("tokens", "seqs", "decodes", "max_q_len", "samples", "kv_tokens", "pairs")
 
 
-def step_demand(schedule: Schedule, page_size: int) -> tuple[int, int, int, int, int, int, int]:
-    """One step's COLUMNS.
+def step_demand(schedule: Schedule, page_size: int, window: int | None = None) -> tuple[int, int, int, int, int, int, int]:
+    """One step's COLUMNS. window: positions that a query sees, its own included; None: all of them.
 
     tokens, seqs, decodes: query tokens, sequences, and those of them that decode. max_q_len: the longest chunk (1: decodes alone).
     samples: sequences that sample. kv_tokens: positions of KV that the decodes read, whole pages. pairs: (query, key) pairs that
     the chunks of prompts attend to.
     """
     d = schedule.num_decodes
-    pages = (schedule.starts[:d] + schedule.q_lens[:d] + page_size - 1) // page_size
+    lens = schedule.starts[:d] + schedule.q_lens[:d]
+    pages = ((lens if window is None else np.minimum(lens, window)) + page_size - 1) // page_size
     pairs = 0
     if d < schedule.num_seqs:
         starts, q_lens = schedule.starts[d:].astype(np.int64), schedule.q_lens[d:].astype(np.int64)
-        pairs = int((q_lens * starts + q_lens * (q_lens + 1) // 2).sum())
+        pairs = int(_num_pairs(starts, starts + q_lens, window).sum())
     samples, kv_tokens = int(schedule.samples.sum()), int(pages.sum()) * page_size
     return schedule.num_tokens, schedule.num_seqs, d, schedule.max_q_len, samples, kv_tokens, pairs
+
+
+def _num_pairs(
+    starts: np.ndarray,  # i64[n]
+    ends: np.ndarray,  # i64[n]
+    window: int | None,
+) -> np.ndarray:
+    """i64[n]: the keys that the queries at positions [start, end) see, one more each until the window is full."""
+    if window is None:
+        return (ends * (ends + 1) - starts * (starts + 1)) // 2
+    low, high = np.minimum(starts, window), np.minimum(ends, window)
+    return (high * (high + 1) - low * (low + 1)) // 2 + (ends - starts - (high - low)) * window
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.buckets import BucketPlan
-from jaxserve.simulation.step_time import StepTimeModel
+from jaxserve.simulation.step_time import StepTimes
+from jaxserve.simulation.unpadded import UnpaddedPlan
 
 
 class StepBudget:
@@ -26,12 +27,17 @@ class StepBudget:
     """
 
     def __init__(
-        self, step_times: StepTimeModel, plan: BucketPlan, objective: float, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        step_times: StepTimes,
+        plan: BucketPlan | UnpaddedPlan,
+        objective: float,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
     ):
         if not objective > 0:
             raise ValueError(f"tbt_slo_ms={1e3 * objective:g} must be above 0")
         buckets = [b for b in plan.buckets if b.max_q_len > 1 and b.seqs >= min(b.tokens, max_num_seqs)]
-        self.objective, self.page_size = objective, step_times.page_size
+        self.objective, self.page_size, self.window = objective, step_times.page_size, step_times.window
         self.tokens = np.array([min(b.tokens, max_num_batched_tokens) for b in buckets])
         self._base, self._per_kv_token, self._per_pair = np.stack([step_times.coefficients(b) for b in buckets], axis=1)
         heads = [step_times.head_seconds(rows) for rows in plan.head_rows]
@@ -45,11 +51,13 @@ class StepBudget:
         """Most tokens, decodes included. Prompts never starve: where no bucket meets the objective it is the smallest that holds
         the decodes and one token more."""
         n = len(starts)
-        kv_tokens = int((starts // self.page_size + 1).sum()) * self.page_size
         chunks = np.maximum(0, self.tokens - n)
+        seen = chunk_start + (chunks + 1) / 2  # keys, by a chunk's query on average
+        if self.window is not None:
+            starts, seen = np.minimum(starts, self.window - 1), np.minimum(seen, self.window)
+        kv_tokens = int((starts // self.page_size + 1).sum()) * self.page_size
         head = self._head_seconds[min(np.searchsorted(self._head_rows, n + 1), len(self._head_rows) - 1)]
-        pairs = chunks * (chunk_start + (chunks + 1) / 2)
-        seconds = head + self._base + self._per_kv_token * kv_tokens + self._per_pair * pairs
+        seconds = head + self._base + self._per_kv_token * kv_tokens + self._per_pair * chunks * seen
         good = np.flatnonzero((seconds <= self.objective) & (self.tokens > n))
         if len(good):
             return int(self.tokens[good[-1]])

@@ -1,7 +1,7 @@
 """A workload through the real scheduler in virtual time.
 
 Owns the clock and the loop of the engine (a step is scheduled while the one before runs, its tokens come back one step late); the
-scheduler, the page pool and the choice of buckets are the engine's own, a step's time is a StepTimeModel's. No tokens are
+scheduler, the page pool and the choice of buckets are the engine's own, a step's time is what the StepTimes say. No tokens are
 computed: requests end by length, and every prompt is its own (or begins as others of its group do, where prefixes are cached).
 """
 
@@ -21,7 +21,8 @@ from jaxserve.page_pool import PagePool
 from jaxserve.request import Request, SamplingParams
 from jaxserve.schedule import Schedule, SchedulerStats
 from jaxserve.scheduler import Scheduler
-from jaxserve.simulation.step_time import StepTimeModel
+from jaxserve.simulation.step_time import StepTimes
+from jaxserve.simulation.unpadded import UnpaddedPlan
 from jaxserve.step_budget import StepBudget
 from jaxserve.workloads import Workload
 
@@ -31,9 +32,13 @@ _OTHER_IDS = 1 << 28  # beyond every vocabulary
 
 @dataclass(frozen=True)
 class Replay:
-    """What a workload did. demands, buckets, seconds, starts: one entry a step (seconds: on the device)."""
+    """What a workload did. demands, buckets, seconds, starts: one entry a step (seconds: on the device).
+
+    scheduled: f64[n], when the first step with each request began; less its arrival, the scheduling delay.
+    """
 
     times: ServedTimes
+    scheduled: np.ndarray
     demands: DemandLog
     buckets: list[Bucket]
     starts: np.ndarray  # f64[steps], when the device began each
@@ -64,8 +69,8 @@ class _Clock:
 
 def replay(
     workload: Workload,
-    plan: BucketPlan,
-    step_times: StepTimeModel,
+    plan: BucketPlan | UnpaddedPlan,
+    step_times: StepTimes,
     limits: SchedulerConfig,
     num_pages: int,
     *,
@@ -110,7 +115,9 @@ def replay(
 class _Run:
     """The books of one replay."""
 
-    def __init__(self, workload: Workload, plan: BucketPlan, step_times: StepTimeModel, scheduler: Scheduler, max_concurrency: int):
+    def __init__(
+        self, workload: Workload, plan: BucketPlan | UnpaddedPlan, step_times: StepTimes, scheduler: Scheduler, max_concurrency: int
+    ):
         n = len(workload.requests)
         self.requests, self.plan, self.step_times, self.scheduler = workload.requests, plan, step_times, scheduler
         self.max_concurrency = max_concurrency
@@ -164,7 +171,7 @@ class _Run:
 
     def dispatch(self, schedule: Schedule, clock: _Clock) -> float:
         """Runs a step; the time at which its tokens are there."""
-        row = step_demand(schedule, self.page_size)
+        row = step_demand(schedule, self.page_size, self.step_times.window)
         tokens, seqs, _, max_q_len, samples, kv_tokens, pairs = row
         bucket = self.plan.select(tokens, seqs, max_q_len)
         head_rows = self.plan.select_head_rows(samples) if samples else 0
@@ -197,4 +204,4 @@ class _Run:
         times = ServedTimes(self.sent, self.first, self._token_times, num_prompt, num_output, values, counts, self._scheduled)
         demands = DemandLog.from_rows(self._rows)
         starts, seconds = np.array(self._starts), np.array(self._seconds)
-        return Replay(times, demands, self._buckets, starts, seconds, self.padding, self.scheduler.stats())
+        return Replay(times, self._scheduled, demands, self._buckets, starts, seconds, self.padding, self.scheduler.stats())

@@ -1,7 +1,7 @@
 """How long a step takes: a model fitted to measured steps of one machine, model and set of limits.
 
-Owns the model's form, its fit, its interpolation between measured buckets, and its JSON. Knows nothing of how steps are measured
-(measure.py) or of requests.
+Owns what a model of step times is asked (StepTimes), the measured one's form, its fit, its interpolation between measured buckets,
+and its JSON. Knows nothing of how steps are measured (measure.py) or of requests; analytic.py models machines not at hand.
 
 A body's time is affine in what it attends to, with coefficients of each bucket's own, since padding and tiles are a bucket's:
 
@@ -19,13 +19,33 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxserve.buckets import Bucket
 
 _FORMAT = "jaxserve-step-times-1"
+
+
+class StepTimes(Protocol):
+    """What a replay asks: seconds of a body in its bucket and of a head, affine in the KV positions that decodes read (kv_tokens)
+    and the query-key pairs of chunks (pairs).
+
+    page_size: tokens a page. host_seconds: of dispatching a step. window: positions that a query sees, which kv_tokens and pairs
+    are counted by; None: all of them.
+    """
+
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def host_seconds(self) -> float: ...
+    @property
+    def window(self) -> int | None: ...
+    def body_seconds(self, bucket: Bucket, kv_tokens: Any = 0, pairs: Any = 0) -> Any: ...
+    def coefficients(self, bucket: Bucket) -> np.ndarray: ...
+    def head_seconds(self, rows: int) -> float: ...
+    def seconds(self, bucket: Bucket, head_rows: int, kv_tokens: float, pairs: float) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -87,6 +107,11 @@ class StepTimeModel:
 
     def __hash__(self) -> int:
         return id(self)
+
+    @property
+    def window(self) -> int | None:
+        """None: what a window saves is in the coefficients."""
+        return None
 
     @functools.cached_property
     def _decode_curve(self) -> tuple[np.ndarray, np.ndarray]:
