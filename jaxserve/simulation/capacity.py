@@ -69,7 +69,7 @@ def capacity(serve: Callable[[float], Trial], objective: Objective, *, start: fl
     none does.
 
     serve: a rate -> its trial. Rates are powers of 1 + precision, so that searches for several objectives ask for the same ones.
-    start: where the search begins; it doubles or halves from there, then bisects.
+    start: where the search begins; it goes up or down from there in steps that double, then bisects.
 
     Raises:
       ValueError: a trial has too few gaps, or no rate is too high (too few requests to overload anything).
@@ -87,16 +87,16 @@ def capacity(serve: Callable[[float], Trial], objective: Objective, *, start: fl
         trials[k] = serve(rate_of(k))
         return trials[k].meets(objective)
 
-    stride = max(1, round(math.log(2) / base))
+    stride = max(1, round(math.log(1.2) / base))
     low = high = round(math.log(start) / base)
     if good(low):
         while good(high := low + stride):
-            low = high
+            low, stride = high, 2 * stride
             if rate_of(high) > HIGHEST_RATE:
                 raise ValueError(f"{rate_of(high):.3g} requests a second still meet {objective}: serve more requests")
     else:
         while not good(low := high - stride):
-            high = low
+            high, stride = low, 2 * stride
             if trials[low].peak == 1 or rate_of(low) < LOWEST_RATE:
                 return 0.0  # each request had the machine to itself: going slower helps nobody
     while high - low > 1:

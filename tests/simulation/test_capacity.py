@@ -38,7 +38,7 @@ def test_step_function(edge, start, precision):
 
     found = capacity(serve, Objective(tbt=2.0), start=start, precision=precision)
     assert found <= edge < found * (1 + precision) * (1 + 1e-9)
-    assert len(asked) == len(set(asked)) <= 4 + abs(math.log2(edge / start)) + math.log2(1 + math.log(2) / math.log1p(precision))
+    assert len(asked) == len(set(asked)) <= 6 + 2 * math.log2(2 + abs(math.log(edge / start)) / math.log1p(precision))
 
 
 def test_both_objectives_bind():
@@ -50,10 +50,10 @@ def test_both_objectives_bind():
 def test_no_rate_and_every_rate():
     asked = []
     assert capacity(lambda rate: asked.append(rate) or trial(rate, tbt=9.0), Objective(tbt=2.0)) == 0.0
-    assert len(asked) > 9 and min(asked) < 1e-3
+    assert len(asked) > 4 and min(asked) < 1e-3
     alone = lambda rate: asked.append(rate) or replace(trial(rate, tbt=9.0), peak=1 if rate < 0.1 else 2)  # noqa: E731
     del asked[:]
-    assert capacity(alone, Objective(tbt=2.0)) == 0.0 and min(asked) > 0.05, "it went on where no request met another"
+    assert capacity(alone, Objective(tbt=2.0)) == 0.0 and min(asked) > 0.01, "it went on where no request met another"
     with pytest.raises(ValueError, match="still meet .* serve more requests"):
         capacity(trial, Objective(tbt=2.0))
     with pytest.raises(ValueError, match="99 times between tokens are fewer than the 10000 that P99"):
