@@ -192,11 +192,11 @@ class PaddingAccount:
     head_rows: int = 0
     padded_head_rows: int = 0
 
-    def add(self, bucket: Bucket, num_tokens: int, head_rows: int, num_samples: int) -> None:
-        """Counts one step: its demand, and the bucket and head that ran it."""
-        self.steps[bucket] = self.steps.get(bucket, 0) + 1
+    def add(self, bucket: Bucket, num_tokens: int, head_rows: int, num_samples: int, num_steps: int = 1) -> None:
+        """Counts a step, or several of one bucket together: their demand, and the bucket and head that ran them."""
+        self.steps[bucket] = self.steps.get(bucket, 0) + num_steps
         self.tokens += num_tokens
-        self.padded_tokens += bucket.tokens - num_tokens
+        self.padded_tokens += num_steps * bucket.tokens - num_tokens
         self.head_rows += num_samples
         self.padded_head_rows += head_rows - num_samples
 

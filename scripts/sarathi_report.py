@@ -19,8 +19,8 @@ def text(cell: Any) -> str:
 
 
 def agreement(published: float | None, ours: float | None) -> str:
-    """Of two ratios: "agrees" where ours is above 1 by what the published one is, within a quarter; "same sign" where both lie on one
-    side of 1; else "contradicts"."""
+    """Of two ratios: "agrees" where ours is above 1 by what the published one is, within a quarter; "same sign" where both lie on
+    one side of 1; else "contradicts"."""
     if published is None or ours is None:
         return ""
     if abs(ours - published) <= 0.25 * abs(published - 1):

@@ -4,7 +4,7 @@ Owns datasheet values and the shares of them that kernels reach. Knows no model,
 
 Shares of a peak come from microbenchmarks, papers and libraries' own tuning tables, never from a serving result. Those marked (V)
 were read from one of Vidur's published kernel profiles (github.com/microsoft/vidur, MIT), Llama-2-7B's linear operators on an
-A100; its other profiles (other GPUs and models, tensor parallelism of 2 to 8) are held out, and scripts.validate_simulator compares.
+A100; its other profiles (other GPUs and models, tensor parallelism of 2 to 8) are held out: scripts.validate_simulator.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def test_replay_of_an_analytic_machine():
     by_hand = [times.base_seconds(300) + times.per_pair * 300 * 301 / 2 + times.head_seconds(1)]
     by_hand += [decode + times.per_kv_token * 16 * pages for pages in (19, 19, 19, 19, 20)]
     assert run.seconds == pytest.approx(by_hand) and run.padding.padded_tokens == 0
-    assert run.scheduled == pytest.approx([0.0])
+    assert run.times.scheduled == pytest.approx([0.0])
 
 
 def test_window_limits_what_attention_reads():

@@ -102,3 +102,56 @@ def test_bad_input(tmp_path):
     path.write_text('{"tokens": 1}\n')
     with pytest.raises(ValueError, match="line 1: not a record"):
         DemandLog.load(path)
+
+
+POLICIES = [
+    {},
+    {"policy": "orca"},
+    {"policy": "prefill_first"},
+    {"policy": "request_level"},
+    {"mixed": False},
+    {"chunked": False},
+    {"order": "priority"},
+]
+
+
+@pytest.mark.parametrize("options", POLICIES, ids=lambda options: "-".join(map(str, options.values())) or "sarathi")
+@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize("num_pages", [60, 400])
+def test_runs_of_decodes_change_nothing(monkeypatch, options, async_scheduling, num_pages):
+    """Steps taken many at once leave every time, demand and count as single steps do, bit for bit, short of pages or not."""
+    limits = SchedulerConfig(max_model_len=220, max_num_batched_tokens=64, max_num_seqs=8, **options)
+    rng = np.random.default_rng(7)
+    prompts, outputs, times = rng.integers(1, 60, 80), rng.integers(1, 120, 80), np.cumsum(rng.exponential(0.2, 80))
+    work = workload(*zip(prompts.tolist(), outputs.tolist(), times.tolist(), strict=True))
+    at_once, sizes = replay_counting(monkeypatch, work, limits, num_pages, async_scheduling)
+    monkeypatch.setattr("jaxserve.simulation.replica.num_certain_steps", lambda *_: 0)
+    singly = replay(work, PLAN, MODEL, limits, num_pages, async_scheduling=async_scheduling)
+    assert sum(sizes) > 0.2 * len(singly.seconds), "hardly a step was skipped"
+    for name in ("starts", "seconds", "buckets"):
+        assert list(getattr(at_once, name)) == list(getattr(singly, name)), name
+    for name in ("arrivals", "scheduled", "first", "last", "gaps", "gap_counts"):
+        assert getattr(at_once.times, name).tolist() == getattr(singly.times, name).tolist(), name
+    for name in COLUMNS:
+        assert getattr(at_once.demands, name).tolist() == getattr(singly.demands, name).tolist(), name
+    assert at_once.stats == singly.stats and at_once.padding == singly.padding
+    assert num_pages == 400 or options.get("policy") in ("orca", "request_level") or singly.stats.num_preemptions > 0
+
+
+def replay_counting(monkeypatch, work, limits, num_pages, async_scheduling):
+    """(a replay, how many steps each run had), with every scheduler and pool checked at its end."""
+    from jaxserve.simulation import replica
+
+    sizes, schedulers = [], []
+
+    def skip(scheduler, num_steps, token, real=replica.skip_steps):
+        sizes.append(num_steps)
+        schedulers.append(scheduler)
+        real(scheduler, num_steps, token)
+        scheduler.check_invariants()
+
+    monkeypatch.setattr(replica, "skip_steps", skip)
+    run = replay(work, PLAN, MODEL, limits, num_pages, async_scheduling=async_scheduling)
+    schedulers[0].check_invariants()
+    assert not schedulers[0].has_unfinished and schedulers[0].pool.num_free_pages == num_pages
+    return run, sizes

@@ -1,0 +1,130 @@
+"""What came of each request and of each step, written down as a replay goes on.
+
+Owns the arrays behind ServedTimes, DemandLog and Replay's columns, compact enough for a day of traffic. Knows no clock and no
+scheduler.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxserve.buckets import Bucket, PaddingAccount
+from jaxserve.demand import COLUMNS, DemandLog
+from jaxserve.latency import ServedTimes
+from jaxserve.workloads import Workload
+
+
+class RequestBooks:
+    """When each request of a workload was sent, first scheduled, and got its first and last token; and all gaps between tokens.
+
+    Rows are the workload's. ValueError where the workload is not in the order of its arrivals.
+    """
+
+    def __init__(self, workload: Workload):
+        self.workload = workload
+        n = len(workload.requests)
+        self.sent = np.array([r.arrived_at for r in workload.requests])
+        if (np.diff(self.sent) < 0).any():
+            raise ValueError(f"workload {workload.name} is not in the order of its arrivals; see traffic.as_recorded")
+        self.scheduled, self.first, self.last = np.full(n, np.nan), np.full(n, np.nan), np.full(n, np.nan)
+        self._gaps, self._gap_counts = array("d"), array("q")
+        self.num_ended = 0
+
+    def schedule(self, rows: Sequence[int], start: float) -> None:
+        """A step that begins at `start` holds chunks of these requests."""
+        for row in rows:
+            if np.isnan(self.scheduled[row]):
+                self.scheduled[row] = start
+
+    def take(
+        self,
+        rows: np.ndarray,  # intp[n], distinct
+        now: float,
+        before: float,  # when most of them got the token before
+    ) -> None:
+        """Each of these requests gets a token."""
+        last = self.last[rows]
+        self.last[rows] = now
+        alike = int((last == before).sum())
+        if alike:
+            self._gaps.append(now - before)
+            self._gap_counts.append(alike)
+        if alike < len(rows):
+            rows, last = rows[last != before], last[last != before]
+            first = np.isnan(last)
+            self.first[rows[first]] = now
+            others = now - last[~first]
+            self._gaps.extend(others.tolist())
+            self._gap_counts.extend([1] * len(others))
+
+    def take_run(
+        self,
+        rows: np.ndarray,  # intp[n], distinct
+        times: Sequence[float],
+    ) -> None:
+        """Each of these requests, which have one, gets a token at each of these times but the first, where they got their last."""
+        self._gaps.extend([b - a for a, b in zip(times, times[1:], strict=False)])
+        self._gap_counts.extend([len(rows)] * (len(times) - 1))
+        self.last[rows] = times[-1]
+
+    def times(self) -> ServedTimes:
+        """Gaps are rounded to a nanosecond, and counted."""
+        values, index = np.unique(np.round(np.frombuffer(self._gaps), 9), return_inverse=True)
+        counts = np.bincount(index, weights=np.frombuffer(self._gap_counts, np.int64), minlength=len(values)).astype(np.int64)
+        requests = self.workload.requests
+        num_prompt, num_output = np.array([(r.num_prompt_tokens, r.num_output_tokens) for r in requests]).T
+        return ServedTimes(self.sent, self.first, self.last, num_prompt, num_output, values, counts, self.scheduled)
+
+
+class StepBooks:
+    """The steps of one replica: what each asked for, its bucket, when it began and how long it took."""
+
+    def __init__(self):
+        self.padding = PaddingAccount()
+        self.buckets: list[Bucket] = []
+        self._demands, self._starts, self._seconds = array("q"), array("d"), array("d")
+
+    def add(self, demand: tuple[int, ...], bucket: Bucket, head_rows: int, start: float, seconds: float) -> None:
+        """One step. demand: of step_demand."""
+        self._demands.extend(demand)
+        self.buckets.append(bucket)
+        self._starts.append(start)
+        self._seconds.append(seconds)
+        self.padding.add(bucket, demand[0], head_rows, demand[4])
+
+    def add_decodes(
+        self,
+        num_seqs: int,
+        kv_tokens: np.ndarray,  # i64[n]
+        bucket: Bucket,
+        head_rows: int,
+        starts: Sequence[float],
+        seconds: Sequence[float],
+    ) -> None:
+        """n steps of num_seqs decodes."""
+        n = len(starts)
+        demands = np.empty((n, len(COLUMNS)), np.int64)
+        demands[:] = (num_seqs, num_seqs, num_seqs, 1, num_seqs, 0, 0)
+        demands[:, COLUMNS.index("kv_tokens")] = kv_tokens
+        self._demands.frombytes(demands.tobytes())
+        self.buckets += [bucket] * n
+        self._starts.extend(starts)
+        self._seconds.extend(seconds)
+        self.padding.add(bucket, n * num_seqs, n * head_rows, n * num_seqs, num_steps=n)
+
+    @property
+    def demands(self) -> DemandLog:
+        return DemandLog(*np.frombuffer(self._demands, np.int64).reshape(-1, len(COLUMNS)).T)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """f64[n]"""
+        return np.array(self._starts)
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """f64[n]"""
+        return np.array(self._seconds)

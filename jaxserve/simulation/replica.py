@@ -1,0 +1,190 @@
+"""One engine in virtual time: the real scheduler and page pool, and a clock in place of a device.
+
+Owns the loop of the engine (a step is scheduled while the one before runs, its tokens come back one step late) and its times. Where
+requests come from is replay.py's and cluster.py's; a pipeline of stages is pipeline.py's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import replace
+from operator import attrgetter
+
+import numpy as np
+
+from jaxserve.buckets import Bucket, BucketPlan
+from jaxserve.config import SchedulerConfig
+from jaxserve.demand import step_demand
+from jaxserve.page_pool import PagePool
+from jaxserve.request import Request, SamplingParams
+from jaxserve.schedule import Schedule, SchedulerStats
+from jaxserve.scheduler import Scheduler
+from jaxserve.simulation.books import RequestBooks, StepBooks
+from jaxserve.simulation.decode_runs import kv_tokens_of_run, num_certain_steps, skip_steps
+from jaxserve.simulation.step_time import StepTimes
+from jaxserve.simulation.unpadded import UnpaddedPlan
+from jaxserve.step_budget import StepBudget
+
+_ORDER = attrgetter("order")  # of adding: the place in a replica's _rows
+_TOKEN = 1  # what every step samples
+_OTHER_IDS = 1 << 28  # beyond every vocabulary
+
+
+class SimulatedEngine:
+    """What replicas share: a scheduler, its requests as rows of the workload, and the books.
+
+    plan, step_times, limits, num_pages, objective: as `replay`'s. prefix_caching: whether prompts with token ids share pages.
+    """
+
+    def __init__(
+        self,
+        books: RequestBooks,
+        plan: BucketPlan | UnpaddedPlan,
+        step_times: StepTimes,
+        limits: SchedulerConfig,
+        num_pages: int,
+        *,
+        prefix_caching: bool,
+        objective: float | None = None,
+    ):
+        plan.check(limits.max_num_seqs, limits.max_num_batched_tokens)
+        budget = None
+        if objective is not None:
+            budget = StepBudget(step_times, plan, objective, limits.max_num_seqs, limits.max_num_batched_tokens)
+        self.books, self.plan, self.step_times = books, plan, step_times
+        self.scheduler = Scheduler(limits, PagePool(num_pages, step_times.page_size, prefix_caching), budget)
+        self.steps = StepBooks()
+        self.now = 0.0  # of the host: whatever arrived by now is known to the next schedule
+        self._rows: list[int] = []  # of the workload, in order of adding
+        self._tokens = np.full(limits.max_num_seqs, _TOKEN, np.int32)
+        self._params: dict[int, SamplingParams] = {}
+        self._last_update = math.nan
+
+    def submit(self, row: int) -> None:
+        """A request of the workload arrives. ValueError, which names the row, if it could never be served."""
+        given = self.books.workload.requests[row]
+        params = self._params.get(given.num_output_tokens)
+        if params is None:
+            params = SamplingParams(max_tokens=given.num_output_tokens, ignore_eos=True)
+            self._params[given.num_output_tokens] = params
+        # A prompt known by its length alone is like no other.
+        prompt = list(given.prompt_token_ids or ()) or [_OTHER_IDS + row] * given.num_prompt_tokens
+        request = Request(f"r{row}", prompt, params, arrival=float(self.books.sent[row]))
+        try:
+            self.scheduler.add(request)
+        except ValueError as error:
+            raise ValueError(f"row {row} of the workload: {error}") from None
+        self._rows.append(row)
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Requests that wait, and that run."""
+        return self.scheduler.num_waiting, self.scheduler.num_running
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.stats()
+
+    def _demand(self, schedule: Schedule) -> tuple[tuple[int, ...], Bucket, int]:
+        """(demand, bucket, rows of the head) of a step."""
+        demand = step_demand(schedule, self.step_times.page_size, self.step_times.window)
+        tokens, seqs, _, max_q_len, samples, _, _ = demand
+        head_rows = self.plan.select_head_rows(samples) if samples else 0
+        return demand, self.plan.select(tokens, seqs, max_q_len), head_rows
+
+    def _begin(self, schedule: Schedule, start: float) -> None:
+        """Notes who is computed for the first time, perhaps."""
+        if schedule.num_decodes < schedule.num_seqs:
+            self.books.schedule([self._rows[r.order] for r in schedule.requests[schedule.num_decodes :]], start)
+
+    def _update(self, schedule: Schedule, now: float) -> None:
+        """Takes in the tokens of a step."""
+        result = self.scheduler.update(schedule, self._tokens[: schedule.num_seqs])
+        self.books.take(self._rows_of(result.requests), now, self._last_update)
+        self._last_update = now
+        self.books.num_ended += len(result.finished)
+
+    def _rows_of(self, requests: list[Request]) -> np.ndarray:
+        """intp[n]: their rows of the workload."""
+        rows = self._rows
+        return np.fromiter([rows[order] for order in map(_ORDER, requests)], np.intp, len(requests))
+
+
+class Replica(SimulatedEngine):
+    """An engine of one stage. async_scheduling: a step is dispatched before the tokens of the one before are back."""
+
+    def __init__(self, *args, async_scheduling: bool = True, **options):
+        super().__init__(*args, **options)
+        self._depth = int(async_scheduling)
+        self._in_flight: deque[tuple[Schedule, float]] = deque()  # with the time at which its tokens are there
+        self._device_free = 0.0
+
+    def turn(self, until: float = math.inf) -> bool:
+        """One step, or a run of decodes that all begin before `until`. False if there is nothing to compute."""
+        if self._run_of_decodes(until):
+            return True
+        schedule = self.scheduler.schedule()
+        if schedule is not None:
+            self._in_flight.append((schedule, self._dispatch(schedule)))
+        elif not self._in_flight:
+            return False
+        depth = self._depth if schedule is not None else 0
+        while len(self._in_flight) > depth:
+            schedule, end = self._in_flight.popleft()
+            self.now = max(self.now, end)
+            self._update(schedule, self.now)
+        return True
+
+    def _dispatch(self, schedule: Schedule) -> float:
+        """The host dispatches a step, the device runs one after another; when its tokens are there."""
+        demand, bucket, head_rows = self._demand(schedule)
+        seconds = self.step_times.seconds(bucket, head_rows, demand[5], demand[6])
+        self.now += self.step_times.host_seconds
+        start = max(self.now, self._device_free)
+        self._device_free = start + seconds
+        self._begin(schedule, start)
+        self.steps.add(demand, bucket, head_rows, start, seconds)
+        return self._device_free
+
+    def _run_of_decodes(self, until: float) -> bool:
+        """Several steps at once where they are certain; False, and nothing done, where they are not."""
+        scheduler, flying = self.scheduler, self._in_flight
+        num_seqs = scheduler.num_running
+        if flying and (flying[0][0].num_decodes != num_seqs or flying[0][0].num_seqs != num_seqs):
+            return False
+        most = num_certain_steps(scheduler, len(flying))
+        if not most:
+            return False
+        bucket, head_rows = self.plan.select(num_seqs, num_seqs, 1), self.plan.select_head_rows(num_seqs)
+        head = self.step_times.head_seconds(head_rows)
+        if math.isfinite(until):  # a step takes no less than one that reads nothing
+            most = min(most, int((until - self.now) / (float(self.step_times.body_seconds(bucket)) + head)) + 3)
+        kv_tokens = kv_tokens_of_run(scheduler, most, self.step_times.window)
+        seconds = (self.step_times.body_seconds(bucket, kv_tokens, 0) + head).tolist()
+        rows = self._rows_of(scheduler.rows.requests_at(scheduler.rows.order))
+        starts, updates, now, free = [], [], self.now, self._device_free
+        end = flying[0][1] if flying else 0.0  # of the step whose tokens come back next
+        for step in seconds:
+            if now >= until:
+                break
+            now += self.step_times.host_seconds
+            start = max(now, free)
+            free = start + step
+            now = max(now, end if flying else free)
+            end = free
+            starts.append(start)
+            updates.append(now)
+        n = len(starts)
+        if n < 2:
+            return False
+        self.books.take(rows, updates[0], self._last_update)
+        self.books.take_run(rows, updates)
+        self._last_update = now
+        self.steps.add_decodes(num_seqs, kv_tokens[:n], bucket, head_rows, starts, seconds[:n])
+        skip_steps(scheduler, n, _TOKEN)
+        if flying:
+            last = flying[0][0]
+            flying[0] = replace(last, step_id=last.step_id + n, starts=last.starts + n), free
+        self.now, self._device_free = now, free
+        return True
