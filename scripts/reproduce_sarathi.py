@@ -1,0 +1,89 @@
+"""The tables and plots of benchmarks/sarathi: Sarathi-Serve's evaluation (Agrawal et al., OSDI 2024), simulated.
+
+    python -m scripts.reproduce_sarathi
+    python -m scripts.reproduce_sarathi --sections=ablation,stalls --output=/tmp/sarathi
+    python -m scripts.reproduce_sarathi --num_requests=2048 --seeds=5 --precision=0.01 --output=/tmp/sarathi      # hours
+
+Published figures stand beside ours. The schedulers compared are policies of the real scheduler on real page pools; time is an
+analytic step-time model of the machines (jaxserve/simulation/analytic.py), none of whose constants comes from these figures. Lengths
+are log-normal fits to the two published datasets. Writes tables.md, one PNG a figure, results.json, and trials.json, from which a
+run that broke off goes on: remove it to begin anew.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+from tqdm import tqdm
+
+from scripts.engine_flags import revision, write_json
+from scripts.finished import Finished
+
+SECTIONS = {
+    "objectives": "Objectives, and what they are multiples of",
+    "setups": "Capacity of the four setups",
+    "objectives_and_batches": "Five objectives, and vLLM's batch size",
+    "ablation": "Ablation",
+    "stalls": "Generation stalls",
+    "incremental_cost": "What mixing a prompt in costs the decodes",
+    "chunking_overhead": "What chunks cost a prompt",
+    "tile_quantisation": "Tile quantisation",
+    "arithmetic_intensity": "Arithmetic intensity and linear time",
+    "cross_node": "A decode iteration across nodes",
+    "across_nodes": "Capacity across nodes",
+    "bubbles_by_hand": "Bubbles: what one stage waits for",
+    "dynamic_budget": "A budget for every step",
+}
+_SECTIONS = flags.DEFINE_list("sections", list(SECTIONS), "Which sections; the tables of others stay out of tables.md.")
+_OUTPUT = flags.DEFINE_string("output", "benchmarks/sarathi", "Folder of the results.")
+_REQUESTS = flags.DEFINE_integer("num_requests", 512, "Requests of each trial of a capacity (the artifact: 2048).", lower_bound=128)
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of lengths and arrivals.", lower_bound=1)
+_PRECISION = flags.DEFINE_float("precision", 0.04, "Relative distance of neighbouring rates.")
+flags.register_validator("sections", lambda given: set(given) <= set(SECTIONS), f"choose from {', '.join(SECTIONS)}")
+
+
+def compute(name: str, search: Any, folder: Path) -> tuple[str, dict[str, Any]]:
+    """(Markdown, data) of one section; its plots are in the folder."""
+    from scripts import sarathi_capacity, sarathi_costs, sarathi_runs
+    from scripts.sarathi_setups import SETUPS
+
+    if name == "setups":
+        return sarathi_capacity.setups(search, folder, list(SETUPS))
+    if hasattr(sarathi_capacity, name):
+        return getattr(sarathi_capacity, name)(search, folder)
+    return getattr(sarathi_runs if hasattr(sarathi_runs, name) else sarathi_costs, name)(folder)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    from scripts.sarathi_capacity import Search
+
+    folder, start = Path(_OUTPUT.value), time.process_time()
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"num_requests": _REQUESTS.value, "revision": revision()}
+    try:
+        finished = Finished(folder / "trials.json", settings)
+    except ValueError as error:
+        sys.exit(f"reproduce_sarathi: {error}")
+    parts, results = [], {}
+    with tqdm(desc="trials", unit="trial", mininterval=5) as progress:
+        search = Search(finished, progress, _SEEDS.value, _REQUESTS.value, _PRECISION.value)
+        for name in SECTIONS:
+            if name in _SECTIONS.value:
+                progress.set_description(name)
+                text, results[name] = compute(name, search, folder)
+                parts.append(f"## {SECTIONS[name]}\n\n{text}")
+    made = f"`python -m scripts.reproduce_sarathi`, {_REQUESTS.value} requests a trial, {_SEEDS.value} seeds, ± 95% intervals"
+    (folder / "tables.md").write_text(f"# Tables\n\nWritten by {made}. Read README.md for what they mean.\n\n" + "\n".join(parts))
+    about = {"benchmark": "sarathi", **settings, "seeds": _SEEDS.value, "precision": _PRECISION.value}
+    write_json(str(folder / "results.json"), {**about, "cpu_seconds": time.process_time() - start, "sections": results})
+    print(f"{folder}/tables.md, {len(finished.results)} trials, {time.process_time() - start:.0f} s of CPU")
+
+
+if __name__ == "__main__":
+    app.run(main)
