@@ -5,9 +5,9 @@
     python -m scripts.reproduce_sarathi --num_requests=2048 --seeds=5 --precision=0.01 --output=/tmp/sarathi      # hours
 
 Published figures stand beside ours. The schedulers compared are policies of the real scheduler on real page pools; time is an
-analytic step-time model of the machines (jaxserve/simulation/analytic.py), none of whose constants comes from these figures. Lengths
-are log-normal fits to the two published datasets. Writes tables.md, one PNG a figure, results.json, and trials.json, from which a
-run that broke off goes on: remove it to begin anew.
+analytic step-time model of the machines (jaxserve/simulation/analytic.py), none of whose constants comes from these figures.
+Lengths are log-normal fits to the two published datasets. Writes tables.md, one PNG a figure, results.json, and trials.json, from
+which a run that broke off goes on: remove it to begin anew.
 """
 
 from __future__ import annotations
