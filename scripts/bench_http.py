@@ -11,23 +11,21 @@ exactly --output_len tokens (ignore_eos); prompts are random texts. A chunk is a
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
-import socket
 import statistics
-import subprocess
 import sys
 import time
-import urllib.parse
-from dataclasses import dataclass, field
 from typing import Any
 
 from absl import app, flags
 
+from scripts.http_load import Stream, Target, server_process
+
 _URL = flags.DEFINE_string("url", None, "The server's address.")
 _REPLAY = flags.DEFINE_bool("replay", False, "Start a server without a model, and load that.")
-_SERVE_REPLAY = flags.DEFINE_integer("serve_replay", None, "Be that server, on this port.")
+_SERVE_REPLAY = flags.DEFINE_bool("serve_replay", False, "Be that server, on --port.")
+_PORT = flags.DEFINE_integer("port", 8000, "Of --serve_replay.")
 _NUM_PROMPTS = flags.DEFINE_integer("num_prompts", 128, "Requests in all.", lower_bound=1)
 _CONCURRENCY = flags.DEFINE_integer("max_concurrency", 64, "Requests at a time.", lower_bound=1)
 _INPUT_LEN = flags.DEFINE_integer("input_len", 128, "Characters of a prompt.", lower_bound=1)
@@ -37,60 +35,16 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the prompts.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 
 
-@dataclass
-class Stream:
-    """What one request brought. Times in seconds from its start."""
-
-    status: int = 0
-    ttft: float = 0.0
-    seconds: float = 0.0
-    chunk_times: list[float] = field(default_factory=list)
-    num_chunks: int = 0
-    complete: bool = False
-
-
-async def ask(host: str, port: int, head: bytes, body: bytes) -> Stream:
-    """One streamed completion over a connection of its own, read as raw bytes: a client that costs next to nothing."""
-    stream, started = Stream(), time.perf_counter()
-    reader, writer = await asyncio.open_connection(host, port, limit=2**20)
-    try:
-        writer.write(head + body)
-        rest = b""
-        while data := await reader.read(2**16):
-            now = time.perf_counter() - started
-            if not stream.status:
-                stream.status = int(data.split(None, 2)[1])
-            found = (rest + data).count(b'"text":"') - rest.count(b'"text":"')
-            stream.num_chunks += found
-            if found:
-                stream.chunk_times.append(now)
-            rest = data[-16:]
-            stream.complete |= b"[DONE]" in (rest if len(data) < 16 else data[-64:])
-            if stream.complete or (stream.status != 200 and b"}}" in data):
-                break
-    finally:
-        writer.close()
-    stream.ttft = stream.chunk_times[0] if stream.chunk_times else 0.0
-    stream.seconds = time.perf_counter() - started
-    return stream
-
-
-async def load(url: str) -> tuple[list[Stream], float]:
+async def load(target: Target) -> tuple[list[Stream], float]:
     """All streams, and the seconds they took together."""
-    parts = urllib.parse.urlsplit(url)
-    host, port = parts.hostname or "127.0.0.1", parts.port or 80
     rng, places = random.Random(_SEED.value), asyncio.Semaphore(_CONCURRENCY.value)
-    key = _API_KEY.value or os.environ.get("JAXSERVE_API_KEY")
-    authorization = f"Authorization: Bearer {key}\r\n" if key else ""
 
     async def one() -> Stream:
         prompt = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=_INPUT_LEN.value))
-        body = {"prompt": prompt, "max_tokens": _OUTPUT_LEN.value, "ignore_eos": True, "stream": True, "temperature": 0}
-        content = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n{authorization}"
-        head += f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
         async with places:
-            return await ask(host, port, head.encode(), content)
+            return await target.ask(
+                {"prompt": prompt, "max_tokens": _OUTPUT_LEN.value, "ignore_eos": True, "stream": True, "temperature": 0}
+            )
 
     started = time.perf_counter()
     streams = await asyncio.gather(*(one() for _ in range(_NUM_PROMPTS.value)))
@@ -99,7 +53,7 @@ async def load(url: str) -> tuple[list[Stream], float]:
 
 def summarise(streams: list[Stream], seconds: float) -> dict[str, Any]:
     served = [s for s in streams if s.status == 200 and s.complete]
-    chunks = sum(s.num_chunks for s in served)
+    chunks = sum(len(s.chunk_times) for s in served)
     ttfts = sorted(s.ttft for s in served)
     tpots = sorted((s.seconds - s.ttft) / max(1, _OUTPUT_LEN.value - 1) for s in served)
     result: dict[str, Any] = {
@@ -136,39 +90,24 @@ def cpu_seconds(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def start_replay() -> tuple[subprocess.Popen[bytes], str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-m", "scripts.bench_http", f"--serve_replay={port}"])
-    while process.poll() is None:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return process, f"http://127.0.0.1:{port}"
-        except OSError:
-            time.sleep(0.1)
-    sys.exit("bench_http: the server did not start")
-
-
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
-    if _SERVE_REPLAY.value is not None:
-        serve_replay(_SERVE_REPLAY.value)
+    if _SERVE_REPLAY.value:
+        serve_replay(_PORT.value)
         return
     if bool(_URL.value) == _REPLAY.value:
         raise app.UsageError("give either --url or --replay")
     from scripts.engine_flags import write_json
 
-    process, url = start_replay() if _REPLAY.value else (None, str(_URL.value))
-    spent = cpu_seconds(process.pid) if process is not None else 0.0
-    try:
-        streams, seconds = asyncio.run(load(url))
-        spent = cpu_seconds(process.pid) - spent if process is not None else 0.0
-    finally:
-        if process is not None:
-            process.terminate()
-            process.wait()
+    if _REPLAY.value:
+        with server_process("scripts.bench_http", "--serve_replay") as (url, pid):
+            spent = cpu_seconds(pid)
+            streams, seconds = asyncio.run(load(Target(url)))
+            spent = cpu_seconds(pid) - spent
+    else:
+        url, spent = str(_URL.value), 0.0
+        streams, seconds = asyncio.run(load(Target(url, _API_KEY.value or os.environ.get("JAXSERVE_API_KEY"))))
     result = summarise(streams, seconds)
     if spent:
         result |= {"server_cpu_seconds": spent, "chunks_per_cpu_second": result["chunks"] / spent}

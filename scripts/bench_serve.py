@@ -1,26 +1,35 @@
-"""Serving benchmark: an engine in process under an open loop of requests, with vLLM's metrics.
+"""Serving benchmark: an engine in process, or a server, under an open loop of requests, with vLLM's metrics.
 
     python -m scripts.bench_serve --workload=random --num_prompts=64 --random_input_len=128 --random_output_len=32 --request_rate=4
     python -m scripts.bench_serve --workload=trace --dataset_path=trace.csv.gz --request_rate=1,2,4 --goodput=ttft:500,tpot:50 \
         --json=serve.json --plot=serve
+    python -m scripts.bench_serve --base_url=http://127.0.0.1:8000 --workload=random --request_rate=4
+    python -m scripts.bench_serve --model=FOLDER --against_server --rounds=3 --workload=eight
 
 TTFT, TPOT, ITL and E2EL in milliseconds, throughputs, goodput (requests a second that meet every --goodput objective), peak
 concurrency, preemptions, prefix hits, padding. Requests count as arrived at the workload's time, however busy the engine is then.
 With several rates, each is served in turn and --plot draws latency over throughput; all programs are compiled before the first.
+--against_server starts scripts.serve with the same flags, gives the workload to the engine in process and to that server by turns,
+--rounds times after one that is not counted, and prints the share of the engine's throughput that HTTP leaves (the median).
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
+import os
+import statistics
 import sys
 from typing import Any
 
 from absl import app, flags
 from tqdm import tqdm
 
-from jaxserve.latency import METRICS, parse_objectives
+from jaxserve.latency import METRICS, ServedTimes, parse_objectives
+from jaxserve.workloads import Workload
 from scripts.bench_models import bench_model
 from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json
+from scripts.http_load import Target, serve_at, server_process
 from scripts.traffic_flags import read_traffic
 
 _RATE = flags.DEFINE_list("request_rate", ["inf"], "Requests a second, or several rates; inf sends all at once.")
@@ -29,6 +38,10 @@ _GOODPUT = flags.DEFINE_list("goodput", [], "Objectives in ms, such as ttft:500,
 _METRICS = flags.DEFINE_list("percentile_metrics", list(METRICS), "Which metrics to report.")
 flags.register_validator("percentile_metrics", lambda given: set(given) <= set(METRICS), f"choose from {', '.join(METRICS)}")
 _PERCENTILES = flags.DEFINE_list("metric_percentiles", ["50", "90", "99"], "Percentiles of each metric.")
+_URL = flags.DEFINE_string("base_url", None, "Load this server, and make no engine.")
+_API_KEY = flags.DEFINE_string("api_key", None, "Its key; by default JAXSERVE_API_KEY.")
+_AGAINST = flags.DEFINE_bool("against_server", False, "Serve in process and over HTTP by turns.")
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds of --against_server.", lower_bound=1)
 _PLOT = flags.DEFINE_string("plot", None, "Prefix of the plots: PREFIX_steps.png, and PREFIX_rates.png with several rates.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 define_engine_flags(model="tiny-qwen3")
@@ -44,23 +57,17 @@ def make_engine() -> Any:
     return Engine(model, engine_config(options), eos_token_ids=())
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def in_process(workloads: dict[float, Workload]) -> list[dict[str, Any]]:
+    """A result for each rate, from an engine of the flags; plots if asked for."""
     from scripts.open_loop import serve
 
-    objectives = parse_objectives(_GOODPUT.value)
-    percentiles = [float(p) for p in _PERCENTILES.value]
-    name, limit, seed = flags.FLAGS.model, flags.FLAGS.max_model_len, flags.FLAGS.seed
-    workloads = {float(r): read_traffic(name, limit, float(r), seed) for r in _RATE.value}  # before an engine is made
-    engine = make_engine()
+    engine, name = make_engine(), flags.FLAGS.model
     print(engine.describe(), file=sys.stderr)
     results, run = [], None
     for i, (rate, workload) in enumerate(workloads.items()):
         with tqdm(total=len(workload.requests), desc=f"{rate:g} requests/s") as bar:
-            run = serve(engine, workload, seed + i, max_concurrency=_CONCURRENCY.value, progress=bar)
-        summary = run.times.summary(metrics=_METRICS.value, percentiles=percentiles, objectives=objectives)
-        results.append({"request_rate": rate if math.isfinite(rate) else "inf", **summary, **run.counts})
+            run = serve(engine, workload, flags.FLAGS.seed + i, max_concurrency=_CONCURRENCY.value, progress=bar)
+        results.append(summary(rate, run.times) | run.counts)
         report(results[-1])
     if _PLOT.value and run is not None:
         from scripts.plots import latency_throughput, step_timeline
@@ -69,17 +76,81 @@ def main(argv: list[str]) -> None:
         if len(results) > 1:
             finite = [r for r in results if r["request_rate"] != "inf"]
             latency_throughput(finite, f"{_PLOT.value}_rates.png", f"{name}, {flags.FLAGS.workload}")
-    about = {"benchmark": "serve", "model": name, "workload": flags.FLAGS.workload, "goodput_config": objectives}
-    write_json(_JSON.value, {**about, "results": results, **provenance()})
+    return results
+
+
+def over_http(target: Target, workload: Workload, vocab_size: int, seed: int) -> ServedTimes:
+    with tqdm(total=len(workload.requests), desc=target.url) as bar:
+        return asyncio.run(serve_at(target, workload, vocab_size, seed, max_concurrency=_CONCURRENCY.value, progress=bar))
+
+
+def at_url(workloads: dict[float, Workload]) -> list[dict[str, Any]]:
+    """A result for each rate, from the server at --base_url."""
+    target = Target(str(_URL.value), _API_KEY.value or os.environ.get("JAXSERVE_API_KEY"))
+    vocab_size = target.get_json("/tokenizer_info")["vocab_size"]
+    results = []
+    for i, (rate, workload) in enumerate(workloads.items()):
+        results.append(summary(rate, over_http(target, workload, vocab_size, flags.FLAGS.seed + i)))
+        report(results[-1])
+    return results
+
+
+def against_server(workloads: dict[float, Workload]) -> list[dict[str, Any]]:
+    """For each rate, the last round's result in process and that of a server of the same flags, and the share between them."""
+    from scripts.open_loop import serve
+
+    engine, results = make_engine(), []
+    ours = ["model", *engine_options()]
+    given = [flags.FLAGS[name].serialize() for name in ours if flags.FLAGS[name].present]
+    with server_process("scripts.serve", "--noaccess_log", *given) as (url, _):
+        for rate, workload in workloads.items():
+            shares, here, there = [], {}, {}
+            for seed in range(flags.FLAGS.seed, flags.FLAGS.seed + 1 + _ROUNDS.value):
+                run = serve(engine, workload, seed, max_concurrency=_CONCURRENCY.value)
+                here = summary(rate, run.times) | run.counts
+                there = summary(rate, over_http(Target(url), workload, engine.config.model.vocab_size, seed))
+                shares.append(there["output_throughput"] / here["output_throughput"])
+            print("in process, the last round:")
+            report(here)
+            print("server, the last round:")
+            report(there)
+            share = statistics.median(shares[1:])
+            print(f"rate {here['request_rate']}: the server reaches {share:.1%} of the engine in process (rounds: ", end="")
+            print(", ".join(f"{s:.1%}" for s in shares[1:]) + ")")
+            results.append({"request_rate": here["request_rate"], "share": share, "in_process": here, "server": there})
+    return results
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    if _PLOT.value and (_URL.value or _AGAINST.value):
+        raise app.UsageError("--plot is for an engine in process: without --base_url and --against_server")
+    if _URL.value and _AGAINST.value:
+        raise app.UsageError("give either --base_url or --against_server")
+    objectives = parse_objectives(_GOODPUT.value)
+    name, limit, seed = flags.FLAGS.model, flags.FLAGS.max_model_len, flags.FLAGS.seed
+    workloads = {float(r): read_traffic(name, limit, float(r), seed) for r in _RATE.value}  # before an engine is made
+    results = (at_url if _URL.value else against_server if _AGAINST.value else in_process)(workloads)
+    about = {"benchmark": "serve", "model": _URL.value or name, "workload": flags.FLAGS.workload}
+    write_json(_JSON.value, {**about, "goodput_config": objectives, "results": results, **provenance()})
+
+
+def summary(rate: float, times: ServedTimes) -> dict[str, Any]:
+    percentiles = [float(p) for p in _PERCENTILES.value]
+    found = times.summary(metrics=_METRICS.value, percentiles=percentiles, objectives=parse_objectives(_GOODPUT.value))
+    return {"request_rate": rate if math.isfinite(rate) else "inf", **found}
 
 
 def report(r: dict[str, Any]) -> None:
     """One result for people."""
     goodput = "" if r["request_goodput"] is None else f", goodput {r['request_goodput']:.2f}/s"
+    engine = ""
+    if "num_preemptions" in r:  # a server keeps these to itself
+        engine = f", {r['num_preemptions']} preemptions, prefix hits {r['prefix_hit_share']:.0%}, padding {r['padding_share']:.1%}"
     print(
         f"rate {r['request_rate']}: {r['request_throughput']:.2f} requests/s{goodput}, {r['output_throughput']:.0f} output "
-        f"and {r['total_token_throughput']:.0f} total tok/s, peak {r['max_concurrent_requests']} requests, {r['num_preemptions']} "
-        f"preemptions, prefix hits {100 * r['prefix_hit_share']:.0f}%, padding {100 * r['padding_share']:.1f}%"
+        f"and {r['total_token_throughput']:.0f} total tok/s, peak {r['max_concurrent_requests']} requests{engine}"
     )
     for metric in _METRICS.value:
         values = {k.removesuffix(f"_{metric}_ms"): v for k, v in r.items() if k.endswith(f"_{metric}_ms") and v is not None}

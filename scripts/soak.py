@@ -2,6 +2,7 @@
 
     python -m scripts.soak --model=FOLDER --minutes=10
     python -m scripts.soak --url=http://127.0.0.1:8000 --pid=1234 --num_requests=10000
+    python -m scripts.soak --url=http://127.0.0.1:8000 --metrics_urls=http://127.0.0.1:8001,http://127.0.0.1:8002   # a router
 
 With --model the server runs in a process of its own. Every --check_every requests the load stops, and the server's memory, threads
 and files are read (Linux's /proc) once no request is left: each of these rounds must find all pages free. The exit code is 1 if a
@@ -16,18 +17,21 @@ import logging
 import os
 import random
 import re
-import socket
-import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from absl import app, flags
 
+from scripts.http_load import server_process
+
 _MODEL = flags.DEFINE_string("model", None, "Serve this model.")
 _URL = flags.DEFINE_string("url", None, "Or load this server.")
+_METRICS = flags.DEFINE_list("metrics_urls", [], "Whose /metrics say what is held: the servers behind a router at --url.")
+_MAX_LEN = flags.DEFINE_integer("max_model_len", 1024, "Of --model's server.", lower_bound=1)
 _PID = flags.DEFINE_integer("pid", None, "The process of --url, to read its memory.")
 _MINUTES = flags.DEFINE_float("minutes", 0, "Go on for so long.", lower_bound=0)
 _NUM_REQUESTS = flags.DEFINE_integer("num_requests", 1000, "Go on for so many requests at least.", lower_bound=1)
@@ -103,18 +107,26 @@ async def load(url: str, rng: random.Random, num_requests: int, statuses: Counte
         await asyncio.gather(*(one(client) for _ in range(num_requests)))
 
 
-def left_over(url: str, seconds: float = 30) -> float:
+def left_over(urls: Sequence[str], seconds: float = 30) -> float:
     """What is still held (running and waiting samples, and the share of pages) after at most so long; 0 when nothing is."""
-    import httpx
-
     deadline = time.monotonic() + seconds
     while True:
-        text = httpx.get(f"{url}/metrics").text
-        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        held = sum(float(x) for name in names for x in re.findall(rf"^jaxserve:{name}{{.*}} (\S+)$", text, re.MULTILINE))
+        held = sum(held_at(url) for url in urls)
         if not held or time.monotonic() > deadline:
             return held
         time.sleep(0.1)
+
+
+def held_at(url: str) -> float:
+    import httpx
+
+    text, held = httpx.get(f"{url}/metrics").text, 0.0
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        values = re.findall(rf"^jaxserve:{name}{{.*}} (\S+)$", text, re.MULTILINE)
+        if not values:
+            sys.exit(f"soak: {url}/metrics has no jaxserve:{name}; for a router give --metrics_urls")
+        held += sum(map(float, values))
+    return held
 
 
 def read(pid: int | None, num_requests: int) -> Reading:
@@ -129,29 +141,12 @@ def read(pid: int | None, num_requests: int) -> Reading:
 @contextlib.contextmanager
 def server():
     """(address, process id) of the server to load."""
-    import httpx
-
     if _URL.value:
         yield _URL.value.rstrip("/"), _PID.value
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "scripts.serve", f"--model={_MODEL.value}", f"--port={port}", "--noaccess_log"]
-    process = subprocess.Popen([*command, "--max_model_len=1024", "--max_num_seqs=16", "--max_num_batched_tokens=256"])
-    try:
-        while True:
-            if process.poll() is not None:
-                sys.exit("soak: the server did not start")
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            time.sleep(0.2)
-        yield url, process.pid
-    finally:
-        process.terminate()
-        process.wait()
+    sizes = (f"--max_model_len={_MAX_LEN.value}", "--max_num_seqs=16", "--max_num_batched_tokens=256")
+    with server_process("scripts.serve", f"--model={_MODEL.value}", "--noaccess_log", *sizes) as found:
+        yield found
 
 
 def faults(readings: list[Reading], held: float, statuses: Counter[str]) -> list[str]:
@@ -183,7 +178,7 @@ def main(argv: list[str]) -> None:
         while not held and (done < _NUM_REQUESTS.value or time.monotonic() - started < 60 * _MINUTES.value):
             asyncio.run(load(url, rng, _CHECK_EVERY.value, statuses))
             done += _CHECK_EVERY.value
-            held = left_over(url)
+            held = left_over(_METRICS.value or [url])
             readings.append(read(pid, done))
             print(f"{time.monotonic() - started:.0f} s: {readings[-1]}, {dict(statuses)}", file=sys.stderr, flush=True)
     found = faults(readings, held, statuses)

@@ -1,8 +1,8 @@
 """Steps that are certain before they are scheduled: runs of decodes in which nobody comes, ends or waits for a page.
 
-Owns when the scheduler's next n schedules are known to be its running requests' next n tokens and nothing else, and the bookkeeping
-of all n at once, which leaves the scheduler as n calls of `schedule` and `update` would. It reaches into the scheduler for that; that
-both agree is tested step by step.
+Owns when the scheduler's next n schedules are known to be its running requests' next n tokens and nothing else, and the
+bookkeeping of all n at once, which leaves the scheduler as n calls of `schedule` and `update` would. It reaches into the scheduler
+for that; that both agree is tested step by step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A workload through the real scheduler in virtual time.
 
 Owns when requests are sent, and the result. The engine is replica.py's (its scheduler, page pool and choice of buckets are the real
-ones), a step's time is what the StepTimes say. No tokens are computed: requests end by length, and every prompt is its own (or begins
-as others of its group do, where prefixes are cached).
+ones), a step's time is what the StepTimes say. No tokens are computed: requests end by length, and every prompt is its own (or
+begins as others of its group do, where prefixes are cached).
 """
 
 from __future__ import annotations

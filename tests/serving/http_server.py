@@ -39,20 +39,25 @@ def serving(llm: LLM, *, names=("alphabet",), options: dict[str, Any] | None = N
     """A server while the `with` lasts."""
     async_llm = AsyncLLM(llm, **engine)
     app = make_app(async_llm, ServerOptions(names=names, **options or {}))
+    with listening(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield Server(url, async_llm, client)
+
+
+@contextlib.contextmanager
+def listening(app: Any, **options: Any) -> Iterator[str]:
+    """The address of an ASGI application that listens while the `with` lasts. options: uvicorn's."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_config=None, access_log=False, backlog=4096)
+    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_config=None, access_log=False, backlog=4096, **options)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive(), "the server did not start"
         time.sleep(0.01)
-    url = f"http://127.0.0.1:{port}"
     try:
-        with httpx.Client(base_url=url, timeout=60) as client:
-            yield Server(url, async_llm, client)
+        yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
         thread.join(30)

@@ -1,0 +1,229 @@
+"""A router: one address in front of several servers, each request passed on to the one that a policy chooses.
+
+Owns which requests are passed on, what is retried, and the router's own answers. An answer passes through byte for byte, unread.
+Knows neither how a server is chosen (router_policy.py) nor how it fares (router_backends.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import urllib.parse
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jaxserve.serving.errors import error_response, on_error
+from jaxserve.serving.messages import UnavailableError
+from jaxserve.serving.middleware import ApiKey, BodyLimit, LastResort, RequestLog
+from jaxserve.serving.responses import encode
+from jaxserve.serving.router_backends import UNANSWERED, UNREACHED, Answer, Backend, Health, end_to_end, open_session
+from jaxserve.serving.router_metrics import RouterMetrics
+from jaxserve.serving.router_policy import POLICIES, Load, hash_blocks, make_policy
+from jaxserve.serving.streaming import ClientGoneError, EventStream, unless_gone
+
+# Of one server's weights, pages or requests: passed to one of several they would leave the servers different.
+CONTROL_PATHS = ("/pause", "/resume", "/reset_prefix_cache", "/update_weights_from_path", "/sleep", "/wake_up")
+PATHS = frozenset(
+    ("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/tokenizer_info", "/version")
+    + ("/", "/openapi.json", "/health", "/metrics", *CONTROL_PATHS)
+)
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+REFUSED = (429, 503)  # the server says that it ran nothing: another may
+BLOCK_BYTES, MAX_BLOCKS = 256, 4096  # of a prompt's JSON: about 64 tokens, a page, of English; what is hashed of a prompt at most
+MAX_BROKEN = 2  # servers that may break over one request before it is given up: it may be what breaks them
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterOptions:
+    """What a router's owner may choose.
+
+    backends: the servers, "http://host:port". policy: one of POLICIES. api_keys: bearer tokens, any of which opens the router
+    (none: open). backend_api_key: what it sends to the servers in place of the client's key. check_seconds: between two checks of a
+    server, and the most that one may take. max_failures, min_successes: in a row, take a server out, or bring it back.
+    max_body_bytes, body_seconds, patience: as a server's.
+    """
+
+    backends: tuple[str, ...]
+    policy: str = "prefix_aware"
+    api_keys: tuple[str, ...] = ()
+    backend_api_key: str | None = None
+    check_seconds: float = 1.0
+    max_failures: int = 3
+    min_successes: int = 2
+    max_body_bytes: int = 32 * 2**20
+    body_seconds: float = 60.0
+    patience: float = 120.0
+
+    def __post_init__(self):
+        if not self.backends or len(set(self.backends)) != len(self.backends):
+            raise ValueError(f"backends={self.backends!r} must name one server at least, none twice")
+        for url in self.backends:
+            parts = urllib.parse.urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or url != f"{parts.scheme}://{parts.netloc}":
+                raise ValueError(f"backend {url!r} must be an address such as http://127.0.0.1:8000, without a path")
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy={self.policy!r} must be one of {', '.join(POLICIES)}")
+        if not all(self.api_keys):
+            raise ValueError("an API key must not be empty")
+        if not self.check_seconds > 0:
+            raise ValueError(f"check_seconds={self.check_seconds} must be above 0")
+        Health(self.max_failures, self.min_successes)  # checks both
+
+
+class PassedOn(EventStream):
+    """An answer on its way to the client, as EventStream sends one; when it ends, in whatever way, so does the server's side."""
+
+    def __init__(self, answer: Answer, patience: float):
+        super().__init__(answer.chunks(), answer.close, patience)
+        self.status_code = answer.status
+        self.raw_headers = end_to_end(answer.raw_headers, b"x-request-id")  # the same as ours, which the log adds
+
+
+class Router:
+    """Passes requests on. `app` is the ASGI application."""
+
+    def __init__(self, options: RouterOptions):
+        self._options = options
+        self._policy = make_policy(options.policy)
+        self.backends: dict[str, Backend] = {}
+        self.metrics = RouterMetrics(self.backends)
+        self.app = Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+                *(Route(path, self._refuse, methods=METHODS) for path in CONTROL_PATHS),
+                Route("/{path:path}", self._pass_on, methods=METHODS),
+            ],
+            lifespan=self._lifespan,
+            exception_handlers={ClientGoneError: _nobody_listens, HTTPException: on_error, UnavailableError: on_error},
+            middleware=[
+                Middleware(RequestLog, paths=lambda: PATHS, count=self.metrics.count_http),
+                Middleware(ApiKey, keys=options.api_keys),
+                Middleware(LastResort),
+                Middleware(BodyLimit, max_bytes=options.max_body_bytes, max_seconds=options.body_seconds),
+            ],
+        )
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncGenerator[None]:
+        """Servers are known before the first request comes, and watched until the last has been answered."""
+        options = self._options
+        async with open_session() as session, asyncio.TaskGroup() as tasks:
+            for url in options.backends:
+                health = Health(options.max_failures, options.min_successes)
+                forget = functools.partial(self._policy.forget, url)
+                self.backends[url] = Backend(url, session, health, options.backend_api_key, forget)
+            await asyncio.gather(*(backend.check(options.check_seconds) for backend in self.backends.values()))
+            watches = [tasks.create_task(b.watch(options.check_seconds, options.check_seconds)) for b in self.backends.values()]
+            yield
+            for watch in watches:
+                watch.cancel()
+
+    async def _health(self, _: Request) -> Response:
+        num_up = sum(backend.health.up for backend in self.backends.values())
+        if not num_up:
+            raise UnavailableError(f"none of the {len(self.backends)} servers takes requests")
+        return Response(encode({"status": "ok", "servers": len(self.backends), "up": num_up}), media_type="application/json")
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _refuse(self, request: Request) -> Response:
+        message = f"{request.scope['path']} is for one server, not for a router: send it to each of them"
+        return error_response(403, message)
+
+    async def _pass_on(self, request: Request) -> Response:
+        body = await request.body()
+        answer = await unless_gone(request, self._ask(request, body))
+        return PassedOn(answer, self._options.patience)
+
+    async def _ask(self, request: Request, body: bytes) -> Answer:
+        """The first answer that is not a refusal. Another server is asked only while nothing of an answer has come."""
+        path, query = request.scope["raw_path"].decode("latin-1"), request.scope["query_string"].decode("latin-1")
+        if not path.startswith("/"):
+            raise HTTPException(400, f"{path!r} is no path")
+        target = f"{path}?{query}" if query else path
+        headers = end_to_end(request.scope["headers"], b"host", b"content-length", b"expect", b"x-request-id")
+        headers.append((b"x-request-id", request.state.request_id.encode()))
+        blocks = prompt_blocks(request.scope["path"], body)
+        tried: set[str] = set()
+        refusal: Answer | None = None
+        num_broken = 0
+        try:
+            while (loads := self._loads(tried)) and num_broken < MAX_BROKEN:
+                choice = self._policy.choose(blocks, loads)
+                tried.add(choice.server)
+                self.metrics.count_choice(choice, len(blocks))
+                try:
+                    answer = await self.backends[choice.server].ask(request.method, target, headers, body)
+                except UNANSWERED as error:
+                    num_broken += not isinstance(error, UNREACHED)
+                    continue
+                if answer.status not in REFUSED:
+                    return answer
+                answer.backend.num_refused += 1
+                if refusal is not None:
+                    refusal.close()
+                refusal = answer
+            if refusal is not None:
+                answer, refusal = refusal, None
+                return answer
+        finally:
+            if refusal is not None:
+                refusal.close()
+        if num_broken:
+            raise HTTPException(502, f"{num_broken} servers broke off before they answered this request")
+        raise UnavailableError(f"none of the {len(self.backends)} servers takes requests")
+
+    def _loads(self, tried: set[str]) -> dict[str, Load]:
+        return {url: backend.load for url, backend in self.backends.items() if backend.health.up and url not in tried}
+
+
+def make_router(options: RouterOptions) -> Starlette:
+    """The router's application."""
+    return Router(options).app
+
+
+async def _nobody_listens(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)
+
+
+class _Prompted(msgspec.Struct):
+    """What of a request's JSON says which prefixes it shares, as it was sent."""
+
+    model: msgspec.Raw = msgspec.Raw(b"")
+    cache_salt: msgspec.Raw = msgspec.Raw(b"")
+    chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"")
+    tools: msgspec.Raw = msgspec.Raw(b"")
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+
+
+_decoder = msgspec.json.Decoder(_Prompted)
+
+
+def prompt_blocks(path: str, body: bytes) -> list[bytes]:
+    """The hashes of a prompt's blocks; none where there is no prompt, or no JSON (its server will say so).
+
+    A text, token ids or a chat are all taken as the JSON they came as: a client writes equal beginnings alike. Of several prompts
+    the first is what counts, being first.
+    """
+    if path not in ("/v1/completions", "/v1/chat/completions"):
+        return []
+    try:
+        asked = _decoder.decode(body)
+    except msgspec.DecodeError:
+        return []
+    prompt = bytes(asked.tools) + bytes(asked.messages) + bytes(asked.prompt)
+    root = b"\0".join((path.encode(), asked.model, asked.cache_salt, asked.chat_template_kwargs))
+    return hash_blocks(prompt, BLOCK_BYTES, hashlib.blake2b(root, digest_size=16).digest(), MAX_BLOCKS)

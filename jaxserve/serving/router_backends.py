@@ -1,0 +1,233 @@
+"""A server behind a router: whether it takes requests, how busy it is, and how it is asked.
+
+Owns health checks, the estimate of its load, and the far side of a request's connection. Knows nothing of which request goes where.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import logging
+import re
+import socket
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from typing import Any
+
+import aiohttp
+from yarl import URL
+
+from jaxserve.serving.router_policy import Load
+
+logger = logging.getLogger("jaxserve")
+
+UNANSWERED = (aiohttp.ClientError, OSError, TimeoutError)  # what asking a server that is gone, or goes, raises
+UNREACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)  # of those, the ones that say that it never heard of it
+_LOADS = re.compile(r"^\w+:num_requests_(waiting|running)(?:\{.*\})? (\S+)$", re.MULTILINE)  # our servers', and vLLM's
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a machine that vanished is noticed within a minute
+
+
+class Health:
+    """Up or down. The first answer decides; from then on max_failures in a row take a server out, min_successes bring it back."""
+
+    def __init__(self, max_failures: int, min_successes: int):
+        if max_failures < 1 or min_successes < 1:
+            raise ValueError(f"{max_failures=} and {min_successes=} must be at least 1")
+        self._max_failures, self._min_successes = max_failures, min_successes
+        self._failures, self._successes = 0, min_successes - 1
+        self.up = False
+
+    def succeed(self) -> None:
+        self._failures = 0
+        self._successes += 1
+        self.up = self.up or self._successes >= self._min_successes
+
+    def answer(self) -> None:
+        """It answered a request, which says that it is there, not that it takes more."""
+        self._failures = 0
+
+    def fail(self) -> None:
+        """It did not answer, which once may be chance."""
+        self._failures += 1
+        self._successes = 0
+        self.up = self.up and self._failures < self._max_failures
+
+    def refuse(self) -> None:
+        """It says itself that it takes nothing: it drains, sleeps or is broken."""
+        self._failures, self._successes, self.up = 0, 0, False
+
+
+class Backend:
+    """One server.
+
+    Its load is what its /metrics said last (vLLM's names under any prefix), plus the requests sent there since, less those ended
+    since. Where it has no such metrics that is the requests that it was sent and has not answered.
+
+    Args:
+      url: "http://host:port".
+      key: sent to it as bearer token in place of the client's; None passes on what the client sends.
+      on_down: called when it has gone out of service.
+    """
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, health: Health, key: str | None, on_down: Callable[[], None]):
+        self.url, self.health = url, health
+        self._session, self._key, self._on_down = session, key, on_down
+        self._waiting = self._running = self._since = 0
+        self.num_in_flight = self.num_unanswered = self.num_refused = self.num_broken = 0
+
+    @property
+    def load(self) -> Load:
+        return Load(self._waiting, max(0, self._running + self._since))
+
+    async def watch(self, interval: float, timeout: float) -> None:
+        """Checks for ever, every `interval` seconds."""
+        while True:
+            await asyncio.sleep(interval)
+            try:
+                await self.check(timeout)
+            except Exception:  # nothing that a server answers may end its watch
+                logger.exception("the check of %s failed", self.url)
+
+    async def check(self, timeout: float) -> None:
+        """Asks for its health, and for its load if it is well."""
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else None
+        limit = aiohttp.ClientTimeout(total=timeout)
+        with self._changes():
+            try:
+                async with self._session.get(f"{self.url}/health", headers=headers, timeout=limit) as answer:
+                    well = answer.status == 200
+                if well:
+                    async with self._session.get(f"{self.url}/metrics", headers=headers, timeout=limit) as answer:
+                        self._take_load(await answer.text(errors="replace") if answer.status == 200 else "")
+            except UNANSWERED:
+                self.health.fail()
+                return
+            if well:
+                self.health.succeed()
+            else:
+                self.health.refuse()
+
+    def _take_load(self, metrics: str) -> None:
+        said = {"waiting": 0.0, "running": 0.0}
+        found = _LOADS.findall(metrics)
+        for name, value in found:
+            said[name] += float(value)
+        if found:
+            self._waiting, self._running, self._since = int(said["waiting"]), int(said["running"]), 0
+
+    @contextlib.contextmanager
+    def _changes(self) -> Iterator[None]:
+        """Says when the server went out of service, or came back."""
+        was_up = self.health.up
+        yield
+        if was_up and not self.health.up:
+            logger.warning("%s is down", self.url)
+            self._on_down()
+        elif self.health.up and not was_up:
+            logger.info("%s is up", self.url)
+
+    async def ask(self, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Answer:
+        """Its answer, of which the first bytes are there. target: path and query, as they came. headers: those to pass on.
+
+        Raises:
+          one of UNANSWERED: it could not be reached, or broke off before the first byte of the body.
+        """
+        given = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in headers]
+        if self._key:
+            given = [*((key, value) for key, value in given if key != "authorization"), ("authorization", f"Bearer {self._key}")]
+        self.num_in_flight += 1
+        self._since += 1
+        response = None
+        try:
+            content = io.BytesIO(body) if body or method not in ("GET", "HEAD", "OPTIONS", "DELETE") else None
+            response = await self._session.request(
+                method, URL(self.url + target, encoded=True), headers=given, data=content, allow_redirects=False
+            )
+            first = await response.content.readany()
+        except BaseException as error:
+            if response is not None:
+                response.close()
+            self.ended()
+            if isinstance(error, UNANSWERED):
+                self.num_unanswered += 1
+                with self._changes():
+                    self.health.fail()
+            raise
+        self.health.answer()
+        return Answer(self, response, first)
+
+    def ended(self) -> None:
+        self.num_in_flight -= 1
+        self._since -= 1
+
+
+class Answer:
+    """What a server answered: the status, the headers, and the body as it comes. It must be closed."""
+
+    def __init__(self, backend: Backend, response: aiohttp.ClientResponse, first: bytes):
+        self.backend, self.status = backend, response.status
+        self.raw_headers = response.raw_headers
+        self._response, self._first, self._closed = response, first, False
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        """The body, in whatever pieces it arrives. ConnectionAbortedError if the server breaks off."""
+        try:
+            data = self._first
+            while data:
+                yield data
+                data = await self._response.content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            self.backend.num_broken += 1
+            logger.warning("%s broke off an answer: %s", self.backend.url, error)
+            raise ConnectionAbortedError(f"{self.backend.url} broke off") from error
+
+    def close(self) -> None:
+        """Gives the connection back if the answer is complete; else cuts it, by which the server learns that nobody listens."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._response.content.at_eof():
+            self._response.release()
+        else:
+            self._response.close()
+        self.backend.ended()
+
+
+def open_session(connect_seconds: float = 5.0) -> aiohttp.ClientSession:
+    """A client that changes nothing on the way: no header of its own, no decompression, no cookies, no redirects, no limits."""
+    connector = aiohttp.TCPConnector(
+        limit=0,
+        keepalive_timeout=3,  # less than the 5 s after which uvicorn closes an idle connection: none is closed under a request
+        socket_factory=_socket,
+    )
+    return aiohttp.ClientSession(
+        connector=connector,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+    )
+
+
+def _socket(address: tuple[Any, ...]) -> socket.socket:
+    made = socket.socket(*address[:3])
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
+
+
+_HOP_BY_HOP = frozenset(
+    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection")
+    + (b"te", b"trailer", b"transfer-encoding", b"upgrade")
+)
+
+
+def end_to_end(headers: Iterable[tuple[bytes, bytes]], *also: bytes) -> list[tuple[bytes, bytes]]:
+    """The headers that a proxy passes on (RFC 9110, 7.6.1): not those of one connection, nor what Connection names, nor `also`."""
+    lower = [(key.lower(), value) for key, value in headers]
+    named = {word.strip().lower() for key, value in lower if key == b"connection" for word in value.split(b",")}
+    dropped = _HOP_BY_HOP | named | set(also)
+    return [(key, value) for key, value in lower if key not in dropped]

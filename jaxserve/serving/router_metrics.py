@@ -1,0 +1,62 @@
+"""What Prometheus scrapes of a router: what it chose and how that fared, and the servers as they are.
+
+Owns the registry. Knows nothing of why anything was chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jaxserve.serving.router_backends import Backend
+from jaxserve.serving.router_policy import Choice
+
+PREFIX = "jaxserve_router:"
+
+
+class RouterMetrics(Collector):
+    """`render` gives Prometheus's text. backends: by address, read whenever it is asked for."""
+
+    def __init__(self, backends: Mapping[str, Backend]):
+        self._backends = backends
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        registry = self.registry
+        self._http = Counter(f"{PREFIX}http_requests", "HTTP requests.", ("path", "status"), registry=registry)
+        self._choices = Counter(f"{PREFIX}choices", "Servers chosen, retries included.", ("server", "reason"), registry=registry)
+        self._blocks = Counter(f"{PREFIX}prompt_blocks", "Blocks of prompts that were passed on.", registry=registry)
+        self._matched = Counter(f"{PREFIX}matched_blocks", "Of those, blocks that the server had seen before.", registry=registry)
+
+    def count_http(self, path: str, status: int) -> None:
+        self._http.labels(path, str(status)).inc()
+
+    def count_choice(self, choice: Choice, num_blocks: int) -> None:
+        self._choices.labels(choice.server, choice.reason).inc()
+        self._blocks.inc(num_blocks)
+        self._matched.inc(choice.num_matched)
+
+    def collect(self) -> Iterator[Metric]:
+        """The servers as they are now."""
+        gauges = {
+            "server_up": ("1 while it takes requests.", lambda b: b.health.up),
+            "server_waiting": ("Requests that wait there, as it said last.", lambda b: b.load.waiting),
+            "server_running": ("Requests that run there: as it said last, and those sent since.", lambda b: b.load.running),
+            "server_requests": ("Requests passed on that are not answered to the end.", lambda b: b.num_in_flight),
+        }
+        counters = {
+            "unanswered": ("Requests that it did not begin to answer: retried elsewhere, if possible.", lambda b: b.num_unanswered),
+            "refused": ("Requests that it refused with 429 or 503: likewise.", lambda b: b.num_refused),
+            "broken_answers": ("Answers that it broke off: the client saw that.", lambda b: b.num_broken),
+        }
+        for family, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (text, value) in table.items():
+                metric = family(f"{PREFIX}{name}", text, labels=("server",))
+                for url, backend in self._backends.items():
+                    metric.add_metric((url,), float(value(backend)))
+                yield metric
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)

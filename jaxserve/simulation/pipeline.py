@@ -1,0 +1,229 @@
+"""Pipeline parallelism in virtual time: stages that each run one micro-batch, and what time they lose to waiting.
+
+Owns the micro-batches in flight (each its own schedule of the real scheduler, at most one a stage), the stages' times, and the
+account of bubbles. Requests of a micro-batch in flight are in no other until it returns, as in the engines of the pipeline-parallel
+literature (Orca, section 4.2; Sarathi-Serve, section 3.3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.buckets import Bucket, BucketPlan, PaddingAccount
+from jaxserve.config import SchedulerConfig
+from jaxserve.demand import DemandLog
+from jaxserve.latency import ServedTimes
+from jaxserve.schedule import Schedule, SchedulerStats
+from jaxserve.simulation.books import RequestBooks
+from jaxserve.simulation.replay import serve
+from jaxserve.simulation.replica import SimulatedEngine
+from jaxserve.simulation.step_time import StepTimes
+from jaxserve.simulation.unpadded import UnpaddedPlan
+from jaxserve.workloads import Workload
+
+
+@dataclass(frozen=True)
+class PipelineReplay:
+    """What a workload did on a pipeline. One entry a micro-batch; sends: seconds between two stages."""
+
+    times: ServedTimes
+    demands: DemandLog
+    buckets: list[Bucket]
+    starts: np.ndarray  # f64[steps, stages], when each stage began it
+    seconds: np.ndarray  # f64[steps, stages]
+    sends: np.ndarray  # f64[steps]
+    padding: PaddingAccount
+    stats: SchedulerStats
+
+    @property
+    def duration(self) -> float:
+        return self.times.duration
+
+    @property
+    def bubbles(self) -> Bubbles:
+        return bubbles(self.starts, self.seconds, self.sends, self.demands.tokens > self.demands.decodes)
+
+
+@dataclass(frozen=True)
+class Bubbles:
+    """Seconds in which stages wait between two micro-batches, summed over stages, by what made them wait (Sarathi-Serve, section
+    3.3): PB1 two micro-batches with prompt tokens take unlike times, PB2 one has them and the other has not, PB3 neither has (KV of
+    unlike lengths, or stages of unlike work). send: the transfer between stages. idle: there was nothing to schedule. busy: stages
+    compute."""
+
+    pb1: float
+    pb2: float
+    pb3: float
+    send: float
+    idle: float
+    busy: float
+
+    @property
+    def share(self) -> float:
+        """Bubbles of all kinds over bubbles and work, sends and idle time left out; 0 before the first step."""
+        lost = self.pb1 + self.pb2 + self.pb3
+        return lost / (lost + self.busy) if lost else 0.0
+
+
+def bubbles(
+    starts: np.ndarray,  # f64[n, stages]
+    seconds: np.ndarray,  # f64[n, stages]
+    sends: np.ndarray,  # f64[n]
+    prefills: np.ndarray,  # bool[n]: holds prompt tokens
+) -> Bubbles:
+    """The account of a pipeline's gaps. The first stage waits for the return of the micro-batch as many before the next as there
+    are stages, the others for the next one itself."""
+    n, num_stages = starts.shape
+    ends = starts + seconds
+    lost = [0.0, 0.0, 0.0]
+    send = idle = 0.0
+    if n > 1:
+        returned, waited_for = np.full(n - 1, -np.inf), np.arange(1, n)
+        if n > num_stages:
+            returned[num_stages - 1 :] = ends[: n - num_stages, -1]
+        # Nothing to schedule, though the first stage and a place in the pipeline were free.
+        nothing = np.maximum(0.0, starts[1:, 0] - np.maximum(ends[:-1, 0], returned))
+        for stage in range(num_stages):
+            gaps = np.maximum(0.0, starts[1:, stage] - ends[:-1, stage])
+            idling = np.minimum(gaps, nothing)
+            gaps -= idling
+            sending = np.minimum(gaps, sends[1:]) if stage else np.zeros(n - 1)
+            cause = waited_for if stage else np.maximum(0, waited_for - num_stages)
+            kinds = 2 - prefills[:-1].astype(int) - prefills[cause]
+            for kind in range(3):
+                lost[kind] += float((gaps - sending)[kinds == kind].sum())
+            send, idle = send + float(sending.sum()), idle + float(idling.sum())
+    return Bubbles(*lost, send, idle, float(seconds.sum()))
+
+
+class PipelineReplica(SimulatedEngine):
+    """An engine of several stages. stages: step times of each, the last one's head included, which a dynamic budget is chosen by.
+    send_seconds: num_tokens -> seconds from one stage to the next.
+
+    There is one scheduler, and whatever it schedules while a micro-batch is in flight is another micro-batch: a request stays with
+    those that it was first scheduled with, as new ones join them and old ones end.
+    """
+
+    def __init__(
+        self,
+        books: RequestBooks,
+        plan: BucketPlan | UnpaddedPlan,
+        stages: Sequence[StepTimes],
+        send_seconds: Callable[[int], float],
+        limits: SchedulerConfig,
+        num_pages: int,
+        *,
+        prefix_caching: bool,
+        objective: float | None = None,
+    ):
+        super().__init__(books, plan, stages[-1], limits, num_pages, prefix_caching=prefix_caching, objective=objective)
+        self.stages, self._send_seconds = tuple(stages), send_seconds
+        self._free = [0.0] * len(stages)  # when each stage has ended its last micro-batch
+        self._in_flight: deque[tuple[Schedule, float]] = deque()
+        self._hidden = np.zeros(limits.max_num_seqs, np.int32)  # micro-batches in flight that hold the row
+        self.stage_starts: list[list[float]] = []
+        self.stage_seconds: list[list[float]] = []
+        self.sends: list[float] = []
+
+    def turn(self, until: float = math.inf) -> bool:
+        """Schedules a micro-batch, or waits for one to return, or, where nothing can be scheduled, for `until`. False if there is
+        nothing to compute."""
+        flying = self._in_flight
+        if flying and flying[0][1] <= self.now:
+            self._take_back(*flying.popleft())
+            return True
+        if len(flying) < len(self.stages):
+            schedule = self._schedule()
+            if schedule is not None:
+                flying.append((schedule, self._dispatch(schedule)))
+                return True
+            if not flying:
+                return False
+            if until < flying[0][1]:
+                self.now = max(self.now, until)
+                return True
+        self.now = max(self.now, flying[0][1])
+        return True
+
+    def _schedule(self) -> Schedule | None:
+        """The scheduler's next step of those requests that no micro-batch in flight holds."""
+        rows = self.scheduler.rows
+        everyone = rows.order
+        flying = self._hidden[everyone] > 0
+        if not flying.any():
+            return self.scheduler.schedule()
+        rank = np.full(len(self._hidden), len(everyone))  # in order of admission, new ones last
+        rank[everyone] = np.arange(len(everyone))
+        owners = rows.generation.copy()
+        rows.order = everyone[~flying]
+        schedule = self.scheduler.schedule()
+        rank[rows.generation != owners] = len(everyone)
+        order = np.concatenate([everyone[flying], rows.order])
+        rows.order = order[np.argsort(rank[order], kind="stable")]
+        return schedule
+
+    def _dispatch(self, schedule: Schedule) -> float:
+        """Sends a micro-batch down the stages; when its tokens are there. The next is scheduled when the first stage is free."""
+        demand, bucket, head_rows = self._demand(schedule)
+        send = self._send_seconds(demand[0]) if len(self.stages) > 1 else 0.0
+        starts, seconds, arrives = [], [], self.now + self.stages[0].host_seconds
+        for i, stage in enumerate(self.stages):
+            start = max(arrives, self._free[i])
+            seconds.append(stage.seconds(bucket, head_rows, demand[5], demand[6]))
+            self._free[i] = start + seconds[-1]
+            arrives = self._free[i] + send
+            starts.append(start)
+        self._begin(schedule, starts[0])
+        self.steps.add(demand, bucket, head_rows, starts[0], sum(seconds))
+        self.stage_starts.append(starts)
+        self.stage_seconds.append(seconds)
+        self.sends.append(send)
+        self._hidden[schedule.rows] += 1
+        self.now = self._free[0]
+        return self._free[-1]
+
+    def _take_back(self, schedule: Schedule, end: float) -> None:
+        self._hidden[schedule.rows] -= 1
+        self._update(schedule, end)
+
+
+def replay_pipeline(
+    workload: Workload,
+    plan: BucketPlan | UnpaddedPlan,
+    stages: Sequence[StepTimes],
+    send_seconds: Callable[[int], float],
+    limits: SchedulerConfig,
+    num_pages: int,
+    *,
+    max_concurrency: int | None = None,
+    objective: float | None = None,
+) -> PipelineReplay:
+    """Serves `workload` to its end on a pipeline of stages. Arguments and errors as `replay`'s; with one stage it is `replay` with
+    async_scheduling=False, since nobody's next step is scheduled before his last one's token is back.
+
+    stages, send_seconds: as PipelineReplica's, `Deployment.stages()` and `Deployment.send_seconds` for example. limits: of all
+    micro-batches together but for max_num_batched_tokens, which is each one's. objective: seconds that the last stage may take with
+    a step that decodes.
+    """
+    books = RequestBooks(workload)
+    prefix_caching = any(r.prompt_token_ids for r in workload.requests)
+    replica = PipelineReplica(
+        books, plan, stages, send_seconds, limits, num_pages, prefix_caching=prefix_caching, objective=objective
+    )
+    serve(books, replica, max_concurrency)
+    steps = replica.steps
+    return PipelineReplay(
+        books.times(),
+        steps.demands,
+        steps.buckets,
+        np.array(replica.stage_starts),
+        np.array(replica.stage_seconds),
+        np.array(replica.sends),
+        steps.padding,
+        replica.stats,
+    )
