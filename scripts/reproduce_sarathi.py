@@ -36,6 +36,7 @@ SECTIONS = {
     "cross_node": "A decode iteration across nodes",
     "across_nodes": "Capacity across nodes",
     "bubbles_by_hand": "Bubbles: what one stage waits for",
+    "bubbles": "Bubbles, by kind",
     "dynamic_budget": "A budget for every step",
 }
 _SECTIONS = flags.DEFINE_list("sections", list(SECTIONS), "Which sections; the tables of others stay out of tables.md.")

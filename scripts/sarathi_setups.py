@@ -13,6 +13,7 @@ from typing import Any
 from jaxserve.config import SchedulerConfig
 from jaxserve.simulation.analytic import Deployment
 from jaxserve.simulation.hardware import GPUS
+from jaxserve.simulation.pipeline import replay_pipeline
 from jaxserve.simulation.replay import replay
 from jaxserve.simulation.unpadded import UnpaddedPlan
 from jaxserve.traffic import at_rate, log_normal
@@ -110,12 +111,14 @@ def stages(machine: Deployment) -> tuple[Any, ...]:
 
 
 def run(machine: Deployment, contender: Contender, workload: Workload, max_model_len: int) -> Any:
-    """A Replay of the workload. Shapes are not padded, as in the systems compared: what uneven ones cost is in the step times."""
+    """A Replay of the workload, or a PipelineReplay where the machine has several stages. Shapes are not padded, as in the systems
+    compared: what uneven ones cost is in the step times."""
     limits = contender.limits(max_model_len)
     plan = UnpaddedPlan(limits.max_num_batched_tokens, limits.max_num_seqs)
     num_pages = machine.num_pages(PAGE_SIZE, max_model_len)
     if machine.pp > 1:
-        raise NotImplementedError("pipeline stages")
+        assert contender.objective is None, "no section has a dynamic budget on a pipeline"
+        return replay_pipeline(workload, plan, stages(machine), machine.send_seconds, limits, num_pages)
     return replay(workload, plan, stages(machine)[0], limits, num_pages, objective=contender.objective)
 
 
