@@ -114,3 +114,17 @@ def capacities(rows: Sequence[Mapping[str, Any]], path: str | Path, title: str) 
     axis.set(xlabel="objective for the P99 time between tokens", ylabel="capacity (requests a second)")
     axis.legend(fontsize=7)
     save(made, path)
+
+
+def policies(results: Mapping[str, Mapping[str, Mapping[str, float]]], metrics: Sequence[str], path: str | Path) -> None:
+    """A panel a metric: bars by case, a colour a setting. results: {case: {setting: {metric: value}}}."""
+    made, axes = figure(1, len(metrics))
+    names = list(next(iter(results.values())))
+    for axis, metric in zip(axes[0], metrics, strict=True):
+        for i, name in enumerate(names):
+            at = np.arange(len(results)) + (i - (len(names) - 1) / 2) * 0.8 / len(names)
+            axis.bar(at, [found[name][metric] for found in results.values()], 0.8 / len(names), label=name)
+        axis.set(xticks=range(len(results)), xlabel="workload, most requests at a time", ylabel=metric, title=metric)
+        axis.set_xticklabels(list(results), rotation=20, fontsize=7)
+        axis.legend(fontsize=7)
+    save(made, path)
