@@ -11,9 +11,9 @@ orca         the same with whole prompts and KV for the longest output reserved 
 shrinking    request-level: a batch is admitted when the last one has ended, and runs in smaller buckets as its members end
 padded       request-level with one decode bucket: rows that have ended stay in the batch until it ends, as a static batch's do
 
-Published (a small reimplementation of Orca against a static batch): throughput +44%, TTFT -38%, E2E -31%. Rounds go by turns, so that
-a slow minute falls on all; medians. An answer of a request-level batch is taken as it comes; "returned" counts it when its batch
-ends, as a server without iterations does.
+Published (a small reimplementation of Orca against a static batch): throughput +44%, TTFT -38%, E2E -31%. Rounds go by turns, so
+that a slow minute falls on all; medians. An answer of a request-level batch is taken as it comes; "returned" counts it when its
+batch ends, as a server without iterations does.
 """
 
 from __future__ import annotations
