@@ -18,6 +18,7 @@ batch ends, as a server without iterations does.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import sys
 from pathlib import Path
@@ -90,7 +91,8 @@ def tables(results: dict[str, dict[str, dict[str, float]]]) -> str:
     """Markdown: what was measured, and iteration-level over request-level beside what was published."""
     measured, ratios = [], []
     for case, found in results.items():
-        measured += [[case, name, *(r[m] for m in METRICS), r["returned"]] for name, r in found.items()]
+        for name, r in found.items():
+            measured.append([case, name, *(r[m] for m in METRICS), r["returned"] if SETTINGS[name] == "request_level" else ""])
         control = case.startswith("equal_size")
         for base in ("padded", "shrinking"):
             over = {m: found["iteration"][m] / found[base][m] for m in METRICS}
@@ -107,6 +109,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     folder = Path(_OUTPUT.value)
+    logging.getLogger("jaxserve").setLevel(logging.WARNING)  # or it names every program
     try:
         model = bench_model(flags.FLAGS.model, str(flags.FLAGS.dtype), 640)
         results = {
