@@ -114,6 +114,17 @@ def as_recorded(workload: Workload) -> Workload:
     return replace(workload, requests=tuple(replace(r, arrived_at=r.arrived_at - first) for r in requests))
 
 
+def repeated(workload: Workload, times: int) -> Workload:
+    """The workload `times` times, one after the other, a mean gap between them: a day from an hour's trace. ValueError unless times
+    is at least 1 and requests are in the order of their arrivals."""
+    arrivals = [r.arrived_at for r in workload.requests]
+    if times < 1 or arrivals != sorted(arrivals):
+        raise ValueError(f"{times=} must be at least 1, and {workload.name} in the order of its arrivals; see as_recorded")
+    span = (arrivals[-1] - arrivals[0]) * len(arrivals) / max(1, len(arrivals) - 1)
+    requests = (replace(r, arrived_at=r.arrived_at + i * span) for i in range(times) for r in workload.requests)
+    return replace(workload, requests=tuple(requests))
+
+
 def describe(workload: Workload, quantiles: Sequence[float] = (0.5, 0.9, 0.99)) -> str:
     """One line: how many requests, and their lengths' quantiles."""
     parts = [f"{workload.name}: {len(workload.requests)} requests"]

@@ -3,7 +3,18 @@
 import numpy as np
 import pytest
 
-from jaxserve.traffic import LENGTH_FITS, as_recorded, at_once, at_rate, describe, fitting, log_normal, multi_turn, shared_prefix
+from jaxserve.traffic import (
+    LENGTH_FITS,
+    as_recorded,
+    at_once,
+    at_rate,
+    describe,
+    fitting,
+    log_normal,
+    multi_turn,
+    repeated,
+    shared_prefix,
+)
 from jaxserve.workloads import Workload, WorkloadRequest
 
 
@@ -69,3 +80,13 @@ def test_bad_input():
             at_rate(work, rate, 0, burstiness)
     with pytest.raises(ValueError, match="must be one of openchat_sharegpt4, arxiv_summarization"):
         log_normal("other", 1, 0)
+
+
+def test_repeated():
+    """Two of the same, a mean gap apart."""
+    once = as_recorded(Workload("some", tuple(WorkloadRequest(4, 2, t) for t in (1.0, 2.0, 5.0))))
+    twice = repeated(once, 2)
+    assert [r.arrived_at for r in twice.requests] == [0.0, 1.0, 4.0, 6.0, 7.0, 10.0]
+    assert repeated(once, 1) == once
+    with pytest.raises(ValueError, match="times=0 must be at least 1"):
+        repeated(once, 0)

@@ -130,6 +130,13 @@ class PipelineReplica(SimulatedEngine):
         self.stage_seconds: list[list[float]] = []
         self.sends: list[float] = []
 
+    @property
+    def bubbles(self) -> Bubbles:
+        """Of the micro-batches so far."""
+        demands = self.steps.demands
+        starts, seconds = np.array(self.stage_starts), np.array(self.stage_seconds)
+        return bubbles(starts, seconds, np.array(self.sends), demands.tokens > demands.decodes)
+
     def turn(self, until: float = math.inf) -> bool:
         """Schedules a micro-batch, or waits for one to return, or, where nothing can be scheduled, for `until`. False if there is
         nothing to compute."""

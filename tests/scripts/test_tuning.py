@@ -94,3 +94,18 @@ def test_bad_trace(work):
     flags = [f"--step_times={work / 'steps.json'}", "--workload=trace", f"--dataset_path={work / 'bad.csv'}"]
     done = run(work, "tune_buckets", *flags)
     assert done.returncode and "no request of bad fits max_model_len=64" in done.stderr
+
+
+def test_simulation_beside_the_engine(work):
+    """Three figures of one workload, simulated and served; the exit status says whether they agree."""
+    path, given = work / "errors.json", [f"--step_times={work / 'steps.json'}", "--rounds=1", "--max_model_len=64"]
+    traffic = ["--workload=trace", f"--dataset_path={work / 'trace.csv'}", "--request_rate=40", f"--json={path}"]
+    done = run(work, "validate_simulator", *given, *traffic, "--tolerance=1000")
+    assert done.returncode == 0 and done.stdout.count("simulated") == 3, done.stderr
+    metrics = json.loads(path.read_text())["metrics"]
+    assert set(metrics) == {"output_throughput", "median_ttft_ms", "p99_tbt_ms"}
+    for row in metrics.values():
+        assert row["measured"] == row["rounds"][0] > 0
+        assert row["error"] == pytest.approx(row["simulated"] / row["measured"] - 1)
+    done = run(work, "validate_simulator", *given, *traffic, "--tolerance=0")
+    assert done.returncode == 1 and "differs from the measured one by more than 0%" in done.stderr

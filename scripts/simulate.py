@@ -1,0 +1,155 @@
+"""What a number of GPUs would make of a workload: the real scheduler, page pool and router in virtual time, analytic step times.
+
+    python -m scripts.simulate --model=qwen3-8b --gpu=h100 --replicas=4 --workload=random --num_requests=2000 --request_rate=40
+    python -m scripts.simulate --model=qwen3-8b --gpu=h100 --workload=trace --dataset_path=azure_conv_2023.csv.gz \
+        --arrivals_from_trace --repeat=24
+    python -m scripts.simulate --model=falcon-180b --gpu=a100-80gb --tp=4 --pp=2 --gpus_per_node=4 --max_num_batched_tokens=512
+
+--model: a name in jaxserve/simulation/model_shapes.py, or a folder whose config.json the engine can read. Nothing is computed and
+no device is needed. Step times come from datasheets (jaxserve/simulation/hardware.py says from where); how far they are from
+measured kernels, scripts.validate_simulator says.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from absl import app, flags
+from tqdm import tqdm
+
+from jaxserve.config import POLICIES
+from jaxserve.latency import METRICS, parse_objectives
+from jaxserve.serving.router_policy import POLICIES as ROUTING
+from scripts.engine_flags import revision, write_json
+from scripts.traffic_flags import read_traffic
+
+_MODEL = flags.DEFINE_string("model", "qwen3-8b", "Its shape: a known name, or a folder with a config.json.")
+_GPU = flags.DEFINE_string("gpu", "h100", "One of jaxserve/simulation/hardware.py's.")
+_TP = flags.DEFINE_integer("tp", 1, "GPUs that share each layer.", lower_bound=1)
+_PP = flags.DEFINE_integer("pp", 1, "Pipeline stages.", lower_bound=1)
+_NODE = flags.DEFINE_integer("gpus_per_node", 8, "100 Gb/s Ethernet joins nodes.", lower_bound=1)
+_REPLICAS = flags.DEFINE_integer("replicas", 1, "Engines behind the router.", lower_bound=1)
+_ROUTING = flags.DEFINE_enum("routing", "prefix_aware", ROUTING, "The router's policy.")
+_POLICY = flags.DEFINE_enum("batching_policy", "sarathi", POLICIES, "How a step is composed.")
+_MAX_LEN = flags.DEFINE_integer("max_model_len", 16_384, "Most tokens of a request.", lower_bound=2)
+_MAX_SEQS = flags.DEFINE_integer("max_num_seqs", 128, "Most sequences at once.", lower_bound=1)
+_BUDGET = flags.DEFINE_integer("max_num_batched_tokens", 2048, "Token budget of a step.", lower_bound=1)
+_PAGE = flags.DEFINE_integer("page_size", 64, "Tokens a KV page.", lower_bound=1)
+_SLO = flags.DEFINE_float("tbt_slo_ms", None, "Dynamic budget: milliseconds that a step with decodes may take.")
+_RATE = flags.DEFINE_float("request_rate", float("inf"), "Requests a second; inf: all at once.")
+_REPEAT = flags.DEFINE_integer("repeat", 1, "The workload so many times, one after the other.", lower_bound=1)
+_GOODPUT = flags.DEFINE_list("goodput", [], "Objectives in ms, such as ttft:500,tpot:50.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the arrivals.")
+_JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
+
+
+def read_shape(name: str) -> Any:
+    """The ModelShape of a known name, or of a folder's config.json."""
+    from jaxserve.simulation.model_shapes import MODELS, ModelShape
+
+    if name in MODELS:
+        return MODELS[name]
+    from jaxserve.models.config import ModelConfig
+
+    try:
+        return ModelShape.from_config(ModelConfig.from_hf(name), name)
+    except FileNotFoundError:
+        raise app.UsageError(f"--model={name} is neither a folder with a config.json nor one of {', '.join(MODELS)}") from None
+
+
+def make_cluster() -> tuple[Any, Any, list[Any]]:
+    """(the deployment, a function that makes a replica, the replicas made so far) of the flags."""
+    from jaxserve.config import SchedulerConfig
+    from jaxserve.simulation.analytic import Deployment
+    from jaxserve.simulation.hardware import GPUS
+    from jaxserve.simulation.pipeline import PipelineReplica
+    from jaxserve.simulation.replica import Replica
+    from jaxserve.simulation.unpadded import UnpaddedPlan
+
+    if _GPU.value not in GPUS:
+        raise app.UsageError(f"--gpu={_GPU.value} is not known; choose from {', '.join(GPUS)}")
+    deployment = Deployment(read_shape(_MODEL.value), GPUS[_GPU.value], _TP.value, _PP.value, _NODE.value)
+    limits = SchedulerConfig(
+        max_model_len=_MAX_LEN.value,
+        max_num_batched_tokens=_BUDGET.value,
+        max_num_seqs=_MAX_SEQS.value,
+        policy=_POLICY.value,
+    )
+    plan, stages = UnpaddedPlan(_BUDGET.value, _MAX_SEQS.value), deployment.stages(_PAGE.value)
+    num_pages = deployment.num_pages(_PAGE.value, _BUDGET.value)
+    objective, made = _SLO.value and _SLO.value / 1e3, []
+
+    def make(books: Any, prefix_caching: bool) -> Any:
+        options = {"prefix_caching": prefix_caching, "objective": objective}
+        if len(stages) == 1:
+            made.append(Replica(books, plan, stages[0], limits, num_pages, **options))
+        else:
+            made.append(PipelineReplica(books, plan, stages, deployment.send_seconds, limits, num_pages, **options))
+        return made[-1]
+
+    return deployment, make, made
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    from jaxserve.serving.router_policy import make_policy
+    from jaxserve.simulation.cluster import replay_cluster
+    from jaxserve.traffic import repeated
+
+    deployment, make, replicas = make_cluster()
+    workload = repeated(read_traffic(_MODEL.value, _MAX_LEN.value, _RATE.value, _SEED.value), _REPEAT.value)
+    begin = time.perf_counter()
+    bar = tqdm(desc=f"{_REPLICAS.value} x {deployment}", total=len(workload.requests), mininterval=2)
+    run = replay_cluster(workload, make, _REPLICAS.value, make_policy(_ROUTING.value), progress=lambda rows: _advance(bar, rows))
+    bar.close()
+    seconds = time.perf_counter() - begin
+    summary = run.times.summary(percentiles=(50, 90, 99), objectives=parse_objectives(_GOODPUT.value))
+    num_steps = sum(s.num_steps for s in run.stats)
+    queried = sum(s.num_queried_tokens for s in run.stats)
+    result: dict[str, Any] = {
+        **summary,
+        "gpus": _REPLICAS.value * _TP.value * _PP.value,
+        "num_steps": num_steps,
+        "num_preemptions": sum(s.num_preemptions for s in run.stats),
+        "prefix_hit_share": sum(s.num_hit_tokens for s in run.stats) / queried if queried else 0.0,
+        "busy_share": (run.busy / summary["duration"] / _PP.value).tolist(),
+        "simulation_seconds": seconds,
+    }
+    if _PP.value > 1:
+        result["bubbles"] = [vars(replica.bubbles) | {"share": replica.bubbles.share} for replica in replicas]
+    report(result)
+    given = {name: flags.FLAGS[name].value for name in flags.FLAGS if flags.FLAGS[name].present}
+    about = {"benchmark": "simulate", "deployment": str(deployment), "workload": workload.name, "revision": revision()}
+    write_json(_JSON.value, {**about, "flags": given, **result})
+
+
+def _advance(bar: Any, rows: Any) -> Any:
+    for row in rows:
+        yield row
+        bar.update()
+
+
+def report(r: dict[str, Any]) -> None:
+    """The result for people."""
+    goodput = "" if r["request_goodput"] is None else f", goodput {r['request_goodput']:.2f}/s"
+    print(
+        f"{r['gpus']} GPUs, {r['completed']} requests in {r['duration']:.0f} s of virtual time: {r['request_throughput']:.2f} "
+        f"requests/s{goodput}, {r['output_throughput']:.0f} output and {r['total_token_throughput']:.0f} total tok/s, peak "
+        f"{r['max_concurrent_requests']} requests, {r['num_preemptions']} preemptions, prefix hits "
+        f"{100 * r['prefix_hit_share']:.0f}%, busy {', '.join(f'{100 * share:.0f}%' for share in r['busy_share'])}"
+    )
+    for metric in METRICS:
+        values = {k.removesuffix(f"_{metric}_ms"): v for k, v in r.items() if k.endswith(f"_{metric}_ms") and v is not None}
+        print(f"  {metric.upper():5} ms: " + ", ".join(f"{k} {v:.1f}" for k, v in values.items()))
+    for lost in r.get("bubbles", ()):
+        shown = ", ".join(f"{kind} {lost[kind]:.1f} s" for kind in ("pb1", "pb2", "pb3", "send", "idle", "busy"))
+        print(f"  stages: {shown}; bubbles {100 * lost['share']:.1f}%")
+    us = 1e6 * r["simulation_seconds"] / r["completed"]
+    print(f"  {r['num_steps']} steps in {r['simulation_seconds']:.1f} s, {us:.0f} us a request", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,87 @@
+"""simulate and validate_simulator from a shell: what they print and refuse."""
+
+import csv
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxserve.simulation.analytic import Deployment
+from jaxserve.simulation.hardware import GPUS
+from jaxserve.simulation.model_shapes import ModelShape
+from scripts.vidur_profiles import OPERATORS
+from tests import alphabet_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script: str, *given: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", f"scripts.{script}", *given]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+
+
+def test_more_replicas_serve_more(tmp_path):
+    """Overloaded, three replicas have about three times the throughput of one; a pipeline names its bubbles."""
+    rates = []
+    work = ["--workload=random", "--num_requests=150", "--random_input_len=512", "--random_output_len=32"]
+    for replicas, path in ((1, tmp_path / "one.json"), (3, tmp_path / "three.json")):
+        given = ["--model=qwen3-8b", "--gpu=h100", "--max_num_seqs=8", f"--replicas={replicas}", "--goodput=ttft:200"]
+        done = run("simulate", *given, *work, f"--json={path}")
+        assert done.returncode == 0 and "150 requests in" in done.stdout, done.stderr
+        result = json.loads(path.read_text())
+        rates.append(result["request_throughput"])
+        assert result["gpus"] == replicas == len(result["busy_share"]) and 0 < result["request_goodput"] < rates[-1]
+    assert rates[1] == pytest.approx(3 * rates[0], rel=0.1)
+    done = run("simulate", "--model=falcon-180b", "--gpu=a100-80gb", "--tp=4", "--pp=2", "--repeat=2", "--gpus_per_node=4")
+    assert done.returncode == 0 and "8 GPUs, 32 requests in" in done.stdout and "stages: pb1" in done.stdout, done.stderr
+
+
+def test_a_folder_has_a_shape_too(tmp_path):
+    alphabet_model.save(tmp_path / "model", tokenizer=False)
+    done = run("simulate", f"--model={tmp_path / 'model'}", "--workload=eight")
+    assert done.returncode == 0 and "8 requests in" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--gpu=abacus"], "--gpu=abacus is not known; choose from a100-80gb"),
+        (["--model=nowhere"], "neither a folder with a config.json nor one of mistral-7b"),
+    ],
+)
+def test_bad_flags(given, message):
+    done = run("simulate", *given)
+    assert done.returncode != 0 and message in done.stderr + done.stdout
+
+
+def test_kernel_profiles_are_compared(tmp_path):
+    """A made-up profile of a GPU that is a tenth slower than predicted, and of one whose norms take twice as long."""
+    assert run("validate_simulator", f"--vidur={tmp_path}").stderr.count("no profile <gpu>_<model>_mlp.csv.gz") == 1
+    shape = ModelShape(name="tiny", num_layers=1, hidden_size=512, num_heads=8, num_kv_heads=8, head_dim=64, ffn_size=1024,
+                       vocab_size=1000)  # fmt: skip
+    about = {"n_head": 8, "n_kv_head": 8, "n_embd": 512, "n_expanded_embd": 1024, "vocab_size": 1000, "use_gated_mlp": True}
+    for gpu, norms in (("a40", 1.0), ("h100", 2.0)):
+        rows = []
+        for tp in (1, 2):
+            times = Deployment(shape, GPUS[gpu], tp).step_times()
+            for tokens in (1, 100, 4096):
+                row = about | {"num_tokens": tokens, "num_tensor_parallel_workers": tp}
+                for name, (columns, runs) in OPERATORS.items():
+                    seconds = 1.1 * times.operators(tokens)[name] * (norms if name == "norms" else 1.0)
+                    row |= {f"time_stats.{column}.median": 1e3 * seconds / len(columns) / runs for column in columns}
+                rows.append(row)
+        with gzip.open(tmp_path / f"{gpu}_tiny_mlp.csv.gz", "wt", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    done = run("validate_simulator", f"--vidur={tmp_path}", f"--json={tmp_path / 'errors.json'}")
+    assert done.returncode == 0 and "| a40_tiny | layer | 9.1 |" in done.stdout, done.stderr
+    rows = {(r["profile"], r["operator"]): r for r in json.loads((tmp_path / "errors.json").read_text())["rows"]}
+    assert len(rows) == 2 * (len(OPERATORS) + 2) and rows["a40_tiny", "qkv"]["bias"] == pytest.approx(1 / 1.1 - 1)
+    assert rows["h100_tiny", "norms"]["median"] == pytest.approx(1 - 1 / 2.2)
+    assert rows["h100_tiny", "matmuls"]["by_tokens"]["513-"] == pytest.approx(1 - 1 / 1.1)
