@@ -98,7 +98,8 @@ def main(argv: list[str]) -> None:
     search = {"gap": tuned.search.gap, "num_candidates": tuned.search.num_candidates, "rounds": tuned.rounds}
     search |= {
         "predicted_seconds": tuned.search.seconds,
-        "ladder_seconds": tuned.search.ladder_seconds,
+        "predicted_cost": tuned.search.cost,
+        "ladder_cost": tuned.search.ladder_cost,
         "bound": tuned.search.bound,
     }
     search |= {"fixed_log_gain": tuned.fixed_log_gain, "held_out_error": machine.step_times.about.get("held_out_error")}
@@ -127,7 +128,7 @@ def report(tuned: Any, rows: dict[str, dict[str, Any]], planning: dict[str, floa
     s = tuned.search
     print(
         f"the pairs found lie at most {100 * s.gap:.2f}% above the best set of {s.num_candidates} candidates "
-        f"(sequences fixed at max_num_seqs: {s.ladder_seconds:.1f} s, exact, against {s.seconds:.1f} s)"
+        f"(with max_num_seqs sequences in each: {s.ladder_cost:.1f} s, exact, against {s.cost:.1f} s; a price of padding included)"
     )
     print(
         f"the default plan's demand log alone promises {tuned.fixed_log_gain:.2f}x over the default, the scheduler in the loop "

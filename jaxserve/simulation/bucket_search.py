@@ -37,19 +37,21 @@ class Caps:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """plan: the best found. seconds: predicted for the log. bound: no set of the candidates takes less. ladder_seconds: of the best
-    plan whose mixed buckets all have max_num_seqs sequences, exact. num_candidates: mixed and decode buckets to choose from."""
+    """plan: the best found. seconds: predicted for the log. cost: what the search makes small, the seconds and the price of the
+    padding. bound: no set of the candidates costs less. ladder_cost: of the best plan whose mixed buckets all have max_num_seqs
+    sequences, exact. num_candidates: mixed and decode buckets to choose from."""
 
     plan: BucketPlan
     seconds: float
+    cost: float
     bound: float
-    ladder_seconds: float
+    ladder_cost: float
     num_candidates: int
 
     @property
     def gap(self) -> float:
-        """How far at most the plan lies above the best, as a share of the best."""
-        return self.seconds / self.bound - 1
+        """How far at most the plan's cost lies above the best, as a share of the best."""
+        return self.cost / self.bound - 1
 
 
 def plan_seconds(plan: BucketPlan, demands: DemandLog, step_times: StepTimeModel) -> float:
@@ -89,7 +91,10 @@ class BucketSearch:
       step_times: their predicted times.
       max_num_seqs, max_num_batched_tokens: every step within them must fit the plan, whether the log has it or not.
       multiple: sizes are multiples of it (but for max_num_seqs and the budget themselves).
-      tokens: sizes that buckets and heads may have; by default every multiple that some step of the log fits best.
+      sizes: sizes that buckets and heads may have; by default every multiple that some step of the log fits best.
+      padding_price: seconds that a padding token costs beside what the model says. Between plans whose times the model, fitted to
+        noisy measurements, can't tell apart, it takes the one with less padding: a plan found has at most
+        padding_price * (padding tokens of the fastest plan) more predicted seconds than the fastest.
     """
 
     def __init__(
@@ -101,12 +106,13 @@ class BucketSearch:
         max_num_batched_tokens: int,
         multiple: int,
         sizes: Sequence[int] | None = None,
+        padding_price: float = 0.0,
     ):
         if not len(demands):
             raise ValueError("the demand log is empty: nothing to fit buckets to")
         self.demands, self.step_times = demands, step_times
         self.max_num_seqs, self.budget = max_num_seqs, max_num_batched_tokens
-        self.multiple, self.sizes = multiple, sizes
+        self.multiple, self.sizes, self.padding_price = multiple, sizes, padding_price
         self.is_decode = demands.max_q_len == 1
 
     def solve(self, caps: Caps, *, pairs: bool = True) -> SearchResult:
@@ -143,22 +149,29 @@ class BucketSearch:
     def _solve(self, num_programs: int, heads: dict, caps: Caps, pairs: bool) -> SearchResult | None:
         """The best over how many of the programs are heads."""
         best, bound, least = None, np.inf, np.inf
+        real = self.padding_price * int(self.demands.tokens.sum())  # what the prices below take for tokens that are no padding
         for num_heads, (head_seconds, head_rows) in heads.items():
             num_bodies = num_programs - OTHER_PROGRAMS - HEAD_VARIANTS * num_heads
             if num_bodies < 2:
                 continue
-            ladder, ladder_seconds = self._ladder(num_bodies)
-            least = min(least, ladder_seconds + head_seconds)
-            found = (ladder, ladder_seconds, ladder_seconds, len(ladder))
+            ladder, ladder_cost = self._ladder(num_bodies)
+            least = min(least, ladder_cost + head_seconds - real)
+            found = (ladder, ladder_cost, ladder_cost, len(ladder))
             if pairs:
                 found = self._pairs(ladder, num_bodies, caps)
-            buckets, seconds, body_bound, num_candidates = found
-            bound = min(bound, body_bound + head_seconds)
-            if best is None or seconds + head_seconds < best.seconds:
-                best = SearchResult(_plan(buckets, head_rows), seconds + head_seconds, 0.0, 0.0, num_candidates)
+            buckets, body_cost, body_bound, num_candidates = found
+            bound = min(bound, body_bound + head_seconds - real)
+            cost = body_cost + head_seconds - real
+            if best is None or cost < best[0]:
+                best = cost, _plan(buckets, head_rows), num_candidates
         if best is None:
             return None
-        return SearchResult(best.plan, best.seconds, min(bound, best.seconds), least, best.num_candidates)
+        cost, plan, num_candidates = best
+        return SearchResult(plan, plan_seconds(plan, self.demands, self.step_times), cost, min(bound, cost), least, num_candidates)
+
+    def _rates(self, bucket: Bucket) -> np.ndarray:
+        """f64[3]: cost of a step, of a KV position and of a pair in this bucket."""
+        return self.step_times.coefficients(bucket) + np.array([self.padding_price * bucket.tokens, 0.0, 0.0])
 
     def _round_up(self, values: np.ndarray, most: int) -> np.ndarray:
         """Each value's smallest allowed size, at most `most`."""
@@ -179,7 +192,7 @@ class BucketSearch:
         return {k: (total, [int(sizes[j]) for j in chosen]) for k, (total, chosen) in ladders.items()}
 
     def _ladder(self, num_bodies: int) -> tuple[list[Bucket], float]:
-        """The best decode sizes and mixed sizes with max_num_seqs sequences, `num_bodies` together, exact; and their seconds."""
+        """The best decode sizes and mixed sizes with max_num_seqs sequences, `num_bodies` together, exact; and their cost."""
         if not hasattr(self, "_decode_ladders"):
             self._decode_ladders = self._size_ladders(self.is_decode, self.max_num_seqs, decode=True)
             self._mixed_ladders = self._size_ladders(~self.is_decode, self.budget, decode=False)
@@ -194,7 +207,7 @@ class BucketSearch:
         return buckets, seconds
 
     def _size_ladders(self, which: np.ndarray, largest: int, *, decode: bool, most: int = 64) -> dict:
-        """number of sizes -> (seconds, sizes) for the steps `which`, exact. The largest size is always among them."""
+        """number of sizes -> (cost, sizes) for the steps `which`, exact. The largest size is always among them."""
         d = self.demands
         # A mixed bucket below max_num_seqs tokens has as many sequences as tokens, so that tokens alone decide whether it holds.
         sized = self._round_up(d.tokens[which], largest)
@@ -203,7 +216,7 @@ class BucketSearch:
         sums = np.stack([np.bincount(where, w, len(sizes)) for w in (None, d.kv_tokens[which], d.pairs[which])])
         before = np.concatenate([np.zeros((3, 1)), np.cumsum(sums, axis=1)], axis=1)
         buckets = [Bucket(int(s), int(s), 1) if decode else Bucket(int(s), min(int(s), self.max_num_seqs), int(s)) for s in sizes]
-        rates = np.stack([self.step_times.coefficients(b) for b in buckets])  # [m, 3]
+        rates = np.stack([self._rates(b) for b in buckets])  # [m, 3]
         # [i, j]: steps above size i - 1 and up to size j, run in size j
         cost = sum(rates[None, :, c] * (before[c, 1:][None, :] - before[c, :-1][:, None]) for c in range(3))
         return {k: (total, [int(sizes[j]) for j in chosen]) for k, (total, chosen) in _ladders(np.asarray(cost), most).items()}
@@ -211,7 +224,7 @@ class BucketSearch:
     # Pairs
 
     def _pairs(self, start: list[Bucket], num_bodies: int, caps: Caps) -> tuple[list[Bucket], float, float, int]:
-        """(buckets, seconds, bound, number of candidates): interchange from `start`, and the Lagrangian bound."""
+        """(buckets, cost, bound, number of candidates): interchange from `start`, and the Lagrangian bound."""
         candidates = self._candidates(start, caps)
         cost = self._costs(candidates)  # [types, candidates], inf where a bucket doesn't hold
         column = {b: j for j, b in enumerate(candidates)}
@@ -250,7 +263,7 @@ class BucketSearch:
         return sorted({int(s) for s in sizes} | {most})
 
     def _costs(self, candidates: list[Bucket]) -> np.ndarray:
-        """f64[types, candidates]: seconds of all steps of a type in a bucket, inf where it can't hold them. A type is the steps
+        """f64[types, candidates]: cost of all steps of a type in a bucket, inf where it can't hold them. A type is the steps
         that the same candidates hold."""
         d = self.demands
         token_edges = np.unique([b.tokens for b in candidates])
@@ -259,7 +272,7 @@ class BucketSearch:
         types, where = np.unique(key, axis=1, return_inverse=True)
         where = where.ravel()
         sums = np.stack([np.bincount(where, w, types.shape[1]) for w in (None, d.kv_tokens, d.pairs)], axis=1)  # [types, 3]
-        rates = np.stack([self.step_times.coefficients(b) for b in candidates], axis=1)  # [3, candidates]
+        rates = np.stack([self._rates(b) for b in candidates], axis=1)  # [3, candidates]
         size = np.array([(b.tokens, b.seqs, b.max_q_len > 1) for b in candidates]).T
         fits = (
             (token_edges[types[0]][:, None] <= size[0]) & (seq_edges[types[1]][:, None] <= size[1]) & (types[2][:, None] <= size[2])

@@ -11,12 +11,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxserve.buckets import BucketPlan
+from jaxserve.buckets import Bucket, BucketPlan
 from jaxserve.config import SchedulerConfig
+from jaxserve.demand import DemandLog
 from jaxserve.simulation.bucket_search import BucketSearch, Caps, SearchResult, plan_seconds
 from jaxserve.simulation.replay import Replay, replay
 from jaxserve.simulation.step_time import StepTimeModel
 from jaxserve.workloads import Workload
+
+# What a padding token costs beside its predicted time, as a share of a token's time in the largest bucket. Least times of a noisy
+# profile are too low where a bucket was measured in a lucky moment, and a search finds those buckets; padding has no such error.
+PADDING_PRICE = 0.25
 
 
 @dataclass(frozen=True)
@@ -33,10 +38,18 @@ class Machine:
     def run(self, workload: Workload, plan: BucketPlan) -> Replay:
         return replay(workload, plan, self.step_times, self.limits, self.num_pages, objective=self.objective)
 
-    def search(self, demands, sizes: Sequence[int] | None = None) -> BucketSearch:
+    def search(self, demands: DemandLog, sizes: Sequence[int] | None = None, *, padding_price: float = 0.0) -> BucketSearch:
+        """padding_price: price of a padding token, as a share of a token's time in the largest bucket."""
         seqs, budget = self.limits.max_num_seqs, self.limits.max_num_batched_tokens
+        base = float(self.step_times.coefficients(Bucket(budget, seqs, budget))[0])
         return BucketSearch(
-            demands, self.step_times, max_num_seqs=seqs, max_num_batched_tokens=budget, multiple=self.multiple, sizes=sizes
+            demands,
+            self.step_times,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            multiple=self.multiple,
+            sizes=sizes,
+            padding_price=padding_price * base / budget,
         )
 
 
@@ -102,7 +115,7 @@ def tune_plan(workload: Workload, machine: Machine, caps: Caps, max_rounds: int 
     best, log, seen, rounds, fixed_log_gain = None, first.demands, set(), 0, 1.0
     while rounds < max_rounds:
         rounds += 1
-        search = machine.search(log).solve(caps)
+        search = machine.search(log, padding_price=PADDING_PRICE).solve(caps)
         if search.plan in seen:
             break
         seen.add(search.plan)

@@ -1,6 +1,7 @@
 """The search against all plans there are, on problems small enough to try them all."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from jaxserve.buckets import BucketPlan
 from jaxserve.demand import DemandLog
 from jaxserve.simulation.bucket_search import BucketSearch, Caps, interchange, lagrangian_bound, padding_share, plan_seconds
+from jaxserve.simulation.step_time import BucketTimes
 from tests.simulation.machines import MODEL, SEQS, TOKENS, random_demands
 
 SIZES = (2, 4, 8, 16, 24, 40, 64)  # few enough to try all sets of them
@@ -57,7 +59,8 @@ def test_pairs_lie_between_bound_and_ladder(seed):
     found, max_programs = search(demands).solve(Caps(9)), 9
     best = min(plan_seconds(plan, demands, MODEL) for plan in all_plans(max_programs, pairs))
     assert found.bound <= best * (1 + 1e-9), "the bound is above an answer"
-    assert best * 0.97 <= found.seconds <= found.ladder_seconds  # sequences may be sized more finely than in `pairs`
+    assert best * 0.97 <= found.seconds <= found.ladder_cost * (1 + 1e-9)  # sequences may be sized more finely than in `pairs`
+    assert found.seconds == pytest.approx(found.cost)
     assert found.seconds == pytest.approx(seconds_of(found.plan, demands))
     assert 0 <= found.gap < 0.2
 
@@ -82,6 +85,29 @@ def test_padding_is_counted_as_the_engine_does():
     ]
     assert padding_share(plan, demands) == pytest.approx(1 - demands.tokens.sum() / sum(ran))
     assert plan_seconds(plan, demands, MODEL) == pytest.approx(seconds_of(plan, demands))
+
+
+def test_a_price_of_padding_picks_among_plans_that_are_as_fast():
+    """A size measured too fast, in a lucky moment, is not taken for steps far below it; and the search is exact still."""
+    lucky = [BucketTimes(size, 8, size, seconds, 2e-6, 1e-6) for size, seconds in ((24, 30e-3), (40, 30.2e-3))]
+    demands, model, price = random_demands(40, 4), replace(MODEL, times=(*MODEL.times, *lucky)), 5e-4
+    pairs = [(t, min(t, SEQS)) for t in SIZES if t < TOKENS]
+
+    def num_padding(plan: BucketPlan) -> float:
+        return int(demands.tokens.sum()) * (1 / (1 - padding_share(plan, demands)) - 1)
+
+    def cost(plan: BucketPlan) -> float:
+        return plan_seconds(plan, demands, model) + price * num_padding(plan)
+
+    limits = {"max_num_seqs": SEQS, "max_num_batched_tokens": TOKENS, "multiple": 2, "sizes": SIZES}
+    fast = BucketSearch(demands, model, **limits).solve(Caps(10), pairs=False)
+    priced = BucketSearch(demands, model, padding_price=price, **limits).solve(Caps(10), pairs=False)
+    assert priced.cost == pytest.approx(min(map(cost, all_plans(10, pairs)))) == pytest.approx(priced.bound)
+    assert priced.cost == pytest.approx(cost(priced.plan)) and priced.seconds == pytest.approx(
+        plan_seconds(priced.plan, demands, model)
+    )
+    assert num_padding(priced.plan) < 0.9 * num_padding(fast.plan)
+    assert priced.seconds <= fast.seconds + price * (num_padding(fast.plan) - num_padding(priced.plan))
 
 
 def test_caps():

@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.buckets import BucketPlan
 from jaxserve.simulation.bucket_search import Caps
-from jaxserve.simulation.tuning import cost, padded_budget, step_seconds, tune_budget, tune_plan, with_budget
+from jaxserve.simulation.tuning import PADDING_PRICE, cost, padded_budget, step_seconds, tune_budget, tune_plan, with_budget
 from jaxserve.step_budget import StepBudget
 from jaxserve.traffic import at_once
 from tests.simulation.machines import MACHINE, MODEL, PAGE, SEQS, TOKENS, random_workload
@@ -30,11 +30,14 @@ def test_at_once_one_round_tells_all():
 
 def test_over_time_the_loop_counts():
     """A faster step changes the batches that follow: the log of one plan mispredicts another."""
-    tuned = tune_plan(random_workload(120, 2, rate=12.0), MACHINE, Caps(12))
+    work = random_workload(120, 5, rate=12.0)
+    tuned = tune_plan(work, MACHINE, Caps(12))
     assert not tuned.at_once and tuned.rounds > 1
     assert cost(tuned.replay) == pytest.approx(np.mean(tuned.replay.times.last - tuned.replay.times.arrivals))
     gain = tuned.gain(tuned.default_replay)
     assert gain > 1.05 and abs(gain - tuned.fixed_log_gain) > 0.01
+    first = MACHINE.search(tuned.default_replay.demands, padding_price=PADDING_PRICE).solve(Caps(12)).plan
+    assert cost(MACHINE.run(work, first)) > 1.1 * cost(tuned.replay), "the plan of the first log is as good"
 
 
 def test_largest_budget_within_the_objective():
