@@ -2,13 +2,16 @@
 
     python -m scripts.bench_capacity --step_times=steps.json --workload=openchat_sharegpt4 --num_prompts=512 --slo_ms=100,500 \
         --policies=sarathi:512,dynamic:2048,prefill_first,orca --seeds=3 --json=capacity.json --plot=capacity.png
+    python -m scripts.bench_capacity --gpu=h100 --model=qwen3-32b --tp=2 --max_model_len=8192 --workload=openchat_sharegpt4 \
+        --num_prompts=256 --slo_ms=50 --policies=sarathi:512,sarathi:2048,prefill_first
     python -m scripts.bench_capacity --real --max_model_len=512 --workload=random --num_prompts=400 --random_input_len=64 \
         --random_output_len=32 --slo_ms=50
 
 A rate is good if --quantile of the time between tokens (from at least --min_gaps of them) is within the objective and the median
-scheduling delay within --max_scheduling_delay seconds. Rates are served in virtual time, from a profile (--step_times), or by a
-real engine (--real), all of whose programs are compiled before. Each seed draws its own lengths and arrivals; capacities are means
-over --seeds with 95% confidence intervals, and ratios to the last policy are paired by seed.
+scheduling delay within --max_scheduling_delay seconds. Rates are served in virtual time, with step times from a profile
+(--step_times) or from the datasheet of a GPU (--gpu), or by a real engine (--real), all of whose programs are compiled before. Each
+seed draws its own lengths and arrivals; capacities are means over --seeds with 95% confidence intervals, and ratios to the last
+policy are paired by seed.
 
 A policy may be followed by a token budget, such as sarathi:512; dynamic is sarathi whose budget follows the objective, up to the
 one given. Policies that run prompts whole have a budget that holds the longest. With --json every rate served is kept, and a run
@@ -20,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,10 @@ _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of lengths and arrivals.", lowe
 _PRECISION = flags.DEFINE_float("precision", 0.02, "Relative distance of neighbouring rates.")
 _START = flags.DEFINE_float("start_rate", 1.0, "Where the search begins, requests a second.")
 _REAL = flags.DEFINE_bool("real", False, "Serve on a real engine instead of in virtual time.")
+_GPU = flags.DEFINE_string("gpu", None, "Analytic step times of this GPU (jaxserve/simulation/hardware.py) for a named --model.")
+_TP = flags.DEFINE_integer("tp", 1, "With --gpu: GPUs that share each layer.", lower_bound=1)
+_PP = flags.DEFINE_integer("pp", 1, "With --gpu: pipeline stages.", lower_bound=1)
+_NODE = flags.DEFINE_integer("gpus_per_node", 8, "With --gpu: 100 Gb/s Ethernet joins nodes.", lower_bound=1)
 _PLOT = flags.DEFINE_string("plot", None, "Draw the capacities to this PNG.")
 _JSON = flags.DEFINE_string("json", None, "Keep rates served, and write the result, here.")
 define_engine_flags(model="tiny-qwen3")
@@ -102,19 +109,48 @@ class Simulated:
         return machine.run(workload, plan_for(limits, machine.multiple)).times
 
 
+class Analytic:
+    """Serves rates in virtual time on GPUs by their datasheets, without padding."""
+
+    def __init__(self):
+        from jaxserve.simulation.analytic import Deployment
+
+        self._deployment = Deployment.named(flags.FLAGS.model, _GPU.value, _TP.value, _PP.value, gpus_per_node=_NODE.value)
+        self.limits, self._page_size = limits_of_flags(), flags.FLAGS.page_size or 64
+        self._stages = self._deployment.stages(self._page_size)
+        self.settings = {"machine": str(self._deployment), "page_size": self._page_size, "gpus_per_node": _NODE.value}
+
+    def serve(self, contender: Contender, slo: float, workload: Any, seed: int) -> Any:
+        from jaxserve.simulation.pipeline import replay_pipeline
+        from jaxserve.simulation.replay import replay
+        from jaxserve.simulation.unpadded import UnpaddedPlan
+
+        limits, deployment, stages = contender.limits(self.limits), self._deployment, self._stages
+        plan = UnpaddedPlan(limits.max_num_batched_tokens, limits.max_num_seqs)
+        num_pages = flags.FLAGS.num_pages or deployment.num_pages(self._page_size, limits.max_num_batched_tokens)
+        objective = slo if contender.dynamic else None
+        if len(stages) == 1:
+            return replay(workload, plan, stages[0], limits, num_pages, objective=objective).times
+        return replay_pipeline(workload, plan, stages, deployment.send_seconds, limits, num_pages, objective=objective).times
+
+
+def limits_of_flags() -> SchedulerConfig:
+    """The engine's limits as the flags give them. ValueError without --max_model_len."""
+    given = engine_options()
+    if given["max_model_len"] is None:
+        raise ValueError("give --max_model_len, which the engine and the workload are cut to")
+    names = ("max_model_len", "max_num_batched_tokens", "max_num_seqs")
+    limits = {name: given[name] for name in names if given[name] is not None}
+    return SchedulerConfig(**limits, order=given["scheduling_policy"], chunked=given["enable_chunked_prefill"])
+
+
 class Real:
     """Serves rates on an engine, which stays as long as the policy does."""
 
     def __init__(self):
-        given = engine_options()
-        if given["max_model_len"] is None:
-            raise ValueError("give --max_model_len, which the engine and the workload are cut to")
-        defaults = {f.name: f.default for f in fields(SchedulerConfig)}
-        names = ("max_model_len", "max_num_batched_tokens", "max_num_seqs")
-        limits = {name: given[name] or defaults[name] for name in names}
-        self.limits = SchedulerConfig(**limits, order=given["scheduling_policy"], chunked=given["enable_chunked_prefill"])
+        self.limits = limits_of_flags()
         self._key, self._engine = None, None
-        self.settings = {"machine": "real", "device": versions()["device"], "num_pages": given["num_pages"]}
+        self.settings = {"machine": "real", "device": versions()["device"], "num_pages": flags.FLAGS.num_pages}
 
     def serve(self, contender: Contender, slo: float, workload: Any, seed: int) -> Any:
         from scripts.open_loop import serve
@@ -174,11 +210,13 @@ def tabulate(
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
+    if _REAL.value and _GPU.value:
+        raise app.UsageError("--real serves on this machine's device, --gpu on paper: give one of them")
     if not _SLO.value or flags.FLAGS.tbt_slo_ms is not None:
         raise app.UsageError("give --slo_ms, the objectives in milliseconds (a dynamic budget has each as its own --tbt_slo_ms)")
     try:
         contenders, slos = [Contender.parse(text) for text in _POLICIES.value], [float(ms) / 1e3 for ms in _SLO.value]
-        server = Real() if _REAL.value else Simulated()
+        server = Real() if _REAL.value else Analytic() if _GPU.value else Simulated()
         workload = traffic(server, 1.0, 0)
         about = {"model": flags.FLAGS.model, "workload": workload.name, "requests": len(workload.requests)}
         about |= {"limits": asdict(server.limits), "bucket_plan": flags.FLAGS.bucket_plan, "quantile": _QUANTILE.value}

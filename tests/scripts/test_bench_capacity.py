@@ -60,6 +60,18 @@ def test_simulated_and_resumed(tmp_path):
     assert done.returncode == 1 and "results of other settings (profile" in done.stderr
 
 
+def test_analytic(tmp_path):
+    """Two stages of one model, a fixed budget and one that follows the objective; the looser objective has the higher capacity."""
+    path = tmp_path / "capacity.json"
+    machine = ("--model=qwen3-8b", "--gpu=a40", "--pp=2", "--max_model_len=2048", "--max_num_seqs=32")
+    work = ("--workload=random", "--num_prompts=128", "--random_input_len=600", "--random_output_len=80", "--start_rate=4")
+    search = ("--policies=sarathi:256,dynamic:512", "--slo_ms=75,300", "--precision=0.2", "--seeds=1", "--min_gaps=5000")
+    done = run(*machine, *work, *search, f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    rows = {(row["policy"], row["slo_ms"]): row["mean"] for row in json.loads(path.read_text())["capacities"]}
+    assert 0 < rows["dynamic:512", 75.0] <= rows["dynamic:512", 300.0] and rows["sarathi:256", 300.0] > 1
+
+
 def test_real(tmp_path):
     """60 requests at once for 4 rows wait, a few a second don't; what lies between is the machine's business."""
     alphabet_model.save(tmp_path / "model", tokenizer=False)
@@ -82,6 +94,8 @@ def test_real(tmp_path):
         (["--slo_ms=50", "--policies=fifo"], "'fifo' must be one of sarathi, .*, dynamic"),
         (["--slo_ms=50"], "give --step_times"),
         (["--slo_ms=50", "--real"], "give --max_model_len"),
+        (["--slo_ms=50", "--real", "--gpu=h100"], "give one of them"),
+        (["--slo_ms=50", "--gpu=h1000", "--model=qwen3-8b"], "'h1000' is not known"),
         ([], "give --slo_ms"),
     ],
 )
