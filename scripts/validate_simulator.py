@@ -81,7 +81,10 @@ def main(argv: list[str]) -> None:
     if _VIDUR.value:
         from scripts.vidur_profiles import compare, table
 
-        rows = compare(Path(_VIDUR.value))
+        try:
+            rows = compare(Path(_VIDUR.value))
+        except ValueError as error:
+            raise app.UsageError(str(error)) from None
         print(table(rows))
         write_json(_JSON.value, {"benchmark": "validate_operators", "rows": rows, **provenance()})
         return
@@ -90,8 +93,9 @@ def main(argv: list[str]) -> None:
         rounds = ", ".join(f"{x:.1f}" for x in row["rounds"])
         print(f"{name}: simulated {row['simulated']:.1f}, measured {row['measured']:.1f} ({rounds}), {100 * row['error']:+.1f}%")
     write_json(_JSON.value, {"benchmark": "validate_engine", "tolerance": _TOLERANCE.value, "metrics": errors, **provenance()})
-    if any(abs(row["error"]) > _TOLERANCE.value for row in errors.values()):
-        sys.exit(f"a simulated figure differs from the measured one by more than {100 * _TOLERANCE.value:g}%")
+    far = [name for name, row in errors.items() if abs(row["error"]) > _TOLERANCE.value]
+    if far:
+        sys.exit(f"simulated and measured differ by more than {100 * _TOLERANCE.value:g}%: {', '.join(far)}")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def compare(folder: Path) -> list[dict[str, Any]]:
         tokens, measured, predicted = _times(path)
         for name in ("layer", "matmuls", *OPERATORS):
             parts = OPERATORS if name == "layer" else MATMULS if name == "matmuls" else (name,)
-            errors = sum(predicted[p] for p in parts) / sum(measured[p] for p in parts) - 1
+            errors = np.sum([predicted[p] for p in parts], axis=0) / np.sum([measured[p] for p in parts], axis=0) - 1
             sizes = {"1-64": tokens <= 64, "65-512": (tokens > 64) & (tokens <= 512), "513-": tokens > 512}
             rows.append(
                 {

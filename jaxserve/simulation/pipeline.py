@@ -98,7 +98,7 @@ def bubbles(
             for kind in range(3):
                 lost[kind] += float((gaps - sending)[kinds == kind].sum())
             send, idle = send + float(sending.sum()), idle + float(idling.sum())
-    return Bubbles(*lost, send, idle, float(seconds.sum()))
+    return Bubbles(lost[0], lost[1], lost[2], send, idle, float(seconds.sum()))
 
 
 class PipelineReplica(SimulatedEngine):
@@ -122,7 +122,8 @@ class PipelineReplica(SimulatedEngine):
         objective: float | None = None,
     ):
         super().__init__(books, plan, stages[-1], limits, num_pages, prefix_caching=prefix_caching, objective=objective)
-        self.stages, self._send_seconds = tuple(stages), send_seconds
+        self.stages: tuple[StepTimes, ...] = tuple(stages)
+        self._send_seconds = send_seconds
         self._free = [0.0] * len(stages)  # when each stage has ended its last micro-batch
         self._in_flight: deque[tuple[Schedule, float]] = deque()
         self._hidden = np.zeros(limits.max_num_seqs, np.int32)  # micro-batches in flight that hold the row
@@ -177,8 +178,8 @@ class PipelineReplica(SimulatedEngine):
     def _dispatch(self, schedule: Schedule) -> float:
         """Sends a micro-batch down the stages; when its tokens are there. The next is scheduled when the first stage is free."""
         demand, bucket, head_rows = self._demand(schedule)
-        send = self._send_seconds(demand[0]) if len(self.stages) > 1 else 0.0
-        starts, seconds, arrives = [], [], self.now + self.stages[0].host_seconds
+        send, starts, seconds = self._send_seconds(demand[0]), [], []
+        arrives = self.now + self.stages[0].host_seconds
         for i, stage in enumerate(self.stages):
             start = max(arrives, self._free[i])
             seconds.append(stage.seconds(bucket, head_rows, demand[5], demand[6]))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from jaxserve.demand import DemandLog
 from jaxserve.latency import ServedTimes
 from jaxserve.schedule import SchedulerStats
 from jaxserve.simulation.books import RequestBooks
-from jaxserve.simulation.replica import Replica
+from jaxserve.simulation.replica import Replica, SimulatedEngine
 from jaxserve.simulation.step_time import StepTimes
 from jaxserve.simulation.unpadded import UnpaddedPlan
 from jaxserve.workloads import Workload
@@ -79,16 +78,7 @@ def replay(
     return Replay(books.times(), steps.demands, steps.buckets, steps.starts, steps.seconds, steps.padding, replica.stats)
 
 
-class Server(Protocol):
-    """What serves: a Replica, or a pipeline."""
-
-    now: float
-
-    def submit(self, row: int) -> None: ...
-    def turn(self, until: float) -> bool: ...
-
-
-def serve(books: RequestBooks, server: Server, max_concurrency: int | None = None) -> None:
+def serve(books: RequestBooks, server: SimulatedEngine, max_concurrency: int | None = None) -> None:
     """Sends every request of the workload at its time, or when max_concurrency allows it, and lets the server end them all."""
     arrivals, n = [r.arrived_at for r in books.workload.requests], len(books.sent)
     most, num_sent = max_concurrency or n, 0

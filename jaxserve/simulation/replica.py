@@ -7,6 +7,7 @@ requests come from is replay.py's and cluster.py's; a pipeline of stages is pipe
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import replace
 from operator import attrgetter
@@ -31,7 +32,7 @@ _TOKEN = 1  # what every step samples
 _OTHER_IDS = 1 << 28  # beyond every vocabulary
 
 
-class SimulatedEngine:
+class SimulatedEngine(ABC):
     """What replicas share: a scheduler, its requests as rows of the workload, and the books.
 
     plan, step_times, limits, num_pages, objective: as `replay`'s. prefix_caching: whether prompts with token ids share pages.
@@ -85,6 +86,10 @@ class SimulatedEngine:
     @property
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
+
+    @abstractmethod
+    def turn(self, until: float = math.inf) -> bool:
+        """The next thing that happens, and perhaps more that begins before `until`. False if there is nothing to compute."""
 
     def _demand(self, schedule: Schedule) -> tuple[tuple[int, ...], Bucket, int]:
         """(demand, bucket, rows of the head) of a step."""

@@ -167,10 +167,11 @@ def test_window_limits_what_attention_reads():
 
 
 def test_dynamic_budget_of_an_unpadded_plan():
-    """The budget is the largest multiple of 64 that an objective allows; with it no step with decodes takes longer."""
+    """The budget is the largest multiple of 64 that an objective allows; with it no step with decodes takes longer, chunks beyond
+    the window included."""
     times = Deployment.named("mistral-7b", "a100-80gb").step_times(page_size=16, host_seconds=0.0)
     limits = SchedulerConfig(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=32)
-    work = Workload("many", tuple(WorkloadRequest(3000, 30, 0.2 * i) for i in range(20)))
+    work = Workload("many", tuple(WorkloadRequest(6000, 30, 0.4 * i) for i in range(20)))
     run = replay(work, UnpaddedPlan(2048, 32), times, limits, 5000, objective=0.05)
     mixed = (run.demands.decodes > 0) & (run.demands.max_q_len > 1)
     assert mixed.sum() > 50 and run.seconds[mixed].max() <= 0.05 and run.demands.tokens[mixed].max() >= 384
