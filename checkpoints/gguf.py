@@ -18,7 +18,13 @@ from gguf import TokenType
 from checkpoints.gguf_file import GGUFFile
 from checkpoints.weights import WeightsError
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+_MODEL_TYPES = {"qwen3moe": "qwen3_moe"}  # where Hugging Face has another word
 
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -33,7 +39,9 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+_EXPERTS_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}  # [E, out, in] each
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _YARN_KEYS = {
     "original_max_position_embeddings": "original_context_length",
@@ -54,7 +62,12 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 # Metadata under "<architecture>." that would change the mathematics and that no supported model has, with its neutral values.
 _FOREIGN = {
     "attention.sliding_window": (0,),
-    "expert_count": (0,),
+    "expert_count": (0,),  # but for qwen3moe's
+    "expert_shared_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_weights_norm": (True,),  # llama.cpp always normalises those of qwen3moe
+    "expert_gating_func": (1,),  # softmax
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
     "attention.scale": (),
@@ -97,7 +110,8 @@ _CONTROL, _USER_DEFINED, _UNUSED = TokenType.CONTROL, TokenType.USER_DEFINED, To
 class GGUFReader:
     """The tensors of a GGUF file under Hugging Face's names and in its layout; quantised ones are read as float32.
 
-    A tensor whose name has no counterpart keeps its own, so that loading a model reports it.
+    A layer's experts, which lie in one tensor, are presented one by one. A tensor whose name has no counterpart keeps its own, so
+    that loading a model reports it.
 
     Raises:
       FileNotFoundError: no such file.
@@ -105,28 +119,33 @@ class GGUFReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.file = GGUFFile(path)
-        self.metadata = self.file.metadata
+        self.file: GGUFFile = GGUFFile(path)
+        self.metadata: dict[str, Any] = self.file.metadata
         self.architecture: str = self.metadata.get("general.architecture", "")
         if self.metadata.get("split.count", 1) > 1:
             raise WeightsError(f"{path} is one of {self.metadata['split.count']} parts: join them with `llama-gguf-split --merge`")
         if self.architecture not in ARCHITECTURES:
             raise WeightsError(f"{path} is of architecture {self.architecture!r}; supported: {', '.join(ARCHITECTURES)}")
-        self._names = {_huggingface_name(name): name for name in self.file.tensors if name != _ROPE_FACTORS}
+        self._names: dict[str, tuple[str, int | None]] = {}  # Hugging Face's name: the tensor, and which of its experts
+        for name, info in self.file.tensors.items():
+            if name != _ROPE_FACTORS:
+                self._names |= _huggingface_names(name, info.shape)
 
     def keys(self) -> Collection[str]:
         return self._names.keys()
 
     def shape(self, key: str) -> tuple[int, ...]:
-        return self.file.tensors[self._names[key]].shape
+        name, expert = self._names[key]
+        shape = self.file.tensors[name].shape
+        return shape if expert is None else shape[1:]
 
     def dtype(self, key: str) -> str:
         """What `read` gives: "float32" for a quantised tensor."""
-        info = self.file.tensors[self._names[key]]
+        info = self.file.tensors[self._names[key][0]]
         return "float32" if info.is_quantised else info.dtype
 
     def read(self, key: str) -> np.ndarray:
-        tensor = self.file.read(self._names[key])
+        tensor = self.file.read(*self._names[key])
         projection = re.search(r"\.([qk])_proj\.(weight|bias)$", key)
         if self.architecture == "llama" and projection:
             return unpermute(tensor, self.num_heads if projection[1] == "q" else self.num_kv_heads)
@@ -183,7 +202,7 @@ def hf_config(reader: GGUFReader) -> dict[str, Any]:
         raise WeightsError(f"{reader.file.path} has no token_embd.weight")
     config = {
         "architectures": [ARCHITECTURES[reader.architecture]],
-        "model_type": reader.architecture,
+        "model_type": _MODEL_TYPES.get(reader.architecture, reader.architecture),
         "hidden_size": hidden,
         "num_hidden_layers": reader.required("block_count"),
         "num_attention_heads": num_heads,
@@ -201,7 +220,7 @@ def hf_config(reader: GGUFReader) -> dict[str, Any]:
         "tie_word_embeddings": "lm_head.weight" not in keys,
     }
     embedding = reader.file.tensors["token_embd.weight"]
-    return config | _token_ids(reader) | ({} if embedding.is_quantised else {"dtype": embedding.dtype})
+    return config | _experts(reader) | _token_ids(reader) | ({} if embedding.is_quantised else {"dtype": embedding.dtype})
 
 
 def generation_config(reader: GGUFReader) -> dict[str, Any]:
@@ -271,8 +290,23 @@ def tokenizer_config(reader: GGUFReader) -> dict[str, Any]:
 def _refuse_foreign(reader: GGUFReader) -> None:
     for key, neutral in _FOREIGN.items():
         value = reader.setting(key)
-        if value is not None and value not in neutral:
+        known = key == "expert_count" and reader.architecture == "qwen3moe"
+        if value is not None and value not in neutral and not known:
             raise WeightsError(f"{reader.file.path}: {reader.architecture}.{key}={value!r} is not supported")
+
+
+def _experts(reader: GGUFReader) -> dict[str, Any]:
+    """A mixture of experts as llama.cpp runs it: in every layer, with the chosen experts' weights normalised."""
+    if reader.architecture != "qwen3moe":
+        return {}
+    return {
+        "num_experts": reader.required("expert_count"),
+        "num_experts_per_tok": reader.required("expert_used_count"),
+        "moe_intermediate_size": reader.required("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 
 
 def _rope_scaling(reader: GGUFReader) -> dict[str, Any] | None:
@@ -355,12 +389,16 @@ def _shortest(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _huggingface_name(name: str) -> str:
+def _huggingface_names(name: str, shape: tuple[int, ...]) -> dict[str, tuple[str, int | None]]:
+    """What Hugging Face calls the tensor, or each of the experts in it."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match:
         layer, stem, kind = match.groups()
         if layer is None and stem in _TOP_NAMES:
-            return f"{_TOP_NAMES[stem]}.{kind}"
+            return {f"{_TOP_NAMES[stem]}.{kind}": (name, None)}
         if layer is not None and stem in _LAYER_NAMES:
-            return f"model.layers.{layer}.{_LAYER_NAMES[stem]}.{kind}"
-    return name
+            return {f"model.layers.{layer}.{_LAYER_NAMES[stem]}.{kind}": (name, None)}
+        if layer is not None and stem in _EXPERTS_NAMES and kind == "weight" and len(shape) == 3:
+            experts = f"model.layers.{layer}.mlp.experts"
+            return {f"{experts}.{e}.{_EXPERTS_NAMES[stem]}.weight": (name, e) for e in range(shape[0])}
+    return {name: (name, None)}

@@ -75,7 +75,7 @@ class GGUFFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
+        self.path: Path = Path(path)
         with self.path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise WeightsError(f"{self.path} is not a GGUF file: it does not begin with {_MAGIC.decode()}")
@@ -87,18 +87,23 @@ class GGUFFile:
                 raise
             raise WeightsError(f"{self.path} is corrupt or cut short: {error}") from error
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor `name`, in an array of its own: float32 where it is quantised, else in its stored dtype.
+    def read(self, name: str, index: int | None = None) -> np.ndarray:
+        """The tensor `name`, or what it has at `index` of its first axis, in an array of its own: float32 where it is quantised,
+        else in its stored dtype.
 
         Raises:
           WeightsError: its quantisation is not one that the gguf package decodes.
         """
         info = self.tensors[name]
-        data = np.frombuffer(self._map, np.uint8, info.num_bytes, info.start)
+        shape, start, num_bytes = info.shape, info.start, info.num_bytes
+        if index is not None:
+            num_bytes //= shape[0]
+            shape, start = shape[1:], start + index * num_bytes
+        data = np.frombuffer(self._map, np.uint8, num_bytes, start)
         if not info.is_quantised:
-            return data.view(_numpy_dtype(info.dtype)).reshape(info.shape).copy()
+            return data.view(_numpy_dtype(info.dtype)).reshape(shape).copy()
         try:
-            return dequantize(data.reshape(*info.shape[:-1], -1), info.ggml_type).reshape(info.shape)
+            return dequantize(data.reshape(*shape[:-1], -1), info.ggml_type).reshape(shape)
         except NotImplementedError as error:
             raise WeightsError(f"{name} in {self.path} is quantised as {info.dtype}, which is not supported") from error
 

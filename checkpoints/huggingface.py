@@ -97,7 +97,7 @@ class SafetensorsReader:
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        self.folder = Path(folder)
+        self.folder: Path = Path(folder)
         index = _read_index(self.folder)
         names = sorted(set(index.values())) if index is not None else [_single_file(self.folder)]
         problems: list[str] = []

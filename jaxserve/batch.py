@@ -117,10 +117,12 @@ class BatchPacker:
     """
 
     def __init__(self, plan: BucketPlan, layouts: Mapping[Bucket, StepLayout], max_num_seqs: int, edit_layout: EditLayout):
-        self.plan, self.layouts, self.edit_layout = plan, layouts, edit_layout
+        self.plan = plan
+        self.layouts = layouts
+        self.edit_layout = edit_layout
         self._edit_rows: list[np.ndarray] = []  # of newcomers since the last `pack`
-        self.sampling = np.zeros((max_num_seqs, sampling_rows.NUM_COLUMNS), np.int32)
-        self.wants_logprobs = np.zeros(max_num_seqs, bool)
+        self.sampling: np.ndarray = np.zeros((max_num_seqs, sampling_rows.NUM_COLUMNS), np.int32)
+        self.wants_logprobs: np.ndarray = np.zeros(max_num_seqs, bool)
         self._generations = np.full(max_num_seqs, -1, np.int64)  # whose parameters each row of the mirror holds
 
     def newcomers(self, schedule: Schedule) -> list[Request]:

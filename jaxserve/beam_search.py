@@ -39,7 +39,7 @@ class BeamSearchParams:
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, most in (("beam_width", MAX_LOGPROBS // 2), ("max_tokens", None)):
             x = getattr(self, name)
             ok = isinstance(x, numbers.Integral) and not isinstance(x, bool) and 1 <= int(x) <= (most or math.inf)

@@ -38,6 +38,11 @@ def kinds_of(params: SamplingParams) -> int:
     return sum(kind for kind, wanted in asked.items() if wanted)
 
 
+def num_mask_words(vocab_size: int) -> int:
+    """int32 words of a bit set of token ids: a request's allowed ones, or a grammar's mask."""
+    return -(-vocab_size // 32)
+
+
 @dataclass(frozen=True)
 class EditLayout:
     """The shapes of one engine's rows: `history` i32[max_model_len] and `edits` i32[num_columns] each."""
@@ -47,7 +52,7 @@ class EditLayout:
 
     @property
     def num_columns(self) -> int:
-        return ALLOWED_BITS + -(-self.vocab_size // 32)
+        return ALLOWED_BITS + num_mask_words(self.vocab_size)
 
     @property
     def row_bytes(self) -> int:

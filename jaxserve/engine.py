@@ -23,7 +23,7 @@ import numpy as np
 from jaxserve.admission import check_ids
 from jaxserve.batch import BatchPacker, StepInputs
 from jaxserve.compilation import compile_counts, use_persistent_cache
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, ResolvedConfig
 from jaxserve.demand import COLUMNS, step_demand
 from jaxserve.edit_rows import kinds_of
 from jaxserve.engine_outputs import EngineOutput, EngineStats, logprobs_of
@@ -42,7 +42,7 @@ from jaxserve.step import ModelFunctions
 from jaxserve.structured.constraints import Constraints
 from jaxserve.structured.grammars import Grammar
 
-logger = logging.getLogger("jaxserve")
+logger: logging.Logger = logging.getLogger("jaxserve")
 
 IN_FLIGHT = ("refuse", "recompute", "keep")  # what becomes of requests that have begun when the weights change
 GRAMMAR_WAIT = 0.02  # seconds that an idle step waits for a grammar to be compiled
@@ -65,17 +65,18 @@ class Engine:
         use_persistent_cache(config.compilation_cache_dir)
         compile_counts()  # from here on they are counted
         functions = ModelFunctions(model, config.moe_backend)
-        self.config = resolve(functions, config)
+        self.config: ResolvedConfig = resolve(functions, config)
         programs = Programs(functions, self.config)
         if config.warm_up == "all":  # from shapes, before the pool takes the memory that compiling may need
             for key in programs.keys:
                 programs.get(key)
-        self.runner = Runner(programs)
-        self.is_paused = self.is_asleep = False
-        self.eos_token_ids = frozenset(self.config.model.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self.runner: Runner = Runner(programs)
+        self.is_paused: bool = False
+        self.is_asleep: bool = False
+        self.eos_token_ids: frozenset[int] = frozenset(self.config.model.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._step_budget = step_budget(self.config)
         self._make_host_state()
-        self.stats = EngineStats()
+        self.stats: EngineStats = EngineStats()
         self._groups: dict[str, list[Request]] = {}  # request id -> its samples
         self._in_flight: deque[tuple[Schedule, list[ScoreSpan], StepHandle]] = deque()
         self._undelivered: list[EngineOutput] = []
@@ -88,10 +89,10 @@ class Engine:
 
     def _make_host_state(self) -> None:
         cache, limits = self.config.cache, self.config.scheduler
-        self.pool = PagePool(cache.num_pages, cache.page_size, cache.enable_prefix_caching)
-        self.scheduler = Scheduler(limits, self.pool, self._step_budget)
+        self.pool: PagePool = PagePool(cache.num_pages, cache.page_size, cache.enable_prefix_caching)
+        self.scheduler: Scheduler = Scheduler(limits, self.pool, self._step_budget)
         programs = self.runner.programs
-        self.packer = BatchPacker(self.config.plan, programs.layouts, limits.max_num_seqs, programs.edit_layout)
+        self.packer: BatchPacker = BatchPacker(self.config.plan, programs.layouts, limits.max_num_seqs, programs.edit_layout)
 
     # -- requests in
 

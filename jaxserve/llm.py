@@ -22,14 +22,14 @@ from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.model_loader import LoadedModel, adopt_model, load_model
-from jaxserve.models import ModelConfig
+from jaxserve.models import GenerationDefaults, ModelConfig
 from jaxserve.progress import ProgressBar
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, ScoreOutput
 from jaxserve.structured.grammars import Grammar, GrammarCompiler
 from jaxserve.text_outputs import TextOutputs
 from jaxserve.tokenizer import Tokenizer
 
-logger = logging.getLogger("jaxserve")
+logger: logging.Logger = logging.getLogger("jaxserve")
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Message = Mapping[str, Any]
@@ -79,8 +79,9 @@ class LLM:
         self._set_up(loaded, config)
 
     def _set_up(self, loaded: LoadedModel, config: EngineConfig) -> None:
-        self.tokenizer, self.generation_defaults = loaded.tokenizer, loaded.defaults
-        self.engine = Engine(loaded.module, config, eos_token_ids=loaded.defaults.eos_token_ids)
+        self.tokenizer: Tokenizer | None = loaded.tokenizer
+        self.generation_defaults: GenerationDefaults = loaded.defaults
+        self.engine: Engine = Engine(loaded.module, config, eos_token_ids=loaded.defaults.eos_token_ids)
         self._texts = TextOutputs(self.tokenizer, self.engine.finish)
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that grew and were not yielded yet
         self._runs = itertools.count()
@@ -155,7 +156,7 @@ class LLM:
         recommended = self.generation_defaults.sampling()
         left_out = self.generation_defaults.not_applied
         if left_out:
-            logger.warning("generation_config.json asks for %s, which is not supported yet and is left out", ", ".join(left_out))
+            logger.warning("generation_config.json asks for %s, not taken from a file: give sampling_params", ", ".join(left_out))
         try:
             return SamplingParams(**recommended)
         except ValueError as error:

@@ -16,7 +16,7 @@ from jaxserve.config import DTYPES, require_one_of
 from jaxserve.models import Decoder, GenerationDefaults, ModelConfig, ignorable_keys, key_table, named_leaves, with_leaves
 from jaxserve.tokenizer import Tokenizer
 
-logger = logging.getLogger("jaxserve")
+logger: logging.Logger = logging.getLogger("jaxserve")
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.num_free_pages = num_pages
+        self.num_free_pages: int = num_pages
         self.num_queried_tokens = 0  # tokens of admitted requests looked up in the prefix cache, and how many were found
         self.num_hit_tokens = 0
         self._ref_counts = array("i", [0]) * num_pages

@@ -19,10 +19,10 @@ from jaxserve import sampling_rows, step
 from jaxserve.batch import StepLayout
 from jaxserve.buckets import Bucket
 from jaxserve.config import ResolvedConfig
-from jaxserve.edit_rows import EditLayout
+from jaxserve.edit_rows import EditLayout, num_mask_words
 from jaxserve.request import MAX_LOGPROBS
 
-logger = logging.getLogger("jaxserve")
+logger: logging.Logger = logging.getLogger("jaxserve")
 
 UPDATE_BATCH = 1024  # page-table entries an update program takes at once
 SCORE_ROWS = 256  # most logits rows that the score program holds at once
@@ -40,12 +40,13 @@ class Programs:
     """
 
     def __init__(self, functions: step.ModelFunctions, config: ResolvedConfig):
-        self.functions, self.config = functions, config
-        self.layouts = {
+        self.functions = functions
+        self.config = config
+        self.layouts: dict[Bucket, StepLayout] = {
             b: StepLayout(b, config.scheduler.max_num_seqs, config.cache.page_size, config.plan.max_head_rows, _planners(config, b))
             for b in config.plan.buckets
         }
-        self.edit_layout = EditLayout(config.scheduler.max_model_len, config.model.vocab_size)
+        self.edit_layout: EditLayout = EditLayout(config.scheduler.max_model_len, config.model.vocab_size)
         self._compiled: dict[Any, Any] = {}
 
     @property
@@ -88,7 +89,7 @@ class Programs:
     def score_rows(self) -> int:
         return min(SCORE_ROWS, self.config.plan.buckets[-1].tokens)
 
-    def score_spec(self) -> tuple[Callable, tuple[int, ...], tuple[Any, ...]]:
+    def score_spec(self) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
         """(function, donated argument numbers, abstract arguments) of the score program."""
         leaves = [self.functions.abstract[i] for i in self.functions.head_indices]
         packed = jax.ShapeDtypeStruct((1 + 2 * self.score_rows,), jnp.int32)
@@ -100,13 +101,13 @@ class Programs:
             self._compiled["update"] = self._compile("state update", *self.update_spec())
         return self._compiled["update"]
 
-    def update_spec(self) -> tuple[Callable, tuple[int, ...], tuple[Any, ...]]:
+    def update_spec(self) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
         """(function, donated argument numbers, abstract arguments) of the update program."""
         uploads = (UPDATE_BATCH, 3), self.edit_layout.nothing.shape
         args = (self.state[1], *self.edit_state, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in uploads))
         return step.update_state, (0, 1, 2), args
 
-    def body_spec(self, bucket: Bucket) -> tuple[Callable, tuple[int, ...], tuple[Any, ...]]:
+    def body_spec(self, bucket: Bucket) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
         """(function, donated argument numbers, abstract arguments) of a bucket's body."""
         layout = self.layouts[bucket]
         function = functools.partial(step.body, self.functions, layout, self.config.attention_backend)
@@ -114,7 +115,7 @@ class Programs:
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
         return function, (1, 2, 3, 4), (leaves, *self.state, packed)
 
-    def head_spec(self, rows: int, with_logprobs: bool) -> tuple[Callable, tuple[int, ...], tuple[Any, ...]]:
+    def head_spec(self, rows: int, with_logprobs: bool) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
         """(function, donated argument numbers, abstract arguments) of a head."""
         R, S = self.config.plan.max_head_rows, jax.ShapeDtypeStruct
         function = functools.partial(step.head, self.functions, rows, MAX_LOGPROBS if with_logprobs else 0)
@@ -128,7 +129,7 @@ class Programs:
     @property
     def num_mask_words(self) -> int:
         """int32 words of a logits row's mask."""
-        return -(-self.config.model.vocab_size // 32)
+        return num_mask_words(self.config.model.vocab_size)
 
     @property
     def state(self) -> tuple[Any, Any, Any, Any, Any]:

@@ -25,11 +25,14 @@ class PromptScores:
     """
 
     def __init__(self, token_ids: Sequence[int], first: int, num_top: int):
-        self.token_ids, self.first = token_ids, first
+        self.token_ids = token_ids
+        self.first = first
         self.next = first  # the first position that no step has been asked for
         n = len(token_ids) - first
-        self.logprobs, self.ranks = np.full(n, np.nan, np.float32), np.zeros(n, np.int32)
-        self.top_ids, self.top_logprobs = np.zeros((n, num_top), np.int32), np.zeros((n, num_top), np.float32)
+        self.logprobs: np.ndarray = np.full(n, np.nan, np.float32)
+        self.ranks: np.ndarray = np.zeros(n, np.int32)
+        self.top_ids: np.ndarray = np.zeros((n, num_top), np.int32)
+        self.top_logprobs: np.ndarray = np.zeros((n, num_top), np.float32)
 
     @property
     def wanted(self) -> bool:

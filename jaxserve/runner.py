@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxserve.batch import StepInputs
 from jaxserve.buckets import Bucket
+from jaxserve.config import ResolvedConfig
 from jaxserve.programs import UPDATE_BATCH, Programs
 from jaxserve.sampling_rows import SampledRows, ScoredRows, unpack_sampled, unpack_scored
 
@@ -37,13 +38,24 @@ class Runner:
     The model's weights are used in place, as `programs.functions.leaves`; state is allocated here.
     """
 
+    body_leaves: list[Any]  # weights, as each program takes them
+    head_leaves: list[Any]
+    kv_pages: list[jax.Array]  # a layer: [num_pages, 2, K, page_size, H]
+    page_table: jax.Array  # i32[S, P]; S: max_num_seqs
+    num_computed: jax.Array  # i32[S]
+    step_hidden: jax.Array  # [tokens of the largest bucket, D]
+    last_tokens: jax.Array  # i32[S]
+    history: jax.Array  # i32[S, max_model_len]
+    edits: jax.Array  # i32[S, columns of edit_rows]
+
     def __init__(self, programs: Programs):
-        self.programs, self.config = programs, programs.config
-        self.has_weights = True
+        self.programs = programs
+        self.config: ResolvedConfig = programs.config
+        self.has_weights: bool = True
         self._share_leaves()
         self._on_cpu = jax.default_backend() == "cpu"
-        self.score_rows = programs.score_rows
-        self.weights_version = 0
+        self.score_rows: int = programs.score_rows
+        self.weights_version: int = 0
         self._no_masks = functools.cache(self._make_no_masks)
         self._allocate()
 

@@ -56,11 +56,11 @@ class SamplingRows:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class SampledLogprobs:
+class TokenLogprobs:
     """Of the raw distribution (before suppression, temperature and filters), natural logs."""
 
-    logprobs: jax.Array  # f32[R]; of the sampled token
-    ranks: jax.Array  # i32[R]; of the sampled token, 1 is the likeliest
+    logprobs: jax.Array  # f32[R]; of the row's token
+    ranks: jax.Array  # i32[R]; of the row's token, 1 is the likeliest
     top_ids: jax.Array  # i32[R, N]; likeliest first
     top_logprobs: jax.Array  # f32[R, N]
 
@@ -73,7 +73,7 @@ class Sampled:
     tokens: jax.Array  # i32[R]; always a valid id, 0 where bad_logits
     bad_logits: jax.Array  # bool[R]; a NaN or +inf among the processed logits, or no finite one
     by_sort: jax.Array  # bool[R]; the row was not decided by its likeliest entries and made the batch sort the vocabulary
-    logprobs: SampledLogprobs | None  # None where max_logprobs was 0
+    logprobs: TokenLogprobs | None  # None where max_logprobs was 0
 
 
 def unpack_rows(packed: jax.Array) -> SamplingRows:  # i32[R, NUM_COLUMNS] as sampling_rows.write_row fills it
@@ -140,29 +140,7 @@ def sample(
     if not max_logprobs:
         return Sampled(tokens, bad, by_sort, None)
     with jax.named_scope("logprobs"):
-        return Sampled(tokens, bad, by_sort, _logprobs(logits, tokens, min(max_logprobs, logits.shape[1])))
-
-
-def score(
-    logits: jax.Array,  # f32[C, V]
-    tokens: jax.Array,  # i32[C]
-    with_top: jax.Array,  # bool[]
-    *,
-    max_logprobs: int,
-) -> SampledLogprobs:
-    """Log-probabilities and ranks of given tokens; where asked for, the likeliest too (zeros elsewhere).
-
-    As `sample`'s, but for the exponentials, which are float32: a prompt has many tokens, and here nothing hangs on their last bit.
-    """
-    n = min(max_logprobs, logits.shape[1])
-    return _logprobs(logits, tokens, n, with_top=with_top, dtype=jnp.float32)
-
-
-def pack_scored(scored: SampledLogprobs) -> jax.Array:  # i32[C, 2 + 2N]
-    """One array to fetch; `sampling_rows.unpack_scored` reads it."""
-    bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
-    columns = [bits(scored.logprobs)[:, None], scored.ranks[:, None], scored.top_ids, bits(scored.top_logprobs)]
-    return jnp.concatenate(columns, axis=1)
+        return Sampled(tokens, bad, by_sort, token_logprobs(logits, tokens, min(max_logprobs, logits.shape[1])))
 
 
 def process_logits(
@@ -205,16 +183,16 @@ def _likeliest(blocks: jax.Array, maxima: jax.Array, n: int) -> tuple[jax.Array,
     would put it behind."""
     R, B, _ = blocks.shape
     if n < B:
-        _, chosen = lax.top_k(_unsigned_zero(maxima), n)
+        _, chosen = lax.top_k(unsigned_zero(maxima), n)
         chosen = jnp.sort(chosen, -1)  # top_k gives ties in order of place: keep places in vocabulary order
         blocks = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1)
     else:
         chosen = jnp.broadcast_to(jnp.arange(B, dtype=jnp.int32), (R, B))
-    values, place = lax.top_k(_unsigned_zero(blocks.reshape(R, -1)), n)
+    values, place = lax.top_k(unsigned_zero(blocks.reshape(R, -1)), n)
     return values, jnp.take_along_axis(chosen, place // BLOCK, 1) * BLOCK + place % BLOCK
 
 
-def _unsigned_zero(x: jax.Array) -> jax.Array:
+def unsigned_zero(x: jax.Array) -> jax.Array:
     return jnp.where(x == 0, 0.0, x)
 
 
@@ -323,14 +301,16 @@ def _last_kept(
     return value, last_id, undecided
 
 
-def _logprobs(
+def token_logprobs(
     logits: jax.Array,  # f32[R, V]
     tokens: jax.Array,  # i32[R]
     n: int,
     *,
     with_top: jax.Array | None = None,  # bool[]; None is always
     dtype: Any = jnp.float64,
-) -> SampledLogprobs:
+) -> TokenLogprobs:
+    """Log-probability and rank of each row's token, and the n likeliest. with_top: whether these are wanted; where not, their
+    values mean nothing. dtype: of the exponentials; their sums over blocks are float64 whatever it is."""
     blocks = _in_blocks(logits, -jnp.inf)
     maxima = blocks.max(-1)
     highest = maxima.max(-1)
@@ -343,7 +323,7 @@ def _logprobs(
     top = partial(_likeliest, blocks, maxima, n)
     nothing = jnp.zeros((len(tokens), n), jnp.float32), jnp.zeros((len(tokens), n), jnp.int32)
     values, top_ids = top() if with_top is None else lax.cond(with_top, top, lambda: nothing)
-    return SampledLogprobs(
+    return TokenLogprobs(
         logprobs=chosen[:, 0] - highest - log_mass,
         ranks=1 + ahead.sum(-1, dtype=jnp.int32),
         top_ids=top_ids,

@@ -97,7 +97,7 @@ class ScoredRows:
 
 
 def unpack_scored(packed: np.ndarray) -> ScoredRows:
-    """Views of `sampling.pack_scored`'s i32[C, 2 + 2N]."""
+    """Views of `scoring.pack_scored`'s i32[C, 2 + 2N]."""
     n, reals = packed.shape[1] // 2 - 1, packed.view(np.float32)
     return ScoredRows(reals[:, 0], packed[:, 1], packed[:, 2 : 2 + n], reals[:, 2 + n :])
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.page_pool import PagePool, root_hash
-from jaxserve.policies import ORDER_KEYS, resolve_policy
+from jaxserve.policies import ORDER_KEYS, Policy, resolve_policy
 from jaxserve.request import Request, RequestStatus
 from jaxserve.schedule import NO_DECODES, Chunks, Decodes, Schedule, SchedulerStats, StepResult, join
 from jaxserve.sequence_pages import SequencePages
@@ -40,13 +40,13 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, pool: PagePool, step_budget: StepBudget | None = None):
         self.config = config
-        self.policy = resolve_policy(config)
+        self.policy: Policy = resolve_policy(config)
         if step_budget is not None and not (self.policy.chunked and self.policy.mixed):
             raise ValueError("a dynamic budget cuts prompts to what decodes leave: it needs chunked prefill and mixed steps")
         self.step_budget = step_budget  # what a step with decodes may hold; None: always max_num_batched_tokens
         self.pool = pool
-        self.rows = SequenceRows(config.max_num_seqs, config.max_model_len, pool.page_size)
-        self.pages = SequencePages(pool, self.rows)
+        self.rows: SequenceRows = SequenceRows(config.max_num_seqs, config.max_model_len, pool.page_size)
+        self.pages: SequencePages = SequencePages(pool, self.rows)
         self._order_key = ORDER_KEYS[config.order]
         self._waiting = WaitingQueue(self._order_key)
         self._held: dict[str, Request] = {}  # those that wait for something else than their turn: a grammar, a sample's prompt

@@ -30,6 +30,14 @@ class SequenceRows:
                                  as fast as int32.)
     """
 
+    num_computed: np.ndarray
+    prefill_end: np.ndarray
+    num_known: np.ndarray
+    limit: np.ndarray
+    capacity: np.ndarray
+    num_uploaded: np.ndarray
+    num_hashed: np.ndarray
+
     def __init__(self, max_num_seqs: int, max_model_len: int, page_size: int):
         def numbers() -> np.ndarray:
             return np.zeros(max_num_seqs, np.int32)
@@ -37,9 +45,9 @@ class SequenceRows:
         self.page_size = page_size
         self.num_computed, self.prefill_end, self.num_known, self.limit = numbers(), numbers(), numbers(), numbers()
         self.capacity, self.num_uploaded, self.num_hashed = numbers(), numbers(), numbers()
-        self.generation = np.zeros(max_num_seqs, np.int64)
-        self.page_table = np.zeros((max_num_seqs, -(-max_model_len // page_size)), np.int32)
-        self.order = np.zeros(0, np.intp)
+        self.generation: np.ndarray = np.zeros(max_num_seqs, np.int64)
+        self.page_table: np.ndarray = np.zeros((max_num_seqs, -(-max_model_len // page_size)), np.int32)
+        self.order: np.ndarray = np.zeros(0, np.intp)
         self._requests: list[Request | None] = [None] * max_num_seqs
         self._free = list(range(max_num_seqs))[::-1]
         self._gathered: tuple[bytes, list[Request]] = (b"", [])

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxserve import logit_edits, sampling
+from jaxserve import logit_edits, sampling, scoring
 from jaxserve.batch import StepLayout
 from jaxserve.models import Decoder, ModelConfig, named_leaves
 from jaxserve.sampling_rows import POSITION
@@ -65,18 +65,20 @@ class ModelFunctions:
 
     def __init__(self, model: Decoder, moe_backend: str = "auto"):
         self.moe_backend = moe_backend  # of kernels.grouped_matmul
-        self.graphdef, state = nnx.split(model)
-        leaves, self.treedef = jax.tree.flatten(state)
-        self.paths = list(named_leaves(model))
+        graphdef, state = nnx.split(model)
+        self.graphdef: nnx.GraphDef[Decoder] = graphdef
+        leaves, treedef = jax.tree.flatten(state)
+        self.treedef: Any = treedef
+        self.paths: list[str] = list(named_leaves(model))
         self.leaves = leaves
         self.model_config: ModelConfig = model.config
-        self.dtype = leaves[0].dtype  # of weights and activations
-        self.num_bytes = sum(x.size * x.dtype.itemsize for x in leaves)  # abstract leaves have no nbytes
-        self.abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        self.dtype: Any = leaves[0].dtype  # of weights and activations
+        self.num_bytes: int = sum(x.size * x.dtype.itemsize for x in leaves)  # abstract leaves have no nbytes
+        self.abstract: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
         tied = model.lm_head is None
         head = HEAD_PATHS + (("embed_tokens/",) if tied else ())
-        self.head_indices = [i for i, p in enumerate(self.paths) if p.startswith(head)]
-        self.body_indices = [i for i, p in enumerate(self.paths) if not p.startswith(HEAD_PATHS)]
+        self.head_indices: list[int] = [i for i, p in enumerate(self.paths) if p.startswith(head)]
+        self.body_indices: list[int] = [i for i, p in enumerate(self.paths) if not p.startswith(HEAD_PATHS)]
         self._layer_functions: dict[Any, Callable] = {}
 
     def module(self, indices: Sequence[int], leaves: Sequence[jax.Array]) -> Any:
@@ -86,7 +88,7 @@ class ModelFunctions:
             full[i] = leaf
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, full))
 
-    def layer(self, layer: Any, x: jax.Array, rope: Any, kv: jax.Array, context: StepContext):
+    def layer(self, layer: Any, x: jax.Array, rope: Any, kv: jax.Array, context: StepContext) -> tuple[jax.Array, jax.Array]:
         """One decoder layer over paged KV, as a call of an inner jit: layers of one structure are traced and lowered once."""
         graphdef, state = nnx.split(layer)
         leaves, treedef = jax.tree.flatten(state)
@@ -129,7 +131,7 @@ def body(
     step_hidden: jax.Array,  # [tokens of the largest bucket, D]: hidden rows of one step's tokens
     last_tokens: jax.Array,  # i32[max_num_seqs]: last sampled token of each row
     packed: jax.Array,  # i32[layout.size]
-):
+) -> tuple[jax.Array, HeadInputs, list[jax.Array], jax.Array, jax.Array, jax.Array]:
     """Runs one bucket. Returns (hidden [R, D], HeadInputs, kv_pages, page_table, num_computed, step_hidden)."""
     names = list(layout.fields)
     with jax.named_scope("unpack"):
@@ -198,7 +200,7 @@ def head(
     inputs: HeadInputs,
     masks: jax.Array,  # i32[num_rows, ceil(V / 32)]: the tokens that grammars allow
     masked: jax.Array,  # bool[]: whether any grammar does
-):
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Logits of the first `num_rows` hidden rows, and a token of each. Returns (last_tokens, history, what the host
     fetches: i32[rows, ...])."""
     model = functions.module(functions.head_indices, leaves)
@@ -226,9 +228,11 @@ def score(
     """Log-probabilities of C tokens, each by one hidden row of the step: what the host fetches, i32[C, 2 + 2N]."""
     C = packed.size // 2
     model = functions.module(functions.head_indices, leaves)
-    logits = model.logits(model.final_norm(step_hidden[packed[1 : 1 + C]]))
+    x = model.final_norm(step_hidden[packed[1 : 1 + C]])
+    weight, vocab_axis = model.head_weight()
     with jax.named_scope("score"):
-        return sampling.pack_scored(sampling.score(logits, packed[1 + C :], packed[0] != 0, max_logprobs=max_logprobs))
+        scored = scoring.score(x, weight, vocab_axis, packed[1 + C :], packed[0] != 0, max_logprobs=max_logprobs)
+        return scoring.pack_scored(scored)
 
 
 def update_state(
@@ -237,7 +241,7 @@ def update_state(
     edits: jax.Array,  # i32[max_num_seqs, columns]
     page_updates: jax.Array,  # i32[U, 3]: row, column, page
     edit_row: jax.Array,  # i32[1 + max_model_len + columns], as EditLayout.pack makes it
-):
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What has no room in a step's own upload: page-table entries, and one row of history and edits at a request's admission.
     Rows past the end change nothing. Returns (page_table, history, edits)."""
     page_table = page_table.at[page_updates[:, 0], page_updates[:, 1]].set(page_updates[:, 2], mode="drop")

@@ -37,8 +37,9 @@ class StepBudget:
         if not objective > 0:
             raise ValueError(f"tbt_slo_ms={1e3 * objective:g} must be above 0")
         buckets = [b for b in plan.buckets if b.max_q_len > 1 and b.seqs >= min(b.tokens, max_num_seqs)]
-        self.objective, self.page_size, self.window = objective, step_times.page_size, step_times.window
-        self.tokens = np.array([min(b.tokens, max_num_batched_tokens) for b in buckets])
+        self.objective, self.window = objective, step_times.window
+        self.page_size: int = step_times.page_size
+        self.tokens: np.ndarray = np.array([min(b.tokens, max_num_batched_tokens) for b in buckets])
         self._base, self._per_kv_token, self._per_pair = np.stack([step_times.coefficients(b) for b in buckets], axis=1)
         heads = [step_times.head_seconds(rows) for rows in plan.head_rows]
         self._head_rows, self._head_seconds = np.array(plan.head_rows), np.array(heads)

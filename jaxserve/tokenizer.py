@@ -40,15 +40,15 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
-        self.special_tokens = dict(special_tokens or {})
-        self.chat_templates = dict(chat_templates or {})
+        self.special_tokens: dict[str, str] = dict(special_tokens or {})
+        self.chat_templates: dict[str, str] = dict(chat_templates or {})
         for name, token in self.special_tokens.items():
             if name not in SPECIAL_TOKEN_NAMES:
                 raise ValueError(f"special token name {name!r} must be one of {', '.join(SPECIAL_TOKEN_NAMES)}")
             if backend.token_to_id(token) is None:
                 raise ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary")
-        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+        self.special_ids: frozenset[int] = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.is_byte_level: bool = isinstance(backend.decoder, decoders.ByteLevel)
         self._compiled: dict[str, ChatTemplate] = {}
         self._token_bytes = {skip: _TokenBytes(backend, self.special_ids if skip else ()) for skip in (False, True)}
 
@@ -209,7 +209,7 @@ class ChatTemplate:
 
         environment = _jinja_environment()
         try:
-            self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source)) - environment.globals.keys()
+            self.variables: set[str] = jinja2.meta.find_undeclared_variables(environment.parse(source)) - environment.globals.keys()
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid Jinja (line {error.lineno}): {error.message}") from error

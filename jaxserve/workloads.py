@@ -47,7 +47,7 @@ class Workload:
     requests: tuple[WorkloadRequest, ...]
     temperature: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.requests:
             raise ValueError(f"workload {self.name} has no requests")
         for i, r in enumerate(self.requests):

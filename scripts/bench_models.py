@@ -33,6 +33,14 @@ QWEN3_0_6B: dict[str, Any] = TINY_QWEN3 | {
     "torch_dtype": "bfloat16",
 }
 TINY_SMALL_HEAD: dict[str, Any] = TINY_QWEN3 | {"num_hidden_layers": 12, "vocab_size": 1024}  # the head: 3% of a token's FLOPs
+TINY_QWEN3_MOE: dict[str, Any] = TINY_QWEN3 | {  # a token's FLOPs are tiny-qwen3's: 4 of 32 experts of a fourth of its MLP each
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 192,
+    "norm_topk_prob": True,
+}
 QWEN3_8B: dict[str, Any] = QWEN3_0_6B | {
     "hidden_size": 4096,
     "num_hidden_layers": 36,
@@ -58,6 +66,7 @@ QWEN3_30B_A3B: dict[str, Any] = QWEN3_0_6B | {
 }
 RANDOM = {
     "tiny-qwen3": TINY_QWEN3,
+    "tiny-qwen3-moe": TINY_QWEN3_MOE,
     "tiny-small-head": TINY_SMALL_HEAD,
     "qwen3-0.6b": QWEN3_0_6B,
     "qwen3-8b": QWEN3_8B,

@@ -25,7 +25,8 @@ _PORT = flags.DEFINE_integer("port", 8000, "Port.", lower_bound=0, upper_bound=6
 _POLICY = flags.DEFINE_enum("policy", "prefix_aware", POLICIES, "How a server is chosen (jaxserve/serving/router_policy.py).")
 _KEYS = flags.DEFINE_multi_string("api_key", [], "A key that opens the router; may be repeated. Also JAXSERVE_API_KEY.")
 _BACKEND_KEY = flags.DEFINE_string("backend_api_key", None, "What servers get as key; by default what the client sent.")
-_CHECK = flags.DEFINE_float("check_seconds", 1.0, "Between two checks of a server, and the most that one may take.")
+_CHECK = flags.DEFINE_float("check_seconds", 1.0, "Between two checks of a server.")
+_CHECK_TIMEOUT = flags.DEFINE_float("check_timeout", 5.0, "Seconds that a check may take.")
 _FAILURES = flags.DEFINE_integer("max_failures", 3, "Failures in a row that take a server out.", lower_bound=1)
 _SUCCESSES = flags.DEFINE_integer("min_successes", 2, "Checks in a row that bring it back.", lower_bound=1)
 _MAX_BODY = flags.DEFINE_integer("max_body_bytes", 32 * 2**20, "Largest body of a request.", lower_bound=1)
@@ -58,6 +59,7 @@ def main(argv: list[str]) -> None:
             api_keys=keys,
             backend_api_key=_BACKEND_KEY.value,
             check_seconds=_CHECK.value,
+            check_timeout=_CHECK_TIMEOUT.value,
             max_failures=_FAILURES.value,
             min_successes=_SUCCESSES.value,
             max_body_bytes=_MAX_BODY.value,

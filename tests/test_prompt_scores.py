@@ -1,37 +1,31 @@
 """Log-probabilities of prompts: against transformers' logits, whatever the chunks, the cache and preemption; and their packing."""
 
-import jax
-import jax.numpy as jnp
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from jaxserve import Engine, EngineConfig, SamplingParams
 from jaxserve import prompt_scores as ps
 from jaxserve.model_loader import load_model
-from jaxserve.sampling import pack_scored, score
-from jaxserve.sampling_rows import ScoredRows, unpack_scored
-from tests.dummy import ONE_BUCKET, SEQS, TOKENS, VOCAB, Ask, add, assert_empty, differences, dummy_model, make_engine, serve
+from jaxserve.sampling_rows import ScoredRows
+from jaxserve.scoring import SCORED_AT_ONCE
+from tests.dummy import (
+    CONFIG,
+    ONE_BUCKET,
+    SEQS,
+    TOKENS,
+    VOCAB,
+    Ask,
+    add,
+    assert_empty,
+    differences,
+    dummy_model,
+    make_engine,
+    serve,
+)
 from tests.goldens.golden import ATOL, HERE, load_golden
 from tests.test_sampling import likeliest_first
-
-
-@pytest.mark.parametrize("V", [3, 300, 49152 + 5])
-def test_scores_are_the_log_softmax(V):
-    rng = np.random.default_rng(V)
-    logits = (rng.normal(size=(12, V)) * 3).astype(np.float32)
-    logits[6:] = np.round(logits[6:])  # ties
-    tokens = rng.integers(0, V, 12).astype(np.int32)
-    run = jax.jit(lambda *x: pack_scored(score(*x, max_logprobs=20)))
-    for with_top in (True, False):
-        got = unpack_scored(np.asarray(run(jnp.asarray(logits), tokens, jnp.asarray(with_top))))
-        for row, x in enumerate(logits.astype(np.float64)):
-            want = x - x.max() - np.log(np.exp(x - x.max()).sum())
-            order, token = likeliest_first(x), tokens[row]
-            np.testing.assert_allclose(got.logprobs[row], want[token], rtol=1e-6, atol=4e-6)
-            assert order[got.ranks[row] - 1] == token
-            if with_top:
-                assert got.top_ids[row].tolist() == order[:20].tolist()
-                np.testing.assert_allclose(got.top_logprobs[row], want[order[:20]], rtol=1e-6, atol=4e-6)
 
 
 @pytest.mark.parametrize("name", ["qwen3_tied", "mistral"])
@@ -70,6 +64,8 @@ def test_prompts_are_worth_what_transformers_says(name, budget):
 
 
 def test_the_same_under_cache_chunks_and_preemption_to_the_last_bit():
+    """With a vocabulary that is scored in two blocks."""
+    model = dummy_model("float32", replace(CONFIG, vocab_size=SCORED_AT_ONCE + 50))
     rng = np.random.default_rng(5)
     shared = rng.integers(1, VOCAB, 21).tolist()
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, prompt_logprobs=2)
@@ -77,16 +73,16 @@ def test_the_same_under_cache_chunks_and_preemption_to_the_last_bit():
         Ask(shared[:n] + rng.integers(1, VOCAB, m).tolist(), params, at=n % 4)
         for n, m in ((21, 0), (9, 9), (21, 30), (4, 50), (21, 0))
     ]
-    base = serve(make_engine(dummy_model(), bucket_plan=ONE_BUCKET, enable_prefix_caching=False), asks)
+    base = serve(make_engine(model, bucket_plan=ONE_BUCKET, enable_prefix_caching=False), asks)
     assert base.stats.num_preemptions == 0
-    small = make_engine(dummy_model(), bucket_plan=ONE_BUCKET, pool_pages=20)
+    small = make_engine(model, bucket_plan=ONE_BUCKET, pool_pages=20)
     run = serve(small, asks)
     assert run.stats.num_preemptions > 1
     assert differences(run.answers, base.answers) == []
     again = serve(small, asks)
     assert differences(again.answers, base.answers) == []
     for budget in (6, 7):
-        engine = make_engine(dummy_model(), bucket_plan=ONE_BUCKET, max_num_batched_tokens=budget, pool_pages=24)
+        engine = make_engine(model, bucket_plan=ONE_BUCKET, max_num_batched_tokens=budget, pool_pages=24)
         assert differences(serve(engine, asks).answers, base.answers) == []
 
 

@@ -15,7 +15,16 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.layers import INIT_STD, DecoderLayer, Embedding, Linear, RMSNorm, RopeAngles, causal_attention
+from jaxserve.models.layers import (
+    INIT_STD,
+    DecoderLayer,
+    Embedding,
+    Linear,
+    RMSNorm,
+    RopeAngles,
+    causal_attention,
+    vocabulary_logits,
+)
 from jaxserve.models.rope import rope_cos_sin
 
 
@@ -27,15 +36,15 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype: Any = jnp.bfloat16):
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, rngs=rngs, param_dtype=param_dtype)
-        self.layers = nnx.List(
+        self.embed_tokens: Embedding = Embedding(config.vocab_size, config.hidden_size, rngs=rngs, param_dtype=param_dtype)
+        self.layers: nnx.List[DecoderLayer] = nnx.List(
             DecoderLayer(config, window, sparse=i in config.sparse_layers, rngs=rngs, param_dtype=param_dtype)
             for i, window in enumerate(config.sliding_windows)
         )
-        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
+        self.final_norm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
         tied = config.tie_word_embeddings
         lm_head = functools.partial(Linear, use_bias=False, rngs=rngs, param_dtype=param_dtype)
-        self.lm_head = None if tied else lm_head(config.hidden_size, config.vocab_size)
+        self.lm_head: Linear | None = None if tied else lm_head(config.hidden_size, config.vocab_size)
 
     @classmethod
     def abstract(cls, config: ModelConfig, param_dtype: Any = jnp.bfloat16) -> "Decoder":
@@ -54,12 +63,12 @@ class Decoder(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:  # [..., D] -> f32[..., V]
         """Logits of normed hidden states, accumulated and returned in float32 whatever the weights' dtype."""
         with jax.named_scope("logits"):
-            if self.lm_head is None:
-                weight, axis = self.embed_tokens.embedding[...], 1
-            else:
-                weight, axis = self.lm_head.kernel[...], 0
-            contract = (((x.ndim - 1,), (axis,)), ((), ()))
-            return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
+            return vocabulary_logits(x, *self.head_weight())
+
+    def head_weight(self) -> tuple[jax.Array, int]:
+        """The weight that logits are made with, and which of its axes is the vocabulary's: lm_head's [D, V], 1, or where the
+        embedding is tied, its [V, D], 0."""
+        return (self.embed_tokens.embedding[...], 0) if self.lm_head is None else (self.lm_head.kernel[...], 1)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # i32[B, S] -> f32[B, S, V]
         """Plain causal forward of whole sequences from position 0, differentiable; memory grows with S * S a layer."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxserve.models.config import read_json, token_ids
 
-# Keys of transformers' GenerationConfig that change which tokens come out and have no counterpart here, with the values
-# that leave the output alone besides null, false and empty.
+# Keys of transformers' GenerationConfig that change which tokens come out and are not taken from a file, as vLLM takes none of them
+# (what some ask for, SamplingParams can say), with the values that leave the output alone besides null, false and empty.
 _NOT_APPLIED: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
@@ -48,7 +48,7 @@ class GenerationDefaults:
     """Token ids that end, begin and pad a sequence, and recommended sampling; None where the checkpoint says nothing.
 
     eos_token_ids holds every id that ends a sequence (Qwen3 has two), in the file's order. not_applied names what the
-    file asks for and this engine does not do, so that a caller can say so. max_length is not read: the engine bounds
+    file asks for and is not taken from it, so that a caller can say so. max_length is not read: the engine bounds
     lengths itself.
     """
 

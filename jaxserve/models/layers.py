@@ -32,8 +32,8 @@ class Linear(nnx.Module):
     """x[..., in] @ kernel[in, out] (+ bias[out])."""
 
     def __init__(self, in_dim: int, out_dim: int, *, use_bias: bool, rngs: nnx.Rngs, param_dtype: Any):
-        self.kernel = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), (in_dim, out_dim), param_dtype))
-        self.bias = nnx.Param(jnp.zeros((out_dim,), param_dtype)) if use_bias else None
+        self.kernel: nnx.Param[jax.Array] = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), (in_dim, out_dim), param_dtype))
+        self.bias: nnx.Param[jax.Array] | None = nnx.Param(jnp.zeros((out_dim,), param_dtype)) if use_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x @ self.kernel[...]
@@ -44,17 +44,28 @@ class Embedding(nnx.Module):
     """A table [V, D], looked up by token id; also the logits' weights where embeddings are tied."""
 
     def __init__(self, vocab_size: int, dim: int, *, rngs: nnx.Rngs, param_dtype: Any):
-        self.embedding = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), (vocab_size, dim), param_dtype))
+        table = INIT_STD * jax.random.normal(rngs.params(), (vocab_size, dim), param_dtype)
+        self.embedding: nnx.Param[jax.Array] = nnx.Param(table)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:  # i32[...] -> [..., D]
         return self.embedding[...][token_ids]
+
+
+def vocabulary_logits(
+    x: jax.Array,  # [..., D]
+    weight: jax.Array,  # [V, D] or [D, V]; V may be a part of the vocabulary
+    vocab_axis: int,
+) -> jax.Array:  # f32[..., V]
+    """Logits of normed hidden states, accumulated and returned in float32."""
+    contract = (((x.ndim - 1,), (1 - vocab_axis,)), ((), ()))
+    return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
 
 
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale over the last axis (arXiv:1910.07467): normalised in float32, cast back, then scaled."""
 
     def __init__(self, dim: int, eps: float, *, param_dtype: Any):
-        self.scale = nnx.Param(jnp.ones((dim,), param_dtype))
+        self.scale: nnx.Param[jax.Array] = nnx.Param(jnp.ones((dim,), param_dtype))
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -76,11 +87,13 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype: Any):
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        self.num_heads, self.num_kv_heads, self.head_dim = N, K, H
-        self.qkv_proj = Linear(D, (N + 2 * K) * H, use_bias=config.qkv_bias, rngs=rngs, param_dtype=param_dtype)
-        self.o_proj = Linear(N * H, D, use_bias=config.o_bias, rngs=rngs, param_dtype=param_dtype)
-        self.q_norm = RMSNorm(H, config.rms_norm_eps, param_dtype=param_dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(H, config.rms_norm_eps, param_dtype=param_dtype) if config.qk_norm else None
+        self.num_heads: int = N
+        self.num_kv_heads: int = K
+        self.head_dim: int = H
+        self.qkv_proj: Linear = Linear(D, (N + 2 * K) * H, use_bias=config.qkv_bias, rngs=rngs, param_dtype=param_dtype)
+        self.o_proj: Linear = Linear(N * H, D, use_bias=config.o_bias, rngs=rngs, param_dtype=param_dtype)
+        self.q_norm: RMSNorm | None = RMSNorm(H, config.rms_norm_eps, param_dtype=param_dtype) if config.qk_norm else None
+        self.k_norm: RMSNorm | None = RMSNorm(H, config.rms_norm_eps, param_dtype=param_dtype) if config.qk_norm else None
 
     def __call__(
         self,
@@ -110,8 +123,8 @@ class SwiGLU(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype: Any):
         D, F = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = Linear(D, 2 * F, use_bias=config.mlp_bias, rngs=rngs, param_dtype=param_dtype)
-        self.down_proj = Linear(F, D, use_bias=config.mlp_bias, rngs=rngs, param_dtype=param_dtype)
+        self.gate_up_proj: Linear = Linear(D, 2 * F, use_bias=config.mlp_bias, rngs=rngs, param_dtype=param_dtype)
+        self.down_proj: Linear = Linear(F, D, use_bias=config.mlp_bias, rngs=rngs, param_dtype=param_dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
         return self.down_proj(_silu_gated(self.gate_up_proj(x)))
@@ -121,7 +134,8 @@ class StackedLinear(nnx.Module):
     """A matrix for each expert, kernel[E, in, out], for `grouped_matmul`."""
 
     def __init__(self, num_experts: int, in_dim: int, out_dim: int, *, rngs: nnx.Rngs, param_dtype: Any):
-        self.kernel = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), (num_experts, in_dim, out_dim), param_dtype))
+        matrices = INIT_STD * jax.random.normal(rngs.params(), (num_experts, in_dim, out_dim), param_dtype)
+        self.kernel: nnx.Param[jax.Array] = nnx.Param(matrices)
 
 
 class SparseMLP(nnx.Module):
@@ -133,10 +147,11 @@ class SparseMLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype: Any):
         D, F, E = config.hidden_size, config.moe_intermediate_size, config.num_experts
-        self.num_experts_per_token, self.norm_topk_prob = config.num_experts_per_token, config.norm_topk_prob
-        self.router = Linear(D, E, use_bias=False, rngs=rngs, param_dtype=param_dtype)
-        self.gate_up_proj = StackedLinear(E, D, 2 * F, rngs=rngs, param_dtype=param_dtype)
-        self.down_proj = StackedLinear(E, F, D, rngs=rngs, param_dtype=param_dtype)
+        self.num_experts_per_token: int = config.num_experts_per_token
+        self.norm_topk_prob: bool = config.norm_topk_prob
+        self.router: Linear = Linear(D, E, use_bias=False, rngs=rngs, param_dtype=param_dtype)
+        self.gate_up_proj: StackedLinear = StackedLinear(E, D, 2 * F, rngs=rngs, param_dtype=param_dtype)
+        self.down_proj: StackedLinear = StackedLinear(E, F, D, rngs=rngs, param_dtype=param_dtype)
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [T, D] -> f32[T, k], i32[T, k]
         """(weights, experts) of each token, likeliest first."""
@@ -174,10 +189,10 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, sliding_window: int | None, *, sparse: bool = False, rngs: nnx.Rngs, param_dtype: Any):
         self.sliding_window = sliding_window
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
-        self.attention = Attention(config, rngs=rngs, param_dtype=param_dtype)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
-        self.mlp = (SparseMLP if sparse else SwiGLU)(config, rngs=rngs, param_dtype=param_dtype)
+        self.attention_norm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
+        self.attention: Attention = Attention(config, rngs=rngs, param_dtype=param_dtype)
+        self.mlp_norm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
+        self.mlp: SparseMLP | SwiGLU = (SparseMLP if sparse else SwiGLU)(config, rngs=rngs, param_dtype=param_dtype)
 
     def __call__(
         self,

@@ -75,7 +75,7 @@ class ServerOptions:
     body_seconds: float = 60.0
     patience: float = 120.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.names or not all(self.names):
             raise ValueError(f"names={self.names!r} must hold one name at least, none empty")
         if not all(self.api_keys):

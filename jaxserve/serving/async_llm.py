@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jaxserve.config import ResolvedConfig
 from jaxserve.llm import LLM, PROMPT_FIELDS, with_bad_words_tokenized
 from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
 from jaxserve.serving.engine_loop import EngineLoop
@@ -62,9 +63,9 @@ class RequestStream:
     def __init__(self, owner: AsyncLLM, asks: Mapping[str, Ask]):
         self._owner = owner
         self.asks = asks  # by request id
-        self.request_ids = list(asks)
-        self.num_samples = sum(ask.params.n for ask in asks.values())
-        self.started = time.monotonic()
+        self.request_ids: list[str] = list(asks)
+        self.num_samples: int = sum(ask.params.n for ask in asks.values())
+        self.started: float = time.monotonic()
         self._unfinished = set(asks)
         self._unaccepted = set(asks)
         self._deltas: deque[Delta] = deque()
@@ -99,7 +100,7 @@ class RequestStream:
     async def __aenter__(self) -> RequestStream:
         return self
 
-    async def __aexit__(self, *_) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -160,12 +161,12 @@ class AsyncLLM:
         if max_waiting < 0 or max_failures < 1:
             raise ValueError(f"{max_waiting=} must be at least 0 and {max_failures=} at least 1")
         self.tokenizer: Tokenizer | None = llm.tokenizer
-        self.default_sampling_params = llm.get_default_sampling_params()
-        self.config = llm.engine.config
-        self.eos_token_ids = llm.engine.eos_token_ids
+        self.default_sampling_params: SamplingParams = llm.get_default_sampling_params()
+        self.config: ResolvedConfig = llm.engine.config
+        self.eos_token_ids: frozenset[int] = llm.engine.eos_token_ids
         self.request_timeout = request_timeout
         self.listener = listener
-        self.stats = LoopStats(num_pages=llm.engine.pool.num_pages, num_free_pages=llm.engine.pool.num_free_pages)
+        self.stats: LoopStats = LoopStats(num_pages=llm.engine.pool.num_pages, num_free_pages=llm.engine.pool.num_free_pages)
         self._limit = self.config.scheduler.max_num_seqs + max_waiting
         self._engine = EngineLoop(llm.engine, llm.tokenizer, self._from_engine, max_failures=max_failures)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -189,7 +190,7 @@ class AsyncLLM:
         self.start()
         return self
 
-    async def __aexit__(self, *_) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.shutdown(0)
 
     # -- requests

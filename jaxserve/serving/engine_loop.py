@@ -37,7 +37,7 @@ from jaxserve.structured.grammars import GrammarCompiler
 from jaxserve.text_outputs import TextOutputs
 from jaxserve.tokenizer import Tokenizer
 
-logger = logging.getLogger("jaxserve")
+logger: logging.Logger = logging.getLogger("jaxserve")
 
 Command = Add | Abort | Call | Stop
 CALLS = ("pause", "resume", "reset_prefix_cache", "update_params", "sleep", "wake_up", "stats")

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from jaxserve.serving.messages import DeadlineError, FailedError, QueueFullError, UnavailableError
 from jaxserve.serving.responses import Error, ErrorResponse, encode
 
-logger = logging.getLogger("jaxserve")
+logger: logging.Logger = logging.getLogger("jaxserve")
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 

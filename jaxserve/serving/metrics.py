@@ -43,9 +43,9 @@ class Metrics(Collector):
     """Feed it with `take`; `render` gives Prometheus's text."""
 
     def __init__(self, model: str, stats: LoopStats | None = None):
-        self.stats = stats or LoopStats()
+        self.stats: LoopStats = stats or LoopStats()
         self._model = model
-        self.registry = CollectorRegistry()
+        self.registry: CollectorRegistry = CollectorRegistry()
         self.registry.register(self)
         self._ttft = self._histogram("time_to_first_token_seconds", "From a request's arrival to its first token.")
         self._itl = self._histogram("inter_token_latency_seconds", "Between two deliveries of a request's tokens.")

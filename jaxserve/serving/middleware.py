@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.serving.errors import describe, error_response
 from jaxserve.serving.responses import encode
 
-access_log = logging.getLogger("jaxserve.access")
+access_log: logging.Logger = logging.getLogger("jaxserve.access")
 OPEN_PATHS = ("/", "/health", "/metrics", "/version")  # need no API key
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
@@ -33,7 +33,8 @@ class RequestLog:
     """
 
     def __init__(self, app: ASGIApp, paths: Callable[[], frozenset[str]], count: Callable[[str, int], None]):
-        self.app, self._paths, self._count = app, paths, count
+        self.app = app
+        self._paths, self._count = paths, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,7 +78,8 @@ class ApiKey:
     """401 unless the request brings one of the keys as a bearer token; no keys, no question."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
-        self.app, self._keys = app, [key.encode() for key in keys]
+        self.app = app
+        self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS and not self._knows(scope):
@@ -120,7 +122,8 @@ class BodyLimit:
     """413 for a body of more than max_bytes, 408 for one that takes longer than max_seconds to come."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float):
-        self.app, self._max_bytes, self._max_seconds = app, max_bytes, max_seconds
+        self.app = app
+        self._max_bytes, self._max_seconds = max_bytes, max_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

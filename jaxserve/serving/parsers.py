@@ -70,7 +70,7 @@ class OutputParser:
         self._strip = True  # blank characters before the next piece are left out
         self._blanks = ""  # that were held back, and come out before more text of the same kind
         self._call: _Call | None = None
-        self.num_calls = 0
+        self.num_calls: int = 0
 
     def feed(self, text: str) -> list[Piece]:
         self._text += text

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
@@ -67,7 +67,7 @@ PASSED_ON = (  # fields that are SamplingParams' own, by the same name
 class Model(BaseModel):
     """Refuses unknown fields, and values of another type than JSON gave them."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -97,7 +97,7 @@ class TextFormat(Model):
 class GenerationRequest(Model):
     """What completions and chats have in common."""
 
-    model_config = ConfigDict(json_schema_extra=_if_given("stream_options", "object", "stream"))
+    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra=_if_given("stream_options", "object", "stream"))
 
     model: str | None = Field(None, description="One of /v1/models; by default the one that is served.")
     stream: bool | None = None
@@ -272,7 +272,7 @@ class Chat(Model):
 class ChatRequest(GenerationRequest, Chat):
     """`POST /v1/chat/completions`."""
 
-    model_config = ConfigDict(
+    model_config: ClassVar[ConfigDict] = ConfigDict(
         json_schema_extra={
             "allOf": [_if_given("stream_options", "object", "stream"), _if_given("top_logprobs", "integer", "logprobs")],
             "not": {"required": ["max_tokens", "max_completion_tokens"]},

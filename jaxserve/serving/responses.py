@@ -5,12 +5,13 @@ Owns the shapes of answers and of stream chunks. Knows nothing of requests.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-encode = msgspec.json.Encoder().encode
+encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 
 
 def event(chunk: Struct) -> bytes:

@@ -49,7 +49,7 @@ class RouterOptions:
 
     backends: the servers, "http://host:port". policy: one of POLICIES. api_keys: bearer tokens, any of which opens the router
     (none: open). backend_api_key: what it sends to the servers in place of the client's key. check_seconds: between two checks of a
-    server, and the most that one may take. max_failures, min_successes: in a row, take a server out, or bring it back.
+    server; check_timeout: the most that one may take. max_failures, min_successes: in a row, take a server out, or bring it back.
     max_body_bytes, body_seconds, patience: as a server's.
     """
 
@@ -58,6 +58,7 @@ class RouterOptions:
     api_keys: tuple[str, ...] = ()
     backend_api_key: str | None = None
     check_seconds: float = 1.0
+    check_timeout: float = 5.0
     max_failures: int = 3
     min_successes: int = 2
     max_body_bytes: int = 32 * 2**20
@@ -75,8 +76,8 @@ class RouterOptions:
             raise ValueError(f"policy={self.policy!r} must be one of {', '.join(POLICIES)}")
         if not all(self.api_keys):
             raise ValueError("an API key must not be empty")
-        if not self.check_seconds > 0:
-            raise ValueError(f"check_seconds={self.check_seconds} must be above 0")
+        if not (self.check_seconds > 0 and self.check_timeout > 0):
+            raise ValueError(f"check_seconds={self.check_seconds} and check_timeout={self.check_timeout} must be above 0")
         Health(self.max_failures, self.min_successes)  # checks both
 
 
@@ -123,8 +124,8 @@ class Router:
                 health = Health(options.max_failures, options.min_successes)
                 forget = functools.partial(self._policy.forget, url)
                 self.backends[url] = Backend(url, session, health, options.backend_api_key, forget)
-            await asyncio.gather(*(backend.check(options.check_seconds) for backend in self.backends.values()))
-            watches = [tasks.create_task(b.watch(options.check_seconds, options.check_seconds)) for b in self.backends.values()]
+            await asyncio.gather(*(backend.check(options.check_timeout) for backend in self.backends.values()))
+            watches = [tasks.create_task(b.watch(options.check_seconds, options.check_timeout)) for b in self.backends.values()]
             yield
             for watch in watches:
                 watch.cancel()
@@ -182,7 +183,7 @@ class Router:
             if refusal is not None:
                 refusal.close()
         if num_broken:
-            raise HTTPException(502, f"{num_broken} servers broke off before they answered this request")
+            raise HTTPException(502, f"{num_broken} server{'s' * (num_broken > 1)} broke off before answering this request")
         raise UnavailableError(f"none of the {len(self.backends)} servers takes requests")
 
     def _loads(self, tried: set[str]) -> dict[str, Load]:

@@ -6,12 +6,11 @@ Owns health checks, the estimate of its load, and the far side of a request's co
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import logging
 import re
 import socket
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
 import aiohttp
@@ -92,20 +91,16 @@ class Backend:
         """Asks for its health, and for its load if it is well."""
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else None
         limit = aiohttp.ClientTimeout(total=timeout)
-        with self._changes():
-            try:
-                async with self._session.get(f"{self.url}/health", headers=headers, timeout=limit) as answer:
-                    well = answer.status == 200
-                if well:
-                    async with self._session.get(f"{self.url}/metrics", headers=headers, timeout=limit) as answer:
-                        self._take_load(await answer.text(errors="replace") if answer.status == 200 else "")
-            except UNANSWERED:
-                self.health.fail()
-                return
+        try:
+            async with self._session.get(f"{self.url}/health", headers=headers, timeout=limit) as answer:
+                well = answer.status == 200
             if well:
-                self.health.succeed()
-            else:
-                self.health.refuse()
+                async with self._session.get(f"{self.url}/metrics", headers=headers, timeout=limit) as answer:
+                    self._take_load(await answer.text(errors="replace") if answer.status == 200 else "")
+        except UNANSWERED:
+            self._note(self.health.fail)
+        else:
+            self._note(self.health.succeed if well else self.health.refuse)
 
     def _take_load(self, metrics: str) -> None:
         said = {"waiting": 0.0, "running": 0.0}
@@ -115,11 +110,10 @@ class Backend:
         if found:
             self._waiting, self._running, self._since = int(said["waiting"]), int(said["running"]), 0
 
-    @contextlib.contextmanager
-    def _changes(self) -> Iterator[None]:
-        """Says when the server went out of service, or came back."""
+    def _note(self, event: Callable[[], None]) -> None:
+        """An event of its health; says so if the server went out of service by it, or came back."""
         was_up = self.health.up
-        yield
+        event()
         if was_up and not self.health.up:
             logger.warning("%s is down", self.url)
             self._on_down()
@@ -150,8 +144,7 @@ class Backend:
             self.ended()
             if isinstance(error, UNANSWERED):
                 self.num_unanswered += 1
-                with self._changes():
-                    self.health.fail()
+                self._note(self.health.fail)
             raise
         self.health.answer()
         return Answer(self, response, first)

@@ -49,7 +49,8 @@ class EventStream(Response):
     def __init__(self, events: AsyncGenerator[bytes], on_end: Callable[[], None], patience: float = 120.0):
         self._events, self._on_end, self._patience = events, on_end, patience
         self._num_sent, self._sending = 0, False
-        self.status_code, self.background = 200, None
+        self.status_code: int = 200
+        self.background: None = None
         self.body = b""
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]

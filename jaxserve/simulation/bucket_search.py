@@ -110,10 +110,14 @@ class BucketSearch:
     ):
         if not len(demands):
             raise ValueError("the demand log is empty: nothing to fit buckets to")
-        self.demands, self.step_times = demands, step_times
-        self.max_num_seqs, self.budget = max_num_seqs, max_num_batched_tokens
-        self.multiple, self.sizes, self.padding_price = multiple, sizes, padding_price
-        self.is_decode = demands.max_q_len == 1
+        self.demands = demands
+        self.step_times = step_times
+        self.max_num_seqs = max_num_seqs
+        self.budget = max_num_batched_tokens
+        self.multiple = multiple
+        self.sizes = sizes
+        self.padding_price = padding_price
+        self.is_decode: np.ndarray = demands.max_q_len == 1
 
     def solve(self, caps: Caps, *, pairs: bool = True) -> SearchResult:
         """The best plan found within `caps`.

@@ -83,12 +83,13 @@ class StepMeasurer:
 
         functions = ModelFunctions(model)
         limits = resolve(functions, config).scheduler
+        self.levels: list[int]
         plan, self.levels = grid_plan(limits.max_num_seqs, limits.max_num_batched_tokens, multiple)
         self.config: ResolvedConfig = resolve(functions, replace(config, bucket_plan=plan))
-        self.programs = Programs(functions, self.config)
-        self.runner = Runner(self.programs)
+        self.programs: Programs = Programs(functions, self.config)
+        self.runner: Runner = Runner(self.programs)
         self.min_seconds = min_seconds
-        self.device = jax.devices()[0].device_kind
+        self.device: str = jax.devices()[0].device_kind
         self.compile_seconds: dict[Bucket, float] = {}
         self._visits: dict[tuple[StepShape, int], list[float]] = {}
 

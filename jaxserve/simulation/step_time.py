@@ -101,7 +101,7 @@ class StepTimeModel:
     host_seconds: float = 0.0
     about: dict[str, Any] = field(default_factory=dict, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.times or not self.heads or not self.levels:
             raise ValueError("a step-time model needs measured buckets, heads and levels; run scripts.profile_steps")
 

@@ -49,7 +49,8 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Iterable[int], num_threads: int = 2):
-        self.vocab_size, self.eos_token_ids = vocab_size, sorted(eos_token_ids)
+        self.vocab_size = vocab_size
+        self.eos_token_ids: list[int] = sorted(eos_token_ids)
         self._tokenizer = tokenizer
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
         self._lock = threading.Lock()

@@ -6,10 +6,15 @@ Owns the matchers' bookkeeping and the mask buffers. Knows nothing of scheduling
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxserve.edit_rows import num_mask_words
 from jaxserve.structured.grammars import Grammar, words_of
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 ALL = -1  # a word of 32 allowed tokens
 
@@ -23,9 +28,10 @@ class GrammarState:
     """
 
     def __init__(self, grammar: Grammar, *, forces: bool = True):
-        self.matcher, self._forces = grammar.matcher(), forces
-        self.num_tokens = 0
-        self.forced = self._forced()
+        self.matcher: LLMatcher = grammar.matcher()
+        self._forces = forces
+        self.num_tokens: int = 0
+        self.forced: list[int] = self._forced()
 
     def _forced(self) -> list[int]:
         return self.matcher.compute_ff_tokens() if self._forces and not self.matcher.is_stopped() else []
@@ -72,7 +78,7 @@ class MaskFiller:
         from llguidance import LLExecutor
 
         self._executor = LLExecutor()
-        self._buffers = [np.full((max_rows, num_words(vocab_size)), ALL, np.int32) for _ in range(num_buffers)]
+        self._buffers = [np.full((max_rows, num_mask_words(vocab_size)), ALL, np.int32) for _ in range(num_buffers)]
         self._used: list[list[int]] = [[] for _ in range(num_buffers)]  # rows of each buffer that aren't all ones
         self._next = 0
 
@@ -94,8 +100,3 @@ class MaskFiller:
                 buffer[row] = 0
                 buffer[row, word] = np.uint32(1 << bit).view(np.int32)
         return buffer
-
-
-def num_words(vocab_size: int) -> int:
-    """int32 words of a row's mask."""
-    return -(-vocab_size // 32)

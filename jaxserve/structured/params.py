@@ -40,7 +40,7 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.json_object is False:
             object.__setattr__(self, "json_object", None)
         given = [kind for kind in KINDS if getattr(self, kind) is not None]

@@ -9,7 +9,7 @@ from tokenizers import pre_tokenizers
 
 SPECIALS = ("<|end|>", "<|turn|>", "<tool>", "[PAD]")  # control, control, user-defined, unused
 KINDS = (gguf.TokenType.CONTROL, gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED, gguf.TokenType.UNUSED)
-SIZES = {"hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64, "layers": 2}
+SIZES = {"hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64, "layers": 2, "experts": 5, "expert_ffn": 32}
 
 
 def vocabulary() -> tuple[list[str], list[int], list[str]]:
@@ -31,7 +31,13 @@ def layer_tensors(arch: str, rng: np.random.Generator) -> dict[str, np.ndarray]:
     }  # fmt: skip
     if arch == "qwen2":
         shapes |= {"attn_q.bias": (N * H,), "attn_k.bias": (K * H,), "attn_v.bias": (K * H,)}
-    if arch == "qwen3":
+    if arch == "qwen3moe":
+        E, F = SIZES["experts"], SIZES["expert_ffn"]
+        for name in ("gate", "up", "down"):
+            del shapes[f"ffn_{name}.weight"]
+        shapes |= {"ffn_gate_inp.weight": (E, D), "ffn_gate_exps.weight": (E, F, D), "ffn_up_exps.weight": (E, F, D)}
+        shapes |= {"ffn_down_exps.weight": (E, D, F)}
+    if arch in ("qwen3", "qwen3moe"):
         shapes |= {"attn_q_norm.weight": (H,), "attn_k_norm.weight": (H,)}
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
@@ -69,6 +75,9 @@ def write_gguf(
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 0,
     }
+    if arch == "qwen3moe":
+        values |= {f"{arch}.expert_count": SIZES["experts"], f"{arch}.expert_used_count": 2}
+        values |= {f"{arch}.expert_feed_forward_length": SIZES["expert_ffn"], f"{arch}.attention.key_length": SIZES["head_dim"]}
     arrays: dict[str, Any] = {"token_embd.weight": rng.standard_normal((len(tokens), SIZES["hidden"])).astype(np.float32)}
     for i in range(SIZES["layers"]):
         arrays |= {f"blk.{i}.{name}": array for name, array in layer_tensors(arch, rng).items()}

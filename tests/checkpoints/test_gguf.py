@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
+from safetensors.numpy import save_file
 from tokenizers import pre_tokenizers
 
 from checkpoints.gguf import (
@@ -20,6 +22,8 @@ from checkpoints.gguf import (
     unpermute,
 )
 from checkpoints.weights import Source, WeightsError, load_weights
+from jaxserve.model_loader import load_model
+from jaxserve.models import named_leaves
 from jaxserve.tokenizer import Tokenizer
 from tests.checkpoints.gguf_files import SIZES, SPECIALS, vocabulary, write_gguf
 from tests.real_files import smollm2_gguf
@@ -28,6 +32,7 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 
 ATTENTION = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
 MLP = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
 
 def huggingface_names(arch: str, tied: bool) -> dict[str, str]:
@@ -37,17 +42,27 @@ def huggingface_names(arch: str, tied: bool) -> dict[str, str]:
     for i in range(SIZES["layers"]):
         ours, theirs = f"model.layers.{i}", f"blk.{i}"
         names |= {f"{ours}.self_attn.{a}.weight": f"{theirs}.{b}.weight" for a, b in ATTENTION.items()}
-        names |= {f"{ours}.mlp.{a}.weight": f"{theirs}.{b}.weight" for a, b in MLP.items()}
+        if arch == "qwen3moe":
+            names |= {f"{ours}.mlp.gate.weight": f"{theirs}.ffn_gate_inp.weight"}
+            for e in range(SIZES["experts"]):
+                names |= {f"{ours}.mlp.experts.{e}.{a}.weight": f"{theirs}.{b}_exps.weight" for a, b in MLP.items()}
+        else:
+            names |= {f"{ours}.mlp.{a}.weight": f"{theirs}.{b}.weight" for a, b in MLP.items()}
         names |= {f"{ours}.input_layernorm.weight": f"{theirs}.attn_norm.weight"}
         names |= {f"{ours}.post_attention_layernorm.weight": f"{theirs}.ffn_norm.weight"}
         if arch == "qwen2":
             names |= {f"{ours}.self_attn.{x}_proj.bias": f"{theirs}.attn_{x}.bias" for x in "qkv"}
-        if arch == "qwen3":
+        if arch in ("qwen3", "qwen3moe"):
             names |= {f"{ours}.self_attn.{x}_norm.weight": f"{theirs}.attn_{x}_norm.weight" for x in "qk"}
     return names
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def tensor_of(key: str, name: str, tensors: dict[str, np.ndarray]) -> np.ndarray:
+    """What a file with these tensors holds under Hugging Face's name."""
+    return tensors[name][int(key.split(".")[5])] if "_exps" in name else tensors[name]
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3moe"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_presents_huggingface_names_and_values(tmp_path, arch, tied):
     tensors = write_gguf(tmp_path / "m.gguf", arch, tied=tied)
@@ -55,15 +70,39 @@ def test_presents_huggingface_names_and_values(tmp_path, arch, tied):
     names = huggingface_names(arch, tied)
     assert set(reader.keys()) == set(names)
     for key, name in names.items():
-        assert reader.shape(key) == tensors[name].shape and reader.dtype(key) == "float32"
+        tensor = tensor_of(key, name, tensors)
+        assert reader.shape(key) == tensor.shape and reader.dtype(key) == "float32"
         if arch == "llama" and name.endswith(("attn_q.weight", "attn_k.weight")):
             assert sorted(map(tuple, reader.read(key))) == sorted(map(tuple, tensors[name]))  # the same rows, moved
             assert not np.array_equal(reader.read(key), tensors[name])
         else:
-            np.testing.assert_array_equal(reader.read(key), tensors[name])
+            np.testing.assert_array_equal(reader.read(key), tensor)
     config = hf_config(reader)
     assert config["tie_word_embeddings"] is tied
-    assert config["architectures"] == [{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[arch] + "ForCausalLM"]
+    assert config["architectures"] == [
+        {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3moe": "Qwen3Moe"}[arch] + "ForCausalLM"
+    ]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_mixture_of_experts_is_the_same_model_from_gguf_and_safetensors(tmp_path, tied):
+    """One layer's experts quantised, decoded expert by expert."""
+    up = np.random.default_rng(3).standard_normal((SIZES["experts"], SIZES["expert_ffn"], SIZES["hidden"])).astype(np.float32)
+    quantised = {"blk.1.ffn_up_exps.weight": (gguf.quantize(up, Q8_0), Q8_0)}
+    tensors = write_gguf(tmp_path / "m.gguf", "qwen3moe", tied=tied, tensors=quantised)
+    tensors["blk.1.ffn_up_exps.weight"] = gguf.dequantize(*tensors["blk.1.ffn_up_exps.weight"])
+    named = {key: tensor_of(key, name, tensors) for key, name in huggingface_names("qwen3moe", tied).items()}
+    (tmp_path / "folder").mkdir()
+    save_file({key: np.ascontiguousarray(x) for key, x in named.items()}, tmp_path / "folder/model.safetensors")
+    config = hf_config(GGUFReader(tmp_path / "m.gguf"))
+    (tmp_path / "folder/config.json").write_text(json.dumps(config))
+    assert config["model_type"] == "qwen3_moe" and config["norm_topk_prob"] is True and config["num_experts_per_tok"] == 2
+    there, here = (load_model(tmp_path / x, skip_tokenizer_init=True, dtype="float32").module for x in ("m.gguf", "folder"))
+    assert there.config.sparse_layers == (0, 1) and there.config == replace(here.config, eos_token_ids=there.config.eos_token_ids)
+    leaves = named_leaves(here)
+    for path, leaf in named_leaves(there).items():
+        np.testing.assert_array_equal(leaf, leaves.pop(path), err_msg=path)
+    assert not leaves
 
 
 def rotated(
@@ -262,6 +301,7 @@ def test_divisors_that_are_not_llama3s(tmp_path):
     [
         ({"llama.expert_count": 8}, "llama.expert_count=8 is not supported"),
         ({"llama.attention.sliding_window": 4096}, "llama.attention.sliding_window=4096 is not supported"),
+        ({"llama.expert_gating_func": 2}, "llama.expert_gating_func=2 is not supported"),
         ({"llama.logit_scale": 0.5}, "llama.logit_scale=0.5 is not supported"),
         ({"llama.attention.value_length": 4}, "attention.value_length=4 must equal the head size 8"),
         ({"llama.rope.dimension_count": 4}, "rope.dimension_count=4 must equal the head size 8"),
@@ -288,7 +328,7 @@ def test_refuses_a_file_without_a_model(tmp_path):
 
 def test_refuses_other_architectures_and_parts(tmp_path):
     write_gguf(tmp_path / "m.gguf", "gemma3")
-    with pytest.raises(WeightsError, match="is of architecture 'gemma3'; supported: llama, qwen2, qwen3"):
+    with pytest.raises(WeightsError, match="is of architecture 'gemma3'; supported: llama, qwen2, qwen3, qwen3moe"):
         GGUFReader(tmp_path / "m.gguf")
     write_gguf(tmp_path / "m.gguf", metadata={"split.count": 3})
     with pytest.raises(WeightsError, match="is one of 3 parts: join them"):

@@ -13,10 +13,11 @@ BREAK = b"break"  # in a script: the connection is cut here
 
 @dataclass
 class Scripted:
-    """script: what is sent for each request but the checks; a number is a pause in seconds. requests: what came, head and body."""
+    """script: what is sent for each request but the checks. A number is a pause in seconds; an event is waited for, and the
+    connection cut if it does not come. requests: what came, head and body."""
 
     url: str = ""
-    script: list[bytes | float] = field(default_factory=list)
+    script: list[bytes | float | threading.Event] = field(default_factory=list)
     healthy: bool = True
     waiting: int = 0
     running: int = 0
@@ -59,16 +60,16 @@ class Scripted:
 
     def _play(self, connection: socket.socket) -> bool:
         for part in list(self.script):
-            if part == BREAK:
+            if part == BREAK or (isinstance(part, threading.Event) and not part.wait(20)):
                 return False
-            if not isinstance(part, bytes):
+            if isinstance(part, float):
                 connection.settimeout(part)
                 with contextlib.suppress(TimeoutError):
                     if not connection.recv(1):
                         self.num_hung_up += 1
                         return False
                 connection.settimeout(None)
-            else:
+            elif isinstance(part, bytes):
                 connection.sendall(part)
         return True
 

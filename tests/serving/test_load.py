@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -28,7 +29,7 @@ MANY = 1000
 
 
 @contextlib.contextmanager
-def replaying(max_num_seqs: int = 64, **options: int) -> Iterator[str]:
+def replaying(max_num_seqs: int = 64, **options: Any) -> Iterator[str]:
     """The address of a server without a model."""
     with listening(make_app(AsyncLLM(replay_llm(max_num_seqs), **options), ServerOptions(names=("replay",)))) as url:
         yield url

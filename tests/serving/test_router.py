@@ -1,10 +1,12 @@
 """The router in front of scripted servers: what passes through, what is retried, who is asked, and what is counted."""
 
+import asyncio
 import contextlib
 import gzip
 import json
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -88,12 +90,16 @@ def test_a_request_and_its_answer_pass_unchanged(two):
 
 
 def test_a_stream_passes_as_it_comes(two):
-    """Byte for byte, comments and odd line ends too, and each piece before the next has been written."""
+    """Byte for byte, comments and odd line ends too, and each piece before the server writes the next."""
     server, _ = two
     pieces = [b"data: {\xc3", b"\xa9}\n\n: a comment\n\n", b"data: [DONE]\r\n\r\n"]
-    server.script = [HEAD, chunk(pieces[0]), 0.2, chunk(pieces[1]), 0.2, chunk(pieces[2]), b"0\r\n\r\n"]
+    gates = [threading.Event(), threading.Event()]
+    server.script = [HEAD, chunk(pieces[0]), gates[0], chunk(pieces[1]), gates[1], chunk(pieces[2]), b"0\r\n\r\n"]
     with routing(server) as client, client.stream("POST", "/v1/completions", json=ASKED | {"stream": True}) as answer:
-        received = list(answer.iter_raw())
+        received = []
+        for data, gate in zip(answer.iter_raw(), [*gates, threading.Event()], strict=True):
+            received.append(data)
+            gate.set()
     assert received == pieces and answer.headers["content-type"] == "text/event-stream"
 
 
@@ -131,16 +137,15 @@ def test_broken_off_before_the_first_byte_another_is_asked(two):
 
 def test_broken_off_mid_stream_the_client_sees_it_and_nothing_is_retried(two):
     a, b = two
-    a.script = [HEAD, chunk(b"data: 1\n\n"), 0.05, BREAK]
-    with routing(a, b) as client:
-        received = []
-        with pytest.raises(httpx.RemoteProtocolError), client.stream("POST", "/v1/completions", json=ASKED) as answer:
-            received += answer.iter_raw()
-        assert num_asked(a, b) == [1, 0] and value(client, "broken_answers_total", server=a.url) == 1
-        a.script = [b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nshort", 0.05, BREAK]
-        with pytest.raises(httpx.RemoteProtocolError):
-            ask(client)
-        assert num_asked(a, b) == [2, 0]
+    for head, first in ((HEAD, chunk(b"data: 1\n\n")), (b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n", b"short")):
+        passed = threading.Event()
+        a.script = [head, first, passed, BREAK]
+        with routing(a, b) as client:
+            with pytest.raises(httpx.RemoteProtocolError), client.stream("POST", "/v1/completions", json=ASKED) as answer:
+                for _ in answer.iter_raw():
+                    passed.set()
+            assert passed.is_set() and not b.requests and value(client, "broken_answers_total", server=a.url) == 1
+    assert num_asked(a, b) == [2, 0]
 
 
 def test_a_request_that_breaks_servers_is_not_given_to_all_of_them(two):
@@ -187,7 +192,7 @@ def test_a_client_that_leaves_hangs_up_on_the_server(two):
             server.script, before = script, server.num_hung_up
             with (
                 contextlib.suppress(httpx.ReadTimeout),
-                client.stream("POST", "/v1/completions", json=ASKED, timeout=0.3) as answer,
+                client.stream("POST", "/v1/completions", json=ASKED, timeout=5 if HEAD in script else 1) as answer,
             ):
                 next(answer.iter_raw())
             deadline = time.monotonic() + 5
@@ -378,10 +383,22 @@ def test_control_is_refused(two):
 
 
 def test_a_target_that_is_no_path_goes_nowhere(two):
+    """Behind "http://host:port" anything but a path would name another host."""
     server, _ = two
     with routing(server) as client, socket.create_connection((client.base_url.host, client.base_url.port or 0)) as connection:
         connection.sendall(b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 4") and not server.requests
+    scope = {"type": "http", "method": "GET", "path": "/@x", "raw_path": b"%2F@x", "query_string": b"", "headers": []}
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False} if not sent else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(make_router(RouterOptions(backends=(server.url,)))(scope, receive, send))
+    assert sent[0]["status"] == 400 and b"is no path" in sent[1]["body"]
 
 
 def test_options_are_checked():
