@@ -42,7 +42,9 @@ SECTIONS = {
 }
 _SECTIONS = flags.DEFINE_list("sections", list(SECTIONS), "Which sections; the tables of others stay out of tables.md.")
 _OUTPUT = flags.DEFINE_string("output", "benchmarks/sarathi", "Folder of the results.")
-_REQUESTS = flags.DEFINE_integer("num_requests", 256, "Requests of each trial of a capacity (the artifact: 2048).", lower_bound=128)
+_REQUESTS = flags.DEFINE_integer(
+    "num_requests", 256, "Requests of a trial, half on two stages (the artifact: 2048).", lower_bound=256
+)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of lengths and arrivals.", lower_bound=1)
 _PRECISION = flags.DEFINE_float("precision", 0.05, "Relative distance of neighbouring rates.")
 flags.register_validator("sections", lambda given: set(given) <= set(SECTIONS), f"choose from {', '.join(SECTIONS)}")

@@ -23,7 +23,8 @@ START = {"mistral-7b": 3.0, "yi-34b": 1.5, "llama2-70b": 0.5, "falcon-180b": 0.5
 
 @dataclass
 class Search:
-    """Capacities over seeds. num_requests: of each trial; precision: between neighbouring rates."""
+    """Capacities over seeds. num_requests: of each trial, half as many on two stages, whose rates are so low that a queue shows as
+    well; precision: between neighbouring rates."""
 
     finished: Finished
     progress: Any
@@ -35,7 +36,7 @@ class Search:
         key = f"{machine}, {contender.name}, {dataset}, seed {seed}, {rate:.6g}/s"
         if key not in self.finished:
             self.progress.set_postfix_str(key, refresh=False)
-            run = run_at(machine, contender, dataset, rate, self.num_requests, seed)
+            run = run_at(machine, contender, dataset, rate, self.num_requests // machine.pp, seed)
             self.finished[key] = asdict(Trial.of(rate, run.times, quantile))
             self.progress.update()
         return Trial(**self.finished[key])
