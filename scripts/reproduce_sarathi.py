@@ -15,31 +15,14 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from absl import app, flags
 from tqdm import tqdm
 
 from scripts.engine_flags import revision, write_json
 from scripts.finished import Finished
+from scripts.sarathi_sections import SECTIONS, compute
 
-SECTIONS = {
-    "objectives": "Objectives, and what they are multiples of",
-    "setups": "Capacity of the four setups",
-    "own_objectives": "The strict objective by our own decode iteration",
-    "objectives_and_batches": "Five objectives, and vLLM's batch size",
-    "ablation": "Ablation",
-    "stalls": "Generation stalls",
-    "incremental_cost": "What mixing a prompt in costs the decodes",
-    "chunking_overhead": "What chunks cost a prompt",
-    "tile_quantisation": "Tile quantisation",
-    "arithmetic_intensity": "Arithmetic intensity and linear time",
-    "cross_node": "A decode iteration across nodes",
-    "across_nodes": "Capacity across nodes",
-    "bubbles_by_hand": "Bubbles: what one stage waits for",
-    "bubbles": "Bubbles, by kind",
-    "dynamic_budget": "A budget for every step",
-}
 _SECTIONS = flags.DEFINE_list("sections", list(SECTIONS), "Which sections; the tables of others stay out of tables.md.")
 _OUTPUT = flags.DEFINE_string("output", "benchmarks/sarathi", "Folder of the results.")
 _REQUESTS = flags.DEFINE_integer(
@@ -48,18 +31,6 @@ _REQUESTS = flags.DEFINE_integer(
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of lengths and arrivals.", lower_bound=1)
 _PRECISION = flags.DEFINE_float("precision", 0.05, "Relative distance of neighbouring rates.")
 flags.register_validator("sections", lambda given: set(given) <= set(SECTIONS), f"choose from {', '.join(SECTIONS)}")
-
-
-def compute(name: str, search: Any, folder: Path) -> tuple[str, dict[str, Any]]:
-    """(Markdown, data) of one section; its plots are in the folder."""
-    from scripts import sarathi_capacity, sarathi_costs, sarathi_runs
-    from scripts.sarathi_setups import SETUPS
-
-    if name == "setups":
-        return sarathi_capacity.setups(search, folder, list(SETUPS))
-    if hasattr(sarathi_capacity, name):
-        return getattr(sarathi_capacity, name)(search, folder)
-    return getattr(sarathi_runs if hasattr(sarathi_runs, name) else sarathi_costs, name)(folder)
 
 
 def main(argv: list[str]) -> None:

@@ -6,7 +6,6 @@ that broke off goes on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,13 +58,13 @@ class Search:
         return found
 
 
-def setups(search: Search, folder: Path, names: Sequence[str]) -> tuple[str, dict[str, Any]]:
+def setups(search: Search, folder: Path) -> tuple[str, dict[str, Any]]:
     """Sarathi, vLLM and Orca in each setup, on both datasets, under the strict and the relaxed objective."""
     from scripts.sarathi_plots import bars
 
     rows, data, panels = [], {}, {}
-    for name in names:
-        setup, over_vllm, over_orca = SETUPS[name], 0.0, 0.0
+    for name, setup in SETUPS.items():
+        over_vllm, over_orca = 0.0, 0.0
         for dataset in DATASETS:
             groups = panels.setdefault(f"{name}, {dataset}", {})
             for kind, slo in setup.slos.items():
@@ -85,7 +84,7 @@ def setups(search: Search, folder: Path, names: Sequence[str]) -> tuple[str, dic
     head = ("setup", "dataset", "objective", "budget", "sarathi", "vLLM", "Orca", "over vLLM", "over Orca")
     largest = [
         [name, who, claim["published"], claim["ours"], agreement(claim["published"], claim["ours"])]
-        for name in names
+        for name in SETUPS
         for who, claim in data[f"{name}, largest ratios"].items()
     ]
     return table(head, rows) + "\n" + table(("setup", "over", "published (up to)", "ours (up to)", ""), largest), data

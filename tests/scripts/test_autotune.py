@@ -103,7 +103,7 @@ def test_the_file_makes_an_engine(work):
     """Measured for real on the model at hand, then loaded by LLM and by a script; a flag given wins over the file."""
     path = work / "measured.json"
     given = [f"--profiles={work / 'a.json'}", f"--model={work / 'model'}", "--workload=random", "--num_prompts=12"]
-    given += ["--random_input_len=8", "--random_output_len=4", "--max_programs=14"]
+    given += ["--random_input_len=8", "--random_output_len=4", "--max_programs=10"]
     given += ["--seqs=8,16", "--budgets=16", "--plans=default"]
     done = run("autotune", *given, "--measure=1", f"--output={path}")
     assert done.returncode == 0, done.stderr

@@ -11,9 +11,10 @@ import pytest
 
 from jaxserve.buckets import Bucket
 from jaxserve.simulation.capacity import Objective
-from scripts import reproduce_orca, reproduce_sarathi, sarathi_capacity, sarathi_costs, sarathi_runs
+from scripts import orca_report, sarathi_capacity, sarathi_costs, sarathi_runs
 from scripts.finished import Finished
 from scripts.sarathi_report import agreement, table
+from scripts.sarathi_sections import SECTIONS
 from scripts.sarathi_setups import DATASETS, SETUPS, Contender, orca, run_at, sarathi, stages, vllm
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +87,7 @@ def test_sections_of_step_times(tmp_path):
     """Those that take no search are written, with their plots, and every section has a function."""
     pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[plots]')")
     modules = (sarathi_capacity, sarathi_runs, sarathi_costs)
-    assert all(sum(hasattr(module, name) for module in modules) == 1 for name in reproduce_sarathi.SECTIONS)
+    assert all(sum(hasattr(module, name) for module in modules) == 1 for name in SECTIONS)
     sections = "objectives,incremental_cost,chunking_overhead,tile_quantisation,arithmetic_intensity,cross_node,bubbles_by_hand"
     command = [sys.executable, "-m", "scripts.reproduce_sarathi", f"--sections={sections}", f"--output={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), timeout=300)
@@ -106,8 +107,8 @@ def test_objectives_are_the_published_ones():
 
 def test_orca_ratios():
     """Of the iteration-level setting over each request-level one, whose answers return when their batch ends."""
-    tokens = dict(zip(reproduce_orca.SETTINGS, (3.0, 2.0, 1.0, 1.5), strict=True))
+    tokens = dict(zip(orca_report.SETTINGS, (3.0, 2.0, 1.0, 1.5), strict=True))
     found = {name: {"throughput": t, "ttft": 1.0, "e2e": 2.0, "returned": 4.0} for name, t in tokens.items()}
-    text = reproduce_orca.tables({"short_long_mix, 2": found})
+    text = orca_report.tables({"short_long_mix, 2": found})
     for base, ratio in (("padded", 2), ("shrinking", 3)):
         assert f"| short_long_mix, 2 | {base} | {ratio} | 1 | 1 | 0.5 |" in text
