@@ -112,10 +112,10 @@ class Simulated:
 class Analytic:
     """Serves rates in virtual time on GPUs by their datasheets, without padding."""
 
-    def __init__(self):
+    def __init__(self, gpu: str):
         from jaxserve.simulation.analytic import Deployment
 
-        self._deployment = Deployment.named(flags.FLAGS.model, _GPU.value, _TP.value, _PP.value, gpus_per_node=_NODE.value)
+        self._deployment = Deployment.named(flags.FLAGS.model, gpu, _TP.value, _PP.value, gpus_per_node=_NODE.value)
         self.limits, self._page_size = limits_of_flags(), flags.FLAGS.page_size or 64
         self._stages = self._deployment.stages(self._page_size)
         self.settings = {"machine": str(self._deployment), "page_size": self._page_size, "gpus_per_node": _NODE.value}
@@ -216,13 +216,13 @@ def main(argv: list[str]) -> None:
         raise app.UsageError("give --slo_ms, the objectives in milliseconds (a dynamic budget has each as its own --tbt_slo_ms)")
     try:
         contenders, slos = [Contender.parse(text) for text in _POLICIES.value], [float(ms) / 1e3 for ms in _SLO.value]
-        server = Real() if _REAL.value else Analytic() if _GPU.value else Simulated()
+        server = Real() if _REAL.value else Analytic(_GPU.value) if _GPU.value else Simulated()
         workload = traffic(server, 1.0, 0)
         about = {"model": flags.FLAGS.model, "workload": workload.name, "requests": len(workload.requests)}
         about |= {"limits": asdict(server.limits), "bucket_plan": flags.FLAGS.bucket_plan, "quantile": _QUANTILE.value}
         finished = Finished(_JSON.value, {**server.settings, **about, "workload_seed": flags.FLAGS.workload_seed})
         with tqdm(desc="rates", unit="rate", mininterval=5) as progress:
-            rows = tabulate(lambda *what: search(server, *what, finished, progress), contenders, slos)
+            rows = tabulate(lambda c, slo, seed: search(server, c, slo, seed, finished, progress), contenders, slos)
     except (ValueError, OSError) as error:
         sys.exit(f"bench_capacity: {error}")
     report(rows, contenders[-1].name)

@@ -58,9 +58,9 @@ def test_no_rate_and_every_rate():
         capacity(trial, Objective(tbt=2.0))
     with pytest.raises(ValueError, match="99 times between tokens are fewer than the 10000 that P99"):
         capacity(lambda rate: trial(rate, num_gaps=99), Objective(tbt=2.0))
-    for wrong in ({"tbt": 0.0}, {"tbt": 1.0, "quantile": 1.0}, {"tbt": 1.0, "delay": 0.0}):
+    for tbt, quantile, delay in ((0.0, 0.99, 2.0), (1.0, 1.0, 2.0), (1.0, 0.99, 0.0)):
         with pytest.raises(ValueError, match="must be above 0 seconds"):
-            Objective(**wrong)
+            Objective(tbt, quantile, delay)
     with pytest.raises(ValueError, match=r"precision=0 must be in"):
         capacity(trial, Objective(tbt=2.0), precision=0)
 
