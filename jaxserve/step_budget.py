@@ -37,8 +37,9 @@ class StepBudget:
         if not objective > 0:
             raise ValueError(f"tbt_slo_ms={1e3 * objective:g} must be above 0")
         buckets = [b for b in plan.buckets if b.max_q_len > 1 and b.seqs >= min(b.tokens, max_num_seqs)]
-        self.objective, self.window = objective, step_times.window
+        self.objective = objective
         self.page_size: int = step_times.page_size
+        self.window: int | None = step_times.window
         self.tokens: np.ndarray = np.array([min(b.tokens, max_num_batched_tokens) for b in buckets])
         self._base, self._per_kv_token, self._per_pair = np.stack([step_times.coefficients(b) for b in buckets], axis=1)
         heads = [step_times.head_seconds(rows) for rows in plan.head_rows]
@@ -58,7 +59,7 @@ class StepBudget:
             starts, seen = np.minimum(starts, self.window - 1), np.minimum(seen, self.window)
         kv_tokens = int((starts // self.page_size + 1).sum()) * self.page_size
         head = self._head_seconds[min(np.searchsorted(self._head_rows, n + 1), len(self._head_rows) - 1)]
-        seconds = head + self._base + self._per_kv_token * kv_tokens + self._per_pair * chunks * seen
+        seconds = head + self._base + self._per_kv_token * kv_tokens + self._per_pair * (chunks * seen)
         good = np.flatnonzero((seconds <= self.objective) & (self.tokens > n))
         if len(good):
             return int(self.tokens[good[-1]])

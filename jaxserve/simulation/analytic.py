@@ -147,8 +147,11 @@ class AnalyticStepTimes:
     worked out once."""
 
     def __init__(self, deployment: Deployment, stage: int, page_size: int, host_seconds: float):
-        self.deployment, self.stage = deployment, stage
-        self.page_size, self.host_seconds, self.window = page_size, host_seconds, deployment.model.window
+        self.deployment = deployment
+        self.stage = stage
+        self.page_size = page_size
+        self.host_seconds = host_seconds
+        self.window: int | None = deployment.model.window
         self._num_layers = deployment.layers[stage]
         self._bases: dict[int, float] = {}
         self._heads: dict[int, float] = {0: 0.0}

@@ -26,12 +26,14 @@ class RequestBooks:
     def __init__(self, workload: Workload):
         self.workload = workload
         n = len(workload.requests)
-        self.sent = np.array([r.arrived_at for r in workload.requests])
+        self.sent: np.ndarray = np.array([r.arrived_at for r in workload.requests])
         if (np.diff(self.sent) < 0).any():
             raise ValueError(f"workload {workload.name} is not in the order of its arrivals; see traffic.as_recorded")
-        self.scheduled, self.first, self.last = np.full(n, np.nan), np.full(n, np.nan), np.full(n, np.nan)
+        self.scheduled: np.ndarray = np.full(n, np.nan)
+        self.first: np.ndarray = np.full(n, np.nan)
+        self.last: np.ndarray = np.full(n, np.nan)
         self._gaps, self._gap_counts = array("d"), array("q")
-        self.num_ended = 0
+        self.num_ended: int = 0
 
     def schedule(self, rows: Sequence[int], start: float) -> None:
         """A step that begins at `start` holds chunks of these requests."""
@@ -83,7 +85,7 @@ class StepBooks:
     """The steps of one replica: what each asked for, its bucket, when it began and how long it took."""
 
     def __init__(self):
-        self.padding = PaddingAccount()
+        self.padding: PaddingAccount = PaddingAccount()
         self.buckets: list[Bucket] = []
         self._demands, self._starts, self._seconds = array("q"), array("d"), array("d")
 

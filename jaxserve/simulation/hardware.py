@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Tensor cores: share of the datasheet's rate that cuBLAS holds in a wave full of large tiles (V).
-MATMUL_SHARE = 0.78
+MATMUL_SHARE: float = 0.78
 # HBM: share of the datasheet's bandwidth at which weights and KV stream through a kernel (V). A pure read gets 0.88 to 0.9.
-BANDWIDTH_SHARE = 0.78
+BANDWIDTH_SHARE: float = 0.78
 # The same for the small operators of a layer (V): their kernels read and write little at a time.
 NORM_SHARE, ROPE_SHARE, ACTIVATION_SHARE, ADD_SHARE = 0.32, 0.44, 0.5, 0.9
 # Attention over a prompt: FlashAttention-2 reaches 50 to 73% of an A100's peak (Dao, 2023, abstract), FlashAttention-3 up to 75% of
@@ -24,7 +24,7 @@ ATTENTION_SHARE = 0.6
 # lasts (2 us, V), and the gap between two nodes (0.5 us: "Getting Started with CUDA Graphs", NVIDIA, 2019: 3.4 us for 2.9).
 KERNEL_SECONDS = 2.5e-6
 # Links: NCCL's tuning table caps an A100's bus bandwidth at 235 of 300 GB/s (src/graph/tuning.cc); the same share of other links.
-LINK_SHARE = 235 / 300
+LINK_SHARE: float = 235 / 300
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Link:
 
 
 _NVLINK_HOPS, _PCIE_HOPS, _NETWORK_HOPS = (0.47e-6, 3.4e-6), (1.0e-6, 5.7e-6), (2.7e-6, 9.6e-6)
-PCIE4 = Link("PCIe 4.0 x16", 31.5e9, _PCIE_HOPS)  # 16 lanes of 16 GT/s, 128b/130b
-PCIE5 = Link("PCIe 5.0 x16", 63.0e9, _PCIE_HOPS)
-ETHERNET_100G = Link("100 Gb/s Ethernet", 12.5e9, _NETWORK_HOPS)
-NCCL_BASE_SECONDS = (3.6e-6, 8.4e-6)  # baseLat of a ring there, LL and Simple
+PCIE4: Link = Link("PCIe 4.0 x16", 31.5e9, _PCIE_HOPS)  # 16 lanes of 16 GT/s, 128b/130b
+PCIE5: Link = Link("PCIe 5.0 x16", 63.0e9, _PCIE_HOPS)
+ETHERNET_100G: Link = Link("100 Gb/s Ethernet", 12.5e9, _NETWORK_HOPS)
+NCCL_BASE_SECONDS: tuple[float, float] = (3.6e-6, 8.4e-6)  # baseLat of a ring there, LL and Simple
 NCCL_LL_SHARE = 0.25  # of the bandwidth: LL sends a flag with each word
 
 
@@ -63,7 +63,7 @@ class GPU:
 # NVIDIA's datasheets: A100 80GB SXM (2021), A40 (2020, "112.5 GB/s bidirectional" for pairs), H100 SXM5 (2023; 132 SMs: its
 # architecture whitepaper), H200 SXM (2023). Links are given there both ways, here one. Memory: what CUDA reports is about 1% more
 # than the A40's 48e9 bytes and 6% more than the 80e9 of others, which is left to the context.
-GPUS = {
+GPUS: dict[str, GPU] = {
     gpu.name: gpu
     for gpu in (
         GPU("a100-80gb", 312e12, 2.039e12, 80 * 10**9, 108, Link("NVLink 3", 300e9, _NVLINK_HOPS), 8),

@@ -87,7 +87,7 @@ def _qwen3(name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: 
 
 # From the config.json of each on Hugging Face: mistralai/Mistral-7B-v0.1, 01-ai/Yi-34B, meta-llama/Llama-2-70b-hf,
 # tiiuae/falcon-180B, Qwen/Qwen3-*.
-MODELS = {
+MODELS: dict[str, ModelShape] = {
     model.name: model
     for model in (
         ModelShape(

@@ -23,7 +23,15 @@ BYTES = 2  # a weight, an activation, a KV value: bfloat16
 
 # (rows of tokens, columns, share of the rate): cuBLAS's tiles as NVIDIA's "Matrix Multiplication Background" guide lists them; the
 # smaller ones re-read more. Their 0.9 is from the same profile as MATMUL_SHARE.
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.0), (64, 256, 0.9), (256, 64, 0.9), (64, 128, 0.9), (128, 64, 0.9))
+TILES: tuple[tuple[int, int, float], ...] = (
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (128, 128, 1.0),
+    (64, 256, 0.9),
+    (256, 64, 0.9),
+    (64, 128, 0.9),
+    (128, 64, 0.9),
+)
 
 
 def matmul_seconds(gpu: GPU, T: int, n: int, k: int, groups: int = 1) -> float:

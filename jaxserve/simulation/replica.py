@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -53,10 +54,12 @@ class SimulatedEngine(ABC):
         budget = None
         if objective is not None:
             budget = StepBudget(step_times, plan, objective, limits.max_num_seqs, limits.max_num_batched_tokens)
-        self.books, self.plan, self.step_times = books, plan, step_times
-        self.scheduler = Scheduler(limits, PagePool(num_pages, step_times.page_size, prefix_caching), budget)
-        self.steps = StepBooks()
-        self.now = 0.0  # of the host: whatever arrived by now is known to the next schedule
+        self.books = books
+        self.plan = plan
+        self.step_times = step_times
+        self.scheduler: Scheduler = Scheduler(limits, PagePool(num_pages, step_times.page_size, prefix_caching), budget)
+        self.steps: StepBooks = StepBooks()
+        self.now: float = 0.0  # of the host: whatever arrived by now is known to the next schedule
         self._rows: list[int] = []  # of the workload, in order of adding
         self._tokens = np.full(limits.max_num_seqs, _TOKEN, np.int32)
         self._params: dict[int, SamplingParams] = {}
@@ -119,7 +122,7 @@ class SimulatedEngine(ABC):
 class Replica(SimulatedEngine):
     """An engine of one stage. async_scheduling: a step is dispatched before the tokens of the one before are back."""
 
-    def __init__(self, *args, async_scheduling: bool = True, **options):
+    def __init__(self, *args: Any, async_scheduling: bool = True, **options: Any):
         super().__init__(*args, **options)
         self._depth = int(async_scheduling)
         self._in_flight: deque[tuple[Schedule, float]] = deque()  # with the time at which its tokens are there
