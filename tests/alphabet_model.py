@@ -6,6 +6,7 @@ thus be written down by hand.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -96,13 +97,14 @@ def weights(poisoned: str = "") -> dict[str, np.ndarray]:
     }
 
 
-def backend() -> tokenizers.Tokenizer:
-    """A byte-level tokenizer without merges: the id of a byte's token is the byte."""
+def backend(added_tokens: Sequence[str] = ()) -> tokenizers.Tokenizer:
+    """A byte-level tokenizer without merges: the id of a byte's token is the byte. added_tokens: ids from 259, no special ones."""
     letters = {byte: c for c, byte in _byte_of_letter().items()}
     made = tokenizers.Tokenizer(models.BPE({letters[byte]: byte for byte in range(256)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    made.add_tokens(list(added_tokens))
     return made
 
 
@@ -132,6 +134,8 @@ def save(
     tensors: dict[str, np.ndarray] | None = None,
     tokenizer: bool = True,
     generation_config: dict | None = None,
+    chat_template: str = CHAT_TEMPLATE,
+    added_tokens: Sequence[str] = (),
     **config: object,
 ) -> Path:
     """Writes the checkpoint; `config` changes keys of config.json."""
@@ -140,7 +144,7 @@ def save(
     (folder / "generation_config.json").write_text(json.dumps(generation_config or {}))
     save_file(weights() if tensors is None else tensors, folder / "model.safetensors")
     if tokenizer:
-        backend().save(str(folder / "tokenizer.json"))
-        said = {"eos_token": EOS, "bos_token": BOS, "chat_template": CHAT_TEMPLATE}
+        backend(added_tokens).save(str(folder / "tokenizer.json"))
+        said = {"eos_token": EOS, "bos_token": BOS, "chat_template": chat_template}
         (folder / "tokenizer_config.json").write_text(json.dumps(said))
     return folder

@@ -30,6 +30,11 @@ def qwen3_tokenizer_folder(folder: Path) -> Path:
     return folder
 
 
+def vllm_rs() -> Path:
+    """vLLM's client `vllm-rs` (61 MB)."""
+    return _cached("vllm-rs", "make bench-vllm puts it there")
+
+
 def _cached(name: str, how: str) -> Path:
     path = cache_folder() / name
     if not path.is_file():

@@ -22,22 +22,17 @@ from starlette.responses import HTMLResponse, Response
 from jaxserve.serving import tokens
 from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.chat import create_chat_completion
+from jaxserve.serving.chat_protocol import ChatRequest, TokenizeChatRequest
 from jaxserve.serving.completions import create_completion
 from jaxserve.serving.control import control_routes
-from jaxserve.serving.errors import on_error
+from jaxserve.serving.errors import RefusedError, on_error
 from jaxserve.serving.generation import Served
 from jaxserve.serving.messages import RequestError, UnavailableError
 from jaxserve.serving.metrics import Metrics
 from jaxserve.serving.middleware import ApiKey, BodyLimit, LastResort, RequestLog
 from jaxserve.serving.openapi import Limits, answers, publish
 from jaxserve.serving.parsers import Notation
-from jaxserve.serving.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeChatRequest,
-    TokenizeCompletionRequest,
-)
+from jaxserve.serving.protocol import CompletionRequest, DetokenizeRequest, TokenizeCompletionRequest
 from jaxserve.serving.responses import (
     ChatCompletion,
     Completion,
@@ -52,7 +47,7 @@ from jaxserve.serving.responses import (
 )
 from jaxserve.serving.streaming import ClientGoneError
 
-ANSWERED = (RequestValidationError, HTTPException, RequestError, ValueError, NotImplementedError, LookupError)
+ANSWERED = (RequestValidationError, HTTPException, RequestError, RefusedError)
 GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 
 

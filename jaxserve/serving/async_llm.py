@@ -208,14 +208,15 @@ class AsyncLLM:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, tokenizer.encode, text, add_special_tokens)
 
     async def open(self, asks: Sequence[Ask], request_id: str | None = None) -> RequestStream:
-        """Queues prompts and returns their stream once the engine has taken them all.
+        """Queues prompts and returns their stream once the engine has taken them all, and compiled the forms of their outputs.
 
         Args:
           asks: one or more.
           request_id: what their requests are called in logs; by default something new. It need not be unique.
 
         Raises:
-          ValueError, NotImplementedError: a prompt or a parameter can't be served; none of the prompts run.
+          ValueError, NotImplementedError: a prompt or a parameter can't be served (GrammarError: the output's form); none of the
+            prompts run.
           QueueFullError: too much is waiting. UnavailableError: nothing is taken at the moment.
         """
         self.start()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.serving.async_llm import Ask, RequestStream
+from jaxserve.serving.chat_protocol import Chat, ChatRequest
+from jaxserve.serving.errors import checking
 from jaxserve.serving.generation import Books, Served, chat_logprobs, plain_prompt_logprobs, until_done
 from jaxserve.serving.messages import Delta
 from jaxserve.serving.parsers import CallPart, Content, Notation, OutputParser, Piece, Reasoning
-from jaxserve.serving.protocol import Chat, ChatRequest, check_model
+from jaxserve.serving.protocol import check_model
 from jaxserve.serving.responses import (
     AssistantMessage,
     CalledFunction,
@@ -28,6 +30,7 @@ from jaxserve.serving.responses import (
     encode,
 )
 from jaxserve.serving.streaming import EventStream, unless_gone
+from jaxserve.serving.tool_forms import tool_form
 
 
 def render(served: Served, body: Chat, *, with_tools: bool = True) -> str:
@@ -39,26 +42,35 @@ def render(served: Served, body: Chat, *, with_tools: bool = True) -> str:
 async def create_chat_completion(served: Served, body: ChatRequest, request: Request, request_id: str) -> Response:
     """The answer to a request, once it is complete, or a stream of chunks."""
     check_model(body.model, served.names)
-    ask = await _ask(served, body)
     if body.stream:
-        stream = await served.engine.open([ask], request_id)
+        stream = await _open(served, body, request_id)
         return EventStream(until_done(_Answer(served, body, stream, request_id).chunks(), stream), stream.close, served.patience)
-    return Response(encode(await unless_gone(request, _complete(served, body, ask, request_id))), media_type="application/json")
+    return Response(encode(await unless_gone(request, _complete(served, body, request_id))), media_type="application/json")
 
 
-async def _complete(served: Served, body: ChatRequest, ask: Ask, request_id: str) -> ChatCompletion:
-    async with await served.engine.open([ask], request_id) as stream:
+async def _open(served: Served, body: ChatRequest, request_id: str) -> RequestStream:
+    """The request on its way, or refused."""
+    with checking("tools" if body.form is None else body.form_field):
+        return await served.engine.open([await _ask(served, body)], request_id)
+
+
+async def _complete(served: Served, body: ChatRequest, request_id: str) -> ChatCompletion:
+    async with await _open(served, body, request_id) as stream:
         return await _Answer(served, body, stream, request_id).whole()
 
 
 async def _ask(served: Served, body: ChatRequest) -> Ask:
     engine = served.engine
+    text = render(served, body, with_tools=bool(body.shown_tools))
+    form = tool_form(body, served.notation) or body.form
+    if form is not None:
+        form = replace(form, preamble=served.notation.preamble(text))
     params = body.sampling_params(
         engine.default_sampling_params,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        form=form,
     )
-    text = render(served, body, with_tools=body.tool_choice != "none")
     ids = await engine.encode(text, bool(body.add_special_tokens))  # the template has written what it wants
     return Ask(ids, params, text, body.priority or 0, body.cache_salt)
 
@@ -109,9 +121,7 @@ class _Answer:
         self._bytes_of: Mapping[int, bytes] | None = tokenizer.token_bytes() if tokenizer.is_byte_level else None
         self._books = Books.of("chatcmpl", body.model or served.names[0], stream, request_id)
         (ask,) = stream.asks.values()
-        notation = Notation(
-            served.notation.reasoning, served.notation.tool_calls and bool(body.tools) and body.tool_choice != "none"
-        )
+        notation = Notation(served.notation.reasoning, served.notation.tool_calls and bool(body.shown_tools))
         max_calls = 1 if body.parallel_tool_calls is False else None
         self._samples = [_Sample(OutputParser(notation, ask.prompt or "", max_calls)) for _ in range(ask.params.n)]
 

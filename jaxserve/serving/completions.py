@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.serving.async_llm import Ask, RequestStream
+from jaxserve.serving.errors import checking
 from jaxserve.serving.generation import Books, Served, completion_logprobs, plain_prompt_logprobs, until_done
 from jaxserve.serving.messages import Delta
 from jaxserve.serving.protocol import CompletionRequest, check_model
@@ -20,16 +21,21 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 async def create_completion(served: Served, body: CompletionRequest, request: Request, request_id: str) -> Response:
     """The answer to a request, once it is complete, or a stream of chunks."""
     check_model(body.model, served.names)
-    asks = await _asks(served, body)
     if body.stream:
-        stream = await served.engine.open(asks, request_id)
+        stream = await _open(served, body, request_id)
         answer = _Answer(served, body, stream, request_id)
         return EventStream(until_done(answer.chunks(), stream), stream.close, served.patience)
-    return Response(encode(await unless_gone(request, _complete(served, body, asks, request_id))), media_type="application/json")
+    return Response(encode(await unless_gone(request, _complete(served, body, request_id))), media_type="application/json")
 
 
-async def _complete(served: Served, body: CompletionRequest, asks: list[Ask], request_id: str) -> Completion:
-    async with await served.engine.open(asks, request_id) as stream:
+async def _open(served: Served, body: CompletionRequest, request_id: str) -> RequestStream:
+    """The request on its way, or refused."""
+    with checking(body.form_field):
+        return await served.engine.open(await _asks(served, body), request_id)
+
+
+async def _complete(served: Served, body: CompletionRequest, request_id: str) -> Completion:
+    async with await _open(served, body, request_id) as stream:
         return await _Answer(served, body, stream, request_id).whole()
 
 
@@ -39,6 +45,7 @@ async def _asks(served: Served, body: CompletionRequest) -> list[Ask]:
         engine.default_sampling_params,
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
+        form=body.form,
     )
     if body.echo and body.logprobs is not None:
         params = params.with_(prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))

@@ -5,14 +5,19 @@ These routes exist only where the server's owner asked for them, and always behi
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from typing import Annotated
+
+from fastapi import Body, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from jaxserve.serving.async_llm import AsyncLLM
+from jaxserve.serving.errors import checking
 from jaxserve.serving.openapi import answers
 from jaxserve.serving.protocol import SleepRequest, UpdateWeightsRequest
 from jaxserve.serving.responses import Done, encode
+
+DEFAULT_SLEEP = SleepRequest(level=1)
 
 
 def _done(reset: bool | None = None) -> Response:
@@ -41,7 +46,8 @@ def control_routes(app: FastAPI, engine: AsyncLLM) -> None:
     @app.post("/update_weights_from_path", response_model=None, **with_body)
     async def update_weights_from_path(body: UpdateWeightsRequest) -> Response:
         try:
-            await engine.update_weights_from_path(body.path, body.in_flight)
+            with checking():
+                await engine.update_weights_from_path(body.path, body.in_flight)
         except OSError as error:  # FileNotFoundError among them
             raise HTTPException(400, str(error)) from None
         except RuntimeError as error:
@@ -49,7 +55,7 @@ def control_routes(app: FastAPI, engine: AsyncLLM) -> None:
         return _done()
 
     @app.post("/sleep", response_model=None, **with_body)
-    async def sleep(body: SleepRequest) -> Response:
+    async def sleep(body: Annotated[SleepRequest, Body()] = DEFAULT_SLEEP) -> Response:
         try:
             await engine.sleep(body.level)
         except RuntimeError as error:

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +34,21 @@ from jaxserve.serving.messages import (
     Stop,
     UnavailableError,
 )
-from jaxserve.structured.grammars import GrammarCompiler
+from jaxserve.structured.grammars import Grammar, GrammarCompiler, GrammarError
 from jaxserve.text_outputs import TextOutputs
 from jaxserve.tokenizer import Tokenizer
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
-Command = Add | Abort | Call | Stop
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """From the compiler's threads: the grammar of this request is done, or can't be."""
+
+    request_id: str
+
+
+Command = Add | Abort | Call | Stop | _Compiled
 CALLS = ("pause", "resume", "reset_prefix_cache", "update_params", "sleep", "wake_up", "stats")
 
 
@@ -71,6 +80,7 @@ class EngineLoop:
         self._deliver, self._max_failures = deliver, max_failures
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._sent: dict[str, list[_Sent]] = {}  # by request id: every request that has not ended, a _Sent a sample
+        self._compiling: dict[str, Future[Grammar]] = {}  # of requests that will be accepted, or refused, when that is done
         self._events: list[Accepted | Delta | Failed | Reply] = []
         self._paused = False
         self._broken: str | None = None
@@ -125,6 +135,8 @@ class EngineLoop:
                 self._add(command)
             elif isinstance(command, Abort):
                 self._abort(command.request_ids)
+            elif isinstance(command, _Compiled):
+                self._settle(command.request_id)
             else:
                 self._events.append(self._call(command))
         return True
@@ -134,6 +146,7 @@ class EngineLoop:
             if self._broken is not None:
                 raise UnavailableError(self._broken)
             form = add.params.structured_outputs
+            grammar = None if form is None else self._grammars.submit(form)
             requests = self.engine.add_request(
                 add.request_id,
                 add.prompt_token_ids,
@@ -141,7 +154,7 @@ class EngineLoop:
                 priority=add.priority,
                 cache_salt=add.cache_salt,
                 arrival=add.arrival,
-                grammar=None if form is None else self._grammars.submit(form),
+                grammar=grammar,
             )
             self._texts.add(requests, add.prompt)
         except (ValueError, NotImplementedError, UnavailableError) as error:
@@ -151,13 +164,31 @@ class EngineLoop:
             self._events.append(Failed(add.request_id, UnavailableError(str(error))))
             return
         self._sent[add.request_id] = [_Sent() for _ in requests]
-        self._events.append(Accepted(add.request_id))
+        if grammar is None:
+            self._events.append(Accepted(add.request_id))
+        else:
+            self._compiling[add.request_id] = grammar
+            grammar.add_done_callback(lambda _: self.send(_Compiled(add.request_id)))
+
+    def _settle(self, request_id: str) -> None:
+        """Accepts a request whose grammar is compiled by now, or refuses it; does nothing the second time."""
+        grammar = self._compiling.pop(request_id, None)
+        if grammar is None:
+            return
+        error = grammar.exception()
+        if error is None:
+            self._events.append(Accepted(request_id))
+            return
+        self._abort([request_id])
+        known = error if isinstance(error, GrammarError) else FailedError(f"the grammar could not be compiled: {error!r}")
+        self._events.append(Failed(request_id, known))
 
     def _abort(self, request_ids: list[str]) -> None:
         self.engine.abort(request_ids)
         self._texts.discard(request_ids)
         for request_id in request_ids:
             self._sent.pop(request_id, None)
+            self._compiling.pop(request_id, None)
 
     def _step(self) -> None:
         started = time.monotonic()
@@ -174,6 +205,9 @@ class EngineLoop:
         for output in outputs:
             by_request.setdefault(output.request.parent_id, []).append(output)
         for request_id, its_outputs in by_request.items():
+            self._settle(request_id)  # the engine may have heard from the compiler first
+            if request_id not in self._sent:
+                continue
             try:
                 for output in self._texts.process(its_outputs):
                     self._add_deltas(output)

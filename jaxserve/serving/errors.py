@@ -5,10 +5,11 @@ Owns the mapping from exceptions to statuses. Knows nothing of what brought them
 
 from __future__ import annotations
 
+import contextlib
 import http
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -18,10 +19,35 @@ from starlette.responses import Response
 
 from jaxserve.serving.messages import DeadlineError, FailedError, QueueFullError, UnavailableError
 from jaxserve.serving.responses import Error, ErrorResponse, encode
+from jaxserve.structured.grammars import GrammarError
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class RefusedError(Exception):
+    """The request is wrong, or asks for what this server can't do. param: which parameter is to blame, if one is."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+@contextlib.contextmanager
+def checking(form_field: str = "structured_outputs") -> Iterator[None]:
+    """Around the code that checks a request: ValueError and NotImplementedError refuse it there, and are our own faults elsewhere.
+
+    form_field: the parameter that says what form the output must have.
+    """
+    try:
+        yield
+    except GrammarError as error:
+        message = str(error).removeprefix("structured_outputs: ")
+        raise RefusedError(f"{form_field}: {message}", param=form_field) from error
+    except (ValueError, NotImplementedError) as error:
+        named = re.match(r"([a-z_]+)[=:]", str(error))
+        raise RefusedError(str(error), param=named[1] if named else None) from error
 
 
 def error_of(status: int, message: str, *, param: str | None = None, code: str | None = None) -> ErrorResponse:
@@ -44,6 +70,8 @@ def error_response(
 def describe(error: Exception) -> tuple[int, ErrorResponse, dict[str, str]]:
     """(status, body, headers) of an exception that a request met."""
     message = str(error)
+    if isinstance(error, RefusedError):
+        return error.status, error_of(error.status, message, param=error.param, code=error.code), {}
     if isinstance(error, RequestValidationError):
         param, message = _first_mistake(error)
         return 400, error_of(400, message, param=param), {}
@@ -57,11 +85,6 @@ def describe(error: Exception) -> tuple[int, ErrorResponse, dict[str, str]]:
         return 504, error_of(504, message, code="deadline_exceeded"), {}
     if isinstance(error, FailedError):
         return 500, error_of(500, message), {}
-    if isinstance(error, LookupError) and not isinstance(error, KeyError | IndexError):
-        return 404, error_of(404, message, param="model", code="model_not_found"), {}
-    if isinstance(error, ValueError | NotImplementedError):
-        named = re.match(r"([a-z_]+)[=:]", message)
-        return 400, error_of(400, message, param=named[1] if named else None), {}
     logger.exception("a request failed", exc_info=error)
     return 500, error_of(500, f"internal error: {type(error).__name__}"), {}
 

@@ -76,6 +76,8 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
+    """The request is queued, and the form of its output compiled."""
+
     request_id: str
 
 

@@ -13,7 +13,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from jaxserve.serving import responses
-from jaxserve.serving.protocol import DECIMAL_TOKEN_ID, RESERVED_VARIABLES
+from jaxserve.serving.chat_protocol import RESERVED_VARIABLES
+from jaxserve.serving.strict_model import DECIMAL_TOKEN_ID
 
 _ERRORS = {
     400: "The request is malformed, or asks for what this server can't do.",
@@ -68,6 +69,9 @@ class Limits:
             properties["chat_template_kwargs"] = _nullable(kwargs, properties["chat_template_kwargs"])
             if "tools" not in self.variables:
                 properties["tools"] = _nullable({"type": "array", "maxItems": 0}, properties["tools"])
+                if "tool_choice" in properties:
+                    choice = {"type": "string", "enum": ["none", "auto"]}
+                    properties["tool_choice"] = _nullable(choice, properties["tool_choice"])
         self._token_ids(properties)
 
     def _token_ids(self, node: Any) -> None:

@@ -51,6 +51,13 @@ class Notation:
         """As the model's own chat template has it."""
         return cls(reasoning=END_THINK in chat_template, tool_calls=CALL in chat_template)
 
+    def preamble(self, prompt: str) -> tuple[str, str] | None:
+        """The marks of the reasoning that may come first behind a rendered chat, or must where that has opened it (begin is "")."""
+        end = prompt.rstrip()
+        if not self.reasoning or end.endswith(END_THINK):
+            return None
+        return "" if end.endswith(THINK) else THINK, END_THINK
+
 
 class OutputParser:
     """One sample's text. `feed` what comes, then `finish`; the pieces add up to the text less its marks and the blank lines

@@ -65,7 +65,7 @@ class RouterOptions:
     body_seconds: float = 60.0
     patience: float = 120.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.backends or len(set(self.backends)) != len(self.backends):
             raise ValueError(f"backends={self.backends!r} must name one server at least, none twice")
         for url in self.backends:
@@ -86,8 +86,9 @@ class PassedOn(EventStream):
 
     def __init__(self, answer: Answer, patience: float):
         super().__init__(answer.chunks(), answer.close, patience)
-        self.status_code = answer.status
-        self.raw_headers = end_to_end(answer.raw_headers, b"x-request-id")  # the same as ours, which the log adds
+        self.status_code: int = answer.status
+        # Its request id is ours, which the log adds.
+        self.raw_headers: list[tuple[bytes, bytes]] = end_to_end(answer.raw_headers, b"x-request-id")
 
 
 class Router:
@@ -97,8 +98,8 @@ class Router:
         self._options = options
         self._policy = make_policy(options.policy)
         self.backends: dict[str, Backend] = {}
-        self.metrics = RouterMetrics(self.backends)
-        self.app = Starlette(
+        self.metrics: RouterMetrics = RouterMetrics(self.backends)
+        self.app: Starlette = Starlette(
             routes=[
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),

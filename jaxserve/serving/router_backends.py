@@ -10,7 +10,7 @@ import io
 import logging
 import re
 import socket
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
 import aiohttp
@@ -18,10 +18,17 @@ from yarl import URL
 
 from jaxserve.serving.router_policy import Load
 
-logger = logging.getLogger("jaxserve")
+logger: logging.Logger = logging.getLogger("jaxserve")
 
-UNANSWERED = (aiohttp.ClientError, OSError, TimeoutError)  # what asking a server that is gone, or goes, raises
-UNREACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)  # of those, the ones that say that it never heard of it
+UNANSWERED: tuple[type[Exception], ...] = (
+    aiohttp.ClientError,
+    OSError,
+    TimeoutError,
+)  # what asking a server that is gone, or goes, raises
+UNREACHED: tuple[type[Exception], ...] = (
+    aiohttp.ClientConnectorError,
+    aiohttp.ConnectionTimeoutError,
+)  # of those, the ones that say that it never heard of it
 _LOADS = re.compile(r"^\w+:num_requests_(waiting|running)(?:\{.*\})? (\S+)$", re.MULTILINE)  # our servers', and vLLM's
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a machine that vanished is noticed within a minute
 
@@ -34,7 +41,7 @@ class Health:
             raise ValueError(f"{max_failures=} and {min_successes=} must be at least 1")
         self._max_failures, self._min_successes = max_failures, min_successes
         self._failures, self._successes = 0, min_successes - 1
-        self.up = False
+        self.up: bool = False
 
     def succeed(self) -> None:
         self._failures = 0
@@ -69,10 +76,14 @@ class Backend:
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession, health: Health, key: str | None, on_down: Callable[[], None]):
-        self.url, self.health = url, health
+        self.url: str = url
+        self.health: Health = health
         self._session, self._key, self._on_down = session, key, on_down
         self._waiting = self._running = self._since = 0
-        self.num_in_flight = self.num_unanswered = self.num_refused = self.num_broken = 0
+        self.num_in_flight: int = 0
+        self.num_unanswered: int = 0
+        self.num_refused: int = 0
+        self.num_broken: int = 0
 
     @property
     def load(self) -> Load:
@@ -158,8 +169,9 @@ class Answer:
     """What a server answered: the status, the headers, and the body as it comes. It must be closed."""
 
     def __init__(self, backend: Backend, response: aiohttp.ClientResponse, first: bytes):
-        self.backend, self.status = backend, response.status
-        self.raw_headers = response.raw_headers
+        self.backend: Backend = backend
+        self.status: int = response.status
+        self.raw_headers: Sequence[tuple[bytes, bytes]] = response.raw_headers
         self._response, self._first, self._closed = response, first, False
 
     async def chunks(self) -> AsyncGenerator[bytes]:

@@ -22,7 +22,7 @@ class RouterMetrics(Collector):
 
     def __init__(self, backends: Mapping[str, Backend]):
         self._backends = backends
-        self.registry = CollectorRegistry()
+        self.registry: CollectorRegistry = CollectorRegistry()
         self.registry.register(self)
         registry = self.registry
         self._http = Counter(f"{PREFIX}http_requests", "HTTP requests.", ("path", "status"), registry=registry)

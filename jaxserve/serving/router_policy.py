@@ -135,7 +135,9 @@ class PrefixAware:
     def __init__(self, *, max_blocks: int = 2**16, slack: float = 16, ratio: float = 1.5):
         if max_blocks < 1 or slack < 0 or ratio < 1:
             raise ValueError(f"{max_blocks=} must be at least 1, {slack=} at least 0 and {ratio=} at least 1")
-        self.max_blocks, self.slack, self.ratio = max_blocks, slack, ratio
+        self.max_blocks: int = max_blocks
+        self.slack: float = slack
+        self.ratio: float = ratio
         self._seen: dict[str, SeenBlocks] = {}
         self._turns = _Turns()
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from jaxserve.serving.chat import render
+from jaxserve.serving.chat_protocol import TokenizeChatRequest
+from jaxserve.serving.errors import RefusedError, checking
 from jaxserve.serving.generation import Served
-from jaxserve.serving.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest, check_model
+from jaxserve.serving.protocol import DetokenizeRequest, TokenizeCompletionRequest, check_model
 from jaxserve.serving.responses import Detokenized, TokenizerInfo, Tokens
 
 
 async def tokenize(served: Served, body: TokenizeCompletionRequest | TokenizeChatRequest) -> Tokens:
     """Token ids of a text, or of the prompt that a chat makes."""
     check_model(body.model, served.names)
-    text = body.prompt if isinstance(body, TokenizeCompletionRequest) else render(served, body)
-    ids = await served.engine.encode(text, body.add_special_tokens)
+    with checking():
+        text = body.prompt if isinstance(body, TokenizeCompletionRequest) else render(served, body)
+        ids = await served.engine.encode(text, body.add_special_tokens)
     strings = None
     if body.return_token_strs:
         backend = served.engine.get_tokenizer().backend
@@ -23,16 +26,19 @@ async def tokenize(served: Served, body: TokenizeCompletionRequest | TokenizeCha
 def detokenize(served: Served, body: DetokenizeRequest) -> Detokenized:
     """The text of token ids, special tokens included."""
     check_model(body.model, served.names)
-    tokenizer = served.engine.get_tokenizer()
+    with checking():
+        tokenizer = served.engine.get_tokenizer()
     unknown = [i for i in body.tokens if i >= served.engine.config.model.vocab_size]
     if unknown:
-        raise ValueError(f"tokens: {unknown[0]} is out of the vocabulary [0, {served.engine.config.model.vocab_size})")
+        message = f"tokens: {unknown[0]} is out of the vocabulary [0, {served.engine.config.model.vocab_size})"
+        raise RefusedError(message, param="tokens")
     return Detokenized(tokenizer.decode(body.tokens, skip_special_tokens=False))
 
 
 def tokenizer_info(served: Served) -> TokenizerInfo:
     """What clients that tokenise for themselves ask for."""
-    tokenizer = served.engine.get_tokenizer()
+    with checking():
+        tokenizer = served.engine.get_tokenizer()
     special = {name: tokenizer.special_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     return TokenizerInfo(
         tokenizer_class="PreTrainedTokenizerFast",

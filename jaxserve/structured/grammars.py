@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.structured import lark
 from jaxserve.structured.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
     from jaxserve.tokenizer import Tokenizer
 
@@ -88,21 +89,22 @@ class GrammarCompiler:
         """Ends the threads; what waits to be compiled is given up."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _read_vocabulary(self) -> Any:
+    def _read_vocabulary(self) -> LLTokenizer:
         from llguidance import LLTokenizer
 
         assert self._tokenizer is not None
         eos: Any = self.eos_token_ids if len(self.eos_token_ids) > 1 else self.eos_token_ids[0]
-        return LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=self.vocab_size, eos_token=eos)
+        return LLTokenizer(lark.without_marks(self._tokenizer.backend), n_vocab=self.vocab_size, eos_token=eos)
 
     def _compile(self, params: StructuredOutputsParams, vocabulary: Future[Any]) -> Grammar:
         from llguidance import LLMatcher
 
+        tokens = vocabulary.result()
         try:
-            source = self._source(params)
+            source = self._source(params, tokens)
         except ValueError as error:
             raise GrammarError(f"structured_outputs: {params.kind}: {error}") from None
-        matcher = LLMatcher(vocabulary.result(), source, log_level=0)
+        matcher = LLMatcher(tokens, source, log_level=0)
         if matcher.is_error():
             raise GrammarError(f"structured_outputs: {params.kind}: {words_of(matcher)}")
         matcher.compute_bitmask()
@@ -110,8 +112,14 @@ class GrammarCompiler:
             raise GrammarError(f"structured_outputs: {params.kind}: nothing satisfies it ({words_of(matcher)})")
         return Grammar(matcher)
 
-    def _source(self, params: StructuredOutputsParams) -> str:
+    def _source(self, params: StructuredOutputsParams, vocabulary: LLTokenizer) -> str:
         """llguidance's own text of what is asked for."""
+        assert self._tokenizer is not None
+        marks = lark.Marks(self._tokenizer.backend, vocabulary)
+        form = self._form(params, marks)
+        return form if params.preamble is None else lark.after_preamble(*params.preamble, form, marks)
+
+    def _form(self, params: StructuredOutputsParams, marks: lark.Marks) -> str:
         import llguidance
 
         if params.kind in ("json", "json_object"):
@@ -123,20 +131,13 @@ class GrammarCompiler:
                 options["whitespace_pattern"] = params.whitespace_pattern
             return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         if params.kind == "structural_tag":
-            return self._tags(params.structural_tag)
-        kind: Any = params.kind
-        return llguidance.grammar_from(kind, json.dumps(params.choice) if kind == "choice" else getattr(params, kind))
-
-    def _tags(self, tag: Any) -> str:
-        from llguidance import StructTag
-
-        tags, triggers = [], sorted(tag["triggers"], key=len, reverse=True)
-        for structure in tag["structures"]:
-            trigger = next(t for t in triggers if structure["begin"].startswith(t))
-            tags.append(StructTag(trigger=trigger, begin=structure["begin"], grammar=structure["schema"], end=structure["end"]))
-        assert self._tokenizer is not None
-        added = {token.content for token in self._tokenizer.backend.get_added_tokens_decoder().values()}
-        return StructTag.to_grammar(tags, assume_special=all(tag.trigger in added for tag in tags))
+            tag: Any = params.structural_tag
+            return lark.structural_tag(tag, marks)
+        if params.kind == "grammar":
+            return marks.by_id(llguidance.grammar_from("grammar", str(params.grammar)))
+        if params.kind == "choice":
+            return llguidance.grammar_from("choice", json.dumps(params.choice))
+        return llguidance.grammar_from("regex", str(params.regex))
 
 
 def words_of(matcher: LLMatcher) -> str:

@@ -21,10 +21,14 @@ class StructuredOutputsParams:
     grammar: a context-free grammar, in llguidance's Lark or in GBNF.
     json_object: any JSON object.
     structural_tag: {"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}, as a dict or as JSON text: free text in
-      which a trigger starts one of the structures that begin with it.
+      which a trigger starts one of the structures that begin with it. With "only_structures": true there is no other text than
+      blanks between them, and one at least; with "otherwise": a JSON schema, there is that or else JSON of the schema; with
+      "stop_after_first": true there is one structure at most, and nothing behind it.
 
     disable_any_whitespace: JSON without whitespace but what a string holds. whitespace_pattern: a regular expression for the
       whitespace between JSON's tokens. disable_additional_properties: objects have no properties but those their schema names.
+    preamble: (begin, end), marks between which anything may be said before the form begins, as ("<think>", "</think>"). Where begin
+      is "" the prompt has opened it, and the output must close it.
 
     Raises:
       ValueError: none or several of KINDS, a value of the wrong type, or an option that its kind does not read.
@@ -39,6 +43,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    preamble: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -50,13 +55,15 @@ class StructuredOutputsParams:
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"structured_outputs: {name}={getattr(self, name)!r} must be True or False")
-        if not isinstance(self.whitespace_pattern, str | None):
-            raise ValueError(f"structured_outputs: whitespace_pattern={self.whitespace_pattern!r} must be a string")
+        if self.whitespace_pattern is not None and not (isinstance(self.whitespace_pattern, str) and self.whitespace_pattern):
+            raise ValueError(f"structured_outputs: whitespace_pattern={self.whitespace_pattern!r} must be a string, and not empty")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise ValueError("structured_outputs: disable_any_whitespace leaves nothing for whitespace_pattern; give one of them")
         options = [name for name in _JSON_OPTIONS if getattr(self, name)]
         if options and self.kind not in ("json", "json_object"):
             raise ValueError(f"structured_outputs: {', '.join(options)} is for json, not for {self.kind}")
+        if self.preamble is not None:
+            object.__setattr__(self, "preamble", _preamble(self.preamble))
 
     @classmethod
     def make(cls, given: StructuredOutputsParams | Mapping[str, Any]) -> StructuredOutputsParams:
@@ -85,6 +92,7 @@ class StructuredOutputsParams:
         return hash(self.key)
 
 
+_OF_TAGS = {"type", "structures", "triggers", "only_structures", "otherwise", "stop_after_first"}
 _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
@@ -97,8 +105,20 @@ def _schema(value: Any) -> dict[str, Any] | bool:
     return value
 
 
+def _preamble(value: Any) -> tuple[str, str]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+        raise ValueError(f"structured_outputs: preamble={value!r} must be two texts: what begins it, and what ends it")
+    begin, end = value
+    if not (isinstance(begin, str) and isinstance(end, str) and end):
+        raise ValueError(f"structured_outputs: preamble={value!r} must be two texts, the second not empty")
+    return begin, end
+
+
 def _structural_tag(value: Any) -> dict[str, Any]:
     value = _parsed("structural_tag", value)
+    unknown = sorted(set(value) - _OF_TAGS) if isinstance(value, dict) else []
+    if unknown:
+        raise ValueError(f"structured_outputs: structural_tag: unknown fields {unknown}; it may have {sorted(_OF_TAGS)}")
     structures, triggers = (value.get(name) if isinstance(value, dict) else None for name in ("structures", "triggers"))
     if not (isinstance(structures, list) and structures and isinstance(triggers, list) and triggers):
         raise ValueError("structured_outputs: structural_tag must have 'structures' and 'triggers', lists that are not empty")
@@ -112,6 +132,11 @@ def _structural_tag(value: Any) -> dict[str, Any]:
             )
         if not any(str(texts[0]).startswith(trigger) for trigger in triggers):
             raise ValueError(f"structured_outputs: structural_tag: begin={texts[0]!r} starts with none of the triggers {triggers}")
+    for name in ("only_structures", "stop_after_first"):
+        if not isinstance(value.get(name, False), bool):
+            raise ValueError(f"structured_outputs: structural_tag: {name}={value[name]!r} must be true or false")
+    if not isinstance(value.get("otherwise", {}), dict):
+        raise ValueError(f"structured_outputs: structural_tag: otherwise={value['otherwise']!r} must be a JSON schema, an object")
     return value
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from jaxserve import LLM, BucketPlan
 from tests import alphabet_model
+from tests.serving.http_server import serving
 
 PLAN = BucketPlan(decode=(4,), mixed=((32, 4),), head_rows=(4,))
 
@@ -25,3 +26,16 @@ def llm(shared_llm):
     assert not shared_llm.engine.has_unfinished_requests()
     shared_llm.engine.scheduler.check_invariants()
     assert shared_llm.engine.pool.num_free_pages == shared_llm.engine.pool.num_pages
+
+
+@pytest.fixture(scope="module")
+def shared(shared_llm):
+    with serving(shared_llm) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared):
+    """The module's server, which a test must leave idle, with all pages free."""
+    yield shared
+    shared.wait_idle()

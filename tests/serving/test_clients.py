@@ -1,10 +1,13 @@
-"""Clients that others wrote, on localhost: the `openai` package with its streaming helpers."""
+"""Clients that others wrote, on localhost: the `openai` package with its streaming helpers, vLLM's load generator."""
 
 import asyncio
+import json
+import subprocess
 
 import openai
 import pytest
 
+from tests import real_files
 from tests.alphabet_model import after
 from tests.serving.http_server import serving
 
@@ -87,3 +90,26 @@ def test_many_at_once(server):
             return await asyncio.gather(*(one(i) for i in range(64)))
 
     assert asyncio.run(main()) == [after("a", 1 + i % 25) for i in range(64)]
+
+
+def test_vllms_load_generator(server, folder, tmp_path):
+    """Random token ids: a byte's token that is no text of its own can't be sent as text."""
+    flags = ["--prompt-token-ids", "--base-url", server.url, "--header", "Authorization=Bearer secret", "--tokenizer", folder]
+    flags += [
+        "--random-input-len",
+        "16",
+        "--random-output-len",
+        "16",
+        "--num-prompts",
+        "12",
+        "--max-concurrency",
+        "6",
+        "--ignore-eos",
+    ]
+    flags += ["--disable-tqdm", "--save-result", "--result-dir", tmp_path, "--result-filename", "result.json"]
+    command = [real_files.vllm_rs(), "bench", "serve", "--dataset-name", "random", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (12, 0, 12 * 16)
+    server.wait_idle()

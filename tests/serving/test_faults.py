@@ -111,6 +111,23 @@ def test_a_step_raises(server, llm, monkeypatch):
     assert "step_failures_total" in server.client.get("/metrics").text
 
 
+@pytest.mark.parametrize("fault", [ValueError, NotImplementedError, LookupError, TypeError])
+def test_our_own_faults_are_not_the_clients(server, monkeypatch, caplog, fault):
+    """While a request is checked a ValueError refuses it. Behind that it is a bug: 500, logged with where it came from."""
+
+    def faulty(*_):
+        raise fault("ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxserve.serving.completions._Answer._choice", faulty)
+        response = server.client.post("/v1/completions", json=SHORT)
+        streamed = server.client.post("/v1/completions", json=SHORT | {"stream": True})
+    assert response.status_code == 500 and response.json()["error"]["message"] == f"internal error: {fault.__name__}"
+    assert f"internal error: {fault.__name__}" in streamed.text and streamed.text.endswith("data: [DONE]\n\n")
+    assert sum(record.exc_info is not None and record.exc_info[0] is fault for record in caplog.records) == 2
+    server.wait_idle()
+
+
 def test_a_step_raises_mid_stream(server, llm, monkeypatch):
     """The status has been sent: the error is an event, and the stream ends as streams do."""
     slow_down(monkeypatch, llm)

@@ -15,6 +15,7 @@ from jaxserve import LLM, BucketPlan
 from tests import alphabet_model
 from tests.serving.http_server import serving
 
+ROOT = Path(__file__).parents[2]
 PLAN = BucketPlan(decode=(4,), mixed=((64, 4),), head_rows=(4,))
 
 EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "5"))
@@ -37,7 +38,10 @@ def test_schemathesis(model, tmp_path):
             f"--max-examples={EXAMPLES}",
         ]
         seeded = [*command, *PHASES, "--seed=1", "--output-sanitize=false", "--request-timeout=60"]
-        done = subprocess.run(seeded, cwd=tmp_path, capture_output=True, text=True, timeout=300 + 30 * EXAMPLES)
+        hooks = {"SCHEMATHESIS_HOOKS": "tests.serving.schema_hooks", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            seeded, cwd=tmp_path, env=os.environ | hooks, capture_output=True, text=True, timeout=300 + 30 * EXAMPLES
+        )
         assert done.returncode == 0, done.stdout[-6000:]
         assert "Tested: 9" in done.stdout
         server.wait_idle()

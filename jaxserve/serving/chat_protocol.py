@@ -1,0 +1,170 @@
+"""What clients send of a chat: messages, tools, and OpenAI's request for its completion.
+
+Owns names, types and ranges, as protocol.py does for what is no chat's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from jaxserve.request import MAX_LOGPROBS
+from jaxserve.serving.protocol import ONE_FORM, GenerationRequest
+from jaxserve.serving.strict_model import Model, Text, if_given
+
+
+class TextPart(Model):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Model):
+    name: Text
+    arguments: str = Field(description="A JSON object, as a string.")
+
+
+class ToolCall(Model):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class SaidMessage(Model):
+    """What the system or the user says; a developer's message is the system's."""
+
+    role: Literal["system", "developer", "user"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        return self.model_dump(exclude_none=True) | ({"role": "system"} if self.role == "developer" else {})
+
+
+class ToolMessage(Model):
+    """What a tool answered."""
+
+    role: Literal["tool"]
+    content: str | list[TextPart]
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True)
+
+
+class AssistantTurn(Model):
+    """What the model said; a field that this server's answers never fill may only be null."""
+
+    role: Literal["assistant"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = Field(None, description="What it thought before its content.")
+    tool_calls: list[ToolCall] | None = None
+    refusal: None = None
+    audio: None = None
+    annotations: None = None
+    function_call: None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates expect it: a tool call's arguments are no string, where they are JSON."""
+        plain = {"content": ""} | self.model_dump(exclude_none=True)
+        for call in plain.get("tool_calls", ()):
+            with contextlib.suppress(json.JSONDecodeError):  # what a model wrote may not be JSON; then it stays as it is
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+        return plain
+
+
+Message = Annotated[SaidMessage | ToolMessage | AssistantTurn, Field(discriminator="role")]
+
+
+class FunctionSchema(Model):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(None, description="Hold the arguments of its calls to its parameters.")
+
+
+class Tool(Model):
+    type: Literal["function"]
+    function: FunctionSchema
+
+
+class FunctionName(Model):
+    name: Text
+
+
+class NamedTool(Model):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+RESERVED_VARIABLES = ("messages", "tools", "chat_template", "add_generation_prompt")  # that chat_template_kwargs must not hold
+
+
+class Chat(Model):
+    """What a chat's prompt is made of."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template, as enable_thinking.")
+    add_generation_prompt: bool | None = Field(None, description="End with the opening of the assistant's turn (true).")
+
+    def template_variables(self, *, with_tools: bool = True) -> dict[str, Any]:
+        given = dict(self.chat_template_kwargs or {})
+        taken = given.keys() & set(RESERVED_VARIABLES)
+        if taken:
+            raise ValueError(f"chat_template_kwargs must not hold {', '.join(sorted(taken))}")
+        if self.tools and with_tools:
+            given["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        return given | {"add_generation_prompt": self.add_generation_prompt is not False}
+
+
+class ChatRequest(GenerationRequest, Chat):
+    """`POST /v1/chat/completions`."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        json_schema_extra={
+            "allOf": [
+                if_given("stream_options", "object", "stream"),
+                if_given("top_logprobs", "integer", "logprobs"),
+                ONE_FORM,
+            ],
+            "not": {"required": ["max_tokens", "max_completion_tokens"]},
+        }
+    )
+
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="The newer name of max_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Only with logprobs=true.")
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description="Whether the tools are shown to the model (none), may be called (auto), or must be."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: one tool call at most.")
+    modalities: list[Literal["text"]] | None = None
+
+    @model_validator(mode="after")
+    def _pairs(self):
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs may be given only with logprobs=true")
+        if {"max_tokens", "max_completion_tokens"} <= self.model_fields_set:
+            raise ValueError("give max_tokens or max_completion_tokens, not both")
+        return self
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+
+class TokenizeChatRequest(Chat):
+    """`POST /tokenize` of a chat."""
+
+    model: str | None = None
+    add_special_tokens: bool = False
+    return_token_strs: bool = False

@@ -1,0 +1,54 @@
+"""What all request models have in common: nothing unknown, nothing converted but 3.0 to 3, and the field types that several share.
+
+Owns how JSON values become fields. Knows no request.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+
+DECIMAL_TOKEN_ID = r"^(0|[1-9][0-9]{0,9})$"
+
+
+def _integral(value: Any) -> Any:
+    """JSON does not tell 3.0 from 3."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _all_integral(values: Any) -> Any:
+    return [_integral(x) for x in values] if isinstance(values, list) and any(type(x) is float for x in values) else values
+
+
+def _only_false(value: bool) -> bool:
+    if value:
+        raise ValueError("only false is supported")
+    return value
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, Field(min_length=1)]
+SomeTokenIds = Annotated[list[TokenId], BeforeValidator(_all_integral)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1), BeforeValidator(_all_integral)]
+OnlyFalse = Annotated[bool, AfterValidator(_only_false), WithJsonSchema({"const": False, "type": "boolean"})]
+TokenIdText = Annotated[str, Field(pattern=DECIMAL_TOKEN_ID)]
+
+
+class Model(BaseModel):
+    """Refuses unknown fields, and values of another type than JSON gave them."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_numbers(cls, given: Any) -> Any:
+        return {name: _integral(value) for name, value in given.items()} if isinstance(given, dict) else given
+
+
+def if_given(name: str, kind: str, needed: str) -> dict[str, Any]:
+    """A JSON schema's way to say that `name`, where it is given, needs `needed` to be true."""
+    return {
+        "if": {"properties": {name: {"type": kind}}, "required": [name]},
+        "then": {"properties": {needed: {"const": True}}, "required": [needed]},
+    }

@@ -1,0 +1,119 @@
+"""Grammars in llguidance's Lark that are made of parts: structural tags, and a form behind a preamble.
+
+Owns how a text is spelled in such a grammar. A vocabulary may hold a text such as <tool_call> as one token of its own, and a model
+that was trained on it says nothing else; llguidance takes that token for a mark, which the same characters as text never allow.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+_PRIVATE = "\ue000"  # of Unicode's private use
+_LARK_WORDS = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\s]+>')  # strings, comments, regexes, <names>
+_HEAD = "%llguidance {}\nTEXT: /(.|\\n)*/\n"
+_BLANKS = "BLANKS: /[ \\t\\r\\n]{0,8}/\n"  # a bound, because small models can't stop
+
+
+def without_marks(tokenizer: tokenizers.Tokenizer) -> str:
+    """The tokenizer as JSON, with its marks called something that no text holds.
+
+    A grammar's text is forced in the tokenizer's spelling; where that is a mark, llguidance forces the mark and then refuses it.
+    """
+    source = json.loads(tokenizer.to_str())
+    renamed = {}
+    for token in source["added_tokens"]:
+        name = token["content"]
+        if token["special"] or re.fullmatch("<.*>", name, re.DOTALL):
+            renamed[name] = token["content"] = f"<{_PRIVATE}{name}>"
+    model = source["model"]  # a mark may also stand in its vocabulary
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {renamed.get(name, name): i for name, i in model["vocab"].items()}
+    else:  # of a unigram model
+        model["vocab"] = [[renamed.get(name, name), score] for name, score in model["vocab"]]
+    if model.get("unk_token") in renamed:
+        model["unk_token"] = renamed[model["unk_token"]]
+    return json.dumps(source)
+
+
+class Marks:
+    """The marks of a tokenizer, and how texts are spelled with them. vocabulary: llguidance's view of the tokenizer."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, vocabulary: LLTokenizer):
+        added = tokenizer.get_added_tokens_decoder()
+        self._ids = {token.content: i for i, token in added.items() if vocabulary.is_special_token(i)}
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+
+    def by_id(self, grammar: str) -> str:
+        """A Lark grammar whose <mark>s are written as <[token id]>: `without_marks` has taken their names away."""
+
+        def written(found: re.Match[str]) -> str:
+            return f"<[{self._ids[found[0]]}]>" if found[0] in self._ids else found[0]
+
+        return _LARK_WORDS.sub(written, grammar)
+
+    def is_mark(self, text: str) -> bool:
+        """Whether the text is one token that stands for nothing else."""
+        return text in self._ids
+
+    def spell(self, text: str) -> str:
+        """The text as a sequence of Lark's strings and tokens; "" where it is empty."""
+        parts = self._split.split(text) if self._split else [text]
+        return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts if part)
+
+    def text_until(self, rule: str, mark: str) -> str:
+        """A rule `rule`: any text up to the first `mark`, and the mark."""
+        return f"{rule}: TEXT {self.spell(mark)}\n" if self.is_mark(mark) else f"{rule}[lazy]: TEXT {json.dumps(mark)}\n"
+
+
+def structural_tag(tag: Mapping[str, Any], marks: Marks) -> str:
+    """The grammar of `StructuredOutputsParams.structural_tag`.
+
+    Structures are tried only where their trigger was said: a rule for each holds the text before it, and those that it starts.
+    """
+    by_trigger: dict[str, list[Mapping[str, Any]]] = {}
+    for structure in tag["structures"]:
+        begun_by = [trigger for trigger in tag["triggers"] if structure["begin"].startswith(trigger)]
+        by_trigger.setdefault(max(begun_by, key=len), []).append(structure)
+    alone, first_only = tag.get("only_structures", False) or "otherwise" in tag, tag.get("stop_after_first", False)
+    rules = []
+    for i, (trigger, structures) in enumerate(by_trigger.items()):
+        rules.append(f"trigger_{i}: {marks.spell(trigger)}\n" if alone else marks.text_until(f"trigger_{i}", trigger))
+        bodies = [_body(structure, len(trigger), marks) for structure in structures]
+        rules.append(f"tag_{i}: trigger_{i} ({' | '.join(bodies)})\n")
+    tags = " | ".join(f"tag_{i}" for i in range(len(by_trigger)))
+    if alone:
+        start = f"({tags})" if first_only else f"({tags}) (BLANKS ({tags}))*"
+    else:
+        start = f"TEXT | {tags}" if first_only else f"({tags})* TEXT"
+    if "otherwise" in tag:
+        start += " | otherwise"
+        rules.append(f"otherwise: %json {json.dumps(tag['otherwise'])}\n")
+    return _HEAD + _BLANKS + f"start: {start}\n" + "".join(rules)
+
+
+def _body(structure: Mapping[str, Any], num_said: int, marks: Marks) -> str:
+    """A structure behind its trigger, which has said `num_said` characters of its beginning."""
+    begin, end = marks.spell(structure["begin"][num_said:]), marks.spell(structure["end"])
+    return f"{begin} %json {json.dumps(structure['schema'])} {end}"
+
+
+def after_preamble(begin: str, end: str, form: str, marks: Marks) -> str:
+    """A grammar `form` (any text that llguidance reads), behind anything between `begin` and `end`; the whole of that may be left
+    out, unless begin is "": then the prompt has said it, and what must come is the end."""
+    preamble = f"BLANKS {marks.spell(begin)} closing BLANKS" if begin else "closing BLANKS"
+    start = "start: preamble? @form\n" if begin else "start: preamble @form\n"
+    head = _HEAD + _BLANKS + start + f"preamble: {preamble}\n" + marks.text_until("closing", end)
+    try:
+        first, *others = json.loads(form)["grammars"]
+    except ValueError:  # Lark
+        first, others = {"lark_grammar": form}, []
+    return json.dumps({"grammars": [{"lark_grammar": head}, first | {"name": "form"}, *others]})

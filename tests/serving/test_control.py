@@ -1,0 +1,120 @@
+"""API keys, limits of bodies, and weights in flight."""
+
+import socket
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from jaxserve.serving.app import ServerOptions
+from tests import alphabet_model
+from tests.serving.calls import ok, refusal
+from tests.serving.http_server import serving, slow_down
+
+KEY = "a key"
+
+
+@pytest.fixture(scope="module")
+def guarded(shared_llm, shared):
+    """A second server, with a key, small limits and control; the shared one must be idle meanwhile: they share the model."""
+    shared.wait_idle()
+    options = {"api_keys": ("another", KEY), "enable_control": True, "max_body_bytes": 2000, "body_seconds": 0.5}
+    with serving(shared_llm, options=options) as server:
+        yield server
+
+
+def with_key(key: str = KEY) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_keys(guarded):
+    client = guarded.client
+    for headers in ({}, with_key("wrong"), {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"}):
+        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("POST", "/pause"), ("GET", "/nothing")):
+            response = client.request(method, path, headers=headers)
+            assert refusal(response, 401)["code"] == "invalid_api_key" and response.headers["www-authenticate"] == "Bearer"
+    for path in ("/health", "/metrics", "/version", "/"):
+        assert client.get(path).status_code == 200
+    for key in ("another", KEY):
+        ok(client.get("/v1/models", headers=with_key(key)))
+
+
+def test_bodies_too_large_and_too_slow(guarded):
+    client = guarded.client
+    large = {"prompt": "a" * 3000}
+    assert "2000 bytes" in refusal(client.post("/v1/completions", json=large, headers=with_key()), 413)["message"]
+    chunked = (b"x" * 500 for _ in range(6))  # no Content-Length
+    headers = with_key() | {"content-type": "application/json"}
+    refusal(client.post("/v1/completions", content=chunked, headers=headers), 413)
+    host, port = guarded.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as slow:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+        slow.sendall(head.encode() + b"Content-Length: 100\r\n\r\n{")
+        slow.settimeout(20)
+        assert slow.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+def test_control(guarded):
+    client = guarded.client
+
+    def post(path: str, /, **body: Any) -> httpx.Response:
+        return client.post(path, json=body, headers=with_key())
+
+    ok(post("/pause"))
+    assert "jaxserve:engine_paused" in client.get("/metrics").text
+    with client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}, headers=with_key()) as response:
+        assert response.status_code == 200  # and leaves before there is a token
+    ok(post("/resume"))
+    guarded.wait_idle()
+    assert ok(post("/v1/completions", prompt="a", temperature=0, max_tokens=3))["choices"][0]["text"] == "bcd"
+    assert ok(post("/reset_prefix_cache")) == {"status": "ok", "reset": True}
+    refusal(post("/sleep", level=3))
+    refusal(post("/update_weights_from_path", path="/nothing/there"))
+    ok(client.post("/sleep", headers=with_key()))  # no body: level 1
+    ok(post("/wake_up"))
+    ok(post("/sleep", level=1))
+    assert "asleep" in refusal(post("/v1/completions", prompt="a"), 503)["message"]
+    ok(post("/wake_up"))
+    assert ok(post("/v1/completions", prompt="a", temperature=0, max_tokens=3))["choices"][0]["text"] == "bcd"
+
+
+def test_weights_change_in_flight(guarded, shared_llm, folder, tmp_path, monkeypatch):
+    """The new checkpoint's head maps each token to the one two after it."""
+    tensors = alphabet_model.weights()
+    tensors["lm_head.weight"] = np.roll(tensors["lm_head.weight"], 1, axis=0).copy()
+    other = alphabet_model.save(tmp_path / "other", tensors=tensors)
+
+    def text() -> str:
+        body = {"prompt": "a", "temperature": 0, "max_tokens": 3}
+        return ok(guarded.client.post("/v1/completions", json=body, headers=with_key()))["choices"][0]["text"]
+
+    def update(path, **body: Any) -> httpx.Response:
+        return guarded.client.post("/update_weights_from_path", json={"path": str(path)} | body, headers=with_key())
+
+    assert text() == "bcd"
+    ok(update(other))
+    assert text() == "ceg"
+    slow_down(monkeypatch, shared_llm)
+    body = {"prompt": "a", "temperature": 0, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with guarded.client.stream("POST", "/v1/completions", json=body, headers=with_key()) as response:
+        lines = response.iter_lines()  # kept: a generator that ends closes the connection
+        next(lines)
+        assert "in flight" in refusal(update(folder), 409)["message"]
+        ok(update(folder, in_flight="recompute"))
+    guarded.wait_idle()
+    assert text() == "bcd"
+
+
+def test_control_is_off_unless_asked_for(server):
+    for path in ("/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache", "/update_weights_from_path"):
+        refusal(server.client.post(path, json={}), 404)
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match="must hold one name at least"):
+        ServerOptions(names=())
+    with pytest.raises(ValueError, match="an API key must not be empty"):
+        ServerOptions(names=("a",), api_keys=("",))
+    with pytest.raises(ValueError, match="give api_keys too"):
+        ServerOptions(names=("a",), enable_control=True)

@@ -1,0 +1,86 @@
+"""Models, tokens, metrics, the access log, the published schema, the page."""
+
+import json
+
+import httpx
+import jsonschema_rs
+
+from tests.alphabet_model import BOS, EOS, SPECIALS, VOCABULARY, ids
+from tests.serving.calls import chat, complete, ok, refusal
+
+
+def test_models_version_tokenizer(server):
+    client = server.client
+    (card,) = ok(client.get("/v1/models"))["data"]
+    assert card["id"] == "alphabet" and card["max_model_len"] == 256
+    assert ok(client.get("/version"))["version"] and ok(client.get("/health")) == {"status": "ok", "reason": None}
+    info = ok(client.get("/tokenizer_info"))
+    assert (info["bos_token"], info["eos_token"], info["eos_token_ids"]) == (BOS, EOS, [SPECIALS[EOS]])
+    tokens = ok(client.post("/tokenize", json={"prompt": "tea" + EOS, "return_token_strs": True}))
+    assert (
+        tokens["tokens"] == [*ids("tea"), SPECIALS[EOS]] and tokens["token_strs"] == ["t", "e", "a", EOS] and tokens["count"] == 4
+    )
+    assert ok(client.post("/detokenize", json={"tokens": tokens["tokens"]}))["prompt"] == "tea" + EOS
+    refusal(client.post("/detokenize", json={"tokens": [VOCABULARY]}))
+    refusal(client.post("/tokenize", json={"prompt": "a", "messages": []}))
+
+
+def test_request_ids_and_access_log(server, caplog):
+    secret = "a-prompt-that-nobody-may-log"
+    with caplog.at_level("INFO"):
+        named = server.client.post(
+            "/v1/completions", json={"prompt": secret, "max_tokens": 1, "user": "me"}, headers={"X-Request-Id": "my-id.1"}
+        )
+        odd = server.client.get("/health", headers={"X-Request-Id": "no good\tid"})
+    assert named.headers["x-request-id"] == "my-id.1" and ok(named)["id"] == "cmpl-my-id.1"
+    assert len(odd.headers["x-request-id"]) == 32
+    lines = [r.getMessage() for r in caplog.records if r.name == "jaxserve.access"]
+    assert any("POST /v1/completions 200" in line and "my-id.1 user='me'" in line for line in lines)
+    assert secret not in caplog.text
+
+
+def test_metrics(server):
+    def value(name: str, **labels: str) -> float:
+        wanted = f"jaxserve:{name}{{"
+        lines = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith(wanted)]
+        lines = [line for line in lines if all(f'{k}="{v}"' in line for k, v in labels.items())]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    names = ("generation_tokens_total", "steps_total", "time_to_first_token_seconds_count", "inter_token_latency_seconds_count")
+    before = {name: value(name) for name in names}
+    asked = value("http_requests_total", path="/v1/completions", status="200")
+    ended = value("request_success_total", finished_reason="length")
+    ok(complete(server, ["a", "b"], max_tokens=5))
+    server.wait_idle()
+    gained = {name: value(name) - before[name] for name in names}
+    assert gained["generation_tokens_total"] == 10 and gained["time_to_first_token_seconds_count"] == 2
+    assert gained["inter_token_latency_seconds_count"] == 8 and gained["steps_total"] >= 5
+    assert value("http_requests_total", path="/v1/completions", status="200") == asked + 1
+    assert value("request_success_total", finished_reason="length") == ended + 2
+    assert value("num_requests_running") == 0 and value("kv_cache_usage_perc") == 0 and 0 < value("padding_share") < 1
+    assert value("bucket_steps_total") == value("steps_total") and value("compiles_total") > 0
+
+
+def test_answers_match_the_published_schema(server):
+    schema = ok(server.client.get("/openapi.json"))
+
+    def check(response: httpx.Response, path: str, method: str = "post") -> None:
+        said = schema["paths"][path][method]["responses"][str(response.status_code)]
+        shape = said["content"]["application/json"]["schema"]
+        jsonschema_rs.validate({"components": schema["components"]} | shape, response.json())
+
+    check(complete(server, logprobs=2), "/v1/completions")
+    check(complete(server, n=0), "/v1/completions")
+    check(complete(server, model="other"), "/v1/completions")
+    check(chat(server, logprobs=True, top_logprobs=1), "/v1/chat/completions")
+    check(server.client.get("/v1/models"), "/v1/models", "get")
+    check(server.client.get("/tokenizer_info"), "/tokenizer_info", "get")
+    body = schema["components"]["schemas"]["CompletionRequest"]
+    assert body["additionalProperties"] is False and body["properties"]["model"]["anyOf"][0]["enum"] == ["alphabet"]
+    assert "422" not in json.dumps(schema["paths"])
+
+
+def test_the_page_allows_nothing_from_elsewhere(server):
+    response = server.client.get("/")
+    assert response.status_code == 200 and "default-src 'none'" in response.headers["content-security-policy"]
+    assert "http://" not in response.text and "https://" not in response.text and "innerHTML" not in response.text
