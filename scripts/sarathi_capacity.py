@@ -17,7 +17,9 @@ from scripts.sarathi_costs import DECODE_BATCH, DECODE_KV, step_seconds
 from scripts.sarathi_report import agreement, table
 from scripts.sarathi_setups import DATASETS, FALCON_TP8, SETUPS, Contender, orca, run_at, sarathi, vllm
 
-START = {"mistral-7b": 3.0, "yi-34b": 1.5, "llama2-70b": 0.5, "falcon-180b": 0.5}  # where a search begins, requests a second
+# Where a search begins, requests a second; prompts of the second dataset are four times as long.
+START = {"mistral-7b": 3.0, "yi-34b": 1.2, "llama2-70b": 0.6, "falcon-180b": 0.6}
+SHARE = {"openchat_sharegpt4": 1.0, "arxiv_summarization": 0.3}
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Search:
         """One a seed; each search begins where the last one ended."""
         objective, found = Objective(slo), []
         for seed in range(seeds or self.seeds):
-            start = next((c for c in reversed(found) if c), START[machine.model.name])
+            start = next((c for c in reversed(found) if c), START[machine.model.name] * SHARE[dataset])
             found.append(
                 capacity(
                     lambda rate, seed=seed: self.trial(machine, contender, dataset, rate, seed, objective.quantile),
