@@ -56,8 +56,8 @@ bench: setup setup-torch ## time the engine and transformers in turn on this mac
 bench-vllm: setup ## load our server with vLLM's own client, vllm-rs (from its wheel, 336 MB, once; Linux on x86-64)
 	@$(PY) -m scripts.bench_vllm $(ARGS)
 
-aot-check: setup-aot ## compile our kernels and the engine's step for Hopper, without a GPU (all of it: 10 minutes; ARGS=<flags> for a part)
-	@.venv-aot/bin/python -m scripts.aot_check $(or $(ARGS),--model=qwen3-0.6b$(comma)qwen3-8b --target=h100$(comma)h200)
+aot-check: setup-aot ## compile our kernels and the engine's step for Hopper, without a GPU (all of it: 20 minutes; ARGS=<flags> for a part)
+	@.venv-aot/bin/python -m scripts.aot_check $(or $(ARGS),--model=qwen3-0.6b$(comma)qwen3-8b$(comma)qwen3-30b-a3b@0.92 --target=h100$(comma)h200)
 
 lm-eval: setup setup-lm-eval ## lm-eval's scores of the demo's model through our server and in transformers: they must be equal
 	@$(PY) -m scripts.lm_eval_check $(ARGS)

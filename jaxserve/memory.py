@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 CPU_POOL_BYTES = 1 << 30  # most that a pool takes on a CPU unless num_pages says otherwise
+GEMM_WORKSPACE_BYTES = 32 << 20  # of temporary memory that XLA gives a cuBLASLt matmul on Hopper; some programs have one, some none
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,15 @@ def cpu_memory_bytes() -> int:
     except OSError:
         return physical
     return min(physical, int(limit)) if limit.isdigit() else physical
+
+
+def reserve_bytes(temp_bytes: Iterable[int]) -> int:
+    """Temporary memory that is enough for every program of a plan, from that of the largest of each kind (body, head, scoring).
+
+    What a program keeps besides grows with its tokens and rows; whether its matmuls have a workspace does not: a small bucket's
+    may, where the largest's have none.
+    """
+    return max(temp_bytes) + GEMM_WORKSPACE_BYTES
 
 
 def decide_num_pages(

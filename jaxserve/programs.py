@@ -20,6 +20,7 @@ from jaxserve.batch import StepLayout
 from jaxserve.buckets import Bucket
 from jaxserve.config import ResolvedConfig
 from jaxserve.edit_rows import EditLayout, num_mask_words
+from jaxserve.memory import reserve_bytes
 from jaxserve.request import MAX_LOGPROBS
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -151,10 +152,10 @@ class Programs:
         )
 
     def largest_temp_bytes(self) -> int:
-        """Most temporary memory any program needs: that of the largest body, of the largest head, or of scoring."""
+        """As much temporary memory as any program may need: see memory.reserve_bytes."""
         plan = self.config.plan
         largest = [self.body(plan.buckets[-1]), self.head(plan.max_head_rows, True), self.score()]
-        return max(program.memory_analysis().temp_size_in_bytes for program in largest)
+        return reserve_bytes(program.memory_analysis().temp_size_in_bytes for program in largest)
 
     def _compile(self, what: str, function: Callable, donate: tuple[int, ...], args: tuple[Any, ...]) -> Any:
         start = time.perf_counter()

@@ -1,6 +1,6 @@
 """Will this model, plan and dtype compile for an H100 or H200, and fit it? Answered without a GPU.
 
-    make aot-check                                                    Qwen3-0.6B and 8B on both, our kernels' cases first
+    make aot-check                                                    our kernels' cases, Qwen3-0.6B, 8B and 30B-A3B, on both
     python -m scripts.aot_check --model=qwen3-0.6b --target=h100      one model, its smallest decode and largest mixed bucket
     python -m scripts.aot_check --model=FOLDER --bucket_plan=plan.json --buckets=all --max_model_len=8192
 
@@ -22,7 +22,12 @@ from scripts.aot_verdicts import gib, kernel_faults, mib
 from scripts.compiled_report import CompiledReport, Kernel
 from scripts.sm90_compile import SMEM_LIMIT, TARGETS, Compiler, use_no_device
 
-_MODELS = flags.DEFINE_list("model", ["qwen3-0.6b"], "Presets of bench_models.RANDOM, or folders with a config.json; empty: none.")
+_MODELS = flags.DEFINE_list(
+    "model",
+    ["qwen3-0.6b"],
+    "Presets of bench_models.RANDOM, or folders with a config.json, each perhaps with its own memory_fraction: "
+    "qwen3-30b-a3b@0.92; empty: none.",
+)
 _TARGETS = flags.DEFINE_list("target", ["h100"], f"Which GPUs, of {', '.join(TARGETS)}.")
 _BUCKETS = flags.DEFINE_list("buckets", [], "Buckets to compile: 8 (decode), 256x128 (mixed), or all; default: two of the plan.")
 _KERNELS = flags.DEFINE_bool("kernels", True, "Compile the cases of our own kernels too.")
@@ -84,7 +89,7 @@ def check_kernels(compiler: Compiler) -> dict[str, Any]:
     return {"faults": faults, "programs": results}
 
 
-def check_model(name: str, compiler: Compiler) -> dict[str, Any]:
+def check_model(name: str, memory_fraction: float, compiler: Compiler) -> dict[str, Any]:
     """Compiles one model's step and shares out the memory."""
     from scripts.aot_step import AbstractStep, check_step, read_config
 
@@ -99,7 +104,7 @@ def check_model(name: str, compiler: Compiler) -> dict[str, Any]:
         "attention_backend": _BACKEND.value,
     }
     try:
-        step = AbstractStep.make(read_config(name), options, compiler.target, _FRACTION.value)
+        step = AbstractStep.make(read_config(name), options, compiler.target, memory_fraction)
         buckets = step.select(_BUCKETS.value) if _BUCKETS.value else step.default_buckets()
     except (ValueError, NotImplementedError) as error:  # the answer to the question, in the engine's own words
         return {"model": name, "faults": [str(error)], "programs": []}
@@ -132,17 +137,20 @@ def main(argv: list[str]) -> None:
     unknown = [target for target in _TARGETS.value if target not in TARGETS]
     if unknown:
         raise app.UsageError(f"--target={','.join(unknown)}: must be of {', '.join(TARGETS)}")
-    if not 0 < _FRACTION.value <= 1:
-        raise app.UsageError(f"--memory_fraction={_FRACTION.value} must be a share in (0, 1]")
     use_no_device()
+    from scripts.aot_step import split_fraction
     from scripts.engine_flags import versions, write_json
 
+    try:
+        models = [split_fraction(model, _FRACTION.value) for model in _MODELS.value]
+    except ValueError as error:
+        raise app.UsageError(f"--model, --memory_fraction: {error}") from None
     results = []
     for target in _TARGETS.value:
         compiler = Compiler(target, Path(_DUMP.value) / target if _DUMP.value else None)
         if _KERNELS.value:
             results.append({"target": target, **check_kernels(compiler)})
-        results += [{"target": target, **check_model(name, compiler)} for name in _MODELS.value]
+        results += [{"target": target, **check_model(*model, compiler)} for model in models]
         if not _DUMP.value:
             compiler.remove()
     faults = [f"{r['target']} {r.get('model', 'kernels')}: {fault}" for r in results for fault in r["faults"]]

@@ -35,6 +35,15 @@ def read_config(model: str) -> Any:
     return ModelConfig.from_hf(path)
 
 
+def split_fraction(model: str, default: float) -> tuple[str, float]:
+    """("NAME@SHARE", default) -> (NAME, SHARE); ("NAME", default) -> (NAME, default). ValueError for no share in (0, 1]."""
+    name, at, share = model.rpartition("@")
+    fraction = float(share) if at else default
+    if not 0 < fraction <= 1:
+        raise ValueError(f"memory_fraction={fraction} must be a share in (0, 1]")
+    return (name if at else model), fraction
+
+
 @dataclass(frozen=True)
 class AbstractStep:
     """A model and plan on a target: the programs, from shapes alone, and how the device's memory is shared out before them."""
@@ -144,13 +153,15 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
 
     The largest body, the largest head and scoring decide how much memory the plan must set aside.
     """
+    from jaxserve.memory import reserve_bytes
+
     plan, config, programs = step.config.plan, step.config, step.programs
     compile_one = functools.partial(_compile, compiler, on_report)
     heads = [(plan.head_rows[0], False), (plan.max_head_rows, True)]
     bodies = {b: compile_one(f"body {b}", *programs.body_spec(b)) for b in dict.fromkeys([*buckets, plan.buckets[-1]])}
     tops = {h: compile_one(f"head({h[0]}{', logprobs' if h[1] else ''})", *programs.head_spec(*h)) for h in dict.fromkeys(heads)}
     score, update = compile_one("score", *programs.score_spec()), compile_one("state update", *programs.update_spec())
-    reserve = max(bodies[plan.buckets[-1]].temp_bytes, tops[heads[-1]].temp_bytes, score.temp_bytes)
+    reserve = reserve_bytes(r.temp_bytes for r in (bodies[plan.buckets[-1]], tops[heads[-1]], score))
     demands = StepDemands(
         num_layers=config.pages.num_layers,
         kv_layer_shape=config.pages.layer(config.cache.num_pages),

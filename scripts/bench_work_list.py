@@ -1,9 +1,15 @@
-"""Host time and balance of attention's work lists on steps drawn at random; no device.
+"""Host time and balance of attention's work lists, on steps drawn at random or on the steps of a trace; no device.
 
 Times are wall-clock microseconds of `work_list.plan`: on a shared machine the median tells what a plan costs there, the minimum
-what the code costs. max_over_mean: the work of the busiest CTA over that of the average one.
+what the code costs. max_over_mean: the work of the busiest CTA over that of the average one. max_over_uncut: over what the
+average would be if no sequence were split, as every split adds to the work: the better of two plans has less of it.
 
     python -m scripts.bench_work_list --num_kv_heads 8 --group 4
+    python -m scripts.bench_work_list --trace azure_conv_2023.csv.gz --num_running 32,64,128,256
+
+Of a trace the real scheduler makes the steps: its requests are sent at once and served by at most so many sequences, and every
+`stride`th step in which at least 3/4 of these run is planned. kv_read: positions that the plans of decodes alone load, over the
+positions there are.
 """
 
 from __future__ import annotations
@@ -25,6 +31,9 @@ flags.DEFINE_integer("num_ctas", 132, "SMs of the GPU.", lower_bound=1)
 flags.DEFINE_integer("max_kv_len", 40_960, "Most positions of a sequence.", lower_bound=1)
 flags.DEFINE_integer("chunk", 512, "Positions between the boundaries at which KV may be split.", lower_bound=64)
 flags.DEFINE_integer("num_plans", 300, "Plans measured in each case.", lower_bound=1)
+flags.DEFINE_string("trace", None, "CSV file of prompt and output lengths (jaxserve.workloads.trace): plan its steps instead.")
+flags.DEFINE_list("num_running", ["32", "64", "128", "256"], "--trace: most sequences that run at a time, one case each.")
+flags.DEFINE_integer("stride", 7, "--trace: plan every so many steps.", lower_bound=1)
 flags.DEFINE_boolean("json", False, "Print the results as one line of JSON.")
 
 
@@ -45,11 +54,11 @@ def cases() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     }
 
 
-def measure(q_lens: np.ndarray, kv_lens: np.ndarray) -> dict[str, Any]:
-    """Plans one step over and over."""
-    from kernels.ragged_paged_attention.work_list import WorkShape, loads, plan  # imports jax, for the package's sake
+def shape_of(q_lens: np.ndarray) -> Any:
+    """The WorkShape of a step, as if its bucket had its size."""
+    from kernels.ragged_paged_attention.work_list import WorkShape  # imports jax, for the package's sake
 
-    shape = WorkShape(
+    return WorkShape(
         num_tokens=int(q_lens.sum()),
         num_seqs=len(q_lens),
         max_q_len=int(q_lens.max()),
@@ -60,6 +69,13 @@ def measure(q_lens: np.ndarray, kv_lens: np.ndarray) -> dict[str, Any]:
         split_q_len=1,
         chunk=FLAGS.chunk,
     )
+
+
+def measure(q_lens: np.ndarray, kv_lens: np.ndarray) -> dict[str, Any]:
+    """Plans one step over and over."""
+    from kernels.ragged_paged_attention.work_list import loads, plan
+
+    shape = shape_of(q_lens)
     out, times = np.zeros(shape.size, np.int32), []
     for _ in range(FLAGS.num_plans):
         start = time.perf_counter()
@@ -75,19 +91,88 @@ def measure(q_lens: np.ndarray, kv_lens: np.ndarray) -> dict[str, Any]:
     }
 
 
+def steps_of_trace(num_running: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(q_lens, kv_lens) of the steps of --trace: 8 requests for each of num_running, or as many as it has."""
+    from jaxserve.config import SchedulerConfig
+    from jaxserve.page_pool import PagePool
+    from jaxserve.request import Request, SamplingParams
+    from jaxserve.scheduler import Scheduler
+    from jaxserve.workloads import trace
+
+    page_size = 64
+    limits = SchedulerConfig(max_model_len=FLAGS.max_kv_len, max_num_seqs=num_running, max_num_batched_tokens=2048)
+    pool = PagePool(num_running * -(-FLAGS.max_kv_len // page_size), page_size, False)
+    scheduler = Scheduler(limits, pool)
+    for i, r in enumerate(trace(FLAGS.trace, 8 * num_running, FLAGS.max_kv_len).requests):
+        params = SamplingParams(max_tokens=r.num_output_tokens, ignore_eos=True)
+        scheduler.add(Request(f"r{i}", [0] * r.num_prompt_tokens, params, arrival=float(i)))
+    steps, number, tokens = [], 0, np.ones(num_running, np.int32)
+    while (schedule := scheduler.schedule()) is not None:
+        if number % FLAGS.stride == 0 and schedule.num_seqs >= 0.75 * num_running:
+            steps.append((schedule.q_lens.astype(np.int32), (schedule.starts + schedule.q_lens).astype(np.int32)))
+        scheduler.update(schedule, tokens[: schedule.num_seqs])
+        number += 1
+    return steps
+
+
+def balance(num_running: int) -> dict[str, Any]:
+    """How even the plans of a trace's steps are, and what they read."""
+    from kernels.ragged_paged_attention import work_list
+
+    over_mean, over_uncut, read, kv_tokens = [], [], 0, 0
+    steps = steps_of_trace(num_running)
+    for q_lens, kv_lens in steps:
+        shape = shape_of(q_lens)
+        packed = work_list.plan(shape, q_lens, kv_lens)
+        load = work_list.loads(shape, packed, q_lens, kv_lens)
+        num_tiles = shape.num_kv_heads * int((-(-q_lens // shape.tile_tokens)).sum())
+        num_items = int(shape.unpack(packed)["cta_start"][-1])
+        over_mean.append(load.max() / load.mean())
+        over_uncut.append(load.max() * shape.num_ctas / (load.sum() - work_list.ITEM_COST * (num_items - num_tiles)))
+        if q_lens.max() == 1:
+            read += work_list.positions_read(shape, packed, q_lens, kv_lens)
+            kv_tokens += shape.num_kv_heads * int(kv_lens.sum())
+    return {
+        "num_running": num_running,
+        "num_steps": len(steps),
+        "max_over_mean": {"median": round(float(np.median(over_mean)), 3), "max": round(max(over_mean), 3)},
+        "steps_over_1.1": round(float(np.mean(np.array(over_mean) > 1.1)), 3),
+        "max_over_uncut": {"median": round(float(np.median(over_uncut)), 3), "max": round(max(over_uncut), 3)},
+        "kv_read": round(read / kv_tokens, 4) if kv_tokens else None,
+    }
+
+
+def show_balance(results: list[dict[str, Any]]) -> None:
+    print("running steps  max/mean: median    max  > 1.1  max/uncut: median    max  KV read")
+    for r in results:
+        mean, uncut = r["max_over_mean"], r["max_over_uncut"]
+        print(
+            f"{r['num_running']:7} {r['num_steps']:5} {mean['median']:17.3f} {mean['max']:6.3f} {r['steps_over_1.1']:6.1%} "
+            f"{uncut['median']:18.3f} {uncut['max']:6.3f} {r['kv_read'] or float('nan'):8.4f}"
+        )
+
+
+def show_times(results: list[dict[str, Any]]) -> None:
+    print(f"{'median us':>9} {'min':>5} {'items':>6} {'KiB':>5} {'max/mean':>8}  step")
+    for r in results:
+        kib = r["num_bytes"] / 1024
+        print(f"{r['median_us']:9} {r['min_us']:5} {r['num_items']:6} {kib:5.0f} {r['max_over_mean']:8.3f}  {r['case']}")
+
+
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; everything is a flag")
-    results: list[dict[str, Any]] = [{"case": name} | measure(*step) for name, step in cases().items()]
+    results: list[dict[str, Any]]
+    if FLAGS.trace is None:
+        results = [{"case": name} | measure(*step) for name, step in cases().items()]
+    else:
+        results = [balance(int(n)) for n in FLAGS.num_running]
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs"
     about = {"benchmark": "work_list", "machine": machine, "python": platform.python_version(), "numpy": np.__version__}
     if FLAGS.json:
         print(json.dumps(about | {"results": results}))
         return
-    print(f"{'median us':>9} {'min':>5} {'items':>6} {'KiB':>5} {'max/mean':>8}  step")
-    for r in results:
-        kib = r["num_bytes"] / 1024
-        print(f"{r['median_us']:9} {r['min_us']:5} {r['num_items']:6} {kib:5.0f} {r['max_over_mean']:8.3f}  {r['case']}")
+    (show_times if FLAGS.trace is None else show_balance)(results)
     print(", ".join(f"{key} {value}" for key, value in about.items()))
 
 

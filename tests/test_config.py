@@ -230,6 +230,13 @@ def test_what_weights_and_programs_leave_goes_to_pages():
     assert pages_of(1000 * PAGE_BYTES, weight_bytes=1) == 999  # no part of a page
 
 
+def test_the_reserve_is_enough_for_programs_that_have_a_workspace_where_the_largest_have_none():
+    # Of a tiny Qwen3 with XLA's attention, compiled for an H100 (scripts.aot_check): bodies by rising tokens, two heads, scoring.
+    bodies, heads, score = (32.0, 32.1, 32.0, 32.3, 32.4, 33.0, 34.0, 36.0, 30.2), (4.1, 14.6), 9.1
+    reserve = memory.reserve_bytes(int(mib * 2**20) for mib in (bodies[-1], heads[-1], score))
+    assert max(bodies + heads) * 2**20 <= reserve <= 2 * max(bodies + heads) * 2**20
+
+
 def test_no_more_pages_than_the_sequences_could_use():
     assert pages_of(1000 * PAGE_BYTES, max_num_seqs=3, max_model_len=100) == 3 * 7
 

@@ -31,7 +31,9 @@ class RefusedError(Exception):
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None):
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status: int = status
+        self.param: str | None = param
+        self.code: str | None = code
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ class StreamOptions(Model):
     continuous_usage_stats: bool | None = None
 
 
-ONE_FORM = {  # both, unless the format is free
+ONE_FORM: dict[str, Any] = {  # both, unless the format is free
     "if": {"properties": {"structured_outputs": {"type": "object"}}, "required": ["structured_outputs"]},
     "then": {"properties": {"response_format": {"anyOf": [{"$ref": "#/components/schemas/TextFormat"}, {"type": "null"}]}}},
 }

@@ -25,35 +25,36 @@ def combine(
     work: jax.Array,  # i32[size], work_list's array
     cu_q_lens: jax.Array,  # i32[S+1]
     *,
-    groups_at: int,  # where the groups begin in the work list
-    num_groups: int,
+    num_split_at: int,  # where the work list has the number of its groups, and where these begin
+    groups_at: int,
+    num_ctas: int,
     num_kv_heads: int,
 ) -> jax.Array:  # [T, N, H]
-    """`out` with the rows of split sequences written; in place where `out` is an intermediate. A CTA a group and KV head."""
+    """`out` with the rows of split sequences written; in place where `out` is an intermediate. The CTAs take turns at the groups
+    and KV heads that there are."""
     H, K = out.shape[2], num_kv_heads
     G, split_rows = out.shape[1] // K, partial_acc.shape[1]
 
     def join_partial_results(out_ref, acc_ref, stats_ref, work_ref, cu_q_lens_ref, acc_smem, stats_smem, out_smem, full):
-        index = lax.axis_index("cta")
-        group, head = lax.div(index, jnp.int32(K)), lax.rem(index, jnp.int32(K))
-        seq, first, count = (work_ref[groups_at + group * GROUP_FIELDS + column] for column in range(GROUP_FIELDS))
+        def join_group(turn, _):
+            index = turn * num_ctas + lax.axis_index("cta")
+            group, head = lax.div(index, jnp.int32(K)), lax.rem(index, jnp.int32(K))
+            seq, first, count = (work_ref[groups_at + group * GROUP_FIELDS + column] for column in range(GROUP_FIELDS))
 
-        def fetch(i):
-            at, slot = (first + i) * K + head, lax.rem(i, jnp.int32(DEPTH))
-            gpu.copy_gmem_to_smem(acc_ref.at[at], acc_smem.at[slot, pl.ds(0, split_rows)], full.at[slot])
-            gpu.copy_gmem_to_smem(stats_ref.at[at], stats_smem.at[slot], full.at[slot])
+            def fetch(i):
+                at, slot = (first + i) * K + head, lax.rem(i, jnp.int32(DEPTH))
+                gpu.copy_gmem_to_smem(acc_ref.at[at], acc_smem.at[slot, pl.ds(0, split_rows)], full.at[slot])
+                gpu.copy_gmem_to_smem(stats_ref.at[at], stats_smem.at[slot], full.at[slot])
 
-        def fold(i, state):
-            slot = lax.rem(i, jnp.int32(DEPTH))
-            gpu.barrier_wait(full.at[slot])
-            acc = gpu.load(acc_smem.at[slot], layout=gpu.WGMMA, optimized=False)
-            maximum, total = (gpu.load(stats_smem.at[slot, j], layout=gpu.WGMMA_ROW) for j in range(2))
-            gpu.commit_smem()  # all have read the slot before it is filled again
-            pl.when(i + DEPTH < count)(lambda: fetch(i + DEPTH))
-            return softmax_state.join(state, (acc, maximum, total))
+            def fold(i, state):
+                slot = lax.rem(i, jnp.int32(DEPTH))
+                gpu.barrier_wait(full.at[slot])
+                acc = gpu.load(acc_smem.at[slot], layout=gpu.WGMMA, optimized=False)
+                maximum, total = (gpu.load(stats_smem.at[slot, j], layout=gpu.WGMMA_ROW) for j in range(2))
+                gpu.commit_smem()  # all have read the slot before it is filled again
+                pl.when(i + DEPTH < count)(lambda: fetch(i + DEPTH))
+                return softmax_state.join(state, (acc, maximum, total))
 
-        @pl.when(count > 0)
-        def _():
             for i in range(DEPTH):
                 pl.when(i < count)(lambda i=i: fetch(jnp.int32(i)))
             state = lax.fori_loop(0, count, fold, softmax_state.empty(H))
@@ -68,11 +69,14 @@ def combine(
             lax.fori_loop(0, cu_q_lens_ref[seq + 1] - token, store, None)
             gpu.wait_smem_to_gmem(0)
 
+        turns = work_ref[num_split_at] * K - lax.axis_index("cta") + (num_ctas - 1)
+        lax.fori_loop(0, lax.div(turns, jnp.int32(num_ctas)), join_group, None)
+
     ref = jax.new_ref(out)
     gpu.kernel(
         join_partial_results,
         out_type=(),
-        grid={"cta": num_groups * K},
+        grid={"cta": num_ctas},
         scratch_types=[
             gpu.SMEM((DEPTH, ROWS, H), jnp.float32),
             gpu.SMEM((DEPTH, 2, ROWS), jnp.float32),

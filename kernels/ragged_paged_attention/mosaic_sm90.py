@@ -33,7 +33,7 @@ from kernels import gpu
 from kernels.ragged_paged_attention import softmax_state
 from kernels.ragged_paged_attention.softmax_state import MASKED, spread
 from kernels.ragged_paged_attention.tiles import REGISTERS, REGISTERS_WINDOW_AND_CAP, ROWS
-from kernels.ragged_paged_attention.work_list import BLOCK, ITEM_FIELDS
+from kernels.ragged_paged_attention.work_list import BLOCK, ITEM_FIELDS, TAIL
 
 LOG2E = math.log2(math.e)
 
@@ -60,7 +60,7 @@ class Geometry:
 
     @property
     def copy_rows(self) -> int:
-        """Positions that one copy brings."""
+        """Positions that one copy brings, before a sequence's last ones."""
         return min(self.page_size, BLOCK)
 
     @property
@@ -74,13 +74,15 @@ class Item(NamedTuple):
 
     seq: Any
     head: Any  # KV head
-    slot: Any  # of its partial result; negative: it ends its rows
+    slot: Any  # of its first chunk's partial result; negative: it ends its rows
     token: Any  # row of q of its first query token
     num_tokens: Any  # its sequence's query tokens from there on
     position: Any  # of that first token
     kv_len: Any
     first_block: Any
     end_block: Any
+    first_chunk: Any  # of those that it leaves partial results of, if it does
+    end_chunk: Any
 
 
 class Refs(NamedTuple):
@@ -120,17 +122,19 @@ def _item(g: Geometry, refs: Refs, index) -> Item:
     """Loads an item and clips it to the true lengths."""
     entry = refs.work[g.order_at + index]
     unit, head = lax.div(entry, jnp.int32(g.num_kv_heads)), lax.rem(entry, jnp.int32(g.num_kv_heads))
-    seq, row, begin, slot = (refs.work[g.items_at + unit * ITEM_FIELDS + column] for column in range(ITEM_FIELDS))
+    seq, row, begin, chunks, slot = (refs.work[g.items_at + unit * ITEM_FIELDS + column] for column in range(ITEM_FIELDS))
     first_token, kv_len = refs.cu_q_lens[seq], refs.kv_lens[seq]
     q_len = refs.cu_q_lens[seq + 1] - first_token
     position = kv_len - q_len + row
     num_tokens = jnp.maximum(q_len - row, 0)
     end = _blocks(position + jnp.minimum(num_tokens, g.tokens * g.consumers))
-    end = jnp.where(slot >= 0, jnp.minimum(end, begin + g.chunk_blocks), end)
+    end = jnp.where(slot >= 0, jnp.minimum(end, begin + chunks * g.chunk_blocks), end)
+    first_chunk = lax.div(begin, jnp.int32(g.chunk_blocks))
     if g.sliding_window is not None:
         begin = jnp.maximum(begin, lax.div(jnp.maximum(position - g.sliding_window + 1, 0), jnp.int32(BLOCK)))
     end = jnp.where(num_tokens > 0, jnp.maximum(end, begin), begin)
-    return Item(seq, head, slot, first_token + row, num_tokens, position, kv_len, begin, end)
+    token = first_token + row
+    return Item(seq, head, slot, token, num_tokens, position, kv_len, begin, end, first_chunk, first_chunk + chunks)
 
 
 def _blocks(positions):
@@ -160,18 +164,11 @@ def _produce(g: Geometry, refs: Refs, smem: Scratch) -> None:
 
             gpu.barrier_wait(smem.kv_empty.at[slot])
             for row in range(0, BLOCK, g.copy_rows):
-                position = block * BLOCK + row
-                page = lax.div(position, jnp.int32(g.page_size))
-                if g.page_size < BLOCK:  # else a page with a block that some row sees
-                    page = _nearest_seen_page(g, item, page)
-                page_id = refs.page_table[item.seq, page]
-                offset = lax.rem(position, jnp.int32(g.page_size)) if g.page_size > BLOCK else 0
-                for k_or_v in range(2):
-                    gpu.copy_gmem_to_smem(
-                        refs.kv_pages.at[page_id, k_or_v, item.head, pl.ds(offset, g.copy_rows)],
-                        smem.kv.at[slot, k_or_v, pl.ds(row, g.copy_rows)],
-                        smem.kv_full.at[slot],
-                    )
+                left = lax.div(item.kv_len - block * BLOCK - row + (TAIL - 1), jnp.int32(TAIL))  # to the sequence's end
+                least = 0 if row else 1  # a block that is read begins before the end
+                sizes = range(least * TAIL, g.copy_rows + 1, TAIL)
+                copies = [functools.partial(_load_rows, g, refs, smem, item, block, slot, row, size) for size in sizes]
+                lax.switch(jnp.clip(left, least, g.copy_rows // TAIL) - least, copies)
             return count + 1
 
         return lax.fori_loop(item.first_block, item.end_block, load_block, count)
@@ -191,12 +188,27 @@ def _load_tokens(g: Geometry, refs: Refs, smem: Scratch, item: Item, t, _) -> No
         gpu.copy_gmem_to_smem(heads, smem.q_loaded.at[consumer, pl.ds(t * g.group, g.group)], smem.q_full)
 
 
-def _nearest_seen_page(g: Geometry, item: Item, page):
-    """Pages that no query of the tile sees may be gone: the nearest one that is seen is loaded instead, to be masked."""
-    if g.sliding_window is not None:
+def _load_rows(g: Geometry, refs: Refs, smem: Scratch, item: Item, block, slot, row: int, num_rows: int) -> None:
+    """The keys and values of the `num_rows` positions that begin at row `row` of the block. They are of one page. Rows past the
+    sequence's end keep what was there: the keys' logits are masked, the values are zeroed by _clean_tail."""
+    if not num_rows:
+        gpu.barrier_arrive(smem.kv_full.at[slot])
+        gpu.barrier_arrive(smem.kv_full.at[slot])
+        return
+    position = block * BLOCK + row
+    page = lax.div(position, jnp.int32(g.page_size))
+    if g.page_size < BLOCK and g.sliding_window is not None:
+        # A page before all that the tile sees may be gone: the first one that is seen is loaded instead, to be masked.
         first_seen = jnp.maximum(item.position - g.sliding_window + 1, 0)
         page = jnp.maximum(page, lax.div(first_seen, jnp.int32(g.page_size)))
-    return jnp.minimum(page, lax.div(item.kv_len - 1, jnp.int32(g.page_size)))
+    page_id = refs.page_table[item.seq, page]
+    offset = lax.rem(position, jnp.int32(g.page_size)) if g.page_size > BLOCK else 0
+    for k_or_v in range(2):
+        gpu.copy_gmem_to_smem(
+            refs.kv_pages.at[page_id, k_or_v, item.head, pl.ds(offset, num_rows)],
+            smem.kv.at[slot, k_or_v, pl.ds(row, num_rows)],
+            smem.kv_full.at[slot],
+        )
 
 
 # -- the consumers
@@ -217,7 +229,7 @@ def _consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:
         tokens = jnp.clip(item.num_tokens - first_token, 0, g.tokens)
         end = jnp.where(tokens > 0, _blocks(position + tokens), item.first_block)
         end = jnp.clip(end, item.first_block, item.end_block)  # past it come blocks that only the other consumer sees
-        state, count = _walk(g, smem, me, item, position, end, count)
+        state, count = _walk(g, refs, smem, me, index, item, position, end, count)
         item = _item(g, refs, index)  # again, rather than kept in registers, of which the walk has none to spare
         if g.consumers > 1:
             count = lax.fori_loop(end, item.end_block, functools.partial(_pass_by, g, smem, me, item), count)
@@ -232,12 +244,6 @@ def _consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:
         @pl.when(jnp.logical_and(item.slot < 0, tokens > 0))
         def _():
             _store_rows(g, refs, smem, me, item, item.token + first_token, tokens, state)
-
-        if g.split_rows:
-
-            @pl.when(jnp.logical_and(item.slot >= 0, me == 0))
-            def _():
-                _store_partial(g, refs, smem, item, state)
 
         return count
 
@@ -257,8 +263,9 @@ def _take_turn(smem: Scratch) -> None:
     gpu.barrier_wait(smem.turn)
 
 
-def _walk(g: Geometry, smem: Scratch, me, item: Item, position, end, count):
-    """The state of the tile's rows after the item's blocks up to `end`, a chunk at a time."""
+def _walk(g: Geometry, refs: Refs, smem: Scratch, me, index, item: Item, position, end, count):
+    """The state of the tile's rows after the item's blocks up to `end`, a chunk at a time. Of a split sequence each chunk's own
+    state is stored too, also where a chunk was planned and there is no KV: its partial result will be asked for."""
     head_dim = smem.q.shape[-1]
     fold = functools.partial(_fold_block, g, smem, me, item, position)
 
@@ -268,11 +275,21 @@ def _walk(g: Geometry, smem: Scratch, me, item: Item, position, end, count):
         if g.sliding_window is not None:  # else an item begins with a chunk
             begin = jnp.maximum(begin, item.first_block)
         state, count = lax.fori_loop(begin, stop, fold, (softmax_state.empty(head_dim), count))
+        if g.split_rows:
+
+            @pl.when(jnp.logical_and(item.slot >= 0, me == 0))
+            def _():
+                here = _item(g, refs, index)  # again, rather than kept in registers
+                _store_partial(g, refs, smem, here.head, here.slot + c - here.first_chunk, state)
+
         return softmax_state.join(joined, state), count
 
-    chunks = lax.div(end + (g.chunk_blocks - 1), jnp.int32(g.chunk_blocks))
+    end_chunk = lax.div(end + (g.chunk_blocks - 1), jnp.int32(g.chunk_blocks))
     first_chunk = lax.div(item.first_block, jnp.int32(g.chunk_blocks))
-    return lax.fori_loop(first_chunk, chunks, chunk, (softmax_state.empty(head_dim), count))
+    if g.split_rows:
+        first_chunk = jnp.where(item.slot >= 0, item.first_chunk, first_chunk)
+        end_chunk = jnp.where(item.slot >= 0, item.end_chunk, end_chunk)
+    return lax.fori_loop(first_chunk, end_chunk, chunk, (softmax_state.empty(head_dim), count))
 
 
 def _fold_block(g: Geometry, smem: Scratch, me, item: Item, position, block, carry):
@@ -391,12 +408,12 @@ def _store_rows(g: Geometry, refs: Refs, smem: Scratch, me, item: Item, token, t
     lax.fori_loop(0, tokens, store, None)
 
 
-def _store_partial(g: Geometry, refs: Refs, smem: Scratch, item: Item, state) -> None:
-    """Writes the state of a split sequence's rows for mosaic_combine."""
+def _store_partial(g: Geometry, refs: Refs, smem: Scratch, head, slot, state) -> None:
+    """Writes the state of a split sequence's rows after a chunk, for mosaic_combine."""
     gpu.wait_smem_to_gmem(0)
     smem.acc[...], smem.maximum[...], smem.total[...] = state
     gpu.commit_smem()
-    slot = item.slot * g.num_kv_heads + item.head
+    slot = slot * g.num_kv_heads + head
     gpu.copy_smem_to_gmem(smem.acc.at[pl.ds(0, g.split_rows)], refs.partial_acc.at[slot])
     gpu.copy_smem_to_gmem(smem.maximum, refs.partial_stats.at[slot, 0])
     gpu.copy_smem_to_gmem(smem.total, refs.partial_stats.at[slot, 1])

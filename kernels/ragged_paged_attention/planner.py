@@ -166,8 +166,9 @@ def attend(
         *partial,
         work.packed,
         cu_q_lens,
+        num_split_at=at["num_split"],
         groups_at=at["groups"],
-        num_groups=shape.num_groups,
+        num_ctas=min(shape.num_ctas, shape.num_groups * K),
         num_kv_heads=K,
     )
 

@@ -3,10 +3,11 @@
 Owns the cutting of a ragged batch into items, their balance over CTAs, and the fixed-size int32 array in which they reach the
 device. Pure numpy; does not know how an item is computed, only what it costs.
 
-An item is one query tile of one sequence and one KV head. A short query (at most `split_q_len` tokens) whose KV is long is cut
-at every `chunk` positions from position 0 into items whose partial results are joined afterwards; any other tile walks all of its
-KV, starting its softmax afresh at the same boundaries and joining in the same order with the same arithmetic. So where a
-sequence is cut changes which CTA reads its pages and no bit of its result, and the planner may decide it by the load.
+An item is one query tile of one sequence and one KV head. Every tile starts its softmax afresh at each multiple of `chunk`
+positions and joins the chunks' results in order. A short query (at most `split_q_len` tokens) whose KV is long is cut at some of
+these boundaries into items of whole chunks, each of which leaves a partial result a chunk; these are joined afterwards, in the
+same order with the same arithmetic. So where a sequence is cut changes which CTA reads its pages and no bit of its result, and
+the planner may decide it by the load.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from typing import Any
 
 import numpy as np
 
-ITEM_FIELDS = 4  # sequence, first query token of the tile, first position / BLOCK, partial slot (-1: the item ends the row)
+# Of an item: sequence, first query token of the tile, first position / BLOCK, chunks if it is part of a split sequence, and the
+# first of as many partial slots (-1: the item is all of its tile's KV, and ends the rows).
+ITEM_FIELDS = 5
 GROUP_FIELDS = 3  # sequence, first partial slot, number of slots
 BLOCK = 64  # KV positions: the unit of `chunk`, of item starts and of cost
+TAIL = 16  # positions: what is read of a sequence's last block is rounded up to these
 ITEM_COST = 2  # blocks' worth of time that an item takes beside its blocks: query load, store, the ring running dry
-SPLIT_SHARE = 8  # a sequence is split where it would take more than 1 / SPLIT_SHARE of a CTA's share of the step
+SPLIT_SHARE = 4  # a sequence is split where it would take more than 1 / SPLIT_SHARE of a CTA's share of the step
+MAX_RUN = 8  # chunks of an item of a split sequence: past that, what an item costs beside its blocks is small
 LARGE_SHARE = 12  # items of more than 1 / LARGE_SHARE of a CTA's share are placed one by one
 POUR_RANGE = 4
 FEW_CHUNKS = 8
@@ -88,7 +93,8 @@ class WorkShape:
             "items": (self.num_items, ITEM_FIELDS),
             "order": (self.num_items * self.num_kv_heads,),  # item * K + KV head, CTA by CTA, longest first
             "cta_start": (self.num_ctas + 1,),  # CTA c runs order[cta_start[c] : cta_start[c + 1]]
-            "groups": (max(1, self.num_groups), GROUP_FIELDS),  # split sequences, those of no slots last
+            "num_split": (1,),  # sequences that are split
+            "groups": (max(1, self.num_groups), GROUP_FIELDS),  # of each of them
         }
         fields, offset = {}, 0
         for name, shape in shapes.items():
@@ -127,11 +133,13 @@ def plan(
     packed = np.zeros(shape.size, np.int32) if out is None else out
     parts = shape.unpack(packed)
     least = kv_lens if least_kv_lens is None else np.asarray(least_kv_lens, np.int64)
-    seq, row, begin, slot, cost = _cut(shape, q_lens, kv_lens, least, parts["groups"])
+    columns, cost, groups = _cut(shape, q_lens, kv_lens, least)
+    parts["num_split"][0] = len(groups)
+    parts["groups"][: len(groups)] = groups
     by_cost = (-cost).argsort(kind="stable")
     cost = cost[by_cost]
-    items = parts["items"][: len(seq)]
-    for column, values in enumerate((seq, row, begin, slot)):
+    items = parts["items"][: len(cost)]
+    for column, values in enumerate(columns):
         items[:, column] = values[by_cost]
     order, parts["cta_start"][:] = _balance(cost.repeat(shape.num_kv_heads), shape.num_ctas)
     parts["order"][: len(order)] = order
@@ -140,22 +148,35 @@ def plan(
 
 def loads(shape: WorkShape, packed: np.ndarray, q_lens: np.ndarray, kv_lens: np.ndarray) -> np.ndarray:  # i64[num_ctas]
     """What each CTA of a planned step has to do, in blocks (of BLOCK positions) that it reads and ITEM_COST an item."""
+    begin, stop, _ = _planned_extents(shape, packed, q_lens, kv_lens)
+    cta = np.repeat(np.arange(shape.num_ctas), np.diff(shape.unpack(packed)["cta_start"]))
+    return np.bincount(cta, stop - begin + ITEM_COST, minlength=shape.num_ctas).astype(np.int64)
+
+
+def positions_read(shape: WorkShape, packed: np.ndarray, q_lens: np.ndarray, kv_lens: np.ndarray) -> int:
+    """KV positions that a planned step loads, each counted once an item and KV head that reads it."""
+    begin, stop, seq = _planned_extents(shape, packed, q_lens, kv_lens)
+    end = np.minimum(stop * BLOCK, -(-np.asarray(kv_lens)[seq] // TAIL) * TAIL)
+    return int(np.maximum(end - begin * BLOCK, 0).sum())
+
+
+def _planned_extents(shape: WorkShape, packed, q_lens, kv_lens):
+    """(begin, stop, seq) of every item of every KV head, CTA by CTA: the blocks that it reads, and its sequence; i64[n] each."""
     parts = shape.unpack(packed)
     order = parts["order"][: parts["cta_start"][-1]]
-    seq, row, begin, slot = parts["items"][order // shape.num_kv_heads].astype(np.int64).T
-    cost = blocks_read(shape, seq, row, begin, slot >= 0, np.asarray(q_lens), np.asarray(kv_lens)) + ITEM_COST
-    cta = np.repeat(np.arange(shape.num_ctas), np.diff(parts["cta_start"]))
-    return np.bincount(cta, cost, minlength=shape.num_ctas).astype(np.int64)
+    seq, row, begin, chunks, _ = parts["items"][order // shape.num_kv_heads].astype(np.int64).T
+    return *_extents(shape, seq, row, begin, chunks, np.asarray(q_lens), np.asarray(kv_lens)), seq
 
 
-def blocks_read(shape: WorkShape, seq, row, begin, is_split, q_lens, kv_lens) -> np.ndarray:  # i64[n]
-    """KV blocks that items read: from `begin`, or the sliding window's start, to what the tile's last row sees."""
+def _extents(shape: WorkShape, seq, row, begin, chunks, q_lens, kv_lens) -> tuple[np.ndarray, np.ndarray]:  # i64[n] each
+    """(begin, stop) of the blocks that items read: from `begin`, or the sliding window's start, to what the tile's last row sees
+    or, of a split sequence, `chunks` on."""
     q_len, kv_len = q_lens[seq], kv_lens[seq]
     stop = -(-(kv_len - q_len + np.minimum(q_len, row + shape.tile_tokens)) // BLOCK)
-    stop = np.where(is_split, np.minimum(stop, begin + shape.chunk // BLOCK), stop)
+    stop = np.where(chunks > 0, np.minimum(stop, begin + chunks * (shape.chunk // BLOCK)), stop)
     if shape.sliding_window is not None:
         begin = np.maximum(begin, (kv_len - q_len + row - shape.sliding_window + 1) // BLOCK)
-    return np.maximum(stop - begin, 0)
+    return begin, np.maximum(stop, begin)
 
 
 def _check(shape: WorkShape, q_lens: np.ndarray, kv_lens: np.ndarray) -> None:
@@ -177,64 +198,76 @@ def _check(shape: WorkShape, q_lens: np.ndarray, kv_lens: np.ndarray) -> None:
         )
 
 
-def _cut(shape: WorkShape, q_lens, kv_lens, least_kv_lens, groups):
-    """The items, heads aside: (seq, row, begin in blocks, slot, cost in blocks), i64[n] each. Fills groups."""
+def _cut(shape: WorkShape, q_lens, kv_lens, least_kv_lens):
+    """The items, heads aside: ((seq, row, begin in blocks, chunks, slot), cost in blocks), i64[n] each, and the groups."""
     chunk = shape.chunk // BLOCK
     blocks = -(-kv_lens // BLOCK)
     first = np.zeros_like(blocks)  # first chunk that a query of the sequence may see
     if shape.sliding_window is not None:
         first = np.maximum(least_kv_lens - q_lens - shape.sliding_window + 1, 0) // shape.chunk
     num_chunks = np.maximum(-(-blocks // chunk) - first, 1)
-    tiles = -(-q_lens // shape.tile_tokens)
-    split = _choose_split(shape, q_lens, blocks - first * chunk, num_chunks, tiles)
-
-    count = np.where(split, num_chunks, tiles)
+    count = -(-q_lens // shape.tile_tokens)
+    split, run = _choose_split(shape, q_lens, blocks - first * chunk, num_chunks, count)
+    chosen = split.nonzero()[0]
+    sizes = num_chunks[chosen]
+    groups = np.stack((chosen, sizes.cumsum() - sizes, sizes), axis=1)
+    if len(chosen):  # into runs of `run` chunks; of the last one to two of these each item is half of what is left
+        slots = np.zeros_like(blocks)
+        slots[chosen] = groups[:, 1]
+        whole_runs = np.maximum(num_chunks // run - 1, 0)
+        rest = np.where(split, num_chunks - whole_runs * run, 0)
+        count = np.where(split, whole_runs + np.frexp(rest)[1], count)
     end = count.cumsum()
     seq = np.arange(len(q_lens)).repeat(count)
-    j = np.arange(len(seq)) - (end - count)[seq]  # chunk or tile number within the sequence
-    is_split = split[seq]
-    row = np.where(is_split, 0, j * shape.tile_tokens)
-    begin = (first[seq] + j * is_split) * chunk
-
-    cost = blocks_read(shape, seq, row, begin, is_split, q_lens, kv_lens) + ITEM_COST
-    chosen = split.nonzero()[0]
-    groups[len(chosen) :, 2] = 0
-    if not len(chosen):
-        return seq, row, begin, np.full_like(seq, -1), cost
-    sizes = num_chunks[chosen]
-    base = np.zeros_like(blocks)
-    base[chosen] = sizes.cumsum() - sizes
-    for column, values in enumerate((chosen, base[chosen], sizes)):
-        groups[: len(chosen), column] = values
-    return seq, row, begin, np.where(is_split, base[seq] + j, -1), cost
+    j = np.arange(len(seq)) - (end - count)[seq]  # run or tile number within the sequence
+    row, begin, chunks, slot = j * shape.tile_tokens, first[seq] * chunk, np.zeros_like(seq), np.full_like(seq, -1)
+    if len(chosen):
+        at = split[seq].nonzero()[0]
+        of, j = seq[at], j[at]
+        half = j - whole_runs[of]
+        left = rest[of] >> np.maximum(half, 0)  # chunks, before this item
+        chunks[at] = np.where(half < 0, run, left - (left >> 1))
+        start = np.where(half < 0, j * run, num_chunks[of] - left)  # in chunks, from the sequence's first
+        row[at], slot[at] = 0, slots[of] + start
+        begin[at] += start * chunk
+    return (seq, row, begin, chunks, slot), _cost(shape, seq, row, begin, chunks, q_lens, kv_lens), groups
 
 
-def _choose_split(shape: WorkShape, q_lens, blocks, num_chunks, tiles) -> np.ndarray:  # bool[n]
-    """The sequences to split: short queries whose KV would be too large a part of a CTA's share, longest first while slots last."""
+def _choose_split(shape: WorkShape, q_lens, blocks, num_chunks, tiles) -> tuple[np.ndarray, int]:  # (bool[n], chunks)
+    """The sequences to split, and most chunks of an item of theirs: short queries whose KV would be too large a part of a CTA's
+    share, longest first while slots last."""
     share = int(((blocks + ITEM_COST) * tiles).sum()) * shape.num_kv_heads / shape.num_ctas
     split = (blocks > share / SPLIT_SHARE) & (num_chunks > 1) & (q_lens > 0) & (q_lens <= shape.split_q_len)
     longest = split.nonzero()[0]
     if len(longest):
         longest = longest[(-blocks[longest]).argsort(kind="stable")]
         split[longest[num_chunks[longest].cumsum() > shape.num_slots]] = False
-    return split
+    return split, min(max(int(share / (SPLIT_SHARE * (shape.chunk // BLOCK))), 1), MAX_RUN)
+
+
+def _cost(shape: WorkShape, *item) -> np.ndarray:  # i64[n]
+    begin, stop = _extents(shape, *item)
+    return stop - begin + ITEM_COST
 
 
 def _balance(cost: np.ndarray, num_ctas: int) -> tuple[np.ndarray, np.ndarray]:  # (order i64[n], cta_start i64[num_ctas + 1])
     """Which items each CTA runs, longest first; cost i64[n] falls.
 
-    Large items go in rounds, the largest of a round to the CTA with the least load (Graham's longest-processing-time rule, a
-    round at a time). What remains is small beside a CTA's share and is poured, sizes within a factor of POUR_RANGE at a time, into
-    the room below the level at which all CTAs would end alike.
+    Large items go by Graham's longest-processing-time rule, the largest that is left to the CTA with the least load, in rounds of
+    as many as go to different CTAs. What remains is small beside a CTA's share and is poured, sizes within a factor of POUR_RANGE
+    at a time, into the room below the level at which all CTAs would end alike.
     """
     n, rising = len(cost), cost[::-1]
     load = np.zeros(num_ctas)
     runs = []  # (first item, one past the last, their CTAs, or where each CTA's part ends)
     at = n - int(rising.searchsorted(cost.sum() / (LARGE_SHARE * num_ctas), "right"))
-    for i in range(0, at, num_ctas):
-        to = load.argsort(kind="stable")[: min(num_ctas, at - i)]
+    i = 0
+    while i < at:
+        to = load.argsort(kind="stable")
+        to = to[: min(int(load[to].searchsorted(load[to[0]] + cost[i], "right")), at - i)]
         load[to] += cost[i : i + len(to)]
         runs.append((i, i + len(to), to, None))
+        i += len(to)
     while at < n:
         end = n - int(rising[: n - at].searchsorted(cost[at] / POUR_RANGE, "right"))
         part = cost[at:end]

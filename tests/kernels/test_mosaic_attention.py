@@ -5,6 +5,7 @@ that warpgroups ask for.
 """
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from kernels import gpu
-from kernels.ragged_paged_attention import ragged_paged_attention, resolve_backend, work_list
+from kernels.ragged_paged_attention import mosaic_sm90, ragged_paged_attention, resolve_backend, work_list
 from kernels.ragged_paged_attention.cases import INTERPRETED, TOLERANCE, Batch, Case, Heads, build
 from kernels.ragged_paged_attention.planner import Planner
 from kernels.ragged_paged_attention.tiles import Tiles, choose_tiles
@@ -121,6 +122,51 @@ def test_bits_depend_on_the_sequence_alone(monkeypatch):
     unsplit = one_cta.plan(q_lens, batch.kv_lens)
     assert (one_cta.shape.unpack(unsplit)["groups"][:, 2] == 0).all()
     assert attention(one_cta, BITS)(batch.arrays, unsplit)[:n].tobytes() == whole[:n].tobytes()
+
+
+RUNS = Case("runs", ((1, 600), (1, 330), (1, 200)), Heads(2, 1, 64), 64, "bfloat16", max_q_len=1)
+
+
+@pytest.mark.parametrize("case", [RUNS, dataclasses.replace(RUNS, sliding_window=200)], ids=["all", "window"])
+def test_items_of_several_chunks(monkeypatch, case):
+    """Planned longer than true too: then some chunks of an item have no KV, its last or, where a window moves on, its first."""
+    batch = build(case)
+    planner = planner_of(case, batch, num_ctas=2)
+    run, q_lens, true = attention(planner, case), np.diff(batch.cu_q_lens), np.asarray(batch.kv_lens)
+    longer = np.where(q_lens > 0, np.minimum(true + 130, planner.shape.max_kv_len), 0)
+    outs = []
+    for kv_lens, least in ((true, None), (longer, true), (longer, np.maximum(true - 130, q_lens))):
+        packed = planner.plan(q_lens, kv_lens, least_kv_lens=least)
+        parts = planner.shape.unpack(packed)
+        assert parts["items"][:, 3].max() > 1  # chunks
+        assert parts["num_split"] == 3  # on two CTAs
+        outs.append(run(batch.arrays, packed)[:3])
+    monkeypatch.setattr(work_list, "SPLIT_SHARE", 1e-6)
+    whole = planner.plan(q_lens, true)
+    assert not planner.shape.unpack(whole)["items"][:, 3].any()
+    outs.append(run(batch.arrays, whole)[:3])
+    assert len({out.tobytes() for out in outs}) == 1
+    np.testing.assert_allclose(outs[0].astype(np.float64), expected(case, batch), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.skipif(ON_DEVICE, reason="nothing is interpreted, where loads can be counted")
+@pytest.mark.parametrize("page_size", [16, 32, 128])
+def test_the_kernel_loads_what_the_plan_counts(monkeypatch, page_size):
+    rows, load_rows = [], mosaic_sm90._load_rows
+
+    def count_and_load(*args):
+        jax.debug.callback(lambda: rows.append(args[-1]))
+        load_rows(*args)
+
+    monkeypatch.setattr(mosaic_sm90, "_load_rows", count_and_load)
+    case = Case("tails", ((1, 150), (1, 63), (3, 66), (1, 128)), Heads(2, 1, 64), page_size, "bfloat16")
+    batch = build(case)
+    planner, q_lens = planner_of(case, batch), np.diff(batch.cu_q_lens)
+    packed = planner.plan(q_lens, batch.kv_lens)
+    attention(planner, case)(batch.arrays, packed)
+    jax.effects_barrier()
+    assert sum(rows) == 160 + 64 + 80 + 128
+    assert sum(rows) == work_list.positions_read(planner.shape, packed, q_lens, np.asarray(batch.kv_lens))
 
 
 def test_a_decode_row_equals_the_row_of_a_prefill_tile():

@@ -1,9 +1,11 @@
 """Work lists against a walk of the batch by hand: nothing left out, nothing twice, balanced, within their arrays."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from kernels.ragged_paged_attention.work_list import BLOCK, WorkShape, loads, plan
+from kernels.ragged_paged_attention.work_list import BLOCK, TAIL, WorkShape, loads, plan, positions_read
 
 HEADS = {"qwen3_0.6b": (8, 2), "qwen3_8b": (8, 4), "qwen3_32b": (8, 8), "qwen3_30b_a3b": (4, 8)}  # K, N / K
 SMS = 132
@@ -19,7 +21,7 @@ def walk(shape: WorkShape, packed: np.ndarray, q_lens, kv_lens) -> list[tuple[in
     order = parts["order"][: parts["cta_start"][-1]]
     done = []
     for unit, head in zip(order // shape.num_kv_heads, order % shape.num_kv_heads, strict=True):
-        seq, row, begin, slot = (int(x) for x in parts["items"][unit])
+        seq, row, begin, chunks, slot = (int(x) for x in parts["items"][unit])
         q_len, kv_len = int(q_lens[seq]), int(kv_lens[seq])
         for token in range(row, min(row + shape.tile_tokens, q_len)):
             seen = kv_len - q_len + token + 1
@@ -27,7 +29,7 @@ def walk(shape: WorkShape, packed: np.ndarray, q_lens, kv_lens) -> list[tuple[in
             if shape.sliding_window:
                 first = max(first, max(seen - shape.sliding_window, 0) // BLOCK)
             if slot >= 0:
-                end = min(end, begin + shape.chunk // BLOCK)
+                end = min(end, begin + chunks * (shape.chunk // BLOCK))
             done.append((seq, int(head), token, range(first, max(end, first))))
     return done
 
@@ -48,10 +50,14 @@ def check(shape: WorkShape, q_lens, kv_lens, packed: np.ndarray) -> None:
 
     parts = shape.unpack(packed)
     items = parts["items"][np.unique(parts["order"][: parts["cta_start"][-1]] // shape.num_kv_heads)]
-    slots = {int(slot): (int(seq), int(begin)) for seq, _, begin, slot in items if slot >= 0}
+    slots = {}  # of each chunk of a split sequence: (sequence, first block)
+    for seq, _, begin, chunks, slot in items[items[:, 4] >= 0]:
+        filled = {int(slot + c): (int(seq), int(begin + c * (shape.chunk // BLOCK))) for c in range(chunks)}
+        assert filled and not slots.keys() & filled
+        slots |= filled
     owned = {}
-    for seq, first, count in parts["groups"]:
-        assert count != 1
+    for seq, first, count in parts["groups"][: parts["num_split"][0]]:
+        assert count > 1
         begins = [slots[slot] for slot in range(first, first + count)]
         assert [s for s, _ in begins] == [seq] * count and sorted(begins) == begins
         owned |= dict.fromkeys(range(first, first + count), seq)
@@ -74,7 +80,7 @@ def test_every_query_meets_every_block_it_sees_once(window, split_q_len):
         q_lens, kv_lens = random_batch(rng, shape)
         packed = plan(shape, q_lens, kv_lens)
         check(shape, q_lens, kv_lens, packed)
-        splits += int((shape.unpack(packed)["groups"][:, 2] > 0).sum())
+        splits += int(shape.unpack(packed)["num_split"][0])
     assert splits > 10 or window == 1
 
 
@@ -142,7 +148,11 @@ def step_of(rng, prompt, output, *, num_decodes: int, budget: int) -> tuple[np.n
     return np.array(q_lens), np.array(kv_lens)
 
 
-TRACES = {"sharegpt": ((1730, 5696), (415, 834)), "arxiv": ((7059, 12985), (208, 371))}
+TRACES = {  # (median, 90th percentile) of prompts and of outputs
+    "azure_conv": ((1020, 2735), (129, 424)),
+    "sharegpt": ((1730, 5696), (415, 834)),
+    "arxiv": ((7059, 12985), (208, 371)),
+}
 
 
 @pytest.mark.parametrize("model", HEADS)
@@ -150,7 +160,7 @@ TRACES = {"sharegpt": ((1730, 5696), (415, 834)), "arxiv": ((7059, 12985), (208,
 @pytest.mark.parametrize("budget", [0, 2048], ids=["decode", "mixed"])
 def test_steps_of_traces_are_balanced_and_read_little_more_than_they_must(trace, model, budget):
     rng = np.random.default_rng(3)
-    K, G = HEADS[model]
+    (K, G), max_kv_len = HEADS[model], 40_960
     for num_decodes in (32, 64, 128, 256):
         q_lens, kv_lens = step_of(rng, *TRACES[trace], num_decodes=num_decodes, budget=budget)
         tile_tokens = 128 // G if budget else 1
@@ -159,31 +169,35 @@ def test_steps_of_traces_are_balanced_and_read_little_more_than_they_must(trace,
             len(q_lens),
             max_q_len=int(q_lens.max()),
             K=K,
-            max_kv_len=40_960,
+            max_kv_len=max_kv_len,
             num_ctas=SMS,
             tile_tokens=tile_tokens,
             chunk=512,
         )
         packed = plan(shape, q_lens, kv_lens)
         load = loads(shape, packed, q_lens, kv_lens)
-        assert load.max() <= 1.1 * load.mean(), num_decodes
-        # What a page of BLOCK positions makes of it: every page of a decode once a KV head, whatever was split.
-        parts = shape.unpack(packed)
-        order = parts["order"][: parts["cta_start"][-1]]
-        read = sum(len(b) for s, _, _, b in walk(shape, packed, q_lens, kv_lens) if s < num_decodes)
-        assert read == K * (-(-kv_lens[:num_decodes] // BLOCK)).sum()
-        assert read * BLOCK <= 1.02 * K * kv_lens[:num_decodes].sum()
-        assert len(np.unique(order)) == len(order)
+        # A chunk is all that can be moved: an SM with few of them has more or less than its share.
+        chunks_an_sm = load.mean() / (shape.chunk / BLOCK)
+        assert load.max() <= (1.1 if chunks_an_sm >= 4 else 1.4) * load.mean(), num_decodes
+        # Splitting, an item's cost each time, adds little to the longest time.
+        whole = dataclasses.replace(shape, chunk=max_kv_len)
+        uncut = loads(whole, plan(whole, q_lens, kv_lens), q_lens, kv_lens).mean()
+        assert load.max() <= (1.15 if chunks_an_sm >= 16 else 1.5) * uncut, num_decodes
+        # Of a decode every position once a KV head, whatever was split, and less than TAIL past its end.
+        decodes = plan(shape, q_lens[:num_decodes], kv_lens[:num_decodes])
+        read = positions_read(shape, decodes, q_lens[:num_decodes], kv_lens[:num_decodes])
+        assert read == K * (-(-kv_lens[:num_decodes] // TAIL) * TAIL).sum()
+        assert read <= 1.02 * K * kv_lens[:num_decodes].sum()
 
 
-@pytest.mark.parametrize("max_kv_len", [4096, 8192, 40_960])
-def test_decodes_of_the_longest_kv_are_balanced(max_kv_len):
-    """Just more sequences than CTAs / K. With a max_kv_len of up to 4 chunks the last ones can't be cut finely enough."""
+@pytest.mark.parametrize(("max_kv_len", "limit"), [(4096, 1.11), (8192, 1.1), (40_960, 1.1)])
+def test_decodes_of_the_longest_kv_are_balanced(max_kv_len, limit):
+    """Just more sequences than CTAs / K. With a max_kv_len of up to 4 chunks they can't be cut finely enough, nor with 8 quite."""
     shape = shape_of(32, 32, max_q_len=1, K=8, max_kv_len=max_kv_len, num_ctas=SMS, tile_tokens=1, chunk=512)
     for num_decodes in range(16, 33):
         q_lens, kv_lens = np.ones(num_decodes, int), np.full(num_decodes, max_kv_len)
         load = loads(shape, plan(shape, q_lens, kv_lens), q_lens, kv_lens)
-        assert load.max() <= 1.1 * load.mean(), num_decodes
+        assert load.max() <= limit * load.mean(), num_decodes
 
 
 @pytest.mark.parametrize(("q_lens", "kv_lens"), [([2048], [2048]), ([1100, 900], [1100, 900]), ([2048], [9000])])

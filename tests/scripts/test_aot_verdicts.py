@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxserve import EngineConfig
-from scripts.aot_step import AbstractStep, read_config
+from scripts.aot_step import AbstractStep, read_config, split_fraction
 from scripts.aot_verdicts import StepDemands, body_faults, head_faults, kernel_faults, update_faults
 from scripts.compiled_report import CompiledReport, Instruction, Kernel, Thunk
 from scripts.sm90_compile import target_of
@@ -104,6 +104,14 @@ def test_pages_are_those_that_the_engine_would_take(model):
     assert fit.num_pages == wanted.cache.num_pages and fit.faults == []
     sizes = {"tiny-qwen3": 4_197_120 * 4, "qwen3-0.6b": 596_049_920 * 2, "qwen3-8b": 8_190_735_360 * 2}  # parameters x bytes
     assert fit.weights == sizes[model]
+
+
+def test_a_model_may_name_its_own_share_of_the_memory():
+    assert split_fraction("qwen3-8b", 0.75) == ("qwen3-8b", 0.75)
+    assert split_fraction("a@b/qwen3@0.92", 0.75) == ("a@b/qwen3", 0.92)
+    for wrong in ("qwen3@1.5", "qwen3@0", "qwen3@much"):
+        with pytest.raises(ValueError, match="memory_fraction=|could not convert"):
+            split_fraction(wrong, 0.75)
 
 
 def test_what_does_not_fit_is_said():

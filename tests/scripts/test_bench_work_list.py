@@ -1,0 +1,26 @@
+"""scripts.bench_work_list plans the steps of a trace, and its numbers fit each other."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_steps_of_a_trace(tmp_path):
+    trace = tmp_path / "trace.csv"
+    rows = "".join(f"{600 + 97 * i},{30 + i}\n" for i in range(9))
+    trace.write_text("num_prefill_tokens,num_decode_tokens\n" + rows + "99999,5\n")  # the last is longer than max_kv_len
+    flags = [f"--trace={trace}", "--num_running=3,4", "--stride=1", "--max_kv_len=4096", "--json"]
+    command = [sys.executable, "-m", "scripts.bench_work_list", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)["results"]
+    assert [r["num_running"] for r in results] == [3, 4]
+    for r in results:
+        assert r["num_steps"] >= 30
+        for which in ("median", "max"):
+            assert 1 <= r["max_over_mean"][which] <= r["max_over_uncut"][which]
+        assert 1 <= r["kv_read"] <= 1 + 15 / 600
+        assert r["steps_over_1.1"] > 0.9  # a few sequences of one to three chunks leave most SMs idle
