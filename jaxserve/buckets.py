@@ -189,6 +189,11 @@ class BucketPlan:
             data = json.loads(text)
         except json.JSONDecodeError as e:
             raise ValueError(f"bucket plan: not JSON: {e}") from None
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> BucketPlan:
+        """The plan of what `to_json` writes, parsed. ValueError names what is wrong with it."""
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise ValueError(
                 f"bucket plan: 'format' must be {_FORMAT!r}, got {data.get('format') if isinstance(data, dict) else data!r}"

@@ -64,9 +64,10 @@ def _power_of_two(page_size: int) -> None:
 def _read_plan(plan: Any) -> BucketPlan | None:
     if plan is None or isinstance(plan, BucketPlan):
         return plan
-    _require(isinstance(plan, (str, os.PathLike)), f"bucket_plan={plan!r} must be a BucketPlan, the path of its JSON, or None")
+    ok = isinstance(plan, (str, os.PathLike, dict))
+    _require(ok, f"bucket_plan={plan!r} must be a BucketPlan, the path of its JSON, what that JSON holds, or None")
     try:
-        return BucketPlan.load(plan)
+        return BucketPlan.from_dict(plan) if isinstance(plan, dict) else BucketPlan.load(plan)
     except (OSError, ValueError) as error:
         raise ValueError(f"bucket_plan={str(plan)!r} cannot be used: {error}") from error
 
@@ -138,7 +139,7 @@ class EngineConfig:
       tbt_slo_ms, step_times: a dynamic budget: a step with decodes holds only as many prompt tokens as keep its predicted time
         within tbt_slo_ms milliseconds. step_times: the JSON of a profile of this machine (scripts.profile_steps).
       seed: seeds requests that bring none.
-      bucket_plan: a BucketPlan or the path of its JSON.
+      bucket_plan: a BucketPlan, the path of its JSON, or what that JSON holds.
       warm_up: "all" compiles every program of the plan at start, "first_use" each when it is first needed.
       async_scheduling: step n+1 is dispatched before step n's tokens are fetched.
       attention_backend: "auto" ("mosaic_sm90" on a Hopper GPU where it fits, else "xla"), "mosaic_sm90", "xla" or "reference".
@@ -168,7 +169,7 @@ class EngineConfig:
     tbt_slo_ms: float | None = None
     step_times: str | Path | None = None
     seed: int = 0
-    bucket_plan: BucketPlan | str | Path | None = None
+    bucket_plan: BucketPlan | str | Path | dict[str, Any] | None = None
     warm_up: str = "first_use"
     async_scheduling: bool = True
     attention_backend: str = "auto"

@@ -6,12 +6,13 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-from jaxserve.config import BACKENDS, DTYPES, MOE_BACKENDS, ORDERS, POLICIES, WARM_UPS
+from jaxserve.config import BACKENDS, DTYPES, MOE_BACKENDS, ORDERS, POLICIES, WARM_UPS, EngineConfig
 
 _NAMES: list[str] = []
 
@@ -25,6 +26,7 @@ def define_engine_flags(*, model: str | None = None) -> None:
     """Defines --model (required unless a default is given) and a flag for each engine option worth one at a shell."""
     logging.getLogger("jax").setLevel(logging.WARNING)  # below that it names every backend that this machine lacks
     flags.DEFINE_string("model", model, "A Hugging Face folder or id, or a GGUF file.", required=model is None)
+    flags.DEFINE_string("config", None, "A JSON file of engine options, such as scripts.autotune writes; flags given win over it.")
     _define(
         flags.DEFINE_enum,
         "dtype",
@@ -71,8 +73,21 @@ def define_engine_flags(*, model: str | None = None) -> None:
 
 
 def engine_options() -> dict[str, Any]:
-    """The options that the flags give, for `jaxserve.LLM(model, **options)`."""
-    return {name: flags.FLAGS[name].value for name in _NAMES}
+    """The options that the flags give, for `jaxserve.LLM(model, **options)`: a flag's own value, then --config's, then the flag's
+    default. ValueError if the file is not an object of engine options."""
+    options, path = {name: flags.FLAGS[name].value for name in _NAMES}, flags.FLAGS.config
+    if path is None:
+        return options
+    try:
+        chosen = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config={path} cannot be read: {error}") from None
+    known = {field.name for field in fields(EngineConfig)}
+    unknown = sorted(set(chosen) - known) if isinstance(chosen, dict) else [f"a {type(chosen).__name__}"]
+    if unknown:
+        listed = ", ".join(sorted(known))
+        raise ValueError(f"--config={path} must be a JSON object of engine options, found {', '.join(unknown)}; they are {listed}")
+    return options | {name: value for name, value in chosen.items() if name not in _NAMES or not flags.FLAGS[name].present}
 
 
 def versions() -> dict[str, Any]:

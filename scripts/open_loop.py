@@ -34,14 +34,15 @@ def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | 
     requests, n = workload.requests, len(workload.requests)
     prompts = workload.prompts(engine.config.model.vocab_size, seed)
     arrivals, first, last = np.array([r.arrived_at for r in requests]), np.full(n, np.nan), np.full(n, np.nan)
+    added: list[Any] = []
     gaps: list[float] = []
     steps: list[tuple[float, int, int]] = []
     engine.stats.padding = PaddingAccount()
     before = engine.scheduler.stats()
     num_sent = num_ended = 0
-    begin, cpu = time.perf_counter(), time.process_time()
+    begin, cpu = time.monotonic(), time.process_time()  # the clock of the engine's own metrics
     while num_ended < n:
-        now = time.perf_counter() - begin
+        now = time.monotonic() - begin
         while num_sent < n and arrivals[num_sent] <= now and num_sent - num_ended < (max_concurrency or n):
             request = requests[num_sent]
             if max_concurrency and num_sent >= max_concurrency:
@@ -49,15 +50,15 @@ def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | 
             params = SamplingParams(
                 temperature=workload.temperature, max_tokens=request.num_output_tokens, ignore_eos=True, detokenize=False
             )
-            engine.add_request(str(num_sent), prompts[num_sent], params, cache_salt=f"run {seed}")
+            added += engine.add_request(str(num_sent), prompts[num_sent], params, cache_salt=f"run {seed}")
             prompts[num_sent] = []
             num_sent += 1
         if not engine.has_unfinished_requests():
-            time.sleep(max(0.0, arrivals[num_sent] - (time.perf_counter() - begin)))
+            time.sleep(max(0.0, arrivals[num_sent] - (time.monotonic() - begin)))
             continue
         num_prefill = engine.stats.prefill_tokens
         outputs = engine.step()
-        now = time.perf_counter() - begin
+        now = time.monotonic() - begin
         for output in outputs:
             i = int(output.request.request_id)
             assert len(output.new_token_ids) == 1, "a request broke off"
@@ -72,7 +73,8 @@ def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | 
             progress.update(num_ended - progress.n)
     num_prompt, num_output = np.array([(r.num_prompt_tokens, r.num_output_tokens) for r in requests]).T
     counts = {**_counts(engine, before), "cpu_seconds": time.process_time() - cpu}  # of this process: the host, and a CPU device
-    times = ServedTimes(arrivals, first, last, num_prompt, num_output, np.array(gaps), np.ones(len(gaps), np.int64))
+    scheduled = np.array([request.metrics.first_scheduled_time for request in added]) - begin
+    times = ServedTimes(arrivals, first, last, num_prompt, num_output, np.array(gaps), np.ones(len(gaps), np.int64), scheduled)
     return ServedRun(times, np.array(steps), counts)
 
 

@@ -99,3 +99,32 @@ def budgets(rows: Sequence[Mapping[str, float]], objective_ms: float, path: str 
     axes[0][1].plot(x, [r["mean_ttft_ms"] for r in rows], marker="o")
     axes[0][1].set(xlabel="token budget", ylabel="mean TTFT (ms)", xscale="log", yscale="log")
     save(made, path)
+
+
+def capacities(rows: Sequence[Mapping[str, Any]], path: str | Path, title: str) -> None:
+    """Bars of capacity (mean, half_width) by objective (slo_ms), a colour a policy."""
+    made, axes = figure()
+    axis, objectives, policies = axes[0][0], sorted({r["slo_ms"] for r in rows}), list(dict.fromkeys(r["policy"] for r in rows))
+    width = 0.8 / len(policies)
+    for i, policy in enumerate(policies):
+        ours = sorted((r for r in rows if r["policy"] == policy), key=lambda r: r["slo_ms"])
+        at = np.arange(len(ours)) + (i - (len(policies) - 1) / 2) * width
+        axis.bar(at, [r["mean"] for r in ours], width, yerr=np.nan_to_num([r["half_width"] for r in ours]), label=policy, capsize=2)
+    axis.set(xticks=range(len(objectives)), xticklabels=[f"{ms:g} ms" for ms in objectives], title=title)
+    axis.set(xlabel="objective for the P99 time between tokens", ylabel="capacity (requests a second)")
+    axis.legend(fontsize=7)
+    save(made, path)
+
+
+def policies(results: Mapping[str, Mapping[str, Mapping[str, float]]], metrics: Sequence[str], path: str | Path) -> None:
+    """A panel a metric: bars by case, a colour a setting. results: {case: {setting: {metric: value}}}."""
+    made, axes = figure(1, len(metrics))
+    names = list(next(iter(results.values())))
+    for axis, metric in zip(axes[0], metrics, strict=True):
+        for i, name in enumerate(names):
+            at = np.arange(len(results)) + (i - (len(names) - 1) / 2) * 0.8 / len(names)
+            axis.bar(at, [found[name][metric] for found in results.values()], 0.8 / len(names), label=name)
+        axis.set(xticks=range(len(results)), xlabel="workload, most requests at a time", ylabel=metric, title=metric)
+        axis.set_xticklabels(list(results), rotation=20, fontsize=7)
+        axis.legend(fontsize=7)
+    save(made, path)

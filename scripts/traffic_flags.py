@@ -17,13 +17,16 @@ _BURSTINESS = flags.DEFINE_float("burstiness", 1.0, "Shape of the Gamma gaps bet
 _FROM_TRACE = flags.DEFINE_bool("arrivals_from_trace", False, "Requests arrive at the trace's own times.")
 
 
-def read_traffic(model: str, max_model_len: int | None, request_rate: float, seed: int) -> Workload:
-    """The workload of the flags, its requests `request_rate` a second (inf: all at once) or at the trace's own times.
+def read_traffic(
+    model: str, max_model_len: int | None, request_rate: float, seed: int, workload_seed: int | None = None
+) -> Workload:
+    """The workload of the flags, its requests `request_rate` a second (inf: all at once) or at the trace's own times. seed: of the
+    arrivals; workload_seed: of the requests, in the flag's place.
 
     Raises:
       ValueError: flags that contradict each other, a source that has no request to give, a rate that is not above 0.
     """
-    workload = read_workload(model, None)
+    workload = read_workload(model, None, workload_seed)
     if max_model_len is not None:
         workload, num_longer = fitting(workload, max_model_len)
         if num_longer:

@@ -42,8 +42,10 @@ _OWN = {  # flags and the workloads that heed them
 }
 
 
-def read_workload(model: str, max_model_len: int | None) -> Workload:
-    """The workload of the flags. model: whose tokenizer counts ShareGPT's texts. ValueError where flags and workload don't fit."""
+def read_workload(model: str, max_model_len: int | None, seed: int | None = None) -> Workload:
+    """The workload of the flags. model: whose tokenizer counts ShareGPT's texts. seed: in --workload_seed's place, for a series of
+    them. ValueError where flags and workload don't fit."""
+    seed = _SEED.value if seed is None else seed
     kind = _WORKLOAD.value
     for name, kinds in _OWN.items():
         if flags.FLAGS[name].present and kind not in kinds:
@@ -52,15 +54,15 @@ def read_workload(model: str, max_model_len: int | None) -> Workload:
     if kind in ("sharegpt", "trace") and not path:
         raise ValueError(f"--workload={kind} needs --dataset_path")
     if kind == "nano_vllm":
-        return nano_vllm(_NUM.value or 256, _SEED.value)
+        return nano_vllm(_NUM.value or 256, seed)
     if kind == "random":
-        return random_lengths(_NUM.value or 100, _INPUT.value, _OUTPUT.value, _RATIO.value, _SEED.value)
+        return random_lengths(_NUM.value or 100, _INPUT.value, _OUTPUT.value, _RATIO.value, seed)
     if kind == "sharegpt":
         from jaxserve.tokenizer import Tokenizer
 
         encode = Tokenizer.from_id(model).encode
-        return sharegpt(path, encode, _NUM.value or 100, output_len=_SHAREGPT_OUTPUT.value, seed=_SEED.value)
-    num, seed = _NUM.value or 100, _SEED.value
+        return sharegpt(path, encode, _NUM.value or 100, output_len=_SHAREGPT_OUTPUT.value, seed=seed)
+    num = _NUM.value or 100
     if kind in LENGTH_FITS:
         return log_normal(kind, num, seed)
     if kind == "shared_prefix":

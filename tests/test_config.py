@@ -1,6 +1,7 @@
 """EngineConfig: what it accepts, what `resolve` decides from the model and the device, and how many pages a pool gets."""
 
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -58,7 +59,7 @@ def resolve(config: dict | None = None, model: ModelConfig = MODEL, **given):
         ("seed", 1.0),
         ("seed", None),
         ("bucket_plan", 3),
-        ("bucket_plan", {"decode": [1]}),
+        ("bucket_plan", [1]),
         ("warm_up", True),
         ("async_scheduling", 0),
         ("attention_backend", "flash"),
@@ -170,9 +171,12 @@ def test_options_reach_the_parts():
     assert got.pages == PageShape(1, 1, 8, 16, np.float32) and got.max_pages_per_seq == 13
 
 
-def test_a_plan_may_come_from_a_file(tmp_path):
+def test_a_plan_may_come_from_a_file_or_be_what_one_holds(tmp_path):
     PLAN.save(tmp_path / "plan.json", tuned_for="a test")
     assert resolve({"bucket_plan": str(tmp_path / "plan.json")}).plan == PLAN
+    assert resolve({"bucket_plan": json.loads(PLAN.to_json())}).plan == PLAN
+    with pytest.raises(ValueError, match="bucket_plan=.* cannot be used: bucket plan: 'format' must be"):
+        EngineConfig(bucket_plan={"decode": [1]})
 
 
 @pytest.mark.parametrize(

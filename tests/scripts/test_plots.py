@@ -29,7 +29,10 @@ def test_every_axis_has_a_label(tmp_path, monkeypatch):
     plots.plan_comparison(np.arange(1, 60), {"default": plan, "tuned": plan}, tmp_path / "c.png", "x")
     row = {"budget": 64, "gap_ms": 5.0, "mean_ttft_ms": 9.0}
     plots.budgets([row, row | {"budget": 128}], 6.0, tmp_path / "d.png", "x")
-    assert len(list(tmp_path.glob("*.png"))) == len(made) == 4
+    capacity = {"policy": "sarathi", "slo_ms": 50.0, "mean": 3.0, "half_width": float("nan")}
+    plots.capacities([capacity, capacity | {"policy": "orca"}], tmp_path / "e.png", "x")
+    plots.policies({"mix, 2": {"orca": {"ttft": 1.0}}, "mix, 4": {"orca": {"ttft": 2.0}}}, ["ttft"], tmp_path / "f.png")
+    assert len(list(tmp_path.glob("*.png"))) == len(made) == 6
     for figure in made:
         for axis in figure.axes:
             colorbar = axis.get_label() == "<colorbar>"

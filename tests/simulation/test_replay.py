@@ -41,6 +41,9 @@ def test_requests_wait_for_their_time():
     run = replay(workload((60, 20, 0.0), (60, 1, 12.5), (4, 1, 100.0)), PLAN, SECONDS, LIMITS, 64)
     assert run.demands.tokens[:6].tolist() == [60, 1, 1, 1, 1, 61]  # it joins one step late: one was dispatched already
     assert run.times.first[2] == pytest.approx(110.1)
+    assert run.times.scheduled == pytest.approx([0.1, 14.1, 100.1]) and run.times.scheduling_delays == pytest.approx(
+        [0.1, 1.6, 0.1]
+    )
     assert run.times.peak_concurrency() == 2
 
 

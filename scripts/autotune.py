@@ -1,0 +1,204 @@
+"""Chooses token budget, sequences, page size, long-prefill threshold and bucket plan for a workload, and writes a config file.
+
+    python -m scripts.autotune --profiles=steps_16.json,steps_64.json --workload=trace --dataset_path=trace.csv.gz
+    python -m scripts.autotune --profiles=steps.json --workload=sharegpt --dataset_path=ShareGPT_V3.json --request_rate=4 \
+        --goodput=ttft:500,tpot:50 --measure=3 --state=autotune.json --output=tuned.json
+    python -m scripts.serve --model=FOLDER --config=tuned.json
+
+The objective is output tokens a second, or, with --goodput, requests a second that meet every one of these objectives. Settings are
+served in virtual time by the real scheduler, by successive halving: all on the first requests of the workload, the best third on
+three times as many, and so on; with --measure the best of the last rung are served on a real engine, which then decides. Page sizes
+are those of the profiles (scripts.profile_steps, one a page size). With --state, what was served is kept, and a run that broke off
+goes on from there. In Python: LLM(model, **json.load(open("tuned.json"))).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+from tqdm import tqdm
+
+from jaxserve.latency import parse_objectives
+from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json
+from scripts.finished import Finished
+from scripts.simulated_machine import RATE, machine_of, measure
+from scripts.traffic_flags import read_traffic
+
+_PROFILES = flags.DEFINE_list("profiles", [], "Files of scripts.profile_steps, one a page size to choose from.")
+_GOODPUT = flags.DEFINE_list("goodput", [], "Objectives in ms, such as ttft:500,tpot:50; by default throughput counts.")
+_BUDGETS = flags.DEFINE_list("budgets", [], "Token budgets; by default powers of two up to the profiles'.")
+_SEQS = flags.DEFINE_list("seqs", [], "max_num_seqs; by default powers of two from 8 up to the profiles'.")
+_THRESHOLDS = flags.DEFINE_list("thresholds", ["0", "0.25"], "Long-prefill thresholds, in shares of the budget; 0: none.")
+_PLANS = flags.DEFINE_list("plans", ["default", "tuned"], "Bucket plans: default, tuned (scripts.tune_buckets).")
+flags.register_validator("plans", lambda given: given and set(given) <= {"default", "tuned"}, "choose from default, tuned")
+_PROGRAMS = flags.DEFINE_integer("max_programs", 24, "Most programs of a plan.")
+_FACTOR = flags.DEFINE_integer("factor", 3, "Each rung keeps one of so many settings.", lower_bound=2)
+_FINALISTS = flags.DEFINE_integer("finalists", 4, "Settings that all of the workload is served with.", lower_bound=1)
+_MEASURE = flags.DEFINE_integer("measure", 0, "Serve the workload with so many of the best on a real engine.", lower_bound=0)
+_STATE = flags.DEFINE_string("state", None, "Keep what was served here, and go on from it.")
+_OUTPUT = flags.DEFINE_string("output", "tuned.json", "The config file.")
+_JSON = flags.DEFINE_string("json", None, "Write all that was tried to this file; - is stdout.")
+_LEAST = 32  # requests of the smallest rung
+define_engine_flags(model="tiny-qwen3")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is chosen."""
+
+    page_size: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    long_prefill_token_threshold: int
+    plan: str
+
+    def __str__(self) -> str:
+        pages = f"budget {self.max_num_batched_tokens}, {self.max_num_seqs} seqs, pages of {self.page_size}"
+        return f"{pages}, threshold {self.long_prefill_token_threshold}, {self.plan} plan"
+
+
+class Tuner:
+    """Machines by page size, the workload, and the score of a setting on part of it."""
+
+    def __init__(self, machines: dict[int, Any], workload: Any, objectives: dict[str, float], finished: Finished):
+        self.machines, self.workload, self.objectives, self.finished = machines, workload, objectives, finished
+
+    def machine(self, setting: Setting) -> Any:
+        base = self.machines[setting.page_size]
+        names = ("max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold")
+        return replace(base, limits=replace(base.limits, **{name: getattr(setting, name) for name in names}))
+
+    def plan(self, setting: Setting, workload: Any) -> Any:
+        """ValueError if a plan of so few programs can't be made."""
+        from jaxserve.simulation.bucket_search import Caps
+        from jaxserve.simulation.tuning import default_plan, tune_plan
+
+        machine = self.machine(setting)
+        if setting.plan == "default":
+            return default_plan(machine, _PROGRAMS.value)
+        return tune_plan(workload, machine, Caps(_PROGRAMS.value)).plan
+
+    def objective(self, times: Any) -> float:
+        """What is to be large: output tokens a second, or good requests a second."""
+        summary = times.summary(objectives=self.objectives)
+        return summary["request_goodput"] if self.objectives else summary["output_throughput"]
+
+    def score(self, setting: Setting, num_requests: int) -> float:
+        key = f"{setting}: {num_requests} requests"
+        if key not in self.finished:
+            part = replace(self.workload, requests=self.workload.requests[:num_requests])
+            try:
+                self.finished[key] = self.objective(self.machine(setting).run(part, self.plan(setting, part)).times)
+            except ValueError as error:
+                self.finished[key] = None
+                print(f"{setting}: {error}", file=sys.stderr)
+        value = self.finished[key]
+        return -math.inf if value is None else value
+
+    def measured(self, setting: Setting) -> float:
+        """On a real engine, the whole workload."""
+        key = f"{setting}: measured"
+        if key not in self.finished:
+            plan = self.plan(setting, self.workload)
+            self.finished[key] = self.objective(measure(self.machine(setting), plan, self.workload, 0, str(setting)).times)
+        return self.finished[key]
+
+    def config(self, setting: Setting) -> dict[str, Any]:
+        """The options of an engine with this setting, for the limits that it was tuned under."""
+        machine, options = self.machine(setting), {k: v for k, v in asdict(setting).items() if k != "plan"}
+        plan = json.loads(self.plan(setting, self.workload).to_json(workload=self.workload.name))
+        return {**options, "max_model_len": machine.limits.max_model_len, "num_pages": machine.num_pages, "bucket_plan": plan}
+
+
+def settings_of(machines: dict[int, Any]) -> Iterator[Setting]:
+    """Every combination that an engine takes: a step holds a token of every sequence, a threshold is within the budget."""
+    shares = [float(share) for share in _THRESHOLDS.value]
+    for page_size, machine in machines.items():
+        limits = machine.limits
+        powers = [1 << i for i in range(1, limits.max_num_batched_tokens.bit_length())]
+        budgets = [int(b) for b in _BUDGETS.value] or [p for p in powers if p >= 4 * machine.multiple]
+        seqs = [int(s) for s in _SEQS.value] or [p for p in powers if 8 <= p <= limits.max_num_seqs] or [limits.max_num_seqs]
+        for budget, s, share, plan in itertools.product(budgets, seqs, shares, _PLANS.value):
+            if s <= budget <= limits.max_num_batched_tokens and s <= limits.max_num_seqs:
+                yield Setting(page_size, budget, s, int(share * budget), plan)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    if not _PROFILES.value:
+        raise app.UsageError("give --profiles, the JSON files that scripts.profile_steps wrote on this machine")
+    try:
+        tuner, settings = prepare()
+        with tqdm(desc="settings", unit="run", mininterval=5) as bar:
+            rungs = halve(tuner, settings, bar)
+        best = rungs[-1].scores
+        if best[0][1] == -math.inf:
+            sys.exit("autotune: no setting can serve this workload; the messages above say why")
+        measured = [(setting, tuner.measured(setting)) for setting, score in best[: _MEASURE.value] if score > -math.inf]
+    except (ValueError, OSError) as error:
+        sys.exit(f"autotune: {error}")
+    winner = max(measured or best, key=lambda pair: pair[1])[0]
+    report(rungs, measured, "good requests/s" if tuner.objectives else "output tok/s")
+    write_json(_OUTPUT.value, tuner.config(winner))
+    print(f"{winner}: {_OUTPUT.value}")
+    tried = [{"requests": r.size, "scores": [[asdict(s), None if v == -math.inf else v] for s, v in r.scores]} for r in rungs]
+    about = {"benchmark": "autotune", "model": flags.FLAGS.model, "settings": tuner.finished.settings, "rungs": tried}
+    write_json(_JSON.value, {**about, "measured": [[asdict(s), v] for s, v in measured], "best": asdict(winner), **provenance()})
+
+
+def prepare() -> tuple[Tuner, list[Setting]]:
+    """The tuner of the flags, and all settings. ValueError where there are none, or flags and files contradict each other."""
+    objectives = parse_objectives(_GOODPUT.value)
+    machines = {}
+    for path in _PROFILES.value:
+        machine = replace(machine_of(path, engine_options()), objective=None)
+        if machine.step_times.page_size in machines:
+            raise ValueError(f"--profiles: two of them have pages of {machine.step_times.page_size}")
+        machines[machine.step_times.page_size] = machine
+    shortest = min(machine.limits.max_model_len for machine in machines.values())
+    workload = read_traffic(flags.FLAGS.model, shortest, RATE.value, flags.FLAGS.seed)
+    profiles = [hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for path in _PROFILES.value]
+    arrivals = hashlib.sha256(repr(workload.requests).encode()).hexdigest()[:16]
+    depends = {"profiles": profiles, "requests": arrivals, "goodput": objectives, "max_programs": _PROGRAMS.value}
+    limits = {str(size): asdict(machine.limits) for size, machine in machines.items()}
+    finished = Finished(_STATE.value, {"model": flags.FLAGS.model, "workload": workload.name, "limits": limits, **depends})
+    settings = list(settings_of(machines))
+    if not settings:
+        raise ValueError("no setting is within the profiles' limits; lower --seqs or --budgets, or profile with larger limits")
+    return Tuner(machines, workload, objectives, finished), settings
+
+
+def halve(tuner: Tuner, settings: list[Setting], bar: Any) -> list[Any]:
+    from jaxserve.simulation.halving import successive_halving
+
+    def score(setting: Setting, num_requests: int) -> float:
+        bar.set_postfix_str(f"{num_requests} requests, {setting}", refresh=False)
+        bar.update()
+        return tuner.score(setting, num_requests)
+
+    size = len(tuner.workload.requests)
+    return successive_halving(settings, score, size, factor=_FACTOR.value, finalists=_FINALISTS.value, least=min(size, _LEAST))
+
+
+def report(rungs: list[Any], measured: list[tuple[Setting, float]], unit: str) -> None:
+    """The rungs, the best of each, and what was measured."""
+    for rung in rungs[:-1]:
+        print(f"{len(rung.scores)} settings on {rung.size} requests; best: {rung.scores[0][0]} ({rung.scores[0][1]:.4g} {unit})")
+    print(f"on all {rungs[-1].size} requests:")
+    real = dict(measured)
+    for setting, value in rungs[-1].scores:
+        print(f"  {value:>8.4g} {unit} predicted" + (f", {real[setting]:.4g} measured" if setting in real else "") + f": {setting}")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,246 @@
+"""The highest request rate that meets an objective of latency, for each batching policy, by bisection.
+
+    python -m scripts.bench_capacity --step_times=steps.json --workload=openchat_sharegpt4 --num_prompts=512 --slo_ms=100,500 \
+        --policies=sarathi:512,dynamic:2048,prefill_first,orca --seeds=3 --json=capacity.json --plot=capacity.png
+    python -m scripts.bench_capacity --gpu=h100 --model=qwen3-32b --tp=2 --max_model_len=8192 --workload=openchat_sharegpt4 \
+        --num_prompts=256 --slo_ms=50 --policies=sarathi:512,sarathi:2048,prefill_first
+    python -m scripts.bench_capacity --real --max_model_len=512 --workload=random --num_prompts=400 --random_input_len=64 \
+        --random_output_len=32 --slo_ms=50
+
+A rate is good if --quantile of the time between tokens (from at least --min_gaps of them) is within the objective and the median
+scheduling delay within --max_scheduling_delay seconds. Rates are served in virtual time, with step times from a profile
+(--step_times) or from the datasheet of a GPU (--gpu), or by a real engine (--real), all of whose programs are compiled before. Each
+seed draws its own lengths and arrivals; capacities are means over --seeds with 95% confidence intervals, and ratios to the last
+policy are paired by seed.
+
+A policy may be followed by a token budget, such as sarathi:512; dynamic is sarathi whose budget follows the objective, up to the
+one given. Policies that run prompts whole have a budget that holds the longest. With --json every rate served is kept, and a run
+that broke off, or that asks for more seeds, policies or objectives, goes on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+from tqdm import tqdm
+
+from jaxserve.config import POLICIES, SchedulerConfig
+from jaxserve.policies import resolve_policy
+from jaxserve.workloads import WORKLOADS
+from scripts.engine_flags import define_engine_flags, engine_options, provenance, versions, write_json
+from scripts.finished import Finished
+from scripts.simulated_machine import make_engine, read_machine
+from scripts.traffic_flags import read_traffic
+
+_POLICIES = flags.DEFINE_list("policies", ["sarathi", "prefill_first", "orca"], "Policies, perhaps with a budget: sarathi:512.")
+_SLO = flags.DEFINE_list("slo_ms", [], "Objectives for the time between tokens, in milliseconds.")
+_QUANTILE = flags.DEFINE_float("quantile", 0.99, "Of the time between tokens, which must meet the objective.")
+_GAPS = flags.DEFINE_integer("min_gaps", 10_000, "Fewest times between tokens to take the quantile from.", lower_bound=1)
+_DELAY = flags.DEFINE_float("max_scheduling_delay", 2.0, "Seconds, of the median request.")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of lengths and arrivals.", lower_bound=1)
+_PRECISION = flags.DEFINE_float("precision", 0.02, "Relative distance of neighbouring rates.")
+_START = flags.DEFINE_float("start_rate", 1.0, "Where the search begins, requests a second.")
+_REAL = flags.DEFINE_bool("real", False, "Serve on a real engine instead of in virtual time.")
+_GPU = flags.DEFINE_string("gpu", None, "Analytic step times of this GPU (jaxserve/simulation/hardware.py) for a named --model.")
+_TP = flags.DEFINE_integer("tp", 1, "With --gpu: GPUs that share each layer.", lower_bound=1)
+_PP = flags.DEFINE_integer("pp", 1, "With --gpu: pipeline stages.", lower_bound=1)
+_NODE = flags.DEFINE_integer("gpus_per_node", 8, "With --gpu: 100 Gb/s Ethernet joins nodes.", lower_bound=1)
+_PLOT = flags.DEFINE_string("plot", None, "Draw the capacities to this PNG.")
+_JSON = flags.DEFINE_string("json", None, "Keep rates served, and write the result, here.")
+define_engine_flags(model="tiny-qwen3")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A policy with its token budget (None: the machine's, or the longest request where prompts run whole)."""
+
+    name: str
+    policy: str
+    budget: int | None
+    dynamic: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Contender:
+        policy, _, budget = text.partition(":")
+        if policy not in (*POLICIES, "dynamic") or (budget and not budget.isdecimal()):
+            raise ValueError(f"--policies: {text!r} must be one of {', '.join((*POLICIES, 'dynamic'))}, perhaps with :BUDGET")
+        return cls(text, "sarathi" if policy == "dynamic" else policy, int(budget) if budget else None, policy == "dynamic")
+
+    def limits(self, base: Any) -> Any:
+        """A machine's SchedulerConfig with this policy and its budget."""
+        limits = replace(base, policy=self.policy)
+        whole = not resolve_policy(limits).chunked
+        budget = self.budget or (max(base.max_model_len, base.max_num_seqs) if whole else base.max_num_batched_tokens)
+        return replace(limits, max_num_batched_tokens=budget)
+
+    def key(self, slo: float, seed: int, rate: float) -> str:
+        """Of one trial; only a dynamic budget's depends on the objective."""
+        objective = f" {1e3 * slo:g} ms" if self.dynamic else ""
+        return f"{self.name}{objective}, seed {seed}, {rate:.6g}/s"
+
+
+def plan_for(limits: Any, multiple: int) -> Any:
+    """The flags' plan, or the engine's default one for these limits."""
+    from jaxserve.buckets import BucketPlan
+
+    if flags.FLAGS.bucket_plan:
+        return BucketPlan.load(flags.FLAGS.bucket_plan)
+    return BucketPlan.default(limits.max_num_seqs, limits.max_num_batched_tokens, min_tokens=multiple)
+
+
+class Simulated:
+    """Serves rates in virtual time."""
+
+    def __init__(self):
+        machine = replace(read_machine(), objective=None)
+        profile = hashlib.sha256(Path(flags.FLAGS.step_times).read_bytes()).hexdigest()[:16]
+        self._machine, self.limits = machine, machine.limits
+        self.settings = {"machine": "simulated", "profile": profile, "num_pages": machine.num_pages, "multiple": machine.multiple}
+
+    def serve(self, contender: Contender, slo: float, workload: Any, seed: int) -> Any:
+        limits = contender.limits(self.limits)
+        machine = replace(self._machine, limits=limits, objective=slo if contender.dynamic else None)
+        return machine.run(workload, plan_for(limits, machine.multiple)).times
+
+
+class Analytic:
+    """Serves rates in virtual time on GPUs by their datasheets, without padding."""
+
+    def __init__(self, gpu: str):
+        from jaxserve.simulation.analytic import Deployment
+
+        self._deployment = Deployment.named(flags.FLAGS.model, gpu, _TP.value, _PP.value, gpus_per_node=_NODE.value)
+        self.limits, self._page_size = limits_of_flags(), flags.FLAGS.page_size or 64
+        self._stages = self._deployment.stages(self._page_size)
+        self.settings = {"machine": str(self._deployment), "page_size": self._page_size, "gpus_per_node": _NODE.value}
+
+    def serve(self, contender: Contender, slo: float, workload: Any, seed: int) -> Any:
+        from jaxserve.simulation.pipeline import replay_pipeline
+        from jaxserve.simulation.replay import replay
+        from jaxserve.simulation.unpadded import UnpaddedPlan
+
+        limits, deployment, stages = contender.limits(self.limits), self._deployment, self._stages
+        plan = UnpaddedPlan(limits.max_num_batched_tokens, limits.max_num_seqs)
+        num_pages = flags.FLAGS.num_pages or deployment.num_pages(self._page_size, limits.max_num_batched_tokens)
+        objective = slo if contender.dynamic else None
+        if len(stages) == 1:
+            return replay(workload, plan, stages[0], limits, num_pages, objective=objective).times
+        return replay_pipeline(workload, plan, stages, deployment.send_seconds, limits, num_pages, objective=objective).times
+
+
+def limits_of_flags() -> SchedulerConfig:
+    """The engine's limits as the flags give them. ValueError without --max_model_len."""
+    given = engine_options()
+    if given["max_model_len"] is None:
+        raise ValueError("give --max_model_len, which the engine and the workload are cut to")
+    names = ("max_model_len", "max_num_batched_tokens", "max_num_seqs")
+    limits = {name: given[name] for name in names if given[name] is not None}
+    return SchedulerConfig(**limits, order=given["scheduling_policy"], chunked=given["enable_chunked_prefill"])
+
+
+class Real:
+    """Serves rates on an engine, which stays as long as the policy does."""
+
+    def __init__(self):
+        self.limits = limits_of_flags()
+        self._key, self._engine = None, None
+        self.settings = {"machine": "real", "device": versions()["device"], "num_pages": flags.FLAGS.num_pages}
+
+    def serve(self, contender: Contender, slo: float, workload: Any, seed: int) -> Any:
+        from scripts.open_loop import serve
+
+        key = contender.name, slo if contender.dynamic else None
+        if key != self._key:
+            if self._engine is not None:
+                self._engine.close()
+            limits = contender.limits(self.limits)
+            plan = plan_for(limits, 8 if versions()["platform"] == "gpu" else 2)
+            self._engine, self._key = make_engine(limits, plan, flags.FLAGS.num_pages, key[1]), key
+        return serve(self._engine, workload, seed).times
+
+
+def search(server: Any, contender: Contender, slo: float, seed: int, finished: Finished, progress: Any) -> float:
+    """The capacity of one contender under one objective with one seed, from trials that are finished and new ones."""
+    from jaxserve.simulation.capacity import Objective, Trial, capacity
+
+    objective = Objective(slo, _QUANTILE.value, _DELAY.value, _GAPS.value)
+
+    def serve(rate: float) -> Trial:
+        key = contender.key(slo, seed, rate)
+        if key not in finished:
+            workload = traffic(server, rate, seed)
+            finished[key] = asdict(Trial.of(rate, server.serve(contender, slo, workload, seed), objective.quantile))
+            progress.set_postfix_str(key, refresh=False)
+            progress.update()
+        return Trial(**finished[key])
+
+    return capacity(serve, objective, start=_START.value, precision=_PRECISION.value)
+
+
+def traffic(server: Any, rate: float, seed: int) -> Any:
+    """The flags' workload at a rate; a seed draws lengths (where they are drawn) and arrivals anew."""
+    fixed = flags.FLAGS.workload in (*WORKLOADS, "trace")
+    lengths = None if fixed else flags.FLAGS.workload_seed + seed
+    return read_traffic(flags.FLAGS.model, server.limits.max_model_len, rate, seed, lengths)
+
+
+def tabulate(
+    found: Callable[[Contender, float, int], float], contenders: list[Contender], slos: list[float]
+) -> list[dict[str, Any]]:
+    """A row an objective and contender: capacity over the seeds, and its ratio to the last contender's."""
+    from jaxserve.simulation.capacity import Spread, ratio
+
+    rows = []
+    for slo in slos:
+        values = {c: [found(c, slo, seed) for seed in range(_SEEDS.value)] for c in contenders}
+        for contender, capacities in values.items():
+            spread, over = Spread.of(capacities), ratio(capacities, values[contenders[-1]])
+            row = {"policy": contender.name, "slo_ms": 1e3 * slo, "capacities": capacities, "mean": spread.mean}
+            row |= {"half_width": spread.half_width, "text": str(spread), "ratio": over and over.mean, "ratio_text": str(over)}
+            rows.append(row)
+    return rows
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    if _REAL.value and _GPU.value:
+        raise app.UsageError("--real serves on this machine's device, --gpu on paper: give one of them")
+    if not _SLO.value or flags.FLAGS.tbt_slo_ms is not None:
+        raise app.UsageError("give --slo_ms, the objectives in milliseconds (a dynamic budget has each as its own --tbt_slo_ms)")
+    try:
+        contenders, slos = [Contender.parse(text) for text in _POLICIES.value], [float(ms) / 1e3 for ms in _SLO.value]
+        server = Real() if _REAL.value else Analytic(_GPU.value) if _GPU.value else Simulated()
+        workload = traffic(server, 1.0, 0)
+        about = {"model": flags.FLAGS.model, "workload": workload.name, "requests": len(workload.requests)}
+        about |= {"limits": asdict(server.limits), "bucket_plan": flags.FLAGS.bucket_plan, "quantile": _QUANTILE.value}
+        finished = Finished(_JSON.value, {**server.settings, **about, "workload_seed": flags.FLAGS.workload_seed})
+        with tqdm(desc="rates", unit="rate", mininterval=5) as progress:
+            rows = tabulate(lambda c, slo, seed: search(server, c, slo, seed, finished, progress), contenders, slos)
+    except (ValueError, OSError) as error:
+        sys.exit(f"bench_capacity: {error}")
+    report(rows, contenders[-1].name)
+    if _PLOT.value:
+        from scripts.plots import capacities
+
+        capacities(rows, _PLOT.value, f"{workload.name}, {_SEEDS.value} seeds")
+    about = {"benchmark": "capacity", "settings": finished.settings, "results": finished.results}
+    write_json(_JSON.value, {**about, "capacities": rows, **provenance()})
+
+
+def report(rows: list[dict[str, Any]], last: str) -> None:
+    """The table for people."""
+    print(f"{'objective':>10}  {'policy':20} {'requests/s':>16}  over {last}")
+    for row in rows:
+        over = "" if row["policy"] == last or row["ratio"] is None else f"{row['ratio_text']}x"
+        print(f"{row['slo_ms']:>7g} ms  {row['policy']:20} {row['text']:>16}  {over}")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,172 @@
+"""Sections of reproduce_sarathi that ask step times alone: what a chunk, a whole prompt, an odd size and a stage cost.
+
+Owns these comparisons. No request is scheduled here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.buckets import Bucket
+from jaxserve.simulation.analytic import Deployment
+from jaxserve.simulation.operators import BYTES
+from scripts.sarathi_report import agreement, table
+from scripts.sarathi_setups import A100_PCIE, FALCON_TP8, PAGE_SIZE, SETUPS, deployment, stages
+
+DECODE_BATCH, DECODE_KV = 32, 4096  # the paper's unit for objectives: an iteration of 32 decodes over 4k of KV each
+
+
+def step_seconds(machine: Deployment, decodes: int, kv: int, chunk: int = 0, chunk_start: int = 0) -> float:
+    """Seconds of a step through all stages: `decodes` decodes over `kv` positions each, a chunk of a prompt from chunk_start."""
+    tokens, window = decodes + chunk, machine.model.window or 2**62
+    seen = np.minimum(chunk_start + 1 + np.arange(chunk), window)
+    bucket = Bucket(tokens, decodes + (chunk > 0), max(1, chunk))
+    read = decodes * -(-min(kv, window) // PAGE_SIZE) * PAGE_SIZE
+    seconds = sum(stage.seconds(bucket, decodes + (chunk > 0), read, float(seen.sum())) for stage in stages(machine))
+    return seconds + (machine.pp - 1) * (machine.send_seconds(tokens) if machine.pp > 1 else 0.0)
+
+
+def prompt_seconds(machine: Deployment, prompt: int, chunk: int) -> float:
+    """Seconds of a prompt alone, in chunks."""
+    starts = range(0, prompt, chunk)
+    return sum(step_seconds(machine, 0, 0, min(chunk, prompt - start), start) for start in starts)
+
+
+def objectives(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The published objectives beside 5 and 25 times our own decode iteration."""
+    rows, data = [], {}
+    for name, setup in SETUPS.items():
+        own = step_seconds(setup.machine, DECODE_BATCH, DECODE_KV)
+        rows.append([name, str(setup.machine), 1e3 * own, setup.slos["strict"], 5 * own, setup.slos["relaxed"], 25 * own])
+        data[name] = {"decode_seconds": own, "slos": setup.slos}
+    head = ("setup", "machine", "decode of 32 at 4k (ms)", "strict (s)", "5x", "relaxed (s)", "25x")
+    return table(head, rows), data
+
+
+def incremental_cost(folder: Path) -> tuple[str, dict[str, Any]]:
+    """What a whole prompt, or a chunk of it, adds to the decodes of its step."""
+    from scripts.sarathi_plots import lines
+
+    chunk, prompts, batches = 256, (1024, 2048, 4096, 8192, 16384), (8, 16, 32, 64)
+    rows, data = [], {}
+    for name in ("mistral-7b", "yi-34b"):
+        machine = SETUPS[name].machine
+        for batch in batches:
+            alone = step_seconds(machine, batch, DECODE_KV)
+            whole = [step_seconds(machine, batch, DECODE_KV, prompt) / alone for prompt in prompts]
+            # The last chunk of a prompt sees the most.
+            chunked = [step_seconds(machine, batch, DECODE_KV, chunk, prompt - chunk) / alone for prompt in prompts]
+            data[f"{name}, {batch} decodes"] = {"alone": alone, "whole": whole, "chunk": chunked}
+            rows.append([name, batch, 1e3 * alone, *(f"{w:.1f} / {c:.1f}" for w, c in zip(whole, chunked, strict=True))])
+    curves = {f"{key}: {kind}": v[kind] for key, v in data.items() if " 32 " in key for kind in ("whole", "chunk")}
+    lines(
+        prompts, curves, folder / "incremental_cost.png", "prompt tokens", "step over decodes alone", "mixing a prompt in", log=True
+    )
+    most, least = max(max(v["whole"]) for v in data.values()), max(max(v["chunk"]) for v in data.values())
+    head = ("setup", "decodes at 4k", "alone (ms)", *(f"{p} whole / chunk" for p in prompts))
+    note = f"Published: up to 28.3x for a whole prompt; ours up to {most:.1f}x (a chunk of {chunk}: at most {least:.1f}x): "
+    return table(head, rows) + "\n" + note + agreement(28.3, most) + ".\n", data
+
+
+def chunking_overhead(folder: Path) -> tuple[str, dict[str, Any]]:
+    """A prompt of Yi-34B in chunks against the same prompt whole."""
+    from scripts.sarathi_plots import lines
+
+    machine, prompts, chunks = SETUPS["yi-34b"].machine, (2048, 4096, 8192, 16384), (512, 1024, 2048)
+    over = {c: [prompt_seconds(machine, p, c) / prompt_seconds(machine, p, p) for p in prompts] for c in chunks}
+    lines(
+        prompts,
+        {f"chunks of {c}": v for c, v in over.items()},
+        folder / "chunking_overhead.png",
+        "prompt tokens",
+        "time over the whole prompt's",
+        "chunking, Yi-34B TP2",
+    )
+    published = {512: "about 25", 1024: "none given", 2048: "almost 0"}
+    verdicts = {512: agreement(1.25, max(over[512])), 1024: "", 2048: "agrees" if max(over[2048]) < 1.05 else "contradicts"}
+    rows = [[c, *(100 * (v - 1) for v in values), published[c], verdicts[c]] for c, values in over.items()]
+    head = ("chunk", *(f"{p} tokens (% more)" for p in prompts), "published (at most, %)", "")
+    return table(head, rows), {str(c): v for c, v in over.items()}
+
+
+def tile_quantisation(folder: Path) -> tuple[str, dict[str, Any]]:
+    """257 tokens against 256, and the curve around."""
+    from scripts.sarathi_plots import lines
+
+    sizes, curves, rows, data = list(range(64, 1025)), {}, [], {}
+    for name in ("mistral-7b", "yi-34b", "llama2-70b"):
+        machine = SETUPS[name].machine
+        stage = stages(machine)[0]
+        seconds = [stage.base_seconds(T) for T in sizes]
+        curves[name] = [s / seconds[256 - 64] for s in seconds]
+        step = step_seconds(machine, 0, 0, 257) / step_seconds(machine, 0, 0, 256)
+        operators = {op: stage.operators(257)[op] / stage.operators(256)[op] for op in ("qkv", "o", "mlp_up", "mlp_down")}
+        data[name] = {"step": step, **operators}
+        rows.append([name, *(100 * (v - 1) for v in (step, *operators.values())), 32, agreement(1.32, step)])
+    lines(sizes, curves, folder / "tile_quantisation.png", "tokens", "time over that of 256", "linear operators")
+    head = ("setup", "step of 257 over 256 (% more)", "qkv", "o", "MLP up", "MLP down", "published (step)", "")
+    return table(head, rows), data
+
+
+def arithmetic_intensity(folder: Path) -> tuple[str, dict[str, Any]]:
+    """FLOPs a byte and time of LLaMA2-70B's linear operators on four A100s, by tokens: where decodes stand and where chunks do."""
+    from scripts.sarathi_plots import lines
+
+    machine, sizes = deployment("llama2-70b", A100_PCIE, 4, 1, 4), [2**i for i in range(0, 14)]
+    stage, m = stages(machine)[0], machine.model
+    shapes = [((m.num_heads + 2 * m.num_kv_heads) * m.head_dim, m.hidden_size), (m.hidden_size, m.num_heads * m.head_dim)]
+    shapes += [(2 * m.ffn_size, m.hidden_size), (m.hidden_size, m.ffn_size)]
+    intensity, linear = [], []
+    for T in sizes:
+        operators = stage.operators(T)
+        linear.append(1e3 * m.num_layers * sum(operators[op] for op in ("qkv", "o", "mlp_up", "mlp_down")))
+        flops = sum(2 * T * n * k for n, k in shapes)
+        intensity.append(flops / sum(BYTES * (n * k + T * (n + k)) for n, k in shapes))
+    balance = machine.gpu.flops / machine.gpu.bandwidth
+    knee = next(T for T, ms in zip(sizes, linear, strict=True) if ms > 1.5 * linear[0])
+    lines(
+        sizes,
+        {"FLOPs a byte": intensity},
+        folder / "arithmetic_intensity.png",
+        "tokens",
+        "FLOPs a byte",
+        "linear operators",
+        log=True,
+    )
+    lines(sizes, {"linear operators": linear}, folder / "linear_time.png", "tokens", "ms", "LLaMA2-70B, TP4 on A100", log=True)
+    rows = [[T, i, ms, 1e3 * ms / T] for T, i, ms in zip(sizes, intensity, linear, strict=True)]
+    note = (
+        f"The machine balances at {balance:.0f} FLOPs a byte. Published: a decode batch is bound by memory, and time is nearly "
+        f"flat until some hundred tokens, then linear. Ours is 1.5 times that of one token at {knee} tokens: agrees.\n"
+    )
+    assert linear[6] < 1.5 * linear[0] < linear[10] and linear[13] > 1.8 * linear[12], "the shape that the note states"
+    return table(("tokens", "FLOPs a byte", "linear (ms)", "us a token"), rows) + "\n" + note, {"tokens": sizes, "ms": linear}
+
+
+def bubbles_by_hand(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Two micro-batches in a pipeline of two stages: what the one with a prompt makes the other wait."""
+    rows, data = [], {}
+    for name in ("llama2-70b", "falcon-180b"):
+        machine = SETUPS[name].machine
+        prompt, decode = step_seconds(machine, 0, 0, 4096), step_seconds(machine, DECODE_BATCH, DECODE_KV)
+        hybrid = step_seconds(machine, DECODE_BATCH, DECODE_KV, 512 - DECODE_BATCH, 4096 - 512)
+        data[name] = {"prompt_seconds": prompt, "decode_seconds": decode, "hybrid_seconds": hybrid}
+        ratio = prompt / decode
+        rows.append([name, 1e3 * prompt, 1e3 * prompt / 2, 1e3 * decode, 1e3 * hybrid, ratio, 1150 / 200, agreement(5.75, ratio)])
+    head = ("setup", "prompt of 4k (ms)", "a stage's part (ms)", "decode of 32 at 4k (ms)", "512 tokens, 32 of them decodes (ms)")
+    head += ("prompt over decode", "published (1150 over 200 ms)", "")
+    return table(head, rows), data
+
+
+def cross_node(folder: Path) -> tuple[str, dict[str, Any]]:
+    """A decode iteration of Falcon-180B over two nodes: tensor parallelism across them, or a stage in each."""
+    hybrid = SETUPS["falcon-180b"].machine
+    rows, data = [], {}
+    for batch in (8, 16, 32, 64):
+        across, staged = (step_seconds(machine, batch, 2048) for machine in (FALCON_TP8, hybrid))
+        rows.append([batch, 1e3 * across, 1e3 * staged, across / staged, 2.0, agreement(2.0, across / staged)])
+        data[str(batch)] = {"tp8": across, "tp4_pp2": staged}
+    return table(("decodes at 2k", "TP8 (ms)", "TP4-PP2 (ms)", "ratio", "published", ""), rows), data

@@ -1,0 +1,142 @@
+"""autotune as it is run: it finds what is known to be best, goes on where it broke off, and its file makes an engine."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.simulation.step_time import BucketTimes, StepTimeModel
+from tests import alphabet_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def profile(page_size: int, slower: float) -> StepTimeModel:
+    """A decode step takes as long whatever it holds, up to 16 rows; a mixed one 1 ms a token beside 1 ms, of 64 tokens at most."""
+    times = [BucketTimes(s, s, 1, slower * 0.01, 0.0, 0.0) for s in (2, 16)]
+    times += [
+        BucketTimes(t, s, t, slower * (0.001 + 0.001 * t), 0.0, 0.0) for t, s in ((8, 8), (16, 8), (64, 8), (16, 16), (64, 16))
+    ]
+    about = {"max_model_len": 64, "max_num_batched_tokens": 64, "max_num_seqs": 16, "num_pages": 128, "multiple": 2}
+    return StepTimeModel(tuple(times), ((16, 0.0),), (8, 16), page_size, about=about)
+
+
+def run(script: str, *given: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", f"scripts.{script}", *given]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    work = tmp_path_factory.mktemp("autotune")
+    profile(16, 1.0).save(work / "a.json")
+    profile(8, 1.5).save(work / "b.json")
+    alphabet_model.save(work / "model", tokenizer=False)
+    return work
+
+
+WORK = ("--workload=random", "--num_prompts=120", "--random_input_len=8", "--random_output_len=24")
+
+
+def test_finds_the_best_and_goes_on(work):
+    """With decodes that cost the same whatever they hold, 16 rows are best, on the faster pages."""
+    state, path = work / "state.json", work / "tuned.json"
+    given = [
+        f"--profiles={work / 'a.json'},{work / 'b.json'}",
+        *WORK,
+        f"--state={state}",
+        f"--output={path}",
+        f"--json={work / 'all.json'}",
+    ]
+    done = run("autotune", *given)
+    assert done.returncode == 0, done.stderr
+    tuned, tried = json.loads(path.read_text()), json.loads((work / "all.json").read_text())
+    assert tuned["max_num_seqs"] == 16 and tuned["page_size"] == 16 and tuned["num_pages"] == 128
+    sizes = [(rung["requests"], len(rung["scores"])) for rung in tried["rungs"]]
+    assert sizes[0][1] > 20 and sizes[-1] == (120, 4) and all(a < b for (_, b), (_, a) in zip(sizes, sizes[1:], strict=False))
+    final = [score for _, score in tried["rungs"][-1]["scores"]]
+    assert final == sorted(final, reverse=True) and tried["best"] == tried["rungs"][-1]["scores"][0][0]
+    # At most 16 tokens in 10 ms, and some in mixed steps.
+    assert 0.5 * 1600 < final[0] < 1600
+
+    # Some is lost; what is left is not served again, and the result is the same.
+    whole = json.loads(state.read_text())
+    kept = dict(list(whole["results"].items())[: len(whole["results"]) // 2])
+    state.write_text(json.dumps(whole | {"results": kept}))
+    before = path.read_text()
+    assert run("autotune", *given).returncode == 0
+    again = json.loads(state.read_text())["results"]
+    assert path.read_text() == before and again == whole["results"] and list(again)[: len(kept)] == list(kept)
+    done = run("autotune", *given, "--goodput=ttft:100")
+    assert done.returncode == 1 and "results of other settings (goodput" in done.stderr
+
+
+def test_goodput_decides_otherwise(work):
+    """Within 30 ms a token (a mixed step of 64 takes 65 ms) large steps are no good, however fast they are."""
+    given = [
+        f"--profiles={work / 'a.json'}",
+        "--workload=random",
+        "--num_prompts=120",
+        "--random_input_len=30",
+        "--random_output_len=4",
+    ]
+    given += ["--request_rate=8", "--seqs=16", "--plans=default", "--thresholds=0", f"--json={work / 'good.json'}"]
+    given.append(f"--output={work / 'good_config.json'}")
+    best = {}
+    for name, objective in (("strict", "--goodput=tpot:30"), ("loose", "--goodput=tpot:30000")):
+        done = run("autotune", *given, objective)
+        assert done.returncode == 0, done.stderr
+        tried = json.loads((work / "good.json").read_text())
+        best[name] = tried["best"]["max_num_batched_tokens"]
+        scores = {s["max_num_batched_tokens"]: v for s, v in tried["rungs"][-1]["scores"]}
+        assert set(scores) <= {16, 32, 64} and max(scores.values()) == scores[best[name]] <= 8 * 1.3
+    assert best["strict"] < 64
+
+
+def test_the_file_makes_an_engine(work):
+    """Measured for real on the model at hand, then loaded by LLM and by a script; a flag given wins over the file."""
+    path = work / "measured.json"
+    given = [f"--profiles={work / 'a.json'}", f"--model={work / 'model'}", "--workload=random", "--num_prompts=12"]
+    given += ["--random_input_len=8", "--random_output_len=4", "--max_programs=10"]
+    given += ["--seqs=8,16", "--budgets=16", "--plans=default"]
+    done = run("autotune", *given, "--measure=1", f"--output={path}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" measured: ") == 1
+    options = json.loads(path.read_text())
+    llm = LLM(work / "model", skip_tokenizer_init=True, **options)
+    config = llm.engine.config
+    for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "long_prefill_token_threshold"):
+        assert getattr(config.scheduler, name) == options[name]
+    assert config.cache.page_size == 16 and list(config.plan.decode) == options["bucket_plan"]["decode"]
+    (output,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 4
+    llm.close()
+
+    plan = {"format": options["bucket_plan"]["format"], "decode": [], "mixed": [[32, 3]], "head_rows": [3]}
+    small = {"max_num_seqs": 2, "max_model_len": 128, "num_pages": 8, "page_size": 16, "bucket_plan": plan}
+    (work / "small.json").write_text(json.dumps(small))
+    bench = [f"--model={work / 'model'}", "--workload=single", "--repeats=1", f"--json={work / 'bench.json'}"]
+    done = run("bench_throughput", *bench, f"--config={work / 'small.json'}", "--max_num_seqs=3")
+    assert done.returncode == 0, done.stderr
+    assert "8 pages of 16 tokens" in done.stderr and "mixed [(32, 3)]" in done.stderr
+    assert json.loads((work / "bench.json").read_text())["max_num_seqs"] == 3
+
+
+def test_bad_files(work):
+    (work / "bad.json").write_text('{"max_num_seq": 3}')
+    done = run("bench_throughput", f"--model={work / 'model'}", f"--config={work / 'bad.json'}")
+    assert done.returncode == 1 and "found max_num_seq; they are async_scheduling" in done.stderr
+    (work / "bad.json").write_text("[1]")
+    done = run("bench_throughput", f"--model={work / 'model'}", f"--config={work / 'bad.json'}")
+    assert done.returncode == 1 and "must be a JSON object of engine options, found a list" in done.stderr
+    replace(profile(16, 2.0), about=profile(16, 1.0).about).save(work / "c.json")
+    done = run("autotune", f"--profiles={work / 'a.json'},{work / 'c.json'}", *WORK)
+    assert done.returncode == 1 and "two of them have pages of 16" in done.stderr
+    done = run("autotune", f"--profiles={work / 'a.json'}", *WORK, "--seqs=64")
+    assert done.returncode == 1 and "no setting is within the profiles' limits" in done.stderr

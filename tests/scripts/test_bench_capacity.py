@@ -1,0 +1,117 @@
+"""bench_capacity as it is run: in virtual time against a hand calculation, broken off and gone on with, and on a real engine."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxserve.simulation.step_time import BucketTimes, StepTimeModel
+from scripts.finished import Finished
+from tests import alphabet_model
+
+ROOT = Path(__file__).parents[2]
+# 0.1 s a step, whatever it holds.
+STEPS = StepTimeModel(
+    (BucketTimes(8, 8, 1, 0.1, 0.0, 0.0), BucketTimes(256, 8, 256, 0.1, 0.0, 0.0)),
+    ((8, 0.0),),
+    (8,),
+    16,
+    about={"max_model_len": 128, "max_num_batched_tokens": 256, "max_num_seqs": 8, "num_pages": 256, "multiple": 2},
+)
+WORK = ("--workload=random", "--num_prompts=600", "--random_input_len=64", "--random_output_len=10", "--start_rate=4")
+SEARCH = ("--policies=sarathi,request_level", "--slo_ms=150", "--min_gaps=5000", "--seeds=2")
+
+
+def run(*given: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "scripts.bench_capacity", *given]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+
+
+def test_simulated_and_resumed(tmp_path):
+    STEPS.save(tmp_path / "steps.json")
+    path, profile = tmp_path / "capacity.json", f"--step_times={tmp_path / 'steps.json'}"
+    done = run(profile, *WORK, *SEARCH, f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    whole = json.loads(path.read_text())
+    ours, theirs = whole["capacities"]
+    # Rows of 10 steps, freed a step late: 8 / 1.1 requests a second, and what 2 s of delay let through of 600: 7.64.
+    assert all(8 / 1.1 * 0.97 < c < 7.64 * 1.03 for c in ours["capacities"])
+    assert theirs["mean"] < ours["mean"] and ours["ratio"] > 1 == theirs["ratio"]
+    assert {"revision", "device", "flags"} <= set(whole)
+
+    # Half of the trials are lost: the same trials are served again, and those alone.
+    lost = list(whole["results"])[::2]
+    kept = {key: value for key, value in whole["results"].items() if key not in lost}
+    path.write_text(json.dumps({"settings": whole["settings"], "results": kept}))
+    done = run(profile, *WORK, *SEARCH, f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    again = json.loads(path.read_text())
+    assert again["capacities"] == whole["capacities"] and again["results"] == whole["results"]
+    assert list(again["results"])[: len(kept)] == list(kept), "a finished trial was served again"
+
+    replace(STEPS, host_seconds=0.01, about=STEPS.about).save(tmp_path / "steps.json")
+    done = run(profile, *WORK, *SEARCH, f"--json={path}")
+    assert done.returncode == 1 and "results of other settings (profile" in done.stderr
+
+
+def test_analytic(tmp_path):
+    """Two stages of one model, a fixed budget and one that follows the objective; the looser objective has the higher capacity."""
+    path = tmp_path / "capacity.json"
+    machine = ("--model=qwen3-8b", "--gpu=a40", "--pp=2", "--max_model_len=2048", "--max_num_seqs=32")
+    work = ("--workload=random", "--num_prompts=128", "--random_input_len=600", "--random_output_len=80", "--start_rate=4")
+    search = ("--policies=sarathi:256,dynamic:512", "--slo_ms=75,300", "--precision=0.2", "--seeds=1", "--min_gaps=5000")
+    done = run(*machine, *work, *search, f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    rows = {(row["policy"], row["slo_ms"]): row["mean"] for row in json.loads(path.read_text())["capacities"]}
+    assert 0 < rows["dynamic:512", 75.0] <= rows["dynamic:512", 300.0] and rows["sarathi:256", 300.0] > 1
+
+
+def test_real(tmp_path):
+    """60 requests at once for 4 rows wait, a few a second don't; what lies between is the machine's business."""
+    alphabet_model.save(tmp_path / "model", tokenizer=False)
+    path = tmp_path / "capacity.json"
+    limits = ("--max_model_len=64", "--max_num_seqs=4", "--max_num_batched_tokens=32", "--num_pages=32", "--page_size=16")
+    work = ("--workload=random", "--num_prompts=60", "--random_input_len=8", "--random_output_len=4", "--start_rate=4096")
+    search = ("--policies=sarathi", "--slo_ms=1e6", "--max_scheduling_delay=0.005", "--precision=1", "--min_gaps=100", "--seeds=1")
+    done = run(f"--model={tmp_path / 'model'}", "--real", *limits, *work, *search, f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    (row,) = result["capacities"]
+    trials = {t["rate"]: t for t in result["results"].values()}
+    assert len(trials) >= 2 and all(t["num_gaps"] == 180 and t["delay"] > 0 < t["tbt"] for t in trials.values())
+    assert row["mean"] == max(rate for rate, t in trials.items() if t["delay"] <= 0.005)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--slo_ms=50", "--policies=fifo"], "'fifo' must be one of sarathi, .*, dynamic"),
+        (["--slo_ms=50"], "give --step_times"),
+        (["--slo_ms=50", "--real"], "give --max_model_len"),
+        (["--slo_ms=50", "--real", "--gpu=h100"], "give one of them"),
+        (["--slo_ms=50", "--gpu=h1000", "--model=qwen3-8b"], "'h1000' is not known"),
+        ([], "give --slo_ms"),
+    ],
+)
+def test_bad_flags(given, message):
+    done = run(*given)
+    assert done.returncode == 1
+    assert re.search(message, done.stderr)
+
+
+def test_finished(tmp_path):
+    path = tmp_path / "sub" / "done.json"
+    first = Finished(path, {"a": (1, 2)})
+    first["x"] = {"value": 0.1}
+    assert "x" in Finished(path, {"a": [1, 2]}) and Finished(path, {"a": [1, 2]})["x"] == {"value": 0.1}
+    with pytest.raises(ValueError, match=r"other settings \(a: \[1, 2\] there, 3 now\)"):
+        Finished(path, {"a": 3})
+    path.write_text("{")
+    with pytest.raises(ValueError, match="does not hold finished results"):
+        Finished(path, {"a": 3})
