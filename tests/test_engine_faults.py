@@ -55,7 +55,7 @@ ON_THE_HOST = {
     ),
     "reservation_ignores_the_steps_chunk": Fault(scheduler.Scheduler, "_admit", "else num_known)", "else num_known - num_tokens)"),
     "last_row_of_the_batch": Fault(
-        BatchPacker, "pack", 'view["head_tokens"][:r] = ends', 'view["head_tokens"][:r] = schedule.num_tokens - 1'
+        BatchPacker, "pack", 'view["head_tokens"][:r] = tokens', 'view["head_tokens"][:r] = schedule.num_tokens - 1'
     ),
     "decode_twice_for_one_position": Fault(
         BatchPacker,
@@ -79,7 +79,7 @@ ON_THE_HOST = {
     ),
     "sampling_parameters_by_place": Fault(BatchPacker, "pack", "= self.sampling[rows]", "= self.sampling[:r]"),
     "edits_of_the_former_owner": Fault(
-        BatchPacker, "newcomers", "if kinds_of(request.params):", "if kinds_of(request.params) and not schedule.generations[i]:"
+        BatchPacker, "newcomers", "or kinds_of(request.params):", "or kinds_of(request.params) and not schedule.generations[i]:"
     ),
     "history_without_the_output_before_a_preemption": Fault(
         BatchPacker, "newcomers", "request.params, request.token_ids,", "request.params, request.prompt_token_ids,"
