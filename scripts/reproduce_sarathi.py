@@ -25,7 +25,7 @@ from scripts.sarathi_sections import SECTIONS, compute
 
 _SECTIONS = flags.DEFINE_list("sections", list(SECTIONS), "Which sections; the tables of others stay out of tables.md.")
 _OUTPUT = flags.DEFINE_string("output", "benchmarks/sarathi", "Folder of the results.")
-_SECONDS = flags.DEFINE_float("trial_seconds", 300.0, "Virtual seconds of arrivals of a trial (the artifact: up to 1800).", 1.0)
+_SECONDS = flags.DEFINE_float("trial_seconds", 120.0, "Virtual seconds of arrivals of a trial (the artifact: up to 1800).", 1.0)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of lengths and arrivals.", lower_bound=1)
 _PRECISION = flags.DEFINE_float("precision", 0.05, "Relative distance of neighbouring rates.")
 flags.register_validator("sections", lambda given: set(given) <= set(SECTIONS), f"choose from {', '.join(SECTIONS)}")
