@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from jaxserve.request import Request
     from jaxserve.schedule import Schedule
 
-FROM_DEVICE = -1  # a token id or start that the device knows: the row's last sampled token, the row's number of computed tokens
+# A token id or start that the device knows: the row's last sampled token, the row's number of computed tokens. Below it, as a token
+# id, the row's drafts: FROM_DEVICE - 1 is the first.
+FROM_DEVICE = -1
 
 
 @dataclass(frozen=True)
@@ -114,12 +116,23 @@ class BatchPacker:
     """Packs schedules into the buckets of one plan.
 
     Owns the host mirror of every row's sampling parameters, written once for each owner of the row.
+
+    keeps_history: every row's tokens are to be on the device, and not only those that edits of its logits look back on.
     """
 
-    def __init__(self, plan: BucketPlan, layouts: Mapping[Bucket, StepLayout], max_num_seqs: int, edit_layout: EditLayout):
+    def __init__(
+        self,
+        plan: BucketPlan,
+        layouts: Mapping[Bucket, StepLayout],
+        max_num_seqs: int,
+        edit_layout: EditLayout,
+        *,
+        keeps_history: bool = False,
+    ):
         self.plan = plan
         self.layouts = layouts
         self.edit_layout = edit_layout
+        self.keeps_history = keeps_history
         self._edit_rows: list[np.ndarray] = []  # of newcomers since the last `pack`
         self.sampling: np.ndarray = np.zeros((max_num_seqs, sampling_rows.NUM_COLUMNS), np.int32)
         self.wants_logprobs: np.ndarray = np.zeros(max_num_seqs, bool)
@@ -142,13 +155,13 @@ class BatchPacker:
                 num_prompt_tokens=request.num_prompt_tokens,
                 suppress_ids=request.stop_ids,
             )
-            if kinds_of(request.params):
+            if self.keeps_history or kinds_of(request.params):
                 self._edit_rows.append(self.edit_layout.pack(row, request.params, request.token_ids, request.num_prompt_tokens))
         return [schedule.requests[i] for i in new]
 
     def resend_edits(self, request: Request) -> None:
         """Tokens of the request became known that no head samples: its history, if it has one, goes with the next `pack`."""
-        if kinds_of(request.params) and request.row >= 0:
+        if (self.keeps_history or kinds_of(request.params)) and request.row >= 0:
             row = self.edit_layout.pack(request.row, request.params, request.token_ids, request.num_prompt_tokens)
             self._edit_rows.append(row)
 
@@ -168,19 +181,15 @@ class BatchPacker:
         if layout.planners:
             kv_lens = schedule.starts + schedule.q_lens
             for name, planner in layout.work.values():
-                # kv_lens are exact (no draft may be refused), so a sliding window's start needs no lower bound of them.
-                planner.plan(schedule.q_lens, kv_lens, out=view[name])
+                planner.plan(schedule.q_lens, kv_lens, least_kv_lens=schedule.least_starts + schedule.q_lens, out=view[name])
 
         updates, extra = schedule.page_updates[: layout.num_updates], schedule.page_updates[layout.num_updates :]
         view["page_updates"][: len(updates)] = updates
 
         edit_rows, self._edit_rows = self._edit_rows, []
-        ends = np.cumsum(schedule.q_lens) - 1
-        rows = schedule.rows
-        if not schedule.samples.all():
-            ends, rows = ends[schedule.samples], rows[schedule.samples]
+        tokens, rows = head_rows(schedule)
         r = len(rows)
-        view["head_tokens"][:r] = ends
+        view["head_tokens"][:r] = tokens
         view["head_rows"][:r] = rows
         view["sampling"][:r] = self.sampling[rows]
         return StepInputs(
@@ -196,12 +205,35 @@ class BatchPacker:
 
     @staticmethod
     def _pack_tokens(token_ids: np.ndarray, schedule: Schedule) -> None:
-        """Decodes read the device's last sampled token; chunks bring theirs."""
+        """Decodes read the device's last sampled token and its drafts; chunks bring theirs."""
         d = schedule.num_decodes
-        token_ids[:d] = FROM_DEVICE
-        at = d
+        at = d + schedule.num_drafts
+        token_ids[:at] = FROM_DEVICE
+        if schedule.num_drafts:
+            q_lens = schedule.q_lens[:d]
+            token_ids[:at] -= np.arange(at, dtype=np.int32) - np.repeat(np.cumsum(q_lens) - q_lens, q_lens)
         for i in range(d, schedule.num_seqs):
             q_len, start = int(schedule.q_lens[i]), int(schedule.starts[i])
             token_ids[at : at + q_len] = schedule.requests[i].token_ids[start : start + q_len]
             at += q_len
-        assert at == schedule.num_tokens, "decodes with drafts are not packed yet"
+        assert at == schedule.num_tokens
+
+
+def head_rows(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:  # intp[r], intp[r]
+    """The tokens of a step that get logits, by index, and the sequence row of each: the last one of what samples, and of a decode
+    its drafts too, one after the other."""
+    ends, rows = np.cumsum(schedule.q_lens) - 1, schedule.rows
+    if not schedule.samples.all():
+        ends, rows = ends[schedule.samples], rows[schedule.samples]
+    if not schedule.num_drafts:
+        return ends, rows
+    counts = num_head_rows(schedule)
+    firsts = np.cumsum(counts) - counts
+    return np.repeat(ends + 1 - counts - firsts, counts) + np.arange(counts.sum()), np.repeat(rows, counts)
+
+
+def num_head_rows(schedule: Schedule) -> np.ndarray:  # intp[number of entries that sample]
+    """The logits rows of each entry that samples."""
+    counts = np.ones(schedule.num_seqs, np.intp)
+    counts[: schedule.num_decodes] = schedule.q_lens[: schedule.num_decodes]
+    return counts[schedule.samples]

@@ -15,7 +15,9 @@ from typing import Any
 MAX_PROGRAMS = 24  # most programs a default plan compiles
 HEAD_VARIANTS = 2  # tokens alone; tokens and logprobs
 OTHER_PROGRAMS = 2  # the scoring of prompts, the state's update
+DRAFT_SEQS = (1, 4, 16, 64)  # sequences of the default plan's buckets for drafts
 _FORMAT = "jaxserve-bucket-plan-1"
+_FIELDS = ("decode", "mixed", "head_rows", "draft")
 
 
 @dataclass(frozen=True, order=True)
@@ -30,8 +32,15 @@ class Bucket:
         """Whether a step of this demand can run here."""
         return num_tokens <= self.tokens and num_seqs <= self.seqs and max_q_len <= self.max_q_len
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether any sequence may bring all of its tokens."""
+        return 1 < self.max_q_len == self.tokens
+
     def __str__(self) -> str:
-        return f"{'decode' if self.max_q_len == 1 else 'mixed'}({self.tokens},{self.seqs})"
+        if self.is_mixed or self.max_q_len == 1:
+            return f"{'mixed' if self.is_mixed else 'decode'}({self.tokens},{self.seqs})"
+        return f"draft({self.seqs}x{self.max_q_len - 1})"
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,9 @@ class BucketPlan:
     """The set of shapes an engine compiles.
 
     decode: sequences of each decode-only bucket (as many tokens as sequences). mixed: (tokens, sequences) of the buckets that take
-    any step. head_rows: logits rows of each head program, which comes in HEAD_VARIANTS variants. Body and head programs add up.
+    any step. head_rows: logits rows of each head program, which comes in HEAD_VARIANTS variants. draft: (sequences, drafts) of the
+    buckets whose sequences bring up to so many drafts each beside their last token; where speculation is off they stay empty, and a
+    step of drafts that fits none of them runs in a mixed bucket. Body and head programs add up.
 
     Raises:
       ValueError: sizes that are not positive, that repeat, or a bucket with more sequences than tokens.
@@ -48,17 +59,21 @@ class BucketPlan:
     decode: tuple[int, ...] = ()
     mixed: tuple[tuple[int, int], ...] = ()
     head_rows: tuple[int, ...] = ()
+    draft: tuple[tuple[int, int], ...] = ()
     buckets: tuple[Bucket, ...] = field(init=False, repr=False, compare=False)  # cheapest first
 
     def __post_init__(self) -> None:
         decode, rows, mixed = tuple(self.decode), tuple(self.head_rows), tuple(tuple(pair) for pair in self.mixed)
-        if any(len(pair) != 2 for pair in mixed):
-            raise ValueError(f"bucket plan: mixed buckets must be pairs (tokens, sequences), got {list(mixed)}")
-        for name, sizes in (("decode", decode), ("head_rows", rows), ("mixed", tuple(x for pair in mixed for x in pair))):
+        draft = tuple(tuple(pair) for pair in self.draft)
+        for name, pairs, what in (("mixed", mixed, "tokens, sequences"), ("draft", draft, "sequences, drafts")):
+            if any(len(pair) != 2 for pair in pairs):
+                raise ValueError(f"bucket plan: {name} buckets must be pairs ({what}), got {list(pairs)}")
+        sides = {"mixed": tuple(x for pair in mixed for x in pair), "draft": tuple(x for pair in draft for x in pair)}
+        for name, sizes in (("decode", decode), ("head_rows", rows), *sides.items()):
             if any(not isinstance(x, int) or isinstance(x, bool) or x < 1 for x in sizes):
                 raise ValueError(f"bucket plan: {name} sizes must be integers >= 1, got {list(sizes)}")
-        decode, rows, mixed = tuple(sorted(decode)), tuple(sorted(rows)), tuple(sorted(mixed))
-        for name, sizes in (("decode", decode), ("head_rows", rows), ("mixed", mixed)):
+        decode, rows, mixed, draft = tuple(sorted(decode)), tuple(sorted(rows)), tuple(sorted(mixed)), tuple(sorted(draft))
+        for name, sizes in (("decode", decode), ("head_rows", rows), ("mixed", mixed), ("draft", draft)):
             if len(set(sizes)) != len(sizes):
                 raise ValueError(f"bucket plan: {name} sizes repeat in {list(sizes)}")
         for t, s in mixed:
@@ -69,18 +84,36 @@ class BucketPlan:
         if not rows:
             raise ValueError("bucket plan: head_rows is empty; name at least one number of logits rows")
         buckets = [Bucket(s, s, 1) for s in decode] + [Bucket(t, s, t) for t, s in mixed]
-        buckets.sort(key=lambda b: (b.tokens, b.max_q_len > 1, b.seqs))
-        for name, value in (("decode", decode), ("mixed", mixed), ("head_rows", rows), ("buckets", tuple(buckets))):
+        buckets += [Bucket(s * (1 + k), s, 1 + k) for s, k in draft if s > 1 or (1 + k, 1) not in mixed]
+        buckets.sort(key=lambda b: (b.tokens, b.max_q_len > 1, b.seqs, b.max_q_len))
+        made = {"decode": decode, "mixed": mixed, "head_rows": rows, "draft": draft, "buckets": tuple(buckets)}
+        for name, value in made.items():
             object.__setattr__(self, name, value)
 
     @classmethod
     def default(
-        cls, max_num_seqs: int, max_num_batched_tokens: int, *, min_tokens: int = 8, max_programs: int = MAX_PROGRAMS
+        cls,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        *,
+        min_tokens: int = 8,
+        max_programs: int = MAX_PROGRAMS,
+        num_drafts: int = 0,
+        max_draft_tokens: int = 64,
     ) -> BucketPlan:
-        """Powers of two from `min_tokens` to the budget, thinned until at most `max_programs` programs are left."""
+        """Powers of two from `min_tokens` to the budget, thinned until at most `max_programs` programs are left.
+
+        num_drafts: speculation's. Buckets of so many drafts, and of half as many, come on top, as far as they have at most
+          `max_draft_tokens` tokens: beyond, the device has enough to do without drafts.
+        """
         room = max_programs - OTHER_PROGRAMS
+        most = min(max_num_batched_tokens, max_draft_tokens)
+        lengths = sorted({num_drafts, (num_drafts + 1) // 2} - {0})
+        seqs = sorted({min(s, max_num_seqs) for s in DRAFT_SEQS})
+        draft = tuple((s, k) for k in lengths for s in seqs if s * (1 + k) <= most)
+        most_rows = max([max_num_seqs, *(s * (1 + k) for s, k in draft), 1 + num_drafts])
         for per_ladder in range(16, 1, -1):
-            heads = _ladder(min_tokens, max_num_seqs, max(2, (per_ladder + 1) // 2), min_tokens)
+            heads = _ladder(min_tokens, most_rows, max(2, (per_ladder + 1) // 2), min_tokens)
             decode = _ladder(min_tokens, max_num_seqs, per_ladder, min_tokens)
             low = min(max(4 * min_tokens, 16), max_num_batched_tokens)
             mixed = _ladder(low, max_num_batched_tokens, per_ladder, min_tokens)
@@ -89,7 +122,7 @@ class BucketPlan:
         else:
             raise ValueError(f"{max_programs=} is too few for the default plan of {max_num_seqs=}; raise it, or give a plan")
         pairs = tuple((t, min(t, max(max_num_seqs, 1))) for t in mixed)
-        return cls(decode=decode, mixed=pairs, head_rows=heads)
+        return cls(decode=decode, mixed=pairs, head_rows=heads, draft=draft)
 
     @property
     def num_programs(self) -> int:
@@ -115,8 +148,8 @@ class BucketPlan:
                 return rows
         raise ValueError(f"no head program holds {num_rows} logits rows; head_rows are {list(self.head_rows)}")
 
-    def check(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        """ValueError unless every step that a scheduler of these limits can make fits a bucket."""
+    def check(self, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int = 0) -> None:
+        """ValueError unless every step that a scheduler of these limits can make fits a bucket. num_drafts: 0 is no speculation."""
         fits = [t for t, s in self.mixed if s >= min(t, max_num_seqs)]
         if not fits or max(fits) < max_num_batched_tokens:
             raise ValueError(
@@ -127,10 +160,22 @@ class BucketPlan:
             raise ValueError(
                 f"head_rows go up to {self.max_head_rows}, fewer than max_num_seqs={max_num_seqs}: lower it or add a larger head"
             )
+        if num_drafts and min(self.max_head_rows, max_num_batched_tokens) < 1 + num_drafts:
+            raise ValueError(
+                f"one sequence with num_speculative_tokens={num_drafts} takes {1 + num_drafts} tokens and logits rows, but "
+                f"head_rows go up to {self.max_head_rows} and steps to {max_num_batched_tokens} tokens: raise them, or draft less"
+            )
+        if self.draft and not num_drafts:
+            raise ValueError(
+                f"the bucket plan has buckets for drafts ({list(self.draft)}) but speculation is off: set speculative_config"
+            )
 
     def to_json(self, **about: Any) -> str:
         """JSON text of the plan; `about` is kept beside it (how it was made, for whom)."""
-        plan = {"decode": list(self.decode), "mixed": [list(p) for p in self.mixed], "head_rows": list(self.head_rows)}
+        plan: dict[str, Any] = {"decode": list(self.decode), "mixed": [list(p) for p in self.mixed]}
+        plan["head_rows"] = list(self.head_rows)
+        if self.draft:
+            plan["draft"] = [list(p) for p in self.draft]
         return json.dumps({"format": _FORMAT, **plan, "about": about}, indent=1)
 
     def save(self, path: str | Path, **about: Any) -> None:
@@ -153,13 +198,15 @@ class BucketPlan:
             raise ValueError(
                 f"bucket plan: 'format' must be {_FORMAT!r}, got {data.get('format') if isinstance(data, dict) else data!r}"
             )
-        unknown = set(data) - {"format", "decode", "mixed", "head_rows", "about"}
+        unknown = set(data) - {"format", *_FIELDS, "about"}
         if unknown:
             raise ValueError(f"bucket plan: unknown fields {sorted(unknown)}")
         try:
-            return cls(**{name: tuple(data.get(name, ())) for name in ("decode", "mixed", "head_rows")})
+            return cls(**{name: tuple(data.get(name, ())) for name in _FIELDS})
         except TypeError as e:
-            raise ValueError(f"bucket plan: decode and head_rows are lists of integers, mixed a list of pairs ({e})") from None
+            raise ValueError(
+                f"bucket plan: decode and head_rows are lists of integers, mixed a list of pairs, like draft ({e})"
+            ) from None
 
     @classmethod
     def load(cls, plan: BucketPlan | str | Path) -> BucketPlan:
@@ -168,7 +215,8 @@ class BucketPlan:
 
     def __str__(self) -> str:
         mixed = ", ".join(f"({t}, {s})" for t, s in self.mixed)
-        return f"decode {list(self.decode)}, mixed [{mixed}], head rows {list(self.head_rows)}: {self.num_programs} programs"
+        draft = f", draft [{', '.join(f'{s}x{k}' for s, k in self.draft)}]" if self.draft else ""
+        return f"decode {list(self.decode)}, mixed [{mixed}]{draft}, head rows {list(self.head_rows)}: {self.num_programs} programs"
 
 
 def _ladder(low: int, high: int, count: int, multiple: int) -> tuple[int, ...]:

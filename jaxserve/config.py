@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import numbers
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.buckets import BucketPlan
 from jaxserve.memory import PageShape, decide_num_pages
+from jaxserve.speculative.config import SpeculativeConfig
 
 if TYPE_CHECKING:
     from jaxserve.models import ModelConfig
@@ -143,6 +145,8 @@ class EngineConfig:
       attention_backend: "auto" ("mosaic_sm90" on a Hopper GPU where it fits, else "xla"), "mosaic_sm90", "xla" or "reference".
       moe_backend: of the matmuls of a mixture of experts, "auto", "xla", "reference" or "mosaic_sm90" (kernels/grouped_matmul).
       compilation_cache_dir: JAX's persistent compilation cache ("" leaves JAX's own setting alone).
+      speculative_config: a SpeculativeConfig, or a dict of its fields, such as {"method": "ngram", "num_speculative_tokens": 4};
+        None: every step brings a sequence one token.
       demand_log: a path to which each step's demand is appended, one JSON line a step.
 
     Raises:
@@ -171,6 +175,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     moe_backend: str = "auto"
     compilation_cache_dir: str | None = None
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None
     demand_log: str | None = None
 
     def __post_init__(self) -> None:
@@ -207,6 +212,8 @@ class EngineConfig:
             _require(ok, f"{name}={value!r} must be True or False" + (", or None for the policy's own" if optional else ""))
         # Read now: a bad plan should not wait for the weights to load.
         object.__setattr__(self, "bucket_plan", _read_plan(self.bucket_plan))
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.make(self.speculative_config))
 
     def resolve(
         self,
@@ -231,9 +238,11 @@ class EngineConfig:
         assert plan is None or isinstance(plan, BucketPlan)
         budget, max_num_seqs = self._step_limits(plan, model)
         page_size = self.page_size or DEFAULT_PAGE_SIZE
+        num_drafts = self.speculative_config.num_speculative_tokens if isinstance(self.speculative_config, SpeculativeConfig) else 0
         if plan is None:
-            plan = BucketPlan.default(max_num_seqs, budget, min_tokens=8 if on_gpu else 2)
-        plan.check(max_num_seqs, budget)
+            sizes = {"min_tokens": 8, "max_draft_tokens": 256} if on_gpu else {"min_tokens": 2, "max_draft_tokens": 64}
+            plan = BucketPlan.default(max_num_seqs, budget, num_drafts=num_drafts, **sizes)
+        plan.check(max_num_seqs, budget, num_drafts)
         pages = PageShape(model.num_layers, model.num_kv_heads, page_size, model.head_dim, kv_dtype)
         longest = self.max_model_len or model.max_position_embeddings
         _require(
@@ -308,6 +317,10 @@ class ResolvedConfig:
     plan: BucketPlan
     pages: PageShape
     attention_backend: str  # never "auto"
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        return self.engine.speculative_config  # pyright: ignore[reportReturnType]  (made one when it was given)
 
     @property
     def max_pages_per_seq(self) -> int:

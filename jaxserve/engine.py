@@ -26,7 +26,7 @@ from jaxserve.compilation import compile_counts, use_persistent_cache
 from jaxserve.config import EngineConfig, ResolvedConfig
 from jaxserve.demand import COLUMNS, step_demand
 from jaxserve.edit_rows import kinds_of
-from jaxserve.engine_outputs import EngineOutput, EngineStats, logprobs_of
+from jaxserve.engine_outputs import EngineOutput, EngineStats, first_rows, logprobs_of, rows_of_requests, tokens_of
 from jaxserve.models import Decoder
 from jaxserve.page_pool import PagePool
 from jaxserve.params import fit, placed
@@ -38,6 +38,7 @@ from jaxserve.runner import Runner, StepHandle
 from jaxserve.sampling_rows import SampledRows
 from jaxserve.schedule import Schedule, StepResult
 from jaxserve.scheduler import Scheduler
+from jaxserve.speculative.draft_lengths import DraftLengths
 from jaxserve.step import ModelFunctions
 from jaxserve.structured.constraints import Constraints
 from jaxserve.structured.grammars import Grammar
@@ -78,7 +79,8 @@ class Engine:
         self._make_host_state()
         self.stats: EngineStats = EngineStats()
         self._groups: dict[str, list[Request]] = {}  # request id -> its samples
-        self._in_flight: deque[tuple[Schedule, list[ScoreSpan], StepHandle]] = deque()
+        self._in_flight: deque[tuple[Schedule, list[ScoreSpan], float, StepHandle]] = deque()  # the third: when it was dispatched
+        self._in_hand: Schedule | None = None  # a step whose head waits for masks
         self._undelivered: list[EngineOutput] = []
         self._constraints = Constraints(self.config.model.vocab_size, self.config.plan.max_head_rows)
         self._numbers = itertools.count()
@@ -90,9 +92,20 @@ class Engine:
     def _make_host_state(self) -> None:
         cache, limits = self.config.cache, self.config.scheduler
         self.pool: PagePool = PagePool(cache.num_pages, cache.page_size, cache.enable_prefix_caching)
-        self.scheduler: Scheduler = Scheduler(limits, self.pool, self._step_budget)
-        programs = self.runner.programs
-        self.packer: BatchPacker = BatchPacker(self.config.plan, programs.layouts, limits.max_num_seqs, programs.edit_layout)
+        plan, speculative, programs = self.config.plan, self.config.speculative, self.runner.programs
+        self._draft_lengths: DraftLengths | None = None
+        if speculative is not None:
+            self._draft_lengths = DraftLengths(
+                plan,
+                limits.max_num_seqs,
+                limits.max_num_batched_tokens,
+                speculative.num_speculative_tokens,
+                speculative.adaptive,
+            )
+        self.scheduler: Scheduler = Scheduler(limits, self.pool, self._step_budget, self._draft_lengths)
+        self.packer: BatchPacker = BatchPacker(
+            plan, programs.layouts, limits.max_num_seqs, programs.edit_layout, keeps_history=speculative is not None
+        )
 
     # -- requests in
 
@@ -244,6 +257,7 @@ class Engine:
                 self._record_finish(request)
             self._groups.clear()
             self._in_flight.clear()
+            self._in_hand = None
             self._undelivered.clear()
             self._constraints.clear()
             self._make_host_state()
@@ -263,8 +277,9 @@ class Engine:
         if schedule is not None:
             inputs, spans = self._pack(schedule)
             constrained = bool(self._constraints) and self._constraints.constrains(schedule)
+            begun = time.monotonic()
             handle = self.runner.dispatch(inputs, functools.partial(self._masks, schedule) if constrained else None)
-            self._in_flight.append((schedule, spans, handle))
+            self._in_flight.append((schedule, spans, begun, handle))
         elif self._constraints and not self._in_flight:
             self._poll_grammars(GRAMMAR_WAIT)
         depth = 1 if schedule is not None and self.config.engine.async_scheduling else 0
@@ -275,9 +290,11 @@ class Engine:
 
     def _masks(self, schedule: Schedule) -> np.ndarray:
         """Called between body and head of `schedule`: a mask follows from the tokens sampled before."""
+        self._in_hand = schedule
         while self._in_flight:
             self._undelivered += self._finish_step(*self._in_flight.popleft())
-        return self._constraints.masks(schedule)
+        self._in_hand = None
+        return self._constraints.masks(schedule, None if self._draft_lengths is None else self._draft_lengths.proposed)
 
     def _poll_grammars(self, timeout: float) -> None:
         ready, failed = self._constraints.poll(timeout)
@@ -292,13 +309,14 @@ class Engine:
         """Takes what was sampled into the grammars. A request whose grammar has ended ends too; tokens that must follow are output
         at once, to be computed together."""
         forced = []
+        drafts = {} if self._in_hand is None else {request: q_len - 1 for request, _, q_len in self._in_hand.decodes()}
         for output in outputs:
             request = output.request
             if request not in self._constraints:
                 continue  # it has none, or has finished
             last, state = output, self._constraints.advance(request, output.new_token_ids)
             if len(state.forced) > 1:
-                taken = self.scheduler.foretell(request, state.forced)
+                taken = self.scheduler.foretell(request, state.forced, num_cut=drafts.get(request, 0))
                 if taken.tokens:
                     self.packer.resend_edits(request)
                     certain = None if request.params.logprobs is None else [{token: Logprob(0.0, 1)} for token in taken.tokens]
@@ -306,6 +324,7 @@ class Engine:
                     forced.append(last)
                     self.stats.generated_tokens += len(taken.tokens)
                     if request.finished:
+                        self._settle_reason(last)
                         self._forget(request)
                         continue
                     state = self._constraints.advance(request, taken.tokens)
@@ -320,6 +339,13 @@ class Engine:
                 self._forget(request)
         return forced
 
+    def _settle_reason(self, output: EngineOutput) -> None:
+        """An output that reaches its length with the token that ends its grammar is whole: it has stopped."""
+        request = output.request
+        if output.finish_reason == "length" and request in self._constraints:
+            if self._constraints.advance(request, output.new_token_ids).ended:
+                request.finish_reason = output.finish_reason = "stop"
+
     def _pack(self, schedule: Schedule) -> tuple[StepInputs, list[ScoreSpan]]:
         for request in self.packer.newcomers(schedule):
             if request.metrics is not None and request.metrics.first_scheduled_time is None:
@@ -330,54 +356,63 @@ class Engine:
             inputs.score_rows.extend(pack_spans(spans, self.runner.score_rows))
         self.stats.num_steps += 1
         self.stats.padding.add(inputs.bucket, inputs.num_tokens, inputs.head_rows, inputs.num_samples)
-        self.stats.prefill_tokens += schedule.num_tokens - schedule.num_decodes
+        self.stats.prefill_tokens += schedule.num_tokens - schedule.num_decodes - schedule.num_drafts
         if self._demand_log is not None:
             self._log_demand(schedule, inputs)
         return inputs, spans
 
-    def _finish_step(self, schedule: Schedule, spans: list[ScoreSpan], handle: StepHandle) -> list[EngineOutput]:
+    def _finish_step(self, schedule: Schedule, spans: list[ScoreSpan], begun: float, handle: StepHandle) -> list[EngineOutput]:
         if spans:
             deliver(spans, self.runner.fetch_scores(handle))
         sampled = self.runner.fetch(handle)
-        tokens = np.zeros(schedule.num_seqs, np.int32)
         outputs: list[EngineOutput] = []
+        tokens, counts = tokens_of(schedule, sampled)
         if sampled is not None:
-            tokens[schedule.samples] = sampled.tokens
+            if self._draft_lengths is not None:
+                self._draft_lengths.take_time(schedule, begun, time.monotonic())
+                fared = self._draft_lengths.take_tokens(schedule, tokens, counts, sampled.drafts, first_rows(schedule))
+                for entry, num_drafts, num_accepted in fared:
+                    self.stats.add_drafts(schedule.requests[entry], num_drafts, num_accepted)
             self.stats.sorted_rows += int(sampled.by_sort.sum())
             if sampled.bad_logits.any():
                 outputs += self._fail_bad_rows(schedule, sampled)
-        result = self.scheduler.update(schedule, tokens)
+        result = self.scheduler.update(schedule, tokens, counts)
         self.stats.generated_tokens += len(result.requests)
         outputs += self._outputs(schedule, result, sampled)
         return outputs + self._follow_grammars(outputs) if self._constraints else outputs
 
     def _outputs(self, schedule: Schedule, result: StepResult, sampled: SampledRows | None) -> list[EngineOutput]:
-        outputs = [EngineOutput(request, [token]) for request, token in zip(result.requests, result.tokens, strict=True)]
+        outputs: list[EngineOutput] = []
+        for request, token in zip(result.requests, result.tokens, strict=True):
+            if schedule.num_drafts and outputs and outputs[-1].request is request:
+                outputs[-1].new_token_ids.append(token)
+            else:
+                outputs.append(EngineOutput(request, [token]))
         now = time.monotonic()
         for output in outputs:
             request = output.request
             if request.metrics is not None and request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
         if sampled is not None and sampled.logprobs is not None:
-            sampling = (r for r, samples in zip(schedule.requests, schedule.samples, strict=True) if samples)
-            head_row = {id(request): i for i, request in enumerate(sampling)}
+            first_row = {id(request): row for request, row in rows_of_requests(schedule)}
             for output in outputs:
                 n = output.request.params.logprobs
                 if n is not None:
-                    output.logprobs = [logprobs_of(sampled, head_row[id(output.request)], n)]
+                    row = first_row[id(output.request)]
+                    output.logprobs = [logprobs_of(sampled, row + j, n) for j in range(len(output.new_token_ids))]
         if result.finished:
             last = {id(output.request): output for output in outputs}
             for request in result.finished:
                 last[id(request)].finish_reason, last[id(request)].stop_reason = request.finish_reason, request.stop_reason
+                self._settle_reason(last[id(request)])
                 self._forget(request)
         return outputs
 
     def _fail_bad_rows(self, schedule: Schedule, sampled: SampledRows) -> list[EngineOutput]:
         """Requests whose logits are not numbers end with finish_reason "error"; the others go on."""
         outputs = []
-        entries = np.flatnonzero(schedule.samples)[sampled.bad_logits]
-        for request in (schedule.requests[i] for i in entries):
-            if request.finished:
+        for request, row in rows_of_requests(schedule):  # a bad row behind a draft only refused it
+            if request.finished or not sampled.bad_logits[row]:
                 continue
             self.stats.bad_rows += 1
             message = (

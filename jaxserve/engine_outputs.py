@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxserve.batch import num_head_rows
 from jaxserve.buckets import PaddingAccount
 from jaxserve.request import Logprob, Request
 from jaxserve.sampling_rows import SampledRows
+from jaxserve.schedule import Schedule
 
 
 @dataclass(slots=True)
@@ -32,7 +34,11 @@ class EngineOutput:
 
 @dataclass
 class EngineStats:
-    """Counts since the engine was made; `padding` by bucket, times in seconds."""
+    """Counts since the engine was made; `padding` by bucket, times in seconds.
+
+    Speculation's have vLLM's names: num_drafts counts sequences and steps with drafts, num_draft_tokens the tokens drafted and
+    verified, num_accepted_tokens those that stood; _per_pos: by their place among a step's drafts.
+    """
 
     num_steps: int = 0
     prefill_tokens: int = 0  # of prompts, and of outputs recomputed after a preemption
@@ -40,6 +46,30 @@ class EngineStats:
     padding: PaddingAccount = field(default_factory=PaddingAccount)
     sorted_rows: int = 0  # rows whose filters needed a sort of the whole vocabulary
     bad_rows: int = 0  # rows that ended for logits that are not numbers
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+    @property
+    def draft_summary(self) -> str:
+        """One line on how drafts fared; "" if there were none."""
+        if not self.num_drafts:
+            return ""
+        per_step = f"{self.num_draft_tokens / self.num_drafts:.1f} drafts a sequence and step"
+        return f"{per_step}, {100 * self.num_accepted_tokens / self.num_draft_tokens:.0f}% of {self.num_draft_tokens} accepted"
+
+    def add_drafts(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
+        """Counts one sequence's drafts of one step, here and with the request."""
+        per_pos = self.num_accepted_tokens_per_pos
+        per_pos += [0] * (num_accepted - len(per_pos))
+        for i in range(num_accepted):
+            per_pos[i] += 1
+        for counts in (self, request.metrics):
+            if counts is not None:
+                counts.num_drafts += 1
+                counts.num_draft_tokens += num_draft_tokens
+                counts.num_accepted_tokens += num_accepted
 
 
 def logprobs_of(sampled: SampledRows, row: int, n: int) -> dict[int, Logprob]:
@@ -52,3 +82,30 @@ def logprobs_of(sampled: SampledRows, row: int, n: int) -> dict[int, Logprob]:
             break  # a grammar allows fewer
         found.setdefault(int(sampled.top_ids[row, i]), Logprob(float(sampled.top_logprobs[row, i]), i + 1))
     return found
+
+
+def tokens_of(schedule: Schedule, sampled: SampledRows | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """A step's rows as `Scheduler.update` takes them: i32[n] and None, or where there are drafts i32[n, 1 + K] and i32[n]."""
+    if not schedule.num_drafts:
+        tokens = np.zeros(schedule.num_seqs, np.int32)
+        if sampled is not None:
+            tokens[schedule.samples] = sampled.tokens
+        return tokens, None
+    assert sampled is not None and sampled.delivered is not None
+    rows, first, entry = num_head_rows(schedule), first_rows(schedule), np.flatnonzero(schedule.samples)
+    tokens, counts = np.zeros((schedule.num_seqs, int(rows.max())), np.int32), np.zeros(schedule.num_seqs, np.int32)
+    tokens[np.repeat(entry, rows), np.arange(len(sampled.tokens)) - np.repeat(first, rows)] = sampled.tokens
+    counts[entry] = np.add.reduceat(sampled.delivered, first, dtype=np.int32)
+    return tokens, counts
+
+
+def first_rows(schedule: Schedule) -> np.ndarray:  # intp[number of entries that sample]
+    """The first logits row of each entry that samples."""
+    rows = num_head_rows(schedule)
+    return np.cumsum(rows) - rows
+
+
+def rows_of_requests(schedule: Schedule) -> list[tuple[Request, int]]:
+    """The requests that sample in a step, each with its first logits row."""
+    requests = (request for request, samples in zip(schedule.requests, schedule.samples, strict=True) if samples)
+    return list(zip(requests, first_rows(schedule).tolist(), strict=True))

@@ -22,6 +22,9 @@ from jaxserve.config import ResolvedConfig
 from jaxserve.edit_rows import EditLayout, num_mask_words
 from jaxserve.memory import reserve_bytes
 from jaxserve.request import MAX_LOGPROBS
+from jaxserve.speculative.config import SpeculativeConfig
+from jaxserve.speculative.ngram import NgramProposer
+from jaxserve.speculative.proposer import Proposer
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
@@ -37,7 +40,8 @@ class Programs:
     """Programs of one model and plan, each compiled when first asked for and kept.
 
     Every program takes flat lists of weights first. Donated: the body's kv_pages, page_table, num_computed and step_hidden,
-    the head's last_tokens and history, the update's page_table, history and edits; never what the host fetches.
+    the head's last_tokens and history (and where speculation is on num_computed and its state), the update's page_table, history
+    and edits; never what the host fetches.
     """
 
     def __init__(self, functions: step.ModelFunctions, config: ResolvedConfig):
@@ -47,6 +51,7 @@ class Programs:
             b: StepLayout(b, config.scheduler.max_num_seqs, config.cache.page_size, config.plan.max_head_rows, _planners(config, b))
             for b in config.plan.buckets
         }
+        self.proposer: Proposer | None = make_proposer(config.speculative)
         self.edit_layout: EditLayout = EditLayout(config.scheduler.max_model_len, config.model.vocab_size)
         self._compiled: dict[Any, Any] = {}
 
@@ -68,13 +73,15 @@ class Programs:
         return getattr(self, key)() if isinstance(key, str) else self.head(*key)
 
     def body(self, bucket: Bucket) -> Any:
-        """compiled(leaves, kv_pages, page_table, num_computed, step_hidden, last_tokens, packed): `step.body` of this bucket."""
+        """compiled(leaves, kv_pages, page_table, num_computed, step_hidden, last_tokens, packed[, drafts]): `step.body` of this
+        bucket."""
         if bucket not in self._compiled:
             self._compiled[bucket] = self._compile(f"body {bucket}", *self.body_spec(bucket))
         return self._compiled[bucket]
 
     def head(self, rows: int, with_logprobs: bool) -> Any:
-        """compiled(leaves, last_tokens, history, edits, hidden, HeadInputs, masks, masked): `step.head` for this many rows."""
+        """compiled(leaves, last_tokens, history, edits, hidden, HeadInputs, masks, masked): `step.head` for this many rows. Where
+        speculation is on, `step.drafting_head`, with num_computed and its state behind the history."""
         key = (rows, with_logprobs)
         if key not in self._compiled:
             self._compiled[key] = self._compile(f"head({rows}{', logprobs' if with_logprobs else ''})", *self.head_spec(*key))
@@ -114,18 +121,27 @@ class Programs:
         function = functools.partial(step.body, self.functions, layout, self.config.attention_backend)
         leaves = [self.functions.abstract[i] for i in self.functions.body_indices]
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-        return function, (1, 2, 3, 4), (leaves, *self.state, packed)
+        drafts = () if self.proposer is None else (self.draft_state.drafts,)
+        return function, (1, 2, 3, 4), (leaves, *self.state, packed, *drafts)
 
     def head_spec(self, rows: int, with_logprobs: bool) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
         """(function, donated argument numbers, abstract arguments) of a head."""
         R, S = self.config.plan.max_head_rows, jax.ShapeDtypeStruct
-        function = functools.partial(step.head, self.functions, rows, MAX_LOGPROBS if with_logprobs else 0)
+        max_logprobs = MAX_LOGPROBS if with_logprobs else 0
         leaves = [self.functions.abstract[i] for i in self.functions.head_indices]
         hidden = S((R, self.config.model.hidden_size), self.config.pages.dtype)
         rows_of, sampling_of = S((R,), jnp.int32), S((R, sampling_rows.NUM_COLUMNS), jnp.int32)
-        inputs = step.HeadInputs(rows_of, sampling_of)  # pyright: ignore[reportArgumentType]  (abstract, like all arguments here)
+        inputs: Any = step.HeadInputs(rows_of, None if self.proposer is None else rows_of, sampling_of)  # pyright: ignore[reportArgumentType]
         masks = S((rows, self.num_mask_words), jnp.int32), S((), jnp.bool_)
-        return function, (1, 2), (leaves, self.state[4], *self.edit_state, hidden, inputs, *masks)
+        history, edits = self.edit_state
+        rest = (edits, hidden, inputs, *masks)
+        if self.proposer is None:
+            function = functools.partial(step.head, self.functions, rows, max_logprobs)
+            return function, (1, 2), (leaves, self.state[4], history, *rest)
+        assert self.config.speculative is not None
+        drafting = self.proposer, self.config.speculative.acceptance
+        function = functools.partial(step.drafting_head, self.functions, *drafting, rows, max_logprobs)
+        return function, (1, 2, 3, 4), (leaves, self.state[4], history, self.state[2], self.draft_state, *rest)
 
     @property
     def num_mask_words(self) -> int:
@@ -151,6 +167,13 @@ class Programs:
             jax.ShapeDtypeStruct((seqs, layout.num_columns), jnp.int32),
         )
 
+    @property
+    def draft_state(self) -> step.DraftState:
+        """Abstract, where speculation is on."""
+        assert self.proposer is not None
+        drafts: Any = jax.ShapeDtypeStruct((self.config.scheduler.max_num_seqs, self.proposer.num_drafts), jnp.int32)
+        return step.DraftState(drafts, jax.eval_shape(self.proposer.init_state))
+
     def largest_temp_bytes(self) -> int:
         """As much temporary memory as any program may need: see memory.reserve_bytes."""
         plan = self.config.plan
@@ -165,6 +188,14 @@ class Programs:
         return compiled
 
 
+def make_proposer(config: SpeculativeConfig | None) -> Proposer | None:
+    """What drafts, by `config`; None: nothing does."""
+    if config is None:
+        return None
+    assert config.prompt_lookup_min is not None and config.prompt_lookup_max is not None
+    return NgramProposer(config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max)
+
+
 def _planners(config: ResolvedConfig, bucket: Bucket) -> dict[int | None, Any]:
     """The attention planner of each sliding window of the model, where the backend is planned on the host."""
     if config.attention_backend != "mosaic_sm90":
@@ -172,6 +203,7 @@ def _planners(config: ResolvedConfig, bucket: Bucket) -> dict[int | None, Any]:
     from kernels.ragged_paged_attention.planner import Planner
 
     model = config.model
+    num_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
     make = functools.partial(
         Planner.make,
         num_tokens=bucket.tokens,
@@ -181,5 +213,6 @@ def _planners(config: ResolvedConfig, bucket: Bucket) -> dict[int | None, Any]:
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         max_kv_len=config.max_pages_per_seq * config.cache.page_size,
+        split_q_len=min(bucket.max_q_len, 1 + num_drafts),
     )
     return {window: make(sliding_window=window) for window in dict.fromkeys(model.sliding_windows)}

@@ -12,7 +12,7 @@ class ProgressBar:
         from tqdm import tqdm
 
         self._bar = tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True, disable=disable)
-        self._prompt_tokens = self._output_tokens = 0
+        self._prompt_tokens = self._output_tokens = self._draft_tokens = self._accepted_tokens = 0
 
     def advance(self, output: RequestOutput) -> None:
         """One more prompt is done, and this is what came of it."""
@@ -22,6 +22,11 @@ class ProgressBar:
         self._output_tokens += sum(len(o.token_ids) for o in output.outputs)
         seconds = max(self._bar.format_dict["elapsed"], 1e-9)
         rates = f"in {self._prompt_tokens / seconds:.0f} tok/s, out {self._output_tokens / seconds:.0f} tok/s"
+        if output.metrics is not None:
+            self._draft_tokens += output.metrics.num_draft_tokens
+            self._accepted_tokens += output.metrics.num_accepted_tokens
+        if self._draft_tokens:
+            rates += f", {100 * self._accepted_tokens / self._draft_tokens:.0f}% of drafts accepted"
         self._bar.set_postfix_str(rates, refresh=False)
         self._bar.update()
 

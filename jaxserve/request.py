@@ -60,7 +60,8 @@ class SamplingParams:
     `LLM` takes them, which knows a tokenizer. bad_words_token_ids: the sequences themselves, at most MAX_BAD_WORDS of at most
     MAX_BAD_WORD_TOKENS. `prompt_logprobs=N` returns the prompt's own log-probabilities, as `logprobs` the output's.
     structured_outputs: the form that the text must have (StructuredOutputsParams, or a dict of its fields); only `LLM` takes it.
-    Log-probabilities are then of what the form allows.
+    Log-probabilities are then of what the form allows. min_tokens makes such an output go on where it might end; it ends all the
+    same, with finish_reason "stop", where the form lets nothing follow.
 
     Numbers may be numpy's; a bool is no number. Lists become tuples, `top_k=-1` becomes 0.
 
@@ -234,7 +235,6 @@ class Request:
     num_prompt_tokens: int = 0
     max_total_tokens: int = 0  # prompt + output may reach this; set when added
     stop_ids: frozenset[int] = frozenset()  # ids that finish the request: eos unless ignored, and stop_token_ids
-    draft_token_ids: list[int] = field(default_factory=list)  # proposed for the next step; empty once scheduled
     row: int = -1  # its place in the device-resident state while running
     rows: SequenceRows | None = field(default=None, repr=False)  # where that row lives
     num_unfetched: int = 0  # tokens in flight when it was preempted that have not come back yet
@@ -266,7 +266,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt + output, those still in flight included, drafts not yet scheduled not."""
+        """Prompt + output, those still in flight included; with drafts in flight, at most so many."""
         return len(self.token_ids) + self.num_in_flight
 
     @property
@@ -323,13 +323,16 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds of time.monotonic()."""
+    """Times of one request, in seconds of time.monotonic(), and its share of EngineStats' counts of drafts."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def ttft(self) -> float | None:

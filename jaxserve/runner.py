@@ -20,6 +20,8 @@ from jaxserve.buckets import Bucket
 from jaxserve.config import ResolvedConfig
 from jaxserve.programs import UPDATE_BATCH, Programs
 from jaxserve.sampling_rows import SampledRows, ScoredRows, unpack_sampled, unpack_scored
+from jaxserve.speculative.proposer import NO_DRAFT
+from jaxserve.step import DraftState
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +71,15 @@ class Runner:
         self.kv_pages = [jnp.zeros(x.shape, x.dtype) for x in kv_pages]
         self.page_table, self.num_computed, self.step_hidden, self.last_tokens = (jnp.zeros(x.shape, x.dtype) for x in rest)
         self.history, self.edits = (jnp.zeros(x.shape, x.dtype) for x in self.programs.edit_state)
+        self.draft_state: DraftState | None = None
+        if self.programs.proposer is not None:
+            drafts = jnp.full(self.programs.draft_state.drafts.shape, NO_DRAFT, jnp.int32)
+            self.draft_state = DraftState(drafts, self.programs.proposer.init_state())
 
     def reset(self) -> None:
         """State as new: a step that broke off may have consumed some of it (donated buffers) or left an error in its place."""
         rest = (self.page_table, self.num_computed, self.step_hidden, self.last_tokens, self.history, self.edits)
-        for array in (*self.kv_pages, *rest):
+        for array in (*self.kv_pages, *rest, *jax.tree.leaves(self.draft_state)):
             array.delete()
         self._allocate()
 
@@ -151,16 +157,21 @@ class Runner:
         num_samples: int,
         masks: Callable[[], np.ndarray] | None = None,
     ) -> StepHandle:
+        state, drafts = self.draft_state, () if self.draft_state is None else (self.draft_state.drafts,)
         hidden, head_inputs, self.kv_pages, self.page_table, self.num_computed, self.step_hidden = self.programs.body(bucket)(
-            self.body_leaves, self.kv_pages, self.page_table, self.num_computed, self.step_hidden, self.last_tokens, packed
+            self.body_leaves, self.kv_pages, self.page_table, self.num_computed, self.step_hidden, self.last_tokens, packed, *drafts
         )
         if not head_rows:
             return StepHandle(None, [], hidden, 0)
         head: Any = self.programs.head(head_rows, with_logprobs)
         allowed = self._no_masks(head_rows) if masks is None else (masks()[:head_rows], np.True_)
-        self.last_tokens, self.history, out = head(
-            self.head_leaves, self.last_tokens, self.history, self.edits, hidden, head_inputs, *allowed
-        )
+        rest = (self.edits, hidden, head_inputs, *allowed)
+        if state is None:
+            self.last_tokens, self.history, out = head(self.head_leaves, self.last_tokens, self.history, *rest)
+        else:
+            self.last_tokens, self.history, self.num_computed, self.draft_state, out = head(
+                self.head_leaves, self.last_tokens, self.history, self.num_computed, state, *rest
+            )
         self._start_fetching(out)
         return StepHandle(out, [], out, num_samples)
 
@@ -188,7 +199,8 @@ class Runner:
         if handle.out is None:
             handle.done.block_until_ready()
             return None
-        return unpack_sampled(np.asarray(handle.out)[: handle.num_samples])
+        proposer = self.programs.proposer
+        return unpack_sampled(np.asarray(handle.out)[: handle.num_samples], proposer.num_drafts if proposer else 0)
 
     @staticmethod
     def fetch_scores(handle: StepHandle) -> ScoredRows:

@@ -93,9 +93,14 @@ def unpack_rows(packed: jax.Array) -> SamplingRows:  # i32[R, NUM_COLUMNS] as sa
     )
 
 
-def pack_sampled(sampled: Sampled) -> jax.Array:  # i32[R, 2], or i32[R, 4 + 2N] with logprobs
+def pack_sampled(
+    sampled: Sampled,
+    delivered: jax.Array | None = None,  # bool[R]; of speculation
+) -> jax.Array:  # i32[R, 2], or i32[R, 4 + 2N] with logprobs
     """One small array to fetch; `sampling_rows.unpack_sampled` reads it."""
     flags = sampled.bad_logits * layout.FLAG_BAD_LOGITS + sampled.by_sort * layout.FLAG_BY_SORT
+    if delivered is not None:
+        flags += delivered * layout.FLAG_DELIVERED
     packed = [sampled.tokens[:, None], flags[:, None]]
     if (extra := sampled.logprobs) is not None:
         bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
@@ -109,6 +114,7 @@ def sample(
     *,
     max_logprobs: int = 0,
     edit: Callable[[jax.Array], jax.Array] | None = None,
+    draw: Callable[[jax.Array, SamplingRows], jax.Array] | None = None,
 ) -> Sampled:
     """One token a row, by each row's own parameters; the order of operations is at the top of this file.
 
@@ -117,6 +123,7 @@ def sample(
     max_logprobs: static. 0 leaves out all log-probabilities, which cost about as much as a random draw does; N > 0 gives the
       sampled token's, its rank, and the N likeliest (V if that is less). The tokens are the same.
     edit: f32[R, V] -> f32[R, V], run if any row asks for edits (`logit_edits.edit`, bound to the state it reads).
+    draw: how random rows draw from what is left of their distributions, in place of `draw_token`; traced with 64-bit types enabled.
 
     Raises:
       TypeError: logits are not float32.
@@ -124,7 +131,7 @@ def sample(
     if logits.dtype != jnp.float32:
         raise TypeError(f"logits.dtype={logits.dtype} must be float32: ask the matmul for it (preferred_element_type)")
     with jax.named_scope("process_logits"):
-        blocks = _in_blocks(process_logits(logits, rows, edit), -jnp.inf)
+        blocks = in_blocks(process_logits(logits, rows, edit), -jnp.inf)
     with jax.named_scope("greedy"):
         maxima = blocks.max(-1)
         bad = jnp.isnan(blocks).any((-1, -2)) | ~jnp.isfinite(maxima.max(-1))  # XLA:CPU's max may step over a NaN
@@ -133,7 +140,7 @@ def sample(
     with jax.named_scope("draw"):
         drawn, by_sort = lax.cond(
             random.any(),
-            lambda: _draw(blocks, maxima, rows, random),
+            lambda: _draw(blocks, maxima, rows, random, draw or draw_token),
             lambda: (greedy, jnp.zeros_like(random)),
         )
     tokens = jnp.where(random, drawn, jnp.where(bad, 0, greedy))
@@ -160,7 +167,8 @@ def process_logits(
         return lax.cond((rows.edits != 0).any(), edit, lambda x: x, logits)
 
 
-def _in_blocks(x: jax.Array, fill: float) -> jax.Array:  # [R, N] -> [R, ceil(N / BLOCK), BLOCK]
+def in_blocks(x: jax.Array, fill: float) -> jax.Array:  # [R, N] -> [R, ceil(N / BLOCK), BLOCK]
+    """The vocabulary as `draw` sees it, its end padded with `fill`."""
     R, N = x.shape
     if N % BLOCK:
         x = jnp.pad(x, ((0, 0), (0, -N % BLOCK)), constant_values=fill)
@@ -201,8 +209,8 @@ def _draw(
     maxima: jax.Array,  # f32[R, B]
     rows: SamplingRows,
     random: jax.Array,  # bool[R]; the other rows' results mean nothing
+    draw: Callable[[jax.Array, SamplingRows], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:  # i32[R] tokens, bool[R] which rows needed the sort
-    bits = _random_bits(rows)
     N = logits[0].size  # the vocabulary and its padding
     with jax.enable_x64(True):  # other dtypes below are spelled out or follow their operands
         weights = _weights(logits, maxima.max(-1), jnp.where(random, rows.temperature, 1.0), rows.min_p)
@@ -217,10 +225,25 @@ def _draw(
         ids = jnp.arange(N, dtype=jnp.int32).reshape(logits.shape[1:])
         value, last_id = value[:, None, None], last_id[:, None, None]
         kept = jnp.where((logits > value) | ((logits == value) & (ids <= last_id)), weights, 0)
-        cumulative = _cumulative(kept)
-        uniform = bits[:, 0].astype(jnp.float64) * 2.0**-32 + (bits[:, 1] >> 11).astype(jnp.float64) * 2.0**-53
-        target = jnp.floor(uniform * cumulative[:, -1]).astype(jnp.int64)  # below the total, which is below 2**53
-        return _locate(kept, cumulative, target), by_sort
+        return draw(kept, rows), by_sort
+
+
+def draw_token(
+    weights: jax.Array,  # i32[R, B, BLOCK]: of each token, 2**30 for the likeliest and 0 for what filters dropped
+    rows: SamplingRows,
+) -> jax.Array:  # i32[R]
+    """A token of each row with a probability in proportion to its weight."""
+    return invert_cdf(weights, uniform(rows))
+
+
+def invert_cdf(
+    weights: jax.Array,  # i32[R, B, BLOCK]
+    at: jax.Array,  # f64[R]; in [0, 1)
+) -> jax.Array:  # i32[R]
+    """The token of each row at which the sum of the weights, in vocabulary order, passes that share of the whole."""
+    cumulative = _cumulative(weights)
+    target = jnp.floor(at * cumulative[:, -1]).astype(jnp.int64)  # below the total, which is below 2**53
+    return _locate(weights, cumulative, target)
 
 
 def _weights(
@@ -236,14 +259,17 @@ def _weights(
     return jnp.where(relative >= min_p[:, None, None], jnp.round(relative * _UNIT), 0.0).astype(jnp.int32)
 
 
-def _random_bits(rows: SamplingRows) -> jax.Array:  # u32[R, 2]
-    """64 random bits a row, keyed by what the row is and not by where it stands."""
+def uniform(rows: SamplingRows, stream: int | None = None) -> jax.Array:  # f64[R], in [0, 1)
+    """A random number a row, keyed by what the row is and not by where it stands. Each `stream` has numbers of its own."""
 
     def one(seed, sample_index, position):
         key = jax.random.wrap_key_data(seed[::-1], impl="threefry2x32")  # jax.random.key(seed) of a 64-bit seed
-        return jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, sample_index), position), (2,), jnp.uint32)
+        key = jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
+        return jax.random.bits(key if stream is None else jax.random.fold_in(key, stream), (2,), jnp.uint32)
 
-    return jax.vmap(one)(rows.seed, rows.sample_index, rows.position)
+    bits = jax.vmap(one)(rows.seed, rows.sample_index, rows.position)
+    with jax.enable_x64(True):
+        return bits[:, 0].astype(jnp.float64) * 2.0**-32 + (bits[:, 1] >> 11).astype(jnp.float64) * 2.0**-53
 
 
 def _cumulative(weights: jax.Array) -> jax.Array:  # i32[R, B, BLOCK] -> i64[R, B]
@@ -281,7 +307,7 @@ def _last_kept(
     def cut(values, ids):
         n = ids.shape[1]  # all of the vocabulary or its likeliest
         ordered = jnp.take_along_axis(weights, ids, 1)
-        ordered = _in_blocks(jnp.where(jnp.arange(n, dtype=jnp.int32) < k[:, None], ordered, 0), 0)
+        ordered = in_blocks(jnp.where(jnp.arange(n, dtype=jnp.int32) < k[:, None], ordered, 0), 0)
         cumulative = _cumulative(ordered)
         held = cumulative[:, -1]
         mass = jnp.where(k < N, held, total)
@@ -311,7 +337,7 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Log-probability and rank of each row's token, and the n likeliest. with_top: whether these are wanted; where not, their
     values mean nothing. dtype: of the exponentials; their sums over blocks are float64 whatever it is."""
-    blocks = _in_blocks(logits, -jnp.inf)
+    blocks = in_blocks(logits, -jnp.inf)
     maxima = blocks.max(-1)
     highest = maxima.max(-1)
     with jax.enable_x64(True):

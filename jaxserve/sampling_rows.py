@@ -7,7 +7,7 @@ their bits. Knows nothing of jax: sampling.py is the device's side.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,7 +27,7 @@ NUM_COLUMNS = SUPPRESS_IDS + MAX_SUPPRESSED_IDS
 
 # Columns of a sampled row; those from LOGPROB on exist only where logprobs were compiled in.
 TOKEN, FLAGS, LOGPROB, RANK, TOP_IDS = 0, 1, 2, 3, 4  # then N ids, then N float32 log-probabilities
-FLAG_BAD_LOGITS, FLAG_BY_SORT = 1, 2
+FLAG_BAD_LOGITS, FLAG_BY_SORT, FLAG_DELIVERED = 1, 2, 4
 
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy, as in vLLM
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -72,7 +72,8 @@ def write_row(
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """A step's sampled tokens on the host: numpy, one entry a row. The last four are None without logprobs."""
+    """A step's sampled tokens on the host: numpy, one entry a row. None where nobody asked: the four of logprobs, the two of
+    speculation."""
 
     tokens: np.ndarray  # i32[R]
     bad_logits: np.ndarray  # bool[R]: a NaN or +inf among the logits, or no finite one; the token means nothing
@@ -81,6 +82,8 @@ class SampledRows:
     ranks: np.ndarray | None = None  # i32[R]
     top_ids: np.ndarray | None = None  # i32[R, N]
     top_logprobs: np.ndarray | None = None  # f32[R, N]
+    delivered: np.ndarray | None = None  # bool[R]: whether all drafts up to the row's stood, so that its token is an output
+    drafts: np.ndarray | None = None  # i32[R, K]: proposed to follow the token, where it is its sequence's last; -1 is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +105,12 @@ def unpack_scored(packed: np.ndarray) -> ScoredRows:
     return ScoredRows(reals[:, 0], packed[:, 1], packed[:, 2 : 2 + n], reals[:, 2 + n :])
 
 
-def unpack_sampled(packed: np.ndarray) -> SampledRows:
-    """Views of `sampling.pack_sampled`'s i32[R, 2] (no logprobs) or i32[R, 4 + 2N]."""
+def unpack_sampled(packed: np.ndarray, num_drafts: int = 0) -> SampledRows:
+    """Views of `sampling.pack_sampled`'s i32[R, 2] (no logprobs) or i32[R, 4 + 2N]; where a head also drafts, K columns more."""
+    if num_drafts:
+        at = packed.shape[1] - num_drafts
+        sampled = unpack_sampled(packed[:, :at])
+        return replace(sampled, delivered=(packed[:, FLAGS] & FLAG_DELIVERED) != 0, drafts=packed[:, at:])
     flags = packed[:, FLAGS]
     bad, by_sort = (flags & FLAG_BAD_LOGITS) != 0, (flags & FLAG_BY_SORT) != 0
     if packed.shape[1] == LOGPROB:

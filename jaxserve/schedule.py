@@ -5,6 +5,7 @@ Owns the two parts of which a Schedule is made, decodes and chunks, and no behav
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,12 +22,14 @@ class Schedule:
     rows: the row of each.
     q_lens: tokens this step: 1 for a decode, 1 + drafts, or a chunk.
     starts: the host's position of the first of them; with drafts in flight an upper bound, otherwise exact.
+    least_starts: a lower bound of it.
     samples: whether the sequence samples in this step (False for a chunk that does not end its prompt).
     generations: which owner of the row this is (SequenceRows.generation).
     page_updates: (row, column, page) of each page-table entry that changed since the last schedule.
-    num_decodes: the first so many entries take their first token from the device's last sampled one; the others' tokens are
-        request.token_ids[start : start + q_len], read before `update` is called again.
-    draft_token_ids: drafts that follow that token, by entry; entries without drafts are absent.
+    num_decodes: the first so many entries take their first token from the device's last sampled one, and their drafts from what the
+        device proposed to follow it; the others' tokens are request.token_ids[start : start + q_len], read before `update` is
+        called again.
+    num_drafts: drafts of all entries.
     """
 
     step_id: int
@@ -34,27 +37,32 @@ class Schedule:
     rows: np.ndarray  # intp[n]
     q_lens: np.ndarray  # i32[n]
     starts: np.ndarray  # i32[n]
+    least_starts: np.ndarray  # i32[n]
     samples: np.ndarray  # bool[n]
     generations: np.ndarray  # i64[n]
     page_updates: np.ndarray  # i32[m, 3]
     num_decodes: int
     num_tokens: int
     max_q_len: int
-    draft_token_ids: dict[int, list[int]]
+    num_drafts: int = 0
 
     @property
     def num_seqs(self) -> int:
         return len(self.requests)
 
+    def decodes(self) -> Iterator[tuple[Request, int, int]]:
+        """(request, row, 1 + drafts) of each entry that decodes."""
+        d = self.num_decodes
+        return zip(self.requests[:d], self.rows[:d].tolist(), self.q_lens[:d].tolist(), strict=True)
+
 
 @dataclass(slots=True)
 class Decodes:
-    """The decodes of a step that is being composed. `drafts` are theirs, by entry."""
+    """The decodes of a step that is being composed."""
 
     rows: np.ndarray  # intp[n]
     starts: np.ndarray  # i32[n]
-    q_lens: np.ndarray  # i32[n]
-    drafts: dict[int, list[int]] = field(default_factory=dict)
+    q_lens: np.ndarray  # i32[n]: 1 + drafts
     num_tokens: int = 0
 
 

@@ -32,18 +32,26 @@ from jaxserve.sequence_rows import NEVER, SequenceRows
 from jaxserve.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
+    from jaxserve.speculative.draft_lengths import DraftLengths
     from jaxserve.step_budget import StepBudget
 
 
 class Scheduler:
     """Admits, composes, preempts and finishes requests; a step is `schedule`, then, at once or later, `update`."""
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool, step_budget: StepBudget | None = None):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: PagePool,
+        step_budget: StepBudget | None = None,
+        draft_lengths: DraftLengths | None = None,
+    ):
         self.config = config
         self.policy: Policy = resolve_policy(config)
         if step_budget is not None and not (self.policy.chunked and self.policy.mixed):
             raise ValueError("a dynamic budget cuts prompts to what decodes leave: it needs chunked prefill and mixed steps")
         self.step_budget = step_budget  # what a step with decodes may hold; None: always max_num_batched_tokens
+        self.draft_lengths = draft_lengths  # how many drafts each decode verifies; None: speculation is off
         self.pool = pool
         self.rows: SequenceRows = SequenceRows(config.max_num_seqs, config.max_model_len, pool.page_size)
         self.pages: SequencePages = SequencePages(pool, self.rows)
@@ -51,7 +59,6 @@ class Scheduler:
         self._waiting = WaitingQueue(self._order_key)
         self._held: dict[str, Request] = {}  # those that wait for something else than their turn: a grammar, a sample's prompt
         self._requests: dict[str, Request] = {}  # every unfinished request, by id
-        self._drafted: dict[str, Request] = {}  # those with drafts for the next step
         self._foretold: dict[str, Request] = {}  # those with tokens in flight that are known already
         self._stop_ids: Counter[int] = Counter()  # stop ids of unfinished requests
         self._last_was_prefill = False
@@ -141,20 +148,15 @@ class Scheduler:
             del self._held[request.request_id]
             self._push_or_hold(request)
 
-    def set_drafts(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Proposes the tokens that follow the request's next input token, for the next step with decodes. They are trimmed to the
-        budget, the free pages and the request's remaining length, and dropped if the request does not decode then."""
-        if request.status is RequestStatus.RUNNING:
-            request.draft_token_ids = list(token_ids)
-            self._drafted[request.request_id] = request
-
-    def foretell(self, request: Request, token_ids: Sequence[int]) -> StepResult:
+    def foretell(self, request: Request, token_ids: Sequence[int], *, num_cut: int = 0) -> StepResult:
         """The request's next output tokens are known without a step each: its next step computes them as a chunk and samples what
         follows. Call it between an `update` and the next `schedule`; the last of the steps in flight may have sampled the first of
         these tokens, which must then have had no choice. Taken up to the request's end, the budget and the free pages, and not at
-        all where that gains nothing; returns what was taken."""
+        all where that gains nothing; returns what was taken.
+
+        num_cut: drafts of the step in flight that will not be verified if any token is taken."""
         result, rows, row = StepResult([], []), self.rows, request.row
-        in_flight = request.num_in_flight
+        in_flight = request.num_in_flight - num_cut
         if request.status is not RequestStatus.RUNNING or request.num_foretold or rows.num_computed[row] < rows.prefill_end[row]:
             return result  # what it has to compute already comes first
         token_ids = token_ids[: min(self.config.max_num_batched_tokens, request.max_total_tokens - len(request.token_ids))]
@@ -163,7 +165,7 @@ class Scheduler:
         token_ids = token_ids[: max(0, int(rows.capacity[row]) - len(request.token_ids))]
         if len(token_ids) <= max(1, in_flight):
             return result
-        self._drop_drafts(request)
+        rows.num_computed[row] -= num_cut
         if in_flight:
             request.num_foretold = in_flight
             self._foretold[request.request_id] = request
@@ -198,7 +200,6 @@ class Scheduler:
             self.pool.forget(self.pool.find(request.hash_chain[1:]))
         del self._requests[request.request_id]
         self._foretold.pop(request.request_id, None)
-        self._drop_drafts(request)
         for token in request.stop_ids:
             self._stop_ids[token] -= 1
             if not self._stop_ids[token]:
@@ -303,21 +304,24 @@ class Scheduler:
         return self._assemble(decodes, chunks)
 
     def _schedule_decodes(self) -> Decodes:
-        """One token of every running request past its prompt, and its drafts. Pages first, by preemption if need be; then, with
-        nobody left to be taken out again, the counters."""
+        """One token of every running request past its prompt, and drafts. Pages first, by preemption if need be; then, with nobody
+        left to be taken out again, the counters."""
         rows = self.rows
         decodes, starts = self._owing_decodes()
         short = decodes[starts >= rows.capacity[decodes]]
         if len(short) and not self.pages.grow(short):
             self._grow_preempting(rows.requests_at(short))
             decodes, starts = self._owing_decodes()
-        q_lens, drafts = self._ones[: len(decodes)], {}
-        if self._drafted:
-            q_lens, drafts = self._schedule_drafts(decodes, starts)
+        q_lens, num_tokens = self._ones[: len(decodes)], len(decodes)
+        if self.draft_lengths is not None and num_tokens:
+            num_drafts = self._schedule_drafts(self.draft_lengths, decodes, starts)
+            if num_drafts.any():
+                q_lens = 1 + num_drafts
+                num_tokens = int(q_lens.sum())
         if len(decodes):
             self._batch_end = 0  # the first decode closes it
         rows.num_computed[decodes] = starts + q_lens
-        return Decodes(decodes, starts, q_lens, drafts, int(q_lens.sum()) if drafts else len(decodes))
+        return Decodes(decodes, starts, q_lens, num_tokens)
 
     def _owing_decodes(self) -> tuple[np.ndarray, np.ndarray]:
         """Rows (in running order) that owe their last sampled token and may sample another, and that token's position.
@@ -344,7 +348,6 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue, to recompute all its tokens; its pages keep their hashes, so that much of it may be hit again."""
-        self._drop_drafts(request)
         request.num_unfetched = request.num_in_flight
         self.pages.release(request)
         request.status = RequestStatus.PREEMPTED
@@ -353,30 +356,30 @@ class Scheduler:
         self._preempted = True
         self._waiting.push(request)
 
-    def _schedule_drafts(self, decodes: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, dict[int, list[int]]]:
-        """The query lengths of the decodes with their drafts, and the drafts by entry. Every decode has its own token's budget and
-        page already; drafts take what is left of both, up to the length limit, and never preempt."""
-        rows, q_lens, drafts = self.rows, np.ones(len(decodes), np.int32), {}
-        budget = self.config.max_num_batched_tokens - len(decodes)
-        for i, request in enumerate(rows.requests_at(decodes)):
-            if request.request_id not in self._drafted:
-                continue
-            row, start = request.row, int(starts[i])
-            num_drafts = min(len(request.draft_token_ids), budget, int(rows.limit[row]) - start - 2)
-            while rows.capacity[row] <= start + num_drafts and self.pages.grow(np.array([row])):
+    def _schedule_drafts(
+        self,
+        draft_lengths: DraftLengths,
+        decodes: np.ndarray,  # intp[n], n > 0
+        starts: np.ndarray,  # i32[n]
+    ) -> np.ndarray:  # i32[n]
+        """How many drafts each decode verifies. Every decode has its own token's budget, logits row and page already; drafts take
+        what is left, half of it where prompts owe tokens, in running order, up to the length limit, and never preempt."""
+        rows, config, n = self.rows, self.config, len(decodes)
+        wanted = draft_lengths.choose(decodes)
+        if not wanted.any():
+            return wanted
+        wanted = np.minimum(wanted, rows.limit[decodes] - starts - 2)
+        num_prompts = len(rows.order) - n + len(self._waiting) + len(self._held)  # samples held may follow the first at once
+        num_prompts = min(num_prompts, config.max_num_seqs - n)  # that may end in this step, with a logits row each
+        room = min(config.max_num_batched_tokens - n, draft_lengths.max_rows - n - num_prompts)
+        ends = np.minimum(np.cumsum(np.maximum(wanted, 0)), max(0, room // 2 if num_prompts else room))
+        num_drafts = np.diff(ends, prepend=0).astype(np.int32)
+        for i in (starts + num_drafts >= rows.capacity[decodes]).nonzero()[0].tolist():
+            row = decodes[i]
+            while rows.capacity[row] <= starts[i] + num_drafts[i] and self.pages.grow(np.array([row])):
                 pass
-            num_drafts = min(num_drafts, int(rows.capacity[row]) - start - 1)
-            if num_drafts > 0:
-                drafts[i] = request.draft_token_ids[:num_drafts]
-                q_lens[i] += num_drafts
-                budget -= num_drafts
-        for request in list(self._drafted.values()):
-            self._drop_drafts(request)
-        return q_lens, drafts
-
-    def _drop_drafts(self, request: Request) -> None:
-        request.draft_token_ids = []
-        self._drafted.pop(request.request_id, None)
+            num_drafts[i] = min(num_drafts[i], rows.capacity[row] - starts[i] - 1)
+        return num_drafts
 
     def _schedule_prefills(self, decodes: Decodes) -> Chunks:
         """Chunks of the running requests' prompts, then of newly admitted ones, within the budget that the decodes leave."""
@@ -467,6 +470,9 @@ class Scheduler:
     def _assemble(self, decodes: Decodes, chunks: Chunks) -> Schedule:
         requests, rows, starts, q_lens, samples = join(decodes, chunks, self.rows.requests_at(decodes.rows), self._all)
         num_tokens = decodes.num_tokens + chunks.num_tokens
+        least_starts = starts
+        if self.draft_lengths is not None:  # what is known has been accepted
+            least_starts = np.minimum(starts, self.rows.num_known[rows] - 1)
         self._num_steps += 1
         self._num_scheduled_tokens += num_tokens
         return Schedule(
@@ -475,13 +481,14 @@ class Scheduler:
             rows=rows,
             q_lens=q_lens,
             starts=starts,
+            least_starts=least_starts,
             samples=samples,
             generations=self.rows.generation[rows],
             page_updates=self.rows.take_page_updates(rows),
             num_decodes=len(decodes.rows),
             num_tokens=num_tokens,
             max_q_len=int(q_lens.max()) if num_tokens > len(rows) else 1,
-            draft_token_ids=decodes.drafts,
+            num_drafts=decodes.num_tokens - len(decodes.rows),
         )
 
     # Its tokens come back
@@ -501,7 +508,7 @@ class Scheduler:
         self._num_updates += 1
         if counts is not None:
             return self._update_drafted(schedule, sampled, counts)
-        assert not schedule.draft_token_ids, "a step with drafts is updated with counts"
+        assert not schedule.num_drafts, "a step with drafts is updated with counts"
         assert len(sampled) == schedule.num_seqs, f"{len(sampled)} tokens for {schedule.num_seqs} entries"
         requests, rows, tokens = schedule.requests, schedule.rows, sampled.tolist()
         samples = self._without_foretold(schedule) if self._foretold else schedule.samples
@@ -544,7 +551,7 @@ class Scheduler:
         own = self.rows.generation[schedule.rows] == schedule.generations
         for i in np.flatnonzero(samples).tolist():
             request, count = schedule.requests[i], int(counts[i])
-            num_planned = 1 + len(schedule.draft_token_ids.get(i, ()))
+            num_planned = int(schedule.q_lens[i]) if i < schedule.num_decodes else 1
             assert 1 <= count <= num_planned, f"{count} tokens of an entry that planned {num_planned}"
             if own[i]:
                 self.rows.num_computed[request.row] -= num_planned - count
@@ -585,7 +592,6 @@ class Scheduler:
         assert all(request.status is RequestStatus.RUNNING and not request.num_unfetched for request in running)
         assert all(request.row < 0 and request.rows is None and request.num_in_flight >= 0 for request in waiting)
         assert all(request.num_in_flight == 0 or self.num_steps_in_flight for request in running + waiting)
-        assert set(self._drafted) <= {request.request_id for request in running}
         assert set(self._foretold) == {request.request_id for request in running + waiting if request.num_foretold}
         keys = [self._order_key(request) for request in self._waiting]
         assert keys == sorted(keys), "the queue is out of order"

@@ -20,9 +20,11 @@ from flax import nnx
 from jax import lax
 
 from jaxserve import logit_edits, sampling, scoring
-from jaxserve.batch import StepLayout
+from jaxserve.batch import FROM_DEVICE, StepLayout
 from jaxserve.models import Decoder, ModelConfig, named_leaves
 from jaxserve.sampling_rows import POSITION
+from jaxserve.speculative import rejection, verify
+from jaxserve.speculative.proposer import NO_DRAFT, Proposer, Seen
 from kernels.kv_cache import write_kv
 from kernels.ragged_paged_attention import plan_work, ragged_paged_attention
 
@@ -48,13 +50,23 @@ class StepContext:
     backend: str
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["rows", "sampling"], meta_fields=[])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["rows", "tokens", "sampling"], meta_fields=[])
 @dataclass(frozen=True)
 class HeadInputs:
     """What a body hands to its head beside the hidden rows; the same shapes for every bucket. R: the plan's max_head_rows."""
 
     rows: jax.Array  # i32[R]: the sequence row that each logits row samples for; max_num_seqs for padding
+    tokens: jax.Array | None  # i32[R]: the token before the one that it samples; None where nothing is drafted
     sampling: jax.Array  # i32[R, F]: sampling_rows' columns, POSITION filled in from the device's own state
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["drafts", "proposer"], meta_fields=[])
+@dataclass(frozen=True)
+class DraftState:
+    """What speculation keeps on the device."""
+
+    drafts: jax.Array  # i32[max_num_seqs, K]: what is proposed to follow each row's last token
+    proposer: Any  # a pytree of the proposer's own
 
 
 class ModelFunctions:
@@ -131,6 +143,7 @@ def body(
     step_hidden: jax.Array,  # [tokens of the largest bucket, D]: hidden rows of one step's tokens
     last_tokens: jax.Array,  # i32[max_num_seqs]: last sampled token of each row
     packed: jax.Array,  # i32[layout.size]
+    drafts: jax.Array | None = None,  # i32[max_num_seqs, K]; None: speculation is off
 ) -> tuple[jax.Array, HeadInputs, list[jax.Array], jax.Array, jax.Array, jax.Array]:
     """Runs one bucket. Returns (hidden [R, D], HeadInputs, kv_pages, page_table, num_computed, step_hidden)."""
     names = list(layout.fields)
@@ -138,10 +151,10 @@ def body(
         # Unpacked once, behind a barrier: commands of a CUDA graph whose buffers move are recorded again.
         fields = dict(zip(names, lax.optimization_barrier(tuple(layout.unpack(packed)[n] for n in names)), strict=True))
         context, tokens, page_table, num_computed = _context(
-            layout, backend, fields, kv_pages[0].shape[0], page_table, num_computed, last_tokens
+            layout, backend, fields, kv_pages[0].shape[0], page_table, num_computed, last_tokens, drafts
         )
     model = functions.module(functions.body_indices, leaves)
-    x = model.embed(tokens)
+    x = model.embed(tokens if drafts is None else jnp.maximum(tokens, 0))  # a draft may be none
     # Behind a barrier, or every layer's fusions compute the angles and look up the slots again.
     rope, slot_mapping = lax.optimization_barrier((model.rope(context.positions), context.slot_mapping))
     context = dataclasses.replace(context, slot_mapping=slot_mapping)
@@ -153,12 +166,12 @@ def body(
     with jax.named_scope("gather_rows"):
         at = fields["head_tokens"]
         sampling_fields = fields["sampling"].at[:, POSITION].set(context.positions[at] + 1)
-        head_inputs = HeadInputs(fields["head_rows"], sampling_fields)
+        head_inputs = HeadInputs(fields["head_rows"], None if drafts is None else tokens[at], sampling_fields)
         step_hidden = lax.dynamic_update_slice(step_hidden, x, (0, 0))  # in place: the program that scores has one shape
         return x[at], head_inputs, written, page_table, num_computed, step_hidden
 
 
-def _context(layout, backend, fields, num_pages, page_table, num_computed, last_tokens):
+def _context(layout, backend, fields, num_pages, page_table, num_computed, last_tokens, drafts):
     """Where each token stands. Returns (StepContext, token ids i32[T], page_table, num_computed), the state brought up to date."""
     T, S, page_size = layout.bucket.tokens, layout.bucket.seqs, layout.page_size
     rows, q_lens = fields["seq_rows"], fields["q_lens"]
@@ -175,7 +188,12 @@ def _context(layout, backend, fields, num_pages, page_table, num_computed, last_
     real = t < cu_q_lens[-1]
     positions = jnp.where(real, starts[seq] + t - cu_q_lens[seq], 0)
     sampled = last_tokens.at[rows].get(mode="fill", fill_value=0)
-    tokens = jnp.where(fields["token_ids"] < 0, sampled[seq], fields["token_ids"])
+    if drafts is None:
+        from_device = sampled[seq]
+    else:
+        known_next = jnp.concatenate([sampled[:, None], drafts.at[rows].get(mode="fill", fill_value=NO_DRAFT)], 1)
+        from_device = known_next[seq, jnp.maximum(FROM_DEVICE - fields["token_ids"], 0)]
+    tokens = jnp.where(fields["token_ids"] < 0, from_device, fields["token_ids"])
     table = page_table.at[rows].get(mode="fill", fill_value=0)
     page = table[seq, positions // page_size]
     slots = jnp.where(real, page * page_size + positions % page_size, num_pages * page_size + t)
@@ -203,19 +221,73 @@ def head(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Logits of the first `num_rows` hidden rows, and a token of each. Returns (last_tokens, history, what the host
     fetches: i32[rows, ...])."""
-    model = functions.module(functions.head_indices, leaves)
-    logits = model.logits(model.final_norm(hidden[:num_rows]))
-    with jax.named_scope("grammar_masks"):
-        logits = lax.cond(masked, logit_edits.apply_masks, lambda logits, _: logits, logits, masks)
-    rows = sampling.unpack_rows(inputs.sampling[:num_rows])
-    seq_rows = inputs.rows[:num_rows]
-    edit = functools.partial(
-        logit_edits.edit, kinds=rows.edits, seq_rows=seq_rows, positions=rows.position, table=edits, history=history
-    )
-    sampled = sampling.sample(logits, rows, max_logprobs=max_logprobs, edit=edit)
+    seq_rows, rows = inputs.rows[:num_rows], sampling.unpack_rows(inputs.sampling[:num_rows])
+    logits = _logits(functions, leaves, hidden[:num_rows], masks, masked)
+    sampled = sampling.sample(logits, rows, max_logprobs=max_logprobs, edit=_edit(seq_rows, rows, edits, history))
     last_tokens = last_tokens.at[seq_rows].set(sampled.tokens, mode="drop")
     history = logit_edits.remember(history, seq_rows, rows.position, sampled.tokens)
     return last_tokens, history, sampling.pack_sampled(sampled)
+
+
+def drafting_head(
+    functions: ModelFunctions,
+    proposer: Proposer,
+    acceptance: str,
+    num_rows: int,
+    max_logprobs: int,
+    leaves: Sequence[jax.Array],
+    last_tokens: jax.Array,  # i32[max_num_seqs]
+    history: jax.Array,  # i32[max_num_seqs, max_model_len]: token ids of every row
+    num_computed: jax.Array,  # i32[max_num_seqs], as the body left it: as if every draft stood
+    state: DraftState,
+    edits: jax.Array,  # i32[max_num_seqs, columns of edit_rows]
+    hidden: jax.Array,  # [R, D]
+    inputs: HeadInputs,
+    masks: jax.Array,  # i32[num_rows, ceil(V / 32)]
+    masked: jax.Array,  # bool[]
+) -> tuple[jax.Array, jax.Array, jax.Array, DraftState, jax.Array]:
+    """`head` where speculation is on: the rows that follow a sequence's first are its drafts', which are verified here, and new
+    drafts are proposed. acceptance: as SpeculativeConfig's. Returns (last_tokens, history, num_computed, state, what the host
+    fetches: i32[rows, ... and K drafts])."""
+    seq_rows, rows = inputs.rows[:num_rows], sampling.unpack_rows(inputs.sampling[:num_rows])
+    num_seqs = len(last_tokens)  # as a sequence row: nobody's
+    assert inputs.tokens is not None
+    with jax.named_scope("drafts"):
+        tokens, is_draft = inputs.tokens[:num_rows], verify.follows(seq_rows)
+        # What is sampled after a draft looks back on it; what is refused is overwritten when a token comes to its position.
+        where = jnp.where(is_draft & (tokens != NO_DRAFT), seq_rows, num_seqs)
+        history = logit_edits.remember(history, where, rows.position - 1, tokens)
+    logits = _logits(functions, leaves, hidden[:num_rows], masks, masked)
+    draw = None
+    if acceptance == "rejection":
+        draw = functools.partial(rejection.draw_token, drafts=verify.drafts_after(is_draft, tokens), proposal=None)
+    edit = _edit(seq_rows, rows, edits, history)
+    sampled = sampling.sample(logits, rows, max_logprobs=max_logprobs, edit=edit, draw=draw)
+    with jax.named_scope("verify"):
+        delivered = verify.delivered(is_draft, tokens, sampled.tokens, sampled.bad_logits)
+        last = jnp.where(verify.last_delivered(is_draft, delivered), seq_rows, num_seqs)
+        last_tokens = last_tokens.at[last].set(sampled.tokens, mode="drop")
+        num_computed = num_computed.at[last].set(rows.position, mode="drop")
+        history = logit_edits.remember(history, jnp.where(delivered, seq_rows, num_seqs), rows.position, sampled.tokens)
+    with jax.named_scope("propose"):
+        seen = Seen(seq_rows=last, num_tokens=rows.position + 1, history=history, hidden=hidden[:num_rows])
+        own, drafts = proposer.propose(state.proposer, seen)
+        state = DraftState(state.drafts.at[last].set(drafts, mode="drop"), own)
+    out = jnp.concatenate([sampling.pack_sampled(sampled, delivered), drafts], axis=1)
+    return last_tokens, history, num_computed, state, out
+
+
+def _logits(functions: ModelFunctions, leaves, hidden, masks, masked) -> jax.Array:  # f32[rows, V]
+    model = functions.module(functions.head_indices, leaves)
+    logits = model.logits(model.final_norm(hidden))
+    with jax.named_scope("grammar_masks"):
+        return lax.cond(masked, logit_edits.apply_masks, lambda logits, _: logits, logits, masks)
+
+
+def _edit(seq_rows: jax.Array, rows: sampling.SamplingRows, edits: jax.Array, history: jax.Array) -> Callable:
+    return functools.partial(
+        logit_edits.edit, kinds=rows.edits, seq_rows=seq_rows, positions=rows.position, table=edits, history=history
+    )
 
 
 def score(

@@ -36,7 +36,7 @@ class StepBudget:
     ):
         if not objective > 0:
             raise ValueError(f"tbt_slo_ms={1e3 * objective:g} must be above 0")
-        buckets = [b for b in plan.buckets if b.max_q_len > 1 and b.seqs >= min(b.tokens, max_num_seqs)]
+        buckets = [b for b in plan.buckets if b.is_mixed and b.seqs >= min(b.tokens, max_num_seqs)]
         self.objective = objective
         self.page_size: int = step_times.page_size
         self.window: int | None = step_times.window

@@ -160,4 +160,7 @@ def _metrics_of(requests: list[Request]) -> RequestMetrics | None:
         first_token_time=min((m.first_token_time for m in all_metrics if m.first_token_time is not None), default=None),
         finished_time=max((m.finished_time for m in all_metrics if m.finished_time is not None), default=None),
         num_preemptions=sum(m.num_preemptions for m in all_metrics),
+        num_drafts=sum(m.num_drafts for m in all_metrics),
+        num_draft_tokens=sum(m.num_draft_tokens for m in all_metrics),
+        num_accepted_tokens=sum(m.num_accepted_tokens for m in all_metrics),
     )

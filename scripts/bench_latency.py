@@ -84,6 +84,8 @@ def main(argv: list[str]) -> None:
         f"{result['output_tokens_per_second']:.0f} output tok/s",
         file=sys.stderr if _JSON.value == "-" else sys.stdout,
     )
+    if engine.stats.draft_summary:
+        print(engine.stats.draft_summary, file=sys.stderr)
     sizes = {"input_len": _INPUT.value, "output_len": _OUTPUT.value, "batch_size": _BATCH.value, "num_iters": _ITERS.value}
     write_json(_JSON.value, {"benchmark": "latency", "model": flags.FLAGS.model, **sizes, **result, **versions()})
 

@@ -100,6 +100,8 @@ def main(argv: list[str]) -> None:
             f"{r['output_tokens_per_second']:.0f} output tok/s, TTFT {r['mean_ttft_ms']:.0f} ms, "
             f"E2E {r['mean_e2el_ms']:.0f} ms, padding {100 * r['padding_share']:.0f}%{against}"
         )
+        if engines[name].stats.draft_summary:
+            print(f"{workload.name} | {name}: {engines[name].stats.draft_summary}")
     write_json(
         _JSON.value,
         {

@@ -63,6 +63,12 @@ def define_engine_flags(*, model: str | None = None) -> None:
     _define(flags.DEFINE_bool, "async_scheduling", True, "Schedule a step before the last one's tokens are back.")
     _define(flags.DEFINE_enum, "attention_backend", "auto", "Which attention kernel.", enum_values=BACKENDS)
     _define(flags.DEFINE_enum, "moe_backend", "auto", "Which grouped matmul, for experts.", enum_values=MOE_BACKENDS)
+    _define(
+        flags.DEFINE_string,
+        "speculative_config",
+        None,
+        """Speculation, as JSON: '{"method": "ngram", "num_speculative_tokens": 4}'.""",
+    )
     _define(flags.DEFINE_string, "demand_log", None, "Append each step's demand to this file, one JSON line a step.")
 
 

@@ -93,19 +93,20 @@ def make_engine(
     """An engine with SETTINGS, changed by `settings`.
 
     pool_pages: pages that the scheduler may hand out of the KV pool's. Programs are shared between engines of equal shapes, but
-    for compile_anew: "bodies" where what is traced has been changed, "all" where it is counted what compiles.
+    for compile_anew: "bodies" or "heads" where what is traced has been changed, "all" where it is counted what compiles.
     """
     engine = Engine(model, EngineConfig(**{**SETTINGS, **settings}), eos_token_ids=(eos,))
     c, programs = engine.config, engine.runner.programs
     shapes = (c.scheduler.max_num_seqs, c.max_pages_per_seq, c.cache.page_size, c.cache.num_pages, c.plan.max_head_rows)
+    shapes += (c.speculative,)
     shared = _compiled.setdefault((c.model, c.pages.dtype, shapes), programs._compiled)  # weights are a program's arguments
-    if compile_anew == "bodies":
-        programs._compiled = {k: program for k, program in shared.items() if not isinstance(k, Bucket)}
+    if compile_anew in ("bodies", "heads"):
+        programs._compiled = {k: program for k, program in shared.items() if isinstance(k, Bucket) == (compile_anew == "heads")}
     elif compile_anew != "all":
         programs._compiled = shared
     if pool_pages is not None:
         engine.pool = PagePool(pool_pages, c.cache.page_size, c.cache.enable_prefix_caching)
-        engine.scheduler = Scheduler(c.scheduler, engine.pool)
+        engine.scheduler = Scheduler(c.scheduler, engine.pool, draft_lengths=engine._draft_lengths)
     # What stands at a row without an owner means nothing.
     runner = engine.runner
     runner.page_table = jnp.full_like(runner.page_table, -1)
@@ -114,6 +115,8 @@ def make_engine(
     runner.step_hidden = jnp.full_like(runner.step_hidden, jnp.nan)
     runner.history = jnp.full_like(runner.history, 33)
     runner.edits = jnp.full_like(runner.edits, 44)
+    if runner.draft_state is not None:
+        runner.draft_state = replace(runner.draft_state, drafts=jnp.full_like(runner.draft_state.drafts, 5))
     poison(engine)
     return engine
 

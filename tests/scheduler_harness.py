@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -50,6 +51,8 @@ class FakeDevice:
         self.page_table = np.full(rows.page_table.shape, -1)
         self.kv_lens = np.zeros(len(rows.page_table), int)
         self.last_tokens = np.zeros(len(rows.page_table), int)
+        self.drafts: dict[int, list[int]] = {}  # by row: what is proposed to follow its last token
+        self.cut: set[int] = set()  # rows none of whose drafts stands in the next step
 
     def run(self, schedule: Schedule, num_columns: int) -> tuple[np.ndarray, np.ndarray]:
         """(sampled i32[n, num_columns], counts i32[n]), EOS and 0 where nothing is sampled."""
@@ -63,7 +66,7 @@ class FakeDevice:
                 self.kv[self._slot(row, position)] = token
         sampled, counts = np.full((schedule.num_seqs, num_columns), EOS, np.int32), np.zeros(schedule.num_seqs, np.int32)
         for i, (start, tokens) in enumerate(inputs):
-            row, drafts = schedule.rows[i], schedule.draft_token_ids.get(i, [])
+            row, drafts = schedule.rows[i], tokens[1:] if i < schedule.num_decodes else []
             self.kv_lens[row] = start + len(tokens)
             if not schedule.samples[i]:
                 continue
@@ -72,16 +75,18 @@ class FakeDevice:
                 read = [int(self.kv[self._slot(row, position)]) for position in range(self.kv_lens[row])]
                 token = self.last_tokens[row] = sampled[i, counts[i]] = next_token(schedule.requests[i].seed, read)
                 counts[i] += 1
-                if counts[i] > len(drafts) or drafts[counts[i] - 1] != token:
+                if counts[i] > len(drafts) or drafts[counts[i] - 1] != token or row in self.cut:
                     break
                 self.kv_lens[row] += 1
+        self.cut.clear()
         return sampled, counts
 
     def _input(self, schedule: Schedule, i: int) -> tuple[int, list[int]]:
         row, start, q_len = schedule.rows[i], int(schedule.starts[i]), int(schedule.q_lens[i])
         if i < schedule.num_decodes:
-            tokens = [int(self.last_tokens[row]), *schedule.draft_token_ids.get(i, [])]
-            assert self.kv_lens[row] <= start, "the host's position must be an upper bound"
+            drafts = self.drafts.pop(int(row), [])[: q_len - 1]
+            tokens = [int(self.last_tokens[row]), *drafts, *[-1] * (q_len - 1 - len(drafts))]  # -1: a draft that is none
+            assert schedule.least_starts[i] <= self.kv_lens[row] <= start, "the host's positions must be bounds"
             start = int(self.kv_lens[row])
         else:
             tokens = schedule.requests[i].token_ids[start : start + q_len]
@@ -93,14 +98,28 @@ class FakeDevice:
         return self.page_table[row, position // page_size], position % page_size
 
 
+class Proposed:
+    """What the scheduler asks for lengths of drafts: as many as were proposed for a row since it was last asked."""
+
+    def __init__(self, max_num_seqs: int, max_rows: int):
+        self.num_drafts, self.max_rows = np.zeros(max_num_seqs, np.int32), max_rows
+
+    def choose(self, rows: np.ndarray) -> np.ndarray:
+        chosen = self.num_drafts[rows]
+        self.num_drafts[:] = 0
+        return chosen
+
+
 class Harness:
     """A scheduler, its pool, a device and the steps in flight, at most `depth` of them while the next is scheduled."""
 
-    def __init__(self, *, page_size=4, num_pages=64, prefix_caching=True, depth=0, num_drafts=0, **config):
+    def __init__(self, *, page_size=4, num_pages=64, prefix_caching=True, depth=0, num_drafts=0, max_rows=1000, **config):
         config = {"max_model_len": 64, "max_num_batched_tokens": 32, "max_num_seqs": 8, **config}
         self.config = SchedulerConfig(**config)
         self.pool = PagePool(num_pages, page_size, prefix_caching)
-        self.scheduler = Scheduler(self.config, self.pool)
+        self.proposed = Proposed(self.config.max_num_seqs, max_rows)
+        lengths: Any = self.proposed if num_drafts else None
+        self.scheduler = Scheduler(self.config, self.pool, draft_lengths=lengths)
         self.device = FakeDevice(self.scheduler)
         self.depth = depth
         self.num_drafts = num_drafts
@@ -145,7 +164,8 @@ class Harness:
         return bool(rows.num_computed[request.row] >= rows.prefill_end[request.row])
 
     def propose(self, right: Sequence[bool]) -> None:
-        """Drafts for every running decode: what it will sample next where `right`, in turn, and something else where not."""
+        """Drafts for every running decode's next step: what it will sample where `right`, in turn, and something else where not."""
+        self.device.drafts.clear()
         for request in self.scheduler.running:
             if not self.decodes(request):
                 continue
@@ -153,14 +173,14 @@ class Harness:
             while len(tokens) < known + len(right):
                 tokens.append(next_token(request.seed, tokens))
             drafts = [t if ok else t + 1 for t, ok in zip(tokens[known:], right, strict=True)]
-            self.scheduler.set_drafts(request, drafts)
+            self.device.drafts[request.row], self.proposed.num_drafts[request.row] = drafts, len(drafts)
 
-    def foretell(self, request: Request, num_tokens: int) -> StepResult:
+    def foretell(self, request: Request, num_tokens: int, num_cut: int = 0) -> StepResult:
         """Tells the scheduler the request's next tokens, which count as delivered as far as it takes them."""
         tokens = list(request.token_ids)
         for _ in range(num_tokens):
             tokens.append(next_token(request.seed, tokens))
-        result = self.scheduler.foretell(request, tokens[len(request.token_ids) :])
+        result = self.scheduler.foretell(request, tokens[len(request.token_ids) :], num_cut=num_cut)
         self._record(result)
         return result
 
@@ -205,7 +225,7 @@ class Harness:
         scheduler.check_invariants()
         assert not scheduler.num_running and not scheduler.num_waiting and pool.num_free_pages == pool.num_pages
         assert not scheduler._requests and not scheduler._stop_ids
-        assert not scheduler._drafted and not scheduler._foretold
+        assert not scheduler._foretold
         assert scheduler.rows.num_free == self.config.max_num_seqs and not any(scheduler.rows._requests)
 
     def assert_solo(self, *requests: Request) -> None:

@@ -66,7 +66,7 @@ def random_schedule(rng: np.random.Generator, number: int) -> Schedule:
         num_decodes=num_decodes,
         num_tokens=sum(q_lens),
         max_q_len=max(q_lens),
-        draft_token_ids={},
+        least_starts=np.array(starts, np.int32) - number % 2 * np.minimum(starts, 3).astype(np.int32),
     )
 
 
@@ -175,7 +175,7 @@ def context():
 
     @jax.jit
     def run(packed, page_table, num_computed, last_tokens):
-        return step._context(layout, "reference", layout.unpack(packed), NUM_PAGES, page_table, num_computed, last_tokens)
+        return step._context(layout, "reference", layout.unpack(packed), NUM_PAGES, page_table, num_computed, last_tokens, None)
 
     return layout, run
 
@@ -235,8 +235,8 @@ class WorkPlanner:
     def __init__(self, shape: WorkShape):
         self.shape, self.size = shape, shape.size
 
-    def plan(self, q_lens, kv_lens, out):
-        return plan(self.shape, q_lens, kv_lens, out=out)
+    def plan(self, q_lens, kv_lens, least_kv_lens, out):
+        return plan(self.shape, q_lens, kv_lens, least_kv_lens=least_kv_lens, out=out)
 
 
 def test_work_lists_travel_with_the_step():
@@ -257,7 +257,8 @@ def test_work_lists_travel_with_the_step():
         fields, plain = layout.unpack(inputs.packed), StepLayout(inputs.bucket, MAX_SEQS, PAGE_SIZE, PLAN.max_head_rows)
         np.testing.assert_array_equal(fields["sampling"], plain.unpack(inputs.packed[: plain.size])["sampling"])
         for window, (name, planner) in layout.work.items():
-            want = plan(planner.shape, schedule.q_lens, schedule.starts + schedule.q_lens)
+            least = schedule.least_starts + schedule.q_lens
+            want = plan(planner.shape, schedule.q_lens, schedule.starts + schedule.q_lens, least_kv_lens=least)
             np.testing.assert_array_equal(fields[name], want)
             assert planner.shape.sliding_window == window
             assert planner.shape.unpack(layout.unpack(layout.padding)[name])["cta_start"][-1] == 0

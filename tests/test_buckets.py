@@ -16,7 +16,8 @@ def unique(elements: st.SearchStrategy, low: int = 0) -> st.SearchStrategy[tuple
     return st.lists(elements, min_size=low, max_size=5, unique=True).map(tuple)
 
 
-plans = st.builds(BucketPlan, decode=unique(sizes), mixed=unique(mixed_sizes, 1), head_rows=unique(sizes, 1))
+drafts = st.tuples(st.integers(1, 40), st.integers(1, 9))
+plans = st.builds(BucketPlan, decode=unique(sizes), mixed=unique(mixed_sizes, 1), head_rows=unique(sizes, 1), draft=unique(drafts))
 
 
 @pytest.mark.parametrize("multiple", [2, 8])
@@ -40,6 +41,9 @@ def test_default_plan_fills_its_room_with_powers_of_two():
     assert plan.decode == (8, 16, 32, 64, 128)
     assert plan.mixed == tuple((t, min(t, 128)) for t in (32, 64, 128, 256, 512, 1024, 2048))
     assert plan.head_rows == (8, 16, 32, 64, 128) and plan.num_programs == 24
+    drafting = BucketPlan.default(128, 2048, num_drafts=5, max_draft_tokens=256)
+    assert drafting.draft == ((1, 3), (1, 5), (4, 3), (4, 5), (16, 3), (16, 5), (64, 3))
+    assert (drafting.decode, drafting.mixed, drafting.max_head_rows) == (plan.decode, plan.mixed, 256)
     small = BucketPlan.default(6, 24, min_tokens=2)
     assert (small.decode, small.mixed, small.head_rows) == ((2, 4, 6), ((16, 6), (24, 6)), (2, 4, 6))
     assert small.num_programs == 13
@@ -83,6 +87,9 @@ OK = {"decode": (2,), "mixed": ((8, 2),), "head_rows": (2,)}
         ({"mixed": ((8, 2), (8, 2))}, "mixed sizes repeat"),
         ({"head_rows": (2, 2)}, "head_rows sizes repeat"),
         ({"mixed": ((8, 9),)}, r"mixed bucket \(8, 9\) has more sequences than tokens"),
+        ({"draft": ((8,),)}, r"draft buckets must be pairs \(sequences, drafts\)"),
+        ({"draft": ((8, 0),)}, "draft sizes must be integers >= 1"),
+        ({"draft": ((8, 2), (8, 2))}, "draft sizes repeat"),
     ],
 )
 def test_refuses(changes, message):
@@ -117,14 +124,15 @@ def test_refuses_json(text, message):
 def test_select_is_the_cheapest_that_holds(plan, q_lens):
     """Against all buckets, from the plan's own numbers: the fewest tokens, then a decode bucket, then the fewest sequences."""
     tokens, seqs = sum(q_lens), len(q_lens)
-    holding = [(n, 0, n) for n in plan.decode if max(q_lens) == 1 and seqs <= n]
-    holding += [(t, 1, s) for t, s in plan.mixed if tokens <= t and seqs <= s]
+    holding = [(n, 0, n, 1) for n in plan.decode if max(q_lens) == 1 and seqs <= n]
+    holding += [(t, 1, s, t) for t, s in plan.mixed if tokens <= t and seqs <= s]
+    holding += [(s * (1 + k), 1, s, 1 + k) for s, k in plan.draft if tokens <= s * (1 + k) and seqs <= s and max(q_lens) <= 1 + k]
     if not holding:
         with pytest.raises(ValueError, match=f"no bucket holds {tokens} tokens of {seqs} sequences"):
             plan.select(tokens, seqs, max(q_lens))
         return
-    t, is_mixed, s = min(holding)
-    assert plan.select(tokens, seqs, max(q_lens)) == Bucket(t, s, t if is_mixed else 1)
+    t, _, s, most = min(holding)
+    assert plan.select(tokens, seqs, max(q_lens)) == Bucket(t, s, most)
 
 
 @given(plans, st.integers(1, 500))
@@ -149,11 +157,12 @@ def test_check_accepts_exactly_the_limits_whose_steps_all_fit(plan, seqs, budget
         return any(tokens <= t and n <= s for t, s in plan.mixed)
 
     holds = all(fits(tokens, min(tokens, seqs)) for tokens in range(1, budget + 1))
-    if holds and plan.head_rows[-1] >= seqs:
-        plan.check(seqs, budget)
+    num_drafts = 1 if plan.draft else 0
+    if holds and plan.head_rows[-1] >= max(seqs, 1 + num_drafts) and budget >= 1 + num_drafts:
+        plan.check(seqs, budget, num_drafts)
     else:
-        with pytest.raises(ValueError, match="max_num_batched_tokens|max_num_seqs"):
-            plan.check(seqs, budget)
+        with pytest.raises(ValueError, match="max_num_batched_tokens|max_num_seqs|num_speculative_tokens"):
+            plan.check(seqs, budget, num_drafts)
 
 
 def test_padding_account():
@@ -170,4 +179,11 @@ def test_padding_account():
 
 def test_plan_in_words():
     assert str(Bucket(4, 4, 1)) == "decode(4,4)" and str(Bucket(16, 4, 16)) == "mixed(16,4)"
+    assert str(Bucket(16, 4, 4)) == "draft(4x3)"
+    drafting = BucketPlan(**OK, draft=((2, 3),))
+    assert str(drafting) == "decode [2], mixed [(8, 2)], draft [2x3], head rows [2]: 7 programs"
+    with pytest.raises(ValueError, match="has buckets for drafts .* but speculation is off"):
+        drafting.check(2, 8)
+    with pytest.raises(ValueError, match="num_speculative_tokens=3 takes 4 tokens and logits rows"):
+        drafting.check(2, 8, num_drafts=3)
     assert str(BucketPlan(**OK)) == "decode [2], mixed [(8, 2)], head rows [2]: 6 programs"

@@ -256,3 +256,22 @@ def test_no_room_for_a_page_is_refused_with_the_numbers(monkeypatch):
     with pytest.raises(ValueError, match="no KV page fits") as error:
         pages_of(None)
     assert "weights" not in str(error.value), "on a CPU they are not counted"
+
+
+# ---- speculation
+
+
+def test_speculation_brings_buckets_for_its_drafts():
+    """On a GPU more of them than on a CPU, where a few tokens fill the device; with a plan of one's own, only the plan's."""
+    given = {"max_num_seqs": 32, "speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}'}
+    assert resolve(given).plan.draft == ((1, 2), (1, 4), (4, 2), (4, 4), (16, 2))
+    gpu = resolve(given, on_gpu=True, device_limit=8 * GIB)
+    assert gpu.plan.draft == ((1, 2), (1, 4), (4, 2), (4, 4), (16, 2), (16, 4), (32, 2), (32, 4))
+    assert gpu.plan.max_head_rows >= 160 and gpu.speculative is not None and gpu.speculative.num_speculative_tokens == 4
+    assert resolve({}).plan.draft == () and resolve({}).speculative is None
+    plan = dataclasses.replace(PLAN, head_rows=(8,))
+    assert resolve({"bucket_plan": plan, "speculative_config": {"num_speculative_tokens": 4}}).plan == plan
+    with pytest.raises(ValueError, match="num_speculative_tokens=4 takes 5 tokens and logits rows"):
+        resolve({"bucket_plan": PLAN, "speculative_config": {"num_speculative_tokens": 4}})
+    with pytest.raises(ValueError, match="method='medusa' must be one of ngram"):
+        resolve({"speculative_config": {"method": "medusa", "num_speculative_tokens": 4}})

@@ -40,32 +40,42 @@ def model() -> Decoder:
     return with_leaves(abstract, leaves)
 
 
-def tokens_and_logprobs(backend: str) -> dict[str, list[tuple[int, float]]]:
-    """What each prompt is answered with, two requests sharing the steps: a chunked prompt beside decodes."""
+def tokens_and_logprobs(backend: str, speculative: dict | None = None) -> dict[str, list[tuple[int, float]]]:
+    """What each prompt is answered with, two requests sharing the steps: a chunked prompt beside decodes, or beside drafts."""
+    plan = BucketPlan(decode=(2,), mixed=((16, 2),), head_rows=(2,))
+    params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=0)
+    if speculative is not None:
+        plan = BucketPlan(mixed=((16, 2),), head_rows=(6,), draft=((2, 2),))
+        params = params.with_(max_tokens=7, allowed_token_ids=[1, 2])
     config = EngineConfig(
         page_size=16,
         num_pages=12,
         max_model_len=64,
-        bucket_plan=BucketPlan(decode=(2,), mixed=((16, 2),), head_rows=(2,)),
+        bucket_plan=plan,
+        speculative_config=speculative,
         attention_backend=backend,
         compilation_cache_dir="",
     )
     engine = Engine(model(), config, eos_token_ids=())
     for name, prompt in PROMPTS.items():
-        engine.add_request(name, prompt, SamplingParams(temperature=0.0, max_tokens=3, logprobs=0))
+        engine.add_request(name, prompt, params)
     answers: dict[str, list[tuple[int, float]]] = {name: [] for name in PROMPTS}
     while engine.has_unfinished_requests():
         for output in engine.step():
             for token, logprobs in zip(output.new_token_ids, output.logprobs or [], strict=True):
                 answers[output.request.request_id].append((token, logprobs[token].logprob))
     assert engine.config.attention_backend == backend
+    stats = engine.stats
+    assert speculative is None or 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     return answers
 
 
-def test_interpreted_mosaic_answers_as_xla_does():
+@pytest.mark.parametrize("speculative", [None, {"num_speculative_tokens": 2, "adaptive": False}], ids=["plain", "drafts"])
+def test_interpreted_mosaic_answers_as_xla_does(speculative):
+    """With drafts, the lengths that are planned for are bounds of the device's."""
     with gpu.interpreted():
-        got = tokens_and_logprobs("mosaic_sm90")
-    want = tokens_and_logprobs("xla")
+        got = tokens_and_logprobs("mosaic_sm90", speculative)
+    want = tokens_and_logprobs("xla", speculative)
     for name in PROMPTS:
         assert [token for token, _ in got[name]] == [token for token, _ in want[name]]
         np.testing.assert_allclose([p for _, p in got[name]], [p for _, p in want[name]], atol=0.1)

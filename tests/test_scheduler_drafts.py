@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.scheduler_harness import EOS, Harness, next_token
+from tests.scheduler_harness import Harness, next_token
 
 PATTERNS = [(True, True, True), (False, True, True), (True, False, True), (True, True, False)]
 
@@ -27,17 +27,13 @@ def test_accepted_drafts_count_and_rejected_ones_are_given_back():
     for pattern, num_accepted in zip(PATTERNS, [3, 0, 1, 2], strict=True):
         computed = request.num_computed_tokens
         harness.propose(pattern)
-        drafts = request.draft_token_ids
         schedule = harness.schedule()
-        assert schedule.draft_token_ids == {0: drafts} and len(drafts) == 3
+        assert schedule.num_drafts == 3
         assert (schedule.q_lens[0], schedule.num_decodes, schedule.max_q_len, schedule.num_tokens) == (4, 1, 4, 4)
         assert request.num_computed_tokens == computed + 4 and request.num_in_flight == 4
-        assert request.draft_token_ids == []
         result = harness.update()
         assert len(result.tokens) == len(result.requests) == num_accepted + 1
         assert request.num_computed_tokens == computed + num_accepted + 1 and request.num_in_flight == 0
-    assert harness.schedule().draft_token_ids == {}, "used once"
-    harness.update()
     harness.drain()
     harness.assert_solo(request)
 
@@ -66,20 +62,54 @@ def test_tokens_past_a_stop_in_one_step_are_dropped(depth):
 
 
 def test_drafts_are_trimmed_to_the_budget_and_prompts_get_what_is_left():
-    """Every decode has its token first; then drafts in running order."""
+    """Every decode has its token first; then drafts in running order, of half of what is left where a prompt waits."""
     harness = Harness(num_drafts=3, max_num_batched_tokens=8, max_num_seqs=4)
     for _ in range(3):
-        harness.add(2, max_tokens=9)
+        harness.add(2, max_tokens=20)
     harness.step()
     harness.propose((True, True, True))
-    harness.add(4)
     schedule = harness.schedule()
     assert schedule.q_lens.tolist() == [4, 3, 1] and schedule.num_tokens == 8
     harness.update()
+    harness.propose((True, True, True))
+    harness.add(4)
     schedule = harness.schedule()
-    assert schedule.q_lens.tolist() == [1, 1, 1, 4] and schedule.num_decodes == 3
+    assert schedule.q_lens.tolist() == [3, 1, 1, 3] and schedule.num_decodes == 3
     harness.update()
     harness.drain()
+
+
+@pytest.mark.parametrize("num_waiting, num_drafts", [(0, 5), (1, 2), (9, 1)])
+def test_drafts_are_trimmed_to_the_logits_rows(num_waiting, num_drafts):
+    """Seven rows, two of them the decodes' own; each prompt that may end in the step needs one, and drafts get half of the rest."""
+    harness = Harness(num_drafts=3, max_rows=7, max_num_seqs=4)
+    for _ in range(2):
+        harness.add(2, max_tokens=20)
+    harness.step()
+    for _ in range(num_waiting):
+        harness.add(3)
+    harness.propose((True, True, True))
+    schedule = harness.schedule()
+    assert schedule.num_drafts == num_drafts
+    assert schedule.num_decodes + schedule.num_drafts + (schedule.num_seqs - schedule.num_decodes) <= 7
+    harness.update()
+    harness.drain()
+
+
+def test_samples_that_join_with_their_first_have_logits_rows():
+    harness = Harness(num_drafts=3, max_rows=6, max_num_seqs=6)
+    harness.add(2, max_tokens=20)
+    harness.step()
+    samples = [harness.request([7, 8, 9], sample_index=i, seed=9 + i, ignore_eos=True) for i in range(4)]
+    for sample in samples:
+        sample.samples = samples
+        harness.scheduler.add(sample)
+    harness.propose((True, True, True))
+    schedule = harness.schedule()
+    assert schedule.num_seqs == 5 and schedule.samples.all() and 5 + schedule.num_drafts <= 6
+    harness.update()
+    harness.drain()
+    harness.assert_solo(*samples)
 
 
 @pytest.mark.parametrize("max_tokens, max_model_len, num_drafts", [(3, 64, 1), (2, 64, 0), (9, 7, 0), (9, 8, 1)])
@@ -109,16 +139,45 @@ def test_drafts_never_preempt():
 
 
 def test_drafts_for_who_does_not_decode_are_dropped():
-    """Waiting, mid-prompt, or finished meanwhile."""
     harness = Harness(num_drafts=2, max_num_batched_tokens=4, max_num_seqs=2)
-    chunked, waiting = harness.add(10), harness.add(3)
+    harness.add(10)
     harness.step()
-    for request in (chunked, waiting):
-        harness.scheduler.set_drafts(request, [EOS, EOS])
+    harness.proposed.num_drafts[:] = 2
     schedule = harness.schedule()
-    assert schedule.draft_token_ids == {} and schedule.q_lens.tolist() == [4]
-    assert chunked.draft_token_ids == waiting.draft_token_ids == []
+    assert schedule.num_drafts == 0 and schedule.q_lens.tolist() == [4]
     harness.update()
-    harness.scheduler.set_drafts(chunked, [1])
-    harness.scheduler.abort([chunked.request_id])
     harness.drain()
+
+
+@pytest.mark.parametrize("config", [{}, {"num_pages": 12}, {"page_size": 1, "num_pages": 60}])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_foretold_tokens_cut_the_drafts_in_flight(depth, config):
+    """As with grammars: what is known when the next step is scheduled already, and not verified yet, is not verified any more."""
+    harness = Harness(num_drafts=3, depth=depth, **config)
+    requests = [harness.add(3 + i, max_tokens=12 + i, ignore_eos=bool(i % 2), stop_token_ids=[i]) for i in range(9)]
+    patterns, counts, num_taken, num_cut = itertools.cycle(PATTERNS), itertools.cycle([0, 4, 0, 0, 9, 2]), 0, 0
+    while harness.scheduler.has_unfinished or harness.in_flight:
+        while len(harness.in_flight) > depth:
+            harness.update()
+        harness.propose(next(patterns))
+        schedule = harness.scheduler.schedule()  # its body runs; its head waits for what follows
+        while schedule is None and harness.in_flight:
+            harness.update()
+            schedule = harness.scheduler.schedule()
+        if schedule is None:
+            break
+        while harness.in_flight:
+            harness.update()
+        drafts = {r: int(q) - 1 for r, q in zip(schedule.requests[: schedule.num_decodes], schedule.q_lens, strict=False)}
+        for request in harness.scheduler.running:
+            if request.num_output_tokens and request in drafts:
+                taken = len(harness.foretell(request, next(counts), num_cut=drafts[request]).tokens)
+                if taken:
+                    harness.device.cut.add(request.row)
+                    num_taken, num_cut = num_taken + taken, num_cut + drafts[request]
+                harness.scheduler.check_invariants()
+        harness.in_flight.append((schedule, *harness.device.run(schedule, 1 + harness.num_drafts)))
+    harness.assert_empty()
+    harness.assert_solo(*requests)
+    assert num_taken > 20 and num_cut > 5
+    assert config.get("num_pages") != 12 or harness.scheduler.stats().num_preemptions

@@ -137,6 +137,10 @@ class LoopStats:
     num_preemptions: int = 0
     num_prefix_queries: int = 0  # prompt tokens looked up in the prefix cache, and found there
     num_prefix_hits: int = 0
+    num_drafts: int = 0  # of speculation, as EngineStats'
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
     num_compiles: int = 0
     compile_seconds: float = 0.0
     num_failures: int = 0  # steps that raised

@@ -27,6 +27,9 @@ _COUNTERS = {  # of LoopStats, as they stand
     "step_failures": ("num_failures", "Steps that raised."),
     "step_tokens": ("tokens_run", "Tokens that steps ran, padding not counted."),
     "padding_tokens": ("padding_tokens", "Padding tokens that steps ran."),
+    "spec_decode_num_drafts": ("num_drafts", "Sequences of steps that had drafts."),
+    "spec_decode_num_draft_tokens": ("num_draft_tokens", "Tokens drafted and verified."),
+    "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Drafts that stood."),
     "compiles": ("num_compiles", "Programs compiled, or loaded from the persistent cache."),
     "compile_seconds": ("compile_seconds", "Time spent on them."),
 }
@@ -112,6 +115,12 @@ class Metrics(Collector):
         for bucket, num_steps in stats.steps_by_bucket.items():
             buckets.add_metric((self._model, bucket), float(num_steps))
         yield buckets
+        labels = ("model_name", "position")
+        text = "Drafts that stood, by their place among a step's."
+        positions = CounterMetricFamily(f"{PREFIX}spec_decode_num_accepted_tokens_per_pos", text, labels=labels)
+        for position, num_accepted in enumerate(stats.num_accepted_tokens_per_pos):
+            positions.add_metric((self._model, str(position)), float(num_accepted))
+        yield positions
         used, total = stats.num_pages - stats.num_free_pages, stats.tokens_run + stats.padding_tokens
         for name, text, value in (
             *((name, text, float(getattr(stats, field))) for name, (field, text) in _GAUGES.items()),

@@ -58,7 +58,7 @@ class Deployment:
     gpus_per_node: int = 8
     network: Link = ETHERNET_100G
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         model, tp, pp = self.model, self.tp, self.pp
         if tp < 1 or pp < 1 or self.gpus_per_node < 1:
             raise ValueError(f"{tp=}, {pp=} and gpus_per_node={self.gpus_per_node} must be >= 1")

@@ -162,13 +162,13 @@ class StepMeasurer:
             rows=np.arange(n),
             q_lens=q_lens,
             starts=starts,
+            least_starts=starts,
             samples=np.arange(n) < head_rows,
             generations=np.zeros(n, np.int64),
             page_updates=np.array([(*at, i % pool_pages) for i, at in enumerate(pages)], np.int32),
             num_decodes=0,
             num_tokens=int(q_lens.sum()),
             max_q_len=bucket.max_q_len if bucket.max_q_len == 1 else int(q_lens.max()),
-            draft_token_ids={},
         )
         plan, limits = self.plan, self.config.scheduler
         mixed = plan.mixed[-1] if bucket.max_q_len == 1 else (bucket.tokens, bucket.seqs)

@@ -35,7 +35,7 @@ class ModelShape:
     num_experts: int = 0
     num_experts_per_token: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.num_experts and not 1 <= self.num_experts_per_token <= self.num_experts:

@@ -21,7 +21,7 @@ class UnpaddedPlan:
     max_num_seqs: int
     granularity: int = 64
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if min(self.max_num_batched_tokens, self.max_num_seqs, self.granularity) < 1:
             raise ValueError(f"{self} must have sizes of at least 1")
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxserve.edit_rows import ALLOWED, BAD_WORDS, kinds_of
+from jaxserve.engine_outputs import rows_of_requests
+from jaxserve.speculative.proposer import NO_DRAFT
 from jaxserve.structured.grammars import Grammar, GrammarError
 from jaxserve.structured.masks import GrammarState, MaskFiller
 
@@ -67,13 +69,23 @@ class Constraints:
         """Whether a sample of this step needs a mask."""
         return bool(self._states or self._grammars) and any(request in self for request in schedule.requests)
 
-    def masks(self, schedule: Schedule) -> np.ndarray:
+    def masks(
+        self,
+        schedule: Schedule,
+        proposed: np.ndarray | None = None,  # i32[max_num_seqs, K]: the drafts of each sequence row, where there are any
+    ) -> np.ndarray:
         """i32[max_rows, ceil(V / 32)]: of the step's logits rows, as MaskFiller's. All tokens sampled before this step must have
-        been given to `advance`."""
+        been given to `advance`. The drafts of requests with foretold tokens are cut."""
         if self._filler is None:
             self._filler = MaskFiller(self._vocab_size, self._max_rows)
-        sampling = [r for r, samples in zip(schedule.requests, schedule.samples, strict=True) if samples]
-        return self._filler.fill({row: self._state(r) for row, r in enumerate(sampling) if r in self and not r.finished})
+        rows = {r: row for r, row in rows_of_requests(schedule) if r in self and not r.finished}
+        buffer = self._filler.fill({row: self._state(r) for r, row in rows.items()})
+        for request, seq_row, q_len in schedule.decodes() if schedule.num_drafts else ():
+            if q_len > 1 and request in rows:
+                assert proposed is not None
+                drafts = [NO_DRAFT] * (q_len - 1) if request.num_foretold else proposed[seq_row, : q_len - 1].tolist()
+                self._filler.fill_drafts(buffer, rows[request], self._state(request), drafts)
+        return buffer
 
     def _state(self, request: Request) -> GrammarState:
         if request not in self._states:

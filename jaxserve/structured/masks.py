@@ -5,12 +5,14 @@ Owns the matchers' bookkeeping and the mask buffers. Knows nothing of scheduling
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxserve.edit_rows import num_mask_words
+from jaxserve.speculative.proposer import NO_DRAFT
 from jaxserve.structured.grammars import Grammar, words_of
 
 if TYPE_CHECKING:
@@ -43,11 +45,11 @@ class GrammarState:
         self.forced = self._forced()
         return accepted
 
-    def rollback(self, num_tokens: int) -> None:
-        """Back to where it stood `num_tokens` tokens ago."""
-        assert num_tokens <= self.num_tokens and self.matcher.rollback(num_tokens), self.matcher.get_error()
-        self.num_tokens -= num_tokens
-        self.forced = self._forced()
+    def copy(self) -> GrammarState:
+        """Another that stands here, and goes its own way."""
+        other = copy.copy(self)
+        other.matcher = self.matcher.deep_copy()
+        return other
 
     @property
     def complete(self) -> bool:
@@ -88,7 +90,7 @@ class MaskFiller:
         from llguidance.numpy import fill_next_token_bitmask_par
 
         buffer, used = self._buffers[self._next], self._used[self._next]
-        buffer[used] = ALL
+        buffer[[row for row in used if row not in states]] = ALL  # the others' rows are written as a whole
         used[:] = states
         self._next = (self._next + 1) % len(self._buffers)
         free = [(state.matcher, row) for row, state in states.items() if not state.forced]
@@ -96,7 +98,32 @@ class MaskFiller:
             fill_next_token_bitmask_par(self._executor, free, buffer)
         for row, state in states.items():
             if state.forced:
-                word, bit = divmod(state.forced[0], 32)
-                buffer[row] = 0
-                buffer[row, word] = np.uint32(1 << bit).view(np.int32)
+                _allow_only(buffer[row], state.forced[0])
         return buffer
+
+    def fill_drafts(
+        self,
+        buffer: np.ndarray,  # i32[R, ceil(V / 32)]: what the last `fill` returned
+        row: int,
+        state: GrammarState,
+        drafts: Sequence[int],
+    ) -> None:
+        """Rows `row` + 1 and on of that buffer: what may follow each of the drafts. Behind one that the grammar forbids, or that
+        ends it, nothing may: whatever comes of such a row is dropped. `state` itself stays where it is."""
+        from llguidance.numpy import fill_next_token_bitmask
+
+        self._used[self._next - 1] += range(row + 1, row + 1 + len(drafts))
+        buffer[row + 1 : row + 1 + len(drafts)] = 0
+        state = state.copy()
+        for at, token in enumerate(drafts, row + 1):
+            if token == NO_DRAFT or not state.advance([token]) or state.ended or state.error:
+                return
+            if state.forced:
+                _allow_only(buffer[at], state.forced[0])
+            else:
+                fill_next_token_bitmask(state.matcher, buffer, at)
+
+
+def _allow_only(words: np.ndarray, token: int) -> None:  # i32[ceil(V / 32)]
+    words[:] = 0
+    words[token // 32] = np.uint32(1 << token % 32).view(np.int32)

@@ -1,7 +1,10 @@
 """An engine whose requests have grammars: whatever random weights want, what comes out parses and validates."""
 
 import json
+import os
 import re
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -58,16 +61,18 @@ def make_engine(model, **settings) -> Engine:
 
 
 def serve(engine: Engine, asks: list[tuple[list[int], SamplingParams, Future | None]]) -> list[dummy.Answer]:
-    answers = [dummy.Answer() for _ in asks]
+    """The answers in the order of the asks, all samples of each."""
+    answers = {}
     for i, (prompt, params, grammar) in enumerate(asks):
-        engine.add_request(str(i), prompt, params, grammar=grammar)
+        requests = engine.add_request(str(i), prompt, params, grammar=grammar)
+        answers |= {request.request_id: dummy.Answer() for request in requests}
     while engine.has_unfinished_requests():
         for output in engine.step():
-            answers[int(output.request.request_id)].take(output)
+            answers[output.request.request_id].take(output)
         engine.scheduler.check_invariants()
     dummy.assert_empty(engine)
     assert not engine._constraints
-    return answers
+    return list(answers.values())
 
 
 def prompts(n: int) -> list[list[int]]:
@@ -79,31 +84,48 @@ def matches(regex: str, text: str) -> None:
     assert re.fullmatch(regex, text), (regex, text)
 
 
+NUM_FORMS = int(os.environ.get("JAXSERVE_TEST_FORMS", "400"))  # a third of them regular expressions
+
+
+def random_form(rng: np.random.Generator, i: int) -> tuple[StructuredOutputsParams, Callable[[str], None]]:
+    """A form, and what raises unless a text has it: other implementations than the one that makes the masks."""
+    if i % 3 == 0:
+        regex = random_grammars.regex(rng)
+        return StructuredOutputsParams(regex=regex), lambda text: matches(regex, text)
+    schema = random_grammars.schema(rng)
+    form = StructuredOutputsParams(json=schema, disable_any_whitespace=bool(i % 4))
+    return form, lambda text: jsonschema_rs.validate(schema, json.loads(text))
+
+
 def test_several_hundred_schemas_and_regexes(model, tokenizer, compiler):
+    """Whatever else is asked for, and with pages so short that requests are preempted: n, log-probabilities, penalties, filters,
+    min_tokens, prompts that share their pages."""
     rng = np.random.default_rng(2)
-    engine = make_engine(model)
-    wanted, asks = [], []
-    for i, prompt in enumerate(prompts(320)):
-        if i % 4:
-            schema = random_grammars.schema(rng)
-            wanted.append(lambda text, schema=schema: jsonschema_rs.validate(schema, json.loads(text)))
-            grammar = StructuredOutputsParams(json=schema, disable_any_whitespace=bool(i % 3))
-        else:
-            regex = random_grammars.regex(rng)
-            wanted.append(lambda text, regex=regex: matches(regex, text))
-            grammar = StructuredOutputsParams(regex=regex)
+    engine = make_engine(model, pool_pages=56)
+    shared, wanted, asks = prompts(1)[0][:12], [], []
+    for i, prompt in enumerate(prompts(NUM_FORMS)):
+        form, check = random_form(rng, i)
         params = SamplingParams(temperature=[0.0, 1.0, 3.0][i % 3], top_k=[0, 5][i % 2], max_tokens=150, seed=i)
-        asks.append((prompt, params, compiler.submit(grammar)))
+        params = params.with_(n=1 + (i % 7 == 0), logprobs=[None, 2][i % 5 == 0], min_tokens=[0, 6][i % 11 == 0])
+        if i % 6 == 0:
+            params = params.with_(frequency_penalty=0.5, repetition_penalty=1.2)
+        wanted += [(params, check)] * params.n
+        asks.append((shared + prompt if i % 2 else prompt, params, compiler.submit(form)))
     answers = serve(engine, asks)
-    reasons = {"stop": 0, "length": 0}
-    for answer, check in zip(answers, wanted, strict=True):
-        reasons[str(answer.finish_reason)] += 1
+    reasons = Counter(answer.finish_reason for answer in answers)
+    for answer, (params, check) in zip(answers, wanted, strict=True):
         if answer.finish_reason == "stop":
             check(tokenizer.decode(answer.tokens))
-    assert reasons["stop"] > 290, reasons
+        else:
+            assert (answer.finish_reason, len(answer.tokens)) == ("length", params.max_tokens), answer.stop_reason
+        assert params.logprobs is None or len(answer.logprobs) == len(answer.tokens)
+        assert all(entry[token][0] <= 0 for entry, token in zip(answer.logprobs, answer.tokens, strict=False))
+    assert reasons["stop"] > 0.9 * len(answers), reasons
+    stats = engine.scheduler.stats()
+    assert stats.num_preemptions > NUM_FORMS // 20 and stats.num_hit_tokens > NUM_FORMS
     num_tokens = sum(len(answer.tokens) for answer in answers)
     num_sampled = engine.stats.padding.head_rows
-    print(f"{num_tokens} tokens of {len(answers)} requests from {num_sampled} samples; {reasons}")
+    print(f"{num_tokens} tokens of {len(answers)} outputs from {num_sampled} samples; {reasons}; {stats}")
     assert num_sampled < 0.9 * num_tokens, "forced tokens take no step each"
 
 

@@ -80,6 +80,40 @@ def test_every_parameter_beside_a_form(llm, name):
     assert together[1].outputs[0].text == alphabet_model.after("0", 30), "the unconstrained one is what it is alone"
 
 
+@pytest.mark.parametrize(
+    ("form", "max_tokens", "reason"),
+    [
+        ({"regex": "[a-c][a-c][a-c]"}, 3, "stop"),  # the last token was sampled
+        ({"regex": "[a-c][a-c][a-c]"}, 2, "length"),
+        ({"choice": ["all of it is forced"]}, 19, "stop"),
+        ({"choice": ["all of it is forced"]}, 18, "length"),
+        ({"regex": "[a-c]forced"}, 7, "stop"),
+        ({"regex": "a{2,6}"}, 6, "stop"),
+        ({"regex": "a{2,6}"}, 5, "length"),  # it may end there, and might have gone on
+        (JSON, 60, "stop"),
+    ],
+)
+def test_what_ends_with_the_last_token_has_stopped(llm, form, max_tokens, reason):
+    bias = {ord("a"): 50.0}  # where it has a choice it goes on
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, structured_outputs=form, logit_bias=bias, n=2)
+    streamed = {}
+    for _, output in llm.stream(["x", "y"], params):
+        streamed[output.prompt] = output
+    for output in [*generate(llm, ["x", "y"], params), *streamed.values()]:
+        for sample in output.outputs:
+            assert (sample.finish_reason, sample.stop_reason) == (reason, None)
+            assert len(sample.token_ids) == max_tokens or form is JSON
+
+
+def test_min_tokens_hold_back_an_end_but_not_the_last(llm):
+    """An output that may end goes on until min_tokens; one whose form lets nothing follow ends before."""
+    bias = {alphabet_model.SPECIALS[alphabet_model.EOS]: 100.0}
+    given = {"temperature": 0, "max_tokens": 20, "logit_bias": bias}
+    for form, min_tokens, length in (("a{2,9}", 0, 2), ("a{2,9}", 5, 5), ("a{2,9}", 15, 9), ("abc", 15, 3), ("a(bc)?", 2, 3)):
+        (output,) = generate(llm, "x", SamplingParams(structured_outputs={"regex": form}, min_tokens=min_tokens, **given))
+        assert (len(output.outputs[0].text), output.outputs[0].finish_reason) == (length, "stop"), (form, min_tokens)
+
+
 def test_refusals(llm):
     params = [SamplingParams(max_tokens=3), SamplingParams(structured_outputs={"regex": "(?=a)"})]
     with pytest.raises(ValueError, match="(?s)prompt 1: structured_outputs: regex: .*look-around"):

@@ -1,0 +1,152 @@
+"""How many drafts each sequence verifies in the next step, and the books on how drafts fared.
+
+Owns the host's mirror of what the device proposed, and what is learnt from it: how often drafts are right, row by row, whether
+they were verified or not (a plain step's token says whether the first draft would have stood), and how long steps take. The
+scheduler asks while it composes a step. Knows nothing of models, and of tokens only whether they are equal.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.buckets import Bucket, BucketPlan
+from jaxserve.schedule import Schedule
+from jaxserve.speculative.proposer import NO_DRAFT
+
+MEMORY = 0.15  # weight of the newest draft in a row's rate
+MEMORY_OF_NEW = 0.02  # of the newest step in what is expected of a row's next owner
+FIRST_RATE = 0.5  # of the first rows
+LEAST_RATE = 0.2  # a row whose drafts are right less often brings none
+LEAST_GAIN = 1.05  # tokens a second over those of a plain step, by prediction, that make drafts worth it
+NUM_TIMES = 12  # last times of a shape that count
+ENOUGH_TIMES = 3  # fewer say nothing: the first may hold a compile
+RETRY_STEPS = 1000  # a shape that did not run for so many steps is timed anew
+
+Shape = tuple[Bucket, int]  # of a step of decodes alone: its bucket, its head's rows
+
+
+class StepTimes:
+    """How long steps of each shape took of late, in seconds. Their lower quartile: what else the machine did is not the shape's."""
+
+    def __init__(self) -> None:
+        self._times: dict[Shape, deque[float]] = {}
+        self._last: dict[Shape, int] = {}
+        self._num_steps = 0
+
+    def add(self, shape: Shape, seconds: float) -> None:
+        if self._num_steps - self._last.get(shape, self._num_steps) > RETRY_STEPS:
+            del self._times[shape]
+        self._times.setdefault(shape, deque(maxlen=NUM_TIMES)).append(seconds)
+        self._num_steps += 1
+        self._last[shape] = self._num_steps
+
+    def get(self, shape: Shape) -> float | None:
+        """None: not known, or not any more."""
+        times = self._times.get(shape, ())
+        if len(times) < ENOUGH_TIMES or self._num_steps - self._last[shape] > RETRY_STEPS:
+            return None
+        return sorted(times)[len(times) // 4]
+
+
+class DraftOutcome(NamedTuple):
+    """How one sequence's drafts fared in one step."""
+
+    entry: int  # of the schedule
+    num_drafts: int  # that were tokens
+    num_accepted: int
+
+
+class DraftLengths:
+    """Chooses, of the plan's draft lengths, none included, what brings most tokens a second.
+
+    A row whose drafts are right at the rate p brings 1 + p + p^2 + ... + p^k tokens where it verifies k (Leviathan et al., ICML
+    2023, section 3.1). The times are those of the engine's own steps. adaptive=False: always `num_drafts`.
+    """
+
+    def __init__(self, plan: BucketPlan, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int, adaptive: bool = True):
+        self.plan = plan
+        self.num_drafts = num_drafts
+        self.adaptive = adaptive
+        self.max_rows: int = plan.max_head_rows  # logits rows that a step may have
+        self.max_tokens: int = min(max_num_batched_tokens, self.max_rows)
+        self.lengths: list[int] = sorted({num_drafts, *(k for _, k in plan.draft if k < num_drafts)}, reverse=True)
+        self.proposed: np.ndarray = np.full((max_num_seqs, num_drafts), NO_DRAFT, np.int32)  # after each row's last token
+        self.rates: np.ndarray = np.full(max_num_seqs, FIRST_RATE)  # how often a row's next draft is right
+        self.times: StepTimes = StepTimes()
+        self._last_finished = 0.0
+        self._generations = np.full(max_num_seqs, -1, np.int64)
+        self._of_new = FIRST_RATE  # what to expect of a row's next owner
+
+    def choose(
+        self,
+        rows: np.ndarray,  # intp[n]: those that decode
+    ) -> np.ndarray:  # i32[n]: drafts of each, as far as there is room
+        n = len(rows)
+        if not self.adaptive:
+            return np.full(n, self.num_drafts, np.int32)
+        rates = self.rates[rows]
+        worth = rates >= LEAST_RATE
+        num_worth, best, length = int(worth.sum()), LEAST_GAIN, 0
+        plain = self.times.get(self.shape(n, n, 1)) if num_worth else None
+        if plain is None:
+            return np.zeros(n, np.int32)
+        p = np.minimum(rates[worth], 0.999)
+        for k in self.lengths:
+            num_tokens = n + num_worth * k
+            if num_tokens > self.max_tokens:
+                continue
+            seconds = self.times.get(self.shape(num_tokens, n, 1 + k))
+            tokens = n + float((p * (1 - p**k) / (1 - p)).sum())
+            gain = tokens / n * plain / (plain if seconds is None else seconds)
+            if gain > best:
+                best, length = gain, k
+        return np.where(worth, length, 0).astype(np.int32)
+
+    def shape(self, num_tokens: int, num_seqs: int, max_q_len: int) -> Shape:
+        """Of a step of decodes alone."""
+        return self.plan.select(num_tokens, num_seqs, max_q_len), self.plan.select_head_rows(num_tokens)
+
+    def take_time(self, schedule: Schedule, begun: float, finished: float) -> None:
+        """When a step was dispatched and when its tokens were there, in seconds: it took what lies between, but for what the step
+        before had of it. Counts if it held decodes alone."""
+        seconds, self._last_finished = finished - max(begun, self._last_finished), finished
+        if self.adaptive and schedule.num_decodes == schedule.num_seqs:
+            self.times.add(self.shape(schedule.num_tokens, schedule.num_seqs, schedule.max_q_len), seconds)
+
+    def take_tokens(
+        self,
+        schedule: Schedule,
+        tokens: np.ndarray,  # i32[n] or i32[n, 1 + k]: sampled by each entry
+        counts: np.ndarray | None,  # i32[n]: how many of them are output; None: one each
+        drafts: np.ndarray | None,  # i32[r, K]: proposed after each logits row
+        first_rows: np.ndarray,  # intp[number of entries that sample]: the first logits row of each
+    ) -> list[DraftOutcome]:
+        """Learns from a step, in the order of the steps."""
+        assert drafts is not None, "the heads of an engine that speculates propose"
+        d, rows, samples = schedule.num_decodes, schedule.rows, schedule.samples
+        self._meet_new_owners(schedule)
+        counts = samples.astype(np.int32) if counts is None else counts
+        decoding, planned, accepted = rows[:d], schedule.q_lens[:d] - 1, counts[:d] - 1
+        first_tokens = tokens[:d] if tokens.ndim == 1 else tokens[:d, 0]
+        right = np.where(planned > 0, accepted, self.proposed[decoding, 0] == first_tokens)
+        rates = 1 - (1 - self.rates[decoding]) * (1 - MEMORY) ** right
+        self.rates[decoding] = np.where(right < np.maximum(planned, 1), rates * (1 - MEMORY), rates)
+        if d:
+            self._of_new += MEMORY_OF_NEW * (float(self.rates[decoding].mean()) - self._of_new)
+        outcomes = []
+        for i in planned.nonzero()[0].tolist() if schedule.num_drafts else ():
+            live = int((self.proposed[rows[i], : planned[i]] != NO_DRAFT).sum())
+            if live:
+                outcomes.append(DraftOutcome(i, live, int(accepted[i])))
+        self.proposed[rows[samples]] = drafts[first_rows + counts[samples] - 1]
+        return outcomes
+
+    def _meet_new_owners(self, schedule: Schedule) -> None:
+        rows = schedule.rows
+        new = self._generations[rows] != schedule.generations
+        if new.any():
+            self._generations[rows] = schedule.generations
+            self.rates[rows[new]] = self._of_new

@@ -1,0 +1,190 @@
+"""Speculation on against off: the same prompts, by turns, on two engines that share their weights.
+
+    python -m scripts.bench_speculative --json=benchmarks/results/cpu/speculative.json
+
+Three tasks for the demo's model: rewriting a paragraph and editing code, whose answers repeat their prompts, and ordinary chat.
+Each is run in batches of several sizes. A figure is output tokens a second of the whole run, its prompts' pages being in both
+prefix caches; the ratio is the median over pairs of runs. All programs are compiled before. Outputs that differ are counted: greedy
+ones can, where two logits nearly tie and the shapes of the steps are not the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import time
+from typing import Any
+
+from absl import app, flags
+from tqdm import tqdm
+
+from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json
+
+_BATCHES = flags.DEFINE_list("batches", ["1", "2", "4", "8"], "Prompts at a time.")
+_TASKS = flags.DEFINE_list("tasks", ["rewrite", "code", "chat"], "Which of rewrite, code and chat.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed pairs of runs.", lower_bound=1)
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Most output tokens of each prompt.", lower_bound=2)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", lower_bound=0.0)
+_DRAFTS = flags.DEFINE_integer("num_speculative_tokens", 8, "Most drafts of a sequence and step.", lower_bound=1)
+_LOOKUP_MIN = flags.DEFINE_integer("prompt_lookup_min", None, "Fewest tokens that must recur.", lower_bound=1)
+_LOOKUP_MAX = flags.DEFINE_integer("prompt_lookup_max", None, "Most tokens that are looked for.", lower_bound=1)
+_ADAPTIVE = flags.DEFINE_bool("adaptive", True, "As many drafts as pay; otherwise always all.")
+_JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
+define_engine_flags(model="")
+
+PARAGRAPHS = (
+    "The lighthouse at the end of the harbour was built in 1871, after two ships were lost on the rocks in a single winter. Its "
+    "keeper lived in the small white house below, and climbed the stairs four times each night to wind the clockwork of the lamp.",
+    "Bread is made from flour, water, salt and yeast. The dough is mixed, left to rise for two hours, folded, and left to rise "
+    "again. It is then baked in a hot oven for forty minutes, until the crust is dark and the loaf sounds hollow when tapped.",
+    "Our team will move to the new office on the third of March. Please pack your desk by Friday afternoon, label each box with "
+    "your name and room number, and leave your keys at the front desk. The movers will come on Saturday morning at eight.",
+    "Rivers carry sand and stones from the mountains to the sea. Where the water slows down it can carry less, and what it drops "
+    "builds banks, islands and deltas. A delta grows by a few metres each year, and some of the largest cities stand on one.",
+)
+CODE = (
+    """def count_words(text):
+    counts = {}
+    for word in text.split():
+        if word in counts:
+            counts[word] = counts[word] + 1
+        else:
+            counts[word] = 1
+    return counts""",
+    """def read_lines(path):
+    lines = []
+    file = open(path)
+    for line in file:
+        line = line.strip()
+        if line:
+            lines.append(line)
+    file.close()
+    return lines""",
+    """class Counter:
+    def __init__(self):
+        self.value = 0
+
+    def add(self, amount):
+        self.value = self.value + amount
+
+    def reset(self):
+        self.value = 0""",
+    """def find(values, wanted):
+    low = 0
+    high = len(values) - 1
+    while low <= high:
+        middle = (low + high) // 2
+        if values[middle] == wanted:
+            return middle
+        if values[middle] < wanted:
+            low = middle + 1
+        else:
+            high = middle - 1
+    return -1""",
+)
+QUESTIONS = (
+    "What is the capital of Japan?",
+    "Why is the sky blue?",
+    "Write a short e-mail to a colleague who is ill.",
+    "What should I see in a day in Rome?",
+    "Write a short poem about a fox in the snow.",
+    "Explain photosynthesis to a ten-year-old.",
+    "Suggest three names for a grey cat.",
+    "Give me a simple recipe for pancakes.",
+)
+TASKS = {
+    "rewrite": tuple(f"Repeat this text word for word, and change only its first word:\n\n{text}" for text in PARAGRAPHS),
+    "code": tuple(f"Add a comment to the first line of this code and print all of it again:\n\n```python\n{c}\n```" for c in CODE),
+    "chat": QUESTIONS,
+}
+
+
+def make_llms() -> dict[str, Any]:
+    """{"off": ..., "on": ...}: two LLMs, one set of weights."""
+    from jaxserve import LLM
+    from scripts.fetch_demo_model import fetch
+
+    options: dict[str, Any] = engine_options() | {"warm_up": "all"}
+    defaults = {"max_num_seqs": max(map(int, _BATCHES.value)), "max_num_batched_tokens": 512, "max_model_len": 1024}
+    defaults["num_pages"] = 16 * defaults["max_num_seqs"] + 64  # of 64 tokens: room for every prompt in the prefix cache
+    options |= {name: value for name, value in defaults.items() if options[name] is None}
+    off = LLM(flags.FLAGS.model or str(fetch()), **options)
+    speculation = {"method": "ngram", "num_speculative_tokens": _DRAFTS.value, "adaptive": _ADAPTIVE.value}
+    options["speculative_config"] = speculation | {"prompt_lookup_min": _LOOKUP_MIN.value, "prompt_lookup_max": _LOOKUP_MAX.value}
+    functions = off.engine.runner.programs.functions
+    weights = dict(zip(functions.paths, functions.leaves, strict=True))
+    return {"off": off, "on": LLM.from_params(weights, functions.model_config, tokenizer=off.tokenizer, **options)}
+
+
+def run(llm: Any, prompts: list[Any], batch: int) -> dict[str, Any]:
+    """The prompts, `batch` at a time; seconds, counts, and the tokens of each."""
+    from jaxserve import SamplingParams
+
+    stats = llm.engine.stats
+    names = ("num_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    before = {name: getattr(stats, name) for name in names}
+    params, outputs = SamplingParams(temperature=_TEMPERATURE.value, max_tokens=_MAX_TOKENS.value, seed=0), []
+    start = time.perf_counter()
+    for i in range(0, len(prompts), batch):
+        outputs += llm.generate(prompts[i : i + batch], params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    counts = {name: getattr(stats, name) - before[name] for name in names}
+    return {"seconds": seconds, "num_tokens": sum(map(len, tokens)), "tokens": tokens, **counts}
+
+
+def compare(llms: dict[str, Any], task: str, batch: int) -> dict[str, Any]:
+    """Both sides in turn, the first pair untimed; medians."""
+    prompts = llms["off"].chat_prompts([[{"role": "user", "content": text}] for text in TASKS[task]])
+    runs: dict[str, list[dict[str, Any]]] = {"off": [], "on": []}
+    for i in range(_ROUNDS.value + 1):
+        for side in ("off", "on") if i % 2 else ("on", "off"):
+            result = run(llms[side], prompts, batch)
+            if i:
+                runs[side].append(result)
+    rates = {side: [r["num_tokens"] / r["seconds"] for r in some] for side, some in runs.items()}
+    total = {name: sum(r[name] for r in runs["on"]) for name in runs["on"][0] if name.startswith("num_")}
+    pairs = zip(runs["off"], runs["on"], strict=True)
+    return {
+        "task": task,
+        "batch": batch,
+        "output_tokens_per_second_off": statistics.median(rates["off"]),
+        "output_tokens_per_second_on": statistics.median(rates["on"]),
+        "ratio": statistics.median(on / off for off, on in zip(rates["off"], rates["on"], strict=True)),
+        "runs": rates,
+        "acceptance": total["num_accepted_tokens"] / max(1, total["num_draft_tokens"]),
+        "draft_tokens_per_step": total["num_draft_tokens"] / total["num_steps"],
+        "tokens_per_step": total["num_tokens"] / total["num_steps"],
+        "num_outputs": len(prompts) * _ROUNDS.value,
+        "num_outputs_that_differ": sum(a != b for off, on in pairs for a, b in zip(off["tokens"], on["tokens"], strict=True)),
+    }
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    unknown = set(_TASKS.value) - set(TASKS)
+    if unknown:
+        raise app.UsageError(f"--tasks: {', '.join(sorted(unknown))} must be of {', '.join(TASKS)}")
+    llms = make_llms()
+    print(llms["on"].engine.describe(), file=sys.stderr)
+    cases = [(task, int(batch)) for task in _TASKS.value for batch in _BATCHES.value]
+    results = [compare(llms, task, batch) for task, batch in tqdm(cases, file=sys.stderr)]
+    with contextlib.redirect_stdout(sys.stderr if _JSON.value == "-" else sys.stdout):
+        report(results)
+    plan = str(llms["on"].engine.config.plan)
+    about = {"benchmark": "speculative", "max_tokens": _MAX_TOKENS.value, "rounds": _ROUNDS.value, "plan": plan}
+    write_json(_JSON.value, {**about, "results": results, **provenance()})
+
+
+def report(results: list[dict[str, Any]]) -> None:
+    print("task     batch   tok/s off     on   ratio   accepted   drafts a step   tokens a step   outputs that differ")
+    for r in results:
+        rates = f"{r['output_tokens_per_second_off']:11.1f} {r['output_tokens_per_second_on']:6.1f} {r['ratio']:6.2f}x"
+        steps = f"{100 * r['acceptance']:9.0f}% {r['draft_tokens_per_step']:15.2f} {r['tokens_per_step']:15.2f}"
+        print(f"{r['task']:<8} {r['batch']:>5} {rates} {steps}   {r['num_outputs_that_differ']} of {r['num_outputs']}")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,289 @@
+"""What grammars cost a step: the work between one step's tokens and the next one's masks, and how much of it a device waits for.
+
+    python -m scripts.bench_structured --tokenizer=FOLDER --json=benchmarks/results/cpu/structured.json
+
+The engine is the real one and so are its grammars, masks and scheduler; the device is a timer (timed_device.py), and what it
+samples are the tokens of documents that fit their schemas. So many requests run at a time, a new one for each that ends. Printed
+are the milliseconds of a step that go into grammars (advance: tokens taken in, forced ones found; fill: the masks), their share of
+the step, and how long the device waited for them once a step's body was done. Then the time that grammars take to compile, and the
+longest time between two steps while they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+from tqdm import tqdm
+
+from scripts.engine_flags import provenance, write_json
+from scripts.timed_device import TimedDevice
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("tokenizer", None, "A folder with a tokenizer.json, or a GGUF file; by default the demo's model.")
+flags.DEFINE_list("rows", ["1", "4", "16", "64"], "Requests at a time.")
+flags.DEFINE_float("step_ms", 30.0, "Milliseconds that the device takes for a step.", lower_bound=0.0)
+flags.DEFINE_float("head_ms", 3.0, "The head's part of them, which waits for the masks.", lower_bound=0.0)
+flags.DEFINE_integer("steps", 100, "Timed steps of each row of the table.", lower_bound=2)
+flags.DEFINE_integer("compiles", 20, "Grammars of each size that are compiled.", lower_bound=1)
+flags.DEFINE_integer("seed", 0, "Seeds schemas and documents.")
+flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
+
+SIZES = {"small": 4, "medium": 30, "large": 300}  # properties of a schema
+WORDS = "the a quick brown fox jumps over lazy dog order invoice street blue seven river of and with under early night".split()
+MODEL = {  # the engine wants one, for its vocabulary; nothing of it runs
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+}
+
+
+def make_schema(rng: np.random.Generator, num_properties: int) -> dict[str, Any]:
+    """An object of so many properties of all sorts, a quarter of them in objects of its own; all are required."""
+    properties: dict[str, Any] = {}
+    while num_properties > 0:
+        name = f"{rng.choice(WORDS)}_{rng.choice(WORDS)}_{len(properties)}"
+        kind = rng.choice(["text", "integer", "number", "flag", "enum", "texts", "date", "object"])
+        if kind == "object" and num_properties > 3:
+            properties[name] = make_schema(rng, min(num_properties // 4 + 1, 8))
+            num_properties -= len(properties[name]["properties"])
+            continue
+        properties[name] = {
+            "text": {"type": "string"},
+            "object": {"type": "string", "maxLength": 200},
+            "integer": {"type": "integer", "minimum": 0, "maximum": 100_000},
+            "number": {"type": "number"},
+            "flag": {"type": ["boolean", "null"]},
+            "enum": {"enum": [str(word) for word in rng.choice(WORDS, 6, replace=False)]},
+            "texts": {"type": "array", "items": {"type": "string"}, "maxItems": 8},
+            "date": {"type": "string", "format": "date"},
+        }[str(kind)]
+        num_properties -= 1
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def make_document(rng: np.random.Generator, schema: dict[str, Any]) -> Any:
+    """What fits a schema of make_schema's."""
+    text = " ".join(rng.choice(WORDS, rng.integers(2, 30)))
+    if "enum" in schema:
+        return str(rng.choice(schema["enum"]))
+    if schema["type"] == "object":
+        return {name: make_document(rng, inner) for name, inner in schema["properties"].items()}
+    if schema["type"] == "array":
+        return [make_document(rng, schema["items"]) for _ in range(rng.integers(5))]
+    if schema["type"] == "string":
+        return f"203{rng.integers(10)}-0{rng.integers(1, 10)}-11" if "format" in schema else text[:200]
+    choices = {"integer": int(rng.integers(100_000)), "number": round(float(rng.normal() * 100), 3)}
+    return choices.get(str(schema["type"]), [True, False, None][rng.integers(3)])
+
+
+def spell(grammar: Any, tokenizer: Any, text: str) -> list[int]:
+    """The tokens in which an engine would write the text: those that the grammar forces, and the tokenizer's own elsewhere."""
+    from jaxserve.structured.masks import GrammarState
+
+    state, tokens, at = GrammarState(grammar), [], 0
+    while not state.ended:
+        new = state.forced or tokenizer.backend.encode(text[at : at + 100], add_special_tokens=False).ids[:1]
+        accepted = state.advance(new)
+        assert accepted == len(new), (text[:at], new, state.error)
+        tokens += new
+        at += sum(len(tokenizer.backend.decode([token], skip_special_tokens=False)) for token in new)
+    assert at == len(text)
+    return tokens
+
+
+class Load:
+    """Requests that keep an engine on a TimedDevice busy. forms: (what an output must be, its tokens), in turn; None: free ones."""
+
+    def __init__(self, engine: Any, compiler: Any, forms: list[tuple[Any, list[int]]] | None):
+        self._engine, self._compiler, self._forms = engine, compiler, forms
+        self._texts: dict[str, list[int]] = {}
+        self._num_added = 0
+        body = 1e-3 * (FLAGS.step_ms - FLAGS.head_ms)
+        self.device = TimedDevice(engine, body, 1e-3 * FLAGS.head_ms, self._next_tokens)
+
+    def _add(self) -> None:
+        from jaxserve import SamplingParams
+
+        name, grammar = str(self._num_added), None
+        if self._forms is not None:
+            form, self._texts[name] = self._forms[self._num_added % len(self._forms)]
+            grammar = self._compiler.submit(form)
+        self._num_added += 1
+        self._engine.add_request(name, [1] * 8, SamplingParams(max_tokens=None, ignore_eos=grammar is None), grammar=grammar)
+
+    def _next_tokens(self, schedule: Any) -> np.ndarray:
+        """i32[n]: for each entry that samples, the token of its document at that place."""
+        entries = zip(schedule.requests, (schedule.starts + schedule.q_lens).tolist(), schedule.samples.tolist(), strict=True)
+        texts = [(self._texts.get(r.request_id, ()), end - r.num_prompt_tokens) for r, end, samples in entries if samples]
+        return np.array([text[at] if at < len(text) else 1 for text, at in texts], np.int32)
+
+    def run(self, num_rows: int, num_steps: int) -> list[float]:
+        """Keeps so many requests running; returns the seconds between steps."""
+        times = []
+        for _ in range(num_steps + 1):
+            while len(self._engine._groups) < num_rows:
+                self._add()
+            self._engine.step()
+            times.append(time.perf_counter())
+        return np.diff(times).tolist()
+
+
+def make_engine(vocab_size: int, max_rows: int, document: int) -> Any:
+    """An engine whose pool holds `max_rows` documents."""
+    from jaxserve import Engine, EngineConfig
+    from jaxserve.model_loader import random_model
+
+    length = -(-(document + 64) // 64) * 64
+    config = EngineConfig(
+        max_num_seqs=max_rows, max_num_batched_tokens=2048, max_model_len=length, num_pages=max_rows * length // 64, page_size=64
+    )
+    return Engine(random_model(MODEL | {"vocab_size": vocab_size}, dtype="float32"), config, eos_token_ids=())
+
+
+class Clock:
+    """Adds up the seconds spent in some functions, a sum a step."""
+
+    def __init__(self):
+        self.seconds: defaultdict[str, list[float]] = defaultdict(lambda: [0.0])
+
+    def time(self, owner: Any, function: str, name: str) -> None:
+        """From now on calls of owner.function count under `name`."""
+        plain = getattr(owner, function)
+
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return plain(*args)
+            finally:
+                self.seconds[name][-1] += time.perf_counter() - start
+
+        setattr(owner, function, timed)
+
+    def next_step(self) -> None:
+        for sums in self.seconds.values():
+            sums.append(0.0)
+
+
+def measure_masks(compiler: Any, vocab_size: int, forms: list[tuple[Any, list[int]]], num_rows: int) -> dict[str, Any]:
+    """What `num_rows` requests with these forms cost a step; medians and 99th percentiles in ms."""
+    engine = make_engine(vocab_size, num_rows, max(len(text) for _, text in forms))
+    load, clock = Load(engine, compiler, forms), Clock()
+    load.run(num_rows, 20)
+    clock.time(engine, "_follow_grammars", "advance")
+    clock.time(engine._constraints, "masks", "fill")
+    load.device.late.clear()
+    steps = []
+    for _ in range(FLAGS.steps):
+        steps += load.run(num_rows, 1)
+        clock.next_step()
+    advance, fill = (1e3 * np.array(clock.seconds[name][:-1]) for name in ("advance", "fill"))
+    late, work = 1e3 * np.array(load.device.late), advance + fill
+    engine.close()
+    return {
+        "rows": num_rows,
+        "step_ms": statistics.median(steps) * 1e3,
+        "work_ms": float(np.median(work)),
+        "work_p99_ms": float(np.percentile(work, 99)),
+        "advance_ms": float(np.median(advance)),
+        "fill_ms": float(np.median(fill)),
+        "share": float(np.mean(work) / FLAGS.step_ms),
+        "late_ms": float(late.mean()),
+        "late_p99_ms": float(np.percentile(late, 99)),
+        "hidden": max(0.0, 1 - float(late.sum() / work.sum())),  # late has the rest of the host's work too
+    }
+
+
+def measure_compiles(tokenizer: Any, vocab_size: int, eos: list[int], schemas: dict[str, list[Any]]) -> dict[str, Any]:
+    """The time that grammars take, each alone in the compiler's threads, and what 64 free requests notice of it."""
+    from jaxserve.structured.grammars import GrammarCompiler
+
+    compiler, clock = GrammarCompiler(tokenizer, vocab_size, eos), Clock()
+    start = time.perf_counter()
+    compiler.compile({"regex": "x"})
+    result: dict[str, Any] = {"first_ms": 1e3 * (time.perf_counter() - start)}
+    clock.time(compiler, "_compile", "compile")
+    engine = make_engine(vocab_size, 64, 8_000)
+    load = Load(engine, compiler, None)
+    load.run(64, 20)
+    result["gap_without_ms"] = 1e3 * max(load.run(64, FLAGS.steps))
+    for size, some in schemas.items():
+        futures, gaps, times = [], [], []
+        for schema in some:
+            futures.append(compiler.submit({"json": schema}))
+            gaps += load.run(64, 3)
+            while not futures[-1].done():
+                gaps += load.run(64, 1)
+            times.append(clock.seconds["compile"][-1])
+            clock.next_step()
+        result[size] = {"median_ms": 1e3 * statistics.median(times), "max_ms": 1e3 * max(times), "longest_gap_ms": 1e3 * max(gaps)}
+    engine.close()
+    compiler.close()
+    return result
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    from jaxserve.structured.grammars import GrammarCompiler
+    from jaxserve.tokenizer import Tokenizer
+    from scripts.fetch_demo_model import fetch
+
+    tokenizer = Tokenizer.from_id(FLAGS.tokenizer or fetch())
+    vocab_size = -(-tokenizer.backend.get_vocab_size() // 128) * 128
+    eos = sorted(tokenizer.special_ids)[:1]
+    compiler = GrammarCompiler(tokenizer, vocab_size, eos)
+    rng = np.random.default_rng(FLAGS.seed)
+    results, schemas = [], {}
+    for size, num_properties in SIZES.items():
+        schemas[size] = [make_schema(rng, num_properties) for _ in range(FLAGS.compiles)]
+        forms = []
+        for schema in schemas[size][:8]:
+            form = {"json": schema, "disable_any_whitespace": True}
+            text = json.dumps(make_document(rng, schema), separators=(",", ":"))
+            forms.append((form, spell(compiler.compile(form), tokenizer, text)))
+        for num_rows in tqdm([int(n) for n in FLAGS.rows], desc=size, file=sys.stderr):
+            results.append({"schema": size} | measure_masks(compiler, vocab_size, forms, num_rows))
+    compiler.close()
+    compiles = measure_compiles(tokenizer, vocab_size, eos, schemas)
+    with contextlib.redirect_stdout(sys.stderr if FLAGS.json == "-" else sys.stdout):
+        report(vocab_size, results, compiles)
+    about = {"benchmark": "structured", "vocab_size": vocab_size, "step_ms": FLAGS.step_ms, "head_ms": FLAGS.head_ms}
+    write_json(FLAGS.json, {**about, "masks": results, "compiles": compiles, **provenance()})
+
+
+def report(vocab_size: int, results: list[dict[str, Any]], compiles: dict[str, Any]) -> None:
+    print(f"vocabulary {vocab_size}, steps of {FLAGS.step_ms:g} ms of which the head takes {FLAGS.head_ms:g}")
+    print(
+        "schema   rows   grammars a step, ms: median (p99) = advance + fill   of the step   hidden   device waits, ms: mean (p99)"
+    )
+    for r in results:
+        work = f"{r['work_ms']:.2f} ({r['work_p99_ms']:.2f}) = {r['advance_ms']:.2f} + {r['fill_ms']:.2f}"
+        shares = f"{100 * r['share']:12.1f}% {100 * r['hidden']:7.0f}%"
+        print(f"{r['schema']:<7} {r['rows']:>5}   {work:>50} {shares}   {r['late_ms']:.2f} ({r['late_p99_ms']:.2f})")
+    print(f"compiles: the first {compiles['first_ms']:.0f} ms with its vocabulary; longest time between steps of 64 free requests")
+    print(f"  without: {compiles['gap_without_ms']:.1f} ms")
+    for size in SIZES:
+        c = compiles[size]
+        print(f"  {size}: {c['median_ms']:.1f} ms median, {c['max_ms']:.1f} at most; {c['longest_gap_ms']:.1f} ms")
+
+
+if __name__ == "__main__":
+    app.run(main)

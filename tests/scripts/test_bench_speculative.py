@@ -1,0 +1,83 @@
+"""scripts.bench_speculative and bench_structured run, and what they report fits. How large it is is no test's business."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jsonschema_rs
+import numpy as np
+import pytest
+
+from jaxserve import BucketPlan
+from scripts import bench_structured
+from scripts.timed_device import TimedDevice
+from tests import alphabet_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(work: Path, name: str, *given: str) -> dict:
+    environment = os.environ | {"JAXSERVE_CACHE": str(work / "cache"), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", f"scripts.{name}", "--json=-", *given]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_both_sides_of_speculation_answer_alike(tmp_path):
+    """In steps of one shape they must."""
+    model = alphabet_model.save(tmp_path / "model", max_position_embeddings=1024)
+    BucketPlan(mixed=((64, 2),), head_rows=(6,)).save(tmp_path / "plan.json")
+    flags = [f"--model={model}", f"--bucket_plan={tmp_path / 'plan.json'}", "--max_num_seqs=2", "--max_num_batched_tokens=64"]
+    flags += ["--tasks=code,chat", "--batches=2", "--rounds=2", "--max_tokens=12", "--num_speculative_tokens=2", "--noadaptive"]
+    code, chat = run(tmp_path, "bench_speculative", *flags)["results"]
+    assert (code["task"], code["num_outputs"], chat["task"], chat["num_outputs"]) == ("code", 8, "chat", 16)
+    for result in (code, chat):
+        assert result["num_outputs_that_differ"] == 0
+        assert len(result["runs"]["on"]) == 2 and min(result["runs"]["on"] + result["runs"]["off"]) > 0
+        assert 0 <= result["acceptance"] <= 1 and result["tokens_per_step"] > 0
+
+
+def test_grammars_on_a_timer(tmp_path):
+    model = alphabet_model.save(tmp_path / "model")
+    flags = [f"--tokenizer={model}", "--rows=2,3", "--steps=4", "--compiles=2", "--step_ms=1", "--head_ms=0.2"]
+    result = run(tmp_path, "bench_structured", *flags)
+    assert [(row["schema"], row["rows"]) for row in result["masks"]] == [(s, n) for s in bench_structured.SIZES for n in (2, 3)]
+    for row in result["masks"]:
+        assert 0 < row["fill_ms"] <= row["work_p99_ms"] and 0 <= row["hidden"] <= 1 and row["step_ms"] >= 0.9
+    assert all(0 < result["compiles"][s]["median_ms"] <= result["compiles"][s]["max_ms"] for s in bench_structured.SIZES)
+
+
+@pytest.mark.parametrize("num_properties", [3, 40])
+def test_documents_fit_their_schemas(num_properties):
+    rng = np.random.default_rng(num_properties)
+    for _ in range(10):
+        schema = bench_structured.make_schema(rng, num_properties)
+        jsonschema_rs.validate(schema, bench_structured.make_document(rng, schema))
+
+
+def test_a_head_waits_for_what_the_body_does_not_hide():
+    def device(body: float) -> TimedDevice:
+        runner = SimpleNamespace(programs=None, score_rows=1)
+        schedule = SimpleNamespace(requests=[SimpleNamespace(num_foretold=0)], samples=[True])
+        engine = SimpleNamespace(runner=runner, scheduler=SimpleNamespace(schedule=lambda: schedule))
+        made = TimedDevice(engine, body, 0.0, lambda schedule: np.array([33], np.int32))
+        engine.scheduler.schedule()
+        return made
+
+    def masks() -> np.ndarray:
+        time.sleep(0.02)
+        return np.array([[0, 2]], np.int32)  # token 33 alone
+
+    inputs = SimpleNamespace(head_rows=1)
+    hidden, exposed = device(60.0), device(0.0)
+    hidden.dispatch(inputs, masks)
+    handle = exposed.dispatch(inputs, masks)
+    assert hidden.late == [0.0] and exposed.late[0] >= 0.02
+    assert exposed.fetch(handle).tokens.tolist() == [33]
+    with pytest.raises(AssertionError, match="not what the grammars allow"):
+        exposed.dispatch(inputs, lambda: np.array([[1, 1]], np.int32))

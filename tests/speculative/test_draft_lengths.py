@@ -1,0 +1,116 @@
+"""How many drafts a step verifies: against simulated machines and texts whose best answer is known."""
+
+import numpy as np
+import pytest
+
+from jaxserve.buckets import BucketPlan
+from jaxserve.request import Request, SamplingParams
+from jaxserve.schedule import Schedule
+from jaxserve.speculative.draft_lengths import DraftLengths
+
+PLAN = BucketPlan(decode=(1, 2, 4, 8), mixed=((64, 8),), head_rows=(8, 64), draft=((1, 2), (1, 4), (4, 2), (4, 4), (8, 2), (8, 4)))
+K = 4
+
+
+def schedule(rows: np.ndarray, num_drafts: np.ndarray, generation: int = 0) -> Schedule:
+    n, q_lens = len(rows), (1 + num_drafts).astype(np.int32)
+    zeros, nobody = np.zeros(n, np.int32), [Request(str(i), [1], SamplingParams()) for i in range(n)]
+    return Schedule(
+        0, nobody, rows, q_lens, zeros, zeros, np.ones(n, bool), np.full(n, generation), np.zeros((0, 3), np.int32),
+        n, int(q_lens.sum()), int(q_lens.max()), int(num_drafts.sum()),
+    )  # fmt: skip
+
+
+class Machine:
+    """Sequences whose next draft is right at a rate of their own, on a device whose step takes a base and a time a token."""
+
+    def __init__(self, rates: list[float], per_token: float, max_num_batched_tokens: int = 64, **options):
+        self.lengths = DraftLengths(PLAN, 8, max_num_batched_tokens, K, **options)
+        self.rates, self.per_token, self.rng = np.array(rates), per_token, np.random.default_rng(0)
+        self.rows = np.arange(len(rates))
+        self.num_tokens, self.seconds, self.clock = 0, 0.0, 0.0
+        self.lengths_seen: list[int] = []
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            chosen = self.lengths.choose(self.rows)
+            step = schedule(self.rows, chosen)
+            counts = np.array([1 + self._accepted(i, k) for i, k in enumerate(chosen)], np.int32)
+            first_right = np.where(chosen > 0, counts > 1, self.rng.random(len(counts)) < self.rates)
+            self.lengths.proposed[self.rows] = np.where(first_right, 7, 8)[:, None]
+            tokens, rows = np.full((len(counts), 1 + K), 7, np.int32), np.cumsum(step.q_lens) - step.q_lens
+            drafts = np.zeros((step.num_tokens, K), np.int32)
+            self.lengths.take_tokens(step, tokens, counts, drafts, rows)
+            bucket, _ = self.lengths.shape(step.num_tokens, step.num_seqs, step.max_q_len)
+            seconds = 1 + self.per_token * bucket.tokens
+            noisy = seconds * (1 + (self.rng.random() < 0.1) * self.rng.random())  # the machine does other things too
+            self.clock += noisy
+            self.lengths.take_time(step, self.clock - noisy - 0.5, self.clock)  # dispatched while the one before ran
+            self.num_tokens, self.seconds = self.num_tokens + int(counts.sum()), self.seconds + seconds
+            self.lengths_seen.append(int(chosen.max()))
+
+    def _accepted(self, i: int, k: int) -> int:
+        wrong = np.flatnonzero(self.rng.random(k) >= self.rates[i])
+        return int(wrong[0]) if len(wrong) else int(k)
+
+    @property
+    def gain(self) -> float:
+        """Tokens a second over those of plain steps."""
+        n = len(self.rows)
+        plain = 1 + self.per_token * PLAN.select(n, n, 1).tokens
+        return self.num_tokens / self.seconds / (n / plain)
+
+
+@pytest.mark.parametrize(
+    "rates, per_token, least_gain",
+    [
+        ([0.95], 0.02, 3.3),  # a copy: 4.5 tokens a step that takes 1.08 times as long
+        ([0.6], 0.02, 1.6),
+        ([0.6] * 8, 0.02, 1.25),
+        ([0.05], 0.02, 0.98),  # chat: off
+        ([0.3] * 8, 0.2, 0.98),  # a device with enough to do
+        ([0.95] * 8, 1.0, 0.95),  # a device on which tokens cost as much as steps
+        ([0.95] + [0.02] * 3, 0.02, 1.35),  # one copies
+    ],
+)
+def test_it_gains_where_there_is_something_to_gain_and_loses_nothing_elsewhere(rates, per_token, least_gain):
+    machine = Machine(rates, per_token)
+    machine.run(1500)
+    assert machine.gain > least_gain, machine.gain
+
+
+def test_it_follows_a_text_that_begins_to_repeat_itself_and_ends():
+    machine = Machine([0.02], 0.05)
+    machine.run(300)
+    assert not any(machine.lengths_seen[100:])
+    machine.rates[:] = 0.97
+    machine.run(40)
+    assert machine.lengths_seen[-1] == K
+    machine.rates[:] = 0.02
+    machine.run(60)
+    assert not any(machine.lengths_seen[-20:])
+
+
+def test_rows_whose_drafts_are_wrong_bring_none():
+    machine = Machine([0.9, 0.01, 0.9, 0.01], 0.01)
+    machine.run(200)
+    chosen = machine.lengths.choose(machine.rows)
+    assert (chosen[[0, 2]] > 0).all() and not chosen[[1, 3]].any()
+    machine.lengths.take_tokens(
+        schedule(machine.rows[1:2], np.zeros(1, np.int32), generation=5), np.zeros((1, 1), np.int32), np.ones(1, np.int32),
+        np.zeros((1, K), np.int32), np.zeros(1, np.intp),
+    )  # fmt: skip
+    assert machine.lengths.rates[1] > machine.lengths.rates[3] + 0.1, "a new owner starts with what rows do in general"
+
+
+def test_it_can_be_told_not_to_adapt():
+    machine = Machine([0.01] * 3, 10.0, adaptive=False)
+    machine.run(10)
+    assert machine.lengths_seen == [K] * 10
+
+
+def test_no_more_than_the_rows_and_tokens_of_a_step():
+    for max_num_batched_tokens, most in ((20, 0), (24, 2), (40, 4)):
+        machine = Machine([0.99] * 8, 0.0, max_num_batched_tokens=max_num_batched_tokens)
+        machine.run(50)
+        assert max(machine.lengths_seen) == most

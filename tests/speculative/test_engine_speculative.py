@@ -1,0 +1,218 @@
+"""Speculation changes how many steps an output takes and nothing else.
+
+The same requests are served with and without it, in steps of one shape: tokens, log-probabilities and reasons are equal to the last
+bit, whatever they ask for and whatever happens to them. Each run asserts that drafts were accepted, refused, and missing. Their
+vocabularies are small, so that what they say repeats itself.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxserve import BucketPlan, Engine, SamplingParams
+from jaxserve.speculative import verify
+from jaxserve.structured import StructuredOutputsParams
+from jaxserve.structured.grammars import GrammarCompiler
+from jaxserve.tokenizer import Tokenizer
+from tests import dummy, workload
+from tests.dummy import SEQS, TOKENS, Answer, Ask
+from tests.test_engine_exactness import TOLERANCE, compare
+
+VOCAB = 260
+CONFIG = replace(dummy.CONFIG, vocab_size=VOCAB)
+PLAN = BucketPlan(mixed=((TOKENS, SEQS),), head_rows=(TOKENS,))
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+SMALL_POOL = 34
+OBJECT = {
+    "type": "object",
+    "properties": {"a property": {"type": "array", "items": {"enum": ["yes", "no"]}, "minItems": 3, "maxItems": 6}},
+    "required": ["a property"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    """Of a byte-level tokenizer without merges, with eos at 0."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({"</s>": 0} | {letter: i for i, letter in enumerate(alphabet, 1)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken("</s>", special=True)])
+    compiler = GrammarCompiler(Tokenizer(backend, special_tokens={"eos_token": "</s>"}), VOCAB, [dummy.EOS])
+    yield compiler
+    compiler.close()
+
+
+def make_engine(speculative: dict | None = NGRAM, **settings) -> Engine:
+    settings = {"bucket_plan": PLAN, **settings}
+    return dummy.make_engine(dummy.dummy_model(config=CONFIG), speculative_config=speculative, **settings)
+
+
+def asks(compiler: GrammarCompiler | None = None) -> list[tuple[Ask, Future | None]]:
+    """Greedy and drawn, n > 1, every edit of logits, stops of each kind, log-probabilities, grammars, shared prefixes."""
+    rng = np.random.default_rng(3)
+    few = rng.integers(1, VOCAB, 4).tolist()
+    copied = {"temperature": 0, "repetition_penalty": 0.4}  # what was said is likelier
+    period, shared = rng.integers(1, VOCAB, 5).tolist(), rng.integers(1, VOCAB, 9).tolist()
+    made: list[Ask] = []
+
+    def ask(prompt, at=0, **params):
+        params = {"max_tokens": 36, "ignore_eos": True, **params}
+        made.append(Ask(prompt, SamplingParams(**params), at=at))
+
+    ask(period * 4, logprobs=2, **copied)
+    ask(shared + period, temperature=0.7, seed=1, allowed_token_ids=few, n=3, logprobs=0, at=1)
+    ask(shared + few, temperature=0, allowed_token_ids=few, frequency_penalty=0.3, presence_penalty=0.2, prompt_logprobs=1)
+    ask(shared + few[:2], temperature=1, seed=2, allowed_token_ids=few, bad_words_token_ids=[few[:1], few[1:3]], at=3)
+    ask(rng.integers(1, VOCAB, 50).tolist(), temperature=0, repetition_penalty=0.3, at=2)
+    ask(period, temperature=1, seed=3, allowed_token_ids=few, stop_token_ids=few[:1], min_tokens=11, ignore_eos=False)
+    ask(few, temperature=1, seed=4, allowed_token_ids=[*few, 0], ignore_eos=False, min_tokens=4, at=2)
+    ask(period * 2, temperature=0.9, seed=5, top_k=3, repetition_penalty=0.5, top_p=0.9, min_p=0.01, n=2, logprobs=3)
+    ask(shared, max_tokens=1, **copied)
+    ask(period * 5, max_tokens=2, at=5, **copied)
+    pairs: list[tuple[Ask, Future | None]] = [(ask, None) for ask in made]
+    if compiler is not None:
+        forms = [
+            (StructuredOutputsParams(regex="(a|b){30}"), {"temperature": 0}),
+            (StructuredOutputsParams(regex="(ab|cd|e){6,12}"), {"temperature": 1, "seed": 6, "logprobs": 2, "n": 2}),
+            (StructuredOutputsParams(regex="[xy]+z"), {"temperature": 1, "seed": 7, "frequency_penalty": 0.4, "min_tokens": 8}),
+            (StructuredOutputsParams(json=OBJECT), {"temperature": 1, "seed": 8, "logprobs": 1, "max_tokens": 90}),
+            (StructuredOutputsParams(json=OBJECT), {"temperature": 0, "max_tokens": 30}),
+            (StructuredOutputsParams(choice=["no no no no no no", "no no yes"]), {"temperature": 1, "seed": 9}),
+        ]
+        for i, (form, params) in enumerate(forms):
+            params = SamplingParams(**{"max_tokens": 36, **params})
+            pairs.append((Ask(shared + period[:i], params, at=2 * i), compiler.submit(form)))
+    return pairs
+
+
+Happenings = dict[int, Callable[[Engine], None]]  # by the step before which each happens
+
+
+def serve(engine: Engine, pairs: list[tuple[Ask, Future | None]], happenings: Happenings | None = None) -> dict[str, Answer]:
+    answers, arrivals = {}, sorted(range(len(pairs)), key=lambda i: pairs[i][0].at)[::-1]
+    for _, grammar in pairs:
+        if grammar is not None:
+            grammar.result()
+    for step in range(1000):
+        while arrivals and (pairs[arrivals[-1]][0].at <= step or not engine.has_unfinished_requests()):
+            ask, grammar = pairs[i := arrivals.pop()]
+            made = engine.add_request(str(i), ask.prompt, ask.params, grammar=grammar)
+            answers |= {request.request_id: Answer() for request in made}
+        if not engine.has_unfinished_requests():
+            break
+        if happenings and step in happenings:
+            happenings[step](engine)
+        for output in engine.step():
+            answers[output.request.request_id].take(output)
+        engine.scheduler.check_invariants()
+        dummy.poison(engine)
+    dummy.assert_empty(engine)
+    return answers
+
+
+def assert_drafted(engine: Engine) -> None:
+    """Some drafts stood, some did not, all of a step's now and then."""
+    stats = engine.stats
+    assert len(stats.num_accepted_tokens_per_pos) == 3 and min(stats.num_accepted_tokens_per_pos) > 5
+    assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens < stats.num_draft_tokens
+    assert 0 < stats.num_drafts <= stats.num_draft_tokens <= 3 * stats.num_drafts
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("pool_pages", [None, SMALL_POOL], ids=["large_pool", "small_pool"])
+def test_the_output_is_that_without_drafts(compiler, asynchronous, pool_pages):
+    settings = {"async_scheduling": asynchronous, "pool_pages": pool_pages}
+    off, on = make_engine(None, **settings), make_engine(**settings)
+    pairs = asks(compiler)
+    expected, answers = serve(off, pairs), serve(on, pairs)
+    assert dummy.differences(answers, expected) == []
+    assert_drafted(on)
+    stats = on.scheduler.stats()
+    assert stats.num_hit_tokens and bool(stats.num_preemptions) == (pool_pages is not None)
+    assert stats.num_steps < off.scheduler.stats().num_steps
+    reasons = {(answer.finish_reason, answer.stop_reason is None) for answer in answers.values()}
+    assert reasons == {("length", True), ("stop", True), ("stop", False)}
+
+
+def test_across_buckets_they_part_only_at_near_ties():
+    """Steps with drafts, without, and with chunks, each in shapes of its own."""
+    plan = BucketPlan(decode=(2, 6), mixed=((24, 6),), head_rows=(6, 24), draft=((1, 3), (4, 3)))
+    settings = {"pool_pages": workload.SMALL_POOL[True], "bucket_plan": plan, "speculative_config": NGRAM}
+    engine = dummy.make_engine(dummy.dummy_model(), **settings)
+    asks = workload.requests(True, logprobs=True)
+    run = dummy.serve(engine, asks)
+    names = {str(bucket).split("(")[0] for bucket in engine.stats.padding.steps}
+    assert names == {"decode", "draft", "mixed"} and run.stats.num_preemptions
+    assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+    parted = compare(run.answers, workload.alone("float32", True, logprobs=True), asks, TOLERANCE["float32"])
+    print(f"{parted[0]} greedy and {parted[1]} random requests part; log-probabilities differ by at most {parted[2]:.1e}")
+    assert parted[0] == 0 and parted[1] <= 1
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+def test_weights_change_among_drafts(compiler, in_flight):
+    """The same weights again, so that the outputs are still those without drafts."""
+
+    def update(engine: Engine) -> None:
+        engine.update_params(dummy.dummy_model(config=CONFIG), in_flight=in_flight)
+
+    pairs = asks(compiler)
+    expected, on = serve(make_engine(None), pairs), make_engine()
+    assert dummy.differences(serve(on, pairs, dict.fromkeys((6, 13, 21), update)), expected) == []
+    assert_drafted(on)
+    assert (on.scheduler.stats().num_preemptions > 0) == (in_flight == "recompute")
+
+
+def test_aborts_pauses_and_faults_among_drafts():
+    def fail(engine: Engine) -> None:
+        run, engine.runner._run = engine.runner._run, None  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(TypeError):
+            while True:
+                engine.step()
+        engine.runner._run = run
+
+    engine = make_engine()
+    for i, (ask, _) in enumerate(asks()):
+        engine.add_request(f"first {i}", ask.prompt, ask.params)
+    for _ in range(6):
+        engine.step()
+    engine.abort(["first 0", "first 4"])
+    engine.step()
+    fail(engine)
+    dummy.poison(engine)
+    expected = serve(make_engine(None), asks())
+    assert dummy.differences(serve(engine, asks()), expected) == []
+    engine.sleep()
+    engine.wake_up()
+    dummy.poison(engine)
+    assert dummy.differences(serve(engine, asks()), expected) == []
+
+
+@pytest.mark.parametrize("rule", ["all stand", "one more stands", "none stands"])
+def test_a_wrong_rule_shows(rule, monkeypatch):
+    """The tests above would see drafts that stand and should not; and speculation that gains nothing."""
+    right = verify.delivered
+
+    def wrong(is_draft, drafts, sampled, bad):
+        if rule == "all stand":
+            return is_draft | ~is_draft
+        found = right(is_draft, drafts, sampled, bad)
+        if rule == "none stands":
+            return found & ~is_draft
+        before = np.s_[:-1]
+        return found.at[1:].set(found[1:] | (found[before] & is_draft[1:] & (drafts[1:] >= 0)))
+
+    monkeypatch.setattr(verify, "delivered", wrong)
+    engine = make_engine(compile_anew="heads")
+    differ = dummy.differences(serve(engine, asks()), serve(make_engine(None), asks()))
+    assert bool(differ) == (rule != "none stands")
+    if not differ:
+        with pytest.raises(AssertionError):
+            assert_drafted(engine)
