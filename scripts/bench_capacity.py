@@ -218,6 +218,13 @@ def main(argv: list[str]) -> None:
         contenders, slos = [Contender.parse(text) for text in _POLICIES.value], [float(ms) / 1e3 for ms in _SLO.value]
         server = Real() if _REAL.value else Analytic(_GPU.value) if _GPU.value else Simulated()
         workload = traffic(server, 1.0, 0)
+        if len(workload.requests) < 4 * server.limits.max_num_seqs:
+            seats = f"max_num_seqs={server.limits.max_num_seqs}"
+            print(
+                f"{len(workload.requests)} requests are few for {seats}: most find a place at once, so that rates beyond capacity "
+                "may pass; serve at least four times as many",
+                file=sys.stderr,
+            )
         about = {"model": flags.FLAGS.model, "workload": workload.name, "requests": len(workload.requests)}
         about |= {"limits": asdict(server.limits), "bucket_plan": flags.FLAGS.bucket_plan, "quantile": _QUANTILE.value}
         finished = Finished(_JSON.value, {**server.settings, **about, "workload_seed": flags.FLAGS.workload_seed})

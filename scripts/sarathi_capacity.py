@@ -6,6 +6,7 @@ that broke off goes on.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from jaxserve.simulation.capacity import Objective, Spread, Trial, capacity, rat
 from scripts.finished import Finished
 from scripts.sarathi_costs import DECODE_BATCH, DECODE_KV, step_seconds
 from scripts.sarathi_report import agreement, table
-from scripts.sarathi_setups import DATASETS, FALCON_TP8, SETUPS, Contender, orca, run_at, sarathi, vllm
+from scripts.sarathi_setups import DATASETS, FALCON_TP8, MAX_REQUESTS, SETUPS, Contender, orca, run_at, sarathi, vllm
 
 # Where a search begins, requests a second; prompts of the second dataset are four times as long.
 START = {"mistral-7b": 3.0, "yi-34b": 1.2, "llama2-70b": 0.6, "falcon-180b": 0.6}
@@ -24,20 +25,21 @@ SHARE = {"openchat_sharegpt4": 1.0, "arxiv_summarization": 0.3}
 
 @dataclass
 class Search:
-    """Capacities over seeds. num_requests: of each trial, half as many on two stages, whose rates are so low that a queue shows as
-    well; precision: between neighbouring rates."""
+    """Capacities over seeds. trial_seconds: requests arrive for at least so long, 128 to MAX_REQUESTS of them: many more must come
+    than find a place at once, or a rate beyond capacity passes for good. precision: between neighbouring rates."""
 
     finished: Finished
     progress: Any
     seeds: int
-    num_requests: int
+    trial_seconds: float
     precision: float
 
     def trial(self, machine: Deployment, contender: Contender, dataset: str, rate: float, seed: int, quantile: float) -> Trial:
         key = f"{machine}, {contender.name}, {dataset}, seed {seed}, {rate:.6g}/s"
         if key not in self.finished:
             self.progress.set_postfix_str(key, refresh=False)
-            run = run_at(machine, contender, dataset, rate, self.num_requests // machine.pp, seed)
+            num_requests = min(MAX_REQUESTS, max(128, math.ceil(rate * self.trial_seconds)))
+            run = run_at(machine, contender, dataset, rate, num_requests, seed)
             self.finished[key] = asdict(Trial.of(rate, run.times, quantile))
             self.progress.update()
         return Trial(**self.finished[key])

@@ -100,9 +100,12 @@ def orca(max_num_seqs: int) -> Contender:
     return Contender(f"orca-{max_num_seqs}", "orca", max_num_seqs=max_num_seqs)
 
 
+MAX_REQUESTS = 2048  # of a run: the artifact's number
+
+
 @cache
-def lengths(dataset: str, num_requests: int, seed: int) -> Workload:
-    return log_normal(dataset, num_requests, seed)
+def lengths(dataset: str, seed: int) -> Workload:
+    return log_normal(dataset, MAX_REQUESTS, seed)
 
 
 @cache
@@ -123,6 +126,7 @@ def run(machine: Deployment, contender: Contender, workload: Workload, max_model
 
 
 def run_at(machine: Deployment, contender: Contender, dataset: str, rate: float, num_requests: int, seed: int) -> Any:
-    """A Replay of a dataset with Poisson arrivals."""
-    workload = at_rate(lengths(dataset, num_requests, seed), rate, seed)
+    """A run of a dataset's first requests with Poisson arrivals."""
+    workload = lengths(dataset, seed)
+    workload = at_rate(replace(workload, requests=workload.requests[:num_requests]), rate, seed)
     return run(machine, contender, workload, DATASETS[dataset])

@@ -70,10 +70,10 @@ def test_a_run_is_what_the_contender_says(contender, setup):
 def test_trials_are_kept(tmp_path):
     """A second search over the same seeds serves nothing; each seed's capacity meets the objective and its neighbour does not."""
     finished = Finished(tmp_path / "trials.json", {})
-    search = sarathi_capacity.Search(finished, Bar(), seeds=2, num_requests=64, precision=0.3)
+    search = sarathi_capacity.Search(finished, Bar(), seeds=2, trial_seconds=30, precision=0.3)
     found = search.capacities(MISTRAL, sarathi(512), "openchat_sharegpt4", 0.1)
     kept = dict(finished.results)
-    again = sarathi_capacity.Search(Finished(tmp_path / "trials.json", {}), Bar(), 2, 64, 0.3)
+    again = sarathi_capacity.Search(Finished(tmp_path / "trials.json", {}), Bar(), 2, 30, 0.3)
     assert again.capacities(MISTRAL, sarathi(512), "openchat_sharegpt4", 0.1) == found and again.finished.results == kept
     for seed, rate in enumerate(found):
         good = [
