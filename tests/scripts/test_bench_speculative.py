@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jsonschema_rs
 import numpy as np
@@ -73,7 +74,7 @@ def test_a_head_waits_for_what_the_body_does_not_hide():
         time.sleep(0.02)
         return np.array([[0, 2]], np.int32)  # token 33 alone
 
-    inputs = SimpleNamespace(head_rows=1)
+    inputs: Any = SimpleNamespace(head_rows=1)
     hidden, exposed = device(60.0), device(0.0)
     hidden.dispatch(inputs, masks)
     handle = exposed.dispatch(inputs, masks)
