@@ -109,6 +109,8 @@ class PipelineReplica(SimulatedEngine):
     those that it was first scheduled with, as new ones join them and old ones end.
     """
 
+    now: float
+
     def __init__(
         self,
         books: RequestBooks,

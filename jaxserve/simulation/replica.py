@@ -122,6 +122,8 @@ class SimulatedEngine(ABC):
 class Replica(SimulatedEngine):
     """An engine of one stage. async_scheduling: a step is dispatched before the tokens of the one before are back."""
 
+    now: float
+
     def __init__(self, *args: Any, async_scheduling: bool = True, **options: Any):
         super().__init__(*args, **options)
         self._depth = int(async_scheduling)
