@@ -390,9 +390,10 @@ def test_a_target_that_is_no_path_goes_nowhere(two):
         assert connection.recv(4096).startswith(b"HTTP/1.1 4") and not server.requests
     scope = {"type": "http", "method": "GET", "path": "/@x", "raw_path": b"%2F@x", "query_string": b"", "headers": []}
     sent: list[Any] = []
+    body = [{"type": "http.request", "body": b"", "more_body": False}]
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False} if not sent else {"type": "http.disconnect"}
+        return body.pop() if body else await asyncio.Future()  # the client waits
 
     async def send(message: Any) -> None:
         sent.append(message)
