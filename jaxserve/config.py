@@ -215,6 +215,12 @@ class EngineConfig:
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.make(self.speculative_config))
 
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """speculative_config, as the one that was made of whatever was given."""
+        assert self.speculative_config is None or isinstance(self.speculative_config, SpeculativeConfig)
+        return self.speculative_config
+
     def resolve(
         self,
         model: ModelConfig,
@@ -238,7 +244,7 @@ class EngineConfig:
         assert plan is None or isinstance(plan, BucketPlan)
         budget, max_num_seqs = self._step_limits(plan, model)
         page_size = self.page_size or DEFAULT_PAGE_SIZE
-        num_drafts = self.speculative_config.num_speculative_tokens if isinstance(self.speculative_config, SpeculativeConfig) else 0
+        num_drafts = self.speculative.num_speculative_tokens if self.speculative is not None else 0
         if plan is None:
             sizes = {"min_tokens": 8, "max_draft_tokens": 256} if on_gpu else {"min_tokens": 2, "max_draft_tokens": 64}
             plan = BucketPlan.default(max_num_seqs, budget, num_drafts=num_drafts, **sizes)
@@ -320,7 +326,7 @@ class ResolvedConfig:
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
-        return self.engine.speculative_config  # pyright: ignore[reportReturnType]  (made one when it was given)
+        return self.engine.speculative
 
     @property
     def max_pages_per_seq(self) -> int:

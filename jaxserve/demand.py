@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxserve.batch import num_head_rows
 from jaxserve.schedule import Schedule
 
 COLUMNS = ("tokens", "seqs", "decodes", "max_q_len", "samples", "kv_tokens", "pairs")
@@ -19,8 +20,8 @@ COLUMNS = ("tokens", "seqs", "decodes", "max_q_len", "samples", "kv_tokens", "pa
 def step_demand(schedule: Schedule, page_size: int, window: int | None = None) -> tuple[int, int, int, int, int, int, int]:
     """One step's COLUMNS. window: positions that a query sees, its own included; None: all of them.
 
-    tokens, seqs, decodes: query tokens, sequences, and those of them that decode. max_q_len: the longest chunk (1: decodes alone).
-    samples: sequences that sample. kv_tokens: positions of KV that the decodes read, whole pages. pairs: (query, key) pairs that
+    tokens, seqs, decodes: query tokens, sequences, and those of them that decode. max_q_len: most of one sequence (1: decodes
+    without drafts, alone). samples: logits rows, one a sequence that samples and one a draft. kv_tokens: positions of KV that the decodes read, whole pages. pairs: (query, key) pairs that
     the chunks of prompts attend to.
     """
     d = schedule.num_decodes
@@ -30,7 +31,7 @@ def step_demand(schedule: Schedule, page_size: int, window: int | None = None) -
     if d < schedule.num_seqs:
         starts, q_lens = schedule.starts[d:].astype(np.int64), schedule.q_lens[d:].astype(np.int64)
         pairs = int(_num_pairs(starts, starts + q_lens, window).sum())
-    samples, kv_tokens = int(schedule.samples.sum()), int(pages.sum()) * page_size
+    samples, kv_tokens = int(num_head_rows(schedule).sum()), int(pages.sum()) * page_size
     return schedule.num_tokens, schedule.num_seqs, d, schedule.max_q_len, samples, kv_tokens, pairs
 
 

@@ -38,7 +38,7 @@ from jaxserve.runner import Runner, StepHandle
 from jaxserve.sampling_rows import SampledRows
 from jaxserve.schedule import Schedule, StepResult
 from jaxserve.scheduler import Scheduler
-from jaxserve.speculative.draft_lengths import DraftLengths
+from jaxserve.speculative.draft_lengths import DraftLengths, DraftOutcome
 from jaxserve.step import ModelFunctions
 from jaxserve.structured.constraints import Constraints
 from jaxserve.structured.grammars import Grammar
@@ -367,17 +367,19 @@ class Engine:
         sampled = self.runner.fetch(handle)
         outputs: list[EngineOutput] = []
         tokens, counts = tokens_of(schedule, sampled)
+        fared: list[DraftOutcome] = []
+        if self._draft_lengths is not None:
+            self._draft_lengths.take_time(schedule, begun, time.monotonic())
         if sampled is not None:
             if self._draft_lengths is not None:
-                self._draft_lengths.take_time(schedule, begun, time.monotonic())
                 fared = self._draft_lengths.take_tokens(schedule, tokens, counts, sampled.drafts, first_rows(schedule))
-                for entry, num_drafts, num_accepted in fared:
-                    self.stats.add_drafts(schedule.requests[entry], num_drafts, num_accepted)
             self.stats.sorted_rows += int(sampled.by_sort.sum())
             if sampled.bad_logits.any():
                 outputs += self._fail_bad_rows(schedule, sampled)
         result = self.scheduler.update(schedule, tokens, counts)
         self.stats.generated_tokens += len(result.requests)
+        if fared:
+            self.stats.add_drafts(schedule, fared, result)
         outputs += self._outputs(schedule, result, sampled)
         return outputs + self._follow_grammars(outputs) if self._constraints else outputs
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,7 +12,10 @@ from jaxserve.batch import num_head_rows
 from jaxserve.buckets import PaddingAccount
 from jaxserve.request import Logprob, Request
 from jaxserve.sampling_rows import SampledRows
-from jaxserve.schedule import Schedule
+from jaxserve.schedule import Schedule, StepResult
+
+if TYPE_CHECKING:
+    from jaxserve.speculative.draft_lengths import DraftOutcome
 
 
 @dataclass(slots=True)
@@ -37,7 +42,7 @@ class EngineStats:
     """Counts since the engine was made; `padding` by bucket, times in seconds.
 
     Speculation's have vLLM's names: num_drafts counts sequences and steps with drafts, num_draft_tokens the tokens drafted and
-    verified, num_accepted_tokens those that stood; _per_pos: by their place among a step's drafts.
+    verified, num_accepted_tokens those of them that were output; _per_pos: by their place among a step's drafts.
     """
 
     num_steps: int = 0
@@ -59,17 +64,21 @@ class EngineStats:
         per_step = f"{self.num_draft_tokens / self.num_drafts:.1f} drafts a sequence and step"
         return f"{per_step}, {100 * self.num_accepted_tokens / self.num_draft_tokens:.0f}% of {self.num_draft_tokens} accepted"
 
-    def add_drafts(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
-        """Counts one sequence's drafts of one step, here and with the request."""
-        per_pos = self.num_accepted_tokens_per_pos
-        per_pos += [0] * (num_accepted - len(per_pos))
-        for i in range(num_accepted):
-            per_pos[i] += 1
-        for counts in (self, request.metrics):
-            if counts is not None:
-                counts.num_drafts += 1
-                counts.num_draft_tokens += num_draft_tokens
-                counts.num_accepted_tokens += num_accepted
+    def add_drafts(self, schedule: Schedule, fared: list[DraftOutcome], result: StepResult) -> None:
+        """Counts the drafts of one step, here and with their requests. `result`: what the step brought; a draft that stood past a
+        stop is none of it and does not count as accepted."""
+        num_delivered, per_pos = Counter(map(id, result.requests)), self.num_accepted_tokens_per_pos
+        for entry, num_drafts, num_stood in fared:
+            request = schedule.requests[entry]
+            num_accepted = min(num_stood, num_delivered[id(request)])
+            per_pos += [0] * (num_accepted - len(per_pos))
+            for i in range(num_accepted):
+                per_pos[i] += 1
+            for counts in (self, request.metrics):
+                if counts is not None:
+                    counts.num_drafts += 1
+                    counts.num_draft_tokens += num_drafts
+                    counts.num_accepted_tokens += num_accepted
 
 
 def logprobs_of(sampled: SampledRows, row: int, n: int) -> dict[int, Logprob]:

@@ -363,15 +363,16 @@ class Scheduler:
         starts: np.ndarray,  # i32[n]
     ) -> np.ndarray:  # i32[n]
         """How many drafts each decode verifies. Every decode has its own token's budget, logits row and page already; drafts take
-        what is left, half of it where prompts owe tokens, in running order, up to the length limit, and never preempt."""
-        rows, config, n = self.rows, self.config, len(decodes)
-        wanted = draft_lengths.choose(decodes)
+        what is left, of tokens and logits rows half where prompts owe tokens, in running order, up to the length limit, and never
+        preempt."""
+        rows, n = self.rows, len(decodes)
+        num_prompts = len(rows.order) - n + len(self._waiting) + len(self._held)  # samples held may follow the first at once
+        num_prompts = min(num_prompts, self.config.max_num_seqs - n)  # that may end in this step, with a logits row each
+        wanted = draft_lengths.choose(decodes, explore=not num_prompts)
         if not wanted.any():
             return wanted
         wanted = np.minimum(wanted, rows.limit[decodes] - starts - 2)
-        num_prompts = len(rows.order) - n + len(self._waiting) + len(self._held)  # samples held may follow the first at once
-        num_prompts = min(num_prompts, config.max_num_seqs - n)  # that may end in this step, with a logits row each
-        room = min(config.max_num_batched_tokens - n, draft_lengths.max_rows - n - num_prompts)
+        room = min(self._budget(starts) - n, draft_lengths.max_rows - n - num_prompts)
         ends = np.minimum(np.cumsum(np.maximum(wanted, 0)), max(0, room // 2 if num_prompts else room))
         num_drafts = np.diff(ends, prepend=0).astype(np.int32)
         for i in (starts + num_drafts >= rows.capacity[decodes]).nonzero()[0].tolist():
@@ -384,13 +385,9 @@ class Scheduler:
     def _schedule_prefills(self, decodes: Decodes) -> Chunks:
         """Chunks of the running requests' prompts, then of newly admitted ones, within the budget that the decodes leave."""
         rows, chunks = self.rows, Chunks()
-        partial = rows.order[rows.num_computed[rows.order] < rows.prefill_end[rows.order]].tolist()
+        partial = self._partial_prompts()
         num_prompts = len(partial) + len(self._waiting)
-        budget = self.config.max_num_batched_tokens
-        if self.step_budget is not None and decodes.num_tokens and num_prompts:
-            chunk_start = int(rows.num_computed[partial[0]]) if partial else 0
-            budget = max(decodes.num_tokens, self.step_budget.choose(decodes.starts, chunk_start))
-        budget -= decodes.num_tokens
+        budget = self._budget(decodes.starts) - decodes.num_tokens
         for row in partial:
             known, computed = int(rows.prefill_end[row]), int(rows.num_computed[row])
             num_tokens = self._chunk_size(known, computed, budget - chunks.num_tokens, num_prompts)
@@ -402,6 +399,20 @@ class Scheduler:
             if not self._admit(self._waiting.peek(), chunks, budget - chunks.num_tokens, num_prompts):
                 break
         return chunks
+
+    def _partial_prompts(self) -> list[int]:
+        """Rows whose prompt is not computed to its end, in running order."""
+        rows = self.rows
+        return rows.order[rows.num_computed[rows.order] < rows.prefill_end[rows.order]].tolist()
+
+    def _budget(self, starts: np.ndarray) -> int:  # i32[n]: positions of the step's decodes
+        """Tokens that the step may hold: decodes, their drafts and chunks. An objective counts where both decodes and prompts may be
+        in it, and is met by the decodes' own tokens: drafts and chunks share what it leaves."""
+        partial = self._partial_prompts() if self.step_budget is not None and len(starts) else []
+        if self.step_budget is None or not len(starts) or not (partial or self._waiting and self.rows.num_free):
+            return self.config.max_num_batched_tokens
+        chunk_start = int(self.rows.num_computed[partial[0]]) if partial else 0
+        return max(len(starts), self.step_budget.choose(starts, chunk_start))
 
     def _chunk_size(self, num_known: int, num_computed: int, budget: int, num_prompts: int) -> int:
         """How many of a request's `num_known` tokens to compute in this step; 0 if it must wait.

@@ -61,12 +61,13 @@ def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | 
         now = time.monotonic() - begin
         for output in outputs:
             i = int(output.request.request_id)
-            assert len(output.new_token_ids) == 1, "a request broke off"
-            if np.isnan(first[i]):
-                first[i] = now
-            else:
-                gaps.append(now - last[i])
-            last[i] = now
+            assert output.new_token_ids, "a request broke off"
+            for _ in output.new_token_ids:  # those of one step are there at once
+                if np.isnan(first[i]):
+                    first[i] = now
+                else:
+                    gaps.append(now - last[i])
+                last[i] = now
             num_ended += output.finished
         steps.append((now, engine.stats.prefill_tokens - num_prefill, len(outputs)))
         if progress is not None:

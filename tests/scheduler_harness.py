@@ -104,7 +104,7 @@ class Proposed:
     def __init__(self, max_num_seqs: int, max_rows: int):
         self.num_drafts, self.max_rows = np.zeros(max_num_seqs, np.int32), max_rows
 
-    def choose(self, rows: np.ndarray) -> np.ndarray:
+    def choose(self, rows: np.ndarray, *, explore: bool) -> np.ndarray:
         chosen = self.num_drafts[rows]
         self.num_drafts[:] = 0
         return chosen
@@ -113,13 +113,13 @@ class Proposed:
 class Harness:
     """A scheduler, its pool, a device and the steps in flight, at most `depth` of them while the next is scheduled."""
 
-    def __init__(self, *, page_size=4, num_pages=64, prefix_caching=True, depth=0, num_drafts=0, max_rows=1000, **config):
+    def __init__(self, *, page_size=4, num_pages=64, prefix_caching=True, depth=0, num_drafts=0, max_rows=1000, step_budget: Any = None, **config):
         config = {"max_model_len": 64, "max_num_batched_tokens": 32, "max_num_seqs": 8, **config}
         self.config = SchedulerConfig(**config)
         self.pool = PagePool(num_pages, page_size, prefix_caching)
         self.proposed = Proposed(self.config.max_num_seqs, max_rows)
         lengths: Any = self.proposed if num_drafts else None
-        self.scheduler = Scheduler(self.config, self.pool, draft_lengths=lengths)
+        self.scheduler = Scheduler(self.config, self.pool, step_budget, lengths)
         self.device = FakeDevice(self.scheduler)
         self.depth = depth
         self.num_drafts = num_drafts

@@ -181,3 +181,34 @@ def test_foretold_tokens_cut_the_drafts_in_flight(depth, config):
     harness.assert_solo(*requests)
     assert num_taken > 20 and num_cut > 5
     assert config.get("num_pages") != 12 or harness.scheduler.stats().num_preemptions
+
+
+class LeastBudget:
+    """An objective that no step meets: as StepBudget's, the smallest size that holds the decodes and one token more."""
+
+    def choose(self, starts, chunk_start):
+        return next(size for size in (4, 8, 32) if size > len(starts))
+
+
+@pytest.mark.parametrize("num_decodes, q_lens", [(1, [2, 2]), (2, [2, 1, 1]), (3, [1, 1, 1, 1])])
+def test_drafts_leave_prompts_a_part_of_a_dynamic_budget(num_decodes, q_lens):
+    """Of four tokens, in this step and in all that follow it."""
+    harness = Harness(num_drafts=3, step_budget=LeastBudget(), max_num_seqs=4)
+    requests = [harness.add(2, max_tokens=40) for _ in range(num_decodes)]
+    harness.step()
+    while not all(harness.decodes(request) for request in requests):
+        harness.step()
+    requests.append(harness.add(12, max_tokens=3))
+    for _ in range(3):
+        harness.propose((True, True, True))
+        schedule = harness.schedule()
+        assert schedule.q_lens.tolist() == q_lens and schedule.num_decodes == num_decodes
+        harness.update()
+    drain(harness, PATTERNS)
+    harness.assert_solo(*requests)
+    harness.add(2, max_tokens=9)
+    harness.step()
+    harness.propose((True, True, True))
+    assert harness.schedule().num_drafts == 3
+    harness.update()
+    harness.drain()

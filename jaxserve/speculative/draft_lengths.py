@@ -28,7 +28,7 @@ RETRY_STEPS = 1000  # a shape that did not run for so many steps is timed anew
 Shape = tuple[Bucket, int]  # of a step of decodes alone: its bucket, its head's rows
 
 
-class StepTimes:
+class RecentTimes:
     """How long steps of each shape took of late, in seconds. Their lower quartile: what else the machine did is not the shape's."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class DraftOutcome(NamedTuple):
 
     entry: int  # of the schedule
     num_drafts: int  # that were tokens
-    num_accepted: int
+    num_accepted: int  # what stood; a stop may lie before the last of them
 
 
 class DraftLengths:
@@ -75,7 +75,7 @@ class DraftLengths:
         self.lengths: list[int] = sorted({num_drafts, *(k for _, k in plan.draft if k < num_drafts)}, reverse=True)
         self.proposed: np.ndarray = np.full((max_num_seqs, num_drafts), NO_DRAFT, np.int32)  # after each row's last token
         self.rates: np.ndarray = np.full(max_num_seqs, FIRST_RATE)  # how often a row's next draft is right
-        self.times: StepTimes = StepTimes()
+        self.times: RecentTimes = RecentTimes()
         self._last_finished = 0.0
         self._generations = np.full(max_num_seqs, -1, np.int64)
         self._of_new = FIRST_RATE  # what to expect of a row's next owner
@@ -83,7 +83,11 @@ class DraftLengths:
     def choose(
         self,
         rows: np.ndarray,  # intp[n]: those that decode
+        *,
+        explore: bool,
     ) -> np.ndarray:  # i32[n]: drafts of each, as far as there is room
+        """explore: whether the step will hold decodes alone, so that `take_time` learns what it took: a shape that was not timed is
+        then tried as if its drafts were free. Otherwise it is left out."""
         n = len(rows)
         if not self.adaptive:
             return np.full(n, self.num_drafts, np.int32)
@@ -99,8 +103,12 @@ class DraftLengths:
             if num_tokens > self.max_tokens:
                 continue
             seconds = self.times.get(self.shape(num_tokens, n, 1 + k))
+            if seconds is None:
+                if not explore:
+                    continue
+                seconds = plain
             tokens = n + float((p * (1 - p**k) / (1 - p)).sum())
-            gain = tokens / n * plain / (plain if seconds is None else seconds)
+            gain = tokens / n * plain / seconds
             if gain > best:
                 best, length = gain, k
         return np.where(worth, length, 0).astype(np.int32)
@@ -124,7 +132,8 @@ class DraftLengths:
         drafts: np.ndarray | None,  # i32[r, K]: proposed after each logits row
         first_rows: np.ndarray,  # intp[number of entries that sample]: the first logits row of each
     ) -> list[DraftOutcome]:
-        """Learns from a step, in the order of the steps."""
+        """Learns from a step, in the order of the steps and before the scheduler's `update`. Nothing is learnt of requests that have
+        finished, nor of those whose token the host foretold: their drafts were cut, not refused."""
         assert drafts is not None, "the heads of an engine that speculates propose"
         d, rows, samples = schedule.num_decodes, schedule.rows, schedule.samples
         self._meet_new_owners(schedule)
@@ -132,12 +141,14 @@ class DraftLengths:
         decoding, planned, accepted = rows[:d], schedule.q_lens[:d] - 1, counts[:d] - 1
         first_tokens = tokens[:d] if tokens.ndim == 1 else tokens[:d, 0]
         right = np.where(planned > 0, accepted, self.proposed[decoding, 0] == first_tokens)
+        counted = np.array([not (request.finished or request.num_foretold) for request in schedule.requests[:d]], bool)
         rates = 1 - (1 - self.rates[decoding]) * (1 - MEMORY) ** right
-        self.rates[decoding] = np.where(right < np.maximum(planned, 1), rates * (1 - MEMORY), rates)
+        rates = np.where(right < np.maximum(planned, 1), rates * (1 - MEMORY), rates)
+        self.rates[decoding] = np.where(counted, rates, self.rates[decoding])
         if d:
             self._of_new += MEMORY_OF_NEW * (float(self.rates[decoding].mean()) - self._of_new)
         outcomes = []
-        for i in planned.nonzero()[0].tolist() if schedule.num_drafts else ():
+        for i in (counted & (planned > 0)).nonzero()[0].tolist() if schedule.num_drafts else ():
             live = int((self.proposed[rows[i], : planned[i]] != NO_DRAFT).sum())
             if live:
                 outcomes.append(DraftOutcome(i, live, int(accepted[i])))

@@ -79,13 +79,13 @@ class Constraints:
         if self._filler is None:
             self._filler = MaskFiller(self._vocab_size, self._max_rows)
         rows = {r: row for r, row in rows_of_requests(schedule) if r in self and not r.finished}
-        buffer = self._filler.fill({row: self._state(r) for r, row in rows.items()})
+        drafts: dict[int, list[int]] = {}
         for request, seq_row, q_len in schedule.decodes() if schedule.num_drafts else ():
             if q_len > 1 and request in rows:
                 assert proposed is not None
-                drafts = [NO_DRAFT] * (q_len - 1) if request.num_foretold else proposed[seq_row, : q_len - 1].tolist()
-                self._filler.fill_drafts(buffer, rows[request], self._state(request), drafts)
-        return buffer
+                cut = [NO_DRAFT] * (q_len - 1)
+                drafts[rows[request]] = cut if request.num_foretold else proposed[seq_row, : q_len - 1].tolist()
+        return self._filler.fill({row: self._state(r) for r, row in rows.items()}, drafts)
 
     def _state(self, request: Request) -> GrammarState:
         if request not in self._states:

@@ -6,7 +6,7 @@ Owns the matchers' bookkeeping and the mask buffers. Knows nothing of scheduling
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 ALL = -1  # a word of 32 allowed tokens
+NO_DRAFTS: Mapping[int, Sequence[int]] = {}
 
 
 class GrammarState:
@@ -84,44 +85,45 @@ class MaskFiller:
         self._used: list[list[int]] = [[] for _ in range(num_buffers)]  # rows of each buffer that aren't all ones
         self._next = 0
 
-    def fill(self, states: dict[int, GrammarState]) -> np.ndarray:
+    def fill(self, states: dict[int, GrammarState], drafts: Mapping[int, Sequence[int]] = NO_DRAFTS) -> np.ndarray:
         """i32[R, ceil(V / 32)]: bit v % 32 of word v // 32 of row r says whether the row may sample token v; all ones where the row
-        has no state. The buffer is filled again after num_buffers - 1 more calls."""
+        has no state. The buffer is filled again after num_buffers - 1 more calls.
+
+        drafts: by the row of a state, those of the rows behind it, which get what may follow each of them. `states` stay where they
+        are.
+        """
         from llguidance.numpy import fill_next_token_bitmask_par
 
+        places: dict[int, GrammarState | None] = {**states}
+        for row, tokens in drafts.items():
+            places |= _behind(row, states[row], tokens)
         buffer, used = self._buffers[self._next], self._used[self._next]
-        buffer[[row for row in used if row not in states]] = ALL  # the others' rows are written as a whole
-        used[:] = states
+        buffer[[row for row in used if row not in places]] = ALL  # the others' rows are written as a whole
+        used[:] = places
         self._next = (self._next + 1) % len(self._buffers)
-        free = [(state.matcher, row) for row, state in states.items() if not state.forced]
+        free = [(state.matcher, row) for row, state in places.items() if state is not None and not state.forced]
         if free:
             fill_next_token_bitmask_par(self._executor, free, buffer)
-        for row, state in states.items():
-            if state.forced:
+        for row, state in places.items():
+            if state is None:
+                buffer[row] = 0
+            elif state.forced:
                 _allow_only(buffer[row], state.forced[0])
         return buffer
 
-    def fill_drafts(
-        self,
-        buffer: np.ndarray,  # i32[R, ceil(V / 32)]: what the last `fill` returned
-        row: int,
-        state: GrammarState,
-        drafts: Sequence[int],
-    ) -> None:
-        """Rows `row` + 1 and on of that buffer: what may follow each of the drafts. Behind one that the grammar forbids, or that
-        ends it, nothing may: whatever comes of such a row is dropped. `state` itself stays where it is."""
-        from llguidance.numpy import fill_next_token_bitmask
 
-        self._used[self._next - 1] += range(row + 1, row + 1 + len(drafts))
-        buffer[row + 1 : row + 1 + len(drafts)] = 0
+def _behind(row: int, state: GrammarState, drafts: Sequence[int]) -> dict[int, GrammarState | None]:
+    """Where the rows behind `row` stand, a draft each. None behind one that the grammar forbids, or that ends it: nothing may follow
+    there, and whatever comes of such a row is dropped."""
+    places: dict[int, GrammarState | None] = dict.fromkeys(range(row + 1, row + 1 + len(drafts)))
+    for at, token in enumerate(drafts, row + 1):
+        if token == NO_DRAFT:
+            break
         state = state.copy()
-        for at, token in enumerate(drafts, row + 1):
-            if token == NO_DRAFT or not state.advance([token]) or state.ended or state.error:
-                return
-            if state.forced:
-                _allow_only(buffer[at], state.forced[0])
-            else:
-                fill_next_token_bitmask(state.matcher, buffer, at)
+        if not state.advance([token]) or state.ended or state.error:
+            break
+        places[at] = state
+    return places
 
 
 def _allow_only(words: np.ndarray, token: int) -> None:  # i32[ceil(V / 32)]

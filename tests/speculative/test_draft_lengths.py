@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxserve.buckets import BucketPlan
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request, RequestStatus, SamplingParams
 from jaxserve.schedule import Schedule
 from jaxserve.speculative.draft_lengths import DraftLengths
 
@@ -33,7 +33,7 @@ class Machine:
 
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            chosen = self.lengths.choose(self.rows)
+            chosen = self.lengths.choose(self.rows, explore=True)
             step = schedule(self.rows, chosen)
             counts = np.array([1 + self._accepted(i, k) for i, k in enumerate(chosen)], np.int32)
             first_right = np.where(chosen > 0, counts > 1, self.rng.random(len(counts)) < self.rates)
@@ -94,7 +94,7 @@ def test_it_follows_a_text_that_begins_to_repeat_itself_and_ends():
 def test_rows_whose_drafts_are_wrong_bring_none():
     machine = Machine([0.9, 0.01, 0.9, 0.01], 0.01)
     machine.run(200)
-    chosen = machine.lengths.choose(machine.rows)
+    chosen = machine.lengths.choose(machine.rows, explore=True)
     assert (chosen[[0, 2]] > 0).all() and not chosen[[1, 3]].any()
     machine.lengths.take_tokens(
         schedule(machine.rows[1:2], np.zeros(1, np.int32), generation=5), np.zeros((1, 1), np.int32), np.ones(1, np.int32),
@@ -114,3 +114,35 @@ def test_no_more_than_the_rows_and_tokens_of_a_step():
         machine = Machine([0.99] * 8, 0.0, max_num_batched_tokens=max_num_batched_tokens)
         machine.run(50)
         assert max(machine.lengths_seen) == most
+
+
+def test_a_step_whose_time_is_not_seen_tries_nothing():
+    """Beside prompts only lengths count whose time is known from steps of decodes alone."""
+    machine = Machine([0.95] * 2, 0.02)
+    machine.run(3)
+    assert machine.lengths_seen == [0, 0, 0] and machine.lengths.times.get(machine.lengths.shape(2, 2, 1)) is not None
+    assert not machine.lengths.choose(machine.rows, explore=False).any()
+    assert (machine.lengths.choose(machine.rows, explore=True) == K).all()
+    machine.run(60)
+    assert (machine.lengths.choose(machine.rows, explore=False) == K).all(), "what was timed counts in every step"
+    slow = Machine([0.95] * 2, 10.0)
+    slow.run(60)
+    assert not slow.lengths.choose(slow.rows, explore=False).any()
+
+
+@pytest.mark.parametrize("why", ["foretold", "finished"])
+def test_cut_drafts_are_not_refused_ones(why):
+    """Neither a rate nor an outcome comes of a request whose token was known before the step ended; the mirror follows the device."""
+    lengths, rows = DraftLengths(PLAN, 8, 64, K), np.array([3, 5])
+    lengths.proposed[:] = 7
+    step = schedule(rows, np.array([2, 2]))
+    if why == "foretold":
+        step.requests[0].num_foretold = 1
+    else:
+        step.requests[0].status = RequestStatus.FINISHED
+    tokens, drafts = np.full((2, 1 + K), 8, np.int32), np.arange(6 * K, dtype=np.int32).reshape(6, K)
+    before = lengths.rates.copy()
+    outcomes = lengths.take_tokens(step, tokens, np.ones(2, np.int32), drafts, np.array([0, 3]))
+    assert outcomes == [(1, 2, 0)]
+    assert lengths.rates[3] == before[3] and lengths.rates[5] < before[5]
+    assert (lengths.proposed[rows] == drafts[[0, 3]]).all()
