@@ -406,8 +406,8 @@ class Scheduler:
         return rows.order[rows.num_computed[rows.order] < rows.prefill_end[rows.order]].tolist()
 
     def _budget(self, starts: np.ndarray) -> int:  # i32[n]: positions of the step's decodes
-        """Tokens that the step may hold: decodes, their drafts and chunks. An objective counts where both decodes and prompts may be
-        in it, and is met by the decodes' own tokens: drafts and chunks share what it leaves."""
+        """Tokens that the step may hold: decodes, their drafts and chunks. An objective counts where decodes and prompts may both
+        be in it; drafts and chunks share what it leaves beside the decodes' own tokens."""
         partial = self._partial_prompts() if self.step_budget is not None and len(starts) else []
         if self.step_budget is None or not len(starts) or not (partial or self._waiting and self.rows.num_free):
             return self.config.max_num_batched_tokens

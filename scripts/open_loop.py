@@ -69,7 +69,7 @@ def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | 
                     gaps.append(now - last[i])
                 last[i] = now
             num_ended += output.finished
-        steps.append((now, engine.stats.prefill_tokens - num_prefill, len(outputs)))
+        steps.append((now, engine.stats.prefill_tokens - num_prefill, sum(len(output.new_token_ids) for output in outputs)))
         if progress is not None:
             progress.update(num_ended - progress.n)
     num_prompt, num_output = np.array([(r.num_prompt_tokens, r.num_output_tokens) for r in requests]).T

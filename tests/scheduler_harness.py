@@ -113,7 +113,18 @@ class Proposed:
 class Harness:
     """A scheduler, its pool, a device and the steps in flight, at most `depth` of them while the next is scheduled."""
 
-    def __init__(self, *, page_size=4, num_pages=64, prefix_caching=True, depth=0, num_drafts=0, max_rows=1000, step_budget: Any = None, **config):
+    def __init__(
+        self,
+        *,
+        page_size=4,
+        num_pages=64,
+        prefix_caching=True,
+        depth=0,
+        num_drafts=0,
+        max_rows=1000,
+        step_budget: Any = None,
+        **config,
+    ):
         config = {"max_model_len": 64, "max_num_batched_tokens": 32, "max_num_seqs": 8, **config}
         self.config = SchedulerConfig(**config)
         self.pool = PagePool(num_pages, page_size, prefix_caching)

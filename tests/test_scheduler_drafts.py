@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from jaxserve.demand import step_demand
 from tests.scheduler_harness import Harness, next_token
 
 PATTERNS = [(True, True, True), (False, True, True), (True, False, True), (True, True, False)]
@@ -30,6 +31,7 @@ def test_accepted_drafts_count_and_rejected_ones_are_given_back():
         schedule = harness.schedule()
         assert schedule.num_drafts == 3
         assert (schedule.q_lens[0], schedule.num_decodes, schedule.max_q_len, schedule.num_tokens) == (4, 1, 4, 4)
+        assert step_demand(schedule, 4)[:5] == (4, 1, 1, 4, 4), "a logits row for every draft"
         assert request.num_computed_tokens == computed + 4 and request.num_in_flight == 4
         result = harness.update()
         assert len(result.tokens) == len(result.requests) == num_accepted + 1

@@ -132,8 +132,8 @@ class DraftLengths:
         drafts: np.ndarray | None,  # i32[r, K]: proposed after each logits row
         first_rows: np.ndarray,  # intp[number of entries that sample]: the first logits row of each
     ) -> list[DraftOutcome]:
-        """Learns from a step, in the order of the steps and before the scheduler's `update`. Nothing is learnt of requests that have
-        finished, nor of those whose token the host foretold: their drafts were cut, not refused."""
+        """Learns from a step, in the order of the steps and before the scheduler's `update`. Nothing is learnt of requests that
+        have finished, nor of those whose token the host foretold: their drafts were cut, not refused."""
         assert drafts is not None, "the heads of an engine that speculates propose"
         d, rows, samples = schedule.num_decodes, schedule.rows, schedule.samples
         self._meet_new_owners(schedule)

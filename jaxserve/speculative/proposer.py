@@ -27,6 +27,10 @@ class Seen:
 class Proposer(Protocol):
     """Proposes what follows the tokens that a head has just sampled. Traced inside the head, so that the next step can be
     dispatched before anything is fetched.
+
+    It is enough for proposals that are point masses and follow from tokens or a row's last hidden state. What a draft model or
+    draft heads will need beside it: to return the probabilities that its drafts were drawn with (rejection.draw_token takes them, but the
+    head passes none yet), the sampling rows to draw with, and the hidden rows of prompts that its own KV is made of.
     """
 
     @property

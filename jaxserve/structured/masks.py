@@ -113,8 +113,8 @@ class MaskFiller:
 
 
 def _behind(row: int, state: GrammarState, drafts: Sequence[int]) -> dict[int, GrammarState | None]:
-    """Where the rows behind `row` stand, a draft each. None behind one that the grammar forbids, or that ends it: nothing may follow
-    there, and whatever comes of such a row is dropped."""
+    """Where the rows behind `row` stand, a draft each. None behind one that the grammar forbids, or that ends it: nothing may
+    follow there, and whatever comes of such a row is dropped."""
     places: dict[int, GrammarState | None] = dict.fromkeys(range(row + 1, row + 1 + len(drafts)))
     for at, token in enumerate(drafts, row + 1):
         if token == NO_DRAFT:

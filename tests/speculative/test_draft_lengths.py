@@ -132,7 +132,7 @@ def test_a_step_whose_time_is_not_seen_tries_nothing():
 
 @pytest.mark.parametrize("why", ["foretold", "finished"])
 def test_cut_drafts_are_not_refused_ones(why):
-    """Neither a rate nor an outcome comes of a request whose token was known before the step ended; the mirror follows the device."""
+    """Neither a rate nor an outcome comes of a request whose token was known before the step; the mirror follows the device."""
     lengths, rows = DraftLengths(PLAN, 8, 64, K), np.array([3, 5])
     lengths.proposed[:] = 7
     step = schedule(rows, np.array([2, 2]))

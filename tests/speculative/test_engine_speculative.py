@@ -5,10 +5,14 @@ bit, whatever they ask for and whatever happens to them. Each run asserts that d
 vocabularies are small, so that what they say repeats itself.
 """
 
+import json
+import re
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
+import jsonschema_rs
 import numpy as np
 import pytest
 import tokenizers
@@ -16,11 +20,13 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve import BucketPlan, Engine, SamplingParams
 from jaxserve.speculative import verify
+from jaxserve.step_budget import StepBudget
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.structured.grammars import GrammarCompiler
 from jaxserve.tokenizer import Tokenizer
 from tests import dummy, workload
 from tests.dummy import SEQS, TOKENS, Answer, Ask
+from tests.simulation.machines import MODEL
 from tests.test_engine_exactness import TOLERANCE, compare
 
 VOCAB = 260
@@ -37,14 +43,19 @@ OBJECT = {
 
 
 @pytest.fixture(scope="module")
-def compiler():
-    """Of a byte-level tokenizer without merges, with eos at 0."""
+def tokenizer() -> Tokenizer:
+    """Byte-level, without merges, with eos at 0."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({"</s>": 0} | {letter: i for i, letter in enumerate(alphabet, 1)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([tokenizers.AddedToken("</s>", special=True)])
-    compiler = GrammarCompiler(Tokenizer(backend, special_tokens={"eos_token": "</s>"}), VOCAB, [dummy.EOS])
+    return Tokenizer(backend, special_tokens={"eos_token": "</s>"})
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    compiler = GrammarCompiler(tokenizer, VOCAB, [dummy.EOS])
     yield compiler
     compiler.close()
 
@@ -139,6 +150,68 @@ def test_the_output_is_that_without_drafts(compiler, asynchronous, pool_pages):
     assert stats.num_steps < off.scheduler.stats().num_steps
     reasons = {(answer.finish_reason, answer.stop_reason is None) for answer in answers.values()}
     assert reasons == {("length", True), ("stop", True), ("stop", False)}
+
+
+def test_the_default_chooses_lengths_and_changes_no_output(compiler):
+    """adaptive, where all steps have one shape: the rates alone decide."""
+    adaptive = {name: value for name, value in NGRAM.items() if name != "adaptive"}
+    on, pairs = make_engine(adaptive), asks(compiler)
+    expected = serve(make_engine(None), pairs)
+    assert dummy.differences(serve(on, pairs), expected) == []
+    assert 0 < on.stats.num_accepted_tokens < on.stats.num_draft_tokens
+    always = make_engine()
+    serve(always, pairs)
+    assert on.stats.num_draft_tokens < always.stats.num_draft_tokens
+
+
+def test_a_dynamic_budget_holds_drafts_and_prompts(monkeypatch):
+    """An objective that no step meets: the least budget beside decodes, of which every prompt that may join gets a part."""
+    sizes = BucketPlan(mixed=((8, SEQS), (16, SEQS), (TOKENS, SEQS)), head_rows=(SEQS,))
+    expected = serve(make_engine(None), asks())
+    monkeypatch.setattr("jaxserve.engine.step_budget", lambda config: StepBudget(MODEL, sizes, 1e-6, SEQS, TOKENS))
+    engine = make_engine()
+    schedules = dummy._spy(engine)
+    assert dummy.differences(serve(engine, asks()), expected) == []
+    assert_drafted(engine)
+    both = [s for s in schedules if 0 < s.num_decodes < s.num_seqs]
+    assert len(both) > 3 and max(s.num_tokens for s in both) == 8 and any(s.num_drafts for s in both)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+def test_accepted_drafts_are_output_tokens(asynchronous):
+    """A step's last token is not a draft, unless the request stopped at it; what stood behind a stop does not count."""
+    engine = make_engine(async_scheduling=asynchronous)
+    prompt, params = asks()[0][0].prompt, asks()[0][0].params
+    said = serve(make_engine(None), asks()[:1])["0"].tokens
+    requests, steps, stopped = [], Counter(), 0
+    for token in dict.fromkeys(said):
+        requests += engine.add_request(str(token), prompt, replace(params, logprobs=None, stop_token_ids=[token]))
+    while engine.has_unfinished_requests():
+        steps.update(output.request.request_id for output in engine.step() if output.new_token_ids)
+    for request in requests:
+        assert request.metrics is not None
+        at_draft = request.metrics.num_accepted_tokens - (request.num_output_tokens - steps[request.request_id])
+        assert at_draft == 0 or at_draft == 1 and request.finish_reason == "stop"
+        stopped += at_draft
+    assert stopped, "no draft was a stop"
+
+
+def test_rejection_obeys_grammars(compiler, tokenizer):
+    engine = make_engine({**NGRAM, "acceptance": "rejection"})
+    regex = "(ab|cd|e){6,12}"
+    forms = [StructuredOutputsParams(regex=regex), StructuredOutputsParams(json=OBJECT)]
+    pairs: list[tuple[Ask, Future | None]] = []
+    for seed in range(8):
+        params = SamplingParams(temperature=1, seed=seed, max_tokens=120, n=2)
+        pairs.append((Ask([1 + seed, 7, 9], params, at=seed), compiler.submit(forms[seed % 2])))
+    for name, answer in serve(engine, pairs).items():
+        text = tokenizer.decode(answer.tokens)
+        assert answer.finish_reason == "stop", (name, text)
+        if int(name.split("/")[0]) % 2:
+            jsonschema_rs.validate(OBJECT, json.loads(text))
+        else:
+            assert re.fullmatch(regex, text), text
+    assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
 
 def test_across_buckets_they_part_only_at_near_ties():
