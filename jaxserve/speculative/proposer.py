@@ -29,8 +29,8 @@ class Proposer(Protocol):
     dispatched before anything is fetched.
 
     It is enough for proposals that are point masses and follow from tokens or a row's last hidden state. What a draft model or
-    draft heads will need beside it: to return the probabilities that its drafts were drawn with (rejection.draw_token takes them, but the
-    head passes none yet), the sampling rows to draw with, and the hidden rows of prompts that its own KV is made of.
+    draft heads will need beside it: to return the probabilities that its drafts were drawn with (rejection.draw_token takes them,
+    but the head passes none yet), the sampling rows to draw with, and the hidden rows of prompts that its own KV is made of.
     """
 
     @property

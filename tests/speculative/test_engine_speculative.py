@@ -5,14 +5,12 @@ bit, whatever they ask for and whatever happens to them. Each run asserts that d
 vocabularies are small, so that what they say repeats itself.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
-import jsonschema_rs
 import numpy as np
 import pytest
 import tokenizers
@@ -181,11 +179,9 @@ def test_a_dynamic_budget_holds_drafts_and_prompts(monkeypatch):
 def test_accepted_drafts_are_output_tokens(asynchronous):
     """A step's last token is not a draft, unless the request stopped at it; what stood behind a stop does not count."""
     engine = make_engine(async_scheduling=asynchronous)
-    prompt, params = asks()[0][0].prompt, asks()[0][0].params
-    said = serve(make_engine(None), asks()[:1])["0"].tokens
-    requests, steps, stopped = [], Counter(), 0
-    for token in dict.fromkeys(said):
-        requests += engine.add_request(str(token), prompt, replace(params, logprobs=None, stop_token_ids=[token]))
+    few, rng, steps, stopped = [5, 9, 17], np.random.default_rng(1), Counter(), 0
+    params = SamplingParams(temperature=3, seed=1, n=40, allowed_token_ids=few, stop_token_ids=few[:1], max_tokens=20)
+    requests = engine.add_request("0", rng.choice(few, 40).tolist(), params)
     while engine.has_unfinished_requests():
         steps.update(output.request.request_id for output in engine.step() if output.new_token_ids)
     for request in requests:
@@ -193,24 +189,20 @@ def test_accepted_drafts_are_output_tokens(asynchronous):
         at_draft = request.metrics.num_accepted_tokens - (request.num_output_tokens - steps[request.request_id])
         assert at_draft == 0 or at_draft == 1 and request.finish_reason == "stop"
         stopped += at_draft
-    assert stopped, "no draft was a stop"
+    assert stopped > 2, "drafts were hardly ever a stop"
 
 
 def test_rejection_obeys_grammars(compiler, tokenizer):
     engine = make_engine({**NGRAM, "acceptance": "rejection"})
-    regex = "(ab|cd|e){6,12}"
-    forms = [StructuredOutputsParams(regex=regex), StructuredOutputsParams(json=OBJECT)]
+    forms = ["(ab|cd|e){6,12}", r'\{"answers": \["(yes|no)"(, "(yes|no)"){2,5}\]\}']
     pairs: list[tuple[Ask, Future | None]] = []
     for seed in range(8):
         params = SamplingParams(temperature=1, seed=seed, max_tokens=120, n=2)
-        pairs.append((Ask([1 + seed, 7, 9], params, at=seed), compiler.submit(forms[seed % 2])))
+        grammar = compiler.submit(StructuredOutputsParams(regex=forms[seed % 2]))
+        pairs.append((Ask([1 + seed, 7, 9], params, at=seed), grammar))
     for name, answer in serve(engine, pairs).items():
         text = tokenizer.decode(answer.tokens)
-        assert answer.finish_reason == "stop", (name, text)
-        if int(name.split("/")[0]) % 2:
-            jsonschema_rs.validate(OBJECT, json.loads(text))
-        else:
-            assert re.fullmatch(regex, text), text
+        assert answer.finish_reason == "stop" and re.fullmatch(forms[int(name.split("/")[0]) % 2], text), (name, text)
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
 
