@@ -370,9 +370,9 @@ class Engine:
         fared: list[DraftOutcome] = []
         if self._draft_lengths is not None:
             self._draft_lengths.take_time(schedule, begun, time.monotonic())
-        if sampled is not None:
-            if self._draft_lengths is not None:
+            if sampled is not None:
                 fared = self._draft_lengths.take_tokens(schedule, tokens, counts, sampled.drafts, first_rows(schedule))
+        if sampled is not None:
             self.stats.sorted_rows += int(sampled.by_sort.sum())
             if sampled.bad_logits.any():
                 outputs += self._fail_bad_rows(schedule, sampled)

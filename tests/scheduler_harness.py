@@ -103,9 +103,10 @@ class Proposed:
 
     def __init__(self, max_num_seqs: int, max_rows: int):
         self.num_drafts, self.max_rows = np.zeros(max_num_seqs, np.int32), max_rows
+        self.explored = False  # whether lengths might be tried when it was last asked
 
     def choose(self, rows: np.ndarray, *, explore: bool) -> np.ndarray:
-        chosen = self.num_drafts[rows]
+        chosen, self.explored = self.num_drafts[rows], explore
         self.num_drafts[:] = 0
         return chosen
 

@@ -71,12 +71,12 @@ def test_drafts_are_trimmed_to_the_budget_and_prompts_get_what_is_left():
     harness.step()
     harness.propose((True, True, True))
     schedule = harness.schedule()
-    assert schedule.q_lens.tolist() == [4, 3, 1] and schedule.num_tokens == 8
+    assert schedule.q_lens.tolist() == [4, 3, 1] and schedule.num_tokens == 8 and harness.proposed.explored
     harness.update()
     harness.propose((True, True, True))
     harness.add(4)
     schedule = harness.schedule()
-    assert schedule.q_lens.tolist() == [3, 1, 1, 3] and schedule.num_decodes == 3
+    assert schedule.q_lens.tolist() == [3, 1, 1, 3] and schedule.num_decodes == 3 and not harness.proposed.explored
     harness.update()
     harness.drain()
 
