@@ -83,6 +83,11 @@ def test_trials_are_kept(tmp_path):
         assert good == [True, False]
 
 
+def test_no_rate_is_no_verdict():
+    assert sarathi_capacity.best_over([2.0, 3.0], [0.0, 1.5]) == 2 and sarathi_capacity.best_over([2.0], [0.0, 0.0]) is None
+    assert agreement(2.0, None) == sarathi_capacity.shown_ratio(None) == "no rate" and agreement(2.0, 0.0) == "contradicts"
+
+
 def test_sections_of_step_times(tmp_path):
     """Those that take no search are written, with their plots, and every section has a function."""
     pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[plots]')")
