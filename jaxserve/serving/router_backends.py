@@ -6,7 +6,6 @@ Owns health checks, the estimate of its load, and the far side of a request's co
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import logging
 import math
@@ -128,9 +127,11 @@ class Backend:
     def _take_load(self, metrics: str) -> None:
         said = {"waiting": 0.0, "running": 0.0}
         found = _LOADS.findall(metrics)
-        for name, value in found:
-            with contextlib.suppress(ValueError):  # no number
+        try:
+            for name, value in found:
                 said[name] += float(value)
+        except ValueError:  # no number
+            return
         if found and all(map(math.isfinite, said.values())):
             self._waiting, self._running, self._since = int(said["waiting"]), int(said["running"]), 0
 

@@ -171,7 +171,7 @@ def test_a_server_that_refuses_is_passed_over(two):
         a.answer({"bad": 1}, "400 Bad Request")
         for server in two:
             server.requests.clear()
-        assert 400 in [ask(client).status_code for _ in range(8)]
+        assert ask(client).status_code == 400
         assert len(a.requests) == 1, "what the client did wrong is not tried again"
 
 
@@ -302,7 +302,7 @@ def test_load_is_what_servers_say_and_what_was_sent_since(two):
         assert {ask(client, prompt=str(i)).json()["served by"] for i in range(6)} == {a.url}
 
 
-@pytest.mark.parametrize("number", ["NaN", "+Inf", "many"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_a_load_that_is_no_number_says_nothing(two, number):
     a, _ = two
     a.waiting = 5
@@ -310,7 +310,7 @@ def test_a_load_that_is_no_number_says_nothing(two, number):
         a.next_checks(2)
         a.waiting = number
         a.next_checks(2)
-        assert value(client, "server_waiting") == (0 if number == "many" else 5) and ask(client).status_code == 200
+        assert value(client, "server_waiting") == 5 and ask(client).status_code == 200
 
 
 def test_requests_under_way_count_until_the_next_check(two):
