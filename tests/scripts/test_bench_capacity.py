@@ -122,7 +122,7 @@ def test_a_rate_finds_nothing_cached(tmp_path):
 def test_trials_of_another_workload_are_not_taken_for_ours(tmp_path):
     path, machine = tmp_path / "capacity.json", ("--model=qwen3-8b", "--gpu=a40", "--max_model_len=2048", "--max_num_seqs=8")
     work = ("--workload=random", "--num_prompts=40", "--random_output_len=20", "--start_rate=4", "--seeds=1", "--precision=1")
-    search = (*work, "--policies=sarathi", "--slo_ms=300", "--min_gaps=100", f"--json={path}")
+    search = (*work, "--policies=sarathi", "--slo_ms=1", "--min_gaps=100", f"--json={path}")
     assert run(*machine, *search, "--random_input_len=64").returncode == 0
     for given, name in ((["--random_input_len=65"], "requests: "), (["--random_input_len=64", "--num_pages=300"], "num_pages: ")):
         done = run(*machine, *search, *given)

@@ -29,7 +29,7 @@ class Bar:
 @pytest.mark.parametrize(
     ("published", "ours", "verdict"),
     [(2.0, 2.25, "agrees"), (2.0, 2.3, "same sign"), (2.0, 1.7, "same sign"), (2.0, 0.9, "contradicts"), (0.6, 0.7, "agrees"),
-     (0.6, 0.8, "same sign"), (0.6, 1.1, "contradicts"), (None, 3.0, ""), (3.0, None, "")],
+     (0.6, 0.8, "same sign"), (0.6, 1.1, "contradicts"), (None, 3.0, ""), (3.0, None, "no rate")],
 )  # fmt: skip
 def test_agreement(published, ours, verdict):
     assert agreement(published, ours) == verdict
