@@ -159,7 +159,8 @@ class Real:
 
     def __init__(self):
         self.limits = limits_of_flags()
-        self._key, self._engine = None, None
+        self._key: tuple[str, float | None] | None = None
+        self._engine: Any = None
         given = engine_options()
         self.settings = {"machine": "real", "device": versions()["device"], **{name: given[name] for name in REAL_OPTIONS}}
         if given["step_times"] is not None:

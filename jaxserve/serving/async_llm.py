@@ -38,6 +38,7 @@ from jaxserve.serving.messages import (
     UnavailableError,
 )
 from jaxserve.structured.grammars import GrammarError
+from jaxserve.structured.params import StructuredOutputsParams
 from jaxserve.tokenizer import Tokenizer
 
 MAX_FORM = 256 * 2**10  # bytes of the form of an output, as JSON: what compiles it does not stop
@@ -239,7 +240,7 @@ class AsyncLLM:
     def _ready(self, ask: Ask) -> Ask:
         """What the engine takes: it has no tokenizer. ValueError for what needs one where there is none; for too large a form."""
         form = ask.params.structured_outputs
-        if form is not None and len(form.key) > MAX_FORM:
+        if form is not None and len((form := StructuredOutputsParams.make(form)).key) > MAX_FORM:
             raise GrammarError(f"structured_outputs: {form.kind}: its JSON has {len(form.key)} bytes, the most is {MAX_FORM}")
         if ask.params.stop and self.tokenizer is None:
             raise ValueError(f"stop={ask.params.stop} needs a tokenizer, and none was loaded; use stop_token_ids")
