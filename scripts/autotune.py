@@ -28,7 +28,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 from jaxserve.latency import parse_objectives
-from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json
+from scripts.engine_flags import define_engine_flags, engine_options, provenance, refuse_flags, write_json
 from scripts.finished import Finished
 from scripts.simulated_machine import RATE, machine_of, measure
 from scripts.traffic_flags import read_traffic
@@ -116,7 +116,9 @@ class Tuner:
         """The options of an engine with this setting, for the limits that it was tuned under."""
         machine, options = self.machine(setting), {k: v for k, v in asdict(setting).items() if k != "plan"}
         plan = json.loads(self.plan(setting, self.workload).to_json(workload=self.workload.name))
-        return {**options, "max_model_len": machine.limits.max_model_len, "num_pages": machine.num_pages, "bucket_plan": plan}
+        limits = machine.limits
+        options |= {"batching_policy": limits.policy, "scheduling_policy": limits.order, "enable_chunked_prefill": limits.chunked}
+        return {**options, "max_model_len": limits.max_model_len, "num_pages": machine.num_pages, "bucket_plan": plan}
 
 
 def settings_of(machines: dict[int, Any]) -> Iterator[Setting]:
@@ -137,6 +139,8 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     if not _PROFILES.value:
         raise app.UsageError("give --profiles, the JSON files that scripts.profile_steps wrote on this machine")
+    refuse_flags("plans and step times are chosen from --plans and --profiles, for fixed budgets", "tbt_slo_ms", "step_times")
+    refuse_flags("plans are chosen from --plans", "bucket_plan")
     try:
         tuner, settings = prepare()
         with tqdm(desc="settings", unit="run", mininterval=5) as bar:
@@ -170,8 +174,9 @@ def prepare() -> tuple[Tuner, list[Setting]]:
     profiles = [hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for path in _PROFILES.value]
     arrivals = hashlib.sha256(repr(workload.requests).encode()).hexdigest()[:16]
     depends = {"profiles": profiles, "requests": arrivals, "goodput": objectives, "max_programs": _PROGRAMS.value}
-    limits = {str(size): asdict(machine.limits) for size, machine in machines.items()}
-    finished = Finished(_STATE.value, {"model": flags.FLAGS.model, "workload": workload.name, "limits": limits, **depends})
+    depends |= {"limits": {str(size): asdict(machine.limits) for size, machine in machines.items()}}
+    depends |= {name: {str(size): getattr(m, name) for size, m in machines.items()} for name in ("num_pages", "multiple")}
+    finished = Finished(_STATE.value, {"model": flags.FLAGS.model, "workload": workload.name, **depends})
     settings = list(settings_of(machines))
     if not settings:
         raise ValueError("no setting is within the profiles' limits; lower --seqs or --budgets, or profile with larger limits")

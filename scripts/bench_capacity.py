@@ -33,7 +33,7 @@ from tqdm import tqdm
 from jaxserve.config import POLICIES, SchedulerConfig
 from jaxserve.policies import resolve_policy
 from jaxserve.workloads import WORKLOADS
-from scripts.engine_flags import define_engine_flags, engine_options, provenance, versions, write_json
+from scripts.engine_flags import define_engine_flags, engine_options, provenance, refuse_flags, versions, write_json
 from scripts.finished import Finished
 from scripts.simulated_machine import make_engine, read_machine
 from scripts.traffic_flags import read_traffic
@@ -85,6 +85,10 @@ class Contender:
         return f"{self.name}{objective}, seed {seed}, {rate:.6g}/s"
 
 
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
 def plan_for(limits: Any, multiple: int) -> Any:
     """The flags' plan, or the engine's default one for these limits."""
     from jaxserve.buckets import BucketPlan
@@ -99,7 +103,7 @@ class Simulated:
 
     def __init__(self):
         machine = replace(read_machine(), objective=None)
-        profile = hashlib.sha256(Path(flags.FLAGS.step_times).read_bytes()).hexdigest()[:16]
+        profile = digest(Path(str(engine_options()["step_times"])).read_bytes())
         self._machine, self.limits = machine, machine.limits
         self.settings = {"machine": "simulated", "profile": profile, "num_pages": machine.num_pages, "multiple": machine.multiple}
 
@@ -119,6 +123,7 @@ class Analytic:
         self.limits, self._page_size = limits_of_flags(), flags.FLAGS.page_size or 64
         self._stages = self._deployment.stages(self._page_size)
         self.settings = {"machine": str(self._deployment), "page_size": self._page_size, "gpus_per_node": _NODE.value}
+        self.settings |= {"num_pages": flags.FLAGS.num_pages}
 
     def serve(self, contender: Contender, slo: float, workload: Any, seed: int) -> Any:
         from jaxserve.simulation.pipeline import replay_pipeline
@@ -144,13 +149,22 @@ def limits_of_flags() -> SchedulerConfig:
     return SchedulerConfig(**limits, order=given["scheduling_policy"], chunked=given["enable_chunked_prefill"])
 
 
+# What a rate depends on besides limits and plan.
+REAL_OPTIONS = ("page_size", "num_pages", "gpu_memory_utilization", "dtype", "enable_prefix_caching", "async_scheduling")
+REAL_OPTIONS += ("attention_backend", "moe_backend", "speculative_config")
+
+
 class Real:
     """Serves rates on an engine, which stays as long as the policy does."""
 
     def __init__(self):
         self.limits = limits_of_flags()
-        self._key, self._engine = None, None
-        self.settings = {"machine": "real", "device": versions()["device"], "num_pages": flags.FLAGS.num_pages}
+        self._key: tuple[str, float | None] | None = None
+        self._engine: Any = None
+        given = engine_options()
+        self.settings = {"machine": "real", "device": versions()["device"], **{name: given[name] for name in REAL_OPTIONS}}
+        if given["step_times"] is not None:
+            self.settings["profile"] = digest(Path(str(given["step_times"])).read_bytes())
 
     def serve(self, contender: Contender, slo: float, workload: Any, seed: int) -> Any:
         from scripts.open_loop import serve
@@ -162,6 +176,9 @@ class Real:
             limits = contender.limits(self.limits)
             plan = plan_for(limits, 8 if versions()["platform"] == "gpu" else 2)
             self._engine, self._key = make_engine(limits, plan, flags.FLAGS.num_pages, key[1]), key
+        self._engine.drain()
+        if not self._engine.reset_prefix_cache():  # a rate must not find the prompts of the one before
+            raise RuntimeError("requests of the rate before still hold pages")
         return serve(self._engine, workload, seed).times
 
 
@@ -214,6 +231,14 @@ def main(argv: list[str]) -> None:
         raise app.UsageError("--real serves on this machine's device, --gpu on paper: give one of them")
     if not _SLO.value or flags.FLAGS.tbt_slo_ms is not None:
         raise app.UsageError("give --slo_ms, the objectives in milliseconds (a dynamic budget has each as its own --tbt_slo_ms)")
+    refuse_flags("--policies says how steps are composed", "batching_policy")
+    if _GPU.value:
+        refuse_flags(
+            "--gpu's steps have no padding, its own times, 16 bits a weight, and prefix caching where prompts are given",
+            *("bucket_plan", "step_times", "dtype", "enable_prefix_caching"),
+        )
+    else:
+        refuse_flags("they are of --gpu", "tp", "pp", "gpus_per_node")
     try:
         contenders, slos = [Contender.parse(text) for text in _POLICIES.value], [float(ms) / 1e3 for ms in _SLO.value]
         server = Real() if _REAL.value else Analytic(_GPU.value) if _GPU.value else Simulated()
@@ -225,9 +250,11 @@ def main(argv: list[str]) -> None:
                 "may pass; serve at least four times as many",
                 file=sys.stderr,
             )
-        about = {"model": flags.FLAGS.model, "workload": workload.name, "requests": len(workload.requests)}
+        about = {"model": flags.FLAGS.model, "workload": workload.name, "requests": digest(repr(workload.requests).encode())}
         about |= {"limits": asdict(server.limits), "bucket_plan": flags.FLAGS.bucket_plan, "quantile": _QUANTILE.value}
-        finished = Finished(_JSON.value, {**server.settings, **about, "workload_seed": flags.FLAGS.workload_seed})
+        finished = Finished(
+            None if _JSON.value == "-" else _JSON.value, {**server.settings, **about, "workload_seed": flags.FLAGS.workload_seed}
+        )
         with tqdm(desc="rates", unit="rate", mininterval=5) as progress:
             rows = tabulate(lambda c, slo, seed: search(server, c, slo, seed, finished, progress), contenders, slos)
     except (ValueError, OSError) as error:

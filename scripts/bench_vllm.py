@@ -79,6 +79,8 @@ def main(argv: list[str]) -> None:
 
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
+    if _URL.value and _SERVER_FLAGS.value:
+        raise app.UsageError("--server_flag is of a server that is started here, and --url names one that runs: give one of them")
     try:
         client, model = fetch(CLIENT), _MODEL.value or str(fetch())
     except (FetchError, OSError) as error:

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from absl import flags
+from absl import app, flags
 
 from jaxserve.config import BACKENDS, DTYPES, MOE_BACKENDS, ORDERS, POLICIES, WARM_UPS, EngineConfig
 
@@ -90,6 +90,13 @@ def engine_options() -> dict[str, Any]:
     return options | {name: value for name, value in chosen.items() if name not in _NAMES or not flags.FLAGS[name].present}
 
 
+def refuse_flags(why: str, *names: str) -> None:
+    """UsageError naming those of the flags that were given, none of which this run would read."""
+    given = [f"--{name}" for name in names if flags.FLAGS[name].present]
+    if given:
+        raise app.UsageError(f"{', '.join(given)}: {why}")
+
+
 def versions() -> dict[str, Any]:
     """What a result depends on besides the code: device and library versions."""
     import flax
@@ -108,23 +115,27 @@ def versions() -> dict[str, Any]:
     }
 
 
+_CHANGED = ("status", "--porcelain", "-uno", "--", "jaxserve", "scripts")  # not the results, which a run writes itself
+
+
 def revision() -> str | None:
-    """The checkout's commit, with "+" where files differ from it; None outside a checkout."""
+    """The checkout's commit, with "+" where the code differs from it; None outside a checkout."""
     here = Path(__file__).parents[1]
     git = ["git", "-C", str(here)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True).stdout
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True).stdout
+        changed = subprocess.run([*git, *_CHANGED], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit.strip() + ("+" if changed.strip() else "")
 
 
 def provenance() -> dict[str, Any]:
-    """What every result file carries: revision, versions, device, seed and the flags given."""
+    """What every result file carries: revision, versions, device, seed (None where there is no such flag) and the flags given."""
     given = {name: flags.FLAGS[name].value for name in flags.FLAGS if flags.FLAGS[name].present}
     ours = {name: value for name, value in given.items() if isinstance(value, str | int | float | bool | list)}
-    return {"revision": revision(), **versions(), "seed": flags.FLAGS.seed, "flags": ours}
+    seed = flags.FLAGS.seed if "seed" in flags.FLAGS else None
+    return {"revision": revision(), **versions(), "seed": seed, "flags": ours}
 
 
 def write_json(path: str | None, result: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """The tables and plot of benchmarks/orca: iteration-level against request-level scheduling (Orca, OSDI 2022), on a real engine.
 
     python -m scripts.reproduce_orca
-    python -m scripts.reproduce_orca --max_num_seqs_list=2 --rounds=3 --output=/tmp/orca
+    python -m scripts.reproduce_orca --max_num_seqs_list=2 --rounds=3 --output=FOLDER
 
 short_long_mix is 16 requests, (32, 32) and (512, 128) tokens by turns; equal_size, 16 of (128, 128), is the control: nothing ends
 early there. One scheduler serves them under four settings:

@@ -1,8 +1,8 @@
 """The tables and plots of benchmarks/sarathi: Sarathi-Serve's evaluation (Agrawal et al., OSDI 2024), simulated.
 
     python -m scripts.reproduce_sarathi
-    python -m scripts.reproduce_sarathi --sections=ablation,stalls --output=/tmp/sarathi
-    python -m scripts.reproduce_sarathi --trial_seconds=1800 --seeds=5 --precision=0.01 --output=/tmp/sarathi      # hours
+    python -m scripts.reproduce_sarathi --sections=ablation,stalls --output=FOLDER
+    python -m scripts.reproduce_sarathi --trial_seconds=1800 --seeds=5 --precision=0.01 --output=FOLDER      # hours
 
 Published figures stand beside ours. The schedulers compared are policies of the real scheduler on real page pools; time is an
 analytic step-time model of the machines (jaxserve/simulation/analytic.py), none of whose constants comes from these figures.
@@ -19,7 +19,7 @@ from pathlib import Path
 from absl import app, flags
 from tqdm import tqdm
 
-from scripts.engine_flags import revision, write_json
+from scripts.engine_flags import provenance, revision, write_json
 from scripts.finished import Finished
 from scripts.sarathi_sections import SECTIONS, compute
 
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
                 parts.append(f"## {SECTIONS[name]}\n\n{text}")
     made = f"`python -m scripts.reproduce_sarathi`, {_SECONDS.value:g} s of arrivals a trial, {_SEEDS.value} seeds, ± 95% intervals"
     (folder / "tables.md").write_text(f"# Tables\n\nWritten by {made}. Read README.md for what they mean.\n\n" + "\n".join(parts))
-    about = {"benchmark": "sarathi", **settings, "seeds": _SEEDS.value, "precision": _PRECISION.value}
+    about = {"benchmark": "sarathi", **settings, "seeds": _SEEDS.value, "precision": _PRECISION.value, **provenance()}
     write_json(str(folder / "results.json"), {**about, "cpu_seconds": time.process_time() - start, "sections": results})
     print(f"{folder}/tables.md, {len(finished.results)} trials, {time.process_time() - start:.0f} s of CPU")
 

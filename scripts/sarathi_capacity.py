@@ -68,7 +68,7 @@ def setups(search: Search, folder: Path) -> tuple[str, dict[str, Any]]:
 
     rows, data, panels = [], {}, {}
     for name, setup in SETUPS.items():
-        over_vllm, over_orca = 0.0, 0.0
+        over: dict[str, list[float]] = {"vLLM": [], "Orca": []}
         for dataset in DATASETS:
             groups = panels.setdefault(f"{name}, {dataset}", {})
             for kind, slo in setup.slos.items():
@@ -78,16 +78,17 @@ def setups(search: Search, folder: Path) -> tuple[str, dict[str, Any]]:
                 data[f"{name}, {dataset}, {kind}"] = found
                 groups[kind] = {"sarathi" if c is ours else c.name: Spread.of(found[c.name]) for c in contenders}
                 ratios = [ratio(found[ours.name], found[c.name]) for c in contenders[1:]]
-                over_vllm = max(over_vllm, ratios[0].mean if ratios[0] else 0.0)
-                over_orca = max(over_orca, ratios[1].mean if ratios[1] else 0.0)
+                for means, found_ratio in zip(over.values(), ratios, strict=True):
+                    means += [found_ratio.mean] if found_ratio else []
                 shown = [f"{Spread.of(found[c.name])}" for c in contenders]
                 rows.append([name, dataset, f"{kind}, {slo} s", ours.name, *shown, *(f"{r or 'no rate'}" for r in ratios)])
-        claims = [("vLLM", setup.over_vllm, over_vllm), ("Orca", setup.over_orca, over_orca)]
-        data[f"{name}, largest ratios"] = {who: {"published": theirs, "ours": ours} for who, theirs, ours in claims}
+        claims = zip(over.items(), (setup.over_vllm, setup.over_orca), strict=True)
+        compared = {who: {"published": theirs, "ours": max(means, default=None)} for (who, means), theirs in claims}
+        data[f"{name}, largest ratios"] = compared
     bars(panels, folder / "capacity.png", "capacity (requests/s)")
     head = ("setup", "dataset", "objective", "budget", "sarathi", "vLLM", "Orca", "over vLLM", "over Orca")
     largest = [
-        [name, who, claim["published"], claim["ours"], agreement(claim["published"], claim["ours"])]
+        [name, who, claim["published"], shown_ratio(claim["ours"]), agreement(claim["published"], claim["ours"])]
         for name in SETUPS
         for who, claim in data[f"{name}, largest ratios"].items()
     ]
@@ -103,7 +104,7 @@ def own_objectives(search: Search, folder: Path) -> tuple[str, dict[str, Any]]:
         found = [search.capacities(setup.machine, c, dataset, slo, seeds=1)[0] for c in contenders]
         over = found[0] / found[1] if found[1] else None
         data[name] = {"slo": slo, **{c.name: value for c, value in zip(contenders, found, strict=True)}}
-        rows.append([name, f"{slo} s", *found, "no rate" if over is None else over, agreement(setup.over_vllm, over)])
+        rows.append([name, f"{slo} s", *found, shown_ratio(over), agreement(setup.over_vllm, over)])
     return table(("setup", "5x", "sarathi-512", "vLLM", "over vLLM", "against the published ratio"), rows), data
 
 
@@ -122,14 +123,24 @@ def objectives_and_batches(search: Search, folder: Path) -> tuple[str, dict[str,
         data[name] = {"slos": objectives, **found}
         lines(objectives, found, folder / f"objectives_{name}.png", "P99 time between tokens (s)", "capacity (requests/s)", name)
         rows += [[name, c, *values] for c, values in found.items()]
-        best = [max(found[c.name][i] for c in contenders[3:]) / max(found[c.name][i] for c in contenders[:3]) for i in range(5)]
+        best = [best_over([found[c.name][i] for c in contenders[3:]], [found[c.name][i] for c in contenders[:3]]) for i in range(5)]
         slo, theirs = published[name]
         note = f"{theirs} at {slo} s: {agreement(theirs, best[objectives.index(slo)])}"
-        rows.append([name, "best sarathi over best vLLM", *best[:4], f"{best[4]:.3g} (published {note})"])
+        shown = [shown_ratio(b) for b in best]
+        rows.append([name, "best sarathi over best vLLM", *shown[:4], f"{shown[4]} (published {note})"])
     tables = []
     for name, objectives in slos.items():
         tables.append(table(("setup", "", *(f"{s} s" for s in objectives)), [r for r in rows if r[0] == name]))
     return "\n".join(tables), data
+
+
+def best_over(ours: list[float], theirs: list[float]) -> float | None:
+    """The highest of our capacities over the highest of theirs; None where theirs are all 0."""
+    return max(ours) / max(theirs) if max(theirs) else None
+
+
+def shown_ratio(over: float | None) -> str:
+    return "no rate" if over is None else f"{over:.3g}"
 
 
 def across_nodes(search: Search, folder: Path) -> tuple[str, dict[str, Any]]:
@@ -172,5 +183,5 @@ def dynamic_budget(search: Search, folder: Path) -> tuple[str, dict[str, Any]]:
         best = max((c.name for c in fixed), key=lambda name: sum(found[name]))
         gain = ratio(found[dynamic.name], found[best])
         data[f"{slo} s"] = {**found, "best": best, "gain": gain and asdict(gain)}
-        rows.append([f"{slo} s", *(f"{Spread.of(v)}" for v in found.values()), best, f"{gain}"])
+        rows.append([f"{slo} s", *(f"{Spread.of(v)}" for v in found.values()), best, f"{gain or 'no rate'}"])
     return table(("objective", *(c.name for c in fixed), "dynamic", "best fixed", "dynamic over it"), rows), data

@@ -26,7 +26,7 @@ def step_seconds(machine: Deployment, decodes: int, kv: int, chunk: int = 0, chu
     bucket = Bucket(tokens, decodes + (chunk > 0), max(1, chunk))
     read = decodes * -(-min(kv, window) // PAGE_SIZE) * PAGE_SIZE
     seconds = sum(stage.seconds(bucket, decodes + (chunk > 0), read, float(seen.sum())) for stage in stages(machine))
-    return seconds + (machine.pp - 1) * (machine.send_seconds(tokens) if machine.pp > 1 else 0.0)
+    return seconds + sum(machine.send_seconds(tokens, stage) for stage in range(machine.pp - 1))
 
 
 def prompt_seconds(machine: Deployment, prompt: int, chunk: int) -> float:

@@ -20,9 +20,11 @@ def text(cell: Any) -> str:
 
 def agreement(published: float | None, ours: float | None) -> str:
     """Of two ratios: "agrees" where ours is above 1 by what the published one is, within a quarter; "same sign" where both lie on
-    one side of 1; else "contradicts"."""
-    if published is None or ours is None:
+    one side of 1; else "contradicts". Ours is None where a capacity is 0: "no rate". Nothing published: ""."""
+    if published is None:
         return ""
+    if ours is None:
+        return "no rate"
     if abs(ours - published) <= 0.25 * abs(published - 1):
         return "agrees"
     return "same sign" if (ours > 1) == (published > 1) else "contradicts"

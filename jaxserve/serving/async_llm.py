@@ -37,8 +37,11 @@ from jaxserve.serving.messages import (
     Stop,
     UnavailableError,
 )
+from jaxserve.structured.grammars import GrammarError
+from jaxserve.structured.params import StructuredOutputsParams
 from jaxserve.tokenizer import Tokenizer
 
+MAX_FORM = 256 * 2**10  # bytes of the form of an output, as JSON: what compiles it does not stop
 SHORT_TEXT = 4096  # characters that are tokenised on the spot; longer texts on a thread, so that streams don't wait for them
 
 
@@ -235,7 +238,10 @@ class AsyncLLM:
         return stream
 
     def _ready(self, ask: Ask) -> Ask:
-        """What the engine takes: it has no tokenizer. ValueError for what needs one where there is none."""
+        """What the engine takes: it has no tokenizer. ValueError for what needs one where there is none; for too large a form."""
+        form = ask.params.structured_outputs
+        if form is not None and len((form := StructuredOutputsParams.make(form)).key) > MAX_FORM:
+            raise GrammarError(f"structured_outputs: {form.kind}: its JSON has {len(form.key)} bytes, the most is {MAX_FORM}")
         if ask.params.stop and self.tokenizer is None:
             raise ValueError(f"stop={ask.params.stop} needs a tokenizer, and none was loaded; use stop_token_ids")
         params = with_bad_words_tokenized(ask.params, self.tokenizer)

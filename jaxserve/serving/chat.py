@@ -43,7 +43,7 @@ async def create_chat_completion(served: Served, body: ChatRequest, request: Req
     """The answer to a request, once it is complete, or a stream of chunks."""
     check_model(body.model, served.names)
     if body.stream:
-        stream = await _open(served, body, request_id)
+        stream = await unless_gone(request, _open(served, body, request_id))  # a form may take a while to compile
         return EventStream(until_done(_Answer(served, body, stream, request_id).chunks(), stream), stream.close, served.patience)
     return Response(encode(await unless_gone(request, _complete(served, body, request_id))), media_type="application/json")
 

@@ -22,7 +22,7 @@ async def create_completion(served: Served, body: CompletionRequest, request: Re
     """The answer to a request, once it is complete, or a stream of chunks."""
     check_model(body.model, served.names)
     if body.stream:
-        stream = await _open(served, body, request_id)
+        stream = await unless_gone(request, _open(served, body, request_id))  # a form may take a while to compile
         answer = _Answer(served, body, stream, request_id)
         return EventStream(until_done(answer.chunks(), stream), stream.close, served.patience)
     return Response(encode(await unless_gone(request, _complete(served, body, request_id))), media_type="application/json")

@@ -28,13 +28,14 @@ from jaxserve.serving.messages import (
     Failed,
     FailedError,
     LoopStats,
+    QueueFullError,
     Reply,
     Report,
     RequestError,
     Stop,
     UnavailableError,
 )
-from jaxserve.structured.grammars import Grammar, GrammarCompiler, GrammarError
+from jaxserve.structured.grammars import CompilerBusyError, Grammar, GrammarCompiler, GrammarError
 from jaxserve.text_outputs import TextOutputs
 from jaxserve.tokenizer import Tokenizer
 
@@ -49,6 +50,7 @@ class _Compiled:
 
 
 Command = Add | Abort | Call | Stop | _Compiled
+MAX_COMPILING = 256  # forms that may wait for the compiler; it takes most in milliseconds, and some in seconds
 CALLS = ("pause", "resume", "reset_prefix_cache", "update_params", "sleep", "wake_up", "stats")
 
 
@@ -76,7 +78,8 @@ class EngineLoop:
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, deliver: Callable[[Report], None], *, max_failures: int = 3):
         self.engine = engine
         self._texts = TextOutputs(tokenizer, engine.finish)
-        self._grammars = GrammarCompiler(tokenizer, engine.config.model.vocab_size, engine.eos_token_ids)
+        vocab_size = engine.config.model.vocab_size
+        self._grammars = GrammarCompiler(tokenizer, vocab_size, engine.eos_token_ids, max_waiting=MAX_COMPILING)
         self._deliver, self._max_failures = deliver, max_failures
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._sent: dict[str, list[_Sent]] = {}  # by request id: every request that has not ended, a _Sent a sample
@@ -142,6 +145,7 @@ class EngineLoop:
         return True
 
     def _add(self, add: Add) -> None:
+        grammar = None
         try:
             if self._broken is not None:
                 raise UnavailableError(self._broken)
@@ -157,11 +161,10 @@ class EngineLoop:
                 grammar=grammar,
             )
             self._texts.add(requests, add.prompt)
-        except (ValueError, NotImplementedError, UnavailableError) as error:
-            self._events.append(Failed(add.request_id, error))
-            return
-        except RuntimeError as error:  # asleep, or without weights
-            self._events.append(Failed(add.request_id, UnavailableError(str(error))))
+        except (ValueError, RuntimeError, UnavailableError) as error:
+            if grammar is not None:
+                self._grammars.give_up(grammar)
+            self._events.append(Failed(add.request_id, _as_refusal(error)))
             return
         self._sent[add.request_id] = [_Sent() for _ in requests]
         if grammar is None:
@@ -188,7 +191,9 @@ class EngineLoop:
         self._texts.discard(request_ids)
         for request_id in request_ids:
             self._sent.pop(request_id, None)
-            self._compiling.pop(request_id, None)
+            grammar = self._compiling.pop(request_id, None)
+            if grammar is not None:
+                self._grammars.give_up(grammar)
 
     def _step(self) -> None:
         started = time.monotonic()
@@ -326,3 +331,12 @@ class EngineLoop:
             is_asleep=engine.is_asleep,
             broken=self._broken,
         )
+
+
+def _as_refusal(error: Exception) -> Exception:
+    """What a request is refused with that met `error` on its way into the engine."""
+    if isinstance(error, CompilerBusyError):
+        return QueueFullError(str(error), retry_after=1)
+    if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):  # asleep, or without weights
+        return UnavailableError(str(error))
+    return error

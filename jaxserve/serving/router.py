@@ -103,6 +103,7 @@ class Router:
             routes=[
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
+                *(Route(path, self._refuse_method, methods=METHODS) for path in ("/health", "/metrics")),  # ours, not a server's
                 *(Route(path, self._refuse, methods=METHODS) for path in CONTROL_PATHS),
                 Route("/{path:path}", self._pass_on, methods=METHODS),
             ],
@@ -140,6 +141,9 @@ class Router:
     async def _metrics(self, _: Request) -> Response:
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def _refuse_method(self, request: Request) -> Response:
+        raise HTTPException(405, f"{request.scope['path']} is for GET, not for {request.method}", {"Allow": "GET, HEAD"})
+
     async def _refuse(self, request: Request) -> Response:
         message = f"{request.scope['path']} is for one server, not for a router: send it to each of them"
         return error_response(403, message)
@@ -165,7 +169,9 @@ class Router:
             while (loads := self._loads(tried)) and num_broken < MAX_BROKEN:
                 choice = self._policy.choose(blocks, loads)
                 tried.add(choice.server)
-                self.metrics.count_choice(choice, len(blocks))
+                self.metrics.count_choice(choice)
+                if len(tried) == 1:
+                    self.metrics.count_blocks(len(blocks), choice.num_matched)
                 try:
                     answer = await self.backends[choice.server].ask(request.method, target, headers, body)
                 except UNANSWERED as error:
@@ -224,7 +230,7 @@ def prompt_blocks(path: str, body: bytes) -> list[bytes]:
         return []
     try:
         asked = _decoder.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return []
     prompt = bytes(asked.tools) + bytes(asked.messages) + bytes(asked.prompt)
     root = b"\0".join((path.encode(), asked.model, asked.cache_salt, asked.chat_template_kwargs))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import math
 import re
 import socket
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -58,6 +59,11 @@ class Health:
         self._successes = 0
         self.up = self.up and self._failures < self._max_failures
 
+    @property
+    def gone(self) -> bool:
+        """It has not answered max_failures times in a row."""
+        return self._failures >= self._max_failures
+
     def refuse(self) -> None:
         """It says itself that it takes nothing: it drains, sleeps or is broken."""
         self._failures, self._successes, self.up = 0, 0, False
@@ -80,6 +86,7 @@ class Backend:
         self.health: Health = health
         self._session, self._key, self._on_down = session, key, on_down
         self._waiting = self._running = self._since = 0
+        self._asking: set[asyncio.Timeout] = set()  # each around one that waits for the first byte of an answer
         self.num_in_flight: int = 0
         self.num_unanswered: int = 0
         self.num_refused: int = 0
@@ -108,17 +115,24 @@ class Backend:
             if well:
                 async with self._session.get(f"{self.url}/metrics", headers=headers, timeout=limit) as answer:
                     self._take_load(await answer.text(errors="replace") if answer.status == 200 else "")
-        except UNANSWERED:
+        except UNANSWERED as error:
             self._note(self.health.fail)
+            # It hangs: nobody need wait for what it has not begun to answer. One that refuses connections may drain.
+            if self.health.gone and isinstance(error, TimeoutError):
+                while self._asking:
+                    self._asking.pop().reschedule(0.0)  # raises TimeoutError there
         else:
             self._note(self.health.succeed if well else self.health.refuse)
 
     def _take_load(self, metrics: str) -> None:
         said = {"waiting": 0.0, "running": 0.0}
         found = _LOADS.findall(metrics)
-        for name, value in found:
-            said[name] += float(value)
-        if found:
+        try:
+            for name, value in found:
+                said[name] += float(value)
+        except ValueError:  # no number
+            return
+        if found and all(map(math.isfinite, said.values())):
             self._waiting, self._running, self._since = int(said["waiting"]), int(said["running"]), 0
 
     def _note(self, event: Callable[[], None]) -> None:
@@ -135,20 +149,22 @@ class Backend:
         """Its answer, of which the first bytes are there. target: path and query, as they came. headers: those to pass on.
 
         Raises:
-          one of UNANSWERED: it could not be reached, or broke off before the first byte of the body.
+          one of UNANSWERED: it could not be reached, broke off before the first byte of the body, or fails its checks meanwhile.
         """
         given = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in headers]
         if self._key:
             given = [*((key, value) for key, value in given if key != "authorization"), ("authorization", f"Bearer {self._key}")]
         self.num_in_flight += 1
         self._since += 1
-        response = None
+        response, asking = None, asyncio.timeout(None)
+        self._asking.add(asking)
         try:
             content = io.BytesIO(body) if body or method not in ("GET", "HEAD", "OPTIONS", "DELETE") else None
-            response = await self._session.request(
-                method, URL(self.url + target, encoded=True), headers=given, data=content, allow_redirects=False
-            )
-            first = await response.content.readany()
+            async with asking:
+                response = await self._session.request(
+                    method, URL(self.url + target, encoded=True), headers=given, data=content, allow_redirects=False
+                )
+                first = await response.content.readany()
         except BaseException as error:
             if response is not None:
                 response.close()
@@ -157,6 +173,8 @@ class Backend:
                 self.num_unanswered += 1
                 self._note(self.health.fail)
             raise
+        finally:
+            self._asking.discard(asking)
         self.health.answer()
         return Answer(self, response, first)
 

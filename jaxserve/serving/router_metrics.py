@@ -28,15 +28,18 @@ class RouterMetrics(Collector):
         self._http = Counter(f"{PREFIX}http_requests", "HTTP requests.", ("path", "status"), registry=registry)
         self._choices = Counter(f"{PREFIX}choices", "Servers chosen, retries included.", ("server", "reason"), registry=registry)
         self._blocks = Counter(f"{PREFIX}prompt_blocks", "Blocks of prompts that were passed on.", registry=registry)
-        self._matched = Counter(f"{PREFIX}matched_blocks", "Of those, blocks that the server had seen before.", registry=registry)
+        self._matched = Counter(f"{PREFIX}matched_blocks", "Of those, blocks that the first choice had seen.", registry=registry)
 
     def count_http(self, path: str, status: int) -> None:
         self._http.labels(path, str(status)).inc()
 
-    def count_choice(self, choice: Choice, num_blocks: int) -> None:
+    def count_choice(self, choice: Choice) -> None:
         self._choices.labels(choice.server, choice.reason).inc()
+
+    def count_blocks(self, num_blocks: int, num_matched: int) -> None:
+        """Of one request, however many servers are asked. num_matched: those that the first of them had seen before."""
         self._blocks.inc(num_blocks)
-        self._matched.inc(choice.num_matched)
+        self._matched.inc(num_matched)
 
     def collect(self) -> Iterator[Metric]:
         """The servers as they are now."""

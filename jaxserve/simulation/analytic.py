@@ -101,13 +101,15 @@ class Deployment:
         links, nodes = self._tp_links
         return all_reduce_seconds(num_tokens * self.model.hidden_size * BYTES, self.tp, links, nodes)
 
-    def send_seconds(self, num_tokens: int) -> float:
-        """[num_tokens, D] from one stage to the next. Ranks send a part each, over one link between nodes."""
-        ranks = self.tp * self.pp
-        if ranks > self.gpus_per_node:
+    def send_seconds(self, num_tokens: int, stage: int = 0) -> float:
+        """[num_tokens, D] from `stage` to the next. Ranks send a part each, over one link between nodes. GPUs are numbered stage by
+        stage and fill nodes and NVLink groups in that order; the slowest link that a rank needs counts."""
+        senders = [(gpu, gpu + self.tp) for gpu in range(stage * self.tp, (stage + 1) * self.tp)]
+        if any(a // self.gpus_per_node != b // self.gpus_per_node for a, b in senders):
             link = self.network
         else:
-            link = self.gpu.nvlink if ranks <= self.gpu.nvlink_group else self.gpu.pcie
+            groups = [[gpu % self.gpus_per_node // self.gpu.nvlink_group for gpu in pair] for pair in senders]
+            link = self.gpu.nvlink if all(a == b for a, b in groups) else self.gpu.pcie
         return send_seconds(num_tokens * self.model.hidden_size * BYTES, link)
 
     def weight_bytes(self, stage: int) -> float:

@@ -15,12 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import stdtrit
 
 from jaxserve.latency import ServedTimes
 
 LOWEST_RATE, HIGHEST_RATE = 1e-3, 1e5  # requests a second; outside of them nothing is searched
-# Two-sided 95% quantiles of Student's t, by degrees of freedom.
-_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ class Spread:
         n = len(values)
         if n == 1:
             return cls(values[0], math.nan)
-        t = _T95[n - 2] if n - 2 < len(_T95) else 1.96
+        t = float(stdtrit(n - 1, 0.975))  # Student's, two-sided
         return cls(statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(n))
 
     def __str__(self) -> str:

@@ -36,7 +36,7 @@ class PipelineReplay:
     buckets: list[Bucket]
     starts: np.ndarray  # f64[steps, stages], when each stage began it
     seconds: np.ndarray  # f64[steps, stages]
-    sends: np.ndarray  # f64[steps]
+    sends: np.ndarray  # f64[steps, stages - 1], from each stage to the next
     padding: PaddingAccount
     stats: SchedulerStats
 
@@ -73,7 +73,7 @@ class Bubbles:
 def bubbles(
     starts: np.ndarray,  # f64[n, stages]
     seconds: np.ndarray,  # f64[n, stages]
-    sends: np.ndarray,  # f64[n]
+    sends: np.ndarray,  # f64[n, stages - 1]
     prefills: np.ndarray,  # bool[n]: holds prompt tokens
 ) -> Bubbles:
     """The account of a pipeline's gaps. The first stage waits for the return of the micro-batch as many before the next as there
@@ -92,7 +92,7 @@ def bubbles(
             gaps = np.maximum(0.0, starts[1:, stage] - ends[:-1, stage])
             idling = np.minimum(gaps, nothing)
             gaps -= idling
-            sending = np.minimum(gaps, sends[1:]) if stage else np.zeros(n - 1)
+            sending = np.minimum(gaps, sends[1:, stage - 1]) if stage else np.zeros(n - 1)
             cause = waited_for if stage else np.maximum(0, waited_for - num_stages)
             kinds = 2 - prefills[:-1].astype(int) - prefills[cause]
             for kind in range(3):
@@ -103,7 +103,7 @@ def bubbles(
 
 class PipelineReplica(SimulatedEngine):
     """An engine of several stages. stages: step times of each, the last one's head included, which a dynamic budget is chosen by.
-    send_seconds: num_tokens -> seconds from one stage to the next.
+    send_seconds: (num_tokens, stage) -> seconds from that stage to the next.
 
     There is one scheduler, and whatever it schedules while a micro-batch is in flight is another micro-batch: a request stays with
     those that it was first scheduled with, as new ones join them and old ones end.
@@ -116,7 +116,7 @@ class PipelineReplica(SimulatedEngine):
         books: RequestBooks,
         plan: BucketPlan | UnpaddedPlan,
         stages: Sequence[StepTimes],
-        send_seconds: Callable[[int], float],
+        send_seconds: Callable[[int, int], float],
         limits: SchedulerConfig,
         num_pages: int,
         *,
@@ -131,14 +131,16 @@ class PipelineReplica(SimulatedEngine):
         self._hidden = np.zeros(limits.max_num_seqs, np.int32)  # micro-batches in flight that hold the row
         self.stage_starts: list[list[float]] = []
         self.stage_seconds: list[list[float]] = []
-        self.sends: list[float] = []
+        self.sends: list[list[float]] = []
 
     @property
     def bubbles(self) -> Bubbles:
         """Of the micro-batches so far."""
         demands = self.steps.demands
-        starts, seconds = np.array(self.stage_starts), np.array(self.stage_seconds)
-        return bubbles(starts, seconds, np.array(self.sends), demands.tokens > demands.decodes)
+        shape = -1, len(self.stages)  # also before the first
+        starts, seconds = np.array(self.stage_starts).reshape(shape), np.array(self.stage_seconds).reshape(shape)
+        sends = np.array(self.sends).reshape(len(starts), len(self.stages) - 1)
+        return bubbles(starts, seconds, sends, demands.tokens > demands.decodes)
 
     def turn(self, until: float = math.inf) -> bool:
         """Schedules a micro-batch, or waits for one to return, or, where nothing can be scheduled, for `until`. False if there is
@@ -180,19 +182,20 @@ class PipelineReplica(SimulatedEngine):
     def _dispatch(self, schedule: Schedule) -> float:
         """Sends a micro-batch down the stages; when its tokens are there. The next is scheduled when the first stage is free."""
         demand, bucket, head_rows = self._demand(schedule)
-        send, starts, seconds = self._send_seconds(demand[0]), [], []
+        starts, seconds = [], []
+        sends = [self._send_seconds(demand[0], i) for i in range(len(self.stages) - 1)]
         arrives = self.now + self.stages[0].host_seconds
         for i, stage in enumerate(self.stages):
             start = max(arrives, self._free[i])
             seconds.append(stage.seconds(bucket, head_rows, demand[5], demand[6]))
             self._free[i] = start + seconds[-1]
-            arrives = self._free[i] + send
+            arrives = self._free[i] + (sends[i] if i < len(sends) else 0.0)
             starts.append(start)
         self._begin(schedule, starts[0])
         self.steps.add(demand, bucket, head_rows, starts[0], sum(seconds))
         self.stage_starts.append(starts)
         self.stage_seconds.append(seconds)
-        self.sends.append(send)
+        self.sends.append(sends)
         self._hidden[schedule.rows] += 1
         self.now = self._free[0]
         return self._free[-1]
@@ -206,7 +209,7 @@ def replay_pipeline(
     workload: Workload,
     plan: BucketPlan | UnpaddedPlan,
     stages: Sequence[StepTimes],
-    send_seconds: Callable[[int], float],
+    send_seconds: Callable[[int, int], float],
     limits: SchedulerConfig,
     num_pages: int,
     *,

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from jaxserve.buckets import Bucket
 
 
+@functools.lru_cache(2**16)
+def _bucket(num_tokens: int, num_seqs: int, is_mixed: bool) -> Bucket:
+    return Bucket(num_tokens, num_seqs, num_tokens if is_mixed else 1)
+
+
 @dataclass(frozen=True)
 class UnpaddedPlan:
     """max_num_batched_tokens, max_num_seqs: the largest step. granularity: the multiples of tokens that a dynamic budget chooses
@@ -35,10 +40,9 @@ class UnpaddedPlan:
     def head_rows(self) -> tuple[int, ...]:
         return tuple(range(1, self.max_num_seqs + 1))
 
-    @functools.cache  # noqa: B019 (as many as there are shapes, for as long as the plan lives)
     def select(self, num_tokens: int, num_seqs: int, max_q_len: int) -> Bucket:
         """The step's own shape; all chunks' lengths are one bucket's."""
-        return Bucket(num_tokens, num_seqs, num_tokens if max_q_len > 1 else 1)
+        return _bucket(num_tokens, num_seqs, max_q_len > 1)
 
     def select_head_rows(self, num_rows: int) -> int:
         return num_rows

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,10 @@ MAX_CACHED = 256  # grammars; the one used longest ago goes first
 
 class GrammarError(ValueError):
     """A grammar that can't be compiled or that nothing satisfies; the message has the compiler's own words."""
+
+
+class CompilerBusyError(RuntimeError):
+    """So many grammars wait to be compiled that no other is taken."""
 
 
 class Grammar:
@@ -47,9 +52,18 @@ class GrammarCompiler:
         and every grammar is refused.
       vocab_size: V, the model's logits; ids past the tokenizer's are never allowed.
       eos_token_ids: allowed where the grammar may end.
+      max_waiting: grammars that may be compiling or wait for it; None: any number.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Iterable[int], num_threads: int = 2):
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        num_threads: int = 2,
+        *,
+        max_waiting: int | None = None,
+    ):
         self.vocab_size = vocab_size
         self.eos_token_ids: list[int] = sorted(eos_token_ids)
         self._tokenizer = tokenizer
@@ -57,12 +71,17 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._futures: OrderedDict[str, Future[Grammar]] = OrderedDict()
         self._vocabulary: Future[Any] | None = None
+        self._max_waiting = max_waiting
+        self._compiling: set[Future[Grammar]] = set()  # those that were not done when last looked at
+        self._num_asking: weakref.WeakKeyDictionary[Future[Grammar], int] = weakref.WeakKeyDictionary()
 
     def submit(self, params: StructuredOutputsParams | Mapping[str, Any]) -> Future[Grammar]:
-        """The grammar, soon; GrammarError where it can't be. The future is shared by all who ask for the same: don't cancel it.
+        """The grammar, soon; GrammarError where it can't be. The future is shared by all who ask for the same: don't cancel it, but
+        `give_up`.
 
         Raises:
           ValueError: there is no tokenizer, or no eos token: an output that must end could not.
+          CompilerBusyError: max_waiting are not compiled yet, and this one is none of them.
         """
         if self._tokenizer is None:
             raise ValueError(f"structured_outputs={params} needs a tokenizer, and none was loaded")
@@ -73,13 +92,28 @@ class GrammarCompiler:
             if self._vocabulary is None or _broke_off(self._vocabulary):
                 self._vocabulary = self._pool.submit(self._read_vocabulary)  # a second for 150,000 tokens
             known = self._futures.get(params.key)
-            if known is not None and not _broke_off(known):
-                self._futures.move_to_end(params.key)
-            else:
-                self._futures[params.key] = self._pool.submit(self._compile, params, self._vocabulary)
+            if known is None or _broke_off(known):
+                self._check_room()
+                known = self._futures[params.key] = self._pool.submit(self._compile, params, self._vocabulary)
+                self._compiling.add(known)
                 if len(self._futures) > MAX_CACHED:
                     self._futures.popitem(last=False)
-            return self._futures[params.key]
+            self._futures.move_to_end(params.key)
+            self._num_asking[known] = self._num_asking.get(known, 0) + 1
+            return known
+
+    def give_up(self, grammar: Future[Grammar]) -> None:
+        """One who has asked for it does no more: it is not compiled for nobody, unless that has begun."""
+        with self._lock:
+            self._num_asking[grammar] -= 1
+            nobody = not self._num_asking[grammar]
+        if nobody:
+            grammar.cancel()  # without the lock: it calls whoever waits
+
+    def _check_room(self) -> None:
+        self._compiling = {grammar for grammar in self._compiling if not grammar.done()}
+        if self._max_waiting is not None and len(self._compiling) >= self._max_waiting:
+            raise CompilerBusyError(f"{len(self._compiling)} grammars are not compiled yet, of at most {self._max_waiting}")
 
     def compile(self, params: StructuredOutputsParams | Mapping[str, Any]) -> Grammar:
         """The grammar, waited for. Raises GrammarError."""

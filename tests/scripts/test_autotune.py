@@ -58,6 +58,7 @@ def test_finds_the_best_and_goes_on(work):
     assert done.returncode == 0, done.stderr
     tuned, tried = json.loads(path.read_text()), json.loads((work / "all.json").read_text())
     assert tuned["max_num_seqs"] == 16 and tuned["page_size"] == 16 and tuned["num_pages"] == 128
+    assert tuned["batching_policy"] == "sarathi" and tuned["scheduling_policy"] == "fcfs" and "enable_chunked_prefill" in tuned
     sizes = [(rung["requests"], len(rung["scores"])) for rung in tried["rungs"]]
     assert sizes[0][1] > 20 and sizes[-1] == (120, 4) and all(a < b for (_, b), (_, a) in zip(sizes, sizes[1:], strict=False))
     final = [score for _, score in tried["rungs"][-1]["scores"]]
@@ -73,6 +74,8 @@ def test_finds_the_best_and_goes_on(work):
     assert run("autotune", *given).returncode == 0
     again = json.loads(state.read_text())["results"]
     assert path.read_text() == before and again == whole["results"] and list(again)[: len(kept)] == list(kept)
+    done = run("autotune", *given, "--num_pages=100", "--multiple=4")
+    assert done.returncode == 1 and "num_pages: " in done.stderr and "multiple: " in done.stderr
     done = run("autotune", *given, "--goodput=ttft:100")
     assert done.returncode == 1 and "results of other settings (goodput" in done.stderr
 
@@ -138,5 +141,8 @@ def test_bad_files(work):
     replace(profile(16, 2.0), about=profile(16, 1.0).about).save(work / "c.json")
     done = run("autotune", f"--profiles={work / 'a.json'},{work / 'c.json'}", *WORK)
     assert done.returncode == 1 and "two of them have pages of 16" in done.stderr
+    for flag in ("--tbt_slo_ms=9", f"--step_times={work / 'a.json'}", f"--bucket_plan={work / 'a.json'}"):
+        done = run("autotune", f"--profiles={work / 'a.json'}", *WORK, flag)
+        assert done.returncode == 1 and f"{flag.partition('=')[0]}: plans" in done.stderr
     done = run("autotune", f"--profiles={work / 'a.json'}", *WORK, "--seqs=64")
     assert done.returncode == 1 and "no setting is within the profiles' limits" in done.stderr

@@ -89,6 +89,46 @@ def test_real(tmp_path):
     assert row["mean"] == max(rate for rate, t in trials.items() if t["delay"] <= 0.005)
 
 
+CACHED = """
+import sys
+from absl import flags
+from scripts import bench_capacity, open_loop
+flags.FLAGS(sys.argv)
+run, shares = open_loop.serve, []
+def serve(*given):
+    ran = run(*given)
+    shares.append(ran.counts["prefix_hit_share"])
+    return ran
+open_loop.serve = serve
+real = bench_capacity.Real()
+for rate in (1e4, 2e4):
+    real.serve(bench_capacity.Contender.parse("sarathi"), 1.0, bench_capacity.traffic(real, rate, 0), 0)
+print(shares)
+"""
+
+
+def test_a_rate_finds_nothing_cached(tmp_path):
+    """The prompts of one seed are the same at every rate."""
+    alphabet_model.save(tmp_path / "model", tokenizer=False)
+    limits = ("--max_model_len=64", "--max_num_seqs=4", "--max_num_batched_tokens=32", "--num_pages=64", "--page_size=4")
+    work = ("--workload=random", "--num_prompts=6", "--random_input_len=24", "--random_output_len=4")
+    command = [sys.executable, "-c", CACHED, f"--model={tmp_path / 'model'}", *limits, *work]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[0.0, 0.0]"
+
+
+def test_trials_of_another_workload_are_not_taken_for_ours(tmp_path):
+    path, machine = tmp_path / "capacity.json", ("--model=qwen3-8b", "--gpu=a40", "--max_model_len=2048", "--max_num_seqs=8")
+    work = ("--workload=random", "--num_prompts=40", "--random_output_len=20", "--start_rate=4", "--seeds=1", "--precision=1")
+    search = (*work, "--policies=sarathi", "--slo_ms=1", "--min_gaps=100", f"--json={path}")
+    assert run(*machine, *search, "--random_input_len=64").returncode == 0
+    for given, name in ((["--random_input_len=65"], "requests: "), (["--random_input_len=64", "--num_pages=300"], "num_pages: ")):
+        done = run(*machine, *search, *given)
+        assert done.returncode == 1 and "results of other settings" in done.stderr and name in done.stderr
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -98,6 +138,9 @@ def test_real(tmp_path):
         (["--slo_ms=50", "--real", "--gpu=h100"], "give one of them"),
         (["--slo_ms=50", "--gpu=h1000", "--model=qwen3-8b"], "'h1000' is not known"),
         ([], "give --slo_ms"),
+        (["--slo_ms=50", "--batching_policy=orca"], "--batching_policy: --policies says"),
+        (["--slo_ms=50", "--real", "--tp=2", "--pp=2"], "--tp, --pp: they are of --gpu"),
+        (["--slo_ms=50", "--gpu=h100", "--noenable_prefix_caching", "--dtype=float32"], "--dtype, --enable_prefix_caching: --gpu"),
     ],
 )
 def test_bad_flags(given, message):

@@ -29,7 +29,7 @@ class Bar:
 @pytest.mark.parametrize(
     ("published", "ours", "verdict"),
     [(2.0, 2.25, "agrees"), (2.0, 2.3, "same sign"), (2.0, 1.7, "same sign"), (2.0, 0.9, "contradicts"), (0.6, 0.7, "agrees"),
-     (0.6, 0.8, "same sign"), (0.6, 1.1, "contradicts"), (None, 3.0, ""), (3.0, None, "")],
+     (0.6, 0.8, "same sign"), (0.6, 1.1, "contradicts"), (None, 3.0, ""), (3.0, None, "no rate")],
 )  # fmt: skip
 def test_agreement(published, ours, verdict):
     assert agreement(published, ours) == verdict
@@ -81,6 +81,11 @@ def test_trials_are_kept(tmp_path):
             for r in (rate, 1.3 * rate)
         ]
         assert good == [True, False]
+
+
+def test_no_rate_is_no_verdict():
+    assert sarathi_capacity.best_over([2.0, 3.0], [0.0, 1.5]) == 2 and sarathi_capacity.best_over([2.0], [0.0, 0.0]) is None
+    assert agreement(2.0, None) == sarathi_capacity.shown_ratio(None) == "no rate" and agreement(2.0, 0.0) == "contradicts"
 
 
 def test_sections_of_step_times(tmp_path):

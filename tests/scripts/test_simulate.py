@@ -50,13 +50,15 @@ def test_a_folder_has_a_shape_too(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (["--goodput=speed:3"], "simulate: "),
+        (["--tp=3"], "simulate: qwen3-8b has 32 heads"),
         (["--gpu=abacus"], "--gpu=abacus is not known; choose from a100-80gb"),
         (["--model=nowhere"], "neither a folder with a config.json nor one of mistral-7b"),
     ],
 )
 def test_bad_flags(given, message):
     done = run("simulate", *given)
-    assert done.returncode != 0 and message in done.stderr + done.stdout
+    assert done.returncode != 0 and message in done.stderr + done.stdout and "Traceback" not in done.stderr
 
 
 def test_kernel_profiles_are_compared(tmp_path):

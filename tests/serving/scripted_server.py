@@ -19,7 +19,7 @@ class Scripted:
     url: str = ""
     script: list[bytes | float | threading.Event] = field(default_factory=list)
     healthy: bool = True
-    waiting: int = 0
+    waiting: float = 0
     running: int = 0
     requests: list[tuple[bytes, bytes]] = field(default_factory=list)
     num_checks: int = 0
@@ -49,7 +49,7 @@ class Scripted:
                     connection.sendall(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\n\r\n")
                     self.num_checks += not self.healthy
                 elif path == b"/metrics":
-                    text = f'# a comment\nvllm:num_requests_waiting{{e="0"}} {self.waiting}.0\n'
+                    text = f'# a comment\nvllm:num_requests_waiting{{e="0"}} {float(self.waiting)}\n'
                     text += f"vllm:num_requests_running {self.running}\n"
                     connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text.encode()))
                     self.num_checks += 1

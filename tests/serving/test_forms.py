@@ -2,17 +2,24 @@
 
 import json
 import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
+import httpx
 import openai
 import pydantic
 import pytest
 
 from jaxserve import LLM, BucketPlan
+from jaxserve.serving.async_llm import MAX_FORM
 from jaxserve.structured.grammars import GrammarCompiler
 from tests import alphabet_model
 from tests.alphabet_model import VOCABULARY, after
 from tests.serving.calls import chat, chunks, complete, ok, refusal
-from tests.serving.http_server import serving
+from tests.serving.http_server import Server, serving
 
 PLAN = BucketPlan(decode=(4,), mixed=((32, 4),), head_rows=(4,))
 
@@ -98,6 +105,92 @@ def test_a_compiler_that_breaks_is_no_fault_of_the_request(server, monkeypatch):
         patch.setattr(GrammarCompiler, "_compile", broken)
         assert "broken on purpose" in refusal(complete(server, structured_outputs={"regex": "once"}), 500)["message"]
     assert ok(complete(server, structured_outputs={"regex": "once"}))["choices"][0]["text"] == "once"
+
+
+# ---- a compiler that is behind
+
+
+@pytest.fixture
+def blocked(server, monkeypatch) -> Iterator[tuple[list[str], threading.Event]]:
+    """(regexes whose compilation began, what lets it go on): both of the compiler's threads are busy with two forms."""
+    compile_, begun, gate = GrammarCompiler._compile, list[str](), threading.Event()
+
+    def slowly(self, params, vocabulary):
+        begun.append(params.regex)
+        assert gate.wait(30)
+        return compile_(self, params, vocabulary)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", slowly)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(complete, server, structured_outputs={"regex": f"{i}{time.time_ns()}"}) for i in range(2)]
+            wait_for(lambda: len(begun) == 2)
+            yield begun, gate
+            gate.set()
+            for response in asked:
+                ok(response.result())
+    finally:
+        gate.set()
+
+
+def formed(server: Server, regex: str) -> str:
+    (choice,) = ok(complete(server, max_tokens=20, structured_outputs={"regex": regex}))["choices"]
+    return choice["text"]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_a_client_that_leaves_is_not_compiled_for(server, blocked, ask, stream):
+    begun, gate = blocked
+    leaves, stays = f"leaves{time.time_ns()}", f"stays{time.time_ns() % 1000}"
+    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=server.url, timeout=0.3) as client:
+        stayed = pool.submit(formed, server, stays)
+        wait_for(lambda: server.engine.num_requests == 3)
+        for wanted in (leaves, stays):  # who leaves takes nothing from another who wants the same
+            with pytest.raises(httpx.ReadTimeout):
+                ask(replace(server, client=client), stream=stream, structured_outputs={"regex": wanted})
+            wait_for(lambda: server.engine.num_requests == 3)
+        gate.set()
+        assert stayed.result() == stays
+    assert leaves not in begun and stays in begun
+
+
+def test_a_request_that_is_refused_is_not_compiled_for(server, blocked):
+    begun, gate = blocked
+    for _ in range(3):
+        refusal(complete(server, "a" * 10_000, structured_outputs={"regex": "refused"}))
+    gate.set()
+    assert formed(server, "last") == "last"
+    assert "refused" not in begun
+
+
+def test_too_many_forms_wait(server, blocked, monkeypatch):
+    _, gate = blocked
+    monkeypatch.setattr(server.engine._engine._grammars, "_max_waiting", 3)
+    with ThreadPoolExecutor(2) as pool:
+        third = pool.submit(formed, server, "third")
+        wait_for(lambda: server.engine.num_requests == 3)
+        response = complete(server, structured_outputs={"regex": "fourth"})
+        assert "3 grammars are not compiled yet" in refusal(response, 429)["message"] and response.headers["retry-after"] == "1"
+        again = pool.submit(formed, server, "third")
+        wait_for(lambda: server.engine.num_requests == 4)
+        gate.set()
+        assert third.result() == again.result() == "third"
+    assert formed(server, "fourth") == "fourth"
+
+
+def test_too_large_a_form(server):
+    error = refusal(complete(server, structured_outputs={"choice": ["x" * MAX_FORM]}))
+    assert error["param"] == "structured_outputs" and f"the most is {MAX_FORM}" in error["message"]
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"description": "x" * MAX_FORM}}}
+    assert refusal(chat(server, response_format=schema))["param"] == "response_format"
 
 
 # ---- behind reasoning

@@ -130,7 +130,7 @@ def test_broken_off_before_the_first_byte_another_is_asked(two):
     a, b = two
     a.script = [HEAD, BREAK]  # the status came, and nothing of the answer
     with routing(a, b) as client:
-        assert ask(client).json() == {"served by": b.url}
+        assert ask(client).json() == {"served by": b.url} and value(client, "prompt_blocks_total") == 1002 // BLOCK_BYTES
         assert num_asked(a, b) == [1, 1] and a.requests[0][1] == b.requests[0][1]
         assert value(client, "unanswered_total", server=a.url) == 1 and value(client, "server_requests") == 0
 
@@ -171,8 +171,7 @@ def test_a_server_that_refuses_is_passed_over(two):
         a.answer({"bad": 1}, "400 Bad Request")
         for server in two:
             server.requests.clear()
-        while ask(client).status_code != 400:
-            pass
+        assert ask(client).status_code == 400
         assert len(a.requests) == 1, "what the client did wrong is not tried again"
 
 
@@ -303,6 +302,17 @@ def test_load_is_what_servers_say_and_what_was_sent_since(two):
         assert {ask(client, prompt=str(i)).json()["served by"] for i in range(6)} == {a.url}
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_load_that_is_no_number_says_nothing(two, number):
+    a, _ = two
+    a.waiting = 5
+    with routing(a, check_seconds=0.02) as client:
+        a.next_checks(2)
+        a.waiting = number
+        a.next_checks(2)
+        assert value(client, "server_waiting") == 5 and ask(client).status_code == 200
+
+
 def test_requests_under_way_count_until_the_next_check(two):
     a, b = two
     with routing(a, b, check_seconds=30) as client:
@@ -347,6 +357,10 @@ def test_equal_beginnings_have_equal_blocks(shared, one, other, times):
     assert blocks[0][:least] == blocks[1][:least] and min(map(len, blocks)) >= least
 
 
+def test_json_that_is_too_deep_has_no_blocks():
+    assert prompt_blocks("/v1/completions", b'{"prompt": ' + b"[" * 100_000) == []
+
+
 @given(st.binary(max_size=BLOCK_BYTES))
 def test_nonsense_has_no_blocks(body):
     assert prompt_blocks("/v1/completions", body) == []
@@ -368,6 +382,18 @@ def test_keys(two):
         client.headers["Authorization"] = "Bearer mine"
         assert ask(client).status_code == 200
         assert b"\r\nauthorization:Bearer theirs\r\n" in server.requests[0][0] and b"mine" not in server.requests[0][0]
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics"])
+def test_the_routers_own_routes_are_its_own(two, path):
+    """They need no key: nothing of them may reach a server, with the key that the router has there."""
+    server, _ = two
+    with routing(server, api_keys=("mine",), backend_api_key="theirs") as client:
+        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+            answer = client.request(method, path, headers={"Authorization": "Bearer mine"})
+            assert answer.status_code == 405 and answer.headers["allow"] == "GET, HEAD"
+            assert client.request(method, path).status_code in (401, 405)
+        assert client.get(path).status_code == 200 and not server.requests
 
 
 def test_control_is_refused(two):

@@ -117,8 +117,9 @@ def test_spread():
 
 
 def test_interval_covers_the_mean():
-    """95% of the intervals from 4 normal values hold the true mean."""
+    """95% of the intervals from few normal values, and from more, hold the true mean."""
     rng = np.random.default_rng(0)
-    spreads = [Spread.of(values) for values in rng.standard_normal((4000, 4)).tolist()]
-    held = sum(abs(s.mean) <= s.half_width for s in spreads) / len(spreads)
-    assert abs(held - 0.95) < 3 * math.sqrt(0.95 * 0.05 / 4000)
+    for n in (4, 12):
+        spreads = [Spread.of(values) for values in rng.standard_normal((20_000, n)).tolist()]
+        held = sum(abs(s.mean) <= s.half_width for s in spreads) / len(spreads)
+        assert abs(held - 0.95) < 3 * math.sqrt(0.95 * 0.05 / 20_000)

@@ -40,7 +40,7 @@ def test_one_stage_is_a_replay(policy):
     work = short_workload(60, 3, rate=8.0)
     for options in ({}, {"max_concurrency": 5}):
         one = replay(work, PLAN, MODEL, limits, 36, async_scheduling=False, **options)
-        staged = replay_pipeline(work, PLAN, [MODEL], lambda _: 99.0, limits, 36, **options)
+        staged = replay_pipeline(work, PLAN, [MODEL], lambda *_: 99.0, limits, 36, **options)
         assert staged.starts[:, 0].tolist() == one.starts.tolist() and staged.seconds[:, 0].tolist() == one.seconds.tolist()
         for name in ("arrivals", "scheduled", "first", "last", "gaps", "gap_counts"):
             assert getattr(staged.times, name).tolist() == getattr(one.times, name).tolist(), name
@@ -52,7 +52,7 @@ def test_one_stage_is_a_replay(policy):
 def test_two_equal_stages_by_hand():
     """Two groups of four prompts take turns: each stage works without a gap, and 20 micro-batches of a second a stage last 21."""
     work = Workload("two groups", tuple(WorkloadRequest(16, 10) for _ in range(8)))
-    run = replay_pipeline(work, PLAN, [second(), second()], lambda _: 0.0, LIMITS, 200)
+    run = replay_pipeline(work, PLAN, [second(), second()], lambda *_: 0.0, LIMITS, 200)
     assert run.duration == 21 and run.demands.seqs.tolist() == [4] * 20
     assert run.starts[:, 0].tolist() == list(range(20)) and run.starts[:, 1].tolist() == list(range(1, 21))
     lost = run.bubbles
@@ -64,11 +64,11 @@ def test_stages_are_never_faster_than_their_bounds():
     """Tokens a second of a stage's steps bound the pipeline's; sends and bubbles only add, and every second is accounted for."""
     work = random_workload(80, 5, rate=30.0)
     stages = [MODEL, MODEL, MODEL]
-    run = replay_pipeline(work, PLAN, stages, lambda tokens: 1e-5 * tokens, LIMITS, 256)
+    run = replay_pipeline(work, PLAN, stages, lambda tokens, _: 1e-5 * tokens, LIMITS, 256)
     assert run.duration >= run.seconds.sum(axis=0).max()
     ends = run.starts + run.seconds
     assert (run.starts[1:] >= ends[:-1] - 1e-12).all(), "two micro-batches in a stage at once"
-    assert (run.starts[:, 1:] >= ends[:, :-1] + run.sends[:, None] - 1e-12).all(), "a micro-batch began before it arrived"
+    assert (run.starts[:, 1:] >= ends[:, :-1] + run.sends - 1e-12).all(), "a micro-batch began before it arrived"
     in_flight = [int(((run.starts[:, 0] <= t) & (t < ends[:, -1])).sum()) for t in run.starts[:, 0]]
     assert max(in_flight) == 3
     lost = run.bubbles
@@ -93,7 +93,7 @@ def test_all_tokens_are_served(monkeypatch, policy, num_pages):
             return super().turn(until)
 
     monkeypatch.setattr(pipeline, "PipelineReplica", Checked)
-    run = replay_pipeline(work, PLAN, [MODEL, MODEL], lambda _: 1e-4, limits, num_pages)
+    run = replay_pipeline(work, PLAN, [MODEL, MODEL], lambda *_: 1e-4, limits, num_pages)
     assert run.demands.samples.sum() == work.num_output_tokens == run.times.gap_counts.sum() + 60
     preempted = run.stats.num_preemptions
     assert preempted == 0 or run.demands.tokens.sum() > work.num_prompt_tokens + work.num_output_tokens - 60
@@ -116,6 +116,13 @@ def test_bubbles_by_hand():
     assert bubbles(starts[:1], seconds[:1], sends[:1], prefills[:1]).share == 0
 
 
+def test_a_replica_that_ran_nothing_lost_nothing():
+    books = RequestBooks(Workload("one", (WorkloadRequest(16, 10),)))
+    for stages in ([MODEL], [MODEL, MODEL, MODEL]):
+        replica = pipeline.PipelineReplica(books, PLAN, stages, lambda *_: 0.0, LIMITS, 200, prefix_caching=False)
+        assert replica.bubbles == pipeline.Bubbles(0, 0, 0, 0, 0, 0) and replica.bubbles.share == 0
+
+
 def _two_stages(steps: list[tuple[float, int]], send: float = 0.0):
     """(starts, seconds, sends, prefills) of micro-batches (seconds a stage, whether it holds a prompt) that are always at hand."""
     free, returned, starts = [0.0, 0.0], [0.0, 0.0], []
@@ -126,7 +133,7 @@ def _two_stages(steps: list[tuple[float, int]], send: float = 0.0):
         returned.append(free[1])
         starts.append([first, second])
     seconds = np.array([[s, s] for s, _ in steps], float)
-    return np.array(starts), seconds, np.full(len(steps), send), np.array([bool(p) for _, p in steps])
+    return np.array(starts), seconds, np.full((len(steps), 1), send), np.array([bool(p) for _, p in steps])
 
 
 def test_chunks_make_fewer_bubbles():
@@ -145,6 +152,6 @@ def test_chunks_make_fewer_bubbles():
 
 def test_a_request_that_no_pool_could_hold():
     books = RequestBooks(Workload("long", (WorkloadRequest(100, 20),)))
-    replica = PipelineReplica(books, PLAN, [MODEL, MODEL], lambda _: 0.0, LIMITS, 4, prefix_caching=False)
+    replica = PipelineReplica(books, PLAN, [MODEL, MODEL], lambda *_: 0.0, LIMITS, 4, prefix_caching=False)
     with pytest.raises(ValueError, match="row 0 of the workload.*the pool has 4"):
         serve(books, replica)
