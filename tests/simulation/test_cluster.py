@@ -21,7 +21,7 @@ def make(books, prefix_caching):
 
 
 def make_staged(books, prefix_caching):
-    return PipelineReplica(books, PLAN, [MODEL, MODEL], lambda _: 1e-4, LIMITS, 64, prefix_caching=prefix_caching)
+    return PipelineReplica(books, PLAN, [MODEL, MODEL], lambda *_: 1e-4, LIMITS, 64, prefix_caching=prefix_caching)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
