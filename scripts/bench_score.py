@@ -18,7 +18,7 @@ import numpy as np
 from absl import app, flags
 
 from scripts.bench_models import bench_model
-from scripts.engine_flags import define_engine_flags, engine_options, versions, write_json
+from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json
 
 _PROMPTS = flags.DEFINE_integer("num_prompts", 32, "Prompts of a run.", lower_bound=1)
 _LENGTH = flags.DEFINE_integer("length", 256, "Tokens of a prompt.", lower_bound=2)
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> None:
             "tokens_per_second_scored": scored,
             "ratio": ratio,
             "head_share_of_flops": share,
-            **versions(),
+            **provenance(),
         },
     )
 
