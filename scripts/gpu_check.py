@@ -37,7 +37,7 @@ _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Tiny shapes on a CPU.")
 _OUT = flags.DEFINE_string("out", None, "The folder above <device>/: benchmarks/results, or a new temporary one for a dry run.")
 _TORCH = flags.DEFINE_string("torch_python", sys.executable, "The Python with torch and transformers.")
 _CHILD = flags.DEFINE_string("child", None, "The section that this process is; set by the parent.")
-_ROWS = flags.DEFINE_string("rows", None, "Where a child writes its figures; set by the parent.")
+_ROWS = flags.DEFINE_string("child_rows", None, "Where a child writes its figures; set by the parent.")
 _CAP = flags.DEFINE_float("cap", 60, "Seconds that a child has; set by the parent.")
 _CACHE = flags.DEFINE_string("cache", "", "A child's compilation cache; set by the parent.")
 _BORN = flags.DEFINE_float("born", 0, "When the parent started this child; set by the parent.")
@@ -210,7 +210,7 @@ def run_child(
         "-m",
         "scripts.gpu_check",
         f"--child={name}",
-        f"--rows={rows}",
+        f"--child_rows={rows}",
         f"--cap={cap}",
         *(more or []),
     ]

@@ -71,6 +71,33 @@ def test_kernels_import_jax_and_numpy_only(path):
     assert not [(line, name) for line, name in imported(path) if name.split(".")[0] not in allowed]
 
 
+def scripts_within(path: Path) -> set[Path]:
+    """The scripts that a file imports, and those that they import at once."""
+    found: set[Path] = set()
+    ahead = [path]
+    while ahead:
+        tree = ast.parse(ahead[-1].read_text())
+        for node in ast.walk(tree) if ahead.pop() == path else tree.body:
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "scripts":
+                names = [alias.name for alias in node.names] if node.module == "scripts" else [node.module.split(".")[1]]
+                new = {ROOT / "scripts" / f"{name}.py" for name in names} - found
+                found |= new
+                ahead += new
+    return found
+
+
+def test_scripts_that_tests_import_share_no_flag():
+    """Every test process collects every test file, so these scripts' flags meet in one process, whatever the order."""
+    owners: dict[str, str] = {}
+    twice = []
+    for script in sorted(set().union(*(scripts_within(path) for path in FILES if path.parts[len(ROOT.parts)] == "tests"))):
+        for flag in re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', script.read_text()):
+            if owners.setdefault(flag, script.stem) != script.stem:
+                twice.append((flag, owners[flag], script.stem))
+    assert len(owners) > 20
+    assert not twice
+
+
 def test_third_party_imports_are_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
