@@ -1,0 +1,53 @@
+"""What a server and a router have in common as commands: where they listen, how they log, and how they stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from typing import Any
+
+from absl import flags
+
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 is every one that this machine has.")
+_PORT = flags.DEFINE_integer("port", 8000, "Port; 0 is any free one.", lower_bound=0, upper_bound=65535)
+_KEYS = flags.DEFINE_multi_string("api_key", [], "A key that a client must show; may be repeated. Also JAXSERVE_API_KEY.")
+_GRACE = flags.DEFINE_integer("grace", 30, "Seconds that requests have to finish after SIGTERM.", lower_bound=0)
+_CERT = flags.DEFINE_string("ssl_certfile", None, "A TLS certificate: serve https.")
+_KEY = flags.DEFINE_string("ssl_keyfile", None, "Its private key.")
+_ACCESS_LOG = flags.DEFINE_bool("access_log", True, "A line a request on stderr; never a prompt.")
+MAX_BODY = flags.DEFINE_integer("max_body_bytes", 32 * 2**20, "Largest body of a request.", lower_bound=1)
+
+
+def api_keys() -> tuple[str, ...]:
+    own = os.environ.get("JAXSERVE_API_KEY")
+    return (*_KEYS.value, own) if own else tuple(_KEYS.value)
+
+
+def set_up_logging() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    logging.getLogger("jaxserve").setLevel(logging.INFO)
+    logging.getLogger("jaxserve.access").setLevel(logging.INFO if _ACCESS_LOG.value else logging.WARNING)
+    logging.getLogger("uvicorn.error").setLevel(logging.INFO)
+
+
+def run(application: Any, *, date_header: bool = True) -> None:
+    """Serves an ASGI application until SIGTERM or Ctrl-C, then lets what runs finish for --grace seconds."""
+    import uvicorn
+
+    # uvicorn raises the signal that stopped it again at its end, to be handled as it was before: done is done.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGINT, lambda *_: None)
+    uvicorn.run(
+        application,
+        host=_HOST.value,
+        port=_PORT.value,
+        log_config=None,
+        access_log=False,
+        backlog=4096,
+        timeout_graceful_shutdown=_GRACE.value,
+        ssl_certfile=_CERT.value,
+        ssl_keyfile=_KEY.value,
+        server_header=False,
+        date_header=date_header,
+    )
