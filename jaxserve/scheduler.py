@@ -368,7 +368,7 @@ class Scheduler:
         rows, n = self.rows, len(decodes)
         num_prompts = len(rows.order) - n + len(self._waiting) + len(self._held)  # samples held may follow the first at once
         num_prompts = min(num_prompts, self.config.max_num_seqs - n)  # that may end in this step, with a logits row each
-        wanted = draft_lengths.choose(decodes, explore=not num_prompts)
+        wanted = draft_lengths.choose(decodes, explore=not num_prompts, queued=bool(self._waiting))
         if not wanted.any():
             return wanted
         wanted = np.minimum(wanted, rows.limit[decodes] - starts - 2)

@@ -105,7 +105,7 @@ class Proposed:
         self.num_drafts, self.max_rows = np.zeros(max_num_seqs, np.int32), max_rows
         self.explored = False  # whether lengths might be tried when it was last asked
 
-    def choose(self, rows: np.ndarray, *, explore: bool) -> np.ndarray:
+    def choose(self, rows: np.ndarray, *, explore: bool, queued: bool) -> np.ndarray:
         chosen, self.explored = self.num_drafts[rows], explore
         self.num_drafts[:] = 0
         return chosen

@@ -130,7 +130,7 @@ def test_nothing_compiles_after_warm_up_with_speculation():
     assert engine._draft_lengths is not None
     rng = np.random.default_rng(1)
 
-    def choose(rows: np.ndarray, *, explore: bool) -> np.ndarray:
+    def choose(rows: np.ndarray, *, explore: bool, queued: bool) -> np.ndarray:
         return np.minimum(rng.choice([0, 2, 3]), rng.integers(0, 9, len(rows))).astype(np.int32)
 
     engine._draft_lengths.choose = choose

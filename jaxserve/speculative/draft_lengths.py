@@ -20,7 +20,7 @@ MEMORY = 0.15  # weight of the newest draft in a row's rate
 MEMORY_OF_NEW = 0.02  # of the newest step in what is expected of a row's next owner
 FIRST_RATE = 0.5  # of the first rows
 LEAST_RATE = 0.2  # a row whose drafts are right less often brings none
-LEAST_GAIN = 1.05  # tokens a second over those of a plain step, by prediction, that make drafts worth it
+LEAST_GAIN = 1.05  # over a plain step, by prediction, that makes drafts worth it
 NUM_TIMES = 12  # last times of a shape that count
 ENOUGH_TIMES = 3  # fewer say nothing: the first may hold a compile
 RETRY_STEPS = 1000  # a shape that did not run for so many steps is timed anew
@@ -60,10 +60,13 @@ class DraftOutcome(NamedTuple):
 
 
 class DraftLengths:
-    """Chooses, of the plan's draft lengths, none included, what brings most tokens a second.
+    """Chooses, of the plan's draft lengths, none included, what serves the requests best.
 
     A row whose drafts are right at the rate p brings 1 + p + p^2 + ... + p^k tokens where it verifies k (Leviathan et al., ICML
-    2023, section 3.1). The times are those of the engine's own steps. adaptive=False: always `num_drafts`.
+    2023, section 3.1). While requests queue for a row, most tokens a second are best: whoever ends sooner makes room. With nobody
+    queueing that would let a few rows that copy slow down all others for nothing, as a batch ends with its slowest: then the least
+    time per token is best, averaged over the rows. The times are those of the engine's own steps. adaptive=False: always
+    `num_drafts`.
     """
 
     def __init__(self, plan: BucketPlan, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int, adaptive: bool = True):
@@ -85,9 +88,10 @@ class DraftLengths:
         rows: np.ndarray,  # intp[n]: those that decode
         *,
         explore: bool,
+        queued: bool,
     ) -> np.ndarray:  # i32[n]: drafts of each, as far as there is room
         """explore: whether the step will hold decodes alone, so that `take_time` learns what it took: a shape that was not timed is
-        then tried as if its drafts were free. Otherwise it is left out."""
+        then tried as if its drafts were free. Otherwise it is left out. queued: whether requests wait for a row."""
         n = len(rows)
         if not self.adaptive:
             return np.full(n, self.num_drafts, np.int32)
@@ -107,8 +111,9 @@ class DraftLengths:
                 if not explore:
                     continue
                 seconds = plain
-            tokens = n + float((p * (1 - p**k) / (1 - p)).sum())
-            gain = tokens / n * plain / seconds
+            tokens = (1 - p ** (k + 1)) / (1 - p)  # of each row worth it; the others bring one
+            per_step = (n - num_worth + tokens.sum()) / n if queued else n / (n - num_worth + (1 / tokens).sum())
+            gain = float(per_step) * plain / seconds
             if gain > best:
                 best, length = gain, k
         return np.where(worth, length, 0).astype(np.int32)
