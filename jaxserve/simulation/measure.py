@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
 from jaxserve.batch import BatchPacker, StepInputs
 from jaxserve.buckets import Bucket, BucketPlan
 from jaxserve.config import EngineConfig, ResolvedConfig
 from jaxserve.request import Request, SamplingParams
 from jaxserve.schedule import Schedule
-from jaxserve.simulation.step_time import BucketTimes, StepPoint, StepTimeModel, fit_bucket
+from jaxserve.simulation.step_time import BucketTimes, StepPoint, StepTimeModel, fit_buckets
 
 LOW_QUANTILE = 0.1  # of a point's steps: what they take where nobody else uses the machine
 
@@ -312,15 +313,17 @@ class StepMeasurer:
 
     def _fit(self, buckets: Iterable[Bucket]) -> StepTimeModel:
         times = []
-        for bucket in sorted(buckets):
-            coefficients = fit_bucket([self.point(s) for s in self.shapes(bucket)])
+        fitted = fit_buckets({bucket: [self.point(s) for s in self.shapes(bucket)] for bucket in buckets}, self.levels)
+        for bucket, coefficients in sorted(fitted.items()):
             memory = self.programs.body(bucket).memory_analysis()
             temp = int(memory.temp_size_in_bytes) if memory is not None else 0
             times.append(
                 BucketTimes(bucket.tokens, bucket.seqs, bucket.max_q_len, *coefficients, self.compile_seconds[bucket], temp)
             )
         alone = self.point(self._head_shape, 0).seconds
-        heads = tuple((r, max(0.0, self.point(self._head_shape, r).seconds - alone)) for r in self.plan.head_rows)
+        sizes = self.plan.head_rows
+        seconds = isotonic_regression([max(0.0, self.point(self._head_shape, r).seconds - alone) for r in sizes]).x
+        heads = tuple((rows, float(t)) for rows, t in zip(sizes, seconds, strict=True))  # more rows never take less
         return StepTimeModel(tuple(times), heads, tuple(self.levels), self.page_size)
 
 

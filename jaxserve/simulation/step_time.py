@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxserve.buckets import Bucket
+
+NEIGHBOURS = 2  # buckets on either side that a bucket's KV and pair terms are the median over
 
 _FORMAT = "jaxserve-step-times-1"
 
@@ -224,6 +226,32 @@ def _curve(entries: list[tuple[int, tuple[float, ...]]]) -> tuple[np.ndarray, np
 def _interpolate(x: float, sizes: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Row at x, linear between sizes, constant beyond them. sizes rise."""
     return np.array([np.interp(x, sizes, column) for column in rows.T])
+
+
+def fit_buckets(
+    points: Mapping[Bucket, Sequence[StepPoint]], levels: Sequence[int]
+) -> dict[Bucket, tuple[float, float, float]]:  # bucket -> (base, per_kv_token, per_pair)
+    """Each bucket by itself (`fit_bucket`), then its KV and pair terms as the running median over its neighbours, decode
+    buckets and the mixed ones of each level apart, and its base once more with these.
+
+    What a KV token costs hardly changes from one size to the next, and three terms of one bucket are few points: on a busy machine
+    a lucky bucket would seem to read its KV at twice the speed of its neighbours, and a search would pick it for that.
+    """
+    alone = {bucket: fit_bucket(some) for bucket, some in points.items()}
+    lines: dict[int, list[Bucket]] = {}
+    for bucket in sorted(points):
+        line = 0 if bucket.max_q_len == 1 else min((level for level in levels if level >= bucket.seqs), default=bucket.seqs)
+        lines.setdefault(line, []).append(bucket)
+    fitted = {}
+    for line in lines.values():
+        for i, bucket in enumerate(line):
+            near = [alone[b][1:] for b in line[max(0, i - NEIGHBOURS) : i + NEIGHBOURS + 1]]
+            per_kv_token, per_pair = (float(x) for x in np.median(near, axis=0))
+            seconds = np.array([p.seconds for p in points[bucket]])
+            rest = np.array([p.kv_tokens * per_kv_token + p.pairs * per_pair for p in points[bucket]])
+            base = float(((seconds - rest) / seconds**2).sum() / (1 / seconds**2).sum())  # least squares of relative errors
+            fitted[bucket] = (base, per_kv_token, per_pair) if base > 0 else alone[bucket]
+    return fitted
 
 
 def fit_bucket(points: Sequence[StepPoint]) -> tuple[float, float, float]:

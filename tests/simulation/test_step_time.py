@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxserve.buckets import Bucket
-from jaxserve.simulation.step_time import StepPoint, StepTimeModel, fit_bucket
+from jaxserve.simulation.step_time import StepPoint, StepTimeModel, fit_bucket, fit_buckets
 from tests.simulation.machines import MODEL
 
 
@@ -29,6 +29,24 @@ def test_fit_is_never_negative():
     base, per_kv, per_pair = fit_bucket(falling)
     assert per_kv == per_pair == 0 and 0.91e-3 < base < 1e-3
     assert fit_bucket(points(2e-3, 3e-7, 4e-7, noise=0.02)) == pytest.approx((2e-3, 3e-7, 4e-7), rel=0.15)
+
+
+def test_a_lucky_bucket_is_not_believed():
+    """A bucket whose KV seems to cost half as much as its neighbours': its terms are theirs; another line has its own."""
+    loads = [(0, 0), (0, 5000), (800, 100), (4000, 100), (9000, 2000), (2000, 0)]
+    points = {}
+    for tokens in (64, 128, 256, 512, 1024):
+        lucky = 0.5 if tokens == 256 else 1.0
+        seconds = [(tokens * 1e-5, 1e-6 * lucky, 2e-7 * lucky), (tokens * 2e-5, 3e-6, 4e-7)]
+        for (base, per_kv, per_pair), seqs in zip(seconds, (8, 64), strict=True):
+            times = [(k, p, base + per_kv * k + per_pair * p) for k, p in loads]
+            points[Bucket(tokens, seqs, tokens)] = [StepPoint(tokens, seqs, tokens, 0, *t) for t in times]
+    fitted = fit_buckets(points, levels=[8, 64])
+    for bucket, (base, per_kv, per_pair) in fitted.items():
+        assert (per_kv, per_pair) == pytest.approx((1e-6, 2e-7) if bucket.seqs == 8 else (3e-6, 4e-7))
+        if bucket.tokens != 256:
+            assert base == pytest.approx(bucket.tokens * (1e-5 if bucket.seqs == 8 else 2e-5))
+    assert fitted[Bucket(256, 8, 256)][0] < 256e-5, "its base makes up for it, within what was measured"
 
 
 def test_between_measured_buckets():

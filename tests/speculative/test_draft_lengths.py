@@ -88,7 +88,7 @@ def test_it_gains_where_there_is_something_to_gain_and_loses_nothing_elsewhere(r
     assert machine.gain > least_gain, machine.gain
 
 
-@pytest.mark.parametrize("num_copies, per_token", [(1, 0.02), (2, 0.05), (4, 0.05), (7, 0.02), (8, 0.02)])
+@pytest.mark.parametrize("num_copies, per_token", [(1, 0.005), (2, 0.01), (4, 0.01), (7, 0.02), (8, 0.02)])
 def test_with_nobody_queueing_rows_that_copy_do_not_slow_down_the_others(num_copies, per_token):
     """The mean over rows of the time per token falls or stays; tokens a second may not be all that there is to gain."""
     rates = [0.95] * num_copies + [0.02] * (8 - num_copies)
@@ -101,7 +101,7 @@ def test_with_nobody_queueing_rows_that_copy_do_not_slow_down_the_others(num_cop
     assert (1 / tokens).mean() * np.mean(machine.row_seconds[500:]) < 1.03 * plain, "time per token, mean over rows"
     assert throughput.gain > machine.gain - 0.05 and throughput.gain > 1.1
     drafts = np.mean(machine.lengths_seen[500:])
-    assert (drafts < 0.1 * K) if num_copies < 3 else (drafts > 0.5 * K)
+    assert (drafts < 0.1 * K) if num_copies < 3 else (drafts > 0.4 * K)
 
 
 def test_it_follows_a_text_that_begins_to_repeat_itself_and_ends():
