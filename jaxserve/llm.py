@@ -243,7 +243,8 @@ class LLM:
           use_tqdm, priority: as `generate`.
 
         Raises:
-          ValueError: as `generate`, also for a pair with an empty context or completion.
+          ValueError: as `generate`, also for a pair with an empty context or completion, or whose completion has a cache_salt other
+            than the context's, which is the pair's.
         """
         items = [texts] if _is_pair(texts) else as_list(texts)  # pyright: ignore[reportArgumentType]
         params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
@@ -256,6 +257,11 @@ class LLM:
         context, completion = self._tokenize(item[0]), self._tokenize(item[1], add_special_tokens=False)
         if not context.token_ids or not completion.token_ids:
             raise ValueError(f"{_short(item)} has an empty context or completion; give each one token at least")
+        if completion.cache_salt not in (None, context.cache_salt):
+            raise ValueError(
+                f"{_short(item)}: the completion's cache_salt={completion.cache_salt!r} differs from the context's "
+                f"{context.cache_salt!r}, under which the whole is cached: give it to the context"
+            )
         texts = (context.text, completion.text)
         text = None if None in texts else "".join(map(str, texts))
         return _Tokenized(text, context.token_ids + completion.token_ids, context.cache_salt, len(context.token_ids))

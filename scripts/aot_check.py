@@ -139,7 +139,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"--target={','.join(unknown)}: must be of {', '.join(TARGETS)}")
     use_no_device()
     from scripts.aot_step import split_fraction
-    from scripts.engine_flags import versions, write_json
+    from scripts.engine_flags import provenance, write_json
 
     try:
         models = [split_fraction(model, _FRACTION.value) for model in _MODELS.value]
@@ -154,7 +154,7 @@ def main(argv: list[str]) -> None:
         if not _DUMP.value:
             compiler.remove()
     faults = [f"{r['target']} {r.get('model', 'kernels')}: {fault}" for r in results for fault in r["faults"]]
-    write_json(_JSON.value, {"check": "aot", "results": results, "faults": faults, **versions()})
+    write_json(_JSON.value, {"check": "aot", "results": results, "faults": faults, **provenance()})
     for fault in faults:
         print(f"FAULT {fault}", file=sys.stderr)
     checked = sum(len(r["programs"]) for r in results)

@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from jaxserve.workloads import Workload, WorkloadRequest
 from scripts.bench_models import bench_model
-from scripts.bench_run import serve
-from scripts.engine_flags import define_engine_flags, engine_options, versions, write_json
+from scripts.bench_run import check_fits, check_length, serve
+from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -43,11 +43,6 @@ def make_engine() -> Any:
     return Engine(bench_model(flags.FLAGS.model, options["dtype"]), engine_config(options), eos_token_ids=())
 
 
-def check_fits(batch: Workload, max_model_len: int | None) -> None:
-    if max_model_len is not None and batch.max_len > max_model_len:
-        raise ValueError(f"--input_len={_INPUT.value} + --output_len={_OUTPUT.value} exceed max_model_len={max_model_len}")
-
-
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """vLLM's fields in seconds, then ours: the mean time to a first token and the mean between an output's others."""
     latencies = [run["elapsed_time"] for run in runs]
@@ -65,11 +60,11 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
-    batch = Workload("latency", (WorkloadRequest(_INPUT.value, _OUTPUT.value),) * _BATCH.value)
+    batch = Workload("a batch", (WorkloadRequest(_INPUT.value, _OUTPUT.value),) * _BATCH.value)
     try:
-        check_fits(batch, flags.FLAGS.max_model_len)  # where it was given, before anything is compiled
+        check_length(batch, engine_options()["max_model_len"])  # where it was given, before anything is compiled
         engine = make_engine()
-        check_fits(batch, engine.config.scheduler.max_model_len)
+        check_fits(batch, engine)
     except (ValueError, NotImplementedError, OSError) as error:
         sys.exit(f"bench_latency: {error}")
     print(engine.describe(), file=sys.stderr)
@@ -87,7 +82,7 @@ def main(argv: list[str]) -> None:
     if engine.stats.draft_summary:
         print(engine.stats.draft_summary, file=sys.stderr)
     sizes = {"input_len": _INPUT.value, "output_len": _OUTPUT.value, "batch_size": _BATCH.value, "num_iters": _ITERS.value}
-    write_json(_JSON.value, {"benchmark": "latency", "model": flags.FLAGS.model, **sizes, **result, **versions()})
+    write_json(_JSON.value, {"benchmark": "latency", "model": flags.FLAGS.model, **sizes, **result, **provenance()})
 
 
 if __name__ == "__main__":

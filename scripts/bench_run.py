@@ -1,4 +1,4 @@
-"""One timed run of a workload on an engine, which every throughput benchmark shares."""
+"""One timed run of a workload on an engine, which every throughput benchmark shares, and whether it can be run at all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,31 @@ import statistics
 import time
 from typing import Any
 
-from jaxserve.workloads import Workload
+from jaxserve.workloads import Workload, WorkloadRequest
+
+
+def longest_of(workload: Workload) -> WorkloadRequest:
+    return max(workload.requests, key=lambda r: r.num_prompt_tokens + r.num_output_tokens)
+
+
+def check_length(workload: Workload, max_model_len: int | None) -> None:
+    """ValueError if a request would end before its full length. None: not known yet."""
+    if max_model_len is not None and workload.max_len > max_model_len:
+        longest = longest_of(workload)
+        raise ValueError(
+            f"{workload.name} has a request of {longest.num_prompt_tokens} prompt and {longest.num_output_tokens} output tokens, "
+            f"more than {max_model_len=}: raise it to {workload.max_len} or ask for shorter requests"
+        )
+
+
+def check_fits(workload: Workload, engine: Any) -> None:
+    """ValueError if the engine would refuse a request, or end it before its full length."""
+    from jaxserve import SamplingParams
+
+    check_length(workload, engine.config.scheduler.max_model_len)
+    for request in (longest_of(workload), max(workload.requests, key=lambda r: r.num_prompt_tokens)):  # the pool's limit, a step's
+        params = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
+        engine.check_request("longest", [0] * request.num_prompt_tokens, params)
 
 
 def serve(engine: Any, workload: Workload, seed: int) -> dict[str, Any]:

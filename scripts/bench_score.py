@@ -27,11 +27,16 @@ _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is s
 define_engine_flags(model="tiny-small-head")
 
 
-def run(engine: Any, prompts: list[list[int]], score: bool) -> float:
-    """Seconds for all prompts."""
+def one_token() -> Any:
+    """The sampling parameters of every request."""
     from jaxserve import SamplingParams
 
-    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    return SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+
+
+def run(engine: Any, prompts: list[list[int]], score: bool) -> float:
+    """Seconds for all prompts."""
+    params = one_token()
     start = time.perf_counter()
     for i, prompt in enumerate(prompts):
         requests = engine.add_request(str(i), prompt, params, score_from=1 if score else None)
@@ -57,8 +62,12 @@ def main(argv: list[str]) -> None:
     from jaxserve import Engine
     from jaxserve.llm import engine_config
 
-    options: dict[str, Any] = {**engine_options(), "enable_prefix_caching": False}
-    engine = Engine(bench_model(flags.FLAGS.model, options["dtype"]), engine_config(options), eos_token_ids=())
+    try:
+        options: dict[str, Any] = {**engine_options(), "enable_prefix_caching": False}
+        engine = Engine(bench_model(flags.FLAGS.model, options["dtype"]), engine_config(options), eos_token_ids=())
+        engine.check_request("longest", [0] * _LENGTH.value, one_token())
+    except (ValueError, NotImplementedError, OSError) as error:
+        sys.exit(f"bench_score: {error}")
     print(engine.describe(), file=sys.stderr)
     rng = np.random.default_rng(0)
     times: dict[bool, list[float]] = {False: [], True: []}

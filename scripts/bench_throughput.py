@@ -24,8 +24,8 @@ from absl import app, flags
 
 from jaxserve.workloads import Workload
 from scripts.bench_models import bench_model
-from scripts.bench_run import serve
-from scripts.engine_flags import define_engine_flags, engine_options, versions, write_json
+from scripts.bench_run import check_fits, check_length, serve
+from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json
 from scripts.workload_flags import read_workload
 
 _POLICIES = flags.DEFINE_list("policies", [], "Batching policies to compare; by default --batching_policy alone.")
@@ -78,8 +78,12 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     try:
-        workload = read_workload(flags.FLAGS.model, flags.FLAGS.max_model_len)
+        max_model_len = engine_options()["max_model_len"]
+        workload = read_workload(flags.FLAGS.model, max_model_len)
+        check_length(workload, max_model_len)  # where it was given, before anything is compiled
         engines = make_engines()
+        for engine in engines.values():
+            check_fits(workload, engine)
     except (ValueError, NotImplementedError, OSError) as error:
         sys.exit(f"bench_throughput: {error}")
     for engine in engines.values():
@@ -111,7 +115,7 @@ def main(argv: list[str]) -> None:
             "max_num_seqs": next(iter(engines.values())).config.scheduler.max_num_seqs,
             "repeats": _REPEATS.value,
             "results": results,
-            **versions(),
+            **provenance(),
         },
     )
 

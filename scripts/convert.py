@@ -4,9 +4,10 @@
     python -m scripts.convert --model=model-Q4_K_M.gguf --output=model-orbax --dtype=bfloat16
     python -m scripts.convert --model=qwen3-orbax --output=qwen3-hf
 
-An Orbax folder holds numbered versions, each with the config and the tokenizer; `LLM(folder)` takes the newest, on any mesh. A
-version appears when all of it is written: a conversion that is killed leaves the one before intact. Runs on the CPU, in about the
-model's size of memory; towards Hugging Face, and a file's (--max_shard_gb).
+An Orbax folder holds numbered versions, each with the config and the tokenizer; `LLM(folder)` takes the newest, onto one device,
+and `checkpoints.orbax.load` restores one onto any mesh. A version appears when all of it is written: a conversion that is killed
+leaves the one before intact. Runs on the CPU, in about the model's size of memory; towards Hugging Face, and a file's
+(--max_shard_gb).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,10 @@ def read_source(path: Path) -> tuple[Any, dict[str, str | bytes], bool]:
     from checkpoints.huggingface import SafetensorsReader
 
     if path.is_dir():
-        return SafetensorsReader(path), dict(side_files(path)), False
+        reader, files = SafetensorsReader(path), side_files(path)
+        if "config.json" not in files:
+            raise ValueError(f"{path} has no config.json, which says what model its weights are")
+        return reader, dict(files), False
     from checkpoints import gguf
 
     reader = gguf.GGUFReader(path)
@@ -77,15 +82,11 @@ def to_huggingface(version: Path, output: str) -> Path:
     return convert.to_huggingface(version, lambda path, x: hf_tensors(config, path, x), output, max_shard_bytes=shard)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
-    logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of each phase
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is first imported, below
+def convert() -> Path:
+    """What the flags ask for; the folder that was made."""
     from checkpoints import orbax
     from checkpoints.huggingface import resolve
 
-    start = time.monotonic()
     path = resolve(_MODEL.value)
     version = orbax.find_version(path)
     if version is not None and _DTYPE.value != "auto":
@@ -94,7 +95,19 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"--keep is for Orbax's versions; {_MODEL.value} is Orbax and becomes a Hugging Face folder")
     if version is None and flags.FLAGS["max_shard_gb"].present:
         raise app.UsageError(f"--max_shard_gb is for Hugging Face folders; {_MODEL.value} is no Orbax folder and becomes one")
-    made = to_orbax(path, _OUTPUT.value, _DTYPE.value) if version is None else to_huggingface(version, _OUTPUT.value)
+    return to_orbax(path, _OUTPUT.value, _DTYPE.value) if version is None else to_huggingface(version, _OUTPUT.value)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of each phase
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is first imported, below
+    start = time.monotonic()
+    try:
+        made = convert()
+    except (ValueError, NotImplementedError, OSError) as error:
+        sys.exit(f"convert: {error}")
     size = sum(file.stat().st_size for file in made.rglob("*") if file.is_file())
     print(f"{made}: {size / 1e6:.1f} MB in {time.monotonic() - start:.1f} s")
 

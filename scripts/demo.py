@@ -1,7 +1,7 @@
 """A real model answers eight chat prompts at once, streaming: SmolLM2-135M-Instruct, whose weights come from the package index.
 
 The terminal shows the answers as they grow, side by side in time; then one summary line. Greedy, so that the answers are the same
-every time; those of four prompts are compared with tests/goldens/smollm2_greedy.json when it is there.
+every time; those of four prompts are compared with tests/goldens/smollm2_greedy.json.
 """
 
 from __future__ import annotations
@@ -58,9 +58,11 @@ class Screen:
 
 
 def golden_answers(dtype: str) -> list[dict[str, Any]]:
-    """{prompt, token_ids, ...} of the four prompts whose greedy tokens transformers gave; empty if the file is not there."""
+    """{prompt, token_ids, ...} of the four prompts whose greedy tokens transformers gave."""
     if not GOLDENS.exists():
-        return []
+        sys.exit(
+            f"demo: {GOLDENS} is missing, which has four of the prompts and transformers' answers: git checkout brings it back"
+        )
     return [{"prompt": case["prompt"], **case[dtype]} for case in json.loads(GOLDENS.read_text())["cases"]]
 
 
@@ -69,11 +71,11 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     from scripts.fetch_demo_model import fetch
 
+    goldens = golden_answers(_DTYPE.value)
     started = time.monotonic()
     path = fetch()
     from jaxserve import LLM, BucketPlan, SamplingParams
 
-    goldens = golden_answers(_DTYPE.value)
     questions = [g["prompt"] for g in goldens] + list(PROMPTS)
     # A plan for just this batch: all prompts in one step, then eight decodes a step. The default plan has up to 24 programs.
     plan = BucketPlan(decode=(8,), mixed=((320, 8),), head_rows=(8,))
@@ -93,7 +95,7 @@ def main(argv: list[str]) -> None:
             outputs[index] = output
             screen.complete(index, output.outputs[0].text)
     print("\n" + summary(llm, [outputs[i] for i in range(len(prompts))], time.monotonic() - ready))
-    if _CHECK.value and goldens:
+    if _CHECK.value:
         check(goldens, [outputs[i] for i in range(len(goldens))])
 
 

@@ -131,10 +131,10 @@ def revision() -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """What every result file carries: revision, versions, device, seed (None where there is no such flag) and the flags given."""
+    """What every result file carries: revision, versions, device, seed (None where there is no such option) and the flags given."""
     given = {name: flags.FLAGS[name].value for name in flags.FLAGS if flags.FLAGS[name].present}
     ours = {name: value for name, value in given.items() if isinstance(value, str | int | float | bool | list)}
-    seed = flags.FLAGS.seed if "seed" in flags.FLAGS else None
+    seed = engine_options()["seed"] if "seed" in _NAMES else flags.FLAGS.seed if "seed" in flags.FLAGS else None
     return {"revision": revision(), **versions(), "seed": seed, "flags": ours}
 
 

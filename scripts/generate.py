@@ -117,7 +117,10 @@ def _sampling(record: dict[str, Any], where: str) -> dict[str, Any]:
 
 def check_flags(prompts: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """UsageError for what is asked for and would not be heeded."""
-    if _SYSTEM.value is not None and not (_CHAT.value and any("prompt" in record for record, _ in prompts)):
+    texts = any("prompt" in record for record, _ in prompts)
+    if _CHAT.value and not texts:
+        raise app.UsageError("--chat makes a user's message of a prompt's text, and there is none: messages are chats already")
+    if _SYSTEM.value is not None and not _CHAT.value:
         raise app.UsageError("--system goes before a prompt's text with --chat; messages and token ids bring their own")
     scored = any(params.get(name) is not None for _, params in prompts for name in ("logprobs", "prompt_logprobs"))
     if scored and not _OUTPUT.value:
@@ -214,7 +217,8 @@ def completions(llm: Any, prompts: list[tuple[dict[str, Any], dict[str, Any]]], 
         except ValueError as error:
             failed = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
             done[number] = RequestOutput(str(number), None, [], [failed], True)
-    params = [defaults.with_(**{"seed": _seed(number)} | prompts[number][1]) for number in numbers]
+    seed = llm.engine.config.engine.seed
+    params = [defaults.with_(**{"seed": _seed(seed, number)} | prompts[number][1]) for number in numbers]
     priorities = [prompts[number][0].get("priority", 0) for number in numbers]
     stream = llm.stream(inputs, params, priority=priorities, on_error="return")
     written = first
@@ -230,9 +234,9 @@ def completions(llm: Any, prompts: list[tuple[dict[str, Any], dict[str, Any]]], 
                 bar.advance(output)
 
 
-def _seed(number: int) -> int:
-    """Of a prompt that brings none: by its number, so that a resumed run draws what an unbroken one would."""
-    return int(np.random.SeedSequence((flags.FLAGS.seed % 2**64, number)).generate_state(1, np.uint64)[0])
+def _seed(seed: int, number: int) -> int:
+    """Of a prompt that brings none: by the engine's seed and its number, so that a resumed run draws what an unbroken one would."""
+    return int(np.random.SeedSequence((seed % 2**64, number)).generate_state(1, np.uint64)[0])
 
 
 def show(record: dict[str, Any], output: Any, file: TextIO | None) -> None:

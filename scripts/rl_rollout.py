@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from scripts.engine_flags import versions, write_json
+from scripts.engine_flags import provenance, write_json
 
 _ITERATIONS = flags.DEFINE_integer("iterations", 40, "Rollouts, each with one update.", lower_bound=1)
 _PROMPTS = flags.DEFINE_integer("prompts", 16, "Prompts an iteration.", lower_bound=1)
@@ -173,7 +173,7 @@ def main(argv: list[str]) -> None:
         f"weights {'shared' if shared else 'converted'}, {sum(r['rollout_seconds'] + r['update_seconds'] for r in records):.1f} s"
     )
     result = {"example": "rl_rollout", "dtype": _DTYPE.value, "shared_weights": shared}
-    write_json(_JSON.value, {**result, "iterations": records, "differences": rows, **versions()})
+    write_json(_JSON.value, {**result, "iterations": records, "differences": rows, **provenance()})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from scripts.engine_flags import versions, write_json
+from scripts.engine_flags import provenance, write_json
 
 _MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or id, or a GGUF file.", required=True)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights and activations, on both sides.")
@@ -239,7 +239,7 @@ def main(argv: list[str]) -> None:
     for fault in result["faults"]:
         print(f"FAULT: {fault}", file=text)
     print("FAULTY" if result["faults"] else "agrees with transformers", file=text)
-    write_json(_JSON.value, {"benchmark": "verify_model", "model": _MODEL.value, "dtype": _DTYPE.value, **result, **versions()})
+    write_json(_JSON.value, {"benchmark": "verify_model", "model": _MODEL.value, "dtype": _DTYPE.value, **result, **provenance()})
     sys.exit(1 if result["faults"] else 0)
 
 

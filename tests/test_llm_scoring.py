@@ -65,6 +65,8 @@ def test_completions_of_one_context_compute_it_once(llm):
     [
         (("", "b"), "empty context or completion"),
         (("a", ""), "empty context or completion"),
+        (({"prompt": "a", "cache_salt": "x"}, {"prompt": "b", "cache_salt": "y"}), "cache_salt='y' differs from the context's 'x'"),
+        (("a", {"prompt": "b", "cache_salt": "y"}), "cache_salt='y' differs from the context's None"),
         ("", "empty prompt"),
         ([None], "must be a text, or give"),
         ([("a", 5)], "is no prompt"),

@@ -36,9 +36,10 @@ def test_fields_are_those_of_vllm_and_agree(tmp_path):
     assert result["output_tokens_per_second"] == pytest.approx(2 * 5 / np.mean(latencies))
     assert 0 < result["mean_ttft_ms"] + 4 * result["mean_tpot_ms"] <= 1e3 * result["avg_latency"]
     assert "batch 2, 20 in, 5 out" in done.stderr and result["platform"] == "cpu"
+    assert result["revision"] and result["seed"] == 0 and result["flags"]["batch_size"] == 2
 
 
 def test_a_batch_that_cannot_be_is_refused(tmp_path):
     done = run(tmp_path, "--output_len=5000", "--max_model_len=64", "--num_pages=32")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "--output_len=5000 exceed max_model_len=64" in done.stderr
+    assert "bench_latency: a batch has a request of 32 prompt and 5000 output tokens, more than max_model_len=64" in done.stderr

@@ -39,6 +39,7 @@ def test_two_settings_are_compared(tmp_path):
     assert lines[0].endswith("x request_level") and "output tok/s" in lines[1]
     written = json.loads(path.read_text())
     assert written["workload"] == "single" and written["max_num_seqs"] == 2 and written["platform"] == "cpu"
+    assert written["revision"] and written["seed"] == 0 and written["flags"]["policies"] == ["sarathi", "request_level"]
     for result in written["results"].values():
         seconds = result["elapsed_time"]
         assert result["num_requests"] == 1 and result["total_num_tokens"] == 32 + 64
@@ -82,10 +83,11 @@ def test_settings_compared_share_the_memory_and_have_pools_of_one_size():
 
 
 def test_a_trace_of_random_prompts(tmp_path):
-    """What is longer than the model allows is left out."""
+    """What is longer than the engine allows is left out."""
+    (tmp_path / "config.json").write_text('{"max_model_len": 64}')
     (tmp_path / "trace.csv").write_text("num_prefill_tokens,num_decode_tokens\n9,3\n60,6\n20,2\n7,4\n")
-    flags = ["--workload=trace", f"--dataset_path={tmp_path / 'trace.csv'}", "--num_requests=2", "--max_model_len=64", "--json=-"]
-    done = run(tmp_path, *flags)
+    flags = ["--workload=trace", f"--dataset_path={tmp_path / 'trace.csv'}", "--num_requests=2", "--json=-"]
+    done = run(tmp_path, *flags, f"--config={tmp_path / 'config.json'}")
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(done.stdout[done.stdout.index("{") :])["results"].values()
     assert result["num_requests"] == 2 and result["total_num_tokens"] == 9 + 3 + 20 + 2
@@ -100,9 +102,13 @@ def test_a_trace_of_random_prompts(tmp_path):
         ("--workload=trace", "--workload=trace needs --dataset_path"),
         ("--max_num_seqs=64", "bench_throughput: the bucket plan holds"),
         ("--page_size=3", "bench_throughput: page_size=3 must be a power of two"),
+        ("--max_model_len=95", "bench_throughput: single has a request of 32 prompt and 64 output tokens, more than max"),
+        ("--config={work}/config.json", "more than max_model_len=95: raise it to 96 or ask for shorter requests"),
+        ("--batching_policy=orca --max_num_batched_tokens=16", "bench_throughput: request 'longest' has a prompt of 32 tokens,"),
         ("--random_input_len=5", "--random_input_len means nothing to --workload=single; it is for random"),
     ],
 )
 def test_bad_flags_are_refused(tmp_path, flag, message):
-    done = run(tmp_path, flag)
+    (tmp_path / "config.json").write_text('{"max_model_len": 95}')
+    done = run(tmp_path, *flag.format(work=tmp_path).split())
     assert done.returncode != 0 and message in done.stderr + done.stdout and "Traceback" not in done.stderr

@@ -65,7 +65,8 @@ def test_hugging_face_to_orbax_and_back(tmp_path, folder):
             assert (made / name).read_bytes() == (folder / name).read_bytes(), name
 
     done = convert(f"--model={tmp_path / 'orbax'}", f"--output={tmp_path / 'back'}")
-    assert done.returncode != 0 and "exists and is not empty" in done.stderr
+    assert done.returncode == 1 and done.stderr.startswith(f"convert: {tmp_path / 'back'} exists and is not empty")
+    assert "Traceback" not in done.stderr
 
     plan = BucketPlan(decode=(2,), mixed=((8, 2),), head_rows=(2,))
     llm = LLM(tmp_path / "orbax", num_pages=16, bucket_plan=plan, compilation_cache_dir="")
@@ -150,8 +151,25 @@ def test_a_hugging_face_folder_is_written_a_shard_at_a_time(tmp_path):
 
 
 def test_what_makes_no_sense_is_refused(tmp_path, folder):
-    done = convert(f"--model={tmp_path / 'nothing'}", f"--output={tmp_path / 'out'}")
-    assert done.returncode != 0 and "is not a file or folder here" in done.stderr and not (tmp_path / "out").exists()
+    weights = folder / "model.safetensors"
+    for name in ("bare", "odd", "cut", "empty"):
+        (tmp_path / name).mkdir()
+    for name in ("bare", "odd"):
+        (tmp_path / name / "model.safetensors").write_bytes(weights.read_bytes())
+    (tmp_path / "odd" / "config.json").write_text('{"architectures": ["Mamba"]}')
+    (tmp_path / "cut" / "model.safetensors").write_bytes(weights.read_bytes()[:1000])
+    (tmp_path / "model.gguf").write_bytes(b"GGML")
+    for given, message in (
+        ("nothing", "is not a file or folder here"),
+        ("bare", "has no config.json"),
+        ("odd", "Mamba"),
+        ("cut", "cannot read the weights"),
+        ("empty", "model.safetensors"),
+        ("model.gguf", "is not a GGUF file"),
+    ):
+        done = convert(f"--model={tmp_path / given}", f"--output={tmp_path / 'out'}")
+        assert done.returncode == 1 and done.stderr.startswith("convert: ") and message in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
     done = convert(f"--model={folder}", f"--output={tmp_path / 'out'}", "--max_shard_gb=1")
     assert done.returncode == 1 and "--max_shard_gb is for Hugging Face folders" in done.stderr
     version = orbax.save(tmp_path / "orbax", {"kernel": np.zeros(3, np.float32)})

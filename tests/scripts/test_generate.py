@@ -180,6 +180,16 @@ def test_a_killed_run_goes_on_where_it_broke_off(run, tmp_path):
     assert path.read_text() == "precious\n"
 
 
+def test_draws_are_seeded_by_the_engines_seed_wherever_it_stands(run, tmp_path):
+    (tmp_path / "config.json").write_text('{"seed": 5}')
+    flags = ["--prompt=a", "--temperature=1.5", "--top_k=0", "--max_tokens=20", "--ignore_eos"]
+    drawn = []
+    for given in (f"--config={tmp_path / 'config.json'}", "--seed=5"):
+        assert run(*flags, given, f"--output={tmp_path / 'out.jsonl'}").returncode == 0
+        drawn.append(json.loads((tmp_path / "out.jsonl").read_text())["outputs"][0]["token_ids"])
+    assert drawn[0] == drawn[1]
+
+
 BAD_LINES = [
     ("{'prompt'}", "not JSON"),
     ('["a"]', "must be an object with exactly one of prompt, prompt_token_ids, messages"),
@@ -239,11 +249,13 @@ def test_a_bad_line_is_named_by_file_and_number(errors, i):
         (["--prompt=a", "--resume"], "--resume needs --output"),
         (["--prompt=a", "--logprobs=1"], "log-probabilities are written to --output alone"),
         (["--prompt=a", "--system=S"], "--system goes before a prompt's text with --chat"),
+        (["--prompts_file={work}/chats.jsonl", "--chat"], "--chat makes a user's message of a prompt's text, and there is none"),
     ],
     ids=str,
 )
-def test_mistakes_end_with_one_line_and_an_exit_code(run, given, message):
-    done = run(*given)
+def test_mistakes_end_with_one_line_and_an_exit_code(run, tmp_path, given, message):
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (RECORDS[2], RECORDS[4])))
+    done = run(*(flag.format(work=tmp_path) for flag in given))
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert re.search(message, done.stderr + done.stdout)
 

@@ -18,6 +18,7 @@ def test_reward_rises_and_the_gap_is_as_small_as_the_dtype(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
+    assert result["revision"] and result["platform"] == "cpu" and result["flags"]["iterations"] == 20
     rewards = [record["reward"] for record in result["iterations"]]
     assert len(rewards) == 20 and abs(np.mean(rewards[:2]) - 0.25) < 0.05, "a quarter by chance"
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1
