@@ -29,9 +29,16 @@ def test_the_examples_run(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", jaxserve.__all__)
-def test_every_public_name_is_on_the_page(name):
-    assert re.search(rf"\b{name}\b", PAGE.read_text())
+SECTIONS = {  # heading -> what stands under it
+    heading: text for heading, _, text in (part.partition("\n") for part in PAGE.read_text().split("\n## ")[1:])
+}
+
+
+@pytest.mark.parametrize("name", (*jaxserve.__all__, "AsyncLLM", "ModelConfig", "Decoder"))
+def test_every_public_class_has_a_section_with_an_example(name):
+    (text,) = [text for heading, text in SECTIONS.items() if name in heading.split(", ")]
+    (example, *_) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert "assert" in example
 
 
 @pytest.mark.parametrize("name", jaxserve.__all__)
