@@ -1,0 +1,43 @@
+"""scripts.bench_engine's bare step is a real one: its tokens are the model's own greedy ones, and come one step late."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+import json
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from jaxserve import BucketPlan, Engine, EngineConfig
+from jaxserve.model_loader import random_model
+from scripts import bench_engine
+from scripts.bench_models import TINY_QWEN3
+
+flags.FLAGS(["bench_engine", "--steps=20"])
+config = TINY_QWEN3 | {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 1000, "tie_word_embeddings": False}
+module = random_model(config, dtype="float32")
+plan = BucketPlan(decode=(2,), mixed=((64, 2),), head_rows=(2,))
+engine = Engine(module, EngineConfig(bucket_plan=plan, max_num_seqs=2, max_model_len=128, num_pages=8), eos_token_ids=())
+bare = bench_engine.BareStep(engine, 2)
+bare._state[2], bare._state[4] = jnp.zeros(2, jnp.int32), jnp.array([5, 7], jnp.int32)  # nothing computed; the tokens to start from
+bare._unread = jnp.array([5, 7], jnp.int32)
+drawn = [bare.run()[:2].tolist() for _ in range(6)]
+follows = np.asarray(jax.jit(module)(jnp.array(drawn).T)).argmax(-1)  # of each token, given those before it
+times = bench_engine.compare_step(engine, module, 2)
+print(json.dumps({"drawn": drawn, "follows": follows.T.tolist(), "times": times}))
+"""
+
+
+def test_a_bare_step_decodes(tmp_path):
+    environment = os.environ | {"JAXSERVE_CACHE": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["drawn"][1:] == found["follows"][:-1] and len({tuple(row) for row in found["drawn"]}) == 6
+    times = found["times"]
+    assert times["ratio"] == times["engine_ms"] / times["bare_ms"] > 0
