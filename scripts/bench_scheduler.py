@@ -2,9 +2,12 @@
 
 Every running request decodes in every step; pages grow at their boundaries and are hashed when full, stop ids and lengths are
 checked, and with --depth 1 a step is in flight while the next is scheduled. Times are wall-clock microseconds: on a shared machine
-the median tells what a step costs there, the minimum what the code costs. Needs no jax.
+the median tells what a step costs there, the minimum what the code costs. Needs no jax but with --planners, which adds what packing
+does on a Hopper GPU: the work list of each step's attention (32 query and 8 KV heads of 128, an H100's 132 SMs, a context of 40,960
+tokens). What a plan costs depends on how long the sequences are: --prompt_len.
 
     python -m scripts.bench_scheduler --num_running 64,256 --page_sizes 16
+    python -m scripts.bench_scheduler --num_running 64,256 --page_sizes 64 --planners --prompt_len 2000
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ from absl import app, flags
 from tqdm import tqdm
 
 from jaxserve.batch import BatchPacker, StepLayout
-from jaxserve.buckets import BucketPlan
+from jaxserve.buckets import Bucket, BucketPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.edit_rows import EditLayout
 from jaxserve.page_pool import PagePool
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduler import Scheduler
+from scripts.engine_flags import revision
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("num_running", ["1", "64", "128", "256"], "Running decodes.")
@@ -36,38 +40,56 @@ flags.DEFINE_list("page_sizes", ["16", "64"], "Tokens a page.")
 flags.DEFINE_integer("num_steps", 1000, "Steps measured in each case.", lower_bound=1)
 flags.DEFINE_integer("depth", 1, "Steps in flight while the next is scheduled; 0 is synchronous.", lower_bound=0)
 flags.DEFINE_enum("order", "fcfs", ["fcfs", "priority"], "Order of the scheduler.")
+flags.DEFINE_integer("prompt_len", 20, "Tokens of the shortest prompt; page boundaries are spread out above it.", lower_bound=1)
+flags.DEFINE_boolean("planners", False, "Plan attention's work too, as on a Hopper GPU.")
 flags.DEFINE_boolean("json", False, "Print the results as one line of JSON.")
 
 EOS = 2
-MIN_PROMPT, NUM_WARM_UP = 20, 50
+NUM_WARM_UP = 50
+NUM_SMS, DEVICE_KIND, MAX_KV_LEN = 132, "NVIDIA H100 80GB HBM3", 40_960  # of --planners
 
 
-def make_scheduler(num_running: int, page_size: int, prefix_caching: bool, order: str, num_tokens: int) -> Scheduler:
+def make_scheduler(
+    num_running: int, page_size: int, prefix_caching: bool, order: str, num_tokens: int, prompt_len: int = 20
+) -> Scheduler:
     """A scheduler with `num_running` requests waiting that may decode `num_tokens` tokens; page boundaries are spread out."""
     rng = np.random.default_rng(0)
-    max_model_len = MIN_PROMPT + page_size + num_tokens + 1
-    budget = max(num_running * (MIN_PROMPT + page_size), 2048)
+    max_model_len = prompt_len + page_size + num_tokens + 1
+    budget = max(num_running * (prompt_len + page_size), 2048)
     config = SchedulerConfig(max_model_len=max_model_len, max_num_seqs=num_running, max_num_batched_tokens=budget, order=order)
     pool = PagePool(num_running * -(-max_model_len // page_size), page_size, prefix_caching)
     scheduler = Scheduler(config, pool)
     for i in range(num_running):
-        prompt = rng.integers(10, 100_000, MIN_PROMPT + i % page_size).tolist()
+        prompt = rng.integers(10, 100_000, prompt_len + i % page_size).tolist()
         params = SamplingParams(max_tokens=None, stop_token_ids=[3, 4])
         scheduler.add(Request(f"r{i}", prompt, params, eos_token_ids=frozenset([EOS]), arrival=float(i), priority=i % 3))
     return scheduler
 
 
-def make_packer(scheduler: Scheduler) -> BatchPacker:
-    """A packer for the default plan of the scheduler's limits."""
+def planners(bucket: Bucket) -> dict[int | None, Any]:
+    """What plans a bucket's attention on a Hopper GPU."""
+    from kernels import gpu
+    from kernels.ragged_paged_attention.planner import Planner
+
+    heads = {"num_query_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    with gpu.assume_sm90(NUM_SMS, DEVICE_KIND):
+        shape = {"num_tokens": bucket.tokens, "num_seqs": bucket.seqs, "max_q_len": bucket.max_q_len}
+        return {None: Planner.make(**shape, **heads, max_kv_len=MAX_KV_LEN)}
+
+
+def make_packer(scheduler: Scheduler, planned: bool = False) -> BatchPacker:
+    """A packer for the default plan of the scheduler's limits. planned: attention's work lists too."""
     config, page_size = scheduler.config, scheduler.pool.page_size
     plan = BucketPlan.default(config.max_num_seqs, config.max_num_batched_tokens)
-    layouts = {b: StepLayout(b, config.max_num_seqs, page_size, plan.max_head_rows) for b in plan.buckets}
+    layouts = {
+        b: StepLayout(b, config.max_num_seqs, page_size, plan.max_head_rows, planners(b) if planned else {}) for b in plan.buckets
+    }
     return BatchPacker(plan, layouts, config.max_num_seqs, EditLayout(config.max_model_len, vocab_size=100_000))
 
 
-def measure(scheduler: Scheduler, num_running: int, num_steps: int, depth: int) -> dict[str, float]:
+def measure(scheduler: Scheduler, num_running: int, num_steps: int, depth: int, planned: bool = False) -> dict[str, float]:
     """Median and minimum microseconds of schedule, pack, update and all three, over `num_steps` steps of decodes only."""
-    rng, in_flight, packer = np.random.default_rng(1), deque(), make_packer(scheduler)
+    rng, in_flight, packer = np.random.default_rng(1), deque(), make_packer(scheduler, planned)
     times = np.zeros((num_steps, 3))
     for step in range(-NUM_WARM_UP, num_steps):
         tokens = rng.integers(10, 100_000, num_running).astype(np.int32)
@@ -103,9 +125,9 @@ def main(argv: list[str]) -> None:
     results: list[dict[str, Any]] = []
     for page_size, cached, num_running in tqdm(cases, disable=FLAGS.json, leave=False):
         gc.collect()
-        scheduler = make_scheduler(num_running, page_size, cached, FLAGS.order, NUM_WARM_UP + num_steps + depth)
+        scheduler = make_scheduler(num_running, page_size, cached, FLAGS.order, NUM_WARM_UP + num_steps + depth, FLAGS.prompt_len)
         case = {"page_size": page_size, "prefix_caching": cached, "num_running": num_running}
-        results.append(case | measure(scheduler, num_running, num_steps, depth))
+        results.append(case | measure(scheduler, num_running, num_steps, depth, FLAGS.planners))
     slopes = [
         {"page_size": rows[0]["page_size"], "prefix_caching": rows[0]["prefix_caching"]}
         | {"us_per_request": round((rows[-1]["total_us"] - rows[0]["total_us"]) / (sizes[-1] - sizes[0]), 3)}
@@ -117,6 +139,9 @@ def main(argv: list[str]) -> None:
         "depth": depth,
         "order": FLAGS.order,
         "num_steps": num_steps,
+        "prompt_len": FLAGS.prompt_len,
+        "planners": FLAGS.planners,
+        "revision": revision(),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "python": platform.python_version(),
         "numpy": np.__version__,
