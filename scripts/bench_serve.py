@@ -53,11 +53,11 @@ def make_engine() -> Any:
     from jaxserve.llm import engine_config
 
     options = engine_options() | {"warm_up": "all"}
-    model = bench_model(flags.FLAGS.model, str(options["dtype"]), flags.FLAGS.max_model_len)
+    model = bench_model(flags.FLAGS.model, str(options["dtype"]), options["max_model_len"])
     return Engine(model, engine_config(options), eos_token_ids=())
 
 
-def in_process(workloads: dict[float, Workload]) -> list[dict[str, Any]]:
+def in_process(workloads: dict[float, Workload], seed: int) -> list[dict[str, Any]]:
     """A result for each rate, from an engine of the flags; plots if asked for."""
     from scripts.open_loop import serve
 
@@ -66,7 +66,7 @@ def in_process(workloads: dict[float, Workload]) -> list[dict[str, Any]]:
     results, run = [], None
     for i, (rate, workload) in enumerate(workloads.items()):
         with tqdm(total=len(workload.requests), desc=f"{rate:g} requests/s") as bar:
-            run = serve(engine, workload, flags.FLAGS.seed + i, max_concurrency=_CONCURRENCY.value, progress=bar)
+            run = serve(engine, workload, seed + i, max_concurrency=_CONCURRENCY.value, progress=bar)
         results.append(summary(rate, run.times) | run.counts)
         report(results[-1])
     if _PLOT.value and run is not None:
@@ -84,31 +84,31 @@ def over_http(target: Target, workload: Workload, vocab_size: int, seed: int) ->
         return asyncio.run(serve_at(target, workload, vocab_size, seed, max_concurrency=_CONCURRENCY.value, progress=bar))
 
 
-def at_url(workloads: dict[float, Workload]) -> list[dict[str, Any]]:
+def at_url(workloads: dict[float, Workload], seed: int) -> list[dict[str, Any]]:
     """A result for each rate, from the server at --base_url."""
     target = Target(str(_URL.value), _API_KEY.value or os.environ.get("JAXSERVE_API_KEY"))
     vocab_size = target.get_json("/tokenizer_info")["vocab_size"]
     results = []
     for i, (rate, workload) in enumerate(workloads.items()):
-        results.append(summary(rate, over_http(target, workload, vocab_size, flags.FLAGS.seed + i)))
+        results.append(summary(rate, over_http(target, workload, vocab_size, seed + i)))
         report(results[-1])
     return results
 
 
-def against_server(workloads: dict[float, Workload]) -> list[dict[str, Any]]:
+def against_server(workloads: dict[float, Workload], seed: int) -> list[dict[str, Any]]:
     """For each rate, the last round's result in process and that of a server of the same flags, and the share between them."""
     from scripts.open_loop import serve
 
     engine, results = make_engine(), []
-    ours = ["model", *engine_options()]
+    ours = [name for name in ("model", "config", *engine_options()) if name in flags.FLAGS]
     given = [flags.FLAGS[name].serialize() for name in ours if flags.FLAGS[name].present]
     with server_process("scripts.serve", "--noaccess_log", *given) as (url, _):
         for rate, workload in workloads.items():
             shares, here, there = [], {}, {}
-            for seed in range(flags.FLAGS.seed, flags.FLAGS.seed + 1 + _ROUNDS.value):
-                run = serve(engine, workload, seed, max_concurrency=_CONCURRENCY.value)
+            for of_round in range(seed, seed + 1 + _ROUNDS.value):
+                run = serve(engine, workload, of_round, max_concurrency=_CONCURRENCY.value)
                 here = summary(rate, run.times) | run.counts
-                there = summary(rate, over_http(Target(url), workload, engine.config.model.vocab_size, seed))
+                there = summary(rate, over_http(Target(url), workload, engine.config.model.vocab_size, of_round))
                 shares.append(there["output_throughput"] / here["output_throughput"])
             print("in process, the last round:")
             report(here)
@@ -129,9 +129,10 @@ def main(argv: list[str]) -> None:
     if _URL.value and _AGAINST.value:
         raise app.UsageError("give either --base_url or --against_server")
     objectives = parse_objectives(_GOODPUT.value)
-    name, limit, seed = flags.FLAGS.model, flags.FLAGS.max_model_len, flags.FLAGS.seed
+    name, options = flags.FLAGS.model, engine_options()
+    limit, seed = options["max_model_len"], options["seed"]
     workloads = {float(r): read_traffic(name, limit, float(r), seed) for r in _RATE.value}  # before an engine is made
-    results = (at_url if _URL.value else against_server if _AGAINST.value else in_process)(workloads)
+    results = (at_url if _URL.value else against_server if _AGAINST.value else in_process)(workloads, seed)
     about = {"benchmark": "serve", "model": _URL.value or name, "workload": flags.FLAGS.workload}
     write_json(_JSON.value, {**about, "goodput_config": objectives, "results": results, **provenance()})
 

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
 
     logging.getLogger("jaxserve").setLevel(logging.WARNING)  # or it names every program
     start, options = time.perf_counter(), engine_options() | {"compilation_cache_dir": ""}  # compile seconds must be true
-    model = bench_model(flags.FLAGS.model, str(options["dtype"]), flags.FLAGS.max_model_len)
+    model = bench_model(flags.FLAGS.model, str(options["dtype"]), options["max_model_len"])
     multiple = _MULTIPLE.value or (8 if jax.default_backend() == "gpu" else 2)
     measurer = StepMeasurer(model, engine_config(options), multiple=multiple, min_seconds=_MIN_SECONDS.value)
 

@@ -164,7 +164,7 @@ def test_what_makes_no_sense_is_refused(tmp_path, folder):
         ("bare", "has no config.json"),
         ("odd", "Mamba"),
         ("cut", "cannot read the weights"),
-        ("empty", "model.safetensors"),
+        ("empty", "has no safetensors file"),
         ("model.gguf", "is not a GGUF file"),
     ):
         done = convert(f"--model={tmp_path / given}", f"--output={tmp_path / 'out'}")
