@@ -141,7 +141,7 @@ def test_salts_do_not_share_and_do_not_change_the_answer():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_default_plan_agrees_within_tolerance(dtype):
+def test_default_plan_agrees_within_tolerance(dtype, record_property):
     """Buckets of several shapes against one. Greedy requests part only at a near tie; random ones may part where a draw falls
     between two tokens' shares, which float32 all but excludes."""
     asks = requests(True, logprobs=True)
@@ -150,7 +150,8 @@ def test_default_plan_agrees_within_tolerance(dtype):
     assert_covers(run, engine, small_pool=True)
     assert len(engine.stats.padding.steps) >= 4, "the run stayed in a few buckets"
     num_greedy, num_random, largest = compare(run.answers, alone(dtype, True, logprobs=True), asks, TOLERANCE[dtype])
-    print(f"{dtype}: {num_greedy} greedy and {num_random} random requests part; log-probabilities differ by at most {largest:.1e}")
+    parted = f"of {len(asks)} requests {num_greedy} greedy and {num_random} random ones part"
+    record_property("counted", f"buckets, {dtype}: {parted}; log-probabilities differ by at most {largest:.1e}")
     assert num_greedy <= (0 if dtype == "float32" else 2) and num_random <= (1 if dtype == "float32" else 3)
 
 
@@ -175,7 +176,7 @@ def compare(answers: dict[str, Answer], expected: dict[str, Answer], asks: list[
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_alone_agrees_with_the_plain_forward(dtype):
+def test_alone_agrees_with_the_plain_forward(dtype, record_property):
     """The reference of the tests above against a forward that knows no pages: every log-probability that was returned, and
     greedy tokens the best."""
     tolerance, num_checked, largest = TOLERANCE[dtype], 0, 0.0
@@ -192,7 +193,8 @@ def test_alone_agrees_with_the_plain_forward(dtype):
             if ask.params.greedy and not kinds_of(ask.params):
                 assert expected[token] >= expected.max() - 2 * tolerance
             num_checked += 1
-    print(f"{dtype}: log-probabilities of {num_checked} tokens differ by at most {largest:.1e}")
+    counted = f"log-probabilities of {num_checked} tokens differ by at most {largest:.1e}"
+    record_property("counted", f"engine and plain forward, {dtype}: {counted}")
     assert num_checked > 100
 
 

@@ -206,7 +206,7 @@ def test_rejection_obeys_grammars(compiler, tokenizer):
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
 
-def test_across_buckets_they_part_only_at_near_ties():
+def test_across_buckets_they_part_only_at_near_ties(record_property):
     """Steps with drafts, without, and with chunks, each in shapes of its own."""
     plan = BucketPlan(decode=(2, 6), mixed=((24, 6),), head_rows=(6, 24), draft=((1, 3), (4, 3)))
     settings = {"pool_pages": workload.SMALL_POOL[True], "bucket_plan": plan, "speculative_config": NGRAM}
@@ -217,7 +217,8 @@ def test_across_buckets_they_part_only_at_near_ties():
     assert names == {"decode", "draft", "mixed"} and run.stats.num_preemptions
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
     parted = compare(run.answers, workload.alone("float32", True, logprobs=True), asks, TOLERANCE["float32"])
-    print(f"{parted[0]} greedy and {parted[1]} random requests part; log-probabilities differ by at most {parted[2]:.1e}")
+    counted = f"of {len(asks)} requests {parted[0]} greedy and {parted[1]} random ones part"
+    record_property("counted", f"buckets, with drafts: {counted}; log-probabilities differ by at most {parted[2]:.1e}")
     assert parted[0] == 0 and parted[1] <= 1
 
 

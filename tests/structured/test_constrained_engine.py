@@ -97,7 +97,7 @@ def random_form(rng: np.random.Generator, i: int) -> tuple[StructuredOutputsPara
     return form, lambda text: jsonschema_rs.validate(schema, json.loads(text))
 
 
-def test_several_hundred_schemas_and_regexes(model, tokenizer, compiler):
+def test_several_hundred_schemas_and_regexes(model, tokenizer, compiler, record_property):
     """Whatever else is asked for, and with pages so short that requests are preempted: n, log-probabilities, penalties, filters,
     min_tokens, prompts that share their pages."""
     rng = np.random.default_rng(2)
@@ -125,7 +125,8 @@ def test_several_hundred_schemas_and_regexes(model, tokenizer, compiler):
     assert stats.num_preemptions > NUM_FORMS // 20 and stats.num_hit_tokens > NUM_FORMS
     num_tokens = sum(len(answer.tokens) for answer in answers)
     num_sampled = engine.stats.padding.head_rows
-    print(f"{num_tokens} tokens of {len(answers)} outputs from {num_sampled} samples; {reasons}; {stats}")
+    counted = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+    record_property("counted", f"forms: {num_tokens} tokens of {len(answers)} outputs ({counted}) from {num_sampled} samples")
     assert num_sampled < 0.9 * num_tokens, "forced tokens take no step each"
 
 
