@@ -1,12 +1,17 @@
-"""The built wheel holds all of the three packages, data files too, and works from another folder."""
+"""The built wheel holds all of the three packages, data files too, and works from another folder, in an environment that has what
+the wheel asks for and nothing else."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests import alphabet_model
+from tests.alphabet_model import after
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jaxserve", "kernels", "checkpoints")
@@ -21,9 +26,12 @@ def wheel(tmp_path_factory) -> Path:
     return built
 
 
+def run_pip(*args: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "pip", *args], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+
 def pip(*args: str) -> None:
-    command = [sys.executable, "-m", "pip", "-qq", *args]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = run_pip("-qq", *args)
     assert done.returncode == 0, done.stderr
 
 
@@ -39,28 +47,63 @@ def test_holds_every_file_of_the_packages(wheel):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
-def test_works_from_another_folder(wheel, tmp_path):
-    pip("install", "--no-deps", "--target", str(tmp_path / "site"), str(wheel))
-    code = """
-import checkpoints, importlib.metadata, jaxserve, kernels
+# argv: a model folder. Every module but those of the extra [serve], then an answer of each kind of thing that a model needs.
+CODE = """
+import checkpoints, importlib, importlib.metadata, jaxserve, kernels, pkgutil, sys
 for package in (jaxserve, kernels, checkpoints):
     print(package.__file__)
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if not module.name.startswith("jaxserve.serving"):
+            importlib.import_module(module.name)
 print(importlib.metadata.version("jaxserve"))
 
-from jaxserve.model_loader import random_model
-config = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16,
-          "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32}
-plan = jaxserve.BucketPlan(mixed=((4, 2),), head_rows=(2,))
-llm = jaxserve.LLM.from_params(random_model(config), bucket_plan=plan, num_pages=2, page_size=16, compilation_cache_dir="")
-(output,) = llm.generate([1, 2, 3], jaxserve.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False)
-print(len(output.outputs[0].token_ids))
+plan = jaxserve.BucketPlan(mixed=((16, 2),), head_rows=(2,))
+llm = jaxserve.LLM(sys.argv[1], bucket_plan=plan, num_pages=4, page_size=16, compilation_cache_dir="")
+greedy = jaxserve.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+(chat,) = llm.chat([{"role": "user", "content": "hi"}], greedy)
+(form,) = llm.generate("a", greedy.with_(structured_outputs={"choice": ["no"]}))
+print(chat.outputs[0].text, form.outputs[0].text)
 """
-    # -P and PYTHONPATH: the wheel's files come before the checkout's, which an editable install puts on the path.
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+
+def check_works(python: Path | str, site: Path, folder: Path, **environment: str) -> None:
+    """Runs CODE outside of the checkout, with the packages that lie in `site`."""
+    model = alphabet_model.save(folder / "model")
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    command = [str(python), "-P", "-c", CODE, str(model)]
+    done = subprocess.run(
+        command, cwd=folder, env={**inherited, "JAX_PLATFORMS": "cpu", **environment}, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
-    *files, version, num_tokens = done.stdout.split()
-    assert files == [str(tmp_path / "site" / package / "__init__.py") for package in PACKAGES]
-    assert num_tokens == "5"
+    *files, version, chat, form = done.stdout.split()
+    assert files == [str(site / package / "__init__.py") for package in PACKAGES]
+    assert (chat, form) == (after("A", 5), "no")
     assert not (0, 18, 2) <= tuple(map(int, version.split("."))) < (0, 19, 0)  # see pyproject.toml
+
+
+def test_works_from_another_folder(wheel, tmp_path):
+    """Beside what is installed here: its files come before the checkout's, which an editable install puts on the path."""
+    site = tmp_path / "site"
+    pip("install", "--no-deps", "--target", str(site), str(wheel))
+    check_works(sys.executable, site, tmp_path, PYTHONPATH=str(site))
+
+
+OFFLINE = ("NewConnectionError", "NameResolutionError", "ConnectTimeoutError", "ProxyError")  # of urllib3, which pip passes on
+
+
+def test_works_in_an_environment_of_its_own(wheel, tmp_path):
+    """A new environment into which pip installs the wheel and what it requires: nothing that the tests or scripts need."""
+    environment = tmp_path / "environment"
+    python = environment / "bin" / "python"
+    try:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=100)
+        constraints = ("-c", str(ROOT / "constraints" / "jax.txt"))
+        installed = run_pip("--python", str(python), "--retries=1", "install", "--no-compile", *constraints, str(wheel))
+        said = installed.stdout + installed.stderr
+        if installed.returncode and any(name in said for name in OFFLINE):
+            pytest.skip("needs a package index")
+        assert installed.returncode == 0, said
+        (site,) = environment.glob("lib/python*/site-packages")
+        check_works(python, site, tmp_path, PYTHONDONTWRITEBYTECODE="1")
+    finally:
+        shutil.rmtree(environment)  # 700 MB
