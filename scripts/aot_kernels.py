@@ -17,7 +17,7 @@ SHAPES = {"decode": (64, 64, 1), "mixed": (2048, 128, 2048)}  # (T, S, max_q_len
 ATTENTION, JOIN = "ragged_paged_attention_mosaic_gpu_kernel", "join_partial_results_mosaic_gpu_kernel"
 EXPERTS = "grouped_matmul_mosaic_gpu_kernel"
 EXPERTS_30B_A3B = ((2048, 1536), (768, 2048))  # [in, out] of an expert's gate and up, and of its down projection
-EXPERTS_TOKENS = (8, 64, 2048)  # 0.5, 4 and 128 rows an expert
+EXPERTS_TOKENS = (8, 64, 256, 2048)  # 0.5, 4, 16 and 128 rows an expert
 _MAX_KV_LEN, _NUM_PAGES = 32768, 4096
 
 
