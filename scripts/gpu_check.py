@@ -6,8 +6,8 @@
 
 Needs an H100 or H200 and no network, and of packages only jax, flax, absl-py and numpy; torch and transformers are the peers where
 they are installed. Every section runs in a process of its own with its own time limit, so that a crash or a hang costs one
-section's remaining figures. They are written as JSON to benchmarks/results/<device>/, with device, date and versions; a table
-closes the run.
+section's remaining figures. They are written as JSON to benchmarks/results/<device>/, with device, date, versions and revision; a
+table closes the run. Whatever --sections says, a part begins with `device`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 from absl import app, flags
 
-from scripts.gpu_figures import Figures, read_rows
+from scripts.gpu_figures import Figures, read_rows, value_of
 
 _PART = flags.DEFINE_enum("part", "all", ["kernels", "engine", "all"], "Which half; all runs one after the other.")
 _SECTIONS = flags.DEFINE_list("sections", [], "Only these sections of the part.")
@@ -36,6 +36,7 @@ _MINUTES = flags.DEFINE_float("minutes", 7.5, "Time of a part.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Tiny shapes on a CPU.")
 _OUT = flags.DEFINE_string("out", None, "The folder above <device>/: benchmarks/results, or a new temporary one for a dry run.")
 _TORCH = flags.DEFINE_string("torch_python", sys.executable, "The Python with torch and transformers.")
+_REVISION = flags.DEFINE_string("revision", None, "The code's commit, for a tree without git; else git is asked.")
 _CHILD = flags.DEFINE_string("child", None, "The section that this process is; set by the parent.")
 _ROWS = flags.DEFINE_string("child_rows", None, "Where a child writes its figures; set by the parent.")
 _CAP = flags.DEFINE_float("cap", 60, "Seconds that a child has; set by the parent.")
@@ -43,6 +44,7 @@ _CACHE = flags.DEFINE_string("cache", "", "A child's compilation cache; set by t
 _BORN = flags.DEFINE_float("born", 0, "When the parent started this child; set by the parent.")
 
 _GRACE = 15.0  # seconds after its cap until a child is killed
+_VERSION = "version "  # what a figure that is a package's version is called, before the package
 _MODEL, _BIG, _DRY_MODEL = "qwen3-0.6b", "qwen3-8b", "tiny-qwen3"
 
 
@@ -105,9 +107,9 @@ def _device(figures: Figures) -> None:
     )
     for name in names:
         try:
-            figures.record(f"version {name}", importlib.metadata.version(name))
+            figures.record(f"{_VERSION}{name}", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            figures.record(f"version {name}", None, "absent")
+            figures.record(f"{_VERSION}{name}", None, "absent")
     if figures.dry_run:
         measure(figures)
         return
@@ -160,9 +162,9 @@ def _count_graph_updates(figures: Figures) -> None:
     gpu_engine.graph_updates(figures, _DRY_MODEL if figures.dry_run else _MODEL, Path(_CACHE.value))
 
 
+FIRST = {"device": Section(_device, 40)}  # of every part: its results go to a folder of the card
 PARTS: dict[str, dict[str, Section]] = {
     "kernels": {
-        "device": Section(_device, 40),
         "parity": Section(_attention("parity"), 90),
         "decode": Section(_attention("decode"), 100),
         "prefill": Section(_attention("prefill"), 60),
@@ -182,6 +184,7 @@ PARTS: dict[str, dict[str, Section]] = {
     },
 }
 HIDDEN = {"first_token": Section(_first_token, 90), "count_graph_updates": Section(_count_graph_updates, 60)}
+SECTIONS = {**FIRST, **PARTS["kernels"], **PARTS["engine"], **HIDDEN}
 
 
 def nested_cap(figures: Figures) -> float:
@@ -202,7 +205,7 @@ def run_child(
 
     A section's process leads a process group, in which those that it starts itself stay: it is killed with them.
     """
-    python = _TORCH.value if {**PARTS["kernels"], **PARTS["engine"], **HIDDEN}[name].torch else sys.executable
+    python = _TORCH.value if SECTIONS[name].torch else sys.executable
     command = [
         python,
         "-W",
@@ -237,10 +240,10 @@ def run_child(
 
 
 def run_part(part: str, folder: Path) -> list[dict[str, Any]]:
-    """All sections of a part, each within its own cap and what is left of the part's time."""
+    """`device`, then all sections of a part, each within its own cap and what is left of the part's time."""
     start, rows = time.perf_counter(), []
     sections = {n: s for n, s in PARTS[part].items() if not _SECTIONS.value or n in _SECTIONS.value}
-    for name, section in sections.items():
+    for name, section in {**FIRST, **sections}.items():
         left = 60 * _MINUTES.value - (time.perf_counter() - start) - _GRACE
         cap = min(section.cap, left)
         if _DRY_RUN.value and not section.dry:
@@ -260,7 +263,7 @@ def run_part(part: str, folder: Path) -> list[dict[str, Any]]:
 
 def device_name(rows: list[dict[str, Any]]) -> str:
     """A folder's name for the card: "h100" from "NVIDIA H100 80GB HBM3"."""
-    kind = next((str(r["value"]) for r in rows if r["name"] == "device"), "")
+    kind = str(value_of(rows, "device") or "")
     for known in ("H100", "H200"):
         if known in kind:
             return known.lower()
@@ -269,13 +272,22 @@ def device_name(rows: list[dict[str, Any]]) -> str:
 
 def write(part: str, rows: list[dict[str, Any]]) -> Path:
     """The part's figures as JSON, beside what they depend on."""
+    from scripts.engine_flags import revision
+
     above = _OUT.value or (tempfile.mkdtemp() if _DRY_RUN.value else "benchmarks/results")
     folder = Path(above) / ("dry_run" if _DRY_RUN.value else device_name(rows))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"gpu_{part}.json"
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    result = {"check": f"gpu {part}", "date": now, "dry_run": _DRY_RUN.value, "python": sys.version.split()[0], "figures": rows}
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    about = {
+        "check": f"gpu {part}",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "revision": _REVISION.value or revision(),
+        "device": value_of(rows, "device"),
+        "python": sys.version.split()[0],
+        "versions": {r["name"].removeprefix(_VERSION): r["value"] for r in rows if r["name"].startswith(_VERSION)},
+        "dry_run": _DRY_RUN.value,
+    }
+    path.write_text(json.dumps({**about, "figures": rows}, indent=1) + "\n")
     return path
 
 
@@ -294,11 +306,10 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     if _CHILD.value:
-        section = {**PARTS["kernels"], **PARTS["engine"], **HIDDEN}[_CHILD.value]
         figures = Figures(_CHILD.value, Path(_ROWS.value or os.devnull), _CAP.value, _DRY_RUN.value)
-        figures.attempt(_CHILD.value, section.run, figures)
+        figures.attempt(_CHILD.value, SECTIONS[_CHILD.value].run, figures)
         return
-    known = {name for part in PARTS.values() for name in part}
+    known = set(SECTIONS) - set(HIDDEN)
     if set(_SECTIONS.value) - known:
         raise app.UsageError(f"--sections={','.join(_SECTIONS.value)}: must be of {', '.join(sorted(known))}")
     failed = 0
