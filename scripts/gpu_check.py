@@ -46,6 +46,7 @@ _BORN = flags.DEFINE_float("born", 0, "When the parent started this child; set b
 _GRACE = 15.0  # seconds after its cap until a child is killed
 _VERSION = "version "  # what a figure that is a package's version is called, before the package
 _MODEL, _BIG, _DRY_MODEL = "qwen3-0.6b", "qwen3-8b", "tiny-qwen3"
+_AOT = Path("benchmarks/results/aot.json")  # what aot_check found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,27 +121,33 @@ def _device(figures: Figures) -> None:
     measure(figures)
 
 
-def _first_token(figures: Figures) -> None:
-    from scripts import gpu_engine
+def _first_token(model: str) -> Callable[[Figures], None]:
+    def run(figures: Figures) -> None:
+        from scripts import gpu_engine
 
-    gpu_engine.first_token(figures, _DRY_MODEL if figures.dry_run else _MODEL, _CACHE.value, _BORN.value)
+        gpu_engine.first_token(figures, _DRY_MODEL if figures.dry_run else model, _CACHE.value, _BORN.value)
+
+    return run
 
 
-def _startup(figures: Figures) -> None:
+def _startup(child: str) -> Callable[[Figures], None]:
     """The same script twice, with an empty compilation cache and with the one that the first left."""
-    with tempfile.TemporaryDirectory() as cache:
-        for label in ("cold", "warm"):
-            with tempfile.TemporaryDirectory() as folder:
-                rows = Path(folder) / "rows"
+
+    def run(figures: Figures) -> None:
+        with tempfile.TemporaryDirectory() as cache:
+            for label in ("cold", "warm"):
+                rows = Path(cache) / f"{label}.rows"
                 end = run_child(
-                    "first_token", nested_cap(figures), rows, figures.dry_run, [f"--cache={cache}", f"--born={time.time()}"]
+                    child, nested_cap(figures), rows, figures.dry_run, [f"--cache={cache}/jax", f"--born={time.time()}"]
                 )
                 found = [r for r in read_rows(rows) if r["name"] == "first token"]
-            if not found:
-                figures.record(f"start to first token, {label}", None, "error", why=end)
-                return
-            row = {k: v for k, v in found[0].items() if k not in ("section", "name", "value", "unit")}
-            figures.record(f"start to first token, {label}", found[0]["value"], "s", **row)
+                if not found:
+                    figures.record(f"start to first token, {label}", None, "error", why=end)
+                    return
+                row = {k: v for k, v in found[0].items() if k not in ("section", "name", "value", "unit")}
+                figures.record(f"start to first token, {label}", found[0]["value"], "s", **row)
+
+    return run
 
 
 def _graph_updates(figures: Figures) -> None:
@@ -176,14 +183,20 @@ PARTS: dict[str, dict[str, Section]] = {
     "engine": {
         "steps_0.6b": Section(_engine("steps"), 90),
         "workload": Section(_engine("workload"), 100),
-        "startup": Section(_startup, 100),
+        "startup": Section(_startup("first_token"), 100),
         "steps_8b": Section(_engine("steps", _BIG, (1, 32, 64, 128)), 100, dry=False),  # the same code as steps_0.6b
         "graph_updates": Section(_graph_updates, 40),
-        "thunks": Section(_engine("thunks", _MODEL, Path("benchmarks/results/aot.json")), 40),
+        "thunks": Section(_engine("thunks", _MODEL, _AOT), 40),
         "transformers": Section(_peers("transformers_generate"), 100, torch=True),
+        "startup_8b": Section(_startup("first_token_8b"), 100, dry=False),  # where time is left, and the same code as startup
+        "thunks_8b": Section(_engine("thunks", _BIG, _AOT), 40, dry=False),
     },
 }
-HIDDEN = {"first_token": Section(_first_token, 90), "count_graph_updates": Section(_count_graph_updates, 60)}
+HIDDEN = {
+    "first_token": Section(_first_token(_MODEL), 90),
+    "first_token_8b": Section(_first_token(_BIG), 90),
+    "count_graph_updates": Section(_count_graph_updates, 60),
+}
 SECTIONS = {**FIRST, **PARTS["kernels"], **PARTS["engine"], **HIDDEN}
 
 
@@ -271,13 +284,13 @@ def device_name(rows: list[dict[str, Any]]) -> str:
 
 
 def write(part: str, rows: list[dict[str, Any]]) -> Path:
-    """The part's figures as JSON, beside what they depend on."""
+    """The part's figures as JSON, beside what they depend on; some sections alone go to a file of their own."""
     from scripts.engine_flags import revision
 
     above = _OUT.value or (tempfile.mkdtemp() if _DRY_RUN.value else "benchmarks/results")
     folder = Path(above) / ("dry_run" if _DRY_RUN.value else device_name(rows))
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"gpu_{part}.json"
+    path = folder / ("_".join(["gpu", part, *(name for name in PARTS[part] if name in _SECTIONS.value)]) + ".json")
     about = {
         "check": f"gpu {part}",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,6 +1,7 @@
 """Faults of compiled programs, each seen in a report that has it, and the memory verdict against the engine's own resolution."""
 
 import dataclasses
+from typing import cast
 
 import pytest
 
@@ -20,7 +21,7 @@ from scripts.aot_verdicts import (
     variant_faults,
 )
 from scripts.compiled_report import CompiledReport, Instruction, Kernel, Thunk
-from scripts.sm90_compile import target_of
+from scripts.sm90_compile import Compiler, target_of
 
 KV = (100, 2, 8, 64, 128)
 DEMANDS = StepDemands(num_layers=2, kv_layer_shape=KV, pool_bytes=1000, temp_bytes=50)
@@ -106,7 +107,7 @@ def test_a_step_runs_kernels_that_are_known_to_be_the_fast_ones(dumped, before, 
     options = {"dtype": "bfloat16", "max_model_len": 2048, "attention_backend": "mosaic_sm90"}
     step = AbstractStep.make(read_config("tiny-qwen3"), options, "h100", memory_fraction=0.75)
     compiler = CompilerOf(step_body(step.config.pages.num_layers, kernels=dumped), before)
-    found = check_step(step, compiler, step.default_buckets()[:1]).faults  # type: ignore[arg-type]
+    found = check_step(step, cast(Compiler, compiler), step.default_buckets()[:1]).faults
     assert len(found) == 2 * faults, "both bodies have them: the bucket's, and the largest one's"
     assert all("body" in fault for fault in found)
 

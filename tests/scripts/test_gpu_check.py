@@ -150,7 +150,9 @@ def test_every_part_says_which_card_it_ran_on(part, only, tmp_path, monkeypatch)
     with flagsaver.as_parsed(sections=",".join(only), out=str(tmp_path), revision="abc", minutes="7.5", dry_run="false"):
         path = write(part, run_part(part, tmp_path))
     assert ran == ["device", *(name for name in PARTS[part] if not only or name in only)]
-    assert path == tmp_path / jax.devices()[0].device_kind.lower().replace(" ", "-") / f"gpu_{part}.json"
+    folder = jax.devices()[0].device_kind.lower().replace(" ", "-")
+    name = "_".join(["gpu", part, *(ran[1:] if only else [])])
+    assert path == tmp_path / folder / f"{name}.json"
     result = json.loads(path.read_text())
     assert result["device"] == jax.devices()[0].device_kind and result["revision"] == "abc"
     assert result["versions"]["jax"] == jax.__version__ and "torch" in result["versions"]
