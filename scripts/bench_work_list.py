@@ -205,7 +205,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; everything is a flag")
     results: list[dict[str, Any]]
     if FLAGS.longest:
-        refuse_flags("--longest has cases of its own", "trace", "max_kv_len", "chunk")
+        refuse_flags("--longest has cases of its own", "trace", "max_kv_len", "chunk", "num_running", "stride", "num_plans")
         results, show = [longest(n, chunk) for n in LONGEST_KV for chunk in LONGEST_CHUNKS], show_longest
     elif FLAGS.trace is not None:
         results, show = [balance(int(n)) for n in FLAGS.num_running], show_balance

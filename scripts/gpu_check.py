@@ -31,7 +31,7 @@ from absl import app, flags
 from scripts.gpu_figures import Figures, read_rows, value_of
 
 _PART = flags.DEFINE_enum("part", "all", ["kernels", "engine", "all"], "Which half; all runs one after the other.")
-_SECTIONS = flags.DEFINE_list("sections", [], "Only these sections of the part.")
+_SECTIONS = flags.DEFINE_list("sections", [], "Only these sections of the part, and device.")
 _MINUTES = flags.DEFINE_float("minutes", 7.5, "Time of a part.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Tiny shapes on a CPU.")
 _OUT = flags.DEFINE_string("out", None, "The folder above <device>/: benchmarks/results, or a new temporary one for a dry run.")
@@ -252,6 +252,12 @@ def run_child(
             errors.close()
 
 
+def chosen_parts() -> list[str]:
+    """Those of --part that have one of --sections."""
+    parts = list(PARTS) if _PART.value == "all" else [_PART.value]
+    return [part for part in parts if not _SECTIONS.value or {**FIRST, **PARTS[part]}.keys() & set(_SECTIONS.value)]
+
+
 def run_part(part: str, folder: Path) -> list[dict[str, Any]]:
     """`device`, then all sections of a part, each within its own cap and what is left of the part's time."""
     start, rows = time.perf_counter(), []
@@ -290,7 +296,7 @@ def write(part: str, rows: list[dict[str, Any]]) -> Path:
     above = _OUT.value or (tempfile.mkdtemp() if _DRY_RUN.value else "benchmarks/results")
     folder = Path(above) / ("dry_run" if _DRY_RUN.value else device_name(rows))
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / ("_".join(["gpu", part, *(name for name in PARTS[part] if name in _SECTIONS.value)]) + ".json")
+    path = folder / ("_".join(["gpu", part, *(name for name in {**FIRST, **PARTS[part]} if name in _SECTIONS.value)]) + ".json")
     about = {
         "check": f"gpu {part}",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -325,8 +331,10 @@ def main(argv: list[str]) -> None:
     known = set(SECTIONS) - set(HIDDEN)
     if set(_SECTIONS.value) - known:
         raise app.UsageError(f"--sections={','.join(_SECTIONS.value)}: must be of {', '.join(sorted(known))}")
+    if not chosen_parts():
+        raise app.UsageError(f"--sections={','.join(_SECTIONS.value)}: none is of --part={_PART.value}")
     failed = 0
-    for part in PARTS if _PART.value == "all" else [_PART.value]:
+    for part in chosen_parts():
         with tempfile.TemporaryDirectory() as folder:
             rows = run_part(part, Path(folder))
         path = write(part, rows)

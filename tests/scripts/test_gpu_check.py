@@ -15,7 +15,7 @@ from kernels.ragged_paged_attention import ragged_paged_attention
 from kernels.ragged_paged_attention.cases import CASES, TOLERANCE, build
 from scripts import gpu_check
 from scripts.gpu_attention import Batch, best_tiles, dense_attention, tile_candidates
-from scripts.gpu_check import FIRST, HIDDEN, PARTS, SECTIONS, device_name, run_part, summary, write
+from scripts.gpu_check import FIRST, HIDDEN, PARTS, SECTIONS, chosen_parts, device_name, run_part, summary, write
 from scripts.gpu_engine import decoding, random_engine, step_bytes, step_flops
 from scripts.gpu_figures import Figures, read_rows, value_of
 
@@ -158,6 +158,21 @@ def test_every_part_says_which_card_it_ran_on(part, only, tmp_path, monkeypatch)
     assert result["versions"]["jax"] == jax.__version__ and "torch" in result["versions"]
     age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(result["date"])
     assert datetime.timedelta(0) <= age < datetime.timedelta(minutes=5)
+
+
+@pytest.mark.parametrize(
+    ("part", "sections", "parts"),
+    [
+        ("all", "", ["kernels", "engine"]),
+        ("all", "decode", ["kernels"]),
+        ("all", "decode,thunks", ["kernels", "engine"]),
+        ("engine", "decode", []),
+        ("engine", "device", ["engine"]),
+    ],
+)
+def test_a_part_without_any_of_the_sections_is_not_run(part, sections, parts):
+    with flagsaver.as_parsed(part=part, sections=sections):
+        assert chosen_parts() == parts
 
 
 def test_sections_have_names_of_their_own():
