@@ -175,6 +175,24 @@ def test_a_part_without_any_of_the_sections_is_not_run(part, sections, parts):
         assert chosen_parts() == parts
 
 
+@pytest.mark.parametrize(("section", "child"), [("startup", "first_token"), ("startup_8b", "first_token_8b")])
+def test_a_start_is_timed_twice_with_one_cache(section, child, monkeypatch):
+    started = []
+
+    def first_token(name, cap, rows, dry_run, more):
+        started.append((name, more[0]))
+        Figures(name, rows, cap, dry_run).record("first token", 1.5 * len(started), "s", from_cache=7)
+        return "done"
+
+    monkeypatch.setattr(gpu_check, "run_child", first_token)
+    figures = Figures(section, None, 60, dry_run=False)
+    SECTIONS[section].run(figures)
+    assert [name for name, _ in started] == [child] * 2 and child in HIDDEN
+    assert started[0] == started[1] and started[0][1].startswith("--cache=/")
+    rows = [(r["name"], r["value"], r["from_cache"]) for r in figures.rows]
+    assert rows == [("start to first token, cold", 1.5, 7), ("start to first token, warm", 3.0, 7)]
+
+
 def test_sections_have_names_of_their_own():
     names = [name for part in (FIRST, *PARTS.values(), HIDDEN) for name in part]
     assert len(names) == len(set(names)) == len(SECTIONS) and json.dumps(names)
