@@ -218,9 +218,10 @@ class Engine:
         return bool(self._groups) or bool(self._in_flight) or bool(self._undelivered)
 
     def describe(self) -> str:
-        """What was decided, for the log: pool, limits, plan."""
+        """What was decided, for the log: the attention's backend, pool, limits, plan."""
         c = self.config
         return (
+            f"attention: {c.attention_backend}; "
             f"KV pool: {c.cache.num_pages} pages of {c.cache.page_size} tokens ({c.pool_bytes / 2**20:.0f} MiB); "
             f"steps of up to {c.scheduler.max_num_batched_tokens} tokens and {c.scheduler.max_num_seqs} sequences, "
             f"requests of up to {c.scheduler.max_model_len} tokens; buckets: {c.plan}"

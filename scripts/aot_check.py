@@ -12,13 +12,14 @@ or head that is not one CUDA graph; a copy of KV pages; more temporary memory th
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Any
 
 from absl import app, flags
 
-from scripts.aot_verdicts import gib, kernel_faults, mib
+from scripts.aot_verdicts import gib, kernel_faults, mib, variant_faults
 from scripts.compiled_report import CompiledReport, Kernel
 from scripts.sm90_compile import SMEM_LIMIT, TARGETS, Compiler, use_no_device
 
@@ -30,7 +31,7 @@ _MODELS = flags.DEFINE_list(
 )
 _TARGETS = flags.DEFINE_list("target", ["h100"], f"Which GPUs, of {', '.join(TARGETS)}.")
 _BUCKETS = flags.DEFINE_list("buckets", [], "Buckets to compile: 8 (decode), 256x128 (mixed), or all; default: two of the plan.")
-_KERNELS = flags.DEFINE_bool("kernels", True, "Compile the cases of our own kernels too.")
+_KERNELS = flags.DEFINE_enum("kernels", "all", ["none", "few", "all"], "Which cases of our own kernels to compile too.")
 _DTYPE = flags.DEFINE_enum("dtype", "auto", ["auto", "bfloat16", "float16", "float32"], "Of weights and activations.")
 _BACKEND = flags.DEFINE_enum("attention_backend", "mosaic_sm90", ["auto", "mosaic_sm90", "xla"], "Which attention the step runs.")
 _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Most tokens of a request; default: the model's.", lower_bound=1)
@@ -68,20 +69,28 @@ def table(report: CompiledReport) -> str:
     return "\n".join(rows)
 
 
+def compilers() -> dict[str, str]:
+    """Versions of the packages that compile for the GPU: XLA's and Mosaic's plugin, ptxas. One that is not there is left out."""
+    installed = {d.name: d.version for d in importlib.metadata.distributions()}
+    return {name: installed[name] for name in ("jax-cuda13-plugin", "nvidia-cuda-nvcc") if name in installed}
+
+
 def check_kernels(compiler: Compiler) -> dict[str, Any]:
     """Compiles the cases of our kernels."""
     from jaxserve.programs import GPU_COMPILER_OPTIONS
-    from scripts.aot_kernels import kernel_cases
+    from scripts.aot_kernels import few_cases, kernel_cases
 
     faults, results = [], []
-    for case in kernel_cases(compiler.num_sms, compiler.fact("name")):
+    cases = few_cases if _KERNELS.value == "few" else kernel_cases
+    for case in cases(compiler.num_sms, compiler.fact("name")):
         try:
             report = compiler.compile(case.name, case.function, case.args, options=GPU_COMPILER_OPTIONS)
         except Exception as error:  # one case's failure is a fault to list, not the end of the check
             faults.append(f"{case.name}: does not compile: {type(error).__name__}: {' '.join(str(error).split())[:500]}")
             continue
         ours = [k for k in report.kernels if k.source == "mosaic"]
-        faults += case.faults(report, compiler.mosaic_kernels) + kernel_faults(ours, smem_limit=SMEM_LIMIT, where=case.name)
+        faults += case.faults(report) + variant_faults(report, compiler.mosaic_kernels)
+        faults += kernel_faults(ours, smem_limit=SMEM_LIMIT, where=case.name)
         print(f"{case.name}: {report.seconds:.1f} s", flush=True)
         for k in ours:
             print(f"    {k.name:48s} {figures(k)}  {', '.join(k.uses)}", flush=True)
@@ -148,13 +157,13 @@ def main(argv: list[str]) -> None:
     results = []
     for target in _TARGETS.value:
         compiler = Compiler(target, Path(_DUMP.value) / target if _DUMP.value else None)
-        if _KERNELS.value:
+        if _KERNELS.value != "none":
             results.append({"target": target, **check_kernels(compiler)})
         results += [{"target": target, **check_model(*model, compiler)} for model in models]
         if not _DUMP.value:
             compiler.remove()
     faults = [f"{r['target']} {r.get('model', 'kernels')}: {fault}" for r in results for fault in r["faults"]]
-    write_json(_JSON.value, {"check": "aot", "results": results, "faults": faults, **provenance()})
+    write_json(_JSON.value, {"check": "aot", "results": results, "faults": faults, **compilers(), **provenance()})
     for fault in faults:
         print(f"FAULT {fault}", file=sys.stderr)
     checked = sum(len(r["programs"]) for r in results)

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.aot_verdicts import ATTENTION_OP, MemoryFit, StepDemands, body_faults, head_faults, kernel_faults, update_faults
+from scripts.aot_verdicts import (
+    ATTENTION_OP,
+    MemoryFit,
+    StepDemands,
+    body_faults,
+    head_faults,
+    kernel_faults,
+    update_faults,
+    variant_faults,
+)
 from scripts.bench_models import RANDOM
 from scripts.compiled_report import CompiledReport
 from scripts.sm90_compile import SMEM_LIMIT, Compiler, target_fact
@@ -178,6 +187,7 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
     beside = [*tops.values(), score, update]
     for report in (*bodies.values(), *beside):
         ours = [k for k in report.kernels if k.source == "mosaic"]
+        faults += variant_faults(report, compiler.mosaic_kernels)
         faults += kernel_faults(ours, smem_limit=SMEM_LIMIT, where=report.name)
     fit = step.fit(reserve)
     return StepResult([*bodies.values(), *beside], fit, faults + fit.faults, config)

@@ -12,6 +12,10 @@ from scripts.compiled_report import CompiledReport, Kernel
 
 # Part of the op_name of the call that does a layer's attention: the scope that the entry gives it, the kernel's own name.
 ATTENTION_OP = "ragged_paged_attention_mosaic_sm90/ragged_paged_attention/"
+ATTENTION, JOIN = "ragged_paged_attention_mosaic_gpu_kernel", "join_partial_results_mosaic_gpu_kernel"
+EXPERTS = "grouped_matmul_mosaic_gpu_kernel"
+# Of our kernels: the PTX features (compiled_report.PTX_FEATURES) without which one is the slow variant.
+FEATURES = {ATTENTION: ("TMA", "wgmma from registers"), JOIN: (), EXPERTS: ("TMA", "wgmma")}
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,22 @@ def _memory_faults(report: CompiledReport, demands: StepDemands) -> list[str]:
     if report.temp_bytes > demands.temp_bytes:
         return [f"needs {mib(report.temp_bytes)} of temporary memory, the plan set aside {mib(demands.temp_bytes)}"]
     return []
+
+
+def variant_faults(report: CompiledReport, compiled: Iterable[Kernel]) -> list[str]:
+    """Faults of the Mosaic kernels that a program calls: one of which the compiler told nothing, so that neither its registers nor
+    its shared memory are known, and one that is not the fast variant.
+
+    compiled: all Mosaic kernels so far. One that an earlier program called too isn't compiled again: all of its name then count.
+    """
+    faults, compiled = [], list(compiled)
+    for name in sorted({call.mosaic_kernel for call in report.mosaic_calls}):
+        found = [k for k in report.kernels if k.name == name] or [k for k in compiled if k.name == name]
+        if not found:
+            faults.append(f"{report.name}: {name} is called and nothing is known of it: Mosaic dumped no such kernel")
+        for lacking in sorted({use for k in found for use in FEATURES.get(name, ()) if use not in k.uses}):
+            faults.append(f"{report.name}: {name} has no {lacking}: this is not the fast variant")
+    return faults
 
 
 def kernel_faults(kernels: Iterable[Kernel], *, smem_limit: int, where: str) -> list[str]:

@@ -94,6 +94,11 @@ class Instruction:
     target: str  # of a custom call, else ""
 
     @property
+    def mosaic_kernel(self) -> str:
+        """Of a call of a Mosaic kernel: that kernel's name in PTX. The op_name ends with "/its name/the primitive's"."""
+        return f"{self.op_name.rpartition('/')[0].rpartition('/')[2]}_mosaic_gpu_kernel"
+
+    @property
     def result_bytes(self) -> int:
         return sum(shape_bytes(dtype, dims) for dtype, dims in self.results)
 

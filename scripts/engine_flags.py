@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 import subprocess
@@ -115,7 +116,8 @@ def versions() -> dict[str, Any]:
     }
 
 
-_CHANGED = ("status", "--porcelain", "-uno", "--", "jaxserve", "scripts")  # not the results, which a run writes itself
+_CODE = ("jaxserve", "kernels", "checkpoints", "scripts")  # not the results, which a run writes itself
+_CHANGED = ("status", "--porcelain", "-uno", "--", *_CODE)
 
 
 def revision() -> str | None:
@@ -131,11 +133,13 @@ def revision() -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """What every result file carries: revision, versions, device, seed (None where there is no such option) and the flags given."""
+    """What every result file carries: date, revision, versions, device, seed (None where there is no such option) and the flags
+    given."""
     given = {name: flags.FLAGS[name].value for name in flags.FLAGS if flags.FLAGS[name].present}
     ours = {name: value for name, value in given.items() if isinstance(value, str | int | float | bool | list)}
     seed = engine_options()["seed"] if "seed" in _NAMES else flags.FLAGS.seed if "seed" in flags.FLAGS else None
-    return {"revision": revision(), **versions(), "seed": seed, "flags": ours}
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"date": now, "revision": revision(), **versions(), "seed": seed, "flags": ours}
 
 
 def write_json(path: str | None, result: dict[str, Any]) -> None:

@@ -6,8 +6,8 @@
 
 Needs an H100 or H200 and no network, and of packages only jax, flax, absl-py and numpy; torch and transformers are the peers where
 they are installed. Every section runs in a process of its own with its own time limit, so that a crash or a hang costs one
-section's remaining figures. They are written as JSON to benchmarks/results/<device>/, with device, date and versions; a table
-closes the run.
+section's remaining figures. They are written as JSON to benchmarks/results/<device>/, with device, date, versions and revision; a
+table closes the run. Whatever --sections says, a part begins with `device`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from typing import Any
 
 from absl import app, flags
 
-from scripts.gpu_figures import Figures, read_rows
+from scripts.gpu_figures import Figures, read_rows, value_of
 
 _PART = flags.DEFINE_enum("part", "all", ["kernels", "engine", "all"], "Which half; all runs one after the other.")
-_SECTIONS = flags.DEFINE_list("sections", [], "Only these sections of the part.")
+_SECTIONS = flags.DEFINE_list("sections", [], "Only these sections of the part, and device.")
 _MINUTES = flags.DEFINE_float("minutes", 7.5, "Time of a part.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Tiny shapes on a CPU.")
 _OUT = flags.DEFINE_string("out", None, "The folder above <device>/: benchmarks/results, or a new temporary one for a dry run.")
 _TORCH = flags.DEFINE_string("torch_python", sys.executable, "The Python with torch and transformers.")
+_REVISION = flags.DEFINE_string("revision", None, "The code's commit, for a tree without git; else git is asked.")
 _CHILD = flags.DEFINE_string("child", None, "The section that this process is; set by the parent.")
 _ROWS = flags.DEFINE_string("child_rows", None, "Where a child writes its figures; set by the parent.")
 _CAP = flags.DEFINE_float("cap", 60, "Seconds that a child has; set by the parent.")
@@ -43,7 +44,9 @@ _CACHE = flags.DEFINE_string("cache", "", "A child's compilation cache; set by t
 _BORN = flags.DEFINE_float("born", 0, "When the parent started this child; set by the parent.")
 
 _GRACE = 15.0  # seconds after its cap until a child is killed
+_VERSION = "version "  # what a figure that is a package's version is called, before the package
 _MODEL, _BIG, _DRY_MODEL = "qwen3-0.6b", "qwen3-8b", "tiny-qwen3"
+_AOT = Path("benchmarks/results/aot.json")  # what aot_check found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +108,9 @@ def _device(figures: Figures) -> None:
     )
     for name in names:
         try:
-            figures.record(f"version {name}", importlib.metadata.version(name))
+            figures.record(f"{_VERSION}{name}", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            figures.record(f"version {name}", None, "absent")
+            figures.record(f"{_VERSION}{name}", None, "absent")
     if figures.dry_run:
         measure(figures)
         return
@@ -118,27 +121,33 @@ def _device(figures: Figures) -> None:
     measure(figures)
 
 
-def _first_token(figures: Figures) -> None:
-    from scripts import gpu_engine
+def _first_token(model: str) -> Callable[[Figures], None]:
+    def run(figures: Figures) -> None:
+        from scripts import gpu_engine
 
-    gpu_engine.first_token(figures, _DRY_MODEL if figures.dry_run else _MODEL, _CACHE.value, _BORN.value)
+        gpu_engine.first_token(figures, _DRY_MODEL if figures.dry_run else model, _CACHE.value, _BORN.value)
+
+    return run
 
 
-def _startup(figures: Figures) -> None:
+def _startup(child: str) -> Callable[[Figures], None]:
     """The same script twice, with an empty compilation cache and with the one that the first left."""
-    with tempfile.TemporaryDirectory() as cache:
-        for label in ("cold", "warm"):
-            with tempfile.TemporaryDirectory() as folder:
-                rows = Path(folder) / "rows"
+
+    def run(figures: Figures) -> None:
+        with tempfile.TemporaryDirectory() as cache:
+            for label in ("cold", "warm"):
+                rows = Path(cache) / f"{label}.rows"
                 end = run_child(
-                    "first_token", nested_cap(figures), rows, figures.dry_run, [f"--cache={cache}", f"--born={time.time()}"]
+                    child, nested_cap(figures), rows, figures.dry_run, [f"--cache={cache}/jax", f"--born={time.time()}"]
                 )
                 found = [r for r in read_rows(rows) if r["name"] == "first token"]
-            if not found:
-                figures.record(f"start to first token, {label}", None, "error", why=end)
-                return
-            row = {k: v for k, v in found[0].items() if k not in ("section", "name", "value", "unit")}
-            figures.record(f"start to first token, {label}", found[0]["value"], "s", **row)
+                if not found:
+                    figures.record(f"start to first token, {label}", None, "error", why=end)
+                    return
+                row = {k: v for k, v in found[0].items() if k not in ("section", "name", "value", "unit")}
+                figures.record(f"start to first token, {label}", found[0]["value"], "s", **row)
+
+    return run
 
 
 def _graph_updates(figures: Figures) -> None:
@@ -160,9 +169,9 @@ def _count_graph_updates(figures: Figures) -> None:
     gpu_engine.graph_updates(figures, _DRY_MODEL if figures.dry_run else _MODEL, Path(_CACHE.value))
 
 
+FIRST = {"device": Section(_device, 40)}  # of every part: its results go to a folder of the card
 PARTS: dict[str, dict[str, Section]] = {
     "kernels": {
-        "device": Section(_device, 40),
         "parity": Section(_attention("parity"), 90),
         "decode": Section(_attention("decode"), 100),
         "prefill": Section(_attention("prefill"), 60),
@@ -174,14 +183,21 @@ PARTS: dict[str, dict[str, Section]] = {
     "engine": {
         "steps_0.6b": Section(_engine("steps"), 90),
         "workload": Section(_engine("workload"), 100),
-        "startup": Section(_startup, 100),
+        "startup": Section(_startup("first_token"), 100),
         "steps_8b": Section(_engine("steps", _BIG, (1, 32, 64, 128)), 100, dry=False),  # the same code as steps_0.6b
         "graph_updates": Section(_graph_updates, 40),
-        "thunks": Section(_engine("thunks", _MODEL, Path("benchmarks/results/aot.json")), 40),
+        "thunks": Section(_engine("thunks", _MODEL, _AOT), 40),
         "transformers": Section(_peers("transformers_generate"), 100, torch=True),
+        "startup_8b": Section(_startup("first_token_8b"), 100, dry=False),  # where time is left, and the same code as startup
+        "thunks_8b": Section(_engine("thunks", _BIG, _AOT), 40, dry=False),
     },
 }
-HIDDEN = {"first_token": Section(_first_token, 90), "count_graph_updates": Section(_count_graph_updates, 60)}
+HIDDEN = {
+    "first_token": Section(_first_token(_MODEL), 90),
+    "first_token_8b": Section(_first_token(_BIG), 90),
+    "count_graph_updates": Section(_count_graph_updates, 60),
+}
+SECTIONS = {**FIRST, **PARTS["kernels"], **PARTS["engine"], **HIDDEN}
 
 
 def nested_cap(figures: Figures) -> float:
@@ -202,7 +218,7 @@ def run_child(
 
     A section's process leads a process group, in which those that it starts itself stay: it is killed with them.
     """
-    python = _TORCH.value if {**PARTS["kernels"], **PARTS["engine"], **HIDDEN}[name].torch else sys.executable
+    python = _TORCH.value if SECTIONS[name].torch else sys.executable
     command = [
         python,
         "-W",
@@ -236,11 +252,17 @@ def run_child(
             errors.close()
 
 
+def chosen_parts() -> list[str]:
+    """Those of --part that have one of --sections."""
+    parts = list(PARTS) if _PART.value == "all" else [_PART.value]
+    return [part for part in parts if not _SECTIONS.value or {**FIRST, **PARTS[part]}.keys() & set(_SECTIONS.value)]
+
+
 def run_part(part: str, folder: Path) -> list[dict[str, Any]]:
-    """All sections of a part, each within its own cap and what is left of the part's time."""
+    """`device`, then all sections of a part, each within its own cap and what is left of the part's time."""
     start, rows = time.perf_counter(), []
     sections = {n: s for n, s in PARTS[part].items() if not _SECTIONS.value or n in _SECTIONS.value}
-    for name, section in sections.items():
+    for name, section in {**FIRST, **sections}.items():
         left = 60 * _MINUTES.value - (time.perf_counter() - start) - _GRACE
         cap = min(section.cap, left)
         if _DRY_RUN.value and not section.dry:
@@ -260,7 +282,7 @@ def run_part(part: str, folder: Path) -> list[dict[str, Any]]:
 
 def device_name(rows: list[dict[str, Any]]) -> str:
     """A folder's name for the card: "h100" from "NVIDIA H100 80GB HBM3"."""
-    kind = next((str(r["value"]) for r in rows if r["name"] == "device"), "")
+    kind = str(value_of(rows, "device") or "")
     for known in ("H100", "H200"):
         if known in kind:
             return known.lower()
@@ -268,14 +290,23 @@ def device_name(rows: list[dict[str, Any]]) -> str:
 
 
 def write(part: str, rows: list[dict[str, Any]]) -> Path:
-    """The part's figures as JSON, beside what they depend on."""
+    """The part's figures as JSON, beside what they depend on; some sections alone go to a file of their own."""
+    from scripts.engine_flags import revision
+
     above = _OUT.value or (tempfile.mkdtemp() if _DRY_RUN.value else "benchmarks/results")
     folder = Path(above) / ("dry_run" if _DRY_RUN.value else device_name(rows))
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"gpu_{part}.json"
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    result = {"check": f"gpu {part}", "date": now, "dry_run": _DRY_RUN.value, "python": sys.version.split()[0], "figures": rows}
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path = folder / ("_".join(["gpu", part, *(name for name in {**FIRST, **PARTS[part]} if name in _SECTIONS.value)]) + ".json")
+    about = {
+        "check": f"gpu {part}",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "revision": _REVISION.value or revision(),
+        "device": value_of(rows, "device"),
+        "python": sys.version.split()[0],
+        "versions": {r["name"].removeprefix(_VERSION): r["value"] for r in rows if r["name"].startswith(_VERSION)},
+        "dry_run": _DRY_RUN.value,
+    }
+    path.write_text(json.dumps({**about, "figures": rows}, indent=1) + "\n")
     return path
 
 
@@ -294,15 +325,16 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     if _CHILD.value:
-        section = {**PARTS["kernels"], **PARTS["engine"], **HIDDEN}[_CHILD.value]
         figures = Figures(_CHILD.value, Path(_ROWS.value or os.devnull), _CAP.value, _DRY_RUN.value)
-        figures.attempt(_CHILD.value, section.run, figures)
+        figures.attempt(_CHILD.value, SECTIONS[_CHILD.value].run, figures)
         return
-    known = {name for part in PARTS.values() for name in part}
+    known = set(SECTIONS) - set(HIDDEN)
     if set(_SECTIONS.value) - known:
         raise app.UsageError(f"--sections={','.join(_SECTIONS.value)}: must be of {', '.join(sorted(known))}")
+    if not chosen_parts():
+        raise app.UsageError(f"--sections={','.join(_SECTIONS.value)}: none is of --part={_PART.value}")
     failed = 0
-    for part in PARTS if _PART.value == "all" else [_PART.value]:
+    for part in chosen_parts():
         with tempfile.TemporaryDirectory() as folder:
             rows = run_part(part, Path(folder))
         path = write(part, rows)

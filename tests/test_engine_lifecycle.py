@@ -444,5 +444,5 @@ def test_state_is_donated_and_weights_are_not(engine):
 
 def test_describe_says_what_was_decided(engine):
     said = engine.describe()
-    for part in ("128 pages of 4 tokens", "24 tokens and 6 sequences", "up to 192 tokens", "5 programs"):
+    for part in ("attention: xla", "128 pages of 4 tokens", "24 tokens and 6 sequences", "up to 192 tokens", "5 programs"):
         assert part in said

@@ -57,6 +57,7 @@ def tokens_and_logprobs(backend: str, speculative: dict | None = None) -> dict[s
         compilation_cache_dir="",
     )
     engine = Engine(model(), config, eos_token_ids=())
+    assert f"attention: {backend};" in engine.describe()
     for name, prompt in PROMPTS.items():
         engine.add_request(name, prompt, params)
     answers: dict[str, list[tuple[int, float]]] = {name: [] for name in PROMPTS}

@@ -158,6 +158,26 @@ def test_help_needs_no_jax(script):
     assert ended.split() == ["1", "loaded:"], "absl ends --help with 1"
 
 
+# argv: what must not be imported.
+ON_A_CARD = """
+import sys, time
+sys.modules.update(dict.fromkeys(sys.argv[1:]))
+from scripts import aot_step, gpu_attention, gpu_engine, gpu_peers
+from scripts.gpu_figures import Figures
+gpu_engine.first_token(Figures("on a card", None, 60, True), "tiny-qwen3", "", time.time())
+"""
+
+
+def test_a_card_needs_jax_flax_absl_and_numpy_alone():
+    """What gpu_check says of itself: none of our other dependencies is imported on the way to a token."""
+    ours = distributions(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    ours -= {"absl-py", "flax", "jax", "numpy", "ml-dtypes", "orbax-checkpoint", "scipy"}  # the last three come with jax and flax
+    assert "tokenizers" in ours
+    done = run_python(ON_A_CARD, *(name.replace("-", "_") for name in ours))
+    assert done.returncode == 0, done.stderr
+    assert "[on a card] first token: " in done.stdout
+
+
 def test_peer_benchmark_runs_without_jax_and_the_engine():
     """Of jaxserve it reads the workloads' definitions alone."""
     done = run_python(

@@ -11,9 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import tokenizers
-
 if TYPE_CHECKING:
+    import tokenizers
     from llguidance import LLTokenizer
 
 _PRIVATE = "\ue000"  # of Unicode's private use

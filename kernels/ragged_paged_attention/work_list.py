@@ -160,6 +160,17 @@ def positions_read(shape: WorkShape, packed: np.ndarray, q_lens: np.ndarray, kv_
     return int(np.maximum(end - begin * BLOCK, 0).sum())
 
 
+def positions_seen(shape: WorkShape, q_lens: np.ndarray, kv_lens: np.ndarray) -> int:
+    """KV positions that the last token of each query tile sees, once a KV head: without a sliding window no plan of these tiles can
+    read less."""
+    q_lens, kv_lens = np.asarray(q_lens, np.int64), np.asarray(kv_lens, np.int64)
+    tiles = -(-q_lens // shape.tile_tokens)
+    # Of a sequence the last tile sees kv_len, the one before less by the last one's tokens, and each before that less by a tile.
+    last = q_lens - (tiles - 1) * shape.tile_tokens
+    less = np.maximum(tiles - 1, 0) * last + (tiles - 1) * (tiles - 2) // 2 * shape.tile_tokens * (tiles > 1)
+    return shape.num_kv_heads * int((tiles * kv_lens - less).sum())
+
+
 def _planned_extents(shape: WorkShape, packed, q_lens, kv_lens):
     """(begin, stop, seq) of every item of every KV head, CTA by CTA: the blocks that it reads, and its sequence; i64[n] each."""
     parts = shape.unpack(packed)

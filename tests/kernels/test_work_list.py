@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kernels.ragged_paged_attention.work_list import BLOCK, TAIL, WorkShape, loads, plan, positions_read
+from kernels.ragged_paged_attention.work_list import BLOCK, TAIL, WorkShape, loads, plan, positions_read, positions_seen
 
 HEADS = {"qwen3_0.6b": (8, 2), "qwen3_8b": (8, 4), "qwen3_32b": (8, 8), "qwen3_30b_a3b": (4, 8)}  # K, N / K
 SMS = 132
@@ -104,11 +104,24 @@ def test_the_largest_steps_fit_their_arrays():
                 check(shape, q_lens, kv_lens, plan(shape, q_lens, kv_lens))
 
 
+def tile_ends(q_len: int, kv_len: int, tile_tokens: int) -> np.ndarray:
+    """Positions that the last token of each tile of a sequence sees."""
+    return np.array([kv_len - q_len + min(q_len, row + tile_tokens) for row in range(0, q_len, tile_tokens)], int)
+
+
 def test_arrays_can_be_used_again():
     shape, out = shape_of(), np.zeros(shape_of().size, np.int32)
     for q_lens, kv_lens in (([1, 1, 30], [1900, 700, 40]), ([1], [5]), ([], [])):
         assert plan(shape, np.array(q_lens, int), np.array(kv_lens, int), out=out) is out
         check(shape, q_lens, kv_lens, out)
+
+
+@pytest.mark.parametrize("tile_tokens", [1, 16, 64])
+def test_positions_that_tiles_see(tile_tokens):
+    shape = shape_of(4096, 8, max_q_len=2048, max_kv_len=8192, tile_tokens=tile_tokens)
+    q_lens, kv_lens = [1, 16, 17, 64, 100, 2048, 0], [700, 16, 40, 90, 5000, 2048, 12]
+    by_hand = sum(tile_ends(q, kv, tile_tokens).sum() for q, kv in zip(q_lens, kv_lens, strict=True))
+    assert positions_seen(shape, np.array(q_lens), np.array(kv_lens)) == 2 * by_hand
 
 
 def test_each_cta_runs_its_longest_item_first():
@@ -188,6 +201,14 @@ def test_steps_of_traces_are_balanced_and_read_little_more_than_they_must(trace,
         read = positions_read(shape, decodes, q_lens[:num_decodes], kv_lens[:num_decodes])
         assert read == K * (-(-kv_lens[:num_decodes] // TAIL) * TAIL).sum()
         assert read <= 1.02 * K * kv_lens[:num_decodes].sum()
+        # Of the step each tile what its last token sees, to the end of that block: of short tiles more end within one.
+        seen = [tile_ends(q, kv, tile_tokens) for q, kv in zip(q_lens, kv_lens, strict=True)]
+        kv = np.repeat(kv_lens, [len(ends) for ends in seen])
+        seen = np.concatenate(seen)
+        assert positions_seen(shape, q_lens, kv_lens) == K * seen.sum()
+        read = positions_read(shape, packed, q_lens, kv_lens)
+        assert read == K * np.minimum(-(-seen // BLOCK) * BLOCK, -(-kv // TAIL) * TAIL).sum()
+        assert read <= (1.02 if G <= 4 else 1.035) * K * seen.sum()
 
 
 @pytest.mark.parametrize(("max_kv_len", "limit"), [(4096, 1.11), (8192, 1.1), (40_960, 1.1)])

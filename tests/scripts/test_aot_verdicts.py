@@ -1,14 +1,27 @@
 """Faults of compiled programs, each seen in a report that has it, and the memory verdict against the engine's own resolution."""
 
 import dataclasses
+from typing import cast
 
 import pytest
 
 from jaxserve import EngineConfig
-from scripts.aot_step import AbstractStep, read_config, split_fraction
-from scripts.aot_verdicts import StepDemands, body_faults, head_faults, kernel_faults, update_faults
+from scripts.aot_kernels import KernelCase
+from scripts.aot_step import AbstractStep, check_step, read_config, split_fraction
+from scripts.aot_verdicts import (
+    ATTENTION,
+    ATTENTION_OP,
+    EXPERTS,
+    JOIN,
+    StepDemands,
+    body_faults,
+    head_faults,
+    kernel_faults,
+    update_faults,
+    variant_faults,
+)
 from scripts.compiled_report import CompiledReport, Instruction, Kernel, Thunk
-from scripts.sm90_compile import target_of
+from scripts.sm90_compile import Compiler, target_of
 
 KV = (100, 2, 8, 64, 128)
 DEMANDS = StepDemands(num_layers=2, kv_layer_shape=KV, pool_bytes=1000, temp_bytes=50)
@@ -50,6 +63,69 @@ def test_a_good_program_has_no_faults():
 def test_faults_of_a_body(change, message):
     [fault] = body_faults(dataclasses.replace(good_body(), **change), DEMANDS, "decode")
     assert message in fault and fault.startswith("body: ")
+
+
+def kernel(name: str, *uses: str) -> Kernel:
+    return dataclasses.replace(KERNEL, name=name, uses=uses)
+
+
+FAST = [kernel(ATTENTION, "TMA", "wgmma", "wgmma from registers"), kernel(JOIN, "TMA")]
+
+
+def step_body(num_layers: int, **changes) -> CompiledReport:
+    """A body whose layers call attention and the join."""
+    calls = [call(f"{ATTENTION_OP.strip('/')}"), call("ragged_paged_attention_mosaic_sm90/join_partial_results")] * num_layers
+    return dataclasses.replace(good_body(), instructions=calls, alias_bytes=1 << 62, temp_bytes=0, **changes)
+
+
+class CompilerOf:
+    """Stands in for the compiler: every body becomes this report, heads and the rest are good."""
+
+    def __init__(self, body: CompiledReport, mosaic_kernels: list[Kernel]):
+        self.body, self.mosaic_kernels = body, mosaic_kernels
+
+    def compile(self, name, function, args, **options):
+        head = dataclasses.replace(good_body(), instructions=[], thunks=[*good_body().thunks[: 1 + 2 * (name != "state update")]])
+        return dataclasses.replace(self.body if name.startswith("body") else head, name=name)
+
+
+@pytest.mark.parametrize(
+    ("dumped", "before", "faults"),
+    [
+        (FAST, FAST, 0),
+        ([], FAST, 0),  # an earlier program called the same kernels
+        ([], [], 2),
+        (FAST[:1], FAST[:1], 1),
+        ([kernel(ATTENTION, "TMA", "wgmma"), FAST[1]], FAST, 1),
+        ([kernel(ATTENTION, "wgmma", "wgmma from registers"), FAST[1]], FAST, 1),
+        ([], [kernel(ATTENTION), *FAST], 2),
+        ([dataclasses.replace(k, spill_loads=8) for k in FAST], FAST, 2),
+        ([dataclasses.replace(k, smem=232_449) for k in FAST], FAST, 2),
+    ],
+)
+def test_a_step_runs_kernels_that_are_known_to_be_the_fast_ones(dumped, before, faults):
+    options = {"dtype": "bfloat16", "max_model_len": 2048, "attention_backend": "mosaic_sm90"}
+    step = AbstractStep.make(read_config("tiny-qwen3"), options, "h100", memory_fraction=0.75)
+    compiler = CompilerOf(step_body(step.config.pages.num_layers, kernels=dumped), before)
+    found = check_step(step, cast(Compiler, compiler), step.default_buckets()[:1]).faults
+    assert len(found) == 2 * faults, "both bodies have them: the bucket's, and the largest one's"
+    assert all("body" in fault for fault in found)
+
+
+def test_faults_of_a_variant():
+    body = step_body(2, kernels=[])
+    assert variant_faults(body, FAST) == [] and variant_faults(good_body(), FAST)[0].endswith("Mosaic dumped no such kernel")
+    [fault] = variant_faults(body, [kernel(ATTENTION, "wgmma from registers"), FAST[1]])
+    assert fault == f"body: {ATTENTION} has no TMA: this is not the fast variant"
+    assert variant_faults(dataclasses.replace(body, kernels=FAST), [kernel(ATTENTION)]) == [], "what it was compiled with counts"
+
+
+def test_a_case_calls_its_kernels_once_each():
+    case = KernelCase("it", print, (), (ATTENTION, JOIN))
+    assert case.faults(step_body(1)) == []
+    assert "expected" in case.faults(step_body(2))[0] and "no Mosaic kernel" in case.faults(step_body(0))[0]
+    [fault] = dataclasses.replace(case, kernels=(ATTENTION, EXPERTS)).faults(step_body(1))
+    assert fault.startswith(f"it: calls {JOIN}, {ATTENTION}, expected")
 
 
 def test_an_update_may_be_kernels_without_a_graph_and_nothing_else():

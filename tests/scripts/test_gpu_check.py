@@ -1,5 +1,6 @@
 """The parts of gpu_check that decide what a figure means: floors, references, and what becomes of a failure."""
 
+import datetime
 import functools
 import json
 from typing import cast
@@ -7,12 +8,14 @@ from typing import cast
 import jax
 import numpy as np
 import pytest
+from absl.testing import flagsaver
 
 from kernels import gpu
 from kernels.ragged_paged_attention import ragged_paged_attention
 from kernels.ragged_paged_attention.cases import CASES, TOLERANCE, build
+from scripts import gpu_check
 from scripts.gpu_attention import Batch, best_tiles, dense_attention, tile_candidates
-from scripts.gpu_check import PARTS, device_name, summary
+from scripts.gpu_check import FIRST, HIDDEN, PARTS, SECTIONS, chosen_parts, device_name, run_part, summary, write
 from scripts.gpu_engine import decoding, random_engine, step_bytes, step_flops
 from scripts.gpu_figures import Figures, read_rows, value_of
 
@@ -131,6 +134,65 @@ def test_results_go_to_a_folder_of_the_card():
     assert device_name([]) == "unknown"
 
 
+@pytest.mark.parametrize("only", [[], ["thunks", "decode"]])
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_says_which_card_it_ran_on(part, only, tmp_path, monkeypatch):
+    ran = []
+
+    def run_section(name, cap, path, dry_run):
+        ran.append(name)
+        if name == "device":
+            figures = Figures(name, path, cap, dry_run=True)
+            SECTIONS[name].run(figures)
+        return "done"
+
+    monkeypatch.setattr(gpu_check, "run_child", run_section)
+    with flagsaver.as_parsed(sections=",".join(only), out=str(tmp_path), revision="abc", minutes="7.5", dry_run="false"):
+        path = write(part, run_part(part, tmp_path))
+    assert ran == ["device", *(name for name in PARTS[part] if not only or name in only)]
+    folder = jax.devices()[0].device_kind.lower().replace(" ", "-")
+    name = "_".join(["gpu", part, *(ran[1:] if only else [])])
+    assert path == tmp_path / folder / f"{name}.json"
+    result = json.loads(path.read_text())
+    assert result["device"] == jax.devices()[0].device_kind and result["revision"] == "abc"
+    assert result["versions"]["jax"] == jax.__version__ and "torch" in result["versions"]
+    age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(result["date"])
+    assert datetime.timedelta(0) <= age < datetime.timedelta(minutes=5)
+
+
+@pytest.mark.parametrize(
+    ("part", "sections", "parts"),
+    [
+        ("all", "", ["kernels", "engine"]),
+        ("all", "decode", ["kernels"]),
+        ("all", "decode,thunks", ["kernels", "engine"]),
+        ("engine", "decode", []),
+        ("engine", "device", ["engine"]),
+    ],
+)
+def test_a_part_without_any_of_the_sections_is_not_run(part, sections, parts):
+    with flagsaver.as_parsed(part=part, sections=sections):
+        assert chosen_parts() == parts
+
+
+@pytest.mark.parametrize(("section", "child"), [("startup", "first_token"), ("startup_8b", "first_token_8b")])
+def test_a_start_is_timed_twice_with_one_cache(section, child, monkeypatch):
+    started = []
+
+    def first_token(name, cap, rows, dry_run, more):
+        started.append((name, more[0]))
+        Figures(name, rows, cap, dry_run).record("first token", 1.5 * len(started), "s", from_cache=7)
+        return "done"
+
+    monkeypatch.setattr(gpu_check, "run_child", first_token)
+    figures = Figures(section, None, 60, dry_run=False)
+    SECTIONS[section].run(figures)
+    assert [name for name, _ in started] == [child] * 2 and child in HIDDEN
+    assert started[0] == started[1] and started[0][1].startswith("--cache=/")
+    rows = [(r["name"], r["value"], r["from_cache"]) for r in figures.rows]
+    assert rows == [("start to first token, cold", 1.5, 7), ("start to first token, warm", 3.0, 7)]
+
+
 def test_sections_have_names_of_their_own():
-    names = [name for part in PARTS.values() for name in part]
-    assert len(names) == len(set(names)) and json.dumps(names)
+    names = [name for part in (FIRST, *PARTS.values(), HIDDEN) for name in part]
+    assert len(names) == len(set(names)) == len(SECTIONS) and json.dumps(names)
