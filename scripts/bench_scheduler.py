@@ -71,10 +71,17 @@ def planners(bucket: Bucket) -> dict[int | None, Any]:
     from kernels import gpu
     from kernels.ragged_paged_attention.planner import Planner
 
-    heads = {"num_query_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     with gpu.assume_sm90(NUM_SMS, DEVICE_KIND):
-        shape = {"num_tokens": bucket.tokens, "num_seqs": bucket.seqs, "max_q_len": bucket.max_q_len}
-        return {None: Planner.make(**shape, **heads, max_kv_len=MAX_KV_LEN)}
+        planner = Planner.make(
+            num_tokens=bucket.tokens,
+            num_seqs=bucket.seqs,
+            max_q_len=bucket.max_q_len,
+            num_query_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            max_kv_len=MAX_KV_LEN,
+        )
+    return {None: planner}
 
 
 def make_packer(scheduler: Scheduler, planned: bool = False) -> BatchPacker:

@@ -52,7 +52,7 @@ def make_engine() -> Any:
     from jaxserve import Engine
     from jaxserve.llm import engine_config
 
-    options = engine_options() | {"warm_up": "all"}
+    options: dict[str, Any] = engine_options() | {"warm_up": "all"}
     model = bench_model(flags.FLAGS.model, str(options["dtype"]), options["max_model_len"])
     return Engine(model, engine_config(options), eos_token_ids=())
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from typing import Any
 
 from absl import app, flags
 from tqdm import tqdm
@@ -39,7 +40,8 @@ def main(argv: list[str]) -> None:
     from jaxserve.simulation.measure import StepMeasurer
 
     logging.getLogger("jaxserve").setLevel(logging.WARNING)  # or it names every program
-    start, options = time.perf_counter(), engine_options() | {"compilation_cache_dir": ""}  # compile seconds must be true
+    start = time.perf_counter()
+    options: dict[str, Any] = engine_options() | {"compilation_cache_dir": ""}  # compile seconds must be true
     model = bench_model(flags.FLAGS.model, str(options["dtype"]), options["max_model_len"])
     multiple = _MULTIPLE.value or (8 if jax.default_backend() == "gpu" else 2)
     measurer = StepMeasurer(model, engine_config(options), multiple=multiple, min_seconds=_MIN_SECONDS.value)

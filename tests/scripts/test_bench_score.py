@@ -41,7 +41,6 @@ def test_ratio_is_that_of_the_pairs(tmp_path):
     [
         ("--length=256", "bench_score: request 'longest' has a prompt of 256 tokens, but max_model_len=256"),
         ("--model=no/such/model/here", "bench_score: 'no/such/model/here' is not a file or folder here"),
-        ("--page_size=3", "bench_score: page_size=3 must be a power of two"),
     ],
 )
 def test_mistakes_end_with_one_line_and_an_exit_code(tmp_path, flag, message):

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from jaxserve import BucketPlan
+from jaxserve.workloads import Workload, WorkloadRequest
+from scripts.bench_run import check_fits
 from tests import alphabet_model
+from tests.dummy import dummy_model, make_engine
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,6 +96,15 @@ def test_a_trace_of_random_prompts(tmp_path):
     assert result["num_requests"] == 2 and result["total_num_tokens"] == 9 + 3 + 20 + 2
 
 
+def test_what_an_engine_would_refuse_or_cut_short_does_not_fit():
+    engine = make_engine(dummy_model(), batching_policy="orca")  # whole prompts, in steps of 24 tokens; 192 a request
+    check_fits(Workload("fits", (WorkloadRequest(24, 10), WorkloadRequest(2, 190))), engine)
+    with pytest.raises(ValueError, match="a prompt of 25 tokens, which no step can hold"):
+        check_fits(Workload("wide", (WorkloadRequest(25, 1), WorkloadRequest(2, 190))), engine)
+    with pytest.raises(ValueError, match="3 prompt and 190 output tokens, more than max_model_len=192: raise it to 193"):
+        check_fits(Workload("long", (WorkloadRequest(24, 10), WorkloadRequest(3, 190))), engine)
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
@@ -104,11 +116,10 @@ def test_a_trace_of_random_prompts(tmp_path):
         ("--page_size=3", "bench_throughput: page_size=3 must be a power of two"),
         ("--max_model_len=95", "bench_throughput: single has a request of 32 prompt and 64 output tokens, more than max"),
         ("--config={work}/config.json", "more than max_model_len=95: raise it to 96 or ask for shorter requests"),
-        ("--batching_policy=orca --max_num_batched_tokens=16", "bench_throughput: request 'longest' has a prompt of 32 tokens,"),
         ("--random_input_len=5", "--random_input_len means nothing to --workload=single; it is for random"),
     ],
 )
 def test_bad_flags_are_refused(tmp_path, flag, message):
     (tmp_path / "config.json").write_text('{"max_model_len": 95}')
-    done = run(tmp_path, *flag.format(work=tmp_path).split())
+    done = run(tmp_path, flag.format(work=tmp_path))
     assert done.returncode != 0 and message in done.stderr + done.stdout and "Traceback" not in done.stderr

@@ -152,19 +152,15 @@ def test_a_hugging_face_folder_is_written_a_shard_at_a_time(tmp_path):
 
 def test_what_makes_no_sense_is_refused(tmp_path, folder):
     weights = folder / "model.safetensors"
-    for name in ("bare", "odd", "cut", "empty"):
-        (tmp_path / name).mkdir()
     for name in ("bare", "odd"):
+        (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(weights.read_bytes())
     (tmp_path / "odd" / "config.json").write_text('{"architectures": ["Mamba"]}')
-    (tmp_path / "cut" / "model.safetensors").write_bytes(weights.read_bytes()[:1000])
     (tmp_path / "model.gguf").write_bytes(b"GGML")
     for given, message in (
         ("nothing", "is not a file or folder here"),
         ("bare", "has no config.json"),
         ("odd", "Mamba"),
-        ("cut", "cannot read the weights"),
-        ("empty", "has no safetensors file"),
         ("model.gguf", "is not a GGUF file"),
     ):
         done = convert(f"--model={tmp_path / given}", f"--output={tmp_path / 'out'}")
