@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from typing import Any
 
 from absl import app, flags
 from tqdm import tqdm
 
 from scripts.bench_models import bench_model
-from scripts.engine_flags import define_engine_flags, engine_options, provenance
+from scripts.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, provenance
 
 _OUTPUT = flags.DEFINE_string("output", "steps.json", "Where the model is written.")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Visits of each point; noisy points get as many again.", lower_bound=1)
@@ -28,6 +29,7 @@ _MIN_SECONDS = flags.DEFINE_float("min_seconds", 0.1, "Least time of a visit.")
 define_engine_flags(model="tiny-qwen3")
 
 
+@exit_on_bad_input("profile_steps")
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
@@ -39,7 +41,8 @@ def main(argv: list[str]) -> None:
     from jaxserve.simulation.measure import StepMeasurer
 
     logging.getLogger("jaxserve").setLevel(logging.WARNING)  # or it names every program
-    start, options = time.perf_counter(), engine_options() | {"compilation_cache_dir": ""}  # compile seconds must be true
+    start = time.perf_counter()
+    options: dict[str, Any] = engine_options() | {"compilation_cache_dir": ""}  # compile seconds must be true
     model = bench_model(flags.FLAGS.model, str(options["dtype"]), options["max_model_len"])
     multiple = _MULTIPLE.value or (8 if jax.default_backend() == "gpu" else 2)
     measurer = StepMeasurer(model, engine_config(options), multiple=multiple, min_seconds=_MIN_SECONDS.value)
@@ -50,7 +53,7 @@ def main(argv: list[str]) -> None:
     fitted, points = measurer.run(
         rounds=_ROUNDS.value, tolerance=_TOLERANCE.value, max_buckets=_MAX_BUCKETS.value, progress=progress
     )
-    held_out = measurer.held_out(_HELD_OUT.value, flags.FLAGS.seed + 1, rounds=_ROUNDS.value, progress=progress)
+    held_out = measurer.held_out(_HELD_OUT.value, options["seed"] + 1, rounds=_ROUNDS.value, progress=progress)
     limits = measurer.config.scheduler
     about = {
         **provenance(),
