@@ -155,7 +155,7 @@ def trace(path: str | os.PathLike[str], num_requests: int | None = None, max_len
     gzip'd if its name ends in .gz. max_len: requests with more tokens than that, prompt and output, are left out.
 
     Raises:
-        ValueError: a column is missing, or a value is no number; the line is named.
+        ValueError: a column is missing, or a value is no number (the line is named); fewer than num_requests rows, or none at all.
     """
     opened = gzip.open(path, "rt", newline="") if str(path).endswith(".gz") else open(path, newline="")
     requests: list[WorkloadRequest] = []
@@ -174,4 +174,9 @@ def trace(path: str | os.PathLike[str], num_requests: int | None = None, max_len
                 raise ValueError(f"{path}:{rows.line_num}: {error}") from None
             if max_len is None or prompt + output <= max_len:
                 requests.append(request)
+    fitting = "" if max_len is None else f" of at most {max_len} tokens"
+    if not requests:
+        raise ValueError(f"{path} has no request{fitting}: give a file with a line for each after the line of column names")
+    if num_requests is not None and len(requests) < num_requests:
+        raise ValueError(f"{path} has {len(requests)} requests{fitting}, {num_requests} were asked for; ask for fewer")
     return Workload(Path(path).name.split(".")[0], tuple(requests))

@@ -1,8 +1,9 @@
 """Chooses token budget, sequences, page size, long-prefill threshold and bucket plan for a workload, and writes a config file.
 
     python -m scripts.autotune --profiles=steps_16.json,steps_64.json --workload=trace --dataset_path=trace.csv.gz
-    python -m scripts.autotune --profiles=steps.json --workload=sharegpt --dataset_path=ShareGPT_V3.json --request_rate=4 \
-        --goodput=ttft:500,tpot:50 --measure=3 --state=autotune.json --output=tuned.json
+    python -m scripts.autotune --profiles=steps.json --workload=random --num_requests=200 --random_input_len=300 \
+        --random_output_len=40 --random_range_ratio=0.8 --request_rate=4 --goodput=ttft:500,tpot:50 --measure=3 \
+        --state=autotune.json --output=tuned.json
     python -m scripts.serve --model=FOLDER --config=tuned.json
 
 The objective is output tokens a second, or, with --goodput, requests a second that meet every one of these objectives. Settings are
@@ -28,7 +29,17 @@ from absl import app, flags
 from tqdm import tqdm
 
 from jaxserve.latency import parse_objectives
-from scripts.engine_flags import define_engine_flags, engine_options, provenance, refuse_flags, write_json
+from scripts.engine_flags import (
+    define_engine_flags,
+    engine_options,
+    exit_on_bad_input,
+    provenance,
+    refuse_flags,
+    refuse_options,
+    revision,
+    versions,
+    write_json,
+)
 from scripts.finished import Finished
 from scripts.simulated_machine import RATE, machine_of, measure
 from scripts.traffic_flags import read_traffic
@@ -47,6 +58,8 @@ _MEASURE = flags.DEFINE_integer("measure", 0, "Serve the workload with so many o
 _STATE = flags.DEFINE_string("state", None, "Keep what was served here, and go on from it.")
 _OUTPUT = flags.DEFINE_string("output", "tuned.json", "The config file.")
 _JSON = flags.DEFINE_string("json", None, "Write all that was tried to this file; - is stdout.")
+for _name in ("budgets", "seqs"):
+    flags.register_validator(_name, lambda given: all(n.isdecimal() and int(n) for n in given), "must be numbers, 1 or more")
 _LEAST = 32  # requests of the smallest rung
 define_engine_flags(model="tiny-qwen3")
 
@@ -105,8 +118,9 @@ class Tuner:
         return -math.inf if value is None else value
 
     def measured(self, setting: Setting) -> float:
-        """On a real engine, the whole workload."""
-        key = f"{setting}: measured"
+        """On a real engine, the whole workload. What decides its speed besides the setting is part of the key."""
+        options = {name: engine_options()[name] for name in ("dtype", "attention_backend", "moe_backend")}
+        key = f"{setting}: measured on {versions()['device']}, {', '.join(f'{k}={v}' for k, v in options.items())}"
         if key not in self.finished:
             plan = self.plan(setting, self.workload)
             self.finished[key] = self.objective(measure(self.machine(setting), plan, self.workload, 0, str(setting)).times)
@@ -118,6 +132,7 @@ class Tuner:
         plan = json.loads(self.plan(setting, self.workload).to_json(workload=self.workload.name))
         limits = machine.limits
         options |= {"batching_policy": limits.policy, "scheduling_policy": limits.order, "enable_chunked_prefill": limits.chunked}
+        options |= {"async_scheduling": machine.async_scheduling, "enable_prefix_caching": machine.prefix_caching}
         return {**options, "max_model_len": limits.max_model_len, "num_pages": machine.num_pages, "bucket_plan": plan}
 
 
@@ -139,9 +154,9 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     if not _PROFILES.value:
         raise app.UsageError("give --profiles, the JSON files that scripts.profile_steps wrote on this machine")
-    refuse_flags("plans and step times are chosen from --plans and --profiles, for fixed budgets", "tbt_slo_ms", "step_times")
     refuse_flags("plans are chosen from --plans", "bucket_plan")
-    try:
+    with exit_on_bad_input("autotune"):
+        refuse_options("plans and step times are chosen from --plans and --profiles, for fixed budgets", "tbt_slo_ms", "step_times")
         tuner, settings = prepare()
         with tqdm(desc="settings", unit="run", mininterval=5) as bar:
             rungs = halve(tuner, settings, bar)
@@ -149,8 +164,6 @@ def main(argv: list[str]) -> None:
         if best[0][1] == -math.inf:
             sys.exit("autotune: no setting can serve this workload; the messages above say why")
         measured = [(setting, tuner.measured(setting)) for setting, score in best[: _MEASURE.value] if score > -math.inf]
-    except (ValueError, OSError) as error:
-        sys.exit(f"autotune: {error}")
     winner = max(measured or best, key=lambda pair: pair[1])[0]
     report(rungs, measured, "good requests/s" if tuner.objectives else "output tok/s")
     write_json(_OUTPUT.value, tuner.config(winner))
@@ -165,18 +178,20 @@ def prepare() -> tuple[Tuner, list[Setting]]:
     objectives = parse_objectives(_GOODPUT.value)
     machines = {}
     for path in _PROFILES.value:
-        machine = replace(machine_of(path, engine_options()), objective=None)
+        machine = machine_of(path, engine_options())
         if machine.step_times.page_size in machines:
             raise ValueError(f"--profiles: two of them have pages of {machine.step_times.page_size}")
         machines[machine.step_times.page_size] = machine
     shortest = min(machine.limits.max_model_len for machine in machines.values())
-    workload = read_traffic(flags.FLAGS.model, shortest, RATE.value, flags.FLAGS.seed)
+    workload = read_traffic(flags.FLAGS.model, shortest, RATE.value, engine_options()["seed"])
     profiles = [hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for path in _PROFILES.value]
     arrivals = hashlib.sha256(repr(workload.requests).encode()).hexdigest()[:16]
     depends = {"profiles": profiles, "requests": arrivals, "goodput": objectives, "max_programs": _PROGRAMS.value}
     depends |= {"limits": {str(size): asdict(machine.limits) for size, machine in machines.items()}}
-    depends |= {name: {str(size): getattr(m, name) for size, m in machines.items()} for name in ("num_pages", "multiple")}
-    finished = Finished(_STATE.value, {"model": flags.FLAGS.model, "workload": workload.name, **depends})
+    same = ("num_pages", "multiple", "async_scheduling", "prefix_caching")
+    depends |= {name: {str(size): getattr(m, name) for size, m in machines.items()} for name in same}
+    about = {"revision": revision(), "model": flags.FLAGS.model, "workload": workload.name}
+    finished = Finished(_STATE.value, about | depends)
     settings = list(settings_of(machines))
     if not settings:
         raise ValueError("no setting is within the profiles' limits; lower --seqs or --budgets, or profile with larger limits")

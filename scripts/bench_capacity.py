@@ -1,10 +1,10 @@
 """The highest request rate that meets an objective of latency, for each batching policy, by bisection.
 
-    python -m scripts.bench_capacity --step_times=steps.json --workload=openchat_sharegpt4 --num_prompts=512 --slo_ms=100,500 \
+    python -m scripts.bench_capacity --step_times=steps.json --workload=openchat_sharegpt4 --num_prompts=1280 --slo_ms=100,500 \
         --policies=sarathi:512,dynamic:2048,prefill_first,orca --seeds=3 --json=capacity.json --plot=capacity.png
     python -m scripts.bench_capacity --gpu=h100 --model=qwen3-32b --tp=2 --max_model_len=8192 --workload=openchat_sharegpt4 \
-        --num_prompts=256 --slo_ms=50 --policies=sarathi:512,sarathi:2048,prefill_first
-    python -m scripts.bench_capacity --real --max_model_len=512 --workload=random --num_prompts=400 --random_input_len=64 \
+        --num_prompts=1280 --slo_ms=50 --policies=sarathi:512,sarathi:2048,prefill_first
+    python -m scripts.bench_capacity --real --max_model_len=512 --workload=random --num_prompts=1280 --random_input_len=64 \
         --random_output_len=32 --slo_ms=50
 
 A rate is good if --quantile of the time between tokens (from at least --min_gaps of them) is within the objective and the median
@@ -14,7 +14,9 @@ seed draws its own lengths and arrivals; capacities are means over --seeds with 
 policy are paired by seed.
 
 A policy may be followed by a token budget, such as sarathi:512; dynamic is sarathi whose budget follows the objective, up to the
-one given. Policies that run prompts whole have a budget that holds the longest. With --json every rate served is kept, and a run
+one given. Policies that run prompts whole have a budget that holds the longest. --policies wins over what --config's file says of
+policy and budget; its other options, a bucket plan among them, are the machine's, and a plan must hold every policy's budget. With
+--json every rate served is kept, and a run
 that broke off, or that asks for more seeds, policies or objectives, goes on from there.
 """
 
@@ -30,12 +32,22 @@ from typing import Any
 from absl import app, flags
 from tqdm import tqdm
 
-from jaxserve.config import POLICIES, SchedulerConfig
+from jaxserve.config import POLICIES
 from jaxserve.policies import resolve_policy
 from jaxserve.workloads import WORKLOADS
-from scripts.engine_flags import define_engine_flags, engine_options, provenance, refuse_flags, versions, write_json
+from scripts.engine_flags import (
+    define_engine_flags,
+    engine_options,
+    exit_on_bad_input,
+    provenance,
+    refuse_flags,
+    refuse_options,
+    revision,
+    versions,
+    write_json,
+)
 from scripts.finished import Finished
-from scripts.simulated_machine import make_engine, read_machine
+from scripts.simulated_machine import limits_of, make_engine, plan_for, plan_given, read_machine
 from scripts.traffic_flags import read_traffic
 
 _POLICIES = flags.DEFINE_list("policies", ["sarathi", "prefill_first", "orca"], "Policies, perhaps with a budget: sarathi:512.")
@@ -89,23 +101,16 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def plan_for(limits: Any, multiple: int) -> Any:
-    """The flags' plan, or the engine's default one for these limits."""
-    from jaxserve.buckets import BucketPlan
-
-    if flags.FLAGS.bucket_plan:
-        return BucketPlan.load(flags.FLAGS.bucket_plan)
-    return BucketPlan.default(limits.max_num_seqs, limits.max_num_batched_tokens, min_tokens=multiple)
-
-
 class Simulated:
     """Serves rates in virtual time."""
 
     def __init__(self):
+        refuse_options("a profile's steps took their times from its own run", "dtype", "attention_backend", "moe_backend")
         machine = replace(read_machine(), objective=None)
         profile = digest(Path(str(engine_options()["step_times"])).read_bytes())
         self._machine, self.limits = machine, machine.limits
         self.settings = {"machine": "simulated", "profile": profile, "num_pages": machine.num_pages, "multiple": machine.multiple}
+        self.settings |= {"async_scheduling": machine.async_scheduling, "enable_prefix_caching": machine.prefix_caching}
 
     def serve(self, contender: Contender, slo: float, workload: Any, seed: int) -> Any:
         limits = contender.limits(self.limits)
@@ -119,11 +124,19 @@ class Analytic:
     def __init__(self, gpu: str):
         from jaxserve.simulation.analytic import Deployment
 
+        refuse_options(
+            "--gpu's steps have no padding, their own times, 16 bits a weight, no drafts, prefix caching where prompts are given, "
+            "and are scheduled ahead where there is one stage",
+            *("bucket_plan", "step_times", "dtype", "enable_prefix_caching", "async_scheduling", "speculative_config"),
+            *("attention_backend", "moe_backend"),
+        )
+        given = engine_options()
         self._deployment = Deployment.named(flags.FLAGS.model, gpu, _TP.value, _PP.value, gpus_per_node=_NODE.value)
-        self.limits, self._page_size = limits_of_flags(), flags.FLAGS.page_size or 64
+        self.limits, self._page_size = limits_of(given, {}), given["page_size"] or 64
+        self._num_pages, self._utilization = given["num_pages"], given["gpu_memory_utilization"]
         self._stages = self._deployment.stages(self._page_size)
         self.settings = {"machine": str(self._deployment), "page_size": self._page_size, "gpus_per_node": _NODE.value}
-        self.settings |= {"num_pages": flags.FLAGS.num_pages}
+        self.settings |= {"num_pages": self._num_pages, "gpu_memory_utilization": self._utilization}
 
     def serve(self, contender: Contender, slo: float, workload: Any, seed: int) -> Any:
         from jaxserve.simulation.pipeline import replay_pipeline
@@ -132,21 +145,11 @@ class Analytic:
 
         limits, deployment, stages = contender.limits(self.limits), self._deployment, self._stages
         plan = UnpaddedPlan(limits.max_num_batched_tokens, limits.max_num_seqs)
-        num_pages = flags.FLAGS.num_pages or deployment.num_pages(self._page_size, limits.max_num_batched_tokens)
+        num_pages = self._num_pages or deployment.num_pages(self._page_size, limits.max_num_batched_tokens, self._utilization)
         objective = slo if contender.dynamic else None
         if len(stages) == 1:
             return replay(workload, plan, stages[0], limits, num_pages, objective=objective).times
         return replay_pipeline(workload, plan, stages, deployment.send_seconds, limits, num_pages, objective=objective).times
-
-
-def limits_of_flags() -> SchedulerConfig:
-    """The engine's limits as the flags give them. ValueError without --max_model_len."""
-    given = engine_options()
-    if given["max_model_len"] is None:
-        raise ValueError("give --max_model_len, which the engine and the workload are cut to")
-    names = ("max_model_len", "max_num_batched_tokens", "max_num_seqs")
-    limits = {name: given[name] for name in names if given[name] is not None}
-    return SchedulerConfig(**limits, order=given["scheduling_policy"], chunked=given["enable_chunked_prefill"])
 
 
 # What a rate depends on besides limits and plan.
@@ -158,10 +161,10 @@ class Real:
     """Serves rates on an engine, which stays as long as the policy does."""
 
     def __init__(self):
-        self.limits = limits_of_flags()
+        given = engine_options()
+        self.limits = limits_of(given, {})
         self._key: tuple[str, float | None] | None = None
         self._engine: Any = None
-        given = engine_options()
         self.settings = {"machine": "real", "device": versions()["device"], **{name: given[name] for name in REAL_OPTIONS}}
         if given["step_times"] is not None:
             self.settings["profile"] = digest(Path(str(given["step_times"])).read_bytes())
@@ -173,9 +176,7 @@ class Real:
         if key != self._key:
             if self._engine is not None:
                 self._engine.close()
-            limits = contender.limits(self.limits)
-            plan = plan_for(limits, 8 if versions()["platform"] == "gpu" else 2)
-            self._engine, self._key = make_engine(limits, plan, flags.FLAGS.num_pages, key[1]), key
+            self._engine, self._key = make_engine(contender.limits(self.limits), objective=key[1]), key
         self._engine.drain()
         if not self._engine.reset_prefix_cache():  # a rate must not find the prompts of the one before
             raise RuntimeError("requests of the rate before still hold pages")
@@ -229,17 +230,21 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     if _REAL.value and _GPU.value:
         raise app.UsageError("--real serves on this machine's device, --gpu on paper: give one of them")
-    if not _SLO.value or flags.FLAGS.tbt_slo_ms is not None:
-        raise app.UsageError("give --slo_ms, the objectives in milliseconds (a dynamic budget has each as its own --tbt_slo_ms)")
+    if not _SLO.value:
+        raise app.UsageError("give --slo_ms, the objectives in milliseconds")
     refuse_flags("--policies says how steps are composed", "batching_policy")
-    if _GPU.value:
-        refuse_flags(
-            "--gpu's steps have no padding, its own times, 16 bits a weight, and prefix caching where prompts are given",
-            *("bucket_plan", "step_times", "dtype", "enable_prefix_caching"),
-        )
-    else:
+    refuse_flags(
+        "rates are searched, with seeds from 0 to --seeds - 1, all compiled before",
+        *("request_rate", "arrivals_from_trace", "seed", "warm_up"),
+    )
+    if not _GPU.value:
         refuse_flags("they are of --gpu", "tp", "pp", "gpus_per_node")
-    try:
+    if _GPU.value or _REAL.value:
+        refuse_flags("it is of plans for --step_times", "multiple")
+    if not _REAL.value:
+        refuse_flags("nothing is logged but by an engine; see --real", "demand_log")
+    with exit_on_bad_input("bench_capacity"):
+        refuse_options("a dynamic budget has each of --slo_ms as its own", "tbt_slo_ms")
         contenders, slos = [Contender.parse(text) for text in _POLICIES.value], [float(ms) / 1e3 for ms in _SLO.value]
         server = Real() if _REAL.value else Analytic(_GPU.value) if _GPU.value else Simulated()
         workload = traffic(server, 1.0, 0)
@@ -251,14 +256,11 @@ def main(argv: list[str]) -> None:
                 file=sys.stderr,
             )
         about = {"model": flags.FLAGS.model, "workload": workload.name, "requests": digest(repr(workload.requests).encode())}
-        about |= {"limits": asdict(server.limits), "bucket_plan": flags.FLAGS.bucket_plan, "quantile": _QUANTILE.value}
-        finished = Finished(
-            None if _JSON.value == "-" else _JSON.value, {**server.settings, **about, "workload_seed": flags.FLAGS.workload_seed}
-        )
+        about |= {"limits": asdict(server.limits), "bucket_plan": str(plan_given() or "default"), "quantile": _QUANTILE.value}
+        about |= {"revision": revision(), "workload_seed": flags.FLAGS.workload_seed}
+        finished = Finished(None if _JSON.value == "-" else _JSON.value, server.settings | about)
         with tqdm(desc="rates", unit="rate", mininterval=5) as progress:
             rows = tabulate(lambda c, slo, seed: search(server, c, slo, seed, finished, progress), contenders, slos)
-    except (ValueError, OSError) as error:
-        sys.exit(f"bench_capacity: {error}")
     report(rows, contenders[-1].name)
     if _PLOT.value:
         from scripts.plots import capacities

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from jaxserve.latency import METRICS, ServedTimes, parse_objectives
 from jaxserve.workloads import Workload
 from scripts.bench_models import bench_model
-from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json
+from scripts.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, provenance, write_json
 from scripts.http_load import Target, serve_at, server_process
 from scripts.traffic_flags import read_traffic
 
@@ -121,6 +121,7 @@ def against_server(workloads: dict[float, Workload], seed: int) -> list[dict[str
     return results
 
 
+@exit_on_bad_input("bench_serve")
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")

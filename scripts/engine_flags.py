@@ -7,6 +7,8 @@ import json
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -76,9 +78,15 @@ def define_engine_flags(*, model: str | None = None) -> None:
 def engine_options() -> dict[str, Any]:
     """The options that the flags give, for `jaxserve.LLM(model, **options)`: a flag's own value, then --config's, then the flag's
     default. ValueError if the file is not an object of engine options."""
-    options, path = {name: flags.FLAGS[name].value for name in _NAMES}, flags.FLAGS.config
+    options, chosen = {name: flags.FLAGS[name].value for name in _NAMES}, _options_of_file()
+    return options | {name: value for name, value in chosen.items() if name not in _NAMES or not flags.FLAGS[name].present}
+
+
+def _options_of_file() -> dict[str, Any]:
+    """What --config's file says."""
+    path = flags.FLAGS.config
     if path is None:
-        return options
+        return {}
     try:
         chosen = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
@@ -88,7 +96,7 @@ def engine_options() -> dict[str, Any]:
     if unknown:
         listed = ", ".join(sorted(known))
         raise ValueError(f"--config={path} must be a JSON object of engine options, found {', '.join(unknown)}; they are {listed}")
-    return options | {name: value for name, value in chosen.items() if name not in _NAMES or not flags.FLAGS[name].present}
+    return chosen
 
 
 def refuse_flags(why: str, *names: str) -> None:
@@ -96,6 +104,24 @@ def refuse_flags(why: str, *names: str) -> None:
     given = [f"--{name}" for name in names if flags.FLAGS[name].present]
     if given:
         raise app.UsageError(f"{', '.join(given)}: {why}")
+
+
+def refuse_options(why: str, *names: str) -> None:
+    """ValueError naming those of the engine options that a flag or --config gives, none of which this run would read."""
+    chosen = _options_of_file()
+    given = [f"--{name}" for name in names if name in flags.FLAGS and flags.FLAGS[name].present]
+    given += [f"{name} of --config" for name in names if chosen.get(name) is not None and f"--{name}" not in given]
+    if given:
+        raise ValueError(f"{', '.join(given)}: {why}")
+
+
+@contextmanager
+def exit_on_bad_input(script: str) -> Iterator[None]:
+    """What was given and cannot be used ends the script with status 1 and one line that says so. A context, or a decorator."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, OSError) as error:
+        sys.exit(f"{script}: {error}")
 
 
 def versions() -> dict[str, Any]:

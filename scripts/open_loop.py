@@ -14,8 +14,9 @@ from jaxserve.workloads import Workload
 
 @dataclass(frozen=True)
 class ServedRun:
-    """times: of every token, in seconds from the run's beginning. steps: f64[m, 3], one row a call of the engine's step: when it
-    returned, prompt tokens that it dispatched, output tokens that it brought. counts: padding, preemptions, prefix hits."""
+    """times: of every token, in seconds from the run's beginning. steps: f64[m, 4], one row a call of the engine's step: when it
+    was called and when it returned, prompt tokens that it dispatched, output tokens that it brought. counts: padding, preemptions,
+    prefix hits."""
 
     times: ServedTimes
     steps: np.ndarray
@@ -36,7 +37,7 @@ def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | 
     arrivals, first, last = np.array([r.arrived_at for r in requests]), np.full(n, np.nan), np.full(n, np.nan)
     added: list[Any] = []
     gaps: list[float] = []
-    steps: list[tuple[float, int, int]] = []
+    steps: list[tuple[float, float, int, int]] = []
     engine.stats.padding = PaddingAccount()
     before = engine.scheduler.stats()
     num_sent = num_ended = 0
@@ -57,6 +58,7 @@ def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | 
             time.sleep(max(0.0, arrivals[num_sent] - (time.monotonic() - begin)))
             continue
         num_prefill = engine.stats.prefill_tokens
+        called = time.monotonic() - begin
         outputs = engine.step()
         now = time.monotonic() - begin
         for output in outputs:
@@ -69,7 +71,8 @@ def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | 
                     gaps.append(now - last[i])
                 last[i] = now
             num_ended += output.finished
-        steps.append((now, engine.stats.prefill_tokens - num_prefill, sum(len(output.new_token_ids) for output in outputs)))
+        num_new = sum(len(output.new_token_ids) for output in outputs)
+        steps.append((called, now, engine.stats.prefill_tokens - num_prefill, num_new))
         if progress is not None:
             progress.update(num_ended - progress.n)
     num_prompt, num_output = np.array([(r.num_prompt_tokens, r.num_output_tokens) for r in requests]).T

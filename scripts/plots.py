@@ -40,21 +40,21 @@ def latency_throughput(results: Sequence[Mapping[str, Any]], path: str | Path, t
 
 
 def step_timeline(
-    steps: np.ndarray,  # f64[m, 3]: end in seconds, prompt tokens, output tokens
+    steps: np.ndarray,  # f64[m, 4]: beginning and end in seconds, prompt tokens, output tokens
     path: str | Path,
     title: str,
     seconds: float = 20.0,
 ) -> None:
     """Each step's duration over time, its prompt tokens as colour, for `seconds` in the middle of the run: a step whose decodes
-    stall behind a prompt stands out."""
-    middle = steps[len(steps) // 2, 0]
-    shown = steps[(steps[:, 0] >= middle - seconds / 2) & (steps[:, 0] <= middle + seconds / 2)]
+    stall behind a prompt stands out. Time between steps, with nothing to serve, is no step's."""
+    middle = steps[len(steps) // 2, 1]
+    shown = steps[(steps[:, 1] >= middle - seconds / 2) & (steps[:, 1] <= middle + seconds / 2)]
     made, axes = figure(2, 1)
-    durations = np.diff(shown[:, 0], prepend=shown[0, 0]) * 1e3
-    dots = axes[0][0].scatter(shown[1:, 0], durations[1:], c=shown[1:, 1], s=8, cmap="viridis")
+    begins, ends, num_prompt, num_output = shown.T
+    dots = axes[0][0].scatter(ends, 1e3 * (ends - begins), c=num_prompt, s=8, cmap="viridis")
     made.colorbar(dots, ax=axes[0][0], label="prompt tokens dispatched")
     axes[0][0].set(xlabel="time (s)", ylabel="step (ms)", title=f"{title}: steps")
-    axes[1][0].step(shown[:, 0], shown[:, 2], where="post", linewidth=0.8)
+    axes[1][0].step(ends, num_output, where="post", linewidth=0.8)
     axes[1][0].set(xlabel="time (s)", ylabel="output tokens a step")
     save(made, path)
 
@@ -64,8 +64,9 @@ def plan_comparison(
     plans: Mapping[str, Mapping[str, Any]],  # by name: tokens (bucket sizes), padding_share, seconds, measured_seconds or None
     path: str | Path,
     title: str,
+    seconds_of: str = "time to serve",
 ) -> None:
-    """What steps ask for with each plan's buckets, padding, and times."""
+    """What steps ask for with each plan's buckets, padding, and times. seconds_of: what the seconds are."""
     made, axes = figure(1, 3)
     axes[0][0].hist(demand_tokens, bins=np.geomspace(1, max(2, demand_tokens.max()), 60).tolist(), color="0.7")
     for i, (name, plan) in enumerate(plans.items()):
@@ -83,7 +84,7 @@ def plan_comparison(
     measured = [plans[n].get("measured_seconds") for n in names]
     if any(m is not None for m in measured):
         axes[0][2].bar(x + 0.2, [m or 0.0 for m in measured], 0.4, label="measured")
-    axes[0][2].set(xticks=x, xticklabels=names, ylabel="seconds", xlabel="plan", title="time to serve (s)")
+    axes[0][2].set(xticks=x, xticklabels=names, ylabel=f"{seconds_of} (s)", xlabel="plan", title=seconds_of)
     axes[0][2].legend()
     save(made, path)
 

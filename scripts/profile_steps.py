@@ -17,7 +17,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 from scripts.bench_models import bench_model
-from scripts.engine_flags import define_engine_flags, engine_options, provenance
+from scripts.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, provenance
 
 _OUTPUT = flags.DEFINE_string("output", "steps.json", "Where the model is written.")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Visits of each point; noisy points get as many again.", lower_bound=1)
@@ -29,6 +29,7 @@ _MIN_SECONDS = flags.DEFINE_float("min_seconds", 0.1, "Least time of a visit.")
 define_engine_flags(model="tiny-qwen3")
 
 
+@exit_on_bad_input("profile_steps")
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> None:
     fitted, points = measurer.run(
         rounds=_ROUNDS.value, tolerance=_TOLERANCE.value, max_buckets=_MAX_BUCKETS.value, progress=progress
     )
-    held_out = measurer.held_out(_HELD_OUT.value, flags.FLAGS.seed + 1, rounds=_ROUNDS.value, progress=progress)
+    held_out = measurer.held_out(_HELD_OUT.value, options["seed"] + 1, rounds=_ROUNDS.value, progress=progress)
     limits = measurer.config.scheduler
     about = {
         **provenance(),

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from jaxserve.config import POLICIES
 from jaxserve.latency import METRICS, parse_objectives
 from jaxserve.serving.router_policy import POLICIES as ROUTING
-from scripts.engine_flags import provenance, write_json
+from scripts.engine_flags import exit_on_bad_input, provenance, write_json
 from scripts.traffic_flags import read_traffic
 
 _MODEL = flags.DEFINE_string("model", "qwen3-8b", "Its shape: a known name, or a folder with a config.json.")
@@ -99,17 +99,15 @@ def main(argv: list[str]) -> None:
     from jaxserve.simulation.cluster import replay_cluster
     from jaxserve.traffic import repeated
 
-    try:
+    with exit_on_bad_input("simulate"):
         objectives = parse_objectives(_GOODPUT.value)
         deployment, make, replicas = make_cluster()
         workload = repeated(read_traffic(_MODEL.value, _MAX_LEN.value, _RATE.value, _SEED.value), _REPEAT.value)
         begin = time.perf_counter()
         with tqdm(desc=f"{_REPLICAS.value} x {deployment}", total=len(workload.requests), mininterval=2) as bar:
             policy = make_policy(_ROUTING.value)
-            run = replay_cluster(workload, make, _REPLICAS.value, policy, progress=lambda rows: _advance(bar, rows))
+            run = replay_cluster(workload, make, _REPLICAS.value, policy, progress=bar.update)
         seconds = time.perf_counter() - begin
-    except (ValueError, OSError) as error:
-        sys.exit(f"simulate: {error}")
     summary = run.times.summary(percentiles=(50, 90, 99), objectives=objectives)
     num_steps = sum(s.num_steps for s in run.stats)
     queried = sum(s.num_queried_tokens for s in run.stats)
@@ -128,12 +126,6 @@ def main(argv: list[str]) -> None:
     if _JSON.value:
         about = {"benchmark": "simulate", "deployment": str(deployment), "workload": workload.name}
         write_json(_JSON.value, {**about, **provenance(), **result})
-
-
-def _advance(bar: Any, rows: Any) -> Any:
-    for row in rows:
-        yield row
-        bar.update()
 
 
 def report(r: dict[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""The machine that tuning plans for: a profile's step times with the engine's limits, and real runs on the same limits."""
+"""The machine that tuning plans for: a profile's step times with the engine's limits, and real runs on the same limits.
+
+Everything comes from engine_options(): a flag, else --config's file, else the flag's default.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from absl import flags
 from tqdm import tqdm
 
 from scripts.bench_models import bench_model
-from scripts.engine_flags import engine_options
+from scripts.engine_flags import engine_options, refuse_options
 
 RATE = flags.DEFINE_float("request_rate", float("inf"), "Requests a second; inf: all at once.")
 _MULTIPLE = flags.DEFINE_integer("multiple", None, "Bucket sizes are multiples of it; by default the profile's.", lower_bound=1)
@@ -25,37 +28,75 @@ def read_machine() -> Any:
 
 def machine_of(profile: str, given: dict[str, Any]) -> Any:
     """The Machine of a profile's file. given: engine options, which win over the profile's limits."""
-    from jaxserve.config import SchedulerConfig
     from jaxserve.simulation.step_time import StepTimeModel
     from jaxserve.simulation.tuning import Machine
 
+    refuse_options("steps with drafts have no predicted times; leave speculation off", "speculative_config")
+    refuse_options("the pool is the profile's, or --num_pages", "gpu_memory_utilization")
     step_times = StepTimeModel.load(profile)
     about = step_times.about
     if given["page_size"] not in (None, step_times.page_size):
-        raise ValueError(f"--page_size={given['page_size']} is not the profile's {step_times.page_size}; profile again")
-    limits = SchedulerConfig(
-        max_model_len=given["max_model_len"] or about["max_model_len"],
-        max_num_batched_tokens=given["max_num_batched_tokens"] or about["max_num_batched_tokens"],
-        max_num_seqs=given["max_num_seqs"] or about["max_num_seqs"],
+        raise ValueError(f"page_size={given['page_size']} is not the profile's {step_times.page_size}; profile again")
+    return Machine(
+        step_times,
+        limits_of(given, about),
+        given["num_pages"] or about["num_pages"],
+        _MULTIPLE.value or about["multiple"],
+        given["tbt_slo_ms"] and given["tbt_slo_ms"] / 1e3,
+        async_scheduling=given["async_scheduling"],
+        prefix_caching=given["enable_prefix_caching"],
+    )
+
+
+def limits_of(given: dict[str, Any], profiled: dict[str, Any]) -> Any:
+    """The SchedulerConfig of engine options, with a profile's limits where they give none. ValueError if neither has a
+    max_model_len."""
+    from jaxserve.config import SchedulerConfig
+
+    names = ("max_model_len", "max_num_batched_tokens", "max_num_seqs")
+    sizes = {name: given[name] or profiled.get(name) for name in names}
+    if sizes["max_model_len"] is None:
+        raise ValueError("give --max_model_len, which the engine and the workload are cut to")
+    return SchedulerConfig(
+        **{name: size for name, size in sizes.items() if size is not None},
         policy=given["batching_policy"],
         order=given["scheduling_policy"],
         chunked=given["enable_chunked_prefill"],
+        mixed=given.get("enable_mixed_steps"),
+        long_prefill_token_threshold=given.get("long_prefill_token_threshold") or 0,
     )
-    objective = given["tbt_slo_ms"] and given["tbt_slo_ms"] / 1e3
-    return Machine(step_times, limits, given["num_pages"] or about["num_pages"], _MULTIPLE.value or about["multiple"], objective)
 
 
-def make_engine(limits: Any, plan: Any, num_pages: int | None, objective: float | None = None, page_size: int | None = None) -> Any:
-    """An engine of the flags with these limits (a SchedulerConfig) and this plan, all programs compiled. objective: seconds that a
-    step with decodes may take, by a dynamic budget from --step_times. page_size: in the flag's place."""
+def plan_given() -> Any:
+    """The BucketPlan that --bucket_plan or --config gives; None where neither does. ValueError if it can't be read."""
+    from jaxserve.buckets import BucketPlan
+
+    plan = engine_options()["bucket_plan"]
+    return BucketPlan.from_dict(plan) if isinstance(plan, dict) else plan and BucketPlan.load(plan)
+
+
+def plan_for(limits: Any, multiple: int) -> Any:
+    """The plan given, or the engine's default one for these limits (a SchedulerConfig)."""
+    from jaxserve.buckets import BucketPlan
+
+    given = plan_given()
+    return given or BucketPlan.default(limits.max_num_seqs, limits.max_num_batched_tokens, min_tokens=multiple)
+
+
+def make_engine(
+    limits: Any, plan: Any = None, num_pages: int | None = None, objective: float | None = None, page_size: int | None = None
+) -> Any:
+    """An engine of engine_options() with these limits (a SchedulerConfig), all programs compiled. plan, num_pages, page_size: in
+    the options' place; None keeps the options' own. objective: seconds that a step with decodes may take, by a dynamic budget from
+    --step_times; None: none."""
     from jaxserve import Engine
     from jaxserve.llm import engine_config
 
-    options = engine_options() | {"warm_up": "all", "bucket_plan": plan, "num_pages": num_pages, "batching_policy": limits.policy}
+    own = {"bucket_plan": plan, "num_pages": num_pages, "page_size": page_size}
+    options = engine_options() | {"warm_up": "all"} | {name: value for name, value in own.items() if value is not None}
     options |= {name: getattr(limits, name) for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs")}
-    options |= {"long_prefill_token_threshold": limits.long_prefill_token_threshold}
-    if page_size is not None:
-        options["page_size"] = page_size
+    options |= {"batching_policy": limits.policy, "scheduling_policy": limits.order, "enable_chunked_prefill": limits.chunked}
+    options |= {"enable_mixed_steps": limits.mixed, "long_prefill_token_threshold": limits.long_prefill_token_threshold}
     options |= {"tbt_slo_ms": 1e3 * objective} if objective else {"tbt_slo_ms": None, "step_times": None}
     model = bench_model(flags.FLAGS.model, str(options["dtype"]), limits.max_model_len)
     return Engine(model, engine_config(options), eos_token_ids=())
@@ -70,3 +111,8 @@ def measure(machine: Any, plan: Any, workload: Any, seed: int, name: str) -> Any
         run = serve(engine, workload, seed, progress=bar)
     engine.close()
     return run
+
+
+def planning(name: str) -> Any:
+    """A progress bar of requests served in virtual time; its `update` is what replays tell."""
+    return tqdm(desc=name, unit=" simulated requests", mininterval=5)

@@ -24,8 +24,15 @@ def read_traffic(
     arrivals; workload_seed: of the requests, in the flag's place.
 
     Raises:
-      ValueError: flags that contradict each other, a source that has no request to give, a rate that is not above 0.
+      ValueError: flags that contradict each other or mean nothing here, a source that has no request to give, a rate that is not
+        above 0.
     """
+    if _FROM_TRACE.value and flags.FLAGS.workload != "trace":
+        raise ValueError(
+            f"--arrivals_from_trace means nothing to --workload={flags.FLAGS.workload}, which has no times: give --request_rate"
+        )
+    if flags.FLAGS["burstiness"].present and math.isinf(request_rate):
+        raise ValueError(f"--burstiness={_BURSTINESS.value:g} is of the gaps between requests at a rate: give --request_rate")
     workload = read_workload(model, None, workload_seed)
     if max_model_len is not None:
         workload, num_longer = fitting(workload, max_model_len)
@@ -34,6 +41,9 @@ def read_traffic(
     if _FROM_TRACE.value:
         if not math.isinf(request_rate):
             raise ValueError(f"--request_rate={request_rate:g} contradicts --arrivals_from_trace; give one of them")
+        if len({r.arrived_at for r in workload.requests}) == 1 < len(workload.requests):
+            path = flags.FLAGS.dataset_path
+            raise ValueError(f"--arrivals_from_trace: {path} has no times; give it a column arrived_at, or give --request_rate")
         return as_recorded(workload)
     if math.isinf(request_rate):
         return at_once(workload)

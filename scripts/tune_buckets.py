@@ -6,19 +6,21 @@
 The workload is served in virtual time by the real scheduler, with step times from scripts.profile_steps; the plan that would have
 served it fastest, within --max_programs, is searched and replayed until nothing improves. Two plans of powers of two with as many
 programs stand beside it: the engine's default rule's, and the best among powers of two. --measure serves the workload with each on
-a real engine. Nothing but --measure needs a device.
+a real engine. Nothing but --measure needs a device. --table writes what was found as a Markdown table. A plan in --config's file is
+not looked at: this makes another.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from absl import app, flags
 
-from scripts.engine_flags import define_engine_flags, provenance, write_json
-from scripts.simulated_machine import RATE, measure, read_machine
+from scripts.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, provenance, refuse_flags, write_json
+from scripts.simulated_machine import RATE, measure, planning, read_machine
 from scripts.traffic_flags import read_traffic
 
 _OUTPUT = flags.DEFINE_string("output", "plan.json", "Where the plan is written.")
@@ -27,6 +29,7 @@ _COMPILE = flags.DEFINE_float("max_compile_seconds", None, "Most seconds that th
 _TEMP = flags.DEFINE_float("max_temp_mib", None, "Most temporary memory of a program, MiB.")
 _MEASURE = flags.DEFINE_integer("measure", 0, "Serve the workload so many times with each plan on a real engine.", lower_bound=0)
 _PLOT = flags.DEFINE_string("plot", None, "Draw demand, buckets, padding and times to this PNG.")
+_TABLE = flags.DEFINE_string("table", None, "Write the plans as a Markdown table to this file.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 define_engine_flags(model="tiny-qwen3")
 
@@ -61,34 +64,42 @@ def compare(tuned: Any, runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict
     return rows
 
 
+@exit_on_bad_input("tune_buckets")
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
+    refuse_flags("a plan is made here; the ones beside it are the engine's default and the best of powers of two", "bucket_plan")
     from jaxserve.simulation.bucket_search import Caps
     from jaxserve.simulation.tuning import tune_plan
     from jaxserve.traffic import describe
 
     machine = read_machine()
-    workload = read_traffic(flags.FLAGS.model, machine.limits.max_model_len, RATE.value, flags.FLAGS.seed)
+    workload = read_traffic(flags.FLAGS.model, machine.limits.max_model_len, RATE.value, engine_options()["seed"])
     print(describe(workload), file=sys.stderr)
     start, cpu = time.perf_counter(), time.process_time()
     caps = Caps(_PROGRAMS.value, _COMPILE.value, None if _TEMP.value is None else int(_TEMP.value * 2**20))
-    tuned = tune_plan(workload, machine, caps)
-    planning = {"wall_seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+    with planning("planning") as bar:
+        tuned = tune_plan(workload, machine, caps, progress=bar.update)
+    took = {"wall_seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
     plans = {"default": tuned.default_plan, "powers": tuned.powers_plan, "tuned": tuned.plan}
-    tuned.plan.save(_OUTPUT.value, workload=workload.name, step_times=flags.FLAGS.step_times, **made_by())
+    about = {"workload": describe(workload), "step_times": str(engine_options()["step_times"]), "max_programs": _PROGRAMS.value}
+    tuned.plan.save(_OUTPUT.value, **about, **provenance())
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in plans} if _MEASURE.value else {}
     for repeat in range(_MEASURE.value):  # by turns, so that a slow minute falls on all
         for name, plan in plans.items():
             run = measure(machine, plan, workload, repeat, f"{name}, run {repeat + 1}")
             runs[name].append({**run.times.summary(), **run.counts})
     rows = compare(tuned, runs)
-    report(tuned, rows, planning)
+    report(tuned, rows, took)
+    if _TABLE.value:
+        Path(_TABLE.value).parent.mkdir(parents=True, exist_ok=True)
+        Path(_TABLE.value).write_text(table(tuned, rows))
     if _PLOT.value:
         from scripts.plots import plan_comparison
 
         shown = {n: {**r, "seconds": r["cost_seconds"]} for n, r in rows.items()}
-        plan_comparison(tuned.replay.demands.tokens, shown, _PLOT.value, workload.name)
+        seconds = "time to serve" if tuned.at_once else "mean end-to-end latency"
+        plan_comparison(tuned.replay.demands.tokens, shown, _PLOT.value, workload.name, seconds)
     about = {
         "benchmark": "tune_buckets",
         "model": flags.FLAGS.model,
@@ -103,26 +114,44 @@ def main(argv: list[str]) -> None:
         "bound": tuned.search.bound,
     }
     search |= {"fixed_log_gain": tuned.fixed_log_gain, "held_out_error": machine.step_times.about.get("held_out_error")}
-    write_json(_JSON.value, {**about, "planning": planning, "search": search, "plans": rows, **provenance()})
+    write_json(_JSON.value, {**about, "planning": took, "search": search, "plans": rows, **provenance()})
 
 
-def made_by() -> dict[str, Any]:
-    """What a plan's file says of its making; planning itself touches no device."""
-    from scripts.engine_flags import revision
-
-    return {"revision": revision(), "seed": flags.FLAGS.seed, "max_programs": _PROGRAMS.value}
+def tpot(summary: dict[str, Any]) -> str:
+    return "-" if summary["mean_tpot_ms"] is None else f"{summary['mean_tpot_ms']:.1f} ms"
 
 
-def report(tuned: Any, rows: dict[str, dict[str, Any]], planning: dict[str, float]) -> None:
-    """The result for people."""
+def columns(tuned: Any, rows: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
+    """What is shown of each plan, by heading: gains are the plan's seconds over the tuned plan's; over time, TPOT too
+    (of several runs the one with the least latency)."""
     unit = "s" if tuned.at_once else "s a request"
-    print(f"{'plan':8} {'programs':>8} {'padding':>8} {'predicted':>16} {'gain':>6} {'measured':>16} {'gain':>6}")
+    shown = []
     for name, r in rows.items():
-        measured = f"{r['measured_seconds']:.1f} {unit:11} {r['measured_gain']:>6.2f}" if "measured_seconds" in r else ""
-        print(
-            f"{name:8} {r['num_programs']:>8} {100 * r['padding_share']:>7.1f}% {r['cost_seconds']:>10.1f} {unit:11} "
-            f"{r['predicted_gain']:>6.2f} {measured}"
-        )
+        row = {"plan": name, "programs": str(r["num_programs"]), "padding": f"{100 * r['padding_share']:.1f}%"}
+        row |= {"predicted": f"{r['cost_seconds']:.2f} {unit}", "gain": f"{r['predicted_gain']:.2f}"}
+        if not tuned.at_once:
+            row["predicted TPOT"] = tpot(r["predicted"])
+        if r["measured"]:
+            row |= {"measured": f"{r['measured_seconds']:.2f} {unit}", "true gain": f"{r['measured_gain']:.2f}"}
+            if not tuned.at_once:
+                row["measured TPOT"] = tpot(min(r["measured"], key=lambda run: run["mean_e2el_ms"]))
+        shown.append(row)
+    return shown
+
+
+def table(tuned: Any, rows: dict[str, dict[str, Any]]) -> str:
+    """The plans as Markdown."""
+    shown = columns(tuned, rows)
+    lines = [list(shown[0]), ["---"] * len(shown[0]), *(list(row.values()) for row in shown)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def report(tuned: Any, rows: dict[str, dict[str, Any]], took: dict[str, float]) -> None:
+    """The result for people."""
+    shown = columns(tuned, rows)
+    widths = {name: max(len(name), *(len(row[name]) for row in shown)) for name in shown[0]}
+    for row in ({name: name for name in widths}, *shown):
+        print("  ".join(f"{text:>{widths[name]}}" for name, text in row.items()))
     for name, r in rows.items():
         print(f"{name}: {r['plan']}")
     s = tuned.search
@@ -134,7 +163,7 @@ def report(tuned: Any, rows: dict[str, dict[str, Any]], planning: dict[str, floa
         f"the default plan's demand log alone promises {tuned.fixed_log_gain:.2f}x over the default, the scheduler in the loop "
         f"{tuned.gain(tuned.default_replay):.2f}x ({tuned.rounds} rounds)"
     )
-    print(f"planned in {planning['wall_seconds']:.1f} s ({planning['cpu_seconds']:.1f} s of CPU): {_OUTPUT.value}")
+    print(f"planned in {took['wall_seconds']:.1f} s ({took['cpu_seconds']:.1f} s of CPU): {_OUTPUT.value}")
 
 
 if __name__ == "__main__":

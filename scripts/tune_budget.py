@@ -11,6 +11,7 @@ several seeds of arrivals; --measure serves the workload on a real engine with t
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from dataclasses import replace
@@ -18,12 +19,13 @@ from typing import Any
 
 from absl import app, flags
 
-from scripts.engine_flags import define_engine_flags, provenance, write_json
-from scripts.simulated_machine import RATE, measure, read_machine
+from scripts.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, provenance, write_json
+from scripts.simulated_machine import RATE, measure, plan_for, planning, read_machine
 from scripts.traffic_flags import read_traffic
 
 _QUANTILE = flags.DEFINE_float("quantile", 0.99, "Of the time between tokens, which must meet the objective.", 0.0, 1.0)
 _BUDGETS = flags.DEFINE_list("budgets", [], "Budgets to try; by default the plan's mixed sizes above max_num_seqs.")
+flags.register_validator("budgets", lambda given: all(b.isdecimal() and int(b) for b in given), "must be numbers, 1 or more")
 _DYNAMIC = flags.DEFINE_integer("dynamic", 0, "Compare with a dynamic budget over so many seeds of arrivals.", lower_bound=0)
 _MEASURE = flags.DEFINE_bool("measure", False, "Serve the workload on a real engine with the budget chosen.")
 _PLOT = flags.DEFINE_string("plot", None, "Draw time between tokens and TTFT over budgets to this PNG.")
@@ -59,46 +61,47 @@ def compare_dynamic(machine: Any, plan: Any, objective: float, seeds: int) -> li
     the dynamic one, each with its latencies."""
     from jaxserve.simulation.tuning import tune_budget
 
-    rows = []
+    rows, bar = [], planning(f"{seeds} seeds")
     for seed in range(seeds):
         workload = read_traffic(flags.FLAGS.model, machine.limits.max_model_len, RATE.value, seed)
         row: dict[str, Any] = {"seed": seed}
         try:
-            _, tried = tune_budget(workload, machine, plan, objective, _QUANTILE.value)
+            _, tried = tune_budget(workload, machine, plan, objective, _QUANTILE.value, progress=bar.update)
             fixed = [row_of(choice) for choice in tried if choice.gap <= objective]
             row["fixed"] = min(fixed, key=lambda r: r["mean_e2el_ms"])
         except ValueError as error:
             row["fixed"] = None
             print(f"seed {seed}: {error}", file=sys.stderr)
-        run = replace(machine, objective=objective).run(workload, plan)
+        run = replace(machine, objective=objective).run(workload, plan, bar.update)
         summary = run.times.summary()
         row["dynamic"] = {"gap_ms": 1e3 * run.times.gap_quantile(_QUANTILE.value)}
         row["dynamic"] |= {n: summary[n] for n in ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "mean_e2el_ms")}
         rows.append(row)
+    bar.close()
     return rows
 
 
+@exit_on_bad_input("tune_budget")
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
-    from jaxserve.buckets import BucketPlan
     from jaxserve.simulation.tuning import mean_kv_tokens, tune_budget, with_budget
 
-    slo_ms = flags.FLAGS.tbt_slo_ms
+    slo_ms = engine_options()["tbt_slo_ms"]
     if slo_ms is None:
-        raise app.UsageError("give --tbt_slo_ms, the objective in milliseconds")
+        raise ValueError("give --tbt_slo_ms, the objective in milliseconds")
+    if _DYNAMIC.value > 1 and math.isinf(RATE.value):
+        raise ValueError(
+            f"--dynamic={_DYNAMIC.value} compares seeds of arrivals, and these are the same for each: give --request_rate, or "
+            "--dynamic=1"
+        )
     machine = replace(read_machine(), objective=None)
     limits = machine.limits
-    if flags.FLAGS.bucket_plan:
-        plan = BucketPlan.load(flags.FLAGS.bucket_plan)
-    else:
-        plan = BucketPlan.default(limits.max_num_seqs, limits.max_num_batched_tokens, min_tokens=machine.multiple)
-    workload = read_traffic(flags.FLAGS.model, limits.max_model_len, RATE.value, flags.FLAGS.seed)
+    plan = plan_for(limits, machine.multiple)
+    workload = read_traffic(flags.FLAGS.model, limits.max_model_len, RATE.value, engine_options()["seed"])
     budgets = [int(b) for b in _BUDGETS.value] or None
-    try:
-        best, tried = tune_budget(workload, machine, plan, slo_ms / 1e3, _QUANTILE.value, budgets)
-    except ValueError as error:
-        raise app.UsageError(str(error)) from None
+    with planning("budgets") as bar:
+        best, tried = tune_budget(workload, machine, plan, slo_ms / 1e3, _QUANTILE.value, budgets, bar.update)
     rows = [row_of(choice) for choice in tried]
     label = f"P{100 * _QUANTILE.value:g} TBT"
     report(rows, best, label)
@@ -110,7 +113,7 @@ def main(argv: list[str]) -> None:
         result["dynamic"] = compare_dynamic(machine, plan, slo_ms / 1e3, _DYNAMIC.value)
         report_dynamic(result["dynamic"], label)
     if _MEASURE.value:
-        run = measure(*with_budget(machine, plan, best.budget), workload, flags.FLAGS.seed, "measured")
+        run = measure(*with_budget(machine, plan, best.budget), workload, engine_options()["seed"], "measured")
         measured = {"gap_ms": 1e3 * run.times.gap_quantile(_QUANTILE.value), **run.times.summary(), **run.counts}
         result["measured"] = measured
         print(f"measured: {label} {measured['gap_ms']:.1f} ms, mean TTFT {measured['mean_ttft_ms']:.1f} ms")

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from scripts.engine_flags import define_engine_flags, provenance, write_json
-from scripts.simulated_machine import RATE
+from scripts.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, provenance, write_json
+from scripts.simulated_machine import RATE, measure, plan_for, planning, read_machine
 from scripts.traffic_flags import read_traffic
 
 _VIDUR = flags.DEFINE_string("vidur", None, "Folder of Vidur's profiles; nothing else is done then.")
@@ -30,28 +30,23 @@ _TOLERANCE = flags.DEFINE_float("tolerance", 0.1, "Largest relative difference."
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 define_engine_flags(model="tiny-qwen3")
 
-_PROFILE_FLAGS = ("model", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages")
+_PROFILE_FLAGS = ("model", "config", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages")
 
 
 def compare_engine() -> dict[str, Any]:
     """{metric: {simulated, measured, rounds, error}} of one workload on the machine of --step_times."""
-    from jaxserve.buckets import BucketPlan
-    from scripts.simulated_machine import measure, read_machine
-
-    path = flags.FLAGS.step_times
+    path = engine_options()["step_times"]
     if path is None:
-        raise app.UsageError("give --step_times, a profile of this machine (it is made if it isn't there), or --vidur")
+        raise ValueError("give --step_times, a profile of this machine (it is made if it isn't there), or --vidur")
     if not Path(path).exists():
         given = [f"--{name}={flags.FLAGS[name].value}" for name in _PROFILE_FLAGS if flags.FLAGS[name].present]
-        subprocess.run([sys.executable, "-m", "scripts.profile_steps", f"--output={path}", *given], check=True)
+        if subprocess.run([sys.executable, "-m", "scripts.profile_steps", f"--output={path}", *given]).returncode:
+            raise ValueError(f"{path} is not there, and scripts.profile_steps could not make it")
     machine = read_machine()
-    limits, seed = machine.limits, flags.FLAGS.seed
-    if flags.FLAGS.bucket_plan:
-        plan = BucketPlan.load(flags.FLAGS.bucket_plan)
-    else:
-        plan = BucketPlan.default(limits.max_num_seqs, limits.max_num_batched_tokens, min_tokens=machine.multiple)
-    workload = read_traffic(flags.FLAGS.model, limits.max_model_len, RATE.value, seed)
-    simulated = metrics(machine.run(workload, plan).times)
+    plan, seed = plan_for(machine.limits, machine.multiple), engine_options()["seed"]
+    workload = read_traffic(flags.FLAGS.model, machine.limits.max_model_len, RATE.value, seed)
+    with planning("simulated") as bar:
+        simulated = metrics(machine.run(workload, plan, bar.update).times)
     runs = [metrics(measure(machine, plan, workload, seed + i, f"round {i + 1}").times) for i in range(_ROUNDS.value)]
     result = {}
     for name, predicted in simulated.items():
@@ -75,16 +70,14 @@ def metrics(times: Any) -> dict[str, float]:
     }
 
 
+@exit_on_bad_input("validate_simulator")
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     if _VIDUR.value:
         from scripts.vidur_profiles import compare, table
 
-        try:
-            rows = compare(Path(_VIDUR.value))
-        except ValueError as error:
-            raise app.UsageError(str(error)) from None
+        rows = compare(Path(_VIDUR.value))
         print(table(rows))
         write_json(_JSON.value, {"benchmark": "validate_operators", "rows": rows, **provenance()})
         return

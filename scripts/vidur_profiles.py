@@ -24,6 +24,9 @@ OPERATORS = {
     "add": (("add",), 2),
 }
 MATMULS = ("qkv", "o", "mlp_up", "mlp_down")
+_COLUMNS = {f"time_stats.{column}.median" for columns, _ in OPERATORS.values() for column in columns}
+_COLUMNS |= {"num_tokens", "num_tensor_parallel_workers", "use_gated_mlp", "vocab_size"}
+_COLUMNS |= {"n_embd", "n_head", "n_kv_head", "n_expanded_embd"}
 _GPUS = {"a100": "a100-80gb", "a40": "a40", "h100": "h100"}
 
 
@@ -32,7 +35,7 @@ def compare(folder: Path) -> list[dict[str, Any]]:
     numbers of tokens and TP degrees (median, p90), their median with sign (bias), and the medians up to 64, 512 and more tokens.
 
     Raises:
-      ValueError: there is no profile in the folder.
+      ValueError: there is no profile in the folder, or one whose GPU or columns are not known.
     """
     paths = sorted(folder.glob("*_mlp.csv.gz"))
     if not paths:
@@ -65,8 +68,13 @@ def _times(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.
     from jaxserve.simulation.model_shapes import ModelShape
 
     gpu, _, name = path.name.removesuffix("_mlp.csv.gz").partition("_")
+    if gpu not in _GPUS:
+        raise ValueError(f"{path}: its name must begin with a known GPU, {', '.join(_GPUS)}")
     with gzip.open(path, "rt", newline="") as file:
         rows = list(csv.DictReader(file))
+    missing = sorted(_COLUMNS - set(rows[0] if rows else ()))
+    if missing:
+        raise ValueError(f"{path} is no profile of Vidur's: it has {len(rows)} rows and lacks {', '.join(missing)}")
     shape = ModelShape(
         name=name,
         num_layers=1,

@@ -76,6 +76,13 @@ def test_traces_with_and_without_times_and_gzip(tmp_path):
     assert trace(plain, 2).requests == want
     assert trace(zipped).requests == (want[0], WorkloadRequest(396, 109, 4.25)) and trace(zipped).name == "chat_2023"
     assert trace(plain, max_len=418).requests == (want[0], WorkloadRequest(5, 6))
+    with pytest.raises(ValueError, match=r"plain\.csv has 3 requests, 9 were asked for; ask for fewer"):
+        trace(plain, 9)
+    with pytest.raises(ValueError, match=r"plain\.csv has no request of at most 5 tokens"):
+        trace(plain, max_len=5)
+    plain.write_text("num_prefill_tokens,num_decode_tokens\n")
+    with pytest.raises(ValueError, match=r"plain\.csv has no request: give a file with a line for each"):
+        trace(plain)
     plain.write_text("num_prefill_tokens,tokens\n1,2\n")
     with pytest.raises(ValueError, match="lacks the columns num_decode_tokens; found num_prefill_tokens, tokens"):
         trace(plain)

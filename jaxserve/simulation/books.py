@@ -7,7 +7,7 @@ scheduler.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -20,11 +20,13 @@ from jaxserve.workloads import Workload
 class RequestBooks:
     """When each request of a workload was sent, first scheduled, and got its first and last token; and all gaps between tokens.
 
-    Rows are the workload's. ValueError where the workload is not in the order of its arrivals.
+    Rows are the workload's. progress: told how many requests ended, whenever some do. ValueError where the workload is not in the
+    order of its arrivals.
     """
 
-    def __init__(self, workload: Workload):
+    def __init__(self, workload: Workload, progress: Callable[[int], object] | None = None):
         self.workload = workload
+        self._progress = progress
         n = len(workload.requests)
         self.sent: np.ndarray = np.array([r.arrived_at for r in workload.requests])
         if (np.diff(self.sent) < 0).any():
@@ -40,6 +42,12 @@ class RequestBooks:
         for row in rows:
             if np.isnan(self.scheduled[row]):
                 self.scheduled[row] = start
+
+    def end(self, num_requests: int) -> None:
+        """So many requests have all their tokens."""
+        self.num_ended += num_requests
+        if num_requests and self._progress is not None:
+            self._progress(num_requests)
 
     def take(
         self,

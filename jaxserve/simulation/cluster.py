@@ -7,7 +7,7 @@ real router's policy (serving/router_policy.py), the replicas are replica.py's o
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +39,7 @@ def replay_cluster(
     policy: Policy,
     *,
     block_tokens: int = 64,
-    progress: Callable[[Iterable[int]], Iterable[int]] = lambda rows: rows,
+    progress: Callable[[int], object] | None = None,
 ) -> ClusterReplay:
     """Serves `workload` to its end on replicas behind a router that sees their loads as they are.
 
@@ -49,18 +49,18 @@ def replay_cluster(
       make_replica: (books, prefix_caching) -> a new Replica or PipelineReplica.
       policy: see serving.router_policy.make_policy.
       block_tokens: of the blocks by which the router knows prompts, where the workload gives token ids.
-      progress: wraps the rows of the workload, such as tqdm.
+      progress: told how many requests ended, whenever some do.
 
     Raises:
       ValueError: as `replay`, or num_replicas is below 1.
     """
     if num_replicas < 1:
         raise ValueError(f"{num_replicas=} must be at least 1")
-    books = RequestBooks(workload)
+    books = RequestBooks(workload, progress)
     prefix_caching = any(r.prompt_token_ids for r in workload.requests)
     replicas = {str(i): make_replica(books, prefix_caching) for i in range(num_replicas)}
     chosen, num_matched = [], []
-    for row in progress(range(len(books.sent))):
+    for row in range(len(books.sent)):
         arrival, loads = float(books.sent[row]), {}
         for name, replica in replicas.items():
             advance(replica, arrival)

@@ -8,6 +8,7 @@ begins as others of its group do, where prefixes are cached).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,20 +50,24 @@ def replay(
     num_pages: int,
     *,
     async_scheduling: bool = True,
+    prefix_caching: bool = True,
+    progress: Callable[[int], object] | None = None,
     max_concurrency: int | None = None,
     objective: float | None = None,
 ) -> Replay:
     """Serves `workload` to its end in virtual time.
 
     max_concurrency: most requests sent and not ended; later ones are sent, and count as arrived, when an earlier one ends (closed
-    loop). Prefixes are cached where the workload gives token ids.
+    loop).
+    prefix_caching: requests share the pages of equal prefixes, where the workload gives token ids.
+    progress: told how many requests ended, whenever some do.
     objective: seconds that a step with decodes may take, by a dynamic budget; None: none.
 
     Raises:
       ValueError: the plan can't hold the limits, or a request could never be served (it names the row of the workload).
     """
-    books = RequestBooks(workload)
-    prefix_caching = any(r.prompt_token_ids for r in workload.requests)
+    books = RequestBooks(workload, progress)
+    prefix_caching = prefix_caching and any(r.prompt_token_ids for r in workload.requests)
     replica = Replica(
         books,
         plan,

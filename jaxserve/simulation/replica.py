@@ -111,7 +111,7 @@ class SimulatedEngine(ABC):
         result = self.scheduler.update(schedule, self._tokens[: schedule.num_seqs])
         self.books.take(self._rows_of(result.requests), now, self._last_update)
         self._last_update = now
-        self.books.num_ended += len(result.finished)
+        self.books.end(len(result.finished))
 
     def _rows_of(self, requests: list[Request]) -> np.ndarray:
         """intp[n]: their rows of the workload."""

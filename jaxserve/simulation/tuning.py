@@ -6,7 +6,7 @@ requests arrive over time, which changes the best plan. Pure numpy; knows no dev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,16 +27,29 @@ PADDING_PRICE = 0.25
 @dataclass(frozen=True)
 class Machine:
     """Where a workload runs: step times, limits, pages, and the multiple that bucket sizes come in. objective: seconds that a step
-    with decodes may take, by a dynamic budget; None: none."""
+    with decodes may take, by a dynamic budget; None: none. async_scheduling, prefix_caching: as `replay`'s."""
 
     step_times: StepTimeModel
     limits: SchedulerConfig
     num_pages: int
     multiple: int
     objective: float | None = None
+    async_scheduling: bool = True
+    prefix_caching: bool = True
 
-    def run(self, workload: Workload, plan: BucketPlan) -> Replay:
-        return replay(workload, plan, self.step_times, self.limits, self.num_pages, objective=self.objective)
+    def run(self, workload: Workload, plan: BucketPlan, progress: Callable[[int], object] | None = None) -> Replay:
+        """`replay` here; progress is told how many requests ended, whenever some do."""
+        return replay(
+            workload,
+            plan,
+            self.step_times,
+            self.limits,
+            self.num_pages,
+            async_scheduling=self.async_scheduling,
+            prefix_caching=self.prefix_caching,
+            objective=self.objective,
+            progress=progress,
+        )
 
     def search(self, demands: DemandLog, sizes: Sequence[int] | None = None, *, padding_price: float = 0.0) -> BucketSearch:
         """padding_price: price of a padding token, as a share of a token's time in the largest bucket."""
@@ -97,18 +110,20 @@ def default_plan(machine: Machine, max_programs: int) -> BucketPlan:
     )
 
 
-def tune_plan(workload: Workload, machine: Machine, caps: Caps, max_rounds: int = 4) -> Tuned:
+def tune_plan(
+    workload: Workload, machine: Machine, caps: Caps, max_rounds: int = 4, progress: Callable[[int], object] | None = None
+) -> Tuned:
     """The plan that serves `workload` best in virtual time.
 
     Each round searches the demand log of the last plan's replay and replays the plan found, until the log stays the same or no
     round improves; the best plan seen is kept. Where all requests arrive at once no step waits for a time, so that the log does
-    not depend on the plan and the first round is the last.
+    not depend on the plan and the first round is the last. progress: told how many requests a replay ended, whenever some do.
 
     Raises:
       ValueError: as `replay` and `BucketSearch.solve`.
     """
     default = default_plan(machine, caps.max_programs)
-    first = machine.run(workload, default)
+    first = machine.run(workload, default, progress)
     powers = [1 << i for i in range(machine.limits.max_num_batched_tokens.bit_length() + 1)]
     powers = [size for size in powers if size % machine.multiple == 0]
     powers_plan = machine.search(first.demands, powers).solve(Caps(caps.max_programs), pairs=False).plan
@@ -119,7 +134,7 @@ def tune_plan(workload: Workload, machine: Machine, caps: Caps, max_rounds: int 
         if search.plan in seen:
             break
         seen.add(search.plan)
-        run = machine.run(workload, search.plan)
+        run = machine.run(workload, search.plan, progress)
         if rounds == 1:
             before = plan_seconds(default, log, machine.step_times)
             fixed_log_gain = before / plan_seconds(search.plan, log, machine.step_times)
@@ -133,7 +148,7 @@ def tune_plan(workload: Workload, machine: Machine, caps: Caps, max_rounds: int 
         log = run.demands
     assert best is not None
     search, run = best
-    powers_run = machine.run(workload, powers_plan)
+    powers_run = machine.run(workload, powers_plan, progress)
     return Tuned(search.plan, search, run, default, first, powers_plan, powers_run, fixed_log_gain, rounds)
 
 
@@ -159,23 +174,34 @@ def with_budget(machine: Machine, plan: BucketPlan, budget: int) -> tuple[Machin
 
 
 def tune_budget(
-    workload: Workload, machine: Machine, plan: BucketPlan, objective: float, quantile: float, budgets: Sequence[int] | None = None
+    workload: Workload,
+    machine: Machine,
+    plan: BucketPlan,
+    objective: float,
+    quantile: float,
+    budgets: Sequence[int] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> tuple[BudgetChoice, list[BudgetChoice]]:
     """(the largest budget whose time between tokens stays within `objective` seconds at `quantile`, all that were tried).
 
     budgets: by default the plan's mixed buckets that hold max_num_seqs decodes and more: any other budget pays for a larger bucket
-    than it fills.
+    than it fills. progress: told how many requests a replay ended, whenever some do.
 
     Raises:
-      ValueError: no budget holds the objective; the message says what the smallest would give.
+      ValueError: no budget to try, or none holds the objective; the message says what the smallest would give.
     """
     seqs = machine.limits.max_num_seqs
     if budgets is None:
         budgets = [t for t, s in plan.mixed if t > seqs and s >= seqs]
+    if not budgets:
+        raise ValueError(
+            f"no budget to try: no mixed bucket of the plan holds max_num_seqs={seqs} sequences and more tokens than those "
+            f"({plan}); name budgets, lower max_num_seqs, or give a plan with larger buckets"
+        )
     tried = []
     for budget in sorted(budgets):
         limited, small = with_budget(machine, plan, budget)
-        run = limited.run(workload, small)
+        run = limited.run(workload, small, progress)
         tried.append(BudgetChoice(budget, run.times.gap_quantile(quantile), run))
     good = [choice for choice in tried if choice.gap <= objective]
     if not good:

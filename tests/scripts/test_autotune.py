@@ -108,8 +108,12 @@ def test_the_file_makes_an_engine(work):
     given = [f"--profiles={work / 'a.json'}", f"--model={work / 'model'}", "--workload=random", "--num_prompts=12"]
     given += ["--random_input_len=8", "--random_output_len=4", "--max_programs=10"]
     given += ["--seqs=8,16", "--budgets=16", "--plans=default"]
-    done = run("autotune", *given, "--measure=1", f"--output={path}")
+    done = run("autotune", *given, "--measure=1", f"--output={path}", f"--state={work / 'measured_state.json'}")
     assert done.returncode == 0, done.stderr
+    state = json.loads((work / "measured_state.json").read_text())
+    (key,) = [key for key in state["results"] if ": measured" in key]
+    assert key.endswith("measured on cpu, dtype=auto, attention_backend=auto, moe_backend=auto")
+    assert {"revision", "async_scheduling", "prefix_caching"} <= set(state["settings"])
     assert done.stdout.count(" measured: ") == 1
     options = json.loads(path.read_text())
     llm = LLM(work / "model", skip_tokenizer_init=True, **options)
@@ -143,6 +147,8 @@ def test_bad_files(work):
     assert done.returncode == 1 and "two of them have pages of 16" in done.stderr
     for flag in ("--tbt_slo_ms=9", f"--step_times={work / 'a.json'}", f"--bucket_plan={work / 'a.json'}"):
         done = run("autotune", f"--profiles={work / 'a.json'}", *WORK, flag)
-        assert done.returncode == 1 and f"{flag.partition('=')[0]}: plans" in done.stderr
+        assert done.returncode == 1 and f"{flag.partition('=')[0]}: plans" in done.stderr and "Traceback" not in done.stderr
+    done = run("autotune", f"--profiles={work / 'a.json'}", *WORK, "--seqs=many")
+    assert done.returncode == 1 and "must be numbers, 1 or more" in done.stderr and "Traceback" not in done.stderr
     done = run("autotune", f"--profiles={work / 'a.json'}", *WORK, "--seqs=64")
     assert done.returncode == 1 and "no setting is within the profiles' limits" in done.stderr

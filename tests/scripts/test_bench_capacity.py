@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve import BucketPlan
 from jaxserve.simulation.step_time import BucketTimes, StepTimeModel
 from scripts.finished import Finished
 from tests import alphabet_model
@@ -60,6 +61,28 @@ def test_simulated_and_resumed(tmp_path):
     assert done.returncode == 1 and "results of other settings (profile" in done.stderr
 
 
+def test_options_of_a_file(tmp_path):
+    """A file's plan without decode buckets makes every step one of 0.2 s, where the default plan's decodes take 0.1 s; its pool and
+    threshold count too."""
+    times = (BucketTimes(8, 8, 1, 0.1, 0.0, 0.0), BucketTimes(256, 8, 256, 0.2, 0.0, 0.0))
+    replace(STEPS, times=times, about=STEPS.about).save(tmp_path / "steps.json")
+    plan = BucketPlan(mixed=((256, 8),), head_rows=(8,))
+    options = {"bucket_plan": json.loads(plan.to_json()), "num_pages": 64, "long_prefill_token_threshold": 32}
+    (tmp_path / "tuned.json").write_text(json.dumps(options))
+    search = ("--policies=sarathi", "--slo_ms=400", "--min_gaps=5000", "--seeds=1", "--precision=0.1")
+    found = []
+    for given in ((), (f"--config={tmp_path / 'tuned.json'}",)):
+        path = tmp_path / f"{len(given)}.json"
+        done = run(f"--step_times={tmp_path / 'steps.json'}", *WORK, *search, *given, f"--json={path}")
+        assert done.returncode == 0, done.stderr
+        result = json.loads(path.read_text())
+        found.append(result["capacities"][0]["mean"])
+    assert 0 < found[1] < 0.75 * found[0]
+    settings = result["settings"]
+    assert settings["bucket_plan"] == str(plan) and settings["num_pages"] == 64
+    assert settings["limits"]["long_prefill_token_threshold"] == 32
+
+
 def test_analytic(tmp_path):
     """Two stages of one model, a fixed budget and one that follows the objective; the looser objective has the higher capacity."""
     path = tmp_path / "capacity.json"
@@ -104,19 +127,24 @@ real = bench_capacity.Real()
 for rate in (1e4, 2e4):
     real.serve(bench_capacity.Contender.parse("sarathi"), 1.0, bench_capacity.traffic(real, rate, 0), 0)
 print(shares)
+config = real._engine.config
+print(config.plan, config.cache.num_pages, config.scheduler.long_prefill_token_threshold)
 """
 
 
 def test_a_rate_finds_nothing_cached(tmp_path):
-    """The prompts of one seed are the same at every rate."""
+    """The prompts of one seed are the same at every rate. The engine's options are those of the file."""
     alphabet_model.save(tmp_path / "model", tokenizer=False)
-    limits = ("--max_model_len=64", "--max_num_seqs=4", "--max_num_batched_tokens=32", "--num_pages=64", "--page_size=4")
+    plan = BucketPlan(mixed=((32, 4),), head_rows=(4,))
+    options = {"bucket_plan": json.loads(plan.to_json()), "num_pages": 64, "page_size": 4, "long_prefill_token_threshold": 8}
+    (tmp_path / "tuned.json").write_text(json.dumps(options))
+    limits = ("--max_model_len=64", "--max_num_seqs=4", "--max_num_batched_tokens=32", f"--config={tmp_path / 'tuned.json'}")
     work = ("--workload=random", "--num_prompts=6", "--random_input_len=24", "--random_output_len=4")
     command = [sys.executable, "-c", CACHED, f"--model={tmp_path / 'model'}", *limits, *work]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[0.0, 0.0]"
+    assert done.stdout.splitlines()[-2:] == ["[0.0, 0.0]", f"{plan} 64 8"]
 
 
 def test_trials_of_another_workload_are_not_taken_for_ours(tmp_path):
@@ -127,6 +155,12 @@ def test_trials_of_another_workload_are_not_taken_for_ours(tmp_path):
     for given, name in ((["--random_input_len=65"], "requests: "), (["--random_input_len=64", "--num_pages=300"], "num_pages: ")):
         done = run(*machine, *search, *given)
         assert done.returncode == 1 and "results of other settings" in done.stderr and name in done.stderr
+    whole = json.loads(path.read_text())
+    assert whole["settings"]["revision"] == whole["revision"]
+    whole["settings"]["revision"] = "another"
+    path.write_text(json.dumps(whole))
+    done = run(*machine, *search, "--random_input_len=64")
+    assert done.returncode == 1 and "results of other settings (revision: 'another' there" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -141,11 +175,26 @@ def test_trials_of_another_workload_are_not_taken_for_ours(tmp_path):
         (["--slo_ms=50", "--batching_policy=orca"], "--batching_policy: --policies says"),
         (["--slo_ms=50", "--real", "--tp=2", "--pp=2"], "--tp, --pp: they are of --gpu"),
         (["--slo_ms=50", "--gpu=h100", "--noenable_prefix_caching", "--dtype=float32"], "--dtype, --enable_prefix_caching: --gpu"),
+        (
+            ["--slo_ms=50", "--gpu=h100", "--noasync_scheduling", "--speculative_config={}"],
+            "--async_scheduling, --speculative_config:",
+        ),
+        (["--slo_ms=50", "--gpu=h100", "--multiple=4"], "--multiple: it is of plans for --step_times"),
+        (["--slo_ms=50", "--real", "--multiple=4"], "--multiple: it is of plans for --step_times"),
+        (["--slo_ms=50", "--request_rate=4", "--arrivals_from_trace"], "--request_rate, --arrivals_from_trace: rates are searched"),
+        (["--slo_ms=50", "--seed=3"], "--seed: rates are searched"),
+        (["--slo_ms=50", "--step_times=x", "--speculative_config={}"], "--speculative_config: steps with drafts"),
+        (["--slo_ms=50", "--step_times=x", "--dtype=float32"], "--dtype: a profile's steps"),
+        (["--slo_ms=50", "--tbt_slo_ms=9"], "--tbt_slo_ms: a dynamic budget has each of --slo_ms"),
+        (
+            ["--slo_ms=50", "--gpu=h100", "--model=qwen3-8b", "--max_model_len=2048", "--gpu_memory_utilization=0.1"],
+            "GiB of weights a GPU leave no room for KV",
+        ),
     ],
 )
 def test_bad_flags(given, message):
     done = run(*given)
-    assert done.returncode == 1
+    assert done.returncode == 1 and "Traceback" not in done.stderr
     assert re.search(message, done.stderr)
 
 

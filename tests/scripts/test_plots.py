@@ -23,10 +23,14 @@ def test_every_axis_has_a_label(tmp_path, monkeypatch):
     times = {f"{n}_{m}_ms": 5.0 for n in ("median", "p99") for m in ("ttft", "tpot")}
     results = [{"request_rate": r, "output_throughput": 10.0 * r, **times} for r in (1.0, 2.0)]
     plots.latency_throughput(results, tmp_path / "a.png", "x")
-    steps = np.stack([np.arange(50.0), np.arange(50) % 7 * 10, np.ones(50)], axis=1)
-    plots.step_timeline(steps, tmp_path / "b.png", "x")
+    begins = np.arange(50.0) + 100.0 * (np.arange(50) >= 20)  # with nothing to serve for 100 s
+    steps = np.stack([begins, begins + 0.5, np.arange(50) % 7 * 10, np.ones(50)], axis=1)
+    plots.step_timeline(steps, tmp_path / "b.png", "x", seconds=400.0)
+    drawn = np.asarray(made[-1].axes[0].collections[0].get_offsets())
+    assert drawn == pytest.approx(np.stack([steps[:, 1], np.full(50, 500.0)], axis=1)), "idle time is no step's"
     plan = {"tokens": [8, 16], "padding_share": 0.1, "seconds": 3.0, "measured_seconds": 3.1}
-    plots.plan_comparison(np.arange(1, 60), {"default": plan, "tuned": plan}, tmp_path / "c.png", "x")
+    plots.plan_comparison(np.arange(1, 60), {"default": plan, "tuned": plan}, tmp_path / "c.png", "x", "mean latency")
+    assert made[-1].axes[2].get_ylabel() == "mean latency (s)" and made[-1].axes[2].get_title() == "mean latency"
     row = {"budget": 64, "gap_ms": 5.0, "mean_ttft_ms": 9.0}
     plots.budgets([row, row | {"budget": 128}], 6.0, tmp_path / "d.png", "x")
     capacity = {"policy": "sarathi", "slo_ms": 50.0, "mean": 3.0, "half_width": float("nan")}

@@ -45,6 +45,11 @@ def test_a_folder_has_a_shape_too(tmp_path):
     alphabet_model.save(tmp_path / "model", tokenizer=False)
     done = run("simulate", f"--model={tmp_path / 'model'}", "--workload=eight")
     assert done.returncode == 0 and "8 requests in" in done.stdout, done.stderr
+    assert "8/8" in done.stderr  # the bar ends full
+    layers = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(alphabet_model.CONFIG | layers))
+    done = run("simulate", f"--model={tmp_path / 'model'}", "--workload=eight")
+    assert done.returncode == 1 and "layers of several kinds" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -65,6 +70,12 @@ def test_kernel_profiles_are_compared(tmp_path):
     """A made-up profile of a GPU that is a tenth slower than predicted, and of one whose norms take twice as long."""
     done = run("validate_simulator", f"--vidur={tmp_path}")
     assert done.returncode != 0 and "no profile <gpu>_<model>_mlp.csv.gz" in done.stdout + done.stderr
+    for name, message in (("abacus_tiny", "must begin with a known GPU, a100"), ("a40_empty", "it has 0 rows and lacks n_embd")):
+        with gzip.open(tmp_path / f"{name}_mlp.csv.gz", "wt") as file:
+            file.write("num_tokens\n")
+        done = run("validate_simulator", f"--vidur={tmp_path}")
+        assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+        (tmp_path / f"{name}_mlp.csv.gz").unlink()
     shape = ModelShape(name="tiny", num_layers=1, hidden_size=512, num_heads=8, num_kv_heads=8, head_dim=64, ffn_size=1024,
                        vocab_size=1000)  # fmt: skip
     about = {"n_head": 8, "n_kv_head": 8, "n_embd": 512, "n_expanded_embd": 1024, "vocab_size": 1000, "use_gated_mlp": True}

@@ -1,6 +1,7 @@
 """The chain from a profile to a plan in use: profile_steps, tune_buckets, tune_budget, bench_serve. Their numbers fit each other;
 how large they are is no test's business."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,7 +15,12 @@ from jaxserve.simulation.step_time import StepTimeModel
 from tests import alphabet_model
 
 ROOT = Path(__file__).parents[2]
+PLOTS = importlib.util.find_spec("matplotlib") is not None  # an extra
 LIMITS = ("--max_num_seqs=4", "--max_num_batched_tokens=32", "--max_model_len=64", "--num_pages=32", "--page_size=16")
+
+
+def plot(path: Path) -> list[str]:
+    return [f"--plot={path}"] if PLOTS else []
 
 
 def run(work: Path, script: str, *given: str) -> subprocess.CompletedProcess:
@@ -49,8 +55,10 @@ def test_plan_is_tuned_measured_and_served(work):
     traffic = ["--workload=trace", f"--dataset_path={work / 'trace.csv'}", "--max_model_len=64"]
     plan, path = work / "plan.json", work / "tuned.json"
     given = [f"--step_times={work / 'steps.json'}", "--max_programs=10", "--measure=1", f"--output={plan}", f"--json={path}"]
-    done = run(work, "tune_buckets", *traffic, *given)
+    done = run(work, "tune_buckets", *traffic, *given, *plot(work / "plans.png"))
     assert done.returncode == 0, done.stderr
+    assert "TPOT" not in done.stdout and (work / "plans.png").exists() == PLOTS
+    assert "60 simulated requests" in done.stderr  # at once: a round, and powers of two twice
     result = json.loads(path.read_text())
     rows = result["plans"]
     assert set(rows) == {"default", "powers", "tuned"} and result["workload"].startswith("trace: 20 requests")
@@ -61,11 +69,14 @@ def test_plan_is_tuned_measured_and_served(work):
         assert measured["padding_share"] == pytest.approx(row["padding_share"])
     assert rows["tuned"]["predicted_gain"] == 1 <= rows["powers"]["predicted_gain"]
     assert str(BucketPlan.load(plan)) == rows["tuned"]["plan"]
+    about = json.loads(plan.read_text())["about"]
+    assert {"revision", "device", "jax", "seed", "max_programs"} <= set(about) and about["flags"]["measure"] == 1
 
     path = work / "serve.json"
     rates = ["--request_rate=200,inf", "--goodput=ttft:60000", "--max_num_seqs=4", "--num_pages=32", "--page_size=16"]
-    done = run(work, "bench_serve", *traffic, *rates, f"--bucket_plan={plan}", f"--json={path}")
+    done = run(work, "bench_serve", *traffic, *rates, f"--bucket_plan={plan}", f"--json={path}", *plot(work / "serve"))
     assert done.returncode == 0, done.stderr
+    assert len(list(work.glob("serve_*.png"))) == 2 * PLOTS
     result = json.loads(path.read_text())
     assert [r["request_rate"] for r in result["results"]] == [200.0, "inf"]
     for r in result["results"]:
@@ -79,8 +90,9 @@ def test_budget(work):
     given = [f"--step_times={work / 'steps.json'}", "--workload=trace", f"--dataset_path={work / 'trace.csv'}"]
     path = work / "budget.json"
     flags = ["--arrivals_from_trace", "--budgets=16,20,32", "--tbt_slo_ms=60000", "--dynamic=1", f"--json={path}"]
-    done = run(work, "tune_budget", *given, *flags)
+    done = run(work, "tune_budget", *given, *flags, *plot(work / "budgets.png"))
     assert done.returncode == 0, done.stderr
+    assert (work / "budgets.png").exists() == PLOTS
     result = json.loads(path.read_text())
     assert result["budget"] == 32 and [r["budget"] for r in result["tried"]] == [16, 20, 32]
     assert "budget 20 runs in the bucket of 32" in done.stdout and "budget 32 runs" not in done.stdout
@@ -89,11 +101,83 @@ def test_budget(work):
     assert done.returncode and "no token budget keeps P99" in done.stderr
 
 
-def test_bad_trace(work):
-    (work / "bad.csv").write_text("num_prefill_tokens,num_decode_tokens\n400,5\n")
-    flags = [f"--step_times={work / 'steps.json'}", "--workload=trace", f"--dataset_path={work / 'bad.csv'}"]
-    done = run(work, "tune_buckets", *flags)
-    assert done.returncode and "no request of bad fits max_model_len=64" in done.stderr
+def test_over_time_the_table_has_tpot(work):
+    given = [f"--step_times={work / 'steps.json'}", "--workload=trace", f"--dataset_path={work / 'trace.csv'}"]
+    over_time = ["--request_rate=40", f"--output={work / 'over_time.json'}", f"--table={work / 'table.md'}"]
+    done = run(work, "tune_buckets", *given, *over_time, "--max_programs=10")
+    assert done.returncode == 0, done.stderr
+    heads, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (work / "table.md").read_text().splitlines()]
+    assert heads == ["plan", "programs", "padding", "predicted", "gain", "predicted TPOT"]
+    assert [row[0] for row in rows] == ["default", "powers", "tuned"] and all(row[5].endswith(" ms") for row in rows)
+    assert all(cell in done.stdout for row in rows for cell in row)
+
+
+def test_options_are_those_of_the_simulation(work):
+    """What changes a measured run changes the predicted one: waiting for each step's tokens, prefixes computed again; and the plan
+    and objective of a file of options."""
+    path, base = work / "options.json", [f"--step_times={work / 'steps.json'}", "--budgets=32"]
+    base += ["--workload=shared_prefix", "--prefix_len=32", "--random_input_len=4", "--random_output_len=8", "--num_prefixes=2"]
+
+    def tried(*given: str) -> dict:
+        done = run(work, "tune_budget", *base, *given, f"--json={path}")
+        assert done.returncode == 0, done.stderr
+        return json.loads(path.read_text())
+
+    first = tried("--tbt_slo_ms=60000")["tried"][0]["mean_e2el_ms"]
+    for flag in ("--noasync_scheduling", "--noenable_prefix_caching"):
+        assert abs(tried("--tbt_slo_ms=60000", flag)["tried"][0]["mean_e2el_ms"] / first - 1) > 1e-3
+    plan = BucketPlan(mixed=((12, 4), (32, 4)), head_rows=(4,))
+    options = {"bucket_plan": json.loads(plan.to_json()), "tbt_slo_ms": 50_000}
+    (work / "options_file.json").write_text(json.dumps(options))
+    chosen = tried(f"--config={work / 'options_file.json'}")
+    assert chosen["plan"] == str(plan)
+
+
+STEPS, TRACE = "--step_times={work}/steps.json", ("--workload=trace", "--dataset_path={work}/{name}.csv")
+BAD = [
+    ("tune_buckets", (STEPS, *TRACE), "bad", "tune_buckets: no request of bad fits max_model_len=64"),
+    ("tune_buckets", (STEPS, *TRACE), "empty", "empty.csv has no request: give a file with a line for each"),
+    ("tune_buckets", (STEPS, *TRACE, "--num_requests=50"), "trace", "trace.csv has 21 requests, 50 were asked for"),
+    ("tune_buckets", (STEPS, '--speculative_config={{"method": "ngram"}}'), "", "--speculative_config: steps with drafts"),
+    ("tune_buckets", (STEPS, "--config={work}/drafts.json"), "", "speculative_config of --config: steps with drafts"),
+    ("tune_buckets", (STEPS, "--bucket_plan=x"), "", "--bucket_plan: a plan is made here"),
+    ("tune_budget", ("--tbt_slo_ms=9",), "", "tune_budget: give --step_times"),
+    ("tune_budget", (STEPS, "--tbt_slo_ms=9", "--budgets=abc"), "", "must be numbers, 1 or more"),
+    ("tune_budget", (STEPS, "--tbt_slo_ms=9", "--dynamic=5"), "", "--dynamic=5 compares seeds of arrivals"),
+    ("validate_simulator", (), "", "validate_simulator: give --step_times"),
+    ("validate_simulator", (STEPS, "--arrivals_from_trace"), "", "--arrivals_from_trace means nothing to --workload=short_long"),
+    ("validate_simulator", (STEPS, "--arrivals_from_trace", *TRACE), "timeless", "timeless.csv has no times; give it a column"),
+    ("bench_serve", ("--burstiness=0.5",), "", "bench_serve: --burstiness=0.5 is of the gaps"),
+    ("bench_serve", ("--config={work}/short.json", *TRACE), "bad", "bench_serve: no request of bad fits max_model_len=32"),
+    ("profile_steps", ("--max_num_seqs=64", "--max_num_batched_tokens=32"), "", "profile_steps: max_num_seqs=64 must not exceed"),
+]
+
+
+@pytest.mark.parametrize(("script", "given", "name", "message"), BAD, ids=lambda x: None if isinstance(x, tuple) else x)
+def test_mistakes_end_with_one_line(work, script, given, name, message):
+    columns = "num_prefill_tokens,num_decode_tokens\n"
+    for file, text in {
+        "bad.csv": columns + "400,5\n",
+        "empty.csv": columns,
+        "timeless.csv": columns + "4,5\n" * 2,
+        "drafts.json": json.dumps({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
+        "short.json": json.dumps({"max_model_len": 32}),
+    }.items():
+        (work / file).write_text(text)
+    done = run(work, script, *(flag.format(work=work, name=name) for flag in given))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert message in done.stderr + done.stdout
+
+
+def test_server_of_the_same_options(work):
+    """--against_server hands on a file of options as it does flags."""
+    alphabet_model.save(work / "served")
+    options = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32, "num_pages": 32, "page_size": 16}
+    options |= {"bucket_plan": json.loads(BucketPlan(mixed=((32, 4),), head_rows=(4,)).to_json())}
+    (work / "same.json").write_text(json.dumps(options | {"long_prefill_token_threshold": 8}))
+    traffic = ["--workload=random", "--num_prompts=4", "--random_input_len=8", "--random_output_len=4", "--rounds=1"]
+    done = run(work, "bench_serve", f"--model={work / 'served'}", f"--config={work / 'same.json'}", "--against_server", *traffic)
+    assert done.returncode == 0 and "of the engine in process" in done.stdout, done.stderr
 
 
 def test_simulation_beside_the_engine(work):

@@ -39,7 +39,9 @@ def test_one_replica_is_a_replay(policy, prefixes):
 @pytest.mark.parametrize("replica", [make, make_staged])
 def test_all_tokens_are_served(replica):
     work = random_workload(200, 2, rate=60.0)
-    run = replay_cluster(work, replica, 3, make_policy("least_loaded"))
+    ended = []
+    run = replay_cluster(work, replica, 3, make_policy("least_loaded"), progress=ended.append)
+    assert sum(ended) == 200 and len(ended) > 50, "requests end one after another"
     assert run.times.gap_counts.sum() == work.num_output_tokens - 200 and set(run.chosen) == {0, 1, 2}
     assert (run.times.first > run.times.arrivals).all() and not any(s.num_running or s.num_waiting for s in run.stats)
 

@@ -55,7 +55,9 @@ def test_closed_loop():
 
 def test_all_tokens_are_served():
     work = random_workload(60, 3, rate=5.0)
-    run = replay(work, PLAN, MODEL, LIMITS, 64)
+    ended = []
+    run = replay(work, PLAN, MODEL, LIMITS, 64, progress=ended.append)
+    assert sum(ended) == 60 and len(ended) > 20, "requests end one after another"
     assert run.demands.samples.sum() == work.num_output_tokens == run.times.gap_counts.sum() + 60
     assert run.demands.tokens.sum() - run.demands.decodes.sum() == work.num_prompt_tokens
     assert (run.times.first > run.times.arrivals).all() and (run.times.last >= run.times.first).all()
@@ -66,6 +68,8 @@ def test_all_tokens_are_served():
 def test_shared_prefixes_are_hit(make):
     run = replay(make(), PLAN, SECONDS, LIMITS, 256)
     assert run.stats.num_hit_tokens > 0.4 * run.stats.num_queried_tokens
+    without = replay(make(), PLAN, SECONDS, LIMITS, 256, prefix_caching=False)
+    assert without.stats.num_hit_tokens == 0 and without.duration > run.duration
 
 
 def test_demands_are_the_engines(tmp_path):

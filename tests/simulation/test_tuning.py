@@ -50,6 +50,16 @@ def test_largest_budget_within_the_objective():
     assert best.budget == max(t for (t, _), gap in zip(PLAN.mixed, gaps, strict=True) if gap <= objective)
     with pytest.raises(ValueError, match="no token budget keeps P95.*lower max_num_seqs=8 or the request rate"):
         tune_budget(work, MACHINE, PLAN, 1e-6, quantile)
+    with pytest.raises(ValueError, match="no budget to try: no mixed bucket of the plan holds max_num_seqs=8 sequences and more"):
+        tune_budget(work, MACHINE, BucketPlan((8,), ((8, 8),), (8,)), objective, quantile)
+
+
+def test_the_machine_decides_what_is_waited_for():
+    """Without a step in flight every step waits for the host."""
+    work, slow = random_workload(50, 3), replace(MACHINE, step_times=replace(MODEL, host_seconds=0.01))
+    ahead, one_by_one = (replace(slow, async_scheduling=on).run(work, PLAN) for on in (True, False))
+    assert one_by_one.duration == pytest.approx(one_by_one.seconds.sum() + 0.01 * len(one_by_one.seconds))
+    assert ahead.duration < ahead.seconds.sum() + 0.009 * len(ahead.seconds)
 
 
 def test_a_budget_between_sizes_pays_for_the_larger():

@@ -1,0 +1,30 @@
+"""open_loop on a clock that only steps and sleeps move."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from jaxserve.workloads import Workload, WorkloadRequest
+from scripts import open_loop
+from tests.dummy import dummy_model, make_engine
+
+
+def test_steps_begin_and_end(monkeypatch):
+    """Two requests, a hundred seconds apart: steps take what they take, and the time between them is nobody's."""
+    now, engine = [0.0], make_engine(dummy_model())
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    def step(real=engine.step):
+        wait(0.25)
+        return real()
+
+    monkeypatch.setattr(engine, "step", step)
+    monkeypatch.setattr(open_loop, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=wait, process_time=time.process_time))
+    run = open_loop.serve(engine, Workload("two", (WorkloadRequest(5, 3), WorkloadRequest(7, 2, 100.0))), 0)
+    engine.close()
+    begins, ends, num_prompt, num_output = run.steps.T
+    assert ends - begins == pytest.approx([0.25] * len(begins)) and begins[0] == 0 and 100.0 in begins
+    assert num_prompt.sum() == 12 and num_output.sum() == 5
