@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,8 +21,8 @@ from jaxserve.demand import DemandLog
 from jaxserve.latency import ServedTimes
 from jaxserve.schedule import Schedule, SchedulerStats
 from jaxserve.simulation.books import RequestBooks
-from jaxserve.simulation.replay import serve
-from jaxserve.simulation.replica import SimulatedEngine
+from jaxserve.simulation.replay import Replay, replay, serve
+from jaxserve.simulation.replica import Replica, SimulatedEngine
 from jaxserve.simulation.step_time import StepTimes
 from jaxserve.simulation.unpadded import UnpaddedPlan
 from jaxserve.workloads import Workload
@@ -101,9 +102,46 @@ def bubbles(
     return Bubbles(lost[0], lost[1], lost[2], send, idle, float(seconds.sum()))
 
 
+@dataclass(frozen=True)
+class WholeWay:
+    """The StepTimes of a step's way through all stages, sends included: what a token takes, and a dynamic budget goes by."""
+
+    stages: tuple[StepTimes, ...]
+    send_seconds: Callable[[int, int], float]
+
+    @property
+    def page_size(self) -> int:
+        return self.stages[0].page_size
+
+    @property
+    def host_seconds(self) -> float:
+        return self.stages[0].host_seconds
+
+    @property
+    def window(self) -> int | None:
+        return self.stages[0].window
+
+    def sends(self, num_tokens: int) -> list[float]:
+        """Seconds of each."""
+        return [self.send_seconds(num_tokens, stage) for stage in range(len(self.stages) - 1)]
+
+    def body_seconds(self, bucket: Bucket, kv_tokens: Any = 0, pairs: Any = 0) -> Any:
+        return sum(stage.body_seconds(bucket, kv_tokens, pairs) for stage in self.stages) + sum(self.sends(bucket.tokens))
+
+    def coefficients(self, bucket: Bucket) -> np.ndarray:
+        added = np.sum([stage.coefficients(bucket) for stage in self.stages], axis=0)
+        return added + [sum(self.sends(bucket.tokens)), 0.0, 0.0]
+
+    def head_seconds(self, rows: int) -> float:
+        return sum(stage.head_seconds(rows) for stage in self.stages)
+
+    def seconds(self, bucket: Bucket, head_rows: int, kv_tokens: float, pairs: float) -> float:
+        return float(self.body_seconds(bucket, kv_tokens, pairs)) + self.head_seconds(head_rows)
+
+
 class PipelineReplica(SimulatedEngine):
-    """An engine of several stages. stages: step times of each, the last one's head included, which a dynamic budget is chosen by.
-    send_seconds: (num_tokens, stage) -> seconds from that stage to the next.
+    """An engine of several stages. stages: step times of each, the last one's head included. send_seconds: (num_tokens, stage) ->
+    seconds from that stage to the next. A dynamic budget counts the whole way of a step, through stages that are free.
 
     There is one scheduler, and whatever it schedules while a micro-batch is in flight is another micro-batch: a request stays with
     those that it was first scheduled with, as new ones join them and old ones end.
@@ -123,9 +161,10 @@ class PipelineReplica(SimulatedEngine):
         prefix_caching: bool,
         objective: float | None = None,
     ):
-        super().__init__(books, plan, stages[-1], limits, num_pages, prefix_caching=prefix_caching, objective=objective)
-        self.stages: tuple[StepTimes, ...] = tuple(stages)
-        self._send_seconds = send_seconds
+        way = WholeWay(tuple(stages), send_seconds)
+        super().__init__(books, plan, way, limits, num_pages, prefix_caching=prefix_caching, objective=objective)
+        self.stages: tuple[StepTimes, ...] = way.stages
+        self._way = way
         self._free = [0.0] * len(stages)  # when each stage has ended its last micro-batch
         self._in_flight: deque[tuple[Schedule, float]] = deque()
         self._hidden = np.zeros(limits.max_num_seqs, np.int32)  # micro-batches in flight that hold the row
@@ -183,7 +222,7 @@ class PipelineReplica(SimulatedEngine):
         """Sends a micro-batch down the stages; when its tokens are there. The next is scheduled when the first stage is free."""
         demand, bucket, head_rows = self._demand(schedule)
         starts, seconds = [], []
-        sends = [self._send_seconds(demand[0], i) for i in range(len(self.stages) - 1)]
+        sends = self._way.sends(demand[0])
         arrives = self.now + self.stages[0].host_seconds
         for i, stage in enumerate(self.stages):
             start = max(arrives, self._free[i])
@@ -215,23 +254,24 @@ def replay_pipeline(
     *,
     max_concurrency: int | None = None,
     objective: float | None = None,
+    give_up: Callable[[ServedTimes], bool] | None = None,
 ) -> PipelineReplay:
     """Serves `workload` to its end on a pipeline of stages. Arguments and errors as `replay`'s; with one stage it is `replay` with
     async_scheduling=False, since nobody's next step is scheduled before his last one's token is back.
 
     stages, send_seconds: as PipelineReplica's, `Deployment.stages()` and `Deployment.send_seconds` for example. limits: of all
-    micro-batches together but for max_num_batched_tokens, which is each one's. objective: seconds that the last stage may take with
-    a step that decodes.
+    micro-batches together but for max_num_batched_tokens, which is each one's. objective: seconds that a step that decodes may take
+    through all stages.
     """
     books = RequestBooks(workload)
     prefix_caching = any(r.prompt_token_ids for r in workload.requests)
     replica = PipelineReplica(
         books, plan, stages, send_seconds, limits, num_pages, prefix_caching=prefix_caching, objective=objective
     )
-    serve(books, replica, max_concurrency)
+    times = serve(books, replica, max_concurrency, give_up)
     steps = replica.steps
     return PipelineReplay(
-        books.times(),
+        times,
         steps.demands,
         steps.buckets,
         np.array(replica.stage_starts),
@@ -240,3 +280,33 @@ def replay_pipeline(
         steps.padding,
         replica.stats,
     )
+
+
+def make_replica(
+    books: RequestBooks,
+    plan: BucketPlan | UnpaddedPlan,
+    stages: Sequence[StepTimes],
+    send_seconds: Callable[[int, int], float],
+    limits: SchedulerConfig,
+    num_pages: int,
+    **options: Any,  # prefix_caching, objective
+) -> Replica | PipelineReplica:
+    """An engine of so many stages; one of one stage runs a step ahead."""
+    if len(stages) == 1:
+        return Replica(books, plan, stages[0], limits, num_pages, **options)
+    return PipelineReplica(books, plan, stages, send_seconds, limits, num_pages, **options)
+
+
+def replay_stages(
+    workload: Workload,
+    plan: BucketPlan | UnpaddedPlan,
+    stages: Sequence[StepTimes],
+    send_seconds: Callable[[int, int], float],
+    limits: SchedulerConfig,
+    num_pages: int,
+    **options: Any,  # max_concurrency, objective, give_up
+) -> Replay | PipelineReplay:
+    """`workload` on what make_replica makes: `replay` on one stage, else `replay_pipeline`."""
+    if len(stages) == 1:
+        return replay(workload, plan, stages[0], limits, num_pages, **options)
+    return replay_pipeline(workload, plan, stages, send_seconds, limits, num_pages, **options)

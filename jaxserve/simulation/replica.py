@@ -80,6 +80,7 @@ class SimulatedEngine(ABC):
         except ValueError as error:
             raise ValueError(f"row {row} of the workload: {error}") from None
         self._rows.append(row)
+        self.books.num_sent += 1
 
     @property
     def load(self) -> tuple[int, int]:

@@ -6,7 +6,7 @@ requests arrive over time, which changes the best plan. Pure numpy; knows no dev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from jaxserve.buckets import Bucket, BucketPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.demand import DemandLog
+from jaxserve.latency import ServedTimes
 from jaxserve.simulation.bucket_search import BucketSearch, Caps, SearchResult, plan_seconds
 from jaxserve.simulation.replay import Replay, replay
 from jaxserve.simulation.step_time import StepTimeModel
@@ -35,8 +36,10 @@ class Machine:
     multiple: int
     objective: float | None = None
 
-    def run(self, workload: Workload, plan: BucketPlan) -> Replay:
-        return replay(workload, plan, self.step_times, self.limits, self.num_pages, objective=self.objective)
+    def run(self, workload: Workload, plan: BucketPlan, give_up: Callable[[ServedTimes], bool] | None = None) -> Replay:
+        """give_up: as `replay`'s."""
+        limits, objective = self.limits, self.objective
+        return replay(workload, plan, self.step_times, limits, self.num_pages, objective=objective, give_up=give_up)
 
     def search(self, demands: DemandLog, sizes: Sequence[int] | None = None, *, padding_price: float = 0.0) -> BucketSearch:
         """padding_price: price of a padding token, as a share of a token's time in the largest bucket."""

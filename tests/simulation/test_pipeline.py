@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxserve.buckets import BucketPlan
+from jaxserve.buckets import Bucket, BucketPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.demand import COLUMNS
 from jaxserve.simulation import pipeline
 from jaxserve.simulation.analytic import Deployment
 from jaxserve.simulation.books import RequestBooks
-from jaxserve.simulation.pipeline import PipelineReplica, bubbles, replay_pipeline
+from jaxserve.simulation.pipeline import PipelineReplica, WholeWay, bubbles, replay_pipeline
 from jaxserve.simulation.replay import replay, serve
 from jaxserve.simulation.step_time import BucketTimes, StepTimeModel
 from jaxserve.simulation.unpadded import UnpaddedPlan
@@ -20,6 +20,7 @@ from jaxserve.workloads import Workload, WorkloadRequest
 from tests.simulation.machines import LIMITS, MODEL, random_workload
 
 PLAN = BucketPlan((8,), ((16, 8), (64, 8)), (8,))
+LIMITS_OF_8 = SchedulerConfig(max_model_len=256, max_num_batched_tokens=256, max_num_seqs=8)
 
 
 def second(decode: float = 1.0, mixed: float = 1.0) -> StepTimeModel:
@@ -148,6 +149,35 @@ def test_chunks_make_fewer_bubbles():
         share[policy] = run.bubbles.share
         assert run.bubbles.pb2 > 0
     assert share["sarathi"] < 0.7 * share["orca"]
+
+
+def test_a_way_by_hand():
+    """What a step takes through an empty pipeline, its sends included; a budget's coefficients say the same."""
+    deployment = Deployment.named("falcon-180b", "a100-80gb", 4, 2, gpus_per_node=4)
+    stages = deployment.stages()
+    way, bucket = WholeWay(stages, deployment.send_seconds), Bucket(200, 8, 200)
+    run = replay_pipeline(
+        Workload("one", (WorkloadRequest(200, 2),)), UnpaddedPlan(256, 8), stages, deployment.send_seconds, LIMITS_OF_8, 1000
+    )
+    pairs = 200 * 201 // 2
+    assert way.seconds(bucket, 1, 0, pairs) == pytest.approx(run.times.first[0] - run.starts[0, 0])
+    assert way.coefficients(bucket) @ [1, 0, pairs] + way.head_seconds(1) == pytest.approx(way.seconds(bucket, 1, 0, pairs))
+    assert way.seconds(bucket, 1, 0, pairs) > 1.9 * stages[1].seconds(bucket, 1, 0, pairs)
+
+
+@pytest.mark.parametrize("objective", [0.3, 0.6])
+def test_a_dynamic_budget_counts_all_stages(objective):
+    """A token takes both stages: with a budget by their sum no step takes longer, and nor do gaps once the pipeline is full."""
+    deployment = Deployment.named("falcon-180b", "a100-80gb", 4, 2, gpus_per_node=4)
+    limits = SchedulerConfig(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=64)
+    work, pages = at_rate(log_normal("openchat_sharegpt4", 100, 0), 1.0, 0), deployment.num_pages(16, 2048)
+    run = replay_pipeline(
+        work, UnpaddedPlan(2048, 64), deployment.stages(), deployment.send_seconds, limits, pages, objective=objective
+    )
+    mixed = (run.demands.decodes > 0) & (run.demands.max_q_len > 1)
+    ways = run.seconds.sum(axis=1) + run.sends.sum(axis=1)
+    assert mixed.sum() > 100 and 0.8 * objective < ways[mixed].max() <= objective
+    assert run.times.gap_quantile(0.99) <= objective
 
 
 def test_a_request_that_no_pool_could_hold():
