@@ -114,7 +114,11 @@ def tile_quantisation(session: Session) -> tuple[str, dict[str, Any]]:
         rows.append([name, *(100 * (v - 1) for v in (step, *operators.values())), 32, agreement(1.32, step)])
     lines(sizes, curves, session.folder / "tile_quantisation.png", "tokens", "time over that of 256", "linear operators")
     head = ("setup", "step of 257 over 256 (% more)", "qkv", "o", "MLP up", "MLP down", "published (step)", "")
-    return table(head, rows), data
+    steps = [100 * (v["step"] - 1) for v in data.values()]
+    single = [100 * (v[op] - 1) for v in data.values() for op in v if op != "step"]
+    note = f"A step: +{min(steps):.3g} to +{max(steps):.3g}%. An operator: +{min(single):.3g} to +{max(single):.3g}%, "
+    note += f"{sum(s < 0.5 for s in single)} of {len(single)} next to nothing.\n"
+    return table(head, rows) + "\n" + note, data
 
 
 def arithmetic_intensity(session: Session) -> tuple[str, dict[str, Any]]:

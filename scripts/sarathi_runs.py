@@ -40,7 +40,7 @@ def ablation(session: Session) -> tuple[str, dict[str, Any]]:
 
 
 def _order(data: dict[str, Any]) -> str:
-    """Whether ours are in the published order, for each dataset and latency."""
+    """Whether ours are in the published order, for each dataset and latency; and how near they are."""
     lines = []
     for dataset, found in data.items():
         for i, metric in enumerate(("ttft", "tbt")):
@@ -48,6 +48,15 @@ def _order(data: dict[str, Any]) -> str:
             theirs = sorted(PUBLISHED[dataset], key=lambda name: PUBLISHED[dataset][name][i])
             verdict = "agrees" if ours == theirs else f"contradicts (published: {' < '.join(theirs)})"
             lines.append(f"- {dataset}, {metric.upper()}: {' < '.join(ours)}: {verdict}")
+    ratios = [
+        found[name][metric] / PUBLISHED[dataset][name][i]
+        for dataset, found in data.items()
+        for name in found
+        for i, metric in enumerate(("ttft", "tbt"))
+    ]
+    near = sum(2 / 3 <= r <= 4 / 3 for r in ratios)
+    span = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    lines.append(f"- {near} of {len(ratios)} figures are within a third of the published; all are {span} times it")
     return "\n".join(lines) + "\n"
 
 

@@ -103,8 +103,14 @@ def bubbles(
 
 
 @dataclass(frozen=True)
-class WholeWay:
-    """The StepTimes of a step's way through all stages, sends included: what a token takes, and a dynamic budget goes by."""
+class LongestGaps:
+    """The StepTimes that a dynamic budget goes by on a pipeline: not of a step in one stage, but of the longest time between tokens
+    that steps like it can make.
+
+    That is a turn of the longest stage for each stage, one more for a first stage that another step has just taken, the sends, and
+    the host before both steps. With two stages no gap is longer, in whatever order steps come; with more, unlike steps in flight
+    can hold up each other further.
+    """
 
     stages: tuple[StepTimes, ...]
     send_seconds: Callable[[int, int], float]
@@ -122,18 +128,19 @@ class WholeWay:
         return self.stages[0].window
 
     def sends(self, num_tokens: int) -> list[float]:
-        """Seconds of each."""
+        """Seconds from each stage to the next."""
         return [self.send_seconds(num_tokens, stage) for stage in range(len(self.stages) - 1)]
 
-    def body_seconds(self, bucket: Bucket, kv_tokens: Any = 0, pairs: Any = 0) -> Any:
-        return sum(stage.body_seconds(bucket, kv_tokens, pairs) for stage in self.stages) + sum(self.sends(bucket.tokens))
-
     def coefficients(self, bucket: Bucket) -> np.ndarray:
-        added = np.sum([stage.coefficients(bucket) for stage in self.stages], axis=0)
-        return added + [sum(self.sends(bucket.tokens)), 0.0, 0.0]
+        turns = (len(self.stages) + 1) * np.max([stage.coefficients(bucket) for stage in self.stages], axis=0)
+        return turns + [sum(self.sends(bucket.tokens)) + 2 * self.host_seconds, 0.0, 0.0]
+
+    def body_seconds(self, bucket: Bucket, kv_tokens: Any = 0, pairs: Any = 0) -> Any:
+        base, per_kv_token, per_pair = self.coefficients(bucket)
+        return base + per_kv_token * kv_tokens + per_pair * pairs
 
     def head_seconds(self, rows: int) -> float:
-        return sum(stage.head_seconds(rows) for stage in self.stages)
+        return (len(self.stages) + 1) * max(stage.head_seconds(rows) for stage in self.stages)
 
     def seconds(self, bucket: Bucket, head_rows: int, kv_tokens: float, pairs: float) -> float:
         return float(self.body_seconds(bucket, kv_tokens, pairs)) + self.head_seconds(head_rows)
@@ -141,7 +148,7 @@ class WholeWay:
 
 class PipelineReplica(SimulatedEngine):
     """An engine of several stages. stages: step times of each, the last one's head included. send_seconds: (num_tokens, stage) ->
-    seconds from that stage to the next. A dynamic budget counts the whole way of a step, through stages that are free.
+    seconds from that stage to the next. A dynamic budget holds for steps of prompts alone too, which others' decodes wait behind.
 
     There is one scheduler, and whatever it schedules while a micro-batch is in flight is another micro-batch: a request stays with
     those that it was first scheduled with, as new ones join them and old ones end.
@@ -161,10 +168,10 @@ class PipelineReplica(SimulatedEngine):
         prefix_caching: bool,
         objective: float | None = None,
     ):
-        way = WholeWay(tuple(stages), send_seconds)
-        super().__init__(books, plan, way, limits, num_pages, prefix_caching=prefix_caching, objective=objective)
-        self.stages: tuple[StepTimes, ...] = way.stages
-        self._way = way
+        gaps, options = LongestGaps(tuple(stages), send_seconds), {"prefix_caching": prefix_caching, "objective": objective}
+        super().__init__(books, plan, gaps, limits, num_pages, budget_every_step=True, **options)
+        self.stages: tuple[StepTimes, ...] = gaps.stages
+        self._gaps = gaps
         self._free = [0.0] * len(stages)  # when each stage has ended its last micro-batch
         self._in_flight: deque[tuple[Schedule, float]] = deque()
         self._hidden = np.zeros(limits.max_num_seqs, np.int32)  # micro-batches in flight that hold the row
@@ -222,7 +229,7 @@ class PipelineReplica(SimulatedEngine):
         """Sends a micro-batch down the stages; when its tokens are there. The next is scheduled when the first stage is free."""
         demand, bucket, head_rows = self._demand(schedule)
         starts, seconds = [], []
-        sends = self._way.sends(demand[0])
+        sends = self._gaps.sends(demand[0])
         arrives = self.now + self.stages[0].host_seconds
         for i, stage in enumerate(self.stages):
             start = max(arrives, self._free[i])
@@ -260,8 +267,8 @@ def replay_pipeline(
     async_scheduling=False, since nobody's next step is scheduled before his last one's token is back.
 
     stages, send_seconds: as PipelineReplica's, `Deployment.stages()` and `Deployment.send_seconds` for example. limits: of all
-    micro-batches together but for max_num_batched_tokens, which is each one's. objective: seconds that a step that decodes may take
-    through all stages.
+    micro-batches together but for max_num_batched_tokens, which is each one's. objective: seconds between tokens, by a
+    dynamic budget (LongestGaps); None: none.
     """
     books = RequestBooks(workload)
     prefix_caching = any(r.prompt_token_ids for r in workload.requests)
