@@ -112,9 +112,9 @@ def test_stalls_bound_the_capacity():
 
 
 def overloaded(policy: str, num_stages: int, rate: float, give_up=None):
-    """Times of 300 requests, some of them preempted, on stages of machines.MODEL."""
+    """Times of 150 requests, some of them preempted, on stages of machines.MODEL."""
     limits = replace(machines.LIMITS, policy=policy)
-    short = [replace(r, num_prompt_tokens=min(60, r.num_prompt_tokens)) for r in machines.random_workload(300, 7).requests]
+    short = [replace(r, num_prompt_tokens=min(60, r.num_prompt_tokens)) for r in machines.random_workload(150, 7).requests]
     work, plan = at_rate(Workload("short", tuple(short)), rate, seed=1), BucketPlan((8,), ((16, 8), (64, 8)), (8,))
     stages, send = [machines.MODEL] * num_stages, lambda *_: 1e-3
     return replay_stages(work, plan, stages, send, limits, 60, give_up=give_up).times
@@ -126,7 +126,7 @@ def test_a_trial_that_gives_up_has_the_same_verdict(policy, num_stages):
     """Whatever the objective, a trial that was broken off for it meets it no less than the whole one does; what it says of gaps and
     delays is never more than the whole one's, at any moment at which it was asked."""
     ends = {}
-    for rate in (2.0, 10.0, 30.0):
+    for rate in (4.0, 30.0):
         sofar = []
         whole = overloaded(policy, num_stages, rate, give_up=lambda times: sofar.append(times))  # noqa: B023
         assert whole.complete and len(sofar) > 40 and not any(times.complete for times in sofar)
@@ -135,8 +135,8 @@ def test_a_trial_that_gives_up_has_the_same_verdict(policy, num_stages):
             assert all(times.gap_quantile(q) <= whole.gap_quantile(q) for q in (0.1, 0.5, 0.9, 0.99, 1.0))
             assert (times.scheduling_delays >= 0).all() and (times.scheduling_delays <= whole.scheduling_delays).all()
         assert np.isclose(sofar[-1].gap_quantile(0.99), whole.gap_quantile(0.99), rtol=0.05), "these bounds would never bind"
-        for tbt in (0.5, 0.8, 1.25, 2.0):
-            for delay in (0.2, 1.0, 5.0):
+        for tbt in (0.5, 0.9, 1.25):
+            for delay in (0.5, 5.0):
                 objective = Objective(tbt * whole.gap_quantile(0.9), 0.9, delay, min_gaps=1)
                 broken = Trial.of(rate, overloaded(policy, num_stages, rate, objective.missed_by), 0.9)
                 full = Trial.of(rate, whole, 0.9)
@@ -144,16 +144,15 @@ def test_a_trial_that_gives_up_has_the_same_verdict(policy, num_stages):
                 assert broken.num_gaps == full.num_gaps and broken.complete == full.meets(objective) or broken == full
                 assert not broken.decides(Objective(1e9, 0.9, 1e9, 1)) or broken.complete
                 ends[broken.complete] = ends.get(broken.complete, 0) + 1
-    assert min(ends.get(True, 0), ends.get(False, 0)) >= 10
+    assert min(ends.get(True, 0), ends.get(False, 0)) >= 2
 
 
 def test_a_trial_that_gives_up_is_short():
-    """A rate that cannot be held is given up before half of its requests have ended, one whose decodes stall long before."""
-    for rate, objective, most in ((30.0, Objective(1e9, 0.9, 1.0, 1), 0.55), (30.0, Objective(0.02, 0.9, 1e9, 1), 0.2)):
+    """A rate that cannot be held is given up when half of its requests have come late, one whose gaps are all too long after a tenth."""
+    for rate, objective, most in ((30.0, Objective(1e9, 0.9, 1.0, 1), 0.55), (30.0, Objective(0.002, 0.9, 1e9, 1), 0.2)):
         whole = overloaded("prefill_first", 1, rate)
         broken = overloaded("prefill_first", 1, rate, objective.missed_by)
-        assert broken.last[broken.last < whole.last.max()].size and broken.last.max() < whole.last.max()
-        assert (broken.last == whole.last).mean() < most
+        assert not broken.complete and 0 < (broken.last == whole.last).mean() < most
 
 
 def test_spread():
