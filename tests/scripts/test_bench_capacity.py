@@ -61,7 +61,7 @@ def test_simulated_and_resumed(tmp_path):
 
 
 def test_analytic(tmp_path):
-    """Two stages of one model, a budget and one that follows the objective up to it: more capacity where it binds, the same elsewhere."""
+    """Two stages, a budget and one that follows the objective up to it: more capacity where the objective binds, else the same."""
     path = tmp_path / "capacity.json"
     machine = ("--model=qwen3-8b", "--gpu=a40", "--pp=2", "--max_model_len=2048", "--max_num_seqs=32")
     work = ("--workload=random", "--num_prompts=320", "--random_input_len=600", "--random_output_len=80", "--start_rate=4")

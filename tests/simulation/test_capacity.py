@@ -148,7 +148,7 @@ def test_a_trial_that_gives_up_has_the_same_verdict(policy, num_stages):
 
 
 def test_a_trial_that_gives_up_is_short():
-    """A rate that cannot be held is given up when half of its requests have come late, one whose gaps are all too long after a tenth."""
+    """A rate that cannot be held is given up when half of its requests are late, one whose gaps are all too long after a tenth."""
     for rate, objective, most in ((30.0, Objective(1e9, 0.9, 1.0, 1), 0.55), (30.0, Objective(0.002, 0.9, 1e9, 1), 0.2)):
         whole = overloaded("prefill_first", 1, rate)
         broken = overloaded("prefill_first", 1, rate, objective.missed_by)
