@@ -8,6 +8,7 @@ literature (Orca, section 4.2; Sarathi-Serve, section 3.3).
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -175,18 +176,19 @@ class PipelineReplica(SimulatedEngine):
         self._free = [0.0] * len(stages)  # when each stage has ended its last micro-batch
         self._in_flight: deque[tuple[Schedule, float]] = deque()
         self._hidden = np.zeros(limits.max_num_seqs, np.int32)  # micro-batches in flight that hold the row
-        self.stage_starts: list[list[float]] = []
-        self.stage_seconds: list[list[float]] = []
-        self.sends: list[list[float]] = []
+        self._starts, self._seconds, self._sends = array("d"), array("d"), array("d")  # a micro-batch after the other
 
     @property
     def bubbles(self) -> Bubbles:
         """Of the micro-batches so far."""
         demands = self.steps.demands
-        shape = -1, len(self.stages)  # also before the first
-        starts, seconds = np.array(self.stage_starts).reshape(shape), np.array(self.stage_seconds).reshape(shape)
-        sends = np.array(self.sends).reshape(len(starts), len(self.stages) - 1)
-        return bubbles(starts, seconds, sends, demands.tokens > demands.decodes)
+        return bubbles(*self.stage_times, demands.tokens > demands.decodes)
+
+    @property
+    def stage_times(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(starts, seconds, sends) as PipelineReplay has them."""
+        starts, seconds = (np.array(column).reshape(-1, len(self.stages)) for column in (self._starts, self._seconds))
+        return starts, seconds, np.array(self._sends).reshape(len(starts), len(self.stages) - 1)
 
     def turn(self, until: float = math.inf) -> bool:
         """Schedules a micro-batch, or waits for one to return, or, where nothing can be scheduled, for `until`. False if there is
@@ -239,9 +241,9 @@ class PipelineReplica(SimulatedEngine):
             starts.append(start)
         self._begin(schedule, starts[0])
         self.steps.add(demand, bucket, head_rows, starts[0], sum(seconds))
-        self.stage_starts.append(starts)
-        self.stage_seconds.append(seconds)
-        self.sends.append(sends)
+        self._starts.extend(starts)
+        self._seconds.extend(seconds)
+        self._sends.extend(sends)
         self._hidden[schedule.rows] += 1
         self.now = self._free[0]
         return self._free[-1]
@@ -281,9 +283,7 @@ def replay_pipeline(
         times,
         steps.demands,
         steps.buckets,
-        np.array(replica.stage_starts),
-        np.array(replica.stage_seconds),
-        np.array(replica.sends),
+        *replica.stage_times,
         steps.padding,
         replica.stats,
     )
