@@ -38,9 +38,9 @@ def test_one_stage_is_a_replay(policy):
     """Bit for bit, with preemptions and in a closed loop: nothing is scheduled before the step in flight is back."""
     limits = SchedulerConfig(max_model_len=128, max_num_batched_tokens=64, max_num_seqs=8, policy=policy)
     work = short_workload(60, 3, rate=8.0)
-    for options in ({}, {"max_concurrency": 5}):
-        one = replay(work, PLAN, MODEL, limits, 36, async_scheduling=False, **options)
-        staged = replay_pipeline(work, PLAN, [MODEL], lambda *_: 99.0, limits, 36, **options)
+    for most in (None, 5):
+        one = replay(work, PLAN, MODEL, limits, 36, async_scheduling=False, max_concurrency=most)
+        staged = replay_pipeline(work, PLAN, [MODEL], lambda *_: 99.0, limits, 36, max_concurrency=most)
         assert staged.starts[:, 0].tolist() == one.starts.tolist() and staged.seconds[:, 0].tolist() == one.seconds.tolist()
         for name in ("arrivals", "scheduled", "first", "last", "gaps", "gap_counts"):
             assert getattr(staged.times, name).tolist() == getattr(one.times, name).tolist(), name
