@@ -1,10 +1,10 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Every target sets up what it needs (scripts/bootstrap.sh).
 #   PYTHON=<path>        the interpreter to make environments with
-#   WORKERS=<n>          test processes side by side (2)
+#   WORKERS=<n>          processes side by side, of tests and simulations (2)
 #   ARGS=<flags>         passed on to the target's command: make test ARGS='-k scheduler'
 #   TORCH_PIP_ARGS=<...> how pip finds a CPU build of torch for .venv-torch and .venv-lm-eval
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-torch setup-aot setup-lm-eval demo serve fuzz-api test lint format bench bench-vllm aot-check lm-eval goldens wheel \
+.PHONY: help setup setup-torch setup-aot setup-lm-eval demo serve fuzz-api test lint format bench bench-vllm aot-check lm-eval goldens wheel reproduce \
 	clean distclean
 
 PY := .venv/bin/python
@@ -61,6 +61,13 @@ aot-check: setup-aot ## compile our kernels and the engine's step for Hopper, wi
 
 lm-eval: setup setup-lm-eval ## lm-eval's scores of the demo's model through our server and in transformers: they must be equal
 	@$(PY) -m scripts.lm_eval_check $(ARGS)
+
+reproduce: setup ## every table and plot of benchmarks/ that needs this machine alone (hours); VIDUR=<folder> of kernel profiles: that comparison too
+	@$(PY) -m scripts.reproduce_sarathi --workers=$(or $(WORKERS),2) $(ARGS)
+	@$(PY) -m scripts.reproduce_orca
+	@if [ -n "$(VIDUR)" ]; then $(PY) -m scripts.validate_simulator --vidur="$(VIDUR)" --output=benchmarks/vidur; \
+		else echo "benchmarks/vidur was left as it is: give VIDUR=<folder> (benchmarks/vidur/README.md says of what)"; fi
+	@echo "benchmarks/buckets was left as it is: its commands need the path of a trace (benchmarks/buckets/README.md)"
 
 goldens: setup setup-torch ## write tests/goldens again, with transformers (QWEN3_TOKENIZER=<folder>: that tokenizer's too)
 	@.venv-torch/bin/python tests/goldens/make_goldens.py

@@ -407,12 +407,13 @@ class Scheduler:
 
     def _budget(self, starts: np.ndarray) -> int:  # i32[n]: positions of the step's decodes
         """Tokens that the step may hold: decodes, their drafts and chunks. An objective counts where decodes and prompts may both
-        be in it; drafts and chunks share what it leaves beside the decodes' own tokens."""
-        partial = self._partial_prompts() if self.step_budget is not None and len(starts) else []
-        if self.step_budget is None or not len(starts) or not (partial or self._waiting and self.rows.num_free):
+        be in it (or prompts alone: StepBudget); drafts and chunks share what it leaves beside the decodes' own tokens."""
+        chosen = self.step_budget if len(starts) or self.step_budget is not None and self.step_budget.every_step else None
+        partial = self._partial_prompts() if chosen is not None else []
+        if chosen is None or not (partial or self._waiting and self.rows.num_free):
             return self.config.max_num_batched_tokens
         chunk_start = int(self.rows.num_computed[partial[0]]) if partial else 0
-        return max(len(starts), self.step_budget.choose(starts, chunk_start))
+        return max(len(starts), chosen.choose(starts, chunk_start))
 
     def _chunk_size(self, num_known: int, num_computed: int, budget: int, num_prompts: int) -> int:
         """How many of a request's `num_known` tokens to compute in this step; 0 if it must wait.

@@ -21,6 +21,7 @@ class StepBudget:
       plan: the buckets that steps run in. Budgets are its mixed buckets' tokens, so that no step pays for more than it fills.
       objective: seconds that a step with decodes may take.
       max_num_seqs, max_num_batched_tokens: of the scheduler.
+      every_step: steps without decodes too, which decodes of other steps wait behind (a pipeline's).
 
     Raises:
       ValueError: the objective is not above 0, or a bucket lies beyond what was profiled.
@@ -33,11 +34,14 @@ class StepBudget:
         objective: float,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        *,
+        every_step: bool = False,
     ):
         if not objective > 0:
             raise ValueError(f"tbt_slo_ms={1e3 * objective:g} must be above 0")
         buckets = [b for b in plan.buckets if b.is_mixed and b.seqs >= min(b.tokens, max_num_seqs)]
         self.objective = objective
+        self.every_step = every_step
         self.page_size: int = step_times.page_size
         self.window: int | None = step_times.window
         self.tokens: np.ndarray = np.array([min(b.tokens, max_num_batched_tokens) for b in buckets])

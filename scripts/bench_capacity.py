@@ -112,10 +112,10 @@ class Simulated:
         self.settings = {"machine": "simulated", "profile": profile, "num_pages": machine.num_pages, "multiple": machine.multiple}
         self.settings |= {"async_scheduling": machine.async_scheduling, "enable_prefix_caching": machine.prefix_caching}
 
-    def serve(self, contender: Contender, slo: float, workload: Any, seed: int) -> Any:
+    def serve(self, contender: Contender, objective: Any, workload: Any, seed: int) -> Any:
         limits = contender.limits(self.limits)
-        machine = replace(self._machine, limits=limits, objective=slo if contender.dynamic else None)
-        return machine.run(workload, plan_for(limits, machine.multiple)).times
+        machine = replace(self._machine, limits=limits, objective=objective.tbt if contender.dynamic else None)
+        return machine.run(workload, plan_for(limits, machine.multiple), give_up=objective.missed_by).times
 
 
 class Analytic:
@@ -138,18 +138,15 @@ class Analytic:
         self.settings = {"machine": str(self._deployment), "page_size": self._page_size, "gpus_per_node": _NODE.value}
         self.settings |= {"num_pages": self._num_pages, "gpu_memory_utilization": self._utilization}
 
-    def serve(self, contender: Contender, slo: float, workload: Any, seed: int) -> Any:
-        from jaxserve.simulation.pipeline import replay_pipeline
-        from jaxserve.simulation.replay import replay
+    def serve(self, contender: Contender, objective: Any, workload: Any, seed: int) -> Any:
+        from jaxserve.simulation.pipeline import replay_stages
         from jaxserve.simulation.unpadded import UnpaddedPlan
 
         limits, deployment, stages = contender.limits(self.limits), self._deployment, self._stages
         plan = UnpaddedPlan(limits.max_num_batched_tokens, limits.max_num_seqs)
         num_pages = self._num_pages or deployment.num_pages(self._page_size, limits.max_num_batched_tokens, self._utilization)
-        objective = slo if contender.dynamic else None
-        if len(stages) == 1:
-            return replay(workload, plan, stages[0], limits, num_pages, objective=objective).times
-        return replay_pipeline(workload, plan, stages, deployment.send_seconds, limits, num_pages, objective=objective).times
+        options = {"objective": objective.tbt if contender.dynamic else None, "give_up": objective.missed_by}
+        return replay_stages(workload, plan, stages, deployment.send_seconds, limits, num_pages, **options).times
 
 
 # What a rate depends on besides limits and plan.
@@ -169,10 +166,10 @@ class Real:
         if given["step_times"] is not None:
             self.settings["profile"] = digest(Path(str(given["step_times"])).read_bytes())
 
-    def serve(self, contender: Contender, slo: float, workload: Any, seed: int) -> Any:
+    def serve(self, contender: Contender, objective: Any, workload: Any, seed: int) -> Any:
         from scripts.open_loop import serve
 
-        key = contender.name, slo if contender.dynamic else None
+        key = contender.name, objective.tbt if contender.dynamic else None
         if key != self._key:
             if self._engine is not None:
                 self._engine.close()
@@ -191,9 +188,9 @@ def search(server: Any, contender: Contender, slo: float, seed: int, finished: F
 
     def serve(rate: float) -> Trial:
         key = contender.key(slo, seed, rate)
-        if key not in finished:
+        if key not in finished or not Trial(**finished[key]).decides(objective):
             workload = traffic(server, rate, seed)
-            finished[key] = asdict(Trial.of(rate, server.serve(contender, slo, workload, seed), objective.quantile))
+            finished[key] = asdict(Trial.of(rate, server.serve(contender, objective, workload, seed), objective.quantile))
             progress.set_postfix_str(key, refresh=False)
             progress.update()
         return Trial(**finished[key])
@@ -248,11 +245,11 @@ def main(argv: list[str]) -> None:
         contenders, slos = [Contender.parse(text) for text in _POLICIES.value], [float(ms) / 1e3 for ms in _SLO.value]
         server = Real() if _REAL.value else Analytic(_GPU.value) if _GPU.value else Simulated()
         workload = traffic(server, 1.0, 0)
-        if len(workload.requests) < 4 * server.limits.max_num_seqs:
+        if len(workload.requests) < 10 * server.limits.max_num_seqs:
             seats = f"max_num_seqs={server.limits.max_num_seqs}"
             print(
                 f"{len(workload.requests)} requests are few for {seats}: most find a place at once, so that rates beyond capacity "
-                "may pass; serve at least four times as many",
+                "may pass; serve at least ten times as many",
                 file=sys.stderr,
             )
         about = {"model": flags.FLAGS.model, "workload": workload.name, "requests": digest(repr(workload.requests).encode())}

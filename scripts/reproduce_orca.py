@@ -19,6 +19,7 @@ batch ends, as a server without iterations does.
 from __future__ import annotations
 
 import logging
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -82,7 +83,8 @@ def main(argv: list[str]) -> None:
         sys.exit(f"reproduce_orca: {error}")
     text = tables(results)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tables.md").write_text(f"# Tables\n\nWritten by `python -m scripts.reproduce_orca`. Read README.md.\n\n{text}")
+    command = shlex.join(["python", "-m", "scripts.reproduce_orca", *sys.argv[1:]])
+    (folder / "tables.md").write_text(f"# Tables\n\nWritten by `{command}`. Read README.md.\n\n{text}")
     write_json(str(folder / "results.json"), {"benchmark": "orca", "rounds": _ROUNDS.value, "results": results, **provenance()})
     from scripts.plots import policies
 

@@ -1,8 +1,8 @@
 """The tables and plots of benchmarks/sarathi: Sarathi-Serve's evaluation (Agrawal et al., OSDI 2024), simulated.
 
-    python -m scripts.reproduce_sarathi
+    python -m scripts.reproduce_sarathi --workers=2
     python -m scripts.reproduce_sarathi --sections=ablation,stalls --output=FOLDER
-    python -m scripts.reproduce_sarathi --trial_seconds=1800 --seeds=5 --precision=0.01 --output=FOLDER      # hours
+    python -m scripts.reproduce_sarathi --seeds=5 --precision=0.01 --workers=8 --output=FOLDER
 
 Published figures stand beside ours. The schedulers compared are policies of the real scheduler on real page pools; time is an
 analytic step-time model of the machines (jaxserve/simulation/analytic.py), none of whose constants comes from these figures.
@@ -12,6 +12,9 @@ which a run that broke off goes on: remove it to begin anew.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -21,41 +24,54 @@ from tqdm import tqdm
 
 from scripts.engine_flags import provenance, revision, write_json
 from scripts.finished import Finished
-from scripts.sarathi_sections import SECTIONS, compute
+from scripts.sarathi_sections import SECTIONS
+from scripts.sarathi_session import Session, processes
 
+SEATS = 128  # of the largest contender
 _SECTIONS = flags.DEFINE_list("sections", list(SECTIONS), "Which sections; the tables of others stay out of tables.md.")
 _OUTPUT = flags.DEFINE_string("output", "benchmarks/sarathi", "Folder of the results.")
-_SECONDS = flags.DEFINE_float("trial_seconds", 120.0, "Virtual seconds of arrivals of a trial (the artifact: up to 1800).", 1.0)
+_REQUESTS = flags.DEFINE_integer(
+    "num_requests", 2048, "Of a trial (the default: the artifact's), ten times a scheduler's seats or more.", lower_bound=10 * SEATS
+)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of lengths and arrivals.", lower_bound=1)
 _PRECISION = flags.DEFINE_float("precision", 0.05, "Relative distance of neighbouring rates.")
+_WORKERS = flags.DEFINE_integer("workers", 1, "Processes that serve trials; the results are the same.", lower_bound=1)
 flags.register_validator("sections", lambda given: set(given) <= set(SECTIONS), f"choose from {', '.join(SECTIONS)}")
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
-    from scripts.sarathi_capacity import Search
-
-    folder, start = Path(_OUTPUT.value), time.process_time()
+    folder, begin = Path(_OUTPUT.value), time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {"trial_seconds": _SECONDS.value, "revision": revision()}
+    settings = {"num_requests": _REQUESTS.value, "revision": revision()}
     try:
         finished = Finished(folder / "trials.json", settings)
     except ValueError as error:
         sys.exit(f"reproduce_sarathi: {error}")
-    parts, results = [], {}
-    with tqdm(desc="trials", unit="trial", mininterval=5) as progress:
-        search = Search(finished, progress, _SEEDS.value, _SECONDS.value, _PRECISION.value)
-        for name in SECTIONS:
-            if name in _SECTIONS.value:
-                progress.set_description(name)
-                text, results[name] = compute(name, search, folder)
-                parts.append(f"## {SECTIONS[name]}\n\n{text}")
-    made = f"`python -m scripts.reproduce_sarathi`, {_SECONDS.value:g} s of arrivals a trial, {_SEEDS.value} seeds, ± 95% intervals"
-    (folder / "tables.md").write_text(f"# Tables\n\nWritten by {made}. Read README.md for what they mean.\n\n" + "\n".join(parts))
+    workers, parts, results = _WORKERS.value, [], {}
+    pool = processes(workers) if workers > 1 else contextlib.nullcontext()
+    with pool as executor, tqdm(desc="runs", unit="run", mininterval=2) as progress:
+        session = Session(folder, finished, progress, _SEEDS.value, _REQUESTS.value, _PRECISION.value, executor, workers)
+        chosen = [name for name in SECTIONS if name in _SECTIONS.value]
+        for i, name in enumerate(chosen, 1):
+            progress.set_description(f"{name}, {i} of {len(chosen)}")
+            title, section = SECTIONS[name]
+            text, results[name] = section(session)
+            parts.append(f"## {title}\n\n{text}")
+    (folder / "tables.md").write_text(f"# Tables\n\n{how_made(sys.argv[1:])}\n\n" + "\n".join(parts))
     about = {"benchmark": "sarathi", **settings, "seeds": _SEEDS.value, "precision": _PRECISION.value, **provenance()}
-    write_json(str(folder / "results.json"), {**about, "cpu_seconds": time.process_time() - start, "sections": results})
-    print(f"{folder}/tables.md, {len(finished.results)} trials, {time.process_time() - start:.0f} s of CPU")
+    seconds = {"seconds": time.monotonic() - begin, "cpu_seconds": sum(os.times()[:4])}  # of this run alone; children's too
+    write_json(str(folder / "results.json"), {**about, **seconds, "sections": results})
+    print(f"{folder}/tables.md, {len(finished.results)} trials, {seconds['seconds']:.0f} s, {seconds['cpu_seconds']:.0f} s of CPU")
+
+
+def how_made(given: list[str]) -> str:
+    """The first line of tables.md, with the command's own flags."""
+    command = shlex.join(["python", "-m", "scripts.reproduce_sarathi", *given])
+    seeds = f"{_SEEDS.value} seeds, ± 95% intervals" if _SEEDS.value > 1 else "one seed, so that there are no intervals"
+    trials = f"{_REQUESTS.value} requests a trial, neighbouring rates {100 * _PRECISION.value:g}% apart"
+    return f"Written by `{command}`: {trials}; {seeds}, where a table does not say otherwise. Read README.md for what they mean."
 
 
 if __name__ == "__main__":

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxserve.simulation.capacity import Spread
 from scripts.sarathi_report import table
-from scripts.sarathi_setups import DATASETS, SETUPS, Contender, orca, run_at, sarathi, vllm
+from scripts.sarathi_session import Session
+from scripts.sarathi_setups import DATASETS, SETUPS, Contender, orca, sarathi, vllm
 
 RATES = {"openchat_sharegpt4": 1.0, "arxiv_summarization": 0.5}  # of the artifact's ablation, requests a second
 PUBLISHED = {  # (P50 TTFT, P99 time between tokens), seconds
@@ -18,7 +18,7 @@ PUBLISHED = {  # (P50 TTFT, P99 time between tokens), seconds
 }
 
 
-def ablation(folder: Path) -> tuple[str, dict[str, Any]]:
+def ablation(session: Session) -> tuple[str, dict[str, Any]]:
     """Yi-34B on two A100s, 128 requests, a budget of 1024: mixing without chunks, chunks without mixing, both; over 10 seeds."""
     contenders = {
         "hybrid only": Contender("hybrid only", "sarathi", chunked=False),
@@ -29,7 +29,7 @@ def ablation(folder: Path) -> tuple[str, dict[str, Any]]:
     for dataset, published in PUBLISHED.items():
         found: dict[str, Any] = {}
         for name, contender in contenders.items():
-            runs = [run_at(SETUPS["yi-34b"].machine, contender, dataset, RATES[dataset], 128, seed) for seed in range(10)]
+            runs = [session.run(SETUPS["yi-34b"].machine, contender, dataset, RATES[dataset], 128, seed) for seed in range(10)]
             ttft = Spread.of([float(np.median(run.times.seconds("ttft"))) for run in runs])
             tbt = Spread.of([run.times.gap_quantile(0.99) for run in runs])
             found[name] = {"ttft": ttft.mean, "tbt": tbt.mean}
@@ -40,7 +40,7 @@ def ablation(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _order(data: dict[str, Any]) -> str:
-    """Whether ours are in the published order, for each dataset and latency."""
+    """Whether ours are in the published order, for each dataset and latency; and how near they are."""
     lines = []
     for dataset, found in data.items():
         for i, metric in enumerate(("ttft", "tbt")):
@@ -48,16 +48,25 @@ def _order(data: dict[str, Any]) -> str:
             theirs = sorted(PUBLISHED[dataset], key=lambda name: PUBLISHED[dataset][name][i])
             verdict = "agrees" if ours == theirs else f"contradicts (published: {' < '.join(theirs)})"
             lines.append(f"- {dataset}, {metric.upper()}: {' < '.join(ours)}: {verdict}")
+    ratios = [
+        found[name][metric] / PUBLISHED[dataset][name][i]
+        for dataset, found in data.items()
+        for name in found
+        for i, metric in enumerate(("ttft", "tbt"))
+    ]
+    near = sum(2 / 3 <= r <= 4 / 3 for r in ratios)
+    span = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    lines.append(f"- {near} of {len(ratios)} figures are within a third of the published; all are {span} times it")
     return "\n".join(lines) + "\n"
 
 
-def bubbles(folder: Path) -> tuple[str, dict[str, Any]]:
+def bubbles(session: Session) -> tuple[str, dict[str, Any]]:
     """What the stages of the two pipelines lose to waiting, by kind, at one rate of requests."""
     kinds, rows, data = ("pb1", "pb2", "pb3", "send", "idle"), [], {}
     for name, rate in (("llama2-70b", 0.4), ("falcon-180b", 0.4)):
         setup = SETUPS[name]
         for contender in (sarathi(setup.budgets["strict"]), vllm(), orca(setup.orca_seqs)):
-            run = run_at(setup.machine, contender, "openchat_sharegpt4", rate, 256, 0)
+            run = session.run(setup.machine, contender, "openchat_sharegpt4", rate, 256, 0)
             account = run.bubbles
             seconds = {kind: getattr(account, kind) for kind in (*kinds, "busy")}
             data[f"{name}, {contender.name}"] = seconds | {"share": account.share}
@@ -72,21 +81,21 @@ def bubbles(folder: Path) -> tuple[str, dict[str, Any]]:
     return table(head, rows) + "\nPublished: uniform batches have fewer bubbles than vLLM's. " + "; ".join(verdicts) + ".\n", data
 
 
-def stalls(folder: Path) -> tuple[str, dict[str, Any]]:
+def stalls(session: Session) -> tuple[str, dict[str, Any]]:
     """Yi-34B on two A100s and long prompts: how long decodes wait behind other requests' prompts."""
     from scripts.sarathi_plots import stall_timeline
 
     dataset, rate = "arxiv_summarization", 0.3
     runs, rows, data = {}, [], {}
     for contender in (vllm(), sarathi(512)):
-        run = run_at(SETUPS["yi-34b"].machine, contender, dataset, rate, 128, 0)
+        run = session.run(SETUPS["yi-34b"].machine, contender, dataset, rate, 128, 0)
         runs[contender.name] = run
         gaps = run.times
         long = float(gaps.gap_counts[gaps.gaps > 1.0].sum() / gaps.gap_counts.sum())
         quantiles = [gaps.gap_quantile(q) for q in (0.5, 0.99, 1.0)]
         data[contender.name] = {"median": quantiles[0], "p99": quantiles[1], "longest": quantiles[2], "over_1s": long}
         rows.append([contender.name, 1e3 * quantiles[0], quantiles[1], quantiles[2], 100 * long, run.duration])
-    stall_timeline(runs, folder / "stalls.png", f"Yi-34B, {dataset}, {rate}/s")
+    stall_timeline(runs, session.folder / "stalls.png", f"Yi-34B, {dataset}, {rate}/s")
     head = ("", "median TBT (ms)", "P99 (s)", "longest (s)", "gaps over 1 s (%)", "to the end (s)")
     longest = [v["longest"] for v in data.values()]
     note = f"Published: stalls of several seconds with vLLM, none with Sarathi. Ours {longest[0]:.2g} s and {longest[1]:.2g} s: "

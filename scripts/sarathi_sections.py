@@ -1,33 +1,28 @@
-"""The sections of reproduce_sarathi: their titles, in order, and which module computes each (imported when one does)."""
+"""The sections of reproduce_sarathi, in order: the title of each, and what computes it."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-SECTIONS = {
-    "objectives": "Objectives, and what they are multiples of",
-    "setups": "Capacity of the four setups",
-    "own_objectives": "The strict objective by our own decode iteration",
-    "objectives_and_batches": "Five objectives, and vLLM's batch size",
-    "ablation": "Ablation",
-    "stalls": "Generation stalls",
-    "incremental_cost": "What mixing a prompt in costs the decodes",
-    "chunking_overhead": "What chunks cost a prompt",
-    "tile_quantisation": "Tile quantisation",
-    "arithmetic_intensity": "Arithmetic intensity and linear time",
-    "cross_node": "A decode iteration across nodes",
-    "across_nodes": "Capacity across nodes",
-    "bubbles_by_hand": "Bubbles: what one stage waits for",
-    "bubbles": "Bubbles, by kind",
-    "dynamic_budget": "A budget for every step",
+from scripts import sarathi_capacity, sarathi_costs, sarathi_runs
+from scripts.sarathi_session import Session
+
+# A section makes (Markdown, data) of a session, and leaves its plots in the session's folder.
+SECTIONS: dict[str, tuple[str, Callable[[Session], tuple[str, dict[str, Any]]]]] = {
+    "objectives": ("Objectives, and what they are multiples of", sarathi_costs.objectives),
+    "setups": ("Capacity of the four setups", sarathi_capacity.setups),
+    "own_objectives": ("The objectives by our own decode iteration", sarathi_capacity.own_objectives),
+    "objectives_and_batches": ("Five objectives, and vLLM's batch size", sarathi_capacity.objectives_and_batches),
+    "ablation": ("Ablation", sarathi_runs.ablation),
+    "stalls": ("Generation stalls", sarathi_runs.stalls),
+    "incremental_cost": ("What mixing a prompt in costs the decodes", sarathi_costs.incremental_cost),
+    "chunking_overhead": ("What chunks cost a prompt", sarathi_costs.chunking_overhead),
+    "tile_quantisation": ("Tile quantisation", sarathi_costs.tile_quantisation),
+    "arithmetic_intensity": ("Arithmetic intensity and linear time", sarathi_costs.arithmetic_intensity),
+    "cross_node": ("A decode iteration across nodes", sarathi_costs.cross_node),
+    "across_nodes": ("Capacity across nodes", sarathi_capacity.across_nodes),
+    "bubbles_by_hand": ("Bubbles: what one stage waits for", sarathi_costs.bubbles_by_hand),
+    "bubbles": ("Bubbles, by kind", sarathi_runs.bubbles),
+    "dynamic_budget": ("A budget for every step", sarathi_capacity.dynamic_budget),
 }
-
-
-def compute(name: str, search: Any, folder: Path) -> tuple[str, dict[str, Any]]:
-    """(Markdown, data) of one section; its plots are in the folder."""
-    from scripts import sarathi_capacity, sarathi_costs, sarathi_runs
-
-    if hasattr(sarathi_capacity, name):
-        return getattr(sarathi_capacity, name)(search, folder)
-    return getattr(sarathi_runs if hasattr(sarathi_runs, name) else sarathi_costs, name)(folder)

@@ -13,8 +13,7 @@ from typing import Any
 from jaxserve.config import SchedulerConfig
 from jaxserve.simulation.analytic import Deployment
 from jaxserve.simulation.hardware import GPUS
-from jaxserve.simulation.pipeline import replay_pipeline
-from jaxserve.simulation.replay import replay
+from jaxserve.simulation.pipeline import replay_stages
 from jaxserve.simulation.unpadded import UnpaddedPlan
 from jaxserve.traffic import at_rate, log_normal
 from jaxserve.workloads import Workload
@@ -100,12 +99,9 @@ def orca(max_num_seqs: int) -> Contender:
     return Contender(f"orca-{max_num_seqs}", "orca", max_num_seqs=max_num_seqs)
 
 
-MAX_REQUESTS = 2048  # of a run: the artifact's number
-
-
 @cache
-def lengths(dataset: str, seed: int) -> Workload:
-    return log_normal(dataset, MAX_REQUESTS, seed)
+def lengths(dataset: str, num_requests: int, seed: int) -> Workload:
+    return log_normal(dataset, num_requests, seed)
 
 
 @cache
@@ -113,20 +109,14 @@ def stages(machine: Deployment) -> tuple[Any, ...]:
     return machine.stages(PAGE_SIZE)
 
 
-def run(machine: Deployment, contender: Contender, workload: Workload, max_model_len: int) -> Any:
-    """A Replay of the workload, or a PipelineReplay where the machine has several stages. Shapes are not padded, as in the systems
-    compared: what uneven ones cost is in the step times."""
+def run_at(
+    machine: Deployment, contender: Contender, dataset: str, rate: float, num_requests: int, seed: int, *, give_up: Any = None
+) -> Any:
+    """A Replay of a dataset's requests with Poisson arrivals, or a PipelineReplay where the machine has several stages; give_up as
+    theirs. Shapes are not padded, as in the systems compared: what uneven ones cost is in the step times."""
+    max_model_len, workload = DATASETS[dataset], at_rate(lengths(dataset, num_requests, seed), rate, seed)
     limits = contender.limits(max_model_len)
     plan = UnpaddedPlan(limits.max_num_batched_tokens, limits.max_num_seqs)
     num_pages = machine.num_pages(PAGE_SIZE, max_model_len)
-    if machine.pp > 1:
-        assert contender.objective is None, "no section has a dynamic budget on a pipeline"
-        return replay_pipeline(workload, plan, stages(machine), machine.send_seconds, limits, num_pages)
-    return replay(workload, plan, stages(machine)[0], limits, num_pages, objective=contender.objective)
-
-
-def run_at(machine: Deployment, contender: Contender, dataset: str, rate: float, num_requests: int, seed: int) -> Any:
-    """A run of a dataset's first requests with Poisson arrivals."""
-    workload = lengths(dataset, seed)
-    workload = at_rate(replace(workload, requests=workload.requests[:num_requests]), rate, seed)
-    return run(machine, contender, workload, DATASETS[dataset])
+    options = {"objective": contender.objective, "give_up": give_up}
+    return replay_stages(workload, plan, stages(machine), machine.send_seconds, limits, num_pages, **options)

@@ -37,7 +37,7 @@ _MAX_LEN = flags.DEFINE_integer("max_model_len", 16_384, "Most tokens of a reque
 _MAX_SEQS = flags.DEFINE_integer("max_num_seqs", 128, "Most sequences at once.", lower_bound=1)
 _BUDGET = flags.DEFINE_integer("max_num_batched_tokens", 2048, "Token budget of a step.", lower_bound=1)
 _PAGE = flags.DEFINE_integer("page_size", 64, "Tokens a KV page.", lower_bound=1)
-_SLO = flags.DEFINE_float("tbt_slo_ms", None, "Dynamic budget: milliseconds that a step with decodes may take.")
+_SLO = flags.DEFINE_float("tbt_slo_ms", None, "Dynamic budget: milliseconds that a step with decodes may take, through all stages.")
 _RATE = flags.DEFINE_float("request_rate", float("inf"), "Requests a second; inf: all at once.")
 _REPEAT = flags.DEFINE_integer("repeat", 1, "The workload so many times, one after the other.", lower_bound=1)
 _GOODPUT = flags.DEFINE_list("goodput", [], "Objectives in ms, such as ttft:500,tpot:50.")
@@ -64,8 +64,7 @@ def make_cluster() -> tuple[Any, Any, list[Any]]:
     from jaxserve.config import SchedulerConfig
     from jaxserve.simulation.analytic import Deployment
     from jaxserve.simulation.hardware import GPUS
-    from jaxserve.simulation.pipeline import PipelineReplica
-    from jaxserve.simulation.replica import Replica
+    from jaxserve.simulation.pipeline import make_replica
     from jaxserve.simulation.unpadded import UnpaddedPlan
 
     if _GPU.value not in GPUS:
@@ -83,10 +82,7 @@ def make_cluster() -> tuple[Any, Any, list[Any]]:
 
     def make(books: Any, prefix_caching: bool) -> Any:
         options = {"prefix_caching": prefix_caching, "objective": objective}
-        if len(stages) == 1:
-            made.append(Replica(books, plan, stages[0], limits, num_pages, **options))
-        else:
-            made.append(PipelineReplica(books, plan, stages, deployment.send_seconds, limits, num_pages, **options))
+        made.append(make_replica(books, plan, stages, deployment.send_seconds, limits, num_pages, **options))
         return made[-1]
 
     return deployment, make, made

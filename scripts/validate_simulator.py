@@ -1,6 +1,6 @@
 """How far the simulator is from measurements: its step times' linear layers from kernel profiles, its replays from the engine.
 
-    python -m scripts.validate_simulator --vidur=FOLDER
+    python -m scripts.validate_simulator --vidur=FOLDER --output=benchmarks/vidur
     python -m scripts.validate_simulator --step_times=steps.json --workload=random --num_requests=200 --random_input_len=256 \
         --random_output_len=64 --random_range_ratio=0.5 --request_rate=8 --rounds=3
 
@@ -28,6 +28,7 @@ _VIDUR = flags.DEFINE_string("vidur", None, "Folder of Vidur's profiles; nothing
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of the engine, of which the median counts.", lower_bound=1)
 _TOLERANCE = flags.DEFINE_float("tolerance", 0.1, "Largest relative difference.", lower_bound=0.0)
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
+_OUTPUT = flags.DEFINE_string("output", None, "With --vidur: write tables.md and results.json into this folder.")
 define_engine_flags(model="tiny-qwen3")
 
 _PROFILE_FLAGS = ("model", "config", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages")
@@ -79,8 +80,15 @@ def main(argv: list[str]) -> None:
 
         rows = compare(Path(_VIDUR.value))
         print(table(rows))
-        write_json(_JSON.value, {"benchmark": "validate_operators", "rows": rows, **provenance()})
+        result = {"benchmark": "validate_operators", "rows": rows, **provenance()}
+        write_json(_JSON.value, result)
+        if _OUTPUT.value:
+            write_json(f"{_OUTPUT.value}/results.json", result)
+            made = "Written by `python -m scripts.validate_simulator --vidur=FOLDER`. Read README.md for what they mean."
+            Path(_OUTPUT.value, "tables.md").write_text(f"# Tables\n\n{made}\n\n{table(rows)}\n")
         return
+    if _OUTPUT.value:
+        raise app.UsageError("--output is of --vidur; the engine's comparison goes to --json")
     errors = compare_engine()
     for name, row in errors.items():
         rounds = ", ".join(f"{x:.1f}" for x in row["rounds"])

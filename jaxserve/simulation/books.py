@@ -35,6 +35,7 @@ class RequestBooks:
         self.first: np.ndarray = np.full(n, np.nan)
         self.last: np.ndarray = np.full(n, np.nan)
         self._gaps, self._gap_counts = array("d"), array("q")
+        self.num_sent: int = 0
         self.num_ended: int = 0
 
     def schedule(self, rows: Sequence[int], start: float) -> None:
@@ -80,13 +81,24 @@ class RequestBooks:
         self._gap_counts.extend([len(rows)] * (len(times) - 1))
         self.last[rows] = times[-1]
 
-    def times(self) -> ServedTimes:
-        """Gaps are rounded to a nanosecond, and counted."""
+    def times(self, now: float | None = None) -> ServedTimes:
+        """Gaps are rounded to a nanosecond, and counted.
+
+        now: where the run is broken off, and the times are incomplete. Who waits is scheduled then, who has not been sent when it
+        arrives, and the gaps to come are 0: no delay and no gap is longer than the whole run's, whose quantiles are therefore no
+        less than these. first and last say nothing of requests without a token.
+        """
         values, index = np.unique(np.round(np.frombuffer(self._gaps), 9), return_inverse=True)
         counts = np.bincount(index, weights=np.frombuffer(self._gap_counts, np.int64), minlength=len(values)).astype(np.int64)
         requests = self.workload.requests
         num_prompt, num_output = np.array([(r.num_prompt_tokens, r.num_output_tokens) for r in requests]).T
-        return ServedTimes(self.sent, self.first, self.last, num_prompt, num_output, values, counts, self.scheduled)
+        if now is None:
+            return ServedTimes(self.sent, self.first, self.last, num_prompt, num_output, values, counts, self.scheduled)
+        to_come = int((num_output - 1).sum() - counts.sum())
+        values, counts = np.concatenate([[0.0], values]), np.concatenate([[to_come], counts])
+        soonest = np.where(np.arange(len(self.sent)) < self.num_sent, now, self.sent)
+        scheduled, first, last = (np.where(np.isnan(t), soonest, t) for t in (self.scheduled, self.first, self.last))
+        return ServedTimes(self.sent, first, last, num_prompt, num_output, values, counts, scheduled, complete=False)
 
 
 class StepBooks:

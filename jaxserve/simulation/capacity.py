@@ -32,6 +32,10 @@ class Objective:
     delay: float = 2.0
     min_gaps: int = 10_000
 
+    def missed_by(self, times: ServedTimes) -> bool:
+        """Whether these times miss it, and so does the whole run where they are an incomplete one's."""
+        return times.gap_quantile(self.quantile) > self.tbt or float(np.median(times.scheduling_delays)) > self.delay
+
     def __post_init__(self) -> None:
         if not (self.tbt > 0 and self.delay > 0 and 0 < self.quantile < 1):
             raise ValueError(f"tbt and delay must be above 0 seconds, the quantile between 0 and 1: {self}")
@@ -40,18 +44,19 @@ class Objective:
 @dataclass(frozen=True)
 class Trial:
     """One rate served. tbt: seconds between tokens at the quantile asked for; delay: seconds, the median; peak: most requests at
-    once."""
+    once. complete: False where the run was broken off, so that all three may be more."""
 
     rate: float
     tbt: float
     delay: float
     num_gaps: int
     peak: int
+    complete: bool = True
 
     @classmethod
     def of(cls, rate: float, times: ServedTimes, quantile: float) -> Trial:
         delay, num_gaps = float(np.median(times.scheduling_delays)), int(times.gap_counts.sum())
-        return cls(rate, times.gap_quantile(quantile), delay, num_gaps, times.peak_concurrency())
+        return cls(rate, times.gap_quantile(quantile), delay, num_gaps, times.peak_concurrency(), times.complete)
 
     def meets(self, objective: Objective) -> bool:
         """ValueError if there are too few gaps to tell."""
@@ -62,12 +67,17 @@ class Trial:
             )
         return self.tbt <= objective.tbt and self.delay <= objective.delay
 
+    def decides(self, objective: Objective) -> bool:
+        """Whether `meets` would say the same of the whole run."""
+        return self.complete or not self.meets(objective)
+
 
 def capacity(serve: Callable[[float], Trial], objective: Objective, *, start: float = 1.0, precision: float = 0.02) -> float:
     """The highest rate that meets the objective, in requests a second: one whose neighbour, `precision` higher, does not. 0.0 where
     none does.
 
-    serve: a rate -> its trial. Rates are powers of 1 + precision, so that searches for several objectives ask for the same ones.
+    serve: a rate -> its trial, one that decides the objective. Rates are powers of 1 + precision, so that searches for several
+    objectives ask for the same ones.
     start: where the search begins; it goes up or down from there in steps that double, then bisects.
 
     Raises:
@@ -97,7 +107,7 @@ def capacity(serve: Callable[[float], Trial], objective: Objective, *, start: fl
         while not good(low := high - stride):
             high, stride = low, 2 * stride
             if trials[low].peak == 1 or rate_of(low) < LOWEST_RATE:
-                return 0.0  # each request had the machine to itself: going slower helps nobody
+                return 0.0  # each request had the machine to itself when it was missed: going slower helps nobody
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if good(middle) else (low, middle)

@@ -8,9 +8,11 @@ literature (Orca, section 4.2; Sarathi-Serve, section 3.3).
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,8 +22,8 @@ from jaxserve.demand import DemandLog
 from jaxserve.latency import ServedTimes
 from jaxserve.schedule import Schedule, SchedulerStats
 from jaxserve.simulation.books import RequestBooks
-from jaxserve.simulation.replay import serve
-from jaxserve.simulation.replica import SimulatedEngine
+from jaxserve.simulation.replay import Replay, replay, serve
+from jaxserve.simulation.replica import Replica, SimulatedEngine
 from jaxserve.simulation.step_time import StepTimes
 from jaxserve.simulation.unpadded import UnpaddedPlan
 from jaxserve.workloads import Workload
@@ -101,9 +103,53 @@ def bubbles(
     return Bubbles(lost[0], lost[1], lost[2], send, idle, float(seconds.sum()))
 
 
+@dataclass(frozen=True)
+class LongestGaps:
+    """The StepTimes that a dynamic budget goes by on a pipeline: not of a step in one stage, but of the longest time between tokens
+    that steps like it can make.
+
+    That is a turn of the longest stage for each stage, one more for a first stage that another step has just taken, the sends, and
+    the host before both steps. With two stages no gap is longer, in whatever order steps come; with more, unlike steps in flight
+    can hold up each other further.
+    """
+
+    stages: tuple[StepTimes, ...]
+    send_seconds: Callable[[int, int], float]
+
+    @property
+    def page_size(self) -> int:
+        return self.stages[0].page_size
+
+    @property
+    def host_seconds(self) -> float:
+        return self.stages[0].host_seconds
+
+    @property
+    def window(self) -> int | None:
+        return self.stages[0].window
+
+    def sends(self, num_tokens: int) -> list[float]:
+        """Seconds from each stage to the next."""
+        return [self.send_seconds(num_tokens, stage) for stage in range(len(self.stages) - 1)]
+
+    def coefficients(self, bucket: Bucket) -> np.ndarray:
+        turns = (len(self.stages) + 1) * np.max([stage.coefficients(bucket) for stage in self.stages], axis=0)
+        return turns + [sum(self.sends(bucket.tokens)) + 2 * self.host_seconds, 0.0, 0.0]
+
+    def body_seconds(self, bucket: Bucket, kv_tokens: Any = 0, pairs: Any = 0) -> Any:
+        base, per_kv_token, per_pair = self.coefficients(bucket)
+        return base + per_kv_token * kv_tokens + per_pair * pairs
+
+    def head_seconds(self, rows: int) -> float:
+        return (len(self.stages) + 1) * max(stage.head_seconds(rows) for stage in self.stages)
+
+    def seconds(self, bucket: Bucket, head_rows: int, kv_tokens: float, pairs: float) -> float:
+        return float(self.body_seconds(bucket, kv_tokens, pairs)) + self.head_seconds(head_rows)
+
+
 class PipelineReplica(SimulatedEngine):
-    """An engine of several stages. stages: step times of each, the last one's head included, which a dynamic budget is chosen by.
-    send_seconds: (num_tokens, stage) -> seconds from that stage to the next.
+    """An engine of several stages. stages: step times of each, the last one's head included. send_seconds: (num_tokens, stage) ->
+    seconds from that stage to the next. A dynamic budget holds for steps of prompts alone too, which others' decodes wait behind.
 
     There is one scheduler, and whatever it schedules while a micro-batch is in flight is another micro-batch: a request stays with
     those that it was first scheduled with, as new ones join them and old ones end.
@@ -123,24 +169,26 @@ class PipelineReplica(SimulatedEngine):
         prefix_caching: bool,
         objective: float | None = None,
     ):
-        super().__init__(books, plan, stages[-1], limits, num_pages, prefix_caching=prefix_caching, objective=objective)
-        self.stages: tuple[StepTimes, ...] = tuple(stages)
-        self._send_seconds = send_seconds
+        gaps, options = LongestGaps(tuple(stages), send_seconds), {"prefix_caching": prefix_caching, "objective": objective}
+        super().__init__(books, plan, gaps, limits, num_pages, budget_every_step=True, **options)
+        self.stages: tuple[StepTimes, ...] = gaps.stages
+        self._gaps = gaps
         self._free = [0.0] * len(stages)  # when each stage has ended its last micro-batch
         self._in_flight: deque[tuple[Schedule, float]] = deque()
         self._hidden = np.zeros(limits.max_num_seqs, np.int32)  # micro-batches in flight that hold the row
-        self.stage_starts: list[list[float]] = []
-        self.stage_seconds: list[list[float]] = []
-        self.sends: list[list[float]] = []
+        self._starts, self._seconds, self._sends = array("d"), array("d"), array("d")  # a micro-batch after the other
 
     @property
     def bubbles(self) -> Bubbles:
         """Of the micro-batches so far."""
         demands = self.steps.demands
-        shape = -1, len(self.stages)  # also before the first
-        starts, seconds = np.array(self.stage_starts).reshape(shape), np.array(self.stage_seconds).reshape(shape)
-        sends = np.array(self.sends).reshape(len(starts), len(self.stages) - 1)
-        return bubbles(starts, seconds, sends, demands.tokens > demands.decodes)
+        return bubbles(*self.stage_times, demands.tokens > demands.decodes)
+
+    @property
+    def stage_times(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(starts, seconds, sends) as PipelineReplay has them."""
+        starts, seconds = (np.array(column).reshape(-1, len(self.stages)) for column in (self._starts, self._seconds))
+        return starts, seconds, np.array(self._sends).reshape(len(starts), len(self.stages) - 1)
 
     def turn(self, until: float = math.inf) -> bool:
         """Schedules a micro-batch, or waits for one to return, or, where nothing can be scheduled, for `until`. False if there is
@@ -183,7 +231,7 @@ class PipelineReplica(SimulatedEngine):
         """Sends a micro-batch down the stages; when its tokens are there. The next is scheduled when the first stage is free."""
         demand, bucket, head_rows = self._demand(schedule)
         starts, seconds = [], []
-        sends = [self._send_seconds(demand[0], i) for i in range(len(self.stages) - 1)]
+        sends = self._gaps.sends(demand[0])
         arrives = self.now + self.stages[0].host_seconds
         for i, stage in enumerate(self.stages):
             start = max(arrives, self._free[i])
@@ -193,9 +241,9 @@ class PipelineReplica(SimulatedEngine):
             starts.append(start)
         self._begin(schedule, starts[0])
         self.steps.add(demand, bucket, head_rows, starts[0], sum(seconds))
-        self.stage_starts.append(starts)
-        self.stage_seconds.append(seconds)
-        self.sends.append(sends)
+        self._starts.extend(starts)
+        self._seconds.extend(seconds)
+        self._sends.extend(sends)
         self._hidden[schedule.rows] += 1
         self.now = self._free[0]
         return self._free[-1]
@@ -215,28 +263,57 @@ def replay_pipeline(
     *,
     max_concurrency: int | None = None,
     objective: float | None = None,
+    give_up: Callable[[ServedTimes], bool] | None = None,
 ) -> PipelineReplay:
     """Serves `workload` to its end on a pipeline of stages. Arguments and errors as `replay`'s; with one stage it is `replay` with
     async_scheduling=False, since nobody's next step is scheduled before his last one's token is back.
 
     stages, send_seconds: as PipelineReplica's, `Deployment.stages()` and `Deployment.send_seconds` for example. limits: of all
-    micro-batches together but for max_num_batched_tokens, which is each one's. objective: seconds that the last stage may take with
-    a step that decodes.
+    micro-batches together but for max_num_batched_tokens, which is each one's. objective: seconds between tokens, by a
+    dynamic budget (LongestGaps); None: none.
     """
     books = RequestBooks(workload)
     prefix_caching = any(r.prompt_token_ids for r in workload.requests)
     replica = PipelineReplica(
         books, plan, stages, send_seconds, limits, num_pages, prefix_caching=prefix_caching, objective=objective
     )
-    serve(books, replica, max_concurrency)
+    times = serve(books, replica, max_concurrency, give_up)
     steps = replica.steps
     return PipelineReplay(
-        books.times(),
+        times,
         steps.demands,
         steps.buckets,
-        np.array(replica.stage_starts),
-        np.array(replica.stage_seconds),
-        np.array(replica.sends),
+        *replica.stage_times,
         steps.padding,
         replica.stats,
     )
+
+
+def make_replica(
+    books: RequestBooks,
+    plan: BucketPlan | UnpaddedPlan,
+    stages: Sequence[StepTimes],
+    send_seconds: Callable[[int, int], float],
+    limits: SchedulerConfig,
+    num_pages: int,
+    **options: Any,  # prefix_caching, objective
+) -> Replica | PipelineReplica:
+    """An engine of so many stages; one of one stage runs a step ahead."""
+    if len(stages) == 1:
+        return Replica(books, plan, stages[0], limits, num_pages, **options)
+    return PipelineReplica(books, plan, stages, send_seconds, limits, num_pages, **options)
+
+
+def replay_stages(
+    workload: Workload,
+    plan: BucketPlan | UnpaddedPlan,
+    stages: Sequence[StepTimes],
+    send_seconds: Callable[[int, int], float],
+    limits: SchedulerConfig,
+    num_pages: int,
+    **options: Any,  # max_concurrency, objective, give_up
+) -> Replay | PipelineReplay:
+    """`workload` on what make_replica makes: `replay` on one stage, else `replay_pipeline`."""
+    if len(stages) == 1:
+        return replay(workload, plan, stages[0], limits, num_pages, **options)
+    return replay_pipeline(workload, plan, stages, send_seconds, limits, num_pages, **options)

@@ -24,6 +24,8 @@ from jaxserve.simulation.step_time import StepTimes
 from jaxserve.simulation.unpadded import UnpaddedPlan
 from jaxserve.workloads import Workload
 
+NUM_ASKED = 64  # times that a run asks whether to give up
+
 
 @dataclass(frozen=True)
 class Replay:
@@ -54,6 +56,7 @@ def replay(
     progress: Callable[[int], object] | None = None,
     max_concurrency: int | None = None,
     objective: float | None = None,
+    give_up: Callable[[ServedTimes], bool] | None = None,
 ) -> Replay:
     """Serves `workload` to its end in virtual time.
 
@@ -62,6 +65,7 @@ def replay(
     prefix_caching: requests share the pages of equal prefixes, where the workload gives token ids.
     progress: told how many requests ended, whenever some do.
     objective: seconds that a step with decodes may take, by a dynamic budget; None: none.
+    give_up: asked now and then with what RequestBooks.times says of the run so far; True ends it there, its times incomplete.
 
     Raises:
       ValueError: the plan can't hold the limits, or a request could never be served (it names the row of the workload).
@@ -78,23 +82,33 @@ def replay(
         objective=objective,
         async_scheduling=async_scheduling,
     )
-    serve(books, replica, max_concurrency)
+    times = serve(books, replica, max_concurrency, give_up)
     steps = replica.steps
-    return Replay(books.times(), steps.demands, steps.buckets, steps.starts, steps.seconds, steps.padding, replica.stats)
+    return Replay(times, steps.demands, steps.buckets, steps.starts, steps.seconds, steps.padding, replica.stats)
 
 
-def serve(books: RequestBooks, server: SimulatedEngine, max_concurrency: int | None = None) -> None:
-    """Sends every request of the workload at its time, or when max_concurrency allows it, and lets the server end them all."""
+def serve(
+    books: RequestBooks,
+    server: SimulatedEngine,
+    max_concurrency: int | None = None,
+    give_up: Callable[[ServedTimes], bool] | None = None,
+) -> ServedTimes:
+    """Sends every request of the workload at its time, or when max_concurrency allows it, and lets the server end them all, or as
+    many as give_up lets it."""
     arrivals, n = [r.arrived_at for r in books.workload.requests], len(books.sent)
-    most, num_sent = max_concurrency or n, 0
+    most, asked = max_concurrency or n, 0
     while True:
-        while num_sent < n and arrivals[num_sent] <= server.now and num_sent - books.num_ended < most:
-            if num_sent >= most:
-                books.sent[num_sent] = max(server.now, arrivals[num_sent])
-            server.submit(num_sent)
-            num_sent += 1
-        room = num_sent < n and num_sent - books.num_ended < most
-        if not server.turn(arrivals[num_sent] if room else math.inf):
-            if num_sent == n:
-                return
-            server.now = arrivals[num_sent]
+        while (row := books.num_sent) < n and arrivals[row] <= server.now and row - books.num_ended < most:
+            if row >= most:
+                books.sent[row] = max(server.now, arrivals[row])
+            server.submit(row)
+        room = row < n and row - books.num_ended < most
+        if not server.turn(arrivals[row] if room else math.inf):
+            if row == n:
+                return books.times()
+            server.now = arrivals[row]
+        done = (row + books.num_ended) * NUM_ASKED // (2 * n)  # arriving and ending are half of a run each
+        if give_up is not None and done > asked:
+            asked = done
+            if give_up(times := books.times(server.now)):
+                return times

@@ -37,6 +37,7 @@ class SimulatedEngine(ABC):
     """What replicas share: a scheduler, its requests as rows of the workload, and the books.
 
     plan, step_times, limits, num_pages, objective: as `replay`'s. prefix_caching: whether prompts with token ids share pages.
+    budget_every_step: as StepBudget's every_step.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class SimulatedEngine(ABC):
         *,
         prefix_caching: bool,
         objective: float | None = None,
+        budget_every_step: bool = False,
     ):
         plan.check(limits.max_num_seqs, limits.max_num_batched_tokens)
         budget = None
         if objective is not None:
-            budget = StepBudget(step_times, plan, objective, limits.max_num_seqs, limits.max_num_batched_tokens)
+            seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+            budget = StepBudget(step_times, plan, objective, seqs, tokens, every_step=budget_every_step)
         self.books = books
         self.plan = plan
         self.step_times = step_times
@@ -80,6 +83,7 @@ class SimulatedEngine(ABC):
         except ValueError as error:
             raise ValueError(f"row {row} of the workload: {error}") from None
         self._rows.append(row)
+        self.books.num_sent += 1
 
     @property
     def load(self) -> tuple[int, int]:

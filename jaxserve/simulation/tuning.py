@@ -14,6 +14,7 @@ import numpy as np
 from jaxserve.buckets import Bucket, BucketPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.demand import DemandLog
+from jaxserve.latency import ServedTimes
 from jaxserve.simulation.bucket_search import BucketSearch, Caps, SearchResult, plan_seconds
 from jaxserve.simulation.replay import Replay, replay
 from jaxserve.simulation.step_time import StepTimeModel
@@ -37,8 +38,14 @@ class Machine:
     async_scheduling: bool = True
     prefix_caching: bool = True
 
-    def run(self, workload: Workload, plan: BucketPlan, progress: Callable[[int], object] | None = None) -> Replay:
-        """`replay` here; progress is told how many requests ended, whenever some do."""
+    def run(
+        self,
+        workload: Workload,
+        plan: BucketPlan,
+        progress: Callable[[int], object] | None = None,
+        give_up: Callable[[ServedTimes], bool] | None = None,
+    ) -> Replay:
+        """`replay` here; progress, give_up: as its."""
         return replay(
             workload,
             plan,
@@ -48,6 +55,7 @@ class Machine:
             async_scheduling=self.async_scheduling,
             prefix_caching=self.prefix_caching,
             objective=self.objective,
+            give_up=give_up,
             progress=progress,
         )
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,10 @@ import pytest
 
 from jaxserve.buckets import Bucket
 from jaxserve.simulation.capacity import Objective
-from scripts import orca_report, sarathi_capacity, sarathi_costs, sarathi_runs
+from scripts import orca_report, sarathi_capacity, sarathi_costs
 from scripts.finished import Finished
 from scripts.sarathi_report import agreement, table
-from scripts.sarathi_sections import SECTIONS
+from scripts.sarathi_session import Question, Session, processes, serve_rate
 from scripts.sarathi_setups import DATASETS, SETUPS, Contender, orca, run_at, sarathi, stages, vllm
 
 ROOT = Path(__file__).parents[2]
@@ -67,20 +68,50 @@ def test_a_run_is_what_the_contender_says(contender, setup):
     assert (run.demands.tokens.max() > 2048) == whole and whole or run.demands.tokens.max() <= contender.budget
 
 
+def session(path: Path, **options) -> Session:
+    return Session(path, Finished(path / "trials.json", {}), Bar(), seeds=2, num_requests=120, precision=0.3, **options)
+
+
+QUESTIONS = [
+    Question(MISTRAL, contender, "openchat_sharegpt4", slo) for contender in (sarathi(512), vllm(8), orca(8)) for slo in (0.1, 0.5)
+]
+
+
 def test_trials_are_kept(tmp_path):
     """A second search over the same seeds serves nothing; each seed's capacity meets the objective and its neighbour does not."""
-    finished = Finished(tmp_path / "trials.json", {})
-    search = sarathi_capacity.Search(finished, Bar(), seeds=2, trial_seconds=30, precision=0.3)
-    found = search.capacities(MISTRAL, sarathi(512), "openchat_sharegpt4", 0.1)
-    kept = dict(finished.results)
-    again = sarathi_capacity.Search(Finished(tmp_path / "trials.json", {}), Bar(), 2, 30, 0.3)
-    assert again.capacities(MISTRAL, sarathi(512), "openchat_sharegpt4", 0.1) == found and again.finished.results == kept
-    for seed, rate in enumerate(found):
-        good = [
-            search.trial(MISTRAL, sarathi(512), "openchat_sharegpt4", r, seed, 0.99).meets(Objective(0.1))
-            for r in (rate, 1.3 * rate)
-        ]
-        assert good == [True, False]
+    first = session(tmp_path)
+    found = first.capacities(QUESTIONS)
+    kept = dict(first.finished.results)
+    again = session(tmp_path)
+    assert again.capacities(QUESTIONS) == found and again.finished.results == kept
+    for question, capacities in zip(QUESTIONS, found, strict=True):
+        objective = Objective(question.slo)
+        for seed, rate in enumerate(capacities):
+            trials = [
+                serve_rate(MISTRAL, question.contender, question.dataset, r, 120, seed, Objective(1e9)) for r in (rate, 1.3 * rate)
+            ]
+            assert [t.complete for t in trials] == [t.meets(Objective(1e9)) for t in trials]
+            assert trials[0].meets(objective) and not trials[1].meets(objective)
+    assert not all(trial["complete"] for trial in kept.values()), "nothing was broken off"
+
+
+def test_workers_find_the_same(tmp_path):
+    """On two processes; and the capacities of an objective do not depend on which one was asked before it."""
+    with processes(2) as pool:
+        found = session(tmp_path / "two", pool=pool, workers=2).capacities(QUESTIONS)
+    assert found == session(tmp_path / "one").capacities(QUESTIONS)
+    tight_first = session(tmp_path / "order")
+    assert [tight_first.capacities([q])[0] for q in QUESTIONS] == found
+
+
+def test_a_trial_broken_off_says_nothing_of_a_looser_objective(tmp_path):
+    ours = session(tmp_path)
+    question, tight, loose = QUESTIONS[2], Objective(0.02), Objective(5.0, delay=1e9)
+    broken = ours.trial(question, 3.0, 0, tight)
+    assert not broken.complete and broken is not ours.trial(question, 3.0, 0, tight) == broken
+    whole = ours.trial(question, 3.0, 0, loose)
+    assert whole.complete and whole.meets(loose) and not whole.meets(tight)
+    assert ours.trial(question, 3.0, 0, tight) == whole and list(ours.finished.results.values()) == [asdict(whole)]
 
 
 def test_no_rate_is_no_verdict():
@@ -89,18 +120,19 @@ def test_no_rate_is_no_verdict():
 
 
 def test_sections_of_step_times(tmp_path):
-    """Those that take no search are written, with their plots, and every section has a function."""
+    """Those that take no search are written, with their plots, under the command's own flags."""
     pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[plots]')")
-    modules = (sarathi_capacity, sarathi_runs, sarathi_costs)
-    assert all(sum(hasattr(module, name) for module in modules) == 1 for name in SECTIONS)
     sections = "objectives,incremental_cost,chunking_overhead,tile_quantisation,arithmetic_intensity,cross_node,bubbles_by_hand"
-    command = [sys.executable, "-m", "scripts.reproduce_sarathi", f"--sections={sections}", f"--output={tmp_path}"]
+    given = ("--seeds=1", f"--sections={sections}", f"--output={tmp_path}")
+    command = [sys.executable, "-m", "scripts.reproduce_sarathi", *given]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), timeout=300)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results.json").read_text())["sections"]
     assert set(results) == set(sections.split(",")) and len(list(tmp_path.glob("*.png"))) == 5
     decode = results["objectives"]["mistral-7b"]["decode_seconds"]
-    assert f"| {1e3 * decode:.3g} |" in (tmp_path / "tables.md").read_text()
+    tables = (tmp_path / "tables.md").read_text()
+    assert f"| {1e3 * decode:.3g} |" in tables and "one seed, so that there are no intervals" in tables
+    assert f"`python -m scripts.reproduce_sarathi {' '.join(given)}`" in tables
 
 
 def test_objectives_are_the_published_ones():

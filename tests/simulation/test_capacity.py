@@ -10,10 +10,12 @@ from jaxserve import BucketPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.latency import ServedTimes
 from jaxserve.simulation.capacity import Objective, Spread, Trial, capacity, ratio
+from jaxserve.simulation.pipeline import replay_stages
 from jaxserve.simulation.replay import replay
 from jaxserve.simulation.step_time import BucketTimes, StepTimeModel
 from jaxserve.traffic import at_rate
 from jaxserve.workloads import Workload, WorkloadRequest
+from tests.simulation import machines
 
 PAGE, SEQS = 16, 8
 PLAN = BucketPlan((SEQS,), ((256, SEQS),), (SEQS,))
@@ -107,6 +109,50 @@ def test_stalls_bound_the_capacity():
     assert strict == pytest.approx(0.01 * 9 / 1.1, rel=0.15)
     relaxed = capacity(serve, Objective(tbt=1.5), start=1.0, precision=0.1)
     assert relaxed > 5 * strict and serve(relaxed).tbt > 0.5
+
+
+def overloaded(policy: str, num_stages: int, rate: float, give_up=None):
+    """Times of 150 requests, some of them preempted, on stages of machines.MODEL."""
+    limits = replace(machines.LIMITS, policy=policy)
+    short = [replace(r, num_prompt_tokens=min(60, r.num_prompt_tokens)) for r in machines.random_workload(150, 7).requests]
+    work, plan = at_rate(Workload("short", tuple(short)), rate, seed=1), BucketPlan((8,), ((16, 8), (64, 8)), (8,))
+    stages, send = [machines.MODEL] * num_stages, lambda *_: 1e-3
+    return replay_stages(work, plan, stages, send, limits, 60, give_up=give_up).times
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("policy", ["sarathi", "orca", "prefill_first", "request_level"])
+def test_a_trial_that_gives_up_has_the_same_verdict(policy, num_stages):
+    """Whatever the objective, a trial that was broken off for it meets it no less than the whole one does; what it says of gaps and
+    delays is never more than the whole one's, at any moment at which it was asked."""
+    ends = {}
+    for rate in (4.0, 30.0):
+        sofar = []
+        whole = overloaded(policy, num_stages, rate, give_up=lambda times: sofar.append(times))  # noqa: B023
+        assert whole.complete and len(sofar) > 40 and not any(times.complete for times in sofar)
+        for times in sofar:
+            assert times.gap_counts.sum() == whole.gap_counts.sum()
+            assert all(times.gap_quantile(q) <= whole.gap_quantile(q) for q in (0.1, 0.5, 0.9, 0.99, 1.0))
+            assert (times.scheduling_delays >= 0).all() and (times.scheduling_delays <= whole.scheduling_delays).all()
+        assert np.isclose(sofar[-1].gap_quantile(0.99), whole.gap_quantile(0.99), rtol=0.05), "these bounds would never bind"
+        for tbt in (0.5, 0.9, 1.25):
+            for delay in (0.5, 5.0):
+                objective = Objective(tbt * whole.gap_quantile(0.9), 0.9, delay, min_gaps=1)
+                broken = Trial.of(rate, overloaded(policy, num_stages, rate, objective.missed_by), 0.9)
+                full = Trial.of(rate, whole, 0.9)
+                assert broken.meets(objective) == full.meets(objective) and broken.decides(objective)
+                assert broken.num_gaps == full.num_gaps and broken.complete == full.meets(objective) or broken == full
+                assert not broken.decides(Objective(1e9, 0.9, 1e9, 1)) or broken.complete
+                ends[broken.complete] = ends.get(broken.complete, 0) + 1
+    assert min(ends.get(True, 0), ends.get(False, 0)) >= 2
+
+
+def test_a_trial_that_gives_up_is_short():
+    """A rate that cannot be held is given up when half of its requests are late, one whose gaps are all too long after a tenth."""
+    for rate, objective, most in ((30.0, Objective(1e9, 0.9, 1.0, 1), 0.55), (30.0, Objective(0.002, 0.9, 1e9, 1), 0.2)):
+        whole = overloaded("prefill_first", 1, rate)
+        broken = overloaded("prefill_first", 1, rate, objective.missed_by)
+        assert not broken.complete and 0 < (broken.last == whole.last).mean() < most
 
 
 def test_spread():

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxserve.buckets import BucketPlan
+from jaxserve.buckets import Bucket, BucketPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.demand import COLUMNS
 from jaxserve.simulation import pipeline
 from jaxserve.simulation.analytic import Deployment
 from jaxserve.simulation.books import RequestBooks
-from jaxserve.simulation.pipeline import PipelineReplica, bubbles, replay_pipeline
+from jaxserve.simulation.pipeline import LongestGaps, PipelineReplica, bubbles, replay_pipeline
 from jaxserve.simulation.replay import replay, serve
 from jaxserve.simulation.step_time import BucketTimes, StepTimeModel
 from jaxserve.simulation.unpadded import UnpaddedPlan
@@ -148,6 +148,36 @@ def test_chunks_make_fewer_bubbles():
         share[policy] = run.bubbles.share
         assert run.bubbles.pb2 > 0
     assert share["sarathi"] < 0.7 * share["orca"]
+
+
+def test_the_longest_gap_by_hand():
+    """A step of 1 s in both stages begins just before another's tokens are back, which goes on behind it: three turns, a send and
+    two dispatches. The coefficients of a budget say the same as the seconds."""
+    gaps = LongestGaps((replace(MODEL, host_seconds=0.25), replace(MODEL, host_seconds=0.25)), lambda tokens, _: 1e-3 * tokens)
+    bucket = Bucket(64, 8, 64)
+    one = MODEL.seconds(bucket, 8, 100, 50)
+    assert gaps.seconds(bucket, 8, 100, 50) == pytest.approx(3 * one + 0.064 + 0.5)
+    assert gaps.coefficients(bucket) @ [1, 100, 50] + gaps.head_seconds(8) == pytest.approx(gaps.seconds(bucket, 8, 100, 50))
+    # Four slots of 16 tokens fill a step. The second prompt begins in stage 0 at 1.5 s, the first one's token is back at 2 s.
+    work = Workload("late", (WorkloadRequest(16, 4, 0.0), WorkloadRequest(16, 4, 1.5)))
+    run = replay_pipeline(work, PLAN, [second(), second()], lambda *_: 0.0, LIMITS, 200)
+    assert run.times.first.tolist() == [2.0, 3.5] and run.times.gaps.max() == 2.5
+    assert LongestGaps((second(), second()), lambda *_: 0.0).seconds(bucket, 8, 0, 0) == 3.0
+
+
+@pytest.mark.parametrize(("model", "gpu", "tp", "objective"), [("falcon-180b", "a100-80gb", 4, 0.4), ("qwen3-8b", "a40", 1, 0.1)])
+@pytest.mark.parametrize("rate", [0.5, 3.0])
+def test_a_dynamic_budget_counts_all_stages(model, gpu, tp, objective, rate):
+    """A token takes both stages, and waits for the first: with a budget no gap is longer than the objective, and it is used up."""
+    deployment = Deployment.named(model, gpu, tp, 2, gpus_per_node=4)
+    limits = SchedulerConfig(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=64)
+    work, pages = at_rate(log_normal("openchat_sharegpt4", 60, 0), rate, 0), deployment.num_pages(16, 2048)
+    run = replay_pipeline(
+        work, UnpaddedPlan(2048, 64), deployment.stages(), deployment.send_seconds, limits, pages, objective=objective
+    )
+    assert 0.75 * objective < run.times.gaps.max() <= objective
+    mixed = (run.demands.decodes > 0) & (run.demands.max_q_len > 1)
+    assert mixed.sum() > 100 and run.stats.num_preemptions == 0
 
 
 def test_a_request_that_no_pool_could_hold():
