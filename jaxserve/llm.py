@@ -57,6 +57,7 @@ class LLM:
       revision: of a Hugging Face id.
       options: every field of `EngineConfig` (dtype, max_model_len, max_num_seqs, max_num_batched_tokens, page_size, num_pages,
         gpu_memory_utilization, enable_prefix_caching, enable_chunked_prefill, scheduling_policy, seed, bucket_plan, ...).
+        warm_up="all" also reads the tokenizer's vocabulary for forms (structured_outputs), which otherwise the first form does.
 
     Raises:
       TypeError: an option that does not exist; the message lists those that do.

@@ -58,7 +58,7 @@ class Proposer(Protocol):
 
     @property
     def num_drafts(self) -> int:
-        """K: drafts that it proposes a sequence."""
+        """K: drafts that it proposes a sequence, the configuration's num_speculative_tokens."""
         ...
 
     @property

@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -181,6 +182,8 @@ def test_a_stream_that_is_closed_is_not_compiled_for(llm, blocked):
     params = [SamplingParams(temperature=0, max_tokens=2), *(constrained(f"closed{i}") for i in range(3))]
     stream = llm.stream(["b", "x", "x", "x"], params, on_error="return")
     assert next(stream)[0] == 0
+    while len(begun) < 2:
+        time.sleep(0.01)
     stream.close()  # two are being compiled, one waits
     gate.set()
     assert generate(llm, "x", constrained("after"))[0].outputs[0].text == "after"
