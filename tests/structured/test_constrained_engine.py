@@ -119,7 +119,7 @@ def forms(compiler) -> tuple[Asks, list[tuple[SamplingParams, Check]]]:
         if i % 6 == 0:
             params = params.with_(frequency_penalty=0.5, repetition_penalty=1.2)
         if i % 12 == 0:
-            params = params.with_(frequency_penalty=-0.5, repetition_penalty=0.8)
+            params = params.with_(frequency_penalty=-2.0, repetition_penalty=0.8)  # what was said, drafts too, is likelier
         wanted += [(params, check)] * params.n
         asks.append((shared + prompt if i % 2 else prompt, params, compiler.submit(form)))
     return asks, wanted
