@@ -3,7 +3,7 @@
     make aot-check                                                    our kernels' cases, Qwen3-0.6B, 8B and 30B-A3B, on both
     python -m scripts.aot_check --model=qwen3-0.6b --target=h100      one model, its smallest decode and largest mixed bucket
     python -m scripts.aot_check --model=FOLDER --bucket_plan=plan.json --buckets=all --max_model_len=8192
-    python -m scripts.aot_check --kernels=none --speculative_config='{"num_speculative_tokens": 4}'      drafting heads, a draft bucket
+    python -m scripts.aot_check --kernels=none --speculative_config='{"num_speculative_tokens": 4}'      drafting heads too
 
 Runs in the environment that `make setup-aot` makes (.venv-aot: jax's CUDA plugin and ptxas, no driver). Compiles our Mosaic
 kernels and the engine's own programs for sm_90a from shapes alone. Faults are listed, and the exit status is then 1:

@@ -112,7 +112,7 @@ def test_outputs_are_distributed_as_the_models_own(rule, monkeypatch):
 
 
 @pytest.mark.parametrize("rule", ["right", *list(WRONG)[1:]])
-def test_drafts_that_are_drawn(rule, monkeypatch):
+def test_drafts_that_are_drawn(rule, monkeypatch, record_property):
     """The same of a proposer that draws: what it drew with travels with its drafts, or outputs or rates are others."""
     monkeypatch.setattr(programs, "make_proposer", lambda config: Markov(2, MATRIX))
     engine = make_engine(rule, NGRAM | {"num_speculative_tokens": 2}, monkeypatch)
@@ -120,8 +120,9 @@ def test_drafts_that_are_drawn(rule, monkeypatch):
     num_outputs = num_requests * SAMPLES
     p = chi_square_p(counts(engine, num_requests), distribution() * num_outputs)
     accepted = engine.stats.num_accepted_tokens_per_pos
-    rates = [stats.binomtest(n, num_outputs, p).pvalue for n, p in zip(accepted, acceptances(), strict=True)]
-    print(f"{rule}: outputs {p:.1e}, accepted {np.divide(accepted, num_outputs)} of {acceptances()}: {rates}")
+    rates = [stats.binomtest(n, num_outputs, share).pvalue for n, share in zip(accepted, acceptances(), strict=True)]
+    shares = [f"{n / num_outputs:.3f} of {share:.3f} (p {q:.1e})" for n, share, q in zip(accepted, acceptances(), rates, strict=True)]
+    record_property("counted", f"drawn drafts, {rule}: outputs p {p:.1e}; first and second accepted {', '.join(shares)}")
     if rule == "right":
         assert p > 1e-3 and min(rates) > 1e-3
     elif rule == "the proposal is not looked at":
