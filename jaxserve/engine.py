@@ -358,6 +358,8 @@ class Engine:
         self.stats.num_steps += 1
         self.stats.padding.add(inputs.bucket, inputs.num_tokens, inputs.head_rows, inputs.num_samples)
         self.stats.prefill_tokens += schedule.num_tokens - schedule.num_decodes - schedule.num_drafts
+        if self._draft_lengths is not None and schedule.num_decodes:
+            self.stats.steps_by_num_drafts[int(schedule.q_lens[: schedule.num_decodes].max()) - 1] += 1
         if self._demand_log is not None:
             self._log_demand(schedule, inputs)
         return inputs, spans

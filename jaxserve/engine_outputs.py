@@ -43,6 +43,7 @@ class EngineStats:
 
     Speculation's have vLLM's names: num_drafts counts sequences and steps with drafts, num_draft_tokens the tokens drafted and
     verified, num_accepted_tokens those of them that were output; _per_pos: by their place among a step's drafts.
+    steps_by_num_drafts: steps that held decodes, by the most drafts that one of them verified (`padding` has them by bucket).
     """
 
     num_steps: int = 0
@@ -55,14 +56,17 @@ class EngineStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    steps_by_num_drafts: Counter[int] = field(default_factory=Counter)
 
     @property
     def draft_summary(self) -> str:
-        """One line on how drafts fared; "" if there were none."""
+        """One line on how drafts fared and how many steps had how many; "" if there were none."""
         if not self.num_drafts:
             return ""
         per_step = f"{self.num_draft_tokens / self.num_drafts:.1f} drafts a sequence and step"
-        return f"{per_step}, {100 * self.num_accepted_tokens / self.num_draft_tokens:.0f}% of {self.num_draft_tokens} accepted"
+        accepted = f"{100 * self.num_accepted_tokens / self.num_draft_tokens:.0f}% of {self.num_draft_tokens} accepted"
+        steps = ", ".join(f"{n} with {k}" for k, n in sorted(self.steps_by_num_drafts.items()))
+        return f"{per_step}, {accepted}; steps by drafts a sequence: {steps}"
 
     def add_drafts(self, schedule: Schedule, fared: list[DraftOutcome], result: StepResult) -> None:
         """Counts the drafts of one step, here and with their requests. `result`: what the step brought; a draft that stood past a

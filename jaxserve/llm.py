@@ -57,6 +57,7 @@ class LLM:
       revision: of a Hugging Face id.
       options: every field of `EngineConfig` (dtype, max_model_len, max_num_seqs, max_num_batched_tokens, page_size, num_pages,
         gpu_memory_utilization, enable_prefix_caching, enable_chunked_prefill, scheduling_policy, seed, bucket_plan, ...).
+        warm_up="all" also reads the tokenizer's vocabulary for forms (structured_outputs), which otherwise the first form does.
 
     Raises:
       TypeError: an option that does not exist; the message lists those that do.
@@ -85,7 +86,11 @@ class LLM:
         self._texts = TextOutputs(self.tokenizer, self.engine.finish)
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that grew and were not yielded yet
         self._runs = itertools.count()
-        self._grammars = GrammarCompiler(self.tokenizer, self.engine.config.model.vocab_size, self.engine.eos_token_ids)
+        self.grammars: GrammarCompiler = GrammarCompiler(
+            self.tokenizer, self.engine.config.model.vocab_size, self.engine.eos_token_ids
+        )
+        if config.warm_up == "all":
+            self.grammars.prepare()
 
     @classmethod
     def from_params(
@@ -138,7 +143,7 @@ class LLM:
     def close(self) -> None:
         """Ends every request and closes the engine's demand log."""
         self.engine.close()
-        self._grammars.close()
+        self.grammars.close()
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. ValueError if none was loaded."""
@@ -179,8 +184,10 @@ class LLM:
           sampling_params: one for all, or one each; None takes `get_default_sampling_params`.
           use_tqdm: a progress bar on stderr.
           priority: lower is served first (scheduling_policy="priority"); one for all, or one each.
-          on_error: what becomes of prompts that can't be run. "raise": ValueError naming all of them, before anything runs.
-            "return": their outputs have finish_reason "error" and the message as stop_reason; the others run.
+          on_error: what becomes of prompts that can't be run. "raise": ValueError naming all of them, before anything runs; for
+            that the whole call waits until its forms (structured_outputs) are compiled: nothing else tells whether they can be.
+            "return": their outputs have finish_reason "error" and the message as stop_reason; the others run, and wait for no form
+            but their own.
 
         Raises:
           ValueError: see on_error; also lists of different lengths.
@@ -356,11 +363,11 @@ class LLM:
                     raise ValueError(f"stop={params[i].stop} needs a tokenizer, and none was loaded; use stop_token_ids")
                 params[i] = with_bad_words_tokenized(params[i], self.tokenizer)
                 if params[i].structured_outputs is not None:
-                    grammars[i] = self._grammars.submit(params[i].structured_outputs)
+                    grammars[i] = self.grammars.submit(params[i].structured_outputs)
                 self.engine.check_request(f"{run}-{i}", ready[i].token_ids, params[i], priority=priorities[i])
             except ValueError as error:
                 errors[i] = str(error)
-        for i, grammar in grammars.items():  # all of them compile by now
+        for i, grammar in grammars.items() if on_error == "raise" else ():  # all of them compile by now
             try:
                 grammar.result()
             except ValueError as error:
@@ -406,6 +413,8 @@ class LLM:
         finally:  # nothing to abort after a whole run: finished ids do no harm
             self.engine.abort(index_of)
             self._texts.discard(index_of)
+            for grammar in grammars.values():
+                self.grammars.give_up(grammar)
             for request_id in index_of:
                 self._grown.pop(request_id, None)
             self.engine.drain()

@@ -24,7 +24,7 @@ from jaxserve.memory import reserve_bytes
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.speculative.config import SpeculativeConfig
 from jaxserve.speculative.ngram import NgramProposer
-from jaxserve.speculative.proposer import Proposer
+from jaxserve.speculative.proposer import BodyReader, Proposer
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
@@ -39,9 +39,9 @@ GPU_COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cub
 class Programs:
     """Programs of one model and plan, each compiled when first asked for and kept.
 
-    Every program takes flat lists of weights first. Donated: the body's kv_pages, page_table, num_computed and step_hidden,
-    the head's last_tokens and history (and where speculation is on num_computed and its state), the update's page_table, history
-    and edits; never what the host fetches.
+    Every program takes flat lists of weights first. Donated: the body's kv_pages, page_table, num_computed and step_hidden (and
+    the state of a proposer that reads it), the head's last_tokens and history (and where speculation is on num_computed and its
+    state), the update's page_table, history and edits; never what the host fetches.
     """
 
     def __init__(self, functions: step.ModelFunctions, config: ResolvedConfig):
@@ -52,6 +52,7 @@ class Programs:
             for b in config.plan.buckets
         }
         self.proposer: Proposer | None = make_proposer(config.speculative)
+        self.reader: BodyReader | None = self.proposer if isinstance(self.proposer, BodyReader) else None
         self.edit_layout: EditLayout = EditLayout(config.scheduler.max_model_len, config.model.vocab_size)
         self._compiled: dict[Any, Any] = {}
 
@@ -73,8 +74,8 @@ class Programs:
         return getattr(self, key)() if isinstance(key, str) else self.head(*key)
 
     def body(self, bucket: Bucket) -> Any:
-        """compiled(leaves, kv_pages, page_table, num_computed, step_hidden, last_tokens, packed[, drafts]): `step.body` of this
-        bucket."""
+        """compiled(leaves, kv_pages, page_table, num_computed, step_hidden, last_tokens, packed, *of_drafts(state)): `step.body` of
+        this bucket."""
         if bucket not in self._compiled:
             self._compiled[bucket] = self._compile(f"body {bucket}", *self.body_spec(bucket))
         return self._compiled[bucket]
@@ -121,8 +122,14 @@ class Programs:
         function = functools.partial(step.body, self.functions, layout, self.config.attention_backend)
         leaves = [self.functions.abstract[i] for i in self.functions.body_indices]
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-        drafts = () if self.proposer is None else (self.draft_state.drafts,)
-        return function, (1, 2, 3, 4), (leaves, *self.state, packed, *drafts)
+        donated, of_drafts = (1, 2, 3, 4), () if self.proposer is None else self.of_drafts(self.draft_state)
+        if self.reader is not None:
+            function, donated = functools.partial(function, reader=self.reader), (*donated, 8)
+        return function, donated, (leaves, *self.state, packed, *of_drafts)
+
+    def of_drafts(self, state: step.DraftState) -> tuple[Any, ...]:
+        """What a body takes of speculation's state: the drafts, and what is the proposer's own where that reads bodies."""
+        return (state.drafts,) if self.reader is None else (state.drafts, state.proposer)
 
     def head_spec(self, rows: int, with_logprobs: bool) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
         """(function, donated argument numbers, abstract arguments) of a head."""
@@ -170,9 +177,12 @@ class Programs:
     @property
     def draft_state(self) -> step.DraftState:
         """Abstract, where speculation is on."""
-        assert self.proposer is not None
-        drafts: Any = jax.ShapeDtypeStruct((self.config.scheduler.max_num_seqs, self.proposer.num_drafts), jnp.int32)
-        return step.DraftState(drafts, jax.eval_shape(self.proposer.init_state))
+        assert self.proposer is not None and self.config.speculative is not None
+        shape = self.config.scheduler.max_num_seqs, self.proposer.num_drafts
+        drafts, probs = jax.ShapeDtypeStruct(shape, jnp.int32), None
+        if self.proposer.draws and self.config.speculative.acceptance == "rejection":
+            probs = jax.ShapeDtypeStruct((*shape, self.config.model.vocab_size), jnp.float32)
+        return step.DraftState(drafts, probs, jax.eval_shape(self.proposer.init_state))  # pyright: ignore[reportArgumentType]
 
     def largest_temp_bytes(self) -> int:
         """As much temporary memory as any program may need: see memory.reserve_bytes."""

@@ -57,11 +57,11 @@ class SamplingParams:
     et al., 2019).
     logit_bias: {token id: what is added to its logit}, at most MAX_LOGIT_BIAS entries. allowed_token_ids: no other is sampled.
     bad_words: texts that the output never contains as a sequence of tokens, neither with nor without a space before them; only
-    `LLM` takes them, which knows a tokenizer. bad_words_token_ids: the sequences themselves, at most MAX_BAD_WORDS of at most
-    MAX_BAD_WORD_TOKENS. `prompt_logprobs=N` returns the prompt's own log-probabilities, as `logprobs` the output's.
-    structured_outputs: the form that the text must have (StructuredOutputsParams, or a dict of its fields); only `LLM` takes it.
-    Log-probabilities are then of what the form allows. min_tokens makes such an output go on where it might end; it ends all the
-    same, with finish_reason "stop", where the form lets nothing follow.
+    `LLM` and `AsyncLLM` take them, which know a tokenizer. bad_words_token_ids: the sequences themselves, at most MAX_BAD_WORDS of
+    at most MAX_BAD_WORD_TOKENS. `prompt_logprobs=N` returns the prompt's own log-probabilities, as `logprobs` the output's.
+    structured_outputs: the form that the text must have (StructuredOutputsParams, or a dict of its fields); `LLM` and `AsyncLLM`
+    take it, `Engine` its compiled grammar. Log-probabilities are then of what the form allows. min_tokens makes such an output go
+    on where it might end; it ends all the same, with finish_reason "stop", where the form lets nothing follow.
 
     Numbers may be numpy's; a bool is no number. Lists become tuples, `top_k=-1` becomes 0.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -73,8 +73,10 @@ class Runner:
         self.history, self.edits = (jnp.zeros(x.shape, x.dtype) for x in self.programs.edit_state)
         self.draft_state: DraftState | None = None
         if self.programs.proposer is not None:
-            drafts = jnp.full(self.programs.draft_state.drafts.shape, NO_DRAFT, jnp.int32)
-            self.draft_state = DraftState(drafts, self.programs.proposer.init_state())
+            shapes = self.programs.draft_state
+            drafts = jnp.full(shapes.drafts.shape, NO_DRAFT, jnp.int32)
+            probs = None if shapes.probs is None else jnp.zeros(shapes.probs.shape, shapes.probs.dtype)
+            self.draft_state = DraftState(drafts, probs, self.programs.proposer.init_state())
 
     def reset(self) -> None:
         """State as new: a step that broke off may have consumed some of it (donated buffers) or left an error in its place."""
@@ -157,10 +159,13 @@ class Runner:
         num_samples: int,
         masks: Callable[[], np.ndarray] | None = None,
     ) -> StepHandle:
-        state, drafts = self.draft_state, () if self.draft_state is None else (self.draft_state.drafts,)
-        hidden, head_inputs, self.kv_pages, self.page_table, self.num_computed, self.step_hidden = self.programs.body(bucket)(
-            self.body_leaves, self.kv_pages, self.page_table, self.num_computed, self.step_hidden, self.last_tokens, packed, *drafts
-        )
+        state = self.draft_state
+        before = self.body_leaves, self.kv_pages, self.page_table, self.num_computed, self.step_hidden, self.last_tokens, packed
+        of_drafts = () if state is None else self.programs.of_drafts(state)
+        after = self.programs.body(bucket)(*before, *of_drafts)
+        hidden, head_inputs, self.kv_pages, self.page_table, self.num_computed, self.step_hidden, own = after
+        if state is not None and own is not None:
+            self.draft_state = state = replace(state, proposer=own)
         if not head_rows:
             return StepHandle(None, [], hidden, 0)
         head: Any = self.programs.head(head_rows, with_logprobs)

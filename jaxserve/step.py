@@ -24,7 +24,7 @@ from jaxserve.batch import FROM_DEVICE, StepLayout
 from jaxserve.models import Decoder, ModelConfig, named_leaves
 from jaxserve.sampling_rows import POSITION
 from jaxserve.speculative import rejection, verify
-from jaxserve.speculative.proposer import NO_DRAFT, Proposer, Seen
+from jaxserve.speculative.proposer import NO_DRAFT, BodyReader, Proposer, Ran, Seen
 from kernels.kv_cache import write_kv
 from kernels.ragged_paged_attention import plan_work, ragged_paged_attention
 
@@ -60,12 +60,13 @@ class HeadInputs:
     sampling: jax.Array  # i32[R, F]: sampling_rows' columns, POSITION filled in from the device's own state
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["drafts", "proposer"], meta_fields=[])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["drafts", "probs", "proposer"], meta_fields=[])
 @dataclass(frozen=True)
 class DraftState:
     """What speculation keeps on the device."""
 
     drafts: jax.Array  # i32[max_num_seqs, K]: what is proposed to follow each row's last token
+    probs: jax.Array | None  # f32[max_num_seqs, K, V]: what each was drawn with; None: nothing draws them, or nobody asks
     proposer: Any  # a pytree of the proposer's own
 
 
@@ -144,8 +145,11 @@ def body(
     last_tokens: jax.Array,  # i32[max_num_seqs]: last sampled token of each row
     packed: jax.Array,  # i32[layout.size]
     drafts: jax.Array | None = None,  # i32[max_num_seqs, K]; None: speculation is off
-) -> tuple[jax.Array, HeadInputs, list[jax.Array], jax.Array, jax.Array, jax.Array]:
-    """Runs one bucket. Returns (hidden [R, D], HeadInputs, kv_pages, page_table, num_computed, step_hidden)."""
+    own: Any = None,  # the proposer's state, if it is a reader
+    *,
+    reader: BodyReader | None = None,
+) -> tuple[jax.Array, HeadInputs, list[jax.Array], jax.Array, jax.Array, jax.Array, Any]:
+    """Runs one bucket. Returns (hidden [R, D], HeadInputs, kv_pages, page_table, num_computed, step_hidden, the reader's state)."""
     names = list(layout.fields)
     with jax.named_scope("unpack"):
         # Unpacked once, behind a barrier: commands of a CUDA graph whose buffers move are recorded again.
@@ -154,7 +158,8 @@ def body(
             layout, backend, fields, kv_pages[0].shape[0], page_table, num_computed, last_tokens, drafts
         )
     model = functions.module(functions.body_indices, leaves)
-    x = model.embed(tokens if drafts is None else jnp.maximum(tokens, 0))  # a draft may be none
+    embedded = tokens if drafts is None else jnp.maximum(tokens, 0)  # a draft may be none
+    x = model.embed(embedded)
     # Behind a barrier, or every layer's fusions compute the angles and look up the slots again.
     rope, slot_mapping = lax.optimization_barrier((model.rope(context.positions), context.slot_mapping))
     context = dataclasses.replace(context, slot_mapping=slot_mapping)
@@ -168,7 +173,11 @@ def body(
         sampling_fields = fields["sampling"].at[:, POSITION].set(context.positions[at] + 1)
         head_inputs = HeadInputs(fields["head_rows"], None if drafts is None else tokens[at], sampling_fields)
         step_hidden = lax.dynamic_update_slice(step_hidden, x, (0, 0))  # in place: the program that scores has one shape
-        return x[at], head_inputs, written, page_table, num_computed, step_hidden
+        hidden = x[at]
+    if reader is not None:
+        with jax.named_scope("read_body"):
+            own = reader.read_body(own, Ran(embedded, fields["seq_rows"], context, x))
+    return hidden, head_inputs, written, page_table, num_computed, step_hidden, own
 
 
 def _context(layout, backend, fields, num_pages, page_table, num_computed, last_tokens, drafts):
@@ -260,7 +269,8 @@ def drafting_head(
     logits = _logits(functions, leaves, hidden[:num_rows], masks, masked)
     draw = None
     if acceptance == "rejection":
-        draw = functools.partial(rejection.draw_token, drafts=verify.drafts_after(is_draft, tokens), proposal=None)
+        proposal = None if state.probs is None else verify.probs_after(is_draft, seq_rows, state.probs)
+        draw = functools.partial(rejection.draw_token, drafts=verify.drafts_after(is_draft, tokens), proposal=proposal)
     edit = _edit(seq_rows, rows, edits, history)
     sampled = sampling.sample(logits, rows, max_logprobs=max_logprobs, edit=edit, draw=draw)
     with jax.named_scope("verify"):
@@ -270,9 +280,10 @@ def drafting_head(
         num_computed = num_computed.at[last].set(rows.position, mode="drop")
         history = logit_edits.remember(history, jnp.where(delivered, seq_rows, num_seqs), rows.position, sampled.tokens)
     with jax.named_scope("propose"):
-        seen = Seen(seq_rows=last, num_tokens=rows.position + 1, history=history, hidden=hidden[:num_rows])
-        own, drafts = proposer.propose(state.proposer, seen)
-        state = DraftState(state.drafts.at[last].set(drafts, mode="drop"), own)
+        seen = Seen(seq_rows=last, num_tokens=rows.position + 1, history=history, hidden=hidden[:num_rows], sampling=rows)
+        own, drafts, probs = proposer.propose(state.proposer, seen)
+        kept = None if state.probs is None else state.probs.at[last].set(probs, mode="drop")
+        state = DraftState(state.drafts.at[last].set(drafts, mode="drop"), kept, own)
     out = jnp.concatenate([sampling.pack_sampled(sampled, delivered), drafts], axis=1)
     return last_tokens, history, num_computed, state, out
 

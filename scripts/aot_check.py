@@ -3,6 +3,7 @@
     make aot-check                                                    our kernels' cases, Qwen3-0.6B, 8B and 30B-A3B, on both
     python -m scripts.aot_check --model=qwen3-0.6b --target=h100      one model, its smallest decode and largest mixed bucket
     python -m scripts.aot_check --model=FOLDER --bucket_plan=plan.json --buckets=all --max_model_len=8192
+    python -m scripts.aot_check --kernels=none --speculative_config='{"num_speculative_tokens": 4}'      drafting heads too
 
 Runs in the environment that `make setup-aot` makes (.venv-aot: jax's CUDA plugin and ptxas, no driver). Compiles our Mosaic
 kernels and the engine's own programs for sm_90a from shapes alone. Faults are listed, and the exit status is then 1:
@@ -39,6 +40,9 @@ _MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Most sequences at on
 _BUDGET = flags.DEFINE_integer("max_num_batched_tokens", None, "Token budget of a step (default 2048).", lower_bound=1)
 _PAGE_SIZE = flags.DEFINE_integer("page_size", None, "Tokens a KV page (default 64).", lower_bound=1)
 _PLAN = flags.DEFINE_string("bucket_plan", None, "A bucket plan's JSON file.")
+_SPECULATION = flags.DEFINE_string(
+    "speculative_config", None, 'Heads that draft too, and a draft bucket: \'{"method": "ngram", "num_speculative_tokens": 4}\'.'
+)
 _UTILIZATION = flags.DEFINE_float("gpu_memory_utilization", 0.9, "Share of the process's memory that the engine takes.")
 _FRACTION = flags.DEFINE_float(
     "memory_fraction", 0.75, "Share of the device that the process may allocate: XLA_PYTHON_CLIENT_MEM_FRACTION, 0.75 unless set."
@@ -111,6 +115,7 @@ def check_model(name: str, memory_fraction: float, compiler: Compiler) -> dict[s
         "bucket_plan": _PLAN.value,
         "gpu_memory_utilization": _UTILIZATION.value,
         "attention_backend": _BACKEND.value,
+        "speculative_config": _SPECULATION.value,
     }
     try:
         step = AbstractStep.make(read_config(name), options, compiler.target, memory_fraction)

@@ -142,10 +142,12 @@ class AbstractStep:
         return [known[name] for name in names]
 
     def default_buckets(self) -> list[Any]:
-        """The smallest decode bucket, whose step is shortest, and the largest mixed one, which needs the most memory."""
+        """The smallest decode bucket, whose step is shortest, the largest with drafts, if any has, and the largest mixed one, which
+        needs the most memory."""
         plan = self.config.plan
         decodes = [b for b in plan.buckets if b.max_q_len == 1]
-        return [*decodes[:1], plan.buckets[-1]]
+        drafts = [b for b in plan.buckets if b.max_q_len > 1 and not b.is_mixed]
+        return [*decodes[:1], *drafts[-1:], plan.buckets[-1]]
 
 
 @dataclass

@@ -169,7 +169,7 @@ class BareStep:
         rows = engine.config.plan.select_head_rows(batch)
 
         def bare(body_leaves, head_leaves, kv_pages, table, num_computed, step_hidden, last_tokens, packed):
-            hidden, _, *state = body(body_leaves, kv_pages, table, num_computed, step_hidden, last_tokens, packed)
+            hidden, _, *state, _ = body(body_leaves, kv_pages, table, num_computed, step_hidden, last_tokens, packed)
             model = functions.module(functions.head_indices, head_leaves)
             blocks = in_blocks(model.logits(model.final_norm(hidden[:rows])), -jnp.inf)
             tokens = first_highest(blocks, blocks.max(-1))

@@ -5,7 +5,8 @@
 Three tasks for the demo's model: rewriting a paragraph and editing code, whose answers repeat their prompts, and ordinary chat.
 Each is run in batches of several sizes. A figure is output tokens a second of the whole run, its prompts' pages being in both
 prefix caches; the ratio is the median over pairs of runs. All programs are compiled before. Outputs that differ are counted: greedy
-ones can, where two logits nearly tie and the shapes of the steps are not the same.
+ones can, where two logits nearly tie and the shapes of the steps are not the same. The speculating side's timed steps are counted
+by bucket (in the JSON) and by the drafts of a sequence.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import statistics
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 from absl import app, flags
@@ -124,6 +126,7 @@ def run(llm: Any, prompts: list[Any], batch: int) -> dict[str, Any]:
     stats = llm.engine.stats
     names = ("num_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
     before = {name: getattr(stats, name) for name in names}
+    buckets, lengths = Counter(stats.padding.steps), Counter(stats.steps_by_num_drafts)
     params, outputs = SamplingParams(temperature=_TEMPERATURE.value, max_tokens=_MAX_TOKENS.value, seed=0), []
     start = time.perf_counter()
     for i in range(0, len(prompts), batch):
@@ -131,6 +134,7 @@ def run(llm: Any, prompts: list[Any], batch: int) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     counts = {name: getattr(stats, name) - before[name] for name in names}
+    counts |= {"buckets": Counter(stats.padding.steps) - buckets, "lengths": stats.steps_by_num_drafts - lengths}
     return {"seconds": seconds, "num_tokens": sum(map(len, tokens)), "tokens": tokens, **counts}
 
 
@@ -145,6 +149,7 @@ def compare(llms: dict[str, Any], task: str, batch: int) -> dict[str, Any]:
                 runs[side].append(result)
     rates = {side: [r["num_tokens"] / r["seconds"] for r in some] for side, some in runs.items()}
     total = {name: sum(r[name] for r in runs["on"]) for name in runs["on"][0] if name.startswith("num_")}
+    buckets, lengths = (sum((r[name] for r in runs["on"]), Counter()) for name in ("buckets", "lengths"))
     pairs = zip(runs["off"], runs["on"], strict=True)
     return {
         "task": task,
@@ -156,6 +161,9 @@ def compare(llms: dict[str, Any], task: str, batch: int) -> dict[str, Any]:
         "acceptance": total["num_accepted_tokens"] / max(1, total["num_draft_tokens"]),
         "draft_tokens_per_step": total["num_draft_tokens"] / total["num_steps"],
         "tokens_per_step": total["num_tokens"] / total["num_steps"],
+        "num_steps": total["num_steps"],
+        "steps_by_bucket": {str(bucket): n for bucket, n in sorted(buckets.items())},
+        "steps_by_num_drafts": {str(k): n for k, n in sorted(lengths.items())},
         "num_outputs": len(prompts) * _ROUNDS.value,
         "num_outputs_that_differ": sum(a != b for off, on in pairs for a, b in zip(off["tokens"], on["tokens"], strict=True)),
     }
@@ -179,11 +187,16 @@ def main(argv: list[str]) -> None:
 
 
 def report(results: list[dict[str, Any]]) -> None:
-    print("task     batch   tok/s off     on   ratio   accepted   drafts a step   tokens a step   outputs that differ")
+    print(
+        "task     batch   tok/s off     on   ratio   accepted   drafts a step   tokens a step   outputs that differ   "
+        "steps by drafts a sequence"
+    )
     for r in results:
         rates = f"{r['output_tokens_per_second_off']:11.1f} {r['output_tokens_per_second_on']:6.1f} {r['ratio']:6.2f}x"
         steps = f"{100 * r['acceptance']:9.0f}% {r['draft_tokens_per_step']:15.2f} {r['tokens_per_step']:15.2f}"
-        print(f"{r['task']:<8} {r['batch']:>5} {rates} {steps}   {r['num_outputs_that_differ']} of {r['num_outputs']}")
+        differ = f"{r['num_outputs_that_differ']} of {r['num_outputs']}"
+        lengths = ", ".join(f"{n} with {k}" for k, n in r["steps_by_num_drafts"].items())
+        print(f"{r['task']:<8} {r['batch']:>5} {rates} {steps}   {differ:<21} {lengths}")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from jaxserve.structured.grammars import GrammarError
 from jaxserve.structured.params import StructuredOutputsParams
 from jaxserve.tokenizer import Tokenizer
 
+MAX_COMPILING = 256  # forms that may wait for the compiler; it takes most in milliseconds, and some in seconds
 MAX_FORM = 256 * 2**10  # bytes of the form of an output, as JSON: what compiles it does not stop
 SHORT_TEXT = 4096  # characters that are tokenised on the spot; longer texts on a thread, so that streams don't wait for them
 
@@ -140,7 +141,7 @@ class AsyncLLM:
     """An `LLM` for asyncio: `generate` streams, requests of many tasks share the engine's steps.
 
     Args:
-      llm: the model, loaded; from here on nothing else may use it.
+      llm: the model, loaded; from here on nothing else may use it. Its vocabulary is read here for forms, if it was not yet.
       max_waiting: samples that may wait beyond the engine's max_num_seqs; what comes on top is refused with QueueFullError.
       request_timeout: seconds that a request may take in all, waiting included; None: as long as it likes.
       max_failures: as `EngineLoop`'s.
@@ -171,7 +172,9 @@ class AsyncLLM:
         self.listener = listener
         self.stats: LoopStats = LoopStats(num_pages=llm.engine.pool.num_pages, num_free_pages=llm.engine.pool.num_free_pages)
         self._limit = self.config.scheduler.max_num_seqs + max_waiting
-        self._engine = EngineLoop(llm.engine, llm.tokenizer, self._from_engine, max_failures=max_failures)
+        llm.grammars.prepare()  # so that no step will wait for it
+        grammars = llm.grammars.beside(max_waiting=MAX_COMPILING)
+        self._engine = EngineLoop(llm.engine, llm.tokenizer, grammars, self._from_engine, max_failures=max_failures)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, RequestStream] = {}  # by request id, until its last event
         self._num_samples = 0  # of all streams that are open

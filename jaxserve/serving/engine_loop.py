@@ -50,7 +50,6 @@ class _Compiled:
 
 
 Command = Add | Abort | Call | Stop | _Compiled
-MAX_COMPILING = 256  # forms that may wait for the compiler; it takes most in milliseconds, and some in seconds
 CALLS = ("pause", "resume", "reset_prefix_cache", "update_params", "sleep", "wake_up", "stats")
 
 
@@ -70,16 +69,24 @@ class EngineLoop:
     Args:
       engine: from `start` on, only this thread touches it.
       tokenizer: None leaves texts empty.
+      grammars: compiles forms; closed with the engine.
       deliver: called with a Report after each turn that brought one.
       max_failures: steps that may raise one after another, none bringing a token between them, before the engine counts as broken:
         it refuses every request from then on, and says why.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, deliver: Callable[[Report], None], *, max_failures: int = 3):
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        grammars: GrammarCompiler,
+        deliver: Callable[[Report], None],
+        *,
+        max_failures: int = 3,
+    ):
         self.engine = engine
         self._texts = TextOutputs(tokenizer, engine.finish)
-        vocab_size = engine.config.model.vocab_size
-        self._grammars = GrammarCompiler(tokenizer, vocab_size, engine.eos_token_ids, max_waiting=MAX_COMPILING)
+        self._grammars = grammars
         self._deliver, self._max_failures = deliver, max_failures
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._sent: dict[str, list[_Sent]] = {}  # by request id: every request that has not ended, a _Sent a sample

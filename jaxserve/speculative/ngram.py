@@ -22,14 +22,15 @@ class NgramProposer:
     num_drafts: int
     least: int
     most: int
+    draws = False
 
     def init_state(self) -> tuple[()]:
         return ()
 
-    def propose(self, state: tuple[()], seen: Seen) -> tuple[tuple[()], jax.Array]:
+    def propose(self, state: tuple[()], seen: Seen) -> tuple[tuple[()], jax.Array, None]:
         tokens = seen.history.at[seen.seq_rows].get(mode="fill", fill_value=0)
         with jax.named_scope("ngram_lookup"):
-            return state, lookup(tokens, seen.num_tokens, num_drafts=self.num_drafts, least=self.least, most=self.most)
+            return state, lookup(tokens, seen.num_tokens, num_drafts=self.num_drafts, least=self.least, most=self.most), None
 
 
 def lookup(

@@ -25,7 +25,7 @@ from jaxserve import sampling
 from jaxserve.sampling import SamplingRows
 from jaxserve.speculative.proposer import NO_DRAFT
 
-ACCEPTANCE_STREAM = 1  # of sampling.uniform. A proposer that draws from q must use a third, or its drafts are not independent
+ACCEPTANCE_STREAM = 1  # of sampling.uniform; what is drawn has the first, and what proposes a third (proposer.DRAFT_STREAM)
 
 
 def draw_token(

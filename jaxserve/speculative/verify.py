@@ -23,6 +23,21 @@ def drafts_after(is_draft: jax.Array, tokens: jax.Array) -> jax.Array:  # bool[R
     return jnp.concatenate([jnp.where(is_draft, tokens, NO_DRAFT)[1:], none])
 
 
+def probs_after(
+    is_draft: jax.Array,  # bool[R]
+    seq_rows: jax.Array,  # i32[R]
+    probs: jax.Array,  # f32[S, K, V]: what each sequence's drafts were drawn with
+) -> jax.Array:  # f32[R, V]
+    """What `drafts_after` was drawn with; nothing of meaning where that is none."""
+    place = jnp.minimum(jnp.arange(len(seq_rows), dtype=jnp.int32) - first_rows(is_draft), probs.shape[1] - 1)
+    return probs.at[seq_rows, place].get(mode="fill", fill_value=0)
+
+
+def first_rows(is_draft: jax.Array) -> jax.Array:  # bool[R] -> i32[R]
+    """The first logits row of each row's sequence."""
+    return lax.cummax(jnp.where(is_draft, 0, jnp.arange(len(is_draft), dtype=jnp.int32)))
+
+
 def delivered(
     is_draft: jax.Array,  # bool[R]
     drafts: jax.Array,  # i32[R]: the input token of each row; read where is_draft
@@ -36,8 +51,7 @@ def delivered(
     before = jnp.concatenate([sampled[:1], sampled[:-1]])
     refused = is_draft & ((drafts != before) | bad)
     total = jnp.cumsum(refused, dtype=jnp.int32)
-    first = lax.cummax(jnp.where(is_draft, 0, jnp.arange(len(total), dtype=jnp.int32)))  # of the row's sequence
-    return total == total[first]
+    return total == total[first_rows(is_draft)]
 
 
 def last_delivered(is_draft: jax.Array, delivered: jax.Array) -> jax.Array:  # bool[R], bool[R] -> bool[R]

@@ -7,6 +7,7 @@ llguidance does the work: an Earley parser over derivatives of regular expressio
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import weakref
 from collections import OrderedDict
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
     from jaxserve.tokenizer import Tokenizer
+
+logger: logging.Logger = logging.getLogger("jaxserve")
 
 MAX_CACHED = 256  # grammars; the one used longest ago goes first
 
@@ -45,7 +48,7 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary in threads of its own, each grammar once. Costs nothing before the first.
+    """Compiles grammars for one vocabulary in threads of its own, each grammar once. Costs nothing before the first, or `prepare`.
 
     Args:
       tokenizer: the model's; a vocabulary of tokens without bytes of their own (not byte-level) works as well. None: there is none,
@@ -89,18 +92,39 @@ class GrammarCompiler:
             raise ValueError("structured_outputs needs an end of sequence, and this model names no eos token")
         params = StructuredOutputsParams.make(params)
         with self._lock:
-            if self._vocabulary is None or _broke_off(self._vocabulary):
-                self._vocabulary = self._pool.submit(self._read_vocabulary)  # a second for 150,000 tokens
+            vocabulary = self._vocabulary_soon()
             known = self._futures.get(params.key)
             if known is None or _broke_off(known):
                 self._check_room()
-                known = self._futures[params.key] = self._pool.submit(self._compile, params, self._vocabulary)
+                known = self._futures[params.key] = self._pool.submit(self._compile, params, vocabulary)
                 self._compiling.add(known)
                 if len(self._futures) > MAX_CACHED:
                     self._futures.popitem(last=False)
             self._futures.move_to_end(params.key)
             self._num_asking[known] = self._num_asking.get(known, 0) + 1
             return known
+
+    def prepare(self) -> None:
+        """Reads the vocabulary, and waits for it: a second for 150,000 tokens, much of it with Python's lock held, so that steps
+        would wait for it if the first form had to bring it. Reads nothing where no form could be taken."""
+        if self._tokenizer is None or not self.eos_token_ids:
+            return
+        with self._lock:
+            vocabulary = self._vocabulary_soon()
+        error = vocabulary.exception()
+        if error is not None:  # who asks for a form is told
+            logger.warning("structured_outputs: the tokenizer can't be read: %r", error)
+
+    def beside(self, *, max_waiting: int) -> GrammarCompiler:
+        """Another compiler, with threads and a limit of its own, over the vocabulary that this one has read."""
+        other = GrammarCompiler(self._tokenizer, self.vocab_size, self.eos_token_ids, max_waiting=max_waiting)
+        other._vocabulary = self._vocabulary
+        return other
+
+    def _vocabulary_soon(self) -> Future[Any]:
+        if self._vocabulary is None or _broke_off(self._vocabulary):
+            self._vocabulary = self._pool.submit(self._read_vocabulary)
+        return self._vocabulary
 
     def give_up(self, grammar: Future[Grammar]) -> None:
         """One who has asked for it does no more: it is not compiled for nobody, unless that has begun."""

@@ -41,6 +41,9 @@ def test_both_sides_of_speculation_answer_alike(tmp_path):
         assert result["num_outputs_that_differ"] == 0
         assert len(result["runs"]["on"]) == 2 and min(result["runs"]["on"] + result["runs"]["off"]) > 0
         assert 0 <= result["acceptance"] <= 1 and result["tokens_per_step"] > 0
+        assert result["steps_by_bucket"] == {"mixed(64,2)": result["num_steps"]}
+        assert set(result["steps_by_num_drafts"]) <= {"0", "1", "2"} and "2" in result["steps_by_num_drafts"]
+        assert 0 < sum(result["steps_by_num_drafts"].values()) <= result["num_steps"], "of prompts alone, some"
 
 
 def test_grammars_on_a_timer(tmp_path):
@@ -50,6 +53,8 @@ def test_grammars_on_a_timer(tmp_path):
     assert [(row["schema"], row["rows"]) for row in result["masks"]] == [(s, n) for s in bench_structured.SIZES for n in (2, 3)]
     for row in result["masks"]:
         assert 0 < row["fill_ms"] <= row["work_p99_ms"] and 0 <= row["hidden"] <= 1 and row["step_ms"] >= 0.9
+    vocabulary = result["compiles"]["vocabulary"]
+    assert vocabulary["read_ms"] > 0 and vocabulary["longest_gap_ms"] > 0.9, "steps of 1 ms"
     assert all(0 < result["compiles"][s]["median_ms"] <= result["compiles"][s]["max_ms"] for s in bench_structured.SIZES)
 
 

@@ -10,6 +10,7 @@ import pytest
 from jaxserve import SamplingParams
 from jaxserve.serving.async_llm import Ask, AsyncLLM
 from jaxserve.serving.messages import DeadlineError, Delta, FailedError, QueueFullError, Report, UnavailableError
+from jaxserve.structured.grammars import GrammarCompiler
 from jaxserve.tokenizer import IncrementalDetokenizer
 from tests.alphabet_model import after, ids
 
@@ -335,3 +336,46 @@ def test_arguments_are_checked(llm):
         AsyncLLM(llm, request_timeout=0)
     with pytest.raises(ValueError, match="max_waiting=-1 must be at least 0"):
         AsyncLLM(llm, max_waiting=-1)
+
+
+async def form_of(engine: AsyncLLM, regex: str) -> str:
+    params = SamplingParams(temperature=0, max_tokens=9, structured_outputs={"regex": regex})
+    return [output async for output in engine.generate("a", params)][-1].outputs[0].text
+
+
+def test_the_vocabulary_is_read_before_anything_is_served(llm, monkeypatch):
+    """Once, for an LLM and whoever serves it: no step waits while the first form has it read."""
+    fresh = GrammarCompiler(llm.tokenizer, llm.engine.config.model.vocab_size, llm.engine.eos_token_ids)
+    monkeypatch.setattr(llm, "grammars", fresh)
+    reads, read = [], GrammarCompiler._read_vocabulary
+    monkeypatch.setattr(GrammarCompiler, "_read_vocabulary", lambda compiler: (reads.append(compiler), read(compiler))[1])
+    engines = [AsyncLLM(llm), AsyncLLM(llm)]
+    assert reads == [fresh]
+    for engine in engines:
+        vocabulary = engine._engine._grammars._vocabulary
+        assert vocabulary is not None and vocabulary.done() and vocabulary.exception() is None
+
+    async def main():
+        async with engines[0] as engine:
+            assert await form_of(engine, "xy[zt]z") == "xyzz"
+
+    run(main())
+    assert reads == [fresh]
+
+
+def test_a_tokenizer_that_has_no_forms_is_served(llm, monkeypatch, caplog):
+    def broken(_):
+        raise ValueError("broken on purpose")
+
+    fresh = GrammarCompiler(llm.tokenizer, llm.engine.config.model.vocab_size, llm.engine.eos_token_ids)
+    monkeypatch.setattr(llm, "grammars", fresh)
+    monkeypatch.setattr(GrammarCompiler, "_read_vocabulary", broken)
+
+    async def main():
+        async with AsyncLLM(llm) as engine:
+            assert "broken on purpose" in caplog.text
+            assert await text_of(engine, ask("a", max_tokens=3)) == after("a", 3)
+            with pytest.raises(FailedError, match="broken on purpose"):
+                await form_of(engine, "x")
+
+    run(main())

@@ -50,7 +50,9 @@ def test_the_counts_say_what_it_did(llms):
     assert metrics.num_accepted_tokens == stats.num_accepted_tokens - before > 14
     assert metrics.num_accepted_tokens <= metrics.num_draft_tokens <= 5 * metrics.num_drafts
     assert stats.num_steps - steps < 8, "six tokens a step"
-    assert "% of" in stats.draft_summary and off.engine.stats.draft_summary == ""
+    assert "% of" in stats.draft_summary and off.engine.stats.draft_summary == "" and not off.engine.stats.steps_by_num_drafts
+    assert set(stats.steps_by_num_drafts) <= set(range(6)) and stats.steps_by_num_drafts[5] >= 2
+    assert f"{stats.steps_by_num_drafts[5]} with 5" in stats.draft_summary
 
 
 def test_rejection_sampling_is_greedy_where_rows_are(llms, tmp_path):

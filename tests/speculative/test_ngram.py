@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sampling import unpack_rows
+from jaxserve.sampling_rows import NUM_COLUMNS
 from jaxserve.speculative.ngram import NgramProposer, lookup
 from jaxserve.speculative.proposer import NO_DRAFT, Seen
 
@@ -60,6 +62,7 @@ def test_what_is_found(tokens, drafts):
     proposer = NgramProposer(num_drafts=3, least=2, most=3)
     rows = np.array([1, 2], np.int32)  # the second is padding
     known = np.full(2, len(tokens), np.int32)
-    seen = Seen(*map(jnp.asarray, (rows, known, history, np.zeros((2, 4), np.float32))))
-    state, found = jax.jit(proposer.propose)(proposer.init_state(), seen)
-    assert state == () and found[0].tolist() == drafts
+    sampling = unpack_rows(jnp.zeros((2, NUM_COLUMNS), jnp.int32))
+    seen = Seen(*map(jnp.asarray, (rows, known, history, np.zeros((2, 4), np.float32))), sampling=sampling)
+    state, found, probs = jax.jit(proposer.propose)(proposer.init_state(), seen)
+    assert state == () and found[0].tolist() == drafts and probs is None and not proposer.draws

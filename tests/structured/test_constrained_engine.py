@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxserve import Engine, SamplingParams
+from jaxserve import BucketPlan, Engine, Request, SamplingParams
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.structured.grammars import GrammarCompiler
 from jaxserve.tokenizer import Tokenizer
@@ -25,6 +25,7 @@ VOCAB = 512
 CONFIG = replace(dummy.CONFIG, vocab_size=VOCAB)
 EOS = dummy.EOS
 PAGES = 26  # of a small pool
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +61,16 @@ def make_engine(model, **settings) -> Engine:
     return dummy.make_engine(model, bucket_plan=dummy.ONE_BUCKET, **settings)
 
 
-def serve(engine: Engine, asks: list[tuple[list[int], SamplingParams, Future | None]]) -> list[dummy.Answer]:
-    """The answers in the order of the asks, all samples of each."""
+def serve(
+    engine: Engine, asks: list[tuple[list[int], SamplingParams, Future | None]], served: list[Request] | None = None
+) -> list[dummy.Answer]:
+    """The answers in the order of the asks, all samples of each; `served` gets the requests in that order."""
     answers = {}
     for i, (prompt, params, grammar) in enumerate(asks):
         requests = engine.add_request(str(i), prompt, params, grammar=grammar)
         answers |= {request.request_id: dummy.Answer() for request in requests}
+        if served is not None:
+            served += requests
     while engine.has_unfinished_requests():
         for output in engine.step():
             answers[output.request.request_id].take(output)
@@ -97,11 +102,15 @@ def random_form(rng: np.random.Generator, i: int) -> tuple[StructuredOutputsPara
     return form, lambda text: jsonschema_rs.validate(schema, json.loads(text))
 
 
-def test_several_hundred_schemas_and_regexes(model, tokenizer, compiler, record_property):
-    """Whatever else is asked for, and with pages so short that requests are preempted: n, log-probabilities, penalties, filters,
+Asks = list[tuple[list[int], SamplingParams, Future | None]]
+Check = Callable[[str], None]
+
+
+@pytest.fixture(scope="module")
+def forms(compiler) -> tuple[Asks, list[tuple[SamplingParams, Check]]]:
+    """(requests, what the output of each sample must be): whatever else is asked for, n, log-probabilities, penalties, filters,
     min_tokens, prompts that share their pages."""
     rng = np.random.default_rng(2)
-    engine = make_engine(model, pool_pages=56)
     shared, wanted, asks = prompts(1)[0][:12], [], []
     for i, prompt in enumerate(prompts(NUM_FORMS)):
         form, check = random_form(rng, i)
@@ -109,11 +118,32 @@ def test_several_hundred_schemas_and_regexes(model, tokenizer, compiler, record_
         params = params.with_(n=1 + (i % 7 == 0), logprobs=[None, 2][i % 5 == 0], min_tokens=[0, 6][i % 11 == 0])
         if i % 6 == 0:
             params = params.with_(frequency_penalty=0.5, repetition_penalty=1.2)
+        if i % 12 == 0:
+            params = params.with_(frequency_penalty=-2.0, repetition_penalty=0.8)  # what was said, drafts too, is likelier
         wanted += [(params, check)] * params.n
         asks.append((shared + prompt if i % 2 else prompt, params, compiler.submit(form)))
-    answers = serve(engine, asks)
+    return asks, wanted
+
+
+def serve_forms(model, asks: Asks, speculative: dict | None) -> tuple[Engine, list[dummy.Answer], list[Request]]:
+    """With pages so short that requests are preempted, and in steps of one shape with and without drafts."""
+    plan, served = BucketPlan(mixed=((dummy.TOKENS, dummy.SEQS),), head_rows=(dummy.TOKENS,)), list[Request]()
+    engine = dummy.make_engine(model, bucket_plan=plan, pool_pages=56, speculative_config=speculative)
+    answers = serve(engine, asks, served)
+    assert engine.scheduler.stats().num_preemptions > NUM_FORMS // 20
+    assert engine.scheduler.stats().num_hit_tokens > NUM_FORMS
+    return engine, answers, served
+
+
+@pytest.fixture(scope="module")
+def without_drafts(model, forms) -> tuple[Engine, list[dummy.Answer]]:
+    return serve_forms(model, forms[0], None)[:2]
+
+
+def test_several_hundred_schemas_and_regexes(tokenizer, forms, without_drafts, record_property):
+    engine, answers = without_drafts
     reasons = Counter(answer.finish_reason for answer in answers)
-    for answer, (params, check) in zip(answers, wanted, strict=True):
+    for answer, (params, check) in zip(answers, forms[1], strict=True):
         if answer.finish_reason == "stop":
             check(tokenizer.decode(answer.tokens))
         else:
@@ -121,13 +151,32 @@ def test_several_hundred_schemas_and_regexes(model, tokenizer, compiler, record_
         assert params.logprobs is None or len(answer.logprobs) == len(answer.tokens)
         assert all(entry[token][0] <= 0 for entry, token in zip(answer.logprobs, answer.tokens, strict=False))
     assert reasons["stop"] > 0.9 * len(answers), reasons
-    stats = engine.scheduler.stats()
-    assert stats.num_preemptions > NUM_FORMS // 20 and stats.num_hit_tokens > NUM_FORMS
     num_tokens = sum(len(answer.tokens) for answer in answers)
     num_sampled = engine.stats.padding.head_rows
     counted = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
     record_property("counted", f"forms: {num_tokens} tokens of {len(answers)} outputs ({counted}) from {num_sampled} samples")
     assert num_sampled < 0.9 * num_tokens, "forced tokens take no step each"
+
+
+def test_several_hundred_forms_with_drafts(model, forms, without_drafts, record_property):
+    """Each output is what it is without drafts, to the last bit, whatever is asked for beside its form and whatever befalls it."""
+    engine, answers, served = serve_forms(model, forms[0], NGRAM)
+    assert not differing(answers, without_drafts[1])
+    kinds: dict[str, Callable[[Request], bool]] = {
+        "penalties": lambda r: r.params.frequency_penalty != 0,
+        "logprobs": lambda r: r.params.logprobs is not None,
+        "n": lambda r: r.params.n > 1,
+        "min_tokens": lambda r: r.params.min_tokens > 0,
+        "random": lambda r: r.params.temperature > 0,
+        "preempted": lambda r: r.num_preemptions > 0,
+        "prefix hit": lambda r: r.num_cached_tokens > 0,
+        "preempted, prefix hit, log-probabilities": lambda r: all(kinds[k](r) for k in ("preempted", "prefix hit", "logprobs")),
+    }
+    counts = [(r, r.metrics.num_accepted_tokens) for r in served if r.metrics is not None]
+    accepted = {name: sum(n for r, n in counts if kind(r)) for name, kind in kinds.items()}
+    record_property("counted", f"forms with drafts: {engine.stats.draft_summary}; accepted {accepted}")
+    assert all(accepted.values()), accepted
+    assert engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
 
 GRAMMARS = {

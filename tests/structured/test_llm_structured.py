@@ -2,11 +2,16 @@
 
 import json
 import re
+import threading
+import time
 from typing import Any
 
 import pytest
 
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
+from jaxserve.programs import Programs
+from jaxserve.runner import Runner
+from jaxserve.structured.grammars import GrammarCompiler
 from tests import alphabet_model
 
 ENGINE: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32}
@@ -136,3 +141,59 @@ def test_a_form_for_a_pydantic_model(llm):
     (output,) = generate(llm, "a", SamplingParams(seed=3, max_tokens=60, structured_outputs=form))
     Person.model_validate_json(output.outputs[0].text)
     assert re.fullmatch(r'\{"name":.*\}', output.outputs[0].text)
+
+
+@pytest.fixture
+def blocked(monkeypatch):
+    """(regexes whose compilation began, what lets it go on)"""
+    compile_, begun, gate = GrammarCompiler._compile, [], threading.Event()
+
+    def slowly(self, params, vocabulary):
+        begun.append(params.regex)
+        assert gate.wait(10)
+        return compile_(self, params, vocabulary)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", slowly)
+    yield begun, gate
+    gate.set()
+
+
+def constrained(regex: str) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=20, structured_outputs={"regex": regex})
+
+
+def test_a_free_prompt_is_not_held_by_a_form_that_compiles(llm, blocked):
+    """With on_error="return": otherwise all wait to hear whether any raises."""
+    _, gate = blocked
+    refused, free = constrained("(?=never)"), SamplingParams(temperature=0, max_tokens=3)
+    done = {}
+    for i, output in llm.stream(["a", "b", "c"], [constrained("slow"), free, refused], on_error="return"):
+        assert i == 1 or gate.is_set(), "a form was not waited for"
+        if output.finished:
+            done[i] = output.outputs[0]
+        if 1 in done:
+            gate.set()
+    assert (done[0].text, done[1].text, done[2].finish_reason) == ("slow", "cde", "error")
+    assert "look-around" in done[2].stop_reason
+
+
+def test_a_stream_that_is_closed_is_not_compiled_for(llm, blocked):
+    begun, gate = blocked
+    params = [SamplingParams(temperature=0, max_tokens=2), *(constrained(f"closed{i}") for i in range(3))]
+    stream = llm.stream(["b", "x", "x", "x"], params, on_error="return")
+    assert next(stream)[0] == 0
+    while len(begun) < 2:
+        time.sleep(0.01)
+    stream.close()  # two are being compiled, one waits
+    gate.set()
+    assert generate(llm, "x", constrained("after"))[0].outputs[0].text == "after"
+    assert "closed2" not in begun and {"closed0", "closed1", "after"} <= set(begun)
+
+
+@pytest.mark.parametrize("warm_up", ["all", "first_use"])
+def test_the_vocabulary_is_read_with_the_rest_or_not_at_all(tmp_path, monkeypatch, warm_up):
+    monkeypatch.setattr(Programs, "get", lambda *_: None)
+    monkeypatch.setattr(Runner, "warm_up", lambda *_: None)
+    made = LLM(alphabet_model.save(tmp_path), dtype="float32", compilation_cache_dir="", warm_up=warm_up, **ENGINE)
+    read = made.grammars._vocabulary
+    assert read is None if warm_up == "first_use" else read is not None and read.done() and read.exception() is None
