@@ -4,8 +4,8 @@
 #   ARGS=<flags>         passed on to the target's command: make test ARGS='-k scheduler'
 #   TORCH_PIP_ARGS=<...> how pip finds a CPU build of torch for .venv-torch and .venv-lm-eval
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-torch setup-aot setup-lm-eval demo serve fuzz-api test lint format bench bench-vllm aot-check lm-eval goldens wheel reproduce \
-	clean distclean
+.PHONY: help setup setup-torch setup-aot setup-lm-eval demo serve fuzz-api soak test lint format bench bench-vllm aot-check lm-eval goldens \
+	wheel reproduce clean distclean
 
 PY := .venv/bin/python
 comma := ,
@@ -46,6 +46,10 @@ format: setup ## apply ruff's fixes and its format
 
 fuzz-api: setup ## schemathesis against the server's published schema: every phase, 100 examples an operation (2 minutes)
 	@SCHEMA_EXAMPLES=100 $(PY) -m pytest tests/serving/test_schema.py $(ARGS)
+
+soak: setup ## 10,000 good and bad requests to a server with a tiny model; exits with 1 if memory, a page or a file leaks (4 minutes)
+	@folder="$$(mktemp -d)" && trap 'rm -rf "$$folder"' EXIT && $(PY) -m tests.alphabet_model "$$folder" && \
+	$(PY) -m scripts.soak --model="$$folder" --num_requests=10000 --check_every=1000 $(ARGS)
 
 serve: setup ## serve the demo's model at http://127.0.0.1:8000, with a page to try it
 	@model="$$($(PY) -m scripts.fetch_demo_model)" && $(PY) -m scripts.serve --model="$$model" --served_model_name=smollm2 $(ARGS)

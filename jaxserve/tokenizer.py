@@ -5,6 +5,7 @@ Owns a `tokenizers.Tokenizer` and the model's templates. Knows nothing of reques
 
 from __future__ import annotations
 
+import bisect
 import codecs
 import json
 import os
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders
+from tokenizers import AddedToken, decoders, pre_tokenizers
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NFC_SHRINKS = 4  # times, at most, in bytes (3.5 in Unicode 15: U+212A, which is "K" again, and marks that join a letter)
 _MAX_HELD_TOKENS = 8  # text that ends in U+FFFD waits for this many tokens; a character has at most 4 bytes
 
 
@@ -106,6 +108,25 @@ class Tokenizer:
         """One more than the largest token id, added tokens included. A model's embedding may have more rows."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        """The most bytes of a text that one token can stand for, before normalisation; None where it may be any number: a text of
+        n tokens has at most n times as many bytes. Known for byte-level vocabularies whose other parts drop nothing."""
+        stages = [json.loads(stage.__getstate__()) for stage in (self.backend.normalizer, self.backend.pre_tokenizer) if stage]
+        parts = [part for stage in stages for part in stage.get("normalizers") or stage.get("pretokenizers") or [stage]]
+        kinds = {part["type"] for part in parts}
+        added, vocab = self.backend.get_added_tokens_decoder().values(), self.backend.get_vocab(with_added_tokens=False)
+        if (
+            not self.is_byte_level
+            or not kinds <= {"NFC", "Split", "Digits", "ByteLevel"}
+            or any(part.get("behavior") == "Removed" for part in parts)
+            or any(token.lstrip or token.rstrip for token in added)  # swallow the blanks beside them
+            or not {letter for letter in pre_tokenizers.ByteLevel.alphabet() if _is_utf8(letter)} <= vocab.keys()
+        ):
+            return None
+        longest = max([*map(len, vocab), *(len(token.content.encode()) for token in added)])  # a letter stands for a byte
+        return longest * (_NFC_SHRINKS if "NFC" in kinds else 1)
+
     def special_id(self, name: str) -> int | None:
         """The id of a special token by its name ("pad_token"); None where the model has none."""
         return self.backend.token_to_id(self.special_tokens[name]) if name in self.special_tokens else None
@@ -121,8 +142,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens written in the text are recognised; `add_special_tokens` adds those that the model
-        puts around any text (often a BOS; for rendered chats use `encode_chat`, whose template has already written it)."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        puts around any text (often a BOS; for rendered chats use `encode_chat`, whose template has already written it). Other
+        threads go on meanwhile."""
+        # a batch of one: `encode` would hold the interpreter's lock, a second for a megabyte
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_word(self, word: str) -> list[list[int]]:
         """The token sequences that `word` can be: as a text's beginning and, where that makes other tokens, after a space."""
@@ -222,13 +245,16 @@ class ChatTemplate:
             raise ValueError(f"the chat template fails{self._culprit(messages, variables, error)}: {error}") from error
 
     def _culprit(self, messages: list[dict[str, Any]], variables: Mapping[str, Any], error: Exception) -> str:
-        for i, message in enumerate(messages):
+        def brings_it(i: int) -> bool:
             try:
                 self._template.render(messages=messages[: i + 1], **variables)
             except Exception as other:
-                if str(other) == str(error):
-                    return f" at message {i} (role {message['role']!r})"
-        return ""
+                return str(other) == str(error)
+            return False
+
+        last = len(messages) - 1
+        i = bisect.bisect_left(range(last), True, key=brings_it)  # by halves: one by one a long chat would take its square
+        return f" at message {i} (role {messages[i]['role']!r})" if i < last or brings_it(last) else ""
 
 
 class IncrementalDetokenizer:
@@ -330,6 +356,12 @@ def _byte_alphabet() -> dict[int, int]:
 
 
 _ALPHABET = _byte_alphabet()
+
+
+def _is_utf8(letter: str) -> bool:
+    """Whether the byte that a letter of the byte alphabet stands for is one that UTF-8 has."""
+    byte = ord(letter.translate(_ALPHABET))
+    return byte < 0xF5 and byte not in (0xC0, 0xC1)
 
 
 @cache

@@ -14,11 +14,12 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from absl import app, flags
 
+from jaxserve.serving.parsers import CallPart, Content, Notation, OutputParser, Piece, Reasoning
 from scripts.engine_flags import define_engine_flags, engine_options
 
 define_engine_flags(model="")
@@ -35,8 +36,8 @@ Messages = list[dict[str, str]]
 
 
 class Talker(Protocol):
-    def answer(self, messages: Messages) -> Iterator[str]:
-        """The pieces of the next answer. Raises ValueError with what is wrong with the conversation."""
+    def answer(self, messages: Messages) -> Iterator[Piece]:
+        """The pieces of the next answer. Raises ValueError with what is wrong with the conversation, or the server."""
         ...
 
 
@@ -53,16 +54,20 @@ class InProcess:
         from jaxserve import LLM
 
         self._llm = LLM(flags.FLAGS.model, **engine_options())
+        templates = self._llm.get_tokenizer().chat_templates.values()
+        self._notation = Notation(reasoning=Notation.of_template("\n".join(templates)).reasoning)
 
-    def answer(self, messages: Messages) -> Iterator[str]:
+    def answer(self, messages: Messages) -> Iterator[Piece]:
         (prompt,) = self._llm.chat_prompts(messages)
+        assert isinstance(prompt, Mapping)
         params = self._llm.get_default_sampling_params().with_(**sampling())
-        shown = 0
+        parser, shown = OutputParser(self._notation, prompt["prompt"]), 0
         with contextlib.closing(self._llm.stream(prompt, params)) as stream:
             for _, output in stream:
                 text = output.outputs[0].text
-                yield text[shown:]
+                yield from parser.feed(text[shown:])
                 shown = len(text)
+        yield from parser.finish()
 
 
 class Remote:
@@ -74,8 +79,20 @@ class Remote:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it would name every request
         key = _API_KEY.value or os.environ.get("JAXSERVE_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=None)
-        self._model = self._checked(self._client.get("/v1/models"))["data"][0]["id"]
+        timeout = httpx.Timeout(None, connect=10)
+        self._client = httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=timeout)
+        with self._reached():
+            self._model = self._checked(self._client.get("/v1/models"))["data"][0]["id"]
+
+    @contextlib.contextmanager
+    def _reached(self) -> Iterator[None]:
+        """ValueError where the server can't be reached, or goes away."""
+        import httpx
+
+        try:
+            yield
+        except httpx.HTTPError as error:
+            raise ValueError(f"{self._client.base_url}: {str(error) or type(error).__name__}") from error
 
     @staticmethod
     def _checked(response: Any) -> Any:
@@ -87,9 +104,9 @@ class Remote:
             raise ValueError(message)
         return response.json() if response.is_closed else None
 
-    def answer(self, messages: Messages) -> Iterator[str]:
+    def answer(self, messages: Messages) -> Iterator[Piece]:
         body = {"model": self._model, "messages": messages, "stream": True} | sampling()
-        with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
+        with self._reached(), self._client.stream("POST", "/v1/chat/completions", json=body) as response:
             self._checked(response)
             for line in response.iter_lines():
                 if not line.startswith("data: {"):
@@ -98,23 +115,33 @@ class Remote:
                 if "error" in chunk:
                     raise ValueError(chunk["error"]["message"])
                 for choice in chunk["choices"]:
-                    yield choice["delta"].get("reasoning_content") or choice["delta"].get("content") or ""
+                    if reasoning := choice["delta"].get("reasoning_content"):
+                        yield Reasoning(reasoning)
+                    if content := choice["delta"].get("content"):
+                        yield Content(content)
 
 
 def talk(talker: Talker, messages: Messages) -> str:
-    """Prints the next answer as it comes and returns it."""
-    pieces: list[str] = []
+    """Prints the next answer as it comes and returns its content: what the model thought before is not said to it again."""
+    pieces: list[Reasoning | Content] = []
     started = time.monotonic()
     try:
         for piece in talker.answer(messages):
-            pieces.append(piece)
-            print(piece, end="", flush=True)
+            if not isinstance(piece, CallPart):
+                if isinstance(piece, Content) and pieces and isinstance(pieces[-1], Reasoning):
+                    print("\n")
+                pieces.append(piece)
+                print(piece.text, end="", flush=True)
     except KeyboardInterrupt:
         print(" [stopped]", end="")
+    except ValueError:
+        if pieces:
+            print()
+        raise
     print()
     if sys.stdin.isatty():
         print(f"[{len(pieces) / max(time.monotonic() - started, 1e-9):.1f} pieces/s]", file=sys.stderr)
-    return "".join(pieces)
+    return "".join(piece.text for piece in pieces if isinstance(piece, Content))
 
 
 def main(argv: list[str]) -> None:
@@ -139,11 +166,15 @@ def main(argv: list[str]) -> None:
             messages = list(opening)
         elif said:
             messages.append({"role": "user", "content": said})
+            content = ""
             try:
-                messages.append({"role": "assistant", "content": talk(talker, messages)})
+                content = talk(talker, messages)
             except ValueError as error:
-                messages.pop()
                 print(f"chat: {error}", file=sys.stderr)
+            if content:
+                messages.append({"role": "assistant", "content": content})
+            else:
+                messages.pop()  # what got no answer is no part of the conversation
 
 
 if __name__ == "__main__":

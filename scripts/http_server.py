@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import ssl
 from typing import Any
 
 from absl import flags
@@ -16,6 +17,25 @@ _GRACE = flags.DEFINE_integer("grace", 30, "Seconds that requests have to finish
 _CERT = flags.DEFINE_string("ssl_certfile", None, "A TLS certificate: serve https.")
 _KEY = flags.DEFINE_string("ssl_keyfile", None, "Its private key.")
 _ACCESS_LOG = flags.DEFINE_bool("access_log", True, "A line a request on stderr; never a prompt.")
+
+
+@flags.multi_flags_validator(["ssl_certfile", "ssl_keyfile"])
+def _tls_can_be_served(given: dict[str, Any]) -> bool:
+    """At once, and not when a model has been loaded. The key may be in the certificate's file."""
+    certificate, key = given["ssl_certfile"], given["ssl_keyfile"]
+    if certificate is None:
+        if key is not None:
+            raise flags.ValidationError(f"--ssl_keyfile={key} needs --ssl_certfile")
+        return True
+    try:
+        for path in filter(None, (certificate, key)):
+            open(path, "rb").close()
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")  # asks nobody for one
+    except OSError as error:  # SSLError among them
+        raise flags.ValidationError(f"no TLS with certificate {certificate} and key {key or certificate}: {error}") from error
+    return True
+
+
 MAX_BODY = flags.DEFINE_integer("max_body_bytes", 32 * 2**20, "Largest body of a request.", lower_bound=1)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from jaxserve.config import CacheConfig
 from jaxserve.engine import EngineOutput, EngineStats
 from jaxserve.page_pool import PagePool
 from jaxserve.request import Request, RequestMetrics, SamplingParams
@@ -42,7 +43,9 @@ class ReplayEngine:
         self._requests: dict[str, Request] = {}
         self.stats, self.pool, self.eos_token_ids = EngineStats(), PagePool(1, 16), frozenset[int]()
         limits = SimpleNamespace(max_num_seqs=max_num_seqs, max_model_len=2**20, order="fcfs")
-        self.config = SimpleNamespace(scheduler=limits, model=SimpleNamespace(vocab_size=256), engine=SimpleNamespace(dtype="auto"))
+        cache = CacheConfig(page_size=16, num_pages=1)
+        model, engine = SimpleNamespace(vocab_size=256), SimpleNamespace(dtype="auto", gpu_memory_utilization=0.0)
+        self.config = SimpleNamespace(scheduler=limits, model=model, engine=engine, cache=cache)
         self.scheduler = SimpleNamespace(stats=self._scheduler_stats)
 
     def _scheduler_stats(self) -> SchedulerStats:

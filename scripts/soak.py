@@ -6,7 +6,8 @@
 
 With --model the server runs in a process of its own. Every --check_every requests the load stops, and the server's memory, threads
 and files are read (Linux's /proc) once no request is left: each of these rounds must find all pages free. The exit code is 1 if a
-page, a request or a file stayed behind, an answer was a 5xx, or memory grew by more than --max_growth_mb after the first third.
+page, a request, a file or a thread stayed behind, an answer was a 5xx, or memory grew by more than --max_growth_mb after the first
+third.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from absl import app, flags
 
 from scripts.http_load import server_process
+from scripts.soak_load import Reading, faults, request
 
 _MODEL = flags.DEFINE_string("model", None, "Serve this model.")
 _URL = flags.DEFINE_string("url", None, "Or load this server.")
@@ -40,51 +40,6 @@ _CHECK_EVERY = flags.DEFINE_integer("check_every", 500, "Requests of a round.", 
 _GROWTH = flags.DEFINE_float("max_growth_mb", 64, "Memory that may be gained after the first third.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the requests.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
-
-
-@dataclass(frozen=True)
-class Reading:
-    """The server between two rounds. rss_mb: None where no process is known."""
-
-    num_requests: int
-    rss_mb: float | None
-    threads: int | None
-    files: int | None
-
-
-def request(rng: random.Random) -> tuple[str, dict[str, Any], float | None]:
-    """(path, body, seconds after which the client leaves) of a request that may be good or bad."""
-    prompt: Any = "".join(rng.choices("abc def, ", k=rng.randint(1, 200)))
-    body: dict[str, Any] = {
-        "max_tokens": rng.randint(1, 32),
-        "stream": rng.random() < 0.5,
-        "temperature": rng.choice([0, 0.7, 1.5]),
-    }
-    path = rng.choice(["/v1/completions", "/v1/completions", "/v1/chat/completions"])
-    body |= {"messages": [{"role": "user", "content": prompt}]} if "chat" in path else {"prompt": prompt}
-    extras: list[dict[str, Any]] = [
-        {"n": rng.randint(1, 4)},
-        {"stop": rng.choice(["a", ["b", "."], "zzz"])},
-        {"top_p": 0.9, "top_k": 20, "min_p": 0.05, "seed": rng.randint(0, 2**31)},
-        {"presence_penalty": 0.5, "repetition_penalty": 1.1},
-        {"logit_bias": {str(rng.randint(0, 200)): rng.uniform(-50, 50)}},
-        {"stream": True, "stream_options": {"include_usage": True}},
-        {"min_tokens": 2, "ignore_eos": True},
-    ]
-    for extra in rng.sample(extras, rng.randint(0, 3)):
-        body |= extra
-    if rng.random() < 0.15:
-        wrong = [
-            {"temperature": -1},
-            {"n": 0},
-            {"unknown": 1},
-            {"model": "none"},
-            {"max_tokens": "many"},
-            {"stop": ""},
-            {"top_p": 7},
-        ]
-        body |= rng.choice(wrong)
-    return path, body, rng.choice([0.001, 0.05, 0.3]) if rng.random() < 0.15 else None
 
 
 async def load(url: str, rng: random.Random, num_requests: int, statuses: Counter[str]) -> None:
@@ -149,21 +104,6 @@ def server():
         yield found
 
 
-def faults(readings: list[Reading], held: float, statuses: Counter[str]) -> list[str]:
-    """What is wrong, in words."""
-    found = [f"{count} answers with status {status}" for status, count in statuses.items() if status.startswith("5")]
-    found += [f"{count} times {name}" for name, count in statuses.items() if name.endswith("Error")]
-    if held:
-        found.append(f"requests or pages stayed behind ({held:g})")
-    settled = readings[len(readings) // 3 :]
-    first, last = settled[0], settled[-1]
-    if first.rss_mb is not None and last.rss_mb is not None and last.rss_mb - first.rss_mb > _GROWTH.value:
-        found.append(f"memory grew from {first.rss_mb:.0f} to {last.rss_mb:.0f} MB")
-    if first.files is not None and last.files is not None and last.files > first.files + 4:
-        found.append(f"open files grew from {first.files} to {last.files}")
-    return found
-
-
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
@@ -181,7 +121,7 @@ def main(argv: list[str]) -> None:
             held = left_over(_METRICS.value or [url])
             readings.append(read(pid, done))
             print(f"{time.monotonic() - started:.0f} s: {readings[-1]}, {dict(statuses)}", file=sys.stderr, flush=True)
-    found = faults(readings, held, statuses)
+    found = faults(readings, held, statuses, _GROWTH.value)
     result = {"requests": done, "seconds": time.monotonic() - started, "statuses": dict(statuses), "faults": found}
     rss = [r.rss_mb for r in readings if r.rss_mb is not None]
     print(f"soak: {done} requests, {dict(statuses)}, memory {rss[0]:.0f} -> {rss[-1]:.0f} MB" if rss else f"soak: {done} requests")

@@ -148,3 +148,10 @@ def save(
         said = {"eos_token": EOS, "bos_token": BOS, "chat_template": chat_template}
         (folder / "tokenizer_config.json").write_text(json.dumps(said))
     return folder
+
+
+if __name__ == "__main__":  # python -m tests.alphabet_model FOLDER: for `make soak`
+    import sys
+
+    calls = "{% if tools %}<tool_call>{% endif %}"
+    print(save(Path(sys.argv[1]), chat_template=calls + CHAT_TEMPLATE, max_position_embeddings=1024))

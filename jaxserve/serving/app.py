@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from importlib import resources
 from importlib.metadata import version
@@ -82,7 +82,7 @@ class ServerOptions:
 def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
     """The application. It starts the engine when it starts, and shuts it down when it ends."""
     served = Served(engine, options.names, _notation(engine, options), options.patience)
-    metrics = Metrics(options.names[0], engine.stats)
+    metrics = Metrics(options.names[0], engine.stats, _cache_info(engine))
     engine.listener = metrics.take
 
     @contextlib.asynccontextmanager
@@ -109,10 +109,25 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         control_routes(app, engine)
     paths = frozenset(str(getattr(route, "path", "")) for route in app.routes)
     limits = Limits(
-        options.names, engine.config.model.vocab_size, _template_variables(engine), engine.config.scheduler.order == "priority"
+        options.names,
+        engine.config.model.vocab_size,
+        _template_variables(engine),
+        served.notation.tool_calls,
+        engine.config.scheduler.order == "priority",
     )
     publish(app, limits, with_key=bool(options.api_keys))
     return app
+
+
+def _cache_info(engine: AsyncLLM) -> dict[str, object]:
+    """The KV cache, under vLLM's names."""
+    cache = engine.config.cache
+    return {
+        "block_size": cache.page_size,
+        "num_gpu_blocks": cache.num_pages,
+        "enable_prefix_caching": cache.enable_prefix_caching,
+        "gpu_memory_utilization": engine.config.engine.gpu_memory_utilization,
+    }
 
 
 def _notation(engine: AsyncLLM, options: ServerOptions) -> Notation:
@@ -168,13 +183,16 @@ def _generation_routes(app: FastAPI, served: Served) -> None:
 def _token_routes(app: FastAPI, served: Served) -> None:
     errors = (400, 401, 404, 408, 413, 500)
 
+    async def aside[T](request: Request, work: Callable[[], T]) -> T:
+        return await served.engine.aside(len(await request.body()), work)
+
     @app.post("/tokenize", response_model=None, **answers(Tokens, *errors))
-    async def tokenize(body: TokenizeCompletionRequest | TokenizeChatRequest) -> Response:
-        return _json(await tokens.tokenize(served, body))
+    async def tokenize(body: TokenizeCompletionRequest | TokenizeChatRequest, request: Request) -> Response:
+        return _json(await aside(request, lambda: tokens.tokenize(served, body)))
 
     @app.post("/detokenize", response_model=None, **answers(Detokenized, *errors))
-    async def detokenize(body: DetokenizeRequest) -> Response:
-        return _json(tokens.detokenize(served, body))
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        return _json(await aside(request, lambda: tokens.detokenize(served, body)))
 
     @app.get("/tokenizer_info", response_model=None, **answers(TokenizerInfo, 400, 401))
     async def tokenizer_info() -> Response:

@@ -24,6 +24,7 @@ from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
 from jaxserve.serving.engine_loop import EngineLoop
 from jaxserve.serving.messages import (
     Abort,
+    Aborted,
     Accepted,
     Add,
     Call,
@@ -43,7 +44,7 @@ from jaxserve.tokenizer import Tokenizer
 
 MAX_COMPILING = 256  # forms that may wait for the compiler; it takes most in milliseconds, and some in seconds
 MAX_FORM = 256 * 2**10  # bytes of the form of an output, as JSON: what compiles it does not stop
-SHORT_TEXT = 4096  # characters that are tokenised on the spot; longer texts on a thread, so that streams don't wait for them
+SHORT = 4096  # characters, or bytes of a body, that are read on the spot; more of them on a thread, so that no stream waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,13 @@ class RequestStream:
     pages are free before the next step is scheduled.
     """
 
-    def __init__(self, owner: AsyncLLM, asks: Mapping[str, Ask]):
+    def __init__(self, owner: AsyncLLM, asks: Mapping[str, Ask], arrival: float, timeout: float | None):
         self._owner = owner
         self.asks = asks  # by request id
         self.request_ids: list[str] = list(asks)
         self.num_samples: int = sum(ask.params.n for ask in asks.values())
-        self.started: float = time.monotonic()
+        self.arrival: float = arrival  # in seconds of time.monotonic()
+        self.timeout: float | None = timeout  # seconds from there
         self._unfinished = set(asks)
         self._unaccepted = set(asks)
         self._deltas: deque[Delta] = deque()
@@ -128,6 +130,9 @@ class RequestStream:
             self._error = self._error or event.error
         self.wake()
 
+    def too_late(self) -> DeadlineError:
+        return DeadlineError(f"the request took longer than {self.timeout:g} s")
+
     def fail(self, error: Exception) -> None:
         self._error = self._error or error
         self.wake()
@@ -170,11 +175,11 @@ class AsyncLLM:
         self.eos_token_ids: frozenset[int] = llm.engine.eos_token_ids
         self.request_timeout = request_timeout
         self.listener = listener
-        self.stats: LoopStats = LoopStats(num_pages=llm.engine.pool.num_pages, num_free_pages=llm.engine.pool.num_free_pages)
         self._limit = self.config.scheduler.max_num_seqs + max_waiting
         llm.grammars.prepare()  # so that no step will wait for it
         grammars = llm.grammars.beside(max_waiting=MAX_COMPILING)
         self._engine = EngineLoop(llm.engine, llm.tokenizer, grammars, self._from_engine, max_failures=max_failures)
+        self.stats: LoopStats = self._engine.stats()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, RequestStream] = {}  # by request id, until its last event
         self._num_samples = 0  # of all streams that are open
@@ -184,7 +189,10 @@ class AsyncLLM:
         self._empty = asyncio.Event()
         self._empty.set()
         self._closing: str | None = None
-        self._tokenizing = ThreadPoolExecutor(1, "jaxserve-tokenizer")
+        self._reading = ThreadPoolExecutor(2, "jaxserve-reader")
+        self._max_characters: int | None = None  # of a prompt
+        if llm.tokenizer is not None and (longest := llm.tokenizer.max_token_bytes) is not None:
+            self._max_characters = self.config.scheduler.max_model_len * longest
 
     def start(self) -> None:
         """Starts the engine's thread, if it has not been started; any other method does too."""
@@ -206,71 +214,104 @@ class AsyncLLM:
             raise ValueError("no tokenizer was loaded (skip_tokenizer_init=True): give prompts as token ids")
         return self.tokenizer
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; ValueError where no tokenizer was loaded."""
-        tokenizer = self.get_tokenizer()
-        if len(text) <= SHORT_TEXT:
-            return tokenizer.encode(text, add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, tokenizer.encode, text, add_special_tokens)
+    async def aside[T](self, size: int, work: Callable[[], T]) -> T:
+        """What `work` returns, which reads so many characters or bytes: on a thread where they are many. Once begun it ends."""
+        return work() if size <= SHORT else await asyncio.get_running_loop().run_in_executor(self._reading, work)
 
-    async def open(self, asks: Sequence[Ask], request_id: str | None = None) -> RequestStream:
+    def encode_prompt(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt. ValueError where no tokenizer was loaded, and, before it is tokenised, for a text that is too long
+        whatever its tokens are."""
+        tokenizer = self.get_tokenizer()
+        if self._max_characters is not None and len(text) > self._max_characters:
+            most = f"max_model_len={self.config.scheduler.max_model_len} tokens have {self._max_characters} at most"
+            raise ValueError(f"the prompt has {len(text)} characters; {most}")
+        return tokenizer.encode(text, add_special_tokens)
+
+    async def open(
+        self,
+        asks: Sequence[Ask],
+        request_id: str | None = None,
+        *,
+        timeout: float | None = None,
+        arrival: float | None = None,
+    ) -> RequestStream:
         """Queues prompts and returns their stream once the engine has taken them all, and compiled the forms of their outputs.
 
         Args:
           asks: one or more.
           request_id: what their requests are called in logs; by default something new. It need not be unique.
+          timeout: seconds from their arrival that they may take, within the server's own request_timeout; then DeadlineError.
+          arrival: when they came, in seconds of time.monotonic(); by default now.
 
         Raises:
           ValueError, NotImplementedError: a prompt or a parameter can't be served (GrammarError: the output's form); none of the
             prompts run.
-          QueueFullError: too much is waiting. UnavailableError: nothing is taken at the moment.
+          QueueFullError: too much is waiting. UnavailableError: nothing is taken at the moment. DeadlineError: it is over already.
         """
         self.start()
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"{timeout=} must be a number of seconds > 0, or None")
         serial = next(self._serials)  # what a closed stream's engine still sends must not reach another of the same name
         names = [f"{request_id or uuid.uuid4().hex}.{serial}.{i}" for i in range(len(asks))]
-        stream = RequestStream(self, {name: self._ready(ask) for name, ask in zip(names, asks, strict=True)})
+        ready = {id(params): self.ready(params) for params in {id(ask.params): ask.params for ask in asks}.values()}
+        stream = RequestStream(
+            self,
+            {name: replace(ask, params=ready[id(ask.params)]) for name, ask in zip(names, asks, strict=True)},
+            time.monotonic() if arrival is None else arrival,
+            min((t for t in (timeout, self.request_timeout) if t is not None), default=None),
+        )
         self._admit(stream)
         try:
             for name, ask in stream.asks.items():
-                arrival = time.monotonic()
-                self._engine.send(Add(name, ask.prompt_token_ids, ask.params, arrival, ask.prompt, ask.priority, ask.cache_salt))
+                self._engine.send(
+                    Add(name, ask.prompt_token_ids, ask.params, stream.arrival, ask.prompt, ask.priority, ask.cache_salt)
+                )
             await stream.accepted()
         except BaseException:
             stream.close()
             raise
         return stream
 
-    def _ready(self, ask: Ask) -> Ask:
+    def ready(self, params: SamplingParams) -> SamplingParams:
         """What the engine takes: it has no tokenizer. ValueError for what needs one where there is none; for too large a form."""
-        form = ask.params.structured_outputs
+        form = params.structured_outputs
         if form is not None and len((form := StructuredOutputsParams.make(form)).key) > MAX_FORM:
             raise GrammarError(f"structured_outputs: {form.kind}: its JSON has {len(form.key)} bytes, the most is {MAX_FORM}")
-        if ask.params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={ask.params.stop} needs a tokenizer, and none was loaded; use stop_token_ids")
-        params = with_bad_words_tokenized(ask.params, self.tokenizer)
-        return ask if params is ask.params else replace(ask, params=params)
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop={params.stop} needs a tokenizer, and none was loaded; use stop_token_ids")
+        return with_bad_words_tokenized(params, self.tokenizer)
 
-    def _admit(self, stream: RequestStream) -> None:
-        """Counts a stream in, or says why not."""
-        if self._closing or self.stats.broken:
-            raise UnavailableError(self._closing or str(self.stats.broken))
-        if not stream.asks:
+    def check_room(self, num_samples: int) -> None:
+        """Raises what `open` would for want of room: for who wants to know before reading so many prompts.
+
+        Raises:
+          ValueError: none are given, or more than one call can have. QueueFullError, UnavailableError: as `open`.
+        """
+        self.check_health()
+        if not num_samples:
             raise ValueError("no prompt was given; give one at least")
-        if stream.num_samples > self._limit:
-            raise ValueError(f"{stream.num_samples} samples in one call can't be held; the most is {self._limit}")
-        if self._num_samples + stream.num_samples > self._limit:
+        if num_samples > self._limit:
+            raise ValueError(f"{num_samples} samples in one call can't be held; the most is {self._limit}")
+        if self._num_samples + num_samples > self._limit:
             retry_after = min(60, max(1, math.ceil(self._seconds_taken)))
             message = f"{self._num_samples} samples are running or waiting, of at most {self._limit}; try again in {retry_after} s"
             raise QueueFullError(message, retry_after)
+
+    def _admit(self, stream: RequestStream) -> None:
+        """Counts a stream in, or says why not."""
+        self.check_room(stream.num_samples)
+        left = math.inf if stream.timeout is None else stream.arrival + stream.timeout - time.monotonic()
+        if left <= 0:
+            raise stream.too_late()
         self._num_samples += stream.num_samples
         self._streams |= dict.fromkeys(stream.asks, stream)
         self._empty.clear()
-        if self.request_timeout is not None:
-            stream.timer = asyncio.get_running_loop().call_later(self.request_timeout, self._expire, stream)
+        if stream.timeout is not None:
+            stream.timer = asyncio.get_running_loop().call_later(left, self._expire, stream)
 
     def _expire(self, stream: RequestStream) -> None:
         if not stream.finished:
-            stream.fail(DeadlineError(f"the request took longer than {self.request_timeout:g} s"))
+            stream.fail(stream.too_late())
             self._close(stream)
 
     def _close(self, stream: RequestStream) -> None:
@@ -296,13 +337,15 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Yields the output so far (the same object each time) whenever it has grown. Closing the generator aborts the request.
 
-        prompt: a text, token ids, or a dict as `LLM.generate` takes it. Errors as `open`'s and RequestStream's.
+        prompt: a text, token ids, or a dict as `LLM.generate` takes it. timeout: as `open`'s, as are errors, and RequestStream's.
         """
+        arrival = time.monotonic()
         ask = await self._ask(prompt, sampling_params or self.default_sampling_params, priority)
-        async with await self.open([ask], request_id) as stream:
+        async with await self.open([ask], request_id, timeout=timeout, arrival=arrival) as stream:
             output = RequestOutput(request_id or stream.request_ids[0], ask.prompt, ask.prompt_token_ids, [], False)
             with_logprobs = ask.params.logprobs is not None
             for i in range(ask.params.n):
@@ -326,7 +369,7 @@ class AsyncLLM:
         text, ids = fields.get("prompt"), fields.get("prompt_token_ids")
         if ids is None and not isinstance(text, str):
             raise ValueError(f"prompt={text!r} must be a text, or give prompt_token_ids")
-        ids = await self.encode(str(text)) if ids is None else list(ids)
+        ids = await self.aside(len(str(text)), lambda: self.encode_prompt(str(text))) if ids is None else list(ids)
         return Ask(ids, params, text, priority, fields.get("cache_salt"))
 
     # -- the engine's side
@@ -343,13 +386,15 @@ class AsyncLLM:
             if isinstance(event, Reply):
                 self._take_reply(event)
                 continue
+            if isinstance(event, Aborted):
+                continue
             stream = self._streams.get(event.request_id)
             if stream is None:  # closed meanwhile
                 continue
             if isinstance(event, Failed) or (isinstance(event, Delta) and event.last):
                 self._forget(stream, [event.request_id])
                 if stream.finished:
-                    self._seconds_taken += 0.1 * (time.monotonic() - stream.started - self._seconds_taken)
+                    self._seconds_taken += 0.1 * (time.monotonic() - stream.arrival - self._seconds_taken)
             stream.take(event)
         if self.listener is not None:
             self.listener(report)
@@ -390,11 +435,7 @@ class AsyncLLM:
 
         in_flight: what becomes of requests that have begun: see `Engine.update_params`, also for the errors.
         """
-        from jaxserve.model_loader import load_model
-
-        dtype = self.config.engine.dtype
-        loaded = await asyncio.to_thread(load_model, path, skip_tokenizer_init=True, dtype=dtype)
-        await self._call("update_params", params=loaded.module, in_flight=in_flight)
+        await self._call("update_weights_from_path", path=str(path), in_flight=in_flight)
 
     async def sleep(self, level: int = 1) -> None:
         """Frees the KV pages, and the weights too at level 2, until `wake_up`; RuntimeError while requests are unfinished."""
@@ -430,7 +471,7 @@ class AsyncLLM:
             if not future.done():
                 future.set_exception(UnavailableError(self._closing))
         self._calls.clear()
-        self._tokenizing.shutdown()
+        await asyncio.to_thread(self._reading.shutdown, cancel_futures=True)
 
 
 def _extend(output: RequestOutput, delta: Delta) -> None:
@@ -444,4 +485,4 @@ def _extend(output: RequestOutput, delta: Delta) -> None:
     completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
     output.num_cached_tokens = delta.num_cached_tokens
     output.prompt_logprobs = output.prompt_logprobs or delta.prompt_logprobs
-    output.finished, output.metrics = delta.last, delta.metrics or output.metrics
+    output.finished, output.metrics = delta.last, delta.books.metrics if delta.books else output.metrics

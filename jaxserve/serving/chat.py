@@ -11,8 +11,7 @@ from starlette.responses import Response
 
 from jaxserve.serving.async_llm import Ask, RequestStream
 from jaxserve.serving.chat_protocol import Chat, ChatRequest
-from jaxserve.serving.errors import checking
-from jaxserve.serving.generation import Books, Served, chat_logprobs, plain_prompt_logprobs, until_done
+from jaxserve.serving.generation import Books, Served, chat_logprobs, open_stream, plain_prompt_logprobs, until_done
 from jaxserve.serving.messages import Delta
 from jaxserve.serving.parsers import CallPart, Content, Notation, OutputParser, Piece, Reasoning
 from jaxserve.serving.protocol import check_model
@@ -43,23 +42,23 @@ async def create_chat_completion(served: Served, body: ChatRequest, request: Req
     """The answer to a request, once it is complete, or a stream of chunks."""
     check_model(body.model, served.names)
     if body.stream:
-        stream = await unless_gone(request, _open(served, body, request_id))  # a form may take a while to compile
+        stream = await unless_gone(request, _open(served, body, request))  # a form may take a while to compile
         return EventStream(until_done(_Answer(served, body, stream, request_id).chunks(), stream), stream.close, served.patience)
-    return Response(encode(await unless_gone(request, _complete(served, body, request_id))), media_type="application/json")
+    return Response(encode(await unless_gone(request, _complete(served, body, request))), media_type="application/json")
 
 
-async def _open(served: Served, body: ChatRequest, request_id: str) -> RequestStream:
+async def _open(served: Served, body: ChatRequest, request: Request) -> RequestStream:
     """The request on its way, or refused."""
-    with checking("tools" if body.form is None else body.form_field):
-        return await served.engine.open([await _ask(served, body)], request_id)
+    form_field = "tools" if body.form is None else body.form_field
+    return await open_stream(served, request, body, 1, lambda: [_ask(served, body)], form_field)
 
 
-async def _complete(served: Served, body: ChatRequest, request_id: str) -> ChatCompletion:
-    async with await _open(served, body, request_id) as stream:
-        return await _Answer(served, body, stream, request_id).whole()
+async def _complete(served: Served, body: ChatRequest, request: Request) -> ChatCompletion:
+    async with await _open(served, body, request) as stream:
+        return await _Answer(served, body, stream, request.state.request_id).whole()
 
 
-async def _ask(served: Served, body: ChatRequest) -> Ask:
+def _ask(served: Served, body: ChatRequest) -> Ask:
     engine = served.engine
     text = render(served, body, with_tools=bool(body.shown_tools))
     form = tool_form(body, served.notation) or body.form
@@ -71,8 +70,8 @@ async def _ask(served: Served, body: ChatRequest) -> Ask:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         form=form,
     )
-    ids = await engine.encode(text, bool(body.add_special_tokens))  # the template has written what it wants
-    return Ask(ids, params, text, body.priority or 0, body.cache_salt)
+    ids = engine.encode_prompt(text, bool(body.add_special_tokens))  # the template has written what it wants
+    return Ask(ids, engine.ready(params), text, body.priority or 0, body.cache_salt)
 
 
 @dataclass

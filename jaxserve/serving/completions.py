@@ -8,8 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.serving.async_llm import Ask, RequestStream
-from jaxserve.serving.errors import checking
-from jaxserve.serving.generation import Books, Served, completion_logprobs, plain_prompt_logprobs, until_done
+from jaxserve.serving.generation import Books, Served, completion_logprobs, open_stream, plain_prompt_logprobs, until_done
 from jaxserve.serving.messages import Delta
 from jaxserve.serving.protocol import CompletionRequest, check_model
 from jaxserve.serving.responses import Completion, CompletionChoice, encode
@@ -22,24 +21,23 @@ async def create_completion(served: Served, body: CompletionRequest, request: Re
     """The answer to a request, once it is complete, or a stream of chunks."""
     check_model(body.model, served.names)
     if body.stream:
-        stream = await unless_gone(request, _open(served, body, request_id))  # a form may take a while to compile
+        stream = await unless_gone(request, _open(served, body, request))  # a form may take a while to compile
         answer = _Answer(served, body, stream, request_id)
         return EventStream(until_done(answer.chunks(), stream), stream.close, served.patience)
-    return Response(encode(await unless_gone(request, _complete(served, body, request_id))), media_type="application/json")
+    return Response(encode(await unless_gone(request, _complete(served, body, request))), media_type="application/json")
 
 
-async def _open(served: Served, body: CompletionRequest, request_id: str) -> RequestStream:
+async def _open(served: Served, body: CompletionRequest, request: Request) -> RequestStream:
     """The request on its way, or refused."""
-    with checking(body.form_field):
-        return await served.engine.open(await _asks(served, body), request_id)
+    return await open_stream(served, request, body, len(body.prompts), lambda: _asks(served, body), body.form_field)
 
 
-async def _complete(served: Served, body: CompletionRequest, request_id: str) -> Completion:
-    async with await _open(served, body, request_id) as stream:
-        return await _Answer(served, body, stream, request_id).whole()
+async def _complete(served: Served, body: CompletionRequest, request: Request) -> Completion:
+    async with await _open(served, body, request) as stream:
+        return await _Answer(served, body, stream, request.state.request_id).whole()
 
 
-async def _asks(served: Served, body: CompletionRequest) -> list[Ask]:
+def _asks(served: Served, body: CompletionRequest) -> list[Ask]:
     engine = served.engine
     params = body.sampling_params(
         engine.default_sampling_params,
@@ -49,10 +47,11 @@ async def _asks(served: Served, body: CompletionRequest) -> list[Ask]:
     )
     if body.echo and body.logprobs is not None:
         params = params.with_(prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
+    params = engine.ready(params)
     asks = []
     for prompt in body.prompts:
         text = prompt if isinstance(prompt, str) else None
-        ids = prompt if isinstance(prompt, list) else await engine.encode(prompt, body.add_special_tokens is not False)
+        ids = prompt if isinstance(prompt, list) else engine.encode_prompt(prompt, body.add_special_tokens is not False)
         if body.echo and text is None:
             text = engine.get_tokenizer().decode(ids)
         asks.append(Ask(ids, params, text, body.priority or 0, body.cache_salt))

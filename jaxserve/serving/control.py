@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Body, FastAPI
+from fastapi import Body, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from jaxserve.serving.async_llm import AsyncLLM
-from jaxserve.serving.errors import checking
+from jaxserve.serving.errors import RefusedError, checking
 from jaxserve.serving.openapi import answers
 from jaxserve.serving.protocol import SleepRequest, UpdateWeightsRequest
 from jaxserve.serving.responses import Done, encode
@@ -55,7 +55,9 @@ def control_routes(app: FastAPI, engine: AsyncLLM) -> None:
         return _done()
 
     @app.post("/sleep", response_model=None, **with_body)
-    async def sleep(body: Annotated[SleepRequest, Body()] = DEFAULT_SLEEP) -> Response:
+    async def sleep(request: Request, body: Annotated[SleepRequest, Body()] = DEFAULT_SLEEP) -> Response:
+        if (await request.body()).strip() == b"null":  # which FastAPI takes for no body
+            raise RefusedError("the body must be an object, or left out")
         try:
             await engine.sleep(body.level)
         except RuntimeError as error:

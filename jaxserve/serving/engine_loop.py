@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jaxserve.compilation import compile_counts
@@ -21,16 +22,19 @@ from jaxserve.request import RequestOutput
 from jaxserve.schedule import SchedulerStats
 from jaxserve.serving.messages import (
     Abort,
+    Aborted,
     Accepted,
     Add,
     Call,
     Delta,
+    Event,
     Failed,
     FailedError,
     LoopStats,
     QueueFullError,
     Reply,
     Report,
+    RequestBooks,
     RequestError,
     Stop,
     UnavailableError,
@@ -49,8 +53,17 @@ class _Compiled:
     request_id: str
 
 
-Command = Add | Abort | Call | Stop | _Compiled
-CALLS = ("pause", "resume", "reset_prefix_cache", "update_params", "sleep", "wake_up", "stats")
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """From a thread of its own: the weights that a call named, as a module, or why they could not be read."""
+
+    call: Call
+    module: Any = None
+    error: Exception | None = None
+
+
+Command = Add | Abort | Call | Stop | _Compiled | _Loaded
+CALLS = ("pause", "resume", "reset_prefix_cache", "sleep", "wake_up")  # and update_weights_from_path, read beside the steps first
 
 
 @dataclass(slots=True)
@@ -61,6 +74,16 @@ class _Sent:
     num_tokens: int = 0
     finished: bool = False
     time: float | None = None  # of the last hand-over
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that has not ended."""
+
+    num_prompt_tokens: int
+    max_tokens: int | None
+    samples: list[_Sent]
+    begun: bool = False  # whether its first token has come
 
 
 class EngineLoop:
@@ -89,12 +112,13 @@ class EngineLoop:
         self._grammars = grammars
         self._deliver, self._max_failures = deliver, max_failures
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._sent: dict[str, list[_Sent]] = {}  # by request id: every request that has not ended, a _Sent a sample
+        self._open: dict[str, _Open] = {}  # by request id
         self._compiling: dict[str, Future[Grammar]] = {}  # of requests that will be accepted, or refused, when that is done
-        self._events: list[Accepted | Delta | Failed | Reply] = []
+        self._events: list[Event] = []
         self._paused = False
         self._broken: str | None = None
         self._failures_in_a_row = self._num_failures = 0
+        self._num_prompt_tokens = 0  # of requests that have begun
         self._lost = (0, 0, 0)  # what the scheduler had counted before a failed step made it begin anew
         self._step_seconds: float | None = None
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
@@ -144,11 +168,17 @@ class EngineLoop:
             if isinstance(command, Add):
                 self._add(command)
             elif isinstance(command, Abort):
+                for name in self._open.keys() & set(command.request_ids):
+                    self._events.append(Aborted(name, sum(not sent.finished for sent in self._open[name].samples)))
                 self._abort(command.request_ids)
             elif isinstance(command, _Compiled):
                 self._settle(command.request_id)
+            elif isinstance(command, _Loaded):
+                self._events.append(self._reply(command.call, partial(self._update_weights, command)))
+            elif command.method == "update_weights_from_path":
+                threading.Thread(target=self._load, args=(command,), name="jaxserve-loader", daemon=True).start()
             else:
-                self._events.append(self._call(command))
+                self._events.append(self._reply(command, partial(self._call, command)))
         return True
 
     def _add(self, add: Add) -> None:
@@ -173,7 +203,8 @@ class EngineLoop:
                 self._grammars.give_up(grammar)
             self._events.append(Failed(add.request_id, _as_refusal(error)))
             return
-        self._sent[add.request_id] = [_Sent() for _ in requests]
+        samples = [_Sent() for _ in requests]
+        self._open[add.request_id] = _Open(len(add.prompt_token_ids), add.params.max_tokens, samples)
         if grammar is None:
             self._events.append(Accepted(add.request_id))
         else:
@@ -197,7 +228,7 @@ class EngineLoop:
         self.engine.abort(request_ids)
         self._texts.discard(request_ids)
         for request_id in request_ids:
-            self._sent.pop(request_id, None)
+            self._open.pop(request_id, None)
             grammar = self._compiling.pop(request_id, None)
             if grammar is not None:
                 self._grammars.give_up(grammar)
@@ -218,7 +249,7 @@ class EngineLoop:
             by_request.setdefault(output.request.parent_id, []).append(output)
         for request_id, its_outputs in by_request.items():
             self._settle(request_id)  # the engine may have heard from the compiler first
-            if request_id not in self._sent:
+            if request_id not in self._open:
                 continue
             try:
                 for output in self._texts.process(its_outputs):
@@ -229,7 +260,7 @@ class EngineLoop:
                 self._events.append(Failed(request_id, FailedError(f"the output could not be processed: {error!r}")))
 
     def _on_failed_step(self, error: Exception, before: SchedulerStats) -> None:
-        logger.exception("a step failed; %d requests end with it", len(self._sent), exc_info=error)
+        logger.exception("a step failed; %d requests end with it", len(self._open), exc_info=error)
         counts = (before.num_preemptions, before.num_queried_tokens, before.num_hit_tokens)
         a, b, c = (old + new for old, new in zip(self._lost, counts, strict=True))
         self._lost = (a, b, c)
@@ -241,17 +272,20 @@ class EngineLoop:
             logger.error("%s: no more requests are taken", self._broken)
 
     def _fail_all(self, kind: type[RequestError], message: str) -> None:
-        request_ids = list(self._sent)
+        request_ids = list(self._open)
         self._abort(request_ids)
         self._events += [Failed(request_id, kind(message)) for request_id in request_ids]
 
     def _add_deltas(self, output: RequestOutput) -> None:
         """One Delta for each sample of a request that has something new."""
-        request_id, samples = output.request_id, self._sent.get(output.request_id)
-        if samples is None:
+        request_id, request = output.request_id, self._open.get(output.request_id)
+        if request is None:
             return
+        if not request.begun:
+            request.begun = True
+            self._num_prompt_tokens += request.num_prompt_tokens
         now = time.monotonic()
-        for completion, sent in zip(output.outputs, samples, strict=True):
+        for completion, sent in zip(output.outputs, request.samples, strict=True):
             ended = completion.finish_reason is not None
             if sent.finished or not (ended or len(completion.token_ids) > sent.num_tokens):
                 continue
@@ -270,24 +304,29 @@ class EngineLoop:
             sent.num_characters, sent.num_tokens, sent.finished = len(completion.text), len(completion.token_ids), ended
             sent.time = now
             self._events.append(delta)
-            if output.finished and all(s.finished for s in samples):
-                delta.last, delta.metrics, delta.num_output_tokens = True, output.metrics, sum(s.num_tokens for s in samples)
-                del self._sent[request_id]
+            if output.finished and all(s.finished for s in request.samples):
+                num_tokens, n = sum(s.num_tokens for s in request.samples), len(request.samples)
+                delta.last = True
+                delta.books = RequestBooks(request.num_prompt_tokens, num_tokens, n, request.max_tokens, output.metrics)
+                del self._open[request_id]
 
     def _hand_over(self) -> None:
         if self._events or self._step_seconds is not None:
-            self._deliver(Report(self._events, self._stats()))
+            self._deliver(Report(self._events, self.stats()))
             self._events, self._step_seconds = [], None
 
     # -- calls
 
-    def _call(self, call: Call) -> Reply:
+    def _call(self, call: Call) -> Any:
+        if call.method not in CALLS:
+            raise ValueError(f"method={call.method!r} must be one of {', '.join(CALLS)}")
+        return getattr(self, f"_{call.method}")(**call.arguments)
+
+    def _reply(self, call: Call, work: Callable[[], Any]) -> Reply:
         try:
-            if call.method not in CALLS:
-                raise ValueError(f"method={call.method!r} must be one of {', '.join(CALLS)}")
-            return Reply(call.call_id, getattr(self, f"_{call.method}")(**call.arguments))
+            return Reply(call.call_id, work())
         except Exception as error:
-            if self._sent and not self.engine.has_unfinished_requests():  # it broke off in the middle, and every request with it
+            if self._open and not self.engine.has_unfinished_requests():  # it broke off in the middle, and every request with it
                 self._fail_all(FailedError, f"{call.method} failed: {error!r}")
             return Reply(call.call_id, error=error)
 
@@ -300,8 +339,21 @@ class EngineLoop:
     def _reset_prefix_cache(self) -> bool:
         return self.engine.reset_prefix_cache()
 
-    def _update_params(self, params: Any, in_flight: str) -> None:
-        self.engine.update_params(params, in_flight)
+    def _load(self, call: Call) -> None:
+        """On a thread of its own, beside the steps."""
+        from jaxserve.model_loader import load_model
+
+        try:
+            dtype = self.engine.config.engine.dtype
+            loaded = _Loaded(call, load_model(call.arguments["path"], skip_tokenizer_init=True, dtype=dtype).module)
+        except Exception as error:
+            loaded = _Loaded(call, error=error)
+        self.send(loaded)
+
+    def _update_weights(self, loaded: _Loaded) -> None:
+        if loaded.error is not None:
+            raise loaded.error
+        self.engine.update_params(loaded.module, loaded.call.arguments["in_flight"])
 
     def _sleep(self, level: int) -> None:
         self.engine.sleep(level)
@@ -309,7 +361,8 @@ class EngineLoop:
     def _wake_up(self) -> None:
         self.engine.wake_up()
 
-    def _stats(self) -> LoopStats:
+    def stats(self) -> LoopStats:
+        """As it is now; for the engine's thread, and before it starts."""
         engine, scheduler, compiles = self.engine, self.engine.scheduler.stats(), compile_counts()
         stats, pool, (preemptions, queries, hits) = engine.stats, engine.pool, self._lost
         return LoopStats(
@@ -318,6 +371,7 @@ class EngineLoop:
             num_pages=pool.num_pages,
             num_free_pages=pool.num_free_pages,
             num_steps=stats.num_steps,
+            prompt_tokens=self._num_prompt_tokens,
             prefill_tokens=stats.prefill_tokens,
             generated_tokens=stats.generated_tokens,
             tokens_run=stats.padding.tokens,

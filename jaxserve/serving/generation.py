@@ -7,15 +7,18 @@ them. Knows nothing of routes.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import Request
+
 from jaxserve.request import Logprob
-from jaxserve.serving.async_llm import AsyncLLM, RequestStream
-from jaxserve.serving.errors import describe
+from jaxserve.serving.async_llm import Ask, AsyncLLM, RequestStream
+from jaxserve.serving.errors import checking, describe
 from jaxserve.serving.messages import Delta
 from jaxserve.serving.parsers import Notation
+from jaxserve.serving.protocol import GenerationRequest
 from jaxserve.serving.responses import (
     DONE,
     ChatLogprobs,
@@ -67,6 +70,25 @@ class Books:
     def common(self) -> dict[str, Any]:
         """The fields of every answer and chunk."""
         return {"id": self.id, "created": self.created, "model": self.model}
+
+
+async def open_stream(
+    served: Served,
+    request: Request,
+    body: GenerationRequest,
+    num_prompts: int,
+    read: Callable[[], list[Ask]],
+    form_field: str,
+) -> RequestStream:
+    """The stream of a request, or its refusal: for want of room before its prompts are looked at.
+
+    read: makes the prompts ready; on a thread where the body is long. form_field: the parameter that said the output's form.
+    """
+    engine, arrival = served.engine, time.monotonic()
+    with checking(form_field):
+        engine.check_room(num_prompts * (body.n or engine.default_sampling_params.n))
+        asks = await engine.aside(len(await request.body()), read)
+        return await engine.open(asks, request.state.request_id, timeout=body.timeout, arrival=arrival)
 
 
 async def until_done(chunks: AsyncIterator[Any], stream: RequestStream) -> AsyncGenerator[bytes]:

@@ -59,7 +59,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Run `EngineLoop.<method>(**arguments)` between two steps; answered by a Reply with the same id."""
+    """Run a method that the engine loop knows (its CALLS) between two steps; answered by a Reply with the same id."""
 
     call_id: int
     method: str
@@ -81,13 +81,24 @@ class Accepted:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class RequestBooks:
+    """A request that has ended: num_output_tokens of all n samples. max_tokens: None where it was not said."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    n: int
+    max_tokens: int | None
+    metrics: RequestMetrics | None
+
+
 @dataclass(slots=True)
 class Delta:
     """What is new of one sample. The texts and ids of a sample's deltas add up to its output.
 
     finish_reason, stop_reason: as CompletionOutput's; None while the sample runs. last: no more comes for the whole request.
-    prompt_logprobs: with a sample's first delta, if asked for. metrics, and
-    num_output_tokens of all samples: with a request's last. gap: seconds since the sample's tokens before these.
+    prompt_logprobs: with a sample's first delta, if asked for. books: with a request's last. gap: seconds since the sample's
+    tokens before these.
     """
 
     request_id: str
@@ -100,8 +111,7 @@ class Delta:
     num_cached_tokens: int = 0
     prompt_logprobs: Any = None
     last: bool = False
-    metrics: RequestMetrics | None = None
-    num_output_tokens: int = 0
+    books: RequestBooks | None = None
     gap: float | None = None
 
 
@@ -111,6 +121,14 @@ class Failed:
 
     request_id: str
     error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """An Abort has ended so many samples of this request."""
+
+    request_id: str
+    num_samples: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +147,7 @@ class LoopStats:
     num_pages: int = 0
     num_free_pages: int = 0
     num_steps: int = 0
+    prompt_tokens: int = 0
     prefill_tokens: int = 0
     generated_tokens: int = 0
     tokens_run: int = 0
@@ -150,9 +169,12 @@ class LoopStats:
     broken: str | None = None  # why the engine takes no more requests
 
 
+Event = Accepted | Delta | Failed | Aborted | Reply
+
+
 @dataclass(slots=True)
 class Report:
     """Everything that one turn of the engine loop brought: one wake-up of the event loop."""
 
-    events: list[Accepted | Delta | Failed | Reply]
+    events: list[Event]
     stats: LoopStats

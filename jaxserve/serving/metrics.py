@@ -5,19 +5,20 @@ Owns the registry, fed by the engine loop's Reports and the access log. Knows no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jaxserve.request import RequestMetrics
-from jaxserve.serving.messages import Delta, Failed, LoopStats, Report, RequestError
+from jaxserve.serving.messages import Aborted, Delta, Failed, LoopStats, Report, RequestBooks, RequestError
 
 PREFIX = "jaxserve:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+SAMPLES = (1, 2, 5, 10, 20)
 _COUNTERS = {  # of LoopStats, as they stand
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts, cached ones too, each counted at its first output token."),
     "generation_tokens": ("generated_tokens", "Tokens generated."),
     "prefill_tokens": ("prefill_tokens", "Prompt tokens run, and tokens recomputed after a preemption."),
     "num_preemptions": ("num_preemptions", "Times that a running request lost its pages."),
@@ -43,11 +44,11 @@ _GAUGES = {
 
 
 class Metrics(Collector):
-    """Feed it with `take`; `render` gives Prometheus's text."""
+    """Feed it with `take`; `render` gives Prometheus's text. cache: of the KV cache, under vLLM's names."""
 
-    def __init__(self, model: str, stats: LoopStats | None = None):
+    def __init__(self, model: str, stats: LoopStats | None = None, cache: Mapping[str, object] | None = None):
         self.stats: LoopStats = stats or LoopStats()
-        self._model = model
+        self._model, self._cache = model, {name: str(value) for name, value in (cache or {}).items()}
         self.registry: CollectorRegistry = CollectorRegistry()
         self.registry.register(self)
         self._ttft = self._histogram("time_to_first_token_seconds", "From a request's arrival to its first token.")
@@ -55,9 +56,14 @@ class Metrics(Collector):
         self._tpot = self._histogram("request_time_per_output_token_seconds", "Mean time of a request's tokens after the first.")
         self._e2e = self._histogram("e2e_request_latency_seconds", "From a request's arrival to its end.")
         self._queue = self._histogram("request_queue_time_seconds", "From a request's arrival to its first step.")
+        self._inference = self._histogram("request_inference_time_seconds", "From a request's first step to its end.")
         self._prefill = self._histogram("request_prefill_time_seconds", "From a request's first step to its first token.")
         self._decode = self._histogram("request_decode_time_seconds", "From a request's first token to its end.")
+        self._prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self._output_tokens = self._histogram("request_generation_tokens", "Output tokens of a request.", TOKENS)
+        self._n = self._histogram("request_params_n", "Samples that a request asked for.", SAMPLES)
+        self._max_tokens = self._histogram("request_params_max_tokens", "max_tokens of requests that said one.", TOKENS)
+        self._iteration = self._histogram("iteration_tokens_total", "Tokens that a step ran, padding not counted.", TOKENS)
         self._step = self._histogram("step_time_seconds", "A turn of the engine: schedule, dispatch, and an earlier step's end.")
         self._success = Counter(
             f"{PREFIX}request_success", "Samples that ended.", ("model_name", "finished_reason"), registry=self.registry
@@ -71,12 +77,16 @@ class Metrics(Collector):
 
     def take(self, report: Report) -> None:
         """Counts what a turn of the engine brought."""
-        self.stats = report.stats
+        num_tokens, self.stats = report.stats.tokens_run - self.stats.tokens_run, report.stats
+        if num_tokens:
+            self._iteration.observe(num_tokens)
         if report.stats.step_seconds is not None:
             self._step.observe(report.stats.step_seconds)
         for event in report.events:
             if isinstance(event, Delta):
                 self._take_delta(event)
+            elif isinstance(event, Aborted):
+                self._success.labels(self._model, "abort").inc(event.num_samples)
             elif isinstance(event, Failed) and isinstance(event.error, RequestError):
                 self._failures.labels(self._model).inc()
 
@@ -85,16 +95,24 @@ class Metrics(Collector):
             self._itl.observe(delta.gap)
         if delta.finish_reason is not None:
             self._success.labels(self._model, delta.finish_reason).inc()
-        if delta.metrics is not None:
-            self._take_times(delta.metrics, delta.num_output_tokens)
+        if delta.books is not None:
+            self._take_books(delta.books)
 
-    def _take_times(self, times: RequestMetrics, num_tokens: int) -> None:
-        start, scheduled, first, end = times.arrival_time, times.first_scheduled_time, times.first_token_time, times.finished_time
+    def _take_books(self, books: RequestBooks) -> None:
+        num_tokens, times = books.num_output_tokens, books.metrics
+        self._prompt_tokens.observe(books.num_prompt_tokens)
         self._output_tokens.observe(num_tokens)
+        self._n.observe(books.n)
+        if books.max_tokens is not None:
+            self._max_tokens.observe(books.max_tokens)
+        if times is None:
+            return
+        start, scheduled, first, end = times.arrival_time, times.first_scheduled_time, times.first_token_time, times.finished_time
         if scheduled is None or first is None or end is None:
             return
         self._ttft.observe(first - start)
         self._queue.observe(scheduled - start)
+        self._inference.observe(end - scheduled)
         self._prefill.observe(first - scheduled)
         self._decode.observe(end - first)
         self._e2e.observe(end - start)
@@ -130,6 +148,9 @@ class Metrics(Collector):
             gauge = GaugeMetricFamily(f"{PREFIX}{name}", text, labels=labels)
             gauge.add_metric((self._model,), value)
             yield gauge
+        info = GaugeMetricFamily(f"{PREFIX}cache_config_info", "1; the KV cache is in the labels.", labels=tuple(self._cache))
+        info.add_metric(tuple(self._cache.values()), 1.0)
+        yield info
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from jaxserve.serving import responses
-from jaxserve.serving.chat_protocol import RESERVED_VARIABLES
+from jaxserve.serving.chat_protocol import CALLS_NEED_TOOLS, RESERVED_VARIABLES
 from jaxserve.serving.strict_model import DECIMAL_TOKEN_ID
 
 _ERRORS = {
@@ -46,12 +46,14 @@ def answers(kind: Any, *statuses: int, also: str | None = None) -> dict[str, Any
 class Limits:
     """What depends on the model and the server's settings.
 
-    variables: the names that the chat template reads. priorities: whether requests may say one.
+    variables: the names that the chat template reads. calls: whether the server knows its tool calls. priorities: whether requests
+    may say one.
     """
 
     models: Sequence[str]
     vocab_size: int
     variables: frozenset[str]
+    calls: bool
     priorities: bool
 
     def write(self, schema: dict[str, Any]) -> None:
@@ -69,9 +71,11 @@ class Limits:
             properties["chat_template_kwargs"] = _nullable(kwargs, properties["chat_template_kwargs"])
             if "tools" not in self.variables:
                 properties["tools"] = _nullable({"type": "array", "maxItems": 0}, properties["tools"])
-                if "tool_choice" in properties:
-                    choice = {"type": "string", "enum": ["none", "auto"]}
-                    properties["tool_choice"] = _nullable(choice, properties["tool_choice"])
+        if "tool_choice" in properties and not (self.calls and "tools" in self.variables):
+            properties["tool_choice"] = _nullable({"type": "string", "enum": ["none", "auto"]}, properties["tool_choice"])
+            schema["allOf"] = [rule for rule in schema["allOf"] if rule != CALLS_NEED_TOOLS]
+        if "strict" in properties and "parameters" in properties and not self.calls:
+            properties["strict"] = _nullable({"const": False, "type": "boolean"}, properties["strict"])
         self._token_ids(properties)
 
     def _token_ids(self, node: Any) -> None:

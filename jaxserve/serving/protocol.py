@@ -14,13 +14,13 @@ from pydantic import ConfigDict, Field, model_validator
 from jaxserve.request import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from jaxserve.serving.errors import RefusedError
 from jaxserve.serving.forms import ResponseFormat, StructuredOutputs, form_of
-from jaxserve.serving.strict_model import Model, OnlyFalse, SomeTokenIds, Text, TokenIds, TokenIdText, if_given
+from jaxserve.serving.strict_model import Model, OnlyFalse, SomeTokenIds, Text, Texts, TokenIds, TokenIdText, if_given
 from jaxserve.structured import StructuredOutputsParams
 
 MAX_STOPS = 12  # stop strings, and stop token ids, of a request
 
 
-Prompt = Text | Annotated[list[Text], Field(min_length=1)] | TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
+Prompt = Text | Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
 
 PASSED_ON = (  # fields that are SamplingParams' own, by the same name
     "n",
@@ -92,6 +92,9 @@ class GenerationRequest(Model):
     add_special_tokens: bool | None = Field(None, description="Put the model's special tokens (often a BOS) around texts.")
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1, description="Lower is served first, if the server was told to.")
     cache_salt: Text | None = Field(None, description="Prompts share cached prefixes only under one salt.")
+    timeout: float | None = Field(
+        None, gt=0, description="Ours: seconds from its arrival that it may take, within the server's own limit; then 504."
+    )
     user: str | None = Field(None, description="Kept in the access log.")
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's: the form that the output must have.")

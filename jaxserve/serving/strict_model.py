@@ -18,7 +18,7 @@ def _integral(value: Any) -> Any:
 
 
 def _all_integral(values: Any) -> Any:
-    return [_integral(x) for x in values] if isinstance(values, list) and any(type(x) is float for x in values) else values
+    return [_integral(x) for x in values] if isinstance(values, list) and float in map(type, values) else values
 
 
 def _only_false(value: bool) -> bool:
@@ -29,8 +29,10 @@ def _only_false(value: bool) -> bool:
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
-SomeTokenIds = Annotated[list[TokenId], BeforeValidator(_all_integral)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1), BeforeValidator(_all_integral)]
+# The first wrong element ends it: a long list of another kind would make as many errors.
+Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+SomeTokenIds = Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(_all_integral)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), BeforeValidator(_all_integral)]
 OnlyFalse = Annotated[bool, AfterValidator(_only_false), WithJsonSchema({"const": False, "type": "boolean"})]
 TokenIdText = Annotated[str, Field(pattern=DECIMAL_TOKEN_ID)]
 

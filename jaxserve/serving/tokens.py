@@ -10,16 +10,14 @@ from jaxserve.serving.protocol import DetokenizeRequest, TokenizeCompletionReque
 from jaxserve.serving.responses import Detokenized, TokenizerInfo, Tokens
 
 
-async def tokenize(served: Served, body: TokenizeCompletionRequest | TokenizeChatRequest) -> Tokens:
+def tokenize(served: Served, body: TokenizeCompletionRequest | TokenizeChatRequest) -> Tokens:
     """Token ids of a text, or of the prompt that a chat makes."""
     check_model(body.model, served.names)
     with checking():
+        tokenizer = served.engine.get_tokenizer()
         text = body.prompt if isinstance(body, TokenizeCompletionRequest) else render(served, body)
-        ids = await served.engine.encode(text, body.add_special_tokens)
-    strings = None
-    if body.return_token_strs:
-        backend = served.engine.get_tokenizer().backend
-        strings = [backend.id_to_token(i) or "" for i in ids]
+    ids = tokenizer.encode(text, body.add_special_tokens)
+    strings = [tokenizer.backend.id_to_token(i) or "" for i in ids] if body.return_token_strs else None
     return Tokens(len(ids), served.engine.config.scheduler.max_model_len, ids, strings)
 
 

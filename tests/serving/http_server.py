@@ -64,6 +64,30 @@ def listening(app: Any, **options: Any) -> Iterator[str]:
         assert not thread.is_alive(), "the server did not end"
 
 
+def steps_until_pages_are_back(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> list[int]:
+    """For each abort that the engine's thread takes, once every page is free: how many steps it has run since."""
+    engine, taken, found = llm.engine, list[int](), list[int]()
+    abort, step = engine.abort, engine.step
+
+    def look() -> None:
+        while taken and engine.pool.num_free_pages == engine.pool.num_pages:
+            found.append(engine.stats.num_steps - taken.pop(0))
+
+    def watched_abort(request_ids):
+        taken.append(engine.stats.num_steps)
+        abort(request_ids)
+        look()
+
+    def watched_step():
+        outputs = step()
+        look()
+        return outputs
+
+    monkeypatch.setattr(engine, "abort", watched_abort)
+    monkeypatch.setattr(engine, "step", watched_step)
+    return found
+
+
 def slow_down(monkeypatch: pytest.MonkeyPatch, llm: LLM, seconds: float = 0.02) -> None:
     """Makes each step of a model take so long, so that something can happen meanwhile."""
     fetch = llm.engine.runner.fetch

@@ -1,7 +1,11 @@
-"""For schemathesis: what the published schema can't say. Grammars compile, and bad words have few tokens.
+"""For schemathesis: what the published schema can't say. Grammars compile, bad words have few tokens, what is to be called is among
+the tools, a checkpoint is there, no deadline is shorter than an answer takes, and max_tokens has one of its names.
 
-What a negative case says stays as it is. That a grammar is refused which does not compile is test_refusals.py's to see.
+What a negative case says stays as it is. That the server refuses what is repaired here, other tests see.
 """
+
+import os
+from typing import Any
 
 import schemathesis
 
@@ -16,12 +20,30 @@ FORMS = {"json": SCHEMA, "regex": "[a-c]+", "grammar": 'start: "a" | "b" start',
 def before_call(context, case, kwargs):
     if case.meta is None or not case.meta.generation.mode.is_positive or not isinstance(case.body, dict):
         return
-    if case.body.get("bad_words"):
-        case.body["bad_words"] = [word if len(word.encode()) < MAX_BAD_WORD_TOKENS else "x" for word in case.body["bad_words"]]
-    response_format, form = case.body.get("response_format"), case.body.get("structured_outputs")
+    body = case.body
+    if body.get("bad_words"):
+        body["bad_words"] = [word if len(word.encode()) < MAX_BAD_WORD_TOKENS else "x" for word in body["bad_words"]]
+    if "max_completion_tokens" in body:
+        body.pop("max_tokens", None)
+    if body.get("timeout"):
+        body["timeout"] = 60
+    if "path" in body:
+        body["path"] = os.environ["SCHEMA_CHECKPOINT"]
+    response_format, form = body.get("response_format"), body.get("structured_outputs")
     if isinstance(response_format, dict) and response_format["type"] == "json_schema":
         named = response_format["json_schema"] | {"schema": SCHEMA}
-        case.body["response_format"] = response_format | {"json_schema": named}
+        body["response_format"] = response_format | {"json_schema": named}
     if isinstance(form, dict):
         valid = {name: FORMS[name] for name, value in form.items() if value is not None and name in FORMS}
-        case.body["structured_outputs"] = form | valid
+        body["structured_outputs"] = form | valid
+    if body.get("tools") and body.get("tool_choice") != "none":
+        _repair_tools(body)
+
+
+def _repair_tools(body: dict[str, Any]) -> None:
+    """Arguments are objects, a function that must be called is one of the tools, and a form beside them is a JSON schema."""
+    body["tools"] = [tool | {"function": tool["function"] | {"parameters": SCHEMA}} for tool in body["tools"]]
+    if isinstance(body.get("tool_choice"), dict):
+        body["tool_choice"] = body["tool_choice"] | {"function": {"name": body["tools"][0]["function"]["name"]}}
+    if body.get("structured_outputs"):
+        body["structured_outputs"] = {"json": SCHEMA}

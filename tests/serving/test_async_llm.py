@@ -9,10 +9,11 @@ import pytest
 
 from jaxserve import SamplingParams
 from jaxserve.serving.async_llm import Ask, AsyncLLM
-from jaxserve.serving.messages import DeadlineError, Delta, FailedError, QueueFullError, Report, UnavailableError
+from jaxserve.serving.messages import Call, DeadlineError, Delta, FailedError, QueueFullError, Report, UnavailableError
 from jaxserve.structured.grammars import GrammarCompiler
 from jaxserve.tokenizer import IncrementalDetokenizer
 from tests.alphabet_model import after, ids
+from tests.serving.http_server import slow_down, steps_until_pages_are_back
 
 
 def ask(prompt: str = "a", **params: Any) -> Ask:
@@ -135,14 +136,15 @@ def test_requests_of_one_name_are_not_mixed_up(llm):
     run(main())
 
 
-def test_leaving_early_gives_pages_back_within_two_steps(llm):
+def test_leaving_early_gives_pages_back_within_two_steps(llm, monkeypatch):
+    steps = steps_until_pages_are_back(monkeypatch, llm)
+
     async def main():
         async with AsyncLLM(llm) as engine:
             async with await engine.open([long()]) as stream:
                 await anext(stream)
-                steps = engine.stats.num_steps
             await pages_back(engine)
-            assert engine.stats.num_steps - steps <= 2 + 2, "two that may have been scheduled before the abort came, two after"
+            assert len(steps) == 1 and steps[0] <= 2
             assert engine.num_requests == 0 and engine._num_samples == 0
 
     run(main())
@@ -197,6 +199,27 @@ def test_a_deadline_ends_the_request(llm):
     run(main())
 
 
+def test_a_deadline_of_ones_own(llm):
+    """Within the engine's, from the arrival on."""
+
+    async def main():
+        async with AsyncLLM(llm, request_timeout=0.2) as engine:
+            await engine.pause()
+            for timeout, ends in ((0.05, 0.05), (9, 0.2)):
+                with pytest.raises(DeadlineError, match=f"longer than {ends} s"):
+                    async for _ in engine.generate("a", timeout=timeout):
+                        pass
+            with pytest.raises(DeadlineError, match="longer than 0.1 s"):
+                await engine.open([ask()], timeout=0.1, arrival=time.monotonic() - 0.1)
+            with pytest.raises(ValueError, match="timeout=0 must be a number of seconds > 0"):
+                await engine.open([ask()], timeout=0)
+            await engine.resume()
+            await pages_back(engine)
+            assert engine._num_samples == 0
+
+    run(main())
+
+
 def test_paused_nothing_runs_and_nothing_is_lost(llm):
     async def main():
         async with AsyncLLM(llm) as engine:
@@ -206,12 +229,44 @@ def test_paused_nothing_runs_and_nothing_is_lost(llm):
                 steps = engine.stats.num_steps
                 late = asyncio.create_task(text_of(engine, ask("x", max_tokens=2)))
                 await asyncio.sleep(0.05)
-                await engine._call("stats")
+                await engine.pause()  # any call brings a report
                 assert engine.stats.num_steps == steps and engine.stats.is_paused
                 await engine.resume()
                 assert first.text + "".join([d.text async for d in stream]) == after("a", 20)
             assert await late == after("x", 2)
 
+    run(main())
+
+
+def test_weights_are_read_beside_the_steps(llm, folder, monkeypatch):
+    """And only their path crosses to the engine's side."""
+    from jaxserve import model_loader
+
+    load = model_loader.load_model
+
+    def while_it_steps(*args, **kwargs):
+        wanted, deadline = llm.engine.stats.num_steps + 3, time.monotonic() + 10
+        while llm.engine.stats.num_steps < wanted:
+            assert time.monotonic() < deadline, "the engine stands still"
+            time.sleep(0.001)
+        return load(*args, **kwargs)
+
+    async def main():
+        async with AsyncLLM(llm) as engine:
+            send, sent = engine._engine.send, []
+            monkeypatch.setattr(engine._engine, "send", lambda command: (sent.append(command), send(command)))
+            async with await engine.open([long()]) as stream:
+                await anext(stream)
+                with pytest.raises(FileNotFoundError):
+                    await engine.update_weights_from_path("/nothing/there")
+                monkeypatch.setattr(model_loader, "load_model", while_it_steps)
+                await engine.update_weights_from_path(folder, in_flight="keep")
+                assert not stream.finished
+            calls = [command for command in sent if isinstance(command, Call)]
+            assert [dict(c.arguments)["path"] for c in calls] == ["/nothing/there", str(folder)]
+            await pages_back(engine)
+
+    slow_down(monkeypatch, llm)
     run(main())
 
 

@@ -70,6 +70,7 @@ def test_control(guarded):
     assert ok(post("/v1/completions", prompt="a", temperature=0, max_tokens=3))["choices"][0]["text"] == "bcd"
     assert ok(post("/reset_prefix_cache")) == {"status": "ok", "reset": True}
     refusal(post("/sleep", level=3))
+    refusal(client.post("/sleep", content=b" null", headers=with_key() | {"content-type": "application/json"}))
     refusal(post("/update_weights_from_path", path="/nothing/there"))
     ok(client.post("/sleep", headers=with_key()))  # no body: level 1
     ok(post("/wake_up"))

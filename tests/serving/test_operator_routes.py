@@ -1,12 +1,15 @@
 """Models, tokens, metrics, the access log, the published schema, the page."""
 
+import functools
 import json
+import time
 
 import httpx
 import jsonschema_rs
 
 from tests.alphabet_model import BOS, EOS, SPECIALS, VOCABULARY, ids
 from tests.serving.calls import chat, complete, ok, refusal
+from tests.serving.http_server import Server, serving, slow_down
 
 
 def test_models_version_tokenizer(server):
@@ -39,13 +42,15 @@ def test_request_ids_and_access_log(server, caplog):
     assert secret not in caplog.text
 
 
-def test_metrics(server):
-    def value(name: str, **labels: str) -> float:
-        wanted = f"jaxserve:{name}{{"
-        lines = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith(wanted)]
-        lines = [line for line in lines if all(f'{k}="{v}"' in line for k, v in labels.items())]
-        return sum(float(line.rpartition(" ")[2]) for line in lines)
+def metric(server: Server, name: str, **labels: str) -> float:
+    wanted = f"jaxserve:{name}{{"
+    lines = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith(wanted)]
+    lines = [line for line in lines if all(f'{k}="{v}"' in line for k, v in labels.items())]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
+
+def test_metrics(server):
+    value = functools.partial(metric, server)
     names = ("generation_tokens_total", "steps_total", "time_to_first_token_seconds_count", "inter_token_latency_seconds_count")
     before = {name: value(name) for name in names}
     asked = value("http_requests_total", path="/v1/completions", status="200")
@@ -59,6 +64,42 @@ def test_metrics(server):
     assert value("request_success_total", finished_reason="length") == ended + 2
     assert value("num_requests_running") == 0 and value("kv_cache_usage_perc") == 0 and 0 < value("padding_share") < 1
     assert value("bucket_steps_total") == value("steps_total") and value("compiles_total") > 0
+
+
+def test_metrics_of_requests_and_steps(shared_llm):
+    with serving(shared_llm) as server:
+        steps, tokens = metric(server, "steps_total"), metric(server, "step_tokens_total")  # of the engine, which is older
+        ok(complete(server, ["tea", "a"], max_tokens=5, n=2))
+        ok(complete(server, "x", max_tokens=None))  # OpenAI's 16
+        server.wait_idle()
+        for name, count, total in (
+            ("request_prompt_tokens", 3, 3 + 1 + 1),
+            ("request_generation_tokens", 3, 4 * 5 + 16),
+            ("request_params_n", 3, 2 + 2 + 1),
+            ("request_params_max_tokens", 3, 5 + 5 + 16),
+        ):
+            assert (metric(server, f"{name}_count"), metric(server, f"{name}_sum")) == (count, total), name
+        assert metric(server, "prompt_tokens_total") == 5
+        assert metric(server, "iteration_tokens_total_sum") == metric(server, "step_tokens_total") - tokens >= 36
+        assert 0 < metric(server, "iteration_tokens_total_count") <= metric(server, "steps_total") - steps
+        queue, whole = (metric(server, f"{name}_seconds_sum") for name in ("request_queue_time", "e2e_request_latency"))
+        assert abs(queue + metric(server, "request_inference_time_seconds_sum") - whole) < 1e-6
+        pages = {"block_size": "4", "num_gpu_blocks": "96", "enable_prefix_caching": "True"}
+        assert metric(server, "cache_config_info", **pages) == 1
+
+
+def test_aborted_requests_are_counted(shared_llm, monkeypatch):
+    slow_down(monkeypatch, shared_llm)
+    with serving(shared_llm) as server:
+        body = {"prompt": "a", "n": 2, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with server.client.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())
+        server.wait_idle()
+        deadline = time.monotonic() + 10
+        while not metric(server, "request_success_total", finished_reason="abort"):
+            assert time.monotonic() < deadline
+        assert metric(server, "request_success_total", finished_reason="abort") == 2
+        assert metric(server, "request_success_total") == 2 and metric(server, "request_failures_total") == 0
 
 
 def test_answers_match_the_published_schema(server):

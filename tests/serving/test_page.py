@@ -72,7 +72,20 @@ def test_what_is_said_is_never_markup(page):
     assert page.run("document.querySelectorAll('#chat img, #chat script').length") == 0 and page.run("window.hit") is None
 
 
-def test_errors_are_said(page):
-    say(page, "a" * 400)
+def test_errors_are_said_and_what_was_refused_is_taken_back(page):
+    say(page, "a" * 400, temperature=0, max_tokens=4)
     page.wait(f"{IDLE} && document.querySelectorAll('.error').length === 1")
-    assert "max_model_len" in turns(page)[-1][1]
+    assert "max_model_len" in turns(page)[-1][1] and page.run("messages.length") == 0
+    say(page, "x")
+    page.wait(f"{IDLE} && document.querySelectorAll('.turn').length === 4")
+    assert turns(page)[2:] == [["turn user", "x"], ["turn assistant", "BCDE"]]
+    assert page.run("messages.map(m => m.content)") == ["x", "BCDE"]
+
+
+def test_a_new_chat_has_nothing_of_the_last(page, server, shared_llm, monkeypatch):
+    slow_down(monkeypatch, shared_llm)
+    say(page, "a", temperature=0, max_tokens=150)
+    page.wait("document.querySelectorAll('.turn').length === 2")
+    page.run("document.getElementById('clear').click()")
+    page.wait(IDLE)
+    assert turns(page) == [] and page.run("messages.length") == 0

@@ -1,0 +1,152 @@
+"""Bodies that are large and allowed: what can't be served is refused early, the rest read beside the event loop: streams go on."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxserve.tokenizer import ChatTemplate, Tokenizer
+from tests.alphabet_model import BOS, TURN, backend, ids
+from tests.serving.calls import chat, complete, ok, refusal
+from tests.serving.http_server import Server, serving, slow_down
+
+STREAM = {"prompt": "a", "temperature": 0, "max_tokens": 200, "ignore_eos": True, "stream": True}
+
+
+class Flow:
+    """A stream of another client, which takes at least a second: `chunks` counts what has come of it."""
+
+    def __init__(self, server: Server):
+        self.chunks = 0
+        self._thread = threading.Thread(target=self._read, args=(server.url,))
+        self._thread.start()
+        self.wait(1)
+
+    def _read(self, url: str) -> None:
+        with httpx.stream("POST", f"{url}/v1/completions", json=STREAM, timeout=60) as response:
+            for line in response.iter_lines():
+                self.chunks += line.startswith("data: {")
+
+    def wait(self, chunks: int) -> None:
+        deadline = time.monotonic() + 10
+        while self.chunks < chunks:
+            assert time.monotonic() < deadline, "the other stream stands still"
+            time.sleep(0.002)
+
+    def end(self) -> None:
+        self._thread.join(30)
+
+
+@pytest.fixture
+def flow(server, shared_llm, monkeypatch):
+    slow_down(monkeypatch, shared_llm, 0.01)
+    flow = Flow(server)
+    yield flow
+    flow.end()
+
+
+def while_it_flows(flow: Flow, work: Callable[..., Any]) -> Callable[..., Any]:
+    """`work`, which goes on only when the other stream has brought something: the event loop must be free meanwhile."""
+
+    def held(*args, **kwargs):
+        flow.wait(flow.chunks + 2)
+        return work(*args, **kwargs)
+
+    return held
+
+
+def never(*_, **__):
+    raise AssertionError("looked at though it must be refused")
+
+
+def test_a_list_of_more_prompts_than_there_is_room_for_is_not_tokenised(server, flow, monkeypatch):
+    monkeypatch.setattr(Tokenizer, "encode", never)
+    many = ["a"] * 250_000  # 1 MB
+    for body, num_samples in (({}, 250_000), ({"n": 2}, 500_000)):
+        assert f"{num_samples} samples in one call can't be held" in refusal(complete(server, many, **body))["message"]
+    flow.wait(flow.chunks + 2)
+
+
+def test_a_long_list_is_tokenised_while_others_stream(server, flow, monkeypatch):
+    monkeypatch.setattr(Tokenizer, "encode", while_it_flows(flow, Tokenizer.encode))
+    answer = ok(complete(server, ["a" * 200] * 30, max_tokens=1))
+    assert [choice["text"] for choice in answer["choices"]] == ["b"] * 30
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised(server, monkeypatch):
+    """256 tokens of at most 8 bytes, a special token's."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "encode", never)
+        said = "tokens have 2048 at most"
+        assert said in refusal(complete(server, TURN * 256 + "a"))["message"]
+        assert said in refusal(chat(server, "a" * 1_000_000))["message"]
+    assert "256 tokens" in refusal(complete(server, TURN * 256))["message"]
+    ok(server.client.post("/tokenize", json={"prompt": "a" * 10_000}))
+
+
+def test_a_long_chat_is_rendered_while_others_stream(server, flow, monkeypatch):
+    monkeypatch.setattr(ChatTemplate, "render", while_it_flows(flow, ChatTemplate.render))
+    messages = [{"role": "user", "content": "a"}] * 200
+    assert "max_model_len" in refusal(chat(server, messages))["message"]
+    assert ok(server.client.post("/tokenize", json={"messages": messages}))["count"] == 801
+
+
+def test_a_long_list_of_another_kind_makes_one_error(server):
+    """Not one an element for each alternative that a prompt could have been."""
+    tokens = ok(server.client.post("/detokenize", json={"tokens": ids("ab") * 3000}))
+    assert tokens["prompt"] == "ab" * 3000
+    message = refusal(server.client.post("/v1/completions", json={"prompt": [*[1] * 5000, None, None]}))["message"]
+    assert len(message) < 1000 and "5000" in message
+
+
+def test_a_deadline_counts_what_reading_takes(server, monkeypatch):
+    encode = Tokenizer.encode
+    ok(complete(server, "a", max_tokens=1))  # nothing is left to compile
+
+    def slowly(*args):
+        time.sleep(0.6)
+        return encode(*args)
+
+    monkeypatch.setattr(Tokenizer, "encode", slowly)
+    error = refusal(complete(server, "a", max_tokens=1, user="x" * 5000, timeout=0.5), 504)
+    assert error["code"] == "deadline_exceeded" and "longer than 0.5 s" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "changes, most",
+    [
+        ({}, 8),
+        ({"normalizer": {"type": "NFC"}}, 32),
+        ({"normalizer": {"type": "Lowercase"}}, None),
+        ({"pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}}, None),
+        ({"lstrip": True}, None),
+        ({"without": "Z"}, None),
+    ],
+)
+def test_the_longest_token(changes, most):
+    """Texts within it are never refused: where something can vanish there is no bound."""
+    import tokenizers
+
+    said = json.loads(backend().to_str())
+    said |= {name: value for name, value in changes.items() if name in ("normalizer", "pre_tokenizer")}
+    said["added_tokens"][0]["lstrip"] = changes.get("lstrip", False)
+    vocab = said["model"]["vocab"]
+    vocab.pop(changes.get("without"), None)
+    made = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(said)), special_tokens={"bos_token": BOS})
+    assert made.max_token_bytes == most
+
+
+def test_per_request_deadlines(shared_llm, monkeypatch):
+    """Within the server's own."""
+    slow_down(monkeypatch, shared_llm)
+    with serving(shared_llm, request_timeout=0.3) as server:
+        for timeout, ends in ((0.1, 0.1), (60, 0.3)):
+            error = refusal(complete(server, "a", max_tokens=200, ignore_eos=True, timeout=timeout), 504)
+            assert f"longer than {ends} s" in error["message"]
+        assert ok(complete(server, "a", max_tokens=2, timeout=60))["choices"][0]["text"] == "bc"
+        assert refusal(complete(server, timeout=0))["param"] == "timeout"
+        server.wait_idle()
