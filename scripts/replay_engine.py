@@ -19,6 +19,7 @@ from jaxserve.engine import EngineOutput, EngineStats
 from jaxserve.page_pool import PagePool
 from jaxserve.request import Request, RequestMetrics, SamplingParams
 from jaxserve.schedule import SchedulerStats
+from jaxserve.structured.grammars import GrammarCompiler
 from jaxserve.tokenizer import Tokenizer
 
 FOX = "The quick brown fox jumps over the lazy dog. "
@@ -97,4 +98,5 @@ def replay_llm(max_num_seqs: int, step_seconds: float = 0.0, text: str = FOX, ch
     """What `AsyncLLM` takes for an LLM. text: what every answer is, again and again."""
     tokenizer = byte_tokenizer(chat_template)
     engine = ReplayEngine(tokenizer.encode(text), max_num_seqs, step_seconds)
-    return SimpleNamespace(tokenizer=tokenizer, engine=engine, get_default_sampling_params=SamplingParams)
+    grammars = GrammarCompiler(tokenizer, 256, engine.eos_token_ids)
+    return SimpleNamespace(tokenizer=tokenizer, engine=engine, grammars=grammars, get_default_sampling_params=SamplingParams)
