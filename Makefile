@@ -66,7 +66,7 @@ aot-check: setup-aot ## compile our kernels and the engine's step for Hopper, wi
 lm-eval: setup setup-lm-eval ## lm-eval's scores of the demo's model through our server and in transformers: they must be equal
 	@$(PY) -m scripts.lm_eval_check $(ARGS)
 
-reproduce: setup ## every table and plot of benchmarks/ that needs this machine alone (hours); VIDUR=<folder> of kernel profiles: that comparison too
+reproduce: setup ## every table and plot of benchmarks/ that needs this machine alone (hours; ARGS=<flags> of reproduce_sarathi, such as --seeds=1); VIDUR=<folder> of kernel profiles: that comparison too
 	@$(PY) -m scripts.reproduce_sarathi --workers=$(or $(WORKERS),2) $(ARGS)
 	@$(PY) -m scripts.reproduce_orca
 	@if [ -n "$(VIDUR)" ]; then $(PY) -m scripts.validate_simulator --vidur="$(VIDUR)" --output=benchmarks/vidur; \

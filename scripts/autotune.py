@@ -132,6 +132,7 @@ class Tuner:
         plan = json.loads(self.plan(setting, self.workload).to_json(workload=self.workload.name))
         limits = machine.limits
         options |= {"batching_policy": limits.policy, "scheduling_policy": limits.order, "enable_chunked_prefill": limits.chunked}
+        options |= {"enable_mixed_steps": limits.mixed}
         options |= {"async_scheduling": machine.async_scheduling, "enable_prefix_caching": machine.prefix_caching}
         return {**options, "max_model_len": limits.max_model_len, "num_pages": machine.num_pages, "bucket_plan": plan}
 

@@ -117,6 +117,7 @@ class Load:
         self._engine, self._compiler, self._forms = engine, compiler, forms
         self._texts: dict[str, list[int]] = {}
         self._num_added = 0
+        self._last_step: float | None = None  # when it ended
         body = 1e-3 * (FLAGS.step_ms - FLAGS.head_ms)
         self.device = TimedDevice(engine, body, 1e-3 * FLAGS.head_ms, self._next_tokens)
 
@@ -137,14 +138,16 @@ class Load:
         return np.array([text[at] if at < len(text) else 1 for text, at in texts], np.int32)
 
     def run(self, num_rows: int, num_steps: int) -> list[float]:
-        """Keeps so many requests running; returns the seconds between steps."""
-        times = []
-        for _ in range(num_steps + 1):
+        """Keeps so many requests running; returns the seconds from step to step, of the last call's last step to the first too."""
+        gaps = []
+        for _ in range(num_steps):
             while len(self._engine._groups) < num_rows:
                 self._add()
             self._engine.step()
-            times.append(time.perf_counter())
-        return np.diff(times).tolist()
+            before, self._last_step = self._last_step, time.perf_counter()
+            if before is not None:
+                gaps.append(self._last_step - before)
+        return gaps
 
 
 def make_engine(vocab_size: int, max_rows: int, document: int) -> Any:
@@ -187,7 +190,7 @@ def measure_masks(compiler: Any, vocab_size: int, forms: list[tuple[Any, list[in
     """What `num_rows` requests with these forms cost a step; medians and 99th percentiles in ms."""
     engine = make_engine(vocab_size, num_rows, max(len(text) for _, text in forms))
     load, clock = Load(engine, compiler, forms), Clock()
-    load.run(num_rows, 20)
+    load.run(num_rows, 20)  # before what is timed
     clock.time(engine, "_follow_grammars", "advance")
     clock.time(engine._constraints, "masks", "fill")
     load.device.late.clear()
