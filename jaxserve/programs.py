@@ -184,6 +184,12 @@ class Programs:
             probs = jax.ShapeDtypeStruct((*shape, self.config.model.vocab_size), jnp.float32)
         return step.DraftState(drafts, probs, jax.eval_shape(self.proposer.init_state))  # pyright: ignore[reportArgumentType]
 
+    @property
+    def draft_bytes(self) -> int:
+        """Of the draft state: the drafts, what they were drawn from, and what the proposer keeps."""
+        leaves = [] if self.proposer is None else jax.tree.leaves(self.draft_state)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
     def largest_temp_bytes(self) -> int:
         """As much temporary memory as any program may need: see memory.reserve_bytes."""
         plan = self.config.plan

@@ -47,7 +47,8 @@ def resolve(functions: ModelFunctions, config: EngineConfig) -> ResolvedConfig:
     )
     resolved = decide()
     if limit is not None and config.num_pages is None:
-        resolved = decide(temp_bytes=Programs(functions, resolved).largest_temp_bytes())
+        programs = Programs(functions, resolved)
+        resolved = decide(temp_bytes=programs.largest_temp_bytes() + programs.draft_bytes)
     return resolved
 
 

@@ -230,19 +230,19 @@ def main(argv: list[str]) -> None:
     if not _SLO.value:
         raise app.UsageError("give --slo_ms, the objectives in milliseconds")
     refuse_flags("--policies says how steps are composed", "batching_policy")
-    refuse_flags(
-        "rates are searched, with seeds from 0 to --seeds - 1, all compiled before",
-        *("request_rate", "arrivals_from_trace", "seed", "warm_up"),
-    )
+    refuse_flags("rates are searched", "request_rate", "arrivals_from_trace")
     if not _GPU.value:
         refuse_flags("they are of --gpu", "tp", "pp", "gpus_per_node")
     if _GPU.value or _REAL.value:
         refuse_flags("it is of plans for --step_times", "multiple")
-    if not _REAL.value:
-        refuse_flags("nothing is logged but by an engine; see --real", "demand_log")
     with exit_on_bad_input("bench_capacity"):
+        refuse_options("rates are searched with seeds from 0 to --seeds - 1, all compiled before", "seed", "warm_up")
+        if not _REAL.value:
+            refuse_options("nothing is logged but by an engine; see --real", "demand_log")
         refuse_options("a dynamic budget has each of --slo_ms as its own", "tbt_slo_ms")
         contenders, slos = [Contender.parse(text) for text in _POLICIES.value], [float(ms) / 1e3 for ms in _SLO.value]
+        if _REAL.value and not any(contender.dynamic for contender in contenders):
+            refuse_options("only a dynamic budget reads them; see --policies", "step_times")
         server = Real() if _REAL.value else Analytic(_GPU.value) if _GPU.value else Simulated()
         workload = traffic(server, 1.0, 0)
         if len(workload.requests) < 10 * server.limits.max_num_seqs:

@@ -95,14 +95,18 @@ def at_url(workloads: dict[float, Workload], seed: int) -> list[dict[str, Any]]:
     return results
 
 
+def server_flags() -> list[str]:
+    """The flags given that a server takes too: the model, the engine's options, the file of them."""
+    ours = [name for name in ("model", "config", *engine_options()) if name in flags.FLAGS]
+    return [flags.FLAGS[name].serialize() for name in ours if flags.FLAGS[name].present]
+
+
 def against_server(workloads: dict[float, Workload], seed: int) -> list[dict[str, Any]]:
     """For each rate, the last round's result in process and that of a server of the same flags, and the share between them."""
     from scripts.open_loop import serve
 
     engine, results = make_engine(), []
-    ours = [name for name in ("model", "config", *engine_options()) if name in flags.FLAGS]
-    given = [flags.FLAGS[name].serialize() for name in ours if flags.FLAGS[name].present]
-    with server_process("scripts.serve", "--noaccess_log", *given) as (url, _):
+    with server_process("scripts.serve", "--noaccess_log", *server_flags()) as (url, _):
         for rate, workload in workloads.items():
             shares, here, there = [], {}, {}
             for of_round in range(seed, seed + 1 + _ROUNDS.value):

@@ -37,7 +37,9 @@ _MAX_LEN = flags.DEFINE_integer("max_model_len", 16_384, "Most tokens of a reque
 _MAX_SEQS = flags.DEFINE_integer("max_num_seqs", 128, "Most sequences at once.", lower_bound=1)
 _BUDGET = flags.DEFINE_integer("max_num_batched_tokens", 2048, "Token budget of a step.", lower_bound=1)
 _PAGE = flags.DEFINE_integer("page_size", 64, "Tokens a KV page.", lower_bound=1)
-_SLO = flags.DEFINE_float("tbt_slo_ms", None, "Dynamic budget: milliseconds that a step with decodes may take; of a pipeline, between tokens.")
+_SLO = flags.DEFINE_float(
+    "tbt_slo_ms", None, "Dynamic budget: milliseconds that a step with decodes may take; of a pipeline, between tokens."
+)
 _RATE = flags.DEFINE_float("request_rate", float("inf"), "Requests a second; inf: all at once.")
 _REPEAT = flags.DEFINE_integer("repeat", 1, "The workload so many times, one after the other.", lower_bound=1)
 _GOODPUT = flags.DEFINE_list("goodput", [], "Objectives in ms, such as ttft:500,tpot:50.")

@@ -186,6 +186,7 @@ def test_trials_of_another_workload_are_not_taken_for_ours(tmp_path):
         (["--slo_ms=50", "--real", "--multiple=4"], "--multiple: it is of plans for --step_times"),
         (["--slo_ms=50", "--request_rate=4", "--arrivals_from_trace"], "--request_rate, --arrivals_from_trace: rates are searched"),
         (["--slo_ms=50", "--seed=3"], "--seed: rates are searched"),
+        (["--slo_ms=50", "--real", "--max_model_len=128", "--step_times=x"], "--step_times: only a dynamic budget"),
         (["--slo_ms=50", "--step_times=x", "--speculative_config={}"], "--speculative_config: steps with drafts"),
         (["--slo_ms=50", "--step_times=x", "--dtype=float32"], "--dtype: a profile's steps"),
         (["--slo_ms=50", "--tbt_slo_ms=9"], "--tbt_slo_ms: a dynamic budget has each of --slo_ms"),

@@ -1,6 +1,7 @@
 """The chain from a profile to a plan in use: profile_steps, tune_buckets, tune_budget, bench_serve. Their numbers fit each other;
 how large they are is no test's business."""
 
+import ast
 import importlib.util
 import json
 import os
@@ -170,13 +171,17 @@ def test_mistakes_end_with_one_line(work, script, given, name, message):
 
 
 def test_server_of_the_same_options(work):
-    """--against_server hands on a file of options as it does flags."""
+    """--against_server hands on the engine's options and a file of them, and nothing else."""
     alphabet_model.save(work / "served")
     options = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32, "num_pages": 32, "page_size": 16}
     options |= {"bucket_plan": json.loads(BucketPlan(mixed=((32, 4),), head_rows=(4,)).to_json())}
     (work / "same.json").write_text(json.dumps(options | {"long_prefill_token_threshold": 8}))
+    given = [f"--config={work / 'same.json'}", f"--model={work / 'served'}", "--num_pages=30", "--noenable_prefix_caching"]
     traffic = ["--workload=random", "--num_prompts=4", "--random_input_len=8", "--random_output_len=4", "--rounds=1"]
-    done = run(work, "bench_serve", f"--model={work / 'served'}", f"--config={work / 'same.json'}", "--against_server", *traffic)
+    code = "import sys\nfrom scripts import bench_serve\nbench_serve.flags.FLAGS(sys.argv)\nprint(bench_serve.server_flags())"
+    told = subprocess.run([sys.executable, "-c", code, *given, *traffic], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert sorted(ast.literal_eval(told.stdout)) == sorted(given), told.stderr
+    done = run(work, "bench_serve", *given, "--against_server", *traffic)
     assert done.returncode == 0 and "of the engine in process" in done.stdout, done.stderr
 
 

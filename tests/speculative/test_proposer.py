@@ -69,6 +69,8 @@ def test_a_body_shows_every_token_that_it_runs(monkeypatch):
     """And nothing compiles after warm-up, with a state that both programs change and probabilities in it; nor after a sleep."""
     engine = make_engine(monkeypatch, pool_pages=44)
     engine.runner.warm_up()
+    held = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(engine.runner.draft_state))
+    assert engine.runner.programs.draft_bytes == held, "what a pool beside it must leave room for"
     add_all(engine)
     before = num_compiled()
     while engine.has_unfinished_requests():
