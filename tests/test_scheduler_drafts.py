@@ -188,6 +188,8 @@ def test_foretold_tokens_cut_the_drafts_in_flight(depth, config):
 class LeastBudget:
     """An objective that no step meets: as StepBudget's, the smallest size that holds the decodes and one token more."""
 
+    every_step = False
+
     def choose(self, starts, chunk_start):
         return next(size for size in (4, 8, 32) if size > len(starts))
 
