@@ -21,7 +21,7 @@ def test_the_longest_decodes():
 
 def test_steps_of_a_trace(tmp_path):
     trace = tmp_path / "trace.csv"
-    rows = "".join(f"{600 + 97 * i},{30 + i}\n" for i in range(32))
+    rows = "".join(f"{600 + 97 * (i % 9)},{30 + i % 9}\n" for i in range(32))
     trace.write_text("num_prefill_tokens,num_decode_tokens\n" + rows + "99999,5\n")  # the last is longer than max_kv_len
     flags = [f"--trace={trace}", "--num_running=3,4", "--stride=1", "--max_kv_len=4096", "--json=-"]
     command = [sys.executable, "-m", "scripts.bench_work_list", *flags]
