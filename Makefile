@@ -47,7 +47,7 @@ format: setup ## apply ruff's fixes and its format
 fuzz-api: setup ## schemathesis against the server's published schema: every phase, 100 examples an operation (2 minutes)
 	@SCHEMA_EXAMPLES=100 $(PY) -m pytest tests/serving/test_schema.py $(ARGS)
 
-soak: setup ## 10,000 good and bad requests to a server with a tiny model; exits with 1 if memory, a page or a file leaks (4 minutes)
+soak: setup ## 10,000 good and bad requests to a server with a tiny model; exits with 1 if memory, a page, a file or a thread leaks (4 minutes)
 	@folder="$$(mktemp -d)" && trap 'rm -rf "$$folder"' EXIT && $(PY) -m tests.alphabet_model "$$folder" && \
 	$(PY) -m scripts.soak --model="$$folder" --num_requests=10000 --check_every=1000 $(ARGS)
 

@@ -362,12 +362,13 @@ class LLM:
                 if params[i].stop and self.tokenizer is None:
                     raise ValueError(f"stop={params[i].stop} needs a tokenizer, and none was loaded; use stop_token_ids")
                 params[i] = with_bad_words_tokenized(params[i], self.tokenizer)
-                if params[i].structured_outputs is not None:
-                    grammars[i] = self.grammars.submit(params[i].structured_outputs)
+                form = params[i].structured_outputs
+                if form is not None and on_error == "raise":
+                    grammars[i] = self.grammars.submit(form)
                 self.engine.check_request(f"{run}-{i}", ready[i].token_ids, params[i], priority=priorities[i])
             except ValueError as error:
                 errors[i] = str(error)
-        for i, grammar in grammars.items() if on_error == "raise" else ():  # all of them compile by now
+        for i, grammar in grammars.items():  # all of them compile by now
             try:
                 grammar.result()
             except ValueError as error:
@@ -377,22 +378,30 @@ class LLM:
         failed = {}
         for i, message in errors.items():
             prompt = ready.pop(i, None) or _Tokenized(prompts[i] if isinstance(prompts[i], str) else None, [])
-            outputs = [CompletionOutput(0, "", [], finish_reason="error", stop_reason=message)]
-            failed[i] = RequestOutput(f"{run}-{i}", prompt.text, prompt.token_ids, outputs, True)
+            failed[i] = _refused(f"{run}-{i}", prompt, message)
         return self._run(run, ready, failed, params, priorities, grammars)
 
     def _run(
         self,
         run: int,
-        ready: Mapping[int, _Tokenized],
+        ready: dict[int, _Tokenized],
         failed: Mapping[int, RequestOutput],
         params: Sequence[SamplingParams],
         priorities: Sequence[int],
-        grammars: Mapping[int, Future[Grammar]],
+        grammars: dict[int, Future[Grammar]],
     ) -> Outputs:
+        """grammars: those that are compiled; the rest are asked for when the run begins: one that never does gives nothing up."""
         yield from failed.items()
         index_of: dict[str, int] = {}  # of this run's requests
         try:
+            for i in list(ready):
+                form = params[i].structured_outputs
+                if form is None or i in grammars:
+                    continue
+                try:
+                    grammars[i] = self.grammars.submit(form)
+                except ValueError as error:
+                    yield i, _refused(f"{run}-{i}", ready.pop(i), str(error))
             for i, prompt in ready.items():
                 index_of[f"{run}-{i}"] = i
                 requests = self.engine.add_request(
@@ -487,6 +496,11 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     if unknown:
         raise TypeError(f"unknown option {', '.join(unknown)}; options are {', '.join(known)}")
     return EngineConfig(**options)
+
+
+def _refused(request_id: str, prompt: _Tokenized, message: str) -> RequestOutput:
+    outputs = [CompletionOutput(0, "", [], finish_reason="error", stop_reason=message)]
+    return RequestOutput(request_id, prompt.text, prompt.token_ids, outputs, True)
 
 
 def _is_int(x: object) -> bool:

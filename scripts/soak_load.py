@@ -52,7 +52,7 @@ def extras(rng: random.Random, chat: bool) -> list[dict[str, Any]]:
         {"stream": True, "stream_options": {"include_usage": True}},
         {"min_tokens": 2, "ignore_eos": True},
         {"prompt_logprobs": 1},
-        {"timeout": 60},
+        {"timeout": 600},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema(rng)}}},
         {"structured_outputs": rng.choice([{"choice": ["yes", "no"]}, {"regex": f"[a-z]{{{rng.randint(1, 40)}}}"}])},
         *(of_chats if chat else own),

@@ -45,7 +45,7 @@ from jaxserve.serving.responses import (
     Version,
     encode,
 )
-from jaxserve.serving.streaming import ClientGoneError
+from jaxserve.serving.streaming import ClientGoneError, unless_gone
 
 ANSWERED = (RequestValidationError, HTTPException, RequestError, RefusedError)
 GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
@@ -167,12 +167,12 @@ def _generation_routes(app: FastAPI, served: Served) -> None:
     @app.post("/v1/completions", response_model=None, **answers(Completion, *GENERATION_ERRORS, also=streamed))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         request.state.user = body.user
-        return await create_completion(served, body, request, request.state.request_id)
+        return await create_completion(served, body, request)
 
     @app.post("/v1/chat/completions", response_model=None, **answers(ChatCompletion, *GENERATION_ERRORS, also=streamed))
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         request.state.user = body.user
-        return await create_chat_completion(served, body, request, request.state.request_id)
+        return await create_chat_completion(served, body, request)
 
     @app.get("/v1/models", response_model=None, **answers(ModelList, 401))
     async def models() -> Response:
@@ -184,7 +184,8 @@ def _token_routes(app: FastAPI, served: Served) -> None:
     errors = (400, 401, 404, 408, 413, 500)
 
     async def aside[T](request: Request, work: Callable[[], T]) -> T:
-        return await served.engine.aside(len(await request.body()), work)
+        size = len(await request.body())
+        return await unless_gone(request, served.engine.aside(size, work))
 
     @app.post("/tokenize", response_model=None, **answers(Tokens, *errors))
     async def tokenize(body: TokenizeCompletionRequest | TokenizeChatRequest, request: Request) -> Response:

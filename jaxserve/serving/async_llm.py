@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,9 @@ class RequestStream:
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Aborts what still runs; nothing if all has ended."""
-        self._owner._close(self)
+    def close(self, refused: bool = False) -> None:
+        """Aborts what still runs; nothing if all has ended. refused: as Abort's."""
+        self._owner._close(self, refused)
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
@@ -129,9 +130,6 @@ class RequestStream:
             self._unfinished.discard(event.request_id)
             self._error = self._error or event.error
         self.wake()
-
-    def too_late(self) -> DeadlineError:
-        return DeadlineError(f"the request took longer than {self.timeout:g} s")
 
     def fail(self, error: Exception) -> None:
         self._error = self._error or error
@@ -182,14 +180,15 @@ class AsyncLLM:
         self.stats: LoopStats = self._engine.stats()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, RequestStream] = {}  # by request id, until its last event
-        self._num_samples = 0  # of all streams that are open
+        self._num_samples = 0  # of all streams that are open, and of what is being read
         self._seconds_taken = 1.0  # by a request, lately
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids, self._serials = itertools.count(), itertools.count()
         self._empty = asyncio.Event()
         self._empty.set()
         self._closing: str | None = None
-        self._reading = ThreadPoolExecutor(2, "jaxserve-reader")
+        self._reading = ThreadPoolExecutor(2, "jaxserve-reader")  # of requests
+        self._aside = ThreadPoolExecutor(1, "jaxserve-aside")  # whatever else is long: no request waits for it
         self._max_characters: int | None = None  # of a prompt
         if llm.tokenizer is not None and (longest := llm.tokenizer.max_token_bytes) is not None:
             self._max_characters = self.config.scheduler.max_model_len * longest
@@ -214,9 +213,56 @@ class AsyncLLM:
             raise ValueError("no tokenizer was loaded (skip_tokenizer_init=True): give prompts as token ids")
         return self.tokenizer
 
+    async def read[T](
+        self,
+        size: int,
+        work: Callable[[], T],
+        num_samples: int,
+        *,
+        timeout: float | None = None,
+        arrival: float | None = None,
+    ) -> T:
+        """What `work` returns, which makes ready what `open` will be given: on a thread where it reads many characters or bytes.
+        Its samples take their room meanwhile, and its deadline counts.
+
+        Raises:
+          As `check_room` and `open`.
+        """
+        self.check_room(num_samples)
+        limit, arrival = self._limit_of(timeout), time.monotonic() if arrival is None else arrival
+        self._num_samples += num_samples
+        try:
+            async with asyncio.timeout(None if limit is None else arrival + limit - time.monotonic()):
+                return await self._on(self._reading, size, work)
+        except TimeoutError:
+            raise _too_late(limit) from None
+        finally:
+            self._num_samples -= num_samples
+
     async def aside[T](self, size: int, work: Callable[[], T]) -> T:
-        """What `work` returns, which reads so many characters or bytes: on a thread where they are many. Once begun it ends."""
-        return work() if size <= SHORT else await asyncio.get_running_loop().run_in_executor(self._reading, work)
+        """What `work` returns, as `read`, for what is no request: no request waits for it."""
+        return await self._on(self._aside, size, work)
+
+    async def _on[T](self, pool: ThreadPoolExecutor, size: int, work: Callable[[], T]) -> T:
+        """Once begun it ends; whoever waits may be cancelled. UnavailableError if shutting down comes first."""
+        if size <= SHORT:
+            return work()
+        if self._closing:
+            raise UnavailableError(self._closing)
+        result = asyncio.get_running_loop().run_in_executor(pool, work)
+        try:
+            return await result
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closing and task is not None and not task.cancelling():  # the pool dropped it
+                raise UnavailableError(self._closing) from None
+            raise
+
+    def _limit_of(self, timeout: float | None) -> float | None:
+        """Seconds that a request may take which asks for so many."""
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"{timeout=} must be a number of seconds > 0, or None")
+        return min((t for t in (timeout, self.request_timeout) if t is not None), default=None)
 
     def encode_prompt(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. ValueError where no tokenizer was loaded, and, before it is tokenised, for a text that is too long
@@ -249,8 +295,7 @@ class AsyncLLM:
           QueueFullError: too much is waiting. UnavailableError: nothing is taken at the moment. DeadlineError: it is over already.
         """
         self.start()
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"{timeout=} must be a number of seconds > 0, or None")
+        limit = self._limit_of(timeout)
         serial = next(self._serials)  # what a closed stream's engine still sends must not reach another of the same name
         names = [f"{request_id or uuid.uuid4().hex}.{serial}.{i}" for i in range(len(asks))]
         ready = {id(params): self.ready(params) for params in {id(ask.params): ask.params for ask in asks}.values()}
@@ -258,7 +303,7 @@ class AsyncLLM:
             self,
             {name: replace(ask, params=ready[id(ask.params)]) for name, ask in zip(names, asks, strict=True)},
             time.monotonic() if arrival is None else arrival,
-            min((t for t in (timeout, self.request_timeout) if t is not None), default=None),
+            limit,
         )
         self._admit(stream)
         try:
@@ -267,8 +312,8 @@ class AsyncLLM:
                     Add(name, ask.prompt_token_ids, ask.params, stream.arrival, ask.prompt, ask.priority, ask.cache_salt)
                 )
             await stream.accepted()
-        except BaseException:
-            stream.close()
+        except BaseException as error:
+            stream.close(refused=isinstance(error, Exception))  # or else cancelled
             raise
         return stream
 
@@ -302,7 +347,7 @@ class AsyncLLM:
         self.check_room(stream.num_samples)
         left = math.inf if stream.timeout is None else stream.arrival + stream.timeout - time.monotonic()
         if left <= 0:
-            raise stream.too_late()
+            raise _too_late(stream.timeout)
         self._num_samples += stream.num_samples
         self._streams |= dict.fromkeys(stream.asks, stream)
         self._empty.clear()
@@ -311,14 +356,14 @@ class AsyncLLM:
 
     def _expire(self, stream: RequestStream) -> None:
         if not stream.finished:
-            stream.fail(stream.too_late())
+            stream.fail(_too_late(stream.timeout))
             self._close(stream)
 
-    def _close(self, stream: RequestStream) -> None:
+    def _close(self, stream: RequestStream, refused: bool = False) -> None:
         """Ends a stream's requests that still run, and forgets it. Does nothing the second time."""
         running = [name for name in stream.asks if self._streams.get(name) is stream]
         if running:
-            self._engine.send(Abort(running))
+            self._engine.send(Abort(running, refused))
             self._forget(stream, running)
 
     def _forget(self, stream: RequestStream, request_ids: Sequence[str]) -> None:
@@ -344,7 +389,7 @@ class AsyncLLM:
         prompt: a text, token ids, or a dict as `LLM.generate` takes it. timeout: as `open`'s, as are errors, and RequestStream's.
         """
         arrival = time.monotonic()
-        ask = await self._ask(prompt, sampling_params or self.default_sampling_params, priority)
+        ask = await self._ask(prompt, sampling_params or self.default_sampling_params, priority, timeout, arrival)
         async with await self.open([ask], request_id, timeout=timeout, arrival=arrival) as stream:
             output = RequestOutput(request_id or stream.request_ids[0], ask.prompt, ask.prompt_token_ids, [], False)
             with_logprobs = ask.params.logprobs is not None
@@ -355,7 +400,14 @@ class AsyncLLM:
                 _extend(output, delta)
                 yield output
 
-    async def _ask(self, prompt: str | Mapping[str, Any] | Sequence[int], params: SamplingParams, priority: int) -> Ask:
+    async def _ask(
+        self,
+        prompt: str | Mapping[str, Any] | Sequence[int],
+        params: SamplingParams,
+        priority: int,
+        timeout: float | None,
+        arrival: float,
+    ) -> Ask:
         fields: Mapping[str, Any]
         if isinstance(prompt, Mapping):
             fields = prompt
@@ -369,7 +421,10 @@ class AsyncLLM:
         text, ids = fields.get("prompt"), fields.get("prompt_token_ids")
         if ids is None and not isinstance(text, str):
             raise ValueError(f"prompt={text!r} must be a text, or give prompt_token_ids")
-        ids = await self.aside(len(str(text)), lambda: self.encode_prompt(str(text))) if ids is None else list(ids)
+        if ids is None:
+            encode = partial(self.encode_prompt, str(text))
+            ids = await self.read(len(str(text)), encode, params.n, timeout=timeout, arrival=arrival)
+        ids = list(ids)
         return Ask(ids, params, text, priority, fields.get("cache_salt"))
 
     # -- the engine's side
@@ -471,7 +526,12 @@ class AsyncLLM:
             if not future.done():
                 future.set_exception(UnavailableError(self._closing))
         self._calls.clear()
-        await asyncio.to_thread(self._reading.shutdown, cancel_futures=True)
+        for pool in (self._reading, self._aside):
+            await asyncio.to_thread(pool.shutdown, cancel_futures=True)
+
+
+def _too_late(limit: float | None) -> DeadlineError:
+    return DeadlineError(f"the request took longer than {limit:g} s")
 
 
 def _extend(output: RequestOutput, delta: Delta) -> None:

@@ -38,12 +38,13 @@ def render(served: Served, body: Chat, *, with_tools: bool = True) -> str:
     return served.engine.get_tokenizer().apply_chat_template(messages, **body.template_variables(with_tools=with_tools))
 
 
-async def create_chat_completion(served: Served, body: ChatRequest, request: Request, request_id: str) -> Response:
+async def create_chat_completion(served: Served, body: ChatRequest, request: Request) -> Response:
     """The answer to a request, once it is complete, or a stream of chunks."""
     check_model(body.model, served.names)
     if body.stream:
         stream = await unless_gone(request, _open(served, body, request))  # a form may take a while to compile
-        return EventStream(until_done(_Answer(served, body, stream, request_id).chunks(), stream), stream.close, served.patience)
+        answer = _Answer(served, body, stream, request.state.request_id)
+        return EventStream(until_done(answer.chunks(), stream), stream.close, served.patience)
     return Response(encode(await unless_gone(request, _complete(served, body, request))), media_type="application/json")
 
 

@@ -17,12 +17,12 @@ from jaxserve.serving.streaming import EventStream, unless_gone
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-async def create_completion(served: Served, body: CompletionRequest, request: Request, request_id: str) -> Response:
+async def create_completion(served: Served, body: CompletionRequest, request: Request) -> Response:
     """The answer to a request, once it is complete, or a stream of chunks."""
     check_model(body.model, served.names)
     if body.stream:
         stream = await unless_gone(request, _open(served, body, request))  # a form may take a while to compile
-        answer = _Answer(served, body, stream, request_id)
+        answer = _Answer(served, body, stream, request.state.request_id)
         return EventStream(until_done(answer.chunks(), stream), stream.close, served.patience)
     return Response(encode(await unless_gone(request, _complete(served, body, request))), media_type="application/json")
 

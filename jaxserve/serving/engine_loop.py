@@ -63,7 +63,7 @@ class _Loaded:
 
 
 Command = Add | Abort | Call | Stop | _Compiled | _Loaded
-CALLS = ("pause", "resume", "reset_prefix_cache", "sleep", "wake_up")  # and update_weights_from_path, read beside the steps first
+CALLS = ("pause", "resume", "reset_prefix_cache", "sleep", "wake_up", "update_weights_from_path")
 
 
 @dataclass(slots=True)
@@ -121,6 +121,7 @@ class EngineLoop:
         self._num_prompt_tokens = 0  # of requests that have begun
         self._lost = (0, 0, 0)  # what the scheduler had counted before a failed step made it begin anew
         self._step_seconds: float | None = None
+        self._loading: threading.Thread | None = None  # reads weights, until they have been taken
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
 
     def start(self) -> None:
@@ -151,6 +152,8 @@ class EngineLoop:
             self._fail_all(UnavailableError, "the server is shutting down")
             self._broken = self._broken or "the server has shut down"
             self._hand_over()
+            if self._loading is not None:
+                self._loading.join()
             self.engine.close()
             self._grammars.close()
 
@@ -168,17 +171,16 @@ class EngineLoop:
             if isinstance(command, Add):
                 self._add(command)
             elif isinstance(command, Abort):
-                for name in self._open.keys() & set(command.request_ids):
+                for name in () if command.refused else self._open.keys() & set(command.request_ids):
                     self._events.append(Aborted(name, sum(not sent.finished for sent in self._open[name].samples)))
                 self._abort(command.request_ids)
             elif isinstance(command, _Compiled):
                 self._settle(command.request_id)
             elif isinstance(command, _Loaded):
+                self._loading = None
                 self._events.append(self._reply(command.call, partial(self._update_weights, command)))
-            elif command.method == "update_weights_from_path":
-                threading.Thread(target=self._load, args=(command,), name="jaxserve-loader", daemon=True).start()
             else:
-                self._events.append(self._reply(command, partial(self._call, command)))
+                self._answer(command)
         return True
 
     def _add(self, add: Add) -> None:
@@ -317,6 +319,14 @@ class EngineLoop:
 
     # -- calls
 
+    def _answer(self, call: Call) -> None:
+        """Carries a call out and replies; weights are read first, beside the steps, and the reply comes after that."""
+        if call.method == "update_weights_from_path" and self._loading is None:
+            self._loading = threading.Thread(target=self._load, args=(call,), name="jaxserve-loader", daemon=True)
+            self._loading.start()
+        else:
+            self._events.append(self._reply(call, partial(self._call, call)))
+
     def _call(self, call: Call) -> Any:
         if call.method not in CALLS:
             raise ValueError(f"method={call.method!r} must be one of {', '.join(CALLS)}")
@@ -338,6 +348,9 @@ class EngineLoop:
 
     def _reset_prefix_cache(self) -> bool:
         return self.engine.reset_prefix_cache()
+
+    def _update_weights_from_path(self, path: str, **_: Any) -> None:
+        raise RuntimeError(f"{path} is not read: other weights are being loaded; wait until that has ended")
 
     def _load(self, call: Call) -> None:
         """On a thread of its own, beside the steps."""

@@ -86,8 +86,8 @@ async def open_stream(
     """
     engine, arrival = served.engine, time.monotonic()
     with checking(form_field):
-        engine.check_room(num_prompts * (body.n or engine.default_sampling_params.n))
-        asks = await engine.aside(len(await request.body()), read)
+        size, num_samples = len(await request.body()), num_prompts * (body.n or engine.default_sampling_params.n)
+        asks = await engine.read(size, read, num_samples, timeout=body.timeout, arrival=arrival)
         return await engine.open(asks, request.state.request_id, timeout=body.timeout, arrival=arrival)
 
 

@@ -54,7 +54,10 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
+    """refused: their call was refused for another of its prompts; they count as never asked for."""
+
     request_ids: list[str]
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

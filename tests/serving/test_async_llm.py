@@ -1,6 +1,7 @@
 """`AsyncLLM` on the model whose greedy output can be written down: streams, refusals, cancellation, faults, shutting down."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -8,10 +9,10 @@ from typing import Any
 import pytest
 
 from jaxserve import SamplingParams
-from jaxserve.serving.async_llm import Ask, AsyncLLM
+from jaxserve.serving.async_llm import SHORT, Ask, AsyncLLM
 from jaxserve.serving.messages import Call, DeadlineError, Delta, FailedError, QueueFullError, Report, UnavailableError
 from jaxserve.structured.grammars import GrammarCompiler
-from jaxserve.tokenizer import IncrementalDetokenizer
+from jaxserve.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.alphabet_model import after, ids
 from tests.serving.http_server import slow_down, steps_until_pages_are_back
 
@@ -270,6 +271,43 @@ def test_weights_are_read_beside_the_steps(llm, folder, monkeypatch):
     run(main())
 
 
+def test_one_checkpoint_is_read_at_a_time(llm, folder, monkeypatch):
+    """And shutting down leaves no thread behind that reads one."""
+    from jaxserve import model_loader
+
+    load, begun, go_on = model_loader.load_model, asyncio.Event(), threading.Event()
+
+    async def main():
+        loop = asyncio.get_running_loop()
+
+        def held(*args, **kwargs):
+            loop.call_soon_threadsafe(begun.set)
+            assert go_on.wait(30)
+            return load(*args, **kwargs)
+
+        monkeypatch.setattr(model_loader, "load_model", held)
+        async with AsyncLLM(llm) as engine:
+            first = asyncio.create_task(engine.update_weights_from_path(folder))
+            await begun.wait()
+            with pytest.raises(RuntimeError, match="other weights are being loaded"):
+                await engine.update_weights_from_path("/another")
+            go_on.set()
+            await first
+            await engine.update_weights_from_path(folder)
+            go_on.clear()
+            begun.clear()
+            last = asyncio.create_task(engine.update_weights_from_path(folder))
+            await begun.wait()
+            loader = engine._engine._loading
+            assert loader is not None and loader.is_alive()
+            loop.call_later(0.1, go_on.set)
+        assert not loader.is_alive()
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await last
+
+    run(main())
+
+
 # ---- faults
 
 
@@ -383,6 +421,40 @@ def test_shutdown_after_its_grace_ends_what_still_runs(llm):
         with pytest.raises(UnavailableError, match="shutting down"):
             await anext(stream)
 
+    run(main())
+
+
+def test_shutdown_ends_what_waits_to_be_read(llm, monkeypatch):
+    encode, begun, go_on = Tokenizer.encode, [], threading.Event()
+
+    def held(tokenizer, text, *args):
+        begun.append(text)
+        assert go_on.wait(30)
+        return encode(tokenizer, text, *args)
+
+    async def texts(engine: AsyncLLM) -> list[str]:
+        return [output.outputs[0].text async for output in engine.generate("a" * (SHORT + 1))]
+
+    async def main():
+        engine = AsyncLLM(llm)
+        engine._max_characters = None  # or else it is refused at once
+        tasks = [asyncio.create_task(texts(engine)) for _ in range(4)]
+        while len(begun) < 2:
+            await asyncio.sleep(0.001)
+        tasks.pop().cancel()  # its own end is no shutdown
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
+        await engine.shutdown(0)
+        assert len(begun) == 2, "the third waited"
+        for ended in [
+            *await asyncio.gather(*tasks, return_exceptions=True),
+            *await asyncio.gather(texts(engine), return_exceptions=True),
+        ]:
+            assert isinstance(ended, UnavailableError) and "shutting down" in str(ended)
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await engine.aside(SHORT + 1, lambda: None)
+        assert engine._num_samples == 0
+
+    monkeypatch.setattr(Tokenizer, "encode", held)
     run(main())
 
 

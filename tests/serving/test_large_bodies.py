@@ -1,9 +1,12 @@
 """Bodies that are large and allowed: what can't be served is refused early, the rest read beside the event loop: streams go on."""
 
+import contextlib
 import json
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -59,6 +62,31 @@ def while_it_flows(flow: Flow, work: Callable[..., Any]) -> Callable[..., Any]:
     return held
 
 
+@contextlib.contextmanager
+def held_back(monkeypatch: pytest.MonkeyPatch, *texts: str) -> Iterator[list[str]]:
+    """None of these is tokenised before the `with` ends. Yields those with which it has begun."""
+    encode, begun, go_on = Tokenizer.encode, list[str](), threading.Event()
+
+    def held(tokenizer, text, *args):
+        if text in texts:
+            begun.append(text)
+            assert go_on.wait(30), "held for too long"
+        return encode(tokenizer, text, *args)
+
+    monkeypatch.setattr(Tokenizer, "encode", held)
+    try:
+        yield begun
+    finally:
+        go_on.set()
+
+
+def until(ready: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 10
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def never(*_, **__):
     raise AssertionError("looked at though it must be refused")
 
@@ -104,16 +132,44 @@ def test_a_long_list_of_another_kind_makes_one_error(server):
 
 
 def test_a_deadline_counts_what_reading_takes(server, monkeypatch):
-    encode = Tokenizer.encode
-    ok(complete(server, "a", max_tokens=1))  # nothing is left to compile
-
-    def slowly(*args):
-        time.sleep(0.6)
-        return encode(*args)
-
-    monkeypatch.setattr(Tokenizer, "encode", slowly)
-    error = refusal(complete(server, "a", max_tokens=1, user="x" * 5000, timeout=0.5), 504)
+    """And does not wait for its end."""
+    with held_back(monkeypatch, "a") as begun:
+        error = refusal(complete(server, "a", max_tokens=1, user="x" * 5000, timeout=0.5), 504)
+        assert begun == ["a"], "reading goes on"
     assert error["code"] == "deadline_exceeded" and "longer than 0.5 s" in error["message"]
+
+
+def test_what_is_read_takes_its_room_meanwhile(shared_llm, monkeypatch):
+    with (
+        serving(shared_llm, max_waiting=0) as server,  # 4 run
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with held_back(monkeypatch, "a") as begun:
+            first = pool.submit(complete, server, ["a"] * 4, max_tokens=1, user="x" * 5000)
+            until(lambda: begun)
+            message = refusal(complete(server, "b", max_tokens=1, user="x" * 5000), 429)["message"]
+            assert "4 samples are running or waiting, of at most 4" in message and begun == ["a"]
+        assert len(ok(first.result(30))["choices"]) == 4
+        with held_back(monkeypatch, "a"):
+            refusal(complete(server, ["a"] * 4, max_tokens=1, user="x" * 5000, timeout=0.1), 504)
+            ok(complete(server, ["b"] * 4, max_tokens=1))  # nobody waits for the others any more
+        server.wait_idle()
+
+
+def test_no_request_waits_for_tokenize(server, monkeypatch):
+    """Nor does a reader for one whose client has left."""
+    texts = [letter * 5000 for letter in "xyz"]
+    with ThreadPoolExecutor(2) as pool:
+        with held_back(monkeypatch, *texts) as begun:
+            answers = [pool.submit(server.client.post, "/tokenize", json={"prompt": text}) for text in texts[:2]]
+            until(lambda: begun)
+            with pytest.raises(httpx.ReadTimeout):
+                server.client.post("/tokenize", json={"prompt": texts[2]}, timeout=0.3)
+            until(lambda: re.search(r'http_requests_total.*"/tokenize",status="499"', server.client.get("/metrics").text))
+            ok(complete(server, ["a"] * 2, max_tokens=1, user="x" * 5000))
+            assert len(begun) == 1
+        assert [ok(answer.result(30))["count"] for answer in answers] == [5000, 5000]
+    assert sorted(begun) == texts[:2]
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,15 @@ def test_aborted_requests_are_counted(shared_llm, monkeypatch):
         assert metric(server, "request_success_total") == 2 and metric(server, "request_failures_total") == 0
 
 
+def test_a_refused_call_counts_as_nothing(shared_llm):
+    with serving(shared_llm) as server:
+        refusal(complete(server, [ids("a"), ids("a" * 300)], max_tokens=5))  # the first has begun by then
+        server.wait_idle()
+        ok(complete(server, "b", max_tokens=1))  # after it: all reports have come
+        assert metric(server, "request_success_total", finished_reason="abort") == 0
+        assert metric(server, "request_success_total") == 1 and metric(server, "request_failures_total") == 0
+
+
 def test_answers_match_the_published_schema(server):
     schema = ok(server.client.get("/openapi.json"))
 

@@ -190,6 +190,30 @@ def test_a_stream_that_is_closed_is_not_compiled_for(llm, blocked):
     assert "closed2" not in begun and {"closed0", "closed1", "after"} <= set(begun)
 
 
+def test_a_stream_that_never_begins_is_not_compiled_for(llm, blocked):
+    begun, gate = blocked
+    stream = llm.stream(["x", ""], [constrained("never"), constrained("nor this")], on_error="return")
+    del stream
+    gate.set()
+    assert generate(llm, "x", constrained("later"))[0].outputs[0].text == "later"
+    assert begun == ["later"]
+
+
+def test_a_form_that_cannot_be_asked_for_is_its_own_prompts_error(llm, monkeypatch):
+    submit = GrammarCompiler.submit
+
+    def refusing(compiler, params):
+        if params.regex == "bad":
+            raise ValueError("refused on purpose")
+        return submit(compiler, params)
+
+    monkeypatch.setattr(GrammarCompiler, "submit", refusing)
+    prompts, params = ["x", "x", ""], [constrained("bad"), constrained("good"), constrained("good")]
+    bad, good, empty = llm.generate(prompts, params, use_tqdm=False, on_error="return")
+    assert (bad.outputs[0].finish_reason, bad.outputs[0].stop_reason) == ("error", "refused on purpose")
+    assert good.outputs[0].text == "good" and empty.outputs[0].finish_reason == "error"
+
+
 @pytest.mark.parametrize("warm_up", ["all", "first_use"])
 def test_the_vocabulary_is_read_with_the_rest_or_not_at_all(tmp_path, monkeypatch, warm_up):
     monkeypatch.setattr(Programs, "get", lambda *_: None)
