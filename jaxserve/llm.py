@@ -25,7 +25,7 @@ from jaxserve.model_loader import LoadedModel, adopt_model, load_model
 from jaxserve.models import GenerationDefaults, ModelConfig
 from jaxserve.progress import ProgressBar
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, ScoreOutput
-from jaxserve.structured.grammars import Grammar, GrammarCompiler
+from jaxserve.structured.grammars import Grammar, GrammarCompiler, outcome
 from jaxserve.text_outputs import TextOutputs
 from jaxserve.tokenizer import Tokenizer
 
@@ -370,7 +370,7 @@ class LLM:
                 errors[i] = str(error)
         for i, grammar in grammars.items():  # all of them compile by now
             try:
-                grammar.result()
+                outcome(grammar)
             except ValueError as error:
                 errors[i] = str(error)
         if errors and on_error == "raise":

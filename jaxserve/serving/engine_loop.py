@@ -211,7 +211,8 @@ class EngineLoop:
             self._events.append(Accepted(add.request_id))
         else:
             self._compiling[add.request_id] = grammar
-            grammar.add_done_callback(lambda _: self.send(_Compiled(add.request_id)))
+            compiled = _Compiled(add.request_id)
+            grammar.add_done_callback(lambda _: self.send(compiled))  # kept as long as the grammar: no prompt in it
 
     def _settle(self, request_id: str) -> None:
         """Accepts a request whose grammar is compiled by now, or refuses it; does nothing the second time."""
@@ -223,7 +224,11 @@ class EngineLoop:
             self._events.append(Accepted(request_id))
             return
         self._abort([request_id])
-        known = error if isinstance(error, GrammarError) else FailedError(f"the grammar could not be compiled: {error!r}")
+        known = (
+            GrammarError(str(error))
+            if isinstance(error, GrammarError)
+            else FailedError(f"the grammar could not be compiled: {error!r}")
+        )
         self._events.append(Failed(request_id, known))
 
     def _abort(self, request_ids: list[str]) -> None:

@@ -50,6 +50,14 @@ class RecentTimes:
             return None
         return sorted(times)[len(times) // 4]
 
+    def least(self, shape: Shape) -> float:
+        """What a step of this shape takes at least, by those of no more tokens and rows that are known; 0 without."""
+        (bucket, rows), known = shape, 0.0
+        for other, of_rows in self._times:
+            if other.tokens <= bucket.tokens and of_rows <= rows:
+                known = max(known, self.get((other, of_rows)) or 0.0)
+        return known
+
 
 class DraftOutcome(NamedTuple):
     """How one sequence's drafts fared in one step."""
@@ -75,7 +83,7 @@ class DraftLengths:
         self.adaptive = adaptive
         self.max_rows: int = plan.max_head_rows  # logits rows that a step may have
         self.max_tokens: int = min(max_num_batched_tokens, self.max_rows)
-        self.lengths: list[int] = sorted({num_drafts, *(k for _, k in plan.draft if k < num_drafts)}, reverse=True)
+        self.lengths: list[int] = sorted({num_drafts, *(k for _, k in plan.draft if k < num_drafts)})
         self.proposed: np.ndarray = np.full((max_num_seqs, num_drafts), NO_DRAFT, np.int32)  # after each row's last token
         self.rates: np.ndarray = np.full(max_num_seqs, FIRST_RATE)  # how often a row's next draft is right
         self.times: RecentTimes = RecentTimes()
@@ -90,8 +98,9 @@ class DraftLengths:
         explore: bool,
         queued: bool,
     ) -> np.ndarray:  # i32[n]: drafts of each, as far as there is room
-        """explore: whether the step will hold decodes alone, so that `take_time` learns what it took: a shape that was not timed is
-        then tried as if its drafts were free. Otherwise it is left out. queued: whether requests wait for a row."""
+        """explore: whether the step will hold decodes alone, so that `take_time` learns what it took: of the shapes that were not
+        timed the smallest is then tried, as if it took no longer than smaller ones. Otherwise they are left out. queued: whether
+        requests wait for a row."""
         n = len(rows)
         if not self.adaptive:
             return np.full(n, self.num_drafts, np.int32)
@@ -105,12 +114,13 @@ class DraftLengths:
         for k in self.lengths:
             num_tokens = n + num_worth * k
             if num_tokens > self.max_tokens:
-                continue
-            seconds = self.times.get(self.shape(num_tokens, n, 1 + k))
+                break
+            shape = self.shape(num_tokens, n, 1 + k)
+            seconds = self.times.get(shape)
             if seconds is None:
                 if not explore:
                     continue
-                seconds = plain
+                seconds, explore = max(plain, self.times.least(shape)), False
             tokens = (1 - p ** (k + 1)) / (1 - p)  # of each row worth it; the others bring one
             per_step = (n - num_worth + tokens.sum()) / n if queued else n / (n - num_worth + (1 / tokens).sum())
             gain = float(per_step) * plain / seconds

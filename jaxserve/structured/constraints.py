@@ -14,7 +14,7 @@ import numpy as np
 from jaxserve.edit_rows import ALLOWED, BAD_WORDS, kinds_of
 from jaxserve.engine_outputs import rows_of_requests
 from jaxserve.speculative.proposer import NO_DRAFT
-from jaxserve.structured.grammars import Grammar, GrammarError
+from jaxserve.structured.grammars import Grammar, GrammarError, outcome
 from jaxserve.structured.masks import GrammarState, MaskFiller
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Constraints:
         for request, future in [(r, f) for r, f in self._compiling.items() if f.done()]:
             del self._compiling[request]
             try:
-                self._grammars[request] = future.result()
+                self._grammars[request] = outcome(future)
                 ready.append(request)
             except Exception as error:  # whatever befell the compiler ends this request and no other
                 failed.append((request, str(error) if isinstance(error, GrammarError) else f"structured_outputs: {error!r}"))

@@ -6,6 +6,7 @@ llguidance does the work: an Earley parser over derivatives of regular expressio
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import threading
@@ -141,7 +142,7 @@ class GrammarCompiler:
 
     def compile(self, params: StructuredOutputsParams | Mapping[str, Any]) -> Grammar:
         """The grammar, waited for. Raises GrammarError."""
-        return self.submit(params).result()
+        return outcome(self.submit(params))
 
     def close(self) -> None:
         """Ends the threads; what waits to be compiled is given up."""
@@ -196,6 +197,14 @@ class GrammarCompiler:
         if params.kind == "choice":
             return llguidance.grammar_from("choice", json.dumps(params.choice))
         return llguidance.grammar_from("regex", str(params.regex))
+
+
+def outcome(grammar: Future[Grammar]) -> Grammar:
+    """The grammar, waited for. Its error is raised anew: one that is kept would keep every frame that it is raised through."""
+    error = grammar.exception()
+    if error is not None:
+        raise copy.copy(error) if isinstance(error, GrammarError) else error
+    return grammar.result()
 
 
 def words_of(matcher: LLMatcher) -> str:

@@ -147,12 +147,18 @@ def test_a_step_whose_time_is_not_seen_tries_nothing():
     machine.run(3)
     assert machine.lengths_seen == [0, 0, 0] and machine.lengths.times.get(machine.lengths.shape(2, 2, 1)) is not None
     assert not machine.lengths.choose(machine.rows, explore=False, queued=True).any()
-    assert (machine.lengths.choose(machine.rows, explore=True, queued=True) == K).all()
+    assert (machine.lengths.choose(machine.rows, explore=True, queued=True) == 2).all(), "the smallest first"
     machine.run(60)
     assert (machine.lengths.choose(machine.rows, explore=False, queued=True) == K).all(), "what was timed counts in every step"
     slow = Machine([0.95] * 2, 10.0)
     slow.run(60)
     assert not slow.lengths.choose(slow.rows, explore=False, queued=True).any()
+
+
+def test_what_is_larger_than_a_step_that_lost_is_not_tried():
+    machine = Machine([0.3] * 8, 1.0)  # with 2 drafts 1.4 tokens a step that takes 2.8 times as long, with 4 as many and longer
+    machine.run(900)
+    assert set(machine.lengths_seen) == {0, 2} and machine.lengths_seen.count(2) == 3
 
 
 @pytest.mark.parametrize("why", ["foretold", "finished"])

@@ -1,9 +1,12 @@
 """Structured output through LLM: the text has the form, with every other parameter beside it, and what can't be is refused."""
 
+import gc
 import json
 import re
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -221,3 +224,26 @@ def test_the_vocabulary_is_read_with_the_rest_or_not_at_all(tmp_path, monkeypatc
     made = LLM(alphabet_model.save(tmp_path), dtype="float32", compilation_cache_dir="", warm_up=warm_up, **ENGINE)
     read = made.grammars._vocabulary
     assert read is None if warm_up == "first_use" else read is not None and read.done() and read.exception() is None
+
+
+class Caller:
+    pass
+
+
+def test_a_refused_form_is_kept_without_those_who_asked(llm):
+    """Its error is kept, to be told again; the frames that it was raised through, and all that they hold, are not."""
+
+    def ask(use: Callable[[], Any]) -> weakref.ref:
+        caller = Caller()
+        with pytest.raises(ValueError, match="structured_outputs: regex"):
+            use()
+        return weakref.ref(caller)
+
+    bad = {"regex": "(unclosed"}
+    params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(**bad))
+    uses = [lambda: llm.grammars.compile(bad), lambda: generate(llm, "a", params)]
+    gone = [ask(use) for use in uses * 2]
+    (refused,) = llm.generate("a", params, use_tqdm=False, on_error="return")
+    assert refused.outputs[0].finish_reason == "error"
+    gc.collect()
+    assert not any(caller() for caller in gone)
