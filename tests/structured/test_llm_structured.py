@@ -239,8 +239,8 @@ def test_a_refused_form_is_kept_without_those_who_asked(llm):
             use()
         return weakref.ref(caller)
 
-    bad = {"regex": "(unclosed"}
-    params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(**bad))
+    bad = StructuredOutputsParams(regex="(unclosed")
+    params = SamplingParams(max_tokens=4, structured_outputs=bad)
     uses = [lambda: llm.grammars.compile(bad), lambda: generate(llm, "a", params)]
     gone = [ask(use) for use in uses * 2]
     (refused,) = llm.generate("a", params, use_tqdm=False, on_error="return")
