@@ -73,8 +73,8 @@ class DraftLengths:
     A row whose drafts are right at the rate p brings 1 + p + p^2 + ... + p^k tokens where it verifies k (Leviathan et al., ICML
     2023, section 3.1). While requests queue for a row, most tokens a second are best: whoever ends sooner makes room. With nobody
     queueing that would let a few rows that copy slow down all others for nothing, as a batch ends with its slowest: then the least
-    time per token is best, averaged over the rows. The times are those of the engine's own steps. adaptive=False: always
-    `num_drafts`.
+    time per token is best, averaged over the rows, as long as it slows down no row by more than that average gains. The times are
+    those of the engine's own steps. adaptive=False: always `num_drafts`.
     """
 
     def __init__(self, plan: BucketPlan, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int, adaptive: bool = True):
@@ -121,10 +121,11 @@ class DraftLengths:
                 if not explore:
                     continue
                 seconds, explore = max(plain, self.times.least(shape)), False
-            tokens = (1 - p ** (k + 1)) / (1 - p)  # of each row worth it; the others bring one
-            per_step = (n - num_worth + tokens.sum()) / n if queued else n / (n - num_worth + (1 / tokens).sum())
-            gain = float(per_step) * plain / seconds
-            if gain > best:
+            tokens, speed = np.ones(n), plain / seconds
+            tokens[worth] = (1 - p ** (k + 1)) / (1 - p)
+            gain = speed * float(tokens.mean() if queued else 1 / (1 / tokens).mean())
+            fair = queued or gain * speed * float(tokens.min()) >= 1
+            if gain > best and fair:
                 best, length = gain, k
         return np.where(worth, length, 0).astype(np.int32)
 

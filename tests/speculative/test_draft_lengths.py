@@ -104,6 +104,17 @@ def test_with_nobody_queueing_rows_that_copy_do_not_slow_down_the_others(num_cop
     assert (drafts < 0.1 * K) if num_copies < 3 else (drafts > 0.4 * K)
 
 
+@pytest.mark.parametrize("per_token, drafts", [(0.005, True), (0.03, False)])
+def test_with_nobody_queueing_the_slowest_row_loses_no_more_than_the_rows_gain_on_average(per_token, drafts):
+    machine = Machine([0.95] * 4 + [0.02] * 4, per_token, queued=False)
+    machine.run(1500)
+    plain = 1 + per_token * PLAN.select(8, 8, 1).tokens
+    loss = np.mean(machine.row_seconds[500:]) / plain  # of a row without drafts
+    gain = 8 / (4 * loss + (loss / machine.row_tokens[500:, :4].mean(0)).sum())  # mean over rows of the time per token
+    assert (np.mean(machine.lengths_seen[500:]) > 0.4 * K) == drafts
+    assert loss < (gain if drafts else 1.02)
+
+
 def test_it_follows_a_text_that_begins_to_repeat_itself_and_ends():
     machine = Machine([0.02], 0.05)
     machine.run(300)
