@@ -14,6 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.structured import lark
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("jaxserve")
 
 MAX_CACHED = 256  # grammars; the one used longest ago goes first
+FOUND_OUT_BY_MASK = ("regex", "grammar")  # kinds of which an empty first mask may be all that tells that nothing satisfies them
 
 
 class GrammarError(ValueError):
@@ -156,9 +158,15 @@ class GrammarCompiler:
         return LLTokenizer(lark.without_marks(self._tokenizer.backend), n_vocab=self.vocab_size, eos_token=eos)
 
     def _compile(self, params: StructuredOutputsParams, vocabulary: Future[Any]) -> Grammar:
+        tokens = vocabulary.result()
+        if params.preamble is not None and params.kind in FOUND_OUT_BY_MASK:  # the first mask will be the preamble's
+            self._start(replace(params, preamble=None), tokens)
+        return Grammar(self._start(params, tokens))
+
+    def _start(self, params: StructuredOutputsParams, tokens: LLTokenizer) -> LLMatcher:
+        """A matcher at the start of the output. GrammarError where there can't be one."""
         from llguidance import LLMatcher
 
-        tokens = vocabulary.result()
         try:
             source = self._source(params, tokens)
         except ValueError as error:
@@ -167,9 +175,9 @@ class GrammarCompiler:
         if matcher.is_error():
             raise GrammarError(f"structured_outputs: {params.kind}: {words_of(matcher)}")
         matcher.compute_bitmask()
-        if matcher.is_error():  # some that nothing satisfies are found out by the first mask only
+        if matcher.is_error():  # see FOUND_OUT_BY_MASK
             raise GrammarError(f"structured_outputs: {params.kind}: nothing satisfies it ({words_of(matcher)})")
-        return Grammar(matcher)
+        return matcher
 
     def _source(self, params: StructuredOutputsParams, vocabulary: LLTokenizer) -> str:
         """llguidance's own text of what is asked for."""
@@ -183,6 +191,8 @@ class GrammarCompiler:
 
         if params.kind in ("json", "json_object"):
             schema: Any = params.json if params.kind == "json" else {"type": "object"}
+            if isinstance(schema, bool):  # llguidance notes the options in the schema, which must be an object for that
+                schema = {"allOf": [schema]}
             if params.disable_additional_properties:
                 schema = _closed(schema)
             options: Any = {"whitespace_flexible": not params.disable_any_whitespace}

@@ -222,6 +222,15 @@ def test_a_form_is_of_the_content_and_not_of_the_reasoning(thinking):
     assert thought == after(">", len(thought)) and (content, reason) == ("xxx", "stop"), "it may think, and does"
 
 
+@pytest.mark.parametrize("opening", ["<think>", "<think></think>", "A"])
+@pytest.mark.parametrize("form", [{"regex": "[^\\s\\S]"}, {"grammar": "start: /[^\\s\\S]/"}, {"json": False}])
+def test_what_nothing_satisfies_is_refused_before_it_thinks(thinking, opening, form):
+    asked = {"structured_outputs": form, "chat_template_kwargs": {"opening": opening}}
+    for stream in (False, True):
+        error = refusal(chat(thinking, stream=stream, **asked))
+        assert error["param"] == "structured_outputs" and "satisf" in error["message"]
+
+
 # ---- openai's helpers
 
 

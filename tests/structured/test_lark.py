@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import models
 
 from jaxserve.structured import StructuredOutputsParams, lark
-from jaxserve.structured.grammars import GrammarCompiler
+from jaxserve.structured.grammars import GrammarCompiler, GrammarError
 from jaxserve.structured.masks import GrammarState
 from jaxserve.tokenizer import Tokenizer
 from tests import alphabet_model
@@ -98,6 +98,14 @@ def test_a_preamble_before_any_form(compiler, name):
         assert read(compiler, maybe, said) == read(compiler, opened, said.removeprefix("<think>")) == "more"
     assert read(compiler, maybe, f"<think>hm</think>~{text}") is None and read(compiler, maybe, f"~{text}") is None
     assert read(compiler, opened, f"hm</think>~{text}") is None
+
+
+@pytest.mark.parametrize("preamble", [None, ("<think>", "</think>"), ("", "</think>")])
+@pytest.mark.parametrize("form", [{"regex": "[^\\s\\S]"}, {"grammar": 'start: NOTHING "a" | NOTHING\nNOTHING: /a/ & /b/'}])
+def test_what_nothing_satisfies_is_refused_behind_a_preamble_too(compiler, form, preamble):
+    """What may be said there would hide that nothing may follow it."""
+    with pytest.raises(GrammarError, match="nothing satisfies it"):
+        compiler.compile(form | {"preamble": preamble})
 
 
 def test_the_characters_of_a_mark_are_text(compiler):
