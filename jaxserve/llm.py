@@ -185,9 +185,9 @@ class LLM:
           use_tqdm: a progress bar on stderr.
           priority: lower is served first (scheduling_policy="priority"); one for all, or one each.
           on_error: what becomes of prompts that can't be run. "raise": ValueError naming all of them, before anything runs; for
-            that the whole call waits until its forms (structured_outputs) are compiled: nothing else tells whether they can be.
-            "return": their outputs have finish_reason "error" and the message as stop_reason; the others run, and wait for no form
-            but their own.
+            that the whole call, its prompts without a form too, waits until its forms (structured_outputs) are compiled: nothing
+            else tells whether they can be. What other streams have queued runs meanwhile. "return": their outputs have
+            finish_reason "error" and the message as stop_reason; the others run, and wait for no form but their own.
 
         Raises:
           ValueError: see on_error; also lists of different lengths.
@@ -369,6 +369,7 @@ class LLM:
             except ValueError as error:
                 errors[i] = str(error)
         for i, grammar in grammars.items():  # all of them compile by now
+            self._step_until(grammar)
             try:
                 outcome(grammar)
             except ValueError as error:
@@ -437,8 +438,16 @@ class LLM:
             self.engine.check_can_step()
             if not self.engine.has_unfinished_requests():
                 raise RuntimeError("the requests were aborted from elsewhere, or by an exception in another stream's step")
-            for output in self._texts.process(self.engine.step()):
-                self._grown[output.request_id] = output
+            self._step()
+
+    def _step_until(self, grammar: Future[Grammar]) -> None:
+        """Steps while other runs have anything left to do and the grammar is not compiled; what they get waits for them."""
+        while not grammar.done() and self.engine.has_unfinished_requests():
+            self._step()
+
+    def _step(self) -> None:
+        for output in self._texts.process(self.engine.step()):
+            self._grown[output.request_id] = output
 
     @staticmethod
     def _collect(stream: Outputs, num_prompts: int, use_tqdm: bool) -> list[RequestOutput]:

@@ -133,6 +133,18 @@ def test_refusals(llm):
         llm.engine.add_request("x", [1], params[1])
 
 
+@pytest.mark.parametrize("options", [{}, {"disable_any_whitespace": True}, {"whitespace_pattern": "~", "preamble": ("<", ">")}])
+def test_schemas_that_are_a_boolean(llm, options):
+    """Any JSON, and none."""
+    for begin, end, value in (("t", "e", True), ("n", "l", None), ('"', '"', ""), ("[", "]", [])):
+        bias = {ord(begin): 50.0, ord(end): 60.0}
+        params = SamplingParams(temperature=0, max_tokens=9, logit_bias=bias, structured_outputs={"json": True, **options})
+        sample = generate(llm, "x", params)[0].outputs[0]
+        assert (json.loads(sample.text), sample.finish_reason) == (value, "stop")
+    with pytest.raises(ValueError, match="structured_outputs: json: .*nsatisfiable"):
+        generate(llm, "x", SamplingParams(structured_outputs={"json": False, **options}))
+
+
 def test_a_form_for_a_pydantic_model(llm):
     import pydantic
 
@@ -178,6 +190,30 @@ def test_a_free_prompt_is_not_held_by_a_form_that_compiles(llm, blocked):
             gate.set()
     assert (done[0].text, done[1].text, done[2].finish_reason) == ("slow", "cde", "error")
     assert "look-around" in done[2].stop_reason
+
+
+def test_another_stream_goes_on_while_a_call_waits_for_its_forms(llm, blocked, monkeypatch):
+    """And then the call waits on: its own free prompt too, as the form may yet be refused."""
+    _, gate = blocked
+    other = llm.stream("a", SamplingParams(temperature=0, max_tokens=6))
+    assert next(other)[1].outputs[0].text == "b"
+    step, stepped = llm.engine.step, []
+
+    def noted():
+        outputs = step()
+        stepped.extend((output.request.parent_id, gate.is_set()) for output in outputs)
+        if any(output.finished for output in outputs):
+            threading.Timer(0.1, gate.set).start()
+        return outputs
+
+    monkeypatch.setattr(llm.engine, "step", noted)
+    free = SamplingParams(temperature=0, max_tokens=3)
+    outputs = generate(llm, ["x", "c"], [constrained("held"), free])
+    assert [output.outputs[0].text for output in outputs] == ["held", "def"]
+    ids = {output.request_id for output in outputs}
+    assert stepped[:5] == [(stepped[0][0], False)] * 5 and stepped[0][0] not in ids
+    assert set(stepped[5:]) == {(request_id, True) for request_id in ids}
+    assert list(other)[-1][1].outputs[0].text == "bcdefg"
 
 
 def test_a_stream_that_is_closed_is_not_compiled_for(llm, blocked):
