@@ -1,6 +1,7 @@
 """What grammars cost a step: the work between one step's tokens and the next one's masks, and how much of it a device waits for.
 
     python -m scripts.bench_structured --tokenizer=FOLDER --json=benchmarks/results/cpu/structured.json
+    python -m scripts.bench_structured --tokenizer=FOLDER --rows=64 --num_speculative_tokens=3      # masks of drafts too
 
 The engine is the real one and so are its grammars, masks and scheduler; the device is a timer (timed_device.py), and what it
 samples are the tokens of documents that fit their schemas. So many requests run at a time, a new one for each that ends. Printed
@@ -8,6 +9,9 @@ are the milliseconds of a step that go into grammars (advance: tokens taken in, 
 the step, and how long the device waited for them once a step's body was done. Then the time that grammars take to compile, and the
 longest time between two steps while they do; and the same of the first grammar where nobody had the vocabulary read before
 (an AsyncLLM does, before it serves).
+
+With --num_speculative_tokens each row brings so many drafts, the next tokens of its document, and they stand: a step then follows
+as many grammars as ever, each over more tokens, and has a mask for each draft.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
+from jaxserve.batch import num_head_rows
 from scripts.engine_flags import provenance, write_json
 from scripts.timed_device import TimedDevice
 
@@ -34,6 +39,7 @@ flags.DEFINE_float("step_ms", 30.0, "Milliseconds that the device takes for a st
 flags.DEFINE_float("head_ms", 3.0, "The head's part of them, which waits for the masks.", lower_bound=0.0)
 flags.DEFINE_integer("steps", 100, "Timed steps of each row of the table.", lower_bound=2)
 flags.DEFINE_integer("compiles", 20, "Grammars of each size that are compiled.", lower_bound=1)
+flags.DEFINE_integer("num_speculative_tokens", 0, "Drafts of each constrained row and step.", lower_bound=0)
 flags.DEFINE_integer("seed", 0, "Seeds schemas and documents.")
 flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 
@@ -119,7 +125,9 @@ class Load:
         self._num_added = 0
         self._last_step: float | None = None  # when it ended
         body = 1e-3 * (FLAGS.step_ms - FLAGS.head_ms)
-        self.device = TimedDevice(engine, body, 1e-3 * FLAGS.head_ms, self._next_tokens)
+        speculative = engine.config.speculative
+        self._num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        self.device = TimedDevice(engine, body, 1e-3 * FLAGS.head_ms, self._next_tokens, self._num_drafts)
 
     def _add(self) -> None:
         from jaxserve import SamplingParams
@@ -132,10 +140,16 @@ class Load:
         self._engine.add_request(name, [1] * 8, SamplingParams(max_tokens=None, ignore_eos=grammar is None), grammar=grammar)
 
     def _next_tokens(self, schedule: Any) -> np.ndarray:
-        """i32[n]: for each entry that samples, the token of its document at that place."""
-        entries = zip(schedule.requests, (schedule.starts + schedule.q_lens).tolist(), schedule.samples.tolist(), strict=True)
-        texts = [(self._texts.get(r.request_id, ()), end - r.num_prompt_tokens) for r, end, samples in entries if samples]
-        return np.array([text[at] if at < len(text) else 1 for text, at in texts], np.int32)
+        """i32[n, 1 + 2K]: for each entry that samples, the tokens of its document from there on."""
+        from jaxserve.speculative.proposer import NO_DRAFT
+
+        ends = (schedule.starts + schedule.q_lens)[schedule.samples]  # exact: all drafts before them have stood
+        to_come = np.full((len(ends), 1 + 2 * self._num_drafts), NO_DRAFT, np.int32)
+        requests = (r for r, samples in zip(schedule.requests, schedule.samples, strict=True) if samples)
+        for row, request, at in zip(to_come, requests, (ends - num_head_rows(schedule) + 1).tolist(), strict=True):
+            text = self._texts.get(request.request_id, [])[at - request.num_prompt_tokens :][: len(row)]
+            row[: len(text)] = text
+        return to_come
 
     def run(self, num_rows: int, num_steps: int) -> list[float]:
         """Keeps so many requests running; returns the seconds from step to step, of the last call's last step to the first too."""
@@ -150,14 +164,25 @@ class Load:
         return gaps
 
 
-def make_engine(vocab_size: int, max_rows: int, document: int) -> Any:
-    """An engine whose pool holds `max_rows` documents."""
-    from jaxserve import Engine, EngineConfig
+def make_engine(vocab_size: int, max_rows: int, document: int, num_drafts: int = 0) -> Any:
+    """An engine whose pool holds `max_rows` documents, and whose steps verify so many drafts of each."""
+    from jaxserve import BucketPlan, Engine, EngineConfig
     from jaxserve.model_loader import random_model
 
+    plan = speculative = None
+    if num_drafts:  # the default plan has few drafts beside many rows
+        speculative, logits_rows = {"num_speculative_tokens": num_drafts, "adaptive": False}, max_rows * (1 + num_drafts)
+        draft = ((max_rows, num_drafts),)
+        plan = BucketPlan(decode=(max_rows,), mixed=((2048, max_rows),), head_rows=(logits_rows,), draft=draft)
     length = -(-(document + 64) // 64) * 64
     config = EngineConfig(
-        max_num_seqs=max_rows, max_num_batched_tokens=2048, max_model_len=length, num_pages=max_rows * length // 64, page_size=64
+        max_num_seqs=max_rows,
+        max_num_batched_tokens=2048,
+        max_model_len=length,
+        num_pages=max_rows * length // 64,
+        page_size=64,
+        bucket_plan=plan,
+        speculative_config=speculative,
     )
     return Engine(random_model(MODEL | {"vocab_size": vocab_size}, dtype="float32"), config, eos_token_ids=())
 
@@ -188,7 +213,7 @@ class Clock:
 
 def measure_masks(compiler: Any, vocab_size: int, forms: list[tuple[Any, list[int]]], num_rows: int) -> dict[str, Any]:
     """What `num_rows` requests with these forms cost a step; medians and 99th percentiles in ms."""
-    engine = make_engine(vocab_size, num_rows, max(len(text) for _, text in forms))
+    engine = make_engine(vocab_size, num_rows, max(len(text) for _, text in forms), FLAGS.num_speculative_tokens)
     load, clock = Load(engine, compiler, forms), Clock()
     load.run(num_rows, 20)  # before what is timed
     clock.time(engine, "_follow_grammars", "advance")
@@ -200,6 +225,7 @@ def measure_masks(compiler: Any, vocab_size: int, forms: list[tuple[Any, list[in
         clock.next_step()
     advance, fill = (1e3 * np.array(clock.seconds[name][:-1]) for name in ("advance", "fill"))
     late, work = 1e3 * np.array(load.device.late), advance + fill
+    stats = engine.stats
     engine.close()
     return {
         "rows": num_rows,
@@ -212,6 +238,7 @@ def measure_masks(compiler: Any, vocab_size: int, forms: list[tuple[Any, list[in
         "late_ms": float(late.mean()),
         "late_p99_ms": float(np.percentile(late, 99)),
         "hidden": max(0.0, 1 - float(late.sum() / work.sum())),  # late has the rest of the host's work too
+        "tokens_per_row": 1 + stats.num_accepted_tokens / max(1, stats.num_drafts),  # that verified drafts
     }
 
 
@@ -273,11 +300,13 @@ def main(argv: list[str]) -> None:
     with contextlib.redirect_stdout(sys.stderr if FLAGS.json == "-" else sys.stdout):
         report(vocab_size, results, compiles)
     about = {"benchmark": "structured", "vocab_size": vocab_size, "step_ms": FLAGS.step_ms, "head_ms": FLAGS.head_ms}
+    about["num_speculative_tokens"] = FLAGS.num_speculative_tokens
     write_json(FLAGS.json, {**about, "masks": results, "compiles": compiles, **provenance()})
 
 
 def report(vocab_size: int, results: list[dict[str, Any]], compiles: dict[str, Any]) -> None:
-    print(f"vocabulary {vocab_size}, steps of {FLAGS.step_ms:g} ms of which the head takes {FLAGS.head_ms:g}")
+    drafts = f"; {FLAGS.num_speculative_tokens} drafts a row" if FLAGS.num_speculative_tokens else ""
+    print(f"vocabulary {vocab_size}, steps of {FLAGS.step_ms:g} ms of which the head takes {FLAGS.head_ms:g}{drafts}")
     print(
         "schema   rows   grammars a step, ms: median (p99) = advance + fill   of the step   hidden   device waits, ms: mean (p99)"
     )

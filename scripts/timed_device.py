@@ -14,15 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.batch import StepInputs
+from jaxserve.batch import StepInputs, num_head_rows
 from jaxserve.sampling_rows import SampledRows
 from jaxserve.schedule import Schedule
 
 
 @dataclass
 class TimedDevice:
-    """Takes an engine's runner's place; `next_tokens(schedule)` gives i32[n], a token for each entry that samples.
+    """Takes an engine's runner's place.
 
+    next_tokens: of a schedule, i32[n, 1 + 2K]: the tokens to come of each entry that samples, NO_DRAFT past the last of them. They
+      are what it samples and what it proposes, so that all drafts stand.
+    num_drafts: K, of an engine that speculates.
     late: of each step with masks, the seconds that its head waited for them after its body was done.
     """
 
@@ -30,6 +33,7 @@ class TimedDevice:
     body: float
     head: float
     next_tokens: Callable[[Schedule], np.ndarray]
+    num_drafts: int = 0
     late: list[float] = field(default_factory=list)
     has_weights = True
     weights_version = 0
@@ -48,31 +52,38 @@ class TimedDevice:
         scheduler.schedule, self.engine.runner = schedule, self
 
     def dispatch(self, inputs: StepInputs, masks: Callable[[], np.ndarray] | None = None) -> Any:
-        schedule = self._schedule
+        schedule, allowed = self._schedule, None
         done = max(time.perf_counter(), self._free) + self.body
-        if inputs.head_rows:
-            allowed = None
-            if masks is not None:
-                allowed = masks()
-                now = time.perf_counter()
-                self.late.append(max(0.0, now - done))
-                done = max(done, now)
-            tokens = self.next_tokens(schedule)
-            if allowed is not None:
-                sampling = [r for r, samples in zip(schedule.requests, schedule.samples, strict=True) if samples]
-                known = np.array([r.num_foretold > 0 for r in sampling])  # what these sample is dropped
-                words = allowed[np.arange(len(tokens)), tokens // 32]
-                assert (known | (words >> tokens % 32 & 1 != 0)).all(), "the next tokens are not what the grammars allow"
-            done += self.head
-        else:
-            tokens = np.zeros(0, np.int32)
-        self._free = done
-        return SimpleNamespace(done=done, tokens=tokens)
+        if inputs.head_rows and masks is not None:
+            allowed = masks()
+            now = time.perf_counter()
+            self.late.append(max(0.0, now - done))
+            done = max(done, now)
+        sampled = self._sample(schedule, allowed)
+        self._free = done + (self.head if inputs.head_rows else 0.0)
+        return SimpleNamespace(done=self._free, sampled=sampled)
+
+    def _sample(self, schedule: Schedule, allowed: np.ndarray | None) -> SampledRows:
+        """An entry's first row samples its next token, the row of each draft the token after that draft."""
+        from jaxserve.speculative.proposer import NO_DRAFT
+
+        rows = num_head_rows(schedule)
+        entry = np.repeat(np.arange(len(rows)), rows)
+        place = np.arange(len(entry)) - np.repeat(np.cumsum(rows) - rows, rows)
+        to_come = self.next_tokens(schedule)[entry[:, None], place[:, None] + np.arange(1 + self.num_drafts)]  # i32[R, 1 + K]
+        tokens, drafts = np.maximum(to_come[:, 0], 0), to_come[:, 1:]
+        delivered = (place == 0) | (to_come[:, 0] != NO_DRAFT)  # behind the last token there was no draft to verify
+        if allowed is not None:
+            sampling = [r for r, samples in zip(schedule.requests, schedule.samples, strict=True) if samples]
+            known = np.array([r.num_foretold > 0 for r in sampling])[entry]  # what these sample is dropped
+            words = allowed[np.arange(len(tokens)), tokens // 32]
+            assert (known | ~delivered | (words >> tokens % 32 & 1 != 0)).all(), "the next tokens are not what the grammars allow"
+        no = np.zeros(len(tokens), bool)
+        return SampledRows(tokens, no, no, delivered=delivered, drafts=drafts)
 
     def reset(self) -> None:
         """Nothing is kept from step to step."""
 
     def fetch(self, handle: Any) -> SampledRows:
         time.sleep(max(0.0, handle.done - time.perf_counter()))
-        no = np.zeros(len(handle.tokens), bool)
-        return SampledRows(handle.tokens, no, no)
+        return handle.sampled

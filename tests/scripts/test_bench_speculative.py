@@ -58,6 +58,15 @@ def test_grammars_on_a_timer(tmp_path):
     assert all(0 < result["compiles"][s]["median_ms"] <= result["compiles"][s]["max_ms"] for s in bench_structured.SIZES)
 
 
+def test_grammars_of_drafts_on_a_timer(tmp_path):
+    """The device would object to a mask that forbids a document's token, of a draft's row too."""
+    model = alphabet_model.save(tmp_path / "model")
+    flags = [f"--tokenizer={model}", "--rows=3", "--steps=8", "--compiles=2", "--step_ms=1", "--head_ms=0.2"]
+    result = run(tmp_path, "bench_structured", *flags, "--num_speculative_tokens=2")
+    assert result["num_speculative_tokens"] == 2 and len(result["masks"]) == len(bench_structured.SIZES)
+    assert all(2 < row["tokens_per_row"] <= 3 for row in result["masks"]), "all drafts stand, but for those of a document's end"
+
+
 @pytest.mark.parametrize("num_properties", [3, 40])
 def test_documents_fit_their_schemas(num_properties):
     rng = np.random.default_rng(num_properties)
@@ -66,24 +75,42 @@ def test_documents_fit_their_schemas(num_properties):
         jsonschema_rs.validate(schema, bench_structured.make_document(rng, schema))
 
 
-def test_a_head_waits_for_what_the_body_does_not_hide():
-    def device(body: float) -> TimedDevice:
-        runner = SimpleNamespace(programs=None, score_rows=1)
-        schedule = SimpleNamespace(requests=[SimpleNamespace(num_foretold=0)], samples=[True])
-        engine = SimpleNamespace(runner=runner, scheduler=SimpleNamespace(schedule=lambda: schedule))
-        made = TimedDevice(engine, body, 0.0, lambda schedule: np.array([33], np.int32))
-        engine.scheduler.schedule()
-        return made
+def timed_device(body: float, to_come: list[list[int]]) -> TimedDevice:
+    """Between steps of an entry for each list of the tokens to come: a decode with as many drafts as fit half of them."""
+    n, num_drafts = len(to_come), len(to_come[0]) // 2
+    runner = SimpleNamespace(programs=None, score_rows=1)
+    requests, q_lens = [SimpleNamespace(num_foretold=0)] * n, np.full(n, 1 + num_drafts)
+    schedule = SimpleNamespace(requests=requests, samples=np.ones(n, bool), num_seqs=n, num_decodes=n, q_lens=q_lens)
+    engine = SimpleNamespace(runner=runner, scheduler=SimpleNamespace(schedule=lambda: schedule))
+    made = TimedDevice(engine, body, 0.0, lambda schedule: np.array(to_come, np.int32), num_drafts)
+    engine.scheduler.schedule()
+    return made
 
+
+INPUTS: Any = SimpleNamespace(head_rows=1)
+
+
+def test_a_head_waits_for_what_the_body_does_not_hide():
     def masks() -> np.ndarray:
         time.sleep(0.02)
         return np.array([[0, 2]], np.int32)  # token 33 alone
 
-    inputs: Any = SimpleNamespace(head_rows=1)
-    hidden, exposed = device(60.0), device(0.0)
-    hidden.dispatch(inputs, masks)
-    handle = exposed.dispatch(inputs, masks)
+    hidden, exposed = timed_device(60.0, [[33]]), timed_device(0.0, [[33]])
+    hidden.dispatch(INPUTS, masks)
+    handle = exposed.dispatch(INPUTS, masks)
     assert hidden.late == [0.0] and exposed.late[0] >= 0.02
     assert exposed.fetch(handle).tokens.tolist() == [33]
     with pytest.raises(AssertionError, match="not what the grammars allow"):
-        exposed.dispatch(inputs, lambda: np.array([[1, 1]], np.int32))
+        exposed.dispatch(INPUTS, lambda: np.array([[1, 1]], np.int32))
+
+
+def test_drafts_of_a_timed_device_stand():
+    device = timed_device(0.0, [[5, 6, 7, 8, 9], [1, 2, -1, -1, -1]])
+    masks = np.array([[1 << 5], [1 << 6], [1 << 7], [1 << 1], [1 << 2], [0]], np.int32)
+    sampled = device.fetch(device.dispatch(INPUTS, lambda: masks))
+    assert sampled.delivered is not None and sampled.drafts is not None
+    assert sampled.tokens.tolist()[:5] == [5, 6, 7, 1, 2] and sampled.delivered.tolist() == [True] * 5 + [False]
+    assert sampled.drafts.tolist() == [[6, 7], [7, 8], [8, 9], [2, -1], [-1, -1], [-1, -1]]
+    masks[1] = 1 << 7
+    with pytest.raises(AssertionError, match="not what the grammars allow"):
+        device.dispatch(INPUTS, lambda: masks)
