@@ -1,11 +1,13 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Every target sets up what it needs (scripts/bootstrap.sh).
 #   PYTHON=<path>        the interpreter to make environments with
 #   WORKERS=<n>          processes side by side, of tests and simulations (2)
+#   VIDUR=<folder>       Vidur's kernel profiles (benchmarks/vidur/README.md), for reproduce
+#   TRACE=<file>         a trace of requests (benchmarks/buckets/README.md), for reproduce and reproduce-buckets
 #   ARGS=<flags>         passed on to the target's command: make test ARGS='-k scheduler'
 #   TORCH_PIP_ARGS=<...> how pip finds a CPU build of torch for .venv-torch and .venv-lm-eval
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-torch setup-aot setup-lm-eval demo serve fuzz-api soak test lint format bench bench-vllm aot-check lm-eval goldens \
-	wheel reproduce clean distclean
+	wheel reproduce reproduce-buckets clean distclean
 
 PY := .venv/bin/python
 comma := ,
@@ -66,12 +68,23 @@ aot-check: setup-aot ## compile our kernels and the engine's step for Hopper, wi
 lm-eval: setup setup-lm-eval ## lm-eval's scores of the demo's model through our server and in transformers: they must be equal
 	@$(PY) -m scripts.lm_eval_check $(ARGS)
 
-reproduce: setup ## every table and plot of benchmarks/ that needs this machine alone (hours; ARGS=<flags> of reproduce_sarathi, such as --seeds=1); VIDUR=<folder> of kernel profiles: that comparison too
+reproduce: setup ## every table and plot of benchmarks/ (hours; ARGS=<flags> of reproduce_sarathi, such as --seeds=1); VIDUR=<folder>, TRACE=<file>: what needs them too
 	@$(PY) -m scripts.reproduce_sarathi --workers=$(or $(WORKERS),2) $(ARGS)
 	@$(PY) -m scripts.reproduce_orca
-	@if [ -n "$(VIDUR)" ]; then $(PY) -m scripts.validate_simulator --vidur="$(VIDUR)" --output=benchmarks/vidur; \
-		else echo "benchmarks/vidur was left as it is: give VIDUR=<folder> (benchmarks/vidur/README.md says of what)"; fi
-	@echo "benchmarks/buckets was left as it is: its commands need the path of a trace (benchmarks/buckets/README.md)"
+	@test -z "$(VIDUR)" || $(PY) -m scripts.validate_simulator --vidur="$(VIDUR)" --output=benchmarks/vidur
+	@test -z "$(TRACE)" || $(PY) -m scripts.simulate --model=qwen3-8b --gpu=h100 --workload=trace --dataset_path="$(TRACE)" \
+		--arrivals_from_trace --repeat=24 --json=benchmarks/validation/day.json
+	@test -z "$(TRACE)" || $(MAKE) --no-print-directory reproduce-buckets
+	@test -n "$(VIDUR)" || echo "not made again: benchmarks/vidur. Give VIDUR=<folder of kernel profiles> (benchmarks/vidur/README.md)"
+	@test -n "$(TRACE)" || echo "not made again: benchmarks/validation/day.json, benchmarks/buckets. Give TRACE=<file> (benchmarks/buckets/README.md)"
+	@rm -f benchmarks/validation/steps.json
+	@$(PY) -m scripts.validate_simulator --model=tiny-qwen3 --max_num_batched_tokens=512 --max_num_seqs=16 --max_model_len=1024 \
+		--step_times=benchmarks/validation/steps.json --workload=random --num_requests=200 --random_input_len=256 \
+		--random_output_len=64 --random_range_ratio=0.5 --request_rate=8 --rounds=3 --json=benchmarks/validation/engine.json
+
+reproduce-buckets: setup ## what benchmarks/buckets/README.md has the commands of, by these commands (TRACE=<file>)
+	@test -n "$(TRACE)" || { echo "give TRACE=<file>: benchmarks/buckets/README.md says of what"; exit 2; }
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" TRACE="$(TRACE)" sh -ec "$$(sed -n 's/^    //p' benchmarks/buckets/README.md)"
 
 goldens: setup setup-torch ## write tests/goldens again, with transformers (QWEN3_TOKENIZER=<folder>: that tokenizer's too)
 	@.venv-torch/bin/python tests/goldens/make_goldens.py

@@ -2,15 +2,16 @@
 
     python -m scripts.autotune --profiles=steps_16.json,steps_64.json --workload=trace --dataset_path=trace.csv.gz
     python -m scripts.autotune --profiles=steps.json --workload=random --num_requests=200 --random_input_len=300 \
-        --random_output_len=40 --random_range_ratio=0.8 --request_rate=4 --goodput=ttft:500,tpot:50 --measure=3 \
+        --random_output_len=40 --random_range_ratio=0.8 --request_rate=4 --goodput=ttft:500,tpot:50 --finalists=3 \
         --state=autotune.json --output=tuned.json
     python -m scripts.serve --model=FOLDER --config=tuned.json
 
 The objective is output tokens a second, or, with --goodput, requests a second that meet every one of these objectives. Settings are
 served in virtual time by the real scheduler, by successive halving: all on the first requests of the workload, the best third on
-three times as many, and so on; with --measure the best of the last rung are served on a real engine, which then decides. Page sizes
-are those of the profiles (scripts.profile_steps, one a page size). With --state, what was served is kept, and a run that broke off
-goes on from there. In Python: LLM(model, **json.load(open("tuned.json"))).
+three times as many, and so on. The --finalists, or the best --measure of them, are then served on a real engine by turns, --rounds
+times, and the medians decide; --measure=0 leaves it at the prediction. Page sizes are those of the profiles (scripts.profile_steps,
+one a page size). With --state, what was served is kept, and a run that broke off goes on from there. In Python:
+LLM(model, **json.load(open("tuned.json"))).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import hashlib
 import itertools
 import json
 import math
+import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,13 +32,13 @@ from tqdm import tqdm
 
 from jaxserve.latency import parse_objectives
 from scripts.engine_flags import (
+    code_id,
     define_engine_flags,
     engine_options,
     exit_on_bad_input,
     provenance,
     refuse_flags,
     refuse_options,
-    revision,
     versions,
     write_json,
 )
@@ -54,7 +56,10 @@ flags.register_validator("plans", lambda given: given and set(given) <= {"defaul
 _PROGRAMS = flags.DEFINE_integer("max_programs", 24, "Most programs of a plan.")
 _FACTOR = flags.DEFINE_integer("factor", 3, "Each rung keeps one of so many settings.", lower_bound=2)
 _FINALISTS = flags.DEFINE_integer("finalists", 4, "Settings that all of the workload is served with.", lower_bound=1)
-_MEASURE = flags.DEFINE_integer("measure", 0, "Serve the workload with so many of the best on a real engine.", lower_bound=0)
+_MEASURE = flags.DEFINE_integer(
+    "measure", None, "Serve the workload on a real engine with so many of the finalists; by default all, 0: none.", lower_bound=0
+)
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Real runs of each of them, by turns; medians count.", lower_bound=1)
 _STATE = flags.DEFINE_string("state", None, "Keep what was served here, and go on from it.")
 _OUTPUT = flags.DEFINE_string("output", "tuned.json", "The config file.")
 _JSON = flags.DEFINE_string("json", None, "Write all that was tried to this file; - is stdout.")
@@ -117,14 +122,23 @@ class Tuner:
         value = self.finished[key]
         return -math.inf if value is None else value
 
-    def measured(self, setting: Setting) -> float:
-        """On a real engine, the whole workload. What decides its speed besides the setting is part of the key."""
+    def measured(self, settings: Sequence[Setting], rounds: int) -> list[tuple[Setting, list[float]]]:
+        """The objective of each round of each, on a real engine, the whole workload; by turns, so that a slow minute falls on all.
+        What decides a run's speed besides the setting is in its key. Engines are made anew: several would share the memory."""
         options = {name: engine_options()[name] for name in ("dtype", "attention_backend", "moe_backend")}
-        key = f"{setting}: measured on {versions()['device']}, {', '.join(f'{k}={v}' for k, v in options.items())}"
-        if key not in self.finished:
-            plan = self.plan(setting, self.workload)
-            self.finished[key] = self.objective(measure(self.machine(setting), plan, self.workload, 0, str(setting)).times)
-        return self.finished[key]
+        where = f"measured on {versions()['device']}, {', '.join(f'{k}={v}' for k, v in options.items())}"
+        plans: dict[Setting, Any] = {}
+        found: dict[Setting, list[float]] = {setting: [] for setting in settings}
+        for i in range(rounds):
+            for setting, values in found.items():
+                key = f"{setting}: {where}, round {i + 1}"
+                if key not in self.finished:
+                    if setting not in plans:
+                        plans[setting] = self.plan(setting, self.workload)
+                    run = measure(self.machine(setting), plans[setting], self.workload, i, f"{setting}, round {i + 1}")
+                    self.finished[key] = self.objective(run.times)
+                values.append(self.finished[key])
+        return list(found.items())
 
     def config(self, setting: Setting) -> dict[str, Any]:
         """The options of an engine with this setting, for the limits that it was tuned under."""
@@ -164,14 +178,17 @@ def main(argv: list[str]) -> None:
         best = rungs[-1].scores
         if best[0][1] == -math.inf:
             sys.exit("autotune: no setting can serve this workload; the messages above say why")
-        measured = [(setting, tuner.measured(setting)) for setting, score in best[: _MEASURE.value] if score > -math.inf]
+        finalists = [setting for setting, score in best[: _MEASURE.value] if score > -math.inf]  # None: all
+        rounds = tuner.measured(finalists, _ROUNDS.value) if finalists else []
+    measured = [(setting, statistics.median(values)) for setting, values in rounds]
     winner = max(measured or best, key=lambda pair: pair[1])[0]
     report(rungs, measured, "good requests/s" if tuner.objectives else "output tok/s")
     write_json(_OUTPUT.value, tuner.config(winner))
     print(f"{winner}: {_OUTPUT.value}")
     tried = [{"requests": r.size, "scores": [[asdict(s), None if v == -math.inf else v] for s, v in r.scores]} for r in rungs]
     about = {"benchmark": "autotune", "model": flags.FLAGS.model, "settings": tuner.finished.settings, "rungs": tried}
-    write_json(_JSON.value, {**about, "measured": [[asdict(s), v] for s, v in measured], "best": asdict(winner), **provenance()})
+    about["measured"] = [[asdict(s), statistics.median(values), values] for s, values in rounds]
+    write_json(_JSON.value, {**about, "best": asdict(winner), **provenance()})
 
 
 def prepare() -> tuple[Tuner, list[Setting]]:
@@ -191,7 +208,7 @@ def prepare() -> tuple[Tuner, list[Setting]]:
     depends |= {"limits": {str(size): asdict(machine.limits) for size, machine in machines.items()}}
     same = ("num_pages", "multiple", "async_scheduling", "prefix_caching")
     depends |= {name: {str(size): getattr(m, name) for size, m in machines.items()} for name in same}
-    about = {"revision": revision(), "model": flags.FLAGS.model, "workload": workload.name}
+    about = {"code": code_id(), "model": flags.FLAGS.model, "workload": workload.name}
     finished = Finished(_STATE.value, about | depends)
     settings = list(settings_of(machines))
     if not settings:

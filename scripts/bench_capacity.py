@@ -14,10 +14,10 @@ seed draws its own lengths and arrivals; capacities are means over --seeds with 
 policy are paired by seed.
 
 A policy may be followed by a token budget, such as sarathi:512; dynamic is sarathi whose budget follows the objective, up to the
-one given. Policies that run prompts whole have a budget that holds the longest. --policies wins over what --config's file says of
-policy and budget; its other options, a bucket plan among them, are the machine's, and a plan must hold every policy's budget. With
---json every rate served is kept, and a run
-that broke off, or that asks for more seeds, policies or objectives, goes on from there.
+one given. Policies that run prompts whole have a budget that holds the longest, which orca's steps, bounded by their sequences
+alone, go beyond with --gpu, where no plan bounds them. --policies wins over what --config's file says of policy and budget; its
+other options, a bucket plan among them, are the machine's, and a plan must hold every policy's budget. With --json every rate
+served is kept, and a run that broke off, or that asks for more seeds, policies or objectives, goes on from there.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from jaxserve.config import POLICIES
 from jaxserve.policies import resolve_policy
 from jaxserve.workloads import WORKLOADS
 from scripts.engine_flags import (
+    code_id,
     define_engine_flags,
     engine_options,
     exit_on_bad_input,
     provenance,
     refuse_flags,
     refuse_options,
-    revision,
     versions,
     write_json,
 )
@@ -84,11 +84,13 @@ class Contender:
             raise ValueError(f"--policies: {text!r} must be one of {', '.join((*POLICIES, 'dynamic'))}, perhaps with :BUDGET")
         return cls(text, "sarathi" if policy == "dynamic" else policy, int(budget) if budget else None, policy == "dynamic")
 
-    def limits(self, base: Any) -> Any:
-        """A machine's SchedulerConfig with this policy and its budget."""
+    def limits(self, base: Any, *, padded: bool = True) -> Any:
+        """A machine's SchedulerConfig with this policy and its budget. padded: a step's tokens must fit a bucket, so that prompts
+        that run whole have room for one; where they need not, nothing but its sequences bounds a step of Orca's."""
         limits = replace(base, policy=self.policy)
         whole = not resolve_policy(limits).chunked
-        budget = self.budget or (max(base.max_model_len, base.max_num_seqs) if whole else base.max_num_batched_tokens)
+        most = 1 if padded or self.policy != "orca" else base.max_num_seqs
+        budget = self.budget or (max(most * base.max_model_len, base.max_num_seqs) if whole else base.max_num_batched_tokens)
         return replace(limits, max_num_batched_tokens=budget)
 
     def key(self, slo: float, seed: int, rate: float) -> str:
@@ -142,9 +144,11 @@ class Analytic:
         from jaxserve.simulation.pipeline import replay_stages
         from jaxserve.simulation.unpadded import UnpaddedPlan
 
-        limits, deployment, stages = contender.limits(self.limits), self._deployment, self._stages
+        limits, deployment, stages = contender.limits(self.limits, padded=False), self._deployment, self._stages
         plan = UnpaddedPlan(limits.max_num_batched_tokens, limits.max_num_seqs)
-        num_pages = self._num_pages or deployment.num_pages(self._page_size, limits.max_num_batched_tokens, self._utilization)
+        # Activations of a step, which those of most requests at once would leave no KV beside.
+        held = contender.limits(self.limits).max_num_batched_tokens
+        num_pages = self._num_pages or deployment.num_pages(self._page_size, held, self._utilization)
         options = {"objective": objective.tbt if contender.dynamic else None, "give_up": objective.missed_by}
         return replay_stages(workload, plan, stages, deployment.send_seconds, limits, num_pages, **options).times
 
@@ -254,7 +258,7 @@ def main(argv: list[str]) -> None:
             )
         about = {"model": flags.FLAGS.model, "workload": workload.name, "requests": digest(repr(workload.requests).encode())}
         about |= {"limits": asdict(server.limits), "bucket_plan": str(plan_given() or "default"), "quantile": _QUANTILE.value}
-        about |= {"revision": revision(), "workload_seed": flags.FLAGS.workload_seed}
+        about |= {"code": code_id(), "workload_seed": flags.FLAGS.workload_seed}
         finished = Finished(None if _JSON.value == "-" else _JSON.value, server.settings | about)
         with tqdm(desc="rates", unit="rate", mininterval=5) as progress:
             rows = tabulate(lambda c, slo, seed: search(server, c, slo, seed, finished, progress), contenders, slos)

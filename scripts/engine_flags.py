@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import logging
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -146,16 +148,38 @@ _CODE = ("jaxserve", "kernels", "checkpoints", "scripts")  # not the results, wh
 _CHANGED = ("status", "--porcelain", "-uno", "--", *_CODE)
 
 
+def _git(*command: str) -> str:
+    """What git prints of this checkout. OSError or CalledProcessError outside of one."""
+    git = ["git", "-C", str(Path(__file__).parents[1])]
+    return subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout
+
+
 def revision() -> str | None:
     """The checkout's commit, with "+" where the code differs from it; None outside a checkout."""
-    here = Path(__file__).parents[1]
-    git = ["git", "-C", str(here)]
     try:
-        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True).stdout
-        changed = subprocess.run([*git, *_CHANGED], capture_output=True, text=True, check=True).stdout
+        commit, changed = _git("rev-parse", "--short=12", "HEAD"), _git(*_CHANGED)
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit.strip() + ("+" if changed.strip() else "")
+
+
+def code_id() -> str:
+    """What a result depends on of the code, by which one may be kept: git's ids of the trees of our packages, and a digest of what
+    differs from them, if anything does. A commit of documents or results leaves it as it is. Outside a checkout: the version."""
+    try:
+        trees = _git("rev-parse", *(f"HEAD:{package}" for package in _CODE)).split()
+        changes = _git("diff", "--no-ext-diff", "--binary", "HEAD", "--", *_CODE)
+    except (OSError, subprocess.CalledProcessError):
+        return f"version {metadata.version('jaxserve')}"
+    changed = f"+{hashlib.sha256(changes.encode()).hexdigest()[:12]}" if changes else ""
+    return ".".join(tree[:10] for tree in trees) + changed
+
+
+def _shown(value: Any) -> Any:
+    """A flag's value, or the last part of a path out of the checkout: where it lies is this machine's business."""
+    if isinstance(value, list):
+        return [_shown(v) for v in value]
+    return Path(value).name if isinstance(value, str) and value.startswith(("/", "../")) else value
 
 
 def provenance() -> dict[str, Any]:
@@ -165,7 +189,8 @@ def provenance() -> dict[str, Any]:
     ours = {name: value for name, value in given.items() if isinstance(value, str | int | float | bool | list)}
     seed = engine_options()["seed"] if "seed" in _NAMES else flags.FLAGS.seed if "seed" in flags.FLAGS else None
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"date": now, "revision": revision(), **versions(), "seed": seed, "flags": ours}
+    about = {"date": now, "revision": revision(), **versions(), "seed": seed}
+    return about | {"flags": {name: _shown(value) for name, value in ours.items()}}
 
 
 def write_json(path: str | None, result: dict[str, Any]) -> None:

@@ -6,8 +6,8 @@
 
 Published figures stand beside ours. The schedulers compared are policies of the real scheduler on real page pools; time is an
 analytic step-time model of the machines (jaxserve/simulation/analytic.py), none of whose constants comes from these figures.
-Lengths are log-normal fits to the two published datasets. Writes tables.md, one PNG a figure, results.json, and trials.json, from
-which a run that broke off goes on: remove it to begin anew.
+Lengths are log-normal fits to the two published datasets. Writes one PNG a figure, tables.md and results.json (both after every
+section), and trials.json, from which a run that broke off goes on: remove it to begin anew.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from pathlib import Path
 from absl import app, flags
 from tqdm import tqdm
 
-from scripts.engine_flags import provenance, revision, write_json
+from scripts.engine_flags import code_id, provenance, write_json
 from scripts.finished import Finished
+from scripts.plots import figure
 from scripts.sarathi_sections import SECTIONS
 from scripts.sarathi_session import Session, processes
 
@@ -36,20 +37,22 @@ _REQUESTS = flags.DEFINE_integer(
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of lengths and arrivals.", lower_bound=1)
 _PRECISION = flags.DEFINE_float("precision", 0.05, "Relative distance of neighbouring rates.")
 _WORKERS = flags.DEFINE_integer("workers", 1, "Processes that serve trials; the results are the same.", lower_bound=1)
-flags.register_validator("sections", lambda given: set(given) <= set(SECTIONS), f"choose from {', '.join(SECTIONS)}")
+flags.register_validator("sections", lambda given: given and set(given) <= set(SECTIONS), f"choose from {', '.join(SECTIONS)}")
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     folder, begin = Path(_OUTPUT.value), time.monotonic()
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = {"num_requests": _REQUESTS.value, "revision": revision()}
+    settings = {"num_requests": _REQUESTS.value, "code": code_id()}
     try:
+        figure()  # or the first section to draw would find, hours later, that it can't
         finished = Finished(folder / "trials.json", settings)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         sys.exit(f"reproduce_sarathi: {error}")
-    workers, parts, results = _WORKERS.value, [], {}
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"benchmark": "sarathi", **settings, "seeds": _SEEDS.value, "precision": _PRECISION.value, **provenance()}
+    workers, parts, results, seconds = _WORKERS.value, [], {}, {}
     pool = processes(workers) if workers > 1 else contextlib.nullcontext()
     with pool as executor, tqdm(desc="runs", unit="run", mininterval=2) as progress:
         session = Session(folder, finished, progress, _SEEDS.value, _REQUESTS.value, _PRECISION.value, executor, workers)
@@ -59,10 +62,10 @@ def main(argv: list[str]) -> None:
             title, section = SECTIONS[name]
             text, results[name] = section(session)
             parts.append(f"## {title}\n\n{text}")
-    (folder / "tables.md").write_text(f"# Tables\n\n{how_made(sys.argv[1:])}\n\n" + "\n".join(parts))
-    about = {"benchmark": "sarathi", **settings, "seeds": _SEEDS.value, "precision": _PRECISION.value, **provenance()}
-    seconds = {"seconds": time.monotonic() - begin, "cpu_seconds": sum(os.times()[:4])}  # of this run alone; children's too
-    write_json(str(folder / "results.json"), {**about, **seconds, "sections": results})
+            missing = [] if i == len(chosen) else [f"Not whole: {i} of {len(chosen)} sections."]
+            (folder / "tables.md").write_text("\n\n".join(["# Tables", how_made(sys.argv[1:]), *missing, "\n".join(parts)]))
+            seconds = {"seconds": time.monotonic() - begin, "cpu_seconds": sum(os.times()[:4])}  # of this run alone; children's too
+            write_json(str(folder / "results.json"), {**about, **seconds, "sections": results})
     print(f"{folder}/tables.md, {len(finished.results)} trials, {seconds['seconds']:.0f} s, {seconds['cpu_seconds']:.0f} s of CPU")
 
 

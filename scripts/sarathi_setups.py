@@ -13,6 +13,7 @@ from typing import Any
 from jaxserve.config import SchedulerConfig
 from jaxserve.simulation.analytic import Deployment
 from jaxserve.simulation.hardware import GPUS
+from jaxserve.simulation.model_shapes import MODELS
 from jaxserve.simulation.pipeline import replay_stages
 from jaxserve.simulation.unpadded import UnpaddedPlan
 from jaxserve.traffic import at_rate, log_normal
@@ -26,8 +27,6 @@ A100_PCIE = replace(GPUS["a100-80gb"], name="a100-80gb-pcie", bandwidth=1.935e12
 
 
 def deployment(model: str, gpu: Any, tp: int, pp: int, gpus_per_node: int) -> Deployment:
-    from jaxserve.simulation.model_shapes import MODELS
-
     return Deployment(MODELS[model], gpu, tp, pp, gpus_per_node)
 
 
@@ -48,7 +47,8 @@ class Setup:
         return self.machine.model.name
 
 
-_MISTRAL = deployment("mistral-7b", A100_PCIE, 1, 1, 4)
+# The artifact serves Mistral-7B-Instruct-v0.2: v0.1's layers without its sliding window.
+_MISTRAL = Deployment(replace(MODELS["mistral-7b"], window=None), A100_PCIE, 1, 1, 4)
 _YI = deployment("yi-34b", A100_PCIE, 2, 1, 4)
 _LLAMA = deployment("llama2-70b", GPUS["a40"], 4, 2, 8)
 _FALCON = deployment("falcon-180b", A100_PCIE, 4, 2, 4)

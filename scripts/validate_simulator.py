@@ -81,7 +81,6 @@ def main(argv: list[str]) -> None:
         rows = compare(Path(_VIDUR.value))
         print(table(rows))
         result = {"benchmark": "validate_operators", "rows": rows, **provenance()}
-        result["flags"]["vidur"] = Path(_VIDUR.value).name  # where it lies is this machine's business
         write_json(_JSON.value, result)
         if _OUTPUT.value:
             write_json(f"{_OUTPUT.value}/results.json", result)

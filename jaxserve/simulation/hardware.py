@@ -23,26 +23,42 @@ ATTENTION_SHARE = 0.6
 # Seconds from one kernel's start to the next one's in a CUDA graph, beyond its work: ramp up and down, what an almost empty kernel
 # lasts (2 us, V), and the gap between two nodes (0.5 us: "Getting Started with CUDA Graphs", NVIDIA, 2019: 3.4 us for 2.9).
 KERNEL_SECONDS = 2.5e-6
-# Links: NCCL's tuning table caps an A100's bus bandwidth at 235 of 300 GB/s (src/graph/tuning.cc); the same share of other links.
-LINK_SHARE: float = 235 / 300
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins GPUs. bandwidth: bytes/s, one direction, as the datasheet has it. hop_seconds: of one step of a ring, by NCCL
-    protocol (LL, Simple): hwLat of NCCL's src/graph/tuning.cc."""
+    """What joins GPUs. bandwidth: bytes/s, one direction, as the datasheet has it. share: of it that NCCL counts on. hop_seconds:
+    of one step of a ring, by NCCL protocol (LL, Simple)."""
 
     name: str
     bandwidth: float
+    share: float
     hop_seconds: tuple[float, float]
 
+    @property
+    def rate(self) -> float:
+        """Bytes/s that messages get."""
+        return self.bandwidth * self.share
 
-_NVLINK_HOPS, _PCIE_HOPS, _NETWORK_HOPS = (0.47e-6, 3.4e-6), (1.0e-6, 5.7e-6), (2.7e-6, 9.6e-6)
-PCIE4: Link = Link("PCIe 4.0 x16", 31.5e9, _PCIE_HOPS)  # 16 lanes of 16 GT/s, 128b/130b
-PCIE5: Link = Link("PCIe 5.0 x16", 63.0e9, _PCIE_HOPS)
-ETHERNET_100G: Link = Link("100 Gb/s Ethernet", 12.5e9, _NETWORK_HOPS)
-NCCL_BASE_SECONDS: tuple[float, float] = (3.6e-6, 8.4e-6)  # baseLat of a ring there, LL and Simple
-NCCL_LL_SHARE = 0.25  # of the bandwidth: LL sends a flag with each word
+
+# All of NCCL's numbers are version 2.20.5's (February 2024), in whose time the systems that are simulated were measured: its model
+# of a ring, by which NCCL itself chooses a protocol (src/graph/tuning.cc), and the rates of links (topo.h, topo.cc). Pairs are of
+# its protocols LL and Simple; LL128, between the two, is left out: its bandwidth depends on the number of channels.
+_NVLINK_HOPS, _PCIE_HOPS, _NETWORK_HOPS = (0.6e-6, 3.4e-6), (1.0e-6, 5.7e-6), (2.7e-6, 14.0e-6)  # hwLat of a ring
+NVLINK3: Link = Link("NVLink 3", 300e9, 20.0 / 25, _NVLINK_HOPS)  # GB/s of one of 12 links: SM80_NVLINK_BW
+NVLINK4: Link = Link("NVLink 4", 450e9, 20.6 / 25, _NVLINK_HOPS)  # of one of 18: SM90_NVLINK_BW
+NVLINK_BRIDGE: Link = Link("NVLink bridge", 56.25e9, 12.0 / 14.0625, _NVLINK_HOPS)  # of one of 4: SM86_NVLINK_BW
+PCIE4: Link = Link("PCIe 4.0 x16", 31.5e9, 24 / 31.5, _PCIE_HOPS)  # 16 lanes of 16 GT/s, 128b/130b; width x speed / 80 there
+PCIE5: Link = Link("PCIe 5.0 x16", 63.0e9, 48 / 63.0, _PCIE_HOPS)
+ETHERNET_100G: Link = Link("100 Gb/s Ethernet", 12.5e9, 12.0 / 12.5, _NETWORK_HOPS)  # NET_BW
+NCCL_BASE_SECONDS: tuple[float, float] = (6.6e-6, 8.4e-6)  # baseLat of a ring
+# A hop inside a node lasts at least so long where the ring leaves it: getNetOverhead of hosts with AMD's CPUs (1 us with others),
+# three times for Simple.
+NCCL_NETWORK_OVERHEAD: tuple[float, float] = (2.0e-6, 6.0e-6)
+NCCL_PLATEAU = 1.4  # latency of an all-reduce between nodes by Simple, over the sum of its steps ("Plateau effect of ring")
+# LL's bandwidth: half of what it sends is flags (4 bytes with each 4 of data), and of the rest the table counts on half again in an
+# all-reduce, for which it gives no reason; llMaxBws at most (bytes/s, Ampere and Hopper in one node).
+NCCL_LL_SHARE, NCCL_LL_RATE = 0.25, 87.7e9
 
 
 @dataclass(frozen=True)
@@ -66,9 +82,9 @@ class GPU:
 GPUS: dict[str, GPU] = {
     gpu.name: gpu
     for gpu in (
-        GPU("a100-80gb", 312e12, 2.039e12, 80 * 10**9, 108, Link("NVLink 3", 300e9, _NVLINK_HOPS), 8),
-        GPU("a40", 149.7e12, 0.696e12, 48 * 10**9, 84, Link("NVLink bridge", 56.25e9, _NVLINK_HOPS), 2),
-        GPU("h100", 989.4e12, 3.35e12, 80 * 10**9, 132, Link("NVLink 4", 450e9, _NVLINK_HOPS), 8, PCIE5),
-        GPU("h200", 989.4e12, 4.8e12, 141 * 10**9, 132, Link("NVLink 4", 450e9, _NVLINK_HOPS), 8, PCIE5),
+        GPU("a100-80gb", 312e12, 2.039e12, 80 * 10**9, 108, NVLINK3, 8),
+        GPU("a40", 149.7e12, 0.696e12, 48 * 10**9, 84, NVLINK_BRIDGE, 2),
+        GPU("h100", 989.4e12, 3.35e12, 80 * 10**9, 132, NVLINK4, 8, PCIE5),
+        GPU("h200", 989.4e12, 4.8e12, 141 * 10**9, 132, NVLINK4, 8, PCIE5),
     )
 }

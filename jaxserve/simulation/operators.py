@@ -12,10 +12,12 @@ from jaxserve.simulation.hardware import (
     BANDWIDTH_SHARE,
     GPU,
     KERNEL_SECONDS,
-    LINK_SHARE,
     MATMUL_SHARE,
     NCCL_BASE_SECONDS,
+    NCCL_LL_RATE,
     NCCL_LL_SHARE,
+    NCCL_NETWORK_OVERHEAD,
+    NCCL_PLATEAU,
     Link,
 )
 
@@ -54,21 +56,27 @@ def stream_seconds(gpu: GPU, num_bytes: float, share: float = BANDWIDTH_SHARE) -
 
 
 def all_reduce_seconds(num_bytes: float, ranks: int, links: Sequence[Link], nodes: int = 1) -> float:
-    """A ring over `ranks` GPUs on `nodes` nodes, by NCCL's own tuning model (src/graph/tuning.cc), the better of two protocols.
+    """A ring over `ranks` GPUs on `nodes` nodes, by NCCL's own tuning model (hardware.py says which), the better of two protocols.
 
     links: that of a hop inside a node, and that of a hop between nodes where there is one; the slowest bounds the bandwidth.
     """
     if ranks == 1:
         return 0.0
-    steps, between = 2 * (ranks - 1), 2 * (nodes - 1)
-    bandwidth = min(link.bandwidth for link in links) * LINK_SHARE
+    steps = 2 * (ranks - 1)
+    between = min(steps, 2 * nodes) if nodes > 1 else 0
+    slowest = min(link.rate for link in links)
+    rates = min(slowest * NCCL_LL_SHARE, NCCL_LL_RATE), slowest
     times = []
-    for protocol, share in enumerate((NCCL_LL_SHARE, 1.0)):
-        hops = (steps - between) * links[0].hop_seconds[protocol] + between * links[-1].hop_seconds[protocol]
-        times.append(NCCL_BASE_SECONDS[protocol] + hops + num_bytes * steps / ranks / (bandwidth * share))
+    for protocol, rate in enumerate(rates):
+        inside, latency = links[0].hop_seconds[protocol], NCCL_BASE_SECONDS[protocol]
+        if nodes > 1:
+            inside = max(inside, NCCL_NETWORK_OVERHEAD[protocol])
+        latency += (steps - between) * inside + between * links[-1].hop_seconds[protocol]
+        plateau = NCCL_PLATEAU if protocol == 1 and nodes > 1 else 1.0
+        times.append(latency * plateau + num_bytes * steps / ranks / rate)
     return min(times)
 
 
 def send_seconds(num_bytes: float, link: Link) -> float:
     """From one GPU to another, NCCL's protocol Simple."""
-    return NCCL_BASE_SECONDS[1] + link.hop_seconds[1] + num_bytes / (link.bandwidth * LINK_SHARE)
+    return NCCL_BASE_SECONDS[1] + link.hop_seconds[1] + num_bytes / link.rate

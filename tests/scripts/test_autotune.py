@@ -53,6 +53,7 @@ def test_finds_the_best_and_goes_on(work):
         f"--state={state}",
         f"--output={path}",
         f"--json={work / 'all.json'}",
+        "--measure=0",
     ]
     done = run("autotune", *given)
     assert done.returncode == 0, done.stderr
@@ -90,7 +91,7 @@ def test_goodput_decides_otherwise(work):
         "--random_output_len=4",
     ]
     given += ["--request_rate=8", "--seqs=16", "--plans=default", "--thresholds=0", f"--json={work / 'good.json'}"]
-    given.append(f"--output={work / 'good_config.json'}")
+    given += [f"--output={work / 'good_config.json'}", "--measure=0"]
     best = {}
     for name, objective in (("strict", "--goodput=tpot:30"), ("loose", "--goodput=tpot:30000")):
         done = run("autotune", *given, objective)
@@ -103,18 +104,36 @@ def test_goodput_decides_otherwise(work):
 
 
 def test_the_file_makes_an_engine(work):
-    """Measured for real on the model at hand, then loaded by LLM and by a script; a flag given wins over the file."""
+    """The finalists are measured for real on the model at hand, unasked and by turns; the medians decide, and a second run measures
+    what is missing alone. The file is then loaded by LLM and by a script; a flag given wins over it."""
     path = work / "measured.json"
     given = [f"--profiles={work / 'a.json'}", f"--model={work / 'model'}", "--workload=random", "--num_prompts=12"]
     given += ["--random_input_len=8", "--random_output_len=4", "--max_programs=10"]
     given += ["--seqs=8,16", "--budgets=16", "--plans=default"]
-    done = run("autotune", *given, "--measure=1", f"--output={path}", f"--state={work / 'measured_state.json'}")
+    given += ["--finalists=2", "--rounds=3", f"--output={path}", f"--state={work / 'measured_state.json'}"]
+    given.append(f"--json={work / 'measured_all.json'}")
+    done = run("autotune", *given)
     assert done.returncode == 0, done.stderr
     state = json.loads((work / "measured_state.json").read_text())
-    (key,) = [key for key in state["results"] if ": measured" in key]
-    assert key.endswith("measured on cpu, dtype=auto, attention_backend=auto, moe_backend=auto")
-    assert {"revision", "async_scheduling", "prefix_caching"} <= set(state["settings"])
-    assert done.stdout.count(" measured: ") == 1
+    keys = [key for key in state["results"] if ": measured" in key]
+    where = "measured on cpu, dtype=auto, attention_backend=auto, moe_backend=auto, round"
+    assert [key.partition(": ")[2] for key in keys] == [f"{where} {i}" for i in (1, 1, 2, 2, 3, 3)]
+    assert keys[0].split(": ")[0] == keys[2].split(": ")[0] != keys[1].split(": ")[0], "not by turns"
+    assert {"code", "async_scheduling", "prefix_caching"} <= set(state["settings"]) and "revision" not in state["settings"]
+    assert done.stdout.count(" measured: ") == 2
+
+    # Rounds that make the second the better by its median, though its mean is the lower; its last one is lost, and served again.
+    first, second = (key.split(": ")[0] for key in keys[:2])
+    for name, values in ((first, (1e9, 1.0, 1.0)), (second, (2.0, 2.0))):
+        state["results"] |= {f"{name}: {where} {i + 1}": value for i, value in enumerate(values)}
+    del state["results"][f"{second}: {where} 3"]
+    (work / "measured_state.json").write_text(json.dumps(state))
+    done = run("autotune", *given)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith(second), done.stderr
+    assert "2 measured" in done.stdout and "1 measured" in done.stdout
+    measured = json.loads((work / "measured_all.json").read_text())["measured"]
+    assert [(median, rounds[:2]) for _, median, rounds in measured] == [(1.0, [1e9, 1.0]), (2.0, [2.0, 2.0])]
+    assert measured[0][2][2] == 1.0 and measured[1][2][2] > 2.0
     options = json.loads(path.read_text())
     llm = LLM(work / "model", skip_tokenizer_init=True, **options)
     config = llm.engine.config

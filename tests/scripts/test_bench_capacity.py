@@ -150,6 +150,29 @@ def test_a_rate_finds_nothing_cached(tmp_path):
     assert done.stdout.splitlines()[-2:] == ["[0.0, 0.0]", f"{plan} 64 8"]
 
 
+UNBOUNDED = """
+import sys
+from absl import flags
+from jaxserve.simulation.capacity import Objective
+from jaxserve.workloads import Workload, WorkloadRequest
+from scripts import bench_capacity
+flags.FLAGS(sys.argv)
+server = bench_capacity.Analytic("h100")
+work = Workload("four", (WorkloadRequest(1900, 8),) * 4)
+for policy in ("orca", "orca:2048", "prefill_first"):
+    times = server.serve(bench_capacity.Contender.parse(policy), Objective(1e9), work, 0)
+    print(len(set(times.first.tolist())))
+"""
+
+
+def test_sequences_alone_bound_orcas_steps_without_a_plan():
+    """Four prompts of nearly the longest length are one step; with a budget, or another policy, four."""
+    command = [sys.executable, "-c", UNBOUNDED, "--model=qwen3-0.6b", "--max_model_len=2048", "--max_num_seqs=4"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1", "4", "4"]
+
+
 def test_trials_of_another_workload_are_not_taken_for_ours(tmp_path):
     path, machine = tmp_path / "capacity.json", ("--model=qwen3-8b", "--gpu=a40", "--max_model_len=2048", "--max_num_seqs=8")
     work = ("--workload=random", "--num_prompts=40", "--random_output_len=20", "--start_rate=4", "--seeds=1", "--precision=1")
@@ -159,11 +182,11 @@ def test_trials_of_another_workload_are_not_taken_for_ours(tmp_path):
         done = run(*machine, *search, *given)
         assert done.returncode == 1 and "results of other settings" in done.stderr and name in done.stderr
     whole = json.loads(path.read_text())
-    assert whole["settings"]["revision"] == whole["revision"]
-    whole["settings"]["revision"] = "another"
+    assert whole["settings"]["code"] and "revision" not in whole["settings"]
+    whole["settings"]["code"] = "another"
     path.write_text(json.dumps(whole))
     done = run(*machine, *search, "--random_input_len=64")
-    assert done.returncode == 1 and "results of other settings (revision: 'another' there" in done.stderr
+    assert done.returncode == 1 and "results of other settings (code: 'another' there" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,72 @@
 """What results say of the code that made them."""
 
 import subprocess
+from importlib import metadata
 
 import pytest
 
 from scripts import engine_flags
 
+PACKAGES = ("jaxserve", "kernels", "checkpoints", "scripts")
 
-@pytest.mark.parametrize("package", ["jaxserve", "kernels", "checkpoints", "scripts"])
-def test_a_change_of_the_code_marks_the_revision(tmp_path, monkeypatch, package):
-    """Of any of our packages, and of nothing else."""
-    for name in ("jaxserve", "kernels", "checkpoints", "scripts", "benchmarks"):
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A repository of our packages and results, in place of ours; and a function that runs git in it."""
+    for name in (*PACKAGES, "benchmarks"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "a.py").write_text("")
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
-        subprocess.run([*git, *command], check=True)
+        (tmp_path / name / "a.py").write_text(name)
+
+    def git(*command: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *command], check=True)
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "all")
     monkeypatch.setattr(engine_flags, "__file__", str(tmp_path / "scripts" / "engine_flags.py"))
-    (tmp_path / "benchmarks" / "a.py").write_text("changed")
+    return tmp_path, git
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_change_of_the_code_marks_the_revision(checkout, package):
+    """Of any of our packages, and of nothing else."""
+    folder, _ = checkout
+    (folder / "benchmarks" / "a.py").write_text("changed")
     clean = engine_flags.revision()
     assert clean and not clean.endswith("+")
-    (tmp_path / package / "a.py").write_text("changed")
+    (folder / package / "a.py").write_text("changed")
     assert engine_flags.revision() == f"{clean}+"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_code_is_known_by_its_content(checkout, package):
+    """A commit of results changes the revision and not the code; two changes of a file are two codes, committed or not; taken back,
+    it is the code of before."""
+    folder, git = checkout
+    code, revision, file = engine_flags.code_id(), engine_flags.revision(), folder / package / "a.py"
+    (folder / "benchmarks" / "a.py").write_text("changed")
+    git("commit", "-q", "-a", "-m", "results")
+    assert engine_flags.code_id() == code and engine_flags.revision() != revision and "+" not in code
+    changed = []
+    for text in ("one", "two"):
+        file.write_text(text)
+        changed.append(engine_flags.code_id())
+    git("add", ".")
+    assert engine_flags.code_id() == changed[1], "what is staged is a change as well"
+    git("commit", "-q", "-m", "two")
+    assert len({code, *changed, engine_flags.code_id()}) == 4 and "+" not in engine_flags.code_id()
+    file.write_text(package)
+    git("commit", "-q", "-a", "-m", "as before")
+    assert engine_flags.code_id() == code
+
+
+def test_code_outside_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.setattr(engine_flags, "__file__", str(tmp_path / "scripts" / "engine_flags.py"))
+    assert engine_flags.code_id() == f"version {metadata.version('jaxserve')}" and engine_flags.revision() is None
+
+
+def test_files_out_of_the_checkout_are_shown_by_name():
+    values = {"a": "/home/me/trace.csv.gz", "b": "../x/steps.json", "c": "benchmarks/a.json", "d": ["/x/y", 3], "e": 0.5}
+    shown = {name: engine_flags._shown(value) for name, value in values.items()}
+    assert shown == {"a": "trace.csv.gz", "b": "steps.json", "c": "benchmarks/a.json", "d": ["y", 3], "e": 0.5}

@@ -95,10 +95,25 @@ def test_waves_by_hand():
 def test_all_reduce():
     """Large: 2 (n - 1) / n of the bytes pass the slowest link. Small: latency, which grows with the ranks. One rank: nothing."""
     nvlink = (A100.nvlink,)
-    assert all_reduce_seconds(1e9, 4, nvlink) == pytest.approx(1e9 * 1.5 / 235e9, rel=0.01)
-    assert all_reduce_seconds(1e9, 4, (A100.nvlink, ETHERNET_100G), 2) == pytest.approx(1e9 * 1.5 / (12.5e9 * 235 / 300), rel=0.01)
+    assert all_reduce_seconds(1e9, 4, nvlink) == pytest.approx(1e9 * 1.5 / 240e9, rel=0.01)  # 12 links of 20 GB/s
+    assert all_reduce_seconds(1e9, 4, (GPUS["h100"].nvlink,)) == pytest.approx(1e9 * 1.5 / 370.8e9, rel=0.01)  # 18 of 20.6
+    assert all_reduce_seconds(1e9, 4, (A100.nvlink, ETHERNET_100G), 2) == pytest.approx(1e9 * 1.5 / 12e9, rel=0.01)
     assert all_reduce_seconds(1024, 8, nvlink) > all_reduce_seconds(1024, 2, nvlink) > 3e-6
     assert all_reduce_seconds(1e9, 1, nvlink) == 0
+
+
+def test_all_reduce_latencies_by_hand():
+    """As NCCL 2.20.5's ncclTopoTuneModel and ncclTopoGetAlgoTime work them out for LL, then for Simple, where it is the better."""
+    pcie, ethernet, h100 = (A100.pcie,), (A100.pcie, ETHERNET_100G), (GPUS["h100"].nvlink,)
+    assert all_reduce_seconds(0, 4, pcie) == pytest.approx((6.6 + 6 * 1.0) * 1e-6)
+    # 14 steps, 4 of them between two nodes; inside a node a step waits for the host's 2 us.
+    assert all_reduce_seconds(0, 8, ethernet, 2) == pytest.approx((6.6 + 10 * 2.0 + 4 * 2.7) * 1e-6)
+    assert all_reduce_seconds(1e8, 8, ethernet, 2) == pytest.approx(1.4 * (8.4 + 10 * 6.0 + 4 * 14.0) * 1e-6 + 1e8 * 14 / 8 / 12e9)
+    # A GPU a node: every step is between nodes.
+    assert all_reduce_seconds(0, 2, ethernet, 2) == pytest.approx((6.6 + 2 * 2.7) * 1e-6)
+    # LL has a quarter of the rate, or 87.7 GB/s where that is less.
+    assert all_reduce_seconds(4e5, 8, h100) == pytest.approx((6.6 + 14 * 0.6) * 1e-6 + 4e5 * 14 / 8 / 87.7e9)
+    assert all_reduce_seconds(4e4, 8, pcie) == pytest.approx((6.6 + 14 * 1.0) * 1e-6 + 4e4 * 14 / 8 / (24e9 / 4))
 
 
 def test_parallelism_cuts():

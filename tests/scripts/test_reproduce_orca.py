@@ -1,0 +1,99 @@
+"""reproduce_orca: its settings in virtual time, its figures by hand, and the command on a tiny model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.latency import ServedTimes
+from jaxserve.simulation.analytic import Deployment
+from jaxserve.simulation.replay import replay
+from jaxserve.workloads import fixed
+from scripts import open_loop, orca_report
+from tests import alphabet_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("max_num_seqs", [2, 4, 6, 8])
+@pytest.mark.parametrize("name", list(orca_report.SETTINGS))
+def test_every_seat_is_taken(name, max_num_seqs):
+    """In virtual time, with the setting's own buckets. No step of Orca's has an empty seat while a prompt is left."""
+    limits = SchedulerConfig(policy=orca_report.SETTINGS[name], **orca_report.limits(name, max_num_seqs))
+    plan = orca_report.bucket_plan(name, max_num_seqs)
+    times = Deployment.named("qwen3-0.6b", "h100").step_times(page_size=64)
+    run = replay(fixed("short_long_mix"), plan, times, limits, 10 * max_num_seqs, async_scheduling=False)
+    seqs, prompts = run.demands.seqs, np.flatnonzero(run.demands.tokens > run.demands.decodes)
+    assert seqs.max() == max_num_seqs
+    if name == "orca":
+        assert (seqs[: prompts[-1] + 1] == max_num_seqs).all()
+    assert {b.seqs for b in run.buckets if b.max_q_len == 1} <= ({max_num_seqs} if name == "padded" else {2, 4, 6, 8})
+
+
+def test_settings_differ_in_nothing_else():
+    plans = {name: orca_report.bucket_plan(name, 8) for name in orca_report.SETTINGS}
+    assert {plan.mixed for plan in plans.values()} == {tuple((n, 8) for n in (32, 64, 128, 256, 512, 544, 1088, 2176))}
+    assert plans["iteration"] == plans["orca"] == plans["shrinking"] and plans["iteration"].decode == (2, 4, 8)
+    assert plans["padded"].decode == (8,) and orca_report.bucket_plan("orca", 2).mixed[-1] == (544, 2)
+    budgets = {name: orca_report.limits(name, 4)["max_num_batched_tokens"] for name in orca_report.SETTINGS}
+    assert budgets == {"iteration": 512, "orca": 4 * 272, "shrinking": 512, "padded": 512}
+
+
+def test_figures_of_a_run_by_hand(monkeypatch):
+    """Batches of two end at 2 and 5 s, which is when their answers return."""
+    first, last, num = np.array([0.5, 0.5, 2.5, 3.5]), np.array([1.0, 2.0, 5.0, 4.0]), np.array([3, 3, 4, 10])
+    times = ServedTimes(np.zeros(4), first, last, num, num, np.empty(0), np.empty(0))
+    monkeypatch.setattr(open_loop, "serve", lambda engine, workload, seed: SimpleNamespace(times=times))
+    assert orca_report.measure(None, None, 0, 2) == {"throughput": 4.0, "ttft": 1.75, "e2e": 3.0, "returned": 3.5}
+
+
+def test_ratios():
+    """Of both iteration-level settings over each request-level one, whose answers return when their batch ends."""
+    tokens = dict(zip(orca_report.SETTINGS, (3.0, 2.0, 1.0, 1.5), strict=True))
+    found = {name: {"throughput": t, "ttft": 1.0, "e2e": 2.0, "returned": 4.0} for name, t in tokens.items()}
+    text = orca_report.tables({"short_long_mix, 2": found})
+    for pair, ratio in (("iteration | padded", 2), ("iteration | shrinking", 3), ("orca | padded", 1.33), ("orca | shrinking", 2)):
+        assert f"| short_long_mix, 2 | {pair} | {ratio} | 1 | 1 | 0.5 |" in text
+    assert "throughput agrees, ttft same sign" in text.splitlines()[-2]  # 1.33 for 1.44
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), [(1.0, "agrees"), (0.975, "agrees"), (1.031, "contradicts"), (0.9, "contradicts")])
+def test_the_control_is_judged(ratio, verdict):
+    found = {name: {"throughput": 1.0, "ttft": 1.0, "e2e": 1.0, "returned": 1.0} for name in orca_report.SETTINGS}
+    found["orca"]["throughput"] = ratio
+    lines = orca_report.tables({"equal_size, 2": found}).splitlines()
+    assert lines[-1].endswith(f"{verdict} |") and lines[-3].endswith("agrees |")
+
+
+SMALL = """
+from absl import app
+from jaxserve.workloads import Workload, WorkloadRequest
+from scripts import reproduce_orca
+reproduce_orca.fixed = lambda name: Workload(name, (WorkloadRequest(8, 4), WorkloadRequest(24, 8)) * 2)
+app.run(reproduce_orca.main)
+"""
+
+
+def test_the_command(tmp_path):
+    """On few requests for a tiny model: real engines of every setting, and all that is written."""
+    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[plots]')")
+    alphabet_model.save(tmp_path / "model", tokenizer=False, max_position_embeddings=1024)
+    given = [f"--model={tmp_path / 'model'}", "--max_num_seqs_list=2", "--rounds=1", f"--output={tmp_path / 'out'}"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", SMALL, *given]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "compiling, at most 2: 100%" in done.stderr
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert list(results["results"]) == ["short_long_mix, 2", "equal_size, 2"] and results["flags"]["model"] == "model"
+    for found in results["results"].values():
+        assert list(found) == list(orca_report.SETTINGS)
+        assert all(0 < r["ttft"] < r["e2e"] <= r["returned"] and r["throughput"] > 0 for r in found.values())
+    assert orca_report.tables(results["results"]) in (tmp_path / "out" / "tables.md").read_text()
+    assert (tmp_path / "out" / "orca.png").stat().st_size > 10_000
