@@ -32,7 +32,7 @@ def test_every_seat_is_taken(name, max_num_seqs):
     seqs, prompts = run.demands.seqs, np.flatnonzero(run.demands.tokens > run.demands.decodes)
     assert seqs.max() == max_num_seqs
     if name == "orca":
-        assert (seqs[: prompts[-1] + 1] == max_num_seqs).all()
+        assert (seqs[: prompts[-1]] == max_num_seqs).all()
     assert {b.seqs for b in run.buckets if b.max_q_len == 1} <= ({max_num_seqs} if name == "padded" else {2, 4, 6, 8})
 
 
@@ -74,7 +74,8 @@ def test_the_control_is_judged(ratio, verdict):
 SMALL = """
 from absl import app
 from jaxserve.workloads import Workload, WorkloadRequest
-from scripts import reproduce_orca
+from scripts import orca_report, reproduce_orca
+orca_report.BUDGET, orca_report.TWO_PROMPTS = 24, 8 + 24
 reproduce_orca.fixed = lambda name: Workload(name, (WorkloadRequest(8, 4), WorkloadRequest(24, 8)) * 2)
 app.run(reproduce_orca.main)
 """
