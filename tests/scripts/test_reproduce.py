@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve.buckets import Bucket
 from jaxserve.simulation.capacity import Objective, Spread
-from scripts import sarathi_capacity, sarathi_costs, sarathi_runs
+from scripts import sarathi_capacity, sarathi_costs, sarathi_plots, sarathi_runs
 from scripts.finished import Finished
 from scripts.sarathi_report import agreement, table
 from scripts.sarathi_session import Question, Session, processes, serve_rate
@@ -180,6 +180,14 @@ class Canned(Session):
 
 
 @pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are drawn, as they are saved."""
+    made, save = [], sarathi_plots.save
+    monkeypatch.setattr(sarathi_plots, "save", lambda figure, path: (made.append(figure), save(figure, path)))
+    return made
+
+
+@pytest.fixture
 def canned(tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[plots]')")
 
@@ -189,7 +197,7 @@ def canned(tmp_path):
     return make
 
 
-def test_capacity_of_the_setups(canned, tmp_path):
+def test_capacity_of_the_setups(canned, drawn, tmp_path):
     """vLLM's second seed has no rate in LLaMA2's setups, Orca's never one at all."""
 
     def capacity(q: Question, seed: int) -> float:
@@ -209,7 +217,10 @@ def test_capacity_of_the_setups(canned, tmp_path):
     assert "mistral-7b 2.5, yi-34b 2.5, llama2-70b inf, falcon-180b 2.5; twice or more in 4 of 4." in text
     assert "Of 12 ratios 0 are below 1." in text
     assert data["yi-34b, arxiv_summarization, relaxed"] == {"sarathi": [4.0, 6.0], "vLLM": [2.0, 2.0], "Orca": [0.0, 0.0]}
-    assert (tmp_path / "capacity.png").stat().st_size > 10_000
+    (figure,) = drawn
+    assert [axis.get_title() for axis in figure.axes] == [f"{name}, {dataset}" for name in SETUPS for dataset in DATASETS]
+    assert [bar.get_height() for bar in figure.axes[4].patches] == [5.0, 5.0, 1.0, 1.0, 0.0, 0.0]  # LLaMA2's, by scheduler
+    assert (tmp_path / "capacity.png").exists()
 
 
 def test_capacity_by_our_own_objectives(canned):
@@ -280,12 +291,16 @@ def test_ablation_as_served(canned):
     assert sarathi_runs._order(theirs).count(": agrees") == 4 and "12 of 12 figures" in sarathi_runs._order(theirs)
 
 
-def test_stalls_as_served(canned, tmp_path):
+def test_stalls_as_served(canned, drawn, tmp_path):
     text, data = sarathi_runs.stalls(canned())
     run = run_at(SETUPS["yi-34b"].machine, vllm(), "arxiv_summarization", 0.3, FEW, 0)
     assert data["vllm-128"]["longest"] == pytest.approx(run.times.gaps.max()) and run.times.gaps.max() > 1
     assert data["sarathi-512"]["over_1s"] == 0 < data["vllm-128"]["over_1s"] and text.rstrip().endswith("agrees.")
-    assert (tmp_path / "stalls.png").stat().st_size > 10_000
+    (axis,) = drawn[0].axes
+    ends, tokens = axis.lines[0].get_data()  # of a minute in the middle of the arrivals
+    shown = run.starts + run.seconds - run.times.arrivals.max() / 2
+    assert [line.get_label() for line in axis.lines] == ["vllm-128", "sarathi-512"] and (tmp_path / "stalls.png").exists()
+    assert tokens[-1] == run.demands.samples[(shown >= 0) & (shown <= 60)].sum() > 0 <= ends[0] < ends[-1] <= 60
 
 
 def test_bubbles_as_served(canned):
