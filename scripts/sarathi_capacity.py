@@ -187,9 +187,7 @@ def dynamic_budget(session: Session) -> tuple[str, dict[str, Any]]:
         for name, each in shares.items():
             late.append([f"{slo} s", name, ", ".join("no rate" if s is None else f"{100 * s:.2f}" for s in each)])
         end = " (the last one tried on its side)" if best in (fixed[0], fixed[-1]) else ""
-        notes.append(
-            f"At {slo} s {best.name} is the best fixed one{end}, the better dynamic has {gains[-1]:.3g} times as much."
-        )
+        notes.append(f"At {slo} s {best.name} is the best fixed one{end}, the better dynamic has {gains[-1]:.3g} times as much.")
         ratios = {f"{c.name} over best": r and asdict(r) for c, r in over.items()}
         data[f"{slo} s"] = {c.name: values for c, values in found.items()} | {"best": best.name, "late": shares} | ratios
     note = f"{DYNAMIC_SEEDS} seeds, neighbouring rates {100 * DYNAMIC_PRECISION:g}% apart. {' '.join(notes)} "
