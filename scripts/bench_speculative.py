@@ -2,11 +2,13 @@
 
     python -m scripts.bench_speculative --json=benchmarks/results/cpu/speculative.json
 
-Three tasks for the demo's model: rewriting a paragraph and editing code, whose answers repeat their prompts, and ordinary chat.
-Each is run in batches of several sizes. A figure is output tokens a second of the whole run, its prompts' pages being in both
-prefix caches; the ratio is the median over pairs of runs. All programs are compiled before. Outputs that differ are counted: greedy
-ones can, where two logits nearly tie and the shapes of the steps are not the same. The speculating side's timed steps are counted
-by bucket (in the JSON) and by the drafts of a sequence.
+Three tasks for the demo's model, of eight prompts each: rewriting a paragraph and editing code, whose answers repeat their prompts,
+and ordinary chat. Each is run in batches of several sizes, 8 at most; where a size does not divide 8, the last batch is smaller. A
+figure is output tokens a second of the whole run, its prompts' pages being in both prefix caches; the ratio is the median over
+pairs of runs. All programs are compiled before. Outputs that differ are counted: greedy ones can, where two logits nearly tie and
+the shapes of the steps are not the same. How nearly is said too: the largest lead of the best token over the second, in
+log-probability, where an output with speculation first has another token than one without (drawn ones part at any lead: none is
+said). The speculating side's timed steps are counted by bucket (in the JSON) and by the drafts of a sequence.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from tqdm import tqdm
 
 from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json
 
-_BATCHES = flags.DEFINE_list("batches", ["1", "2", "4", "8"], "Prompts at a time.")
+_BATCHES = flags.DEFINE_list("batches", ["1", "2", "4", "8"], "Prompts at a time, 8 at most.")
 _TASKS = flags.DEFINE_list("tasks", ["rewrite", "code", "chat"], "Which of rewrite, code and chat.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed pairs of runs.", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Most output tokens of each prompt.", lower_bound=2)
@@ -44,6 +46,14 @@ PARAGRAPHS = (
     "your name and room number, and leave your keys at the front desk. The movers will come on Saturday morning at eight.",
     "Rivers carry sand and stones from the mountains to the sea. Where the water slows down it can carry less, and what it drops "
     "builds banks, islands and deltas. A delta grows by a few metres each year, and some of the largest cities stand on one.",
+    "The museum opens at ten and closes at six, except on Mondays, when it stays shut. Tickets cost nine euros; children under "
+    "twelve come in free. Large bags are left in the cloakroom, and photographs may be taken anywhere but in the room of maps.",
+    "A beaver dam begins with a few branches pushed into the mud of the stream. Stones and more branches are laid on top, and the "
+    "gaps are filled with leaves and clay. Behind it a pond slowly rises, deep enough that its bottom does not freeze in winter.",
+    "The night train leaves Vienna at half past seven in the evening and reaches Venice shortly after eight. Passengers in the "
+    "sleeping car are woken an hour before, with coffee and a warm roll. Bicycles need a ticket of their own, bought in advance.",
+    "My grandmother kept her recipes in a tin box, each on a card in her small upright hand. The oldest were for soups, without "
+    "any amounts, since everybody knew them. The newest was for a lemon cake, and on its back she had noted who had liked it.",
 )
 CODE = (
     """def count_words(text):
@@ -84,6 +94,42 @@ CODE = (
         else:
             high = middle - 1
     return -1""",
+    """def average(numbers):
+    if len(numbers) == 0:
+        return 0.0
+    total = 0.0
+    for number in numbers:
+        total = total + number
+    return total / len(numbers)""",
+    """class Stack:
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        return self.items.pop()
+
+    def is_empty(self):
+        return len(self.items) == 0""",
+    """def is_prime(number):
+    if number < 2:
+        return False
+    divisor = 2
+    while divisor * divisor <= number:
+        if number % divisor == 0:
+            return False
+        divisor = divisor + 1
+    return True""",
+    """def merge(left, right):
+    merged = []
+    while left and right:
+        if left[0] <= right[0]:
+            merged.append(left.pop(0))
+        else:
+            merged.append(right.pop(0))
+    return merged + left + right""",
 )
 QUESTIONS = (
     "What is the capital of Japan?",
@@ -119,38 +165,55 @@ def make_llms() -> dict[str, Any]:
     return {"off": off, "on": LLM.from_params(weights, functions.model_config, tokenizer=off.tokenizer, **options)}
 
 
-def run(llm: Any, prompts: list[Any], batch: int) -> dict[str, Any]:
-    """The prompts, `batch` at a time; seconds, counts, and the tokens of each."""
+def run(llm: Any, prompts: list[Any], batch: int, logprobs: int | None = None) -> dict[str, Any]:
+    """The prompts, `batch` at a time; seconds, counts, and of each the tokens and as many log-probabilities as asked for."""
     from jaxserve import SamplingParams
 
     stats = llm.engine.stats
     names = ("num_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
     before = {name: getattr(stats, name) for name in names}
     buckets, lengths = Counter(stats.padding.steps), Counter(stats.steps_by_num_drafts)
-    params, outputs = SamplingParams(temperature=_TEMPERATURE.value, max_tokens=_MAX_TOKENS.value, seed=0), []
+    params = SamplingParams(temperature=_TEMPERATURE.value, max_tokens=_MAX_TOKENS.value, seed=0, logprobs=logprobs)
+    outputs = []
     start = time.perf_counter()
     for i in range(0, len(prompts), batch):
         outputs += llm.generate(prompts[i : i + batch], params, use_tqdm=False)
     seconds = time.perf_counter() - start
-    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    samples = [output.outputs[0] for output in outputs]
+    tokens = [list(sample.token_ids) for sample in samples]
     counts = {name: getattr(stats, name) - before[name] for name in names}
     counts |= {"buckets": Counter(stats.padding.steps) - buckets, "lengths": stats.steps_by_num_drafts - lengths}
-    return {"seconds": seconds, "num_tokens": sum(map(len, tokens)), "tokens": tokens, **counts}
+    found = {"tokens": tokens, "logprobs": [sample.logprobs for sample in samples]}
+    return {"seconds": seconds, "num_tokens": sum(map(len, tokens)), **found, **counts}
+
+
+def largest_gap_where_they_part(off: dict[str, Any], ons: list[dict[str, Any]]) -> float | None:
+    """By how much the best token was ahead of the second, in log-probability by the `off` run (made with two of each token), where
+    outputs of the `ons` first have another token than its own: the largest of all these outputs. None if there are none."""
+    gaps = []
+    for on in ons:
+        for expected, logprobs, tokens in zip(off["tokens"], off["logprobs"], on["tokens"], strict=True):
+            for token, entry, other in zip(expected, logprobs, tokens, strict=False):
+                if token != other:
+                    best, second = sorted((x.logprob for x in entry.values()), reverse=True)[:2]
+                    gaps.append(best - second)
+                    break
+    return max(gaps, default=None)
 
 
 def compare(llms: dict[str, Any], task: str, batch: int) -> dict[str, Any]:
-    """Both sides in turn, the first pair untimed; medians."""
+    """Both sides in turn, the first pair untimed and with log-probabilities; medians."""
     prompts = llms["off"].chat_prompts([[{"role": "user", "content": text}] for text in TASKS[task]])
+    untimed = {side: run(llms[side], prompts, batch, logprobs=2) for side in ("on", "off")}
     runs: dict[str, list[dict[str, Any]]] = {"off": [], "on": []}
-    for i in range(_ROUNDS.value + 1):
-        for side in ("off", "on") if i % 2 else ("on", "off"):
-            result = run(llms[side], prompts, batch)
-            if i:
-                runs[side].append(result)
+    for i in range(_ROUNDS.value):
+        for side in ("on", "off") if i % 2 else ("off", "on"):
+            runs[side].append(run(llms[side], prompts, batch))
     rates = {side: [r["num_tokens"] / r["seconds"] for r in some] for side, some in runs.items()}
     total = {name: sum(r[name] for r in runs["on"]) for name in runs["on"][0] if name.startswith("num_")}
     buckets, lengths = (sum((r[name] for r in runs["on"]), Counter()) for name in ("buckets", "lengths"))
     pairs = zip(runs["off"], runs["on"], strict=True)
+    gap = None if _TEMPERATURE.value else largest_gap_where_they_part(untimed["off"], [untimed["on"], *runs["on"]])
     return {
         "task": task,
         "batch": batch,
@@ -166,18 +229,28 @@ def compare(llms: dict[str, Any], task: str, batch: int) -> dict[str, Any]:
         "steps_by_num_drafts": {str(k): n for k, n in sorted(lengths.items())},
         "num_outputs": len(prompts) * _ROUNDS.value,
         "num_outputs_that_differ": sum(a != b for off, on in pairs for a, b in zip(off["tokens"], on["tokens"], strict=True)),
+        "largest_gap_where_they_part": gap,
     }
+
+
+def chosen_cases() -> list[tuple[str, int]]:
+    """(task, batch) of all that is to be run. UsageError for what cannot be."""
+    unknown = set(_TASKS.value) - set(TASKS)
+    if unknown or not _TASKS.value:
+        raise app.UsageError(f"--tasks: {', '.join(sorted(unknown)) or 'nothing'} must be of {', '.join(TASKS)}")
+    most = min(len(TASKS[task]) for task in _TASKS.value)
+    for batch in _BATCHES.value or ["nothing"]:
+        if not batch.isdecimal() or not 1 <= int(batch) <= most:
+            raise app.UsageError(f"--batches: {batch} must be an integer from 1 to {most}, the prompts that a task has")
+    return [(task, int(batch)) for task in _TASKS.value for batch in _BATCHES.value]
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
-    unknown = set(_TASKS.value) - set(TASKS)
-    if unknown:
-        raise app.UsageError(f"--tasks: {', '.join(sorted(unknown))} must be of {', '.join(TASKS)}")
+    cases = chosen_cases()
     llms = make_llms()
     print(llms["on"].engine.describe(), file=sys.stderr)
-    cases = [(task, int(batch)) for task in _TASKS.value for batch in _BATCHES.value]
     results = [compare(llms, task, batch) for task, batch in tqdm(cases, file=sys.stderr)]
     with contextlib.redirect_stdout(sys.stderr if _JSON.value == "-" else sys.stdout):
         report(results)
@@ -188,15 +261,16 @@ def main(argv: list[str]) -> None:
 
 def report(results: list[dict[str, Any]]) -> None:
     print(
-        "task     batch   tok/s off     on   ratio   accepted   drafts a step   tokens a step   outputs that differ   "
-        "steps by drafts a sequence"
+        "task     batch   tok/s off     on   ratio   accepted   drafts a step   tokens a step   outputs that differ   largest "
+        "gap   steps by drafts a sequence"
     )
     for r in results:
         rates = f"{r['output_tokens_per_second_off']:11.1f} {r['output_tokens_per_second_on']:6.1f} {r['ratio']:6.2f}x"
         steps = f"{100 * r['acceptance']:9.0f}% {r['draft_tokens_per_step']:15.2f} {r['tokens_per_step']:15.2f}"
         differ = f"{r['num_outputs_that_differ']} of {r['num_outputs']}"
+        gap = "-" if r["largest_gap_where_they_part"] is None else f"{r['largest_gap_where_they_part']:.3g}"
         lengths = ", ".join(f"{n} with {k}" for k, n in r["steps_by_num_drafts"].items())
-        print(f"{r['task']:<8} {r['batch']:>5} {rates} {steps}   {differ:<21} {lengths}")
+        print(f"{r['task']:<8} {r['batch']:>5} {rates} {steps}   {differ:<21} {gap:<13} {lengths}")
 
 
 if __name__ == "__main__":

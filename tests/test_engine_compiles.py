@@ -118,29 +118,6 @@ def test_nothing_compiles_after_warm_up():
     assert num_compiled() > before
 
 
-def test_nothing_compiles_after_warm_up_with_speculation():
-    """Drafts of any length for any row, from step to step."""
-    speculative = {"num_speculative_tokens": 3, "adaptive": False}
-    plan = BucketPlan(decode=(6,), mixed=((24, 6),), head_rows=(6, 24), draft=((1, 3), (4, 2)))
-    settings = {"pool_pages": 48, "scheduling_policy": "priority", "bucket_plan": plan}
-    engine = make_engine(dummy_model(), speculative_config=speculative, **settings)
-    engine.runner.warm_up()
-    assert set(engine.runner.programs.keys) <= set(engine.runner.programs._compiled)
-    assert len(engine.runner.programs.keys) == plan.num_programs == 10
-    assert engine._draft_lengths is not None
-    rng = np.random.default_rng(1)
-
-    def choose(rows: np.ndarray, *, explore: bool, queued: bool) -> np.ndarray:
-        return np.minimum(rng.choice([0, 2, 3]), rng.integers(0, 9, len(rows))).astype(np.int32)
-
-    engine._draft_lengths.choose = choose
-    before = num_compiled()
-    use_everything(engine)
-    assert num_compiled() == before
-    assert set(engine.stats.padding.steps) == set(engine.config.plan.buckets), "a bucket was not used"
-    assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
-
-
 @pytest.mark.parametrize("warm_up, num_calls", [("all", 1), ("first_use", 0)])
 def test_warm_up_is_a_setting(warm_up, num_calls, monkeypatch):
     calls = []

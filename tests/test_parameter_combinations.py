@@ -1,4 +1,5 @@
-"""Every sampling parameter beside every other: a request's answer is the same alone and in a crowd, and nothing compiles.
+"""Every sampling parameter beside every other: a request's answer is the same alone and in a crowd, with and without drafts, and
+nothing compiles.
 
 Requests are drawn so that any two values of any two parameters meet in one of them. The model sees its context; it is dense, or a
 mixture of experts. There are fewer pages than the crowd wants.
@@ -19,6 +20,7 @@ from tests import alphabet_model
 from tests.dummy import CONFIG, SEQS, TOKENS, dummy_model
 from tests.test_engine_experts import SPARSE
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 LETTERS = range(ord("a"), ord("z") + 1)
 VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1, 3),
@@ -94,34 +96,48 @@ def said(output: RequestOutput) -> tuple[Any, ...]:
 @pytest.mark.parametrize("config", [CONFIG, SPARSE], ids=["dense", "experts"])
 def test_alone_as_in_a_crowd(config, tmp_path):
     model = dummy_model("float32", dataclasses.replace(config, vocab_size=alphabet_model.VOCABULARY, eos_token_ids=(256,)))
-    llm = LLM.from_params(
-        model,
-        tokenizer=Tokenizer.from_id(alphabet_model.save(tmp_path / "alphabet")),
-        bucket_plan=BucketPlan(mixed=((TOKENS, SEQS),), head_rows=(SEQS,)),
-        max_num_seqs=SEQS,
-        max_num_batched_tokens=TOKENS,
-        page_size=4,
-        num_pages=40,
-        max_model_len=72,
-        warm_up="all",
-        compilation_cache_dir="",
-    )
-    rng = np.random.default_rng(1)
+    tokenizer = Tokenizer.from_id(alphabet_model.save(tmp_path / "alphabet"))
+
+    def make_llm(speculative: dict[str, Any] | None) -> LLM:
+        return LLM.from_params(
+            model,
+            tokenizer=tokenizer,
+            bucket_plan=BucketPlan(mixed=((TOKENS, SEQS),), head_rows=(TOKENS,)),
+            max_num_seqs=SEQS,
+            max_num_batched_tokens=TOKENS,
+            page_size=4,
+            num_pages=40,
+            max_model_len=72,
+            warm_up="all",
+            compilation_cache_dir="",
+            speculative_config=speculative,
+        )
+
+    rng, llm = np.random.default_rng(1), make_llm(None)
     shared = rng.choice(LETTERS, 9).tolist()
     params = [SamplingParams(**choice) for choice in combinations()]
     prompts = [shared[: i % 10] + rng.choice(LETTERS, 1 + i * 7 % 45).tolist() for i in range(len(params))]
-    before = compile_counts().programs
-    expected = []
+
+    def serve_crowd(llm: LLM) -> None:
+        """As it was alone, in pages that others have left or leave, without a compile."""
+        before, programs = llm.engine.scheduler.stats(), compile_counts().programs
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert compile_counts().programs == programs
+        for output, alone, asked in zip(outputs, expected, params, strict=True):
+            assert said(output) == said(alone), asked
+        stats = llm.engine.scheduler.stats()
+        assert stats.num_preemptions > before.num_preemptions and stats.num_hit_tokens > before.num_hit_tokens
+
+    programs, expected = compile_counts().programs, []
     for prompt, asked in zip(prompts, params, strict=True):
         assert llm.engine.reset_prefix_cache()
         expected += llm.generate(prompt, asked, use_tqdm=False)
-    before_crowd = llm.engine.scheduler.stats()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert compile_counts().programs == before
-    for output, alone, asked in zip(outputs, expected, params, strict=True):
-        assert said(output) == said(alone), asked
-    stats = llm.engine.scheduler.stats()
-    assert stats.num_preemptions > before_crowd.num_preemptions and stats.num_hit_tokens > before_crowd.num_hit_tokens
+    assert compile_counts().programs == programs
+    serve_crowd(llm)
     samples = [sample for output in expected for sample in output.outputs]
     assert {"stop", "length"} == {sample.finish_reason for sample in samples}
     assert len({tuple(sample.token_ids) for sample in samples}) > len(samples) / 2, "answers that say nothing"
+
+    drafting = make_llm(NGRAM)
+    serve_crowd(drafting)
+    assert 0 < drafting.engine.stats.num_accepted_tokens < drafting.engine.stats.num_draft_tokens

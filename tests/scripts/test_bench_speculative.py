@@ -29,21 +29,53 @@ def run(work: Path, name: str, *given: str) -> dict:
     return json.loads(done.stdout)
 
 
-def test_both_sides_of_speculation_answer_alike(tmp_path):
+@pytest.mark.parametrize("task, temperature", [("code", 0), ("chat", 1.5)])
+def test_both_sides_of_speculation_answer_alike(task, temperature, tmp_path):
     """In steps of one shape they must."""
     model = alphabet_model.save(tmp_path / "model", max_position_embeddings=1024)
     BucketPlan(mixed=((64, 2),), head_rows=(6,)).save(tmp_path / "plan.json")
     flags = [f"--model={model}", f"--bucket_plan={tmp_path / 'plan.json'}", "--max_num_seqs=2", "--max_num_batched_tokens=64"]
-    flags += ["--tasks=code,chat", "--batches=2", "--rounds=2", "--max_tokens=12", "--num_speculative_tokens=2", "--noadaptive"]
-    code, chat = run(tmp_path, "bench_speculative", *flags)["results"]
-    assert (code["task"], code["num_outputs"], chat["task"], chat["num_outputs"]) == ("code", 8, "chat", 16)
-    for result in (code, chat):
-        assert result["num_outputs_that_differ"] == 0
-        assert len(result["runs"]["on"]) == 2 and min(result["runs"]["on"] + result["runs"]["off"]) > 0
-        assert 0 <= result["acceptance"] <= 1 and result["tokens_per_step"] > 0
-        assert result["steps_by_bucket"] == {"mixed(64,2)": result["num_steps"]}
-        assert set(result["steps_by_num_drafts"]) <= {"0", "1", "2"} and "2" in result["steps_by_num_drafts"]
-        assert 0 < sum(result["steps_by_num_drafts"].values()) <= result["num_steps"], "of prompts alone, some"
+    flags += [f"--tasks={task}", f"--temperature={temperature}", "--batches=2", "--rounds=2", "--max_tokens=12"]
+    (result,) = run(tmp_path, "bench_speculative", *flags, "--num_speculative_tokens=2", "--noadaptive")["results"]
+    assert (result["task"], result["batch"], result["num_outputs"]) == (task, 2, 16)
+    assert result["num_outputs_that_differ"] == 0 and result["largest_gap_where_they_part"] is None
+    assert len(result["runs"]["on"]) == 2 and min(result["runs"]["on"] + result["runs"]["off"]) > 0
+    assert 0 <= result["acceptance"] <= 1 and result["tokens_per_step"] > 0
+    assert result["steps_by_bucket"] == {"mixed(64,2)": result["num_steps"]}
+    assert set(result["steps_by_num_drafts"]) <= {"0", "1", "2"} and "2" in result["steps_by_num_drafts"]
+    assert 0 < sum(result["steps_by_num_drafts"].values()) <= result["num_steps"], "of prompts alone, some"
+
+
+def python(*given: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *given], capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+
+@pytest.mark.parametrize("batch", ["9", "0", "two"])
+def test_a_batch_of_more_than_there_are_prompts_is_refused(batch):
+    done = python("-m", "scripts.bench_speculative", f"--batches=1,{batch}", "--model=nowhere")
+    assert done.returncode and f"--batches: {batch} must be an integer from 1 to 8" in done.stderr + done.stdout
+
+
+def test_each_task_has_as_many_prompts_as_the_largest_batch():
+    code = "from scripts.bench_speculative import TASKS\nprint([len(set(t)) for t in TASKS.values()])"
+    assert python("-c", code).stdout == "[8, 8, 8]\n"
+
+
+def test_the_gap_where_outputs_part():
+    """Of each output the first token that differs counts; of all outputs, the largest lead there."""
+    code = """
+from types import SimpleNamespace as Logprob
+from scripts.bench_speculative import largest_gap_where_they_part as largest
+
+def entries(*leads):
+    return [{0: Logprob(logprob=-1.0), 1: Logprob(logprob=-1.0 - lead), 2: Logprob(logprob=-9.0)} for lead in leads]
+
+off = {"tokens": [[5, 6, 7], [5, 6], [8]], "logprobs": [entries(4.0, 0.25, 3.0), entries(0.5, 2.0), entries(5.0)]}
+same, first, later = [[5, 6, 7], [5, 6], [8]], [[5, 9, 9], [5, 6], [8]], [[5, 6, 7], [4, 9, 9], [8]]
+for outputs in ([same], [same, first], [same, first, later]):
+    print(largest(off, [{"tokens": tokens} for tokens in outputs]))
+"""
+    assert python("-c", code).stdout.split() == ["None", "0.25", "0.5"]
 
 
 def test_grammars_on_a_timer(tmp_path):

@@ -20,13 +20,14 @@ from tests.test_sampling import chi_square_p
 
 VOCAB, LENGTH = 32, 3
 CONFIG = replace(dummy.CONFIG, vocab_size=VOCAB)
-PLAN = BucketPlan(mixed=((dummy.TOKENS, dummy.SEQS),), head_rows=(dummy.TOKENS,))
+SAMPLES = 24  # of a request: they run together, and nobody else
+TOKENS = 4 * SAMPLES  # of a step: three drafts of each
+PLAN = BucketPlan(mixed=((TOKENS, SAMPLES),), head_rows=(TOKENS,))
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False, "acceptance": "rejection"}
 FEW = [5, 9, 17, 30]  # the only tokens that outputs have
 PROMPT = [5, 9, 17, 5, 9, 30, 17, 9, 5, 9]
 PARAMS = {"temperature": 1.3, "allowed_token_ids": FEW, "frequency_penalty": 0.4, "max_tokens": LENGTH + 1, "ignore_eos": True}
-SAMPLES = dummy.SEQS  # of a request: they run together, and nobody else
-REQUESTS, FEWER = 250, 100  # the fewer where outputs are off by far
+REQUESTS, FEWER = 63, 25  # the fewer where outputs are off by far
 
 FORBIDDEN = 3
 MATRIX = np.zeros((VOCAB, VOCAB))  # what Markov draws with: half of it the model's sort of tokens, some that are forbidden
@@ -99,7 +100,8 @@ def make_engine(rule: str, speculative: dict[str, Any], monkeypatch: pytest.Monk
     if rule in WRONG:
         monkeypatch.setattr(*WRONG[rule])
     model = dummy.dummy_model(config=CONFIG)
-    return dummy.make_engine(model, compile_anew="heads", bucket_plan=PLAN, speculative_config=speculative)
+    settings = {"max_num_seqs": SAMPLES, "max_num_batched_tokens": TOKENS, "bucket_plan": PLAN}
+    return dummy.make_engine(model, compile_anew="heads", speculative_config=speculative, **settings)
 
 
 @pytest.mark.parametrize("rule", ["right", *list(WRONG)[:2]])

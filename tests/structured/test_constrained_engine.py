@@ -1,5 +1,6 @@
 """An engine whose requests have grammars: whatever random weights want, what comes out parses and validates."""
 
+import itertools
 import json
 import os
 import re
@@ -7,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import jsonschema_rs
 import numpy as np
@@ -24,7 +26,7 @@ from tests.structured import random_grammars
 VOCAB = 512
 CONFIG = replace(dummy.CONFIG, vocab_size=VOCAB)
 EOS = dummy.EOS
-PAGES = 26  # of a small pool
+PAGES, FORMS_PAGES = 26, 56  # of small pools, for outputs of 24 and of 150 tokens
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
 
 
@@ -89,61 +91,73 @@ def matches(regex: str, text: str) -> None:
     assert re.fullmatch(regex, text), (regex, text)
 
 
-NUM_FORMS = int(os.environ.get("JAXSERVE_TEST_FORMS", "400"))  # a third of them regular expressions
-
-
-def random_form(rng: np.random.Generator, i: int) -> tuple[StructuredOutputsParams, Callable[[str], None]]:
-    """A form, and what raises unless a text has it: other implementations than the one that makes the masks."""
-    if i % 3 == 0:
-        regex = random_grammars.regex(rng)
-        return StructuredOutputsParams(regex=regex), lambda text: matches(regex, text)
-    schema = random_grammars.schema(rng)
-    form = StructuredOutputsParams(json=schema, disable_any_whitespace=bool(i % 4))
-    return form, lambda text: jsonschema_rs.validate(schema, json.loads(text))
-
-
+NUM_FORMS = int(os.environ.get("JAXSERVE_TEST_FORMS", "400"))  # about a third of them regular expressions
+LIKELIER = {"frequency_penalty": -2.0, "repetition_penalty": 0.8}  # what was said is likelier, and drafts stand
+RARER = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
 Asks = list[tuple[list[int], SamplingParams, Future | None]]
 Check = Callable[[str], None]
 
 
+def random_form(rng: np.random.Generator) -> tuple[StructuredOutputsParams, Check]:
+    """A form, and what raises unless a text has it: other implementations than the one that makes the masks."""
+    if rng.random() < 1 / 3:
+        regex = random_grammars.regex(rng)
+        if rng.random() < 0.5:
+            regex = f"(?:{regex}){{3,9}}"  # long enough that drafts stand
+        return StructuredOutputsParams(regex=regex), lambda text: matches(regex, text)
+    schema = random_grammars.schema(rng)
+    form = StructuredOutputsParams(json=schema, disable_any_whitespace=rng.random() < 0.75)
+    return form, lambda text: jsonschema_rs.validate(schema, json.loads(text))
+
+
+def random_params(rng: np.random.Generator, seed: int) -> SamplingParams:
+    """Each option is drawn whatever the others are, so that any two of them meet."""
+
+    def one_of(*values: Any) -> Any:
+        return values[rng.integers(len(values))]
+
+    drawn = {"temperature": one_of(0.0, 1.0, 3.0), "top_k": one_of(0, 5), "n": one_of(1, 1, 1, 2)}
+    drawn |= {
+        "logprobs": one_of(None, None, 2),
+        "min_tokens": one_of(0, 0, 0, 0, 0, 6),
+        **one_of({}, {}, {}, LIKELIER, LIKELIER, RARER),
+    }
+    return SamplingParams(seed=seed, max_tokens=150, **drawn)
+
+
 @pytest.fixture(scope="module")
-def forms(compiler) -> tuple[Asks, list[tuple[SamplingParams, Check]]]:
-    """(requests, what the output of each sample must be): whatever else is asked for, n, log-probabilities, penalties, filters,
-    min_tokens, prompts that share their pages."""
+def forms(compiler) -> tuple[Asks, list[tuple[str, SamplingParams, Check]]]:
+    """(requests, of each sample the kind of its form, its parameters, and what its output must be)."""
     rng = np.random.default_rng(2)
     shared, wanted, asks = prompts(1)[0][:12], [], []
     for i, prompt in enumerate(prompts(NUM_FORMS)):
-        form, check = random_form(rng, i)
-        params = SamplingParams(temperature=[0.0, 1.0, 3.0][i % 3], top_k=[0, 5][i % 2], max_tokens=150, seed=i)
-        params = params.with_(n=1 + (i % 7 == 0), logprobs=[None, 2][i % 5 == 0], min_tokens=[0, 6][i % 11 == 0])
-        if i % 6 == 0:
-            params = params.with_(frequency_penalty=0.5, repetition_penalty=1.2)
-        if i % 12 == 0:
-            params = params.with_(frequency_penalty=-2.0, repetition_penalty=0.8)  # what was said, drafts too, is likelier
-        wanted += [(params, check)] * params.n
-        asks.append((shared + prompt if i % 2 else prompt, params, compiler.submit(form)))
+        (form, check), params = random_form(rng), random_params(rng, seed=i)
+        wanted += [(form.kind, params, check)] * params.n
+        asks.append((shared + prompt if rng.random() < 0.5 else prompt, params, compiler.submit(form)))
     return asks, wanted
 
 
-def serve_forms(model, asks: Asks, speculative: dict | None) -> tuple[Engine, list[dummy.Answer], list[Request]]:
+def serve_preempted(
+    model, asks: Asks, speculative: dict | None, pool_pages: int
+) -> tuple[Engine, list[dummy.Answer], list[Request]]:
     """With pages so short that requests are preempted, and in steps of one shape with and without drafts."""
     plan, served = BucketPlan(mixed=((dummy.TOKENS, dummy.SEQS),), head_rows=(dummy.TOKENS,)), list[Request]()
-    engine = dummy.make_engine(model, bucket_plan=plan, pool_pages=56, speculative_config=speculative)
+    engine = dummy.make_engine(model, bucket_plan=plan, pool_pages=pool_pages, speculative_config=speculative)
     answers = serve(engine, asks, served)
-    assert engine.scheduler.stats().num_preemptions > NUM_FORMS // 20
-    assert engine.scheduler.stats().num_hit_tokens > NUM_FORMS
+    assert engine.scheduler.stats().num_preemptions > len(asks) // 20
+    assert engine.scheduler.stats().num_hit_tokens > len(asks)
     return engine, answers, served
 
 
 @pytest.fixture(scope="module")
 def without_drafts(model, forms) -> tuple[Engine, list[dummy.Answer]]:
-    return serve_forms(model, forms[0], None)[:2]
+    return serve_preempted(model, forms[0], None, FORMS_PAGES)[:2]
 
 
 def test_several_hundred_schemas_and_regexes(tokenizer, forms, without_drafts, record_property):
     engine, answers = without_drafts
     reasons = Counter(answer.finish_reason for answer in answers)
-    for answer, (params, check) in zip(answers, forms[1], strict=True):
+    for answer, (_, params, check) in zip(answers, forms[1], strict=True):
         if answer.finish_reason == "stop":
             check(tokenizer.decode(answer.tokens))
         else:
@@ -155,30 +169,45 @@ def test_several_hundred_schemas_and_regexes(tokenizer, forms, without_drafts, r
     num_sampled = engine.stats.padding.head_rows
     counted = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
     record_property("counted", f"forms: {num_tokens} tokens of {len(answers)} outputs ({counted}) from {num_sampled} samples")
-    assert num_sampled < 0.9 * num_tokens, "forced tokens take no step each"
+    assert num_sampled < 0.95 * num_tokens, "forced tokens take no step each"
+
+
+KINDS: dict[str, Callable[[Request], bool]] = {
+    "penalties": lambda r: r.params.frequency_penalty != 0,
+    "logprobs": lambda r: r.params.logprobs is not None,
+    "n": lambda r: r.params.n > 1,
+    "min_tokens": lambda r: r.params.min_tokens > 0,
+    "random": lambda r: r.params.temperature > 0,
+    "preempted": lambda r: r.num_preemptions > 0,
+    "prefix hit": lambda r: r.num_cached_tokens > 0,
+}
+
+
+def accepted_drafts(served: list[Request], forms: list[str]) -> Counter[tuple[str, str]]:
+    """How many drafts stood of requests that are of both kinds; `forms` are kinds too, each sample's own."""
+    accepted = Counter[tuple[str, str]]()
+    for request, form in zip(served, forms, strict=True):
+        assert request.metrics is not None
+        kinds = [form, *(name for name, has in KINDS.items() if has(request))]
+        accepted.update(dict.fromkeys(itertools.combinations_with_replacement(kinds, 2), request.metrics.num_accepted_tokens))
+    return accepted
 
 
 def test_several_hundred_forms_with_drafts(model, forms, without_drafts, record_property):
-    """Each output is what it is without drafts, to the last bit, whatever is asked for beside its form and whatever befalls it."""
-    engine, answers, served = serve_forms(model, forms[0], NGRAM)
+    """Each output is what it is without drafts, to the last bit, whatever is asked for beside its form and whatever befalls it;
+    and of every two of these, drafts stood where both were."""
+    engine, answers, served = serve_preempted(model, forms[0], NGRAM, FORMS_PAGES)
     assert not differing(answers, without_drafts[1])
-    kinds: dict[str, Callable[[Request], bool]] = {
-        "penalties": lambda r: r.params.frequency_penalty != 0,
-        "logprobs": lambda r: r.params.logprobs is not None,
-        "n": lambda r: r.params.n > 1,
-        "min_tokens": lambda r: r.params.min_tokens > 0,
-        "random": lambda r: r.params.temperature > 0,
-        "preempted": lambda r: r.num_preemptions > 0,
-        "prefix hit": lambda r: r.num_cached_tokens > 0,
-        "preempted, prefix hit, log-probabilities": lambda r: all(kinds[k](r) for k in ("preempted", "prefix hit", "logprobs")),
-    }
-    counts = [(r, r.metrics.num_accepted_tokens) for r in served if r.metrics is not None]
-    accepted = {name: sum(n for r, n in counts if kind(r)) for name, kind in kinds.items()}
-    record_property("counted", f"forms with drafts: {engine.stats.draft_summary}; accepted {accepted}")
-    assert all(accepted.values()), accepted
+    accepted = accepted_drafts(served, [kind for kind, *_ in forms[1]])
+    kinds = itertools.combinations_with_replacement(["json", "regex", *KINDS], 2)
+    fewest, pair = min((accepted[pair], pair) for pair in kinds if pair != ("json", "regex"))
+    counted = f"of any two kinds {fewest} or more ({' and '.join(pair)})"
+    record_property("counted", f"forms with drafts: {engine.stats.draft_summary}; accepted {counted}")
+    assert fewest > 0, pair
     assert engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
 
+WORDS = ["".join(letters) for letters in itertools.product("xy", repeat=8)]  # hardly forced, so that drafts stand
 GRAMMARS = {
     "object": StructuredOutputsParams(
         json={
@@ -191,13 +220,14 @@ GRAMMARS = {
             "additionalProperties": False,
         }
     ),
-    "regex": StructuredOutputsParams(regex="[a-f]{3,9}-[0-9]{2}"),
-    "choice": StructuredOutputsParams(choice=["the first of them", "the second of them", "a third"]),
-    "lark": StructuredOutputsParams(grammar='start: "<" start ">" | /[a-z]{1,4}/'),
-    "gbnf": StructuredOutputsParams(grammar='root ::= "<" root ">" | [a-z] [0-9]'),
+    "regex": StructuredOutputsParams(regex="([ab]{3,5}-){2,5}[0-9]{2}"),
+    "choice": StructuredOutputsParams(choice=["the first of them", "the second of them", *WORDS]),
+    "lark": StructuredOutputsParams(grammar='start: "<" start ">" | /[a-c]{1,4}([xy]{2,5}){2,3}/'),
+    "gbnf": StructuredOutputsParams(grammar='root ::= "<" root ">" | item item item\nitem ::= [ab] [ab] [ab] [ab]'),
     "tag": StructuredOutputsParams(
         structural_tag={"structures": [{"begin": "x", "schema": {"type": "boolean"}, "end": "/x"}], "triggers": ["x"]}
     ),
+    "any object": StructuredOutputsParams(json_object=True),
 }
 
 
@@ -205,19 +235,30 @@ def differing(answers: list[dummy.Answer], expected: list[dummy.Answer]) -> list
     return dummy.differences(*({str(i): answer for i, answer in enumerate(some)} for some in (answers, expected)))
 
 
-def mixed_asks(compiler) -> list[tuple[list[int], SamplingParams, Future | None]]:
-    """Every kind of grammar and none, greedy and not, prompts that share pages, are chunked, and are preempted in a small pool."""
+def mixed_asks(compiler, each: int = 2, **params) -> Asks:
+    """`each` requests of every kind of grammar and of none, by turns, with options of their own but for `params`; some share a
+    prefix, some score their prompts, and a small pool preempts them."""
+    rng, names = np.random.default_rng(5), [*GRAMMARS, None] * each
     shared, asks = prompts(1)[0][:12], []
-    for i, prompt in enumerate(prompts(14)):
-        params = SamplingParams(temperature=i % 2, max_tokens=24, seed=i, logprobs=3, min_tokens=i % 3)
-        if i % 4 == 0:
-            params = params.with_(presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.2, min_tokens=0)
-        if i % 5 == 0:
-            params = params.with_(prompt_logprobs=1)
-        names = [*GRAMMARS, None]
-        name = names[i % len(names)]
-        asks.append((shared + prompt, params, compiler.submit(GRAMMARS[name]) if name else None))
+    for i, (name, prompt) in enumerate(zip(names, prompts(len(names)), strict=True)):
+        drawn = random_params(rng, seed=i).with_(max_tokens=24, prompt_logprobs=1 if rng.random() < 0.2 else None)
+        prompt = shared + prompt if rng.random() < 0.7 else prompt
+        asks.append((prompt, drawn.with_(**params), compiler.submit(GRAMMARS[name]) if name else None))
     return asks
+
+
+def test_every_kind_of_grammar_with_drafts(model, compiler, record_property):
+    """As of the random forms: the outputs are those without drafts, and of each kind drafts stood."""
+    asks, names = mixed_asks(compiler, each=40), [*GRAMMARS, "none"]
+    expected = serve_preempted(model, asks, None, PAGES)[1]
+    engine, answers, served = serve_preempted(model, asks, NGRAM, PAGES)
+    assert not differing(answers, expected)
+    accepted = accepted_drafts(served, [names[int(request.parent_id) % len(names)] for request in served])
+    found = {name: accepted[name, name] for name in [*names, *KINDS]}
+    record_property("counted", f"kinds of grammars with drafts: {engine.stats.draft_summary}; accepted {found}")
+    assert all(found.values()), found
+    lacking = [(name, kind) for name in names for kind in KINDS if not accepted[name, kind]]
+    assert not lacking, lacking
 
 
 def test_alone_and_together_are_equal_bit_for_bit(model, compiler):
@@ -227,24 +268,26 @@ def test_alone_and_together_are_equal_bit_for_bit(model, compiler):
     together = serve(engine, asks)
     stats = engine.scheduler.stats()
     assert stats.num_preemptions and stats.num_hit_tokens
-    alone = [serve(make_engine(model, async_scheduling=False, enable_prefix_caching=False), [ask])[0] for ask in asks]
+    alone = []
+    for ask in asks:
+        alone += serve(make_engine(model, async_scheduling=False, enable_prefix_caching=False), [ask])
     assert not differing(together, alone)
 
 
 def test_logprobs_are_of_what_the_grammar_allows(model, tokenizer, compiler):
     """Against the module's own forward and llguidance's own matcher, token by token."""
-    asks = mixed_asks(compiler)
+    asks = mixed_asks(compiler, n=1, logprobs=3)
     answers = serve(make_engine(model), asks)
     from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
     checked = 0
-    for (prompt, _, grammar), answer in zip(asks, answers, strict=True):
+    for (prompt, params, grammar), answer in zip(asks, answers, strict=True):
         if grammar is None:
             continue
         plain = dummy.plain_logprobs(prompt + answer.tokens, config=CONFIG)
         matcher, bits = grammar.result().matcher(), allocate_token_bitmask(1, VOCAB)
         for i, token in enumerate(answer.tokens):
-            forced = matcher.compute_ff_tokens()
+            forced = [] if params.min_tokens else matcher.compute_ff_tokens()  # none is, if ends are held back
             fill_next_token_bitmask(matcher, bits)
             allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[:VOCAB] == 1
             if forced:
