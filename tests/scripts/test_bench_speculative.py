@@ -29,14 +29,20 @@ def run(work: Path, name: str, *given: str) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.fixture(scope="module")
+def work(tmp_path_factory) -> Path:
+    """One folder for runs of the same programs, which the second finds compiled."""
+    return tmp_path_factory.mktemp("work")
+
+
 @pytest.mark.parametrize("task, temperature", [("code", 0), ("chat", 1.5)])
-def test_both_sides_of_speculation_answer_alike(task, temperature, tmp_path):
+def test_both_sides_of_speculation_answer_alike(task, temperature, work):
     """In steps of one shape they must."""
-    model = alphabet_model.save(tmp_path / "model", max_position_embeddings=1024)
-    BucketPlan(mixed=((64, 2),), head_rows=(6,)).save(tmp_path / "plan.json")
-    flags = [f"--model={model}", f"--bucket_plan={tmp_path / 'plan.json'}", "--max_num_seqs=2", "--max_num_batched_tokens=64"]
+    model = alphabet_model.save(work / "model", max_position_embeddings=1024)
+    BucketPlan(mixed=((64, 2),), head_rows=(6,)).save(work / "plan.json")
+    flags = [f"--model={model}", f"--bucket_plan={work / 'plan.json'}", "--max_num_seqs=2", "--max_num_batched_tokens=64"]
     flags += [f"--tasks={task}", f"--temperature={temperature}", "--batches=2", "--rounds=2", "--max_tokens=12"]
-    (result,) = run(tmp_path, "bench_speculative", *flags, "--num_speculative_tokens=2", "--noadaptive")["results"]
+    (result,) = run(work, "bench_speculative", *flags, "--num_speculative_tokens=2", "--noadaptive")["results"]
     assert (result["task"], result["batch"], result["num_outputs"]) == (task, 2, 16)
     assert result["num_outputs_that_differ"] == 0 and result["largest_gap_where_they_part"] is None
     assert len(result["runs"]["on"]) == 2 and min(result["runs"]["on"] + result["runs"]["off"]) > 0

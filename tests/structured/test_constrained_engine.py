@@ -117,12 +117,9 @@ def random_params(rng: np.random.Generator, seed: int) -> SamplingParams:
         return values[rng.integers(len(values))]
 
     drawn = {"temperature": one_of(0.0, 1.0, 3.0), "top_k": one_of(0, 5), "n": one_of(1, 1, 1, 2)}
-    drawn |= {
-        "logprobs": one_of(None, None, 2),
-        "min_tokens": one_of(0, 0, 0, 0, 0, 6),
-        **one_of({}, {}, {}, LIKELIER, LIKELIER, RARER),
-    }
-    return SamplingParams(seed=seed, max_tokens=150, **drawn)
+    drawn |= {"logprobs": one_of(None, None, 2), "min_tokens": one_of(0, 0, 0, 0, 0, 6)}
+    penalties = one_of({}, {}, {}, LIKELIER, LIKELIER, RARER)
+    return SamplingParams(seed=seed, max_tokens=150, **drawn, **penalties)
 
 
 @pytest.fixture(scope="module")
