@@ -9,7 +9,7 @@ import pytest
 from jaxserve import BucketPlan, Engine, SamplingParams
 from jaxserve.compilation import compile_counts
 from jaxserve.runner import Runner
-from tests.dummy import VOCAB, Ask, add, assert_empty, dummy_model, make_engine, serve
+from tests.dummy import ONE_BUCKET, VOCAB, Ask, add, assert_empty, dummy_model, make_engine, serve
 from tests.workload import requests
 
 
@@ -122,5 +122,5 @@ def test_nothing_compiles_after_warm_up():
 def test_warm_up_is_a_setting(warm_up, num_calls, monkeypatch):
     calls = []
     monkeypatch.setattr(Runner, "warm_up", lambda runner: calls.append(runner))
-    engine = make_engine(dummy_model(), warm_up=warm_up)
+    engine = make_engine(dummy_model(), warm_up=warm_up, bucket_plan=ONE_BUCKET)
     assert calls == [engine.runner] * num_calls
