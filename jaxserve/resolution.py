@@ -7,6 +7,7 @@ follows from the answers is config.py's.
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING
 
 import jax
@@ -18,6 +19,8 @@ from kernels.ragged_paged_attention import resolve_backend
 
 if TYPE_CHECKING:
     from jaxserve.step_budget import StepBudget
+
+logger: logging.Logger = logging.getLogger("jaxserve")
 
 
 def resolve(functions: ModelFunctions, config: EngineConfig) -> ResolvedConfig:
@@ -53,7 +56,8 @@ def resolve(functions: ModelFunctions, config: EngineConfig) -> ResolvedConfig:
 
 
 def step_budget(config: ResolvedConfig) -> StepBudget | None:
-    """The dynamic budget that the config asks for. ValueError if the profile can't be used, or not with these pages."""
+    """The dynamic budget that the config asks for; a warning if no step meets its objective. ValueError if the profile
+    can't be used, or not with these pages."""
     if config.engine.tbt_slo_ms is None:
         return None
     from jaxserve.simulation.step_time import StepTimeModel
@@ -63,4 +67,15 @@ def step_budget(config: ResolvedConfig) -> StepBudget | None:
     step_times, limits = StepTimeModel.load(config.engine.step_times), config.scheduler
     if step_times.page_size != config.cache.page_size:
         raise ValueError(f"step_times was profiled with page_size={step_times.page_size}, not {config.cache.page_size}")
-    return StepBudget(step_times, config.plan, config.engine.tbt_slo_ms / 1e3, limits.max_num_seqs, limits.max_num_batched_tokens)
+    slo_ms = config.engine.tbt_slo_ms
+    budget = StepBudget(step_times, config.plan, slo_ms / 1e3, limits.max_num_seqs, limits.max_num_batched_tokens)
+    tokens, seconds = budget.least()
+    if seconds > budget.objective:
+        logger.warning(
+            "tbt_slo_ms=%g: the fastest step of a decode and a part of a prompt, of %d tokens, takes %.3g ms by the profile, so "
+            "every such step is late; raise it, or give a bucket_plan with smaller mixed buckets",
+            slo_ms,
+            tokens,
+            1e3 * seconds,
+        )
+    return budget

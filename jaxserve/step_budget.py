@@ -56,6 +56,15 @@ class StepBudget:
     ) -> int:
         """Most tokens, decodes included. Prompts never starve: where no bucket meets the objective it is the smallest that holds
         the decodes and one token more."""
+        n, seconds = len(starts), self._seconds(starts, chunk_start)
+        good = np.flatnonzero((seconds <= self.objective) & (self.tokens > n))
+        if len(good):
+            return int(self.tokens[good[-1]])
+        larger = np.flatnonzero(self.tokens > n)
+        return int(self.tokens[larger[0]]) if len(larger) else int(self.tokens[-1])
+
+    def _seconds(self, starts: np.ndarray, chunk_start: int) -> np.ndarray:
+        """f64[budgets]: what a step of these decodes takes that a chunk fills up to each budget."""
         n = len(starts)
         chunks = np.maximum(0, self.tokens - n)
         seen = chunk_start + (chunks + 1) / 2  # keys, by a chunk's query on average
@@ -63,9 +72,9 @@ class StepBudget:
             starts, seen = np.minimum(starts, self.window - 1), np.minimum(seen, self.window)
         kv_tokens = int((starts // self.page_size + 1).sum()) * self.page_size
         head = self._head_seconds[min(np.searchsorted(self._head_rows, n + 1), len(self._head_rows) - 1)]
-        seconds = head + self._base + self._per_kv_token * kv_tokens + self._per_pair * (chunks * seen)
-        good = np.flatnonzero((seconds <= self.objective) & (self.tokens > n))
-        if len(good):
-            return int(self.tokens[good[-1]])
-        larger = np.flatnonzero(self.tokens > n)
-        return int(self.tokens[larger[0]]) if len(larger) else int(self.tokens[-1])
+        return head + self._base + self._per_kv_token * kv_tokens + self._per_pair * (chunks * seen)
+
+    def least(self) -> tuple[int, float]:
+        """(its budget, seconds) of the fastest step that a decode and a chunk fill: no objective below can be met."""
+        seconds = self._seconds(np.zeros(1, int), 0)
+        return int(self.tokens[seconds.argmin()]), float(seconds.min())

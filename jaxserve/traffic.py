@@ -5,6 +5,7 @@ Owns length fits, shared prefixes, conversations and the processes of arrival. E
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,36 @@ class LengthFit:
     output: tuple[float, float]
     max_total: int
 
+    @functools.cached_property
+    def normals(self) -> np.ndarray:
+        """f64[2, 2]: mean and standard deviation of the logarithms, of prompt and of output, with which the requests that max_total
+        leaves have the published quantiles. By Newton's method, from where they would be without it."""
+        targets = np.log([self.prompt, self.output])
+        x = np.stack([targets[:, 0], np.log((targets[:, 1] - targets[:, 0]) / NORMAL_P90)])  # [2, 2]: means, logs of deviations
+        for _ in range(50):
+            missed = self._log_quantiles(x) - targets
+            if np.abs(missed).max() < 1e-5:
+                return np.stack([x[0], np.exp(x[1])], axis=1)
+            moved = [self._log_quantiles(x + step.reshape(2, 2)) - targets - missed for step in 1e-4 * np.eye(4)]
+            jacobian = np.stack(moved, axis=-1).reshape(4, 4) / 1e-4
+            x -= np.clip(np.linalg.solve(jacobian, missed.ravel()).reshape(2, 2), -0.25, 0.25)
+        raise ValueError(f"no log-normal lengths of at most {self.max_total} tokens have these quantiles: {self}")
+
+    def _log_quantiles(self, x: np.ndarray) -> np.ndarray:  # [2, 2]: means, logs of deviations, each of prompt and of output
+        """f64[2, 2]: logarithms of median and P90, of prompt and of output, among requests of at most max_total tokens."""
+        grid = np.linspace(0.0, np.log(self.max_total), 2001)  # logarithms of lengths
+        room = np.log(np.maximum(self.max_total - np.exp(grid), 1e-9))  # and of the other one's, at most
+        density = np.exp(-(((grid - x[0][:, None]) / np.exp(x[1][:, None])) ** 2) / 2)
+        below = _cumulative(density)
+        both = density * np.stack([np.interp(room, grid, other) for other in below[::-1]])
+        return np.stack([np.interp(np.array([0.5, 0.9]) * share[-1], share, grid) for share in _cumulative(both)])
+
+
+def _cumulative(density: np.ndarray) -> np.ndarray:  # f64[2, n], on an even grid
+    """Its integral from the left, up to a factor."""
+    steps = np.cumsum((density[:, 1:] + density[:, :-1]) / 2, axis=1)
+    return np.concatenate([np.zeros((len(density), 1)), steps], axis=1)
+
 
 # Medians and P90s: Agrawal et al., Sarathi-Serve (OSDI 2024), table 2.
 LENGTH_FITS = {
@@ -32,17 +63,16 @@ LENGTH_FITS = {
 
 
 def log_normal(name: str, num_requests: int, seed: int) -> Workload:
-    """Lengths with the medians and P90s of one of LENGTH_FITS; requests longer than its max_total are drawn again, which lowers
-    the quantiles a little."""
+    """Lengths with the medians and P90s of one of LENGTH_FITS, those that are left when requests longer than its max_total are
+    drawn again."""
     if name not in LENGTH_FITS:
         raise ValueError(f"{name=} must be one of {', '.join(LENGTH_FITS)}")
     fit, rng = LENGTH_FITS[name], np.random.default_rng(seed)
     kept: list[tuple[int, int]] = []
     while len(kept) < num_requests:
         draws = []
-        for median, p90 in (fit.prompt, fit.output):
-            sigma = np.log(p90 / median) / NORMAL_P90
-            draws.append(np.maximum(1, np.rint(median * np.exp(sigma * rng.standard_normal(num_requests)))).astype(int))
+        for mean, deviation in fit.normals:
+            draws.append(np.maximum(1, np.rint(np.exp(mean + deviation * rng.standard_normal(num_requests)))).astype(int))
         kept += [(p, o) for p, o in zip(*(d.tolist() for d in draws), strict=True) if p + o <= fit.max_total]
     return Workload(name, tuple(WorkloadRequest(p, o) for p, o in kept[:num_requests]))
 

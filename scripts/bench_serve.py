@@ -4,11 +4,15 @@
     python -m scripts.bench_serve --workload=trace --dataset_path=trace.csv.gz --request_rate=1,2,4 --goodput=ttft:500,tpot:50 \
         --json=serve.json --plot=serve
     python -m scripts.bench_serve --base_url=http://127.0.0.1:8000 --workload=random --request_rate=4
+    python -m scripts.bench_serve --base_url=https://HOST/PATH --vocab_size=32000 --workload=random --max_model_len=4096
     python -m scripts.bench_serve --model=FOLDER --against_server --rounds=3 --workload=eight
 
 TTFT, TPOT, ITL and E2EL in milliseconds, throughputs, goodput (requests a second that meet every --goodput objective), peak
 concurrency, preemptions, prefix hits, padding. Requests count as arrived at the workload's time, however busy the engine is then.
 With several rates, each is served in turn and --plot draws latency over throughput; all programs are compiled before the first.
+--base_url takes any OpenAI-compatible server of completions that knows ignore_eos; the first model that it lists is asked. Where it
+does not tell its vocabulary at /tokenizer_info, --vocab_size says how many token ids prompts are drawn from. Of the engine's flags
+it heeds --max_model_len (longer requests are left out) and --seed; --model is whose tokenizer counts ShareGPT's texts.
 --against_server starts scripts.serve with the same flags, gives the workload to the engine in process and to that server by turns,
 --rounds times after one that is not counted, and prints the share of the engine's throughput that HTTP leaves (the median).
 """
@@ -20,6 +24,7 @@ import math
 import os
 import statistics
 import sys
+import urllib.error
 from typing import Any
 
 from absl import app, flags
@@ -28,9 +33,27 @@ from tqdm import tqdm
 from jaxserve.latency import METRICS, ServedTimes, parse_objectives
 from jaxserve.workloads import Workload
 from scripts.bench_models import bench_model
-from scripts.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, provenance, write_json
+from scripts.bench_run import check_fits
+from scripts.engine_flags import (
+    define_engine_flags,
+    engine_flags,
+    engine_options,
+    exit_on_bad_input,
+    provenance,
+    refuse_flags,
+    write_json,
+)
 from scripts.http_load import Target, serve_at, server_process
+from scripts.plots import CAN_PLOT
 from scripts.traffic_flags import read_traffic
+
+
+def _is_percentile(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 100
+    except ValueError:
+        return False
+
 
 _RATE = flags.DEFINE_list("request_rate", ["inf"], "Requests a second, or several rates; inf sends all at once.")
 _CONCURRENCY = flags.DEFINE_integer("max_concurrency", None, "Most requests at once (closed loop).", lower_bound=1)
@@ -38,11 +61,14 @@ _GOODPUT = flags.DEFINE_list("goodput", [], "Objectives in ms, such as ttft:500,
 _METRICS = flags.DEFINE_list("percentile_metrics", list(METRICS), "Which metrics to report.")
 flags.register_validator("percentile_metrics", lambda given: set(given) <= set(METRICS), f"choose from {', '.join(METRICS)}")
 _PERCENTILES = flags.DEFINE_list("metric_percentiles", ["50", "90", "99"], "Percentiles of each metric.")
+flags.register_validator("metric_percentiles", lambda given: all(map(_is_percentile, given)), "must be numbers from 0 to 100")
 _URL = flags.DEFINE_string("base_url", None, "Load this server, and make no engine.")
 _API_KEY = flags.DEFINE_string("api_key", None, "Its key; by default JAXSERVE_API_KEY.")
+_VOCABULARY = flags.DEFINE_integer("vocab_size", None, "Token ids that it knows, where it does not say.", lower_bound=1)
 _AGAINST = flags.DEFINE_bool("against_server", False, "Serve in process and over HTTP by turns.")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds of --against_server.", lower_bound=1)
 _PLOT = flags.DEFINE_string("plot", None, "Prefix of the plots: PREFIX_steps.png, and PREFIX_rates.png with several rates.")
+flags.register_validator("plot", *CAN_PLOT)
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 define_engine_flags(model="tiny-qwen3")
 
@@ -57,26 +83,32 @@ def make_engine() -> Any:
     return Engine(model, engine_config(options), eos_token_ids=())
 
 
-def in_process(workloads: dict[float, Workload], seed: int) -> list[dict[str, Any]]:
-    """A result for each rate, from an engine of the flags; plots if asked for."""
+def in_process(workloads: dict[float, Workload], seed: int) -> tuple[list[dict[str, Any]], Any]:
+    """(a result for each rate, from an engine of the flags; the steps of the last, as ServedRun has them)."""
     from scripts.open_loop import serve
 
-    engine, name = make_engine(), flags.FLAGS.model
+    engine = make_engine()
     print(engine.describe(), file=sys.stderr)
-    results, run = [], None
+    for workload in workloads.values():
+        check_fits(workload, engine)
+    results, steps = [], None
     for i, (rate, workload) in enumerate(workloads.items()):
         with tqdm(total=len(workload.requests), desc=f"{rate:g} requests/s") as bar:
             run = serve(engine, workload, seed + i, max_concurrency=_CONCURRENCY.value, progress=bar)
         results.append(summary(rate, run.times) | run.counts)
         report(results[-1])
-    if _PLOT.value and run is not None:
-        from scripts.plots import latency_throughput, step_timeline
+        steps = run.steps
+    return results, steps
 
-        step_timeline(run.steps, f"{_PLOT.value}_steps.png", f"{name}, {flags.FLAGS.workload}, {list(workloads)[-1]:g}/s")
-        if len(results) > 1:
-            finite = [r for r in results if r["request_rate"] != "inf"]
-            latency_throughput(finite, f"{_PLOT.value}_rates.png", f"{name}, {flags.FLAGS.workload}")
-    return results
+
+def draw(results: list[dict[str, Any]], steps: Any) -> None:
+    """The timeline of the last rate's steps, and, of several rates, latency over throughput."""
+    from scripts.plots import latency_throughput, step_timeline
+
+    name = f"{flags.FLAGS.model}, {flags.FLAGS.workload}"
+    step_timeline(steps, f"{_PLOT.value}_steps.png", f"{name}, {float(results[-1]['request_rate']):g}/s")
+    if len(results) > 1:
+        latency_throughput([r for r in results if r["request_rate"] != "inf"], f"{_PLOT.value}_rates.png", name)
 
 
 def over_http(target: Target, workload: Workload, vocab_size: int, seed: int) -> ServedTimes:
@@ -84,13 +116,29 @@ def over_http(target: Target, workload: Workload, vocab_size: int, seed: int) ->
         return asyncio.run(serve_at(target, workload, vocab_size, seed, max_concurrency=_CONCURRENCY.value, progress=bar))
 
 
+def told_vocabulary(target: Target) -> int:
+    """Token ids that the server says it knows. ValueError where it does not."""
+    try:
+        size = target.get_json("/tokenizer_info").get("vocab_size")
+    except urllib.error.HTTPError as error:
+        if error.code != 404:
+            raise
+        size = None
+    if not isinstance(size, int):
+        raise ValueError(f"{target.url} does not say at /tokenizer_info how many token ids it knows: give --vocab_size")
+    return size
+
+
 def at_url(workloads: dict[float, Workload], seed: int) -> list[dict[str, Any]]:
-    """A result for each rate, from the server at --base_url."""
+    """A result for each rate, from the server at --base_url and the first model that it lists."""
     target = Target(str(_URL.value), _API_KEY.value or os.environ.get("JAXSERVE_API_KEY"))
-    vocab_size = target.get_json("/tokenizer_info")["vocab_size"]
-    results = []
+    models = target.get_json("/v1/models")["data"]
+    if not models:
+        raise ValueError(f"{target.url} lists no model at /v1/models")
+    target.model = models[0]["id"]
+    vocab_size, results = _VOCABULARY.value or told_vocabulary(target), []
     for i, (rate, workload) in enumerate(workloads.items()):
-        results.append(summary(rate, over_http(target, workload, vocab_size, seed + i)))
+        results.append({"model_id": target.model, **summary(rate, over_http(target, workload, vocab_size, seed + i))})
         report(results[-1])
     return results
 
@@ -106,6 +154,8 @@ def against_server(workloads: dict[float, Workload], seed: int) -> list[dict[str
     from scripts.open_loop import serve
 
     engine, results = make_engine(), []
+    for workload in workloads.values():
+        check_fits(workload, engine)
     with server_process("scripts.serve", "--noaccess_log", *server_flags()) as (url, _):
         for rate, workload in workloads.items():
             shares, here, there = [], {}, {}
@@ -125,6 +175,21 @@ def against_server(workloads: dict[float, Workload], seed: int) -> list[dict[str
     return results
 
 
+def check_heeded() -> None:
+    """UsageError naming flags given that this run would not read."""
+    if _URL.value:
+        others = [name for name in engine_flags() if name not in ("max_model_len", "seed")]
+        refuse_flags("is of an engine, and --base_url makes none", "config", *others)
+        if flags.FLAGS.workload != "sharegpt":
+            refuse_flags(
+                "the server at --base_url has its own; it is for --workload=sharegpt, whose texts its tokenizer counts", "model"
+            )
+    else:
+        refuse_flags("is of the server at --base_url", "vocab_size", "api_key")
+    if not _AGAINST.value:
+        refuse_flags("is of --against_server", "rounds")
+
+
 @exit_on_bad_input("bench_serve")
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
@@ -133,13 +198,22 @@ def main(argv: list[str]) -> None:
         raise app.UsageError("--plot is for an engine in process: without --base_url and --against_server")
     if _URL.value and _AGAINST.value:
         raise app.UsageError("give either --base_url or --against_server")
+    check_heeded()
     objectives = parse_objectives(_GOODPUT.value)
     name, options = flags.FLAGS.model, engine_options()
     limit, seed = options["max_model_len"], options["seed"]
     workloads = {float(r): read_traffic(name, limit, float(r), seed) for r in _RATE.value}  # before an engine is made
-    results = (at_url if _URL.value else against_server if _AGAINST.value else in_process)(workloads, seed)
+    steps = None
+    if _URL.value:
+        results = at_url(workloads, seed)
+    elif _AGAINST.value:
+        results = against_server(workloads, seed)
+    else:
+        results, steps = in_process(workloads, seed)
     about = {"benchmark": "serve", "model": _URL.value or name, "workload": flags.FLAGS.workload}
     write_json(_JSON.value, {**about, "goodput_config": objectives, "results": results, **provenance()})
+    if _PLOT.value:
+        draw(results, steps)
 
 
 def summary(rate: float, times: ServedTimes) -> dict[str, Any]:

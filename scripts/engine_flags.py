@@ -77,6 +77,11 @@ def define_engine_flags(*, model: str | None = None) -> None:
     _define(flags.DEFINE_string, "demand_log", None, "Append each step's demand to this file, one JSON line a step.")
 
 
+def engine_flags() -> tuple[str, ...]:
+    """Names of the flags that engine_options() reads: all that `define_engine_flags` defined but --model and --config."""
+    return tuple(_NAMES)
+
+
 def engine_options() -> dict[str, Any]:
     """The options that the flags give, for `jaxserve.LLM(model, **options)`: a flag's own value, then --config's, then the flag's
     default. ValueError if the file is not an object of engine options."""
@@ -184,8 +189,8 @@ def _shown(value: Any) -> Any:
 
 def provenance() -> dict[str, Any]:
     """What every result file carries: date, revision, versions, device, seed (None where there is no such option) and the flags
-    given."""
-    given = {name: flags.FLAGS[name].value for name in flags.FLAGS if flags.FLAGS[name].present}
+    given, but for a secret."""
+    given = {name: flags.FLAGS[name].value for name in flags.FLAGS if flags.FLAGS[name].present and name != "api_key"}
     ours = {name: value for name, value in given.items() if isinstance(value, str | int | float | bool | list)}
     seed = engine_options()["seed"] if "seed" in _NAMES else flags.FLAGS.seed if "seed" in flags.FLAGS else None
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -201,5 +206,11 @@ def write_json(path: str | None, result: dict[str, Any]) -> None:
     if path == "-":
         print(text)
     else:
+        write_text(path, text + "\n")
+
+
+def write_text(path: str | None, text: str) -> None:
+    """Writes a table, say, to a file (folders are made); nothing for None."""
+    if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text + "\n")
+        Path(path).write_text(text)

@@ -24,6 +24,10 @@ import numpy as np
 from jaxserve.latency import ServedTimes
 from jaxserve.workloads import Workload
 
+_TEXT = re.compile(rb'"text"\s*:\s*"')  # servers differ in their spaces
+_NUM_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
+_OVERLAP = 64  # bytes of a read that the next is searched with: more than _TEXT matches
+
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # no proxy of the environment comes between
 
 
@@ -44,13 +48,18 @@ class Stream:
 
 
 class Target:
-    """A server's address. ValueError if it is none. key: its API key."""
+    """A server's address, perhaps with a path before the API's own (a /v1 at its end is the API's). ValueError if it is none.
+
+    key: its API key. model: named in every request of a workload; None where a server has but one and does not ask.
+    """
 
     def __init__(self, url: str, key: str | None = None):
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url=} must be an address such as http://127.0.0.1:8000")
-        self.url = f"{parts.scheme}://{parts.netloc}"
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self.url = f"{parts.scheme}://{parts.netloc}{self._path}"
+        self.model: str | None = None
         self._tls = parts.scheme == "https"
         self._host, self._port = parts.hostname, parts.port or (443 if self._tls else 80)
         self._authorization = f"Authorization: Bearer {key}\r\n" if key else ""
@@ -73,15 +82,16 @@ class Target:
     ) -> None:
         """Asks over an open connection and reads the answer as raw bytes."""
         content = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n{self._authorization}"
+        head = f"POST {self._path}/v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+        head += self._authorization
         writer.write(f"{head}Content-Length: {len(content)}\r\nConnection: close\r\n\r\n".encode() + content)
         rest = b""
         while data := await reader.read(2**16):
             now = time.perf_counter() - stream.started
             if not stream.status:
                 stream.status = int(data.split(None, 2)[1])
-            stream.chunk_times += [now] * ((rest + data).count(b'"text":"') - rest.count(b'"text":"'))
-            rest, stream.tail = data[-16:], (stream.tail + data)[-1024:]
+            stream.chunk_times += [now] * (len(_TEXT.findall(rest + data)) - len(_TEXT.findall(rest)))
+            rest, stream.tail = (rest + data)[-_OVERLAP:], (stream.tail + data)[-1024:]
             stream.complete = b"[DONE]" in stream.tail
             if stream.complete or (stream.status != 200 and b"}}" in stream.tail):
                 break
@@ -114,6 +124,7 @@ async def serve_at(
             if max_concurrency and i >= max_concurrency:
                 arrivals[i] = time.perf_counter() - begin
             body = {"prompt": prompts[i], "max_tokens": requests[i].num_output_tokens, "temperature": workload.temperature}
+            body |= {"model": target.model} if target.model else {}
             body |= {"ignore_eos": True, "cache_salt": f"run {seed}", "stream": True, "stream_options": {"include_usage": True}}
             stream = await target.ask(body)
         if progress is not None:
@@ -122,7 +133,7 @@ async def serve_at(
 
     streams = await asyncio.gather(*(one(i) for i in range(len(requests))))
     for request, stream in zip(requests, streams, strict=True):
-        tokens = re.search(rb'"completion_tokens":(\d+)', stream.tail)
+        tokens = _NUM_TOKENS.search(stream.tail)
         if not stream.complete or tokens is None or int(tokens[1]) != request.num_output_tokens or not stream.chunk_times:
             raise RuntimeError(
                 f"{target.url} answered {stream.status}, not {request.num_output_tokens} tokens: {stream.tail!r:.300}"

@@ -25,6 +25,7 @@ class ServedRun:
 
 def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | None = None, progress: Any = None) -> ServedRun:
     """Serves a workload to its end, every request to its full length; prompts whose ids it leaves open are drawn by `seed`.
+    RuntimeError if a request brought fewer tokens than the workload asks for: its figures would be of tokens never made.
 
     A request counts as arrived at its time in the workload, though the engine may be in a step then and take it in later. With
     max_concurrency it is not sent before an earlier one has ended, and counts as arrived when it is.
@@ -41,6 +42,7 @@ def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | 
     engine.stats.padding = PaddingAccount()
     before = engine.scheduler.stats()
     num_sent = num_ended = 0
+    num_made = [0] * n
     begin, cpu = time.monotonic(), time.process_time()  # the clock of the engine's own metrics
     while num_ended < n:
         now = time.monotonic() - begin
@@ -70,16 +72,29 @@ def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | 
                 else:
                     gaps.append(now - last[i])
                 last[i] = now
+            num_made[i] += len(output.new_token_ids)
             num_ended += output.finished
         num_new = sum(len(output.new_token_ids) for output in outputs)
         steps.append((called, now, engine.stats.prefill_tokens - num_prefill, num_new))
         if progress is not None:
             progress.update(num_ended - progress.n)
+    _check_made(num_made, workload)
     num_prompt, num_output = np.array([(r.num_prompt_tokens, r.num_output_tokens) for r in requests]).T
     counts = {**_counts(engine, before), "cpu_seconds": time.process_time() - cpu}  # of this process: the host, and a CPU device
     scheduled = np.array([request.metrics.first_scheduled_time for request in added]) - begin
     times = ServedTimes(arrivals, first, last, num_prompt, num_output, np.array(gaps), np.ones(len(gaps), np.int64), scheduled)
     return ServedRun(times, np.array(steps), counts)
+
+
+def _check_made(num_made: list[int], workload: Workload) -> None:
+    short = [i for i, request in enumerate(workload.requests) if num_made[i] != request.num_output_tokens]
+    if short:
+        i, request = short[0], workload.requests[short[0]]
+        raise RuntimeError(
+            f"{len(short)} requests of {workload.name} did not run to their full length: number {i}, of "
+            f"{request.num_prompt_tokens} prompt tokens, brought {num_made[i]} of {request.num_output_tokens} output tokens; is "
+            "max_model_len too small?"
+        )
 
 
 def _counts(engine: Any, before: Any) -> dict[str, Any]:

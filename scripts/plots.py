@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+INSTALL = "plots need matplotlib: pip install -c constraints/jax.txt -e '.[plots]'"
 
 
 def figure(num_rows: int = 1, num_columns: int = 1) -> tuple[Any, Any]:
@@ -14,9 +18,17 @@ def figure(num_rows: int = 1, num_columns: int = 1) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]  (optional)
     except ImportError:
-        raise RuntimeError("plots need matplotlib: pip install -c constraints/jax.txt -e '.[plots]'") from None
+        raise RuntimeError(INSTALL) from None
     made = Figure(figsize=(6 * num_columns, 3.6 * num_rows), dpi=120, layout="constrained")
     return made, made.subplots(num_rows, num_columns, squeeze=False)
+
+
+def can_plot(path: str | None) -> bool:
+    """Whether a plot that a flag asks for, if it does, can be drawn here: known before what it shows is measured."""
+    return path is None or importlib.util.find_spec("matplotlib") is not None
+
+
+CAN_PLOT = can_plot, INSTALL  # a flag's validator, and what it says
 
 
 def save(made: Any, path: str | Path) -> None:
@@ -25,12 +37,17 @@ def save(made: Any, path: str | Path) -> None:
 
 
 def latency_throughput(results: Sequence[Mapping[str, Any]], path: str | Path, title: str) -> None:
-    """Curves over request rates: median and P99 of TTFT and TPOT against output throughput."""
-    made, axes = figure(1, 2)
-    for axis, metric in zip(axes[0], ("ttft", "tpot"), strict=True):
-        order = sorted(results, key=lambda r: r["output_throughput"])
-        x = [r["output_throughput"] for r in order]
-        for name in ("median", "p99"):
+    """Curves over request rates: two metrics, TTFT and TPOT where they were asked for, against output throughput; of each its
+    median and its highest percentile. ValueError if no metric was."""
+    order = sorted(results, key=lambda r: r["output_throughput"])
+    metrics = [m for m in ("ttft", "tpot", "itl", "e2el") if all(r.get(f"median_{m}_ms") is not None for r in order)][:2]
+    if not metrics:
+        raise ValueError("no metric of the results can be drawn over their rates; ask for ttft, tpot, itl or e2el")
+    made, axes = figure(1, len(metrics))
+    x = [r["output_throughput"] for r in order]
+    for axis, metric in zip(axes[0], metrics, strict=True):
+        asked = [m[1] for name in order[0] if (m := re.fullmatch(rf"p([\d.]+)_{metric}_ms", name))]
+        for name in ("median", *(f"p{p}" for p in sorted(asked, key=float)[-1:])):
             axis.plot(x, [r[f"{name}_{metric}_ms"] for r in order], marker="o", label=name)
         for r in order:
             axis.annotate(f"{r['request_rate']:g}/s", (r["output_throughput"], r[f"median_{metric}_ms"]), fontsize=7)

@@ -5,6 +5,7 @@ Everything comes from engine_options(): a flag, else --config's file, else the f
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from absl import flags
@@ -14,6 +15,7 @@ from scripts.bench_models import bench_model
 from scripts.engine_flags import engine_options, refuse_options
 
 RATE = flags.DEFINE_float("request_rate", float("inf"), "Requests a second; inf: all at once.")
+GOOD_ERROR = 0.1  # median on held-out steps, up to which a profile is planned with unasked
 _MULTIPLE = flags.DEFINE_integer("multiple", None, "Bucket sizes are multiples of it; by default the profile's.", lower_bound=1)
 
 
@@ -27,7 +29,8 @@ def read_machine() -> Any:
 
 
 def machine_of(profile: str, given: dict[str, Any]) -> Any:
-    """The Machine of a profile's file. given: engine options, which win over the profile's limits."""
+    """The Machine of a profile's file. given: engine options, which win over the profile's limits. ValueError if it is of another
+    model; a line on stderr if it predicts badly."""
     from jaxserve.simulation.step_time import StepTimeModel
     from jaxserve.simulation.tuning import Machine
 
@@ -35,6 +38,15 @@ def machine_of(profile: str, given: dict[str, Any]) -> Any:
     refuse_options("the pool is the profile's, or --num_pages", "gpu_memory_utilization")
     step_times = StepTimeModel.load(profile)
     about = step_times.about
+    if about.get("model") not in (None, flags.FLAGS.model):
+        raise ValueError(f"{profile} is of model {about['model']}, not --model={flags.FLAGS.model}: give that, or profile again")
+    error = about.get("held_out_error", {}).get("median", 0.0)
+    if error > GOOD_ERROR:
+        print(
+            f"{profile} is off by {error:.0%} (median) on held-out steps: what is planned with it may not hold; profile again, on "
+            "a quiet machine",
+            file=sys.stderr,
+        )
     if given["page_size"] not in (None, step_times.page_size):
         raise ValueError(f"page_size={given['page_size']} is not the profile's {step_times.page_size}; profile again")
     return Machine(

@@ -4,22 +4,31 @@
     python -m scripts.generate --bucket_plan=plan.json ...
 
 The workload is served in virtual time by the real scheduler, with step times from scripts.profile_steps; the plan that would have
-served it fastest, within --max_programs, is searched and replayed until nothing improves. Two plans of powers of two with as many
-programs stand beside it: the engine's default rule's, and the best among powers of two. --measure serves the workload with each on
-a real engine. Nothing but --measure needs a device. --table writes what was found as a Markdown table. A plan in --config's file is
-not looked at: this makes another.
+served it fastest, within --max_programs, is searched and replayed until nothing improves. Two plans of powers of two with at most
+as many programs stand beside it: the engine's default rule's (which may leave a few over), and the best among powers of two.
+--measure serves the workload with each on a real engine. Nothing but --measure needs a device. --table writes what was found as a
+Markdown table. A plan in --config's file is not looked at: this makes another.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from absl import app, flags
 
-from scripts.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, provenance, refuse_flags, write_json
+from scripts.engine_flags import (
+    define_engine_flags,
+    engine_options,
+    exit_on_bad_input,
+    provenance,
+    refuse_flags,
+    write_json,
+    write_text,
+)
+from scripts.plots import CAN_PLOT
+from scripts.sarathi_report import table as markdown
 from scripts.simulated_machine import RATE, measure, planning, read_machine
 from scripts.traffic_flags import read_traffic
 
@@ -29,6 +38,7 @@ _COMPILE = flags.DEFINE_float("max_compile_seconds", None, "Most seconds that th
 _TEMP = flags.DEFINE_float("max_temp_mib", None, "Most temporary memory of a program, MiB.")
 _MEASURE = flags.DEFINE_integer("measure", 0, "Serve the workload so many times with each plan on a real engine.", lower_bound=0)
 _PLOT = flags.DEFINE_string("plot", None, "Draw demand, buckets, padding and times to this PNG.")
+flags.register_validator("plot", *CAN_PLOT)
 _TABLE = flags.DEFINE_string("table", None, "Write the plans as a Markdown table to this file.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 define_engine_flags(model="tiny-qwen3")
@@ -64,6 +74,14 @@ def compare(tuned: Any, runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict
     return rows
 
 
+def search_of(tuned: Any) -> dict[str, Any]:
+    """What is known of the search, for the JSON file."""
+    s = tuned.search
+    found = {"gap": s.gap, "num_candidates": s.num_candidates, "rounds": tuned.rounds, "capped": s.capped}
+    found |= {"predicted_seconds": s.seconds, "predicted_cost": s.cost, "ladder_cost": s.ladder_cost, "bound": s.bound}
+    return found | {"fixed_log_gain": tuned.fixed_log_gain, "in_loop_gain": tuned.in_loop_gain}
+
+
 @exit_on_bad_input("tune_buckets")
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
@@ -90,31 +108,27 @@ def main(argv: list[str]) -> None:
             run = measure(machine, plan, workload, repeat, f"{name}, run {repeat + 1}")
             runs[name].append({**run.times.summary(), **run.counts})
     rows = compare(tuned, runs)
-    report(tuned, rows, took)
-    if _TABLE.value:
-        Path(_TABLE.value).parent.mkdir(parents=True, exist_ok=True)
-        Path(_TABLE.value).write_text(table(tuned, rows))
-    if _PLOT.value:
-        from scripts.plots import plan_comparison
-
-        shown = {n: {**r, "seconds": r["cost_seconds"]} for n, r in rows.items()}
-        seconds = "time to serve" if tuned.at_once else "mean end-to-end latency"
-        plan_comparison(tuned.replay.demands.tokens, shown, _PLOT.value, workload.name, seconds)
+    error = machine.step_times.about.get("held_out_error")
+    report(tuned, rows, took, error)
     about = {
         "benchmark": "tune_buckets",
         "model": flags.FLAGS.model,
         "workload": describe(workload),
         "request_rate": str(RATE.value),
     }
-    search = {"gap": tuned.search.gap, "num_candidates": tuned.search.num_candidates, "rounds": tuned.rounds}
-    search |= {
-        "predicted_seconds": tuned.search.seconds,
-        "predicted_cost": tuned.search.cost,
-        "ladder_cost": tuned.search.ladder_cost,
-        "bound": tuned.search.bound,
-    }
-    search |= {"fixed_log_gain": tuned.fixed_log_gain, "held_out_error": machine.step_times.about.get("held_out_error")}
+    search = search_of(tuned) | {"held_out_error": error}
     write_json(_JSON.value, {**about, "planning": took, "search": search, "plans": rows, **provenance()})
+    write_text(_TABLE.value, table(tuned, rows))
+    if _PLOT.value:
+        draw(tuned, rows, workload.name)
+
+
+def draw(tuned: Any, rows: dict[str, dict[str, Any]], title: str) -> None:
+    from scripts.plots import plan_comparison
+
+    shown = {n: {**r, "seconds": r["cost_seconds"]} for n, r in rows.items()}
+    seconds = "time to serve" if tuned.at_once else "mean end-to-end latency"
+    plan_comparison(tuned.replay.demands.tokens, shown, str(_PLOT.value), title, seconds)
 
 
 def tpot(summary: dict[str, Any]) -> str:
@@ -122,32 +136,41 @@ def tpot(summary: dict[str, Any]) -> str:
 
 
 def columns(tuned: Any, rows: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
-    """What is shown of each plan, by heading: gains are the plan's seconds over the tuned plan's; over time, TPOT too
-    (of several runs the one with the least latency)."""
+    """What is shown of each plan, by heading: gains are the plan's seconds over the tuned plan's; over time, requests a second and
+    TPOT too (of several runs those of the one with the least latency)."""
     unit = "s" if tuned.at_once else "s a request"
     shown = []
     for name, r in rows.items():
         row = {"plan": name, "programs": str(r["num_programs"]), "padding": f"{100 * r['padding_share']:.1f}%"}
         row |= {"predicted": f"{r['cost_seconds']:.2f} {unit}", "gain": f"{r['predicted_gain']:.2f}"}
         if not tuned.at_once:
-            row["predicted TPOT"] = tpot(r["predicted"])
+            row |= {"predicted requests/s": f"{r['predicted']['request_throughput']:.2f}", "predicted TPOT": tpot(r["predicted"])}
         if r["measured"]:
             row |= {"measured": f"{r['measured_seconds']:.2f} {unit}", "true gain": f"{r['measured_gain']:.2f}"}
             if not tuned.at_once:
-                row["measured TPOT"] = tpot(min(r["measured"], key=lambda run: run["mean_e2el_ms"]))
+                best = min(r["measured"], key=lambda run: run["mean_e2el_ms"])
+                row |= {"measured requests/s": f"{best['request_throughput']:.2f}", "measured TPOT": tpot(best)}
         shown.append(row)
     return shown
 
 
+def misprediction(tuned: Any) -> str:
+    """A sentence: what a fixed demand log says of the first plan found, and what becomes of it in the loop."""
+    return (
+        f"Device time with the default plan over that with the first plan found: {tuned.fixed_log_gain:.3f} by the default's "
+        f"demand log alone, {tuned.in_loop_gain:.3f} with the scheduler in the loop; the fixed log is off by "
+        f"{tuned.fixed_log_gain / tuned.in_loop_gain - 1:+.1%}."
+    )
+
+
 def table(tuned: Any, rows: dict[str, dict[str, Any]]) -> str:
-    """The plans as Markdown."""
+    """The plans as Markdown, and by how much a fixed log mispredicts."""
     shown = columns(tuned, rows)
-    lines = [list(shown[0]), ["---"] * len(shown[0]), *(list(row.values()) for row in shown)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(list(shown[0]), [list(row.values()) for row in shown]) + f"\n{misprediction(tuned)}\n"
 
 
-def report(tuned: Any, rows: dict[str, dict[str, Any]], took: dict[str, float]) -> None:
-    """The result for people."""
+def report(tuned: Any, rows: dict[str, dict[str, Any]], took: dict[str, float], error: dict[str, float] | None) -> None:
+    """The result for people. error: the profile's on held-out steps."""
     shown = columns(tuned, rows)
     widths = {name: max(len(name), *(len(row[name]) for row in shown)) for name in shown[0]}
     for row in ({name: name for name in widths}, *shown):
@@ -155,14 +178,16 @@ def report(tuned: Any, rows: dict[str, dict[str, Any]], took: dict[str, float]) 
     for name, r in rows.items():
         print(f"{name}: {r['plan']}")
     s = tuned.search
+    exact = "of as many programs" if s.capped else "exact"
     print(
         f"the pairs found lie at most {100 * s.gap:.2f}% above the best set of {s.num_candidates} candidates "
-        f"(with max_num_seqs sequences in each: {s.ladder_cost:.1f} s, exact, against {s.cost:.1f} s; a price of padding included)"
+        f"(with max_num_seqs sequences in each: {s.ladder_cost:.1f} s, {exact}, against {s.cost:.1f} s; prices of padding included)"
     )
-    print(
-        f"the default plan's demand log alone promises {tuned.fixed_log_gain:.2f}x over the default, the scheduler in the loop "
-        f"{tuned.gain(tuned.default_replay):.2f}x ({tuned.rounds} rounds)"
-    )
+    if s.capped:
+        print("--max_compile_seconds took programs away: a plan of more of them, which compile faster, may be better")
+    print(f"{misprediction(tuned)} Searched {tuned.rounds} logs.")
+    if error:
+        print(f"the profile's error on held-out steps: median {error['median']:.1%}, P90 {error['p90']:.1%}")
     print(f"planned in {took['wall_seconds']:.1f} s ({took['cpu_seconds']:.1f} s of CPU): {_OUTPUT.value}")
 
 

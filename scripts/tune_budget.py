@@ -5,8 +5,9 @@
 
 Each budget is served in virtual time by the real scheduler; the largest whose --quantile of the time between tokens meets
 --tbt_slo_ms wins. Budgets are the plan's own sizes, since any other runs in a larger bucket than it fills: --budgets tries others,
-and says what they pay for. --dynamic compares the best fixed budget with a dynamic one (the engine's option of the same name) over
-several seeds of arrivals; --measure serves the workload on a real engine with the budget chosen.
+and says what they pay for. --dynamic compares the best fixed budget with a dynamic one (the engine's options tbt_slo_ms and
+step_times) over several seeds of arrivals; --measure serves the workload on a real engine with the budget chosen, and says whether
+the objective holds there. --table writes what was found as Markdown.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import Any
 
 from absl import app, flags
 
-from scripts.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, provenance, write_json
+from scripts.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, provenance, write_json, write_text
+from scripts.plots import CAN_PLOT
+from scripts.sarathi_report import table as markdown
 from scripts.simulated_machine import RATE, measure, plan_for, planning, read_machine
 from scripts.traffic_flags import read_traffic
 
@@ -29,6 +32,8 @@ flags.register_validator("budgets", lambda given: all(b.isdecimal() and int(b) f
 _DYNAMIC = flags.DEFINE_integer("dynamic", 0, "Compare with a dynamic budget over so many seeds of arrivals.", lower_bound=0)
 _MEASURE = flags.DEFINE_bool("measure", False, "Serve the workload on a real engine with the budget chosen.")
 _PLOT = flags.DEFINE_string("plot", None, "Draw time between tokens and TTFT over budgets to this PNG.")
+flags.register_validator("plot", *CAN_PLOT)
+_TABLE = flags.DEFINE_string("table", None, "Write budgets, and fixed beside dynamic ones, as Markdown tables to this file.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 define_engine_flags(model="tiny-qwen3")
 
@@ -56,9 +61,9 @@ def quantisation(machine: Any, plan: Any, budgets: list[int], kv_tokens: float) 
     return notes
 
 
-def compare_dynamic(machine: Any, plan: Any, objective: float, seeds: int) -> list[dict[str, Any]]:
-    """Over seeds of arrivals: the fixed budget that serves that seed fastest (least mean E2EL) of those within the objective, and
-    the dynamic one, each with its latencies."""
+def compare_dynamic(machine: Any, plan: Any, objective: float, seeds: int, budgets: list[int] | None) -> list[dict[str, Any]]:
+    """Over seeds of arrivals: the fixed one of `budgets` (None: the plan's) that serves that seed fastest (least mean E2EL) of
+    those within the objective, and the dynamic one, each with its latencies."""
     from jaxserve.simulation.tuning import tune_budget
 
     rows, bar = [], planning(f"{seeds} seeds")
@@ -66,7 +71,7 @@ def compare_dynamic(machine: Any, plan: Any, objective: float, seeds: int) -> li
         workload = read_traffic(flags.FLAGS.model, machine.limits.max_model_len, RATE.value, seed)
         row: dict[str, Any] = {"seed": seed}
         try:
-            _, tried = tune_budget(workload, machine, plan, objective, _QUANTILE.value, progress=bar.update)
+            _, tried = tune_budget(workload, machine, plan, objective, _QUANTILE.value, budgets, bar.update)
             fixed = [row_of(choice) for choice in tried if choice.gap <= objective]
             row["fixed"] = min(fixed, key=lambda r: r["mean_e2el_ms"])
         except ValueError as error:
@@ -107,21 +112,23 @@ def main(argv: list[str]) -> None:
     report(rows, best, label)
     for note in quantisation(machine, plan, [c.budget for c in tried], mean_kv_tokens(best.replay)):
         print(note)
-    result: dict[str, Any] = {"benchmark": "tune_budget", "budget": best.budget, "tried": rows, "plan": str(plan)}
+    result: dict[str, Any] = {"benchmark": "tune_budget", "tbt_slo_ms": slo_ms, "quantile": _QUANTILE.value}
+    result |= {"budget": best.budget, "tried": rows, "plan": str(plan)}
     print(f"max_num_batched_tokens={best.budget} keeps {label} within {slo_ms:g} ms (predicted {1e3 * best.gap:.1f})")
     if _DYNAMIC.value:
-        result["dynamic"] = compare_dynamic(machine, plan, slo_ms / 1e3, _DYNAMIC.value)
+        result["dynamic"] = compare_dynamic(machine, plan, slo_ms / 1e3, _DYNAMIC.value, budgets)
         report_dynamic(result["dynamic"], label)
     if _MEASURE.value:
         run = measure(*with_budget(machine, plan, best.budget), workload, engine_options()["seed"], "measured")
-        measured = {"gap_ms": 1e3 * run.times.gap_quantile(_QUANTILE.value), **run.times.summary(), **run.counts}
-        result["measured"] = measured
-        print(f"measured: {label} {measured['gap_ms']:.1f} ms, mean TTFT {measured['mean_ttft_ms']:.1f} ms")
+        gap_ms = 1e3 * run.times.gap_quantile(_QUANTILE.value)
+        result["measured"] = {"gap_ms": gap_ms, "holds": gap_ms <= slo_ms, **run.times.summary(), **run.counts}
+        print(measured_line(result, label))
+    write_json(_JSON.value, {**result, **provenance()})
+    write_text(_TABLE.value, tables(result, label))
     if _PLOT.value:
         from scripts.plots import budgets as plot_budgets
 
         plot_budgets(rows, slo_ms, _PLOT.value, f"{label} by budget")
-    write_json(_JSON.value, {**result, **provenance()})
 
 
 def report(rows: list[dict[str, float]], best: Any, label: str) -> None:
@@ -132,6 +139,42 @@ def report(rows: list[dict[str, float]], best: Any, label: str) -> None:
             f"{mark} budget {r['budget']:>6}: {label} {r['gap_ms']:>8.1f} ms, mean TTFT {r['mean_ttft_ms']:>9.1f} ms, "
             f"mean TPOT {r['mean_tpot_ms']:>7.1f} ms, {r['output_throughput']:.0f} output tok/s"
         )
+
+
+def measured_line(result: dict[str, Any], label: str) -> str:
+    """Whether the objective holds on the engine."""
+    found, slo_ms = result["measured"], result["tbt_slo_ms"]
+    verdict = "holds" if found["holds"] else "does NOT hold"
+    return (
+        f"Measured with a budget of {result['budget']}: {label} {found['gap_ms']:.1f} ms, so the objective of {slo_ms:g} ms "
+        f"{verdict}; mean TTFT {found['mean_ttft_ms']:.1f} ms"
+    )
+
+
+def tables(result: dict[str, Any], label: str) -> str:
+    """What was tried, measured and compared, as Markdown."""
+    head = [label, "mean TTFT", "mean TPOT", "mean E2EL"]
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        found = (row[name] for name in ("gap_ms", "mean_ttft_ms", "mean_tpot_ms", "mean_e2el_ms"))
+        return ["-" if value is None else f"{value:.1f}" for value in found]
+
+    marks = {result["budget"]: " (chosen)"}
+    tried = [[f"{r['budget']}{marks.get(r['budget'], '')}", *cells(r), f"{r['output_throughput']:.0f}"] for r in result["tried"]]
+    text = f"Times in ms, predicted; the objective is {label} within {result['tbt_slo_ms']:g} ms.\n\n"
+    text += markdown(["budget", *head, "output tok/s"], tried)
+    if "measured" in result:
+        text += f"\n{measured_line(result, label)}.\n"
+    if "dynamic" in result:
+        rows = []
+        for row in result["dynamic"]:
+            fixed = row["fixed"]
+            rows.append(
+                [row["seed"], f"fixed, {fixed['budget']}", *cells(fixed)] if fixed else [row["seed"], "none holds", *["-"] * 4]
+            )
+            rows.append([row["seed"], "dynamic", *cells(row["dynamic"])])
+        text += "\n" + markdown(["seed", "budget", *head], rows)
+    return text
 
 
 def report_dynamic(rows: list[dict[str, Any]], label: str) -> None:

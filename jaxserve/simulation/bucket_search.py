@@ -12,7 +12,7 @@ Nemhauser, 1977) says how far at most the answer lies above the best set of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,8 +38,10 @@ class Caps:
 @dataclass(frozen=True)
 class SearchResult:
     """plan: the best found. seconds: predicted for the log. cost: what the search makes small, the seconds and the price of the
-    padding. bound: no set of the candidates costs less. ladder_cost: of the best plan whose mixed buckets all have max_num_seqs
-    sequences, exact. num_candidates: mixed and decode buckets to choose from."""
+    padding. bound: no set of the candidates costs less. ladder_cost: of the best plan with as many programs whose mixed buckets all
+    have max_num_seqs sequences, exact. num_candidates: mixed and decode buckets to choose from. capped: max_compile_seconds took
+    programs away, and a plan with more of them that compile faster may be better; the bound holds for those too.
+    """
 
     plan: BucketPlan
     seconds: float
@@ -47,6 +49,7 @@ class SearchResult:
     bound: float
     ladder_cost: float
     num_candidates: int
+    capped: bool = False
 
     @property
     def gap(self) -> float:
@@ -122,35 +125,40 @@ class BucketSearch:
     def solve(self, caps: Caps, *, pairs: bool = True) -> SearchResult:
         """The best plan found within `caps`.
 
-        pairs: mixed buckets may have fewer than max_num_seqs sequences; without them the answer is exact.
+        pairs: mixed buckets may have fewer than max_num_seqs sequences; without them the answer is exact, but where
+          max_compile_seconds takes programs away.
 
         Raises:
-          ValueError: too few programs, or the largest step's program exceeds the memory; the message says what to change.
+          ValueError: too few programs, or a program that every plan needs exceeds the memory; the message says what to change.
         """
         self._check_memory(caps)
-        heads = self._head_ladders(caps)
+        heads, bound = self._head_ladders(caps), np.inf
+        decode = self._size_ladders(self.is_decode, self.max_num_seqs, caps, decode=True)
+        ladders = decode, self._size_ladders(~self.is_decode, self.budget, caps, decode=False)
         for num_programs in range(caps.max_programs, 0, -1):
-            result = self._solve(num_programs, heads, caps, pairs)
+            result = self._solve(num_programs, heads, ladders, caps, pairs)
             if result is None:
                 break
+            bound = min(bound, result.bound)  # of fewer programs alone it would be above what more of them may cost
             compile_seconds = sum(self.step_times.compile_seconds(b) for b in result.plan.buckets)
             if caps.max_compile_seconds is None or compile_seconds <= caps.max_compile_seconds:
-                return result
+                return replace(result, bound=bound, capped=num_programs < caps.max_programs)
         raise ValueError(
             f"no plan stays within max_programs={caps.max_programs} and max_compile_seconds={caps.max_compile_seconds}: "
             f"it needs a mixed bucket, a decode bucket, a head ({HEAD_VARIANTS} programs) and {OTHER_PROGRAMS} others; raise them"
         )
 
     def _check_memory(self, caps: Caps) -> None:
-        largest = Bucket(self.budget, self.max_num_seqs, self.budget)
-        need = self.step_times.temp_bytes(largest)
-        if caps.max_temp_bytes is not None and need > caps.max_temp_bytes:
-            raise ValueError(
-                f"a step of max_num_batched_tokens={self.budget} needs {need / 2**20:.0f} MiB of temporary memory, more than "
-                f"max_temp_bytes={caps.max_temp_bytes}: lower max_num_batched_tokens or allow more"
-            )
+        for bucket in self._required:
+            if not self._within_memory(bucket, caps):
+                need = self.step_times.temp_bytes(bucket)
+                name, size = ("max_num_seqs", bucket.seqs) if bucket.max_q_len == 1 else ("max_num_batched_tokens", bucket.tokens)
+                raise ValueError(
+                    f"a step of {name}={size} needs {need / 2**20:.0f} MiB of temporary memory, more than "
+                    f"max_temp_bytes={caps.max_temp_bytes}: lower {name} or allow more"
+                )
 
-    def _solve(self, num_programs: int, heads: dict, caps: Caps, pairs: bool) -> SearchResult | None:
+    def _solve(self, num_programs: int, heads: dict, ladders: tuple[dict, dict], caps: Caps, pairs: bool) -> SearchResult | None:
         """The best over how many of the programs are heads."""
         best, bound, least = None, np.inf, np.inf
         real = self.padding_price * int(self.demands.tokens.sum())  # what the prices below take for tokens that are no padding
@@ -158,7 +166,7 @@ class BucketSearch:
             num_bodies = num_programs - OTHER_PROGRAMS - HEAD_VARIANTS * num_heads
             if num_bodies < 2:
                 continue
-            ladder, ladder_cost = self._ladder(num_bodies)
+            ladder, ladder_cost = self._ladder(num_bodies, *ladders)
             least = min(least, ladder_cost + head_seconds - real)
             found = (ladder, ladder_cost, ladder_cost, len(ladder))
             if pairs:
@@ -195,12 +203,8 @@ class BucketSearch:
         ladders = _ladders(cost, max(1, (caps.max_programs - OTHER_PROGRAMS - 2) // HEAD_VARIANTS))
         return {k: (total, [int(sizes[j]) for j in chosen]) for k, (total, chosen) in ladders.items()}
 
-    def _ladder(self, num_bodies: int) -> tuple[list[Bucket], float]:
+    def _ladder(self, num_bodies: int, decode: dict, mixed: dict) -> tuple[list[Bucket], float]:
         """The best decode sizes and mixed sizes with max_num_seqs sequences, `num_bodies` together, exact; and their cost."""
-        if not hasattr(self, "_decode_ladders"):
-            self._decode_ladders = self._size_ladders(self.is_decode, self.max_num_seqs, decode=True)
-            self._mixed_ladders = self._size_ladders(~self.is_decode, self.budget, decode=False)
-        decode, mixed = self._decode_ladders, self._mixed_ladders
         splits = []
         for k in range(1, num_bodies):
             (d, decode_sizes), (m, mixed_sizes) = _at_most(decode, k), _at_most(mixed, num_bodies - k)
@@ -210,7 +214,7 @@ class BucketSearch:
         buckets += [Bucket(t, min(t, self.max_num_seqs), t) for t in _at_most(mixed, num_bodies - k)[1]]
         return buckets, seconds
 
-    def _size_ladders(self, which: np.ndarray, largest: int, *, decode: bool, most: int = 64) -> dict:
+    def _size_ladders(self, which: np.ndarray, largest: int, caps: Caps, *, decode: bool, most: int = 64) -> dict:
         """number of sizes -> (cost, sizes) for the steps `which`, exact. The largest size is always among them."""
         d = self.demands
         # A mixed bucket below max_num_seqs tokens has as many sequences as tokens, so that tokens alone decide whether it holds.
@@ -223,7 +227,12 @@ class BucketSearch:
         rates = np.stack([self._rates(b) for b in buckets])  # [m, 3]
         # [i, j]: steps above size i - 1 and up to size j, run in size j
         cost = sum(rates[None, :, c] * (before[c, 1:][None, :] - before[c, :-1][:, None]) for c in range(3))
-        return {k: (total, [int(sizes[j]) for j in chosen]) for k, (total, chosen) in _ladders(np.asarray(cost), most).items()}
+        held = np.array([self._within_memory(b, caps) for b in buckets])
+        ladders = _ladders(np.where(held, np.asarray(cost), np.inf), most)
+        return {k: (total, [int(sizes[j]) for j in chosen]) for k, (total, chosen) in ladders.items()}
+
+    def _within_memory(self, bucket: Bucket, caps: Caps) -> bool:
+        return caps.max_temp_bytes is None or self.step_times.temp_bytes(bucket) <= caps.max_temp_bytes
 
     # Pairs
 
@@ -254,8 +263,7 @@ class BucketSearch:
         decode |= set(self._quantiles(d.seqs[self.is_decode], MAX_CANDIDATE_TOKENS // 2, self.max_num_seqs))
         found = {*start, *self._required, *(Bucket(s, s, 1) for s in decode)}
         found |= {Bucket(t, min(s, t), t) for t in tokens for s in seqs}
-        if caps.max_temp_bytes is not None:
-            found = {b for b in found if self.step_times.temp_bytes(b) <= caps.max_temp_bytes}
+        found = [b for b in found if self._within_memory(b, caps)]
         return sorted(found, key=lambda b: (b.tokens, b.max_q_len > 1, b.seqs))
 
     def _quantiles(self, values: np.ndarray, count: int, most: int) -> list[int]:

@@ -16,14 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from scipy.optimize import isotonic_regression
 
 from jaxserve.batch import BatchPacker, StepInputs
 from jaxserve.buckets import Bucket, BucketPlan
 from jaxserve.config import EngineConfig, ResolvedConfig
 from jaxserve.request import Request, SamplingParams
 from jaxserve.schedule import Schedule
-from jaxserve.simulation.step_time import BucketTimes, StepPoint, StepTimeModel, fit_buckets
+from jaxserve.simulation.step_time import StepPoint, StepTimeModel, fit_model
 
 LOW_QUANTILE = 0.1  # of a point's steps: what they take where nobody else uses the machine
 
@@ -237,25 +236,28 @@ class StepMeasurer:
         max_spread: float = 0.1,
         progress: Callable[..., Iterable] = lambda items, **_: items,
     ) -> tuple[StepTimeModel, list[StepPoint]]:
-        """(the fitted model, the points that it was fitted to).
+        """(the fitted model, the points that it was fitted to, heads among them).
 
         rounds: visits of every point; those whose spread is wider than max_spread get as many again. tolerance: relative error of
-        interpolation at a bucket half-way above which that one is kept; at most max_buckets are measured.
+        interpolation at a bucket half-way above which that one is kept; at most max_buckets are measured. ValueError if more
+        are needed to begin with.
         """
         lines = [[Bucket(s, s, 1) for s in self.plan.decode]]
         grid = set(self.plan.mixed)
         for level in self.levels:
             tokens = sorted({t for t, s in grid if s == min(t, level)})
             lines.append([Bucket(t, min(t, level), t) for t in tokens])
-        self._visit_heads(rounds)
         chosen: set[Bucket] = set()
         for line in lines:
             chosen |= {line[0], line[-1], *line[:: max(1, len(line) // 4)]}
+        if len(chosen) > max_buckets:
+            raise ValueError(f"{max_buckets=} is too few: the fit begins with {len(chosen)} buckets; allow that many")
+        self._visit_heads(rounds)
         self._visit_all(chosen, 1, progress)
         tested: set[Bucket] = set()
         while True:  # halves of the intervals that are not straight
             halves = {b for line in lines for b in _halves(line, chosen, tested)}
-            halves = set(sorted(halves)[: max(0, max_buckets - len(chosen))])
+            halves = set(sorted(halves)[: max(0, max_buckets - len(chosen | tested))])
             if not halves:
                 break
             model = self._fit(chosen)
@@ -267,8 +269,7 @@ class StepMeasurer:
         measured = chosen | tested
         self._visit_all(measured, rounds - 1, progress)
         self._visit_noisy(self._visits, rounds, max_spread, progress)
-        points = [self.point(s) for bucket in sorted(measured) for s in self.shapes(bucket)]
-        return self._fit(measured), points
+        return self._fit(measured), self._points(measured)
 
     def held_out(
         self,
@@ -279,15 +280,16 @@ class StepMeasurer:
         max_spread: float = 0.1,
         progress: Callable[..., Iterable] = lambda items, **_: items,
     ) -> list[StepPoint]:
-        """Points of random buckets of the grid, random loads: none of them was fitted."""
+        """Points of random buckets of the grid, random loads, every sequence sampling: none of them was fitted."""
         rng = np.random.default_rng(seed)
         buckets = [self.plan.buckets[i] for i in rng.integers(0, len(self.plan.buckets), num_points)]
         shapes = [self.random_shape(b, rng) for b in buckets]
+        keys = [(shape, self.plan.select_head_rows(shape.decodes + len(shape.chunks))) for shape in shapes]
         for _ in range(rounds):
-            for shape in progress(shapes, desc="held-out points"):
-                self.visit(shape)
-        self._visit_noisy([(shape, 0) for shape in shapes], rounds, max_spread, progress)
-        return [self.point(s) for s in shapes]
+            for key in progress(keys, desc="held-out points"):
+                self.visit(*key)
+        self._visit_noisy(keys, rounds, max_spread, progress)
+        return [self.point(*key) for key in keys]
 
     def _visit_all(self, buckets: Iterable[Bucket], rounds: int, progress: Callable[..., Iterable]) -> None:
         shapes = [s for bucket in sorted(buckets) for s in self.shapes(bucket)]
@@ -311,20 +313,17 @@ class StepMeasurer:
         bucket = Bucket(self.plan.decode[-1], self.plan.decode[-1], 1)
         return StepShape(bucket, bucket.seqs, self.page_size)
 
+    def _points(self, buckets: Iterable[Bucket]) -> list[StepPoint]:
+        """Of the buckets without heads, and of every head."""
+        bodies = [self.point(shape) for bucket in sorted(buckets) for shape in self.shapes(bucket)]
+        return bodies + [self.point(self._head_shape, rows) for rows in self.plan.head_rows]
+
     def _fit(self, buckets: Iterable[Bucket]) -> StepTimeModel:
-        times = []
-        fitted = fit_buckets({bucket: [self.point(s) for s in self.shapes(bucket)] for bucket in buckets}, self.levels)
-        for bucket, coefficients in sorted(fitted.items()):
+        programs = {}
+        for bucket in buckets:
             memory = self.programs.body(bucket).memory_analysis()
-            temp = int(memory.temp_size_in_bytes) if memory is not None else 0
-            times.append(
-                BucketTimes(bucket.tokens, bucket.seqs, bucket.max_q_len, *coefficients, self.compile_seconds[bucket], temp)
-            )
-        alone = self.point(self._head_shape, 0).seconds
-        sizes = self.plan.head_rows
-        seconds = isotonic_regression([max(0.0, self.point(self._head_shape, r).seconds - alone) for r in sizes]).x
-        heads = tuple((rows, float(t)) for rows, t in zip(sizes, seconds, strict=True))  # more rows never take less
-        return StepTimeModel(tuple(times), heads, tuple(self.levels), self.page_size)
+            programs[bucket] = self.compile_seconds[bucket], int(memory.temp_size_in_bytes) if memory is not None else 0
+        return fit_model(self._points(programs), programs, self.levels, self.page_size)
 
 
 def _halves(line: Sequence[Bucket], chosen: set[Bucket], tested: set[Bucket]) -> list[Bucket]:

@@ -17,7 +17,7 @@ import functools
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -80,6 +80,10 @@ class BucketTimes:
     per_pair: float
     compile_seconds: float = 0.0
     temp_bytes: int = 0
+
+    @property
+    def bucket(self) -> Bucket:
+        return Bucket(self.tokens, self.seqs, self.max_q_len)
 
     @property
     def row(self) -> tuple[float, ...]:
@@ -226,6 +230,48 @@ def _curve(entries: list[tuple[int, tuple[float, ...]]]) -> tuple[np.ndarray, np
 def _interpolate(x: float, sizes: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Row at x, linear between sizes, constant beyond them. sizes rise."""
     return np.array([np.interp(x, sizes, column) for column in rows.T])
+
+
+def fit_model(
+    points: Sequence[StepPoint],
+    programs: Mapping[Bucket, tuple[float, int]],  # measured bucket -> (seconds to compile, bytes of temporary memory)
+    levels: Sequence[int],
+    page_size: int,
+    heads: Sequence[tuple[int, float]] = (),
+) -> StepTimeModel:
+    """The model of measured points: buckets as `fit_buckets`, heads by what a step takes longer with one than without, made to rise
+    with their rows.
+
+    points: with head_rows, only those whose step is there without a head too. heads: (rows, seconds) where none has.
+    """
+    from scipy.optimize import isotonic_regression
+
+    bodies: dict[Bucket, list[StepPoint]] = {}
+    for point in points:
+        if not point.head_rows:
+            bodies.setdefault(point.bucket, []).append(point)
+    alone = {(p.bucket, p.kv_tokens, p.pairs): p.seconds for some in bodies.values() for p in some}
+    with_head = sorted((p.head_rows, p.seconds - alone[p.bucket, p.kv_tokens, p.pairs]) for p in points if p.head_rows)
+    rows, seconds = zip(*(with_head or heads), strict=True)
+    rising = isotonic_regression([max(0.0, s) for s in seconds]).x  # more rows never take less
+    times = [
+        BucketTimes(bucket.tokens, bucket.seqs, bucket.max_q_len, *coefficients, *programs[bucket])
+        for bucket, coefficients in sorted(fit_buckets(bodies, levels).items())
+    ]
+    return StepTimeModel(tuple(times), tuple(zip(rows, map(float, rising), strict=True)), tuple(levels), page_size)
+
+
+def refit(profile: StepTimeModel) -> StepTimeModel:
+    """The model that the fit as it is now makes of the points that a profile keeps, with its errors on them and on those that were
+    held out; nothing else of the profile changes. ValueError if it keeps none."""
+    try:
+        points, held_out = ([StepPoint(**point) for point in profile.about[name]] for name in ("points", "held_out"))
+        programs = {t.bucket: (t.compile_seconds, t.temp_bytes) for t in profile.times}
+        fitted = fit_model(points, programs, profile.levels, profile.page_size, profile.heads)
+        errors = {"fit_error": fitted.error(points), "held_out_error": fitted.error(held_out)}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the profile does not keep the points it was fitted to ({error!r}); measure anew") from None
+    return replace(fitted, host_seconds=profile.host_seconds, about=profile.about | errors)
 
 
 def fit_buckets(

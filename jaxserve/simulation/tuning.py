@@ -76,9 +76,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A plan fitted to a workload, beside two of powers of two with as many programs: the engine's default rule's, and the best
-    that a search among powers of two finds. fixed_log_gain: what the default's demand log alone promises over the default; what
-    the replays promise is `gain`. rounds: how many logs were searched."""
+    """A plan fitted to a workload, beside two of powers of two with at most as many programs: the engine's default rule's, and
+    the best that a search among powers of two finds. rounds: how many logs were searched.
+
+    fixed_log_gain, in_loop_gain: of the first round's plan, which may not be the one that is kept, the seconds that the device is
+    busy with the default plan over those with it: by the default's demand log alone, and as the scheduler serves it. How far they
+    lie apart is how far a fixed log mispredicts. What is won in the end is `gain`, in `cost`.
+    """
 
     plan: BucketPlan
     search: SearchResult
@@ -88,6 +92,7 @@ class Tuned:
     powers_plan: BucketPlan
     powers_replay: Replay
     fixed_log_gain: float
+    in_loop_gain: float
     rounds: int
 
     @property
@@ -135,7 +140,7 @@ def tune_plan(
     powers = [1 << i for i in range(machine.limits.max_num_batched_tokens.bit_length() + 1)]
     powers = [size for size in powers if size % machine.multiple == 0]
     powers_plan = machine.search(first.demands, powers).solve(Caps(caps.max_programs), pairs=False).plan
-    best, log, seen, rounds, fixed_log_gain = None, first.demands, set(), 0, 1.0
+    best, log, seen, rounds, fixed_log_gain, in_loop_gain = None, first.demands, set(), 0, 1.0, 1.0
     while rounds < max_rounds:
         rounds += 1
         search = machine.search(log, padding_price=PADDING_PRICE).solve(caps)
@@ -146,6 +151,7 @@ def tune_plan(
         if rounds == 1:
             before = plan_seconds(default, log, machine.step_times)
             fixed_log_gain = before / plan_seconds(search.plan, log, machine.step_times)
+            in_loop_gain = float(first.seconds.sum() / run.seconds.sum())
         same = len(run.demands) == len(log) and bool((run.demands.tokens == log.tokens).all())
         if best is None or cost(run) < cost(best[1]):
             best = search, run
@@ -157,7 +163,7 @@ def tune_plan(
     assert best is not None
     search, run = best
     powers_run = machine.run(workload, powers_plan, progress)
-    return Tuned(search.plan, search, run, default, first, powers_plan, powers_run, fixed_log_gain, rounds)
+    return Tuned(search.plan, search, run, default, first, powers_plan, powers_run, fixed_log_gain, in_loop_gain, rounds)
 
 
 @dataclass(frozen=True)

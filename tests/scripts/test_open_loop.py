@@ -28,3 +28,12 @@ def test_steps_begin_and_end(monkeypatch):
     begins, ends, num_prompt, num_output = run.steps.T
     assert ends - begins == pytest.approx([0.25] * len(begins)) and begins[0] == 0 and 100.0 in begins
     assert num_prompt.sum() == 12 and num_output.sum() == 5
+
+
+def test_tokens_that_were_never_made_are_not_counted():
+    """An engine ends a request at max_model_len and says nothing; a figure of it would be too good."""
+    engine = make_engine(dummy_model(), max_model_len=32)
+    work = Workload("long", (WorkloadRequest(5, 3), WorkloadRequest(20, 40)))
+    with pytest.raises(RuntimeError, match="1 requests of long did not .* number 1, of 20 prompt tokens, brought 12 of 40 output"):
+        open_loop.serve(engine, work, 0)
+    engine.close()

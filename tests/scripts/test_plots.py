@@ -13,6 +13,7 @@ def test_missing_extra(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)  # importing it fails as where it is not installed
     with pytest.raises(RuntimeError, match=r"\.\[plots\]"):
         plots.figure()
+    assert not plots.can_plot("x.png") and plots.can_plot(None)
 
 
 def test_every_axis_has_a_label(tmp_path, monkeypatch):
@@ -23,6 +24,13 @@ def test_every_axis_has_a_label(tmp_path, monkeypatch):
     times = {f"{n}_{m}_ms": 5.0 for n in ("median", "p99") for m in ("ttft", "tpot")}
     results = [{"request_rate": r, "output_throughput": 10.0 * r, **times} for r in (1.0, 2.0)]
     plots.latency_throughput(results, tmp_path / "a.png", "x")
+    few = {"median_ttft_ms": 5.0, "median_tpot_ms": None, "median_itl_ms": 4.0, "p99.9_itl_ms": 6.0, "p75_itl_ms": 5.0}
+    results = [{"request_rate": r, "output_throughput": 10.0 * r, **few} for r in (1.0, 2.0)]
+    plots.latency_throughput(results, tmp_path / "g.png", "x")
+    shown = [(a.get_ylabel(), [line.get_label() for line in a.lines]) for a in made[-1].axes]
+    assert shown == [("TTFT (ms)", ["median"]), ("ITL (ms)", ["median", "p99.9"])], "what was asked for, and nothing else"
+    with pytest.raises(ValueError, match="no metric of the results can be drawn"):
+        plots.latency_throughput([{"request_rate": 1.0, "output_throughput": 1.0}], tmp_path / "h.png", "x")
     begins = np.arange(50.0) + 100.0 * (np.arange(50) >= 20)  # with nothing to serve for 100 s
     steps = np.stack([begins, begins + 0.5, np.arange(50) % 7 * 10, np.ones(50)], axis=1)
     plots.step_timeline(steps, tmp_path / "b.png", "x", seconds=400.0)
@@ -36,7 +44,7 @@ def test_every_axis_has_a_label(tmp_path, monkeypatch):
     capacity = {"policy": "sarathi", "slo_ms": 50.0, "mean": 3.0, "half_width": float("nan")}
     plots.capacities([capacity, capacity | {"policy": "orca"}], tmp_path / "e.png", "x")
     plots.policies({"mix, 2": {"orca": {"ttft": 1.0}}, "mix, 4": {"orca": {"ttft": 2.0}}}, ["ttft"], tmp_path / "f.png")
-    assert len(list(tmp_path.glob("*.png"))) == len(made) == 6
+    assert len(list(tmp_path.glob("*.png"))) == len(made) == 7
     for figure in made:
         for axis in figure.axes:
             colorbar = axis.get_label() == "<colorbar>"

@@ -7,7 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,9 +27,9 @@ def plot(path: Path) -> list[str]:
     return [f"--plot={path}"] if PLOTS else []
 
 
-def run(work: Path, script: str, *given: str) -> subprocess.CompletedProcess:
+def run(work: Path, script: str, *given: str, model: bool = True) -> subprocess.CompletedProcess:
     environment = os.environ | {"JAXSERVE_CACHE": str(work / "cache"), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", f"scripts.{script}", f"--model={work / 'model'}", *given]
+    command = [sys.executable, "-m", f"scripts.{script}", *([f"--model={work / 'model'}"] if model else []), *given]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
 
 
@@ -50,6 +53,24 @@ def test_profile(work):
     assert all(t.base > 0 and t.compile_seconds > 0 for t in model.times) and model.host_seconds > 0
     assert about["held_out_error"]["num_points"] == 3 and about["held_out_error"]["median"] >= 0
     assert {"revision", "device", "jax", "seed", "flags"} <= set(about) and about["flags"]["rounds"] == 1
+    assert about["fitted"] == {"date": about["date"], "revision": about["revision"]}
+    assert {p["head_rows"] for p in about["points"]} > {0} and all(p["head_rows"] for p in about["held_out"])
+
+
+def test_points_fitted_anew(work):
+    """Without measuring: what an earlier fit made of them does not count, when they were measured stays."""
+    text = json.loads((work / "steps.json").read_text())
+    spoilt = text | {"times": [t | {"base": 1.0} for t in text["times"]], "about": text["about"] | {"date": "2001-02-03"}}
+    (work / "spoilt.json").write_text(json.dumps(spoilt))
+    points, anew = f"--points={work / 'spoilt.json'}", work / "anew.json"
+    done = run(work, "profile_steps", points, f"--output={anew}", model=False)
+    assert done.returncode == 0 and "fitted anew from" in done.stderr, done.stderr
+    measured, again = StepTimeModel.load(work / "steps.json"), StepTimeModel.load(anew)
+    assert again == measured and again.about["held_out_error"] == measured.about["held_out_error"]
+    assert again.about["date"] == "2001-02-03" < again.about["fitted"]["date"]
+    assert again.about["points"] == measured.about["points"] and again.about["flags"] == measured.about["flags"]
+    done = run(work, "profile_steps", points, "--max_num_seqs=4", "--rounds=2", model=False)
+    assert done.returncode == 1 and "--rounds, --max_num_seqs: nothing is measured" in done.stdout + done.stderr
 
 
 def test_plan_is_tuned_measured_and_served(work):
@@ -60,6 +81,7 @@ def test_plan_is_tuned_measured_and_served(work):
     assert done.returncode == 0, done.stderr
     assert "TPOT" not in done.stdout and (work / "plans.png").exists() == PLOTS
     assert "60 simulated requests" in done.stderr  # at once: a round, and powers of two twice
+    assert "the profile's error on held-out steps: median" in done.stdout
     result = json.loads(path.read_text())
     rows = result["plans"]
     assert set(rows) == {"default", "powers", "tuned"} and result["workload"].startswith("trace: 20 requests")
@@ -90,7 +112,8 @@ def test_plan_is_tuned_measured_and_served(work):
 def test_budget(work):
     given = [f"--step_times={work / 'steps.json'}", "--workload=trace", f"--dataset_path={work / 'trace.csv'}"]
     path = work / "budget.json"
-    flags = ["--arrivals_from_trace", "--budgets=16,20,32", "--tbt_slo_ms=60000", "--dynamic=1", f"--json={path}"]
+    flags = ["--arrivals_from_trace", "--budgets=16,20,32", "--tbt_slo_ms=60000", "--dynamic=1"]
+    flags += [f"--json={path}", f"--table={work / 'budgets.md'}"]
     done = run(work, "tune_budget", *given, *flags, *plot(work / "budgets.png"))
     assert done.returncode == 0, done.stderr
     assert (work / "budgets.png").exists() == PLOTS
@@ -98,6 +121,21 @@ def test_budget(work):
     assert result["budget"] == 32 and [r["budget"] for r in result["tried"]] == [16, 20, 32]
     assert "budget 20 runs in the bucket of 32" in done.stdout and "budget 32 runs" not in done.stdout
     assert result["dynamic"][0]["fixed"]["budget"] == 32
+    text = (work / "budgets.md").read_text()
+    firsts = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
+    assert firsts[:5] == ["budget", "---", "16", "20", "32 (chosen)"]
+    assert "| 0 | fixed, 32 |" in text and "| 0 | dynamic |" in text
+    steps = json.loads((work / "steps.json").read_text())
+    none = {"times": [t | {"base": 1e-9, "per_kv_token": 0, "per_pair": 0} for t in steps["times"]], "host_seconds": 0}
+    (work / "fast.json").write_text(json.dumps(steps | none | {"heads": [[rows, 0] for rows, _ in steps["heads"]]}))
+    few = [f"--step_times={work / 'fast.json'}", "--budgets=16", "--tbt_slo_ms=0.01", "--dynamic=1", "--measure", f"--json={path}"]
+    done = run(work, "tune_budget", *given[1:], "--arrivals_from_trace", *few, f"--table={work / 'budgets.md'}")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    assert result["dynamic"][0]["fixed"]["budget"] == 16, "the budgets asked for are those compared"
+    assert result["tbt_slo_ms"] == 0.01 < result["measured"]["gap_ms"] and result["measured"]["holds"] is False
+    for text in (done.stdout, (work / "budgets.md").read_text()):
+        assert "so the objective of 0.01 ms does NOT hold" in text
     done = run(work, "tune_budget", *given, "--tbt_slo_ms=0.0001")
     assert done.returncode and "no token budget keeps P99" in done.stderr
 
@@ -105,11 +143,15 @@ def test_budget(work):
 def test_over_time_the_table_has_tpot(work):
     given = [f"--step_times={work / 'steps.json'}", "--workload=trace", f"--dataset_path={work / 'trace.csv'}"]
     over_time = ["--request_rate=40", f"--output={work / 'over_time.json'}", f"--table={work / 'table.md'}"]
-    done = run(work, "tune_buckets", *given, *over_time, "--max_programs=10")
+    done = run(work, "tune_buckets", *given, *over_time, "--max_programs=10", f"--json={work / 'over_time_found.json'}")
     assert done.returncode == 0, done.stderr
-    heads, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (work / "table.md").read_text().splitlines()]
-    assert heads == ["plan", "programs", "padding", "predicted", "gain", "predicted TPOT"]
-    assert [row[0] for row in rows] == ["default", "powers", "tuned"] and all(row[5].endswith(" ms") for row in rows)
+    *lines, _, below = (work / "table.md").read_text().splitlines()
+    heads, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert heads == ["plan", "programs", "padding", "predicted", "gain", "predicted requests/s", "predicted TPOT"]
+    assert [row[0] for row in rows] == ["default", "powers", "tuned"] and all(row[6].endswith(" ms") for row in rows)
+    search = json.loads((work / "over_time_found.json").read_text())["search"]
+    assert f"{search['fixed_log_gain']:.3f} by the default's demand log alone, {search['in_loop_gain']:.3f} with" in below
+    assert below in done.stdout
     assert all(cell in done.stdout for row in rows for cell in row)
 
 
@@ -134,6 +176,28 @@ def test_options_are_those_of_the_simulation(work):
     assert chosen["plan"] == str(plan)
 
 
+def test_a_bad_profile_is_not_used_unasked(work):
+    """One of another model never; one that mispredicts not without a word."""
+    text = json.loads((work / "steps.json").read_text())
+    given = [
+        f"--step_times={work / 'other.json'}",
+        "--workload=trace",
+        f"--dataset_path={work / 'trace.csv'}",
+        "--tbt_slo_ms=60000",
+    ]
+
+    def told(**about: Any) -> subprocess.CompletedProcess:
+        (work / "other.json").write_text(json.dumps(text | {"about": text["about"] | about}))
+        return run(work, "tune_budget", *given)
+
+    done = told(model="another", held_out_error={"median": 0.3})
+    assert done.returncode == 1 and f"other.json is of model another, not --model={work / 'model'}" in done.stderr
+    done = told(held_out_error={"median": 0.3})
+    assert done.returncode == 0 and done.stderr.count("is off by 30% (median) on held-out steps") == 1
+    done = told(held_out_error={"median": 0.09})
+    assert done.returncode == 0 and "is off by" not in done.stderr
+
+
 STEPS, TRACE = "--step_times={work}/steps.json", ("--workload=trace", "--dataset_path={work}/{name}.csv")
 BAD = [
     ("tune_buckets", (STEPS, *TRACE), "bad", "tune_buckets: no request of bad fits max_model_len=64"),
@@ -150,6 +214,23 @@ BAD = [
     ("validate_simulator", (STEPS, "--arrivals_from_trace", *TRACE), "timeless", "timeless.csv has no times; give it a column"),
     ("bench_serve", ("--burstiness=0.5",), "", "bench_serve: --burstiness=0.5 is of the gaps"),
     ("bench_serve", ("--config={work}/short.json", *TRACE), "bad", "bench_serve: no request of bad fits max_model_len=32"),
+    (
+        "bench_serve",
+        ("--workload=random", "--max_num_seqs=4", "--max_num_batched_tokens=32", "--num_pages=40"),
+        "",
+        "more than max_model_len=256: raise it",
+    ),
+    ("bench_serve", ("--metric_percentiles=50,101",), "", "must be numbers from 0 to 100"),
+    ("bench_serve", ("--metric_percentiles=median",), "", "must be numbers from 0 to 100"),
+    (
+        "bench_serve",
+        ("--base_url=http://127.0.0.1:9", "--num_pages=4"),
+        "",
+        "--num_pages: is of an engine, and --base_url makes none",
+    ),
+    ("bench_serve", ("--base_url=http://127.0.0.1:9",), "", "--model: the server at --base_url has its own"),
+    ("bench_serve", ("--vocab_size=9",), "", "--vocab_size: is of the server at --base_url"),
+    ("profile_steps", ("--points={work}/steps.json",), "", "--model: nothing is measured with --points"),
     ("profile_steps", ("--max_num_seqs=64", "--max_num_batched_tokens=32"), "", "profile_steps: max_num_seqs=64 must not exceed"),
 ]
 
@@ -196,3 +277,69 @@ def test_simulation_beside_the_engine(work):
     for row in metrics.values():
         assert row["measured"] == row["rounds"][0] > 0
         assert row["error"] == pytest.approx(row["simulated"] / row["measured"] - 1)
+
+
+class OtherServer(BaseHTTPRequestHandler):
+    """A server of completions that is not ours: under a path, with a model that must be named, spaces in its JSON, a chunk in two
+    writes, and nothing at /tokenizer_info."""
+
+    asked: list[dict[str, Any]] = []
+
+    def do_GET(self):
+        found = self.path == "/some/path/v1/models"
+        text = json.dumps({"object": "list", "data": [{"id": "theirs"}, {"id": "another"}]}) if found else "{}"
+        self.send_response(200 if found else 404)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        good = self.path == "/some/path/v1/completions" and body["model"] == "theirs" and max(body["prompt"]) < 50
+        self.send_response(200 if good else 400)
+        self.end_headers()
+        if not good:
+            return
+        self.asked.append(body)
+        for _ in range(body["max_tokens"]):
+            event = f"data: {json.dumps({'choices': [{'index': 0, 'text': 'a'}]})}\n\n".encode()
+            middle = event.index(b'"text"') + 8
+            for part in (event[:middle], event[middle:]):
+                self.wfile.write(part)
+                self.wfile.flush()
+        usage = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": body["max_tokens"]}}
+        self.wfile.write(f"data: {json.dumps(usage, indent=1)}\n\ndata: [DONE]\n\n".encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_server_of_anothers(work):
+    """All that its API has in common with ours is enough: every chunk is a token's, and no key is in the result."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), OtherServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    path = work / "theirs.json"
+    traffic = ["--workload=random", "--num_prompts=3", "--random_input_len=20", "--random_output_len=7", f"--json={path}"]
+    given = [f"--base_url=http://127.0.0.1:{server.server_port}/some/path/v1/", "--api_key=secret", *traffic]
+    try:
+        done = run(work, "bench_serve", *given, model=False)
+        assert (
+            done.returncode == 1 and "does not say at /tokenizer_info how many token ids it knows: give --vocab_size" in done.stderr
+        )
+        done = run(work, "bench_serve", *given, "--vocab_size=50", model=False)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(path.read_text())["results"]
+    assert result["model_id"] == "theirs" and result["completed"] == 3 and result["total_output_tokens"] == 21
+    assert [len(body["prompt"]) for body in OtherServer.asked] == [20] * 3
+    assert result["median_itl_ms"] is not None and "secret" not in path.read_text()
+
+
+@pytest.mark.parametrize("script", ["bench_serve", "tune_buckets", "tune_budget"])
+def test_a_plot_that_cannot_be_drawn_ends_nothing_late(script):
+    """It is said before anything is read or measured."""
+    code = f"import runpy, sys\nsys.modules['matplotlib'] = None\nrunpy.run_module('scripts.{script}', run_name='__main__')"
+    command = [sys.executable, "-c", code, "--plot=x", "--step_times=/nothing/there", "--tbt_slo_ms=9"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 1 and "plots need matplotlib" in done.stdout + done.stderr and "/nothing/there" not in done.stderr

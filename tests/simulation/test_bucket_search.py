@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,3 +144,31 @@ def test_lagrangian_bound_on_random_costs(seed):
     found = interchange(cost, [11], 4, [11])
     columns = np.array(found)
     assert cost[np.arange(12), columns[np.isfinite(cost[:, columns]).argmax(axis=1)]].sum() >= best * (1 - 1e-9) and len(found) == 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fewer_programs_for_compile_seconds_promise_no_more(seed):
+    """Decode buckets compile in half the time of mixed ones: the best plan of fewer programs is no bound for one of more."""
+    demands, caps = random_demands(40, seed), Caps(10, max_compile_seconds=7.0)
+    found = search(demands).solve(caps, pairs=False)
+    pairs = [(t, min(t, SEQS)) for t in SIZES if t < TOKENS]
+    plans = [p for p in all_plans(10, pairs) if sum(map(MODEL.compile_seconds, p.buckets)) <= 7]
+    best = min(plan_seconds(plan, demands, MODEL) for plan in plans)
+    assert found.capped and found.bound <= best * (1 + 1e-9) and found.seconds >= best * (1 - 1e-9)
+    free = search(demands).solve(Caps(10), pairs=False)
+    assert not free.capped and found.bound == pytest.approx(free.bound)
+
+
+def test_no_program_exceeds_the_memory():
+    """Every bucket of the plan, sizes on a ladder among them; those that each plan needs are named where they can't be held."""
+    demands, large = random_demands(100, 2), [BucketTimes(24, 8, 24, 22e-3, 2e-6, 1e-6, 2.0, 9000)]
+    hungry = replace(MODEL, times=(*MODEL.times, *large))
+    limits: dict[str, Any] = {"max_num_seqs": SEQS, "max_num_batched_tokens": TOKENS, "multiple": 2}
+    for pairs in (True, False):
+        found = BucketSearch(demands, hungry, **limits).solve(Caps(14, max_temp_bytes=2000), pairs=pairs)
+        assert max(map(hungry.temp_bytes, found.plan.buckets)) <= 2000
+        free = BucketSearch(demands, hungry, **limits).solve(Caps(14), pairs=pairs)
+        assert max(map(hungry.temp_bytes, free.plan.buckets)) > 2000
+    decodes = replace(MODEL, times=tuple(replace(t, temp_bytes=5000) if t.max_q_len == 1 else t for t in MODEL.times))
+    with pytest.raises(ValueError, match="a step of max_num_seqs=8 needs .* lower max_num_seqs or allow more"):
+        BucketSearch(demands, decodes, **limits).solve(Caps(14, max_temp_bytes=2000))

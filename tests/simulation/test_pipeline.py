@@ -175,7 +175,7 @@ def test_a_dynamic_budget_counts_all_stages(model, gpu, tp, objective, rate):
     run = replay_pipeline(
         work, UnpaddedPlan(2048, 64), deployment.stages(), deployment.send_seconds, limits, pages, objective=objective
     )
-    assert 0.75 * objective < run.times.gaps.max() <= objective
+    assert 0.65 * objective < run.times.gaps.max() <= objective
     mixed = (run.demands.decodes > 0) & (run.demands.max_q_len > 1)
     assert mixed.sum() > 100 and run.stats.num_preemptions == 0
 

@@ -1,0 +1,54 @@
+"""A dynamic budget in the engine; its choices, and a simulated engine with it, are tests/simulation/test_tuning.py's."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from jaxserve import BucketPlan, SamplingParams
+from tests.dummy import Ask, dummy_model, make_engine, serve
+from tests.simulation.machines import MODEL, PAGE
+
+PLAN = BucketPlan(mixed=((8, 6), (16, 6), (24, 6)), head_rows=(6,))
+
+
+@pytest.fixture
+def steps(tmp_path):
+    MODEL.save(tmp_path / "steps.json")
+    return str(tmp_path / "steps.json")
+
+
+def seconds(schedule) -> float:
+    """What the profile says of a step."""
+    d = schedule.num_decodes
+    kv_tokens = sum(int(start) // PAGE + 1 for start in schedule.starts[:d]) * PAGE
+    chunks = zip(schedule.starts[d:].tolist(), schedule.q_lens[d:].tolist(), strict=True)
+    pairs = sum(n * start + n * (n + 1) // 2 for start, n in chunks)
+    bucket = PLAN.select(schedule.num_tokens, schedule.num_seqs, schedule.max_q_len)
+    return MODEL.seconds(bucket, PLAN.select_head_rows(max(1, int(schedule.samples.sum()))), kv_tokens, pairs)
+
+
+def test_steps_with_decodes_meet_the_objective(steps):
+    """Prompts that come while others decode are cut smaller, alone they are not; the answers are the same."""
+    objective, rng = 20e-3, np.random.default_rng(0)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    asks = [Ask(rng.integers(1, 96, 50).tolist(), params, at=4 * i) for i in range(5)]
+    free = serve(make_engine(dummy_model(), bucket_plan=PLAN), asks)
+    held = serve(make_engine(dummy_model(), bucket_plan=PLAN, tbt_slo_ms=1e3 * objective, step_times=steps), asks)
+    assert {name: a.tokens for name, a in held.answers.items()} == {name: a.tokens for name, a in free.answers.items()}
+    both = [s for s in held.schedules if 0 < s.num_decodes < s.num_seqs]
+    assert max(s.num_tokens for s in held.schedules if not s.num_decodes) == 24
+    assert max(s.num_tokens for s in both) == 16 and max(map(seconds, both)) <= objective
+    assert max(seconds(s) for s in free.schedules if 0 < s.num_decodes < s.num_seqs) > 1.1 * objective
+
+
+def test_an_objective_that_no_step_meets_is_warned_of(steps, caplog):
+    with caplog.at_level(logging.WARNING, logger="jaxserve"):
+        make_engine(dummy_model(), bucket_plan=PLAN, tbt_slo_ms=20, step_times=steps).close()
+        assert not caplog.records
+        make_engine(dummy_model(), bucket_plan=PLAN, tbt_slo_ms=0.001, step_times=steps).close()
+    (record,) = caplog.records
+    alone = MODEL.seconds(PLAN.buckets[0], 6, PAGE, 7 * 8 // 2)  # a decode, and a chunk of 7
+    assert f"tbt_slo_ms=0.001: the fastest step of a decode and a part of a prompt, of 8 tokens, takes {1e3 * alone:.3g} ms" in (
+        record.getMessage()
+    )
