@@ -181,10 +181,14 @@ def code_id() -> str:
 
 
 def _shown(value: Any) -> Any:
-    """A flag's value, or the last part of a path out of the checkout: where it lies is this machine's business."""
+    """A flag's value; of a path into the checkout what lies below it, of one out of it the last part: where they lie is this
+    machine's business."""
     if isinstance(value, list):
         return [_shown(v) for v in value]
-    return Path(value).name if isinstance(value, str) and value.startswith(("/", "../")) else value
+    if not isinstance(value, str) or not value.startswith(("/", "../")):
+        return value
+    path, checkout = Path(value).resolve(), Path(__file__).parents[1].resolve()
+    return str(path.relative_to(checkout)) if path.is_relative_to(checkout) else path.name
 
 
 def provenance() -> dict[str, Any]:

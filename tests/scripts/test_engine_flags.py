@@ -2,6 +2,7 @@
 
 import subprocess
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -68,5 +69,6 @@ def test_code_outside_a_checkout(tmp_path, monkeypatch):
 
 def test_files_out_of_the_checkout_are_shown_by_name():
     values = {"a": "/home/me/trace.csv.gz", "b": "../x/steps.json", "c": "benchmarks/a.json", "d": ["/x/y", 3], "e": 0.5}
+    values["f"] = str(Path(engine_flags.__file__).parents[1] / "benchmarks" / "a.json")
     shown = {name: engine_flags._shown(value) for name, value in values.items()}
-    assert shown == {"a": "trace.csv.gz", "b": "steps.json", "c": "benchmarks/a.json", "d": ["y", 3], "e": 0.5}
+    assert shown == {"a": "trace.csv.gz", "b": "steps.json", "c": values["c"], "d": ["y", 3], "e": 0.5, "f": values["c"]}
