@@ -6,6 +6,7 @@ Owns their definition, for one step and for a log of many. Knows no bucket, devi
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +78,11 @@ class DemandLog:
         if not rows:
             raise ValueError(f"{path} is an empty demand log; serve a workload with demand_log set first")
         return cls.from_rows(rows)
+
+    @classmethod
+    def concatenate(cls, logs: Sequence[DemandLog]) -> DemandLog:
+        """One after the other."""
+        return cls(*(np.concatenate([getattr(log, name) for log in logs]) for name in COLUMNS))
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -96,8 +96,8 @@ class StepTimeModel:
 
     times: measured buckets, decode and mixed. heads: (rows, seconds) of head programs. host_seconds: what the host takes to
     dispatch a step, hidden while the device is the slower of the two. page_size: as it was measured. levels: the numbers of
-    sequences at which mixed buckets were measured; a mixed bucket (T, min(T, level)) belongs to each level. about: where it comes
-    from.
+    sequences at which mixed buckets were measured; a mixed bucket (T, min(T, level)) belongs to each level. slowdown: what a step
+    typically takes over what times and heads say, which are of the machine's quiet moments. about: where it comes from.
     """
 
     times: tuple[BucketTimes, ...]
@@ -105,6 +105,7 @@ class StepTimeModel:
     levels: tuple[int, ...]
     page_size: int
     host_seconds: float = 0.0
+    slowdown: float = 1.0
     about: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -136,6 +137,9 @@ class StepTimeModel:
     @functools.cache  # noqa: B019 (a few hundred buckets, for as long as the model lives)
     def _row(self, bucket: Bucket) -> np.ndarray:
         """f64[5]: base, per_kv_token, per_pair, compile_seconds, temp_bytes."""
+        return self._quiet_row(bucket) * np.array([self.slowdown] * 3 + [1.0, 1.0])
+
+    def _quiet_row(self, bucket: Bucket) -> np.ndarray:
         if bucket.max_q_len == 1 and len(self._decode_curve[0]):
             sizes, rows = self._decode_curve
             self._check_size(bucket, bucket.seqs, sizes[-1])
@@ -171,7 +175,7 @@ class StepTimeModel:
         if not rows:
             return 0.0
         sizes, seconds = zip(*self.heads, strict=True)
-        return float(np.interp(rows, sizes, seconds))
+        return float(np.interp(rows, sizes, seconds)) * self.slowdown
 
     def seconds(self, bucket: Bucket, head_rows: int, kv_tokens: float, pairs: float) -> float:
         """Seconds of one step on the device."""
@@ -186,12 +190,12 @@ class StepTimeModel:
         return int(self._row(bucket)[4])
 
     def error(self, points: Iterable[StepPoint]) -> dict[str, float]:
-        """Relative errors |predicted / measured - 1| over `points`: median, p90, max, and how many there are."""
+        """Relative errors |predicted / measured - 1| over `points`, in quiet moments: median, p90, max, and how many there are."""
         points = list(points)
         if not points:
             raise ValueError("no points to compare with")
         predicted = np.array([self.seconds(p.bucket, p.head_rows, p.kv_tokens, p.pairs) for p in points])
-        errors = np.abs(predicted / np.array([p.seconds for p in points]) - 1)
+        errors = np.abs(predicted / self.slowdown / np.array([p.seconds for p in points]) - 1)
         return {
             "median": float(np.median(errors)),
             "p90": float(np.quantile(errors, 0.9)),
@@ -240,7 +244,8 @@ def fit_model(
     heads: Sequence[tuple[int, float]] = (),
 ) -> StepTimeModel:
     """The model of measured points: buckets as `fit_buckets`, heads by what a step takes longer with one than without, made to rise
-    with their rows.
+    with their rows. The fit is of quiet moments, which differ least from point to point; all times are then longer by one factor,
+    the median of how far the points' own medians lie above them.
 
     points: with head_rows, only those whose step is there without a head too. heads: (rows, seconds) where none has.
     """
@@ -258,7 +263,9 @@ def fit_model(
         BucketTimes(bucket.tokens, bucket.seqs, bucket.max_q_len, *coefficients, *programs[bucket])
         for bucket, coefficients in sorted(fit_buckets(bodies, levels).items())
     ]
-    return StepTimeModel(tuple(times), tuple(zip(rows, map(float, rising), strict=True)), tuple(levels), page_size)
+    slowdown = 1 + float(np.median([p.spread for p in points]))
+    known_heads = tuple(zip(rows, map(float, rising), strict=True))
+    return StepTimeModel(tuple(times), known_heads, tuple(levels), page_size, slowdown=slowdown)
 
 
 def refit(profile: StepTimeModel) -> StepTimeModel:

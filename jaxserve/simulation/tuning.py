@@ -23,6 +23,10 @@ from jaxserve.workloads import Workload
 # What a padding token costs beside its predicted time, as a share of a token's time in the largest bucket. Least times of a noisy
 # profile are too low where a bucket was measured in a lucky moment, and a search finds those buckets; padding has no such error.
 PADDING_PRICE = 0.25
+# Where requests arrive over time, a plan is fitted to machines so many times slower too. Fitted to the promised one alone its
+# buckets hold just as many sequences as meet there; a machine that is a little slower meets more, falls to the next bucket, and is
+# slower for it.
+SLOWER = (1.2, 1.5)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,10 @@ class Machine:
             give_up=give_up,
             progress=progress,
         )
+
+    def slower(self, factor: float) -> Machine:
+        """This machine where every step takes `factor` times as long."""
+        return replace(self, step_times=replace(self.step_times, slowdown=factor * self.step_times.slowdown))
 
     def search(self, demands: DemandLog, sizes: Sequence[int] | None = None, *, padding_price: float = 0.0) -> BucketSearch:
         """padding_price: price of a padding token, as a share of a token's time in the largest bucket."""
@@ -130,40 +138,47 @@ def tune_plan(
 
     Each round searches the demand log of the last plan's replay and replays the plan found, until the log stays the same or no
     round improves; the best plan seen is kept. Where all requests arrive at once no step waits for a time, so that the log does
-    not depend on the plan and the first round is the last. progress: told how many requests a replay ended, whenever some do.
+    not depend on the plan and the first round is the last. Where they arrive over time the log is of this machine and of
+    SLOWER ones, and the best plan is so by its mean share of the default plan's cost on them. progress: told how many requests a
+    replay ended, whenever some do.
 
     Raises:
       ValueError: as `replay` and `BucketSearch.solve`.
     """
     default = default_plan(machine, caps.max_programs)
-    first = machine.run(workload, default, progress)
+    base = [machine.run(workload, default, progress)]
+    machines = [machine] if _at_once(base[0]) else [machine, *map(machine.slower, SLOWER)]
+    base += [slower.run(workload, default, progress) for slower in machines[1:]]
+    log = DemandLog.concatenate([run.demands for run in base])
     powers = [1 << i for i in range(machine.limits.max_num_batched_tokens.bit_length() + 1)]
     powers = [size for size in powers if size % machine.multiple == 0]
-    powers_plan = machine.search(first.demands, powers).solve(Caps(caps.max_programs), pairs=False).plan
-    best, log, seen, rounds, fixed_log_gain, in_loop_gain = None, first.demands, set(), 0, 1.0, 1.0
+    powers_plan = machine.search(log, powers).solve(Caps(caps.max_programs), pairs=False).plan
+    best, least, seen, rounds, fixed_log_gain, in_loop_gain = None, np.inf, set(), 0, 1.0, 1.0
     while rounds < max_rounds:
         rounds += 1
         search = machine.search(log, padding_price=PADDING_PRICE).solve(caps)
         if search.plan in seen:
             break
         seen.add(search.plan)
-        run = machine.run(workload, search.plan, progress)
+        runs = [each.run(workload, search.plan, progress) for each in machines]
         if rounds == 1:
-            before = plan_seconds(default, log, machine.step_times)
-            fixed_log_gain = before / plan_seconds(search.plan, log, machine.step_times)
-            in_loop_gain = float(first.seconds.sum() / run.seconds.sum())
-        same = len(run.demands) == len(log) and bool((run.demands.tokens == log.tokens).all())
-        if best is None or cost(run) < cost(best[1]):
-            best = search, run
+            fixed = base[0].demands
+            before = plan_seconds(default, fixed, machine.step_times)
+            fixed_log_gain = before / plan_seconds(search.plan, fixed, machine.step_times)
+            in_loop_gain = float(base[0].seconds.sum() / runs[0].seconds.sum())
+        last, log = log, DemandLog.concatenate([run.demands for run in runs])
+        same = len(last) == len(log) and bool((last.tokens == log.tokens).all())
+        share = float(np.mean([cost(run) / cost(of) for run, of in zip(runs, base, strict=True)]))
+        if share < least:
+            best, least = (search, runs[0]), share
         elif not same:
             break
         if same:
             break
-        log = run.demands
     assert best is not None
     search, run = best
     powers_run = machine.run(workload, powers_plan, progress)
-    return Tuned(search.plan, search, run, default, first, powers_plan, powers_run, fixed_log_gain, in_loop_gain, rounds)
+    return Tuned(search.plan, search, run, default, base[0], powers_plan, powers_run, fixed_log_gain, in_loop_gain, rounds)
 
 
 @dataclass(frozen=True)

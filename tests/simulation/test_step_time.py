@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxserve.buckets import Bucket
-from jaxserve.simulation.step_time import StepPoint, StepTimeModel, fit_bucket, fit_buckets
+from jaxserve.simulation.step_time import StepPoint, StepTimeModel, fit_bucket, fit_buckets, fit_model
 from tests.simulation.machines import MODEL
 
 
@@ -68,6 +68,24 @@ def test_beyond_what_was_profiled():
     for bucket in (Bucket(66, 8, 66), Bucket(10, 10, 1)):
         with pytest.raises(ValueError, match=r"larger than any that was profiled .*profile_steps"):
             MODEL.body_seconds(bucket)
+
+
+def test_a_busy_machine_is_slower_than_its_quiet_moments(tmp_path):
+    """Times are longer by one factor, the points' median spread; what the fit is judged by stays the quiet moments."""
+    points = [
+        StepPoint(n, 8, n, 0, k, p, n * 1e-4 + 1e-6 * k + 1e-7 * p) for n in (32, 64) for k, p in ((0, 0), (500, 9), (90, 800))
+    ]
+    busy = [dataclasses.replace(p, spread=spread) for p, spread in zip(points, (0.1, 0.2, 0.2, 0.2, 0.3, 0.9), strict=True)]
+    heads, programs = [(8, 1e-3)], {p.bucket: (1.5, 900) for p in points}
+    quiet, typical = (fit_model(some, programs, [8], 16, heads) for some in (points, busy))
+    assert quiet.slowdown == 1 and typical.slowdown == pytest.approx(1.2)
+    step = (Bucket(48, 8, 48), 8, 100, 200)
+    assert typical.seconds(*step) == pytest.approx(1.2 * quiet.seconds(*step)) and quiet.seconds(*step) == pytest.approx(5.92e-3)
+    assert typical.compile_seconds(step[0]) == 1.5 and typical.temp_bytes(step[0]) == 900
+    typical.save(tmp_path / "steps.json")
+    assert typical.error(busy)["max"] < 1e-9 and StepTimeModel.load(tmp_path / "steps.json").seconds(*step) == typical.seconds(
+        *step
+    )
 
 
 def test_error_is_relative():
