@@ -119,23 +119,24 @@ class StepBooks:
 
     def add_decodes(
         self,
-        num_seqs: int,
-        kv_tokens: np.ndarray,  # i64[n]
-        bucket: Bucket,
-        head_rows: int,
-        starts: Sequence[float],
+        num_seqs: Sequence[int],  # [k], like buckets and head_rows
+        kv_tokens: np.ndarray,  # i64[n, k]
+        buckets: Sequence[Bucket],
+        head_rows: Sequence[int],
+        starts: Sequence[float],  # [n * k], like seconds
         seconds: Sequence[float],
     ) -> None:
-        """n steps of num_seqs decodes."""
-        n = len(starts)
-        demands = np.empty((n, len(COLUMNS)), np.int64)
-        demands[:] = (num_seqs, num_seqs, num_seqs, 1, num_seqs, 0, 0)
-        demands[:, COLUMNS.index("kv_tokens")] = kv_tokens
+        """n rounds of k steps that decode: step i of each is of num_seqs[i] decodes, in buckets[i]."""
+        n = len(kv_tokens)
+        demands = np.empty((*kv_tokens.shape, len(COLUMNS)), np.int64)
+        demands[:] = [(seqs, seqs, seqs, 1, seqs, 0, 0) for seqs in num_seqs]
+        demands[:, :, COLUMNS.index("kv_tokens")] = kv_tokens
         self._demands.frombytes(demands.tobytes())
-        self.buckets += [bucket] * n
+        self.buckets += [*buckets] * n
         self._starts.extend(starts)
         self._seconds.extend(seconds)
-        self.padding.add(bucket, n * num_seqs, n * head_rows, n * num_seqs, num_steps=n)
+        for seqs, bucket, rows in zip(num_seqs, buckets, head_rows, strict=True):
+            self.padding.add(bucket, n * seqs, n * rows, n * seqs, num_steps=n)
 
     @property
     def demands(self) -> DemandLog:

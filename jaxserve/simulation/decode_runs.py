@@ -17,7 +17,7 @@ MAX_STEPS = 512  # a run; longer ones are several
 def num_certain_steps(scheduler: Scheduler, num_in_flight: int) -> int:
     """How many of the next steps decode all running requests and do nothing else, unless a request is added; 0 if that isn't sure.
 
-    num_in_flight: 0 or 1, steps whose tokens have not come back; one must hold a token of each running request.
+    num_in_flight: 0 or 1, tokens of each running request that were scheduled and have not come back.
     """
     rows, pool = scheduler.rows, scheduler.pool
     order = rows.order
@@ -47,28 +47,37 @@ def _num_new_pages(scheduler: Scheduler, order: np.ndarray, num_steps: int) -> n
     return np.maximum(0, -(-(rows.num_computed[order] + num_steps - rows.capacity[order]) // rows.page_size))
 
 
-def kv_tokens_of_run(scheduler: Scheduler, num_steps: int, window: int | None) -> np.ndarray:
-    """i64[num_steps]: what demand.step_demand would count of each step."""
+def kv_tokens_of_run(
+    scheduler: Scheduler,
+    decodes: np.ndarray,  # intp[n]: rows
+    num_steps: int,
+    window: int | None,
+) -> np.ndarray:
+    """i64[num_steps]: what demand.step_demand would count of each of their next steps."""
     rows = scheduler.rows
-    lens = rows.num_computed[rows.order].astype(np.int64) + np.arange(1, num_steps + 1)[:, None]
+    lens = rows.num_computed[decodes].astype(np.int64) + np.arange(1, num_steps + 1)[:, None]
     if window is not None:
         lens = np.minimum(lens, window)
     return -(-lens // rows.page_size).sum(axis=1) * rows.page_size
 
 
-def skip_steps(scheduler: Scheduler, num_steps: int, token: int) -> None:
-    """Leaves the scheduler as if it had made `num_steps` of its certain steps, and had taken in as many that sampled `token`."""
+def skip_steps(scheduler: Scheduler, num_steps: int, token: int, num_batches: int = 1) -> None:
+    """Leaves the scheduler as if it had made `num_steps` of its certain steps, and had taken in as many that sampled `token`.
+
+    num_batches: micro-batches that each of them was cut into. Which pages a row holds may differ, not how many.
+    """
     rows, order = scheduler.rows, scheduler.rows.order
     while len(short := order[_num_new_pages(scheduler, order, num_steps) > 0]):
         grown = scheduler.pages.grow(short)
         assert grown, "a certain step lacks pages"
+    rows.num_uploaded[order] = rows.capacity[order]
     rows.num_computed[order] += num_steps
     rows.num_known[order] += num_steps
     tokens = [token] * num_steps
     for request in rows.requests_at(order):
         request.token_ids += tokens
-    scheduler._num_steps += num_steps
-    scheduler._num_updates += num_steps
+    scheduler._num_steps += num_steps * num_batches
+    scheduler._num_updates += num_steps * num_batches
     scheduler._num_scheduled_tokens += num_steps * len(order)
     scheduler._last_was_prefill = False
     scheduler._batch_end = 0

@@ -7,11 +7,12 @@ literature (Orca, section 4.2; Sarathi-Serve, section 3.3).
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,10 @@ from jaxserve.demand import DemandLog
 from jaxserve.latency import ServedTimes
 from jaxserve.schedule import Schedule, SchedulerStats
 from jaxserve.simulation.books import RequestBooks
+from jaxserve.simulation.decode_runs import kv_tokens_of_run, skip_steps
+from jaxserve.simulation.pipeline_runs import num_certain_rounds, time_turns
 from jaxserve.simulation.replay import Replay, replay, serve
-from jaxserve.simulation.replica import Replica, SimulatedEngine
+from jaxserve.simulation.replica import TOKEN, Replica, SimulatedEngine
 from jaxserve.simulation.step_time import StepTimes
 from jaxserve.simulation.unpadded import UnpaddedPlan
 from jaxserve.workloads import Workload
@@ -175,6 +178,7 @@ class PipelineReplica(SimulatedEngine):
         self._gaps = gaps
         self._free = [0.0] * len(stages)  # when each stage has ended its last micro-batch
         self._in_flight: deque[tuple[Schedule, float]] = deque()
+        self._may_run = False  # whether all that happened since the last turn is that a micro-batch was sent
         self._hidden = np.zeros(limits.max_num_seqs, np.int32)  # micro-batches in flight that hold the row
         self._starts, self._seconds, self._sends = array("d"), array("d"), array("d")  # a micro-batch after the other
 
@@ -190,9 +194,16 @@ class PipelineReplica(SimulatedEngine):
         starts, seconds = (np.array(column).reshape(-1, len(self.stages)) for column in (self._starts, self._seconds))
         return starts, seconds, np.array(self._sends).reshape(len(starts), len(self.stages) - 1)
 
+    def submit(self, row: int) -> None:
+        super().submit(row)
+        self._may_run = False
+
     def turn(self, until: float = math.inf) -> bool:
-        """Schedules a micro-batch, or waits for one to return, or, where nothing can be scheduled, for `until`. False if there is
-        nothing to compute."""
+        """Schedules a micro-batch, or waits for one to return, or, where nothing can be scheduled, for `until`; or sends all in
+        flight down the stages again and again, scheduled before `until`. False if there is nothing to compute."""
+        may_run, self._may_run = self._may_run, False
+        if may_run and self._run_of_decodes(until):
+            return True
         flying = self._in_flight
         if flying and flying[0][1] <= self.now:
             self._take_back(*flying.popleft())
@@ -201,6 +212,7 @@ class PipelineReplica(SimulatedEngine):
             schedule = self._schedule()
             if schedule is not None:
                 flying.append((schedule, self._dispatch(schedule)))
+                self._may_run = True
                 return True
             if not flying:
                 return False
@@ -251,6 +263,57 @@ class PipelineReplica(SimulatedEngine):
     def _take_back(self, schedule: Schedule, end: float) -> None:
         self._hidden[schedule.rows] -= 1
         self._update(schedule, end)
+
+    def _run_of_decodes(self, until: float) -> bool:
+        """Several rounds of the micro-batches in flight at once where they are certain; False, and nothing done, where they are
+        not. It begins and ends as a micro-batch has just been sent."""
+        scheduler, window = self.scheduler, self.step_times.window
+        batches, returns = [batch for batch, _ in self._in_flight], [end for _, end in self._in_flight]
+        most, k = num_certain_rounds(scheduler, batches), len(batches)
+        if not most:
+            return False
+        sizes = [batch.num_seqs for batch in batches]
+        buckets = [self.plan.select(size, size, 1) for size in sizes]
+        head_rows = [self.plan.select_head_rows(size) for size in sizes]
+        if math.isfinite(until):  # a round takes no less than one of its micro-batches that reads nothing
+            most = min(most, int((until - self.now) / sum(s.seconds(buckets[0], head_rows[0], 0, 0) for s in self.stages)) + 2)
+        kv_tokens = np.stack([kv_tokens_of_run(scheduler, batch.rows, most, window) for batch in batches], axis=1)
+        seconds = np.empty((most, k, len(self.stages)))
+        for i, stage in enumerate(self.stages):
+            for j, (bucket, rows) in enumerate(zip(buckets, head_rows, strict=True)):
+                seconds[:, j, i] = stage.body_seconds(bucket, kv_tokens[:, j], 0) + stage.head_seconds(rows)
+        sends = [self._gaps.sends(size) for size in sizes]
+        turns = seconds.reshape(most * k, -1).tolist()
+        starts, back = time_turns(self.now, until, self._free, returns, turns, sends, self.stages[0].host_seconds)
+        n = len(starts) // k
+        if not n:
+            return False
+        turns, starts, returns = turns[: n * k], starts[: n * k], returns + back[: n * k]
+        self.steps.add_decodes(sizes, kv_tokens[:n], buckets, head_rows, [s[0] for s in starts], [sum(s) for s in turns])
+        self._starts.extend(itertools.chain.from_iterable(starts))
+        self._seconds.extend(itertools.chain.from_iterable(turns))
+        self._sends.extend(list(itertools.chain.from_iterable(sends)) * n)
+        self._skip_rounds(n, returns)
+        self._free = [start + step for start, step in zip(starts[-1], turns[-1], strict=True)]
+        self.now = self._free[0]
+        return True
+
+    def _skip_rounds(
+        self,
+        n: int,
+        returns: list[float],  # [k * (n + 1)]: of the k micro-batches in flight, and of each in its next n turns
+    ) -> None:
+        """Takes in the tokens of n certain rounds; what is in flight then are the last of them."""
+        batches = [batch for batch, _ in self._in_flight]
+        k = len(batches)
+        for i, batch in enumerate(batches):
+            rows, times = self._rows_of(batch.requests), returns[i : n * k : k]
+            self.books.take(rows, times[0], float(self.books.last[rows[0]]))
+            self.books.take_run(rows, times)
+            batches[i] = replace(batch, step_id=batch.step_id + n * k, starts=batch.starts + n)
+        self._in_flight = deque(zip(batches, returns[n * k :], strict=True))
+        self._last_update = returns[n * k - 1]
+        skip_steps(self.scheduler, n, TOKEN, k)
 
 
 def replay_pipeline(

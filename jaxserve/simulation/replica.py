@@ -29,7 +29,7 @@ from jaxserve.simulation.unpadded import UnpaddedPlan
 from jaxserve.step_budget import StepBudget
 
 _ORDER = attrgetter("order")  # of adding: the place in a replica's _rows
-_TOKEN = 1  # what every step samples
+TOKEN = 1  # what every step samples
 _OTHER_IDS = 1 << 28  # beyond every vocabulary
 
 
@@ -64,7 +64,7 @@ class SimulatedEngine(ABC):
         self.steps: StepBooks = StepBooks()
         self.now: float = 0.0  # of the host: whatever arrived by now is known to the next schedule
         self._rows: list[int] = []  # of the workload, in order of adding
-        self._tokens = np.full(limits.max_num_seqs, _TOKEN, np.int32)
+        self._tokens = np.full(limits.max_num_seqs, TOKEN, np.int32)
         self._params: dict[int, SamplingParams] = {}
         self._last_update = math.nan
 
@@ -174,7 +174,7 @@ class Replica(SimulatedEngine):
         head = self.step_times.head_seconds(head_rows)
         if math.isfinite(until):  # a step takes no less than one that reads nothing
             most = min(most, int((until - self.now) / (float(self.step_times.body_seconds(bucket)) + head)) + 3)
-        kv_tokens = kv_tokens_of_run(scheduler, most, self.step_times.window)
+        kv_tokens = kv_tokens_of_run(scheduler, scheduler.rows.order, most, self.step_times.window)
         seconds = (self.step_times.body_seconds(bucket, kv_tokens, 0) + head).tolist()
         rows = self._rows_of(scheduler.rows.requests_at(scheduler.rows.order))
         starts, updates, now, free = [], [], self.now, self._device_free
@@ -195,8 +195,8 @@ class Replica(SimulatedEngine):
         self.books.take(rows, updates[0], self._last_update)
         self.books.take_run(rows, updates)
         self._last_update = now
-        self.steps.add_decodes(num_seqs, kv_tokens[:n], bucket, head_rows, starts, seconds[:n])
-        skip_steps(scheduler, n, _TOKEN)
+        self.steps.add_decodes([num_seqs], kv_tokens[:n, None], [bucket], [head_rows], starts, seconds[:n])
+        skip_steps(scheduler, n, TOKEN)
         if flying:
             last = flying[0][0]
             flying[0] = replace(last, step_id=last.step_id + n, starts=last.starts + n), free
