@@ -155,6 +155,19 @@ def repeated(workload: Workload, times: int) -> Workload:
     return replace(workload, requests=tuple(requests))
 
 
+def stretches(workload: Workload, num_requests: int, length: int = 500) -> Workload:
+    """Part of a workload: runs of `length` requests from all over it, one run after another, num_requests of them in all (rounded
+    down to whole runs). Each arrives as long after the one before as it did. ValueError if it has fewer requests."""
+    n, count = len(workload.requests), num_requests // length
+    if not 1 <= count or n < num_requests:
+        raise ValueError(f"{num_requests=} of {n} in runs of {length}: must be at least one run and no more than there are")
+    starts = np.linspace(0, n - length, count).round().astype(int)
+    rows = (starts[:, None] + np.arange(length)).ravel()
+    arrivals = np.diff([r.arrived_at for r in workload.requests], prepend=0.0)[rows].cumsum()
+    kept = tuple(replace(workload.requests[row], arrived_at=float(at)) for row, at in zip(rows, arrivals, strict=True))
+    return replace(workload, requests=kept)
+
+
 def describe(workload: Workload, quantiles: Sequence[float] = (0.5, 0.9, 0.99)) -> str:
     """One line: how many requests, and their lengths' quantiles."""
     parts = [f"{workload.name}: {len(workload.requests)} requests"]

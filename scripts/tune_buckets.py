@@ -12,6 +12,7 @@ Markdown table. A plan in --config's file is not looked at: this makes another.
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from typing import Any
@@ -67,7 +68,7 @@ def compare(tuned: Any, runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict
         }
     if runs:
         at_once = tuned.at_once
-        seconds = {n: min(r["duration"] if at_once else r["mean_e2el_ms"] / 1e3 for r in runs[n]) for n in runs}
+        seconds = {n: statistics.median(r["duration"] if at_once else r["mean_e2el_ms"] / 1e3 for r in runs[n]) for n in runs}
         for name, row in rows.items():
             row["measured_seconds"] = seconds[name]
             row["measured_gain"] = seconds[name] / seconds["tuned"]
@@ -137,7 +138,7 @@ def tpot(summary: dict[str, Any]) -> str:
 
 def columns(tuned: Any, rows: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
     """What is shown of each plan, by heading: gains are the plan's seconds over the tuned plan's; over time, requests a second and
-    TPOT too (of several runs those of the one with the least latency)."""
+    TPOT too. Of several runs each figure is the median."""
     unit = "s" if tuned.at_once else "s a request"
     shown = []
     for name, r in rows.items():
@@ -148,8 +149,10 @@ def columns(tuned: Any, rows: dict[str, dict[str, Any]]) -> list[dict[str, str]]
         if r["measured"]:
             row |= {"measured": f"{r['measured_seconds']:.2f} {unit}", "true gain": f"{r['measured_gain']:.2f}"}
             if not tuned.at_once:
-                best = min(r["measured"], key=lambda run: run["mean_e2el_ms"])
-                row |= {"measured requests/s": f"{best['request_throughput']:.2f}", "measured TPOT": tpot(best)}
+                rate = statistics.median(run["request_throughput"] for run in r["measured"])
+                tpots = [run["mean_tpot_ms"] for run in r["measured"]]  # None in all or in none
+                middle = {"mean_tpot_ms": None if None in tpots else statistics.median(tpots)}
+                row |= {"measured requests/s": f"{rate:.2f}", "measured TPOT": tpot(middle)}
         shown.append(row)
     return shown
 

@@ -16,6 +16,7 @@ from jaxserve.traffic import (
     multi_turn,
     repeated,
     shared_prefix,
+    stretches,
 )
 from jaxserve.workloads import Workload, WorkloadRequest
 
@@ -97,3 +98,20 @@ def test_repeated():
     assert repeated(once, 1) == once
     with pytest.raises(ValueError, match="times=0 must be at least 1"):
         repeated(once, 0)
+
+
+def test_stretches():
+    """Runs of neighbours from the beginning to the end, at the workload's own pace, also where one run follows another."""
+    work = at_rate(log_normal("openchat_sharegpt4", 5000, 1), 3.0, 1)
+    part = stretches(work, 1300, 400)
+    rows = [*range(400), *range(2300, 2700), *range(4600, 5000)]
+    assert part.lengths == [work.lengths[row] for row in rows] and part.name == work.name
+    before = [0.0, *(r.arrived_at for r in work.requests)]
+    arrivals, gaps = [r.arrived_at for r in part.requests], [before[row + 1] - before[row] for row in rows]
+    assert np.diff(arrivals, prepend=0.0) == pytest.approx(gaps, abs=1e-9)
+    assert arrivals[-1] / 1200 == pytest.approx(1 / 3, rel=0.1)
+    whole = stretches(work, 5000)
+    assert whole.lengths == work.lengths and arrivals[-1] < whole.requests[-1].arrived_at == pytest.approx(before[-1])
+    for num_requests, length in ((6000, 500), (300, 500)):
+        with pytest.raises(ValueError, match=f"num_requests={num_requests} of 5000 in runs of {length}"):
+            stretches(work, num_requests, length)

@@ -18,6 +18,7 @@ from jaxserve.latency import ServedTimes
 from jaxserve.simulation.bucket_search import BucketSearch, Caps, SearchResult, plan_seconds
 from jaxserve.simulation.replay import Replay, replay
 from jaxserve.simulation.step_time import StepTimeModel
+from jaxserve.traffic import stretches
 from jaxserve.workloads import Workload
 
 # What a padding token costs beside its predicted time, as a share of a token's time in the largest bucket. Least times of a noisy
@@ -27,6 +28,8 @@ PADDING_PRICE = 0.25
 # buckets hold just as many sequences as meet there; a machine that is a little slower meets more, falls to the next bucket, and is
 # slower for it.
 SLOWER = (1.2, 1.5)
+# Of a longer workload whose requests arrive over time, so many, from all over it, are replayed to fit a plan.
+MOST_FITTED = 2000
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ class Tuned:
     """A plan fitted to a workload, beside two of powers of two with at most as many programs: the engine's default rule's, and
     the best that a search among powers of two finds. rounds: how many logs were searched.
 
+    The replays are of the whole workload.
+
     fixed_log_gain, in_loop_gain: of the first round's plan, which may not be the one that is kept, the seconds that the device is
     busy with the default plan over those with it: by the default's demand log alone, and as the scheduler serves it. How far they
     lie apart is how far a fixed log mispredicts. What is won in the end is `gain`, in `cost`.
@@ -139,12 +144,23 @@ def tune_plan(
     Each round searches the demand log of the last plan's replay and replays the plan found, until the log stays the same or no
     round improves; the best plan seen is kept. Where all requests arrive at once no step waits for a time, so that the log does
     not depend on the plan and the first round is the last. Where they arrive over time the log is of this machine and of
-    SLOWER ones, and the best plan is so by its mean share of the default plan's cost on them. progress: told how many requests a
-    replay ended, whenever some do.
+    SLOWER ones, and the best plan is so by its mean share of the default plan's cost on them; of more than MOST_FITTED requests
+    the rounds replay so many (traffic.stretches). progress: told how many requests a replay ended, whenever some do.
 
     Raises:
       ValueError: as `replay` and `BucketSearch.solve`.
     """
+    if len(workload.requests) <= MOST_FITTED or len({r.arrived_at for r in workload.requests}) == 1:
+        return _tune_plan(workload, machine, caps, max_rounds, progress)
+    tuned = _tune_plan(stretches(workload, MOST_FITTED), machine, caps, max_rounds, progress)
+    default, powers, best = (machine.run(workload, plan, progress) for plan in (tuned.default_plan, tuned.powers_plan, tuned.plan))
+    return replace(tuned, replay=best, default_replay=default, powers_replay=powers)
+
+
+def _tune_plan(
+    workload: Workload, machine: Machine, caps: Caps, max_rounds: int, progress: Callable[[int], object] | None
+) -> Tuned:
+    """`tune_plan`, every replay of all requests."""
     default = default_plan(machine, caps.max_programs)
     base = [machine.run(workload, default, progress)]
     machines = [machine] if _at_once(base[0]) else [machine, *map(machine.slower, SLOWER)]

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.buckets import BucketPlan
 from jaxserve.demand import DemandLog
+from jaxserve.simulation import tuning
 from jaxserve.simulation.bucket_search import Caps, plan_seconds
 from jaxserve.simulation.tuning import PADDING_PRICE, SLOWER, cost, padded_budget, step_seconds, tune_budget, tune_plan, with_budget
 from jaxserve.step_budget import StepBudget
@@ -52,6 +53,20 @@ def test_over_time_a_slower_machine_gains_too(factor):
     work, machine = random_workload(120, 5, rate=12.0), MACHINE.slower(factor)
     tuned = tune_plan(work, MACHINE, Caps(12))
     assert cost(machine.run(work, tuned.default_plan)) > 1.05 * cost(machine.run(work, tuned.plan))
+
+
+def test_a_long_workload_is_fitted_by_parts_and_replayed_whole(monkeypatch):
+    work = random_workload(2000, 5, rate=12.0)
+    monkeypatch.setattr(tuning, "MOST_FITTED", 1000)
+    replayed = []
+    tuned = tune_plan(work, MACHINE, Caps(12), progress=replayed.append)
+    replays = (tuned.replay, tuned.default_replay, tuned.powers_replay)
+    assert all(len(run.times.arrivals) == 2000 for run in replays)
+    num_rounds_replays = 3 * (tuned.rounds + 1) + 1
+    assert sum(replayed) <= 1000 * num_rounds_replays + 3 * 2000
+    assert cost(tuned.replay) == cost(MACHINE.run(work, tuned.plan))
+    whole = tuning._tune_plan(work, MACHINE, Caps(12), 4, None)
+    assert cost(tuned.replay) == pytest.approx(cost(whole.replay), rel=0.03)
 
 
 def test_largest_budget_within_the_objective():
