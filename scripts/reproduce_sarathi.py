@@ -13,7 +13,6 @@ section), and trials.json, from which a run that broke off goes on: remove it to
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import sys
 import time
@@ -52,7 +51,7 @@ def main(argv: list[str]) -> None:
         sys.exit(f"reproduce_sarathi: {error}")
     folder.mkdir(parents=True, exist_ok=True)
     about = {"benchmark": "sarathi", **settings, "seeds": _SEEDS.value, "precision": _PRECISION.value, **provenance()}
-    workers, parts, results, seconds = _WORKERS.value, [], {}, {}
+    workers, parts, results, seconds = _WORKERS.value, [], {}, 0.0
     pool = processes(workers) if workers > 1 else contextlib.nullcontext()
     with pool as executor, tqdm(desc="runs", unit="run", mininterval=2) as progress:
         session = Session(folder, finished, progress, _SEEDS.value, _REQUESTS.value, _PRECISION.value, executor, workers)
@@ -64,9 +63,9 @@ def main(argv: list[str]) -> None:
             parts.append(f"## {title}\n\n{text}")
             missing = [] if i == len(chosen) else [f"Not whole: {i} of {len(chosen)} sections."]
             (folder / "tables.md").write_text("\n\n".join(["# Tables", how_made(sys.argv[1:]), *missing, "\n".join(parts)]))
-            seconds = {"seconds": time.monotonic() - begin, "cpu_seconds": sum(os.times()[:4])}  # of this run alone; children's too
-            write_json(str(folder / "results.json"), {**about, **seconds, "sections": results})
-    print(f"{folder}/tables.md, {len(finished.results)} trials, {seconds['seconds']:.0f} s, {seconds['cpu_seconds']:.0f} s of CPU")
+            seconds = time.monotonic() - begin  # of this run alone
+            write_json(str(folder / "results.json"), {**about, "seconds": seconds, "sections": results})
+    print(f"{folder}/tables.md, {len(finished.results)} trials, {seconds:.0f} s")
 
 
 def how_made(given: list[str]) -> str:
