@@ -135,11 +135,12 @@ def check_model(name: str, memory_fraction: float, compiler: Compiler) -> dict[s
     except Exception as error:  # one model's failure is a fault to list, not the end of the check
         fault = f"does not compile: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
         return {"model": name, "faults": [fault], "programs": []}
-    print(result.fit, flush=True)
+    if result.fit is not None:
+        print(result.fit, flush=True)
     return {
         "model": name,
         "faults": result.faults,
-        "memory": vars(result.fit),
+        "memory": None if result.fit is None else vars(result.fit),
         "num_layers": step.config.pages.num_layers,
         "programs": [report.as_json() for report in result.reports],
     }

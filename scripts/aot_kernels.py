@@ -1,10 +1,12 @@
-"""Our own kernels as cases for a deviceless compile: the head shapes that are served, decode and prefill, each page size and dtype.
+"""Our own kernels as cases for a deviceless compile: head shapes that are served, decode and mixed, in bfloat16 and pages of 64,
+and what else the attention kernel is specialised for, each at a head shape or two: page sizes, float16, window, soft-cap, drafts.
 
 Owns the list, and which kernels a case must call.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,7 @@ from scripts.compiled_report import CompiledReport
 
 # Head shapes of Qwen3 0.6B, 4B and 8B, 32B, 30B-A3B, and of SmolLM2: (query heads, KV heads, head_dim).
 HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "32b": (64, 8, 128), "30b-a3b": (32, 4, 128), "smollm2": (9, 3, 64)}
-SHAPES = {"decode": (64, 64, 1), "mixed": (2048, 128, 2048)}  # (T, S, max_q_len)
+SHAPES = {"decode": (64, 64, 1), "mixed": (2048, 128, 2048), "drafts": (80, 16, 5)}  # (T, S, max_q_len)
 EXPERTS_30B_A3B = ((2048, 1536), (768, 2048))  # [in, out] of an expert's gate and up, and of its down projection
 EXPERTS_TOKENS = (8, 64, 256, 2048)  # 0.5, 4, 16 and 128 rows an expert
 _MAX_KV_LEN, _NUM_PAGES = 32768, 4096
@@ -37,11 +39,12 @@ class KernelCase:
 
 
 def few_cases(num_sms: int, device_kind: str) -> list[KernelCase]:
-    """Those that tell most beside an engine's step: head_dim 64, float16 in pages of 16, a window with a soft-cap (where registers
-    are scarcest), and experts with less than a row each."""
+    """Those that tell most beside an engine's step: head_dim 64, float16 in pages of 16, pages larger than a block, a window with a
+    soft-cap (where registers are scarcest), and experts with less than a row each."""
     return [
         attention_case("smollm2", "mixed", num_sms, device_kind),
         attention_case("0.6b", "decode", num_sms, device_kind, page_size=16, dtype="float16"),
+        attention_case("8b", "mixed", num_sms, device_kind, page_size=128),
         attention_case("8b", "mixed", num_sms, device_kind, sliding_window=4096, soft_cap=50.0),
         experts_case(EXPERTS_TOKENS[0], *EXPERTS_30B_A3B[0]),
     ]
@@ -49,10 +52,18 @@ def few_cases(num_sms: int, device_kind: str) -> list[KernelCase]:
 
 def kernel_cases(num_sms: int, device_kind: str) -> list[KernelCase]:
     """Every case, for a device of so many SMs; those of `few_cases` first."""
+    attention = functools.partial(attention_case, num_sms=num_sms, device_kind=device_kind)
     cases = [
         *few_cases(num_sms, device_kind),
-        *(attention_case(name, shape, num_sms, device_kind) for name in HEADS for shape in SHAPES),
-        *(attention_case("0.6b", shape, num_sms, device_kind, page_size=16, dtype="float16") for shape in SHAPES),
+        *(attention(name, shape) for name in HEADS for shape in ("decode", "mixed")),
+        *(attention("0.6b", shape, page_size=16, dtype="float16") for shape in ("decode", "mixed")),
+        attention("smollm2", "mixed", dtype="float16"),
+        attention("8b", "mixed", page_size=32),
+        attention("8b", "mixed", sliding_window=4096),
+        attention("8b", "decode", sliding_window=4096),
+        attention("8b", "mixed", soft_cap=50.0),
+        attention("8b", "drafts"),
+        attention("32b", "drafts"),  # 40 rows: two consumers, as in a prefill, that leave partial results
         *(experts_case(num_tokens, *matrix) for num_tokens in EXPERTS_TOKENS for matrix in EXPERTS_30B_A3B),
     ]
     return list({case.name: case for case in cases}.values())
@@ -96,6 +107,7 @@ def attention_case(
         num_kv_heads=K,
         head_dim=H,
         max_kv_len=_MAX_KV_LEN,
+        split_q_len=max_q_len if shape == "drafts" else 1,
         sliding_window=options.get("sliding_window"),
         num_ctas=num_sms,
         tiles=tiles,

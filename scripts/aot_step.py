@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,14 @@ def split_fraction(model: str, default: float) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class AbstractStep:
-    """A model and plan on a target: the programs, from shapes alone, and how the device's memory is shared out before them."""
+    """A model and plan on a target: the programs, from shapes alone, and how the device's memory is shared out beside them.
+
+    resolve: (temp_bytes=what is set aside for programs) -> ResolvedConfig. programs: those of a config for which nothing was, as
+    the engine takes them to learn what they need.
+    """
 
     programs: Any
+    resolve: Callable[..., Any]
     device_bytes: int
     limit_bytes: int
 
@@ -94,7 +99,8 @@ class AbstractStep:
             backend = resolve_backend(  # which asks the device at hand what "auto" is, where it should be the one assumed
                 "mosaic_sm90" if wanted == "auto" and planner.unsupported(**shapes) is None else wanted, **shapes
             )
-            resolved = config.resolve(
+            resolve = functools.partial(
+                config.resolve,
                 model,
                 kv_dtype=functions.dtype,
                 on_gpu=True,
@@ -102,32 +108,35 @@ class AbstractStep:
                 attention_backend=backend,
                 weight_bytes=functions.num_bytes,
             )
-            return cls(Programs(functions, resolved), device, limit)
+            return cls(Programs(functions, resolve()), resolve, device, limit)
 
     @property
     def config(self) -> Any:
         return self.programs.config
 
     def fit(self, reserve: int) -> MemoryFit:
-        """The pool that is left beside the weights, the logit edits and `reserve` bytes for programs."""
-        config, weights = self.config, self.programs.functions.num_bytes
-        share = config.engine.gpu_memory_utilization
-        edits = config.scheduler.max_num_seqs * self.programs.edit_layout.row_bytes
-        room = int(share * self.limit_bytes) - weights - reserve - edits
-        wanted = config.scheduler.max_num_seqs * math.ceil(config.scheduler.max_model_len / config.cache.page_size)
-        fits = max(0, min(room // config.pages.page_bytes, wanted))
+        """The pool and the max_model_len that the engine takes once it knows that programs need `reserve` bytes.
+
+        Raises ValueError as `EngineConfig.resolve`, where the engine would refuse.
+        """
+        from jaxserve.edit_rows import EditLayout
+
+        reserve += self.programs.draft_bytes
+        config = self.resolve(temp_bytes=reserve)
+        engine, limits, page_size = config.engine, config.scheduler, config.cache.page_size
+        longest = engine.max_model_len or config.model.max_position_embeddings  # before the pool shortens it
         return MemoryFit(
             device=self.device_bytes,
             limit=self.limit_bytes,
-            utilization=share,
-            weights=weights,
+            utilization=engine.gpu_memory_utilization,
+            weights=self.programs.functions.num_bytes,
             reserve=reserve,
-            edits=edits,
+            edits=limits.max_num_seqs * EditLayout(limits.max_model_len, config.model.vocab_size).row_bytes,
             page=config.pages.page_bytes,
-            page_size=config.cache.page_size,
-            num_pages=config.engine.num_pages or fits,
-            wanted_pages=wanted,
-            max_model_len=config.scheduler.max_model_len,
+            page_size=page_size,
+            num_pages=config.cache.num_pages,
+            wanted_pages=limits.max_num_seqs * math.ceil(longest / page_size),
+            max_model_len=limits.max_model_len,
         )
 
     def select(self, names: Iterable[str]) -> list[Any]:
@@ -152,8 +161,10 @@ class AbstractStep:
 
 @dataclass
 class StepResult:
+    """fit: None where the engine would refuse to start, which is the last fault then."""
+
     reports: list[CompiledReport]
-    fit: MemoryFit
+    fit: MemoryFit | None
     faults: list[str]
     config: Any
 
@@ -191,8 +202,12 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
         ours = [k for k in report.kernels if k.source == "mosaic"]
         faults += variant_faults(report, compiler.mosaic_kernels)
         faults += kernel_faults(ours, smem_limit=SMEM_LIMIT, where=report.name)
-    fit = step.fit(reserve)
-    return StepResult([*bodies.values(), *beside], fit, faults + fit.faults, config)
+    reports = [*bodies.values(), *beside]
+    try:
+        fit = step.fit(reserve)
+    except ValueError as error:  # the engine's own words
+        return StepResult(reports, None, [*faults, str(error)], config)
+    return StepResult(reports, fit, faults + fit.faults, config)
 
 
 def _compile(compiler: Compiler, on_report: Any, name: str, function: Any, donate: tuple[int, ...], args: Any) -> CompiledReport:

@@ -118,8 +118,8 @@ class MemoryFit:
     """How a model shares out a GPU's memory. Bytes, except pages and tokens.
 
     limit: what the process may allocate, utilization: the share of it that the engine takes, reserve: temporary memory of the
-    largest programs, edits: what sequences' logit edits take. num_pages: pages of the pool, 0 where not one fits; wanted_pages:
-    more than this many are never used.
+    largest programs and what drafts take, edits: what sequences' logit edits take. num_pages: pages of the pool; wanted_pages: more
+    than this many are never used. max_model_len: as asked for, else the model's or what the pool holds.
     """
 
     device: int
@@ -140,16 +140,10 @@ class MemoryFit:
 
     @property
     def faults(self) -> list[str]:
+        """Of a num_pages that was asked for, which the engine takes as it is. What it finds itself fits, or it refuses to start."""
         room = int(self.utilization * self.limit) - self.weights - self.reserve - self.edits
-        if self.num_pages < 1:
-            return [
-                f"does not fit: {self.utilization:g} of {gib(self.limit)} less {gib(self.weights)} of weights and "
-                f"{gib(self.reserve + self.edits)} for programs leaves {gib(room)}, a page of KV takes {mib(self.page)}"
-            ]
         if self.num_pages * self.page > room:
             return [f"pool of {gib(self.num_pages * self.page)} is larger than the {gib(room)} that are left for it"]
-        if self.num_tokens < self.max_model_len:
-            return [f"max_model_len={self.max_model_len} does not fit: the pool holds {self.num_tokens} tokens; lower it"]
         return []
 
     def __str__(self) -> str:

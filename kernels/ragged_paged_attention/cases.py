@@ -66,6 +66,9 @@ DECODES = tuple((min(q_len, kv_len), kv_len) for q_len, kv_len in DECODES)
 
 MIXED = ((1, 130), (0, 0), (5, 70), (1, 64), (1, 1), (20, 40))
 
+# A decode that the Mosaic kernel splits with its default chunk, of 512 positions, too.
+SPLIT = Case("gpu-split", ((1, 600), (1, 5)), Heads(2, 1, 64), 64, "bfloat16", max_q_len=1)
+
 # Small enough for a GPU kernel to run interpreted: one KV head or two, 16 bits, head_dim 64 and 128, pages of 16 to 128.
 INTERPRETED = (
     Case("gpu-decodes-0.6b", ((1, 1), (1, 63), (1, 64), (0, 0), (1, 150)), Heads(2, 1, 128), 64, "bfloat16", max_q_len=1),
@@ -74,9 +77,11 @@ INTERPRETED = (
     Case("gpu-page_128-odd_ratio", MIXED, Heads(6, 2, 64), 128, "bfloat16"),
     Case("gpu-page_32-window", MIXED, Heads(4, 1, 64), 32, "bfloat16", sliding_window=40),
     Case("gpu-decodes-window", ((1, 300), (1, 17), (1, 129)), Heads(2, 1, 64), 16, "float16", sliding_window=100, max_q_len=1),
-    Case("gpu-drafts", ((4, 200), (3, 65), (1, 64), (2, 2)), Heads(4, 1, 64), 16, "bfloat16", max_q_len=4),
+    # The last one fills its block of KV and not its tile: what rows past it compute is finite, and would be seen if it were stored.
+    Case("gpu-drafts", ((4, 200), (3, 65), (2, 2), (1, 64)), Heads(4, 1, 64), 16, "bfloat16", max_q_len=4),
     Case("gpu-nothing", ((0, 0), (0, 70)), Heads(2, 1, 64), 64, "bfloat16"),
     Case("gpu-fills_the_pool", ((16, 192),), Heads(1, 1, 64), 64, "bfloat16", padding_tokens=0, padding_seqs=0, spare_pages=0),
+    SPLIT,
 )
 
 CASES = (

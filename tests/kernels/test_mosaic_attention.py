@@ -7,6 +7,7 @@ that warpgroups ask for.
 import contextlib
 import dataclasses
 import functools
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ import pytest
 from jax.experimental import pallas as pl
 
 from kernels import gpu
-from kernels.ragged_paged_attention import mosaic_sm90, ragged_paged_attention, resolve_backend, work_list
-from kernels.ragged_paged_attention.cases import INTERPRETED, TOLERANCE, Batch, Case, Heads, build
+from kernels.ragged_paged_attention import api, mosaic_sm90, ragged_paged_attention, resolve_backend, work_list
+from kernels.ragged_paged_attention.cases import INTERPRETED, SPLIT, TOLERANCE, Batch, Case, Heads, build
 from kernels.ragged_paged_attention.planner import Planner
 from kernels.ragged_paged_attention.tiles import Tiles, choose_tiles
 from tests.kernels.test_ragged_paged_attention import expected
@@ -61,7 +62,10 @@ def attention(planner: Planner, case: Case):
 
     def run_and_check(arrays, packed):
         out = np.asarray(run(arrays, packed))
-        assert ON_DEVICE or not gpu.races_found()
+        if not ON_DEVICE:
+            assert not gpu.races_found()
+            # What nobody writes of an interpreted kernel's output is NaN: rows that no sequence owns are not touched.
+            assert np.isnan(out[int(arrays[3][-1]) :].astype(np.float32)).all()
         return out
 
     return run_and_check
@@ -75,6 +79,25 @@ def test_matches_unpaged_float64(case):
     out, want = attention(planner, case)(batch.arrays, packed), expected(case, batch)
     assert out.shape == batch.q.shape and out.dtype == batch.q.dtype
     tolerance = 2 * TOLERANCE[case.dtype]  # weights are rounded to the dtype before they meet the values
+    np.testing.assert_allclose(out[: len(want)].astype(np.float64), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", [INTERPRETED[0], SPLIT], ids=lambda case: case.name)
+def test_a_call_outside_of_jit_plans_for_itself(monkeypatch, case):
+    plans, plan = [], work_list.plan
+
+    def plan_and_keep(shape, *lens, **options):
+        packed = plan(shape, *lens, **options)
+        plans.append(shape.unpack(packed))
+        return packed
+
+    monkeypatch.setattr(work_list, "plan", plan_and_keep)
+    batch = build(case)
+    out, want = np.asarray(ragged_paged_attention(*batch.arrays, backend="mosaic_sm90", **case.options)), expected(case, batch)
+    assert ON_DEVICE or not gpu.races_found()
+    (parts,) = plans
+    assert parts["num_split"] == (1 if case is SPLIT else 0)
+    tolerance = 2 * TOLERANCE[case.dtype]
     np.testing.assert_allclose(out[: len(want)].astype(np.float64), want, rtol=tolerance, atol=tolerance)
 
 
@@ -183,18 +206,34 @@ def test_a_decode_row_equals_the_row_of_a_prefill_tile():
     assert attention(planner, decode)(arrays, packed)[0].tobytes() == tile[19].tobytes()
 
 
+CAN = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "dtype": jnp.bfloat16}
+CANNOT = (  # what of CAN is changed; the message
+    ({"dtype": jnp.float32}, "float32: it has bfloat16 and float16"),
+    ({"head_dim": 96}, "head_dim=96: it has 64 and 128"),
+    ({"page_size": 8}, "page_size=8: it has 16, 32 and multiples of 64"),
+    ({"num_query_heads": 256}, "128 query heads a KV head: it has up to 64"),
+)
+
+
 def test_what_mosaic_cannot_do_is_said():
-    can = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "dtype": jnp.bfloat16}
-    assert resolve_backend("mosaic_sm90", **can) == "mosaic_sm90"
-    for change, message in (
-        ({"dtype": jnp.float32}, "float32: it has bfloat16 and float16"),
-        ({"head_dim": 96}, "head_dim=96: it has 64 and 128"),
-        ({"page_size": 8}, "page_size=8: it has 16, 32 and multiples of 64"),
-        ({"num_query_heads": 256}, "128 query heads a KV head"),
-    ):
+    assert resolve_backend("mosaic_sm90", **CAN) == "mosaic_sm90"
+    for change, message in CANNOT:
         with pytest.raises(NotImplementedError, match=f"mosaic_sm90 can't do {message}"):
-            resolve_backend("mosaic_sm90", **{**can, **change})
-        assert resolve_backend("auto", **{**can, **change}) == "xla"
+            resolve_backend("mosaic_sm90", **{**CAN, **change})
+
+
+def test_auto_is_mosaic_where_it_can_and_says_once_why_not(monkeypatch, caplog):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    api._say_fallback.cache_clear()
+    with gpu.assume_sm90(132, "NVIDIA H100 80GB HBM3"), caplog.at_level(logging.WARNING, logger="jaxserve"):
+        assert resolve_backend("auto", **CAN) == "mosaic_sm90" and not caplog.records
+        for change, _ in CANNOT * 2:
+            assert resolve_backend("auto", **{**CAN, **change}) == "xla"
+        monkeypatch.setattr(gpu, "missing_for_sm90", lambda: "compute capability 9.0, found 8.0 (NVIDIA A100)")
+        assert resolve_backend("auto", **CAN) == "xla"
+    said = [record.getMessage() for record in caplog.records]
+    lacks = [*(message for _, message in CANNOT), "a device: it needs compute capability 9.0, found 8.0 (NVIDIA A100)"]
+    assert said == [f"attention runs on xla: mosaic_sm90 can't do {message}" for message in lacks]
 
 
 def test_work_of_other_shapes_is_refused():

@@ -135,6 +135,38 @@ def test_bits_of_a_row_depend_on_its_sequence_alone(heads, dtype, T, S, max_q_le
     assert [owner for owner, bits in seen.items() if len(bits) > 1] == []
 
 
+@pytest.mark.parametrize(
+    ("seqs", "sliding_window", "num_kv_tiles"),
+    [
+        pytest.param([(1, 300), (1, 17), (1, 900)], None, 8, id="decodes"),  # 900 positions, 128 a tile
+        pytest.param([(1, 300), (1, 17), (1, 450)], None, 4, id="half as long"),
+        pytest.param([(1, 300), (1, 17), (1, 900)], 50, 2, id="window"),  # of 900: positions 850 to 899
+        pytest.param([(1, 900 - 40 * i) for i in range(20)], None, 4 + 3 + 2, id="three blocks"),  # 900, 580, 260; 256 a tile
+        pytest.param([(40, 300), (1, 900), (1, 5)], None, 8 + 3, id="mixed"),  # 8 rows a tile: 900, 300, 292, 284; 276, 268, 5
+    ],
+)
+def test_xla_walks_the_batchs_kv_and_not_the_page_tables_width(seqs, sliding_window, num_kv_tiles, monkeypatch):
+    """Counts the iterations over KV tiles: loops run in Python, with the bounds that the compiled ones have."""
+    iterations = []
+
+    def fori_loop(lower, upper, body, state):
+        for i in range(int(lower), int(upper)):
+            iterations.append(body.__name__)
+            state = body(i, state)
+        return state
+
+    monkeypatch.setattr(jax.lax, "fori_loop", fori_loop)
+    q_lens, kv_lens = np.array([*seqs, (0, 0)], np.int32).T  # a padding sequence
+    cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+    q, kv_pages = jnp.zeros((cu_q_lens[-1] + 1, 2, 8)), jnp.zeros((1, 2, 1, 16, 8))
+    options = {"max_q_len": int(q_lens.max()), "sliding_window": sliding_window, "backend": "xla"}
+    for width in (57, 64 * 57):  # pages; 57 hold 900 positions
+        iterations.clear()
+        page_table = jnp.zeros((len(q_lens), width), jnp.int32)
+        ragged_paged_attention(q, kv_pages, page_table, jnp.asarray(cu_q_lens), jnp.asarray(kv_lens), **options)
+        assert iterations.count("step") == num_kv_tiles, width
+
+
 @pytest.mark.parametrize("name", ["edges-tiny-float32", "decodes", "two_chunks"])
 def test_work_covers_each_row_once_longest_first(name):
     case = next(case for case in CASES if case.name == name)

@@ -182,6 +182,43 @@ def test_pages_are_those_that_the_engine_would_take(model):
     assert fit.weights == sizes[model]
 
 
+def test_a_length_that_was_not_asked_for_is_what_the_pool_holds_beside_the_programs():
+    model, options = read_config("qwen3-0.6b"), {"dtype": "bfloat16", "attention_backend": "mosaic_sm90"}
+    step = AbstractStep.make(model, options, "h100", memory_fraction=0.03)
+    compiler = CompilerOf(step_body(step.config.pages.num_layers, kernels=FAST), FAST)
+    result = check_step(step, cast(Compiler, compiler), step.default_buckets()[:1])
+    assert result.faults == [] and result.fit is not None
+    resolved = EngineConfig().resolve(
+        model,
+        kv_dtype=step.programs.functions.dtype,
+        on_gpu=True,
+        device_limit=int(0.03 * 84_942_979_072),
+        weight_bytes=596_049_920 * 2,
+        temp_bytes=50 + (32 << 20),  # the heads' and scoring's above, and a GEMM's workspace
+    )
+    assert result.fit.num_pages == resolved.cache.num_pages
+    assert result.fit.max_model_len == resolved.scheduler.max_model_len < step.config.scheduler.max_model_len < 40_960
+    assert "no more would ever be used" not in str(result.fit)
+
+
+def test_a_length_that_no_longer_fits_beside_the_programs_is_the_engines_refusal():
+    first = AbstractStep.make(read_config("qwen3-0.6b"), {"dtype": "bfloat16"}, "h100", memory_fraction=0.03)
+    longest = first.config.scheduler.max_model_len  # with nothing set aside for programs
+    options = {"dtype": "bfloat16", "attention_backend": "mosaic_sm90", "max_model_len": longest}
+    step = AbstractStep.make(read_config("qwen3-0.6b"), options, "h100", memory_fraction=0.03)
+    compiler = CompilerOf(step_body(step.config.pages.num_layers, kernels=FAST), FAST)
+    result = check_step(step, cast(Compiler, compiler), step.default_buckets()[:1])
+    assert result.fit is None and len(result.faults) == 1
+    assert result.faults[0].startswith(f"max_model_len={longest} needs ")
+
+
+def test_the_pool_leaves_room_for_what_drafts_take():
+    options = {"max_model_len": 2048, "speculative_config": {"num_speculative_tokens": 4}}
+    step = AbstractStep.make(read_config("qwen3-0.6b"), options, "h100", memory_fraction=0.75)
+    drafts = 128 * 4 * 4  # sequences, drafts each, bytes of an id
+    assert step.fit(1 << 20).reserve == (1 << 20) + drafts
+
+
 def test_a_model_may_name_its_own_share_of_the_memory():
     assert split_fraction("qwen3-8b", 0.75) == ("qwen3-8b", 0.75)
     assert split_fraction("a@b/qwen3@0.92", 0.75) == ("a@b/qwen3", 0.92)
@@ -194,8 +231,8 @@ def test_what_does_not_fit_is_said():
     step = AbstractStep.make(read_config("qwen3-8b"), {"num_pages": 8, "max_model_len": 512}, "h100", memory_fraction=0.25)
     assert step.fit(0).faults == []
     assert "larger than" in dataclasses.replace(step.fit(0), num_pages=5000).faults[0]
-    assert "does not fit" in dataclasses.replace(step.fit(5 << 30), num_pages=0).faults[0]
-    assert "max_model_len=512" in dataclasses.replace(step.fit(0), num_pages=7).faults[0]
+    with pytest.raises(ValueError, match="no KV page fits"):
+        AbstractStep.make(read_config("qwen3-8b"), {"max_model_len": 512}, "h100", memory_fraction=0.25).fit(5 << 30)
     with pytest.raises(ValueError, match="no KV page fits"):
         AbstractStep.make(read_config("qwen3-8b"), {}, "h100", memory_fraction=0.2)
 
