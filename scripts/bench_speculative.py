@@ -151,13 +151,13 @@ TASKS = {
 def make_llms() -> dict[str, Any]:
     """{"off": ..., "on": ...}: two LLMs, one set of weights."""
     from jaxserve import LLM
-    from scripts.fetch_demo_model import fetch
+    from scripts.fetch_demo_model import fetch_or_exit
 
     options: dict[str, Any] = engine_options() | {"warm_up": "all"}
     defaults = {"max_num_seqs": max(map(int, _BATCHES.value)), "max_num_batched_tokens": 512, "max_model_len": 1024}
     defaults["num_pages"] = 16 * defaults["max_num_seqs"] + 64  # of 64 tokens: room for every prompt in the prefix cache
     options |= {name: value for name, value in defaults.items() if options[name] is None}
-    off = LLM(flags.FLAGS.model or str(fetch()), **options)
+    off = LLM(flags.FLAGS.model or str(fetch_or_exit("bench_speculative")), **options)
     speculation = {"method": "ngram", "num_speculative_tokens": _DRAFTS.value, "adaptive": _ADAPTIVE.value}
     options["speculative_config"] = speculation | {"prompt_lookup_min": _LOOKUP_MIN.value, "prompt_lookup_max": _LOOKUP_MAX.value}
     functions = off.engine.runner.programs.functions

@@ -278,9 +278,9 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     from jaxserve.structured.grammars import GrammarCompiler
     from jaxserve.tokenizer import Tokenizer
-    from scripts.fetch_demo_model import fetch
+    from scripts.fetch_demo_model import fetch_or_exit
 
-    tokenizer = Tokenizer.from_id(FLAGS.tokenizer or fetch())
+    tokenizer = Tokenizer.from_id(FLAGS.tokenizer or fetch_or_exit("bench_structured"))
     vocab_size = -(-tokenizer.backend.get_vocab_size() // 128) * 128
     eos = sorted(tokenizer.special_ids)[:1]
     compiler = GrammarCompiler(tokenizer, vocab_size, eos)
