@@ -1,7 +1,10 @@
-"""Whether a request's token ids can be served at all. Knows nothing of budgets, pages or the other requests."""
+"""Whether what a request brings can be served at all: its token ids, its place in the queue. Knows nothing of budgets, pages or the
+other requests."""
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,3 +36,11 @@ def check_ids(prompt_token_ids: Sequence[int], params: SamplingParams, vocab_siz
         raise ValueError(
             f"min_tokens={params.min_tokens} can hold back at most {MAX_SUPPRESSED_IDS} stop ids, eos included; got {len(stops)}"
         )
+
+
+def check_order(priority: object, arrival: object) -> None:
+    """ValueError for a priority or a time of arrival that no queue can be sorted by."""
+    if not isinstance(priority, numbers.Integral) or isinstance(priority, bool):
+        raise ValueError(f"{priority=} must be an integer; lower is served first")
+    if not isinstance(arrival, numbers.Real) or isinstance(arrival, bool) or not math.isfinite(arrival):
+        raise ValueError(f"{arrival=} must be a finite number, in seconds")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.monitoring
+from jax.experimental.compilation_cache import compilation_cache
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
@@ -59,7 +60,8 @@ def cache_folder() -> Path:
 def use_persistent_cache(folder: str | None) -> str | None:
     """Turns on JAX's persistent compilation cache and returns its folder.
 
-    None: what the process or the environment already set up, else a folder of jaxserve's own. "": leave JAX's setting alone.
+    None: what the process or the environment already set up, else a folder of jaxserve's own. "": leave JAX's setting alone. The
+    setting is the process's: whatever compiles from here on goes by it, whichever engine asked for it.
     """
     if folder == "":
         return None
@@ -71,4 +73,5 @@ def use_persistent_cache(folder: str | None) -> str | None:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+        compilation_cache.reset_cache()  # else JAX stays with the folder that it found when it first compiled
     return folder

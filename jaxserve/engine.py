@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.admission import check_ids
+from jaxserve.admission import check_ids, check_order
 from jaxserve.batch import BatchPacker, StepInputs
 from jaxserve.compilation import compile_counts, use_persistent_cache
 from jaxserve.config import EngineConfig, ResolvedConfig
@@ -120,6 +120,7 @@ class Engine:
         arrival: float | None = None,
         grammar: Future[Grammar] | None = None,
         score_from: int | None = None,
+        stops_at_text: bool = False,
     ) -> list[Request]:
         """Queues a request: one `Request` for each of its `params.n` samples, with ids `request_id`, or `request_id/i` for n > 1.
 
@@ -127,16 +128,18 @@ class Engine:
           `prompt_scores`; those before it may come from the prefix cache.
         grammar: what the output must be, as `GrammarCompiler.submit` returns it. While it compiles the request waits, and nobody
           with it; if it can't be, the request ends with finish_reason "error".
+        stops_at_text: whoever calls makes texts of the output, and calls `finish` where one holds a string of `params.stop`.
 
         Raises:
-          ValueError: an empty or too long prompt, an id out of the vocabulary, a duplicate request id, a priority where nobody asks
-            for it, or more KV than the pool can ever hold. Nothing is queued then and no other request is touched.
+          ValueError: an empty or too long prompt, an id out of the vocabulary, a duplicate request id, a priority that is no
+            integer or that nobody asks for, an `arrival` that is no finite number, `params.stop` where nobody stops at it, or more
+            KV than the pool can ever hold. Nothing is queued then and no other request is touched.
           RuntimeError: the engine is asleep or has no weights.
         """
         self._check_awake()
         params = params or SamplingParams()
         arrival = time.monotonic() if arrival is None else arrival
-        requests = self._samples(request_id, prompt_token_ids, params, arrival, priority, cache_salt)
+        requests = self._samples(request_id, prompt_token_ids, params, arrival, priority, cache_salt, stops_at_text)
         if params.structured_outputs is not None and grammar is None:
             raise ValueError(f"structured_outputs={params.structured_outputs} needs a tokenizer: use LLM, or give its grammar")
         if score_from is not None and not 1 <= score_from <= len(prompt_token_ids):
@@ -160,11 +163,15 @@ class Engine:
         arrival: float = 0.0,
         priority: int = 0,
         cache_salt: str | None = None,
+        stops_at_text: bool = False,
     ) -> list[Request]:
         """The samples of a request, checked. ValueError as `add_request`; nothing is changed."""
         if request_id in self._groups:
             raise ValueError(f"request id {request_id!r} is already in use; give each request its own")
         check_ids(prompt_token_ids, params, self.config.model.vocab_size, self.eos_token_ids)
+        check_order(priority, arrival)
+        if params.stop and not stops_at_text:
+            raise ValueError(f"stop={params.stop!r} is text: use LLM or AsyncLLM, which stop at it, or stop_token_ids")
         if priority and self.config.scheduler.order != "priority":
             raise ValueError(f"priority={priority} means nothing here: make the engine with scheduling_policy='priority'")
         requests = [
@@ -174,7 +181,7 @@ class Engine:
                 params=params,
                 eos_token_ids=self.eos_token_ids,
                 arrival=arrival,
-                priority=priority,
+                priority=int(priority),  # the queue negates it, which an unsigned integer would not survive
                 cache_salt=cache_salt,
                 sample_index=i,
                 weights_version=self.runner.weights_version,
@@ -188,9 +195,17 @@ class Engine:
             request.samples = requests if params.n > 1 else ()
         return requests
 
-    def check_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0) -> None:
+    def check_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        stops_at_text: bool = False,
+    ) -> None:
         """ValueError if `add_request` would refuse this; changes nothing."""
-        self._samples(request_id, prompt_token_ids, params, priority=priority)
+        self._samples(request_id, prompt_token_ids, params, priority=priority, stops_at_text=stops_at_text)
 
     def _seed_of(self, number: int) -> int:
         return int(np.random.SeedSequence((self.config.engine.seed % 2**64, number)).generate_state(1, np.uint64)[0])

@@ -365,7 +365,7 @@ class LLM:
                 form = params[i].structured_outputs
                 if form is not None and on_error == "raise":
                     grammars[i] = self.grammars.submit(form)
-                self.engine.check_request(f"{run}-{i}", ready[i].token_ids, params[i], priority=priorities[i])
+                self.engine.check_request(f"{run}-{i}", ready[i].token_ids, params[i], priority=priorities[i], stops_at_text=True)
             except ValueError as error:
                 errors[i] = str(error)
         for i, grammar in grammars.items():  # all of them compile by now
@@ -413,6 +413,7 @@ class LLM:
                     cache_salt=prompt.cache_salt,
                     score_from=prompt.score_from,
                     grammar=grammars.get(i),
+                    stops_at_text=True,
                 )
                 self._texts.add(requests, prompt.text)
             left = len(ready)

@@ -29,6 +29,10 @@ class LoadedModel:
     tokenizer: Tokenizer | None
 
 
+class NoTokenizerError(ValueError):
+    """No tokenizer lies where one was looked for; its cause says what is missing there."""
+
+
 def load_model(
     model: str | Path,
     *,
@@ -47,7 +51,8 @@ def load_model(
       FileNotFoundError: nothing by that name here, and no download to be had.
       NotImplementedError: an architecture or option of its config that is not supported; the message names it.
       WeightsError: missing, extra or mis-shaped tensors, all listed.
-      ValueError: no tokenizer with it (pass skip_tokenizer_init=True to work with token ids), or contradictory options.
+      NoTokenizerError: no tokenizer with it (pass skip_tokenizer_init=True to work with token ids).
+      ValueError: contradictory options.
     """
     from checkpoints import orbax
     from checkpoints.huggingface import SafetensorsReader, resolve
@@ -82,7 +87,7 @@ def _tokenizer(path: Path, given: str | Path | Tokenizer | None) -> Tokenizer:
     try:
         return Tokenizer.from_id(given or path)
     except ValueError as error:
-        raise ValueError(f"{error} (give tokenizer=, or skip_tokenizer_init=True to work with token ids)") from error
+        raise NoTokenizerError(f"{error} (give tokenizer=, or skip_tokenizer_init=True to work with token ids)") from error
 
 
 def load_weights(reader: Any, config: ModelConfig, *, dtype: str = "auto", progress: bool = False) -> Decoder:

@@ -62,6 +62,8 @@ class SamplingParams:
     structured_outputs: the form that the text must have (StructuredOutputsParams, or a dict of its fields); `LLM` and `AsyncLLM`
     take it, `Engine` its compiled grammar. Log-probabilities are then of what the form allows. min_tokens makes such an output go
     on where it might end; it ends all the same, with finish_reason "stop", where the form lets nothing follow.
+    stop, include_stop_str_in_output, skip_special_tokens and detokenize are about text, which `LLM` and `AsyncLLM` make: an
+    `Engine`, which makes token ids, refuses stop and has no use for the others.
 
     Numbers may be numpy's; a bool is no number. Lists become tuples, `top_k=-1` becomes 0.
 

@@ -212,9 +212,9 @@ def main(argv: list[str]) -> None:
             continue
         path = row.model
         if row.model not in RANDOM:
-            from scripts.fetch_demo_model import fetch
+            from scripts.fetch_demo_model import fetch_or_exit
 
-            path = str(fetch())
+            path = str(fetch_or_exit("bench_engine"))
         results[row.name] = compare(row, path)
     write_json(_JSON.value, {"benchmark": "engine", "rounds": _ROUNDS.value, "results": results, **provenance()})
 

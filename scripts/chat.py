@@ -52,8 +52,12 @@ class InProcess:
 
     def __init__(self) -> None:
         from jaxserve import LLM
+        from jaxserve.model_loader import NoTokenizerError
 
-        self._llm = LLM(flags.FLAGS.model, **engine_options())
+        try:
+            self._llm = LLM(flags.FLAGS.model, **engine_options())
+        except NoTokenizerError as error:
+            raise ValueError(f"{error.__cause__}") from error
         templates = self._llm.get_tokenizer().chat_templates.values()
         self._notation = Notation(reasoning=Notation.of_template("\n".join(templates)).reasoning)
 

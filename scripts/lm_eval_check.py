@@ -52,14 +52,14 @@ def _log_likelihoods(path: Path) -> list[float]:
 
 
 def main(argv: list[str]) -> None:
-    from scripts.fetch_demo_model import fetch
+    from scripts.fetch_demo_model import fetch_or_exit
     from scripts.http_load import server_process
 
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     if not Path(_PYTHON.value).exists():
         sys.exit(f"lm_eval_check: {_PYTHON.value} is not there; `make lm-eval` makes it")
-    model = Path(_MODEL.value or fetch())
+    model = Path(_MODEL.value or fetch_or_exit("lm_eval_check"))
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = Path(folder, "ours"), Path(folder, "theirs")
         sizes = ("--max_model_len=1024", "--max_num_seqs=8", "--max_num_batched_tokens=256")

@@ -36,6 +36,7 @@ def chosen(value: str) -> bool | None:
 
 def make_application() -> Any:
     from jaxserve import LLM
+    from jaxserve.model_loader import NoTokenizerError
     from jaxserve.serving.app import ServerOptions, make_app
     from jaxserve.serving.async_llm import AsyncLLM
 
@@ -47,7 +48,10 @@ def make_application() -> Any:
         enable_control=_CONTROL.value,
         max_body_bytes=http_server.MAX_BODY.value,
     )
-    llm = LLM(flags.FLAGS.model, _TOKENIZER.value, **engine_options())
+    try:
+        llm = LLM(flags.FLAGS.model, _TOKENIZER.value, **engine_options())
+    except NoTokenizerError as error:
+        raise ValueError(f"{error.__cause__} (--tokenizer says where one lies)") from error
     engine = AsyncLLM(llm, max_waiting=_MAX_WAITING.value, request_timeout=_TIMEOUT.value, max_failures=_MAX_FAILURES.value)
     return make_app(engine, options)
 

@@ -3,6 +3,8 @@
 import collections
 import json
 import logging
+import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -149,7 +151,9 @@ def test_seeds_come_from_the_engines_by_order_of_arrival():
 # -- refusals
 
 
-def test_a_refused_request_leaves_no_trace(engine):
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_refused_request_leaves_no_trace(policy):
+    engine = make_engine(dummy_model(), bucket_plan=ONE_BUCKET, scheduling_policy=policy)
     good = requests(True)
     answers: dict[str, Answer] = {}
     for i, ask in enumerate(good):
@@ -167,15 +171,43 @@ def test_a_refused_request_leaves_no_trace(engine):
         "flat list of integers": ("x", [[1, 2]], GREEDY),
         "must be a flat list": ("x", [1.5], GREEDY),
         "at most 16 stop ids": ("x", [1], GREEDY.with_(stop_token_ids=range(1, 20), min_tokens=1)),
+        r"stop=\('a', 'b'\) is text: use LLM or AsyncLLM": ("x", [1], GREEDY.with_(stop=["a", "b"])),
     }
     for message, (name, prompt, params) in refused.items():
         for refuse in (engine.add_request, engine.check_request):
             with pytest.raises(ValueError, match=message):
                 refuse(name, prompt, params)
-    with pytest.raises(ValueError, match="scheduling_policy='priority'"):
-        engine.add_request("x", [1], GREEDY, priority=1)
+    priorities: list[Any] = ["high", None, 1.5, True]
+    for priority in priorities:
+        for refuse in (engine.add_request, engine.check_request):
+            with pytest.raises(ValueError, match=f"priority={priority!r} must be an integer"):
+                refuse("x", [1], GREEDY, priority=priority)
+    arrivals: list[Any] = ["now", math.nan, -math.inf, True]
+    for arrival in arrivals:
+        with pytest.raises(ValueError, match=f"arrival={arrival!r} must be a finite number"):
+            engine.add_request("x", [1], GREEDY, arrival=arrival)
+    if policy == "fcfs":
+        with pytest.raises(ValueError, match="scheduling_policy='priority'"):
+            engine.add_request("x", [1], GREEDY, priority=1)
     assert before == (engine.scheduler.num_running, engine.scheduler.num_waiting, engine.pool.num_free_pages)
     assert differences(finish_all(engine, answers), alone("float32", True)) == []
+
+
+def test_priorities_of_any_integer_type():
+    """Lower first, unsigned ones too, which have no negative."""
+    engine = make_engine(dummy_model(), bucket_plan=ONE_BUCKET, scheduling_policy="priority")
+    given: list[Any] = [3, np.uint8(1), 2, np.int64(-1), 0]
+    for i, priority in enumerate(given):
+        engine.add_request(str(i), [1], GREEDY, priority=priority)
+    assert [given.index(r.priority) for r in engine.scheduler.waiting] == [3, 4, 1, 2, 0]
+    engine.close()
+
+
+def test_stop_strings_are_for_who_makes_texts(engine):
+    """Accepted from who says so; what they end is the caller's business."""
+    (prompt,) = prompts(5)
+    engine.add_request("x", prompt, GREEDY.with_(stop="a"), stops_at_text=True)
+    assert finish_all(engine)["x"].tokens == greedy(prompt)
 
 
 def test_more_kv_than_the_pool_is_refused():

@@ -1,8 +1,12 @@
 """Sampling against a float64 reference in numpy, against statistics, and against itself in other company."""
 
+import collections
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -285,6 +289,29 @@ def test_candidates_decide_where_they_can():
     packed[:5] = np.concatenate([pack(SamplingParams(**p), [3]) for p in params])
     by_sort = run(np.broadcast_to(peaked, (64, V)), packed).by_sort
     assert by_sort[:5].tolist() == [False, False, False, True, True] and not by_sort[5:].any()
+
+
+def equations(jaxpr: Any, num_conds: int = 0) -> Iterator[tuple[Any, int]]:
+    """The equations of a jaxpr and of all inside of it, each with the number of conditionals around it."""
+    for eqn in jaxpr.eqns:
+        yield eqn, num_conds
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from equations(inner, num_conds + (eqn.primitive.name == "cond"))
+
+
+def test_no_batch_pays_for_what_none_of_its_rows_asks():
+    """What costs most stands behind conditionals on `any`, one in another: random rows, filtered ones, undecided ones."""
+    V = VOCABULARIES[-1]
+    logits, packed = jax.ShapeDtypeStruct((4, V), jnp.float32), pack(SamplingParams(), np.arange(4))
+    traced = jax.make_jaxpr(lambda x, packed: sampling.sample(x, sampling.unpack_rows(packed), edit=jnp.sin))(logits, packed)
+    depths: dict[tuple[str, bool], set[int]] = collections.defaultdict(set)  # by primitive: how many conditionals are around it
+    for eqn, num_conds in equations(traced):
+        is_whole = any(x.aval.size >= 4 * V for x in eqn.invars)
+        depths[eqn.primitive.name, is_whole].add(num_conds)
+    assert depths["sort", True] == {3}, "the sort of the whole vocabulary: if a row is undecided"
+    assert depths["top_k", False] | depths["top_k", True] == {2}, "the likeliest entries: if a row is filtered"
+    assert depths["exp", True] == {1} == depths["random_bits", False], "if a row is random"
+    assert depths["sin", True] == {1}, "if a row asks for edits"
 
 
 def test_seed_sample_index_and_position_each_give_other_draws():

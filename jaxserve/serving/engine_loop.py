@@ -198,6 +198,7 @@ class EngineLoop:
                 cache_salt=add.cache_salt,
                 arrival=add.arrival,
                 grammar=grammar,
+                stops_at_text=True,
             )
             self._texts.add(requests, add.prompt)
         except (ValueError, RuntimeError, UnavailableError) as error:

@@ -1,8 +1,10 @@
-"""scripts.demo without what it checks by. That it answers as transformers do is `make demo`'s own exit status."""
+"""scripts.demo without what it checks by, or its model. That it answers as transformers do is `make demo`'s own exit status."""
 
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 RUN = """
@@ -23,3 +25,29 @@ def test_a_missing_golden_is_a_failure(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == 1
     assert done.stderr.startswith(f"demo: {tmp_path / 'none.json'} is missing") and "Traceback" not in done.stderr
+
+
+UNREACHABLE = """
+import sys
+from absl import app
+from scripts import {script}, fetch_demo_model
+def fetch():
+    raise {error}
+fetch_demo_model.fetch = fetch
+app.run({script}.main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "given"),
+    [
+        ("demo", 'fetch_demo_model.FetchError("no network: put the file here")', []),
+        ("demo", 'PermissionError("no writing here")', []),
+        ("bench_engine", 'fetch_demo_model.FetchError("no network: put the file here")', ["--peer=", "--only=smollm2_b1"]),
+    ],
+)
+def test_a_model_that_cannot_be_fetched_is_one_line(script, error, given):
+    command = [sys.executable, "-c", UNREACHABLE.format(script=script, error=error), *given]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
+    said = error.split('"')[1]
+    assert done.returncode == 1 and done.stderr == f"{script}: {said}\n"

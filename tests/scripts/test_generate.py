@@ -138,6 +138,33 @@ def test_jsonl_with_what_json_says_in_its_own_way(run, tmp_path):
     assert refused.returncode == 1 and "log-probabilities are written to --output alone" in refused.stderr
 
 
+def test_token_ids_in_and_out_without_a_tokenizer(run, tmp_path):
+    bare = alphabet_model.save(tmp_path / "bare", tokenizer=False)
+    records = [{"prompt_token_ids": ids("a"), "max_tokens": 3, "logprobs": 0}, {"prompt_token_ids": ids("x"), "stop": "z"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = [f"--model={bare}", f"--prompts_file={tmp_path / 'in.jsonl'}", f"--output={tmp_path / 'out.jsonl'}", "--temperature=0"]
+    missing = run(*flags)
+    assert missing.returncode == 1 and missing.stderr.startswith(f"generate: {bare} has no tokenizer.json")
+    assert "(--tokenizer says where one lies; with --skip_tokenizer_init prompts are token ids)\n" in missing.stderr
+
+    done = run(*flags, "--skip_tokenizer_init")
+    assert done.returncode == 1 and "1 of 2 prompts failed" in done.stderr and "Traceback" not in done.stderr
+    (plain,), (stopped,) = (json.loads(line)["outputs"] for line in (tmp_path / "out.jsonl").read_text().splitlines())
+    assert (plain["token_ids"], plain["text"], plain["finish_reason"]) == (ids("bcd"), "", "length")
+    assert [(x["token_id"], x["token"]) for entry in plain["logprobs"] for x in entry] == [(i, None) for i in ids("bcd")]
+    assert stopped["finish_reason"] == "error" and "needs a tokenizer" in stopped["stop_reason"]
+
+    (tmp_path / "in.jsonl").write_text(json.dumps(records[0] | {"logprobs": None}) + "\n")
+    shown = run(*flags[:2], flags[3], "--skip_tokenizer_init")
+    assert shown.returncode == 0 and shown.stdout == f"\n--- prompt [length]\n{ids('bcd')}\n", shown.stderr
+
+    for text in ({"prompt": "a"}, RECORDS[2]):
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (records[0], text)))
+        refused = run(*flags, "--skip_tokenizer_init")
+        said = "in.jsonl:2: a text, and --skip_tokenizer_init leaves nobody to tokenise it: give prompt_token_ids"
+        assert refused.returncode == 1 and said in refused.stderr and "Traceback" not in refused.stderr
+
+
 def test_a_killed_run_goes_on_where_it_broke_off(run, tmp_path):
     """Killed without warning while it writes; no line is lost, changed, or written twice, and draws are those of one run."""
     prompts = [{"prompt": chr(97 + i % 26), "id": i, "max_tokens": 2 + i % 60} for i in range(120)]

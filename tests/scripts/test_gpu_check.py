@@ -3,6 +3,7 @@
 import datetime
 import functools
 import json
+import types
 from typing import cast
 
 import jax
@@ -44,7 +45,7 @@ def test_what_fails_is_a_figure_and_the_rest_goes_on(tmp_path):
     assert value_of(rows, "four") == 4.0 and value_of(rows, "six") is None
     assert read_rows(tmp_path / "never written") == []
     text = summary([*rows, {"section": "it", "name": "status", "value": "exit -11", "unit": ""}])
-    assert text.endswith("1 figures, 1 unsupported, 3 failures") and "exit -11" in text and "no such kernel" in text
+    assert text.endswith("1 figures, 1 unsupported, 1 skipped, 2 failures") and "exit -11" in text and "no such kernel" in text
 
 
 def test_seconds_per_call_counts_every_call():
@@ -158,6 +159,27 @@ def test_every_part_says_which_card_it_ran_on(part, only, tmp_path, monkeypatch)
     assert result["versions"]["jax"] == jax.__version__ and "torch" in result["versions"]
     age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(result["date"])
     assert datetime.timedelta(0) <= age < datetime.timedelta(minutes=5)
+
+
+@pytest.mark.parametrize(("ended", "num_failures"), [("done", 0), ("exit 1", 1)])
+def test_what_there_was_no_time_for_is_no_failure(ended, num_failures, tmp_path, monkeypatch, capsys):
+    clock = [0.0]
+
+    def run_device(name, cap, path, dry_run):
+        clock[0] += 440.0
+        return ended
+
+    monkeypatch.setattr(gpu_check, "run_child", run_device)
+    monkeypatch.setattr(gpu_check, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    flags = {"child": "", "dry_run": "false", "part": "kernels", "sections": "", "revision": "abc", "minutes": "7.5"}
+    with flagsaver.as_parsed(out=str(tmp_path), **flags):
+        with pytest.raises(SystemExit) as raised:
+            gpu_check.main([""])
+    assert raised.value.code == num_failures
+    *_, last, _ = capsys.readouterr().out.splitlines()
+    assert last == f"0 figures, 0 unsupported, {len(PARTS['kernels'])} skipped, {num_failures} failures"
+    rows = json.loads((tmp_path / "unknown" / "gpu_kernels.json").read_text())["figures"]
+    assert [r["value"] for r in rows] == [ended] + ["skipped"] * len(PARTS["kernels"])
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from jaxserve import SamplingParams
+from jaxserve import LLM, BucketPlan, SamplingParams
 from jaxserve.serving.async_llm import SHORT, Ask, AsyncLLM
 from jaxserve.serving.messages import Call, DeadlineError, Delta, FailedError, QueueFullError, Report, UnavailableError
 from jaxserve.structured.grammars import GrammarCompiler
@@ -118,6 +119,27 @@ def test_a_refused_prompt_is_an_error_and_stops_no_other(llm):
             with pytest.raises(ValueError, match="no prompt was given"):
                 await engine.open([])
             assert await other == after("a", 8)
+            await pages_back(engine)
+
+    run(main())
+
+
+def test_a_priority_that_is_none_is_refused_and_stops_no_other(folder):
+    plan = BucketPlan(decode=(4,), mixed=((32, 4),), head_rows=(4,))
+    llm = LLM(folder, bucket_plan=plan, num_pages=96, page_size=4, compilation_cache_dir="", scheduling_policy="priority")
+
+    async def main():
+        async with AsyncLLM(llm) as engine:
+            async with await engine.open([ask("a", max_tokens=24)]) as stream:
+                text = (await anext(stream)).text
+                await engine.pause()
+                for bad in ("high", None, 0.5, True):
+                    with pytest.raises(ValueError, match=f"priority={bad!r} must be an integer"):
+                        await engine.open([replace(ask("b"), priority=bad)])
+                await engine.resume()
+                text += "".join([delta.text async for delta in stream])
+            assert text == after("a", 24)
+            assert await text_of(engine, replace(ask("p"), priority=-1)) == after("p", 8)
             await pages_back(engine)
 
     run(main())

@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from jaxserve.tokenizer import Tokenizer
 from scripts.replay_engine import replay_llm
+from tests import alphabet_model
 from tests.serving.http_server import listening, serving
 
 ROOT = Path(__file__).parents[2]
@@ -79,3 +80,11 @@ def test_a_server_that_goes_away(tmp_path):
     assert done.stderr.count(f"chat: {url}") == 2 and "Traceback" not in done.stderr
     done = chat("a\n", tmp_path, f"--url={url}")
     assert done.returncode == 1 and done.stderr.startswith(f"chat: {url}") and "Traceback" not in done.stderr
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    """What is missing is said, and no option that the script does not have."""
+    bare = alphabet_model.save(tmp_path / "bare", tokenizer=False)
+    done = chat("a\n", tmp_path, f"--model={bare}", *LIMITS)
+    assert done.returncode == 1 and done.stderr.startswith(f"chat: {bare} has no tokenizer.json")
+    assert "skip_tokenizer_init" not in done.stderr

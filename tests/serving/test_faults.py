@@ -20,6 +20,7 @@ import pytest
 from jaxserve.request import Request
 from jaxserve.serving.async_llm import RequestStream
 from jaxserve.tokenizer import Tokenizer
+from tests import alphabet_model
 from tests.alphabet_model import after
 from tests.serving.http_server import Server, serving, slow_down, steps_until_pages_are_back
 
@@ -328,6 +329,18 @@ class ScriptServer:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+
+
+def test_a_folder_without_a_tokenizer_cannot_be_served(tmp_path):
+    """What is missing is said, and no option that the script does not have."""
+    server = ScriptServer(alphabet_model.save(tmp_path / "bare", tokenizer=False), tmp_path)
+    try:
+        assert server.process.wait(60) == 1
+    finally:
+        server.__exit__()
+    log = server.log.read_text()
+    assert "bare has no tokenizer.json" in log and "(--tokenizer says where one lies)" in log
+    assert "skip_tokenizer_init" not in log and "Traceback" not in log
 
 
 def test_threads_end_with_the_server(shared_llm):
