@@ -39,13 +39,16 @@ def backend() -> str:
 def parity(figures: Figures) -> None:
     """Every case of the kernel's own list against float64, then large ones against the reference in float32."""
     from kernels import gpu
-    from kernels.ragged_paged_attention.cases import CASES
+    from kernels.ragged_paged_attention.cases import CASES, INTERPRETED, SPLIT
 
     cases = CASES[:: len(CASES) // 3] if figures.dry_run else CASES
     if figures.dry_run:  # the kernel itself, interpreted, once
         with gpu.interpreted():
             figures.attempt("parity interpreted", _parity_large, figures, "tiny", 2, 1, 70)
             figures.attempt("bits interpreted", _bits, figures, "tiny", [(1, 130), (3, 70)], 1)
+            small = (INTERPRETED[0], SPLIT)  # as on a card: outside of jit, with no work list given
+            passed = sum(figures.attempt(f"parity interpreted {case.name}", _parity_case, figures, case) is True for case in small)
+            figures.record("parity interpreted cases passed", passed, f"of {len(small)}", backend=backend())
     passed = 0
     for case in cases:
         passed += figures.attempt(f"parity {case.name}", _parity_case, figures, case) is True

@@ -310,15 +310,21 @@ def write(part: str, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def failures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of what failed: errors, checks that did not pass, processes that did not end well."""
+    bad = [r for r in rows if r["unit"] in ("error", "FAIL") or r.get("verdict") == "FAIL"]
+    return bad + [r for r in rows if r["name"] == "status" and r["value"] not in ("done", "skipped")]
+
+
 def summary(rows: list[dict[str, Any]]) -> str:
-    """The table that closes a run: a line a figure that has a number, then whatever failed."""
+    """The table that closes a run: a line a figure that has a number, then what is unsupported, was skipped or failed."""
     good = [r for r in rows if isinstance(r["value"], int | float) and r["name"] != "status"]
-    bad = [r for r in rows if r["unit"] in ("error", "FAIL", "skipped") or r.get("verdict") == "FAIL"]
-    bad += [r for r in rows if r["name"] == "status" and r["value"] != "done"]
     lacks = [r for r in rows if r["unit"] == "unsupported"]
+    skips = [r for r in rows if "skipped" in (r["unit"], r["value"])]
+    bad = failures(rows)
     lines = [f"{r['section']:14s} {r['name']:52s} {r['value']:12.4g} {r['unit']}" for r in good]
-    lines += [f"{r['section']:14s} {r['name']:52s} {r['unit'] or r['value']}: {r.get('why', '')}" for r in [*lacks, *bad]]
-    return "\n".join([*lines, f"{len(good)} figures, {len(lacks)} unsupported, {len(bad)} failures"])
+    lines += [f"{r['section']:14s} {r['name']:52s} {r['unit'] or r['value']}: {r.get('why', '')}" for r in [*lacks, *skips, *bad]]
+    return "\n".join([*lines, f"{len(good)} figures, {len(lacks)} unsupported, {len(skips)} skipped, {len(bad)} failures"])
 
 
 def main(argv: list[str]) -> None:
@@ -340,8 +346,7 @@ def main(argv: list[str]) -> None:
         path = write(part, rows)
         print(summary(rows), flush=True)
         print(f"gpu_check {part}: {path}", flush=True)
-        failed += sum(r["unit"] in ("error", "FAIL") or r.get("verdict") == "FAIL" for r in rows)
-        failed += sum(r["name"] == "status" and r["value"] != "done" for r in rows)
+        failed += len(failures(rows))
     sys.exit(1 if failed else 0)
 
 
