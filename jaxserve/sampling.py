@@ -114,6 +114,7 @@ def sample(
     *,
     max_logprobs: int = 0,
     edit: Callable[[jax.Array], jax.Array] | None = None,
+    edit_wanted: jax.Array | None = None,
     draw: Callable[[jax.Array, SamplingRows], jax.Array] | None = None,
 ) -> Sampled:
     """One token a row, by each row's own parameters; the order of operations is at the top of this file.
@@ -123,6 +124,7 @@ def sample(
     max_logprobs: static. 0 leaves out all log-probabilities, which cost about as much as a random draw does; N > 0 gives the
       sampled token's, its rank, and the N likeliest (V if that is less). The tokens are the same.
     edit: f32[R, V] -> f32[R, V], run if any row asks for edits (`logit_edits.edit`, bound to the state it reads).
+    edit_wanted: bool[], whether to run it, in place of that.
     draw: how random rows draw from what is left of their distributions, in place of `draw_token`; traced with 64-bit types enabled.
 
     Raises:
@@ -131,7 +133,7 @@ def sample(
     if logits.dtype != jnp.float32:
         raise TypeError(f"logits.dtype={logits.dtype} must be float32: ask the matmul for it (preferred_element_type)")
     with jax.named_scope("process_logits"):
-        blocks = in_blocks(process_logits(logits, rows, edit), -jnp.inf)
+        blocks = in_blocks(process_logits(logits, rows, edit, edit_wanted), -jnp.inf)
     with jax.named_scope("greedy"):
         maxima = blocks.max(-1)
         bad = jnp.isnan(blocks).any((-1, -2)) | ~jnp.isfinite(maxima.max(-1))  # XLA:CPU's max may step over a NaN
@@ -154,8 +156,9 @@ def process_logits(
     logits: jax.Array,  # f32[R, V]
     rows: SamplingRows,
     edit: Callable[[jax.Array], jax.Array] | None = None,
+    edit_wanted: jax.Array | None = None,
 ) -> jax.Array:  # f32[R, V]
-    """Everything that can change a greedy row's token: min_tokens, and the edits that rows ask for."""
+    """Everything that can change a greedy row's token: min_tokens, and the edits that rows ask for (see `sample`)."""
     R, V = logits.shape
     ids = rows.suppress_ids
     forbidden = (rows.position < rows.suppress_until)[:, None] & (ids >= 0)
@@ -164,7 +167,7 @@ def process_logits(
     if edit is None:
         return logits
     with jax.named_scope("edit"):
-        return lax.cond((rows.edits != 0).any(), edit, lambda x: x, logits)
+        return lax.cond((rows.edits != 0).any() if edit_wanted is None else edit_wanted, edit, lambda x: x, logits)
 
 
 def in_blocks(x: jax.Array, fill: float) -> jax.Array:  # [R, N] -> [R, ceil(N / BLOCK), BLOCK]

@@ -231,8 +231,8 @@ def head(
     """Logits of the first `num_rows` hidden rows, and a token of each. Returns (last_tokens, history, what the host
     fetches: i32[rows, ...])."""
     seq_rows, rows = inputs.rows[:num_rows], sampling.unpack_rows(inputs.sampling[:num_rows])
-    logits = _logits(functions, leaves, hidden[:num_rows], masks, masked)
-    sampled = sampling.sample(logits, rows, max_logprobs=max_logprobs, edit=_edit(seq_rows, rows, edits, history))
+    logits = _logits(functions, leaves, hidden[:num_rows])
+    sampled = _sample(logits, rows, max_logprobs, masks, masked, _edit(seq_rows, rows, edits, history))
     last_tokens = last_tokens.at[seq_rows].set(sampled.tokens, mode="drop")
     history = logit_edits.remember(history, seq_rows, rows.position, sampled.tokens)
     return last_tokens, history, sampling.pack_sampled(sampled)
@@ -266,13 +266,12 @@ def drafting_head(
         # What is sampled after a draft looks back on it; what is refused is overwritten when a token comes to its position.
         where = jnp.where(is_draft & (tokens != NO_DRAFT), seq_rows, num_seqs)
         history = logit_edits.remember(history, where, rows.position - 1, tokens)
-    logits = _logits(functions, leaves, hidden[:num_rows], masks, masked)
+    logits = _logits(functions, leaves, hidden[:num_rows])
     draw = None
     if acceptance == "rejection":
         proposal = None if state.probs is None else verify.probs_after(is_draft, seq_rows, state.probs)
         draw = functools.partial(rejection.draw_token, drafts=verify.drafts_after(is_draft, tokens), proposal=proposal)
-    edit = _edit(seq_rows, rows, edits, history)
-    sampled = sampling.sample(logits, rows, max_logprobs=max_logprobs, edit=edit, draw=draw)
+    sampled = _sample(logits, rows, max_logprobs, masks, masked, _edit(seq_rows, rows, edits, history), draw)
     with jax.named_scope("verify"):
         delivered = verify.delivered(is_draft, tokens, sampled.tokens, sampled.bad_logits)
         last = jnp.where(verify.last_delivered(is_draft, delivered), seq_rows, num_seqs)
@@ -288,17 +287,33 @@ def drafting_head(
     return last_tokens, history, num_computed, state, out
 
 
-def _logits(functions: ModelFunctions, leaves, hidden, masks, masked) -> jax.Array:  # f32[rows, V]
+def _logits(functions: ModelFunctions, leaves, hidden) -> jax.Array:  # f32[rows, V]
     model = functions.module(functions.head_indices, leaves)
-    logits = model.logits(model.final_norm(hidden))
-    with jax.named_scope("grammar_masks"):
-        return lax.cond(masked, logit_edits.apply_masks, lambda logits, _: logits, logits, masks)
+    return model.logits(model.final_norm(hidden))
 
 
 def _edit(seq_rows: jax.Array, rows: sampling.SamplingRows, edits: jax.Array, history: jax.Array) -> Callable:
     return functools.partial(
         logit_edits.edit, kinds=rows.edits, seq_rows=seq_rows, positions=rows.position, table=edits, history=history
     )
+
+
+def _sample(logits, rows, max_logprobs, masks, masked, edit, draw=None) -> sampling.Sampled:
+    """`sampling.sample` of what grammars allow."""
+
+    def forbid(logits):
+        with jax.named_scope("grammar_masks"):
+            return lax.cond(masked, logit_edits.apply_masks, lambda logits, _: logits, logits, masks)
+
+    if max_logprobs:  # which are those of masked logits before any edit
+        return sampling.sample(forbid(logits), rows, max_logprobs=max_logprobs, edit=edit, draw=draw)
+
+    def forbid_and_edit(logits):
+        return lax.cond(edited, edit, lambda logits: logits, forbid(logits))
+
+    # One conditional around both, since one that has nothing to do still copies its logits.
+    edited = (rows.edits != 0).any()
+    return sampling.sample(logits, rows, edit=forbid_and_edit, edit_wanted=masked | edited, draw=draw)
 
 
 def score(

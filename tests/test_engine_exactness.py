@@ -33,6 +33,8 @@ from tests.dummy import (
 from tests.goldens.golden import HERE, load_golden
 from tests.workload import SMALL_POOL, alone, requests
 
+OPTIMISED = True
+
 # By how much a log-probability may depend on the shapes of the steps: logits of this model go up to 10; measured 5e-6 and 0.09.
 TOLERANCE = {"float32": 5e-5, "bfloat16": 0.25}
 

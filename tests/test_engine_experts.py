@@ -11,6 +11,7 @@ from jaxserve.compilation import compile_counts
 from tests.dummy import CONFIG, ONE_BUCKET, differences, dummy_model, make_engine, serve, serve_alone
 from tests.workload import requests
 
+OPTIMISED = True
 SPARSE = dataclasses.replace(
     CONFIG,
     architecture="Qwen3MoeForCausalLM",

@@ -20,6 +20,7 @@ from tests import alphabet_model
 from tests.dummy import CONFIG, SEQS, TOKENS, dummy_model
 from tests.test_engine_experts import SPARSE
 
+OPTIMISED = True
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 LETTERS = range(ord("a"), ord("z") + 1)
 VALUES: dict[str, tuple[Any, ...]] = {

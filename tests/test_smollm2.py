@@ -8,6 +8,7 @@ import pytest
 from jaxserve import LLM, BucketPlan, SamplingParams
 from tests.real_files import smollm2_gguf
 
+OPTIMISED = True
 CASES = json.loads((Path(__file__).parent / "goldens" / "smollm2_greedy.json").read_text())["cases"]
 
 

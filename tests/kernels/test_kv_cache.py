@@ -7,6 +7,8 @@ import pytest
 
 from kernels.kv_cache import write_kv
 
+OPTIMISED = True
+
 NUM_PAGES, K, PAGE_SIZE, H = 6, 3, 4, 8
 T = 9
 

@@ -28,6 +28,7 @@ from tests.simulation.machines import MODEL
 from tests.test_engine_compiles import num_compiled, use_everything
 from tests.test_engine_exactness import TOLERANCE, compare
 
+OPTIMISED = True
 VOCAB = 260
 CONFIG = replace(dummy.CONFIG, vocab_size=VOCAB)
 PLAN = BucketPlan(mixed=((TOKENS, SEQS),), head_rows=(TOKENS,))
