@@ -13,12 +13,12 @@ tokens). What a plan costs depends on how long the sequences are: --prompt_len.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import platform
 import statistics
 import time
 from collections import deque
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from jaxserve.edit_rows import EditLayout
 from jaxserve.page_pool import PagePool
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduler import Scheduler
-from scripts.engine_flags import revision
+from scripts.engine_flags import revision, write_json
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("num_running", ["1", "64", "128", "256"], "Running decodes.")
@@ -42,7 +42,7 @@ flags.DEFINE_integer("depth", 1, "Steps in flight while the next is scheduled; 0
 flags.DEFINE_enum("order", "fcfs", ["fcfs", "priority"], "Order of the scheduler.")
 flags.DEFINE_integer("prompt_len", 20, "Tokens of the shortest prompt; page boundaries are spread out above it.", lower_bound=1)
 flags.DEFINE_boolean("planners", False, "Plan attention's work too, as on a Hopper GPU.")
-flags.DEFINE_boolean("json", False, "Print the results as one line of JSON.")
+flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 
 EOS = 2
 NUM_WARM_UP = 50
@@ -130,7 +130,7 @@ def main(argv: list[str]) -> None:
     sizes, num_steps, depth = [int(n) for n in FLAGS.num_running], FLAGS.num_steps, FLAGS.depth
     cases = [(page, cached, n) for page in map(int, FLAGS.page_sizes) for cached in (True, False) for n in sizes]
     results: list[dict[str, Any]] = []
-    for page_size, cached, num_running in tqdm(cases, disable=FLAGS.json, leave=False):
+    for page_size, cached, num_running in tqdm(cases, leave=False):
         gc.collect()
         scheduler = make_scheduler(num_running, page_size, cached, FLAGS.order, NUM_WARM_UP + num_steps + depth, FLAGS.prompt_len)
         case = {"page_size": page_size, "prefix_caching": cached, "num_running": num_running}
@@ -149,12 +149,13 @@ def main(argv: list[str]) -> None:
         "prompt_len": FLAGS.prompt_len,
         "planners": FLAGS.planners,
         "revision": revision(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "python": platform.python_version(),
         "numpy": np.__version__,
     }
-    if FLAGS.json:
-        print(json.dumps({**about, "results": results, "growth": slopes}))
+    write_json(FLAGS.json, {**about, "results": results, "growth": slopes})
+    if FLAGS.json == "-":
         return
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     print("us a step, median (minimum)")

@@ -43,7 +43,7 @@ def test_planned_steps_hold_the_work_list_of_their_attention():
 
 @pytest.mark.parametrize("planners", [False, True])
 def test_parts_add_up(planners):
-    flags = ["--num_running=1,6", "--page_sizes=16", "--num_steps=20", "--json", *(["--planners"] if planners else [])]
+    flags = ["--num_running=1,6", "--page_sizes=16", "--num_steps=20", "--json=-", *(["--planners"] if planners else [])]
     done = run("-m", "scripts.bench_scheduler", *flags)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

@@ -217,7 +217,7 @@ BAD = [
     ("bench_serve", ("--config={work}/short.json", *TRACE), "bad", "bench_serve: no request of bad fits max_model_len=32"),
     (
         "bench_serve",
-        ("--workload=random", "--max_num_seqs=4", "--max_num_batched_tokens=32", "--num_pages=40"),
+        ("--workload=random", "--max_num_seqs=4", "--max_num_batched_tokens=32", "--num_pages=40", "--bucket_plan={work}/one.json"),
         "",
         "more than max_model_len=256: raise it",
     ),
@@ -245,6 +245,7 @@ def test_mistakes_end_with_one_line(work, script, given, name, message):
         "timeless.csv": columns + "4,5\n" * 2,
         "drafts.json": json.dumps({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
         "short.json": json.dumps({"max_model_len": 32}),
+        "one.json": BucketPlan(mixed=((32, 4),), head_rows=(4,)).to_json(),
     }.items():
         (work / file).write_text(text)
     done = run(work, script, *(flag.format(work=work, name=name) for flag in given))
