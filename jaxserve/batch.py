@@ -18,6 +18,7 @@ import numpy as np
 from jaxserve import sampling_rows
 from jaxserve.buckets import Bucket, BucketPlan
 from jaxserve.edit_rows import EditLayout, kinds_of
+from jaxserve.work_lists import WorkLists
 
 if TYPE_CHECKING:
     from jaxserve.request import Request
@@ -133,6 +134,7 @@ class BatchPacker:
         self.layouts = layouts
         self.edit_layout = edit_layout
         self.keeps_history = keeps_history
+        self.work_lists: WorkLists = WorkLists()
         self._edit_rows: list[np.ndarray] = []  # of newcomers since the last `pack`
         self.sampling: np.ndarray = np.zeros((max_num_seqs, sampling_rows.NUM_COLUMNS), np.int32)
         self.wants_logprobs: np.ndarray = np.zeros(max_num_seqs, bool)
@@ -179,9 +181,7 @@ class BatchPacker:
         self._pack_tokens(view["token_ids"], schedule)
 
         if layout.planners:
-            kv_lens = schedule.starts + schedule.q_lens
-            for name, planner in layout.work.values():
-                planner.plan(schedule.q_lens, kv_lens, least_kv_lens=schedule.least_starts + schedule.q_lens, out=view[name])
+            self.work_lists.fill(layout, view, schedule)
 
         updates, extra = schedule.page_updates[: layout.num_updates], schedule.page_updates[layout.num_updates :]
         view["page_updates"][: len(updates)] = updates

@@ -11,6 +11,7 @@ from jaxserve.buckets import BucketPlan
 from jaxserve.edit_rows import EditLayout
 from jaxserve.request import Request, SamplingParams
 from jaxserve.schedule import Schedule
+from jaxserve.work_lists import AHEAD
 from kernels.ragged_paged_attention.work_list import WorkShape, plan
 
 MAX_SEQS, PAGE_SIZE, NUM_PAGES, PAGES_PER_SEQ = 8, 4, 50, 12
@@ -240,7 +241,8 @@ class WorkPlanner:
 
 
 def test_work_lists_travel_with_the_step():
-    """One for each sliding window, planned for the schedule's own lengths; padding has none."""
+    """One for each sliding window, planned for the schedule's own lengths, of decodes alone some tokens ahead; padding
+    has none."""
 
     def planners(bucket):
         tile = min(4, bucket.max_q_len)
@@ -258,7 +260,10 @@ def test_work_lists_travel_with_the_step():
         np.testing.assert_array_equal(fields["sampling"], plain.unpack(inputs.packed[: plain.size])["sampling"])
         for window, (name, planner) in layout.work.items():
             least = schedule.least_starts + schedule.q_lens
-            want = plan(planner.shape, schedule.q_lens, schedule.starts + schedule.q_lens, least_kv_lens=least)
+            kv_lens = schedule.starts + schedule.q_lens
+            if schedule.num_decodes == schedule.num_seqs:
+                kv_lens = np.minimum(kv_lens + AHEAD, planner.shape.max_kv_len)
+            want = plan(planner.shape, schedule.q_lens, kv_lens, least_kv_lens=least)
             np.testing.assert_array_equal(fields[name], want)
             assert planner.shape.sliding_window == window
             assert planner.shape.unpack(layout.unpack(layout.padding)[name])["cta_start"][-1] == 0

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 # A step of 6 decodes as --planners packs it: the items of its work list, and those of the planner asked directly.
 PLANNED = """
 import numpy as np
+from jaxserve.work_lists import AHEAD
 from scripts.bench_scheduler import make_packer, make_scheduler
 
 scheduler = make_scheduler(6, 64, True, "fcfs", 10, prompt_len=3000)
@@ -24,7 +25,7 @@ while True:
     scheduler.update(schedule, np.full(6, 9, np.int32))
 layout = packer.layouts[inputs.bucket]
 planner = layout.planners[None]
-expected = planner.plan(schedule.q_lens, schedule.starts + schedule.q_lens)
+expected = planner.plan(schedule.q_lens, schedule.starts + schedule.q_lens + AHEAD, least_kv_lens=schedule.starts + schedule.q_lens)
 found = layout.unpack(inputs.packed)["work_None"]
 items = planner.shape.unpack(found)["cta_start"][-1]
 print(np.array_equal(found, expected), items > 6 * 8, planner.shape.num_ctas)

@@ -1,0 +1,66 @@
+"""Attention's work lists from step to step.
+
+Owns when a list is planned anew. A list may be planned for more KV than there is: the kernel clips it by the device's own
+lengths, and where sequences are cut changes no bit (kernels/ragged_paged_attention/work_list.py). So steps of decodes are planned
+some tokens ahead, and as long as the batch stays as it is their list is copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxserve.batch import StepLayout
+    from jaxserve.buckets import Bucket
+    from jaxserve.schedule import Schedule
+
+AHEAD = 16  # tokens; as many as the kernel rounds a sequence's last block up to
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """What lists were planned for."""
+
+    q_lens: np.ndarray  # i32[n]
+    kv_lens: np.ndarray  # i32[n]; upper bounds
+    least_kv_lens: np.ndarray  # i32[n]; lower bounds
+    lists: dict[str, np.ndarray]  # the layout's field -> i32[its planner's size]
+
+    def serves(self, q_lens: np.ndarray, kv_lens: np.ndarray, least_kv_lens: np.ndarray) -> bool:
+        """Whether these lengths are within the bounds. None is far below its upper one then, or the load would be uneven: the two
+        bounds lie AHEAD tokens, and the drafts in flight, apart."""
+        if len(q_lens) != len(self.q_lens):
+            return False
+        within = (kv_lens <= self.kv_lens).all() and (least_kv_lens >= self.least_kv_lens).all()
+        return bool(within and (q_lens == self.q_lens).all())
+
+
+class WorkLists:
+    """The work lists of one packer's steps, of every bucket the last one planned."""
+
+    def __init__(self):
+        self._planned: dict[Bucket, _Planned] = {}
+        self.num_planned: int = 0  # steps for which lists were planned and not copied
+
+    def fill(self, layout: StepLayout, view: dict[str, np.ndarray], schedule: Schedule) -> None:
+        """Writes the lists of a schedule into the fields of its packed array (`view`), which are zeros so far."""
+        q_lens = schedule.q_lens
+        kv_lens, least = schedule.starts + q_lens, schedule.least_starts + q_lens
+        ahead = schedule.num_decodes == schedule.num_seqs
+        planned = self._planned.get(layout.bucket) if ahead else None
+        if planned is not None and planned.serves(q_lens, kv_lens, least):
+            for name, made in planned.lists.items():
+                view[name][:] = made
+            return
+        self.num_planned += 1
+        if ahead:
+            longest = min(planner.shape.max_kv_len for _, planner in layout.work.values())
+            kv_lens = np.minimum(kv_lens + AHEAD, longest)
+        for name, planner in layout.work.values():
+            planner.plan(q_lens, kv_lens, least_kv_lens=least, out=view[name])
+        if ahead:
+            lists = {name: view[name].copy() for name, _ in layout.work.values()}
+            self._planned[layout.bucket] = _Planned(q_lens.copy(), kv_lens, least, lists)
