@@ -123,8 +123,8 @@ def sample(
 
     max_logprobs: static. 0 leaves out all log-probabilities, which cost about as much as a random draw does; N > 0 gives the
       sampled token's, its rank, and the N likeliest (V if that is less). The tokens are the same.
-    edit: f32[R, V] -> f32[R, V], run if any row asks for edits (`logit_edits.edit`, bound to the state it reads).
-    edit_wanted: bool[], whether to run it, in place of that.
+    edit: f32[R, V] -> f32[R, V], such as `logit_edits.edit`, bound to the state it reads.
+    edit_wanted: bool[], whether to run `edit`; None: whether any row asks for edits.
     draw: how random rows draw from what is left of their distributions, in place of `draw_token`; traced with 64-bit types enabled.
 
     Raises:

@@ -301,6 +301,8 @@ def _edit(seq_rows: jax.Array, rows: sampling.SamplingRows, edits: jax.Array, hi
 def _sample(logits, rows, max_logprobs, masks, masked, edit, draw=None) -> sampling.Sampled:
     """`sampling.sample` of what grammars allow."""
 
+    edited = (rows.edits != 0).any()
+
     def forbid(logits):
         with jax.named_scope("grammar_masks"):
             return lax.cond(masked, logit_edits.apply_masks, lambda logits, _: logits, logits, masks)
@@ -312,7 +314,6 @@ def _sample(logits, rows, max_logprobs, masks, masked, edit, draw=None) -> sampl
         return lax.cond(edited, edit, lambda logits: logits, forbid(logits))
 
     # One conditional around both, since one that has nothing to do still copies its logits.
-    edited = (rows.edits != 0).any()
     return sampling.sample(logits, rows, edit=forbid_and_edit, edit_wanted=masked | edited, draw=draw)
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from jaxserve.buckets import Bucket
     from jaxserve.schedule import Schedule
 
-AHEAD = 16  # tokens; as many as the kernel rounds a sequence's last block up to
+# Tokens. A list then serves 17 steps of decodes (fewer with drafts), so that a plan costs little; each sequence is taken for at
+# most so much longer than it is, and one that ends so shortly before a chunk's end may be given an item of no KV.
+AHEAD = 16
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ Every running request decodes in every step; pages grow at their boundaries and 
 checked, and with --depth 1 a step is in flight while the next is scheduled. Times are wall-clock microseconds: on a shared machine
 the median tells what a step costs there, the minimum what the code costs. Needs no jax but with --planners, which adds what packing
 does on a Hopper GPU: the work list of each step's attention (32 query and 8 KV heads of 128, an H100's 132 SMs, a context of 40,960
-tokens). What a plan costs depends on how long the sequences are: --prompt_len.
+tokens). What a plan costs depends on how long the sequences are: --prompt_len. A plan serves the steps after it while the batch
+stays as it is, so the times of steps that made one are told apart ("planning"), and the mean counts them in their proportion.
 
     python -m scripts.bench_scheduler --num_running 64,256 --page_sizes 16
     python -m scripts.bench_scheduler --num_running 64,256 --page_sizes 64 --planners --prompt_len 2000
@@ -97,13 +98,14 @@ def make_packer(scheduler: Scheduler, planned: bool = False) -> BatchPacker:
 def measure(scheduler: Scheduler, num_running: int, num_steps: int, depth: int, planned: bool = False) -> dict[str, float]:
     """Median and minimum microseconds of schedule, pack, update and all three, over `num_steps` steps of decodes only."""
     rng, in_flight, packer = np.random.default_rng(1), deque(), make_packer(scheduler, planned)
-    times = np.zeros((num_steps, 3))
+    times, plans = np.zeros((num_steps, 3)), np.zeros(num_steps, bool)
     for step in range(-NUM_WARM_UP, num_steps):
         tokens = rng.integers(10, 100_000, num_running).astype(np.int32)
         t0 = time.perf_counter()
         schedule = scheduler.schedule()
         t1 = time.perf_counter()
         assert schedule is not None
+        num_planned = packer.work_lists.num_planned
         packer.newcomers(schedule)
         packer.pack(schedule)
         t2 = time.perf_counter()
@@ -116,11 +118,16 @@ def measure(scheduler: Scheduler, num_running: int, num_steps: int, depth: int, 
         t4 = time.perf_counter()
         if step >= 0:
             assert schedule.num_decodes == num_running
-            times[step] = t1 - t0, t2 - t1, t4 - t3
+            times[step], plans[step] = (t1 - t0, t2 - t1, t4 - t3), packer.work_lists.num_planned > num_planned
     result = {}
     for name, column in (("schedule", times[:, 0]), ("pack", times[:, 1]), ("update", times[:, 2]), ("total", times.sum(axis=1))):
         result[f"{name}_us"] = round(statistics.median(column) * 1e6, 1)
         result[f"{name}_min_us"] = round(float(column.min()) * 1e6, 1)
+    totals = times.sum(axis=1)
+    result["total_mean_us"] = round(float(totals.mean()) * 1e6, 1)
+    if plans.any():
+        result["planning_us"] = round(statistics.median(totals[plans]) * 1e6, 1)
+        result["planning_share"] = round(float(plans.mean()), 3)
     return result
 
 
@@ -159,11 +166,13 @@ def main(argv: list[str]) -> None:
         return
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     print("us a step, median (minimum)")
-    print(f"{'page':>5} {'cache':>5} {'running':>7}  {'schedule':>15}  {'pack':>15}  {'update':>15}  {'total':>15}")
+    heads = "".join(f"  {name:>15}" for name in ("schedule", "pack", "update", "total"))
+    print(f"{'page':>5} {'cache':>5} {'running':>7}{heads}  {'mean':>6}  {'planning':>8}")
     for r in results:
         parts = (f"{r[f'{name}_us']:.1f} ({r[f'{name}_min_us']:.1f})" for name in ("schedule", "pack", "update", "total"))
         cached = "on" if r["prefix_caching"] else "off"
-        print(f"{r['page_size']:>5} {cached:>5} {r['num_running']:>7}  " + "  ".join(f"{part:>15}" for part in parts))
+        print(f"{r['page_size']:>5} {cached:>5} {r['num_running']:>7}  " + "  ".join(f"{part:>15}" for part in parts), end="")
+        print(f"  {r['total_mean_us']:>6.1f}  {r.get('planning_us', '-'):>8}")
     for slope in slopes:
         cached = "on" if slope["prefix_caching"] else "off"
         print(f"growth, page {slope['page_size']}, cache {cached}: {slope['us_per_request']:.3f} us a running request")

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import tempfile
 
 import pytest
@@ -10,28 +11,31 @@ import pytest
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # Most of a run is XLA's compiling. Few tests ask how good its code is, or what its bits are: those set OPTIMISED in their module.
-# JAX_DISABLE_MOST_OPTIMIZATIONS=0 optimises for all; JAX_COMPILATION_CACHE_DIR=<folder> keeps what was compiled for the next run.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-CACHE = "JAX_COMPILATION_CACHE_DIR"
+# JAX_DISABLE_MOST_OPTIMIZATIONS=0 optimises for all. XLA for GPUs has no code that is not optimised.
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+# One compilation cache for the processes of a run, those that tests start included; JAX_COMPILATION_CACHE_DIR=<folder> is used as
+# it is, and kept for the next run.
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": "",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+FOLDER = pytest.StashKey[str]()
 
 
 def pytest_configure(config):
-    """One compilation cache for the processes of a run, those that tests start included."""
-    if hasattr(config, "workerinput"):
-        return
-    if CACHE not in os.environ:
-        os.environ[CACHE] = config.stash[FOLDER] = tempfile.mkdtemp(prefix="jaxserve-tests-")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    if not hasattr(config, "workerinput") and not CACHE.keys() & os.environ.keys():
+        config.stash[FOLDER] = tempfile.mkdtemp(prefix="jaxserve-tests-")
+        os.environ.update(CACHE | {"JAX_COMPILATION_CACHE_DIR": config.stash[FOLDER]})
 
 
 def pytest_unconfigure(config):
     if FOLDER in config.stash:
         shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
-        os.environ.pop(CACHE)
-
-
-FOLDER = pytest.StashKey[str]()
+        for name in CACHE:
+            os.environ.pop(name)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,8 +48,17 @@ def _optimised(request):
 
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", False)
+    forget()
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+    forget()
+
+
+def forget():
+    """Programs, and answers of theirs, that modules share: those of optimised code are not to the bit those of the other."""
+    for name in ("tests.dummy", "tests.workload"):
+        if name in sys.modules:
+            sys.modules[name].forget()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -121,6 +121,12 @@ def make_engine(
     return engine
 
 
+def forget() -> None:
+    """Every program that engines share."""
+    _compiled.clear()
+    _plain_forward.cache_clear()
+
+
 @functools.partial(jax.jit, donate_argnums=0)
 def _fill_with_nan(kv_pages: list[jax.Array], slots: jax.Array) -> list[jax.Array]:  # slots: bool[num_pages, page_size]
     return [jnp.where(slots[:, None, None, :, None], jnp.nan, kv) for kv in kv_pages]

@@ -30,6 +30,7 @@ def test_an_engine_made_again_finds_its_programs_and_another_folder_is_another_c
     one, other = str(tmp_path / "one"), str(tmp_path / "other")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAXSERVE_CACHE": str(tmp_path / "default")}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"  # a body takes longer to compile than what is not worth keeping
     command = [sys.executable, "-c", RUN, one, one, other, one]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr

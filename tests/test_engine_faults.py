@@ -126,8 +126,9 @@ def fault_is_found(compile_anew: str = "") -> bool:
     return differences(answers, alone("float32", True)) != []
 
 
-def test_no_fault_is_found_where_none_is():
-    assert not fault_is_found()
+@pytest.mark.parametrize("compile_anew", ["", "bodies", "all"])
+def test_no_fault_is_found_where_none_is(compile_anew):
+    assert not fault_is_found(compile_anew)
 
 
 def test_source_put_back_is_no_fault(monkeypatch):

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve import LLM, BucketPlan, RequestOutput, SamplingParams
 from jaxserve.progress import ProgressBar
@@ -29,13 +28,9 @@ def greedy(**params) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory):
+def load():
     """load(folder, **options): an LLM of the shapes that all tests here share; equal programs are compiled once."""
-    before = jax.config.values["jax_compilation_cache_dir"]
-    cache = str(tmp_path_factory.mktemp("programs"))
-    yield lambda folder, **options: LLM(folder, compilation_cache_dir=cache, **OPTIONS | options)
-    jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.reset_cache()
+    return lambda folder, **options: LLM(folder, compilation_cache_dir="", **OPTIONS | options)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """What ties the host's work lists to the Mosaic kernel: a Planner of one compiled shape, and the WorkList that its programs read.
 
-Owns which shapes the kernel can do. The host calls `Planner.plan` each step; the compiled step calls `Planner.work`.
+Owns which shapes the kernel can do. The host calls `Planner.plan` before a step (a list may serve
+those after it too); the compiled step calls `Planner.work`.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Planner:
         return self.shape.size
 
     def plan(self, q_lens: Any, kv_lens: Any, *, least_kv_lens: Any = None, out: np.ndarray | None = None) -> np.ndarray:
-        """work_list.plan: on the host, once a step. i32[size]."""
+        """work_list.plan: on the host. i32[size]."""
         return work_list.plan(self.shape, q_lens, kv_lens, least_kv_lens=least_kv_lens, out=out)
 
     def work(self, packed: jax.Array) -> WorkList:

@@ -52,4 +52,6 @@ def test_parts_add_up(planners):
     for r in result["results"]:
         parts = [r[f"{part}_min_us"] for part in ("schedule", "pack", "update")]
         assert min(parts) > 0 and sum(parts) <= r["total_min_us"] + 0.2  # rounded to 0.1 each
+        assert r["total_min_us"] <= r["total_mean_us"]
+        assert r.get("planning_share") == (0.1 if planners else None), "two of 20 steps: one of 17 plans, from the first decode on"
     assert result["planners"] == planners and result["prompt_len"] == 20 and result["revision"]
