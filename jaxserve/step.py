@@ -300,7 +300,6 @@ def _edit(seq_rows: jax.Array, rows: sampling.SamplingRows, edits: jax.Array, hi
 
 def _sample(logits, rows, max_logprobs, masks, masked, edit, draw=None) -> sampling.Sampled:
     """`sampling.sample` of what grammars allow."""
-
     edited = (rows.edits != 0).any()
 
     def forbid(logits):

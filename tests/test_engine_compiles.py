@@ -76,6 +76,7 @@ def use_everything(engine: Engine) -> None:
 
 def test_first_use_compiles_what_is_needed_and_never_more_than_the_plan():
     plan = BucketPlan(decode=(6,), mixed=((24, 6),), head_rows=(6,))
+    asks = requests(True)  # before the counting, since their stop ids come from another engine
     engine = make_engine(dummy_model(), compile_anew="all", bucket_plan=plan)
     programs = engine.runner.programs
     before = num_compiled()
@@ -84,7 +85,7 @@ def test_first_use_compiles_what_is_needed_and_never_more_than_the_plan():
     assert set(programs._compiled) == {plan.buckets[1], (6, False)}
     serve(engine, [Ask([1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True))])
     assert set(programs._compiled) == {*plan.buckets, (6, False)}
-    serve(engine, requests(True))
+    serve(engine, asks)
     assert set(programs._compiled) == set(programs.keys)
     assert programs.num_compiled == plan.num_programs == 6
     # One function updates the state of all engines, so that JAX itself may have it compiled already.
