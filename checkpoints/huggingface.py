@@ -19,6 +19,7 @@ from checkpoints.weights import WeightsError
 
 INDEX_NAME = "model.safetensors.index.json"
 DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+NOT_DOWNLOADED = ("original/*", "consolidated*")  # the same weights again, as their makers keep them
 _LFS_POINTER = b"version https://git-lfs"
 _DTYPE_NAMES = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "U8": "uint8"} | {
     f"{letter}{bits}": f"{kind}{bits}" for letter, kind in (("F", "float"), ("I", "int")) for bits in (8, 16, 32, 64)
@@ -54,7 +55,8 @@ def _download(model_id: str, revision: str | None) -> Path:
             f"{model_id!r} is not a folder here, and looking it up on Hugging Face needs the package huggingface_hub"
         ) from error
     try:
-        return Path(huggingface_hub.snapshot_download(model_id, revision=revision, allow_patterns=list(DOWNLOADED)))
+        patterns = {"allow_patterns": list(DOWNLOADED), "ignore_patterns": list(NOT_DOWNLOADED)}
+        return Path(huggingface_hub.snapshot_download(model_id, revision=revision, **patterns))
     except errors.GatedRepoError as error:
         reason = "it is gated: accept its terms on huggingface.co and log in with `hf auth login`"
         raise FileNotFoundError(f"{model_id!r} cannot be downloaded from Hugging Face: {reason}") from error

@@ -1,20 +1,36 @@
-"""Whether what a request brings can be served at all: its token ids, its place in the queue. Knows nothing of budgets, pages or the
-other requests."""
+"""Whether what a request brings can be served at all: the kinds of its arguments, its token ids, its place in the queue. Knows
+nothing of budgets, pages or the other requests."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import numpy as np
 
 from jaxserve.request import MAX_SUPPRESSED_IDS, SamplingParams
 
 
+def check_kinds(request_id: object, params: object, score_from: object = None, grammar: object = None) -> None:
+    """TypeError for an argument of another kind, which would break the step that meets it and with it every request."""
+    if not isinstance(request_id, str):
+        raise TypeError(f"{request_id=} must be a string")
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"{params=} must be SamplingParams")
+    if score_from is not None and (not isinstance(score_from, numbers.Integral) or isinstance(score_from, bool)):
+        raise TypeError(f"{score_from=} must be an integer, a position of the prompt")
+    if grammar is not None and not isinstance(grammar, Future):
+        raise TypeError(f"{grammar=} must be a Future, as GrammarCompiler.submit returns it")
+
+
 def check_ids(prompt_token_ids: Sequence[int], params: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
     """ValueError for token ids that are none, or more of them than the device has room for."""
-    ids = np.asarray(prompt_token_ids)
+    try:
+        ids = np.asarray(prompt_token_ids)
+    except ValueError as error:
+        raise ValueError("prompt_token_ids must be a flat list of integers, got lists of unequal lengths") from error
     if ids.size and (ids.dtype.kind not in "iu" or ids.ndim != 1):
         raise ValueError(f"prompt_token_ids must be a flat list of integers, got {ids.dtype} of shape {ids.shape}")
     if params.bad_words is not None:

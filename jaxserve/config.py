@@ -8,7 +8,7 @@ from __future__ import annotations
 import numbers
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +150,8 @@ class EngineConfig:
       demand_log: a path to which each step's demand is appended, one JSON line a step.
 
     Raises:
-      ValueError: a value is of the wrong type or out of range, or the plan can't be read; the message names it and what it may be.
+      ValueError: a value is of the wrong type or out of range, or the plan or the profile can't be read; the message names it and
+        what it may be.
     """
 
     dtype: str = "auto"
@@ -179,6 +180,10 @@ class EngineConfig:
     demand_log: str | None = None
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, numbers.Integral) and not isinstance(value, bool):  # numpy's integers too
+                object.__setattr__(self, field.name, int(value))
         require_one_of(DTYPES, dtype=self.dtype)
         require_one_of(ORDERS, scheduling_policy=self.scheduling_policy)
         require_one_of(POLICIES, batching_policy=self.batching_policy)
@@ -210,8 +215,15 @@ class EngineConfig:
             value, optional = getattr(self, name), name in ("enable_chunked_prefill", "enable_mixed_steps")
             ok = isinstance(value, bool) or optional and value is None
             _require(ok, f"{name}={value!r} must be True or False" + (", or None for the policy's own" if optional else ""))
-        # Read now: a bad plan should not wait for the weights to load.
+        for name in ("compilation_cache_dir", "demand_log", "step_times"):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, (str, os.PathLike)), f"{name}={value!r} must be a path, or None")
+        # Read now: a bad file should not wait for the weights to load.
         object.__setattr__(self, "bucket_plan", _read_plan(self.bucket_plan))
+        if self.step_times is not None:
+            from jaxserve.simulation.step_time import StepTimeModel
+
+            StepTimeModel.load(self.step_times)
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.make(self.speculative_config))
 
@@ -330,8 +342,10 @@ class ResolvedConfig:
 
     @property
     def max_pages_per_seq(self) -> int:
+        """Columns of the page table: pages of a request of max_model_len."""
         return -(-self.scheduler.max_model_len // self.cache.page_size)
 
     @property
     def pool_bytes(self) -> int:
+        """Of the KV pages of all layers."""
         return self.cache.num_pages * self.pages.page_bytes

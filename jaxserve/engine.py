@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.admission import check_ids, check_order
+from jaxserve.admission import check_ids, check_kinds, check_order
 from jaxserve.batch import BatchPacker, StepInputs
 from jaxserve.compilation import compile_counts, use_persistent_cache
 from jaxserve.config import EngineConfig, ResolvedConfig
@@ -134,10 +134,12 @@ class Engine:
           ValueError: an empty or too long prompt, an id out of the vocabulary, a duplicate request id, a priority that is no
             integer or that nobody asks for, an `arrival` that is no finite number, `params.stop` where nobody stops at it, or more
             KV than the pool can ever hold. Nothing is queued then and no other request is touched.
+          TypeError: a request id, params, score_from or grammar of another kind.
           RuntimeError: the engine is asleep or has no weights.
         """
         self._check_awake()
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        check_kinds(request_id, params, score_from, grammar)
         arrival = time.monotonic() if arrival is None else arrival
         requests = self._samples(request_id, prompt_token_ids, params, arrival, priority, cache_salt, stops_at_text)
         if params.structured_outputs is not None and grammar is None:
@@ -204,7 +206,8 @@ class Engine:
         priority: int = 0,
         stops_at_text: bool = False,
     ) -> None:
-        """ValueError if `add_request` would refuse this; changes nothing."""
+        """ValueError, or TypeError, if `add_request` would refuse this; changes nothing."""
+        check_kinds(request_id, params)
         self._samples(request_id, prompt_token_ids, params, priority=priority, stops_at_text=stops_at_text)
 
     def _seed_of(self, number: int) -> int:

@@ -34,6 +34,7 @@ class EngineOutput:
 
     @property
     def finished(self) -> bool:
+        """Whether this is the last output of its sample."""
         return self.finish_reason is not None
 
 

@@ -191,6 +191,8 @@ class LLM:
 
         Raises:
           ValueError: see on_error; also lists of different lengths.
+          TypeError: what are no prompts, no SamplingParams or no integer priorities.
+          RuntimeError: the engine is asleep, paused, or has no weights.
 
         Ctrl-C, or any other exception, aborts what this call added; the engine stays usable.
         """
@@ -208,7 +210,8 @@ class LLM:
     ) -> Outputs:
         """As `generate`, yielding (index of the prompt, its output so far) whenever a prompt's output has grown. A prompt's output
         is the same object each time. Arguments are checked at once; the prompts are queued when the first output is asked for.
-        Closing the iterator aborts what still runs. Several streams may be read by turns: they share the engine's steps."""
+        Closing the iterator aborts what still runs. Several streams may be read by turns: they share the engine's steps. Raises as
+        `generate`."""
         return self._start(as_list(prompts), self._tokenize, sampling_params, priority, on_error)
 
     def chat(
@@ -332,7 +335,8 @@ class LLM:
             raise ValueError(f"prompt={text!r} must be a text, or give prompt_token_ids")
         if token_ids is None:
             token_ids = self.get_tokenizer().encode(str(text), add_special_tokens)
-        if not (isinstance(token_ids, Sequence | np.ndarray) and all(_is_int(i) for i in token_ids)):
+        are_ids = isinstance(token_ids, Sequence | np.ndarray) and not isinstance(token_ids, bytes | bytearray)
+        if not (are_ids and all(_is_int(i) for i in token_ids)):
             raise ValueError(f"{_short(token_ids)} is no prompt: give a text, a flat list of token ids, or a dict with one of them")
         return _Tokenized(text, [int(i) for i in token_ids], salt)
 
@@ -473,8 +477,16 @@ def with_bad_words_tokenized(params: SamplingParams, tokenizer: Tokenizer | None
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (a text, a dict, or a flat list of token ids) becomes a list of one; no prompts stay an empty list."""
-    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and all(_is_int(p) for p in prompts)):
+    """One prompt (a text, a dict, or a flat list of token ids) becomes a list of one; no prompts stay an empty list.
+
+    Raises:
+      TypeError: neither a prompt nor a list of them. Bytes are none, though they are a sequence of integers.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [prompts]  # pyright: ignore[reportReturnType]
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Sequence | np.ndarray):
+        raise TypeError(f"prompts must be a text, a dict, a list of token ids, or a list of these, found {_short(prompts)}")
+    if len(prompts) > 0 and all(_is_int(p) for p in prompts):
         return [prompts]  # pyright: ignore[reportReturnType]
     return list(prompts)  # pyright: ignore[reportReturnType]
 
@@ -493,7 +505,9 @@ def _score_output(output: RequestOutput) -> ScoreOutput:
 
 
 def as_chats(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """One conversation (a list of messages) becomes a list of one."""
+    """One conversation (a list of messages) becomes a list of one. TypeError for neither; ValueError for none."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise TypeError(f"messages must be a list of messages (dicts), or a list of such lists, found {_short(messages)}")
     if len(messages) == 0:
         raise ValueError("messages is empty; give a conversation (a list of messages) or a list of conversations")
     return [messages] if isinstance(messages[0], Mapping) else list(messages)  # pyright: ignore[reportReturnType]

@@ -26,6 +26,7 @@ class PageShape:
     dtype: Any
 
     def layer(self, num_pages: int) -> tuple[int, int, int, int, int]:
+        """Shape of a layer's pages: [num_pages, 2, K, page_size, H]."""
         return (num_pages, 2, self.num_kv_heads, self.page_size, self.head_dim)
 
     @property

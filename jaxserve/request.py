@@ -190,6 +190,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether each token is the likeliest."""
         return self.temperature == 0
 
     def with_(self, **changes: Any) -> SamplingParams:
@@ -278,6 +279,7 @@ class Request:
 
     @property
     def output_token_ids(self) -> list[int]:
+        """What has been sampled so far, as a new list."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
@@ -287,6 +289,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
+        """Whether it has ended, for whatever reason."""
         return self.status is RequestStatus.FINISHED
 
     def end(self) -> tuple[str, int | None] | None:

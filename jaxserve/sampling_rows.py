@@ -60,11 +60,12 @@ def write_row(
     reals = np.array([min(temperature, _MAX_FLOAT32), params.top_p, params.min_p], np.float32)
     out = table[row]
     out[[TEMPERATURE, TOP_P, MIN_P]] = reals.view(np.int32)
-    out[TOP_K] = min(params.top_k, np.iinfo(np.int32).max)
+    most = np.iinfo(np.int32).max
+    out[TOP_K] = min(params.top_k, most)
     out[[SEED_LOW, SEED_HIGH]] = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32).view(np.int32)
     out[SAMPLE_INDEX] = sample_index
     out[POSITION] = num_prompt_tokens
-    out[SUPPRESS_UNTIL] = num_prompt_tokens + params.min_tokens
+    out[SUPPRESS_UNTIL] = min(num_prompt_tokens + params.min_tokens, most)
     out[EDITS] = kinds_of(params)
     out[SUPPRESS_IDS:] = -1
     out[SUPPRESS_IDS : SUPPRESS_IDS + len(held)] = held

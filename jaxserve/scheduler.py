@@ -248,10 +248,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
+        """Sequences that hold a row, chunked prompts included."""
         return len(self.rows.order)
 
     @property
     def num_waiting(self) -> int:
+        """Requests in the queue, preempted ones and those whose grammar compiles included."""
         return len(self._waiting) + len(self._held)
 
     @property
@@ -261,6 +263,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
         return bool(self._requests)
 
     @property
@@ -269,6 +272,7 @@ class Scheduler:
         return self._num_steps - self._num_updates
 
     def stats(self) -> SchedulerStats:
+        """Counts since the scheduler was made, and how many run and wait now."""
         return SchedulerStats(
             num_steps=self._num_steps,
             num_scheduled_tokens=self._num_scheduled_tokens,

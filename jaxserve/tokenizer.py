@@ -133,6 +133,7 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
+        """The tokenizer's beginning of a text; None where it has none."""
         return self.special_id("bos_token")
 
     @property
@@ -143,9 +144,19 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens written in the text are recognised; `add_special_tokens` adds those that the model
         puts around any text (often a BOS; for rendered chats use `encode_chat`, whose template has already written it). Other
-        threads go on meanwhile."""
-        # a batch of one: `encode` would hold the interpreter's lock, a second for a megabyte
-        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        threads go on meanwhile.
+
+        Raises:
+          ValueError: half of a surrogate pair in the text, which is no character. TypeError: no text.
+        """
+        try:
+            # a batch of one: `encode` would hold the interpreter's lock, a second for a megabyte
+            return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError:
+            for i, character in enumerate(text if isinstance(text, str) else ""):
+                if "\ud800" <= character <= "\udfff":
+                    raise ValueError(f"the text has {character!r} at {i}: half of a surrogate pair is no character") from None
+            raise TypeError(f"a text to tokenise must be a str, got {type(text).__name__}") from None
 
     def encode_word(self, word: str) -> list[list[int]]:
         """The token sequences that `word` can be: as a text's beginning and, where that makes other tokens, after a space."""

@@ -30,15 +30,19 @@ class WaitingQueue:
         return tuple(-x for x in self._key(request))
 
     def push(self, request: Request) -> None:
+        """Puts it at its place, whenever it comes. O(log n) compares."""
         insort(self._entries, (self._reversed_key(request), request), key=lambda entry: entry[0])
 
     def peek(self) -> Request:
+        """The next to be served. IndexError if nobody waits."""
         return self._entries[-1][1]
 
     def pop(self) -> Request:
+        """Takes the next to be served out. IndexError if nobody waits."""
         return self._entries.pop()[1]
 
     def remove(self, request: Request) -> None:
+        """Takes one out that waits."""
         index = bisect_left(self._entries, self._reversed_key(request), key=lambda entry: entry[0])
         assert index < len(self._entries) and self._entries[index][1] is request, f"{request.request_id} does not wait"
         del self._entries[index]

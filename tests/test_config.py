@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,12 +65,29 @@ def resolve(config: dict | None = None, model: ModelConfig = MODEL, **given):
         ("async_scheduling", 0),
         ("attention_backend", "flash"),
         ("attention_backend", "mosaic_sm100"),
+        ("demand_log", 5),
+        ("compilation_cache_dir", 5),
     ],
 )
 def test_refuses_and_names_option_and_value(name, value):
     with pytest.raises(ValueError) as error:
         EngineConfig(**{name: value})
     assert str(error.value).startswith(f"{name}={value!r} must be")
+
+
+def test_numpys_integers_are_integers():
+    numbers: dict[str, Any] = {"max_num_seqs": np.int64(4), "seed": np.uint8(3)}
+    config = EngineConfig(**numbers)
+    assert config == EngineConfig(max_num_seqs=4, seed=3) and type(config.max_num_seqs) is type(config.seed) is int
+
+
+@pytest.mark.parametrize("text", [None, "{}"])
+def test_a_profile_that_cannot_be_used_is_refused_at_once(tmp_path, text):
+    path = tmp_path / "steps.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=f"step times '{path}' cannot be used"):
+        EngineConfig(tbt_slo_ms=100, step_times=path)
 
 
 def test_more_sequences_than_a_step_has_tokens_are_refused_with_the_fix():
@@ -188,7 +206,7 @@ def test_a_plan_may_come_from_a_file_or_be_what_one_holds(tmp_path):
             "max_model_len=1024 needs 64 pages of 16 tokens, the pool has 63: raise num_pages",
         ),
         ({"bucket_plan": PLAN, "max_num_batched_tokens": 65}, "plan holds steps of at most 64 tokens.*lower it"),
-        ({"bucket_plan": PLAN, "max_num_seqs": 5}, "plan holds steps of at most 0 tokens with 5 sequences"),
+        ({"bucket_plan": PLAN, "max_num_seqs": 5}, r"lower max_num_seqs to 4 or add a bucket \(64, 5\)"),
         (
             {"bucket_plan": BucketPlan(mixed=((64, 8),), head_rows=(4,)), "max_num_seqs": 8},
             "head_rows go up to 4, fewer than max_num_seqs=8",

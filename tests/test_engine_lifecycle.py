@@ -170,6 +170,7 @@ def test_a_refused_request_leaves_no_trace(policy):
         f"stop token id {VOCAB}": ("x", [1], GREEDY.with_(stop_token_ids=[VOCAB])),
         "flat list of integers": ("x", [[1, 2]], GREEDY),
         "must be a flat list": ("x", [1.5], GREEDY),
+        "lists of unequal lengths": ("x", [[1], [2, 3]], GREEDY),
         "at most 16 stop ids": ("x", [1], GREEDY.with_(stop_token_ids=range(1, 20), min_tokens=1)),
         r"stop=\('a', 'b'\) is text: use LLM or AsyncLLM": ("x", [1], GREEDY.with_(stop=["a", "b"])),
     }
@@ -177,6 +178,17 @@ def test_a_refused_request_leaves_no_trace(policy):
         for refuse in (engine.add_request, engine.check_request):
             with pytest.raises(ValueError, match=message):
                 refuse(name, prompt, params)
+    kinds: list[dict[str, Any]] = [
+        {"request_id": 5},
+        {"request_id": []},
+        {"params": {"temperature": 0}},
+        {"score_from": "a"},
+        {"grammar": 5},
+    ]
+    for kind in kinds:
+        (name,) = kind
+        with pytest.raises(TypeError, match=f"{name}=.* must be"):
+            engine.add_request(**{"request_id": "x", "prompt_token_ids": [1], "params": GREEDY} | kind)
     priorities: list[Any] = ["high", None, 1.5, True]
     for priority in priorities:
         for refuse in (engine.add_request, engine.check_request):
@@ -191,6 +203,17 @@ def test_a_refused_request_leaves_no_trace(policy):
             engine.add_request("x", [1], GREEDY, priority=1)
     assert before == (engine.scheduler.num_running, engine.scheduler.num_waiting, engine.pool.num_free_pages)
     assert differences(finish_all(engine, answers), alone("float32", True)) == []
+
+
+def test_no_number_of_tokens_is_too_large_for_a_row(engine):
+    """More than 32 bits of min_tokens: the request goes on as far as the model does, and with it the others."""
+    mine, other = prompts(5, 6)
+    longest = SETTINGS["max_model_len"]
+    engine.add_request("x", mine, GREEDY.with_(min_tokens=2**31, max_tokens=None))
+    engine.add_request("y", other, GREEDY)
+    answers = finish_all(engine)
+    assert len(answers["x"].tokens) == longest - len(mine) and EOS not in answers["x"].tokens
+    assert answers["y"].tokens == greedy(other)
 
 
 def test_priorities_of_any_integer_type():

@@ -325,7 +325,28 @@ BAD_PROMPTS: list[tuple[object, dict, str]] = [
     ({"prompt_token_ids": "abc"}, {}, NO_PROMPT),
     ({"prompt": "a", "multi_modal_data": {}}, {}, r"unknown fields \['multi_modal_data'\]; known are prompt, "),
     ({"prompt": "a", "cache_salt": 3}, {}, "cache_salt=3 must be a string"),
+    ([b"abc"], {}, NO_PROMPT),
+    ({"prompt_token_ids": b"abc"}, {}, NO_PROMPT),
+    ("a\ud800", {}, r"has '\\ud800' at 1: half of a surrogate pair"),
+    ("a", {"bad_words": ["\udfff"]}, r"has '\\udfff' at 0: half of a surrogate pair"),
 ]
+
+
+@pytest.mark.parametrize("prompts", [5, None, b"abc", iter(["a"])], ids=repr)
+def test_what_is_no_list_of_prompts_is_refused(llm, prompts):
+    with pytest.raises(TypeError, match="prompts must be a text, a dict, a list of token ids, or a list of these"):
+        llm.generate(prompts)
+
+
+@pytest.mark.parametrize("messages", [{"role": "user", "content": "a"}, "hi", 5], ids=repr)
+def test_what_is_no_conversation_is_refused(llm, messages):
+    with pytest.raises(TypeError, match="messages must be a list of messages"):
+        llm.chat(messages)
+
+
+def test_a_text_that_is_none_fails_alone(llm):
+    good, bad = generate(llm, ["a", "\ud800"], greedy(), on_error="return")
+    assert good.outputs[0].text == after("a", 8) and bad.outputs[0].finish_reason == "error"
 
 
 @pytest.mark.parametrize(("prompt", "params", "message"), BAD_PROMPTS, ids=lambda x: repr(x)[:30])

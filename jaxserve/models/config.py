@@ -108,6 +108,8 @@ class RopeConfig:
     def from_hf(cls, hf: Mapping[str, Any]) -> "RopeConfig":
         """Reads `rope_parameters`, or `rope_scaling` and `rope_theta` (transformers 4), of a whole config."""
         rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"rope_scaling or rope_parameters must be an object, found {rope!r}")
         nested = sorted(key for key, value in rope.items() if isinstance(value, Mapping))
         if nested:
             raise NotImplementedError(f"rope_parameters per layer type ({', '.join(nested)}); one set for all layers is supported")
@@ -213,8 +215,11 @@ class ModelConfig:
         missing = [key for key in _REQUIRED if hf.get(key) is None]
         if missing:
             raise ValueError(f"config of {name} lacks {', '.join(missing)}")
+        for key in (*_REQUIRED, "num_key_value_heads", "head_dim"):
+            if hf.get(key) is not None and not _is_int(hf[key]):
+                raise ValueError(f"{key}={hf[key]!r} in the config of {name} must be an integer")
         _refuse_foreign(hf, name, arch)
-        num_heads = hf["num_attention_heads"]
+        num_heads, num_kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads", arch.num_kv_heads)
         return cls(
             architecture=name,
             vocab_size=hf["vocab_size"],
@@ -222,7 +227,7 @@ class ModelConfig:
             intermediate_size=hf["intermediate_size"],
             num_layers=hf["num_hidden_layers"],
             num_heads=num_heads,
-            num_kv_heads=hf.get("num_key_value_heads", arch.num_kv_heads) or num_heads,
+            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
             head_dim=hf.get("head_dim", arch.head_dim) or hf["hidden_size"] // num_heads,
             max_position_embeddings=hf["max_position_embeddings"],
             rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
@@ -254,18 +259,34 @@ class ModelConfig:
 
 
 def read_json(source: Mapping[str, Any] | str | Path, name: str) -> dict[str, Any]:
-    """A dict as it is, or the JSON object in the file `source`, or in `source/name` where source is a folder."""
+    """A dict as it is, or the JSON object in the file `source`, or in `source/name` where source is a folder.
+
+    Raises:
+        ValueError: the file, which is named, holds no JSON object.
+    """
     if isinstance(source, Mapping):
         return dict(source)
     path = Path(source)
-    return json.loads((path / name if path.is_dir() else path).read_text(encoding="utf-8"))
+    path = path / name if path.is_dir() else path
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, found a {type(value).__name__}")
+    return value
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Hugging Face writes one id, a list of ids, or null."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+    """Hugging Face writes one id, a list of ids, or null. ValueError for anything else."""
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if not all(map(_is_int, ids)):
+        raise ValueError(f"eos_token_id={value!r} must be a token id, a list of them, or null")
+    return ids
+
+
+def _is_int(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
 
 
 def _refuse_foreign(hf: Mapping[str, Any], name: str, arch: Architecture) -> None:

@@ -52,6 +52,7 @@ class Decoder(nnx.Module):
         return nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), param_dtype=param_dtype))
 
     def embed(self, token_ids: jax.Array) -> jax.Array:  # i32[...] -> [..., D]
+        """What the first layer takes."""
         with jax.named_scope("embed"):
             return self.embed_tokens(token_ids)
 

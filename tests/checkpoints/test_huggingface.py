@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from huggingface_hub import errors
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import save_file
 
 from checkpoints.huggingface import INDEX_NAME, SafetensorsReader, read_json, resolve
@@ -141,13 +142,15 @@ def test_resolve_takes_a_path_that_exists(tmp_path, monkeypatch):
 def test_resolve_downloads_an_id_at_its_revision(tmp_path, monkeypatch):
     asked = []
 
-    def snapshot_download(model_id, *, revision, allow_patterns):
-        asked.append((model_id, revision, "*.safetensors" in allow_patterns, "*.bin" in allow_patterns))
+    def snapshot_download(model_id, *, revision, **patterns):
+        asked.append((model_id, revision))
+        files = ["config.json", "model-1-of-2.safetensors", "model.bin", "consolidated.safetensors", "original/x.safetensors"]
+        assert list(filter_repo_objects(files, **patterns)) == files[:2]
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert resolve("owner/a-model.v2", revision="abc") == tmp_path
-    assert asked == [("owner/a-model.v2", "abc", True, False)]
+    assert asked == [("owner/a-model.v2", "abc")]
 
 
 # As much of an HTTP response as huggingface_hub's errors look at.

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from jaxserve.models.config import ModelConfig, RopeConfig
+from jaxserve.models.generation_defaults import GenerationDefaults
 from jaxserve.models.registry import ARCHITECTURES
 from tests.goldens.golden import NAMES, load_golden
 
@@ -419,6 +420,12 @@ def test_an_unknown_architecture_is_told_which_are_known():
         ({"vocab_size": None, "hidden_size": None}, "vocab_size, hidden_size"),
         ({"max_position_embeddings": None}, "max_position_embeddings"),
         ({"vocab_size": 0}, "vocab_size=0"),
+        ({"vocab_size": "5"}, "vocab_size='5' in the config of LlamaForCausalLM must be an integer"),
+        ({"hidden_size": 64.5}, "hidden_size=64.5 .*must be an integer"),
+        ({"num_key_value_heads": 0}, "num_kv_heads=0 must be at least 1"),
+        ({"eos_token_id": "a"}, "eos_token_id='a' must be a token id"),
+        ({"eos_token_id": [1, None]}, "eos_token_id=.* must be a token id"),
+        ({"rope_scaling": [1]}, r"rope_scaling or rope_parameters must be an object, found \[1\]"),
         ({"num_key_value_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
         ({"head_dim": 7}, "head_dim=7 must be even"),
         (
@@ -440,6 +447,14 @@ def test_an_unknown_architecture_is_told_which_are_known():
 def test_nonsense_is_refused_with_the_value(hf, named):
     with pytest.raises(ValueError, match=named):
         ModelConfig.from_hf(LLAMA | hf)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is not valid JSON"), ("[1]", "must hold a JSON object, found a list")])
+def test_a_file_that_holds_no_object_is_named(tmp_path, text, message):
+    for name, read in (("config.json", ModelConfig.from_hf), ("generation_config.json", GenerationDefaults.from_hf)):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=f"{name} {message}"):
+            read(tmp_path)
 
 
 def test_sliding_windows_must_match_the_layers():
