@@ -99,6 +99,7 @@ def make_engine(
     c, programs = engine.config, engine.runner.programs
     shapes = (c.scheduler.max_num_seqs, c.max_pages_per_seq, c.cache.page_size, c.cache.num_pages, c.plan.max_head_rows)
     shapes += (c.speculative and replace(c.speculative, adaptive=True),)  # the lengths are the host's choice
+    shapes += (c.attention_backend, c.engine.moe_backend)
     shared = _compiled.setdefault((c.model, c.pages.dtype, shapes), {})  # weights are a program's arguments
     if compile_anew in ("bodies", "heads"):
         programs._compiled = {k: program for k, program in shared.items() if isinstance(k, Bucket) == (compile_anew == "heads")}

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -92,9 +93,28 @@ def test_first_use_compiles_what_is_needed_and_never_more_than_the_plan():
     assert num_compiled() - before in (5, 6)
 
 
-def test_nothing_compiles_after_warm_up():
+def warmed_up_engine() -> Engine:
+    """After it nothing is left in JAX's own caches of eager operations, which engines before it may have filled."""
     engine = make_engine(dummy_model(), pool_pages=48, scheduling_policy="priority")
+    jax.clear_caches()
     engine.runner.warm_up()
+    return engine
+
+
+def test_an_eager_operation_of_a_step_is_counted(monkeypatch):
+    """Though an engine of the same shapes ran it before."""
+    dispatch = Runner.dispatch
+    monkeypatch.setattr(Runner, "dispatch", lambda self, *args: (self.page_table.sum(), dispatch(self, *args))[1])
+    for _ in range(2):
+        engine = warmed_up_engine()
+        add(engine, "one", Ask([1, 2, 3], SamplingParams()))
+        before = num_compiled()
+        engine.step()
+        assert num_compiled() > before
+
+
+def test_nothing_compiles_after_warm_up():
+    engine = warmed_up_engine()
     heads, extra, edited, scored, dispatch = set(), [], [], [], engine.runner.dispatch
 
     def spy(inputs, masks=None):

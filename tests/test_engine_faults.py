@@ -139,6 +139,13 @@ def test_source_put_back_is_no_fault(monkeypatch):
     assert not fault_is_found()
 
 
+def test_traced_source_put_back_is_no_fault(monkeypatch):
+    alone("float32", True)
+    for fault in {fault.function: fault for fault in ON_THE_DEVICE.values()}.values():
+        Fault(fault.owner, fault.function, fault.right, fault.right).put_in(monkeypatch)
+    assert not fault_is_found(compile_anew="all")
+
+
 @pytest.mark.parametrize("name", ON_THE_HOST)
 def test_fault_on_the_host_is_found(name, monkeypatch):
     alone("float32", True)  # before the fault

@@ -68,6 +68,7 @@ def check_what_was_read(engine: Engine) -> int:
 def test_a_body_shows_every_token_that_it_runs(monkeypatch):
     """And nothing compiles after warm-up, with a state that both programs change and probabilities in it; nor after a sleep."""
     engine = make_engine(monkeypatch, pool_pages=44)
+    jax.clear_caches()  # of eager operations, which an engine before this one may have filled
     engine.runner.warm_up()
     held = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(engine.runner.draft_state))
     assert engine.runner.programs.draft_bytes == held, "what a pool beside it must leave room for"
