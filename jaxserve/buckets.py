@@ -120,7 +120,8 @@ class BucketPlan:
             if len(decode) + len(mixed) + HEAD_VARIANTS * len(heads) <= room:
                 break
         else:
-            raise ValueError(f"{max_programs=} is too few for the default plan of {max_num_seqs=}; raise it, or give a plan")
+            least = len(decode) + len(mixed) + HEAD_VARIANTS * len(heads) + OTHER_PROGRAMS
+            raise ValueError(f"{max_programs=} is too few for the default plan of {max_num_seqs=}, which takes {least}: raise it")
         pairs = tuple((t, min(t, max(max_num_seqs, 1))) for t in mixed)
         return cls(decode=decode, mixed=pairs, head_rows=heads, draft=draft)
 
@@ -151,7 +152,14 @@ class BucketPlan:
     def check(self, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int = 0) -> None:
         """ValueError unless every step that a scheduler of these limits can make fits a bucket. num_drafts: 0 is no speculation."""
         fits = [t for t, s in self.mixed if s >= min(t, max_num_seqs)]
-        if not fits or max(fits) < max_num_batched_tokens:
+        seqs = max((s for t, s in self.mixed if t >= max_num_batched_tokens), default=0)
+        if seqs and max(fits, default=0) < max_num_batched_tokens:
+            raise ValueError(
+                f"the bucket plan's mixed buckets of {max_num_batched_tokens} tokens or more hold at most {seqs} sequences, fewer "
+                f"than max_num_seqs={max_num_seqs}: lower max_num_seqs to {seqs} or add a bucket "
+                f"({max_num_batched_tokens}, {min(max_num_seqs, max_num_batched_tokens)})"
+            )
+        if max(fits, default=0) < max_num_batched_tokens:
             raise ValueError(
                 f"the bucket plan holds steps of at most {max(fits, default=0)} tokens with {max_num_seqs} sequences, fewer than "
                 f"max_num_batched_tokens={max_num_batched_tokens}: lower it (and max_num_seqs), or add a larger mixed bucket"
@@ -179,7 +187,8 @@ class BucketPlan:
         return json.dumps({"format": _FORMAT, **plan, "about": about}, indent=1)
 
     def save(self, path: str | Path, **about: Any) -> None:
-        """Writes `to_json` to a file."""
+        """Writes `to_json` to a file; folders are made."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(self.to_json(**about) + "\n")
 
     @classmethod

@@ -18,6 +18,7 @@ from jaxserve.step import ModelFunctions
 from kernels.ragged_paged_attention import resolve_backend
 
 if TYPE_CHECKING:
+    from jaxserve.models import ModelConfig
     from jaxserve.step_budget import StepBudget
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -55,9 +56,20 @@ def resolve(functions: ModelFunctions, config: EngineConfig) -> ResolvedConfig:
     return resolved
 
 
+_SHAPE = (
+    *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
+    *("num_experts", "num_experts_per_token", "moe_intermediate_size"),
+)
+
+
+def model_shape(config: ModelConfig) -> dict[str, int]:
+    """The sizes by which a profile of step times knows its model."""
+    return {name: getattr(config, name) for name in _SHAPE}
+
+
 def step_budget(config: ResolvedConfig) -> StepBudget | None:
     """The dynamic budget that the config asks for; a warning if no step meets its objective. ValueError if the profile
-    can't be used, or not with these pages."""
+    can't be used, or not with these pages, or is of a model of another shape (where it says so)."""
     if config.engine.tbt_slo_ms is None:
         return None
     from jaxserve.simulation.step_time import StepTimeModel
@@ -67,15 +79,24 @@ def step_budget(config: ResolvedConfig) -> StepBudget | None:
     step_times, limits = StepTimeModel.load(config.engine.step_times), config.scheduler
     if step_times.page_size != config.cache.page_size:
         raise ValueError(f"step_times was profiled with page_size={step_times.page_size}, not {config.cache.page_size}")
+    shape, profiled = model_shape(config.model), step_times.about.get("model_shape", {})
+    others = [f"{name}={size} (here {shape.get(name)})" for name, size in profiled.items() if size != shape.get(name)]
+    if others:
+        raise ValueError(f"step_times is of another model, with {', '.join(others)}: profile this one with scripts.profile_steps")
     slo_ms = config.engine.tbt_slo_ms
     budget = StepBudget(step_times, config.plan, slo_ms / 1e3, limits.max_num_seqs, limits.max_num_batched_tokens)
+    warn_of_objective(budget)
+    return budget
+
+
+def warn_of_objective(budget: StepBudget) -> None:
+    """A warning if no step meets a dynamic budget's objective."""
     tokens, seconds = budget.least()
     if seconds > budget.objective:
         logger.warning(
             "tbt_slo_ms=%g: the fastest step of a decode and a part of a prompt, of %d tokens, takes %.3g ms by the profile, so "
             "every such step is late; raise it, or give a bucket_plan with smaller mixed buckets",
-            slo_ms,
+            1e3 * budget.objective,
             tokens,
             1e3 * seconds,
         )
-    return budget

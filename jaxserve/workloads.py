@@ -9,8 +9,10 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
 import os
 import random
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +53,8 @@ class Workload:
         if not self.requests:
             raise ValueError(f"workload {self.name} has no requests")
         for i, r in enumerate(self.requests):
-            if r.num_prompt_tokens < 1 or r.num_output_tokens < 1 or r.arrived_at < 0:
-                raise ValueError(f"request {i} of workload {self.name} needs at least 1 token each way and no negative time: {r}")
+            if r.num_prompt_tokens < 1 or r.num_output_tokens < 1 or not 0 <= r.arrived_at < math.inf:
+                raise ValueError(f"request {i} of workload {self.name} needs at least 1 token each way and a time from 0 on: {r}")
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -155,28 +157,43 @@ def trace(path: str | os.PathLike[str], num_requests: int | None = None, max_len
     gzip'd if its name ends in .gz. max_len: requests with more tokens than that, prompt and output, are left out.
 
     Raises:
-        ValueError: a column is missing, or a value is no number (the line is named); fewer than num_requests rows, or none at all.
+        ValueError: a column is missing, or a value is absent or no finite number (the line is named); the file is cut or not gzip;
+          fewer than num_requests rows, or none at all.
     """
     opened = gzip.open(path, "rt", newline="") if str(path).endswith(".gz") else open(path, newline="")
     requests: list[WorkloadRequest] = []
     with opened as file:
-        rows = csv.DictReader(file)
-        missing = {"num_prefill_tokens", "num_decode_tokens"} - set(rows.fieldnames or ())
-        if missing:
-            raise ValueError(f"{path} lacks the columns {', '.join(sorted(missing))}; found {', '.join(rows.fieldnames or ())}")
-        for row in rows:
-            if len(requests) == num_requests:
-                break
-            try:
-                prompt, output = int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])
-                request = WorkloadRequest(prompt, output, float(row.get("arrived_at") or 0.0))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{path}:{rows.line_num}: {error}") from None
-            if max_len is None or prompt + output <= max_len:
-                requests.append(request)
+        try:
+            rows = csv.DictReader(file)
+            missing = {"num_prefill_tokens", "num_decode_tokens"} - set(rows.fieldnames or ())
+            if missing:
+                found = ", ".join(rows.fieldnames or ())
+                raise ValueError(f"{path} lacks the columns {', '.join(sorted(missing))}; found {found}")
+            for row in rows:
+                if len(requests) == num_requests:
+                    break
+                try:
+                    request = _request_of(row)
+                except ValueError as error:
+                    raise ValueError(f"{path}:{rows.line_num}: {error}") from None
+                if max_len is None or request.num_prompt_tokens + request.num_output_tokens <= max_len:
+                    requests.append(request)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path} is no whole gzip file: {error}") from None
     fitting = "" if max_len is None else f" of at most {max_len} tokens"
     if not requests:
         raise ValueError(f"{path} has no request{fitting}: give a file with a line for each after the line of column names")
     if num_requests is not None and len(requests) < num_requests:
         raise ValueError(f"{path} has {len(requests)} requests{fitting}, {num_requests} were asked for; ask for fewer")
     return Workload(Path(path).name.split(".")[0], tuple(requests))
+
+
+def _request_of(row: dict[str, str | None]) -> WorkloadRequest:
+    """The request of a trace's row. ValueError says what it lacks."""
+    for name in ("num_prefill_tokens", "num_decode_tokens", "arrived_at"):
+        if name in row and not row[name]:
+            raise ValueError(f"{name} is missing")
+    arrived_at = float(row.get("arrived_at") or 0.0)
+    if not math.isfinite(arrived_at):
+        raise ValueError(f"{arrived_at=} must be a finite number of seconds")
+    return WorkloadRequest(int(row["num_prefill_tokens"] or 0), int(row["num_decode_tokens"] or 0), arrived_at)

@@ -55,7 +55,15 @@ def _is_percentile(text: str) -> bool:
         return False
 
 
+def _is_rate(text: str) -> bool:
+    try:
+        return float(text) > 0
+    except ValueError:
+        return False
+
+
 _RATE = flags.DEFINE_list("request_rate", ["inf"], "Requests a second, or several rates; inf sends all at once.")
+flags.register_validator("request_rate", lambda given: all(map(_is_rate, given)), "must be numbers above 0, or inf")
 _CONCURRENCY = flags.DEFINE_integer("max_concurrency", None, "Most requests at once (closed loop).", lower_bound=1)
 _GOODPUT = flags.DEFINE_list("goodput", [], "Objectives in ms, such as ttft:500,tpot:50.")
 _METRICS = flags.DEFINE_list("percentile_metrics", list(METRICS), "Which metrics to report.")
@@ -101,11 +109,11 @@ def in_process(workloads: dict[float, Workload], seed: int) -> tuple[list[dict[s
     return results, steps
 
 
-def draw(results: list[dict[str, Any]], steps: Any) -> None:
+def draw(results: list[dict[str, Any]], steps: Any, workload: str) -> None:
     """The timeline of the last rate's steps, and, of several rates, latency over throughput."""
     from scripts.plots import latency_throughput, step_timeline
 
-    name = f"{flags.FLAGS.model}, {flags.FLAGS.workload}"
+    name = f"{flags.FLAGS.model}, {workload}"
     step_timeline(steps, f"{_PLOT.value}_steps.png", f"{name}, {float(results[-1]['request_rate']):g}/s")
     if len(results) > 1:
         latency_throughput([r for r in results if r["request_rate"] != "inf"], f"{_PLOT.value}_rates.png", name)
@@ -213,7 +221,7 @@ def main(argv: list[str]) -> None:
     about = {"benchmark": "serve", "model": _URL.value or name, "workload": flags.FLAGS.workload}
     write_json(_JSON.value, {**about, "goodput_config": objectives, "results": results, **provenance()})
     if _PLOT.value:
-        draw(results, steps)
+        draw(results, steps, next(iter(workloads.values())).name)
 
 
 def summary(rate: float, times: ServedTimes) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import datetime
 import hashlib
 import json
 import logging
+import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -131,8 +133,18 @@ def exit_on_bad_input(script: str) -> Iterator[None]:
         sys.exit(f"{script}: {error}")
 
 
+def cpu_model() -> str:
+    """The processor's name, as far as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def versions() -> dict[str, Any]:
-    """What a result depends on besides the code: device and library versions."""
+    """What a result depends on besides the code: device, processor and library versions."""
     import flax
     import jax
     import jaxlib.version
@@ -142,6 +154,8 @@ def versions() -> dict[str, Any]:
         "device": device.device_kind,
         "platform": device.platform,
         "num_devices": len(jax.devices()),
+        "cpu": cpu_model(),
+        "cpu_cores": os.cpu_count(),
         "python": sys.version.split()[0],
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,

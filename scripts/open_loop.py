@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,8 @@ from jaxserve.workloads import Workload
 @dataclass(frozen=True)
 class ServedRun:
     """times: of every token, in seconds from the run's beginning. steps: f64[m, 4], one row a call of the engine's step: when it
-    was called and when it returned, prompt tokens that it dispatched, output tokens that it brought. counts: padding, preemptions,
-    prefix hits."""
+    was called and when it returned; prompt and output tokens of what it waited for, which with a step in flight is the step that
+    the call before dispatched. counts: padding, preemptions, prefix hits."""
 
     times: ServedTimes
     steps: np.ndarray
@@ -39,6 +40,7 @@ def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | 
     added: list[Any] = []
     gaps: list[float] = []
     steps: list[tuple[float, float, int, int]] = []
+    in_flight: deque[int] = deque()  # prompt tokens of each step that is not back
     engine.stats.padding = PaddingAccount()
     before = engine.scheduler.stats()
     num_sent = num_ended = 0
@@ -59,7 +61,7 @@ def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | 
         if not engine.has_unfinished_requests():
             time.sleep(max(0.0, arrivals[num_sent] - (time.monotonic() - begin)))
             continue
-        num_prefill = engine.stats.prefill_tokens
+        num_steps, num_prefill = engine.stats.num_steps, engine.stats.prefill_tokens
         called = time.monotonic() - begin
         outputs = engine.step()
         now = time.monotonic() - begin
@@ -74,8 +76,12 @@ def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | 
                 last[i] = now
             num_made[i] += len(output.new_token_ids)
             num_ended += output.finished
+        if engine.stats.num_steps > num_steps:
+            in_flight.append(engine.stats.prefill_tokens - num_prefill)
+        num_back = len(in_flight) - engine.scheduler.num_steps_in_flight
+        num_prompt_back = sum(in_flight.popleft() for _ in range(num_back))
         num_new = sum(len(output.new_token_ids) for output in outputs)
-        steps.append((called, now, engine.stats.prefill_tokens - num_prefill, num_new))
+        steps.append((called, now, num_prompt_back, num_new))
         if progress is not None:
             progress.update(num_ended - progress.n)
     _check_made(num_made, workload)

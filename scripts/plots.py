@@ -62,14 +62,14 @@ def step_timeline(
     title: str,
     seconds: float = 20.0,
 ) -> None:
-    """Each step's duration over time, its prompt tokens as colour, for `seconds` in the middle of the run: a step whose decodes
-    stall behind a prompt stands out. Time between steps, with nothing to serve, is no step's."""
+    """Each call's duration over time, the prompt tokens of the step that it waited for as colour, for `seconds` in the middle of
+    the run: decodes that stall behind a prompt stand out. Time between calls, with nothing to serve, is no step's."""
     middle = steps[len(steps) // 2, 1]
     shown = steps[(steps[:, 1] >= middle - seconds / 2) & (steps[:, 1] <= middle + seconds / 2)]
     made, axes = figure(2, 1)
     begins, ends, num_prompt, num_output = shown.T
     dots = axes[0][0].scatter(ends, 1e3 * (ends - begins), c=num_prompt, s=8, cmap="viridis")
-    made.colorbar(dots, ax=axes[0][0], label="prompt tokens dispatched")
+    made.colorbar(dots, ax=axes[0][0], label="prompt tokens of the step waited for")
     axes[0][0].set(xlabel="time (s)", ylabel="step (ms)", title=f"{title}: steps")
     axes[1][0].step(ends, num_output, where="post", linewidth=0.8)
     axes[1][0].set(xlabel="time (s)", ylabel="output tokens a step")
@@ -91,18 +91,19 @@ def plan_comparison(
             axes[0][0].axvline(
                 tokens, color=f"C{i}", linewidth=1, ymin=0.33 * i, ymax=0.33 * i + 0.3, label=name if not j else None
             )
-    axes[0][0].set(xscale="log", xlabel="tokens of a step", ylabel="steps", title=f"{title}: demand and buckets")
+    axes[0][0].set(xscale="log", xlabel="tokens of a step", ylabel="steps", title="demand and buckets")
+    made.suptitle(title)
     axes[0][0].legend(fontsize=7)
     names = list(plans)
     axes[0][1].bar(names, [100 * plans[n]["padding_share"] for n in names], color=[f"C{i}" for i in range(len(names))])
     axes[0][1].set(ylabel="padding (% of tokens run)", xlabel="plan", title="padding")
     x = np.arange(len(names))
-    axes[0][2].bar(x - 0.2, [plans[n]["seconds"] for n in names], 0.4, label="predicted")
+    axes[0][2].bar(x - 0.2, [plans[n]["seconds"] for n in names], 0.4, label="predicted", color="0.4")
     measured = [plans[n].get("measured_seconds") for n in names]
     if any(m is not None for m in measured):
-        axes[0][2].bar(x + 0.2, [m or 0.0 for m in measured], 0.4, label="measured")
+        axes[0][2].bar(x + 0.2, [m or 0.0 for m in measured], 0.4, label="measured", color="0.7")
     axes[0][2].set(xticks=x, xticklabels=names, ylabel=f"{seconds_of} (s)", xlabel="plan", title=seconds_of)
-    axes[0][2].legend()
+    made.legend(*axes[0][2].get_legend_handles_labels(), loc="outside lower right", ncols=2, fontsize=7)
     save(made, path)
 
 
@@ -112,22 +113,26 @@ def budgets(rows: Sequence[Mapping[str, float]], objective_ms: float, path: str 
     x = [r["budget"] for r in rows]
     axes[0][0].plot(x, [r["gap_ms"] for r in rows], marker="o")
     axes[0][0].axhline(objective_ms, color="C3", linestyle="--", label="objective")
-    axes[0][0].set(xlabel="token budget", ylabel="time between tokens at the quantile (ms)", title=title, xscale="log")
+    axes[0][0].set(
+        xlabel="token budget (tokens a step)", ylabel="time between tokens at the quantile (ms)", title=title, xscale="log"
+    )
     axes[0][0].legend()
     axes[0][1].plot(x, [r["mean_ttft_ms"] for r in rows], marker="o")
-    axes[0][1].set(xlabel="token budget", ylabel="mean TTFT (ms)", xscale="log", yscale="log")
+    axes[0][1].set(xlabel="token budget (tokens a step)", ylabel="mean TTFT (ms)", xscale="log", yscale="log")
     save(made, path)
 
 
 def capacities(rows: Sequence[Mapping[str, Any]], path: str | Path, title: str) -> None:
-    """Bars of capacity (mean, half_width) by objective (slo_ms), a colour a policy."""
+    """Bars of capacity (mean; half_width, where it is not nan) by objective (slo_ms), a colour a policy."""
     made, axes = figure()
     axis, objectives, policies = axes[0][0], sorted({r["slo_ms"] for r in rows}), list(dict.fromkeys(r["policy"] for r in rows))
     width = 0.8 / len(policies)
     for i, policy in enumerate(policies):
         ours = sorted((r for r in rows if r["policy"] == policy), key=lambda r: r["slo_ms"])
         at = np.arange(len(ours)) + (i - (len(policies) - 1) / 2) * width
-        axis.bar(at, [r["mean"] for r in ours], width, yerr=np.nan_to_num([r["half_width"] for r in ours]), label=policy, capsize=2)
+        errors = [r["half_width"] for r in ours]
+        given = {} if np.isnan(errors).all() else {"yerr": errors, "capsize": 2}
+        axis.bar(at, [r["mean"] for r in ours], width, label=policy, **given)
     axis.set(xticks=range(len(objectives)), xticklabels=[f"{ms:g} ms" for ms in objectives], title=title)
     axis.set(xlabel="objective for the P99 time between tokens", ylabel="capacity (requests a second)")
     axis.legend(fontsize=7)

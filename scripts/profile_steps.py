@@ -47,6 +47,7 @@ def measured() -> Any:
     import jax
 
     from jaxserve.llm import engine_config
+    from jaxserve.resolution import model_shape
     from jaxserve.simulation.measure import StepMeasurer
 
     logging.getLogger("jaxserve").setLevel(logging.WARNING)  # or it names every program
@@ -67,6 +68,7 @@ def measured() -> Any:
     about |= {
         "fitted": {"date": about["date"], "revision": about["revision"]},
         "model": flags.FLAGS.model,
+        "model_shape": model_shape(measurer.config.model),
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "max_model_len": limits.max_model_len,

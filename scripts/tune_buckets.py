@@ -6,15 +6,19 @@
 The workload is served in virtual time by the real scheduler, with step times from scripts.profile_steps; the plan that would have
 served it fastest, within --max_programs, is searched and replayed until nothing improves. Two plans of powers of two with at most
 as many programs stand beside it: the engine's default rule's (which may leave a few over), and the best among powers of two.
---measure serves the workload with each on a real engine. Nothing but --measure needs a device. --table writes what was found as a
-Markdown table. A plan in --config's file is not looked at: this makes another.
+--measure serves the workload with each on a real engine. Nothing but --measure needs a device. --measured takes the runs of an
+earlier result (--json) of the same plans in its place. --table writes what was found as a Markdown table. A plan in --config's file
+is not looked at: this makes another.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from absl import app, flags
@@ -38,6 +42,7 @@ _PROGRAMS = flags.DEFINE_integer("max_programs", 24, "Most programs of the plan,
 _COMPILE = flags.DEFINE_float("max_compile_seconds", None, "Most seconds that the bodies may take to compile, one after another.")
 _TEMP = flags.DEFINE_float("max_temp_mib", None, "Most temporary memory of a program, MiB.")
 _MEASURE = flags.DEFINE_integer("measure", 0, "Serve the workload so many times with each plan on a real engine.", lower_bound=0)
+_MEASURED = flags.DEFINE_string("measured", None, "Measure nothing: take the runs of this earlier result of the same plans.")
 _PLOT = flags.DEFINE_string("plot", None, "Draw demand, buckets, padding and times to this PNG.")
 flags.register_validator("plot", *CAN_PLOT)
 _TABLE = flags.DEFINE_string("table", None, "Write the plans as a Markdown table to this file.")
@@ -68,11 +73,32 @@ def compare(tuned: Any, runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict
         }
     if runs:
         at_once = tuned.at_once
-        seconds = {n: statistics.median(r["duration"] if at_once else r["mean_e2el_ms"] / 1e3 for r in runs[n]) for n in runs}
+        seconds = {n: [r["duration"] if at_once else r["mean_e2el_ms"] / 1e3 for r in runs[n]] for n in runs}
         for name, row in rows.items():
-            row["measured_seconds"] = seconds[name]
-            row["measured_gain"] = seconds[name] / seconds["tuned"]
+            gains = [theirs / ours for theirs, ours in zip(seconds[name], seconds["tuned"], strict=True)]  # of each turn
+            row["measured_seconds"] = statistics.median(seconds[name])
+            row |= {"measured_gain": statistics.median(gains), "measured_gains": gains}
     return rows
+
+
+def runs_of(path: str, workload: str, plans: dict[str, Any]) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
+    """(the measured runs of an earlier result by plan, its provenance). ValueError if it is of another workload, rate or plan, or
+    holds none."""
+    earlier = json.loads(Path(path).read_text())
+    asked = {"workload": workload, "request_rate": str(RATE.value)} | {name: str(plan) for name, plan in plans.items()}
+    try:
+        found = {name: earlier[name] for name in ("workload", "request_rate")}
+        found |= {name: earlier["plans"][name]["plan"] for name in plans}
+        runs = {name: earlier["plans"][name]["measured"] for name in plans}
+        about = {name: value for name, value in earlier.items() if name not in ("benchmark", "planning", "search", "plans")}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"--measured={path} is no result of this script ({error!r})") from None
+    for name, value in asked.items():
+        if found[name] != value:
+            raise ValueError(f"--measured={path} is of another {name}: {found[name]}, not {value}")
+    if not all(runs.values()):
+        raise ValueError(f"--measured={path} holds no measured run")
+    return runs, about
 
 
 def search_of(tuned: Any) -> dict[str, Any]:
@@ -88,6 +114,8 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     refuse_flags("a plan is made here; the ones beside it are the engine's default and the best of powers of two", "bucket_plan")
+    if _MEASURED.value is not None:
+        refuse_flags("nothing is measured with --measured", "measure")
     from jaxserve.simulation.bucket_search import Caps
     from jaxserve.simulation.tuning import tune_plan
     from jaxserve.traffic import describe
@@ -102,8 +130,13 @@ def main(argv: list[str]) -> None:
     took = {"wall_seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
     plans = {"default": tuned.default_plan, "powers": tuned.powers_plan, "tuned": tuned.plan}
     about = {"workload": describe(workload), "step_times": str(engine_options()["step_times"]), "max_programs": _PROGRAMS.value}
-    tuned.plan.save(_OUTPUT.value, **about, **provenance())
+    if machine.objective is not None:
+        warn_if_missed(machine, tuned.plan)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in plans} if _MEASURE.value else {}
+    earlier: dict[str, Any] | None = None
+    if _MEASURED.value is not None:
+        runs, earlier = runs_of(_MEASURED.value, describe(workload), plans)
+    tuned.plan.save(_OUTPUT.value, **about, **provenance())
     for repeat in range(_MEASURE.value):  # by turns, so that a slow minute falls on all
         for name, plan in plans.items():
             run = measure(machine, plan, workload, repeat, f"{name}, run {repeat + 1}")
@@ -118,10 +151,21 @@ def main(argv: list[str]) -> None:
         "request_rate": str(RATE.value),
     }
     search = search_of(tuned) | {"held_out_error": error}
-    write_json(_JSON.value, {**about, "planning": took, "search": search, "plans": rows, **provenance()})
+    about |= {"planning": took, "search": search, "plans": rows} | ({"measured": earlier} if earlier else {})
+    write_json(_JSON.value, {**about, **provenance()})
     write_text(_TABLE.value, table(tuned, rows))
     if _PLOT.value:
-        draw(tuned, rows, workload.name)
+        rate = ", all at once" if tuned.at_once else "" if math.isinf(RATE.value) else f", {RATE.value:g}/s"
+        draw(tuned, rows, f"{workload.name}, {len(workload.requests)} requests{rate}")
+
+
+def warn_if_missed(machine: Any, plan: Any) -> None:
+    """The engine's warning, if no step with this plan meets --tbt_slo_ms."""
+    from jaxserve.resolution import warn_of_objective
+    from jaxserve.step_budget import StepBudget
+
+    limits = machine.limits
+    warn_of_objective(StepBudget(machine.step_times, plan, machine.objective, limits.max_num_seqs, limits.max_num_batched_tokens))
 
 
 def draw(tuned: Any, rows: dict[str, dict[str, Any]], title: str) -> None:
@@ -138,16 +182,19 @@ def tpot(summary: dict[str, Any]) -> str:
 
 def columns(tuned: Any, rows: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
     """What is shown of each plan, by heading: gains are the plan's seconds over the tuned plan's; over time, requests a second and
-    TPOT too. Of several runs each figure is the median."""
+    TPOT too. Of several runs each figure is the median; a gain that of the turns' own gains, with the least and the most."""
     unit = "s" if tuned.at_once else "s a request"
     shown = []
     for name, r in rows.items():
         row = {"plan": name, "programs": str(r["num_programs"]), "padding": f"{100 * r['padding_share']:.1f}%"}
-        row |= {"predicted": f"{r['cost_seconds']:.2f} {unit}", "gain": f"{r['predicted_gain']:.2f}"}
+        row |= {"predicted": f"{r['cost_seconds']:.2f} {unit}", "predicted gain": f"{r['predicted_gain']:.2f}"}
         if not tuned.at_once:
             row |= {"predicted requests/s": f"{r['predicted']['request_throughput']:.2f}", "predicted TPOT": tpot(r["predicted"])}
         if r["measured"]:
-            row |= {"measured": f"{r['measured_seconds']:.2f} {unit}", "true gain": f"{r['measured_gain']:.2f}"}
+            gain, gains = r["measured_gain"], r["measured_gains"]
+            spread = f" ({min(gains):.2f} to {max(gains):.2f})" if min(gains) < max(gains) else ""
+            row |= {"measured": f"{r['measured_seconds']:.2f} {unit}", "measured gain": f"{gain:.2f}{spread}"}
+            row |= {"over predicted gain": "-" if name == "tuned" else f"{gain / r['predicted_gain'] - 1:+.0%}"}
             if not tuned.at_once:
                 rate = statistics.median(run["request_throughput"] for run in r["measured"])
                 tpots = [run["mean_tpot_ms"] for run in r["measured"]]  # None in all or in none
@@ -166,10 +213,21 @@ def misprediction(tuned: Any) -> str:
     )
 
 
+def bound(search: Any) -> str:
+    """A sentence: how far the plan found may be from the best."""
+    exact = "of as many programs" if search.capped else "exact"
+    return (
+        f"The pairs found lie at most {100 * search.gap:.2f}% above the best set of {search.num_candidates} candidates (with "
+        f"max_num_seqs sequences in each: {search.ladder_cost:.1f} s, {exact}, against {search.cost:.1f} s; prices of padding "
+        "included)."
+    )
+
+
 def table(tuned: Any, rows: dict[str, dict[str, Any]]) -> str:
-    """The plans as Markdown, and by how much a fixed log mispredicts."""
+    """The plans as Markdown, the search's bound, and by how much a fixed log mispredicts."""
     shown = columns(tuned, rows)
-    return markdown(list(shown[0]), [list(row.values()) for row in shown]) + f"\n{misprediction(tuned)}\n"
+    text = markdown(list(shown[0]), [list(row.values()) for row in shown])
+    return f"{text}\n{misprediction(tuned)}\n\n{bound(tuned.search)}\n"
 
 
 def report(tuned: Any, rows: dict[str, dict[str, Any]], took: dict[str, float], error: dict[str, float] | None) -> None:
@@ -180,13 +238,8 @@ def report(tuned: Any, rows: dict[str, dict[str, Any]], took: dict[str, float], 
         print("  ".join(f"{text:>{widths[name]}}" for name, text in row.items()))
     for name, r in rows.items():
         print(f"{name}: {r['plan']}")
-    s = tuned.search
-    exact = "of as many programs" if s.capped else "exact"
-    print(
-        f"the pairs found lie at most {100 * s.gap:.2f}% above the best set of {s.num_candidates} candidates "
-        f"(with max_num_seqs sequences in each: {s.ladder_cost:.1f} s, {exact}, against {s.cost:.1f} s; prices of padding included)"
-    )
-    if s.capped:
+    print(bound(tuned.search))
+    if tuned.search.capped:
         print("--max_compile_seconds took programs away: a plan of more of them, which compile faster, may be better")
     print(f"{misprediction(tuned)} Searched {tuned.rounds} logs.")
     if error:

@@ -95,6 +95,8 @@ def main(argv: list[str]) -> None:
     slo_ms = engine_options()["tbt_slo_ms"]
     if slo_ms is None:
         raise ValueError("give --tbt_slo_ms, the objective in milliseconds")
+    if not 0 < slo_ms < math.inf:
+        raise ValueError(f"tbt_slo_ms={slo_ms:g} must be milliseconds above 0")
     if _DYNAMIC.value > 1 and math.isinf(RATE.value):
         raise ValueError(
             f"--dynamic={_DYNAMIC.value} compares seeds of arrivals, and these are the same for each: give --request_rate, or "
@@ -128,7 +130,8 @@ def main(argv: list[str]) -> None:
     if _PLOT.value:
         from scripts.plots import budgets as plot_budgets
 
-        plot_budgets(rows, slo_ms, _PLOT.value, f"{label} by budget")
+        rate = "" if math.isinf(RATE.value) else f", {RATE.value:g}/s"
+        plot_budgets(rows, slo_ms, _PLOT.value, f"{workload.name}, {len(workload.requests)} requests{rate}: {label}")
 
 
 def report(rows: list[dict[str, float]], best: Any, label: str) -> None:

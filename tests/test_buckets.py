@@ -53,6 +53,25 @@ def test_fewer_programs_may_be_asked_for():
     plan = BucketPlan.default(256, 8192, max_programs=12)
     assert plan.num_programs <= 12
     plan.check(256, 8192)
+    least = BucketPlan.default(256, 8192, max_programs=10)
+    assert least.num_programs == 10
+    with pytest.raises(
+        ValueError, match="max_programs=9 is too few for the default plan of max_num_seqs=256, which takes 10: raise it"
+    ):
+        BucketPlan.default(256, 8192, max_programs=9)
+
+
+def test_a_bucket_of_too_few_sequences_is_named():
+    """What its message advises is accepted, either way."""
+    plan = BucketPlan(mixed=((512, 64), (1024, 32)), head_rows=(128,))
+    with pytest.raises(
+        ValueError, match=r"512 tokens or more hold at most 64 .* lower max_num_seqs to 64 or add a bucket \(512, 128\)"
+    ):
+        plan.check(128, 512)
+    plan.check(64, 512)
+    BucketPlan(mixed=(*plan.mixed, (512, 128)), head_rows=(128,)).check(128, 512)
+    with pytest.raises(ValueError, match="holds steps of at most 512 tokens with 64 sequences.*or add a larger mixed bucket"):
+        plan.check(64, 2048)
 
 
 @given(plans, st.text(max_size=5))
@@ -63,7 +82,7 @@ def test_json_there_and_back(plan, text):
 
 def test_files(tmp_path):
     plan = BucketPlan(decode=(4, 2), mixed=((16, 4),), head_rows=(4,))
-    path = tmp_path / "plan.json"
+    path = tmp_path / "new" / "plan.json"
     plan.save(path, device="cpu")
     assert BucketPlan.load(path) == BucketPlan.load(str(path)) == plan
     assert BucketPlan.load(plan) is plan

@@ -1,11 +1,13 @@
 """A dynamic budget in the engine; its choices, and a simulated engine with it, are tests/simulation/test_tuning.py's."""
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from jaxserve import BucketPlan, SamplingParams
+from jaxserve.resolution import model_shape
 from tests.dummy import Ask, dummy_model, make_engine, serve
 from tests.simulation.machines import MODEL, PAGE
 
@@ -40,6 +42,18 @@ def test_steps_with_decodes_meet_the_objective(steps):
     assert max(s.num_tokens for s in held.schedules if not s.num_decodes) == 24
     assert max(s.num_tokens for s in both) == 16 and max(map(seconds, both)) <= objective
     assert max(seconds(s) for s in free.schedules if 0 < s.num_decodes < s.num_seqs) > 1.1 * objective
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path):
+    """By its model's shape, where it says that."""
+    path = str(tmp_path / "steps.json")
+    ours = model_shape(dummy_model().config)
+    for about in ({}, {"model_shape": ours}):
+        replace(MODEL, about=about).save(path)
+        make_engine(dummy_model(), bucket_plan=PLAN, tbt_slo_ms=20, step_times=path).close()
+    replace(MODEL, about={"model_shape": ours | {"num_layers": 28, "head_dim": 128}}).save(path)
+    with pytest.raises(ValueError, match=r"of another model, with num_layers=28 \(here 2\), head_dim=128 \(here 8\): profile this"):
+        make_engine(dummy_model(), bucket_plan=PLAN, tbt_slo_ms=20, step_times=path)
 
 
 def test_an_objective_that_no_step_meets_is_warned_of(steps, caplog):

@@ -1,5 +1,6 @@
 import gzip
 import json
+import math
 import random
 
 import pytest
@@ -87,11 +88,28 @@ def test_traces_with_and_without_times_and_gzip(tmp_path):
     with pytest.raises(ValueError, match="lacks the columns num_decode_tokens; found num_prefill_tokens, tokens"):
         trace(plain)
     plain.write_text("num_prefill_tokens,num_decode_tokens\n1,2\n3\n")
-    with pytest.raises(ValueError, match=r"plain\.csv:3: "):
+    with pytest.raises(ValueError, match=r"plain\.csv:3: num_decode_tokens is missing"):
         trace(plain)
+    plain.write_text("num_prefill_tokens,num_decode_tokens,arrived_at\n1,2,0\n3,4,\n")
+    with pytest.raises(ValueError, match=r"plain\.csv:3: arrived_at is missing"):
+        trace(plain)
+    for time in ("nan", "inf", "-inf"):
+        plain.write_text(f"num_prefill_tokens,num_decode_tokens,arrived_at\n1,2,0\n3,4,{time}\n")
+        with pytest.raises(ValueError, match=rf"plain\.csv:3: arrived_at={time} must be a finite number"):
+            trace(plain)
     plain.write_text("num_prefill_tokens,num_decode_tokens\n0,2\n")
     with pytest.raises(ValueError, match="request 0 of workload plain needs at least 1 token each way"):
         trace(plain)
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[:-9], lambda whole: whole[:40] + b"\xff" * 40, lambda _: b"plain text"])
+def test_a_damaged_gzip_is_named(tmp_path, damage):
+    """Cut, overwritten, or no gzip at all."""
+    rows = "".join(f"{10 + i * i % 97},{1 + i % 7}\n" for i in range(300))
+    path = tmp_path / "cut.csv.gz"
+    path.write_bytes(damage(gzip.compress(b"num_prefill_tokens,num_decode_tokens\n" + rows.encode(), mtime=0)))
+    with pytest.raises(ValueError, match=r"cut\.csv\.gz is no whole gzip file: "):
+        trace(path)
 
 
 def test_nonsense_is_refused():
@@ -101,3 +119,6 @@ def test_nonsense_is_refused():
         random_lengths(1, 1, 1, 1.0)
     with pytest.raises(ValueError, match="workload empty has no requests"):
         Workload("empty", ())
+    for time in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="request 0 of workload late needs at least 1 token each way and a time from 0 on"):
+            Workload("late", (WorkloadRequest(1, 1, time),))

@@ -155,7 +155,7 @@ class BucketSearch:
                 name, size = ("max_num_seqs", bucket.seqs) if bucket.max_q_len == 1 else ("max_num_batched_tokens", bucket.tokens)
                 raise ValueError(
                     f"a step of {name}={size} needs {need / 2**20:.0f} MiB of temporary memory, more than "
-                    f"max_temp_bytes={caps.max_temp_bytes}: lower {name} or allow more"
+                    f"the {(caps.max_temp_bytes or 0) / 2**20:g} MiB allowed: lower {name} or allow more"
                 )
 
     def _solve(self, num_programs: int, heads: dict, ladders: tuple[dict, dict], caps: Caps, pairs: bool) -> SearchResult | None:

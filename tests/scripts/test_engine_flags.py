@@ -1,5 +1,6 @@
 """What results say of the code that made them."""
 
+import os
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -65,6 +66,14 @@ def test_code_outside_a_checkout(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     monkeypatch.setattr(engine_flags, "__file__", str(tmp_path / "scripts" / "engine_flags.py"))
     assert engine_flags.code_id() == f"version {metadata.version('jaxserve')}" and engine_flags.revision() is None
+
+
+def test_the_machine_is_named():
+    """A CPU is one of many: jax calls them all cpu."""
+    found = engine_flags.versions()
+    assert found["cpu_cores"] == os.cpu_count() and len(found["cpu"]) > 3
+    lines = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    assert "model name" not in lines or found["cpu"] in lines
 
 
 def test_files_out_of_the_checkout_are_shown_by_name():

@@ -30,6 +30,32 @@ def test_steps_begin_and_end(monkeypatch):
     assert num_prompt.sum() == 12 and num_output.sum() == 5
 
 
+def test_a_stall_is_of_the_prompt_that_it_waited_for(monkeypatch):
+    """With a step in flight a call waits for the step that the call before dispatched, and without for its own: the long calls
+    are those that fetch a prompt."""
+    for in_flight in (True, False):
+        now, engine, sizes = [0.0], make_engine(dummy_model(), async_scheduling=in_flight), []
+
+        def dispatch(inputs, masks=None, real=engine.runner.dispatch, sizes=sizes):
+            sizes.append(inputs.num_tokens)
+            return real(inputs, masks)
+
+        def fetch(handle, real=engine.runner.fetch, sizes=sizes, now=now):
+            now[0] += sizes.pop(0)  # a second a token
+            return real(handle)
+
+        monkeypatch.setattr(engine.runner, "dispatch", dispatch)
+        monkeypatch.setattr(engine.runner, "fetch", fetch)
+        clock = SimpleNamespace(monotonic=lambda now=now: now[0], sleep=lambda _: None, process_time=time.process_time)
+        monkeypatch.setattr(open_loop, "time", clock)
+        run = open_loop.serve(engine, Workload("two", (WorkloadRequest(5, 9), WorkloadRequest(17, 4, 7.0))), 0)
+        engine.close()
+        begins, ends, num_prompt, num_output = run.steps.T
+        assert sorted(num_prompt[num_prompt > 0]) == [5, 17] and num_output.sum() == 13
+        waits = ends - begins
+        assert (waits[num_prompt == 17] >= 17).all() and (waits[num_prompt == 0] <= 2).all()
+
+
 def test_tokens_that_were_never_made_are_not_counted():
     """An engine ends a request at max_model_len and says nothing; a figure of it would be too good."""
     engine = make_engine(dummy_model(), max_model_len=32)

@@ -39,10 +39,14 @@ def test_every_axis_has_a_label(tmp_path, monkeypatch):
     plan = {"tokens": [8, 16], "padding_share": 0.1, "seconds": 3.0, "measured_seconds": 3.1}
     plots.plan_comparison(np.arange(1, 60), {"default": plan, "tuned": plan}, tmp_path / "c.png", "x", "mean latency")
     assert made[-1].axes[2].get_ylabel() == "mean latency (s)" and made[-1].axes[2].get_title() == "mean latency"
+    assert made[-1].get_suptitle() == "x" and made[-1].axes[2].get_legend() is None, "a legend in the axes covers bars"
+    assert [text.get_text() for text in made[-1].legends[0].get_texts()] == ["predicted", "measured"]
     row = {"budget": 64, "gap_ms": 5.0, "mean_ttft_ms": 9.0}
     plots.budgets([row, row | {"budget": 128}], 6.0, tmp_path / "d.png", "x")
+    assert all(axis.get_xlabel() == "token budget (tokens a step)" for axis in made[-1].axes)
     capacity = {"policy": "sarathi", "slo_ms": 50.0, "mean": 3.0, "half_width": float("nan")}
-    plots.capacities([capacity, capacity | {"policy": "orca"}], tmp_path / "e.png", "x")
+    plots.capacities([capacity, capacity | {"policy": "orca", "half_width": 0.5}], tmp_path / "e.png", "x")
+    assert len(made[-1].axes[0].collections) == 1, "one seed has no error bar"
     plots.policies({"mix, 2": {"orca": {"ttft": 1.0}}, "mix, 4": {"orca": {"ttft": 2.0}}}, ["ttft"], tmp_path / "f.png")
     assert len(list(tmp_path.glob("*.png"))) == len(made) == 7
     for figure in made:

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from jaxserve import BucketPlan
+from jaxserve.models import ModelConfig
+from jaxserve.resolution import model_shape
 from jaxserve.simulation.step_time import StepTimeModel
 from tests import alphabet_model
 
@@ -53,7 +55,8 @@ def test_profile(work):
     assert all(t.base > 0 and t.compile_seconds > 0 for t in model.times) and model.host_seconds > 0
     assert about["held_out_error"]["num_points"] == 3 and about["held_out_error"]["median"] >= 0
     assert {"revision", "device", "jax", "seed", "flags"} <= set(about) and about["flags"]["rounds"] == 1
-    assert about["fitted"] == {"date": about["date"], "revision": about["revision"]}
+    assert about["fitted"] == {"date": about["date"], "revision": about["revision"]} and about["cpu_cores"] == os.cpu_count()
+    assert about["model_shape"] == model_shape(ModelConfig.from_hf(alphabet_model.CONFIG))
     assert {p["head_rows"] for p in about["points"]} > {0} and all(p["head_rows"] for p in about["held_out"])
 
 
@@ -91,6 +94,9 @@ def test_plan_is_tuned_measured_and_served(work):
         # All at once, the steps of the real run are those that were predicted.
         assert all(measured["padding_share"] == pytest.approx(row["padding_share"]) for measured in runs)
         assert row["measured_seconds"] == pytest.approx(sum(measured["duration"] for measured in runs) / 2)  # the median of two
+        ours = rows["tuned"]["measured"]
+        assert row["measured_gains"] == [runs[i]["duration"] / ours[i]["duration"] for i in range(2)], "by turns"
+        assert row["measured_gain"] == pytest.approx(sum(row["measured_gains"]) / 2)
     assert rows["tuned"]["predicted_gain"] == 1 and rows["powers"]["predicted_gain"] > 0.95  # padding has a price beside time
     assert str(BucketPlan.load(plan)) == rows["tuned"]["plan"]
     about = json.loads(plan.read_text())["about"]
@@ -144,18 +150,56 @@ def test_budget(work):
     assert done.returncode and "no token budget keeps P99" in done.stderr
 
 
+def test_runs_of_an_earlier_result(work):
+    """They stand beside a plan that is made again, if it is the same one; and an objective that no step meets is warned of."""
+    given = [f"--step_times={work / 'steps.json'}", "--workload=trace", f"--dataset_path={work / 'trace.csv'}", "--max_programs=10"]
+    first, again, output = work / "first.json", work / "again.json", f"--output={work / 'again' / 'plan.json'}"
+    done = run(work, "tune_buckets", *given, output, "--tbt_slo_ms=0.001")
+    assert done.returncode == 0 and done.stderr.count("so every such step is late") == 1, done.stderr
+    done = run(work, "tune_buckets", *given, output, f"--json={first}")
+    assert done.returncode == 0 and "every such step" not in done.stderr, done.stderr
+    done = run(work, "tune_buckets", *given, output, f"--measured={first}")
+    assert done.returncode == 1 and "first.json holds no measured run" in done.stderr
+    result = json.loads(first.read_text())
+    for name, seconds in (("default", (6.0, 4.0, 3.0)), ("powers", (2.0, 2.0, 2.0)), ("tuned", (2.0, 1.0, 4.0))):
+        result["plans"][name]["measured"] = [{"duration": each} for each in seconds]
+    first.write_text(json.dumps(result | {"device": "another"}))
+    table, taken = f"--table={work / 'again.md'}", f"--measured={first}"
+    done = run(work, "tune_buckets", *given, output, taken, table, f"--json={again}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(again.read_text())
+    rows = found["plans"]
+    assert rows["default"]["measured_gains"] == [3.0, 4.0, 0.75] and rows["default"]["measured_gain"] == 3.0
+    assert rows["default"]["measured_seconds"] == 4.0 and found["measured"]["device"] == "another" != found["device"]
+    (line,) = (line for line in (work / "again.md").read_text().splitlines() if line.startswith("| default"))
+    off = 3.0 / rows["default"]["predicted_gain"] - 1
+    assert line.endswith(f"| 4.00 s | 3.00 (0.75 to 4.00) | {off:+.0%} |")
+    done = run(work, "tune_buckets", *given, output, taken, "--request_rate=40")
+    assert done.returncode == 1 and "first.json is of another request_rate: inf, not 40.0" in done.stderr
+    result["plans"]["powers"]["plan"] = "another plan"
+    first.write_text(json.dumps(result))
+    done = run(work, "tune_buckets", *given, output, taken)
+    assert done.returncode == 1 and "first.json is of another powers: another plan, not decode" in done.stderr
+    first.write_text("{}")
+    done = run(work, "tune_buckets", *given, output, taken)
+    assert done.returncode == 1 and "first.json is no result of this script" in done.stderr
+    done = run(work, "tune_buckets", *given, output, taken, "--measure=1")
+    assert done.returncode == 1 and "--measure: nothing is measured with --measured" in done.stdout + done.stderr
+
+
 def test_over_time_the_table_has_tpot(work):
     given = [f"--step_times={work / 'steps.json'}", "--workload=trace", f"--dataset_path={work / 'trace.csv'}"]
     over_time = ["--request_rate=40", f"--output={work / 'over_time.json'}", f"--table={work / 'table.md'}"]
     done = run(work, "tune_buckets", *given, *over_time, "--max_programs=10", f"--json={work / 'over_time_found.json'}")
     assert done.returncode == 0, done.stderr
-    *lines, _, below = (work / "table.md").read_text().splitlines()
+    *lines, _, below, _, bound = (work / "table.md").read_text().splitlines()
     heads, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert heads == ["plan", "programs", "padding", "predicted", "gain", "predicted requests/s", "predicted TPOT"]
+    assert heads == ["plan", "programs", "padding", "predicted", "predicted gain", "predicted requests/s", "predicted TPOT"]
     assert [row[0] for row in rows] == ["default", "powers", "tuned"] and all(row[6].endswith(" ms") for row in rows)
     search = json.loads((work / "over_time_found.json").read_text())["search"]
     assert f"{search['fixed_log_gain']:.3f} by the default's demand log alone, {search['in_loop_gain']:.3f} with" in below
-    assert below in done.stdout
+    assert below in done.stdout and bound in done.stdout
+    assert f"at most {100 * search['gap']:.2f}% above the best set of {search['num_candidates']} candidates" in bound
     assert all(cell in done.stdout for row in rows for cell in row)
 
 
@@ -211,6 +255,20 @@ BAD = [
     ("tune_buckets", (STEPS, "--config={work}/drafts.json"), "", "speculative_config of --config: steps with drafts"),
     ("tune_buckets", (STEPS, "--bucket_plan=x"), "", "--bucket_plan: a plan is made here"),
     ("tune_budget", ("--tbt_slo_ms=9",), "", "tune_budget: give --step_times"),
+    ("tune_buckets", (STEPS, *TRACE, "--arrivals_from_trace"), "endless", "endless.csv:3: arrived_at=inf must be a finite number"),
+    (
+        "tune_buckets",
+        (STEPS, "--max_programs=5"),
+        "",
+        "max_programs=5 is too few for the default plan of max_num_seqs=4, which takes",
+    ),
+    (
+        "tune_buckets",
+        (STEPS, *TRACE, "--max_temp_mib=0.001"),
+        "trace",
+        "MiB of temporary memory, more than the 0.000999451 MiB allowed",
+    ),
+    ("tune_budget", (STEPS, "--tbt_slo_ms=-5"), "", "tune_budget: tbt_slo_ms=-5 must be milliseconds above 0"),
     ("tune_budget", (STEPS, "--tbt_slo_ms=9", "--budgets=abc"), "", "must be numbers, 1 or more"),
     ("tune_budget", (STEPS, "--tbt_slo_ms=9", "--dynamic=5"), "", "--dynamic=5 compares seeds of arrivals"),
     ("validate_simulator", (), "", "validate_simulator: give --step_times"),
@@ -225,6 +283,7 @@ BAD = [
         "more than max_model_len=256: raise it",
     ),
     ("bench_serve", ("--metric_percentiles=50,101",), "", "must be numbers from 0 to 100"),
+    ("bench_serve", ("--request_rate=2,abc",), "", "flag --request_rate=['2', 'abc']: must be numbers above 0, or inf"),
     ("bench_serve", ("--metric_percentiles=median",), "", "must be numbers from 0 to 100"),
     (
         "bench_serve",
@@ -245,6 +304,7 @@ def test_mistakes_end_with_one_line(work, script, given, name, message):
     for file, text in {
         "bad.csv": columns + "400,5\n",
         "empty.csv": columns,
+        "endless.csv": "arrived_at," + columns + "0,4,5\ninf,4,5\n",
         "timeless.csv": columns + "4,5\n" * 2,
         "drafts.json": json.dumps({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
         "short.json": json.dumps({"max_model_len": 32}),

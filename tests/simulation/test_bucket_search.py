@@ -170,5 +170,5 @@ def test_no_program_exceeds_the_memory():
         free = BucketSearch(demands, hungry, **limits).solve(Caps(14), pairs=pairs)
         assert max(map(hungry.temp_bytes, free.plan.buckets)) > 2000
     decodes = replace(MODEL, times=tuple(replace(t, temp_bytes=5000) if t.max_q_len == 1 else t for t in MODEL.times))
-    with pytest.raises(ValueError, match="a step of max_num_seqs=8 needs .* lower max_num_seqs or allow more"):
+    with pytest.raises(ValueError, match="a step of max_num_seqs=8 needs .* MiB allowed: lower max_num_seqs or allow more"):
         BucketSearch(demands, decodes, **limits).solve(Caps(14, max_temp_bytes=2000))
