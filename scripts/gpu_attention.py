@@ -1,7 +1,7 @@
-"""Ragged paged attention on the card at hand: parity of every case, then how fast each shape runs.
+"""Ragged paged attention on the card at hand: how fast each shape runs.
 
-Owns the sweeps and their bookkeeping (bytes that must move, operations that must be done). The kernel is called through its public
-entry, as the engine calls it.
+Owns the batches, the sweeps and their bookkeeping (bytes that must move, operations that must be done). The kernel is called
+through its public entry, as the engine calls it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from scripts.gpu_figures import Figures
 
 # The head shapes of Qwen3 0.6B, 4B and 8B, 32B, 30B-A3B: (query heads, KV heads, head_dim).
 HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "32b": (64, 8, 128), "30b-a3b": (32, 4, 128)}
-_TINY = {"tiny": (4, 2, 64)}  # of a dry run
+SHAPES = HEADS | {"smollm2": (9, 3, 64), "tiny": (4, 2, 64)}  # for parity head_dim 64 too; tiny is of a dry run
 PAGE = 64
 _POOL_BYTES = 4 << 30  # of KV pages, 80 times an H100's L2: pages come from memory even where sequences share them
 
@@ -33,120 +33,31 @@ def backend() -> str:
     return "mosaic_sm90" if jax.default_backend() == "gpu" or gpu.is_interpreted() else "xla"
 
 
-# ---- parity
+@dataclass(frozen=True)
+class Variant:
+    """What a batch may have other than the models' plain attention. split_q_len: 1 + drafts."""
+
+    dtype: str = "bfloat16"
+    page_size: int = PAGE
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    split_q_len: int = 1
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the call."""
+        return {"sliding_window": self.sliding_window, "soft_cap": self.soft_cap}
+
+    def __str__(self) -> str:
+        return "".join(f" {f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default)
 
 
-def parity(figures: Figures) -> None:
-    """Every case of the kernel's own list against float64, then large ones against the reference in float32."""
-    from kernels import gpu
-    from kernels.ragged_paged_attention.cases import CASES, INTERPRETED, SPLIT
-
-    cases = CASES[:: len(CASES) // 3] if figures.dry_run else CASES
-    if figures.dry_run:  # the kernel itself, interpreted, once
-        with gpu.interpreted():
-            figures.attempt("parity interpreted", _parity_large, figures, "tiny", 2, 1, 70)
-            figures.attempt("bits interpreted", _bits, figures, "tiny", [(1, 130), (3, 70)], 1)
-            small = (INTERPRETED[0], SPLIT)  # as on a card: outside of jit, with no work list given
-            passed = sum(figures.attempt(f"parity interpreted {case.name}", _parity_case, figures, case) is True for case in small)
-            figures.record("parity interpreted cases passed", passed, f"of {len(small)}", backend=backend())
-    passed = 0
-    for case in cases:
-        passed += figures.attempt(f"parity {case.name}", _parity_case, figures, case) is True
-    figures.record("parity cases passed", passed, f"of {len(cases)}", backend=backend())
-    shapes = [(2, 1, 40)] if figures.dry_run else [(64, 1, 4096), (128, 1, 777), (8, 5, 3000), (4, 700, 2100), (1, 4096, 4096)]
-    names = ["tiny"] if figures.dry_run else list(HEADS)
-    for name in names:
-        for S, q_len, kv_len in shapes:
-            figures.attempt(f"parity {name} {S} x {q_len} of {kv_len}", _parity_large, figures, name, S, q_len, kv_len)
-        if not figures.dry_run:
-            figures.attempt(f"bits {name}", _bits, figures, name, [(1, 5000), (4, 90), (200, 3000), (1, 1029)], 2)
-
-
-def _parity_case(figures: Figures, case: Any) -> bool:
-    from kernels.ragged_paged_attention import ragged_paged_attention
-    from kernels.ragged_paged_attention.cases import TOLERANCE, build
-
-    batch = build(case)
-    # Outside of jit, where the Mosaic backend plans for itself from the lengths.
-    got = np.asarray(ragged_paged_attention(*batch.arrays, backend=backend(), **case.options), np.float64)
-    want = dense_attention(case, batch)
-    # Mosaic rounds the weights to the dtype before they meet the values.
-    tolerance = TOLERANCE[case.dtype] * (2 if backend() == "mosaic_sm90" else 1)
-    got = got[: len(want)]  # rows that nobody owns are not written
-    error = np.abs(got - want) / (1 + np.abs(want))
-    worst = float(error.max()) if error.size else 0.0
-    ok = bool(np.isfinite(got).all() and worst <= tolerance)
-    if not ok:
-        figures.record(f"parity {case.name}", worst, "FAIL", tolerance=tolerance)
-    return ok
-
-
-def dense_attention(case: Any, batch: Any) -> np.ndarray:
-    """float64[rows, N, H] of a case's real rows, from its keys and values without pages."""
-    N, K, H = case.heads
-    out = []
-    for (q_len, kv_len), keys, values, start in zip(case.seqs, batch.keys, batch.values, np.asarray(batch.cu_q_lens), strict=False):
-        q = np.asarray(batch.q[start : start + q_len], np.float64).reshape(q_len, K, N // K, H)
-        k, v = np.asarray(keys, np.float64), np.asarray(values, np.float64)
-        x = np.einsum("qkgh,tkh->kgqt", q, k) * (case.scale or H**-0.5)
-        if case.soft_cap is not None:
-            x = case.soft_cap * np.tanh(x / case.soft_cap)
-        distance = np.arange(kv_len - q_len, kv_len)[:, None] - np.arange(kv_len)[None, :]
-        seen = (distance >= 0) & (distance < (case.sliding_window or kv_len + 1))
-        x = np.where(seen, x, -np.inf)
-        weights = np.exp(x - x.max(-1, keepdims=True)) if q_len else x
-        weights = weights / weights.sum(-1, keepdims=True) if q_len else x
-        out.append(np.einsum("kgqt,tkh->qkgh", weights, v).reshape(q_len, N, H))
-    return np.concatenate(out)
-
-
-def _parity_large(figures: Figures, name: str, S: int, q_len: int, kv_len: int) -> None:
-    """Relative error of the whole output against the reference with full-precision matmuls; the same bits twice."""
-    import jax
-    import jax.numpy as jnp
-
-    from kernels.ragged_paged_attention import ragged_paged_attention
-
-    batch = Batch.make((HEADS | _TINY)[name], [(q_len, kv_len - i % 3) for i in range(S)], num_pages=S * -(-kv_len // PAGE) + 1)
-    program = batch.program()
-    got, again = (np.asarray(program().astype(jnp.float32)) for _ in range(2))
-    with jax.default_matmul_precision("highest"):
-        wide = [x.astype(jnp.float32) for x in (batch.q, batch.arrays[0])]
-        reference = jax.jit(functools.partial(ragged_paged_attention, backend="reference"))
-        want = np.asarray(reference(*wide, *batch.arrays[1:]))
-    error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
-    verdict = "pass" if error < 1e-2 and (got == again).all() else "FAIL"
-    figures.record(
-        f"parity {name} {S} x {q_len} of {kv_len}", error, "relative error", verdict=verdict, same_twice=bool((got == again).all())
-    )
-
-
-def _bits(figures: Figures, name: str, seqs: list[tuple[int, int]], s: int) -> None:
-    """Rows that must be equal in every bit: a sequence in company and alone, sequence s's last row in a prefill tile and as a
-    decode, a batch planned for the lengths it has and for longer ones."""
-    import jax.numpy as jnp
-
-    def run(batch: Batch, planned_kv_lens: np.ndarray | None = None) -> np.ndarray:
-        return np.asarray(batch.program(planned_kv_lens=planned_kv_lens)().astype(jnp.float32))
-
-    batch = Batch.make((HEADS | _TINY)[name], seqs, num_pages=sum(-(-kv_len // PAGE) for _, kv_len in seqs))
-    whole, ends = run(batch), np.cumsum([q_len for q_len, _ in seqs])
-    same = {}
-    for i, (q_len, _) in enumerate(seqs):
-        same[f"{i} alone"] = (run(batch.part(i, q_len)) == whole[ends[i] - q_len : ends[i]]).all()
-    same["decode of a tile's row"] = (run(batch.part(s, 1)) == whole[ends[s] - 1 : ends[s]]).all()
-    kv_lens = np.minimum(batch.lens[1] + 70, batch.arrays[1].shape[1] * PAGE)
-    same["planned longer"] = (run(batch, kv_lens) == whole).all()
-    differ = [what for what, equal in same.items() if not equal]
-    figures.record(f"bits {name}", len(same) - len(differ), f"of {len(same)}", verdict="FAIL" if differ else "pass", differ=differ)
-
-
-# ---- speed
+PLAIN = Variant()
 
 
 @dataclass
 class Batch:
-    """A ragged batch in bfloat16 on random pages of a pool, and a program of attention calls that feed each other.
+    """A ragged batch on random pages of a pool, and a program of attention calls that feed each other.
 
     arrays: (kv_pages, page_table, cu_q_lens, kv_lens), as the kernel takes them after q.
     """
@@ -155,6 +66,7 @@ class Batch:
     arrays: tuple[Any, ...]
     seqs: list[tuple[int, int]]  # (q_len, kv_len)
     max_q_len: int
+    variant: Variant = PLAIN
 
     @classmethod
     def make(
@@ -165,24 +77,25 @@ class Batch:
         num_pages: int,
         kv_pages: Any = None,
         max_kv_len: int = 0,
+        variant: Variant = PLAIN,
     ) -> Batch:
         """A batch of these (q_len, kv_len), in a page table of rows that hold the longest, or max_kv_len positions."""
         import jax.numpy as jnp
 
-        N, K, H = heads
+        (N, K, H), page_size = heads, variant.page_size
         rng = np.random.default_rng(0)
-        kv_pages = make_pages((num_pages, 2, K, PAGE, H)) if kv_pages is None else kv_pages
+        kv_pages = make_pages((num_pages, 2, K, page_size, H), variant.dtype) if kv_pages is None else kv_pages
         q_lens = np.array([q for q, _ in seqs], np.int32)
         kv_lens = np.array([kv for _, kv in seqs], np.int32)
-        used = -(-kv_lens // PAGE)
-        table = np.zeros((len(seqs), max(int(used.max()), max_kv_len // PAGE)), np.int32)
+        used = -(-kv_lens // page_size)
+        table = np.zeros((len(seqs), max(int(used.max()), max_kv_len // page_size)), np.int32)
         rounds = -(-int(used.sum()) // len(kv_pages))  # a new order each, so that no two sequences share all their pages
         pages = np.concatenate([rng.permutation(len(kv_pages)) for _ in range(rounds)])[: used.sum()]
         for row, part in zip(table, np.split(pages, np.cumsum(used)[:-1]), strict=True):
             row[: len(part)] = part
         cu = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
-        q = jnp.asarray(rng.standard_normal((int(cu[-1]), N, H), np.float32), jnp.bfloat16)
-        return cls(q, (kv_pages, jnp.asarray(table), jnp.asarray(cu), jnp.asarray(kv_lens)), seqs, int(q_lens.max()))
+        q = jnp.asarray(rng.standard_normal((int(cu[-1]), N, H), np.float32), variant.dtype)
+        return cls(q, (kv_pages, jnp.asarray(table), jnp.asarray(cu), jnp.asarray(kv_lens)), seqs, int(q_lens.max()), variant)
 
     def part(self, s: int, rows: int) -> Batch:
         """The last `rows` query tokens of sequence s alone, on the same pages."""
@@ -191,7 +104,7 @@ class Batch:
         kv_pages, page_table, cu_q_lens, kv_lens = self.arrays
         end = int(cu_q_lens[s + 1])
         arrays = (kv_pages, page_table[s : s + 1], jnp.asarray([0, rows], jnp.int32), kv_lens[s : s + 1])
-        return Batch(self.q[end - rows : end], arrays, [(rows, self.seqs[s][1])], rows)
+        return Batch(self.q[end - rows : end], arrays, [(rows, self.seqs[s][1])], rows, self.variant)
 
     @property
     def kv_bytes(self) -> int:
@@ -224,7 +137,9 @@ class Batch:
             num_query_heads=N,
             num_kv_heads=kv_pages.shape[2],
             head_dim=H,
-            max_kv_len=page_table.shape[1] * PAGE,
+            max_kv_len=page_table.shape[1] * kv_pages.shape[3],
+            sliding_window=self.variant.sliding_window,
+            split_q_len=self.variant.split_q_len,
             tiles=tiles,
         )
 
@@ -238,7 +153,7 @@ class Batch:
         packed = None
         if planner is not None:
             packed = jax.device_put(planner.plan(q_lens, kv_lens if planned_kv_lens is None else planned_kv_lens))
-        chain = _chain(calls, which, self.max_q_len, planner)
+        chain = _chain(calls, which, self.max_q_len, planner, self.variant)
         return lambda: chain(self.q, self.arrays, packed)
 
     def seconds(self, figures: Figures, calls: int = 8, tiles: Any = None) -> float:
@@ -253,7 +168,7 @@ class Batch:
 
 
 @functools.cache
-def _chain(calls: int, which: str, max_q_len: int, planner: Any) -> Callable:
+def _chain(calls: int, which: str, max_q_len: int, planner: Any, variant: Variant) -> Callable:
     """jitted (q, arrays, packed work list) -> q after `calls` calls; kept, so that batches of one shape share a program."""
     import jax
 
@@ -266,7 +181,7 @@ def _chain(calls: int, which: str, max_q_len: int, planner: Any) -> Callable:
             work = plan_work(cu_q_lens, kv_lens, num_tokens=len(q), max_q_len=max_q_len, backend=which)
         else:
             work = planner.work(packed)
-        attend = jax.jit(functools.partial(ragged_paged_attention, max_q_len=max_q_len, backend=which))
+        attend = jax.jit(functools.partial(ragged_paged_attention, max_q_len=max_q_len, backend=which, **variant.options))
         for _ in range(calls):
             q = attend(q, *arrays, work=work)
         return q
@@ -274,13 +189,13 @@ def _chain(calls: int, which: str, max_q_len: int, planner: Any) -> Callable:
     return chain
 
 
-def make_pages(shape: tuple[int, ...]) -> Any:
+def make_pages(shape: tuple[int, ...], dtype: str = "bfloat16") -> Any:
     """Random pages, without the memory that drawing them at once would take."""
     import jax
     import jax.numpy as jnp
 
     def draw(key):
-        base = jax.random.normal(key, (min(shape[0], 1024), *shape[1:]), jnp.bfloat16)
+        base = jax.random.normal(key, (min(shape[0], 1024), *shape[1:]), dtype)
         return jnp.take(base, jnp.arange(shape[0]) % len(base), axis=0)
 
     return jax.jit(draw)(jax.random.key(0))
@@ -291,36 +206,61 @@ def pool_pages(heads: tuple[int, int, int], dry_run: bool) -> Any:
     return make_pages((16 if dry_run else _POOL_BYTES // (2 * K * PAGE * H * 2), 2, K, PAGE, H))
 
 
-def decode(figures: Figures) -> None:
-    """Decode batches: % of the measured copy bandwidth. The goal's shapes first, each for all models."""
-    rates = measure(figures)
-    points = [(B, kv) for kv in (4096, 16384, 1024, 32768, 256) for B in (32, 128, 256, 64, 8, 1)]
-    points = [(2, 64)] if figures.dry_run else points
-    longest = max(kv_len for _, kv_len in points)  # one page table and so one program a batch size, whatever its KV
-    names = ["tiny"] if figures.dry_run else ["8b", "0.6b", "30b-a3b", "32b"]
-    pools: dict[tuple[int, ...], Any] = {}
+def _pools(names: list[str], dry_run: bool) -> dict[str, Any]:
+    """name -> pages; models with the same KV heads share them."""
+    made: dict[tuple[int, ...], Any] = {}
     for name in names:
-        heads = (HEADS | _TINY)[name]
-        if heads[1:] not in pools:
-            pools[heads[1:]] = pool_pages(heads, figures.dry_run)
-    for B, kv_len in points:
-        for name in names:
-            pages, seqs = pools[(HEADS | _TINY)[name][1:]], [(1, kv_len)] * B
-            title = f"decode {name} B={B} KV={kv_len}"
-            figures.attempt(title, _speed, figures, rates, "decode", name, seqs, pages, max_kv_len=longest)
+        heads = SHAPES[name]
+        if heads[1:] not in made:
+            made[heads[1:]] = pool_pages(heads, dry_run)
+    return {name: made[SHAPES[name][1:]] for name in names}
+
+
+def decode_points() -> list[tuple[int, int]]:
+    """(B, KV) as they are timed. The goal's first; then those whose programs are compiled by then, and small batches last."""
+    large, small = (32, 128, 256, 64), (8, 1)
+    lens = (16384, 1024, 32768, 256)
+    return [
+        *((B, 4096) for B in large),
+        *((B, kv_len) for kv_len in lens for B in large),
+        *((B, kv_len) for B in small for kv_len in (4096, *lens)),
+    ]
+
+
+def prefill_points() -> list[tuple[int, int]]:
+    """(q_len, KV) as they are timed: whole prompts of the goal, then chunks, then short prompts."""
+    chunks = [(2048, kv_len) for kv_len in (8192, 32768, 4096, 16384)]
+    return [*((n, n) for n in (8192, 16384, 32768)), *chunks, *((n, n) for n in (4096, 2048, 1024))]
+
+
+def decode(figures: Figures) -> None:
+    """Decode batches: % of the measured copy bandwidth. Each point for all models. A dry run has our kernel, interpreted."""
+    from kernels import gpu
+
+    rates = measure(figures)
+    points, names = decode_points(), ["8b", "0.6b", "30b-a3b", "32b"]
+    if figures.dry_run:
+        points, names = [(1, 64)], ["tiny"]
+    longest = max(kv_len for _, kv_len in points)  # one page table and so one program a batch size, whatever its KV
+    pools = _pools(names, figures.dry_run)
+    with gpu.interpreted() if figures.dry_run else contextlib.nullcontext():
+        for B, kv_len in points:
+            for name in names:
+                title, seqs = f"decode {name} B={B} KV={kv_len}", [(1, kv_len)] * B
+                figures.attempt(title, _speed, figures, rates, "decode", title, name, seqs, pools[name], max_kv_len=longest)
 
 
 def prefill(figures: Figures) -> None:
-    """Whole prompts from paged KV, then chunks of 2048 at the end of longer ones: TFLOP/s and % of the measured matmul rate."""
+    """Whole prompts from paged KV, and chunks of 2048 at the end of longer ones: TFLOP/s and % of the measured matmul rate."""
     rates = measure(figures)
-    whole = [[(n, n)] for n in (8192, 16384, 32768, 4096, 2048, 1024)]
-    chunks = [[(2048, n)] for n in (8192, 32768, 4096, 16384)]
-    for name in ["tiny"] if figures.dry_run else ["8b", "0.6b", "32b", "30b-a3b"]:
-        pages = pool_pages((HEADS | _TINY)[name], figures.dry_run)
-        for kind, batches in (("prefill", whole), ("chunk", chunks)):
-            for seqs in [[(16, 32)]] if figures.dry_run else batches:
-                [(q_len, kv_len)] = seqs
-                figures.attempt(f"{kind} {name} {q_len} of {kv_len}", _speed, figures, rates, kind, name, seqs, pages)
+    points, names = prefill_points(), ["8b", "0.6b", "32b", "30b-a3b"]
+    if figures.dry_run:
+        points, names = [(16, 32), (16, 16)], ["tiny"]
+    pools = _pools(names, figures.dry_run)
+    for q_len, kv_len in points:
+        for name in names:
+            title = f"{'prefill' if q_len == kv_len else 'chunk'} {name} {q_len} KV={kv_len}"
+            figures.attempt(title, _speed, figures, rates, "prefill", title, name, [(q_len, kv_len)], pools[name])
 
 
 def mixed(figures: Figures) -> None:
@@ -331,31 +271,33 @@ def mixed(figures: Figures) -> None:
         "128 decodes of 4096 + 384 of 384": [(1, 4096)] * 128 + [(384, 384)],
         "32 decodes of 16384 + 2 x 240 of 8192": [(1, 16384)] * 32 + [(240, 8192)] * 2,
     }
-    for name in ["tiny"] if figures.dry_run else ["8b", "0.6b"]:
-        pages = pool_pages((HEADS | _TINY)[name], figures.dry_run)
-        for label, seqs in {"dry": [(1, 30), (8, 40)]}.items() if figures.dry_run else batches.items():
-            figures.attempt(f"mixed {name} {label}", _speed, figures, rates, "mixed", name, seqs, pages, label)
+    names = ["tiny"] if figures.dry_run else ["8b", "0.6b"]
+    pools = _pools(names, figures.dry_run)
+    for label, seqs in {"dry": [(1, 30), (8, 40)]}.items() if figures.dry_run else batches.items():
+        for name in names:
+            title = f"mixed {name} {label}"
+            figures.attempt(title, _speed, figures, rates, "mixed", title, name, seqs, pools[name])
 
 
 def _speed(
     figures: Figures,
     rates: Rates,
-    kind: str,
+    kind: str,  # decode, prefill or mixed
+    title: str,
     name: str,
     seqs: list[tuple[int, int]],
     pages: Any,
-    label: str = "",
     max_kv_len: int = 0,
 ) -> None:
-    batch = Batch.make((HEADS | _TINY)[name], seqs, num_pages=len(pages), kv_pages=pages, max_kv_len=max_kv_len)
+    batch = Batch.make(SHAPES[name], seqs, num_pages=len(pages), kv_pages=pages, max_kv_len=max_kv_len)
     seconds = batch.seconds(figures, calls=4 if max(q for q, _ in seqs) > 1024 else 8)
     bandwidth, rate = batch.kv_bytes / seconds, batch.flops / seconds
     floor = max(batch.kv_bytes / rates.copy, batch.flops / rates.matmul)
-    q_len, kv_len = seqs[0]
-    title = f"mixed {name} {label}" if label else f"{kind} {name} {f'B={len(seqs)}' if kind == 'decode' else q_len} KV={kv_len}"
-    share, unit = (bandwidth / rates.copy, "% of copy bandwidth") if kind == "decode" else (rate / rates.matmul, "% of matmul rate")
-    if label:
-        share, unit = floor / seconds, "% of the floor's speed"
+    share, unit = {
+        "decode": (bandwidth / rates.copy, "% of copy bandwidth"),
+        "prefill": (rate / rates.matmul, "% of matmul rate"),
+        "mixed": (floor / seconds, "% of the floor's speed"),
+    }[kind]
     figures.record(title, 100 * share, unit, us=seconds * 1e6, gb_per_s=bandwidth / 1e9, tflops=rate / 1e12, floor_us=floor * 1e6)
 
 

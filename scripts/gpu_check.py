@@ -1,19 +1,21 @@
 """What this project claims about a GPU, measured on the one at hand: the attention kernel, then the engine.
 
-    python -m scripts.gpu_check --part=kernels      rates, parity, decode, prefill, mixed, peers, tuning: under 8 minutes
-    python -m scripts.gpu_check --part=engine       steps, workload, transformers, start-up, graphs: under 8 minutes
+    python -m scripts.gpu_check --part=kernels      rates, parity, decode, prefill, mixed, peers, tuning: 9 minutes at most
+    python -m scripts.gpu_check --part=engine       steps, workload, transformers, start-up, graphs: 9 minutes at most
+    python -m scripts.gpu_check --part=kernels --resume=FILE      what the run that wrote FILE had no time for
     python -m scripts.gpu_check --dry_run           both on a CPU with tiny shapes: every path, no figure that means anything
 
 Needs an H100 or H200 and no network, and of packages only jax, flax, absl-py and numpy; torch and transformers are the peers where
 they are installed. Every section runs in a process of its own with its own time limit, so that a crash or a hang costs one
-section's remaining figures. They are written as JSON to benchmarks/results/<device>/, with device, date, versions and revision; a
-table closes the run. Whatever --sections says, a part begins with `device`.
+section's remaining figures. They are written as JSON to benchmarks/results/<device>/ as sections end, with device, date, versions
+and revision; a table closes the run. Whatever --sections says, a part begins with `device`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib
 import importlib.metadata
 import json
 import os
@@ -28,11 +30,12 @@ from typing import Any
 
 from absl import app, flags
 
-from scripts.gpu_figures import Figures, read_rows, value_of
+from scripts.gpu_figures import Figures, is_bad, is_skipped, is_unfinished, read_rows, value_of, write_rows
 
 _PART = flags.DEFINE_enum("part", "all", ["kernels", "engine", "all"], "Which half; all runs one after the other.")
 _SECTIONS = flags.DEFINE_list("sections", [], "Only these sections of the part, and device.")
-_MINUTES = flags.DEFINE_float("minutes", 7.5, "Time of a part.")
+_MINUTES = flags.DEFINE_float("minutes", 9, "Time of a part.")
+_RESUME = flags.DEFINE_string("resume", None, "The file of an earlier run of this part: keep its figures, measure the rest.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Tiny shapes on a CPU.")
 _OUT = flags.DEFINE_string("out", None, "The folder above <device>/: benchmarks/results, or a new temporary one for a dry run.")
 _TORCH = flags.DEFINE_string("torch_python", sys.executable, "The Python with torch and transformers.")
@@ -51,28 +54,26 @@ _AOT = Path("benchmarks/results/aot.json")  # what aot_check found
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One process. cap: seconds it may take on a card; torch: it runs in the Python that has torch; dry: a dry run has it too."""
+    """One process.
+
+    cap: seconds that it may take on a card; more where the part has time to spare.
+    torch: it runs in the Python that has torch.
+    dry: a dry run has it too.
+    cached: programs that an earlier process compiled are not compiled again.
+    by_point: its figures are independent, so that a run that goes on measures only those that are missing.
+    """
 
     run: Callable[[Figures], None]
     cap: float
     torch: bool = False
     dry: bool = True
+    cached: bool = True
+    by_point: bool = False
 
 
-def _attention(name: str) -> Callable[[Figures], None]:
+def _of(module: str, name: str) -> Callable[[Figures], None]:
     def run(figures: Figures) -> None:
-        from scripts import gpu_attention
-
-        getattr(gpu_attention, name)(figures)
-
-    return run
-
-
-def _peers(name: str) -> Callable[[Figures], None]:
-    def run(figures: Figures) -> None:
-        from scripts import gpu_peers
-
-        getattr(gpu_peers, name)(figures)
+        getattr(importlib.import_module(f"scripts.{module}"), name)(figures)
 
     return run
 
@@ -131,21 +132,22 @@ def _first_token(model: str) -> Callable[[Figures], None]:
 
 
 def _startup(child: str) -> Callable[[Figures], None]:
-    """The same script twice, with an empty compilation cache and with the one that the first left."""
+    """The same script twice, with an empty compilation cache and with the one that the first left; FAIL if that is of no use."""
 
     def run(figures: Figures) -> None:
-        with tempfile.TemporaryDirectory() as cache:
+        with tempfile.TemporaryDirectory() as folder:
+            cache = f"{folder}/jax"  # for all of the child: its weights are made before the engine sets a cache
             for label in ("cold", "warm"):
-                rows = Path(cache) / f"{label}.rows"
-                end = run_child(
-                    child, nested_cap(figures), rows, figures.dry_run, [f"--cache={cache}/jax", f"--born={time.time()}"]
-                )
+                rows = Path(folder) / f"{label}.rows"
+                more = [f"--cache={cache}", f"--born={time.time()}"]
+                end = run_child(child, nested_cap(figures), rows, figures.dry_run, more, {"JAX_COMPILATION_CACHE_DIR": cache})
                 found = [r for r in read_rows(rows) if r["name"] == "first token"]
                 if not found:
                     figures.record(f"start to first token, {label}", None, "error", why=end)
                     return
                 row = {k: v for k, v in found[0].items() if k not in ("section", "name", "value", "unit")}
-                figures.record(f"start to first token, {label}", found[0]["value"], "s", **row)
+                verdict = "FAIL" if label == "warm" and not row["from_cache"] else "pass"
+                figures.record(f"start to first token, {label}", found[0]["value"], "s", verdict=verdict, **row)
 
     return run
 
@@ -172,24 +174,24 @@ def _count_graph_updates(figures: Figures) -> None:
 FIRST = {"device": Section(_device, 40)}  # of every part: its results go to a folder of the card
 PARTS: dict[str, dict[str, Section]] = {
     "kernels": {
-        "parity": Section(_attention("parity"), 90),
-        "decode": Section(_attention("decode"), 100),
-        "prefill": Section(_attention("prefill"), 60),
-        "mixed": Section(_attention("mixed"), 30),
-        "cudnn": Section(_peers("cudnn"), 40),
-        "tune": Section(_attention("tune"), 80),
-        "torch": Section(_peers("torch_attention"), 60, torch=True),
+        "parity": Section(_of("gpu_parity", "parity"), 150, by_point=True),
+        "decode": Section(_of("gpu_attention", "decode"), 120, by_point=True),
+        "prefill": Section(_of("gpu_attention", "prefill"), 70, by_point=True),
+        "mixed": Section(_of("gpu_attention", "mixed"), 30, by_point=True),
+        "cudnn": Section(_of("gpu_peers", "cudnn"), 40, by_point=True),
+        "tune": Section(_of("gpu_attention", "tune"), 80),
+        "torch": Section(_of("gpu_peers", "torch_attention"), 60, torch=True, by_point=True),
     },
     "engine": {
-        "steps_0.6b": Section(_engine("steps"), 90),
+        "steps_0.6b": Section(_engine("steps"), 90, by_point=True),
         "workload": Section(_engine("workload"), 100),
         "startup": Section(_startup("first_token"), 100),
-        "steps_8b": Section(_engine("steps", _BIG, (1, 32, 64, 128)), 100, dry=False),  # the same code as steps_0.6b
+        "steps_8b": Section(_engine("steps", _BIG, (1, 32, 64, 128)), 100, dry=False, by_point=True),  # the code of steps_0.6b
         "graph_updates": Section(_graph_updates, 40),
-        "thunks": Section(_engine("thunks", _MODEL, _AOT), 40),
-        "transformers": Section(_peers("transformers_generate"), 100, torch=True),
+        "thunks": Section(_engine("thunks", _MODEL, _AOT), 40, cached=False),  # XLA dumps only what it compiles
+        "transformers": Section(_of("gpu_peers", "transformers_generate"), 100, torch=True),
         "startup_8b": Section(_startup("first_token_8b"), 100, dry=False),  # where time is left, and the same code as startup
-        "thunks_8b": Section(_engine("thunks", _BIG, _AOT), 40, dry=False),
+        "thunks_8b": Section(_engine("thunks", _BIG, _AOT), 40, dry=False, cached=False),
     },
 }
 HIDDEN = {
@@ -203,6 +205,19 @@ SECTIONS = {**FIRST, **PARTS["kernels"], **PARTS["engine"], **HIDDEN}
 def nested_cap(figures: Figures) -> float:
     """Seconds of a process that a section starts: it is killed, if need be, before the section is."""
     return max(0.0, figures.seconds_left - _GRACE)
+
+
+def child_environment(cached: bool) -> dict[str, str]:
+    """Ours, and one compilation cache for all sections and for the next run: the environment's where it names one, else jaxserve's
+    own."""
+    from jaxserve.compilation import cache_folder
+
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(cache_folder() / "xla"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+    return {**cache, **os.environ, **({} if cached else {"JAX_ENABLE_COMPILATION_CACHE": "false"})}
 
 
 def run_child(
@@ -230,7 +245,7 @@ def run_child(
         f"--cap={cap}",
         *(more or []),
     ]
-    environment = {**os.environ, **(env or {})}
+    environment = {**child_environment(SECTIONS[name].cached), **(env or {})}
     if dry_run:
         command.append("--dry_run")
         environment["JAX_PLATFORMS"] = "cpu"
@@ -258,49 +273,92 @@ def chosen_parts() -> list[str]:
     return [part for part in parts if not _SECTIONS.value or {**FIRST, **PARTS[part]}.keys() & set(_SECTIONS.value)]
 
 
-def run_part(part: str, folder: Path) -> list[dict[str, Any]]:
-    """`device`, then all sections of a part, each within its own cap and what is left of the part's time."""
-    start, rows = time.perf_counter(), []
+def cap_of(name: str, todo: dict[str, Section], left: float) -> float:
+    """Seconds of a section of those that are still to run: its own cap, or more where they all have time to spare."""
+    spare = max(1.0, left / sum(section.cap for section in todo.values()))
+    return min(todo[name].cap * spare, left)
+
+
+def run_part(part: str, folder: Path, above: Path, earlier: dict[str, Any] | None = None) -> tuple[list[dict[str, Any]], Path]:
+    """`device`, then all sections of a part, as long as its time lasts; its figures, and their file, which is written as each ends.
+
+    folder: for the sections' own files. above: where the folder of the card is, or is made. earlier: what an earlier run wrote.
+    Raises ValueError if that was on another card.
+    """
+    start, rows, path = time.perf_counter(), [], above
     sections = {n: s for n, s in PARTS[part].items() if not _SECTIONS.value or n in _SECTIONS.value}
-    for name, section in {**FIRST, **sections}.items():
-        left = 60 * _MINUTES.value - (time.perf_counter() - start) - _GRACE
-        cap = min(section.cap, left)
-        if _DRY_RUN.value and not section.dry:
-            continue
-        if cap < 10:
-            rows.append({"section": name, "name": "status", "value": "skipped", "unit": "", "why": "out of time"})
-            continue
-        path, began = folder / f"{name}.rows", time.perf_counter()
-        status = run_child(name, cap, path, _DRY_RUN.value)
-        rows += read_rows(path)
-        rows.append(
-            {"section": name, "name": "status", "value": status, "unit": "", "seconds": round(time.perf_counter() - began, 1)}
-        )
-        print(f"[{name}] {status}, {time.perf_counter() - began:.0f} s", flush=True)
-    return rows
+    sections = {n: s for n, s in {**FIRST, **sections}.items() if s.dry or not _DRY_RUN.value}
+    before: dict[str, list[dict[str, Any]]] = {name: [] for name in sections}
+    for row in earlier["figures"] if earlier else []:
+        if row["section"] in sections.keys() - FIRST.keys():
+            before[row["section"]].append(row)
+    todo = {n: s for n, s in sections.items() if not before[n] or any(map(is_unfinished, before[n]))}
+    for name in sections:
+        if name in todo:
+            left = 60 * _MINUTES.value - (time.perf_counter() - start) - _GRACE
+            rows += _run_section(name, folder, cap_of(name, todo, left), before[name])
+            del todo[name]
+        else:
+            rows += before[name]
+        if name in FIRST and earlier and earlier["device"] != value_of(rows, "device"):
+            raise ValueError(f"--resume={_RESUME.value} is of {earlier['device']}, this is {value_of(rows, 'device')}")
+        path = write(part, rows, above)
+    return rows, path
+
+
+def _run_section(name: str, folder: Path, cap: float, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A section's figures, those of an earlier run that stand among them, and how it ended."""
+    path, began = folder / f"{name}.rows", time.perf_counter()
+    kept = [r for r in before if SECTIONS[name].by_point and r["name"] != "status" and not is_unfinished(r)]
+    if cap < 10:
+        return [*kept, {"section": name, "name": "status", "value": "skipped", "unit": "", "why": "out of time"}]
+    write_rows(path, kept)
+    status = run_child(name, cap, path, _DRY_RUN.value)
+    new, seconds = read_rows(path)[len(kept) :], round(time.perf_counter() - began, 1)
+    print(f"[{name}] {status}, {seconds:.0f} s", flush=True)
+    again = {r["name"] for r in new}
+    ended = {"section": name, "name": "status", "value": status, "unit": "", "seconds": seconds}
+    return [*(r for r in kept if r["name"] not in again), *new, ended]
+
+
+def read_earlier(part: str) -> dict[str, Any] | None:
+    """What --resume names. UsageError if it is of another part, revision or kind of run."""
+    if not _RESUME.value:
+        return None
+    if not Path(_RESUME.value).is_file():
+        raise app.UsageError(f"--resume={_RESUME.value}: there is no such file")
+    earlier = json.loads(Path(_RESUME.value).read_text())
+    ours = {"check": f"gpu {part}", "revision": code_revision(), "dry_run": _DRY_RUN.value}
+    for name, value in ours.items():
+        if earlier.get(name) != value:
+            raise app.UsageError(f"--resume={_RESUME.value} has {name}={earlier.get(name)!r}, this run {value!r}")
+    return earlier
+
+
+def code_revision() -> str | None:
+    from scripts.engine_flags import revision
+
+    return _REVISION.value or revision()
 
 
 def device_name(rows: list[dict[str, Any]]) -> str:
     """A folder's name for the card: "h100" from "NVIDIA H100 80GB HBM3"."""
     kind = str(value_of(rows, "device") or "")
     for known in ("H100", "H200"):
-        if known in kind:
+        if known in kind.split():  # a GH200 is neither
             return known.lower()
     return kind.lower().replace(" ", "-") or "unknown"
 
 
-def write(part: str, rows: list[dict[str, Any]]) -> Path:
+def write(part: str, rows: list[dict[str, Any]], above: Path) -> Path:
     """The part's figures as JSON, beside what they depend on; some sections alone go to a file of their own."""
-    from scripts.engine_flags import revision
-
-    above = _OUT.value or (tempfile.mkdtemp() if _DRY_RUN.value else "benchmarks/results")
-    folder = Path(above) / ("dry_run" if _DRY_RUN.value else device_name(rows))
+    folder = above / ("dry_run" if _DRY_RUN.value else device_name(rows))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ("_".join(["gpu", part, *(name for name in {**FIRST, **PARTS[part]} if name in _SECTIONS.value)]) + ".json")
     about = {
         "check": f"gpu {part}",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "revision": _REVISION.value or revision(),
+        "revision": code_revision(),
         "device": value_of(rows, "device"),
         "python": sys.version.split()[0],
         "versions": {r["name"].removeprefix(_VERSION): r["value"] for r in rows if r["name"].startswith(_VERSION)},
@@ -311,17 +369,16 @@ def write(part: str, rows: list[dict[str, Any]]) -> Path:
 
 
 def failures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of what failed: errors, checks that did not pass, processes that did not end well."""
-    bad = [r for r in rows if r["unit"] in ("error", "FAIL") or r.get("verdict") == "FAIL"]
-    return bad + [r for r in rows if r["name"] == "status" and r["value"] not in ("done", "skipped")]
+    """Rows of what failed: errors, checks that did not pass, processes that did not end well, and parity that was not checked."""
+    return [r for r in rows if is_bad(r) or is_skipped(r) and r["section"] == "parity"]
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
     """The table that closes a run: a line a figure that has a number, then what is unsupported, was skipped or failed."""
     good = [r for r in rows if isinstance(r["value"], int | float) and r["name"] != "status"]
     lacks = [r for r in rows if r["unit"] == "unsupported"]
-    skips = [r for r in rows if "skipped" in (r["unit"], r["value"])]
     bad = failures(rows)
+    skips = [r for r in rows if is_skipped(r) and r not in bad]
     lines = [f"{r['section']:14s} {r['name']:52s} {r['value']:12.4g} {r['unit']}" for r in good]
     lines += [f"{r['section']:14s} {r['name']:52s} {r['unit'] or r['value']}: {r.get('why', '')}" for r in [*lacks, *skips, *bad]]
     return "\n".join([*lines, f"{len(good)} figures, {len(lacks)} unsupported, {len(skips)} skipped, {len(bad)} failures"])
@@ -339,11 +396,13 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"--sections={','.join(_SECTIONS.value)}: must be of {', '.join(sorted(known))}")
     if not chosen_parts():
         raise app.UsageError(f"--sections={','.join(_SECTIONS.value)}: none is of --part={_PART.value}")
-    failed = 0
+    if _RESUME.value and _PART.value == "all":
+        raise app.UsageError("--resume names the file of one part: say which with --part")
+    failed, above = 0, Path(_OUT.value or (tempfile.mkdtemp() if _DRY_RUN.value else "benchmarks/results"))
     for part in chosen_parts():
+        earlier = read_earlier(part)
         with tempfile.TemporaryDirectory() as folder:
-            rows = run_part(part, Path(folder))
-        path = write(part, rows)
+            rows, path = run_part(part, Path(folder), above, earlier)
         print(summary(rows), flush=True)
         print(f"gpu_check {part}: {path}", flush=True)
         failed += len(failures(rows))

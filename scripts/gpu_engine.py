@@ -23,6 +23,7 @@ from scripts.bench_models import RANDOM
 from scripts.bench_run import serve
 from scripts.device_rates import Rates, measure
 from scripts.gpu_figures import Figures
+from scripts.sm90_compile import TARGETS, target_fact, target_of, thunk_text
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 KV_LEN = 1024  # of every sequence in a timed decode step
@@ -93,14 +94,16 @@ def steps(figures: Figures, name: str, batches: tuple[int, ...] = BATCHES) -> No
     engine = random_engine(name, bucket_plan=plan, max_num_seqs=sizes[-1], max_model_len=kv_len + 256)
     compile_all(engine)
     figures.record("weights", engine.runner.programs.functions.num_bytes / 2**30, "GiB", kv_pages=engine.config.cache.num_pages)
-    figures.record("programs", engine.runner.programs.num_compiled, "", seconds=compile_counts().seconds, plan=str(plan))
+    counts, compiled = compile_counts(), engine.runner.programs.num_compiled
+    figures.record("programs", compiled, "", seconds=counts.seconds, from_cache=counts.cache_hits, plan=str(plan))
     before = compile_counts().programs
     for batch in sorted(batches, key=lambda b: b != 64):  # what the goals name first
-        figures.attempt(f"step {name} B={batch}", _time_step, figures, rates, engine, name, batch, kv_len)
+        title = f"step {name} B={batch} KV={kv_len}"
+        figures.attempt(title, _time_step, figures, rates, engine, title, batch, kv_len)
     _record_recompilations(figures, name, before)
 
 
-def _time_step(figures: Figures, rates: Rates, engine: Any, name: str, batch: int, kv_len: int) -> None:
+def _time_step(figures: Figures, rates: Rates, engine: Any, title: str, batch: int, kv_len: int) -> None:
     inputs, kv_tokens = decoding(engine, batch, kv_len, seed=batch)
     served = _as_served(engine, 2 if figures.dry_run else 20)
     alone = figures.seconds_per_call(
@@ -112,7 +115,7 @@ def _time_step(figures: Figures, rates: Rates, engine: Any, name: str, batch: in
     engine.reset_prefix_cache()  # the pages that it knew are gone
     floor = floor_seconds(engine, rates, batch, kv_tokens)
     figures.record(
-        f"step {name} B={batch} KV={kv_len}",
+        title,
         1e3 * served,
         "ms",
         over_floor=served / floor,
@@ -240,17 +243,28 @@ def first_token(figures: Figures, name: str, cache: str, born: float) -> None:
 # ---- graphs
 
 
+def target_for(device_kind: str) -> tuple[str, dict[str, str]]:
+    """The target of a card, and as a figure's details which card was assumed: of an H100 PCIe or NVL it is the SXM one.
+
+    Raises ValueError for a card of no family that a target describes.
+    """
+    kinds = {target: target_fact(target, "name") for target in TARGETS}
+    family = [target for target in kinds if target.upper() in device_kind.split()]
+    if device_kind in kinds.values() or not family:
+        return target_of(device_kind), {}
+    return family[0], {"assumed": f"{device_kind} is taken for {kinds[family[0]]}"}
+
+
 def thunks(figures: Figures, name: str, expected: Path) -> None:
     """What XLA makes of the step on this card, beside what aot_check found without one."""
     from jaxserve.programs import GPU_COMPILER_OPTIONS
     from scripts.aot_step import AbstractStep, read_config
     from scripts.compiled_report import CompiledReport, parse_hlo, parse_thunks
-    from scripts.sm90_compile import target_of, thunk_text
 
     gpu = jax.default_backend() == "gpu"
     if not gpu:
         figures.record("thunks", None, "unsupported", why="XLA's CPU compiler has no such list")
-    target = target_of(jax.devices()[0].device_kind) if gpu else "h100"
+    target, assumed = target_for(jax.devices()[0].device_kind) if gpu else ("h100", {})
     options: dict[str, Any] = {"attention_backend": "mosaic_sm90" if gpu else "xla"}
     if figures.dry_run:
         options |= {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
@@ -270,7 +284,7 @@ def thunks(figures: Figures, name: str, expected: Path) -> None:
             report = CompiledReport(f"body {bucket}", parse_thunks(thunk_text(Path(dump))) if gpu else [], parse_hlo(text))
         ours = report.as_json()
         there = known.get(report.name)
-        details = {"graphs": ours["graphs"], "outside": ours["outside_graphs"]}
+        details = {"graphs": ours["graphs"], "outside": ours["outside_graphs"], **assumed}
         if there is None:
             details["aot_check"] = f"nothing of {report.name} in {expected.name}"
         else:

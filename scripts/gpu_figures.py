@@ -18,7 +18,8 @@ _RESERVE = 6.0  # seconds before the end in which nothing new is begun
 
 
 class Figures:
-    """Collects the figures of one section, which has `cap` seconds from now.
+    """Collects the figures of one section, which has `cap` seconds from now. What an earlier run left in its file is not measured
+    again.
 
     dry_run: sections then take tiny shapes; the figures mean nothing and say so in the file's name.
     """
@@ -26,7 +27,8 @@ class Figures:
     def __init__(self, section: str, path: Path | None, cap: float, dry_run: bool):
         self.section, self.dry_run = section, dry_run
         self._path, self._end = path, time.perf_counter() + cap
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = [] if path is None else read_rows(path)
+        self._known = {row["name"] for row in self.rows}
 
     @property
     def seconds_left(self) -> float:
@@ -44,7 +46,10 @@ class Figures:
                 file.write(json.dumps(row) + "\n")
 
     def attempt(self, name: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """function(...), or None: what it raises becomes a figure with its traceback, and so does a lack of time."""
+        """function(...), or None: what it raises becomes a figure with its traceback, and so does a lack of time. A figure of this
+        name that an earlier run left stands."""
+        if name in self._known:
+            return None
         if self.seconds_left < _RESERVE:
             self.record(name, None, "skipped", why="out of time")
             return None
@@ -89,6 +94,26 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """A section's file with these figures."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def is_bad(row: dict[str, Any]) -> bool:
+    """A check that did not pass, an error, or a process that did not end well."""
+    return row.get("verdict") == "FAIL" or is_unfinished(row) and not is_skipped(row)
+
+
+def is_skipped(row: dict[str, Any]) -> bool:
+    """There was no time for it."""
+    return "skipped" in (row["unit"], row["value"])
+
+
+def is_unfinished(row: dict[str, Any]) -> bool:
+    """It says of something that it has yet to be measured."""
+    return is_skipped(row) or row["unit"] == "error" or row["name"] == "status" and row["value"] != "done"
 
 
 def value_of(rows: list[dict[str, Any]], name: str) -> Any:

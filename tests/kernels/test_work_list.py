@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxserve.work_lists import AHEAD
 from kernels.ragged_paged_attention.work_list import BLOCK, TAIL, WorkShape, loads, plan, positions_read, positions_seen
 
 HEADS = {"qwen3_0.6b": (8, 2), "qwen3_8b": (8, 4), "qwen3_32b": (8, 8), "qwen3_30b_a3b": (4, 8)}  # K, N / K
@@ -161,11 +162,37 @@ def step_of(rng, prompt, output, *, num_decodes: int, budget: int) -> tuple[np.n
     return np.array(q_lens), np.array(kv_lens)
 
 
-TRACES = {  # (median, 90th percentile) of prompts and of outputs
+# (median, 90th percentile) of prompts and of outputs. The traces themselves are too large for the repository: fits stand in for
+# them, and benchmarks/results/cpu/work_list_*.json has two of them as they are.
+TRACES = {
     "azure_conv": ((1020, 2735), (129, 424)),
     "sharegpt": ((1730, 5696), (415, 834)),
     "arxiv": ((7059, 12985), (208, 371)),
 }
+# Draws that can't keep the goals: (model, trace, decodes, budget) -> what they keep.
+UNEVEN = {("qwen3_30b_a3b", "azure_conv", 32, 0): 1.12}  # 4 chunks an SM
+READ_MORE = {  # short prompts in tiles of 16 tokens, each of which reads its last block of 64 to the end
+    ("qwen3_32b", "azure_conv", 32, 2048): 1.035,
+    ("qwen3_30b_a3b", "azure_conv", 32, 2048): 1.035,
+}
+
+
+def planned_step(q_lens: np.ndarray, kv_lens: np.ndarray, *, model: str, budget: int) -> tuple[WorkShape, np.ndarray]:
+    """(shape, work list) of a step as the engine plans it: in a bucket of powers of two, decodes alone for AHEAD tokens more."""
+    (K, G), max_kv_len = HEADS[model], 40_960
+    num_seqs = 1 << (len(q_lens) - 1).bit_length()
+    shape = shape_of(
+        budget or num_seqs,
+        num_seqs,
+        max_q_len=budget or 1,
+        K=K,
+        max_kv_len=max_kv_len,
+        num_ctas=SMS,
+        tile_tokens=128 // G if budget else 1,
+        chunk=512,
+    )
+    ahead = kv_lens if budget else np.minimum(kv_lens + AHEAD, max_kv_len)
+    return shape, plan(shape, q_lens, ahead, least_kv_lens=kv_lens)
 
 
 @pytest.mark.parametrize("model", HEADS)
@@ -173,42 +200,47 @@ TRACES = {  # (median, 90th percentile) of prompts and of outputs
 @pytest.mark.parametrize("budget", [0, 2048], ids=["decode", "mixed"])
 def test_steps_of_traces_are_balanced_and_read_little_more_than_they_must(trace, model, budget):
     rng = np.random.default_rng(3)
-    (K, G), max_kv_len = HEADS[model], 40_960
+    K, _ = HEADS[model]
     for num_decodes in (32, 64, 128, 256):
         q_lens, kv_lens = step_of(rng, *TRACES[trace], num_decodes=num_decodes, budget=budget)
-        tile_tokens = 128 // G if budget else 1
-        shape = shape_of(
-            max(budget, num_decodes),
-            len(q_lens),
-            max_q_len=int(q_lens.max()),
-            K=K,
-            max_kv_len=max_kv_len,
-            num_ctas=SMS,
-            tile_tokens=tile_tokens,
-            chunk=512,
-        )
-        packed = plan(shape, q_lens, kv_lens)
+        draw = (model, trace, num_decodes, budget)
+        shape, packed = planned_step(q_lens, kv_lens, model=model, budget=budget)
         load = loads(shape, packed, q_lens, kv_lens)
-        # A chunk is all that can be moved: an SM with few of them has more or less than its share.
+        assert load.max() <= UNEVEN.get(draw, 1.1) * load.mean(), draw
+        # Splitting, an item's cost each time, adds little to the longest time: the less, the more chunks an SM has.
         chunks_an_sm = load.mean() / (shape.chunk / BLOCK)
-        assert load.max() <= (1.1 if chunks_an_sm >= 4 else 1.4) * load.mean(), num_decodes
-        # Splitting, an item's cost each time, adds little to the longest time.
-        whole = dataclasses.replace(shape, chunk=max_kv_len)
+        whole = dataclasses.replace(shape, chunk=shape.max_kv_len)
         uncut = loads(whole, plan(whole, q_lens, kv_lens), q_lens, kv_lens).mean()
-        assert load.max() <= (1.15 if chunks_an_sm >= 16 else 1.5) * uncut, num_decodes
+        assert load.max() <= (1.15 if chunks_an_sm >= 16 else 1.5) * uncut, draw
         # Of a decode every position once a KV head, whatever was split, and less than TAIL past its end.
         decodes = plan(shape, q_lens[:num_decodes], kv_lens[:num_decodes])
         read = positions_read(shape, decodes, q_lens[:num_decodes], kv_lens[:num_decodes])
         assert read == K * (-(-kv_lens[:num_decodes] // TAIL) * TAIL).sum()
         assert read <= 1.02 * K * kv_lens[:num_decodes].sum()
         # Of the step each tile what its last token sees, to the end of that block: of short tiles more end within one.
-        seen = [tile_ends(q, kv, tile_tokens) for q, kv in zip(q_lens, kv_lens, strict=True)]
+        seen = [tile_ends(q, kv, shape.tile_tokens) for q, kv in zip(q_lens, kv_lens, strict=True)]
         kv = np.repeat(kv_lens, [len(ends) for ends in seen])
         seen = np.concatenate(seen)
         assert positions_seen(shape, q_lens, kv_lens) == K * seen.sum()
         read = positions_read(shape, packed, q_lens, kv_lens)
         assert read == K * np.minimum(-(-seen // BLOCK) * BLOCK, -(-kv // TAIL) * TAIL).sum()
-        assert read <= (1.02 if G <= 4 else 1.035) * K * seen.sum()
+        assert read <= READ_MORE.get(draw, 1.02) * K * seen.sum(), draw
+
+
+@pytest.mark.parametrize(
+    ("model", "trace", "limit"),
+    [
+        *(("qwen3_8b", trace, limit) for trace, limit in (("azure_conv", 1.16), ("sharegpt", 1.14), ("arxiv", 1.1))),
+        *(("qwen3_30b_a3b", trace, limit) for trace, limit in (("azure_conv", 1.51), ("sharegpt", 1.25), ("arxiv", 1.13))),
+    ],
+)
+def test_sixteen_decodes_are_as_even_as_whole_chunks_can_be(model, trace, limit):
+    """Conversations leave an SM 1.3 to 9 chunks, which can't be cut: with so few sequences 1.1 is out of reach."""
+    for seed in range(12):
+        q_lens, kv_lens = step_of(np.random.default_rng(seed), *TRACES[trace], num_decodes=16, budget=0)
+        shape, packed = planned_step(q_lens, kv_lens, model=model, budget=0)
+        load = loads(shape, packed, q_lens, kv_lens)
+        assert load.max() <= limit * load.mean(), (seed, load.max() / load.mean(), load.mean() / (shape.chunk / BLOCK))
 
 
 @pytest.mark.parametrize(("max_kv_len", "limit"), [(4096, 1.11), (8192, 1.1), (40_960, 1.1)])

@@ -4,21 +4,23 @@ import datetime
 import functools
 import json
 import types
-from typing import cast
+from typing import Any, cast
 
 import jax
 import numpy as np
 import pytest
+from absl import app
 from absl.testing import flagsaver
 
 from kernels import gpu
 from kernels.ragged_paged_attention import ragged_paged_attention
 from kernels.ragged_paged_attention.cases import CASES, TOLERANCE, build
-from scripts import gpu_check
-from scripts.gpu_attention import Batch, best_tiles, dense_attention, tile_candidates
-from scripts.gpu_check import FIRST, HIDDEN, PARTS, SECTIONS, chosen_parts, device_name, run_part, summary, write
-from scripts.gpu_engine import decoding, random_engine, step_bytes, step_flops
-from scripts.gpu_figures import Figures, read_rows, value_of
+from scripts import gpu_check, gpu_parity
+from scripts.gpu_attention import HEADS, Batch, Variant, best_tiles, decode_points, prefill_points, tile_candidates
+from scripts.gpu_check import FIRST, HIDDEN, PARTS, SECTIONS, chosen_parts, device_name, read_earlier, run_part, summary
+from scripts.gpu_engine import decoding, random_engine, step_bytes, step_flops, target_for
+from scripts.gpu_figures import Figures, read_rows, value_of, write_rows
+from scripts.gpu_parity import dense_attention
 
 
 def test_what_fails_is_a_figure_and_the_rest_goes_on(tmp_path):
@@ -132,6 +134,7 @@ def test_floor_of_a_step():
 def test_results_go_to_a_folder_of_the_card():
     assert device_name([{"name": "device", "value": "NVIDIA H100 80GB HBM3"}]) == "h100"
     assert device_name([{"name": "device", "value": "NVIDIA H200"}]) == "h200"
+    assert device_name([{"name": "device", "value": "NVIDIA GH200 480GB"}]) == "nvidia-gh200-480gb"
     assert device_name([]) == "unknown"
 
 
@@ -148,8 +151,8 @@ def test_every_part_says_which_card_it_ran_on(part, only, tmp_path, monkeypatch)
         return "done"
 
     monkeypatch.setattr(gpu_check, "run_child", run_section)
-    with flagsaver.as_parsed(sections=",".join(only), out=str(tmp_path), revision="abc", minutes="7.5", dry_run="false"):
-        path = write(part, run_part(part, tmp_path))
+    with flagsaver.as_parsed(sections=",".join(only), revision="abc", minutes="9", dry_run="false"):
+        _, path = run_part(part, tmp_path, tmp_path)
     assert ran == ["device", *(name for name in PARTS[part] if not only or name in only)]
     folder = jax.devices()[0].device_kind.lower().replace(" ", "-")
     name = "_".join(["gpu", part, *(ran[1:] if only else [])])
@@ -161,8 +164,10 @@ def test_every_part_says_which_card_it_ran_on(part, only, tmp_path, monkeypatch)
     assert datetime.timedelta(0) <= age < datetime.timedelta(minutes=5)
 
 
-@pytest.mark.parametrize(("ended", "num_failures"), [("done", 0), ("exit 1", 1)])
-def test_what_there_was_no_time_for_is_no_failure(ended, num_failures, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("part", "ended", "num_failures"), [("engine", "done", 0), ("engine", "exit 1", 1), ("kernels", "done", 1)]
+)
+def test_what_there_was_no_time_for_is_no_failure_but_parity(part, ended, num_failures, tmp_path, monkeypatch, capsys):
     clock = [0.0]
 
     def run_device(name, cap, path, dry_run):
@@ -171,15 +176,129 @@ def test_what_there_was_no_time_for_is_no_failure(ended, num_failures, tmp_path,
 
     monkeypatch.setattr(gpu_check, "run_child", run_device)
     monkeypatch.setattr(gpu_check, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
-    flags = {"child": "", "dry_run": "false", "part": "kernels", "sections": "", "revision": "abc", "minutes": "7.5"}
+    flags = {"child": "", "dry_run": "false", "part": part, "sections": "", "resume": "", "revision": "abc", "minutes": "7.5"}
     with flagsaver.as_parsed(out=str(tmp_path), **flags):
         with pytest.raises(SystemExit) as raised:
             gpu_check.main([""])
-    assert raised.value.code == num_failures
+    assert raised.value.code == (num_failures > 0)
     *_, last, _ = capsys.readouterr().out.splitlines()
-    assert last == f"0 figures, 0 unsupported, {len(PARTS['kernels'])} skipped, {num_failures} failures"
-    rows = json.loads((tmp_path / "unknown" / "gpu_kernels.json").read_text())["figures"]
-    assert [r["value"] for r in rows] == [ended] + ["skipped"] * len(PARTS["kernels"])
+    assert last == f"0 figures, 0 unsupported, {len(PARTS[part]) - (part == 'kernels')} skipped, {num_failures} failures"
+    rows = json.loads((tmp_path / "unknown" / f"gpu_{part}.json").read_text())["figures"]
+    assert [r["value"] for r in rows] == [ended] + ["skipped"] * len(PARTS[part])
+
+
+def _row(section: str, name: str, value: Any = 1.0, unit: str = "us", **more: Any) -> dict[str, Any]:
+    return {"section": section, "name": name, "value": value, "unit": unit, **more}
+
+
+def test_parity_that_was_not_finished_is_a_failure():
+    rows = [_row("parity", "bits 8b", None, "skipped", why="out of time"), _row("decode", "decode 8b", None, "skipped")]
+    assert gpu_check.failures(rows) == rows[:1]
+    assert summary(rows).endswith("0 figures, 0 unsupported, 1 skipped, 1 failures")
+
+
+@pytest.mark.parametrize(
+    ("sections", "minutes", "caps"),
+    [
+        ("decode", "9", {"device": 131.25, "decode": 525.0}),
+        ("decode,prefill", "9", {"device": 91.3, "decode": 331.6, "prefill": 525.0}),
+        ("decode", "2", {"device": 40.0, "decode": 105.0}),
+        ("", "9", {"device": 40.0, "parity": 150.0}),
+        ("", "30", {"device": 121.0, "parity": 486.8}),
+    ],
+)
+def test_time_to_spare_goes_to_the_sections_that_are_left(sections, minutes, caps, tmp_path, monkeypatch):
+    asked = {}
+
+    def run_child(name, cap, path, dry_run):
+        asked[name] = round(cap, 1)
+        return "done"
+
+    monkeypatch.setattr(gpu_check, "run_child", run_child)
+    monkeypatch.setattr(gpu_check, "time", types.SimpleNamespace(perf_counter=lambda: 0.0))
+    with flagsaver.as_parsed(sections=sections, minutes=minutes, dry_run="false", revision="abc"):
+        run_part("kernels", tmp_path, tmp_path)
+    assert {name: asked[name] for name in caps} == pytest.approx(caps, abs=0.1)
+
+
+def test_a_run_goes_on_where_an_earlier_one_stopped(tmp_path, monkeypatch):
+    done = {name: _row(name, "status", "done", "") for name in PARTS["kernels"]}
+    earlier = {
+        "device": "NVIDIA H100 80GB HBM3",
+        "figures": [
+            *(_row("device", "device", "NVIDIA H100 80GB HBM3", ""), done["parity"] | {"value": "exit 1"}),
+            *(
+                _row("parity", "one", verdict="FAIL"),
+                _row("parity", "two", None, "skipped"),
+                _row("parity", "three", None, "error"),
+            ),
+            *(_row("parity", "tally", 1), _row("decode", "decode 8b"), done["decode"]),
+            *(_row("tune", "tiles a"), _row("tune", "tiles b", None, "skipped"), done["tune"]),
+        ],
+    }
+    found, kind = {}, ["NVIDIA H100 80GB HBM3"]
+
+    def run_child(name, cap, path, dry_run):
+        found[name] = [r["name"] for r in read_rows(path)]
+        figures = Figures(name, path, cap, dry_run=True)
+        if name == "device":
+            figures.record("device", kind[0], "")
+        for title in ("one", "two"):
+            figures.attempt(title, figures.record, title, 2.0, "us")
+        figures.record("tally", 2)
+        return "done"
+
+    monkeypatch.setattr(gpu_check, "run_child", run_child)
+    flags = {"dry_run": "false", "resume": "it", "revision": "abc", "minutes": "9", "sections": "parity,decode,tune,mixed"}
+    with flagsaver.as_parsed(**flags):
+        rows, path = run_part("kernels", tmp_path, tmp_path, earlier)
+        kind[0] = "NVIDIA H200"
+        (tmp_path / "other").mkdir()
+        with pytest.raises(ValueError, match="is of NVIDIA H100 80GB HBM3, this is NVIDIA H200"):
+            run_part("kernels", tmp_path / "other", tmp_path, earlier)
+    assert list(found) == ["device", "parity", "mixed", "tune"], "of decode nothing was missing"
+    assert found["parity"] == ["one", "tally"] and found["tune"] == [], "the times of a tuning belong together"
+    parity = [(r["name"], r["value"]) for r in rows if r["section"] == "parity"]
+    assert parity == [("one", 1.0), ("two", 2.0), ("tally", 2), ("status", "done")]
+    assert _row("decode", "decode 8b") in rows and json.loads(path.read_text())["figures"] == rows
+
+
+def test_only_a_run_of_this_code_is_gone_on_with(tmp_path):
+    path = tmp_path / "gpu_kernels.json"
+    path.write_text(json.dumps({"check": "gpu kernels", "revision": "abc", "dry_run": False, "figures": []}))
+    with flagsaver.as_parsed(resume=str(path), revision="abc", dry_run="false"):
+        assert read_earlier("kernels") is not None
+        with pytest.raises(app.UsageError, match="check='gpu kernels', this run 'gpu engine'"):
+            read_earlier("engine")
+    with flagsaver.as_parsed(resume=str(path), revision="abd", dry_run="false"):
+        with pytest.raises(app.UsageError, match="revision='abc', this run 'abd'"):
+            read_earlier("kernels")
+    with flagsaver.as_parsed(resume=str(tmp_path / "nothing")):
+        with pytest.raises(app.UsageError, match="no such file"):
+            read_earlier("kernels")
+
+
+def test_sections_share_a_compilation_cache(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
+    started = []
+
+    class Child:
+        def __init__(self, command, env, **options):
+            started.append(env)
+
+        def wait(self, seconds):
+            return 0
+
+    monkeypatch.setattr(gpu_check.subprocess, "Popen", Child)
+    with flagsaver.as_parsed(child=""):
+        for name in ("decode", "thunks"):
+            assert gpu_check.run_child(name, 1, tmp_path / "rows", False) == "done"
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/theirs")
+        gpu_check.run_child("decode", 1, tmp_path / "rows", False)
+    own, uncached, theirs = started
+    assert own["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "xla") and theirs["JAX_COMPILATION_CACHE_DIR"] == "/theirs"
+    assert "JAX_ENABLE_COMPILATION_CACHE" not in own and uncached["JAX_ENABLE_COMPILATION_CACHE"] == "false"
 
 
 @pytest.mark.parametrize(
@@ -198,21 +317,114 @@ def test_a_part_without_any_of_the_sections_is_not_run(part, sections, parts):
 
 
 @pytest.mark.parametrize(("section", "child"), [("startup", "first_token"), ("startup_8b", "first_token_8b")])
-def test_a_start_is_timed_twice_with_one_cache(section, child, monkeypatch):
+@pytest.mark.parametrize("hits", [0, 7])
+def test_a_start_is_timed_twice_with_one_cache(section, child, hits, monkeypatch):
     started = []
 
-    def first_token(name, cap, rows, dry_run, more):
-        started.append((name, more[0]))
-        Figures(name, rows, cap, dry_run).record("first token", 1.5 * len(started), "s", from_cache=7)
+    def first_token(name, cap, rows, dry_run, more, env):
+        started.append((name, more[0], env))
+        from_cache = hits if len(started) == 2 else 0
+        Figures(name, rows, cap, dry_run).record("first token", 1.5 * len(started), "s", from_cache=from_cache)
         return "done"
 
     monkeypatch.setattr(gpu_check, "run_child", first_token)
     figures = Figures(section, None, 60, dry_run=False)
     SECTIONS[section].run(figures)
-    assert [name for name, _ in started] == [child] * 2 and child in HIDDEN
+    assert [name for name, *_ in started] == [child] * 2 and child in HIDDEN
     assert started[0] == started[1] and started[0][1].startswith("--cache=/")
-    rows = [(r["name"], r["value"], r["from_cache"]) for r in figures.rows]
-    assert rows == [("start to first token, cold", 1.5, 7), ("start to first token, warm", 3.0, 7)]
+    cache = started[0][2]["JAX_COMPILATION_CACHE_DIR"]
+    assert started[0][1] == f"--cache={cache}", "what is compiled before the engine is made is cold too"
+    rows = [(r["name"], r["value"], r["from_cache"], r["verdict"]) for r in figures.rows]
+    warm = ("start to first token, warm", 3.0, hits, "pass" if hits else "FAIL")
+    assert rows == [("start to first token, cold", 1.5, 0, "pass"), warm]
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "assumed"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100", ""),
+        ("NVIDIA H200", "h200", ""),
+        ("NVIDIA H100 PCIe", "h100", "NVIDIA H100 PCIe is taken for NVIDIA H100 80GB HBM3"),
+        ("NVIDIA H100 NVL", "h100", "NVIDIA H100 NVL is taken for NVIDIA H100 80GB HBM3"),
+        ("NVIDIA H200 NVL", "h200", "NVIDIA H200 NVL is taken for NVIDIA H200"),
+    ],
+)
+def test_cards_of_a_family_have_its_target(kind, target, assumed):
+    assert target_for(kind) == (target, {"assumed": assumed} if assumed else {})
+    with pytest.raises(ValueError, match="GH200"):
+        target_for("NVIDIA GH200 480GB")
+
+
+def test_what_says_most_is_measured_first():
+    points = decode_points()
+    assert len(set(points)) == len(points) == 6 * 5
+    assert {kv_len for _, kv_len in points[:4]} == {4096} and min(B for B, _ in points[:4]) == 32
+    assert max(points.index((B, 4096)) for B in (32, 64, 128, 256)) < points.index((8, 4096))
+    assert [q_len for q_len, _ in prefill_points()[:3]] == [8192, 16384, 32768]
+
+
+def test_parity_begins_with_a_large_batch_and_bits_of_every_head_shape(monkeypatch):
+    ran = []
+    for name in ("_parity_large", "_bits"):
+        monkeypatch.setattr(gpu_parity, name, lambda figures, title, heads, *_, name=name: ran.append((name, heads, title)))
+    monkeypatch.setattr(gpu_parity, "_parity_cases", lambda figures: ran.append(("_parity_cases", "", "")))
+    gpu_parity.parity(Figures("parity", None, 60, dry_run=False))
+    assert [(name, heads) for name, heads, _ in ran[: 2 * len(HEADS)]] == [
+        *(("_parity_large", heads) for heads in HEADS),
+        *(("_bits", heads) for heads in HEADS),
+    ]
+    titles = [title for *_, title in ran]
+    assert len(set(titles)) == len(titles)
+    for option in ("split_q_len=5", "sliding_window=", "soft_cap=", "dtype=float16", "page_size=16", "page_size=128", "smollm2"):
+        assert any(option in title for title in titles), option
+
+
+def test_cases_that_a_backend_is_not_meant_for_do_not_count(monkeypatch):
+    cases = [CASES[0], next(case for case in CASES if case.dtype == "float32")]
+    monkeypatch.setattr(gpu_parity, "backend", lambda: "mosaic_sm90")
+    ran = []
+
+    def passes(figures, title, case):
+        ran.append(case.name)
+        figures.record(title, 0.0, "", verdict="pass")
+
+    def cannot(figures, title, case):
+        raise NotImplementedError("it should")
+
+    with gpu.assume_sm90(132, "NVIDIA H100 80GB HBM3"):
+        for run, verdict in ((passes, "pass"), (cannot, "FAIL")):
+            figures = Figures("parity", None, 60, dry_run=False)
+            monkeypatch.setattr(gpu_parity, "_parity_case", run)
+            gpu_parity._parity_cases(figures, cases)
+            tally = figures.rows[-1]
+            assert (tally["unit"], tally["verdict"]) == ("of 1 supported, 1 not meant for this backend", verdict)
+    assert ran == [cases[0].name]
+
+
+def test_a_variant_reaches_the_planner_and_the_arrays():
+    variant = Variant(dtype="float16", page_size=16, sliding_window=40, soft_cap=2.0, split_q_len=3)
+    batch = Batch.make((4, 2, 64), [(3, 50), (1, 17)], num_pages=8, variant=variant)
+    assert batch.q.dtype == batch.arrays[0].dtype == "float16" and batch.arrays[0].shape[3] == 16
+    assert batch.arrays[1].shape == (2, 4), "50 positions are 4 pages of 16"
+    with gpu.assume_sm90(132, "NVIDIA H100 80GB HBM3"):
+        shape = batch.planner().shape
+        assert batch.part(0, 3).planner().shape.split_q_len == 3
+    assert (shape.split_q_len, shape.sliding_window, shape.max_kv_len) == (3, 40, 64)
+    assert str(variant) == " dtype=float16 page_size=16 sliding_window=40 soft_cap=2.0 split_q_len=3" and str(Variant()) == ""
+
+
+def test_a_large_batch_of_a_variant_is_held_against_the_reference():
+    figures, variant = Figures("parity", None, 60, dry_run=True), Variant(page_size=16, sliding_window=20, soft_cap=2.0)
+    gpu_parity._parity_large(figures, "it", "tiny", 2, 3, 70, variant)
+    assert figures.rows[-1]["verdict"] == "pass" and figures.rows[-1]["value"] < 1e-2
+
+
+def test_what_an_earlier_run_left_stands(tmp_path):
+    write_rows(tmp_path / "rows", [_row("it", "one", 1.0)])
+    figures = Figures("it", tmp_path / "rows", 60, dry_run=True)
+    assert figures.attempt("one", lambda: 5) is None and figures.attempt("two", lambda: 5) == 5
+    figures.record("two", 2.0)
+    assert [r["name"] for r in read_rows(tmp_path / "rows")] == ["one", "two"] == [r["name"] for r in figures.rows]
 
 
 def test_sections_have_names_of_their_own():
