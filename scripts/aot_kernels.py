@@ -1,5 +1,6 @@
 """Our own kernels as cases for a deviceless compile: head shapes that are served, decode and mixed, in bfloat16 and pages of 64,
 and what else the attention kernel is specialised for, each at a head shape or two: page sizes, float16, window, soft-cap, drafts.
+A window with a soft-cap, which takes most registers, in small and large pages and every kind of bucket.
 
 Owns the list, and which kernels a case must call.
 """
@@ -19,6 +20,7 @@ HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "32b": (64, 8, 128), "30b-a3b
 SHAPES = {"decode": (64, 64, 1), "mixed": (2048, 128, 2048), "drafts": (80, 16, 5)}  # (T, S, max_q_len)
 EXPERTS_30B_A3B = ((2048, 1536), (768, 2048))  # [in, out] of an expert's gate and up, and of its down projection
 EXPERTS_TOKENS = (8, 64, 256, 2048)  # 0.5, 4, 16 and 128 rows an expert
+WINDOW_AND_CAP: dict[str, Any] = {"sliding_window": 4096, "soft_cap": 50.0}
 _MAX_KV_LEN, _NUM_PAGES = 32768, 4096
 
 
@@ -40,12 +42,12 @@ class KernelCase:
 
 def few_cases(num_sms: int, device_kind: str) -> list[KernelCase]:
     """Those that tell most beside an engine's step: head_dim 64, float16 in pages of 16, pages larger than a block, a window with a
-    soft-cap (where registers are scarcest), and experts with less than a row each."""
+    soft-cap in pages of 16 (where registers are scarcest), and experts with less than a row each."""
     return [
         attention_case("smollm2", "mixed", num_sms, device_kind),
         attention_case("0.6b", "decode", num_sms, device_kind, page_size=16, dtype="float16"),
         attention_case("8b", "mixed", num_sms, device_kind, page_size=128),
-        attention_case("8b", "mixed", num_sms, device_kind, sliding_window=4096, soft_cap=50.0),
+        attention_case("0.6b", "mixed", num_sms, device_kind, page_size=16, **WINDOW_AND_CAP),
         experts_case(EXPERTS_TOKENS[0], *EXPERTS_30B_A3B[0]),
     ]
 
@@ -62,8 +64,15 @@ def kernel_cases(num_sms: int, device_kind: str) -> list[KernelCase]:
         attention("8b", "mixed", sliding_window=4096),
         attention("8b", "decode", sliding_window=4096),
         attention("8b", "mixed", soft_cap=50.0),
+        attention("8b", "mixed", **WINDOW_AND_CAP),
+        *(
+            attention(name, shape, page_size=page_size, **WINDOW_AND_CAP)
+            for name in ("0.6b", "smollm2")
+            for page_size in (16, 128)
+            for shape in SHAPES
+        ),
         attention("8b", "drafts"),
-        attention("32b", "drafts"),  # 40 rows: two consumers, as in a prefill, that leave partial results
+        attention("32b", "drafts"),  # 40 rows
         *(experts_case(num_tokens, *matrix) for num_tokens in EXPERTS_TOKENS for matrix in EXPERTS_30B_A3B),
     ]
     return list({case.name: case for case in cases}.values())

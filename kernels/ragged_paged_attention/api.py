@@ -56,7 +56,7 @@ def ragged_paged_attention(
         backend: one of BACKENDS. "auto" is what `work` was planned for, else see `resolve_backend`.
         work: what `plan_work` returned for the same cu_q_lens, kv_lens, T, max_q_len and backend, so that the layers of a
             step share it; None plans here. "mosaic_sm90" is planned on the host: inside jit it needs `planner.Planner.work`,
-            of a planner of the same shapes and sliding window (without it "auto" is "xla" there).
+            of a planner of the same shapes and sliding window (without it "auto" is "xla" there, logged once on a Hopper GPU).
 
     Raises:
         ValueError: an argument's shape, dtype or value is wrong, or `work` was planned for something else.
@@ -79,9 +79,11 @@ def ragged_paged_attention(
     }
     arrays = (q, kv_pages, page_table, cu_q_lens, kv_lens)
     _, _, K, page_size, _ = kv_pages.shape
-    if backend == "auto" and (isinstance(work, xla.Work) or work is None and isinstance(kv_lens, Tracer)):
+    asked = "xla" if backend == "auto" and isinstance(work, xla.Work) else backend
+    backend = resolve_backend(asked, num_query_heads=N, num_kv_heads=K, head_dim=H, page_size=page_size, dtype=q.dtype)
+    if asked == "auto" and backend == "mosaic_sm90" and work is None and isinstance(kv_lens, Tracer):
+        _say_fallback("a call inside jit without work=: plan with planner.Planner")
         backend = "xla"
-    backend = resolve_backend(backend, num_query_heads=N, num_kv_heads=K, head_dim=H, page_size=page_size, dtype=q.dtype)
     with jax.named_scope(f"ragged_paged_attention_{backend}"):
         if backend == "reference":
             if work is not None:

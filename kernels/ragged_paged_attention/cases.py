@@ -4,7 +4,7 @@ Owns the cases, their tolerance and the arrays built from them. Does not know an
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,17 +66,47 @@ DECODES = tuple((min(q_len, kv_len), kv_len) for q_len, kv_len in DECODES)
 
 MIXED = ((1, 130), (0, 0), (5, 70), (1, 64), (1, 1), (20, 40))
 
+DRAFTS = ((5, 700), (3, 40), (1, 130), (2, 2))
+
+EVERY_OPTION: dict[str, Any] = {"scale": 0.5, "sliding_window": 21, "soft_cap": 5.0}
+
 # A decode that the Mosaic kernel splits with its default chunk, of 512 positions, too.
 SPLIT = Case("gpu-split", ((1, 600), (1, 5)), Heads(2, 1, 64), 64, "bfloat16", max_q_len=1)
 
-# Small enough for a GPU kernel to run interpreted: one KV head or two, 16 bits, head_dim 64 and 128, pages of 16 to 128.
+AROUND_A_BLOCK = ((1, 1), (1, 63), (1, 64), (1, 65))
+
+# A chunk long enough that a second consumer has some of its tokens, where the group is small too.
+CHUNKS = ((1, 130), (40, 90), (0, 0), (1, 65))
+
+# With a window of 5: pages before it are gone, and the first page that is seen is the last one, partly filled.
+LAST_PAGE_SEEN = ((9, 63), (1, 60), (1, 188))
+
+
+def small(name: str, num_kv_heads: int) -> Heads:
+    """A head shape with fewer KV heads, for an interpreter: as many query heads to each, and the same head_dim."""
+    N, K, H = HEADS[name]
+    return Heads(N // K * num_kv_heads, num_kv_heads, H)
+
+
+# Small enough for a GPU kernel to run interpreted: one KV head or two, 16 bits, head_dim 64 and 128, pages of 16 to 128. A case
+# whose name ends in a model stands for its heads; where these have two KV heads, their data lie apart in every array.
 INTERPRETED = (
-    Case("gpu-decodes-0.6b", ((1, 1), (1, 63), (1, 64), (0, 0), (1, 150)), Heads(2, 1, 128), 64, "bfloat16", max_q_len=1),
-    Case("gpu-mixed-8b", MIXED, Heads(4, 1, 128), 64, "bfloat16"),
-    Case("gpu-mixed-32b", MIXED, Heads(8, 1, 128), 16, "float16", scale=0.1, soft_cap=3.0),
-    Case("gpu-page_128-odd_ratio", MIXED, Heads(6, 2, 64), 128, "bfloat16"),
+    Case("gpu-decodes-0.6b", (*AROUND_A_BLOCK, (0, 0), (1, 150)), small("qwen3_0.6b", 1), 64, "bfloat16", max_q_len=1),
+    Case("gpu-mixed-0.6b", CHUNKS, small("qwen3_0.6b", 2), 64, "float16"),
+    Case("gpu-mixed-8b", MIXED, small("qwen3_8b", 1), 64, "bfloat16"),
+    Case("gpu-decodes-8b", ((1, 129), (1, 63), (1, 300)), small("qwen3_8b", 2), 64, "bfloat16", max_q_len=1),
+    Case("gpu-mixed-32b", MIXED, small("qwen3_32b", 1), 16, "float16", scale=0.1, soft_cap=3.0),
+    Case("gpu-drafts-32b", ((5, 200), (3, 65), (1, 64)), small("qwen3_32b", 1), 64, "bfloat16", max_q_len=5),
+    Case("gpu-mixed-30b_a3b", ((1, 130), (9, 70), (1, 65)), small("qwen3_30b_a3b", 2), 64, "bfloat16"),
+    Case("gpu-decodes-30b_a3b", ((1, 65), (0, 0), (1, 200)), small("qwen3_30b_a3b", 2), 64, "bfloat16", max_q_len=1),
+    Case("gpu-decodes-smollm2", ((1, 17), (1, 200)), small("smollm2_135m", 2), 16, "bfloat16", max_q_len=1),
+    Case("gpu-page_128-smollm2", CHUNKS, small("smollm2_135m", 2), 128, "bfloat16"),
     Case("gpu-page_32-window", MIXED, Heads(4, 1, 64), 32, "bfloat16", sliding_window=40),
     Case("gpu-decodes-window", ((1, 300), (1, 17), (1, 129)), Heads(2, 1, 64), 16, "float16", sliding_window=100, max_q_len=1),
+    Case("gpu-window-soft_cap", CHUNKS, small("smollm2_135m", 1), 16, "bfloat16", **EVERY_OPTION),
+    Case("gpu-decodes-window-soft_cap", ((1, 300), (1, 65)), small("qwen3_8b", 1), 64, "float16", max_q_len=1, **EVERY_OPTION),
+    Case("gpu-page_16-last_page_seen", LAST_PAGE_SEEN, Heads(8, 1, 64), 16, "bfloat16", sliding_window=5),
+    Case("gpu-page_32-last_page_seen", ((1, 124), (1, 60)), Heads(2, 1, 64), 32, "bfloat16", sliding_window=20, max_q_len=1),
     # The last one fills its block of KV and not its tile: what rows past it compute is finite, and would be seen if it were stored.
     Case("gpu-drafts", ((4, 200), (3, 65), (2, 2), (1, 64)), Heads(4, 1, 64), 16, "bfloat16", max_q_len=4),
     Case("gpu-nothing", ((0, 0), (0, 70)), Heads(2, 1, 64), 64, "bfloat16"),
@@ -107,7 +137,7 @@ CASES = (
     Case("decodes-bfloat16", DECODES, heads=HEADS["smollm2_135m"], dtype="bfloat16", max_q_len=1, padding_seqs=4),
     Case("two_decodes", ((1, 20), (1, 33)), max_q_len=1, padding_seqs=0),
     Case("nothing", ((0, 0), (0, 40))),
-    Case("drafts", ((5, 700), (3, 40), (1, 130), (2, 2)), max_q_len=5),
+    Case("drafts", DRAFTS, max_q_len=5),
     Case("fills_the_pool", ((40, 640),), padding_tokens=0, padding_seqs=0, spare_pages=0),
     Case("whole_prompt", ((150, 150),), heads=HEADS["smollm2_135m"], dtype="bfloat16", padding_seqs=0),
     Case("two_chunks", ((60, 200), (41, 41)), padding_seqs=4),
@@ -116,7 +146,18 @@ CASES = (
     Case("window_200-decodes", DECODES, sliding_window=200, max_q_len=1),
     Case("window_past_everything", edges(4), page_size=4, sliding_window=10_000),
     Case("soft_cap", edges(16), soft_cap=2.0),
-    Case("scale-window-soft_cap", edges(16), scale=0.5, sliding_window=21, soft_cap=5.0),
+    Case("scale-window-soft_cap", edges(16), **EVERY_OPTION),
+    # The same in 16 bits and with heads that are served, for a kernel that has nothing else.
+    Case("page_64-bfloat16", edges(64), heads=HEADS["qwen3_0.6b"], page_size=64, dtype="bfloat16"),
+    Case("page_128-float16", edges(128), heads=HEADS["smollm2_135m"], page_size=128, dtype="float16"),
+    Case("decodes-float16", DECODES, heads=HEADS["qwen3_30b_a3b"], page_size=64, dtype="float16", max_q_len=1),
+    Case("drafts-bfloat16", DRAFTS, heads=HEADS["qwen3_32b"], page_size=64, dtype="bfloat16", max_q_len=5),
+    Case("window_1-bfloat16", edges(16), dtype="bfloat16", sliding_window=1),
+    Case("window_30-float16", edges(32), page_size=32, dtype="float16", sliding_window=30),
+    Case("window_200-decodes-bfloat16", DECODES, dtype="bfloat16", sliding_window=200, max_q_len=1),
+    Case("soft_cap-bfloat16", edges(16), heads=HEADS["qwen3_8b"], dtype="bfloat16", soft_cap=2.0),
+    Case("scale-window-soft_cap-float16", edges(16), heads=HEADS["qwen3_0.6b"], dtype="float16", **EVERY_OPTION),
+    Case("scale-window-soft_cap-bfloat16", edges(64), page_size=64, dtype="bfloat16", **EVERY_OPTION),
 )
 
 

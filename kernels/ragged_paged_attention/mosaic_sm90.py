@@ -64,6 +64,11 @@ class Geometry:
         return min(self.page_size, BLOCK)
 
     @property
+    def drops_pages(self) -> bool:
+        """Whether a block may begin with pages that the sliding window has left behind."""
+        return self.sliding_window is not None and self.page_size < BLOCK
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Of a thread of a consumer and of the producer, where there are two consumers."""
         return REGISTERS if self.sliding_window is None or self.soft_cap is None else REGISTERS_WINDOW_AND_CAP
@@ -141,6 +146,11 @@ def _blocks(positions):
     return lax.div(positions + (BLOCK - 1), jnp.int32(BLOCK))
 
 
+def _first_page(g: Geometry, item: Item):
+    """The first page that the item sees through the sliding window: those before it may be gone."""
+    return lax.div(jnp.maximum(item.position - g.sliding_window + 1, 0), jnp.int32(g.page_size))
+
+
 def _items_of_cta(g: Geometry, refs: Refs):
     """The entries (first, end) of the order that are this CTA's."""
     cta = lax.axis_index("cta")
@@ -162,13 +172,17 @@ def _produce(g: Geometry, refs: Refs, smem: Scratch) -> None:
         def load_block(block, count):
             slot = lax.rem(count, jnp.int32(g.stages))
 
-            gpu.barrier_wait(smem.kv_empty.at[slot])
-            for row in range(0, BLOCK, g.copy_rows):
+            def load_page(i, _):
+                row = i * g.copy_rows
                 left = lax.div(item.kv_len - block * BLOCK - row + (TAIL - 1), jnp.int32(TAIL))  # to the sequence's end
-                least = 0 if row else 1  # a block that is read begins before the end
+                least = 0 if g.copy_rows < BLOCK else 1  # a block that is read begins before the end
                 sizes = range(least * TAIL, g.copy_rows + 1, TAIL)
                 copies = [functools.partial(_load_rows, g, refs, smem, item, block, slot, row, size) for size in sizes]
                 lax.switch(jnp.clip(left, least, g.copy_rows // TAIL) - least, copies)
+
+            gpu.barrier_wait(smem.kv_empty.at[slot])
+            # A loop, though short: unrolled, pages of 16 spill where the producer has 24 registers.
+            lax.fori_loop(0, BLOCK // g.copy_rows, load_page, None)
             return count + 1
 
         return lax.fori_loop(item.first_block, item.end_block, load_block, count)
@@ -188,7 +202,7 @@ def _load_tokens(g: Geometry, refs: Refs, smem: Scratch, item: Item, t, _) -> No
         gpu.copy_gmem_to_smem(heads, smem.q_loaded.at[consumer, pl.ds(t * g.group, g.group)], smem.q_full)
 
 
-def _load_rows(g: Geometry, refs: Refs, smem: Scratch, item: Item, block, slot, row: int, num_rows: int) -> None:
+def _load_rows(g: Geometry, refs: Refs, smem: Scratch, item: Item, block, slot, row, num_rows: int) -> None:
     """The keys and values of the `num_rows` positions that begin at row `row` of the block. They are of one page. Rows past the
     sequence's end keep what was there: the keys' logits are masked, the values are zeroed by _clean_tail."""
     if not num_rows:
@@ -197,10 +211,8 @@ def _load_rows(g: Geometry, refs: Refs, smem: Scratch, item: Item, block, slot, 
         return
     position = block * BLOCK + row
     page = lax.div(position, jnp.int32(g.page_size))
-    if g.page_size < BLOCK and g.sliding_window is not None:
-        # A page before all that the tile sees may be gone: the first one that is seen is loaded instead, to be masked.
-        first_seen = jnp.maximum(item.position - g.sliding_window + 1, 0)
-        page = jnp.maximum(page, lax.div(first_seen, jnp.int32(g.page_size)))
+    if g.drops_pages:  # the first page that is seen is loaded instead, to be masked
+        page = jnp.maximum(page, _first_page(g, item))
     page_id = refs.page_table[item.seq, page]
     offset = lax.rem(position, jnp.int32(g.page_size)) if g.page_size > BLOCK else 0
     for k_or_v in range(2):
@@ -364,7 +376,8 @@ def _add_weighted_values(g: Geometry, smem: Scratch, me, acc, weights, slot):
 
 
 def _clean_tail(g: Geometry, smem: Scratch, me, item: Item, block, slot) -> None:
-    """Zeroes the values past the sequence's end, where NaN may stand: a weight of 0 would not drop it."""
+    """Zeroes the values past the sequence's end, where NaN may stand: a weight of 0 would not drop it. So too the rows of pages
+    before the window: the page that is loaded instead may be the sequence's last one (and this block its last one then)."""
 
     @pl.when((block + 1) * BLOCK > item.kv_len)
     def _():
@@ -375,7 +388,10 @@ def _clean_tail(g: Geometry, smem: Scratch, me, item: Item, block, slot) -> None
                 v = gpu.load(values, layout=gpu.WGMMA)
                 position = gpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=gpu.WGMMA) + block * BLOCK
                 zero = gpu.layout_cast(jnp.zeros(v.shape, v.dtype), gpu.WGMMA)
-                values[...] = jnp.where(position < item.kv_len, v, zero)
+                kept = position < item.kv_len
+                if g.drops_pages:
+                    kept = jnp.logical_and(kept, position >= _first_page(g, item) * g.page_size)
+                values[...] = jnp.where(kept, v, zero)
             gpu.commit_smem()
             if g.consumers > 1:
                 gpu.barrier_arrive(smem.clean)

@@ -67,9 +67,9 @@ class Tiles:
 
 
 def choose_tiles(*, head_dim: int, group: int, max_q_len: int, device_kind: str) -> Tiles:
-    """The tuned tiles of this device where there are any, else: one consumer where every query is short, and as many stages as
-    fit. A second consumer halves the KV traffic from the L2 cache of a prefill and would idle in a decode."""
-    decode = max_q_len * group <= ROWS // 2
+    """The tuned tiles of this device where there are any, else: one consumer where its rows hold every query (decodes, drafts), and
+    as many stages as fit. A second consumer halves the KV traffic from the L2 cache of a prefill and would have no rows there."""
+    decode = max_q_len * group <= ROWS
     tuned = _tuned(device_kind).get(f"head_dim={head_dim} {'decode' if decode else 'prefill'}")
     if tuned is not None:
         return Tiles(**tuned)

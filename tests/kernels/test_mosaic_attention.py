@@ -7,6 +7,8 @@ that warpgroups ask for.
 import contextlib
 import dataclasses
 import functools
+import itertools
+import json
 import logging
 
 import jax
@@ -17,9 +19,12 @@ from jax.experimental import pallas as pl
 
 from kernels import gpu
 from kernels.ragged_paged_attention import api, mosaic_sm90, ragged_paged_attention, resolve_backend, work_list
+from kernels.ragged_paged_attention import tiles as tiles_file
 from kernels.ragged_paged_attention.cases import INTERPRETED, SPLIT, TOLERANCE, Batch, Case, Heads, build
 from kernels.ragged_paged_attention.planner import Planner
 from kernels.ragged_paged_attention.tiles import Tiles, choose_tiles
+from scripts.gpu_attention import Batch as AttentionBatch
+from scripts.gpu_attention import tile_candidates
 from tests.kernels.test_ragged_paged_attention import expected
 
 ON_DEVICE = gpu.missing_for_sm90() is None
@@ -101,6 +106,13 @@ def test_a_call_outside_of_jit_plans_for_itself(monkeypatch, case):
     np.testing.assert_allclose(out[: len(want)].astype(np.float64), want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
+def test_a_second_consumer_of_the_cases_has_rows(case):
+    planner = planner_of(case, build(case))
+    tokens = planner.tiles.consumer_tokens(case.heads.N // case.heads.K, planner.shape.max_q_len)
+    assert (planner.tiles.consumers == 2) == (max(q_len for q_len, _ in case.seqs) > tokens)
+
+
 BITS = Case("bits", ((1, 300), (4, 90), (20, 40), (1, 129)), Heads(4, 1, 64), 16, "bfloat16", padding_tokens=4, padding_seqs=1)
 
 
@@ -116,12 +128,14 @@ def seats(batch: Batch, order: list[int]) -> tuple[tuple, np.ndarray]:
     return (new_q, kv_pages, new_table, new_cu, new_kv_lens), rows
 
 
-def test_bits_depend_on_the_sequence_alone(monkeypatch):
+@pytest.mark.parametrize("heads", [Heads(4, 1, 64), Heads(8, 1, 128)], ids=["4/1x64", "8/1x128"])
+def test_bits_depend_on_the_sequence_alone(monkeypatch, heads):
     """In company, alone, in another order, planned longer than true, on another number of CTAs, split or not."""
-    batch = build(BITS)
+    case = dataclasses.replace(BITS, heads=heads)
+    batch = build(case)
     q_lens = np.diff(batch.cu_q_lens)
-    planner = planner_of(BITS, batch)
-    run = attention(planner, BITS)
+    planner = planner_of(case, batch)
+    run = attention(planner, case)
     packed = planner.plan(q_lens, batch.kv_lens)
     whole = run(batch.arrays, packed)
     was_split = [set(planner.shape.unpack(packed)["groups"][:, 2])]
@@ -140,11 +154,11 @@ def test_bits_depend_on_the_sequence_alone(monkeypatch):
     assert planner.shape.unpack(longer)["groups"][:2].tolist() == [[0, 0, 5], [3, 5, 4]]
     assert run(batch.arrays, longer)[:n].tobytes() == whole[:n].tobytes()
 
-    one_cta = planner_of(BITS, batch, num_ctas=1)
+    one_cta = planner_of(case, batch, num_ctas=1)
     monkeypatch.setattr(work_list, "SPLIT_SHARE", 1e-6)
     unsplit = one_cta.plan(q_lens, batch.kv_lens)
     assert (one_cta.shape.unpack(unsplit)["groups"][:, 2] == 0).all()
-    assert attention(one_cta, BITS)(batch.arrays, unsplit)[:n].tobytes() == whole[:n].tobytes()
+    assert attention(one_cta, case)(batch.arrays, unsplit)[:n].tobytes() == whole[:n].tobytes()
 
 
 RUNS = Case("runs", ((1, 600), (1, 330), (1, 200)), Heads(2, 1, 64), 64, "bfloat16", max_q_len=1)
@@ -236,6 +250,17 @@ def test_auto_is_mosaic_where_it_can_and_says_once_why_not(monkeypatch, caplog):
     assert said == [f"attention runs on xla: mosaic_sm90 can't do {message}" for message in lacks]
 
 
+def test_auto_inside_jit_says_once_that_work_was_not_given(monkeypatch, caplog):
+    batch = build(INTERPRETED[0])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    api._say_fallback.cache_clear()
+    with gpu.assume_sm90(132, "NVIDIA H100 80GB HBM3"), caplog.at_level(logging.WARNING, logger="jaxserve"):
+        for max_q_len in (1, 2):
+            jax.eval_shape(functools.partial(ragged_paged_attention, max_q_len=max_q_len), *batch.arrays)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["attention runs on xla: mosaic_sm90 can't do a call inside jit without work=: plan with planner.Planner"]
+
+
 def test_work_of_other_shapes_is_refused():
     case = INTERPRETED[0]
     batch = build(case)
@@ -256,6 +281,29 @@ def test_tiles_check_themselves():
             Tiles(**{"consumers": 1, "stages": 3, **wrong})
     with pytest.raises(ValueError, match="shared memory"):
         Tiles(consumers=2, stages=4).check_smem(128, splits=True)
+
+
+def test_a_second_consumer_where_one_does_not_hold_every_query():
+    for group, max_q_len in itertools.product((1, 2, 3, 4, 8, 9, 64), (1, 2, 4, 5, 7, 8, 9, 16, 64, 65, 2048)):
+        tiles = choose_tiles(head_dim=128, group=group, max_q_len=max_q_len, device_kind="")
+        assert (tiles.consumers == 2) == (max_q_len > tiles.consumer_tokens(group, max_q_len)), (group, max_q_len)
+    drafts = tile_candidates(AttentionBatch.make((64, 8, 128), [(5, 300)], num_pages=5))  # 40 rows
+    assert drafts[0] == Tiles(consumers=1, stages=4) and all(tiles.consumers == 1 for tiles in drafts)
+
+
+def test_tuned_tiles_override_the_heuristic(monkeypatch, tmp_path):
+    tuned = {
+        "head_dim=128 decode": {"consumers": 1, "stages": 3, "chunk": 1024},
+        "head_dim=64 prefill": {"consumers": 1, "stages": 5},
+    }
+    (tmp_path / "nvidia_h100_tuned.json").write_text(json.dumps({"tiles": tuned, "about": {"by": "this test"}}))
+    monkeypatch.setattr(tiles_file, "TUNED", tmp_path)
+    choose = functools.partial(choose_tiles, group=4, device_kind="NVIDIA H100 tuned")
+    assert choose(head_dim=128, max_q_len=16) == Tiles(consumers=1, stages=3, chunk=1024)
+    assert choose(head_dim=64, max_q_len=17) == Tiles(consumers=1, stages=5)
+    for head_dim, max_q_len in ((128, 17), (64, 16)):
+        untuned = choose_tiles(head_dim=head_dim, max_q_len=max_q_len, group=4, device_kind="")
+        assert choose(head_dim=head_dim, max_q_len=max_q_len) == untuned
 
 
 def two_writers(turns: bool):
