@@ -1,6 +1,8 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Every target sets up what it needs (scripts/bootstrap.sh).
 #   PYTHON=<path>        the interpreter to make environments with
 #   WORKERS=<n>          processes side by side, of tests and simulations (2)
+#   SEEDS=<n>            of reproduce's searches for a capacity (1)
+#   FRESH=1              reproduce serves every trial again, those that a run which broke off has left too
 #   VIDUR=<folder>       Vidur's kernel profiles (benchmarks/vidur/README.md), for reproduce
 #   TRACE=<file>         a trace of requests (benchmarks/buckets/README.md), for reproduce and reproduce-buckets
 #   ARGS=<flags>         passed on to the target's command: make test ARGS='-k scheduler'
@@ -68,12 +70,13 @@ aot-check: setup-aot ## compile our kernels and the engine's step for Hopper, wi
 lm-eval: setup setup-lm-eval ## lm-eval's scores of the demo's model through our server and in transformers: they must be equal
 	@$(PY) -m scripts.lm_eval_check $(ARGS)
 
-reproduce: setup ## every table and plot of benchmarks/ (hours; ARGS=<flags> of reproduce_sarathi, such as --seeds=1); VIDUR=<folder>, TRACE=<file>: what needs them too
-	@$(PY) -m scripts.reproduce_sarathi --workers=$(or $(WORKERS),2) $(ARGS)
+reproduce: setup ## benchmarks/sarathi, orca, validation as committed (an hour on two cores; SEEDS=3: two more); with VIDUR=<folder>, TRACE=<file> also vidur, a day, buckets
+	@test -z "$(FRESH)" || rm -f benchmarks/sarathi/trials.json
+	@$(PY) -m scripts.reproduce_sarathi --workers=$(or $(WORKERS),2) --seeds=$(or $(SEEDS),1) $(ARGS)
 	@$(PY) -m scripts.reproduce_orca
 	@test -z "$(VIDUR)" || $(PY) -m scripts.validate_simulator --vidur="$(VIDUR)" --output=benchmarks/vidur
 	@test -z "$(TRACE)" || $(PY) -m scripts.simulate --model=qwen3-8b --gpu=h100 --workload=trace --dataset_path="$(TRACE)" \
-		--arrivals_from_trace --repeat=24 --json=benchmarks/validation/day.json
+		--arrivals_from_trace --repeat=24 --bucket_plan=none --json=benchmarks/validation/day.json
 	@test -z "$(TRACE)" || $(MAKE) --no-print-directory reproduce-buckets
 	@test -n "$(VIDUR)" || echo "not made again: benchmarks/vidur. Give VIDUR=<folder of kernel profiles> (benchmarks/vidur/README.md)"
 	@test -n "$(TRACE)" || echo "not made again: benchmarks/validation/day.json, benchmarks/buckets. Give TRACE=<file> (benchmarks/buckets/README.md)"

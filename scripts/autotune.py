@@ -43,8 +43,16 @@ from scripts.engine_flags import (
     write_json,
 )
 from scripts.finished import Finished
-from scripts.simulated_machine import RATE, machine_of, measure
+from scripts.simulated_machine import RATE, machine_of, measure, planning
 from scripts.traffic_flags import read_traffic
+
+
+def is_share(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False
+
 
 _PROFILES = flags.DEFINE_list("profiles", [], "Files of scripts.profile_steps, one a page size to choose from.")
 _GOODPUT = flags.DEFINE_list("goodput", [], "Objectives in ms, such as ttft:500,tpot:50; by default throughput counts.")
@@ -52,6 +60,9 @@ _BUDGETS = flags.DEFINE_list("budgets", [], "Token budgets; by default powers of
 _SEQS = flags.DEFINE_list("seqs", [], "max_num_seqs; by default powers of two from 8 up to the profiles'.")
 _THRESHOLDS = flags.DEFINE_list("thresholds", ["0", "0.25"], "Long-prefill thresholds, in shares of the budget; 0: none.")
 _PLANS = flags.DEFINE_list("plans", ["default", "tuned"], "Bucket plans: default, tuned (scripts.tune_buckets).")
+flags.register_validator(
+    "thresholds", lambda given: given and all(is_share(text) for text in given), "must be shares of the budget, from 0 to 1"
+)
 flags.register_validator("plans", lambda given: given and set(given) <= {"default", "tuned"}, "choose from default, tuned")
 _PROGRAMS = flags.DEFINE_integer("max_programs", 24, "Most programs of a plan.")
 _FACTOR = flags.DEFINE_integer("factor", 3, "Each rung keeps one of so many settings.", lower_bound=2)
@@ -85,37 +96,47 @@ class Setting:
 
 
 class Tuner:
-    """Machines by page size, the workload, and the score of a setting on part of it."""
+    """Machines by page size, the workload, and the score of a setting on part of it. Plans are tuned once each."""
 
     def __init__(self, machines: dict[int, Any], workload: Any, objectives: dict[str, float], finished: Finished):
         self.machines, self.workload, self.objectives, self.finished = machines, workload, objectives, finished
+        self._plans: dict[tuple[Setting, int], Any] = {}
 
     def machine(self, setting: Setting) -> Any:
         base = self.machines[setting.page_size]
         names = ("max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold")
         return replace(base, limits=replace(base.limits, **{name: getattr(setting, name) for name in names}))
 
-    def plan(self, setting: Setting, workload: Any) -> Any:
-        """ValueError if a plan of so few programs can't be made."""
+    def plan(self, setting: Setting, num_requests: int, progress: Any) -> Any:
+        """The setting's plan for the first requests of the workload. progress: told of simulated requests. ValueError if a plan of
+        so few programs can't be made."""
         from jaxserve.simulation.bucket_search import Caps
         from jaxserve.simulation.tuning import default_plan, tune_plan
 
         machine = self.machine(setting)
         if setting.plan == "default":
             return default_plan(machine, _PROGRAMS.value)
-        return tune_plan(workload, machine, Caps(_PROGRAMS.value)).plan
+        key = setting, num_requests
+        if key not in self._plans:
+            self._plans[key] = tune_plan(self.part(num_requests), machine, Caps(_PROGRAMS.value), progress=progress).plan
+        return self._plans[key]
+
+    def part(self, num_requests: int) -> Any:
+        """The first requests of the workload."""
+        return replace(self.workload, requests=self.workload.requests[:num_requests])
 
     def objective(self, times: Any) -> float:
         """What is to be large: output tokens a second, or good requests a second."""
         summary = times.summary(objectives=self.objectives)
         return summary["request_goodput"] if self.objectives else summary["output_throughput"]
 
-    def score(self, setting: Setting, num_requests: int) -> float:
+    def score(self, setting: Setting, num_requests: int, progress: Any) -> float:
+        """The objective in virtual time; -inf where the setting can't serve it. progress: told of simulated requests."""
         key = f"{setting}: {num_requests} requests"
         if key not in self.finished:
-            part = replace(self.workload, requests=self.workload.requests[:num_requests])
             try:
-                self.finished[key] = self.objective(self.machine(setting).run(part, self.plan(setting, part)).times)
+                plan = self.plan(setting, num_requests, progress)
+                self.finished[key] = self.objective(self.machine(setting).run(self.part(num_requests), plan, progress).times)
             except ValueError as error:
                 self.finished[key] = None
                 print(f"{setting}: {error}", file=sys.stderr)
@@ -127,23 +148,25 @@ class Tuner:
         What decides a run's speed besides the setting is in its key. Engines are made anew: several would share the memory."""
         options = {name: engine_options()[name] for name in ("dtype", "attention_backend", "moe_backend")}
         where = f"measured on {versions()['device']}, {', '.join(f'{k}={v}' for k, v in options.items())}"
-        plans: dict[Setting, Any] = {}
         found: dict[Setting, list[float]] = {setting: [] for setting in settings}
         for i in range(rounds):
             for setting, values in found.items():
                 key = f"{setting}: {where}, round {i + 1}"
                 if key not in self.finished:
-                    if setting not in plans:
-                        plans[setting] = self.plan(setting, self.workload)
-                    run = measure(self.machine(setting), plans[setting], self.workload, i, f"{setting}, round {i + 1}")
+                    run = measure(self.machine(setting), self.whole_plan(setting), self.workload, i, f"{setting}, round {i + 1}")
                     self.finished[key] = self.objective(run.times)
                 values.append(self.finished[key])
         return list(found.items())
 
+    def whole_plan(self, setting: Setting) -> Any:
+        """The setting's plan for all of the workload."""
+        with planning(f"plan of {setting}") as bar:
+            return self.plan(setting, len(self.workload.requests), bar.update)
+
     def config(self, setting: Setting) -> dict[str, Any]:
         """The options of an engine with this setting, for the limits that it was tuned under."""
         machine, options = self.machine(setting), {k: v for k, v in asdict(setting).items() if k != "plan"}
-        plan = json.loads(self.plan(setting, self.workload).to_json(workload=self.workload.name))
+        plan = json.loads(self.whole_plan(setting).to_json(workload=self.workload.name))
         limits = machine.limits
         options |= {"batching_policy": limits.policy, "scheduling_policy": limits.order, "enable_chunked_prefill": limits.chunked}
         options |= {"enable_mixed_steps": limits.mixed}
@@ -173,8 +196,7 @@ def main(argv: list[str]) -> None:
     with exit_on_bad_input("autotune"):
         refuse_options("plans and step times are chosen from --plans and --profiles, for fixed budgets", "tbt_slo_ms", "step_times")
         tuner, settings = prepare()
-        with tqdm(desc="settings", unit="run", mininterval=5) as bar:
-            rungs = halve(tuner, settings, bar)
+        rungs = halve(tuner, settings)
         best = rungs[-1].scores
         if best[0][1] == -math.inf:
             sys.exit("autotune: no setting can serve this workload; the messages above say why")
@@ -216,16 +238,19 @@ def prepare() -> tuple[Tuner, list[Setting]]:
     return Tuner(machines, workload, objectives, finished), settings
 
 
-def halve(tuner: Tuner, settings: list[Setting], bar: Any) -> list[Any]:
-    from jaxserve.simulation.halving import successive_halving
+def halve(tuner: Tuner, settings: list[Setting]) -> list[Any]:
+    from jaxserve.simulation.halving import successive_halving, widths
 
-    def score(setting: Setting, num_requests: int) -> float:
-        bar.set_postfix_str(f"{num_requests} requests, {setting}", refresh=False)
-        bar.update()
-        return tuner.score(setting, num_requests)
+    size, num_runs = len(tuner.workload.requests), sum(widths(len(settings), _FACTOR.value, _FINALISTS.value))
+    with tqdm(desc="settings", total=num_runs, unit="setting", mininterval=5) as bar, planning("of them", 1) as simulated:
 
-    size = len(tuner.workload.requests)
-    return successive_halving(settings, score, size, factor=_FACTOR.value, finalists=_FINALISTS.value, least=min(size, _LEAST))
+        def score(setting: Setting, num_requests: int) -> float:
+            bar.set_postfix_str(f"{num_requests} requests, {setting}")
+            scored = tuner.score(setting, num_requests, simulated.update)
+            bar.update()
+            return scored
+
+        return successive_halving(settings, score, size, factor=_FACTOR.value, finalists=_FINALISTS.value, least=min(size, _LEAST))
 
 
 def report(rungs: list[Any], measured: list[tuple[Setting, float]], unit: str) -> None:

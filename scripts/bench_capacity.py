@@ -15,9 +15,10 @@ policy are paired by seed.
 
 A policy may be followed by a token budget, such as sarathi:512; dynamic is sarathi whose budget follows the objective, up to the
 one given. Policies that run prompts whole have a budget that holds the longest, which orca's steps, bounded by their sequences
-alone, go beyond with --gpu, where no plan bounds them. --policies wins over what --config's file says of policy and budget; its
-other options, a bucket plan among them, are the machine's, and a plan must hold every policy's budget. With --json every rate
-served is kept, and a run that broke off, or that asks for more seeds, policies or objectives, goes on from there.
+alone, go beyond with --gpu as long as steps are not padded. There they are with --bucket_plan alone: a file, or default for the
+engine's. --policies wins over what --config's file says of policy and budget; its other options, a bucket plan among them, are the
+machine's, and a plan must hold every policy's budget. With --json every rate served is kept, and a run that broke off, or that asks
+for more seeds, policies or objectives, goes on from there.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from scripts.engine_flags import (
     write_json,
 )
 from scripts.finished import Finished
+from scripts.plots import CAN_PLOT
 from scripts.simulated_machine import limits_of, make_engine, plan_for, plan_given, read_machine
 from scripts.traffic_flags import read_traffic
 
@@ -64,6 +66,7 @@ _TP = flags.DEFINE_integer("tp", 1, "With --gpu: GPUs that share each layer.", l
 _PP = flags.DEFINE_integer("pp", 1, "With --gpu: pipeline stages.", lower_bound=1)
 _NODE = flags.DEFINE_integer("gpus_per_node", 8, "With --gpu: 100 Gb/s Ethernet joins nodes.", lower_bound=1)
 _PLOT = flags.DEFINE_string("plot", None, "Draw the capacities to this PNG.")
+flags.register_validator("plot", *CAN_PLOT)
 _JSON = flags.DEFINE_string("json", None, "Keep rates served, and write the result, here.")
 define_engine_flags(model="tiny-qwen3")
 
@@ -110,7 +113,7 @@ class Simulated:
         refuse_options("a profile's steps took their times from its own run", "dtype", "attention_backend", "moe_backend")
         machine = replace(read_machine(), objective=None)
         profile = digest(Path(str(engine_options()["step_times"])).read_bytes())
-        self._machine, self.limits = machine, machine.limits
+        self._machine, self.limits, self.plan = machine, machine.limits, str(plan_given() or "default")
         self.settings = {"machine": "simulated", "profile": profile, "num_pages": machine.num_pages, "multiple": machine.multiple}
         self.settings |= {"async_scheduling": machine.async_scheduling, "enable_prefix_caching": machine.prefix_caching}
 
@@ -121,15 +124,15 @@ class Simulated:
 
 
 class Analytic:
-    """Serves rates in virtual time on GPUs by their datasheets, without padding."""
+    """Serves rates in virtual time on GPUs by their datasheets, without padding but where a plan is asked for."""
 
     def __init__(self, gpu: str):
         from jaxserve.simulation.analytic import Deployment
 
         refuse_options(
-            "--gpu's steps have no padding, their own times, 16 bits a weight, no drafts, prefix caching where prompts are given, "
+            "--gpu's steps have their own times, 16 bits a weight, no drafts, prefix caching where prompts are given, "
             "and are scheduled ahead where there is one stage",
-            *("bucket_plan", "step_times", "dtype", "enable_prefix_caching", "async_scheduling", "speculative_config"),
+            *("step_times", "dtype", "enable_prefix_caching", "async_scheduling", "speculative_config"),
             *("attention_backend", "moe_backend"),
         )
         given = engine_options()
@@ -137,15 +140,19 @@ class Analytic:
         self.limits, self._page_size = limits_of(given, {}), given["page_size"] or 64
         self._num_pages, self._utilization = given["num_pages"], given["gpu_memory_utilization"]
         self._stages = self._deployment.stages(self._page_size)
+        self._is_padded, self._is_default = given["bucket_plan"] is not None, given["bucket_plan"] == "default"
+        self.plan = "default" if self._is_default else str(plan_given() or "none")
         self.settings = {"machine": str(self._deployment), "page_size": self._page_size, "gpus_per_node": _NODE.value}
         self.settings |= {"num_pages": self._num_pages, "gpu_memory_utilization": self._utilization}
 
     def serve(self, contender: Contender, objective: Any, workload: Any, seed: int) -> Any:
+        from jaxserve.buckets import BucketPlan
         from jaxserve.simulation.pipeline import replay_stages
         from jaxserve.simulation.unpadded import UnpaddedPlan
 
-        limits, deployment, stages = contender.limits(self.limits, padded=False), self._deployment, self._stages
-        plan = UnpaddedPlan(limits.max_num_batched_tokens, limits.max_num_seqs)
+        limits, deployment, stages = contender.limits(self.limits, padded=self._is_padded), self._deployment, self._stages
+        seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+        plan = BucketPlan.default(seqs, tokens) if self._is_default else plan_given() or UnpaddedPlan(tokens, seqs)
         # Activations of a step, which those of most requests at once would leave no KV beside.
         held = contender.limits(self.limits).max_num_batched_tokens
         num_pages = self._num_pages or deployment.num_pages(self._page_size, held, self._utilization)
@@ -163,7 +170,7 @@ class Real:
 
     def __init__(self):
         given = engine_options()
-        self.limits = limits_of(given, {})
+        self.limits, self.plan = limits_of(given, {}), str(plan_given() or "default")
         self._key: tuple[str, float | None] | None = None
         self._engine: Any = None
         self.settings = {"machine": "real", "device": versions()["device"], **{name: given[name] for name in REAL_OPTIONS}}
@@ -181,7 +188,10 @@ class Real:
         self._engine.drain()
         if not self._engine.reset_prefix_cache():  # a rate must not find the prompts of the one before
             raise RuntimeError("requests of the rate before still hold pages")
-        return serve(self._engine, workload, seed).times
+        with tqdm(
+            total=len(workload.requests), desc=contender.name, unit=" requests", mininterval=5, leave=False, position=1
+        ) as bar:
+            return serve(self._engine, workload, seed, progress=bar).times
 
 
 def search(server: Any, contender: Contender, slo: float, seed: int, finished: Finished, progress: Any) -> float:
@@ -194,12 +204,13 @@ def search(server: Any, contender: Contender, slo: float, seed: int, finished: F
         key = contender.key(slo, seed, rate)
         if key not in finished or not Trial(**finished[key]).decides(objective):
             workload = traffic(server, rate, seed)
+            progress.set_postfix_str(key)
             finished[key] = asdict(Trial.of(rate, server.serve(contender, objective, workload, seed), objective.quantile))
-            progress.set_postfix_str(key, refresh=False)
-            progress.update()
         return Trial(**finished[key])
 
-    return capacity(serve, objective, start=_START.value, precision=_PRECISION.value)
+    found = capacity(serve, objective, start=_START.value, precision=_PRECISION.value)
+    progress.update()
+    return found
 
 
 def traffic(server: Any, rate: float, seed: int) -> Any:
@@ -257,10 +268,11 @@ def main(argv: list[str]) -> None:
                 file=sys.stderr,
             )
         about = {"model": flags.FLAGS.model, "workload": workload.name, "requests": digest(repr(workload.requests).encode())}
-        about |= {"limits": asdict(server.limits), "bucket_plan": str(plan_given() or "default"), "quantile": _QUANTILE.value}
+        about |= {"limits": asdict(server.limits), "bucket_plan": server.plan, "quantile": _QUANTILE.value}
         about |= {"code": code_id(), "workload_seed": flags.FLAGS.workload_seed}
         finished = Finished(None if _JSON.value == "-" else _JSON.value, server.settings | about)
-        with tqdm(desc="rates", unit="rate", mininterval=5) as progress:
+        searches = len(contenders) * len(slos) * _SEEDS.value
+        with tqdm(desc="searches", total=searches, unit="search", mininterval=5) as progress:
             rows = tabulate(lambda c, slo, seed: search(server, c, slo, seed, finished, progress), contenders, slos)
     report(rows, contenders[-1].name)
     if _PLOT.value:

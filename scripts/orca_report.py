@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -41,33 +43,71 @@ def bucket_plan(name: str, max_num_seqs: int) -> Any:
     return BucketPlan(tuple(decode), tuple((n, min(n, max_num_seqs)) for n in tokens), tuple(decode))
 
 
-def measure(engine: Any, workload: Any, seed: int, max_num_seqs: int) -> dict[str, float]:
-    """One run: output tokens a second, and mean TTFT and E2E in seconds, of answers as they come and as their batch ends."""
+def measure(engine: Any, workload: Any, seed: int, max_num_seqs: int) -> tuple[dict[str, float], dict[str, int]]:
+    """One run: output tokens a second, mean TTFT and E2E in seconds, of answers as they come and as their batch ends, and its
+    number of steps; and these by bucket."""
     from scripts.open_loop import serve
 
-    times = serve(engine, workload, seed).times
-    last = times.last
+    run = serve(engine, workload, seed)
+    times, last = run.times, run.times.last
     ends = np.concatenate(
         [np.full(len(batch), batch.max()) for batch in np.split(last, range(max_num_seqs, len(last), max_num_seqs))]
     )
     seconds = {"ttft": float(times.first.mean()), "e2e": float(last.mean()), "returned": float(ends.mean())}
-    return {"throughput": float(times.num_output.sum()) / times.duration, **seconds}
+    throughput = float(times.num_output.sum()) / times.duration
+    return {"throughput": throughput, **seconds, "num_steps": run.counts["num_steps"]}, run.counts["steps_by_bucket"]
 
 
-def tables(results: dict[str, dict[str, dict[str, float]]]) -> str:
+def medians(setting: Any) -> dict[str, float]:
+    """Of each figure over a setting's rounds."""
+    return {name: statistics.median(r[name] for r in setting["rounds"]) for name in setting["rounds"][0]}
+
+
+def paired(ours: Any, base: Any, metric: str, base_metric: str | None = None) -> list[float]:
+    """Of each round, one setting's figure over another's."""
+    return [r[metric] / b[base_metric or metric] for r, b in zip(ours["rounds"], base["rounds"], strict=True)]
+
+
+def tables(results: dict[str, dict[str, Any]]) -> str:
     """Markdown: what was measured, and both iteration-level settings over the request-level ones beside what was published."""
     measured, ratios = [], []
     for case, found in results.items():
-        for name, r in found.items():
-            measured.append([case, name, *(r[m] for m in METRICS), r["returned"] if SETTINGS[name] == "request_level" else ""])
+        for name, setting in found.items():
+            r = medians(setting)
+            returned = r["returned"] if SETTINGS[name] == "request_level" else ""
+            measured.append([case, name, *(r[m] for m in METRICS), returned, f"{r['num_steps']:g}"])
         for ours in ("iteration", "orca"):
             for base in ("padded", "shrinking"):
-                over = {m: found[ours][m] / found[base][m] for m in METRICS}
-                verdict = control(over["throughput"]) if case.startswith("equal_size") else verdicts(over)
-                ratios.append([case, ours, base, *over.values(), found[ours]["e2e"] / found[base]["returned"], verdict])
-    head = ("workload, at most", "setting", "output tok/s", "mean TTFT (s)", "mean E2E (s)", "returned (s)")
-    first = ("setting", "over", "throughput (published 1.44)", "TTFT (0.62)", "E2E (0.69)", "E2E over returned", "")
-    return table(head, measured) + "\n" + table(("workload, at most", *first), ratios)
+                ratios.append([case, ours, base, *compared(found[ours], found[base], case.startswith("equal_size"))])
+    head = ("workload, at most", "setting", "output tok/s", "mean TTFT (s)", "mean E2E (s)", "returned (s)", "steps")
+    first = ("setting", "over", "throughput (published 1.44)", "its rounds", "TTFT (0.62)", "E2E (0.69)", "E2E over returned", "")
+    return table(head, measured) + "\n" + table(("workload, at most", *first), ratios) + noise(results)
+
+
+def compared(ours: Any, base: Any, is_control: bool) -> list[Any]:
+    """A row's ratios: medians over the rounds, of throughput its lowest and highest too; and the verdict."""
+    throughputs = paired(ours, base, "throughput")
+    over = {m: statistics.median(paired(ours, base, m)) for m in METRICS}
+    returned = statistics.median(paired(ours, base, "e2e", "returned"))
+    same = ", the same steps" if ours["steps_by_bucket"] == base["steps_by_bucket"] else ""
+    verdict = control(over["throughput"]) + same if is_control else verdicts(over)
+    rounds = f"{min(throughputs):.3g} to {max(throughputs):.3g}"
+    return [over["throughput"], rounds, over["ttft"], over["e2e"], returned, verdict]
+
+
+def noise(results: dict[str, dict[str, Any]]) -> str:
+    """A line on settings whose steps are the same, bucket by bucket: what sets their throughputs apart is not scheduling."""
+    pairs = [pair for found in results.values() for pair in combinations(found.values(), 2)]
+    found = [paired(a, b, "throughput") for a, b in pairs if a["steps_by_bucket"] == b["steps_by_bucket"]]
+    if not found:
+        return ""
+    apart = [abs(statistics.median(ratios) - 1) for ratios in found]
+    rounds = [abs(ratio - 1) for ratios in found for ratio in ratios]
+    return (
+        f"\nNoise: of {len(found)} pairs of settings whose steps are the same, bucket by bucket, the throughput is "
+        f"{100 * statistics.median(rounds):.1f}% apart in a round (median; at most {100 * max(rounds):.1f}%), the ratio that "
+        f"counts {100 * statistics.median(apart):.1f}% off 1 (median; at most {100 * max(apart):.1f}%).\n"
+    )
 
 
 def verdicts(over: dict[str, float]) -> str:

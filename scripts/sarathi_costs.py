@@ -128,7 +128,8 @@ def tile_quantisation(session: Session) -> tuple[str, dict[str, Any]]:
 
 
 def arithmetic_intensity(session: Session) -> tuple[str, dict[str, Any]]:
-    """FLOPs a byte and time of LLaMA2-70B's linear operators on four A100s, by tokens: where decodes stand and where chunks do."""
+    """LLaMA2-70B's linear operators by tokens, where decodes stand and where chunks do: FLOPs a byte of a layer that is not cut,
+    time on four A100s."""
     from scripts.sarathi_plots import lines
 
     machine, sizes = deployment("llama2-70b", A100_PCIE, 4, 1, 4), [2**i for i in range(0, 14)]
@@ -148,7 +149,7 @@ def arithmetic_intensity(session: Session) -> tuple[str, dict[str, Any]]:
         session.folder / "arithmetic_intensity.png",
         "tokens",
         "FLOPs a byte",
-        "linear operators",
+        "LLaMA2-70B, not cut",
         log=True,
     )
     lines(
@@ -156,7 +157,8 @@ def arithmetic_intensity(session: Session) -> tuple[str, dict[str, Any]]:
     )
     rows = [[T, i, ms, 1e3 * ms / T] for T, i, ms in zip(sizes, intensity, linear, strict=True)]
     note = f"The machine balances at {balance:.0f} FLOPs a byte. " + shape_of(sizes, linear) + ".\n"
-    return table(("tokens", "FLOPs a byte", "linear (ms)", "us a token"), rows) + "\n" + note, {"tokens": sizes, "ms": linear}
+    head = ("tokens", "FLOPs a byte, not cut", "linear at TP4 (ms)", "us a token")
+    return table(head, rows) + "\n" + note, {"tokens": sizes, "ms": linear}
 
 
 def shape_of(sizes: Sequence[int], ms: Sequence[float]) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from scripts.plots import figure, save
 
 
@@ -31,7 +33,7 @@ def lines(
 
 
 def bars(panels: Mapping[str, Mapping[str, Mapping[str, Any]]], path: str | Path, ylabel: str) -> None:
-    """A panel each: groups of bars, {panel: {group: {bar: Spread}}}, with 95% intervals."""
+    """A panel each: groups of bars, {panel: {group: {bar: Spread}}}, with 95% intervals where there are any."""
     made, axes = figure(-(-len(panels) // 2), min(2, len(panels)))
     for axis, (title, groups) in zip(axes.flat, panels.items(), strict=False):
         names = list(dict.fromkeys(name for group in groups.values() for name in group))
@@ -39,8 +41,9 @@ def bars(panels: Mapping[str, Mapping[str, Mapping[str, Any]]], path: str | Path
         for i, name in enumerate(names):
             at = [j + (i - (len(names) - 1) / 2) * width for j, group in enumerate(groups.values()) if name in group]
             spreads = [group[name] for group in groups.values() if name in group]
-            errors = [0.0 if s.half_width != s.half_width else s.half_width for s in spreads]
-            axis.bar(at, [s.mean for s in spreads], width, yerr=errors, capsize=2, label=name)
+            errors = [s.half_width for s in spreads]
+            given = {} if np.isnan(errors).all() else {"yerr": errors, "capsize": 2}
+            axis.bar(at, [s.mean for s in spreads], width, label=name, **given)
         axis.set(xticks=range(len(groups)), xticklabels=list(groups), xlabel="objective", ylabel=ylabel, title=title)
         axis.legend(fontsize=7)
     save(made, path)

@@ -6,8 +6,8 @@
     python -m scripts.simulate --model=falcon-180b --gpu=a100-80gb --tp=4 --pp=2 --gpus_per_node=4 --max_num_batched_tokens=512
 
 --model: a name in jaxserve/simulation/model_shapes.py, or a folder whose config.json the engine can read. Nothing is computed and
-no device is needed. Step times come from datasheets (jaxserve/simulation/hardware.py says from where); how far they are from
-measured kernels, scripts.validate_simulator says.
+no device is needed. Steps run in the buckets of --bucket_plan, as an engine's do. Step times come from datasheets
+(jaxserve/simulation/hardware.py says from where); how far they are from measured kernels, scripts.validate_simulator says.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _POLICY = flags.DEFINE_enum("batching_policy", "sarathi", POLICIES, "How a step 
 _MAX_LEN = flags.DEFINE_integer("max_model_len", 16_384, "Most tokens of a request.", lower_bound=2)
 _MAX_SEQS = flags.DEFINE_integer("max_num_seqs", 128, "Most sequences at once.", lower_bound=1)
 _BUDGET = flags.DEFINE_integer("max_num_batched_tokens", 2048, "Token budget of a step.", lower_bound=1)
+_PLAN = flags.DEFINE_string("bucket_plan", "default", "default: the engine's for these limits; none: no padding; or a plan's file.")
 _PAGE = flags.DEFINE_integer("page_size", 64, "Tokens a KV page.", lower_bound=1)
 _SLO = flags.DEFINE_float(
     "tbt_slo_ms", None, "Dynamic budget: milliseconds that a step with decodes may take; of a pipeline, between tokens."
@@ -61,13 +62,24 @@ def read_shape(name: str) -> Any:
         raise app.UsageError(f"--model={name} is neither a folder with a config.json nor one of {', '.join(MODELS)}") from None
 
 
+def plan_of(limits: Any) -> Any:
+    """The plan of --bucket_plan. ValueError if it can't be read, or made for these limits (a SchedulerConfig)."""
+    from jaxserve.buckets import BucketPlan
+    from jaxserve.simulation.unpadded import UnpaddedPlan
+
+    if _PLAN.value == "none":
+        return UnpaddedPlan(limits.max_num_batched_tokens, limits.max_num_seqs)
+    if _PLAN.value == "default":
+        return BucketPlan.default(limits.max_num_seqs, limits.max_num_batched_tokens)
+    return BucketPlan.load(_PLAN.value)
+
+
 def make_cluster() -> tuple[Any, Any, list[Any]]:
     """(the deployment, a function that makes a replica, the replicas made so far) of the flags."""
     from jaxserve.config import SchedulerConfig
     from jaxserve.simulation.analytic import Deployment
     from jaxserve.simulation.hardware import GPUS
     from jaxserve.simulation.pipeline import make_replica
-    from jaxserve.simulation.unpadded import UnpaddedPlan
 
     if _GPU.value not in GPUS:
         raise app.UsageError(f"--gpu={_GPU.value} is not known; choose from {', '.join(GPUS)}")
@@ -78,7 +90,7 @@ def make_cluster() -> tuple[Any, Any, list[Any]]:
         max_num_seqs=_MAX_SEQS.value,
         policy=_POLICY.value,
     )
-    plan, stages = UnpaddedPlan(_BUDGET.value, _MAX_SEQS.value), deployment.stages(_PAGE.value)
+    plan, stages = plan_of(limits), deployment.stages(_PAGE.value)
     num_pages = deployment.num_pages(_PAGE.value, _BUDGET.value)
     objective, made = _SLO.value and _SLO.value / 1e3, []
 

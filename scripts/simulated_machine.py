@@ -125,6 +125,7 @@ def measure(machine: Any, plan: Any, workload: Any, seed: int, name: str) -> Any
     return run
 
 
-def planning(name: str) -> Any:
-    """A progress bar of requests served in virtual time; its `update` is what replays tell."""
-    return tqdm(desc=name, unit=" simulated requests", mininterval=5)
+def planning(name: str, position: int | None = None) -> Any:
+    """A progress bar of requests served in virtual time; its `update` is what replays tell. position: so many lines below another
+    bar. How many replays a plan takes is not known before, so that it has no end."""
+    return tqdm(desc=name, unit=" simulated requests", mininterval=5, position=position)

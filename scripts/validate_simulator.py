@@ -76,16 +76,17 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     if _VIDUR.value:
-        from scripts.vidur_profiles import compare, table
+        from scripts.vidur_profiles import compare, table, table_by_tp
 
         rows = compare(Path(_VIDUR.value))
-        print(table(rows))
+        tables = f"{table(rows)}\n\nBy TP degree, with sign:\n\n{table_by_tp(rows)}"
+        print(tables)
         result = {"benchmark": "validate_operators", "rows": rows, **provenance()}
         write_json(_JSON.value, result)
         if _OUTPUT.value:
             write_json(f"{_OUTPUT.value}/results.json", result)
             made = "Written by `python -m scripts.validate_simulator --vidur=FOLDER`. Read README.md for what they mean."
-            Path(_OUTPUT.value, "tables.md").write_text(f"# Tables\n\n{made}\n\n{table(rows)}\n")
+            Path(_OUTPUT.value, "tables.md").write_text(f"# Tables\n\n{made}\n\n{tables}\n")
         return
     if _OUTPUT.value:
         raise app.UsageError("--output is of --vidur; the engine's comparison goes to --json")

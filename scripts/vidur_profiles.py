@@ -32,7 +32,8 @@ _GPUS = {"a100": "a100-80gb", "a40": "a40", "h100": "h100"}
 
 def compare(folder: Path) -> list[dict[str, Any]]:
     """One row a profile and operator (and for the sums "matmuls" and "layer"): relative errors |predicted / measured - 1| over all
-    numbers of tokens and TP degrees (median, p90), their median with sign (bias), and the medians up to 64, 512 and more tokens.
+    numbers of tokens and TP degrees (median, p90), their median with sign (bias), the medians up to 64, 512 and more tokens, and
+    for each TP degree the medians with sign of the same (by_tp).
 
     Raises:
       ValueError: there is no profile in the folder, or one whose GPU or columns are not known.
@@ -42,11 +43,15 @@ def compare(folder: Path) -> list[dict[str, Any]]:
         raise ValueError(f"no profile <gpu>_<model>_mlp.csv.gz in {folder}")
     rows = []
     for path in paths:
-        tokens, measured, predicted = _times(path)
+        tokens, degrees, measured, predicted = _times(path)
+        sizes = {"1-64": tokens <= 64, "65-512": (tokens > 64) & (tokens <= 512), "513-": tokens > 512}
         for name in ("layer", "matmuls", *OPERATORS):
             parts = OPERATORS if name == "layer" else MATMULS if name == "matmuls" else (name,)
             errors = np.sum([predicted[p] for p in parts], axis=0) / np.sum([measured[p] for p in parts], axis=0) - 1
-            sizes = {"1-64": tokens <= 64, "65-512": (tokens > 64) & (tokens <= 512), "513-": tokens > 512}
+            by_tp = {
+                int(tp): {size: float(np.median(errors[at & (degrees == tp)])) for size, at in sizes.items()}
+                for tp in np.unique(degrees)
+            }
             rows.append(
                 {
                     "profile": path.name.removesuffix("_mlp.csv.gz"),
@@ -56,13 +61,14 @@ def compare(folder: Path) -> list[dict[str, Any]]:
                     "p90": float(np.quantile(np.abs(errors), 0.9)),
                     "bias": float(np.median(errors)),
                     "by_tokens": {size: float(np.median(np.abs(errors[at]))) for size, at in sizes.items()},
+                    "by_tp": by_tp,
                 }
             )
     return rows
 
 
-def _times(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """(i64[n] tokens, measured and predicted seconds f64[n] by operator) of a profile."""
+def _times(path: Path) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(i64[n] tokens, i64[n] TP degrees, measured and predicted seconds f64[n] by operator) of a profile."""
     from jaxserve.simulation.analytic import Deployment
     from jaxserve.simulation.hardware import GPUS
     from jaxserve.simulation.model_shapes import ModelShape
@@ -88,12 +94,13 @@ def _times(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.
     )
     models = {tp: Deployment(shape, GPUS[_GPUS[gpu]], tp).step_times() for tp in (1, 2, 4, 8)}
     tokens = np.array([int(row["num_tokens"]) for row in rows])
-    predicted = [models[int(row["num_tensor_parallel_workers"])].operators(int(row["num_tokens"])) for row in rows]
+    degrees = np.array([int(row["num_tensor_parallel_workers"]) for row in rows])
+    predicted = [models[tp].operators(T) for tp, T in zip(degrees.tolist(), tokens.tolist(), strict=True)]
     measured = {
         ours: np.array([times * sum(float(row[f"time_stats.{c}.median"]) for c in columns) / 1e3 for row in rows])
         for ours, (columns, times) in OPERATORS.items()
     }
-    return tokens, measured, {name: np.array([row[name] for row in predicted]) for name in OPERATORS}
+    return tokens, degrees, measured, {name: np.array([row[name] for row in predicted]) for name in OPERATORS}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -105,4 +112,16 @@ def table(rows: list[dict[str, Any]]) -> str:
         values = [f"{100 * row['median']:.1f}", f"{100 * row['p90']:.1f}", f"{100 * row['bias']:+.1f}"]
         values += [f"{100 * row['by_tokens'][size]:.1f}" for size in sizes]
         lines.append(f"| {row['profile']} | {row['operator']} | {' | '.join(values)} |")
+    return "\n".join(lines)
+
+
+def table_by_tp(rows: list[dict[str, Any]]) -> str:
+    """Of the layer and each matmul: the medians with sign, in percent, by TP degree and number of tokens."""
+    degrees, sizes = list(rows[0]["by_tp"]), list(rows[0]["by_tokens"])
+    heads = ["profile", "operator", *(f"{size} tokens: TP {', '.join(map(str, degrees))}" for size in sizes)]
+    lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
+    for row in rows:
+        if row["operator"] in ("layer", *MATMULS):
+            cells = [", ".join(f"{100 * row['by_tp'][tp][size]:+.1f}" for tp in degrees) for size in sizes]
+            lines.append(f"| {row['profile']} | {row['operator']} | {' | '.join(cells)} |")
     return "\n".join(lines)

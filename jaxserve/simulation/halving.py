@@ -20,6 +20,14 @@ class Rung[Setting]:
     scores: tuple[tuple[Setting, float], ...]
 
 
+def widths(num_settings: int, factor: int, finalists: int) -> list[int]:
+    """How many settings each rung tries."""
+    keep = [num_settings]
+    while keep[-1] > finalists:
+        keep.append(max(finalists, -(-keep[-1] // factor)))
+    return keep
+
+
 def successive_halving[Setting](
     settings: Sequence[Setting],
     score: Callable[[Setting, int], float],
@@ -38,9 +46,7 @@ def successive_halving[Setting](
     """
     if not settings or factor < 2 or finalists < 1 or not 1 <= least <= size:
         raise ValueError(f"no rungs: {len(settings)} settings, {factor=} (>= 2), {finalists=} (>= 1), {least=} in 1 to {size=}")
-    keep = [len(settings)]
-    while keep[-1] > finalists:
-        keep.append(max(finalists, -(-keep[-1] // factor)))
+    keep = widths(len(settings), factor, finalists)
     rungs, left = [], list(settings)
     for i, count in enumerate(keep):
         left = left[:count]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -152,6 +153,24 @@ def test_the_file_makes_an_engine(work):
     assert done.returncode == 0, done.stderr
     assert "8 pages of 16 tokens" in done.stderr and "mixed [(32, 3)]" in done.stderr
     assert json.loads((work / "bench.json").read_text())["max_num_seqs"] == 3
+
+
+def test_a_plan_is_tuned_once(work):
+    """For the score and again for the file; what is served in virtual time is told meanwhile, the settings against all of them."""
+    given = [f"--profiles={work / 'a.json'}", *WORK, "--plans=tuned", "--seqs=8,16", "--budgets=16", "--thresholds=0,1"]
+    done = run("autotune", *given, "--finalists=1", "--measure=0", f"--output={work / 'once.json'}")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"settings: 100%.* 7/7 ", done.stderr) and re.search(r"of them: [1-9]\d+ simulated requests", done.stderr)
+    served = re.findall(r"plan of budget[^\r\n]*: (\d+) simulated requests", done.stderr)
+    assert served and set(served) == {"0"}, "its plan was tuned again"
+    options = json.loads((work / "once.json").read_text())
+    assert options["long_prefill_token_threshold"] in (0, 16)
+
+
+@pytest.mark.parametrize("shares", ["2", "-0.1", "0,nan", "half", ""])
+def test_a_threshold_is_within_the_budget(work, shares):
+    done = run("autotune", f"--profiles={work / 'a.json'}", *WORK, f"--thresholds={shares}")
+    assert done.returncode == 1 and "must be shares of the budget, from 0 to 1" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_bad_files(work):

@@ -98,6 +98,31 @@ def test_analytic(tmp_path):
     )
 
 
+def test_analytic_with_a_plan(tmp_path):
+    """Bound by compute, and steps of 1024 tokens in buckets of 2048: half of the capacity. The default plan lies between."""
+    BucketPlan(mixed=((2048, 16),), head_rows=(16,)).save(tmp_path / "plan.json")
+    machine = ("--model=qwen3-8b", "--gpu=a40", "--max_model_len=2048", "--max_num_seqs=16", "--max_num_batched_tokens=1024")
+    work = ("--workload=random", "--num_prompts=160", "--random_input_len=1000", "--random_output_len=20", "--start_rate=4")
+    search = ("--policies=sarathi", "--slo_ms=1000", "--precision=0.05", "--seeds=1", "--min_gaps=1000")
+    found = {}
+    for name in ("none", "default", f"{tmp_path / 'plan.json'}"):
+        path, given = tmp_path / "capacity.json", [] if name == "none" else [f"--bucket_plan={name}"]
+        path.unlink(missing_ok=True)
+        done = run(*machine, *work, *search, *given, f"--json={path}")
+        assert done.returncode == 0 and "searches: 100%" in done.stderr and "1/1" in done.stderr, done.stderr
+        result = json.loads(path.read_text())
+        found[result["settings"]["bucket_plan"]] = result["capacities"][0]["mean"]
+    none, default, wide = found.values()
+    assert list(found)[:2] == ["none", "default"] and 0 < wide < 0.6 * none and wide < default <= none
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_at_once():
+    code = "import runpy, sys\nsys.modules['matplotlib'] = None\nrunpy.run_module('scripts.bench_capacity', run_name='__main__')"
+    command = [sys.executable, "-c", code, "--plot=x", "--step_times=nowhere.json", "--slo_ms=9"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 1 and "plots need matplotlib" in done.stdout + done.stderr and "nowhere.json" not in done.stderr
+
+
 def test_real(tmp_path):
     """60 requests at once for 4 rows wait, a few a second don't; what lies between is the machine's business."""
     alphabet_model.save(tmp_path / "model", tokenizer=False)
@@ -106,7 +131,7 @@ def test_real(tmp_path):
     work = ("--workload=random", "--num_prompts=60", "--random_input_len=8", "--random_output_len=4", "--start_rate=4096")
     search = ("--policies=sarathi", "--slo_ms=1e6", "--max_scheduling_delay=0.005", "--precision=1", "--min_gaps=100", "--seeds=1")
     done = run(f"--model={tmp_path / 'model'}", "--real", *limits, *work, *search, f"--json={path}")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and re.search(r"sarathi: .*/60 ", done.stderr), done.stderr
     result = json.loads(path.read_text())
     (row,) = result["capacities"]
     trials = {t["rate"]: t for t in result["results"].values()}
@@ -121,8 +146,8 @@ from jaxserve.simulation.capacity import Objective
 from scripts import bench_capacity, open_loop
 flags.FLAGS(sys.argv)
 run, shares = open_loop.serve, []
-def serve(*given):
-    ran = run(*given)
+def serve(*given, **options):
+    ran = run(*given, **options)
     shares.append(ran.counts["prefix_hit_share"])
     return ran
 open_loop.serve = serve

@@ -303,14 +303,24 @@ def test_stalls_as_served(canned, drawn, tmp_path):
     assert tokens[-1] == run.demands.samples[(shown >= 0) & (shown <= 60)].sum() > 0 <= ends[0] < ends[-1] <= 60
 
 
+def test_one_seed_has_no_error_bars(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[plots]')")
+    drawn = []
+    monkeypatch.setattr(sarathi_plots, "save", lambda figure, path: drawn.append(figure))
+    for values in ([2.0], [2.0, 2.5]):
+        sarathi_plots.bars({"panel": {"strict": {"sarathi": Spread.of(values)}}}, tmp_path / "x.png", "requests/s")
+    assert [len(figure.axes[0].collections) for figure in drawn] == [0, 1]
+
+
 def test_bubbles_as_served(canned):
     text, data = sarathi_runs.bubbles(canned())
-    assert len(data) == 6 and len(text.split("\n\n")[0].splitlines()) == 2 + 6
+    assert len(data) == 12 and len(text.split("\n\n")[0].splitlines()) == 2 + 12
     for name in ("llama2-70b", "falcon-180b"):
-        theirs = run_at(SETUPS[name].machine, vllm(), "openchat_sharegpt4", 0.4, FEW, 0).bubbles.share
-        assert data[f"{name}, vllm-128"]["share"] == pytest.approx(theirs) and 0 < theirs < 1
-        verdict = "agrees" if data[f"{name}, sarathi-512"]["share"] < theirs else "contradicts"
-        assert f"and {100 * theirs:.2g}%, {verdict}" in text
+        for rate, who in ((0.4, vllm()), (0.14, orca(8))):
+            theirs = run_at(SETUPS[name].machine, who, "openchat_sharegpt4", rate, FEW, 0).bubbles.share
+            assert data[f"{name}, {who.name}, {rate}/s"]["share"] == pytest.approx(theirs) and 0 < theirs < 1
+            verdict = "agrees" if data[f"{name}, sarathi-512, {rate}/s"]["share"] < theirs else "contradicts"
+            assert f"{name}, {rate}/s, {who.name}: " in text and f"and {100 * theirs:.2g}%, {verdict}" in text
 
 
 BROKEN_OFF = """

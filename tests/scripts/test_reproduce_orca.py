@@ -1,5 +1,6 @@
 """reproduce_orca: its settings in virtual time, its figures by hand, and the command on a tiny model."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from jaxserve.latency import ServedTimes
 from jaxserve.simulation.analytic import Deployment
 from jaxserve.simulation.replay import replay
 from jaxserve.workloads import fixed
-from scripts import open_loop, orca_report
+from scripts import open_loop, orca_report, reproduce_orca
 from tests import alphabet_model
 
 ROOT = Path(__file__).parents[2]
@@ -49,25 +50,61 @@ def test_figures_of_a_run_by_hand(monkeypatch):
     """Batches of two end at 2 and 5 s, which is when their answers return."""
     first, last, num = np.array([0.5, 0.5, 2.5, 3.5]), np.array([1.0, 2.0, 5.0, 4.0]), np.array([3, 3, 4, 10])
     times = ServedTimes(np.zeros(4), first, last, num, num, np.empty(0), np.empty(0))
-    monkeypatch.setattr(open_loop, "serve", lambda engine, workload, seed: SimpleNamespace(times=times))
-    assert orca_report.measure(None, None, 0, 2) == {"throughput": 4.0, "ttft": 1.75, "e2e": 3.0, "returned": 3.5}
+    steps = {"decode(2,2)": 9}
+    run = SimpleNamespace(times=times, counts={"num_steps": 9, "steps_by_bucket": steps})
+    monkeypatch.setattr(open_loop, "serve", lambda engine, workload, seed: run)
+    figures = {"throughput": 4.0, "ttft": 1.75, "e2e": 3.0, "returned": 3.5, "num_steps": 9}
+    assert orca_report.measure(None, None, 0, 2) == (figures, steps)
+
+
+def test_order_of_rounds():
+    """Of 8 rounds each of 4 settings comes twice at each place, and after each neighbour as often as before it."""
+    rounds = [reproduce_orca.order("abcd", i) for i in range(8)]
+    for i in range(4):
+        assert sorted(names[i] for names in rounds) == sorted("abcd" * 2)
+    follows = [pair for names in rounds for pair in itertools.pairwise(names)]
+    assert all(follows.count((a, b)) == follows.count((b, a)) for a, b in itertools.combinations("abcd", 2))
+
+
+def settings(**throughputs):
+    """Rounds of every setting, all with their own steps; of one throughput 1 where none is given."""
+    num_rounds = len(next(iter(throughputs.values())))
+    found = {}
+    for name in orca_report.SETTINGS:
+        rest = {"ttft": 1.0, "e2e": 2.0, "returned": 4.0, "num_steps": 10}
+        rounds = [rest | {"throughput": t} for t in throughputs.get(name, [1.0] * num_rounds)]
+        found[name] = {"steps_by_bucket": {name: 10}, "rounds": rounds}
+    return found
 
 
 def test_ratios():
     """Of both iteration-level settings over each request-level one, whose answers return when their batch ends."""
-    tokens = dict(zip(orca_report.SETTINGS, (3.0, 2.0, 1.0, 1.5), strict=True))
-    found = {name: {"throughput": t, "ttft": 1.0, "e2e": 2.0, "returned": 4.0} for name, t in tokens.items()}
+    found = settings(iteration=[3.0], orca=[2.0], shrinking=[1.0], padded=[1.5])
     text = orca_report.tables({"short_long_mix, 2": found})
     for pair, ratio in (("iteration | padded", 2), ("iteration | shrinking", 3), ("orca | padded", 1.33), ("orca | shrinking", 2)):
-        assert f"| short_long_mix, 2 | {pair} | {ratio} | 1 | 1 | 0.5 |" in text
+        assert f"| short_long_mix, 2 | {pair} | {ratio} | {ratio} to {ratio} | 1 | 1 | 0.5 |" in text
     assert "throughput agrees, ttft same sign" in text.splitlines()[-2]  # 1.33 for 1.44
+    assert "| short_long_mix, 2 | padded | 1.5 | 1 | 2 | 4 | 10 |" in text and "Noise" not in text
+
+
+def test_a_ratio_is_taken_within_a_round():
+    """A machine that is ten times slower in two rounds of three: of the medians iteration over padded would be 2.2."""
+    text = orca_report.tables({"equal_size, 2": settings(iteration=[2.0, 0.2, 0.22], padded=[1.0, 0.1, 0.1])})
+    assert "| iteration | padded | 2 | 2 to 2.2 |" in text and "| orca | padded | 10 | 1 to 10 |" in text
+
+
+def test_noise_is_of_equal_steps():
+    found = settings(iteration=[1.1, 1.02, 0.98], orca=[2.0, 2.0, 2.0])
+    found["iteration"]["steps_by_bucket"] = found["padded"]["steps_by_bucket"]
+    lines = orca_report.tables({"equal_size, 2": found}).splitlines()
+    assert [line.endswith("the same steps |") for line in lines if "control" in line] == [True, False, False, False]
+    assert lines[-1].startswith("Noise: of 1 pairs") and "2.0% apart in a round (median; at most 10.0%)" in lines[-1]
+    assert lines[-1].endswith("2.0% off 1 (median; at most 2.0%).")
 
 
 @pytest.mark.parametrize(("ratio", "verdict"), [(1.0, "agrees"), (0.975, "agrees"), (1.031, "contradicts"), (0.9, "contradicts")])
 def test_the_control_is_judged(ratio, verdict):
-    found = {name: {"throughput": 1.0, "ttft": 1.0, "e2e": 1.0, "returned": 1.0} for name in orca_report.SETTINGS}
-    found["orca"]["throughput"] = ratio
-    lines = orca_report.tables({"equal_size, 2": found}).splitlines()
+    lines = orca_report.tables({"equal_size, 2": settings(orca=[ratio])}).splitlines()
     assert lines[-1].endswith(f"{verdict} |") and lines[-3].endswith("agrees |")
 
 
@@ -95,6 +132,9 @@ def test_the_command(tmp_path):
     assert list(results["results"]) == ["short_long_mix, 2", "equal_size, 2"] and results["flags"]["model"] == "model"
     for found in results["results"].values():
         assert list(found) == list(orca_report.SETTINGS)
-        assert all(0 < r["ttft"] < r["e2e"] <= r["returned"] and r["throughput"] > 0 for r in found.values())
+        rounds = [r for setting in found.values() for r in setting["rounds"]]
+        assert len(rounds) == 4 and all(0 < r["ttft"] < r["e2e"] <= r["returned"] and r["throughput"] > 0 for r in rounds)
+        for setting in found.values():
+            assert sum(setting["steps_by_bucket"].values()) == setting["rounds"][0]["num_steps"] > 8
     assert orca_report.tables(results["results"]) in (tmp_path / "out" / "tables.md").read_text()
     assert (tmp_path / "out" / "orca.png").stat().st_size > 10_000

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jaxserve.simulation.halving import successive_halving
+from jaxserve.simulation.halving import successive_halving, widths
 
 
 def test_rungs():
@@ -18,7 +18,7 @@ def test_rungs():
     rungs = successive_halving(range(27), score, 90)
     assert [(rung.size, len(rung.scores)) for rung in rungs] == [(10, 27), (30, 9), (90, 3)]
     assert rungs[-1].scores[0] == (11, 0) and {s for s, _ in rungs[-1].scores} == {10, 11, 12}
-    assert len(asked) == len(set(asked)) == 39
+    assert len(asked) == len(set(asked)) == 39 == sum(widths(27, 3, 3))
     assert [s for s, _ in rungs[0].scores[:2]] == [11, 12]
 
 
@@ -27,6 +27,7 @@ def test_the_impossible_come_last_and_few_settings_get_all_the_work():
     assert [rung.size for rung in rungs] == [50] and [s for s, _ in rungs[0].scores] == [2, 1, 3]
     rungs = successive_halving(range(100), lambda s, size: s, 64, factor=4, finalists=1, least=8)
     assert [(rung.size, len(rung.scores)) for rung in rungs] == [(8, 100), (8, 25), (8, 7), (16, 2), (64, 1)]
+    assert widths(100, 4, 1) == [100, 25, 7, 2, 1]
     assert rungs[-1].scores == ((99, 99),)
 
 
