@@ -5,7 +5,6 @@ Does not know what the tensors mean or where they go.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from checkpoints.json_files import read_object
 from checkpoints.weights import WeightsError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -77,15 +77,7 @@ def read_json(folder: str | os.PathLike[str], name: str) -> dict[str, Any] | Non
       ValueError: the file is not JSON, or not an object.
     """
     path = Path(folder) / name
-    if not path.is_file():
-        return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, found a {type(value).__name__}")
-    return value
+    return read_object(path) if path.is_file() else None
 
 
 class SafetensorsReader:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from checkpoints.json_files import read_object
 from jaxserve.models.registry import Architecture, find_architecture
 
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
@@ -267,14 +268,7 @@ def read_json(source: Mapping[str, Any] | str | Path, name: str) -> dict[str, An
     if isinstance(source, Mapping):
         return dict(source)
     path = Path(source)
-    path = path / name if path.is_dir() else path
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, found a {type(value).__name__}")
-    return value
+    return read_object(path / name if path.is_dir() else path)
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
