@@ -10,7 +10,7 @@ import functools
 import itertools
 import logging
 import numbers
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -484,7 +484,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """
     if isinstance(prompts, str | Mapping):
         return [prompts]  # pyright: ignore[reportReturnType]
-    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Sequence | np.ndarray):
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Collection):  # arrays and pandas' series are
         raise TypeError(f"prompts must be a text, a dict, a list of token ids, or a list of these, found {_short(prompts)}")
     if len(prompts) > 0 and all(_is_int(p) for p in prompts):
         return [prompts]  # pyright: ignore[reportReturnType]

@@ -140,8 +140,9 @@ class Analytic:
         self.limits, self._page_size = limits_of(given, {}), given["page_size"] or 64
         self._num_pages, self._utilization = given["num_pages"], given["gpu_memory_utilization"]
         self._stages = self._deployment.stages(self._page_size)
-        self._is_padded, self._is_default = given["bucket_plan"] is not None, given["bucket_plan"] == "default"
-        self.plan = "default" if self._is_default else str(plan_given() or "none")
+        self._is_padded, self._is_default = given["bucket_plan"] not in (None, "none"), given["bucket_plan"] == "default"
+        self._plan = plan_given() if self._is_padded else None
+        self.plan = "default" if self._is_default else str(self._plan or "none")
         self.settings = {"machine": str(self._deployment), "page_size": self._page_size, "gpus_per_node": _NODE.value}
         self.settings |= {"num_pages": self._num_pages, "gpu_memory_utilization": self._utilization}
 
@@ -152,7 +153,7 @@ class Analytic:
 
         limits, deployment, stages = contender.limits(self.limits, padded=self._is_padded), self._deployment, self._stages
         seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
-        plan = BucketPlan.default(seqs, tokens) if self._is_default else plan_given() or UnpaddedPlan(tokens, seqs)
+        plan = BucketPlan.default(seqs, tokens) if self._is_default else self._plan or UnpaddedPlan(tokens, seqs)
         # Activations of a step, which those of most requests at once would leave no KV beside.
         held = contender.limits(self.limits).max_num_batched_tokens
         num_pages = self._num_pages or deployment.num_pages(self._page_size, held, self._utilization)

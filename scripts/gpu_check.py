@@ -17,6 +17,7 @@ import dataclasses
 import datetime
 import importlib
 import importlib.metadata
+import itertools
 import json
 import os
 import signal
@@ -136,11 +137,13 @@ def _startup(child: str) -> Callable[[Figures], None]:
 
     def run(figures: Figures) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            cache = f"{folder}/jax"  # for all of the child: its weights are made before the engine sets a cache
+            # For all of the child: its weights are made before the engine sets a cache. Whatever the environment says, all is kept.
+            cache = {"JAX_COMPILATION_CACHE_DIR": f"{folder}/jax", "JAX_ENABLE_COMPILATION_CACHE": "true"}
+            cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
             for label in ("cold", "warm"):
                 rows = Path(folder) / f"{label}.rows"
-                more = [f"--cache={cache}", f"--born={time.time()}"]
-                end = run_child(child, nested_cap(figures), rows, figures.dry_run, more, {"JAX_COMPILATION_CACHE_DIR": cache})
+                more = [f"--cache={folder}/jax", f"--born={time.time()}"]
+                end = run_child(child, nested_cap(figures), rows, figures.dry_run, more, cache)
                 found = [r for r in read_rows(rows) if r["name"] == "first token"]
                 if not found:
                     figures.record(f"start to first token, {label}", None, "error", why=end)
@@ -280,10 +283,11 @@ def cap_of(name: str, todo: dict[str, Section], left: float) -> float:
 
 
 def run_part(part: str, folder: Path, above: Path, earlier: dict[str, Any] | None = None) -> tuple[list[dict[str, Any]], Path]:
-    """`device`, then all sections of a part, as long as its time lasts; its figures, and their file, which is written as each ends.
+    """`device`, then all sections of a part, as long as its time lasts; its figures, and their file, which is written as each ends,
+    with what an earlier run found of those still to come.
 
     folder: for the sections' own files. above: where the folder of the card is, or is made. earlier: what an earlier run wrote.
-    Raises ValueError if that was on another card.
+    UsageError if that was on another card.
     """
     start, rows, path = time.perf_counter(), [], above
     sections = {n: s for n, s in PARTS[part].items() if not _SECTIONS.value or n in _SECTIONS.value}
@@ -300,10 +304,19 @@ def run_part(part: str, folder: Path, above: Path, earlier: dict[str, Any] | Non
             del todo[name]
         else:
             rows += before[name]
-        if name in FIRST and earlier and earlier["device"] != value_of(rows, "device"):
-            raise ValueError(f"--resume={_RESUME.value} is of {earlier['device']}, this is {value_of(rows, 'device')}")
-        path = write(part, rows, above)
+        if name in FIRST and earlier:
+            if earlier["device"] != value_of(rows, "device"):
+                raise app.UsageError(f"--resume={_RESUME.value} is of {earlier['device']}, this is {value_of(rows, 'device')}")
+            rows += earlier_rates(earlier)
+        del before[name]
+        path = write(part, rows + list(itertools.chain(*before.values())), above)
     return rows, path
+
+
+def earlier_rates(earlier: dict[str, Any]) -> list[dict[str, Any]]:
+    """An earlier run's rates of the card, under its date: what the percentages that are kept of it are of."""
+    rates = [r for r in earlier["figures"] if r["section"] in FIRST and r["unit"] and isinstance(r["value"], int | float)]
+    return [r if " of " in r["name"] else {**r, "name": f"{r['name']} of {earlier['date']}"} for r in rates]
 
 
 def _run_section(name: str, folder: Path, cap: float, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -329,6 +342,9 @@ def read_earlier(part: str) -> dict[str, Any] | None:
         raise app.UsageError(f"--resume={_RESUME.value}: there is no such file")
     earlier = json.loads(Path(_RESUME.value).read_text())
     ours = {"check": f"gpu {part}", "revision": code_revision(), "dry_run": _DRY_RUN.value}
+    revision = ours["revision"]
+    if not revision or revision.endswith("+"):
+        raise app.UsageError(f"--resume needs to know the code, and {revision=}: commit, or give --revision")
     for name, value in ours.items():
         if earlier.get(name) != value:
             raise app.UsageError(f"--resume={_RESUME.value} has {name}={earlier.get(name)!r}, this run {value!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
@@ -41,6 +42,14 @@ def bucket_plan(name: str, max_num_seqs: int) -> Any:
     decode, most = sizes[-1:] if name == "padded" else sizes, unbounded_budget(max_num_seqs)
     tokens = [n for n in (32, 64, 128, 256, BUDGET, *(TWO_PROMPTS << i for i in range(6))) if n < most] + [most]
     return BucketPlan(tuple(decode), tuple((n, min(n, max_num_seqs)) for n in tokens), tuple(decode))
+
+
+def order(names: Sequence[str], i: int) -> list[str]:
+    """Round i's order: in as many rounds as there are names each comes once at each place; the next so many go backwards, so that
+    it does not always follow the same one."""
+    k = i % len(names)
+    turned = [*names[k:], *names[:k]]
+    return turned[::-1] if i // len(names) % 2 else turned
 
 
 def measure(engine: Any, workload: Any, seed: int, max_num_seqs: int) -> tuple[dict[str, float], dict[str, int]]:

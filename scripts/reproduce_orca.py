@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from tqdm import tqdm
 from jaxserve.workloads import fixed
 from scripts.bench_models import bench_model
 from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json
-from scripts.orca_report import MAX_MODEL_LEN, METRICS, SETTINGS, WORKLOADS, bucket_plan, limits, measure, medians, tables
+from scripts.orca_report import MAX_MODEL_LEN, METRICS, SETTINGS, WORKLOADS, bucket_plan, limits, measure, medians, order, tables
 from scripts.plots import figure, policies
 
 _LEVELS = flags.DEFINE_list("max_num_seqs_list", ["2", "4", "8"], "Most requests at a time.")
@@ -51,14 +50,6 @@ def make_engine(model: Any, name: str, max_num_seqs: int) -> Any:
     options = engine_options() | {"warm_up": "all", "batching_policy": SETTINGS[name], **limits(name, max_num_seqs)}
     options |= {"page_size": 64, "num_pages": MAX_MODEL_LEN // 64 * max_num_seqs, "bucket_plan": bucket_plan(name, max_num_seqs)}
     return Engine(model, engine_config(options), eos_token_ids=())
-
-
-def order(names: Sequence[str], i: int) -> list[str]:
-    """Round i's order: in as many rounds as there are names each comes once at each place; the next so many go backwards, so that
-    it does not always follow the same one."""
-    k = i % len(names)
-    turned = [*names[k:], *names[:k]]
-    return turned[::-1] if i // len(names) % 2 else turned
 
 
 def compare(model: Any, max_num_seqs: int) -> dict[str, dict[str, Any]]:

@@ -80,10 +80,16 @@ def limits_of(given: dict[str, Any], profiled: dict[str, Any]) -> Any:
 
 
 def plan_given() -> Any:
-    """The BucketPlan that --bucket_plan or --config gives; None where neither does. ValueError if it can't be read."""
+    """The BucketPlan that --bucket_plan or --config gives; None where neither does, and for the word "default".
+
+    Raises:
+      ValueError: it can't be read.
+    """
     from jaxserve.buckets import BucketPlan
 
     plan = engine_options()["bucket_plan"]
+    if plan == "default":
+        return None
     return BucketPlan.from_dict(plan) if isinstance(plan, dict) else plan and BucketPlan.load(plan)
 
 

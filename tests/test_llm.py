@@ -332,7 +332,7 @@ BAD_PROMPTS: list[tuple[object, dict, str]] = [
 ]
 
 
-@pytest.mark.parametrize("prompts", [5, None, b"abc", iter(["a"])], ids=repr)
+@pytest.mark.parametrize("prompts", [5, None, b"abc", iter(["a"])], ids=lambda x: type(x).__name__)
 def test_what_is_no_list_of_prompts_is_refused(llm, prompts):
     with pytest.raises(TypeError, match="prompts must be a text, a dict, a list of token ids, or a list of these"):
         llm.generate(prompts)

@@ -221,11 +221,22 @@ def test_time_to_spare_goes_to_the_sections_that_are_left(sections, minutes, cap
     assert {name: asked[name] for name in caps} == pytest.approx(caps, abs=0.1)
 
 
+def only_the_device(run_section):
+    def run(name, *args):
+        if name != "device":
+            raise KeyboardInterrupt
+        return run_section(name, *args)
+
+    return run
+
+
 def test_a_run_goes_on_where_an_earlier_one_stopped(tmp_path, monkeypatch):
     done = {name: _row(name, "status", "done", "") for name in PARTS["kernels"]}
     earlier = {
         "device": "NVIDIA H100 80GB HBM3",
+        "date": "2026-01-02",
         "figures": [
+            _row("device", "copy bandwidth", 3000.0, "GB/s"),
             *(_row("device", "device", "NVIDIA H100 80GB HBM3", ""), done["parity"] | {"value": "exit 1"}),
             *(
                 _row("parity", "one", verdict="FAIL"),
@@ -254,16 +265,23 @@ def test_a_run_goes_on_where_an_earlier_one_stopped(tmp_path, monkeypatch):
         rows, path = run_part("kernels", tmp_path, tmp_path, earlier)
         kind[0] = "NVIDIA H200"
         (tmp_path / "other").mkdir()
-        with pytest.raises(ValueError, match="is of NVIDIA H100 80GB HBM3, this is NVIDIA H200"):
+        with pytest.raises(app.UsageError, match="is of NVIDIA H100 80GB HBM3, this is NVIDIA H200"):
             run_part("kernels", tmp_path / "other", tmp_path, earlier)
+        assert json.loads(path.read_text())["figures"] == rows, "another card's run overwrites nothing"
+        kind[0] = "NVIDIA H100 80GB HBM3"
+        monkeypatch.setattr(gpu_check, "_run_section", only_the_device(gpu_check._run_section))
+        with pytest.raises(KeyboardInterrupt):
+            run_part("kernels", tmp_path, tmp_path, earlier)
+        assert _row("decode", "decode 8b") in json.loads(path.read_text())["figures"], "what was not reached is not lost"
     assert list(found) == ["device", "parity", "mixed", "tune"], "of decode nothing was missing"
     assert found["parity"] == ["one", "tally"] and found["tune"] == [], "the times of a tuning belong together"
     parity = [(r["name"], r["value"]) for r in rows if r["section"] == "parity"]
     assert parity == [("one", 1.0), ("two", 2.0), ("tally", 2), ("status", "done")]
-    assert _row("decode", "decode 8b") in rows and json.loads(path.read_text())["figures"] == rows
+    assert _row("decode", "decode 8b") in rows
+    assert _row("device", "copy bandwidth of 2026-01-02", 3000.0, "GB/s") in rows, "what the figures that are kept are of"
 
 
-def test_only_a_run_of_this_code_is_gone_on_with(tmp_path):
+def test_only_a_run_of_this_code_is_gone_on_with(tmp_path, monkeypatch):
     path = tmp_path / "gpu_kernels.json"
     path.write_text(json.dumps({"check": "gpu kernels", "revision": "abc", "dry_run": False, "figures": []}))
     with flagsaver.as_parsed(resume=str(path), revision="abc", dry_run="false"):
@@ -273,6 +291,11 @@ def test_only_a_run_of_this_code_is_gone_on_with(tmp_path):
     with flagsaver.as_parsed(resume=str(path), revision="abd", dry_run="false"):
         with pytest.raises(app.UsageError, match="revision='abc', this run 'abd'"):
             read_earlier("kernels")
+    for revision in ("abc+", ""):
+        monkeypatch.setattr("scripts.engine_flags.revision", lambda revision=revision: revision or None)
+        with flagsaver.as_parsed(resume=str(path), revision="", dry_run="false"):
+            with pytest.raises(app.UsageError, match="commit, or give --revision"):
+                read_earlier("kernels")
     with flagsaver.as_parsed(resume=str(tmp_path / "nothing")):
         with pytest.raises(app.UsageError, match="no such file"):
             read_earlier("kernels")

@@ -16,7 +16,7 @@ from jaxserve.latency import ServedTimes
 from jaxserve.simulation.analytic import Deployment
 from jaxserve.simulation.replay import replay
 from jaxserve.workloads import fixed
-from scripts import open_loop, orca_report, reproduce_orca
+from scripts import open_loop, orca_report
 from tests import alphabet_model
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def test_figures_of_a_run_by_hand(monkeypatch):
 
 def test_order_of_rounds():
     """Of 8 rounds each of 4 settings comes twice at each place, and after each neighbour as often as before it."""
-    rounds = [reproduce_orca.order("abcd", i) for i in range(8)]
+    rounds = [orca_report.order("abcd", i) for i in range(8)]
     for i in range(4):
         assert sorted(names[i] for names in rounds) == sorted("abcd" * 2)
     follows = [pair for names in rounds for pair in itertools.pairwise(names)]
