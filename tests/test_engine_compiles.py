@@ -93,9 +93,9 @@ def test_first_use_compiles_what_is_needed_and_never_more_than_the_plan():
     assert num_compiled() - before in (5, 6)
 
 
-def warmed_up_engine() -> Engine:
+def warmed_up_engine(**settings) -> Engine:
     """After it nothing is left in JAX's own caches of eager operations, which engines before it may have filled."""
-    engine = make_engine(dummy_model(), pool_pages=48, scheduling_policy="priority")
+    engine = make_engine(dummy_model(), pool_pages=48, **settings)
     jax.clear_caches()
     engine.runner.warm_up()
     return engine
@@ -106,7 +106,7 @@ def test_an_eager_operation_of_a_step_is_counted(monkeypatch):
     dispatch = Runner.dispatch
     monkeypatch.setattr(Runner, "dispatch", lambda self, *args: (self.page_table.sum(), dispatch(self, *args))[1])
     for _ in range(2):
-        engine = warmed_up_engine()
+        engine = warmed_up_engine(bucket_plan=ONE_BUCKET)
         add(engine, "one", Ask([1, 2, 3], SamplingParams()))
         before = num_compiled()
         engine.step()
@@ -114,7 +114,7 @@ def test_an_eager_operation_of_a_step_is_counted(monkeypatch):
 
 
 def test_nothing_compiles_after_warm_up():
-    engine = warmed_up_engine()
+    engine = warmed_up_engine(scheduling_policy="priority")
     heads, extra, edited, scored, dispatch = set(), [], [], [], engine.runner.dispatch
 
     def spy(inputs, masks=None):

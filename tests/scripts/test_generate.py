@@ -271,7 +271,7 @@ def test_a_bad_line_is_named_by_file_and_number(errors, i):
         (["--prompts_file=none.jsonl"], "generate: .*No such file.*none.jsonl"),
         (["--prompt=a", "--output=no/such/folder/out.jsonl"], "generate: .*No such file.*no/such/folder/out.jsonl"),
         (["--prompt=a", "--model=no/such/model/here"], "generate: 'no/such/model/here' is not a file or folder here"),
-        (["--prompt=a", "--max_num_seqs=64"], "generate: the bucket plan holds"),
+        (["--prompt=a", "--max_num_seqs=64"], "generate: the bucket plan's mixed buckets"),
         (["a"], "unknown arguments"),
         (["--prompt=a", "--resume"], "--resume needs --output"),
         (["--prompt=a", "--logprobs=1"], "log-probabilities are written to --output alone"),
