@@ -110,8 +110,9 @@ def make_engine(
     from jaxserve import Engine
     from jaxserve.llm import engine_config
 
-    own = {"bucket_plan": plan, "num_pages": num_pages, "page_size": page_size}
+    own = {"num_pages": num_pages, "page_size": page_size}
     options = engine_options() | {"warm_up": "all"} | {name: value for name, value in own.items() if value is not None}
+    options["bucket_plan"] = plan or plan_given()
     options |= {name: getattr(limits, name) for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs")}
     options |= {"batching_policy": limits.policy, "scheduling_policy": limits.order, "enable_chunked_prefill": limits.chunked}
     options |= {"enable_mixed_steps": limits.mixed, "long_prefill_token_threshold": limits.long_prefill_token_threshold}

@@ -130,7 +130,7 @@ def test_real(tmp_path):
     limits = ("--max_model_len=64", "--max_num_seqs=4", "--max_num_batched_tokens=32", "--num_pages=32", "--page_size=16")
     work = ("--workload=random", "--num_prompts=60", "--random_input_len=8", "--random_output_len=4", "--start_rate=4096")
     search = ("--policies=sarathi", "--slo_ms=1e6", "--max_scheduling_delay=0.005", "--precision=1", "--min_gaps=100", "--seeds=1")
-    done = run(f"--model={tmp_path / 'model'}", "--real", *limits, *work, *search, f"--json={path}")
+    done = run(f"--model={tmp_path / 'model'}", "--real", "--bucket_plan=default", *limits, *work, *search, f"--json={path}")
     assert done.returncode == 0 and re.search(r"sarathi: .*/60 ", done.stderr), done.stderr
     result = json.loads(path.read_text())
     (row,) = result["capacities"]
