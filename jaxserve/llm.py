@@ -21,7 +21,7 @@ import numpy as np
 from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.model_loader import LoadedModel, adopt_model, load_model
+from jaxserve.model_loader import LoadedModel, adopt_model, lay_out, load_model
 from jaxserve.models import GenerationDefaults, ModelConfig
 from jaxserve.progress import ProgressBar
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, ScoreOutput
@@ -77,6 +77,7 @@ class LLM:
         loaded = load_model(
             model, tokenizer=tokenizer, skip_tokenizer_init=skip_tokenizer_init, dtype=config.dtype, revision=revision
         )
+        lay_out(loaded.module)
         self._set_up(loaded, config)
 
     def _set_up(self, loaded: LoadedModel, config: EngineConfig) -> None:

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.config import DTYPES, require_one_of
-from jaxserve.models import Decoder, GenerationDefaults, ModelConfig, ignorable_keys, key_table, named_leaves, with_leaves
+from jaxserve.models import (
+    Decoder,
+    GenerationDefaults,
+    ModelConfig,
+    ignorable_keys,
+    key_table,
+    named_leaves,
+    transpose_kernels,
+    with_leaves,
+)
 from jaxserve.tokenizer import Tokenizer
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -118,7 +127,7 @@ def adopt_model(
     """A model of weights that are in this process already; arguments and errors as `LLM.from_params`'."""
     import jax
 
-    from jaxserve.params import common_dtype, fit, placed
+    from jaxserve.params import common_dtype, fit, flat_params, placed
 
     if config is None and isinstance(params, Decoder):
         config = params.config
@@ -131,10 +140,20 @@ def adopt_model(
     else:
         config, defaults = ModelConfig.from_hf(config), GenerationDefaults.from_hf(config)
     abstract = Decoder.abstract(config, common_dtype(params) if dtype == "auto" else dtype)
+    if "layers/0/attention/qkv_proj/weight" in flat_params(params):  # another engine's, laid out already
+        lay_out(abstract)
     wanted = named_leaves(abstract)
     leaves = dict(zip(wanted, placed(fit(params, config, wanted), jax.devices()[0]), strict=True))
     found = tokenizer if isinstance(tokenizer, Tokenizer) or tokenizer is None else Tokenizer.from_id(tokenizer)
     return LoadedModel(with_leaves(abstract, leaves), config, defaults, found)
+
+
+def lay_out(module: Decoder) -> Decoder:
+    """`module` itself, its weights laid out as the default device's matmuls read them fastest; what is moved is let go of. For
+    modules that nobody else holds: a trainer's arrays are to be shared, not moved."""
+    import jax
+
+    return transpose_kernels(module) if jax.default_backend() == "cpu" else module
 
 
 def random_model(config: ModelConfig | Mapping[str, Any], *, dtype: str = "bfloat16", seed: int = 0) -> Decoder:

@@ -12,7 +12,7 @@ from flax.core import meta
 from checkpoints.huggingface import SafetensorsReader
 from jaxserve.compilation import compile_counts
 from jaxserve.model_loader import adopt_model, load_weights
-from jaxserve.models import Decoder, ModelConfig, named_leaves
+from jaxserve.models import Decoder, ModelConfig, named_leaves, transpose_kernels
 from jaxserve.params import common_dtype, fit, flat_params, placed
 from tests.dummy import CONFIG, dummy_model
 from tests.goldens.golden import load_golden
@@ -122,6 +122,28 @@ def test_our_own_module_is_taken_as_it_is():
         assert adopted.config == CONFIG
         for path, x in named_leaves(adopted.module).items():
             assert x is named_leaves(model)[path], path
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_transposed_kernels_are_shared_and_refilled(name):
+    """What one engine laid out for a CPU another takes as it is; a trainer's [in, out] fills the same leaves."""
+    config, tensors = tensors_of(name)
+    plain = named_leaves(load_weights(SafetensorsReader(load_golden(name).weights), config))
+    module = transpose_kernels(load_weights(SafetensorsReader(load_golden(name).weights), config))
+    leaves = named_leaves(module)
+    turned = {path for path in leaves if path.endswith("/weight")}
+    assert len(turned) >= 2 * config.num_layers + (not config.tie_word_embeddings) and transpose_kernels(module) is module
+    for path in leaves:
+        expected = plain[path.replace("/weight", "/kernel")]
+        np.testing.assert_array_equal(leaves[path], expected.T if path in turned else expected, err_msg=path)
+    for params in (module, leaves):
+        adopted = named_leaves(adopt_model(params, config).module)
+        assert adopted.keys() == leaves.keys() and all(adopted[path] is leaves[path] for path in leaves)
+    abstract = named_leaves(transpose_kernels(Decoder.abstract(config, "float32")))
+    for tree in (plain, torch(config, tensors), Tunix(config, tensors)):
+        refilled = placed(fit(tree, config, abstract), jax.devices()[0])
+        for path, x in zip(abstract, refilled, strict=True):
+            np.testing.assert_array_equal(x, leaves[path], err_msg=path)
 
 
 def test_placement_on_a_mesh_of_one_device_is_no_reason_to_copy():

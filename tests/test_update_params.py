@@ -303,6 +303,7 @@ def test_sleep_frees_memory_and_wake_up_brings_it_back(engine, level):
     model = with_leaves(dummy_model(), {path: jnp.array(x) for path, x in leaves_of().items()})
     engine.update_params(model)
     serve(engine, requests(True))
+    tokens, answers = greedy_alone(dummy_model(), PROMPT, 12), alone("float32", True)  # of engines of their own, which compile
     before, runner = compile_counts().programs, engine.runner
     state = [*runner.kv_pages, runner.page_table]
     weights = list(runner.programs.functions.leaves)
@@ -321,8 +322,8 @@ def test_sleep_frees_memory_and_wake_up_brings_it_back(engine, level):
         engine.update_params(model)
     hits = engine.pool.num_hit_tokens
     run = serve(engine, [Ask(PROMPT, GREEDY)])
-    assert run.answers["0"].tokens == greedy_alone(dummy_model(), PROMPT, 12) and run.stats.num_hit_tokens == hits
-    assert differences(serve(engine, requests(True)).answers, alone("float32", True)) == []
+    assert run.answers["0"].tokens == tokens and run.stats.num_hit_tokens == hits
+    assert differences(serve(engine, requests(True)).answers, answers) == []
     assert compile_counts().programs == before
 
 

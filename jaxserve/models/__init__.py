@@ -12,13 +12,14 @@ from jaxserve.models.generation_defaults import GenerationDefaults
 from jaxserve.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:
-    from jaxserve.models.decoder import Decoder, named_leaves, random_params, with_leaves
+    from jaxserve.models.decoder import Decoder, named_leaves, random_params, transpose_kernels, with_leaves
     from jaxserve.models.hf_keys import hf_tensors, ignorable_keys, key_table
 
 _LAZY = {
     "Decoder": "decoder",
     "named_leaves": "decoder",
     "random_params": "decoder",
+    "transpose_kernels": "decoder",
     "with_leaves": "decoder",
     "hf_tensors": "hf_keys",
     "ignorable_keys": "hf_keys",
@@ -36,6 +37,7 @@ __all__ = [
     "key_table",
     "named_leaves",
     "random_params",
+    "transpose_kernels",
     "with_leaves",
 ]
 

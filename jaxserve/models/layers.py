@@ -9,6 +9,7 @@ Weights are in the parameters' dtype, norms and the rotary embedding compute in 
 dtype. Axis letters: D model, N query heads, K KV heads, H head_dim, F ffn, V vocabulary, E experts.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 RopeAngles = tuple[jax.Array, jax.Array]  # cos, sin: f32[..., H/2]
 
 INIT_STD = 0.02
+FEW_ROWS = {2: 16, 4: 64}  # by bytes a number: up to so many rows, XLA:CPU's matmuls are faster with the weight on the left
 
 
 class Linear(nnx.Module):
@@ -38,6 +40,46 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x @ self.kernel[...]
         return y if self.bias is None else y + self.bias[...]
+
+
+class TransposedLinear(nnx.Module):
+    """x[..., in] @ weight[out, in].T (+ bias[out]): a `Linear` whose matrix lies as a CPU reads it fastest."""
+
+    def __init__(self, weight: Any, bias: nnx.Param[jax.Array] | None):
+        self.weight: nnx.Param[jax.Array] = nnx.Param(weight)
+        self.bias: nnx.Param[jax.Array] | None = bias
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = matmul_transposed(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...]
+
+
+AnyLinear = Linear | TransposedLinear
+
+
+def matmul_transposed(
+    x: jax.Array,  # [..., in]
+    weight: jax.Array,  # [out, in]
+    dtype: Any = None,  # of the result; the operands' by default
+) -> jax.Array:  # [..., out]
+    """x @ weight.T.
+
+    XLA:CPU's matmuls repack their right operand at every call, which is most of the time where x has few rows; the left one they
+    read as it lies. So the weight goes to the left there, behind a barrier, since XLA would turn it around again.
+    """
+    in_dim, num_rows = x.shape[-1], math.prod(x.shape[:-1])
+
+    def by_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+    def weight_first(x: jax.Array, weight: jax.Array) -> jax.Array:
+        rows = x.reshape(num_rows, in_dim)
+        y = jax.lax.dot_general(weight, rows, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+        return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], len(weight))
+
+    if num_rows > FEW_ROWS[weight.dtype.itemsize]:
+        return by_rows(x, weight)
+    return jax.lax.platform_dependent(x, weight, cpu=weight_first, default=by_rows)
 
 
 class Embedding(nnx.Module):
@@ -57,8 +99,9 @@ def vocabulary_logits(
     vocab_axis: int,
 ) -> jax.Array:  # f32[..., V]
     """Logits of normed hidden states, accumulated and returned in float32."""
-    contract = (((x.ndim - 1,), (1 - vocab_axis,)), ((), ()))
-    return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
+    if vocab_axis == 0:
+        return matmul_transposed(x, weight, jnp.float32)
+    return jnp.matmul(x, weight, preferred_element_type=jnp.float32)
 
 
 class RMSNorm(nnx.Module):
@@ -90,8 +133,8 @@ class Attention(nnx.Module):
         self.num_heads: int = N
         self.num_kv_heads: int = K
         self.head_dim: int = H
-        self.qkv_proj: Linear = Linear(D, (N + 2 * K) * H, use_bias=config.qkv_bias, rngs=rngs, param_dtype=param_dtype)
-        self.o_proj: Linear = Linear(N * H, D, use_bias=config.o_bias, rngs=rngs, param_dtype=param_dtype)
+        self.qkv_proj: AnyLinear = Linear(D, (N + 2 * K) * H, use_bias=config.qkv_bias, rngs=rngs, param_dtype=param_dtype)
+        self.o_proj: AnyLinear = Linear(N * H, D, use_bias=config.o_bias, rngs=rngs, param_dtype=param_dtype)
         self.q_norm: RMSNorm | None = RMSNorm(H, config.rms_norm_eps, param_dtype=param_dtype) if config.qk_norm else None
         self.k_norm: RMSNorm | None = RMSNorm(H, config.rms_norm_eps, param_dtype=param_dtype) if config.qk_norm else None
 
@@ -123,8 +166,8 @@ class SwiGLU(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype: Any):
         D, F = config.hidden_size, config.intermediate_size
-        self.gate_up_proj: Linear = Linear(D, 2 * F, use_bias=config.mlp_bias, rngs=rngs, param_dtype=param_dtype)
-        self.down_proj: Linear = Linear(F, D, use_bias=config.mlp_bias, rngs=rngs, param_dtype=param_dtype)
+        self.gate_up_proj: AnyLinear = Linear(D, 2 * F, use_bias=config.mlp_bias, rngs=rngs, param_dtype=param_dtype)
+        self.down_proj: AnyLinear = Linear(F, D, use_bias=config.mlp_bias, rngs=rngs, param_dtype=param_dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
         return self.down_proj(_silu_gated(self.gate_up_proj(x)))

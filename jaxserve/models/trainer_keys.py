@@ -39,6 +39,8 @@ RULES: tuple[tuple[str, str, bool], ...] = (
     (r"(?:model/)?" + _LAYER + rf"/mlp/{_PROJECTION}/weight", r"layers/\1/mlp/\2_proj/kernel", True),
     (r"(?:model/)?norm/(?:scale|weight)", r"final_norm/scale", False),
     (r"lm_head/weight", r"lm_head/kernel", True),
+    # this package's, transposed (`models.transpose_kernels`)
+    (_LAYER + r"/(attention|mlp)/(\w+_proj)/weight", r"layers/\1/\2/\3/kernel", True),
 )
 _COMPILED = [(re.compile(theirs), ours, transposed) for theirs, ours, transposed in RULES]
 

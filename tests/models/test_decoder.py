@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve.models import Decoder, ModelConfig, named_leaves, random_params, with_leaves
+from jaxserve.models import Decoder, ModelConfig, named_leaves, random_params, transpose_kernels, with_leaves
 from jaxserve.models.config import RopeConfig
 from kernels.kv_cache import write_kv
 from kernels.ragged_paged_attention import ragged_paged_attention
@@ -75,10 +75,13 @@ def paged_step(model, caches, tokens, positions, slots, table, cu_q_lens, kv_len
     return model.logits(model.final_norm(x)), written
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["kernels", "transposed"])
 @pytest.mark.parametrize("name", ["qwen3_tied", "qwen3_windows", "mistral", "qwen3_moe", "qwen3_moe_tied"])
-def test_packed_paged_forward_matches_transformers(load_model, name):
+def test_packed_paged_forward_matches_transformers(load_model, name, transposed):
     """The same layers over shuffled pages, prompts in three uneven steps: whole, chunked and one-token rows mixed."""
     golden, model = load_model(name)
+    if transposed:
+        model = transpose_kernels(nnx.clone(model))
     prompts, config = golden.prompts, model.config
     S = len(prompts)
     table = np.random.default_rng(0).permutation(NUM_PAGES)[: S * 10].reshape(S, 10).astype(np.int32)

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from jaxserve.models import ModelConfig
-from jaxserve.models.layers import RMSNorm, SparseMLP, causal_attention
+from jaxserve.models.layers import FEW_ROWS, RMSNorm, SparseMLP, causal_attention, matmul_transposed
 from tests.goldens.golden import load_golden
 
 
@@ -63,3 +63,43 @@ def test_padding_reaches_no_expert_and_leading_axes_are_free():
     assert other[7:].all()
     folded = nnx.jit(lambda mlp, x: mlp(x))(mlp, x.at[7:].set(1.0).reshape(3, 4, -1))
     np.testing.assert_array_equal(folded.reshape(12, -1), other)
+
+
+@pytest.mark.parametrize("rows", [(2,), (16,), (17,), (64,), (65,), (3, 5), (2, 40)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_matmul_with_a_transposed_weight(dtype, rows):
+    rng = np.random.default_rng(2)
+    x, weight = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((*rows, 96), (40, 96)))
+    want = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    wide = jax.jit(lambda x, w: matmul_transposed(x, w, jnp.float32))(x, weight)
+    assert wide.dtype == jnp.float32
+    np.testing.assert_allclose(wide, want, atol=3e-5)
+    narrow = jax.jit(matmul_transposed)(x, weight)
+    assert narrow.dtype == x.dtype
+    np.testing.assert_allclose(np.asarray(narrow, np.float64), want, atol=1e-5 + 50 * jnp.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_few_rows_meet_the_weight_on_the_left_on_a_cpu_alone(dtype):
+    """The order of the operands is the whole point there, and a GPU's program is to stay as it is."""
+    few = FEW_ROWS[jnp.dtype(dtype).itemsize]
+    weight = jax.ShapeDtypeStruct((40, 96), dtype)
+
+    def result_shapes(rows: int, platform: str) -> str:
+        traced = jax.jit(matmul_transposed).trace(jax.ShapeDtypeStruct((rows, 96), dtype), weight)
+        dots = [line for line in traced.lower(lowering_platforms=(platform,)).as_text().splitlines() if "dot_general" in line]
+        assert len(dots) == 1, dots
+        return dots[0].split("->")[1]
+
+    assert "tensor<40x" in result_shapes(few, "cpu")
+    for rows, platform in ((few + 1, "cpu"), (few, "cuda"), (few + 1, "cuda")):
+        assert f"tensor<{rows}x40" in result_shapes(rows, platform)
+
+
+def test_gradients_pass_through_few_rows():
+    rng = np.random.default_rng(3)
+    x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((4, 24), (10, 24)))
+    got = jax.grad(lambda x, w: (matmul_transposed(x, w) ** 2).sum(), argnums=(0, 1))(x, weight)
+    want = jax.grad(lambda x, w: ((x @ w.T) ** 2).sum(), argnums=(0, 1))(x, weight)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
