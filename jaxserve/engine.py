@@ -457,7 +457,8 @@ class Engine:
 
         Args:
           params: anything that `LLM.from_params` takes, for the model at hand. Arrays of the engine's dtype, in the layout of its
-            own `Decoder`, on its device, are used as they are; others are cast, fused or moved, one weight at a time.
+            own `Decoder`, on its device, are used as they are; others are cast, fused, transposed (as an LLM that read its model
+            from files on a CPU holds it: `models.transpose_kernels`) or moved, one weight at a time.
           in_flight: what becomes of requests that have begun (those that wait just run with the new weights). "refuse": a
             RuntimeError. "recompute": their tokens so far stand, their KV is made anew. "keep": they go on with the KV they have.
 

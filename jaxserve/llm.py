@@ -108,6 +108,7 @@ class LLM:
           params: a `jaxserve.models.Decoder`; any Flax NNX module or Linen variables with known names (tunix's Qwen3, Qwen2 and
             Llama, transformers' names in Flax or torch: models/trainer_keys.py); or a pytree or flat dict with such paths. Arrays
             of the right dtype, layout and device are shared, not copied; don't donate them before `update_params` brought others.
+            On a CPU, weights that lie [out, in] decode up to twice as fast: a checkpoint's do, `models.transpose_kernels` makes them.
           config: the model's, or its Hugging Face config as a dict or a folder; a `Decoder` brings its own.
           tokenizer: a Tokenizer, or where it lies; None: prompts are token ids, and texts stay empty.
           options: as for `LLM`. dtype="auto" is the weights' own.
