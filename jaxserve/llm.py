@@ -21,7 +21,7 @@ import numpy as np
 from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.model_loader import LoadedModel, adopt_model, lay_out, load_model
+from jaxserve.model_loader import LoadedModel, adopt_model, lay_out_for_device, load_model
 from jaxserve.models import GenerationDefaults, ModelConfig
 from jaxserve.progress import ProgressBar
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, ScoreOutput
@@ -77,7 +77,7 @@ class LLM:
         loaded = load_model(
             model, tokenizer=tokenizer, skip_tokenizer_init=skip_tokenizer_init, dtype=config.dtype, revision=revision
         )
-        lay_out(loaded.module)
+        lay_out_for_device(loaded.module)
         self._set_up(loaded, config)
 
     def _set_up(self, loaded: LoadedModel, config: EngineConfig) -> None:
@@ -108,7 +108,7 @@ class LLM:
           params: a `jaxserve.models.Decoder`; any Flax NNX module or Linen variables with known names (tunix's Qwen3, Qwen2 and
             Llama, transformers' names in Flax or torch: models/trainer_keys.py); or a pytree or flat dict with such paths. Arrays
             of the right dtype, layout and device are shared, not copied; don't donate them before `update_params` brought others.
-            On a CPU, weights that lie [out, in] decode up to twice as fast: a checkpoint's do, `models.transpose_kernels` makes them.
+            On a CPU `LLM(path)` decodes up to twice as fast: it lays its weights out anew; `models.transpose_kernels` does it here.
           config: the model's, or its Hugging Face config as a dict or a folder; a `Decoder` brings its own.
           tokenizer: a Tokenizer, or where it lies; None: prompts are token ids, and texts stay empty.
           options: as for `LLM`. dtype="auto" is the weights' own.

@@ -127,6 +127,7 @@ def adopt_model(
     """A model of weights that are in this process already; arguments and errors as `LLM.from_params`'."""
     import jax
 
+    from jaxserve.models.trainer_keys import is_transposed
     from jaxserve.params import common_dtype, fit, flat_params, placed
 
     if config is None and isinstance(params, Decoder):
@@ -140,15 +141,15 @@ def adopt_model(
     else:
         config, defaults = ModelConfig.from_hf(config), GenerationDefaults.from_hf(config)
     abstract = Decoder.abstract(config, common_dtype(params) if dtype == "auto" else dtype)
-    if "layers/0/attention/qkv_proj/weight" in flat_params(params):  # another engine's, laid out already
-        lay_out(abstract)
+    if is_transposed(flat_params(params)):
+        lay_out_for_device(abstract)
     wanted = named_leaves(abstract)
     leaves = dict(zip(wanted, placed(fit(params, config, wanted), jax.devices()[0]), strict=True))
     found = tokenizer if isinstance(tokenizer, Tokenizer) or tokenizer is None else Tokenizer.from_id(tokenizer)
     return LoadedModel(with_leaves(abstract, leaves), config, defaults, found)
 
 
-def lay_out(module: Decoder) -> Decoder:
+def lay_out_for_device(module: Decoder) -> Decoder:
     """`module` itself, its weights laid out as the default device's matmuls read them fastest; what is moved is let go of. For
     modules that nobody else holds: a trainer's arrays are to be shared, not moved."""
     import jax

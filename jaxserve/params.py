@@ -31,8 +31,8 @@ class Fitted:
     target: jax.ShapeDtypeStruct
     arrays: list[Any]
     shapes: list[tuple[int, ...]]  # of the parts, [in, out] or [out]
-    transposed: list[bool]  # whether an array is [out, in]
-    is_transposed: bool  # whether the target is
+    turned: list[bool]  # whether an array is [out, in]
+    target_turned: bool  # whether the target is
 
 
 def flat_params(params: Any) -> dict[str, Any]:
@@ -81,8 +81,8 @@ def fit(params: Any, config: ModelConfig, abstract: Mapping[str, jax.ShapeDtypeS
         given[path] = (theirs, leaf, transposed)
     fitted, used = [], set()
     for path, target in abstract.items():
-        logical, is_transposed = find_name(path)
-        ways = parts(config, logical, target.shape[::-1] if is_transposed else target.shape)
+        logical, target_turned = find_name(path)
+        ways = parts(config, logical, target.shape[::-1] if target_turned else target.shape)
         way = next((w for w in ways if any(part.path in given for part in w)), ways[0])
         missing = [part.path for part in way if part.path not in given]
         used |= {part.path for part in way} - set(missing)
@@ -90,7 +90,7 @@ def fit(params: Any, config: ModelConfig, abstract: Mapping[str, jax.ShapeDtypeS
         problems += [p for part in way if part.path in given for p in _misfits(part, *given[part.path])]
         if not missing:
             arrays, turned = [given[part.path][1] for part in way], [given[part.path][2] for part in way]
-            fitted.append(Fitted(path, target, arrays, [part.shape for part in way], turned, is_transposed))
+            fitted.append(Fitted(path, target, arrays, [part.shape for part in way], turned, target_turned))
     problems += [f"unknown: {given[path][0]} has no place in the model" for path in given if path not in used]
     if problems:
         raise ValueError(f"the weights do not fit the model ({len(problems)} problems):\n  " + "\n  ".join(problems))
@@ -121,10 +121,10 @@ def placed(fitted: Sequence[Fitted], device: Any) -> Iterator[jax.Array]:
     for leaf in fitted:
         arrays = [_on_device(x, device) for x in leaf.arrays]
         if len(arrays) == 1 and (arrays[0].shape, arrays[0].dtype) == (leaf.target.shape, leaf.target.dtype):
-            if leaf.transposed[0] == leaf.is_transposed:
+            if leaf.turned[0] == leaf.target_turned:
                 yield arrays[0]
                 continue
-        yield _made_of(arrays, tuple(leaf.shapes), tuple(leaf.transposed), leaf.is_transposed, leaf.target.dtype)
+        yield _made_of(arrays, tuple(leaf.shapes), tuple(leaf.turned), leaf.target_turned, leaf.target.dtype)
 
 
 def _on_device(x: Any, device: Any) -> jax.Array:
@@ -135,10 +135,10 @@ def _on_device(x: Any, device: Any) -> jax.Array:
     return jax.device_put(x, device)
 
 
-@functools.partial(jax.jit, static_argnames=("shapes", "transposed", "is_transposed", "dtype"))
+@functools.partial(jax.jit, static_argnames=("shapes", "turned", "target_turned", "dtype"))
 def _made_of(
-    arrays: list[jax.Array], shapes: tuple[tuple[int, ...], ...], transposed: tuple[bool, ...], is_transposed: bool, dtype: Any
+    arrays: list[jax.Array], shapes: tuple[tuple[int, ...], ...], turned: tuple[bool, ...], target_turned: bool, dtype: Any
 ) -> jax.Array:
-    turned = [x.T if t else x for x, t in zip(arrays, transposed, strict=True)]
-    made = jnp.concatenate([x.reshape(s).astype(dtype) for x, s in zip(turned, shapes, strict=True)], axis=-1)
-    return made.T if is_transposed else made
+    straight = [x.T if t else x for x, t in zip(arrays, turned, strict=True)]
+    made = jnp.concatenate([x.reshape(s).astype(dtype) for x, s in zip(straight, shapes, strict=True)], axis=-1)
+    return made.T if target_turned else made

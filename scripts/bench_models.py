@@ -77,10 +77,10 @@ RANDOM = {
 def bench_model(name: str, dtype: str, max_model_len: int | None = None) -> Any:
     """A Flax module: random weights for a name of RANDOM, otherwise the checkpoint of that name. Random weights know no longest
     context: theirs is raised to max_model_len where that is more."""
-    from jaxserve.model_loader import lay_out, load_model, random_model
+    from jaxserve.model_loader import lay_out_for_device, load_model, random_model
 
     if name in RANDOM:
         config = RANDOM[name]
         config = config | {"max_position_embeddings": max(config["max_position_embeddings"], max_model_len or 0)}
-        return lay_out(random_model(config, dtype=config["torch_dtype"] if dtype == "auto" else dtype))
-    return lay_out(load_model(name, dtype=dtype, skip_tokenizer_init=True).module)
+        return lay_out_for_device(random_model(config, dtype=config["torch_dtype"] if dtype == "auto" else dtype))
+    return lay_out_for_device(load_model(name, dtype=dtype, skip_tokenizer_init=True).module)

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxserve import BucketPlan, Engine, EngineConfig, EngineOutput, Request, SamplingParams
 from jaxserve.buckets import Bucket
-from jaxserve.models import Decoder, ModelConfig, RopeConfig, named_leaves, with_leaves
+from jaxserve.models import Decoder, ModelConfig, RopeConfig, named_leaves, transpose_kernels, with_leaves
 from jaxserve.page_pool import PagePool
 from jaxserve.schedule import Schedule, SchedulerStats
 from jaxserve.scheduler import Scheduler
@@ -53,7 +54,9 @@ ONE_BUCKET = BucketPlan(mixed=((TOKENS, SEQS),), head_rows=(SEQS,))
 
 
 @functools.cache
-def dummy_model(dtype: str = "float32", config: ModelConfig = CONFIG) -> Decoder:
+def dummy_model(dtype: str = "float32", config: ModelConfig = CONFIG, transposed: bool = False) -> Decoder:
+    if transposed:
+        return transpose_kernels(nnx.clone(dummy_model(dtype, config)))
     rng = np.random.default_rng(7)
     abstract, leaves = Decoder.abstract(config, dtype), {}
     for path, leaf in named_leaves(abstract).items():
@@ -100,6 +103,7 @@ def make_engine(
     shapes = (c.scheduler.max_num_seqs, c.max_pages_per_seq, c.cache.page_size, c.cache.num_pages, c.plan.max_head_rows)
     shapes += (c.speculative and replace(c.speculative, adaptive=True),)  # the lengths are the host's choice
     shapes += (c.attention_backend, c.engine.moe_backend)
+    shapes += (tuple(programs.functions.paths),)
     shared = _compiled.setdefault((c.model, c.pages.dtype, shapes), {})  # weights are a program's arguments
     if compile_anew in ("bodies", "heads"):
         programs._compiled = {k: program for k, program in shared.items() if isinstance(k, Bucket) == (compile_anew == "heads")}

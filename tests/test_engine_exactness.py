@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve import Engine, EngineConfig, SamplingParams
 from jaxserve.edit_rows import kinds_of
-from jaxserve.model_loader import load_model
+from jaxserve.model_loader import lay_out_for_device, load_model
 from tests.dummy import (
     ONE_BUCKET,
     SEQS,
@@ -77,24 +77,27 @@ def test_together_as_alone_to_the_last_bit(policy, asynchronous, small_pool):
     check_together_as_alone("float32", settings, small_pool)
 
 
-@pytest.mark.parametrize("policy", ["sarathi", "prefill_first"])
-def test_together_as_alone_to_the_last_bit_in_bfloat16(policy):
-    check_together_as_alone("bfloat16", dict(POLICIES[policy], bucket_plan=ONE_BUCKET), small_pool=True)
+@pytest.mark.parametrize("policy, transposed", [("sarathi", True), ("prefill_first", False)])
+def test_together_as_alone_to_the_last_bit_in_bfloat16(policy, transposed):
+    settings = dict(POLICIES[policy], bucket_plan=ONE_BUCKET)
+    check_together_as_alone("bfloat16", settings, small_pool=True, transposed=transposed)
 
 
-@pytest.mark.parametrize("budget", [6, 7, 13])
-def test_chunks_of_any_size(budget):
+@pytest.mark.parametrize("budget, transposed", [(6, False), (7, True), (13, False)])
+def test_chunks_of_any_size(budget, transposed):
     """Budgets below the bucket's tokens cut the same prompts elsewhere."""
-    check_together_as_alone("float32", {"max_num_batched_tokens": budget, "bucket_plan": ONE_BUCKET}, small_pool=True)
+    settings = {"max_num_batched_tokens": budget, "bucket_plan": ONE_BUCKET}
+    check_together_as_alone("float32", settings, small_pool=True, transposed=transposed)
 
 
-def check_together_as_alone(dtype: str, settings: dict, small_pool: bool) -> None:
-    engine = make_engine(dummy_model(dtype), **settings)
+def check_together_as_alone(dtype: str, settings: dict, small_pool: bool, transposed: bool = False) -> None:
+    model = dummy_model(dtype, transposed=transposed)
+    engine = make_engine(model, **settings)
     chunked = engine.scheduler.policy.chunked
     if small_pool:
-        engine = make_engine(dummy_model(dtype), pool_pages=SMALL_POOL[chunked], **settings)
+        engine = make_engine(model, pool_pages=SMALL_POOL[chunked], **settings)
     run = serve(engine, requests(chunked))
-    assert differences(run.answers, alone(dtype, chunked)) == []
+    assert differences(run.answers, alone(dtype, chunked, transposed=transposed)) == []
     assert_covers(run, engine, small_pool)
 
 
@@ -215,7 +218,7 @@ def test_the_dummy_model_sees_its_context():
 def test_serves_the_greedy_tokens_of_transformers(name):
     """Prompts together, in chunks, from pages of 4 tokens, too few of them for all."""
     golden = load_golden(name)
-    model = load_model(HERE / name, skip_tokenizer_init=True, dtype="float32").module
+    model = lay_out_for_device(load_model(HERE / name, skip_tokenizer_init=True, dtype="float32").module)
     num_new = golden.greedy.shape[1]
     longest = max(map(len, golden.prompts)) + num_new
     config = EngineConfig(

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, BucketPlan, RequestOutput, SamplingParams
+from jaxserve.model_loader import adopt_model
+from jaxserve.models import named_leaves
 from jaxserve.progress import ProgressBar
 from tests import alphabet_model
 from tests.alphabet_model import EOS, SPECIALS, VOCABULARY, after, ids
@@ -81,6 +83,14 @@ def test_one_prompt(llm, prompts):
     assert output.outputs[0].text == after("a", 8)
     asked_as_text = isinstance(prompts, str) or (isinstance(prompts, dict) and "prompt" in prompts)
     assert output.prompt == ("tea" if asked_as_text else None)
+
+
+def test_weights_lie_as_a_cpu_reads_them_fastest_and_a_second_engine_shares_them(llm):
+    functions = llm.engine.runner.programs.functions
+    assert "layers/0/attention/qkv_proj/weight" in functions.paths and "layers/0/mlp/down_proj/kernel" not in functions.paths
+    held = dict(zip(functions.paths, functions.leaves, strict=True))
+    other = adopt_model(held, functions.model_config)
+    assert all(x is held[path] for path, x in named_leaves(other.module).items())
 
 
 def test_many_prompts_of_every_form_come_back_in_order(llm):

@@ -136,7 +136,7 @@ def test_transposed_kernels_are_shared_and_refilled(name):
     for path in leaves:
         expected = plain[path.replace("/weight", "/kernel")]
         np.testing.assert_array_equal(leaves[path], expected.T if path in turned else expected, err_msg=path)
-    for params in (module, leaves):
+    for params in (module, leaves, {"params": leaves}):
         adopted = named_leaves(adopt_model(params, config).module)
         assert adopted.keys() == leaves.keys() and all(adopted[path] is leaves[path] for path in leaves)
     abstract = named_leaves(transpose_kernels(Decoder.abstract(config, "float32")))

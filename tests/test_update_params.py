@@ -347,6 +347,21 @@ def test_sleep_with_unfinished_requests_is_refused(engine):
 # -- LLM
 
 
+def test_kernels_of_a_trainer_fill_an_engine_that_holds_them_transposed():
+    """As an LLM that read its model from files holds them on a CPU; the second update compiles nothing."""
+    engine = make_engine(dummy_model(transposed=True), bucket_plan=ONE_BUCKET)
+    expected = greedy_alone(OTHER, PROMPT, 12), greedy_alone(dummy_model(), PROMPT, 12)
+    engine.update_params(OTHER)
+    assert serve(engine, [Ask(PROMPT, GREEDY)]).answers["0"].tokens == expected[0]
+    before = compile_counts().programs
+    engine.update_params(dummy_model())
+    assert serve(engine, [Ask(PROMPT, GREEDY)]).answers["0"].tokens == expected[1]
+    assert compile_counts().programs == before
+    held = dict(zip(engine.runner.programs.functions.paths, engine.runner.programs.functions.leaves, strict=True))
+    engine.update_params(held)
+    assert all(x is y for x, y in zip(held.values(), engine.runner.programs.functions.leaves, strict=True))
+
+
 def test_llm_on_params():
     llm = LLM.from_params(dummy_model(), **SETTINGS, bucket_plan=ONE_BUCKET)
     assert {id(x) for x in llm.engine.runner.body_leaves} <= {id(x) for x in leaves_of().values()}

@@ -65,8 +65,8 @@ def requests(long_prompts: bool, logprobs: bool = False) -> list[Ask]:
 
 
 @functools.cache
-def alone(dtype: str, long_prompts: bool, logprobs: bool = False) -> dict[str, Answer]:
-    return serve_alone(dummy_model(dtype), requests(long_prompts, logprobs), bucket_plan=ONE_BUCKET)
+def alone(dtype: str, long_prompts: bool, logprobs: bool = False, transposed: bool = False) -> dict[str, Answer]:
+    return serve_alone(dummy_model(dtype, transposed=transposed), requests(long_prompts, logprobs), bucket_plan=ONE_BUCKET)
 
 
 def forget() -> None:

@@ -26,6 +26,7 @@ from jaxserve.models.layers import (
     SwiGLU,
     TransposedLinear,
     causal_attention,
+    matmul_transposed,
     vocabulary_logits,
 )
 from jaxserve.models.rope import rope_cos_sin
@@ -47,6 +48,7 @@ class Decoder(nnx.Module):
         self.final_norm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
         tied = config.tie_word_embeddings
         lm_head = functools.partial(Linear, use_bias=False, rngs=rngs, param_dtype=param_dtype)
+        self.is_transposed = False  # see transpose_kernels
         self.lm_head: AnyLinear | None = None if tied else lm_head(config.hidden_size, config.vocab_size)
 
     @classmethod
@@ -67,7 +69,8 @@ class Decoder(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:  # [..., D] -> f32[..., V]
         """Logits of normed hidden states, accumulated and returned in float32 whatever the weights' dtype."""
         with jax.named_scope("logits"):
-            return vocabulary_logits(x, *self.head_weight())
+            weight, vocab_axis = self.head_weight()
+            return matmul_transposed(x, weight, jnp.float32) if self.is_transposed else vocabulary_logits(x, weight, vocab_axis)
 
     def head_weight(self) -> tuple[jax.Array, int]:
         """The weight that logits are made with, and which of its axes is the vocabulary's: lm_head's [D, V], 1, or where that is
@@ -90,7 +93,8 @@ def transpose_kernels(model: Decoder) -> Decoder:
     """`model` itself, its dense kernels [in, out] replaced by weights [out, in], one at a time: what a CPU computes fastest
     with, up to twice as fast where a step has few tokens. The router of a mixture of experts and the experts stay as they are.
 
-    A leaf `.../kernel` becomes `.../weight`. Abstract modules stay abstract.
+    A leaf `.../kernel` becomes `.../weight`, a new `nnx.Param`. For serving: make optimizers, save and convert before. Abstract
+    modules stay abstract.
     """
     for layer in model.layers:
         blocks: list[tuple[nnx.Module, tuple[str, str]]] = [(layer.attention, ("qkv_proj", "o_proj"))]
@@ -101,6 +105,7 @@ def transpose_kernels(model: Decoder) -> Decoder:
                 setattr(block, name, _transposed(getattr(block, name)))
     if model.lm_head is not None:
         model.lm_head = _transposed(model.lm_head)
+    model.is_transposed = True
     return model
 
 

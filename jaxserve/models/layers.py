@@ -27,7 +27,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 RopeAngles = tuple[jax.Array, jax.Array]  # cos, sin: f32[..., H/2]
 
 INIT_STD = 0.02
-FEW_ROWS = {2: 16, 4: 64}  # by bytes a number: up to so many rows, XLA:CPU's matmuls are faster with the weight on the left
+FEW_ROWS = {2: 16, 4: 64}  # by bytes a number: rows up to which XLA:CPU is faster with the weight on the left (BUILD.md's figures)
 
 
 class Linear(nnx.Module):
@@ -62,24 +62,17 @@ def matmul_transposed(
     weight: jax.Array,  # [out, in]
     dtype: Any = None,  # of the result; the operands' by default
 ) -> jax.Array:  # [..., out]
-    """x @ weight.T.
+    """x @ weight.T, for CPUs.
 
     XLA:CPU's matmuls repack their right operand at every call, which is most of the time where x has few rows; the left one they
     read as it lies. So the weight goes to the left there, behind a barrier, since XLA would turn it around again.
     """
-    in_dim, num_rows = x.shape[-1], math.prod(x.shape[:-1])
-
-    def by_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
-
-    def weight_first(x: jax.Array, weight: jax.Array) -> jax.Array:
-        rows = x.reshape(num_rows, in_dim)
-        y = jax.lax.dot_general(weight, rows, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
-        return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], len(weight))
-
+    num_rows = math.prod(x.shape[:-1])
     if num_rows > FEW_ROWS[weight.dtype.itemsize]:
-        return by_rows(x, weight)
-    return jax.lax.platform_dependent(x, weight, cpu=weight_first, default=by_rows)
+        return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
+    rows = x.reshape(num_rows, x.shape[-1])
+    y = jax.lax.dot_general(weight, rows, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], len(weight))
 
 
 class Embedding(nnx.Module):
@@ -99,9 +92,8 @@ def vocabulary_logits(
     vocab_axis: int,
 ) -> jax.Array:  # f32[..., V]
     """Logits of normed hidden states, accumulated and returned in float32."""
-    if vocab_axis == 0:
-        return matmul_transposed(x, weight, jnp.float32)
-    return jnp.matmul(x, weight, preferred_element_type=jnp.float32)
+    contract = (((x.ndim - 1,), (1 - vocab_axis,)), ((), ()))
+    return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
 
 
 class RMSNorm(nnx.Module):
@@ -125,7 +117,7 @@ class Attention(nnx.Module):
     """Projections of grouped-query attention (arXiv:2305.13245), with optional biases and RMSNorm of each query and key
     head.
 
-    qkv_proj/kernel is [D, (N + 2K) * H]: all query heads, then the key heads, then the value heads.
+    qkv_proj/kernel is [D, (N + 2K) * H] (/weight its transpose): all query heads, then the key heads, then the value heads.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype: Any):
@@ -162,7 +154,7 @@ class Attention(nnx.Module):
 
 
 class SwiGLU(nnx.Module):
-    """down(silu(gate(x)) * up(x)), arXiv:2002.05202; gate_up_proj/kernel is [D, 2F]: gate, then up."""
+    """down(silu(gate(x)) * up(x)), arXiv:2002.05202; gate_up_proj/kernel is [D, 2F] (/weight its transpose): gate, then up."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype: Any):
         D, F = config.hidden_size, config.intermediate_size

@@ -2,12 +2,14 @@
 
 Owns the names of both sides. Known are tunix's Flax NNX models (Qwen3, Qwen2, Llama: `layers.0.attn.q_proj.w`, einsum shapes),
 Flax modules named after transformers' (`model/layers/0/self_attn/q_proj/kernel`), torch's own names and layout (`....weight`,
-[out, in]), and this package's, fused or not. Knows nothing of arrays, devices or dtypes.
+[out, in]), and this package's: fused or not, transposed (`models.transpose_kernels`) or not. Knows nothing of arrays, devices
+or dtypes.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxserve.models.config import ModelConfig
@@ -70,6 +72,11 @@ def find_name(path: str) -> Named:
         if match:
             return Named(match.expand(ours), transposed)
     return Named(path, False)
+
+
+def is_transposed(paths: Iterable[str]) -> bool:
+    """Whether these are the paths of a `Decoder` whose kernels are transposed."""
+    return Named("layers/0/attention/qkv_proj/kernel", True) in map(find_name, paths)
 
 
 def parts(config: ModelConfig, path: str, shape: tuple[int, ...]) -> list[list[Part]]:

@@ -361,10 +361,15 @@ class EngineLoop:
     def _load(self, call: Call) -> None:
         """On a thread of its own, beside the steps."""
         from jaxserve.model_loader import load_model
+        from jaxserve.models import transpose_kernels
+        from jaxserve.models.trainer_keys import is_transposed
 
         try:
             dtype = self.engine.config.engine.dtype
-            loaded = _Loaded(call, load_model(call.arguments["path"], skip_tokenizer_init=True, dtype=dtype).module)
+            module = load_model(call.arguments["path"], skip_tokenizer_init=True, dtype=dtype).module
+            if is_transposed(self.engine.runner.programs.functions.paths):
+                transpose_kernels(module)  # here, so that no step waits for it
+            loaded = _Loaded(call, module)
         except Exception as error:
             loaded = _Loaded(call, error=error)
         self.send(loaded)

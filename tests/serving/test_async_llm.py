@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM, BucketPlan, SamplingParams
+from jaxserve.models import named_leaves
 from jaxserve.serving.async_llm import SHORT, Ask, AsyncLLM
 from jaxserve.serving.messages import Call, DeadlineError, Delta, FailedError, QueueFullError, Report, UnavailableError
 from jaxserve.structured.grammars import GrammarCompiler
@@ -265,14 +266,15 @@ def test_weights_are_read_beside_the_steps(llm, folder, monkeypatch):
     """And only their path crosses to the engine's side."""
     from jaxserve import model_loader
 
-    load = model_loader.load_model
+    load, read = model_loader.load_model, []
 
     def while_it_steps(*args, **kwargs):
         wanted, deadline = llm.engine.stats.num_steps + 3, time.monotonic() + 10
         while llm.engine.stats.num_steps < wanted:
             assert time.monotonic() < deadline, "the engine stands still"
             time.sleep(0.001)
-        return load(*args, **kwargs)
+        read.append(load(*args, **kwargs))
+        return read[0]
 
     async def main():
         async with AsyncLLM(llm) as engine:
@@ -285,6 +287,8 @@ def test_weights_are_read_beside_the_steps(llm, folder, monkeypatch):
                 monkeypatch.setattr(model_loader, "load_model", while_it_steps)
                 await engine.update_weights_from_path(folder, in_flight="keep")
                 assert not stream.finished
+                held = llm.engine.runner.programs.functions.leaves
+                assert list(map(id, held)) == list(map(id, named_leaves(read[0].module).values())), "converted between two steps"
             calls = [command for command in sent if isinstance(command, Call)]
             assert [dict(c.arguments)["path"] for c in calls] == ["/nothing/there", str(folder)]
             await pages_back(engine)
