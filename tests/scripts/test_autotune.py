@@ -110,7 +110,7 @@ def test_the_file_makes_an_engine(work):
     path = work / "measured.json"
     given = [f"--profiles={work / 'a.json'}", f"--model={work / 'model'}", "--workload=random", "--num_prompts=12"]
     given += ["--random_input_len=8", "--random_output_len=4", "--max_programs=10"]
-    given += ["--seqs=8,16", "--budgets=16", "--plans=default"]
+    given += ["--seqs=2,4", "--budgets=16", "--plans=default"]
     given += ["--finalists=2", f"--output={path}", f"--state={work / 'measured_state.json'}"]
     given.append(f"--json={work / 'measured_all.json'}")
     done = run("autotune", *given, "--rounds=1")

@@ -56,14 +56,14 @@ def test_over_time_a_slower_machine_gains_too(factor):
 
 
 def test_a_long_workload_is_fitted_by_parts_and_replayed_whole(monkeypatch):
-    work = random_workload(2000, 5, rate=12.0)
-    monkeypatch.setattr(tuning, "MOST_FITTED", 1000)
+    work = random_workload(1000, 5, rate=12.0)
+    monkeypatch.setattr(tuning, "MOST_FITTED", 500)
     replayed = []
     tuned = tune_plan(work, MACHINE, Caps(12), progress=replayed.append)
     replays = (tuned.replay, tuned.default_replay, tuned.powers_replay)
-    assert all(len(run.times.arrivals) == 2000 for run in replays)
+    assert all(len(run.times.arrivals) == 1000 for run in replays)
     num_rounds_replays = 3 * (tuned.rounds + 1) + 1
-    assert sum(replayed) <= 1000 * num_rounds_replays + 3 * 2000
+    assert sum(replayed) <= 500 * num_rounds_replays + 3 * 1000
     assert cost(tuned.replay) == cost(MACHINE.run(work, tuned.plan))
     whole = tuning._tune_plan(work, MACHINE, Caps(12), 4, None)
     assert cost(tuned.replay) == pytest.approx(cost(whole.replay), rel=0.03)
