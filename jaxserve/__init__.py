@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams
-    from jaxserve.buckets import BucketPlan
+    from jaxserve.buckets.plan import BucketPlan
     from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine
     from jaxserve.engine_outputs import EngineOutput
@@ -21,7 +21,7 @@ _HOME = {
     "EngineConfig": "config",
     "BeamSearchOutput": "beam_search",
     "BeamSearchParams": "beam_search",
-    "BucketPlan": "buckets",
+    "BucketPlan": "buckets.plan",
     "SamplingParams": "request",
     "Request": "request",
     "RequestOutput": "request",

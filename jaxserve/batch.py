@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxserve import sampling_rows
-from jaxserve.buckets import Bucket, BucketPlan
+from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.edit_rows import EditLayout, kinds_of
 from jaxserve.work_lists import WorkLists
 

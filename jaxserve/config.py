@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.buckets import BucketPlan
+from jaxserve.buckets.plan import BucketPlan
 from jaxserve.memory import PageShape, decide_num_pages
 from jaxserve.speculative.config import SpeculativeConfig
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxserve.batch import num_head_rows
-from jaxserve.buckets import PaddingAccount
+from jaxserve.buckets.plan import PaddingAccount
 from jaxserve.request import Logprob, Request
 from jaxserve.sampling_rows import SampledRows
 from jaxserve.schedule import Schedule, StepResult

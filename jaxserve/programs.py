@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxserve import sampling_rows, step
 from jaxserve.batch import StepLayout
-from jaxserve.buckets import Bucket
+from jaxserve.buckets.plan import Bucket
 from jaxserve.config import ResolvedConfig
 from jaxserve.edit_rows import EditLayout, num_mask_words
 from jaxserve.memory import reserve_bytes

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.batch import StepInputs
-from jaxserve.buckets import Bucket
+from jaxserve.buckets.plan import Bucket
 from jaxserve.config import ResolvedConfig
 from jaxserve.programs import UPDATE_BATCH, Programs
 from jaxserve.sampling_rows import SampledRows, ScoredRows, unpack_sampled, unpack_scored

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.buckets import BucketPlan
+from jaxserve.buckets.plan import BucketPlan
+from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.simulation.step_time import StepTimes
-from jaxserve.simulation.unpadded import UnpaddedPlan
 
 
 class StepBudget:

@@ -14,7 +14,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from jaxserve.batch import StepLayout
-    from jaxserve.buckets import Bucket
+    from jaxserve.buckets.plan import Bucket
     from jaxserve.schedule import Schedule
 
 # Tokens. A list then serves 17 steps of decodes (fewer with drafts), so that a plan costs little; each sequence is taken for at

@@ -147,9 +147,9 @@ class Analytic:
         self.settings |= {"num_pages": self._num_pages, "gpu_memory_utilization": self._utilization}
 
     def serve(self, contender: Contender, objective: Any, workload: Any, seed: int) -> Any:
-        from jaxserve.buckets import BucketPlan
+        from jaxserve.buckets.plan import BucketPlan
+        from jaxserve.buckets.unpadded import UnpaddedPlan
         from jaxserve.simulation.pipeline import replay_stages
-        from jaxserve.simulation.unpadded import UnpaddedPlan
 
         limits, deployment, stages = contender.limits(self.limits, padded=self._is_padded), self._deployment, self._stages
         seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens

@@ -27,7 +27,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 from jaxserve.batch import BatchPacker, StepLayout
-from jaxserve.buckets import Bucket, BucketPlan
+from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.edit_rows import EditLayout
 from jaxserve.page_pool import PagePool

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.buckets import Bucket
+from jaxserve.buckets.plan import Bucket
 from jaxserve.simulation.analytic import Deployment
 from jaxserve.simulation.operators import BYTES
 from scripts.sarathi_report import agreement, table

@@ -64,8 +64,8 @@ def read_shape(name: str) -> Any:
 
 def plan_of(limits: Any) -> Any:
     """The plan of --bucket_plan. ValueError if it can't be read, or made for these limits (a SchedulerConfig)."""
-    from jaxserve.buckets import BucketPlan
-    from jaxserve.simulation.unpadded import UnpaddedPlan
+    from jaxserve.buckets.plan import BucketPlan
+    from jaxserve.buckets.unpadded import UnpaddedPlan
 
     if _PLAN.value == "none":
         return UnpaddedPlan(limits.max_num_batched_tokens, limits.max_num_seqs)

@@ -85,7 +85,7 @@ def plan_given() -> Any:
     Raises:
       ValueError: it can't be read.
     """
-    from jaxserve.buckets import BucketPlan
+    from jaxserve.buckets.plan import BucketPlan
 
     plan = engine_options()["bucket_plan"]
     if plan == "default":
@@ -95,7 +95,7 @@ def plan_given() -> Any:
 
 def plan_for(limits: Any, multiple: int) -> Any:
     """The plan given, or the engine's default one for these limits (a SchedulerConfig)."""
-    from jaxserve.buckets import BucketPlan
+    from jaxserve.buckets.plan import BucketPlan
 
     given = plan_given()
     return given or BucketPlan.default(limits.max_num_seqs, limits.max_num_batched_tokens, min_tokens=multiple)

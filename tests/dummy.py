@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from jaxserve import BucketPlan, Engine, EngineConfig, EngineOutput, Request, SamplingParams
-from jaxserve.buckets import Bucket
+from jaxserve.buckets.plan import Bucket
 from jaxserve.models import Decoder, ModelConfig, RopeConfig, named_leaves, transpose_kernels, with_leaves
 from jaxserve.page_pool import PagePool
 from jaxserve.schedule import Schedule, SchedulerStats

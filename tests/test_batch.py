@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve import sampling_rows, step
 from jaxserve.batch import BatchPacker, StepLayout
-from jaxserve.buckets import BucketPlan
+from jaxserve.buckets.plan import BucketPlan
 from jaxserve.edit_rows import EditLayout
 from jaxserve.request import Request, SamplingParams
 from jaxserve.schedule import Schedule

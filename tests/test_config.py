@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve import memory
-from jaxserve.buckets import BucketPlan
+from jaxserve.buckets.plan import BucketPlan
 from jaxserve.config import CacheConfig, EngineConfig, SchedulerConfig
 from jaxserve.memory import PageShape, decide_num_pages
 from jaxserve.models import ModelConfig

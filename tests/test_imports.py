@@ -23,7 +23,7 @@ OURS = {  # which of our packages each may import
 }
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 SCRIPTS = [path.stem for path in FILES if path.parent.name == "scripts" and "def main(" in path.read_text()]
-HOST_MODULES = ("scheduler", "page_pool", "policies", "request", "config", "buckets", "batch", "tokenizer")
+HOST_MODULES = ("scheduler", "page_pool", "policies", "request", "config", "buckets.plan", "batch", "tokenizer")
 HOST_MODULES += ("workloads", "traffic", "latency", "step_budget", "simulation.tuning", "serving.router_policy")
 HEAVY = ("jax", "flax", "torch", "transformers", "orbax", "fastapi", "matplotlib")
 # Import names whose distribution is called otherwise, or that come with another that is declared.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxserve.batch import StepLayout
-from jaxserve.buckets import Bucket
+from jaxserve.buckets.plan import Bucket
 from jaxserve.work_lists import AHEAD, WorkLists
 from kernels.ragged_paged_attention.work_list import WorkShape, loads, plan
 from tests.kernels.test_work_list import check

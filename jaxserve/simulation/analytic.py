@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.buckets import Bucket
+from jaxserve.buckets.plan import Bucket
 from jaxserve.simulation.hardware import (
     ACTIVATION_SHARE,
     ADD_SHARE,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxserve.buckets import Bucket, PaddingAccount
+from jaxserve.buckets.plan import Bucket, PaddingAccount
 from jaxserve.demand import COLUMNS, DemandLog
 from jaxserve.latency import ServedTimes
 from jaxserve.workloads import Workload

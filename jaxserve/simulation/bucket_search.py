@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxserve.buckets import HEAD_VARIANTS, OTHER_PROGRAMS, Bucket, BucketPlan
+from jaxserve.buckets.plan import HEAD_VARIANTS, OTHER_PROGRAMS, Bucket, BucketPlan
 from jaxserve.demand import DemandLog
 from jaxserve.simulation.step_time import StepTimeModel
 

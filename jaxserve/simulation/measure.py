@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.batch import BatchPacker, StepInputs
-from jaxserve.buckets import Bucket, BucketPlan
+from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.config import EngineConfig, ResolvedConfig
 from jaxserve.request import Request, SamplingParams
 from jaxserve.schedule import Schedule

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.buckets import Bucket, BucketPlan, PaddingAccount
+from jaxserve.buckets.plan import Bucket, BucketPlan, PaddingAccount
+from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.demand import DemandLog
 from jaxserve.latency import ServedTimes
@@ -28,7 +29,6 @@ from jaxserve.simulation.pipeline_runs import num_certain_rounds, time_turns
 from jaxserve.simulation.replay import Replay, replay, serve
 from jaxserve.simulation.replica import TOKEN, Replica, SimulatedEngine
 from jaxserve.simulation.step_time import StepTimes
-from jaxserve.simulation.unpadded import UnpaddedPlan
 from jaxserve.workloads import Workload
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.buckets import Bucket, BucketPlan, PaddingAccount
+from jaxserve.buckets.plan import Bucket, BucketPlan, PaddingAccount
+from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.demand import DemandLog
 from jaxserve.latency import ServedTimes
@@ -21,7 +22,6 @@ from jaxserve.schedule import SchedulerStats
 from jaxserve.simulation.books import RequestBooks
 from jaxserve.simulation.replica import Replica, SimulatedEngine
 from jaxserve.simulation.step_time import StepTimes
-from jaxserve.simulation.unpadded import UnpaddedPlan
 from jaxserve.workloads import Workload
 
 NUM_ASKED = 64  # times that a run asks whether to give up

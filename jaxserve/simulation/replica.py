@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.buckets import Bucket, BucketPlan
+from jaxserve.buckets.plan import Bucket, BucketPlan
+from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.demand import step_demand
 from jaxserve.page_pool import PagePool
@@ -25,7 +26,6 @@ from jaxserve.scheduler import Scheduler
 from jaxserve.simulation.books import RequestBooks, StepBooks
 from jaxserve.simulation.decode_runs import kv_tokens_of_run, num_certain_steps, skip_steps
 from jaxserve.simulation.step_time import StepTimes
-from jaxserve.simulation.unpadded import UnpaddedPlan
 from jaxserve.step_budget import StepBudget
 
 _ORDER = attrgetter("order")  # of adding: the place in a replica's _rows

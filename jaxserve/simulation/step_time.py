@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxserve.buckets import Bucket
+from jaxserve.buckets.plan import Bucket
 
 NEIGHBOURS = 2  # buckets on either side that a bucket's KV and pair terms are the median over
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxserve.buckets import Bucket, BucketPlan
+from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.demand import DemandLog
 from jaxserve.latency import ServedTimes

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.buckets import Bucket, BucketPlan
+from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.schedule import Schedule
 from jaxserve.speculative.proposer import NO_DRAFT
 

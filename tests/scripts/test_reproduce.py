@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.buckets import Bucket
+from jaxserve.buckets.plan import Bucket
 from jaxserve.simulation.capacity import Objective, Spread
 from scripts import sarathi_capacity, sarathi_costs, sarathi_plots, sarathi_runs
 from scripts.finished import Finished

@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxserve.buckets import Bucket
+from jaxserve.buckets.plan import Bucket
+from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.models.config import ModelConfig
 from jaxserve.simulation.analytic import Deployment
@@ -14,7 +15,6 @@ from jaxserve.simulation.model_shapes import MODELS, ModelShape
 from jaxserve.simulation.operators import all_reduce_seconds, matmul_seconds
 from jaxserve.simulation.replay import replay
 from jaxserve.simulation.step_time import StepTimes
-from jaxserve.simulation.unpadded import UnpaddedPlan
 from jaxserve.workloads import Workload, WorkloadRequest
 
 A100 = GPUS["a100-80gb"]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.buckets import BucketPlan
+from jaxserve.buckets.plan import BucketPlan
 from jaxserve.demand import DemandLog
 from jaxserve.simulation.bucket_search import BucketSearch, Caps, interchange, lagrangian_bound, padding_share, plan_seconds
 from jaxserve.simulation.step_time import BucketTimes

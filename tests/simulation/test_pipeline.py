@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxserve.buckets import Bucket, BucketPlan
+from jaxserve.buckets.plan import Bucket, BucketPlan
+from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.demand import COLUMNS
 from jaxserve.simulation import pipeline
@@ -14,7 +15,6 @@ from jaxserve.simulation.books import RequestBooks
 from jaxserve.simulation.pipeline import LongestGaps, PipelineReplica, bubbles, replay_pipeline
 from jaxserve.simulation.replay import replay, serve
 from jaxserve.simulation.step_time import BucketTimes, StepTimeModel
-from jaxserve.simulation.unpadded import UnpaddedPlan
 from jaxserve.traffic import at_rate, log_normal
 from jaxserve.workloads import Workload, WorkloadRequest
 from tests.simulation.machines import LIMITS, MODEL, random_workload

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.buckets import BucketPlan
+from jaxserve.buckets.plan import BucketPlan
+from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.demand import COLUMNS
 from jaxserve.serving.router_policy import make_policy
@@ -17,7 +18,6 @@ from jaxserve.simulation.hardware import GPUS
 from jaxserve.simulation.model_shapes import MODELS
 from jaxserve.simulation.pipeline import PipelineReplay, PipelineReplica, replay_pipeline
 from jaxserve.simulation.pipeline_runs import time_turns
-from jaxserve.simulation.unpadded import UnpaddedPlan
 from jaxserve.workloads import Workload, WorkloadRequest
 from tests.simulation.machines import MODEL
 from tests.simulation.test_replay import POLICIES

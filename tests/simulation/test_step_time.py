@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxserve.buckets import Bucket
+from jaxserve.buckets.plan import Bucket
 from jaxserve.simulation.step_time import StepPoint, StepTimeModel, fit_bucket, fit_buckets, fit_model
 from tests.simulation.machines import MODEL
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxserve.buckets import BucketPlan
+from jaxserve.buckets.plan import BucketPlan
 from jaxserve.demand import DemandLog
 from jaxserve.simulation import tuning
 from jaxserve.simulation.bucket_search import Caps, plan_seconds

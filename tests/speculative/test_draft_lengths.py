@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.buckets import BucketPlan
+from jaxserve.buckets.plan import BucketPlan
 from jaxserve.request import Request, RequestStatus, SamplingParams
 from jaxserve.schedule import Schedule
 from jaxserve.speculative.draft_lengths import DraftLengths

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from jaxserve.buckets import Bucket
+from jaxserve.buckets.plan import Bucket
 
 
 @functools.lru_cache(2**16)

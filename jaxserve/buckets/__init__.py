@@ -1,0 +1,1 @@
+"""The fixed shapes that steps run in."""
