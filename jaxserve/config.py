@@ -221,7 +221,7 @@ class EngineConfig:
         # Read now: a bad file should not wait for the weights to load.
         object.__setattr__(self, "bucket_plan", _read_plan(self.bucket_plan))
         if self.step_times is not None:
-            from jaxserve.simulation.step_time import StepTimeModel
+            from jaxserve.step_times.fitted import StepTimeModel
 
             StepTimeModel.load(self.step_times)
         if self.speculative_config is not None:

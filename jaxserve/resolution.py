@@ -72,8 +72,8 @@ def step_budget(config: ResolvedConfig) -> StepBudget | None:
     can't be used, or not with these pages, or is of a model of another shape (where it says so)."""
     if config.engine.tbt_slo_ms is None:
         return None
-    from jaxserve.simulation.step_time import StepTimeModel
     from jaxserve.step_budget import StepBudget
+    from jaxserve.step_times.fitted import StepTimeModel
 
     assert config.engine.step_times is not None
     step_times, limits = StepTimeModel.load(config.engine.step_times), config.scheduler

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxserve.buckets.plan import BucketPlan
 from jaxserve.buckets.unpadded import UnpaddedPlan
-from jaxserve.simulation.step_time import StepTimes
+from jaxserve.step_times.fitted import StepTimes
 
 
 class StepBudget:

@@ -61,7 +61,7 @@ _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of lengths and arrivals.", lowe
 _PRECISION = flags.DEFINE_float("precision", 0.02, "Relative distance of neighbouring rates.")
 _START = flags.DEFINE_float("start_rate", 1.0, "Where the search begins, requests a second.")
 _REAL = flags.DEFINE_bool("real", False, "Serve on a real engine instead of in virtual time.")
-_GPU = flags.DEFINE_string("gpu", None, "Analytic step times of this GPU (jaxserve/simulation/hardware.py) for a named --model.")
+_GPU = flags.DEFINE_string("gpu", None, "Analytic step times of this GPU (jaxserve/step_times/hardware.py) for a named --model.")
 _TP = flags.DEFINE_integer("tp", 1, "With --gpu: GPUs that share each layer.", lower_bound=1)
 _PP = flags.DEFINE_integer("pp", 1, "With --gpu: pipeline stages.", lower_bound=1)
 _NODE = flags.DEFINE_integer("gpus_per_node", 8, "With --gpu: 100 Gb/s Ethernet joins nodes.", lower_bound=1)
@@ -127,7 +127,7 @@ class Analytic:
     """Serves rates in virtual time on GPUs by their datasheets, without padding but where a plan is asked for."""
 
     def __init__(self, gpu: str):
-        from jaxserve.simulation.analytic import Deployment
+        from jaxserve.step_times.analytic import Deployment
 
         refuse_options(
             "--gpu's steps have their own times, 16 bits a weight, no drafts, prefix caching where prompts are given, "

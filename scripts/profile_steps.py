@@ -86,7 +86,7 @@ def measured() -> Any:
 
 def fitted_anew(path: str) -> Any:
     """The StepTimeModel of an earlier profile's points."""
-    from jaxserve.simulation.step_time import StepTimeModel, refit
+    from jaxserve.step_times.fitted import StepTimeModel, refit
 
     model, now = refit(StepTimeModel.load(path)), provenance()
     return replace(model, about=model.about | {"fitted": {"date": now["date"], "revision": now["revision"], "points": path}})

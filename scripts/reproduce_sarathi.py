@@ -5,7 +5,7 @@
     python -m scripts.reproduce_sarathi --seeds=5 --precision=0.01 --workers=8 --output=FOLDER
 
 Published figures stand beside ours. The schedulers compared are policies of the real scheduler on real page pools; time is an
-analytic step-time model of the machines (jaxserve/simulation/analytic.py), none of whose constants comes from these figures.
+analytic step-time model of the machines (jaxserve/step_times/analytic.py), none of whose constants comes from these figures.
 Lengths are log-normal fits to the two published datasets. Writes one PNG a figure, tables.md and results.json (both after every
 section), and trials.json, from which a run that broke off goes on: remove it to begin anew.
 """

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxserve.simulation.analytic import Deployment
 from jaxserve.simulation.capacity import Objective, Trial, capacity
+from jaxserve.step_times.analytic import Deployment
 from scripts.finished import Finished
 from scripts.sarathi_setups import Contender, run_at
 

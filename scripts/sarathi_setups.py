@@ -12,10 +12,10 @@ from typing import Any
 
 from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.config import SchedulerConfig
-from jaxserve.simulation.analytic import Deployment
-from jaxserve.simulation.hardware import GPUS
-from jaxserve.simulation.model_shapes import MODELS
 from jaxserve.simulation.pipeline import replay_stages
+from jaxserve.step_times.analytic import Deployment
+from jaxserve.step_times.hardware import GPUS
+from jaxserve.step_times.model_shapes import MODELS
 from jaxserve.traffic import at_rate, log_normal
 from jaxserve.workloads import Workload
 

@@ -5,9 +5,9 @@
         --arrivals_from_trace --repeat=24
     python -m scripts.simulate --model=falcon-180b --gpu=a100-80gb --tp=4 --pp=2 --gpus_per_node=4 --max_num_batched_tokens=512
 
---model: a name in jaxserve/simulation/model_shapes.py, or a folder whose config.json the engine can read. Nothing is computed and
+--model: a name in jaxserve/step_times/model_shapes.py, or a folder whose config.json the engine can read. Nothing is computed and
 no device is needed. Steps run in the buckets of --bucket_plan, as an engine's do. Step times come from datasheets
-(jaxserve/simulation/hardware.py says from where); how far they are from measured kernels, scripts.validate_simulator says.
+(jaxserve/step_times/hardware.py says from where); how far they are from measured kernels, scripts.validate_simulator says.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scripts.engine_flags import exit_on_bad_input, provenance, write_json
 from scripts.traffic_flags import read_traffic
 
 _MODEL = flags.DEFINE_string("model", "qwen3-8b", "Its shape: a known name, or a folder with a config.json.")
-_GPU = flags.DEFINE_string("gpu", "h100", "One of jaxserve/simulation/hardware.py's.")
+_GPU = flags.DEFINE_string("gpu", "h100", "One of jaxserve/step_times/hardware.py's.")
 _TP = flags.DEFINE_integer("tp", 1, "GPUs that share each layer.", lower_bound=1)
 _PP = flags.DEFINE_integer("pp", 1, "Pipeline stages.", lower_bound=1)
 _NODE = flags.DEFINE_integer("gpus_per_node", 8, "100 Gb/s Ethernet joins nodes.", lower_bound=1)
@@ -50,7 +50,7 @@ _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is s
 
 def read_shape(name: str) -> Any:
     """The ModelShape of a known name, or of a folder's config.json."""
-    from jaxserve.simulation.model_shapes import MODELS, ModelShape
+    from jaxserve.step_times.model_shapes import MODELS, ModelShape
 
     if name in MODELS:
         return MODELS[name]
@@ -77,9 +77,9 @@ def plan_of(limits: Any) -> Any:
 def make_cluster() -> tuple[Any, Any, list[Any]]:
     """(the deployment, a function that makes a replica, the replicas made so far) of the flags."""
     from jaxserve.config import SchedulerConfig
-    from jaxserve.simulation.analytic import Deployment
-    from jaxserve.simulation.hardware import GPUS
     from jaxserve.simulation.pipeline import make_replica
+    from jaxserve.step_times.analytic import Deployment
+    from jaxserve.step_times.hardware import GPUS
 
     if _GPU.value not in GPUS:
         raise app.UsageError(f"--gpu={_GPU.value} is not known; choose from {', '.join(GPUS)}")

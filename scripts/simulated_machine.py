@@ -31,8 +31,8 @@ def read_machine() -> Any:
 def machine_of(profile: str, given: dict[str, Any]) -> Any:
     """The Machine of a profile's file. given: engine options, which win over the profile's limits. ValueError if it is of another
     model; a line on stderr if it predicts badly."""
-    from jaxserve.simulation.step_time import StepTimeModel
     from jaxserve.simulation.tuning import Machine
+    from jaxserve.step_times.fitted import StepTimeModel
 
     refuse_options("steps with drafts have no predicted times; leave speculation off", "speculative_config")
     refuse_options("the pool is the profile's, or --num_pages", "gpu_memory_utilization")

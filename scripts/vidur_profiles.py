@@ -69,9 +69,9 @@ def compare(folder: Path) -> list[dict[str, Any]]:
 
 def _times(path: Path) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """(i64[n] tokens, i64[n] TP degrees, measured and predicted seconds f64[n] by operator) of a profile."""
-    from jaxserve.simulation.analytic import Deployment
-    from jaxserve.simulation.hardware import GPUS
-    from jaxserve.simulation.model_shapes import ModelShape
+    from jaxserve.step_times.analytic import Deployment
+    from jaxserve.step_times.hardware import GPUS
+    from jaxserve.step_times.model_shapes import ModelShape
 
     gpu, _, name = path.name.removesuffix("_mlp.csv.gz").partition("_")
     if gpu not in _GPUS:

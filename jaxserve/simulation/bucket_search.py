@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxserve.buckets.plan import HEAD_VARIANTS, OTHER_PROGRAMS, Bucket, BucketPlan
 from jaxserve.demand import DemandLog
-from jaxserve.simulation.step_time import StepTimeModel
+from jaxserve.step_times.fitted import StepTimeModel
 
 MAX_CANDIDATE_TOKENS = 128  # sizes of T that pairs are made of; the dynamic program sees every size
 MAX_CANDIDATE_SEQS = 8

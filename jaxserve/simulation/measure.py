@@ -22,7 +22,7 @@ from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.config import EngineConfig, ResolvedConfig
 from jaxserve.request import Request, SamplingParams
 from jaxserve.schedule import Schedule
-from jaxserve.simulation.step_time import StepPoint, StepTimeModel, fit_model
+from jaxserve.step_times.fitted import StepPoint, StepTimeModel, fit_model
 
 LOW_QUANTILE = 0.1  # of a point's steps: what they take where nobody else uses the machine
 

@@ -28,7 +28,7 @@ from jaxserve.simulation.decode_runs import kv_tokens_of_run, skip_steps
 from jaxserve.simulation.pipeline_runs import num_certain_rounds, time_turns
 from jaxserve.simulation.replay import Replay, replay, serve
 from jaxserve.simulation.replica import TOKEN, Replica, SimulatedEngine
-from jaxserve.simulation.step_time import StepTimes
+from jaxserve.step_times.fitted import StepTimes
 from jaxserve.workloads import Workload
 
 

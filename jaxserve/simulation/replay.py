@@ -21,7 +21,7 @@ from jaxserve.latency import ServedTimes
 from jaxserve.schedule import SchedulerStats
 from jaxserve.simulation.books import RequestBooks
 from jaxserve.simulation.replica import Replica, SimulatedEngine
-from jaxserve.simulation.step_time import StepTimes
+from jaxserve.step_times.fitted import StepTimes
 from jaxserve.workloads import Workload
 
 NUM_ASKED = 64  # times that a run asks whether to give up

@@ -25,8 +25,8 @@ from jaxserve.schedule import Schedule, SchedulerStats
 from jaxserve.scheduler import Scheduler
 from jaxserve.simulation.books import RequestBooks, StepBooks
 from jaxserve.simulation.decode_runs import kv_tokens_of_run, num_certain_steps, skip_steps
-from jaxserve.simulation.step_time import StepTimes
 from jaxserve.step_budget import StepBudget
+from jaxserve.step_times.fitted import StepTimes
 
 _ORDER = attrgetter("order")  # of adding: the place in a replica's _rows
 TOKEN = 1  # what every step samples

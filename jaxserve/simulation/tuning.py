@@ -17,7 +17,7 @@ from jaxserve.demand import DemandLog
 from jaxserve.latency import ServedTimes
 from jaxserve.simulation.bucket_search import BucketSearch, Caps, SearchResult, plan_seconds
 from jaxserve.simulation.replay import Replay, replay
-from jaxserve.simulation.step_time import StepTimeModel
+from jaxserve.step_times.fitted import StepTimeModel
 from jaxserve.traffic import stretches
 from jaxserve.workloads import Workload
 

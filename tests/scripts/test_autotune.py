@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.simulation.step_time import BucketTimes, StepTimeModel
+from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
 from tests import alphabet_model
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve import BucketPlan
-from jaxserve.simulation.step_time import BucketTimes, StepTimeModel
+from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
 from scripts.finished import Finished
 from tests import alphabet_model
 

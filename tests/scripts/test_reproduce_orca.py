@@ -13,8 +13,8 @@ import pytest
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.latency import ServedTimes
-from jaxserve.simulation.analytic import Deployment
 from jaxserve.simulation.replay import replay
+from jaxserve.step_times.analytic import Deployment
 from jaxserve.workloads import fixed
 from scripts import open_loop, orca_report
 from tests import alphabet_model

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from jaxserve import BucketPlan
-from jaxserve.simulation.analytic import Deployment
-from jaxserve.simulation.hardware import GPUS
-from jaxserve.simulation.model_shapes import ModelShape
+from jaxserve.step_times.analytic import Deployment
+from jaxserve.step_times.hardware import GPUS
+from jaxserve.step_times.model_shapes import ModelShape
 from scripts.vidur_profiles import OPERATORS
 from tests import alphabet_model
 

@@ -17,7 +17,7 @@ import pytest
 from jaxserve import BucketPlan
 from jaxserve.models import ModelConfig
 from jaxserve.resolution import model_shape
-from jaxserve.simulation.step_time import StepTimeModel
+from jaxserve.step_times.fitted import StepTimeModel
 from tests import alphabet_model
 
 ROOT = Path(__file__).parents[2]

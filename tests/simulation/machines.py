@@ -4,8 +4,8 @@ import numpy as np
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.demand import DemandLog
-from jaxserve.simulation.step_time import BucketTimes, StepTimeModel
 from jaxserve.simulation.tuning import Machine
+from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
 from jaxserve.workloads import Workload, WorkloadRequest
 
 PAGE, SEQS, TOKENS = 4, 8, 64

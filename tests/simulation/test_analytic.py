@@ -9,12 +9,12 @@ from jaxserve.buckets.plan import Bucket
 from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.models.config import ModelConfig
-from jaxserve.simulation.analytic import Deployment
-from jaxserve.simulation.hardware import ETHERNET_100G, GPUS, KERNEL_SECONDS
-from jaxserve.simulation.model_shapes import MODELS, ModelShape
-from jaxserve.simulation.operators import all_reduce_seconds, matmul_seconds
 from jaxserve.simulation.replay import replay
-from jaxserve.simulation.step_time import StepTimes
+from jaxserve.step_times.analytic import Deployment
+from jaxserve.step_times.fitted import StepTimes
+from jaxserve.step_times.hardware import ETHERNET_100G, GPUS, KERNEL_SECONDS
+from jaxserve.step_times.model_shapes import MODELS, ModelShape
+from jaxserve.step_times.operators import all_reduce_seconds, matmul_seconds
 from jaxserve.workloads import Workload, WorkloadRequest
 
 A100 = GPUS["a100-80gb"]

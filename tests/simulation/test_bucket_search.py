@@ -10,7 +10,7 @@ import pytest
 from jaxserve.buckets.plan import BucketPlan
 from jaxserve.demand import DemandLog
 from jaxserve.simulation.bucket_search import BucketSearch, Caps, interchange, lagrangian_bound, padding_share, plan_seconds
-from jaxserve.simulation.step_time import BucketTimes
+from jaxserve.step_times.fitted import BucketTimes
 from tests.simulation.machines import MODEL, SEQS, TOKENS, random_demands
 
 SIZES = (2, 4, 8, 16, 24, 40, 64)  # few enough to try all sets of them

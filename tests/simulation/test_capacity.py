@@ -12,7 +12,7 @@ from jaxserve.latency import ServedTimes
 from jaxserve.simulation.capacity import Objective, Spread, Trial, capacity, ratio
 from jaxserve.simulation.pipeline import replay_stages
 from jaxserve.simulation.replay import replay
-from jaxserve.simulation.step_time import BucketTimes, StepTimeModel
+from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
 from jaxserve.traffic import at_rate
 from jaxserve.workloads import Workload, WorkloadRequest
 from tests.simulation import machines

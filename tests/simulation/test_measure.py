@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxserve.simulation.measure import StepMeasurer, grid_plan
-from jaxserve.simulation.step_time import refit
+from jaxserve.step_times.fitted import refit
 
 PAGE, SEQS, TOKENS = 16, 16, 256
 

@@ -10,11 +10,11 @@ from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.demand import COLUMNS
 from jaxserve.simulation import pipeline
-from jaxserve.simulation.analytic import Deployment
 from jaxserve.simulation.books import RequestBooks
 from jaxserve.simulation.pipeline import LongestGaps, PipelineReplica, bubbles, replay_pipeline
 from jaxserve.simulation.replay import replay, serve
-from jaxserve.simulation.step_time import BucketTimes, StepTimeModel
+from jaxserve.step_times.analytic import Deployment
+from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
 from jaxserve.traffic import at_rate, log_normal
 from jaxserve.workloads import Workload, WorkloadRequest
 from tests.simulation.machines import LIMITS, MODEL, random_workload

@@ -12,12 +12,12 @@ from jaxserve.config import SchedulerConfig
 from jaxserve.demand import COLUMNS
 from jaxserve.serving.router_policy import make_policy
 from jaxserve.simulation import pipeline
-from jaxserve.simulation.analytic import Deployment
 from jaxserve.simulation.cluster import replay_cluster
-from jaxserve.simulation.hardware import GPUS
-from jaxserve.simulation.model_shapes import MODELS
 from jaxserve.simulation.pipeline import PipelineReplay, PipelineReplica, replay_pipeline
 from jaxserve.simulation.pipeline_runs import time_turns
+from jaxserve.step_times.analytic import Deployment
+from jaxserve.step_times.hardware import GPUS
+from jaxserve.step_times.model_shapes import MODELS
 from jaxserve.workloads import Workload, WorkloadRequest
 from tests.simulation.machines import MODEL
 from tests.simulation.test_replay import POLICIES

@@ -7,7 +7,7 @@ from jaxserve import BucketPlan, SamplingParams
 from jaxserve.config import SchedulerConfig
 from jaxserve.demand import COLUMNS, DemandLog
 from jaxserve.simulation.replay import replay
-from jaxserve.simulation.step_time import BucketTimes, StepTimeModel
+from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
 from jaxserve.traffic import multi_turn, shared_prefix
 from jaxserve.workloads import Workload, WorkloadRequest
 from tests.dummy import SETTINGS, dummy_model, make_engine

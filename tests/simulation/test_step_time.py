@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxserve.buckets.plan import Bucket
-from jaxserve.simulation.step_time import StepPoint, StepTimeModel, fit_bucket, fit_buckets, fit_model
+from jaxserve.step_times.fitted import StepPoint, StepTimeModel, fit_bucket, fit_buckets, fit_model
 from tests.simulation.machines import MODEL
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from jaxserve.simulation.hardware import (
+from jaxserve.step_times.hardware import (
     BANDWIDTH_SHARE,
     GPU,
     KERNEL_SECONDS,

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.buckets.plan import Bucket
-from jaxserve.simulation.hardware import (
+from jaxserve.step_times.hardware import (
     ACTIVATION_SHARE,
     ADD_SHARE,
     ATTENTION_SHARE,
@@ -33,8 +33,8 @@ from jaxserve.simulation.hardware import (
     ROPE_SHARE,
     Link,
 )
-from jaxserve.simulation.model_shapes import MODELS, ModelShape
-from jaxserve.simulation.operators import BYTES, all_reduce_seconds, matmul_seconds, send_seconds, stream_seconds
+from jaxserve.step_times.model_shapes import MODELS, ModelShape
+from jaxserve.step_times.operators import BYTES, all_reduce_seconds, matmul_seconds, send_seconds, stream_seconds
 
 HOST_SECONDS = 0.15e-3  # schedule + pack + update with 256 running (scripts.bench_scheduler, BUILD.md)
 _ATTENTION_KERNELS = 2  # the kernel, and the join of split sequences

@@ -1,0 +1,1 @@
+"""How long a step takes: fitted to measurements of a machine, or computed from datasheets."""
