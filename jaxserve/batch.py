@@ -22,7 +22,7 @@ from jaxserve.work_lists import WorkLists
 
 if TYPE_CHECKING:
     from jaxserve.request import Request
-    from jaxserve.schedule import Schedule
+    from jaxserve.scheduling.schedule import Schedule
 
 # A token id or start that the device knows: the row's last sampled token, the row's number of computed tokens. Below it, as a token
 # id, the row's drafts: FROM_DEVICE - 1 is the first.

@@ -250,7 +250,7 @@ class EngineConfig:
           ValueError: limits that contradict each other, the bucket plan, the model or the memory.
         """
         from jaxserve.edit_rows import EditLayout
-        from jaxserve.policies import resolve_policy
+        from jaxserve.scheduling.policies import resolve_policy
 
         plan = self.bucket_plan
         assert plan is None or isinstance(plan, BucketPlan)
@@ -310,7 +310,7 @@ class EngineConfig:
 
     def _step_limits(self, plan: BucketPlan | None, model: ModelConfig) -> tuple[int, int]:
         """(max_num_batched_tokens, max_num_seqs). What is not given follows what is: a plan's largest bucket, the other limit."""
-        from jaxserve.policies import POLICIES
+        from jaxserve.scheduling.policies import POLICIES
 
         budget, seqs, chunked = self.max_num_batched_tokens, self.max_num_seqs, self.enable_chunked_prefill
         if chunked is None:

@@ -28,7 +28,6 @@ from jaxserve.demand import COLUMNS, step_demand
 from jaxserve.edit_rows import kinds_of
 from jaxserve.engine_outputs import EngineOutput, EngineStats, first_rows, logprobs_of, rows_of_requests, tokens_of
 from jaxserve.models import Decoder
-from jaxserve.page_pool import PagePool
 from jaxserve.params import fit, placed
 from jaxserve.programs import Programs
 from jaxserve.prompt_scores import ScoreSpan, deliver, pack_spans, scores_of, spans_of
@@ -36,8 +35,9 @@ from jaxserve.request import Logprob, Request, RequestMetrics, RequestStatus, Sa
 from jaxserve.resolution import resolve, step_budget
 from jaxserve.runner import Runner, StepHandle
 from jaxserve.sampling_rows import SampledRows
-from jaxserve.schedule import Schedule, StepResult
-from jaxserve.scheduler import Scheduler
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.schedule import Schedule, StepResult
+from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.speculative.draft_lengths import DraftLengths, DraftOutcome
 from jaxserve.step import ModelFunctions
 from jaxserve.structured.constraints import Constraints

@@ -12,7 +12,7 @@ from jaxserve.batch import num_head_rows
 from jaxserve.buckets.plan import PaddingAccount
 from jaxserve.request import Logprob, Request
 from jaxserve.sampling_rows import SampledRows
-from jaxserve.schedule import Schedule, StepResult
+from jaxserve.scheduling.schedule import Schedule, StepResult
 
 if TYPE_CHECKING:
     from jaxserve.speculative.draft_lengths import DraftOutcome

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.request import Logprob, Request
 from jaxserve.sampling_rows import ScoredRows
-from jaxserve.schedule import Schedule
+from jaxserve.scheduling.schedule import Schedule
 
 
 class PromptScores:

@@ -19,7 +19,7 @@ from jaxserve.structured.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from jaxserve.prompt_scores import PromptScores
-    from jaxserve.sequence_rows import SequenceRows
+    from jaxserve.scheduling.sequence_rows import SequenceRows
 
 MAX_LOGPROBS = 20  # most alternatives a request may ask for; the head's logprobs variant is compiled for this many
 MAX_SUPPRESSED_IDS = 16  # most stop ids that min_tokens can hold back

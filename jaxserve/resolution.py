@@ -19,7 +19,7 @@ from kernels.ragged_paged_attention import resolve_backend
 
 if TYPE_CHECKING:
     from jaxserve.models import ModelConfig
-    from jaxserve.step_budget import StepBudget
+    from jaxserve.scheduling.step_budget import StepBudget
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
@@ -72,7 +72,7 @@ def step_budget(config: ResolvedConfig) -> StepBudget | None:
     can't be used, or not with these pages, or is of a model of another shape (where it says so)."""
     if config.engine.tbt_slo_ms is None:
         return None
-    from jaxserve.step_budget import StepBudget
+    from jaxserve.scheduling.step_budget import StepBudget
     from jaxserve.step_times.fitted import StepTimeModel
 
     assert config.engine.step_times is not None

@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from jaxserve.batch import StepLayout
     from jaxserve.buckets.plan import Bucket
-    from jaxserve.schedule import Schedule
+    from jaxserve.scheduling.schedule import Schedule
 
 # Tokens. A list then serves 17 steps of decodes (fewer with drafts), so that a plan costs little; each sequence is taken for at
 # most so much longer than it is, and one that ends so shortly before a chunk's end may be given an item of no KV.

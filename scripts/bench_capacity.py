@@ -34,7 +34,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 from jaxserve.config import POLICIES
-from jaxserve.policies import resolve_policy
+from jaxserve.scheduling.policies import resolve_policy
 from jaxserve.workloads import WORKLOADS
 from scripts.engine_flags import (
     code_id,

@@ -16,9 +16,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.config import CacheConfig
 from jaxserve.engine import EngineOutput, EngineStats
-from jaxserve.page_pool import PagePool
 from jaxserve.request import Request, RequestMetrics, SamplingParams
-from jaxserve.schedule import SchedulerStats
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.schedule import SchedulerStats
 from jaxserve.structured.grammars import GrammarCompiler
 from jaxserve.tokenizer import Tokenizer
 

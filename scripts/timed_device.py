@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxserve.batch import StepInputs, num_head_rows
 from jaxserve.sampling_rows import SampledRows
-from jaxserve.schedule import Schedule
+from jaxserve.scheduling.schedule import Schedule
 
 
 @dataclass

@@ -162,7 +162,7 @@ def main(argv: list[str]) -> None:
 def warn_if_missed(machine: Any, plan: Any) -> None:
     """The engine's warning, if no step with this plan meets --tbt_slo_ms."""
     from jaxserve.resolution import warn_of_objective
-    from jaxserve.step_budget import StepBudget
+    from jaxserve.scheduling.step_budget import StepBudget
 
     limits = machine.limits
     warn_of_objective(StepBudget(machine.step_times, plan, machine.objective, limits.max_num_seqs, limits.max_num_batched_tokens))

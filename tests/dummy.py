@@ -19,9 +19,9 @@ from flax import nnx
 from jaxserve import BucketPlan, Engine, EngineConfig, EngineOutput, Request, SamplingParams
 from jaxserve.buckets.plan import Bucket
 from jaxserve.models import Decoder, ModelConfig, RopeConfig, named_leaves, transpose_kernels, with_leaves
-from jaxserve.page_pool import PagePool
-from jaxserve.schedule import Schedule, SchedulerStats
-from jaxserve.scheduler import Scheduler
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.schedule import Schedule, SchedulerStats
+from jaxserve.scheduling.scheduler import Scheduler
 
 EOS = 0
 VOCAB = 96

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.page_pool import PagePool
 from jaxserve.request import Request, SamplingParams
-from jaxserve.schedule import Schedule, StepResult
-from jaxserve.scheduler import Scheduler
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.schedule import Schedule, StepResult
+from jaxserve.scheduling.scheduler import Scheduler
 
 EOS = 0  # also what stands in every place that holds no token: padding must never be taken for it
 VOCABULARY = 40

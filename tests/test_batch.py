@@ -10,7 +10,7 @@ from jaxserve.batch import BatchPacker, StepLayout
 from jaxserve.buckets.plan import BucketPlan
 from jaxserve.edit_rows import EditLayout
 from jaxserve.request import Request, SamplingParams
-from jaxserve.schedule import Schedule
+from jaxserve.scheduling.schedule import Schedule
 from jaxserve.work_lists import AHEAD
 from kernels.ragged_paged_attention.work_list import WorkShape, plan
 

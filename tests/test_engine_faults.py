@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from jaxserve import engine, page_pool, scheduler, step
+from jaxserve import engine, step
 from jaxserve.batch import BatchPacker, StepLayout
 from jaxserve.request import Request
+from jaxserve.scheduling import page_pool, scheduler
 from tests.dummy import ONE_BUCKET, differences, dummy_model, make_engine, serve
 from tests.workload import SMALL_POOL, alone, requests
 

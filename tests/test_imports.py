@@ -23,8 +23,17 @@ OURS = {  # which of our packages each may import
 }
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 SCRIPTS = [path.stem for path in FILES if path.parent.name == "scripts" and "def main(" in path.read_text()]
-HOST_MODULES = ("scheduler", "page_pool", "policies", "request", "config", "buckets.plan", "batch", "tokenizer")
-HOST_MODULES += ("workloads", "traffic", "latency", "step_budget", "simulation.tuning", "serving.router_policy")
+HOST_MODULES = (
+    "scheduling.scheduler",
+    "scheduling.page_pool",
+    "scheduling.policies",
+    "request",
+    "config",
+    "buckets.plan",
+    "batch",
+    "tokenizer",
+)
+HOST_MODULES += ("workloads", "traffic", "latency", "scheduling.step_budget", "simulation.tuning", "serving.router_policy")
 HEAVY = ("jax", "flax", "torch", "transformers", "orbax", "fastapi", "matplotlib")
 # Import names whose distribution is called otherwise, or that come with another that is declared.
 DISTRIBUTIONS = {"absl": "absl-py", "jaxlib": "jax", "orbax": "orbax-checkpoint", "yarl": "aiohttp"}

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from jaxserve.page_pool import PagePool, extend_hash_chain, page_hash, root_hash
+from jaxserve.scheduling.page_pool import PagePool, extend_hash_chain, page_hash, root_hash
 from tests.scheduler_harness import Harness
 
 ROOT = root_hash(0, None, None)

@@ -6,8 +6,8 @@ import pytest
 
 from jaxserve.config import POLICIES as POLICY_NAMES
 from jaxserve.config import SchedulerConfig
-from jaxserve.policies import POLICIES, resolve_policy
-from jaxserve.scheduler import Scheduler
+from jaxserve.scheduling.policies import POLICIES, resolve_policy
+from jaxserve.scheduling.scheduler import Scheduler
 from tests.scheduler_harness import Harness
 
 

@@ -11,7 +11,7 @@ import pytest
 from jaxserve import LLM, Engine, SamplingParams
 from jaxserve.compilation import compile_counts
 from jaxserve.models import Decoder, named_leaves, with_leaves
-from jaxserve.page_pool import root_hash
+from jaxserve.scheduling.page_pool import root_hash
 from tests.dummy import (
     CONFIG,
     ONE_BUCKET,

@@ -19,7 +19,7 @@ from typing import Any
 from jaxserve.compilation import compile_counts
 from jaxserve.engine import Engine, EngineOutput
 from jaxserve.request import RequestOutput
-from jaxserve.schedule import SchedulerStats
+from jaxserve.scheduling.schedule import SchedulerStats
 from jaxserve.serving.messages import (
     Abort,
     Aborted,

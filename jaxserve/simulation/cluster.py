@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.latency import ServedTimes
-from jaxserve.schedule import SchedulerStats
+from jaxserve.scheduling.schedule import SchedulerStats
 from jaxserve.serving.router_policy import Load, Policy, hash_blocks
 from jaxserve.simulation.books import RequestBooks
 from jaxserve.simulation.replica import SimulatedEngine

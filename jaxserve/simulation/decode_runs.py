@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.scheduler import Scheduler
+from jaxserve.scheduling.scheduler import Scheduler
 
 MAX_STEPS = 512  # a run; longer ones are several
 

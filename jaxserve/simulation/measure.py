@@ -21,7 +21,7 @@ from jaxserve.batch import BatchPacker, StepInputs
 from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.config import EngineConfig, ResolvedConfig
 from jaxserve.request import Request, SamplingParams
-from jaxserve.schedule import Schedule
+from jaxserve.scheduling.schedule import Schedule
 from jaxserve.step_times.fitted import StepPoint, StepTimeModel, fit_model
 
 LOW_QUANTILE = 0.1  # of a point's steps: what they take where nobody else uses the machine

@@ -22,7 +22,7 @@ from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.demand import DemandLog
 from jaxserve.latency import ServedTimes
-from jaxserve.schedule import Schedule, SchedulerStats
+from jaxserve.scheduling.schedule import Schedule, SchedulerStats
 from jaxserve.simulation.books import RequestBooks
 from jaxserve.simulation.decode_runs import kv_tokens_of_run, skip_steps
 from jaxserve.simulation.pipeline_runs import num_certain_rounds, time_turns

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from jaxserve.schedule import Schedule
-from jaxserve.scheduler import Scheduler
+from jaxserve.scheduling.schedule import Schedule
+from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.simulation.decode_runs import num_certain_steps
 
 

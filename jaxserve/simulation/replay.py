@@ -18,7 +18,7 @@ from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.demand import DemandLog
 from jaxserve.latency import ServedTimes
-from jaxserve.schedule import SchedulerStats
+from jaxserve.scheduling.schedule import SchedulerStats
 from jaxserve.simulation.books import RequestBooks
 from jaxserve.simulation.replica import Replica, SimulatedEngine
 from jaxserve.step_times.fitted import StepTimes

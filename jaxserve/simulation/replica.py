@@ -19,13 +19,13 @@ from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.demand import step_demand
-from jaxserve.page_pool import PagePool
 from jaxserve.request import Request, SamplingParams
-from jaxserve.schedule import Schedule, SchedulerStats
-from jaxserve.scheduler import Scheduler
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.schedule import Schedule, SchedulerStats
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.step_budget import StepBudget
 from jaxserve.simulation.books import RequestBooks, StepBooks
 from jaxserve.simulation.decode_runs import kv_tokens_of_run, num_certain_steps, skip_steps
-from jaxserve.step_budget import StepBudget
 from jaxserve.step_times.fitted import StepTimes
 
 _ORDER = attrgetter("order")  # of adding: the place in a replica's _rows

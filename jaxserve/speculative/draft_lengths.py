@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.buckets.plan import Bucket, BucketPlan
-from jaxserve.schedule import Schedule
+from jaxserve.scheduling.schedule import Schedule
 from jaxserve.speculative.proposer import NO_DRAFT
 
 MEMORY = 0.15  # weight of the newest draft in a row's rate

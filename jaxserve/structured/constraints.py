@@ -19,7 +19,7 @@ from jaxserve.structured.masks import GrammarState, MaskFiller
 
 if TYPE_CHECKING:
     from jaxserve.request import Request
-    from jaxserve.schedule import Schedule
+    from jaxserve.scheduling.schedule import Schedule
 
 
 class Constraints:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.page_pool import extend_hash_chain, root_hash
+from jaxserve.scheduling.page_pool import extend_hash_chain, root_hash
 from jaxserve.serving.router_policy import (
     POLICIES,
     LeastLoaded,

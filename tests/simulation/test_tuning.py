@@ -8,10 +8,10 @@ import pytest
 
 from jaxserve.buckets.plan import BucketPlan
 from jaxserve.demand import DemandLog
+from jaxserve.scheduling.step_budget import StepBudget
 from jaxserve.simulation import tuning
 from jaxserve.simulation.bucket_search import Caps, plan_seconds
 from jaxserve.simulation.tuning import PADDING_PRICE, SLOWER, cost, padded_budget, step_seconds, tune_budget, tune_plan, with_budget
-from jaxserve.step_budget import StepBudget
 from jaxserve.traffic import at_once
 from tests.simulation.machines import MACHINE, MODEL, PAGE, SEQS, TOKENS, random_workload
 

@@ -5,7 +5,7 @@ import pytest
 
 from jaxserve.buckets.plan import BucketPlan
 from jaxserve.request import Request, RequestStatus, SamplingParams
-from jaxserve.schedule import Schedule
+from jaxserve.scheduling.schedule import Schedule
 from jaxserve.speculative.draft_lengths import DraftLengths
 
 PLAN = BucketPlan(decode=(1, 2, 4, 8), mixed=((64, 8),), head_rows=(8, 64), draft=((1, 2), (1, 4), (4, 2), (4, 4), (8, 2), (8, 4)))

@@ -18,8 +18,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve import BucketPlan, Engine, SamplingParams
+from jaxserve.scheduling.step_budget import StepBudget
 from jaxserve.speculative import verify
-from jaxserve.step_budget import StepBudget
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.structured.grammars import GrammarCompiler
 from jaxserve.tokenizer import Tokenizer

@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.page_pool import PagePool, root_hash
-from jaxserve.policies import ORDER_KEYS, Policy, resolve_policy
 from jaxserve.request import Request, RequestStatus
-from jaxserve.schedule import NO_DECODES, Chunks, Decodes, Schedule, SchedulerStats, StepResult, join
-from jaxserve.sequence_pages import SequencePages
-from jaxserve.sequence_rows import NEVER, SequenceRows
-from jaxserve.waiting_queue import WaitingQueue
+from jaxserve.scheduling.page_pool import PagePool, root_hash
+from jaxserve.scheduling.policies import ORDER_KEYS, Policy, resolve_policy
+from jaxserve.scheduling.schedule import NO_DECODES, Chunks, Decodes, Schedule, SchedulerStats, StepResult, join
+from jaxserve.scheduling.sequence_pages import SequencePages
+from jaxserve.scheduling.sequence_rows import NEVER, SequenceRows
+from jaxserve.scheduling.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
+    from jaxserve.scheduling.step_budget import StepBudget
     from jaxserve.speculative.draft_lengths import DraftLengths
-    from jaxserve.step_budget import StepBudget
 
 
 class Scheduler:

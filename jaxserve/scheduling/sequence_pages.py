@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.page_pool import PagePool, extend_hash_chain
 from jaxserve.request import Request
-from jaxserve.sequence_rows import NEVER, SequenceRows
+from jaxserve.scheduling.page_pool import PagePool, extend_hash_chain
+from jaxserve.scheduling.sequence_rows import NEVER, SequenceRows
 
 
 class SequencePages:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 
-from jaxserve.policies import OrderKey
 from jaxserve.request import Request
+from jaxserve.scheduling.policies import OrderKey
 
 
 class WaitingQueue:

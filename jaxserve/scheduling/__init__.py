@@ -1,0 +1,1 @@
+"""Which request gets how many tokens in each step, and which pages hold its KV. No JAX here."""
