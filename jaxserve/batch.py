@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve import sampling_rows
 from jaxserve.buckets.plan import Bucket, BucketPlan
-from jaxserve.edit_rows import EditLayout, kinds_of
+from jaxserve.sampling import rows as sampling_rows
+from jaxserve.sampling.edit_rows import EditLayout, kinds_of
 from jaxserve.work_lists import WorkLists
 
 if TYPE_CHECKING:

@@ -249,7 +249,7 @@ class EngineConfig:
         Raises:
           ValueError: limits that contradict each other, the bucket plan, the model or the memory.
         """
-        from jaxserve.edit_rows import EditLayout
+        from jaxserve.sampling.edit_rows import EditLayout
         from jaxserve.scheduling.policies import resolve_policy
 
         plan = self.bucket_plan

@@ -25,16 +25,16 @@ from jaxserve.batch import BatchPacker, StepInputs
 from jaxserve.compilation import compile_counts, use_persistent_cache
 from jaxserve.config import EngineConfig, ResolvedConfig
 from jaxserve.demand import COLUMNS, step_demand
-from jaxserve.edit_rows import kinds_of
 from jaxserve.engine_outputs import EngineOutput, EngineStats, first_rows, logprobs_of, rows_of_requests, tokens_of
 from jaxserve.models import Decoder
 from jaxserve.params import fit, placed
 from jaxserve.programs import Programs
-from jaxserve.prompt_scores import ScoreSpan, deliver, pack_spans, scores_of, spans_of
 from jaxserve.request import Logprob, Request, RequestMetrics, RequestStatus, SamplingParams
 from jaxserve.resolution import resolve, step_budget
 from jaxserve.runner import Runner, StepHandle
-from jaxserve.sampling_rows import SampledRows
+from jaxserve.sampling.edit_rows import kinds_of
+from jaxserve.sampling.prompt_scores import ScoreSpan, deliver, pack_spans, scores_of, spans_of
+from jaxserve.sampling.rows import SampledRows
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.schedule import Schedule, StepResult
 from jaxserve.scheduling.scheduler import Scheduler

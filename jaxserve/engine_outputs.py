@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.batch import num_head_rows
 from jaxserve.buckets.plan import PaddingAccount
 from jaxserve.request import Logprob, Request
-from jaxserve.sampling_rows import SampledRows
+from jaxserve.sampling.rows import SampledRows
 from jaxserve.scheduling.schedule import Schedule, StepResult
 
 if TYPE_CHECKING:

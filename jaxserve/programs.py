@@ -15,13 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve import sampling_rows, step
+from jaxserve import step
 from jaxserve.batch import StepLayout
 from jaxserve.buckets.plan import Bucket
 from jaxserve.config import ResolvedConfig
-from jaxserve.edit_rows import EditLayout, num_mask_words
 from jaxserve.memory import reserve_bytes
 from jaxserve.request import MAX_LOGPROBS
+from jaxserve.sampling import rows as sampling_rows
+from jaxserve.sampling.edit_rows import EditLayout, num_mask_words
 from jaxserve.speculative.config import SpeculativeConfig
 from jaxserve.speculative.ngram import NgramProposer
 from jaxserve.speculative.proposer import BodyReader, Proposer

@@ -18,7 +18,7 @@ import numpy as np
 from jaxserve.structured.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from jaxserve.prompt_scores import PromptScores
+    from jaxserve.sampling.prompt_scores import PromptScores
     from jaxserve.scheduling.sequence_rows import SequenceRows
 
 MAX_LOGPROBS = 20  # most alternatives a request may ask for; the head's logprobs variant is compiled for this many

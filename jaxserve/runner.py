@@ -19,7 +19,7 @@ from jaxserve.batch import StepInputs
 from jaxserve.buckets.plan import Bucket
 from jaxserve.config import ResolvedConfig
 from jaxserve.programs import UPDATE_BATCH, Programs
-from jaxserve.sampling_rows import SampledRows, ScoredRows, unpack_sampled, unpack_scored
+from jaxserve.sampling.rows import SampledRows, ScoredRows, unpack_sampled, unpack_scored
 from jaxserve.speculative.proposer import NO_DRAFT
 from jaxserve.step import DraftState
 

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxserve import logit_edits, sampling, scoring
 from jaxserve.batch import FROM_DEVICE, StepLayout
 from jaxserve.models import Decoder, ModelConfig, named_leaves
-from jaxserve.sampling_rows import POSITION
+from jaxserve.sampling import logit_edits, scoring
+from jaxserve.sampling import sampler as sampling
+from jaxserve.sampling.rows import POSITION
 from jaxserve.speculative import rejection, verify
 from jaxserve.speculative.proposer import NO_DRAFT, BodyReader, Proposer, Ran, Seen
 from kernels.kv_cache import write_kv

@@ -119,7 +119,7 @@ class AbstractStep:
 
         Raises ValueError as `EngineConfig.resolve`, where the engine would refuse.
         """
-        from jaxserve.edit_rows import EditLayout
+        from jaxserve.sampling.edit_rows import EditLayout
 
         reserve += self.programs.draft_bytes
         config = self.resolve(temp_bytes=reserve)

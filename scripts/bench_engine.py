@@ -161,7 +161,7 @@ class BareStep:
         import jax
         import jax.numpy as jnp
 
-        from jaxserve.sampling import first_highest, in_blocks
+        from jaxserve.sampling.sampler import first_highest, in_blocks
 
         programs = engine.runner.programs
         functions, layout = programs.functions, programs.layouts[engine.config.plan.select(batch, batch, 1)]

@@ -29,8 +29,8 @@ from tqdm import tqdm
 from jaxserve.batch import BatchPacker, StepLayout
 from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.config import SchedulerConfig
-from jaxserve.edit_rows import EditLayout
 from jaxserve.request import Request, SamplingParams
+from jaxserve.sampling.edit_rows import EditLayout
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
 from scripts.engine_flags import revision, write_json

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import sampling_rows, step
+from jaxserve import step
 from jaxserve.batch import BatchPacker, StepLayout
 from jaxserve.buckets.plan import BucketPlan
-from jaxserve.edit_rows import EditLayout
 from jaxserve.request import Request, SamplingParams
+from jaxserve.sampling import rows as sampling_rows
+from jaxserve.sampling.edit_rows import EditLayout
 from jaxserve.scheduling.schedule import Schedule
 from jaxserve.work_lists import AHEAD
 from kernels.ragged_paged_attention.work_list import WorkShape, plan

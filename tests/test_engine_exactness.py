@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxserve import Engine, EngineConfig, SamplingParams
-from jaxserve.edit_rows import kinds_of
 from jaxserve.model_loader import lay_out_for_device, load_model
+from jaxserve.sampling.edit_rows import kinds_of
 from tests.dummy import (
     ONE_BUCKET,
     SEQS,

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from jaxserve import Engine, EngineConfig, SamplingParams
-from jaxserve import prompt_scores as ps
 from jaxserve.model_loader import load_model
-from jaxserve.sampling_rows import ScoredRows
-from jaxserve.scoring import SCORED_AT_ONCE
+from jaxserve.sampling import prompt_scores as ps
+from jaxserve.sampling.rows import ScoredRows
+from jaxserve.sampling.scoring import SCORED_AT_ONCE
 from tests.dummy import (
     CONFIG,
     ONE_BUCKET,

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import scoring
-from jaxserve.sampling_rows import ScoredRows, unpack_scored
+from jaxserve.sampling import scoring
+from jaxserve.sampling.rows import ScoredRows, unpack_scored
 from tests.test_sampling import likeliest_first
 
 C, D, TOP = 12, 24, 20

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 
-from jaxserve.sampling import SamplingRows
+from jaxserve.sampling.sampler import SamplingRows
 
 if TYPE_CHECKING:
     from jaxserve.step import StepContext

@@ -21,8 +21,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxserve import sampling
-from jaxserve.sampling import SamplingRows
+from jaxserve.sampling import sampler as sampling
+from jaxserve.sampling.sampler import SamplingRows
 from jaxserve.speculative.proposer import NO_DRAFT
 
 ACCEPTANCE_STREAM = 1  # of sampling.uniform; what is drawn has the first, and what proposes a third (proposer.DRAFT_STREAM)

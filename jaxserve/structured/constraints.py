@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxserve.edit_rows import ALLOWED, BAD_WORDS, kinds_of
 from jaxserve.engine_outputs import rows_of_requests
+from jaxserve.sampling.edit_rows import ALLOWED, BAD_WORDS, kinds_of
 from jaxserve.speculative.proposer import NO_DRAFT
 from jaxserve.structured.grammars import Grammar, GrammarError, outcome
 from jaxserve.structured.masks import GrammarState, MaskFiller

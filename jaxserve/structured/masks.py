@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxserve.edit_rows import num_mask_words
+from jaxserve.sampling.edit_rows import num_mask_words
 from jaxserve.speculative.proposer import NO_DRAFT
 from jaxserve.structured.grammars import Grammar, words_of
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.sampling import uniform
+from jaxserve.sampling.sampler import uniform
 from jaxserve.speculative.proposer import DRAFT_STREAM, Ran, Seen
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sampling import unpack_rows
-from jaxserve.sampling_rows import NUM_COLUMNS
+from jaxserve.sampling.rows import NUM_COLUMNS
+from jaxserve.sampling.sampler import unpack_rows
 from jaxserve.speculative.ngram import NgramProposer, lookup
 from jaxserve.speculative.proposer import NO_DRAFT, Seen
 

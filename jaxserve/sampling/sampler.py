@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve import sampling_rows as layout
+from jaxserve.sampling import rows as layout
 
 BLOCK = 128  # vocabulary entries a block
 NUM_CANDIDATES = 256  # likeliest entries that are looked at before the whole vocabulary is sorted

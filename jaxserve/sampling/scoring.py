@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.models.layers import vocabulary_logits
-from jaxserve.sampling import BLOCK, TokenLogprobs, token_logprobs, unsigned_zero
+from jaxserve.sampling.sampler import BLOCK, TokenLogprobs, token_logprobs, unsigned_zero
 
 SCORED_AT_ONCE = 2048  # vocabulary entries whose logits a CPU holds at once; a multiple of BLOCK
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.request import Logprob, Request
-from jaxserve.sampling_rows import ScoredRows
+from jaxserve.sampling.rows import ScoredRows
 from jaxserve.scheduling.schedule import Schedule
 
 
