@@ -21,10 +21,10 @@ import jax
 import numpy as np
 
 from jaxserve.admission import check_ids, check_kinds, check_order
-from jaxserve.batch import BatchPacker, StepInputs
+from jaxserve.batching.demand import COLUMNS, step_demand
+from jaxserve.batching.packer import BatchPacker, StepInputs
 from jaxserve.compilation import compile_counts, use_persistent_cache
 from jaxserve.config import EngineConfig, ResolvedConfig
-from jaxserve.demand import COLUMNS, step_demand
 from jaxserve.engine_outputs import EngineOutput, EngineStats, first_rows, logprobs_of, rows_of_requests, tokens_of
 from jaxserve.models import Decoder
 from jaxserve.params import fit, placed

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxserve.batch import num_head_rows
+from jaxserve.batching.packer import num_head_rows
 from jaxserve.buckets.plan import PaddingAccount
 from jaxserve.request import Logprob, Request
 from jaxserve.sampling.rows import SampledRows

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve import step
-from jaxserve.batch import StepLayout
+from jaxserve.batching.packer import StepLayout
 from jaxserve.buckets.plan import Bucket
 from jaxserve.config import ResolvedConfig
 from jaxserve.memory import reserve_bytes

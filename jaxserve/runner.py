@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.batch import StepInputs
+from jaxserve.batching.packer import StepInputs
 from jaxserve.buckets.plan import Bucket
 from jaxserve.config import ResolvedConfig
 from jaxserve.programs import UPDATE_BATCH, Programs

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxserve.batch import FROM_DEVICE, StepLayout
+from jaxserve.batching.packer import FROM_DEVICE, StepLayout
 from jaxserve.models import Decoder, ModelConfig, named_leaves
 from jaxserve.sampling import logit_edits, scoring
 from jaxserve.sampling import sampler as sampling

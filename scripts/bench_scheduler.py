@@ -26,7 +26,7 @@ import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
-from jaxserve.batch import BatchPacker, StepLayout
+from jaxserve.batching.packer import BatchPacker, StepLayout
 from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.config import SchedulerConfig
 from jaxserve.request import Request, SamplingParams

@@ -28,7 +28,7 @@ import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
-from jaxserve.batch import num_head_rows
+from jaxserve.batching.packer import num_head_rows
 from scripts.engine_flags import provenance, write_json
 from scripts.timed_device import TimedDevice
 

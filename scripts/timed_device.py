@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.batch import StepInputs, num_head_rows
+from jaxserve.batching.packer import StepInputs, num_head_rows
 from jaxserve.sampling.rows import SampledRows
 from jaxserve.scheduling.schedule import Schedule
 

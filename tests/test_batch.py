@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from jaxserve import step
-from jaxserve.batch import BatchPacker, StepLayout
+from jaxserve.batching.packer import BatchPacker, StepLayout
+from jaxserve.batching.work_lists import AHEAD
 from jaxserve.buckets.plan import BucketPlan
 from jaxserve.request import Request, SamplingParams
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling.edit_rows import EditLayout
 from jaxserve.scheduling.schedule import Schedule
-from jaxserve.work_lists import AHEAD
 from kernels.ragged_paged_attention.work_list import WorkShape, plan
 
 MAX_SEQS, PAGE_SIZE, NUM_PAGES, PAGES_PER_SEQ = 8, 4, 50, 12

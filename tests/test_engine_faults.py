@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from jaxserve import engine, step
-from jaxserve.batch import BatchPacker, StepLayout
+from jaxserve.batching.packer import BatchPacker, StepLayout
 from jaxserve.request import Request
 from jaxserve.scheduling import page_pool, scheduler
 from tests.dummy import ONE_BUCKET, differences, dummy_model, make_engine, serve

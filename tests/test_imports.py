@@ -30,7 +30,7 @@ HOST_MODULES = (
     "request",
     "config",
     "buckets.plan",
-    "batch",
+    "batching.packer",
     "tokenizer",
 )
 HOST_MODULES += ("workloads", "traffic", "latency", "scheduling.step_budget", "simulation.tuning", "serving.router_policy")

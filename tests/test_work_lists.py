@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.batch import StepLayout
+from jaxserve.batching.packer import StepLayout
+from jaxserve.batching.work_lists import AHEAD, WorkLists
 from jaxserve.buckets.plan import Bucket
-from jaxserve.work_lists import AHEAD, WorkLists
 from kernels.ragged_paged_attention.work_list import WorkShape, loads, plan
 from tests.kernels.test_work_list import check
 

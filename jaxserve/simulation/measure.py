@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.batch import BatchPacker, StepInputs
+from jaxserve.batching.packer import BatchPacker, StepInputs
 from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.config import EngineConfig, ResolvedConfig
 from jaxserve.request import Request, SamplingParams
@@ -41,7 +41,7 @@ class StepShape:
     start: int = 0
 
     def demand(self, page_size: int) -> tuple[int, int]:
-        """(kv_tokens, pairs), as jaxserve.demand defines them."""
+        """(kv_tokens, pairs), as jaxserve.batching.demand defines them."""
         pages = -(-self.decode_kv // page_size)
         return self.decodes * pages * page_size, sum(n * self.start + n * (n + 1) // 2 for n in self.chunks)
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.batching.demand import DemandLog
 from jaxserve.buckets.plan import Bucket, BucketPlan, PaddingAccount
 from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.config import SchedulerConfig
-from jaxserve.demand import DemandLog
 from jaxserve.latency import ServedTimes
 from jaxserve.scheduling.schedule import Schedule, SchedulerStats
 from jaxserve.simulation.books import RequestBooks

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.batching.demand import step_demand
 from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.config import SchedulerConfig
-from jaxserve.demand import step_demand
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.schedule import Schedule, SchedulerStats

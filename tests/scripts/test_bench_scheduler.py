@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 # A step of 6 decodes as --planners packs it: the items of its work list, and those of the planner asked directly.
 PLANNED = """
 import numpy as np
-from jaxserve.work_lists import AHEAD
+from jaxserve.batching.work_lists import AHEAD
 from scripts.bench_scheduler import make_packer, make_scheduler
 
 scheduler = make_scheduler(6, 64, True, "fcfs", 10, prompt_len=3000)

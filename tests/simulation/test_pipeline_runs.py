@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.batching.demand import COLUMNS
 from jaxserve.buckets.plan import BucketPlan
 from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.config import SchedulerConfig
-from jaxserve.demand import COLUMNS
 from jaxserve.serving.router_policy import make_policy
 from jaxserve.simulation import pipeline
 from jaxserve.simulation.cluster import replay_cluster

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from jaxserve.batch import StepLayout
+    from jaxserve.batching.packer import StepLayout
     from jaxserve.buckets.plan import Bucket
     from jaxserve.scheduling.schedule import Schedule
 

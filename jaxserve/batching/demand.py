@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxserve.batch import num_head_rows
+from jaxserve.batching.packer import num_head_rows
 from jaxserve.scheduling.schedule import Schedule
 
 COLUMNS = ("tokens", "seqs", "decodes", "max_q_len", "samples", "kv_tokens", "pairs")

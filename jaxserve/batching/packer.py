@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxserve.batching.work_lists import WorkLists
 from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling.edit_rows import EditLayout, kinds_of
-from jaxserve.work_lists import WorkLists
 
 if TYPE_CHECKING:
     from jaxserve.request import Request
