@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.buckets.plan import BucketPlan
-from jaxserve.memory import PageShape, decide_num_pages
+from jaxserve.execution.memory import PageShape, decide_num_pages
 from jaxserve.speculative.config import SpeculativeConfig
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxserve.config import DEFAULT_PAGE_SIZE, EngineConfig, ResolvedConfig
-from jaxserve.programs import Programs
-from jaxserve.step import ModelFunctions
+from jaxserve.execution.programs import Programs
+from jaxserve.execution.step import ModelFunctions
 from kernels.ragged_paged_attention import resolve_backend
 
 if TYPE_CHECKING:

@@ -81,7 +81,7 @@ def compilers() -> dict[str, str]:
 
 def check_kernels(compiler: Compiler) -> dict[str, Any]:
     """Compiles the cases of our kernels."""
-    from jaxserve.programs import GPU_COMPILER_OPTIONS
+    from jaxserve.execution.programs import GPU_COMPILER_OPTIONS
     from scripts.aot_kernels import few_cases, kernel_cases
 
     faults, results = [], []

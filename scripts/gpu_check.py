@@ -213,7 +213,7 @@ def nested_cap(figures: Figures) -> float:
 def child_environment(cached: bool) -> dict[str, str]:
     """Ours, and one compilation cache for all sections and for the next run: the environment's where it names one, else jaxserve's
     own."""
-    from jaxserve.compilation import cache_folder
+    from jaxserve.execution.compilation import cache_folder
 
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(cache_folder() / "xla"),

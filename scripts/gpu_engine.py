@@ -51,7 +51,7 @@ def compile_all(engine: Any) -> None:
 
 
 def _record_recompilations(figures: Figures, what: str, before: int) -> None:
-    from jaxserve.compilation import compile_counts
+    from jaxserve.execution.compilation import compile_counts
 
     count = compile_counts().programs - before
     figures.record(f"recompilations {what}", count, "", verdict="FAIL" if count else "pass")
@@ -85,7 +85,7 @@ def floor_seconds(engine: Any, rates: Rates, tokens: int, kv_tokens: int) -> flo
 
 def steps(figures: Figures, name: str, batches: tuple[int, ...] = BATCHES) -> None:
     """Decode steps of one model by batch size: as served, and replayed without the host; the difference is the GPU's idle share."""
-    from jaxserve.compilation import compile_counts
+    from jaxserve.execution.compilation import compile_counts
 
     rates = measure(figures)
     batches, kv_len = ((2, 3), 20) if figures.dry_run else (batches, KV_LEN)
@@ -184,7 +184,7 @@ def _as_served(engine: Any, count: int) -> float:
 
 def workload(figures: Figures, name: str = "qwen3-0.6b") -> None:
     """`nano_vllm` served to its end, against the sum of its steps' floors; nothing may compile once it is warm."""
-    from jaxserve.compilation import compile_counts
+    from jaxserve.execution.compilation import compile_counts
 
     rates = measure(figures)
     requests = Workload("dry", (WorkloadRequest(12, 6),) * 6) if figures.dry_run else nano_vllm()
@@ -220,7 +220,7 @@ def workload(figures: Figures, name: str = "qwen3-0.6b") -> None:
 def first_token(figures: Figures, name: str, cache: str, born: float) -> None:
     """Everything a script does up to its first token, from the process's start. cache: JAX's persistent compilation cache."""
     from jaxserve import SamplingParams
-    from jaxserve.compilation import compile_counts
+    from jaxserve.execution.compilation import compile_counts
 
     jax.devices()
     ready = time.time() - born
@@ -257,7 +257,7 @@ def target_for(device_kind: str) -> tuple[str, dict[str, str]]:
 
 def thunks(figures: Figures, name: str, expected: Path) -> None:
     """What XLA makes of the step on this card, beside what aot_check found without one."""
-    from jaxserve.programs import GPU_COMPILER_OPTIONS
+    from jaxserve.execution.programs import GPU_COMPILER_OPTIONS
     from scripts.aot_step import AbstractStep, read_config
     from scripts.compiled_report import CompiledReport, parse_hlo, parse_thunks
 

@@ -4,7 +4,7 @@ Owns the target descriptions (gpu_targets/), the ptxas that notes what it says, 
 `bootstrap.sh aot`: jax's CUDA 13 plugin, and ptxas and libdevice from nvidia's wheels. Knows nothing of the engine.
 
 What differs on a card: XLA's autotuner can't run here, so GEMM backends, split-K and the like are its defaults; with the compiler
-options of jaxserve.programs the sequence of commands should be the card's own, which `gpu_check --part=engine` compares.
+options of jaxserve.execution.programs the sequence of commands should be the card's own, which `gpu_check --part=engine` compares.
 """
 
 from __future__ import annotations

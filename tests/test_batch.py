@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import step
 from jaxserve.batching.packer import BatchPacker, StepLayout
 from jaxserve.batching.work_lists import AHEAD
 from jaxserve.buckets.plan import BucketPlan
+from jaxserve.execution import step
 from jaxserve.request import Request, SamplingParams
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling.edit_rows import EditLayout

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 RUN = """
 import json, os, sys
 from jaxserve import Engine, EngineConfig
-from jaxserve.compilation import compile_counts
+from jaxserve.execution.compilation import compile_counts
 from tests.dummy import ONE_BUCKET, SETTINGS, dummy_model
 
 found = []

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve import memory
 from jaxserve.buckets.plan import BucketPlan
 from jaxserve.config import CacheConfig, EngineConfig, SchedulerConfig
-from jaxserve.memory import PageShape, decide_num_pages
+from jaxserve.execution import memory
+from jaxserve.execution.memory import PageShape, decide_num_pages
 from jaxserve.models import ModelConfig
 from tests.alphabet_model import CONFIG
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxserve import BucketPlan, Engine, SamplingParams
-from jaxserve.compilation import compile_counts
-from jaxserve.runner import Runner
+from jaxserve.execution.compilation import compile_counts
+from jaxserve.execution.runner import Runner
 from tests.dummy import ONE_BUCKET, VOCAB, Ask, add, assert_empty, dummy_model, make_engine, serve
 from tests.workload import requests
 

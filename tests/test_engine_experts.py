@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from jaxserve.compilation import compile_counts
+from jaxserve.execution.compilation import compile_counts
 from tests.dummy import CONFIG, ONE_BUCKET, differences, dummy_model, make_engine, serve, serve_alone
 from tests.workload import requests
 

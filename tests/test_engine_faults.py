@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve import engine, step
+from jaxserve import engine
 from jaxserve.batching.packer import BatchPacker, StepLayout
+from jaxserve.execution import step
 from jaxserve.request import Request
 from jaxserve.scheduling import page_pool, scheduler
 from tests.dummy import ONE_BUCKET, differences, dummy_model, make_engine, serve

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, BucketPlan, RequestOutput, SamplingParams
-from jaxserve.compilation import compile_counts
+from jaxserve.execution.compilation import compile_counts
 from jaxserve.tokenizer import Tokenizer
 from tests import alphabet_model
 from tests.dummy import CONFIG, SEQS, TOKENS, dummy_model

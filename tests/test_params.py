@@ -10,7 +10,7 @@ from flax import nnx
 from flax.core import meta
 
 from checkpoints.huggingface import SafetensorsReader
-from jaxserve.compilation import compile_counts
+from jaxserve.execution.compilation import compile_counts
 from jaxserve.model_loader import adopt_model, load_weights
 from jaxserve.models import Decoder, ModelConfig, named_leaves, transpose_kernels
 from jaxserve.params import common_dtype, fit, flat_params, placed

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, Engine, SamplingParams
-from jaxserve.compilation import compile_counts
+from jaxserve.execution.compilation import compile_counts
 from jaxserve.models import Decoder, named_leaves, with_leaves
 from jaxserve.scheduling.page_pool import root_hash
 from tests.dummy import (

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxserve.compilation import compile_counts
 from jaxserve.engine import Engine, EngineOutput
+from jaxserve.execution.compilation import compile_counts
 from jaxserve.request import RequestOutput
 from jaxserve.scheduling.schedule import SchedulerStats
 from jaxserve.serving.messages import (

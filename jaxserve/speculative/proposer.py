@@ -17,7 +17,7 @@ import jax
 from jaxserve.sampling.sampler import SamplingRows
 
 if TYPE_CHECKING:
-    from jaxserve.step import StepContext
+    from jaxserve.execution.step import StepContext
 
 NO_DRAFT = -1  # a draft that is none: no sampled token equals it, so that it never stands
 DRAFT_STREAM = 2  # of sampling.uniform: what drafts are drawn with, at the positions that they are for

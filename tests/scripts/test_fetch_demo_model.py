@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.compilation import cache_folder
+from jaxserve.execution.compilation import cache_folder
 from scripts import fetch_demo_model
 from scripts.fetch_demo_model import FetchError, PackagedModel, fetch
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
-from jaxserve.programs import Programs
-from jaxserve.runner import Runner
+from jaxserve.execution.programs import Programs
+from jaxserve.execution.runner import Runner
 from jaxserve.structured.grammars import GrammarCompiler
 from tests import alphabet_model
 

@@ -18,10 +18,10 @@ import numpy as np
 from jaxserve.batching.packer import StepInputs
 from jaxserve.buckets.plan import Bucket
 from jaxserve.config import ResolvedConfig
-from jaxserve.programs import UPDATE_BATCH, Programs
+from jaxserve.execution.programs import UPDATE_BATCH, Programs
+from jaxserve.execution.step import DraftState
 from jaxserve.sampling.rows import SampledRows, ScoredRows, unpack_sampled, unpack_scored
 from jaxserve.speculative.proposer import NO_DRAFT
-from jaxserve.step import DraftState
 
 
 @dataclass(frozen=True, slots=True)

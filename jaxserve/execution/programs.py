@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve import step
 from jaxserve.batching.packer import StepLayout
 from jaxserve.buckets.plan import Bucket
 from jaxserve.config import ResolvedConfig
-from jaxserve.memory import reserve_bytes
+from jaxserve.execution import step
+from jaxserve.execution.memory import reserve_bytes
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling.edit_rows import EditLayout, num_mask_words
