@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams
     from jaxserve.buckets.plan import BucketPlan
     from jaxserve.config import EngineConfig
-    from jaxserve.engine import Engine
-    from jaxserve.engine_outputs import EngineOutput
+    from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams
+    from jaxserve.engine.engine import Engine
+    from jaxserve.engine.outputs import EngineOutput
     from jaxserve.llm import LLM
     from jaxserve.request import CompletionOutput, Logprob, Request, RequestOutput, SamplingParams, ScoreOutput
     from jaxserve.structured import StructuredOutputsParams
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 _HOME = {
     "LLM": "llm",
-    "Engine": "engine",
-    "EngineOutput": "engine_outputs",
+    "Engine": "engine.engine",
+    "EngineOutput": "engine.outputs",
     "EngineConfig": "config",
-    "BeamSearchOutput": "beam_search",
-    "BeamSearchParams": "beam_search",
+    "BeamSearchOutput": "engine.beam_search",
+    "BeamSearchParams": "engine.beam_search",
     "BucketPlan": "buckets.plan",
     "SamplingParams": "request",
     "Request": "request",

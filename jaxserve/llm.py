@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.config import EngineConfig
-from jaxserve.engine import Engine
+from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams, search
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.progress import ProgressBar
 from jaxserve.model_loader import LoadedModel, adopt_model, lay_out_for_device, load_model
 from jaxserve.models import GenerationDefaults, ModelConfig
-from jaxserve.progress import ProgressBar
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, ScoreOutput
 from jaxserve.structured.grammars import Grammar, GrammarCompiler, outcome
 from jaxserve.text_outputs import TextOutputs

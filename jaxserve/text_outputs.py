@@ -14,7 +14,7 @@ from jaxserve.request import CompletionOutput, Logprob, Request, RequestMetrics,
 from jaxserve.tokenizer import IncrementalDetokenizer, Tokenizer
 
 if TYPE_CHECKING:
-    from jaxserve.engine_outputs import EngineOutput
+    from jaxserve.engine.outputs import EngineOutput
 
 Finish = Callable[[Request, str, str], None]  # (request, reason, stop string)
 

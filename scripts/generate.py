@@ -211,7 +211,7 @@ def _plain_logprobs(logprobs: list) -> list[list[dict[str, Any]] | None]:
 
 def completions(llm: Any, prompts: list[tuple[dict[str, Any], dict[str, Any]]], first: int) -> Iterator[tuple[dict[str, Any], Any]]:
     """(record, RequestOutput) of the prompts from number `first` on, in order, each once it and those before it are done."""
-    from jaxserve.progress import ProgressBar
+    from jaxserve.engine.progress import ProgressBar
     from jaxserve.request import CompletionOutput, RequestOutput
 
     defaults = llm.get_default_sampling_params()

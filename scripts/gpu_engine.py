@@ -32,7 +32,7 @@ KV_LEN = 1024  # of every sequence in a timed decode step
 def random_engine(name: str, *, eos: tuple[int, ...] = (), seed: int = 0, **options: Any) -> Any:
     """An engine of a preset with random weights, made on the device."""
     from jaxserve.config import EngineConfig
-    from jaxserve.engine import Engine
+    from jaxserve.engine.engine import Engine
     from jaxserve.models import Decoder, ModelConfig, random_params
     from jaxserve.models.decoder import with_leaves
 

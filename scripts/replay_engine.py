@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.config import CacheConfig
-from jaxserve.engine import EngineOutput, EngineStats
+from jaxserve.engine.engine import EngineOutput, EngineStats
 from jaxserve.request import Request, RequestMetrics, SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.schedule import SchedulerStats

@@ -161,7 +161,7 @@ def main(argv: list[str]) -> None:
 
 def warn_if_missed(machine: Any, plan: Any) -> None:
     """The engine's warning, if no step with this plan meets --tbt_slo_ms."""
-    from jaxserve.resolution import warn_of_objective
+    from jaxserve.engine.resolution import warn_of_objective
     from jaxserve.scheduling.step_budget import StepBudget
 
     limits = machine.limits

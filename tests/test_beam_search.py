@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, BeamSearchParams, BucketPlan
-from jaxserve.beam_search import BeamSearchSequence, score_of, search
+from jaxserve.engine.beam_search import BeamSearchSequence, score_of, search
 from jaxserve.request import MAX_LOGPROBS, Logprob
 from tests import alphabet_model
 from tests.alphabet_model import EOS, SPECIALS, ids

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve import engine
 from jaxserve.batching.packer import BatchPacker, StepLayout
+from jaxserve.engine import engine
 from jaxserve.execution import step
 from jaxserve.request import Request
 from jaxserve.scheduling import page_pool, scheduler

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxserve import BucketPlan, SamplingParams
-from jaxserve.resolution import model_shape
+from jaxserve.engine.resolution import model_shape
 from tests.dummy import Ask, dummy_model, make_engine, serve
 from tests.simulation.machines import MODEL, PAGE
 

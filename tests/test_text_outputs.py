@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from jaxserve.engine_outputs import EngineOutput
+from jaxserve.engine.outputs import EngineOutput
 from jaxserve.request import Logprob, Request, RequestMetrics, RequestOutput, SamplingParams
 from jaxserve.text_outputs import TextOutputs
 from jaxserve.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxserve.engine import Engine, EngineOutput
+from jaxserve.engine.engine import Engine, EngineOutput
 from jaxserve.execution.compilation import compile_counts
 from jaxserve.request import RequestOutput
 from jaxserve.scheduling.schedule import SchedulerStats

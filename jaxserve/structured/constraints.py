@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxserve.engine_outputs import rows_of_requests
+from jaxserve.engine.outputs import rows_of_requests
 from jaxserve.sampling.edit_rows import ALLOWED, BAD_WORDS, kinds_of
 from jaxserve.speculative.proposer import NO_DRAFT
 from jaxserve.structured.grammars import Grammar, GrammarError, outcome

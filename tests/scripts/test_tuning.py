@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from jaxserve import BucketPlan
+from jaxserve.engine.resolution import model_shape
 from jaxserve.models import ModelConfig
-from jaxserve.resolution import model_shape
 from jaxserve.step_times.fitted import StepTimeModel
 from tests import alphabet_model
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.simulation.measure import StepMeasurer, grid_plan
+from jaxserve.engine.measure import StepMeasurer, grid_plan
 from jaxserve.step_times.fitted import refit
 
 PAGE, SEQS, TOKENS = 16, 16, 256

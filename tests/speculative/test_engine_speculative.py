@@ -185,7 +185,7 @@ def test_the_default_chooses_lengths_and_changes_no_output(compiler, expected):
 def test_a_dynamic_budget_holds_drafts_and_prompts(expected, monkeypatch):
     """An objective that no step meets: the least budget beside decodes, of which every prompt that may join gets a part."""
     sizes = BucketPlan(mixed=((8, SEQS), (16, SEQS), (TOKENS, SEQS)), head_rows=(SEQS,))
-    monkeypatch.setattr("jaxserve.engine.step_budget", lambda config: StepBudget(MODEL, sizes, 1e-6, SEQS, TOKENS))
+    monkeypatch.setattr("jaxserve.engine.engine.step_budget", lambda config: StepBudget(MODEL, sizes, 1e-6, SEQS, TOKENS))
     engine = make_engine()
     schedules = dummy._spy(engine)
     assert dummy.differences(serve(engine, asks()), expected.free) == []

@@ -20,11 +20,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.admission import check_ids, check_kinds, check_order
 from jaxserve.batching.demand import COLUMNS, step_demand
 from jaxserve.batching.packer import BatchPacker, StepInputs
 from jaxserve.config import EngineConfig, ResolvedConfig
-from jaxserve.engine_outputs import EngineOutput, EngineStats, first_rows, logprobs_of, rows_of_requests, tokens_of
+from jaxserve.engine.admission import check_ids, check_kinds, check_order
+from jaxserve.engine.outputs import EngineOutput, EngineStats, first_rows, logprobs_of, rows_of_requests, tokens_of
+from jaxserve.engine.resolution import resolve, step_budget
 from jaxserve.execution.compilation import compile_counts, use_persistent_cache
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.runner import Runner, StepHandle
@@ -32,7 +33,6 @@ from jaxserve.execution.step import ModelFunctions
 from jaxserve.models import Decoder
 from jaxserve.params import fit, placed
 from jaxserve.request import Logprob, Request, RequestMetrics, RequestStatus, SamplingParams
-from jaxserve.resolution import resolve, step_budget
 from jaxserve.sampling.edit_rows import kinds_of
 from jaxserve.sampling.prompt_scores import ScoreSpan, deliver, pack_spans, scores_of, spans_of
 from jaxserve.sampling.rows import SampledRows

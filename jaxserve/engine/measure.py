@@ -76,10 +76,10 @@ class StepMeasurer:
     def __init__(self, model: Any, config: EngineConfig, *, multiple: int, min_seconds: float = 0.1):
         import jax
 
+        from jaxserve.engine.resolution import resolve
         from jaxserve.execution.programs import Programs
         from jaxserve.execution.runner import Runner
         from jaxserve.execution.step import ModelFunctions
-        from jaxserve.resolution import resolve
 
         functions = ModelFunctions(model)
         limits = resolve(functions, config).scheduler

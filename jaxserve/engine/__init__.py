@@ -1,0 +1,1 @@
+"""Token ids in, token ids out: the loop of schedule, pack, dispatch, fetch, update."""
