@@ -22,8 +22,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.progress import ProgressBar
-from jaxserve.model_loader import LoadedModel, adopt_model, lay_out_for_device, load_model
 from jaxserve.models import GenerationDefaults, ModelConfig
+from jaxserve.models.loading import LoadedModel, adopt_model, lay_out_for_device, load_model
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, ScoreOutput
 from jaxserve.structured.grammars import Grammar, GrammarCompiler, outcome
 from jaxserve.text_outputs import TextOutputs

@@ -77,7 +77,7 @@ RANDOM = {
 def bench_model(name: str, dtype: str, max_model_len: int | None = None) -> Any:
     """A Flax module: random weights for a name of RANDOM, otherwise the checkpoint of that name. Random weights know no longest
     context: theirs is raised to max_model_len where that is more."""
-    from jaxserve.model_loader import lay_out_for_device, load_model, random_model
+    from jaxserve.models.loading import lay_out_for_device, load_model, random_model
 
     if name in RANDOM:
         config = RANDOM[name]

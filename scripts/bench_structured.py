@@ -167,7 +167,7 @@ class Load:
 def make_engine(vocab_size: int, max_rows: int, document: int, num_drafts: int = 0) -> Any:
     """An engine whose pool holds `max_rows` documents, and whose steps verify so many drafts of each."""
     from jaxserve import BucketPlan, Engine, EngineConfig
-    from jaxserve.model_loader import lay_out_for_device, random_model
+    from jaxserve.models.loading import lay_out_for_device, random_model
 
     plan = speculative = None
     if num_drafts:  # the default plan has few drafts beside many rows

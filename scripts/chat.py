@@ -52,7 +52,7 @@ class InProcess:
 
     def __init__(self) -> None:
         from jaxserve import LLM
-        from jaxserve.model_loader import NoTokenizerError
+        from jaxserve.models.loading import NoTokenizerError
 
         try:
             self._llm = LLM(flags.FLAGS.model, **engine_options())

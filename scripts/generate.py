@@ -264,7 +264,7 @@ def fail(error: object) -> NoReturn:
 def serve(prompts: list[tuple[dict[str, Any], dict[str, Any]]], num_done: int, num_bytes: int) -> int:
     """Shows the result of each prompt from number `num_done` on; how many failed. num_bytes: of the output file, what stays."""
     from jaxserve import LLM
-    from jaxserve.model_loader import NoTokenizerError
+    from jaxserve.models.loading import NoTokenizerError
 
     try:
         # Opened first, so that a path that can't be written costs no time; emptied last, so that a mistake costs no results.

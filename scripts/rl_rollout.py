@@ -153,8 +153,8 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     from jaxserve import LLM
-    from jaxserve.model_loader import random_model
     from jaxserve.models import named_leaves
+    from jaxserve.models.loading import random_model
 
     model = random_model(MODEL, dtype="float32", seed=_SEED.value)
     llm = LLM.from_params(model, dtype=_DTYPE.value, seed=_SEED.value, bucket_plan=plan())

@@ -36,7 +36,7 @@ def chosen(value: str) -> bool | None:
 
 def make_application() -> Any:
     from jaxserve import LLM
-    from jaxserve.model_loader import NoTokenizerError
+    from jaxserve.models.loading import NoTokenizerError
     from jaxserve.serving.app import ServerOptions, make_app
     from jaxserve.serving.async_llm import AsyncLLM
 

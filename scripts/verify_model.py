@@ -198,7 +198,7 @@ def compare(ours: Answers, theirs: Answers, dtype: str) -> dict[str, Any]:
 
 def verify() -> dict[str, Any]:
     from checkpoints.huggingface import resolve
-    from jaxserve.model_loader import lay_out_for_device, load_model
+    from jaxserve.models.loading import lay_out_for_device, load_model
 
     path = resolve(_MODEL.value)
     loaded = load_model(path, dtype=_DTYPE.value, skip_tokenizer_init=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve import Engine, EngineConfig, SamplingParams
-from jaxserve.model_loader import lay_out_for_device, load_model
+from jaxserve.models.loading import lay_out_for_device, load_model
 from jaxserve.sampling.edit_rows import kinds_of
 from tests.dummy import (
     ONE_BUCKET,

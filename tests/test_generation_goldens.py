@@ -6,7 +6,7 @@ import pytest
 
 from jaxserve import BeamSearchParams, Engine, EngineConfig, SamplingParams
 from jaxserve.engine.beam_search import search
-from jaxserve.model_loader import load_model
+from jaxserve.models.loading import load_model
 from tests.dummy import ONE_BUCKET, SEQS, TOKENS, Ask, serve
 from tests.goldens.golden import HERE
 

@@ -11,8 +11,8 @@ import pytest
 
 from jaxserve import LLM, BucketPlan, RequestOutput, SamplingParams
 from jaxserve.engine.progress import ProgressBar
-from jaxserve.model_loader import adopt_model
 from jaxserve.models import named_leaves
+from jaxserve.models.loading import adopt_model
 from tests import alphabet_model
 from tests.alphabet_model import EOS, SPECIALS, VOCABULARY, after, ids
 from tests.goldens.golden import load_golden

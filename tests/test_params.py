@@ -11,9 +11,9 @@ from flax.core import meta
 
 from checkpoints.huggingface import SafetensorsReader
 from jaxserve.execution.compilation import compile_counts
-from jaxserve.model_loader import adopt_model, load_weights
 from jaxserve.models import Decoder, ModelConfig, named_leaves, transpose_kernels
-from jaxserve.params import common_dtype, fit, flat_params, placed
+from jaxserve.models.adoption import common_dtype, fit, flat_params, placed
+from jaxserve.models.loading import adopt_model, load_weights
 from tests.dummy import CONFIG, dummy_model
 from tests.goldens.golden import load_golden
 

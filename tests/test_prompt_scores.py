@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve import Engine, EngineConfig, SamplingParams
-from jaxserve.model_loader import load_model
+from jaxserve.models.loading import load_model
 from jaxserve.sampling import prompt_scores as ps
 from jaxserve.sampling.rows import ScoredRows
 from jaxserve.sampling.scoring import SCORED_AT_ONCE

@@ -31,7 +31,7 @@ from jaxserve.execution.programs import Programs
 from jaxserve.execution.runner import Runner, StepHandle
 from jaxserve.execution.step import ModelFunctions
 from jaxserve.models import Decoder
-from jaxserve.params import fit, placed
+from jaxserve.models.adoption import fit, placed
 from jaxserve.request import Logprob, Request, RequestMetrics, RequestStatus, SamplingParams
 from jaxserve.sampling.edit_rows import kinds_of
 from jaxserve.sampling.prompt_scores import ScoreSpan, deliver, pack_spans, scores_of, spans_of

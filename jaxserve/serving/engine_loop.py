@@ -360,8 +360,8 @@ class EngineLoop:
 
     def _load(self, call: Call) -> None:
         """On a thread of its own, beside the steps."""
-        from jaxserve.model_loader import load_model
         from jaxserve.models import transpose_kernels
+        from jaxserve.models.loading import load_model
         from jaxserve.models.trainer_keys import is_transposed
 
         try:

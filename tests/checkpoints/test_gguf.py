@@ -22,8 +22,8 @@ from checkpoints.gguf import (
     unpermute,
 )
 from checkpoints.weights import Source, WeightsError, load_weights
-from jaxserve.model_loader import load_model
 from jaxserve.models import named_leaves
+from jaxserve.models.loading import load_model
 from jaxserve.tokenizer import Tokenizer
 from tests.checkpoints.gguf_files import SIZES, SPECIALS, vocabulary, write_gguf
 from tests.real_files import smollm2_gguf

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from jaxserve import BucketPlan, Engine, EngineConfig
-from jaxserve.model_loader import random_model
+from jaxserve.models.loading import random_model
 from scripts import bench_engine
 from scripts.bench_models import TINY_QWEN3
 

@@ -15,8 +15,8 @@ from checkpoints import orbax
 from checkpoints.gguf import GGUFReader
 from checkpoints.huggingface import SafetensorsReader
 from jaxserve import LLM, BucketPlan, SamplingParams
-from jaxserve.model_loader import load_model
 from jaxserve.models import named_leaves
+from jaxserve.models.loading import load_model
 from tests import alphabet_model
 from tests.alphabet_model import after, ids
 from tests.checkpoints.gguf_files import write_gguf

@@ -264,7 +264,7 @@ def test_paused_nothing_runs_and_nothing_is_lost(llm):
 
 def test_weights_are_read_beside_the_steps(llm, folder, monkeypatch):
     """And only their path crosses to the engine's side."""
-    from jaxserve import model_loader
+    from jaxserve.models import loading as model_loader
 
     load, read = model_loader.load_model, []
 
@@ -299,7 +299,7 @@ def test_weights_are_read_beside_the_steps(llm, folder, monkeypatch):
 
 def test_one_checkpoint_is_read_at_a_time(llm, folder, monkeypatch):
     """And shutting down leaves no thread behind that reads one."""
-    from jaxserve import model_loader
+    from jaxserve.models import loading as model_loader
 
     load, begun, go_on = model_loader.load_model, asyncio.Event(), threading.Event()
 

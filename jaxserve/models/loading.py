@@ -127,8 +127,8 @@ def adopt_model(
     """A model of weights that are in this process already; arguments and errors as `LLM.from_params`'."""
     import jax
 
+    from jaxserve.models.adoption import common_dtype, fit, flat_params, placed
     from jaxserve.models.trainer_keys import is_transposed
-    from jaxserve.params import common_dtype, fit, flat_params, placed
 
     if config is None and isinstance(params, Decoder):
         config = params.config
