@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxserve.llm import LLM
     from jaxserve.request import CompletionOutput, Logprob, Request, RequestOutput, SamplingParams, ScoreOutput
     from jaxserve.structured import StructuredOutputsParams
-    from jaxserve.tokenizer import Tokenizer
+    from jaxserve.text.tokenizer import Tokenizer
 
 _HOME = {
     "LLM": "llm",
@@ -29,7 +29,7 @@ _HOME = {
     "Logprob": "request",
     "ScoreOutput": "request",
     "StructuredOutputsParams": "structured",
-    "Tokenizer": "tokenizer",
+    "Tokenizer": "text.tokenizer",
 }
 
 __all__ = [

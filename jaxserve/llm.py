@@ -26,8 +26,8 @@ from jaxserve.models import GenerationDefaults, ModelConfig
 from jaxserve.models.loading import LoadedModel, adopt_model, lay_out_for_device, load_model
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, ScoreOutput
 from jaxserve.structured.grammars import Grammar, GrammarCompiler, outcome
-from jaxserve.text_outputs import TextOutputs
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.text_outputs import TextOutputs
+from jaxserve.text.tokenizer import Tokenizer
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 

@@ -278,7 +278,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     from jaxserve.structured.grammars import GrammarCompiler
-    from jaxserve.tokenizer import Tokenizer
+    from jaxserve.text.tokenizer import Tokenizer
     from scripts.fetch_demo_model import fetch_or_exit
 
     tokenizer = Tokenizer.from_id(FLAGS.tokenizer or fetch_or_exit("bench_structured"))

@@ -56,7 +56,7 @@ def workloads() -> dict[str, list[str]]:
 
 def tokenizer_folder(model: str, folder: Path) -> Path:
     """A folder with the model's tokenizer.json: its own, or `folder`, for a GGUF file."""
-    from jaxserve.tokenizer import Tokenizer
+    from jaxserve.text.tokenizer import Tokenizer
 
     if Path(model, "tokenizer.json").is_file():
         return Path(model)

@@ -20,7 +20,7 @@ from jaxserve.request import Request, RequestMetrics, SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.schedule import SchedulerStats
 from jaxserve.structured.grammars import GrammarCompiler
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 FOX = "The quick brown fox jumps over the lazy dog. "
 

@@ -96,7 +96,7 @@ def ask_peer(path: Path, prompts: list[list[int]], out: str) -> Answers:
 
 def make_prompts(path: Path, vocab_size: int) -> list[list[int]]:
     """Token ids of the flags' prompts or PROMPTS; random ones for a model without a tokenizer."""
-    from jaxserve.tokenizer import Tokenizer
+    from jaxserve.text.tokenizer import Tokenizer
 
     try:
         encode = Tokenizer.from_id(path).encode

@@ -58,7 +58,7 @@ def read_workload(model: str, max_model_len: int | None, seed: int | None = None
     if kind == "random":
         return random_lengths(_NUM.value or 100, _INPUT.value, _OUTPUT.value, _RATIO.value, seed)
     if kind == "sharegpt":
-        from jaxserve.tokenizer import Tokenizer
+        from jaxserve.text.tokenizer import Tokenizer
 
         encode = Tokenizer.from_id(model).encode
         return sharegpt(path, encode, _NUM.value or 100, output_len=_SHAREGPT_OUTPUT.value, seed=seed)

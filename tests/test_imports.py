@@ -31,7 +31,7 @@ HOST_MODULES = (
     "config",
     "buckets.plan",
     "batching.packer",
-    "tokenizer",
+    "text.tokenizer",
 )
 HOST_MODULES += ("workloads", "traffic", "latency", "scheduling.step_budget", "simulation.tuning", "serving.router_policy")
 HEAVY = ("jax", "flax", "torch", "transformers", "orbax", "fastapi", "matplotlib")

@@ -6,7 +6,7 @@ import pytest
 from checkpoints.weights import WeightsError
 from jaxserve.models import ModelConfig, named_leaves
 from jaxserve.models.loading import load_model, random_model
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 from tests import alphabet_model
 from tests.alphabet_model import BOS, CONFIG, EOS, SPECIALS, ids
 

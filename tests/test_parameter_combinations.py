@@ -15,7 +15,7 @@ import pytest
 
 from jaxserve import LLM, BucketPlan, RequestOutput, SamplingParams
 from jaxserve.execution.compilation import compile_counts
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 from tests import alphabet_model
 from tests.dummy import CONFIG, SEQS, TOKENS, dummy_model
 from tests.test_engine_experts import SPARSE

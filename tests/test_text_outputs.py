@@ -10,8 +10,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxserve.engine.outputs import EngineOutput
 from jaxserve.request import Logprob, Request, RequestMetrics, RequestOutput, SamplingParams
-from jaxserve.text_outputs import TextOutputs
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.text_outputs import TextOutputs
+from jaxserve.text.tokenizer import Tokenizer
 
 WORDS = ["a", "b", "c", "ab", "bc", "abc", "cab", "aabb", "Ã", "©"]  # the last two: the bytes of é
 EOS = len(WORDS)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from jaxserve.tokenizer import IncrementalDetokenizer, Tokenizer
+from jaxserve.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.checkpoints.gguf_files import write_gguf
 from tests.real_files import qwen3_tokenizer_folder, smollm2_gguf
 
@@ -262,7 +262,7 @@ def test_imports_neither_jax_nor_transformers(tmp_path):
     save(tmp_path, {"chat_template": "{{ messages[0].content }}"})
     code = f"""
 import sys
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 Tokenizer.from_folder({str(tmp_path)!r}).encode_chat([{{"role": "user", "content": "x"}}])
 print(sorted({{"jax", "torch", "transformers"}} & sys.modules.keys()))
 """

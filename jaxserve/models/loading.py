@@ -23,7 +23,7 @@ from jaxserve.models import (
     transpose_kernels,
     with_leaves,
 )
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 

@@ -41,7 +41,7 @@ from jaxserve.serving.messages import (
 )
 from jaxserve.structured.grammars import GrammarError
 from jaxserve.structured.params import StructuredOutputsParams
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 MAX_COMPILING = 256  # forms that may wait for the compiler; it takes most in milliseconds, and some in seconds
 MAX_FORM = 256 * 2**10  # bytes of the form of an output, as JSON: what compiles it does not stop

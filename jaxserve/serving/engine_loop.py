@@ -40,8 +40,8 @@ from jaxserve.serving.messages import (
     UnavailableError,
 )
 from jaxserve.structured.grammars import CompilerBusyError, Grammar, GrammarCompiler, GrammarError
-from jaxserve.text_outputs import TextOutputs
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.text_outputs import TextOutputs
+from jaxserve.text.tokenizer import Tokenizer
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 

@@ -23,7 +23,7 @@ from jaxserve.structured.params import StructuredOutputsParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from jaxserve.tokenizer import Tokenizer
+    from jaxserve.text.tokenizer import Tokenizer
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 

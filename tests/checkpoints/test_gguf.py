@@ -24,7 +24,7 @@ from checkpoints.gguf import (
 from checkpoints.weights import Source, WeightsError, load_weights
 from jaxserve.models import named_leaves
 from jaxserve.models.loading import load_model
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 from tests.checkpoints.gguf_files import SIZES, SPECIALS, vocabulary, write_gguf
 from tests.real_files import smollm2_gguf
 

@@ -14,7 +14,7 @@ from jaxserve.models import named_leaves
 from jaxserve.serving.async_llm import SHORT, Ask, AsyncLLM
 from jaxserve.serving.messages import Call, DeadlineError, Delta, FailedError, QueueFullError, Report, UnavailableError
 from jaxserve.structured.grammars import GrammarCompiler
-from jaxserve.tokenizer import IncrementalDetokenizer, Tokenizer
+from jaxserve.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.alphabet_model import after, ids
 from tests.serving.http_server import slow_down, steps_until_pages_are_back
 

@@ -19,7 +19,7 @@ import pytest
 
 from jaxserve.request import Request
 from jaxserve.serving.async_llm import RequestStream
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 from tests import alphabet_model
 from tests.alphabet_model import after
 from tests.serving.http_server import Server, serving, slow_down, steps_until_pages_are_back

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.tokenizer import ChatTemplate, Tokenizer
+from jaxserve.text.tokenizer import ChatTemplate, Tokenizer
 from tests.alphabet_model import BOS, TURN, backend, ids
 from tests.serving.calls import chat, complete, ok, refusal
 from tests.serving.http_server import Server, serving, slow_down

@@ -22,7 +22,7 @@ from jaxserve.scheduling.step_budget import StepBudget
 from jaxserve.speculative import verify
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.structured.grammars import GrammarCompiler
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 from tests import dummy, workload
 from tests.dummy import SEQS, TOKENS, Answer, Ask
 from tests.simulation.machines import MODEL

@@ -9,7 +9,7 @@ from tokenizers import models
 from jaxserve.structured import StructuredOutputsParams, lark
 from jaxserve.structured.grammars import GrammarCompiler, GrammarError
 from jaxserve.structured.masks import GrammarState
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 from tests import alphabet_model
 from tests.alphabet_model import TURN
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jaxserve.request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput
-from jaxserve.tokenizer import IncrementalDetokenizer, Tokenizer
+from jaxserve.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.engine.outputs import EngineOutput
