@@ -30,7 +30,7 @@ from typing import Any
 from absl import app, flags
 from tqdm import tqdm
 
-from jaxserve.latency import parse_objectives
+from jaxserve.workloads.latency import parse_objectives
 from scripts.engine_flags import (
     code_id,
     define_engine_flags,

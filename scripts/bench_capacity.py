@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from jaxserve.config import POLICIES
 from jaxserve.scheduling.policies import resolve_policy
-from jaxserve.workloads import WORKLOADS
+from jaxserve.workloads.workload import WORKLOADS
 from scripts.engine_flags import (
     code_id,
     define_engine_flags,

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from jaxserve.workloads import fixed
+from jaxserve.workloads.workload import fixed
 from scripts.bench_models import RANDOM, bench_model
 from scripts.bench_run import serve
 from scripts.engine_flags import provenance, write_json

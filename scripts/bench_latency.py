@@ -16,7 +16,7 @@ import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
-from jaxserve.workloads import Workload, WorkloadRequest
+from jaxserve.workloads.workload import Workload, WorkloadRequest
 from scripts.bench_models import bench_model
 from scripts.bench_run import check_fits, check_length, serve
 from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json

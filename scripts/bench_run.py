@@ -6,7 +6,7 @@ import statistics
 import time
 from typing import Any
 
-from jaxserve.workloads import Workload, WorkloadRequest
+from jaxserve.workloads.workload import Workload, WorkloadRequest
 
 
 def longest_of(workload: Workload) -> WorkloadRequest:

@@ -30,8 +30,8 @@ from typing import Any
 from absl import app, flags
 from tqdm import tqdm
 
-from jaxserve.latency import METRICS, ServedTimes, parse_objectives
-from jaxserve.workloads import Workload
+from jaxserve.workloads.latency import METRICS, ServedTimes, parse_objectives
+from jaxserve.workloads.workload import Workload
 from scripts.bench_models import bench_model
 from scripts.bench_run import check_fits
 from scripts.engine_flags import (

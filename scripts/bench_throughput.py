@@ -7,7 +7,7 @@
     python -m scripts.bench_throughput --model=Qwen/Qwen3-0.6B --workload=sharegpt --dataset_path=ShareGPT_V3.json
     python -m scripts.bench_throughput --model=Qwen/Qwen3-0.6B --workload=trace --dataset_path=requests.csv.gz --max_model_len=8192
 
-Workloads are those of jaxserve/workloads.py: equal_size is 16 requests of 128 prompt and 128 output tokens; short_long_mix is 16
+Workloads are those of jaxserve/workloads/workload.py: equal_size is 16 requests of 128 prompt and 128 output tokens; short_long_mix is 16
 requests, (32, 32) and (512, 128) by turns; nano_vllm is nano-vllm's benchmark; a trace's requests longer than --max_model_len are
 left out, and its arrival times are not heeded: this is offline. Every request runs to its full output length. With several
 --policies, runs of each alternate and a ratio to the last one is printed. All programs are compiled before the first timed run, and
@@ -22,7 +22,7 @@ from typing import Any
 
 from absl import app, flags
 
-from jaxserve.workloads import Workload
+from jaxserve.workloads.workload import Workload
 from scripts.bench_models import bench_model
 from scripts.bench_run import check_fits, check_length, serve
 from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from absl import app, flags
 
-from jaxserve.workloads import WORKLOADS
+from jaxserve.workloads.workload import WORKLOADS
 from scripts.bench_models import RANDOM
 
 if TYPE_CHECKING:

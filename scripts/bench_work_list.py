@@ -34,7 +34,9 @@ flags.DEFINE_integer("num_ctas", 132, "SMs of the GPU.", lower_bound=1)
 flags.DEFINE_integer("max_kv_len", 40_960, "Most positions of a sequence.", lower_bound=1)
 flags.DEFINE_integer("chunk", 512, "Positions between the boundaries at which KV may be split.", lower_bound=64)
 flags.DEFINE_integer("num_plans", 300, "Plans measured in each case.", lower_bound=1)
-flags.DEFINE_string("trace", None, "CSV file of prompt and output lengths (jaxserve.workloads.trace): plan its steps instead.")
+flags.DEFINE_string(
+    "trace", None, "CSV file of prompt and output lengths (jaxserve.workloads.workload.trace): plan its steps instead."
+)
 flags.DEFINE_list("num_running", ["32", "64", "128", "256"], "--trace: most sequences that run at a time, one case each.")
 flags.DEFINE_integer("stride", 7, "--trace: plan every so many steps.", lower_bound=1)
 flags.DEFINE_boolean("longest", False, "Plan 16 to 32 decodes of max_kv_len positions instead, by max_kv_len and chunk.")
@@ -103,7 +105,7 @@ def steps_of_trace(num_running: int) -> list[tuple[np.ndarray, np.ndarray]]:
     from jaxserve.request import Request, SamplingParams
     from jaxserve.scheduling.page_pool import PagePool
     from jaxserve.scheduling.scheduler import Scheduler
-    from jaxserve.workloads import trace
+    from jaxserve.workloads.workload import trace
 
     page_size = 64
     limits = SchedulerConfig(max_model_len=FLAGS.max_kv_len, max_num_seqs=num_running, max_num_batched_tokens=2048)

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxserve import BucketPlan
-from jaxserve.workloads import Workload, WorkloadRequest, nano_vllm
+from jaxserve.workloads.workload import Workload, WorkloadRequest, nano_vllm
 from scripts.bench_models import RANDOM
 from scripts.bench_run import serve
 from scripts.device_rates import Rates, measure

@@ -176,7 +176,7 @@ def transformers_generate(figures: Figures) -> None:
 
     import transformers  # pyright: ignore[reportMissingImports]
 
-    from jaxserve.workloads import nano_vllm
+    from jaxserve.workloads.workload import nano_vllm
     from scripts.bench_transformers import make_batches, make_model, run
 
     gpu = torch.cuda.is_available()

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.latency import ServedTimes
-from jaxserve.workloads import Workload
+from jaxserve.workloads.latency import ServedTimes
+from jaxserve.workloads.workload import Workload
 
 _TEXT = re.compile(rb'"text"\s*:\s*"')  # servers differ in their spaces
 _NUM_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.latency import ServedTimes
-from jaxserve.workloads import Workload
+from jaxserve.workloads.latency import ServedTimes
+from jaxserve.workloads.workload import Workload
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from typing import Any
 from absl import app, flags
 from tqdm import tqdm
 
-from jaxserve.workloads import fixed
+from jaxserve.workloads.workload import fixed
 from scripts.bench_models import bench_model
 from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json
 from scripts.orca_report import MAX_MODEL_LEN, METRICS, SETTINGS, WORKLOADS, bucket_plan, limits, measure, medians, order, tables

@@ -16,8 +16,8 @@ from jaxserve.simulation.pipeline import replay_stages
 from jaxserve.step_times.analytic import Deployment
 from jaxserve.step_times.hardware import GPUS
 from jaxserve.step_times.model_shapes import MODELS
-from jaxserve.traffic import at_rate, log_normal
-from jaxserve.workloads import Workload
+from jaxserve.workloads.traffic import at_rate, log_normal
+from jaxserve.workloads.workload import Workload
 
 PAGE_SIZE = 16  # vLLM's, and the artifact's
 DATASETS = {"openchat_sharegpt4": 8192, "arxiv_summarization": 16384}  # name -> most tokens of a request

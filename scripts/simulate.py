@@ -20,8 +20,8 @@ from absl import app, flags
 from tqdm import tqdm
 
 from jaxserve.config import POLICIES
-from jaxserve.latency import METRICS, parse_objectives
 from jaxserve.serving.router_policy import POLICIES as ROUTING
+from jaxserve.workloads.latency import METRICS, parse_objectives
 from scripts.engine_flags import exit_on_bad_input, provenance, write_json
 from scripts.traffic_flags import read_traffic
 
@@ -107,7 +107,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     from jaxserve.serving.router_policy import make_policy
     from jaxserve.simulation.cluster import replay_cluster
-    from jaxserve.traffic import repeated
+    from jaxserve.workloads.traffic import repeated
 
     with exit_on_bad_input("simulate"):
         objectives = parse_objectives(_GOODPUT.value)

@@ -7,8 +7,8 @@ import sys
 
 from absl import flags
 
-from jaxserve.traffic import as_recorded, at_once, at_rate, fitting
-from jaxserve.workloads import Workload
+from jaxserve.workloads.traffic import as_recorded, at_once, at_rate, fitting
+from jaxserve.workloads.workload import Workload
 from scripts.workload_flags import read_workload
 
 flags.DEFINE_alias("dataset_name", "workload")

@@ -118,7 +118,7 @@ def main(argv: list[str]) -> None:
         refuse_flags("nothing is measured with --measured", "measure")
     from jaxserve.simulation.bucket_search import Caps
     from jaxserve.simulation.tuning import tune_plan
-    from jaxserve.traffic import describe
+    from jaxserve.workloads.traffic import describe
 
     machine = read_machine()
     workload = read_traffic(flags.FLAGS.model, machine.limits.max_model_len, RATE.value, engine_options()["seed"])

@@ -33,7 +33,14 @@ HOST_MODULES = (
     "batching.packer",
     "text.tokenizer",
 )
-HOST_MODULES += ("workloads", "traffic", "latency", "scheduling.step_budget", "simulation.tuning", "serving.router_policy")
+HOST_MODULES += (
+    "workloads.workload",
+    "workloads.traffic",
+    "workloads.latency",
+    "scheduling.step_budget",
+    "simulation.tuning",
+    "serving.router_policy",
+)
 HEAVY = ("jax", "flax", "torch", "transformers", "orbax", "fastapi", "matplotlib")
 # Import names whose distribution is called otherwise, or that come with another that is declared.
 DISTRIBUTIONS = {"absl": "absl-py", "jaxlib": "jax", "orbax": "orbax-checkpoint", "yarl": "aiohttp"}
@@ -194,7 +201,7 @@ def test_peer_benchmark_runs_without_jax_and_the_engine():
         "print(*(name for name in sys.modules if name.startswith('jaxserve')))"
     )
     assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == {"jaxserve", "jaxserve.workloads"}
+    assert set(done.stdout.split()) == {"jaxserve", "jaxserve.workloads.workload"}
 
 
 def test_kernels_has_no_version():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.latency import ServedTimes, parse_objectives
+from jaxserve.workloads.latency import ServedTimes, parse_objectives
 
 
 def served(n: int = 40, seed: int = 0) -> tuple[ServedTimes, list[np.ndarray]]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.traffic import (
+from jaxserve.workloads.traffic import (
     LENGTH_FITS,
     NORMAL_P90,
     LengthFit,
@@ -18,7 +18,7 @@ from jaxserve.traffic import (
     shared_prefix,
     stretches,
 )
-from jaxserve.workloads import Workload, WorkloadRequest
+from jaxserve.workloads.workload import Workload, WorkloadRequest
 
 
 @pytest.mark.parametrize("name", sorted(LENGTH_FITS))

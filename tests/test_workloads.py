@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from jaxserve.workloads import WORKLOADS, Workload, WorkloadRequest, fixed, nano_vllm, random_lengths, sharegpt, trace
+from jaxserve.workloads.workload import WORKLOADS, Workload, WorkloadRequest, fixed, nano_vllm, random_lengths, sharegpt, trace
 
 
 def test_nano_vllm_is_the_published_one():

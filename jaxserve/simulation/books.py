@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxserve.batching.demand import COLUMNS, DemandLog
 from jaxserve.buckets.plan import Bucket, PaddingAccount
-from jaxserve.latency import ServedTimes
-from jaxserve.workloads import Workload
+from jaxserve.workloads.latency import ServedTimes
+from jaxserve.workloads.workload import Workload
 
 
 class RequestBooks:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import stdtrit
 
-from jaxserve.latency import ServedTimes
+from jaxserve.workloads.latency import ServedTimes
 
 LOWEST_RATE, HIGHEST_RATE = 1e-3, 1e5  # requests a second; outside of them nothing is searched
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.latency import ServedTimes
 from jaxserve.scheduling.schedule import SchedulerStats
 from jaxserve.serving.router_policy import Load, Policy, hash_blocks
 from jaxserve.simulation.books import RequestBooks
 from jaxserve.simulation.replica import SimulatedEngine
-from jaxserve.workloads import Workload
+from jaxserve.workloads.latency import ServedTimes
+from jaxserve.workloads.workload import Workload
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from jaxserve.batching.demand import DemandLog
 from jaxserve.buckets.plan import Bucket, BucketPlan, PaddingAccount
 from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.config import SchedulerConfig
-from jaxserve.latency import ServedTimes
 from jaxserve.scheduling.schedule import Schedule, SchedulerStats
 from jaxserve.simulation.books import RequestBooks
 from jaxserve.simulation.decode_runs import kv_tokens_of_run, skip_steps
@@ -29,7 +28,8 @@ from jaxserve.simulation.pipeline_runs import num_certain_rounds, time_turns
 from jaxserve.simulation.replay import Replay, replay, serve
 from jaxserve.simulation.replica import TOKEN, Replica, SimulatedEngine
 from jaxserve.step_times.fitted import StepTimes
-from jaxserve.workloads import Workload
+from jaxserve.workloads.latency import ServedTimes
+from jaxserve.workloads.workload import Workload
 
 
 @dataclass(frozen=True)

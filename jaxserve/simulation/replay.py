@@ -17,12 +17,12 @@ from jaxserve.batching.demand import DemandLog
 from jaxserve.buckets.plan import Bucket, BucketPlan, PaddingAccount
 from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.config import SchedulerConfig
-from jaxserve.latency import ServedTimes
 from jaxserve.scheduling.schedule import SchedulerStats
 from jaxserve.simulation.books import RequestBooks
 from jaxserve.simulation.replica import Replica, SimulatedEngine
 from jaxserve.step_times.fitted import StepTimes
-from jaxserve.workloads import Workload
+from jaxserve.workloads.latency import ServedTimes
+from jaxserve.workloads.workload import Workload
 
 NUM_ASKED = 64  # times that a run asks whether to give up
 

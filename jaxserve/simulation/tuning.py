@@ -14,12 +14,12 @@ import numpy as np
 from jaxserve.batching.demand import DemandLog
 from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.config import SchedulerConfig
-from jaxserve.latency import ServedTimes
 from jaxserve.simulation.bucket_search import BucketSearch, Caps, SearchResult, plan_seconds
 from jaxserve.simulation.replay import Replay, replay
 from jaxserve.step_times.fitted import StepTimeModel
-from jaxserve.traffic import stretches
-from jaxserve.workloads import Workload
+from jaxserve.workloads.latency import ServedTimes
+from jaxserve.workloads.traffic import stretches
+from jaxserve.workloads.workload import Workload
 
 # What a padding token costs beside its predicted time, as a share of a token's time in the largest bucket. Least times of a noisy
 # profile are too low where a bucket was measured in a lucky moment, and a search finds those buckets; padding has no such error.

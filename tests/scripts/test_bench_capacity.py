@@ -179,7 +179,7 @@ UNBOUNDED = """
 import sys
 from absl import flags
 from jaxserve.simulation.capacity import Objective
-from jaxserve.workloads import Workload, WorkloadRequest
+from jaxserve.workloads.workload import Workload, WorkloadRequest
 from scripts import bench_capacity
 flags.FLAGS(sys.argv)
 server = bench_capacity.Analytic("h100")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve import BucketPlan
-from jaxserve.workloads import Workload, WorkloadRequest
+from jaxserve.workloads.workload import Workload, WorkloadRequest
 from scripts.bench_run import check_fits
 from tests import alphabet_model
 from tests.dummy import dummy_model, make_engine

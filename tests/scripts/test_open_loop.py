@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxserve.workloads import Workload, WorkloadRequest
+from jaxserve.workloads.workload import Workload, WorkloadRequest
 from scripts import open_loop
 from tests.dummy import dummy_model, make_engine
 

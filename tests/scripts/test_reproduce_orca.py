@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.latency import ServedTimes
 from jaxserve.simulation.replay import replay
 from jaxserve.step_times.analytic import Deployment
-from jaxserve.workloads import fixed
+from jaxserve.workloads.latency import ServedTimes
+from jaxserve.workloads.workload import fixed
 from scripts import open_loop, orca_report
 from tests import alphabet_model
 
@@ -110,7 +110,7 @@ def test_the_control_is_judged(ratio, verdict):
 
 SMALL = """
 from absl import app
-from jaxserve.workloads import Workload, WorkloadRequest
+from jaxserve.workloads.workload import Workload, WorkloadRequest
 from scripts import orca_report, reproduce_orca
 orca_report.BUDGET, orca_report.TWO_PROMPTS = 24, 8 + 24
 reproduce_orca.fixed = lambda name: Workload(name, (WorkloadRequest(8, 4), WorkloadRequest(24, 8)) * 2)

@@ -20,7 +20,7 @@ import pytest
 from jaxserve.serving.app import ServerOptions, make_app
 from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.router import RouterOptions, make_router
-from jaxserve.workloads import Workload, WorkloadRequest
+from jaxserve.workloads.workload import Workload, WorkloadRequest
 from scripts.http_load import Stream, Target, serve_at
 from scripts.replay_engine import replay_llm
 from tests.serving.http_server import listening, serving

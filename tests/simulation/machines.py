@@ -6,7 +6,7 @@ from jaxserve.batching.demand import DemandLog
 from jaxserve.config import SchedulerConfig
 from jaxserve.simulation.tuning import Machine
 from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
-from jaxserve.workloads import Workload, WorkloadRequest
+from jaxserve.workloads.workload import Workload, WorkloadRequest
 
 PAGE, SEQS, TOKENS = 4, 8, 64
 MODEL = StepTimeModel(

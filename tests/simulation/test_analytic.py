@@ -15,7 +15,7 @@ from jaxserve.step_times.fitted import StepTimes
 from jaxserve.step_times.hardware import ETHERNET_100G, GPUS, KERNEL_SECONDS
 from jaxserve.step_times.model_shapes import MODELS, ModelShape
 from jaxserve.step_times.operators import all_reduce_seconds, matmul_seconds
-from jaxserve.workloads import Workload, WorkloadRequest
+from jaxserve.workloads.workload import Workload, WorkloadRequest
 
 A100 = GPUS["a100-80gb"]
 SETUPS = [("mistral-7b", "a100-80gb", 1), ("yi-34b", "a100-80gb", 2), ("llama2-70b", "a40", 4), ("qwen3-30b-a3b", "h100", 1)]

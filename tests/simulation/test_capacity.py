@@ -8,13 +8,13 @@ import pytest
 
 from jaxserve import BucketPlan
 from jaxserve.config import SchedulerConfig
-from jaxserve.latency import ServedTimes
 from jaxserve.simulation.capacity import Objective, Spread, Trial, capacity, ratio
 from jaxserve.simulation.pipeline import replay_stages
 from jaxserve.simulation.replay import replay
 from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
-from jaxserve.traffic import at_rate
-from jaxserve.workloads import Workload, WorkloadRequest
+from jaxserve.workloads.latency import ServedTimes
+from jaxserve.workloads.traffic import at_rate
+from jaxserve.workloads.workload import Workload, WorkloadRequest
 from tests.simulation import machines
 
 PAGE, SEQS = 16, 8

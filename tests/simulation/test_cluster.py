@@ -9,8 +9,8 @@ from jaxserve.simulation.cluster import replay_cluster
 from jaxserve.simulation.pipeline import PipelineReplica
 from jaxserve.simulation.replay import replay
 from jaxserve.simulation.replica import Replica
-from jaxserve.traffic import at_rate, shared_prefix
-from jaxserve.workloads import Workload, WorkloadRequest
+from jaxserve.workloads.traffic import at_rate, shared_prefix
+from jaxserve.workloads.workload import Workload, WorkloadRequest
 from tests.simulation.machines import LIMITS, MODEL, random_workload
 
 PLAN = BucketPlan((8,), ((16, 8), (64, 8)), (8,))

@@ -15,8 +15,8 @@ from jaxserve.simulation.pipeline import LongestGaps, PipelineReplica, bubbles, 
 from jaxserve.simulation.replay import replay, serve
 from jaxserve.step_times.analytic import Deployment
 from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
-from jaxserve.traffic import at_rate, log_normal
-from jaxserve.workloads import Workload, WorkloadRequest
+from jaxserve.workloads.traffic import at_rate, log_normal
+from jaxserve.workloads.workload import Workload, WorkloadRequest
 from tests.simulation.machines import LIMITS, MODEL, random_workload
 
 PLAN = BucketPlan((8,), ((16, 8), (64, 8)), (8,))

@@ -18,7 +18,7 @@ from jaxserve.simulation.pipeline_runs import time_turns
 from jaxserve.step_times.analytic import Deployment
 from jaxserve.step_times.hardware import GPUS
 from jaxserve.step_times.model_shapes import MODELS
-from jaxserve.workloads import Workload, WorkloadRequest
+from jaxserve.workloads.workload import Workload, WorkloadRequest
 from tests.simulation.machines import MODEL
 from tests.simulation.test_replay import POLICIES
 

@@ -8,8 +8,8 @@ from jaxserve.batching.demand import COLUMNS, DemandLog
 from jaxserve.config import SchedulerConfig
 from jaxserve.simulation.replay import replay
 from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
-from jaxserve.traffic import multi_turn, shared_prefix
-from jaxserve.workloads import Workload, WorkloadRequest
+from jaxserve.workloads.traffic import multi_turn, shared_prefix
+from jaxserve.workloads.workload import Workload, WorkloadRequest
 from tests.dummy import SETTINGS, dummy_model, make_engine
 from tests.simulation.machines import LIMITS, MODEL, random_workload
 

@@ -12,7 +12,7 @@ from jaxserve.scheduling.step_budget import StepBudget
 from jaxserve.simulation import tuning
 from jaxserve.simulation.bucket_search import Caps, plan_seconds
 from jaxserve.simulation.tuning import PADDING_PRICE, SLOWER, cost, padded_budget, step_seconds, tune_budget, tune_plan, with_budget
-from jaxserve.traffic import at_once
+from jaxserve.workloads.traffic import at_once
 from tests.simulation.machines import MACHINE, MODEL, PAGE, SEQS, TOKENS, random_workload
 
 PLAN = BucketPlan((4, 8), ((16, 8), (24, 8), (32, 8), (48, 8), (64, 8)), (8,))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxserve.workloads import Workload, WorkloadRequest
+from jaxserve.workloads.workload import Workload, WorkloadRequest
 
 NORMAL_P90 = 1.2815515655446004  # the standard normal's 0.9-quantile
 
