@@ -14,11 +14,11 @@ import sys
 
 from absl import app, flags
 
-from jaxserve.serving.router_policy import POLICIES
+from jaxserve.routing.policy import POLICIES
 from scripts import http_server
 
 _BACKENDS = flags.DEFINE_list("backends", None, "Addresses of the servers, http://host:port.", required=True)
-_POLICY = flags.DEFINE_enum("policy", "prefix_aware", POLICIES, "How a server is chosen (jaxserve/serving/router_policy.py).")
+_POLICY = flags.DEFINE_enum("policy", "prefix_aware", POLICIES, "How a server is chosen (jaxserve/routing/policy.py).")
 _BACKEND_KEY = flags.DEFINE_string("backend_api_key", None, "What servers get as key; by default what the client sent.")
 _CHECK = flags.DEFINE_float("check_seconds", 1.0, "Between two checks of a server.")
 _CHECK_TIMEOUT = flags.DEFINE_float("check_timeout", 5.0, "Seconds that a check may take.")
@@ -30,7 +30,7 @@ flags.adopt_module_key_flags(http_server)
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
-    from jaxserve.serving.router import RouterOptions, make_router
+    from jaxserve.routing.app import RouterOptions, make_router
 
     http_server.set_up_logging()
     try:

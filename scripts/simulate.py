@@ -20,7 +20,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 from jaxserve.config import POLICIES
-from jaxserve.serving.router_policy import POLICIES as ROUTING
+from jaxserve.routing.policy import POLICIES as ROUTING
 from jaxserve.workloads.latency import METRICS, parse_objectives
 from scripts.engine_flags import exit_on_bad_input, provenance, write_json
 from scripts.traffic_flags import read_traffic
@@ -105,7 +105,7 @@ def make_cluster() -> tuple[Any, Any, list[Any]]:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
-    from jaxserve.serving.router_policy import make_policy
+    from jaxserve.routing.policy import make_policy
     from jaxserve.simulation.cluster import replay_cluster
     from jaxserve.workloads.traffic import repeated
 

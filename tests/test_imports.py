@@ -39,7 +39,7 @@ HOST_MODULES += (
     "workloads.latency",
     "scheduling.step_budget",
     "simulation.tuning",
-    "serving.router_policy",
+    "routing.policy",
 )
 HEAVY = ("jax", "flax", "torch", "transformers", "orbax", "fastapi", "matplotlib")
 # Import names whose distribution is called otherwise, or that come with another that is declared.

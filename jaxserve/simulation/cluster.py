@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxserve.routing.policy import Load, Policy, hash_blocks
 from jaxserve.scheduling.schedule import SchedulerStats
-from jaxserve.serving.router_policy import Load, Policy, hash_blocks
 from jaxserve.simulation.books import RequestBooks
 from jaxserve.simulation.replica import SimulatedEngine
 from jaxserve.workloads.latency import ServedTimes

@@ -17,9 +17,9 @@ import httpx
 import numpy as np
 import pytest
 
+from jaxserve.routing.app import RouterOptions, make_router
 from jaxserve.serving.app import ServerOptions, make_app
 from jaxserve.serving.async_llm import AsyncLLM
-from jaxserve.serving.router import RouterOptions, make_router
 from jaxserve.workloads.workload import Workload, WorkloadRequest
 from scripts.http_load import Stream, Target, serve_at
 from scripts.replay_engine import replay_llm

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.routing.app import BLOCK_BYTES, CONTROL_PATHS, RouterOptions, make_router, prompt_blocks
+from jaxserve.routing.backends import Health
 from jaxserve.serving.control import control_routes
-from jaxserve.serving.router import BLOCK_BYTES, CONTROL_PATHS, RouterOptions, make_router, prompt_blocks
-from jaxserve.serving.router_backends import Health
 from tests.serving.http_server import listening
 from tests.serving.scripted_server import BREAK, Scripted, scripted
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.scheduling.page_pool import extend_hash_chain, root_hash
-from jaxserve.serving.router_policy import (
+from jaxserve.routing.policy import (
     POLICIES,
     LeastLoaded,
     Load,
@@ -17,6 +16,7 @@ from jaxserve.serving.router_policy import (
     hash_blocks,
     make_policy,
 )
+from jaxserve.scheduling.page_pool import extend_hash_chain, root_hash
 
 IDLE = {"a": Load(), "b": Load(), "c": Load()}
 PROMPTS = st.lists(st.integers(0, 2), max_size=6).map(tuple)  # few tokens: prefixes are often shared

@@ -20,9 +20,9 @@ import openai
 import pytest
 
 from jaxserve import LLM
+from jaxserve.routing.app import RouterOptions, make_router
 from jaxserve.serving.app import ServerOptions, make_app
 from jaxserve.serving.async_llm import AsyncLLM
-from jaxserve.serving.router import RouterOptions, make_router
 from scripts.replay_engine import FOX, replay_llm
 from tests.alphabet_model import after
 from tests.serving.conftest import PLAN

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxserve.buckets.plan import BucketPlan
-from jaxserve.serving.router_policy import POLICIES, make_policy
+from jaxserve.routing.policy import POLICIES, make_policy
 from jaxserve.simulation.cluster import replay_cluster
 from jaxserve.simulation.pipeline import PipelineReplica
 from jaxserve.simulation.replay import replay

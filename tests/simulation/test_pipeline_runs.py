@@ -10,7 +10,7 @@ from jaxserve.batching.demand import COLUMNS
 from jaxserve.buckets.plan import BucketPlan
 from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.config import SchedulerConfig
-from jaxserve.serving.router_policy import make_policy
+from jaxserve.routing.policy import make_policy
 from jaxserve.simulation import pipeline
 from jaxserve.simulation.cluster import replay_cluster
 from jaxserve.simulation.pipeline import PipelineReplay, PipelineReplica, replay_pipeline

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jaxserve.serving.router_backends import Backend
-from jaxserve.serving.router_policy import Choice
+from jaxserve.routing.backends import Backend
+from jaxserve.routing.policy import Choice
 
 PREFIX = "jaxserve_router:"
 

@@ -22,13 +22,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jaxserve.routing.backends import UNANSWERED, UNREACHED, Answer, Backend, Health, end_to_end, open_session
+from jaxserve.routing.metrics import RouterMetrics
+from jaxserve.routing.policy import POLICIES, Load, hash_blocks, make_policy
 from jaxserve.serving.errors import error_response, on_error
 from jaxserve.serving.messages import UnavailableError
 from jaxserve.serving.middleware import ApiKey, BodyLimit, LastResort, RequestLog
 from jaxserve.serving.responses import encode
-from jaxserve.serving.router_backends import UNANSWERED, UNREACHED, Answer, Backend, Health, end_to_end, open_session
-from jaxserve.serving.router_metrics import RouterMetrics
-from jaxserve.serving.router_policy import POLICIES, Load, hash_blocks, make_policy
 from jaxserve.serving.streaming import ClientGoneError, EventStream, unless_gone
 
 # Of one server's weights, pages or requests: passed to one of several they would leave the servers different.

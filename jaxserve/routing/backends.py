@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from jaxserve.serving.router_policy import Load
+from jaxserve.routing.policy import Load
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
