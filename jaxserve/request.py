@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.structured.params import StructuredOutputsParams
+from jaxserve.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from jaxserve.sampling.prompt_scores import PromptScores

@@ -40,7 +40,7 @@ from jaxserve.serving.messages import (
     UnavailableError,
 )
 from jaxserve.structured.grammars import GrammarError
-from jaxserve.structured.params import StructuredOutputsParams
+from jaxserve.structured_outputs import StructuredOutputsParams
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_COMPILING = 256  # forms that may wait for the compiler; it takes most in milliseconds, and some in seconds

@@ -11,7 +11,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 
 from jaxserve.serving.strict_model import Model
 from jaxserve.structured import StructuredOutputsParams
-from jaxserve.structured.params import KINDS
+from jaxserve.structured_outputs import KINDS
 
 OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")  # that clients may give with KINDS
 

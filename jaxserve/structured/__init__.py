@@ -1,5 +1,5 @@
 """Structured output: what a user may ask for (params), its compilation (grammars), and the masks of a step (masks)."""
 
-from jaxserve.structured.params import StructuredOutputsParams
+from jaxserve.structured_outputs import StructuredOutputsParams
 
 __all__ = ["StructuredOutputsParams"]

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.structured import lark
-from jaxserve.structured.params import StructuredOutputsParams
+from jaxserve.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
