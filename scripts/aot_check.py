@@ -153,8 +153,8 @@ def main(argv: list[str]) -> None:
     if unknown:
         raise app.UsageError(f"--target={','.join(unknown)}: must be of {', '.join(TARGETS)}")
     use_no_device()
+    from jaxserve.cli.common.engine_flags import provenance, write_json
     from scripts.aot_step import split_fraction
-    from scripts.engine_flags import provenance, write_json
 
     try:
         models = [split_fraction(model, _FRACTION.value) for model in _MODELS.value]

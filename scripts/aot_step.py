@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxserve.cli.common.bench_models import RANDOM
 from scripts.aot_verdicts import (
     ATTENTION_OP,
     MemoryFit,
@@ -22,7 +23,6 @@ from scripts.aot_verdicts import (
     update_faults,
     variant_faults,
 )
-from scripts.bench_models import RANDOM
 from scripts.compiled_report import CompiledReport
 from scripts.sm90_compile import SMEM_LIMIT, Compiler, target_fact
 

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
+from jaxserve.cli.common.bench_models import RANDOM, bench_model
+from jaxserve.cli.common.engine_flags import provenance, write_json
+from jaxserve.cli.common.timed_run import serve
 from jaxserve.workloads.workload import fixed
-from scripts.bench_models import RANDOM, bench_model
-from scripts.bench_run import serve
-from scripts.engine_flags import provenance, write_json
 
 _PEER = flags.DEFINE_string("peer", ".venv-torch/bin/python", "A Python with torch and transformers; empty: no peer.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed runs of each side.", lower_bound=1)

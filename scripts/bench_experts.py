@@ -19,7 +19,7 @@ import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
-from scripts.engine_flags import provenance, write_json
+from jaxserve.cli.common.engine_flags import provenance, write_json
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("experts", ["16", "64", "256"], "Experts there are.")

@@ -20,7 +20,7 @@ from typing import Any
 
 from absl import app, flags
 
-from scripts.http_load import Stream, Target, server_process
+from jaxserve.cli.common.http_load import Stream, Target, server_process
 
 _URL = flags.DEFINE_string("url", None, "The server's address.")
 _REPLAY = flags.DEFINE_bool("replay", False, "Start a server without a model, and load that.")
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> None:
         return
     if bool(_URL.value) == _REPLAY.value:
         raise app.UsageError("give either --url or --replay")
-    from scripts.engine_flags import write_json
+    from jaxserve.cli.common.engine_flags import write_json
 
     if _REPLAY.value:
         with server_process("scripts.bench_http", "--serve_replay") as (url, pid):

@@ -28,12 +28,12 @@ from tqdm import tqdm
 
 from jaxserve.batching.packer import BatchPacker, StepLayout
 from jaxserve.buckets.plan import Bucket, BucketPlan
+from jaxserve.cli.common.engine_flags import revision, write_json
 from jaxserve.config import SchedulerConfig
 from jaxserve.request import Request, SamplingParams
 from jaxserve.sampling.edit_rows import EditLayout
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
-from scripts.engine_flags import revision, write_json
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("num_running", ["1", "64", "128", "256"], "Running decodes.")

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from scripts.bench_models import bench_model
-from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json
+from jaxserve.cli.common.bench_models import bench_model
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, provenance, write_json
 
 _PROMPTS = flags.DEFINE_integer("num_prompts", 32, "Prompts of a run.", lower_bound=1)
 _LENGTH = flags.DEFINE_integer("length", 256, "Tokens of a prompt.", lower_bound=2)

@@ -23,7 +23,7 @@ from typing import Any
 from absl import app, flags
 from tqdm import tqdm
 
-from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, provenance, write_json
 
 _BATCHES = flags.DEFINE_list("batches", ["1", "2", "4", "8"], "Prompts at a time, 8 at most.")
 _TASKS = flags.DEFINE_list("tasks", ["rewrite", "code", "chat"], "Which of rewrite, code and chat.")

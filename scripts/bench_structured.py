@@ -29,7 +29,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 from jaxserve.batching.packer import num_head_rows
-from scripts.engine_flags import provenance, write_json
+from jaxserve.cli.common.engine_flags import provenance, write_json
 from scripts.timed_device import TimedDevice
 
 FLAGS = flags.FLAGS

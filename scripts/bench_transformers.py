@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from absl import app, flags
 
+from jaxserve.cli.common.bench_models import RANDOM
 from jaxserve.workloads.workload import WORKLOADS
-from scripts.bench_models import RANDOM
 
 if TYPE_CHECKING:
     import torch  # pyright: ignore[reportMissingImports]

@@ -29,7 +29,7 @@ _INPUT_LEN = flags.DEFINE_integer(
 )
 _OUTPUT_LEN = flags.DEFINE_integer("output_len", 32, "Tokens of an output.", lower_bound=1)
 _NUM_PREFIXES = flags.DEFINE_integer("num_prefixes", 4, "Prefixes of prefix_repetition.", lower_bound=1)
-_SERVER_FLAGS = flags.DEFINE_multi_string("server_flag", [], "Passed on to scripts.serve, as --server_flag=--max_num_seqs=8.")
+_SERVER_FLAGS = flags.DEFINE_multi_string("server_flag", [], "Passed on to jaxserve.cli.serve, as --server_flag=--max_num_seqs=8.")
 _JSON = flags.DEFINE_string("json", None, "Write the client's results to this file.")
 
 CLIENT = PackagedModel(
@@ -75,7 +75,7 @@ def run(client: Path, url: str, tokenizer: Path, name: str, folder: Path) -> dic
 
 
 def main(argv: list[str]) -> None:
-    from scripts.http_load import server_process
+    from jaxserve.cli.common.http_load import server_process
 
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         tokenizer = tokenizer_folder(model, folder)
         own = (f"--model={model}", "--served_model_name=model", "--noaccess_log", *_SERVER_FLAGS.value)
-        url = _URL.value or stack.enter_context(server_process("scripts.serve", *own))[0]
+        url = _URL.value or stack.enter_context(server_process("jaxserve.cli.serve", *own))[0]
         results = {name: run(client, url, tokenizer, name, folder) for name in workloads()}
     if _JSON.value:
         Path(_JSON.value).write_text(json.dumps(results, indent=1) + "\n")

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from scripts.engine_flags import provenance, refuse_flags, write_json
+from jaxserve.cli.common.engine_flags import provenance, refuse_flags, write_json
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("num_kv_heads", 8, "KV heads.", lower_bound=1)

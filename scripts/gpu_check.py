@@ -352,7 +352,7 @@ def read_earlier(part: str) -> dict[str, Any] | None:
 
 
 def code_revision() -> str | None:
-    from scripts.engine_flags import revision
+    from jaxserve.cli.common.engine_flags import revision
 
     return _REVISION.value or revision()
 

@@ -18,9 +18,9 @@ import jax
 import numpy as np
 
 from jaxserve import BucketPlan
+from jaxserve.cli.common.bench_models import RANDOM
+from jaxserve.cli.common.timed_run import serve
 from jaxserve.workloads.workload import Workload, WorkloadRequest, nano_vllm
-from scripts.bench_models import RANDOM
-from scripts.bench_run import serve
 from scripts.device_rates import Rates, measure
 from scripts.gpu_figures import Figures
 from scripts.sm90_compile import TARGETS, target_fact, target_of, thunk_text

@@ -52,8 +52,8 @@ def _log_likelihoods(path: Path) -> list[float]:
 
 
 def main(argv: list[str]) -> None:
+    from jaxserve.cli.common.http_load import server_process
     from scripts.fetch_demo_model import fetch_or_exit
-    from scripts.http_load import server_process
 
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
         ours, theirs = Path(folder, "ours"), Path(folder, "theirs")
         sizes = ("--max_model_len=1024", "--max_num_seqs=8", "--max_num_batched_tokens=256")
         own = (f"--model={model}", "--served_model_name=model", "--dtype=float32", "--noaccess_log", *sizes)
-        with server_process("scripts.serve", *own) as (url, _):
+        with server_process("jaxserve.cli.serve", *own) as (url, _):
             remote = {"model": "model", "base_url": f"{url}/v1/completions", "tokenizer_backend": "remote", "num_concurrent": "4"}
             scores, values = evaluate("local-completions", remote | {"tokenized_requests": "True", "max_length": "1024"}, ours)
         gguf = {"pretrained": str(model.parent), "gguf_file": model.name} if model.is_file() else {"pretrained": str(model)}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.sarathi_report import agreement, table
+from jaxserve.cli.common.tables import agreement, table
 
 WORKLOADS = ("short_long_mix", "equal_size")
 SETTINGS = {"iteration": "sarathi", "orca": "orca", "shrinking": "request_level", "padded": "request_level"}
@@ -55,7 +55,7 @@ def order(names: Sequence[str], i: int) -> list[str]:
 def measure(engine: Any, workload: Any, seed: int, max_num_seqs: int) -> tuple[dict[str, float], dict[str, int]]:
     """One run: output tokens a second, mean TTFT and E2E in seconds, of answers as they come and as their batch ends, and its
     number of steps; and these by bucket."""
-    from scripts.open_loop import serve
+    from jaxserve.cli.common.open_loop import serve
 
     run = serve(engine, workload, seed)
     times, last = run.times, run.times.last

@@ -28,11 +28,11 @@ from typing import Any
 from absl import app, flags
 from tqdm import tqdm
 
+from jaxserve.cli.common.bench_models import bench_model
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, provenance, write_json
+from jaxserve.cli.common.plots import figure, policies
 from jaxserve.workloads.workload import fixed
-from scripts.bench_models import bench_model
-from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json
 from scripts.orca_report import MAX_MODEL_LEN, METRICS, SETTINGS, WORKLOADS, bucket_plan, limits, measure, medians, order, tables
-from scripts.plots import figure, policies
 
 _LEVELS = flags.DEFINE_list("max_num_seqs_list", ["2", "4", "8"], "Most requests at a time.")
 _ROUNDS = flags.DEFINE_integer(

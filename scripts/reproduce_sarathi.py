@@ -21,9 +21,9 @@ from pathlib import Path
 from absl import app, flags
 from tqdm import tqdm
 
-from scripts.engine_flags import code_id, provenance, write_json
-from scripts.finished import Finished
-from scripts.plots import figure
+from jaxserve.cli.common.engine_flags import code_id, provenance, write_json
+from jaxserve.cli.common.finished import Finished
+from jaxserve.cli.common.plots import figure
 from scripts.sarathi_sections import SECTIONS
 from scripts.sarathi_session import Session, processes
 

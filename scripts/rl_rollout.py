@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from scripts.engine_flags import provenance, write_json
+from jaxserve.cli.common.engine_flags import provenance, write_json
 
 _ITERATIONS = flags.DEFINE_integer("iterations", 40, "Rollouts, each with one update.", lower_bound=1)
 _PROMPTS = flags.DEFINE_integer("prompts", 16, "Prompts an iteration.", lower_bound=1)

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from jaxserve.cli.common.tables import agreement, table
 from jaxserve.simulation.capacity import Spread, ratio
 from scripts.sarathi_costs import DECODE_BATCH, DECODE_KV, step_seconds
-from scripts.sarathi_report import agreement, table
 from scripts.sarathi_session import Question, Session
 from scripts.sarathi_setups import DATASETS, FALCON_TP8, SETUPS, Contender, Setup, orca, sarathi, vllm
 

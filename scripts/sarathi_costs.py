@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from jaxserve.buckets.plan import Bucket
+from jaxserve.cli.common.tables import agreement, table
 from jaxserve.step_times.analytic import Deployment
 from jaxserve.step_times.operators import BYTES
-from scripts.sarathi_report import agreement, table
 from scripts.sarathi_session import Session
 from scripts.sarathi_setups import A100_PCIE, FALCON_TP8, PAGE_SIZE, SETUPS, deployment, stages
 

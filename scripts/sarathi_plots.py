@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.plots import figure, save
+from jaxserve.cli.common.plots import figure, save
 
 
 def lines(

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.cli.common.tables import table
 from jaxserve.simulation.capacity import Spread
-from scripts.sarathi_report import table
 from scripts.sarathi_session import Session
 from scripts.sarathi_setups import DATASETS, SETUPS, Contender, orca, sarathi, vllm
 

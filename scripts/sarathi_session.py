@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxserve.cli.common.finished import Finished
 from jaxserve.simulation.capacity import Objective, Trial, capacity
 from jaxserve.step_times.analytic import Deployment
-from scripts.finished import Finished
 from scripts.sarathi_setups import Contender, run_at
 
 # Where a search begins, requests a second; prompts of the second dataset are four times as long.

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from scripts.http_load import server_process
+from jaxserve.cli.common.http_load import server_process
 from scripts.soak_load import Reading, faults, request
 
 _MODEL = flags.DEFINE_string("model", None, "Serve this model.")
@@ -100,7 +100,7 @@ def server():
         yield _URL.value.rstrip("/"), _PID.value
         return
     sizes = (f"--max_model_len={_MAX_LEN.value}", "--max_num_seqs=16", "--max_num_batched_tokens=256")
-    with server_process("scripts.serve", f"--model={_MODEL.value}", "--noaccess_log", *sizes) as found:
+    with server_process("jaxserve.cli.serve", f"--model={_MODEL.value}", "--noaccess_log", *sizes) as found:
         yield found
 
 
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     if bool(_URL.value) == bool(_MODEL.value):
         raise app.UsageError("give either --model or --url")
-    from scripts.engine_flags import write_json
+    from jaxserve.cli.common.engine_flags import write_json
 
     logging.getLogger("httpx").setLevel(logging.WARNING)
     rng, statuses, readings, done, held = random.Random(_SEED.value), Counter[str](), list[Reading](), 0, 0.0

@@ -7,7 +7,7 @@
 The first compares the analytic step times with Vidur's profiles (data/profiling/compute of github.com/microsoft/vidur, gzip'd as
 <gpu>_<model>_mlp.csv.gz), an operator at a time. The second replays a workload and serves it on this machine's engine, and exits
 with 1 if throughput, median TTFT or P99 TBT differ by more than --tolerance. Where the file of --step_times does not exist,
-scripts.profile_steps makes it first, with the same --model and limits.
+jaxserve.cli.tune.profile makes it first, with the same --model and limits.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from scripts.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, provenance, write_json
-from scripts.simulated_machine import RATE, measure, plan_for, planning, read_machine
-from scripts.traffic_flags import read_traffic
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, provenance, write_json
+from jaxserve.cli.common.simulated_machine import RATE, measure, plan_for, planning, read_machine
+from jaxserve.cli.common.traffic_flags import read_traffic
 
 _VIDUR = flags.DEFINE_string("vidur", None, "Folder of Vidur's profiles; nothing else is done then.")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of the engine, of which the median counts.", lower_bound=1)
@@ -41,8 +41,8 @@ def compare_engine() -> dict[str, Any]:
         raise ValueError("give --step_times, a profile of this machine (it is made if it isn't there), or --vidur")
     if not Path(path).exists():
         given = [f"--{name}={flags.FLAGS[name].value}" for name in _PROFILE_FLAGS if flags.FLAGS[name].present]
-        if subprocess.run([sys.executable, "-m", "scripts.profile_steps", f"--output={path}", *given]).returncode:
-            raise ValueError(f"{path} is not there, and scripts.profile_steps could not make it")
+        if subprocess.run([sys.executable, "-m", "jaxserve.cli.tune.profile", f"--output={path}", *given]).returncode:
+            raise ValueError(f"{path} is not there, and jaxserve.cli.tune.profile could not make it")
     machine = read_machine()
     plan, seed = plan_for(machine.limits, machine.multiple), engine_options()["seed"]
     workload = read_traffic(flags.FLAGS.model, machine.limits.max_model_len, RATE.value, seed)

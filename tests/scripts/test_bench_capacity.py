@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from jaxserve import BucketPlan
+from jaxserve.cli.common.finished import Finished
 from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
-from scripts.finished import Finished
 from tests import alphabet_model
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ SEARCH = ("--policies=sarathi,request_level", "--slo_ms=150", "--min_gaps=5000",
 
 
 def run(*given: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "scripts.bench_capacity", *given]
+    command = [sys.executable, "-m", "jaxserve.cli.tune.capacity", *given]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
 
@@ -117,7 +117,9 @@ def test_analytic_with_a_plan(tmp_path):
 
 
 def test_a_plot_that_cannot_be_drawn_is_refused_at_once():
-    code = "import runpy, sys\nsys.modules['matplotlib'] = None\nrunpy.run_module('scripts.bench_capacity', run_name='__main__')"
+    code = (
+        "import runpy, sys\nsys.modules['matplotlib'] = None\nrunpy.run_module('jaxserve.cli.tune.capacity', run_name='__main__')"
+    )
     command = [sys.executable, "-c", code, "--plot=x", "--step_times=nowhere.json", "--slo_ms=9"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 1 and "plots need matplotlib" in done.stdout + done.stderr and "nowhere.json" not in done.stderr
@@ -143,7 +145,8 @@ CACHED = """
 import sys
 from absl import flags
 from jaxserve.simulation.capacity import Objective
-from scripts import bench_capacity, open_loop
+from jaxserve.cli.tune import capacity as bench_capacity
+from jaxserve.cli.common import open_loop
 flags.FLAGS(sys.argv)
 run, shares = open_loop.serve, []
 def serve(*given, **options):
@@ -180,7 +183,7 @@ import sys
 from absl import flags
 from jaxserve.simulation.capacity import Objective
 from jaxserve.workloads.workload import Workload, WorkloadRequest
-from scripts import bench_capacity
+from jaxserve.cli.tune import capacity as bench_capacity
 flags.FLAGS(sys.argv)
 server = bench_capacity.Analytic("h100")
 work = Workload("four", (WorkloadRequest(1900, 8),) * 4)

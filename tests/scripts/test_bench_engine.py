@@ -16,7 +16,7 @@ from absl import flags
 from jaxserve import BucketPlan, Engine, EngineConfig
 from jaxserve.models.loading import random_model
 from scripts import bench_engine
-from scripts.bench_models import TINY_QWEN3
+from jaxserve.cli.common.bench_models import TINY_QWEN3
 
 flags.FLAGS(["bench_engine", "--steps=20"])
 config = TINY_QWEN3 | {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 1000, "tie_word_embeddings": False}

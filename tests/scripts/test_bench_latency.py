@@ -1,4 +1,4 @@
-"""scripts.bench_latency runs, and its numbers fit each other. How large they are is no test's business."""
+"""jaxserve.cli.bench.latency runs, and its numbers fit each other. How large they are is no test's business."""
 
 import json
 import os
@@ -19,7 +19,14 @@ def run(work: Path, *given: str) -> subprocess.CompletedProcess:
     model = alphabet_model.save(work / "model", tokenizer=False)
     BucketPlan(mixed=((32, 2),), head_rows=(2,)).save(work / "plan.json")
     environment = os.environ | {"JAXSERVE_CACHE": str(work / "cache"), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "scripts.bench_latency", f"--model={model}", f"--bucket_plan={work / 'plan.json'}", *given]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxserve.cli.bench.latency",
+        f"--model={model}",
+        f"--bucket_plan={work / 'plan.json'}",
+        *given,
+    ]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
 
 

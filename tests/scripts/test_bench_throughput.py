@@ -1,4 +1,4 @@
-"""scripts.bench_throughput runs, and its numbers fit each other. How large they are is no test's business."""
+"""jaxserve.cli.bench.throughput runs, and its numbers fit each other. How large they are is no test's business."""
 
 import json
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from jaxserve import BucketPlan
+from jaxserve.cli.common.timed_run import check_fits
 from jaxserve.workloads.workload import Workload, WorkloadRequest
-from scripts.bench_run import check_fits
 from tests import alphabet_model
 from tests.dummy import dummy_model, make_engine
 
@@ -29,7 +29,7 @@ def run(work: Path, *given: str) -> subprocess.CompletedProcess:
         *given,
     ]
     environment = os.environ | {"JAXSERVE_CACHE": str(work / "cache"), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "scripts.bench_throughput", *flags]
+    command = [sys.executable, "-m", "jaxserve.cli.bench.throughput", *flags]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
 
 
@@ -58,7 +58,7 @@ POOLS = """
 import jaxserve
 from types import SimpleNamespace
 from absl import flags
-from scripts import bench_throughput
+from jaxserve.cli.bench import throughput as bench_throughput
 
 def make(model, config, eos_token_ids):
     decided = config.num_pages or round(1000 * config.gpu_memory_utilization)

@@ -1,4 +1,4 @@
-"""scripts.convert: Hugging Face and GGUF to Orbax and back, bit for bit; and what `LLM` makes of the result."""
+"""jaxserve.cli.convert: Hugging Face and GGUF to Orbax and back, bit for bit; and what `LLM` makes of the result."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 def convert(*given: object) -> subprocess.CompletedProcess:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "scripts.convert", *map(str, given)]
+    command = [sys.executable, "-m", "jaxserve.cli.convert", *map(str, given)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import engine_flags
+from jaxserve.cli.common import engine_flags
 
 PACKAGES = ("jaxserve", "kernels", "checkpoints", "scripts")
 

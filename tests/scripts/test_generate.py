@@ -1,4 +1,4 @@
-"""scripts.generate as a user runs it, on a tiny checkpoint. Each run is a process; they share compiled programs."""
+"""jaxserve.cli.generate as a user runs it, on a tiny checkpoint. Each run is a process; they share compiled programs."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def run(tmp_path_factory):
 
     def command(*given: str) -> tuple[list[str], dict[str, str]]:
         flags = [f"--model={model}", f"--bucket_plan={work / 'plan.json'}", "--num_pages=64", *given]
-        return [sys.executable, "-W", "error", "-m", "scripts.generate", *flags], environment
+        return [sys.executable, "-W", "error", "-m", "jaxserve.cli.generate", *flags], environment
 
     def run(*given: str, stdin: str = "") -> subprocess.CompletedProcess:
         line, env = command(*given)
@@ -237,7 +237,7 @@ BAD_LINES = [
 READ_ALL = """
 import json, sys
 from absl import flags
-from scripts import generate
+from jaxserve.cli import generate
 for path in sys.argv[1:]:
     flags.FLAGS(["generate", "--model=none", f"--prompts_file={path}"])
     try:

@@ -292,7 +292,7 @@ def test_only_a_run_of_this_code_is_gone_on_with(tmp_path, monkeypatch):
         with pytest.raises(app.UsageError, match="revision='abc', this run 'abd'"):
             read_earlier("kernels")
     for revision in ("abc+", ""):
-        monkeypatch.setattr("scripts.engine_flags.revision", lambda revision=revision: revision or None)
+        monkeypatch.setattr("jaxserve.cli.common.engine_flags.revision", lambda revision=revision: revision or None)
         with flagsaver.as_parsed(resume=str(path), revision="", dry_run="false"):
             with pytest.raises(app.UsageError, match="commit, or give --revision"):
                 read_earlier("kernels")

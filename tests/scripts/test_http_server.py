@@ -47,7 +47,7 @@ def test_https(files):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     tls = (f"--ssl_certfile={files / 'own.crt'}", f"--ssl_keyfile={files / 'own.key'}")
-    process = start("scripts.router", "--backends=http://127.0.0.1:9", f"--port={port}", *tls)
+    process = start("jaxserve.cli.router", "--backends=http://127.0.0.1:9", f"--port={port}", *tls)
     try:
         with httpx.Client(verify=ssl.create_default_context(cafile=str(files / "own.crt"))) as client:
             deadline = time.monotonic() + 60

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxserve.cli.common import open_loop
 from jaxserve.workloads.workload import Workload, WorkloadRequest
-from scripts import open_loop
 from tests.dummy import dummy_model, make_engine
 
 

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from scripts import plots
+from jaxserve.cli.common import plots
 
 
 def test_missing_extra(monkeypatch):

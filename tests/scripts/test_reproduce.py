@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jaxserve.buckets.plan import Bucket
+from jaxserve.cli.common.finished import Finished
+from jaxserve.cli.common.tables import agreement, table
 from jaxserve.simulation.capacity import Objective, Spread
 from scripts import sarathi_capacity, sarathi_costs, sarathi_plots, sarathi_runs
-from scripts.finished import Finished
-from scripts.sarathi_report import agreement, table
 from scripts.sarathi_session import Question, Session, processes, serve_rate
 from scripts.sarathi_setups import DATASETS, FALCON_TP8, SETUPS, Contender, orca, run_at, sarathi, stages, vllm
 

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jaxserve.cli.common import open_loop
 from jaxserve.config import SchedulerConfig
 from jaxserve.simulation.replay import replay
 from jaxserve.step_times.analytic import Deployment
 from jaxserve.workloads.latency import ServedTimes
 from jaxserve.workloads.workload import fixed
-from scripts import open_loop, orca_report
+from scripts import orca_report
 from tests import alphabet_model
 
 ROOT = Path(__file__).parents[2]

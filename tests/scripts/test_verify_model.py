@@ -1,4 +1,4 @@
-"""scripts.verify_model on golden checkpoints, whose expected.npz is what transformers said; and on faults that it must name."""
+"""jaxserve.cli.verify on golden checkpoints, whose expected.npz is what transformers said; and on faults that it must name."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def run_python(*args: str) -> subprocess.CompletedProcess:
 
 
 def verify(*flags: str) -> subprocess.CompletedProcess:
-    return run_python("-m", "scripts.verify_model", "--json=-", *flags)
+    return run_python("-m", "jaxserve.cli.verify", "--json=-", *flags)
 
 
 def test_a_golden_agrees_with_what_transformers_said():
@@ -55,7 +55,7 @@ FAULTS = """
 import json
 import numpy as np
 from dataclasses import replace
-from scripts.verify_model import Answers, compare
+from jaxserve.cli.verify import Answers, compare
 rng = np.random.default_rng(0)
 prompts, logits = [np.arange(n, dtype=np.int32) for n in (1, 9)], [rng.normal(size=(n, 30)) for n in (1, 9)]
 greedy, logprobs = rng.integers(0, 30, (2, 5)), rng.normal(size=(2, 5))

@@ -1,4 +1,4 @@
-"""scripts.chat, with a model in its process and with a server, spoken to through a pipe."""
+"""jaxserve.cli.chat, with a model in its process and with a server, spoken to through a pipe."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ LIMITS = ("--max_num_seqs=2", "--max_num_batched_tokens=16", "--num_pages=64", "
 
 def chat(said: str, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAXSERVE_CACHE": str(tmp_path)}
-    command = [sys.executable, "-m", "scripts.chat", "--temperature=0", "--max_tokens=4", *flags]
+    command = [sys.executable, "-m", "jaxserve.cli.chat", "--temperature=0", "--max_tokens=4", *flags]
     return subprocess.run(command, cwd=ROOT, env=environment, input=said, capture_output=True, text=True, timeout=120)
 
 

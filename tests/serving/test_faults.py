@@ -300,7 +300,7 @@ def test_sigterm_mid_stream(folder, tmp_path):
 
 
 class ScriptServer:
-    """`python -m scripts.serve` on a free port."""
+    """`python -m jaxserve.cli.serve` on a free port."""
 
     def __init__(self, folder: Path, tmp_path: Path, *flags: str):
         with socket.socket() as probe:
@@ -309,7 +309,7 @@ class ScriptServer:
         self.url = f"http://127.0.0.1:{port}"
         self.log = tmp_path / "serve.log"
         options = ("--max_num_seqs=2", "--max_num_batched_tokens=16", "--num_pages=64", "--page_size=8", "--warm_up=first_use")
-        command = [sys.executable, "-m", "scripts.serve", f"--model={folder}", f"--port={port}", *options, *flags]
+        command = [sys.executable, "-m", "jaxserve.cli.serve", f"--model={folder}", f"--port={port}", *options, *flags]
         root = Path(__file__).parents[2]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAXSERVE_CACHE": str(tmp_path)}
         with open(self.log, "w") as log:

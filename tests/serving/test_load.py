@@ -17,11 +17,11 @@ import httpx
 import numpy as np
 import pytest
 
+from jaxserve.cli.common.http_load import Stream, Target, serve_at
 from jaxserve.routing.app import RouterOptions, make_router
 from jaxserve.serving.app import ServerOptions, make_app
 from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.workloads.workload import Workload, WorkloadRequest
-from scripts.http_load import Stream, Target, serve_at
 from scripts.replay_engine import replay_llm
 from tests.serving.http_server import listening, serving
 

@@ -235,7 +235,7 @@ def test_a_server_that_drains_gets_nothing_new(survivor):
 def test_sigterm_ends_the_router_when_its_streams_have_ended(survivor):
     url = f"http://127.0.0.1:{free_port()}"
     flags = (f"--backends={survivor}", f"--port={url.rpartition(':')[2]}", "--noaccess_log")
-    with process(url, "-m", "scripts.router", *flags) as running:
+    with process(url, "-m", "jaxserve.cli.router", *flags) as running:
         body = {"prompt": "a", "max_tokens": 100, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()

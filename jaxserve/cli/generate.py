@@ -1,7 +1,7 @@
 """Generates completions of prompts from flags, a text file or JSONL.
 
-    python -m scripts.generate --model=FOLDER --prompt="Once upon a time" --max_tokens=64
-    python -m scripts.generate --model=FOLDER --prompts_file=prompts.jsonl --output=completions.jsonl --chat
+    python -m jaxserve.cli.generate --model=FOLDER --prompt="Once upon a time" --max_tokens=64
+    python -m jaxserve.cli.generate --model=FOLDER --prompts_file=prompts.jsonl --output=completions.jsonl --chat
 
 A text file holds a prompt a line. A JSONL line holds {"prompt": text}, {"prompt_token_ids": [...]} or {"messages": [...]}, and may
 hold sampling parameters of its own ("max_tokens", "temperature", ...; the fields of jaxserve.SamplingParams), which win over the
@@ -31,8 +31,8 @@ from typing import Any, NoReturn, TextIO
 import numpy as np
 from absl import app, flags
 
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.request import SamplingParams
-from scripts.engine_flags import define_engine_flags, engine_options
 
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
 _FILE = flags.DEFINE_string("prompts_file", None, "Prompts: a .jsonl file, or a text file with one a line; - is stdin (text).")

@@ -1,6 +1,6 @@
 """One address in front of several servers: each request goes where its prefix is cached, or to the least busy.
 
-    python -m scripts.router --backends=http://127.0.0.1:8001,http://127.0.0.1:8002
+    python -m jaxserve.cli.router --backends=http://127.0.0.1:8001,http://127.0.0.1:8002
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once upon a time"}'
 
 Streams pass through byte for byte. A request that a server did not begin to answer is given to another; an answer that breaks off
@@ -14,8 +14,8 @@ import sys
 
 from absl import app, flags
 
+from jaxserve.cli.common import http_server
 from jaxserve.routing.policy import POLICIES
-from scripts import http_server
 
 _BACKENDS = flags.DEFINE_list("backends", None, "Addresses of the servers, http://host:port.", required=True)
 _POLICY = flags.DEFINE_enum("policy", "prefix_aware", POLICIES, "How a server is chosen (jaxserve/routing/policy.py).")

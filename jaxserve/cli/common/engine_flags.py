@@ -33,7 +33,9 @@ def define_engine_flags(*, model: str | None = None) -> None:
     """Defines --model (required unless a default is given) and a flag for each engine option worth one at a shell."""
     logging.getLogger("jax").setLevel(logging.WARNING)  # below that it names every backend that this machine lacks
     flags.DEFINE_string("model", model, "A Hugging Face folder or id, or a GGUF file.", required=model is None)
-    flags.DEFINE_string("config", None, "A JSON file of engine options, such as scripts.autotune writes; flags given win over it.")
+    flags.DEFINE_string(
+        "config", None, "A JSON file of engine options, such as jaxserve.cli.autotune writes; flags given win over it."
+    )
     _define(
         flags.DEFINE_enum,
         "dtype",
@@ -57,7 +59,7 @@ def define_engine_flags(*, model: str | None = None) -> None:
     _define(flags.DEFINE_enum, "batching_policy", "sarathi", "How a step is composed.", enum_values=POLICIES)
     _define(flags.DEFINE_enum, "scheduling_policy", "fcfs", "Who comes first.", enum_values=ORDERS)
     _define(flags.DEFINE_float, "tbt_slo_ms", None, "Dynamic budget: milliseconds that a step with decodes may take.")
-    _define(flags.DEFINE_string, "step_times", None, "Dynamic budget: the JSON of scripts.profile_steps for this machine.")
+    _define(flags.DEFINE_string, "step_times", None, "Dynamic budget: the JSON of jaxserve.cli.tune.profile for this machine.")
     _define(flags.DEFINE_integer, "seed", 0, "Seeds requests that bring no seed.")
     _define(flags.DEFINE_string, "bucket_plan", None, "A bucket plan's JSON file.")
     _define(
@@ -169,7 +171,7 @@ _CHANGED = ("status", "--porcelain", "-uno", "--", *_CODE)
 
 def _git(*command: str) -> str:
     """What git prints of this checkout. OSError or CalledProcessError outside of one."""
-    git = ["git", "-C", str(Path(__file__).parents[1])]
+    git = ["git", "-C", str(Path(__file__).parents[3])]
     return subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout
 
 
@@ -201,7 +203,7 @@ def _shown(value: Any) -> Any:
         return [_shown(v) for v in value]
     if not isinstance(value, str) or not value.startswith(("/", "../")):
         return value
-    path, checkout = Path(value).resolve(), Path(__file__).parents[1].resolve()
+    path, checkout = Path(value).resolve(), Path(__file__).parents[3].resolve()
     return str(path.relative_to(checkout)) if path.is_relative_to(checkout) else path.name
 
 

@@ -1,7 +1,7 @@
 """Times steps of every kind on this machine and fits a step-time model, which tune_buckets and tune_budget plan with.
 
-    python -m scripts.profile_steps --model=tiny-qwen3 --max_num_batched_tokens=4096 --max_model_len=8448 --output=steps.json
-    python -m scripts.profile_steps --points=steps.json --output=steps.json
+    python -m jaxserve.cli.tune.profile --model=tiny-qwen3 --max_num_batched_tokens=4096 --max_model_len=8448 --output=steps.json
+    python -m jaxserve.cli.tune.profile --points=steps.json --output=steps.json
 
 Buckets of a grid are compiled and run with short, middling and long KV, several rounds of visits each; where a bucket half-way
 between two others is not what lies between them, it is measured as well. The model is then tried on steps it never saw. With
@@ -20,8 +20,8 @@ from typing import Any
 from absl import app, flags
 from tqdm import tqdm
 
-from scripts.bench_models import bench_model
-from scripts.engine_flags import (
+from jaxserve.cli.common.bench_models import bench_model
+from jaxserve.cli.common.engine_flags import (
     define_engine_flags,
     engine_flags,
     engine_options,

@@ -1,9 +1,9 @@
 """Fits a bucket plan to a workload: which (tokens, sequences) shapes to compile.
 
-    python -m scripts.tune_buckets --step_times=steps.json --workload=trace --dataset_path=trace.csv.gz --output=plan.json
-    python -m scripts.generate --bucket_plan=plan.json ...
+    python -m jaxserve.cli.tune.buckets --step_times=steps.json --workload=trace --dataset_path=trace.csv.gz --output=plan.json
+    python -m jaxserve.cli.generate --bucket_plan=plan.json ...
 
-The workload is served in virtual time by the real scheduler, with step times from scripts.profile_steps; the plan that would have
+The workload is served in virtual time by the real scheduler, with step times from jaxserve.cli.tune.profile; the plan that would have
 served it fastest, within --max_programs, is searched and replayed until nothing improves. Two plans of powers of two with at most
 as many programs stand beside it: the engine's default rule's (which may leave a few over), and the best among powers of two.
 --measure serves the workload with each on a real engine. Nothing but --measure needs a device. --measured takes the runs of an
@@ -23,7 +23,7 @@ from typing import Any
 
 from absl import app, flags
 
-from scripts.engine_flags import (
+from jaxserve.cli.common.engine_flags import (
     define_engine_flags,
     engine_options,
     exit_on_bad_input,
@@ -32,10 +32,10 @@ from scripts.engine_flags import (
     write_json,
     write_text,
 )
-from scripts.plots import CAN_PLOT
-from scripts.sarathi_report import table as markdown
-from scripts.simulated_machine import RATE, measure, planning, read_machine
-from scripts.traffic_flags import read_traffic
+from jaxserve.cli.common.plots import CAN_PLOT
+from jaxserve.cli.common.simulated_machine import RATE, measure, planning, read_machine
+from jaxserve.cli.common.tables import table as markdown
+from jaxserve.cli.common.traffic_flags import read_traffic
 
 _OUTPUT = flags.DEFINE_string("output", "plan.json", "Where the plan is written.")
 _PROGRAMS = flags.DEFINE_integer("max_programs", 24, "Most programs of the plan, heads and all others included.")
@@ -169,7 +169,7 @@ def warn_if_missed(machine: Any, plan: Any) -> None:
 
 
 def draw(tuned: Any, rows: dict[str, dict[str, Any]], title: str) -> None:
-    from scripts.plots import plan_comparison
+    from jaxserve.cli.common.plots import plan_comparison
 
     shown = {n: {**r, "seconds": r["cost_seconds"]} for n, r in rows.items()}
     seconds = "time to serve" if tuned.at_once else "mean end-to-end latency"

@@ -1,7 +1,7 @@
 """Chats in the terminal, with a model in this process or with a server.
 
-    python -m scripts.chat --model=FOLDER
-    python -m scripts.chat --url=http://127.0.0.1:8000 --system="Answer in one sentence."
+    python -m jaxserve.cli.chat --model=FOLDER
+    python -m jaxserve.cli.chat --url=http://127.0.0.1:8000 --system="Answer in one sentence."
 
 Ctrl-C stops an answer; /new starts again, /quit or the end of the input ends. Reads from a pipe too: a message a line.
 """
@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 from absl import app, flags
 
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.serving.parsers import CallPart, Content, Notation, OutputParser, Piece, Reasoning
-from scripts.engine_flags import define_engine_flags, engine_options
 
 define_engine_flags(model="")
 _URL = flags.DEFINE_string("url", None, "A server's address; by default --model runs here.")

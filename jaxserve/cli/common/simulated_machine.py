@@ -11,8 +11,8 @@ from typing import Any
 from absl import flags
 from tqdm import tqdm
 
-from scripts.bench_models import bench_model
-from scripts.engine_flags import engine_options, refuse_options
+from jaxserve.cli.common.bench_models import bench_model
+from jaxserve.cli.common.engine_flags import engine_options, refuse_options
 
 RATE = flags.DEFINE_float("request_rate", float("inf"), "Requests a second; inf: all at once.")
 GOOD_ERROR = 0.1  # median on held-out steps, up to which a profile is planned with unasked
@@ -24,7 +24,7 @@ def read_machine() -> Any:
     there is no profile, or it does not fit the flags."""
     given = engine_options()
     if given["step_times"] is None:
-        raise ValueError("give --step_times, the JSON file that scripts.profile_steps wrote on this machine")
+        raise ValueError("give --step_times, the JSON file that jaxserve.cli.tune.profile wrote on this machine")
     return machine_of(given["step_times"], given)
 
 
@@ -123,7 +123,7 @@ def make_engine(
 
 def measure(machine: Any, plan: Any, workload: Any, seed: int, name: str) -> Any:
     """A real run (open_loop.ServedRun) of the workload with the machine's limits and this plan, all programs compiled before."""
-    from scripts.open_loop import serve
+    from jaxserve.cli.common.open_loop import serve
 
     engine = make_engine(machine.limits, plan, machine.num_pages, machine.objective, machine.step_times.page_size)
     with tqdm(total=len(workload.requests), desc=name, mininterval=5) as bar:

@@ -1,6 +1,6 @@
 """Serves a model over HTTP with OpenAI's API, and a page to try it at http://127.0.0.1:8000/.
 
-    python -m scripts.serve --model=FOLDER
+    python -m jaxserve.cli.serve --model=FOLDER
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once upon a time"}'
 
 It listens on this machine alone unless --host says otherwise; give --api_key (or JAXSERVE_API_KEY) before it does. SIGTERM and
@@ -14,8 +14,8 @@ from typing import Any
 
 from absl import app, flags
 
-from scripts import http_server
-from scripts.engine_flags import define_engine_flags, engine_options
+from jaxserve.cli.common import http_server
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 
 _NAMES = flags.DEFINE_list("served_model_name", [], "What clients call the model; by default as --model does.")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "Where the tokenizer lies, if not beside the model.")

@@ -7,9 +7,9 @@ import sys
 
 from absl import flags
 
+from jaxserve.cli.common.workload_flags import read_workload
 from jaxserve.workloads.traffic import as_recorded, at_once, at_rate, fitting
 from jaxserve.workloads.workload import Workload
-from scripts.workload_flags import read_workload
 
 flags.DEFINE_alias("dataset_name", "workload")
 flags.DEFINE_alias("num_prompts", "num_requests")

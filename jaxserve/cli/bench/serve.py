@@ -1,11 +1,11 @@
 """Serving benchmark: an engine in process, or a server, under an open loop of requests, with vLLM's metrics.
 
-    python -m scripts.bench_serve --workload=random --num_prompts=64 --random_input_len=128 --random_output_len=32 --request_rate=4
-    python -m scripts.bench_serve --workload=trace --dataset_path=trace.csv.gz --request_rate=1,2,4 --goodput=ttft:500,tpot:50 \
+    python -m jaxserve.cli.bench.serve --workload=random --num_prompts=64 --random_input_len=128 --random_output_len=32 --request_rate=4
+    python -m jaxserve.cli.bench.serve --workload=trace --dataset_path=trace.csv.gz --request_rate=1,2,4 --goodput=ttft:500,tpot:50 \
         --json=serve.json --plot=serve
-    python -m scripts.bench_serve --base_url=http://127.0.0.1:8000 --workload=random --request_rate=4
-    python -m scripts.bench_serve --base_url=https://HOST/PATH --vocab_size=32000 --workload=random --max_model_len=4096
-    python -m scripts.bench_serve --model=FOLDER --against_server --rounds=3 --workload=eight
+    python -m jaxserve.cli.bench.serve --base_url=http://127.0.0.1:8000 --workload=random --request_rate=4
+    python -m jaxserve.cli.bench.serve --base_url=https://HOST/PATH --vocab_size=32000 --workload=random --max_model_len=4096
+    python -m jaxserve.cli.bench.serve --model=FOLDER --against_server --rounds=3 --workload=eight
 
 TTFT, TPOT, ITL and E2EL in milliseconds, throughputs, goodput (requests a second that meet every --goodput objective), peak
 concurrency, preemptions, prefix hits, padding. Requests count as arrived at the workload's time, however busy the engine is then.
@@ -13,7 +13,7 @@ With several rates, each is served in turn and --plot draws latency over through
 --base_url takes any OpenAI-compatible server of completions that knows ignore_eos; the first model that it lists is asked. Where it
 does not tell its vocabulary at /tokenizer_info, --vocab_size says how many token ids prompts are drawn from. Of the engine's flags
 it heeds --max_model_len (longer requests are left out) and --seed; --model is whose tokenizer counts ShareGPT's texts.
---against_server starts scripts.serve with the same flags, gives the workload to the engine in process and to that server by turns,
+--against_server starts jaxserve.cli.serve with the same flags, gives the workload to the engine in process and to that server by turns,
 --rounds times after one that is not counted, and prints the share of the engine's throughput that HTTP leaves (the median).
 """
 
@@ -30,11 +30,8 @@ from typing import Any
 from absl import app, flags
 from tqdm import tqdm
 
-from jaxserve.workloads.latency import METRICS, ServedTimes, parse_objectives
-from jaxserve.workloads.workload import Workload
-from scripts.bench_models import bench_model
-from scripts.bench_run import check_fits
-from scripts.engine_flags import (
+from jaxserve.cli.common.bench_models import bench_model
+from jaxserve.cli.common.engine_flags import (
     define_engine_flags,
     engine_flags,
     engine_options,
@@ -43,9 +40,12 @@ from scripts.engine_flags import (
     refuse_flags,
     write_json,
 )
-from scripts.http_load import Target, serve_at, server_process
-from scripts.plots import CAN_PLOT
-from scripts.traffic_flags import read_traffic
+from jaxserve.cli.common.http_load import Target, serve_at, server_process
+from jaxserve.cli.common.plots import CAN_PLOT
+from jaxserve.cli.common.timed_run import check_fits
+from jaxserve.cli.common.traffic_flags import read_traffic
+from jaxserve.workloads.latency import METRICS, ServedTimes, parse_objectives
+from jaxserve.workloads.workload import Workload
 
 
 def _is_percentile(text: str) -> bool:
@@ -93,7 +93,7 @@ def make_engine() -> Any:
 
 def in_process(workloads: dict[float, Workload], seed: int) -> tuple[list[dict[str, Any]], Any]:
     """(a result for each rate, from an engine of the flags; the steps of the last, as ServedRun has them)."""
-    from scripts.open_loop import serve
+    from jaxserve.cli.common.open_loop import serve
 
     engine = make_engine()
     print(engine.describe(), file=sys.stderr)
@@ -111,7 +111,7 @@ def in_process(workloads: dict[float, Workload], seed: int) -> tuple[list[dict[s
 
 def draw(results: list[dict[str, Any]], steps: Any, workload: str) -> None:
     """The timeline of the last rate's steps, and, of several rates, latency over throughput."""
-    from scripts.plots import latency_throughput, step_timeline
+    from jaxserve.cli.common.plots import latency_throughput, step_timeline
 
     name = f"{flags.FLAGS.model}, {workload}"
     step_timeline(steps, f"{_PLOT.value}_steps.png", f"{name}, {float(results[-1]['request_rate']):g}/s")
@@ -159,12 +159,12 @@ def server_flags() -> list[str]:
 
 def against_server(workloads: dict[float, Workload], seed: int) -> list[dict[str, Any]]:
     """For each rate, the last round's result in process and that of a server of the same flags, and the share between them."""
-    from scripts.open_loop import serve
+    from jaxserve.cli.common.open_loop import serve
 
     engine, results = make_engine(), []
     for workload in workloads.values():
         check_fits(workload, engine)
-    with server_process("scripts.serve", "--noaccess_log", *server_flags()) as (url, _):
+    with server_process("jaxserve.cli.serve", "--noaccess_log", *server_flags()) as (url, _):
         for rate, workload in workloads.items():
             shares, here, there = [], {}, {}
             for of_round in range(seed, seed + 1 + _ROUNDS.value):

@@ -1,6 +1,6 @@
-"""What transformers says to given prompts, saved for `scripts.verify_model` to compare with. Needs torch and transformers, not jax.
+"""What transformers says to given prompts, saved for `jaxserve.cli.verify` to compare with. Needs torch and transformers, not jax.
 
-    python -m scripts.transformers_answers --model=FOLDER --prompts=prompts.json --out=answers.npz
+    python -m jaxserve.cli.transformers_answers --model=FOLDER --prompts=prompts.json --out=answers.npz
 
 --prompts is a JSON list of lists of token ids. The file holds, for P prompts one after the other:
     prompts i32[tokens], prompt_lens i32[P], logits f32[tokens, V], greedy i32[P, max_tokens] (eos ids not heeded), and gaps

@@ -1,10 +1,10 @@
 """The highest request rate that meets an objective of latency, for each batching policy, by bisection.
 
-    python -m scripts.bench_capacity --step_times=steps.json --workload=openchat_sharegpt4 --num_prompts=1280 --slo_ms=100,500 \
+    python -m jaxserve.cli.tune.capacity --step_times=steps.json --workload=openchat_sharegpt4 --num_prompts=1280 --slo_ms=100,500 \
         --policies=sarathi:512,dynamic:2048,prefill_first,orca --seeds=3 --json=capacity.json --plot=capacity.png
-    python -m scripts.bench_capacity --gpu=h100 --model=qwen3-32b --tp=2 --max_model_len=8192 --workload=openchat_sharegpt4 \
+    python -m jaxserve.cli.tune.capacity --gpu=h100 --model=qwen3-32b --tp=2 --max_model_len=8192 --workload=openchat_sharegpt4 \
         --num_prompts=1280 --slo_ms=50 --policies=sarathi:512,sarathi:2048,prefill_first
-    python -m scripts.bench_capacity --real --max_model_len=512 --workload=random --num_prompts=1280 --random_input_len=64 \
+    python -m jaxserve.cli.tune.capacity --real --max_model_len=512 --workload=random --num_prompts=1280 --random_input_len=64 \
         --random_output_len=32 --slo_ms=50
 
 A rate is good if --quantile of the time between tokens (from at least --min_gaps of them) is within the objective and the median
@@ -33,10 +33,7 @@ from typing import Any
 from absl import app, flags
 from tqdm import tqdm
 
-from jaxserve.config import POLICIES
-from jaxserve.scheduling.policies import resolve_policy
-from jaxserve.workloads.workload import WORKLOADS
-from scripts.engine_flags import (
+from jaxserve.cli.common.engine_flags import (
     code_id,
     define_engine_flags,
     engine_options,
@@ -47,10 +44,13 @@ from scripts.engine_flags import (
     versions,
     write_json,
 )
-from scripts.finished import Finished
-from scripts.plots import CAN_PLOT
-from scripts.simulated_machine import limits_of, make_engine, plan_for, plan_given, read_machine
-from scripts.traffic_flags import read_traffic
+from jaxserve.cli.common.finished import Finished
+from jaxserve.cli.common.plots import CAN_PLOT
+from jaxserve.cli.common.simulated_machine import limits_of, make_engine, plan_for, plan_given, read_machine
+from jaxserve.cli.common.traffic_flags import read_traffic
+from jaxserve.config import POLICIES
+from jaxserve.scheduling.policies import resolve_policy
+from jaxserve.workloads.workload import WORKLOADS
 
 _POLICIES = flags.DEFINE_list("policies", ["sarathi", "prefill_first", "orca"], "Policies, perhaps with a budget: sarathi:512.")
 _SLO = flags.DEFINE_list("slo_ms", [], "Objectives for the time between tokens, in milliseconds.")
@@ -179,7 +179,7 @@ class Real:
             self.settings["profile"] = digest(Path(str(given["step_times"])).read_bytes())
 
     def serve(self, contender: Contender, objective: Any, workload: Any, seed: int) -> Any:
-        from scripts.open_loop import serve
+        from jaxserve.cli.common.open_loop import serve
 
         key = contender.name, objective.tbt if contender.dynamic else None
         if key != self._key:
@@ -277,7 +277,7 @@ def main(argv: list[str]) -> None:
             rows = tabulate(lambda c, slo, seed: search(server, c, slo, seed, finished, progress), contenders, slos)
     report(rows, contenders[-1].name)
     if _PLOT.value:
-        from scripts.plots import capacities
+        from jaxserve.cli.common.plots import capacities
 
         capacities(rows, _PLOT.value, f"{workload.name}, {_SEEDS.value} seeds")
     about = {"benchmark": "capacity", "settings": finished.settings, "results": finished.results}

@@ -1,6 +1,6 @@
 """Latency of one batch: the time from giving `batch_size` prompts to the last token of the last of them.
 
-    python -m scripts.bench_latency --model=Qwen/Qwen3-0.6B --input_len=32 --output_len=128 --batch_size=8 --json=latency.json
+    python -m jaxserve.cli.bench.latency --model=Qwen/Qwen3-0.6B --input_len=32 --output_len=128 --batch_size=8 --json=latency.json
 
 Prompts are random ids, greedy, each to its full output length; nothing else runs, and no prefix is cached from one iteration to
 the next. All programs are compiled before the first iteration, and --num_iters_warmup iterations come before the timed ones. The
@@ -16,10 +16,10 @@ import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
+from jaxserve.cli.common.bench_models import bench_model
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, provenance, write_json
+from jaxserve.cli.common.timed_run import check_fits, check_length, serve
 from jaxserve.workloads.workload import Workload, WorkloadRequest
-from scripts.bench_models import bench_model
-from scripts.bench_run import check_fits, check_length, serve
-from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 

@@ -1,6 +1,6 @@
 """The largest token budget that keeps the time between tokens within an objective.
 
-    python -m scripts.tune_budget --step_times=steps.json --workload=trace --dataset_path=trace.csv.gz --request_rate=2 \
+    python -m jaxserve.cli.tune.budget --step_times=steps.json --workload=trace --dataset_path=trace.csv.gz --request_rate=2 \
         --tbt_slo_ms=80 --json=budget.json
 
 Each budget is served in virtual time by the real scheduler; the largest whose --quantile of the time between tokens meets
@@ -20,11 +20,18 @@ from typing import Any
 
 from absl import app, flags
 
-from scripts.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, provenance, write_json, write_text
-from scripts.plots import CAN_PLOT
-from scripts.sarathi_report import table as markdown
-from scripts.simulated_machine import RATE, measure, plan_for, planning, read_machine
-from scripts.traffic_flags import read_traffic
+from jaxserve.cli.common.engine_flags import (
+    define_engine_flags,
+    engine_options,
+    exit_on_bad_input,
+    provenance,
+    write_json,
+    write_text,
+)
+from jaxserve.cli.common.plots import CAN_PLOT
+from jaxserve.cli.common.simulated_machine import RATE, measure, plan_for, planning, read_machine
+from jaxserve.cli.common.tables import table as markdown
+from jaxserve.cli.common.traffic_flags import read_traffic
 
 _QUANTILE = flags.DEFINE_float("quantile", 0.99, "Of the time between tokens, which must meet the objective.", 0.0, 1.0)
 _BUDGETS = flags.DEFINE_list("budgets", [], "Budgets to try; by default the plan's mixed sizes above max_num_seqs.")
@@ -128,7 +135,7 @@ def main(argv: list[str]) -> None:
     write_json(_JSON.value, {**result, **provenance()})
     write_text(_TABLE.value, tables(result, label))
     if _PLOT.value:
-        from scripts.plots import budgets as plot_budgets
+        from jaxserve.cli.common.plots import budgets as plot_budgets
 
         rate = "" if math.isinf(RATE.value) else f", {RATE.value:g}/s"
         plot_budgets(rows, slo_ms, _PLOT.value, f"{workload.name}, {len(workload.requests)} requests{rate}: {label}")

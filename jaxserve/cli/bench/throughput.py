@@ -1,11 +1,11 @@
 """Offline throughput: a workload given to the engine all at once, timed to its end.
 
-    python -m scripts.bench_throughput --model=tiny-qwen3 --workload=short_long_mix --max_num_seqs=8
-    python -m scripts.bench_throughput --model=tiny-qwen3 --workload=short_long_mix --policies=sarathi,request_level
-    python -m scripts.bench_throughput --model=Qwen/Qwen3-0.6B --workload=nano_vllm --max_model_len=4096 --repeats=1
-    python -m scripts.bench_throughput --model=Qwen/Qwen3-0.6B --workload=random --random_input_len=512 --random_output_len=64
-    python -m scripts.bench_throughput --model=Qwen/Qwen3-0.6B --workload=sharegpt --dataset_path=ShareGPT_V3.json
-    python -m scripts.bench_throughput --model=Qwen/Qwen3-0.6B --workload=trace --dataset_path=requests.csv.gz --max_model_len=8192
+    python -m jaxserve.cli.bench.throughput --model=tiny-qwen3 --workload=short_long_mix --max_num_seqs=8
+    python -m jaxserve.cli.bench.throughput --model=tiny-qwen3 --workload=short_long_mix --policies=sarathi,request_level
+    python -m jaxserve.cli.bench.throughput --model=Qwen/Qwen3-0.6B --workload=nano_vllm --max_model_len=4096 --repeats=1
+    python -m jaxserve.cli.bench.throughput --model=Qwen/Qwen3-0.6B --workload=random --random_input_len=512 --random_output_len=64
+    python -m jaxserve.cli.bench.throughput --model=Qwen/Qwen3-0.6B --workload=sharegpt --dataset_path=ShareGPT_V3.json
+    python -m jaxserve.cli.bench.throughput --model=Qwen/Qwen3-0.6B --workload=trace --dataset_path=requests.csv.gz --max_model_len=8192
 
 Workloads are those of jaxserve/workloads/workload.py: equal_size is 16 requests of 128 prompt and 128 output tokens; short_long_mix is 16
 requests, (32, 32) and (512, 128) by turns; nano_vllm is nano-vllm's benchmark; a trace's requests longer than --max_model_len are
@@ -22,11 +22,11 @@ from typing import Any
 
 from absl import app, flags
 
+from jaxserve.cli.common.bench_models import bench_model
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, provenance, write_json
+from jaxserve.cli.common.timed_run import check_fits, check_length, serve
+from jaxserve.cli.common.workload_flags import read_workload
 from jaxserve.workloads.workload import Workload
-from scripts.bench_models import bench_model
-from scripts.bench_run import check_fits, check_length, serve
-from scripts.engine_flags import define_engine_flags, engine_options, provenance, write_json
-from scripts.workload_flags import read_workload
 
 _POLICIES = flags.DEFINE_list("policies", [], "Batching policies to compare; by default --batching_policy alone.")
 _PREFIX = flags.DEFINE_list("prefix_caching", [], "Compare with prefix caching on and off: --prefix_caching=true,false.")

@@ -1,0 +1,1 @@
+"""`jaxserve bench`: throughput, latency and serving."""

@@ -1,0 +1,1 @@
+"""What several commands share: flags, models by name, timed runs, plots and tables."""

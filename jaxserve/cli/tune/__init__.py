@@ -1,0 +1,1 @@
+"""`jaxserve tune`: step profiles, bucket plans, token budgets and capacity."""
