@@ -31,7 +31,7 @@ from typing import Any
 
 from absl import app, flags
 
-from scripts.gpu_figures import Figures, is_bad, is_skipped, is_unfinished, read_rows, value_of, write_rows
+from scripts.gpu.figures import Figures, is_bad, is_skipped, is_unfinished, read_rows, value_of, write_rows
 
 _PART = flags.DEFINE_enum("part", "all", ["kernels", "engine", "all"], "Which half; all runs one after the other.")
 _SECTIONS = flags.DEFINE_list("sections", [], "Only these sections of the part, and device.")
@@ -81,7 +81,7 @@ def _of(module: str, name: str) -> Callable[[Figures], None]:
 
 def _engine(name: str, model: str = _MODEL, *args: Any) -> Callable[[Figures], None]:
     def run(figures: Figures) -> None:
-        from scripts import gpu_engine
+        from scripts.gpu import engine as gpu_engine
 
         getattr(gpu_engine, name)(figures, _DRY_MODEL if figures.dry_run else model, *args)
 
@@ -92,7 +92,7 @@ def _device(figures: Figures) -> None:
     """Which card this is, in whose company."""
     import jax
 
-    from scripts.device_rates import measure
+    from scripts.gpu.device_rates import measure
 
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
@@ -125,7 +125,7 @@ def _device(figures: Figures) -> None:
 
 def _first_token(model: str) -> Callable[[Figures], None]:
     def run(figures: Figures) -> None:
-        from scripts import gpu_engine
+        from scripts.gpu import engine as gpu_engine
 
         gpu_engine.first_token(figures, _DRY_MODEL if figures.dry_run else model, _CACHE.value, _BORN.value)
 
@@ -169,7 +169,7 @@ def _graph_updates(figures: Figures) -> None:
 
 
 def _count_graph_updates(figures: Figures) -> None:
-    from scripts import gpu_engine
+    from scripts.gpu import engine as gpu_engine
 
     gpu_engine.graph_updates(figures, _DRY_MODEL if figures.dry_run else _MODEL, Path(_CACHE.value))
 

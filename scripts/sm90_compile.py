@@ -21,7 +21,7 @@ from typing import Any
 
 from scripts.compiled_report import CompiledReport, Kernel, parse_hlo, parse_mosaic_smem, parse_ptxas, parse_thunks
 
-TARGETS = {path.stem: path for path in sorted((Path(__file__).parent / "gpu_targets").glob("*.txtpb"))}
+TARGETS = {path.stem: path for path in sorted((Path(__file__).parent / "gpu/targets").glob("*.txtpb"))}
 SMEM_LIMIT = 232_448  # bytes a block may opt in to on sm_90 (CUDA C++ Programming Guide, table of compute capabilities)
 REGISTER_LIMIT = 255  # a thread
 

@@ -178,8 +178,11 @@ def test_help_needs_no_jax(script):
 ON_A_CARD = """
 import sys, time
 sys.modules.update(dict.fromkeys(sys.argv[1:]))
-from scripts import aot_step, gpu_attention, gpu_engine, gpu_peers
-from scripts.gpu_figures import Figures
+from scripts import aot_step
+from scripts.gpu import attention as gpu_attention
+from scripts.gpu import engine as gpu_engine
+from scripts.gpu import peers as gpu_peers
+from scripts.gpu.figures import Figures
 gpu_engine.first_token(Figures("on a card", None, 60, True), "tiny-qwen3", "", time.time())
 """
 

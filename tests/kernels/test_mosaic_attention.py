@@ -23,8 +23,8 @@ from kernels.ragged_paged_attention import tiles as tiles_file
 from kernels.ragged_paged_attention.cases import INTERPRETED, SPLIT, TOLERANCE, Batch, Case, Heads, build
 from kernels.ragged_paged_attention.planner import Planner
 from kernels.ragged_paged_attention.tiles import Tiles, choose_tiles
-from scripts.gpu_attention import Batch as AttentionBatch
-from scripts.gpu_attention import tile_candidates
+from scripts.gpu.attention import Batch as AttentionBatch
+from scripts.gpu.attention import tile_candidates
 from tests.kernels.test_ragged_paged_attention import expected
 
 ON_DEVICE = gpu.missing_for_sm90() is None

@@ -15,12 +15,13 @@ from absl.testing import flagsaver
 from kernels import gpu
 from kernels.ragged_paged_attention import ragged_paged_attention
 from kernels.ragged_paged_attention.cases import CASES, TOLERANCE, build
-from scripts import gpu_check, gpu_parity
-from scripts.gpu_attention import HEADS, Batch, Variant, best_tiles, decode_points, prefill_points, tile_candidates
+from scripts import gpu_check
+from scripts.gpu import parity as gpu_parity
+from scripts.gpu.attention import HEADS, Batch, Variant, best_tiles, decode_points, prefill_points, tile_candidates
+from scripts.gpu.engine import decoding, random_engine, step_bytes, step_flops, target_for
+from scripts.gpu.figures import Figures, read_rows, value_of, write_rows
+from scripts.gpu.parity import dense_attention
 from scripts.gpu_check import FIRST, HIDDEN, PARTS, SECTIONS, chosen_parts, device_name, read_earlier, run_part, summary
-from scripts.gpu_engine import decoding, random_engine, step_bytes, step_flops, target_for
-from scripts.gpu_figures import Figures, read_rows, value_of, write_rows
-from scripts.gpu_parity import dense_attention
 
 
 def test_what_fails_is_a_figure_and_the_rest_goes_on(tmp_path):

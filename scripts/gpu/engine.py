@@ -21,8 +21,8 @@ from jaxserve import BucketPlan
 from jaxserve.cli.common.bench_models import RANDOM
 from jaxserve.cli.common.timed_run import serve
 from jaxserve.workloads.workload import Workload, WorkloadRequest, nano_vllm
-from scripts.device_rates import Rates, measure
-from scripts.gpu_figures import Figures
+from scripts.gpu.device_rates import Rates, measure
+from scripts.gpu.figures import Figures
 from scripts.sm90_compile import TARGETS, target_fact, target_of, thunk_text
 
 BATCHES = (1, 8, 32, 64, 128, 256)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scripts.gpu_figures import Figures
+from scripts.gpu.figures import Figures
 
 _ELEMENTS, _SIDE = 1 << 29, 8192  # 1 GiB of bf16; 8192^3
 _DRY_ELEMENTS, _DRY_SIDE = 1 << 14, 128

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from scripts.device_rates import Rates, measure
-from scripts.gpu_figures import Figures
+from scripts.gpu.device_rates import Rates, measure
+from scripts.gpu.figures import Figures
 
 # The head shapes of Qwen3 0.6B, 4B and 8B, 32B, 30B-A3B: (query heads, KV heads, head_dim).
 HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "32b": (64, 8, 128), "30b-a3b": (32, 4, 128)}

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from scripts.gpu_attention import HEADS, PLAIN, SHAPES, Batch, Variant, backend
-from scripts.gpu_figures import Figures
+from scripts.gpu.attention import HEADS, PLAIN, SHAPES, Batch, Variant, backend
+from scripts.gpu.figures import Figures
 
 LARGE = [(128, 1, 777), (8, 5, 3000), (4, 700, 2100), (1, 4096, 4096)]  # sequences, q_len, kv_len; after 64 decodes of 4096
 VARIANTS = [

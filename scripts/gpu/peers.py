@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from scripts.gpu_figures import Figures
+from scripts.gpu.figures import Figures
 
 HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128)}
 DECODES = [(32, 4096), (128, 4096), (32, 16384), (8, 32768)]
@@ -34,7 +34,7 @@ def kv_bytes(B: int, S: int, K: int, H: int) -> int:
 
 def cudnn(figures: Figures) -> None:
     """jax.nn.dot_product_attention(implementation="cudnn"); XLA's own in a dry run."""
-    from scripts.device_rates import measure
+    from scripts.gpu.device_rates import measure
 
     rates = measure(figures)
     heads, decodes, prefills = _points(figures.dry_run)
