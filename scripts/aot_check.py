@@ -20,9 +20,9 @@ from typing import Any
 
 from absl import app, flags
 
-from scripts.aot_verdicts import gib, kernel_faults, mib, variant_faults
-from scripts.compiled_report import CompiledReport, Kernel
-from scripts.sm90_compile import SMEM_LIMIT, TARGETS, Compiler, use_no_device
+from scripts.aot.compiled_report import CompiledReport, Kernel
+from scripts.aot.sm90_compile import SMEM_LIMIT, TARGETS, Compiler, use_no_device
+from scripts.aot.verdicts import gib, kernel_faults, mib, variant_faults
 
 _MODELS = flags.DEFINE_list(
     "model",
@@ -82,7 +82,7 @@ def compilers() -> dict[str, str]:
 def check_kernels(compiler: Compiler) -> dict[str, Any]:
     """Compiles the cases of our kernels."""
     from jaxserve.execution.programs import GPU_COMPILER_OPTIONS
-    from scripts.aot_kernels import few_cases, kernel_cases
+    from scripts.aot.kernels import few_cases, kernel_cases
 
     faults, results = [], []
     cases = few_cases if _KERNELS.value == "few" else kernel_cases
@@ -104,7 +104,7 @@ def check_kernels(compiler: Compiler) -> dict[str, Any]:
 
 def check_model(name: str, memory_fraction: float, compiler: Compiler) -> dict[str, Any]:
     """Compiles one model's step and shares out the memory."""
-    from scripts.aot_step import AbstractStep, check_step, read_config
+    from scripts.aot.step import AbstractStep, check_step, read_config
 
     options = {
         "dtype": _DTYPE.value,
@@ -154,7 +154,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"--target={','.join(unknown)}: must be of {', '.join(TARGETS)}")
     use_no_device()
     from jaxserve.cli.common.engine_flags import provenance, write_json
-    from scripts.aot_step import split_fraction
+    from scripts.aot.step import split_fraction
 
     try:
         models = [split_fraction(model, _FRACTION.value) for model in _MODELS.value]

@@ -178,7 +178,7 @@ def test_help_needs_no_jax(script):
 ON_A_CARD = """
 import sys, time
 sys.modules.update(dict.fromkeys(sys.argv[1:]))
-from scripts import aot_step
+from scripts.aot import step as aot_step
 from scripts.gpu import attention as gpu_attention
 from scripts.gpu import engine as gpu_engine
 from scripts.gpu import peers as gpu_peers

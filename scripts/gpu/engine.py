@@ -21,9 +21,9 @@ from jaxserve import BucketPlan
 from jaxserve.cli.common.bench_models import RANDOM
 from jaxserve.cli.common.timed_run import serve
 from jaxserve.workloads.workload import Workload, WorkloadRequest, nano_vllm
+from scripts.aot.sm90_compile import TARGETS, target_fact, target_of, thunk_text
 from scripts.gpu.device_rates import Rates, measure
 from scripts.gpu.figures import Figures
-from scripts.sm90_compile import TARGETS, target_fact, target_of, thunk_text
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 KV_LEN = 1024  # of every sequence in a timed decode step
@@ -258,8 +258,8 @@ def target_for(device_kind: str) -> tuple[str, dict[str, str]]:
 def thunks(figures: Figures, name: str, expected: Path) -> None:
     """What XLA makes of the step on this card, beside what aot_check found without one."""
     from jaxserve.execution.programs import GPU_COMPILER_OPTIONS
-    from scripts.aot_step import AbstractStep, read_config
-    from scripts.compiled_report import CompiledReport, parse_hlo, parse_thunks
+    from scripts.aot.compiled_report import CompiledReport, parse_hlo, parse_thunks
+    from scripts.aot.step import AbstractStep, read_config
 
     gpu = jax.default_backend() == "gpu"
     if not gpu:

@@ -6,9 +6,11 @@ from typing import cast
 import pytest
 
 from jaxserve import EngineConfig
-from scripts.aot_kernels import KernelCase
-from scripts.aot_step import AbstractStep, check_step, read_config, split_fraction
-from scripts.aot_verdicts import (
+from scripts.aot.compiled_report import CompiledReport, Instruction, Kernel, Thunk
+from scripts.aot.kernels import KernelCase
+from scripts.aot.sm90_compile import Compiler, target_of
+from scripts.aot.step import AbstractStep, check_step, read_config, split_fraction
+from scripts.aot.verdicts import (
     ATTENTION,
     ATTENTION_OP,
     EXPERTS,
@@ -20,8 +22,6 @@ from scripts.aot_verdicts import (
     update_faults,
     variant_faults,
 )
-from scripts.compiled_report import CompiledReport, Instruction, Kernel, Thunk
-from scripts.sm90_compile import Compiler, target_of
 
 KV = (100, 2, 8, 64, 128)
 DEMANDS = StepDemands(num_layers=2, kv_layer_shape=KV, pool_bytes=1000, temp_bytes=50)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.compiled_report import (
+from scripts.aot.compiled_report import (
     CompiledReport,
     asked_registers,
     parse_hlo,

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.aot_verdicts import ATTENTION, EXPERTS, JOIN
-from scripts.compiled_report import CompiledReport
+from scripts.aot.compiled_report import CompiledReport
+from scripts.aot.verdicts import ATTENTION, EXPERTS, JOIN
 
 # Head shapes of Qwen3 0.6B, 4B and 8B, 32B, 30B-A3B, and of SmolLM2: (query heads, KV heads, head_dim).
 HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "32b": (64, 8, 128), "30b-a3b": (32, 4, 128), "smollm2": (9, 3, 64)}

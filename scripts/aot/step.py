@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.cli.common.bench_models import RANDOM
-from scripts.aot_verdicts import (
+from scripts.aot.compiled_report import CompiledReport
+from scripts.aot.sm90_compile import SMEM_LIMIT, Compiler, target_fact
+from scripts.aot.verdicts import (
     ATTENTION_OP,
     MemoryFit,
     StepDemands,
@@ -23,8 +25,6 @@ from scripts.aot_verdicts import (
     update_faults,
     variant_faults,
 )
-from scripts.compiled_report import CompiledReport
-from scripts.sm90_compile import SMEM_LIMIT, Compiler, target_fact
 
 BACKEND = "mosaic_sm90"  # of attention on sm_90
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.compiled_report import CompiledReport, Kernel, parse_hlo, parse_mosaic_smem, parse_ptxas, parse_thunks
+from scripts.aot.compiled_report import CompiledReport, Kernel, parse_hlo, parse_mosaic_smem, parse_ptxas, parse_thunks
 
 TARGETS = {path.stem: path for path in sorted((Path(__file__).parent / "gpu/targets").glob("*.txtpb"))}
 SMEM_LIMIT = 232_448  # bytes a block may opt in to on sm_90 (CUDA C++ Programming Guide, table of compute capabilities)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from scripts.compiled_report import CompiledReport, Kernel
+from scripts.aot.compiled_report import CompiledReport, Kernel
 
 # Part of the op_name of the call that does a layer's attention: the scope that the entry gives it, the kernel's own name.
 ATTENTION_OP = "ragged_paged_attention_mosaic_sm90/ragged_paged_attention/"
