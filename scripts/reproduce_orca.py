@@ -32,7 +32,18 @@ from jaxserve.cli.common.bench_models import bench_model
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, provenance, write_json
 from jaxserve.cli.common.plots import figure, policies
 from jaxserve.workloads.workload import fixed
-from scripts.orca_report import MAX_MODEL_LEN, METRICS, SETTINGS, WORKLOADS, bucket_plan, limits, measure, medians, order, tables
+from scripts.reproduce.orca_report import (
+    MAX_MODEL_LEN,
+    METRICS,
+    SETTINGS,
+    WORKLOADS,
+    bucket_plan,
+    limits,
+    measure,
+    medians,
+    order,
+    tables,
+)
 
 _LEVELS = flags.DEFINE_list("max_num_seqs_list", ["2", "4", "8"], "Most requests at a time.")
 _ROUNDS = flags.DEFINE_integer(

@@ -24,8 +24,8 @@ from tqdm import tqdm
 from jaxserve.cli.common.engine_flags import code_id, provenance, write_json
 from jaxserve.cli.common.finished import Finished
 from jaxserve.cli.common.plots import figure
-from scripts.sarathi_sections import SECTIONS
-from scripts.sarathi_session import Session, processes
+from scripts.reproduce.sarathi_sections import SECTIONS
+from scripts.reproduce.sarathi_session import Session, processes
 
 SEATS = 128  # of the largest contender
 _SECTIONS = flags.DEFINE_list("sections", list(SECTIONS), "Which sections; the tables of others stay out of tables.md.")

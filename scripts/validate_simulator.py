@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     if _VIDUR.value:
-        from scripts.vidur_profiles import compare, table, table_by_tp
+        from scripts.reproduce.vidur_profiles import compare, table, table_by_tp
 
         rows = compare(Path(_VIDUR.value))
         tables = f"{table(rows)}\n\nBy TP degree, with sign:\n\n{table_by_tp(rows)}"

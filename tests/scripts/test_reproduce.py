@@ -15,9 +15,9 @@ from jaxserve.buckets.plan import Bucket
 from jaxserve.cli.common.finished import Finished
 from jaxserve.cli.common.tables import agreement, table
 from jaxserve.simulation.capacity import Objective, Spread
-from scripts import sarathi_capacity, sarathi_costs, sarathi_plots, sarathi_runs
-from scripts.sarathi_session import Question, Session, processes, serve_rate
-from scripts.sarathi_setups import DATASETS, FALCON_TP8, SETUPS, Contender, orca, run_at, sarathi, stages, vllm
+from scripts.reproduce import sarathi_capacity, sarathi_costs, sarathi_plots, sarathi_runs
+from scripts.reproduce.sarathi_session import Question, Session, processes, serve_rate
+from scripts.reproduce.sarathi_setups import DATASETS, FALCON_TP8, SETUPS, Contender, orca, run_at, sarathi, stages, vllm
 
 ROOT = Path(__file__).parents[2]
 MISTRAL = SETUPS["mistral-7b"].machine
@@ -326,7 +326,8 @@ def test_bubbles_as_served(canned):
 BROKEN_OFF = """
 import sys
 from absl import app
-from scripts import reproduce_sarathi, sarathi_sections
+from scripts import reproduce_sarathi
+from scripts.reproduce import sarathi_sections
 def fails(session):
     raise SystemExit("broken off")
 sarathi_sections.SECTIONS.clear()

@@ -17,7 +17,7 @@ from jaxserve.simulation.replay import replay
 from jaxserve.step_times.analytic import Deployment
 from jaxserve.workloads.latency import ServedTimes
 from jaxserve.workloads.workload import fixed
-from scripts import orca_report
+from scripts.reproduce import orca_report
 from tests import alphabet_model
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +112,8 @@ def test_the_control_is_judged(ratio, verdict):
 SMALL = """
 from absl import app
 from jaxserve.workloads.workload import Workload, WorkloadRequest
-from scripts import orca_report, reproduce_orca
+from scripts import reproduce_orca
+from scripts.reproduce import orca_report
 orca_report.BUDGET, orca_report.TWO_PROMPTS = 24, 8 + 24
 reproduce_orca.fixed = lambda name: Workload(name, (WorkloadRequest(8, 4), WorkloadRequest(24, 8)) * 2)
 app.run(reproduce_orca.main)

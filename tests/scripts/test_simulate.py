@@ -14,7 +14,7 @@ from jaxserve import BucketPlan
 from jaxserve.step_times.analytic import Deployment
 from jaxserve.step_times.hardware import GPUS
 from jaxserve.step_times.model_shapes import ModelShape
-from scripts.vidur_profiles import OPERATORS
+from scripts.reproduce.vidur_profiles import OPERATORS
 from tests import alphabet_model
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ from jaxserve.buckets.plan import Bucket
 from jaxserve.cli.common.tables import agreement, table
 from jaxserve.step_times.analytic import Deployment
 from jaxserve.step_times.operators import BYTES
-from scripts.sarathi_session import Session
-from scripts.sarathi_setups import A100_PCIE, FALCON_TP8, PAGE_SIZE, SETUPS, deployment, stages
+from scripts.reproduce.sarathi_session import Session
+from scripts.reproduce.sarathi_setups import A100_PCIE, FALCON_TP8, PAGE_SIZE, SETUPS, deployment, stages
 
 DECODE_BATCH, DECODE_KV = 32, 4096  # the paper's unit for objectives: an iteration of 32 decodes over 4k of KV each
 
@@ -54,7 +54,7 @@ def objectives(session: Session) -> tuple[str, dict[str, Any]]:
 
 def incremental_cost(session: Session) -> tuple[str, dict[str, Any]]:
     """What a whole prompt, or a chunk of it, adds to the decodes of its step."""
-    from scripts.sarathi_plots import lines
+    from scripts.reproduce.sarathi_plots import lines
 
     chunk, prompts, batches = 256, (1024, 2048, 4096, 8192, 16384), (8, 16, 32, 64)
     rows, data = [], {}
@@ -85,7 +85,7 @@ def incremental_cost(session: Session) -> tuple[str, dict[str, Any]]:
 
 def chunking_overhead(session: Session) -> tuple[str, dict[str, Any]]:
     """A prompt of Yi-34B in chunks against the same prompt whole."""
-    from scripts.sarathi_plots import lines
+    from scripts.reproduce.sarathi_plots import lines
 
     machine, prompts, chunks = SETUPS["yi-34b"].machine, (2048, 4096, 8192, 16384), (512, 1024, 2048)
     over = {c: [prompt_seconds(machine, p, c) / prompt_seconds(machine, p, p) for p in prompts] for c in chunks}
@@ -106,7 +106,7 @@ def chunking_overhead(session: Session) -> tuple[str, dict[str, Any]]:
 
 def tile_quantisation(session: Session) -> tuple[str, dict[str, Any]]:
     """257 tokens against 256, and the curve around."""
-    from scripts.sarathi_plots import lines
+    from scripts.reproduce.sarathi_plots import lines
 
     sizes, curves, rows, data = list(range(64, 1025)), {}, [], {}
     for name in ("mistral-7b", "yi-34b", "llama2-70b"):
@@ -130,7 +130,7 @@ def tile_quantisation(session: Session) -> tuple[str, dict[str, Any]]:
 def arithmetic_intensity(session: Session) -> tuple[str, dict[str, Any]]:
     """LLaMA2-70B's linear operators by tokens, where decodes stand and where chunks do: FLOPs a byte of a layer that is not cut,
     time on four A100s."""
-    from scripts.sarathi_plots import lines
+    from scripts.reproduce.sarathi_plots import lines
 
     machine, sizes = deployment("llama2-70b", A100_PCIE, 4, 1, 4), [2**i for i in range(0, 14)]
     stage, m = stages(machine)[0], machine.model

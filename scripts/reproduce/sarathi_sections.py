@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from scripts import sarathi_capacity, sarathi_costs, sarathi_runs
-from scripts.sarathi_session import Session
+from scripts.reproduce import sarathi_capacity, sarathi_costs, sarathi_runs
+from scripts.reproduce.sarathi_session import Session
 
 # A section makes (Markdown, data) of a session, and leaves its plots in the session's folder.
 SECTIONS: dict[str, tuple[str, Callable[[Session], tuple[str, dict[str, Any]]]]] = {

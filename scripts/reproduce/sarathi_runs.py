@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxserve.cli.common.tables import table
 from jaxserve.simulation.capacity import Spread
-from scripts.sarathi_session import Session
-from scripts.sarathi_setups import DATASETS, SETUPS, Contender, orca, sarathi, vllm
+from scripts.reproduce.sarathi_session import Session
+from scripts.reproduce.sarathi_setups import DATASETS, SETUPS, Contender, orca, sarathi, vllm
 
 PIPELINES, BUBBLE_RATE, ORCA_RATE = ("llama2-70b", "falcon-180b"), 0.4, 0.14
 RATES = {"openchat_sharegpt4": 1.0, "arxiv_summarization": 0.5}  # of the artifact's ablation, requests a second
@@ -91,7 +91,7 @@ def bubbles(session: Session) -> tuple[str, dict[str, Any]]:
 
 def stalls(session: Session) -> tuple[str, dict[str, Any]]:
     """Yi-34B on two A100s and long prompts: how long decodes wait behind other requests' prompts."""
-    from scripts.sarathi_plots import stall_timeline
+    from scripts.reproduce.sarathi_plots import stall_timeline
 
     dataset, rate = "arxiv_summarization", 0.3
     runs, rows, data = {}, [], {}

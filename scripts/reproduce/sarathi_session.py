@@ -18,7 +18,7 @@ from typing import Any
 from jaxserve.cli.common.finished import Finished
 from jaxserve.simulation.capacity import Objective, Trial, capacity
 from jaxserve.step_times.analytic import Deployment
-from scripts.sarathi_setups import Contender, run_at
+from scripts.reproduce.sarathi_setups import Contender, run_at
 
 # Where a search begins, requests a second; prompts of the second dataset are four times as long.
 START = {"mistral-7b": 3.0, "yi-34b": 1.2, "llama2-70b": 0.6, "falcon-180b": 0.6}

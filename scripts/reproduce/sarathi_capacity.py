@@ -12,9 +12,9 @@ from typing import Any
 
 from jaxserve.cli.common.tables import agreement, table
 from jaxserve.simulation.capacity import Spread, ratio
-from scripts.sarathi_costs import DECODE_BATCH, DECODE_KV, step_seconds
-from scripts.sarathi_session import Question, Session
-from scripts.sarathi_setups import DATASETS, FALCON_TP8, SETUPS, Contender, Setup, orca, sarathi, vllm
+from scripts.reproduce.sarathi_costs import DECODE_BATCH, DECODE_KV, step_seconds
+from scripts.reproduce.sarathi_session import Question, Session
+from scripts.reproduce.sarathi_setups import DATASETS, FALCON_TP8, SETUPS, Contender, Setup, orca, sarathi, vllm
 
 OWN_MULTIPLES = {"strict": 5, "relaxed": 25}  # of a decode iteration, by which the paper chose its objectives
 DYNAMIC_SEEDS, DYNAMIC_PRECISION = 5, 0.02  # of dynamic_budget, whatever the flags: it looks for a difference of 5%
@@ -45,7 +45,7 @@ def over(found: Mapping[str, list[float]]) -> list[Spread | None]:
 
 def setups(session: Session) -> tuple[str, dict[str, Any]]:
     """Sarathi, vLLM and Orca in each setup, on both datasets, under the strict and the relaxed objective."""
-    from scripts.sarathi_plots import bars
+    from scripts.reproduce.sarathi_plots import bars
 
     cases = [(s, dataset, kind, slo) for s in SETUPS.values() for dataset in DATASETS for kind, slo in s.slos.items()]
     rows, data, panels = [], {}, {}
@@ -96,7 +96,7 @@ def own_objectives(session: Session) -> tuple[str, dict[str, Any]]:
 
 def objectives_and_batches(session: Session) -> tuple[str, dict[str, Any]]:
     """Capacity over five objectives: vLLM with at most 32, 64 and 128 sequences against Sarathi with two budgets."""
-    from scripts.sarathi_plots import lines
+    from scripts.reproduce.sarathi_plots import lines
 
     dataset, tables, data = "openchat_sharegpt4", [], {}
     slos = {"mistral-7b": (0.1, 0.2, 0.3, 0.5, 1.0), "yi-34b": (0.2, 0.4, 0.6, 0.8, 1.0)}
