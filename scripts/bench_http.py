@@ -77,7 +77,7 @@ def serve_replay(port: int) -> None:
 
     from jaxserve.serving.app import ServerOptions, make_app
     from jaxserve.serving.async_llm import AsyncLLM
-    from scripts.replay_engine import replay_llm
+    from scripts.bench.replay_engine import replay_llm
 
     application = make_app(AsyncLLM(replay_llm(max_num_seqs=256)), ServerOptions(names=("replay",)))
     uvicorn.run(application, port=port, log_config=None, access_log=False, backlog=4096)

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from jaxserve.batching.packer import num_head_rows
 from jaxserve.cli.common.engine_flags import provenance, write_json
-from scripts.timed_device import TimedDevice
+from scripts.bench.timed_device import TimedDevice
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("tokenizer", None, "A folder with a tokenizer.json, or a GGUF file; by default the demo's model.")

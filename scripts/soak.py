@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from jaxserve.cli.common.http_load import server_process
-from scripts.soak_load import Reading, faults, request
+from scripts.bench.soak_load import Reading, faults, request
 
 _MODEL = flags.DEFINE_string("model", None, "Serve this model.")
 _URL = flags.DEFINE_string("url", None, "Or load this server.")

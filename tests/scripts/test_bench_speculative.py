@@ -15,7 +15,7 @@ import pytest
 
 from jaxserve import BucketPlan
 from scripts import bench_structured
-from scripts.timed_device import TimedDevice
+from scripts.bench.timed_device import TimedDevice
 from tests import alphabet_model
 
 ROOT = Path(__file__).parents[2]

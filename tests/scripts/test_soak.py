@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.serving.chat_protocol import ChatRequest
 from jaxserve.serving.protocol import CompletionRequest
-from scripts.soak_load import Reading, faults, request
+from scripts.bench.soak_load import Reading, faults, request
 
 FLAT = [Reading(500 * (i + 1), 650 + i % 3, 12 + i % 2, 40) for i in range(9)]
 

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from jaxserve.text.tokenizer import Tokenizer
-from scripts.replay_engine import replay_llm
+from scripts.bench.replay_engine import replay_llm
 from tests import alphabet_model
 from tests.serving.http_server import listening, serving
 

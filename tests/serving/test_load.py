@@ -22,7 +22,7 @@ from jaxserve.routing.app import RouterOptions, make_router
 from jaxserve.serving.app import ServerOptions, make_app
 from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.workloads.workload import Workload, WorkloadRequest
-from scripts.replay_engine import replay_llm
+from scripts.bench.replay_engine import replay_llm
 from tests.serving.http_server import listening, serving
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from jaxserve import LLM
 from jaxserve.routing.app import RouterOptions, make_router
 from jaxserve.serving.app import ServerOptions, make_app
 from jaxserve.serving.async_llm import AsyncLLM
-from scripts.replay_engine import FOX, replay_llm
+from scripts.bench.replay_engine import FOX, replay_llm
 from tests.alphabet_model import after
 from tests.serving.conftest import PLAN
 from tests.serving.http_server import Server, listening, serving, slow_down
@@ -122,7 +122,7 @@ SERVE = """
 import sys, uvicorn
 from jaxserve.serving.app import ServerOptions, make_app
 from jaxserve.serving.async_llm import AsyncLLM
-from scripts.replay_engine import replay_llm
+from scripts.bench.replay_engine import replay_llm
 engine = AsyncLLM(replay_llm(max_num_seqs=8, step_seconds=0.01))
 uvicorn.run(make_app(engine, ServerOptions(names=("replay",))), port=int(sys.argv[1]), log_level="warning")
 """

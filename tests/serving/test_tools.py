@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from scripts.replay_engine import replay_llm
+from scripts.bench.replay_engine import replay_llm
 from tests.serving.http_server import serving
 
 TEMPLATE = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}</think>"
