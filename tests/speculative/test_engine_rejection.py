@@ -15,8 +15,8 @@ from scipy import stats
 from jaxserve import BucketPlan, SamplingParams, programs
 from jaxserve.speculative import rejection, verify
 from tests import dummy
+from tests.sampling.test_sampling import chi_square_p
 from tests.speculative.proposers import Markov
-from tests.test_sampling import chi_square_p
 
 VOCAB, LENGTH = 32, 3
 CONFIG = replace(dummy.CONFIG, vocab_size=VOCAB)

@@ -25,9 +25,9 @@ from jaxserve.structured.grammars import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 from tests import dummy, workload
 from tests.dummy import SEQS, TOKENS, Answer, Ask
+from tests.engine.test_engine_compiles import num_compiled, use_everything
+from tests.engine.test_engine_exactness import TOLERANCE, compare
 from tests.simulation.machines import MODEL
-from tests.test_engine_compiles import num_compiled, use_everything
-from tests.test_engine_exactness import TOLERANCE, compare
 
 OPTIMISED = True
 VOCAB = 260

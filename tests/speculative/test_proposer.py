@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxserve import BucketPlan, Engine, SamplingParams, programs
 from tests import dummy
+from tests.engine.test_engine_compiles import num_compiled
 from tests.speculative.proposers import Reader
-from tests.test_engine_compiles import num_compiled
 
 VOCAB, DRAFTS = 32, 2
 CONFIG = replace(dummy.CONFIG, vocab_size=VOCAB)

@@ -15,7 +15,7 @@ from jaxserve.sampling import sampler as sampling
 from jaxserve.sampling.edit_rows import EditLayout
 from jaxserve.speculative import rejection, verify
 from jaxserve.speculative.proposer import NO_DRAFT
-from tests.test_sampling import chi_square_p, pack, reference_probs, reference_uniform
+from tests.sampling.test_sampling import chi_square_p, pack, reference_probs, reference_uniform
 
 V, DRAFTS, LENGTH = 6, 2, 3  # a vocabulary of which every sequence of LENGTH tokens can be listed
 N = 4096  # sequences of each test

@@ -12,7 +12,7 @@ from jaxserve.sampling import logit_edits
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling import sampler as sampling
 from jaxserve.sampling.edit_rows import EditLayout, kinds_of
-from tests.test_sampling import chi_square_p, likeliest_first
+from tests.sampling.test_sampling import chi_square_p, likeliest_first
 
 SEQS, LEN = 24, 2600  # three spans of the history's count
 JUNK = 987654321  # what no request wrote

@@ -18,7 +18,7 @@ from jaxserve.execution.compilation import compile_counts
 from jaxserve.text.tokenizer import Tokenizer
 from tests import alphabet_model
 from tests.dummy import CONFIG, SEQS, TOKENS, dummy_model
-from tests.test_engine_experts import SPARSE
+from tests.engine.test_engine_experts import SPARSE
 
 OPTIMISED = True
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}

@@ -25,7 +25,7 @@ from tests.dummy import (
     serve,
 )
 from tests.goldens.golden import ATOL, HERE, load_golden
-from tests.test_sampling import likeliest_first
+from tests.sampling.test_sampling import likeliest_first
 
 
 @pytest.mark.parametrize("name", ["qwen3_tied", "mistral"])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.scheduler_harness import Harness
-from tests.test_page_pool import take
+from tests.scheduling.test_page_pool import take
 
 PROMPT = list(range(1, 14))  # 13 tokens: three pages of 4 and one token
 

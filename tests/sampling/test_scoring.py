@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.sampling import scoring
 from jaxserve.sampling.rows import ScoredRows, unpack_scored
-from tests.test_sampling import likeliest_first
+from tests.sampling.test_sampling import likeliest_first
 
 C, D, TOP = 12, 24, 20
 
