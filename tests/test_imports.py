@@ -22,7 +22,7 @@ OURS = {  # which of our packages each may import
     "tests": set(PACKAGES),
 }
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-SCRIPTS = [path.stem for path in FILES if path.parent.name == "scripts" and "def main(" in path.read_text()]
+COMMANDS = [path for path in FILES if path.parts[len(ROOT.parts)] in ("scripts", "jaxserve") and "\ndef main(" in path.read_text()]
 HOST_MODULES = (
     "scheduling.scheduler",
     "scheduling.page_pool",
@@ -87,26 +87,27 @@ def test_kernels_import_jax_and_numpy_only(path):
     assert not [(line, name) for line, name in imported(path) if name.split(".")[0] not in allowed]
 
 
-def scripts_within(path: Path) -> set[Path]:
-    """The scripts that a file imports, and those that they import at once."""
+def commands_within(path: Path) -> set[Path]:
+    """The modules of commands that a file imports, and those that they import at once."""
     found: set[Path] = set()
     ahead = [path]
     while ahead:
         tree = ast.parse(ahead[-1].read_text())
         for node in ast.walk(tree) if ahead.pop() == path else tree.body:
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "scripts":
-                names = [alias.name for alias in node.names] if node.module == "scripts" else [node.module.split(".")[1]]
-                new = {ROOT / "scripts" / f"{name}.py" for name in names} - found
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("scripts", "jaxserve.cli")):
+                folder = ROOT.joinpath(*node.module.split("."))
+                files = {folder.with_suffix(".py"), *(folder / f"{alias.name}.py" for alias in node.names)}
+                new = {file for file in files if file.exists()} - found
                 found |= new
                 ahead += new
     return found
 
 
-def test_scripts_that_tests_import_share_no_flag():
+def test_commands_that_tests_import_share_no_flag():
     """Every test process collects every test file, so these scripts' flags meet in one process, whatever the order."""
     owners: dict[str, str] = {}
     twice = []
-    for script in sorted(set().union(*(scripts_within(path) for path in FILES if path.parts[len(ROOT.parts)] == "tests"))):
+    for script in sorted(set().union(*(commands_within(path) for path in FILES if path.parts[len(ROOT.parts)] == "tests"))):
         for flag in re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', script.read_text()):
             if owners.setdefault(flag, script.stem) != script.stem:
                 twice.append((flag, owners[flag], script.stem))
@@ -163,11 +164,11 @@ print("loaded:", *(set(heavy) & set(sys.modules)))
 """
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_needs_no_jax(script):
-    docstring = ast.get_docstring(ast.parse((ROOT / "scripts" / f"{script}.py").read_text()))
+@pytest.mark.parametrize("path", COMMANDS, ids=relative)
+def test_help_needs_no_jax(path):
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
     assert docstring
-    done = run_python(HELP, f"scripts.{script}", *HEAVY)
+    done = run_python(HELP, ".".join(path.relative_to(ROOT).with_suffix("").parts), *HEAVY)
     assert done.returncode == 0, done.stderr
     text, _, ended = done.stdout.rpartition("ended:")
     assert docstring.splitlines()[0] in text
@@ -204,7 +205,7 @@ def test_peer_benchmark_runs_without_jax_and_the_engine():
         "print(*(name for name in sys.modules if name.startswith('jaxserve')))"
     )
     assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == {"jaxserve", "jaxserve.workloads.workload"}
+    assert set(done.stdout.split()) == {"jaxserve", "jaxserve.workloads", "jaxserve.workloads.workload"}
 
 
 def test_kernels_has_no_version():

@@ -1,6 +1,6 @@
 """Compiles JAX programs for Hopper (sm_90a) on a machine without a GPU, and reports what came out.
 
-Owns the target descriptions (gpu_targets/), the ptxas that notes what it says, and the dump folders. Needs the packages of
+Owns the target descriptions (scripts/gpu/targets), the ptxas that notes what it says, and the dump folders. Needs the packages of
 `bootstrap.sh aot`: jax's CUDA 13 plugin, and ptxas and libdevice from nvidia's wheels. Knows nothing of the engine.
 
 What differs on a card: XLA's autotuner can't run here, so GEMM backends, split-K and the like are its defaults; with the compiler
@@ -21,7 +21,7 @@ from typing import Any
 
 from scripts.aot.compiled_report import CompiledReport, Kernel, parse_hlo, parse_mosaic_smem, parse_ptxas, parse_thunks
 
-TARGETS = {path.stem: path for path in sorted((Path(__file__).parent / "gpu/targets").glob("*.txtpb"))}
+TARGETS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "gpu" / "targets").glob("*.txtpb"))}
 SMEM_LIMIT = 232_448  # bytes a block may opt in to on sm_90 (CUDA C++ Programming Guide, table of compute capabilities)
 REGISTER_LIMIT = 255  # a thread
 
@@ -38,7 +38,7 @@ def target_of(device_kind: str) -> str:
     """The target that JAX names so. ValueError for a device that none describes."""
     kinds = {target_fact(target, "name"): target for target in TARGETS}
     if device_kind not in kinds:
-        raise ValueError(f"{device_kind=} has no description in gpu_targets; there are {', '.join(kinds)}")
+        raise ValueError(f"{device_kind=} has no description in scripts/gpu/targets; there are {', '.join(kinds)}")
     return kinds[device_kind]
 
 

@@ -25,7 +25,7 @@ def checkout(tmp_path, monkeypatch):
     git("init", "-q")
     git("add", ".")
     git("commit", "-q", "-m", "all")
-    monkeypatch.setattr(engine_flags, "__file__", str(tmp_path / "scripts" / "engine_flags.py"))
+    monkeypatch.setattr(engine_flags, "__file__", str(tmp_path / "jaxserve" / "cli" / "common" / "engine_flags.py"))
     return tmp_path, git
 
 
@@ -64,7 +64,7 @@ def test_code_is_known_by_its_content(checkout, package):
 
 def test_code_outside_a_checkout(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    monkeypatch.setattr(engine_flags, "__file__", str(tmp_path / "scripts" / "engine_flags.py"))
+    monkeypatch.setattr(engine_flags, "__file__", str(tmp_path / "jaxserve" / "cli" / "common" / "engine_flags.py"))
     assert engine_flags.code_id() == f"version {metadata.version('jaxserve')}" and engine_flags.revision() is None
 
 
@@ -78,6 +78,6 @@ def test_the_machine_is_named():
 
 def test_files_out_of_the_checkout_are_shown_by_name():
     values = {"a": "/home/me/trace.csv.gz", "b": "../x/steps.json", "c": "benchmarks/a.json", "d": ["/x/y", 3], "e": 0.5}
-    values["f"] = str(Path(engine_flags.__file__).parents[1] / "benchmarks" / "a.json")
+    values["f"] = str(Path(engine_flags.__file__).parents[3] / "benchmarks" / "a.json")
     shown = {name: engine_flags._shown(value) for name, value in values.items()}
     assert shown == {"a": "trace.csv.gz", "b": "steps.json", "c": values["c"], "d": ["y", 3], "e": 0.5, "f": values["c"]}

@@ -9,7 +9,7 @@ from jaxserve import LLM, BucketPlan, SamplingParams
 from tests.real_files import smollm2_gguf
 
 OPTIMISED = True
-CASES = json.loads((Path(__file__).parent / "goldens" / "smollm2_greedy.json").read_text())["cases"]
+CASES = json.loads((Path(__file__).parents[1] / "goldens" / "smollm2_greedy.json").read_text())["cases"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxserve import BucketPlan, SamplingParams, programs
+from jaxserve import BucketPlan, SamplingParams
+from jaxserve.execution import programs
 from jaxserve.speculative import rejection, verify
 from tests import dummy
 from tests.sampling.test_sampling import chi_square_p

@@ -7,7 +7,8 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from jaxserve import BucketPlan, Engine, SamplingParams, programs
+from jaxserve import BucketPlan, Engine, SamplingParams
+from jaxserve.execution import programs
 from tests import dummy
 from tests.engine.test_engine_compiles import num_compiled
 from tests.speculative.proposers import Reader

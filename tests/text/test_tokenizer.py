@@ -20,7 +20,7 @@ from jaxserve.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.checkpoints.gguf_files import write_gguf
 from tests.real_files import qwen3_tokenizer_folder, smollm2_gguf
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 SPECIALS = ["<s>", "</s>", "<|turn|>"]
 CORPUS = ["the quick brown fox jumps over the lazy dog", "héllo wörld", "漢字 かな 🙂 👩‍👩‍👧", "hello the world, the end"] * 3
 
