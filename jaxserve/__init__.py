@@ -8,27 +8,28 @@ if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams
     from jaxserve.engine.engine import Engine
-    from jaxserve.engine.outputs import EngineOutput
     from jaxserve.llm import LLM
-    from jaxserve.request import CompletionOutput, Logprob, Request, RequestOutput, SamplingParams, ScoreOutput
-    from jaxserve.structured import StructuredOutputsParams
+    from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
+    from jaxserve.request import EngineOutput, Request
+    from jaxserve.sampling_params import SamplingParams
+    from jaxserve.structured_outputs import StructuredOutputsParams
     from jaxserve.text.tokenizer import Tokenizer
 
 _HOME = {
     "LLM": "llm",
     "Engine": "engine.engine",
-    "EngineOutput": "engine.outputs",
+    "EngineOutput": "request",
     "EngineConfig": "config",
     "BeamSearchOutput": "engine.beam_search",
     "BeamSearchParams": "engine.beam_search",
     "BucketPlan": "buckets.plan",
-    "SamplingParams": "request",
+    "SamplingParams": "sampling_params",
     "Request": "request",
-    "RequestOutput": "request",
-    "CompletionOutput": "request",
-    "Logprob": "request",
-    "ScoreOutput": "request",
-    "StructuredOutputsParams": "structured",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+    "Logprob": "outputs",
+    "ScoreOutput": "outputs",
+    "StructuredOutputsParams": "structured_outputs",
     "Tokenizer": "text.tokenizer",
 }
 

@@ -24,7 +24,8 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.progress import ProgressBar
 from jaxserve.models import GenerationDefaults, ModelConfig
 from jaxserve.models.loading import LoadedModel, adopt_model, lay_out_for_device, load_model
-from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, ScoreOutput
+from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured.grammars import Grammar, GrammarCompiler, outcome
 from jaxserve.text.text_outputs import TextOutputs
 from jaxserve.text.tokenizer import Tokenizer

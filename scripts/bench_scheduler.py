@@ -30,8 +30,9 @@ from jaxserve.batching.packer import BatchPacker, StepLayout
 from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.cli.common.engine_flags import revision, write_json
 from jaxserve.config import SchedulerConfig
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request
 from jaxserve.sampling.edit_rows import EditLayout
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, Request, SamplingParams
+from jaxserve.request import Request
+from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
 GOOD = [
     {},

@@ -32,7 +32,7 @@ import numpy as np
 from absl import app, flags
 
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
 _FILE = flags.DEFINE_string("prompts_file", None, "Prompts: a .jsonl file, or a text file with one a line; - is stdin (text).")
@@ -212,7 +212,7 @@ def _plain_logprobs(logprobs: list) -> list[list[dict[str, Any]] | None]:
 def completions(llm: Any, prompts: list[tuple[dict[str, Any], dict[str, Any]]], first: int) -> Iterator[tuple[dict[str, Any], Any]]:
     """(record, RequestOutput) of the prompts from number `first` on, in order, each once it and those before it are done."""
     from jaxserve.engine.progress import ProgressBar
-    from jaxserve.request import CompletionOutput, RequestOutput
+    from jaxserve.outputs import CompletionOutput, RequestOutput
 
     defaults = llm.get_default_sampling_params()
     done, inputs, numbers = {}, [], []

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from jaxserve.request import MAX_SUPPRESSED_IDS, SamplingParams
+from jaxserve.sampling_params import MAX_SUPPRESSED_IDS, SamplingParams
 
 
 def check_kinds(request_id: object, params: object, score_from: object = None, grammar: object = None) -> None:

@@ -12,7 +12,8 @@ import numbers
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from jaxserve.request import MAX_LOGPROBS, Logprob
+from jaxserve.outputs import Logprob
+from jaxserve.sampling_params import MAX_LOGPROBS
 
 # (index of the prompt, token ids) of beams -> each one's likeliest next tokens, likeliest first
 Expand = Callable[[list[tuple[int, list[int]]]], list[dict[int, Logprob]]]

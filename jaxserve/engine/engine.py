@@ -24,7 +24,7 @@ from jaxserve.batching.demand import COLUMNS, step_demand
 from jaxserve.batching.packer import BatchPacker, StepInputs
 from jaxserve.config import EngineConfig, ResolvedConfig
 from jaxserve.engine.admission import check_ids, check_kinds, check_order
-from jaxserve.engine.outputs import EngineOutput, EngineStats, first_rows, logprobs_of, rows_of_requests, tokens_of
+from jaxserve.engine.outputs import EngineStats, first_rows, logprobs_of, rows_of_requests, tokens_of
 from jaxserve.engine.resolution import resolve, step_budget
 from jaxserve.execution.compilation import compile_counts, use_persistent_cache
 from jaxserve.execution.programs import Programs
@@ -32,10 +32,12 @@ from jaxserve.execution.runner import Runner, StepHandle
 from jaxserve.execution.step import ModelFunctions
 from jaxserve.models import Decoder
 from jaxserve.models.adoption import fit, placed
-from jaxserve.request import Logprob, Request, RequestMetrics, RequestStatus, SamplingParams
+from jaxserve.outputs import Logprob, RequestMetrics
+from jaxserve.request import EngineOutput, Request, RequestStatus
 from jaxserve.sampling.edit_rows import kinds_of
 from jaxserve.sampling.prompt_scores import ScoreSpan, deliver, pack_spans, scores_of, spans_of
 from jaxserve.sampling.rows import SampledRows
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.schedule import Schedule, StepResult
 from jaxserve.scheduling.scheduler import Scheduler

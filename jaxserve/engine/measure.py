@@ -20,7 +20,8 @@ import numpy as np
 from jaxserve.batching.packer import BatchPacker, StepInputs
 from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.config import EngineConfig, ResolvedConfig
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.schedule import Schedule
 from jaxserve.step_times.fitted import StepPoint, StepTimeModel, fit_model
 

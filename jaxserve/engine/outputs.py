@@ -10,32 +10,13 @@ import numpy as np
 
 from jaxserve.batching.packer import num_head_rows
 from jaxserve.buckets.plan import PaddingAccount
-from jaxserve.request import Logprob, Request
+from jaxserve.outputs import Logprob
+from jaxserve.request import Request
 from jaxserve.sampling.rows import SampledRows
 from jaxserve.scheduling.schedule import Schedule, StepResult
 
 if TYPE_CHECKING:
     from jaxserve.speculative.draft_lengths import DraftOutcome
-
-
-@dataclass(slots=True)
-class EngineOutput:
-    """What one step brought for one sample of a request.
-
-    logprobs: {token id: Logprob} for each new token, the sampled token first; None unless asked for.
-    finish_reason, stop_reason: as CompletionOutput's; None while it runs.
-    """
-
-    request: Request
-    new_token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether this is the last output of its sample."""
-        return self.finish_reason is not None
 
 
 @dataclass

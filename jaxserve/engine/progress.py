@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.request import RequestOutput
+from jaxserve.outputs import RequestOutput
 
 
 class ProgressBar:

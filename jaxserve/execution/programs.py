@@ -20,9 +20,9 @@ from jaxserve.buckets.plan import Bucket
 from jaxserve.config import ResolvedConfig
 from jaxserve.execution import step
 from jaxserve.execution.memory import reserve_bytes
-from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling.edit_rows import EditLayout, num_mask_words
+from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.speculative.config import SpeculativeConfig
 from jaxserve.speculative.ngram import NgramProposer
 from jaxserve.speculative.proposer import BodyReader, Proposer

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, SamplingParams
+from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, SamplingParams
 
 # Kinds of edit, bits of sampling_rows.EDITS: a row's table is read only where its bit says that it was written.
 PENALTIES, BIAS, ALLOWED, BAD_WORDS = 1, 2, 4, 8

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from jaxserve.sampling import edit_rows as layout
+from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
 _IN_PROMPT = 2**30  # in a count of output tokens: the prompt has this token too
 _FIRST_SPAN = 1024  # tokens of a history that are always counted; further spans, each twice as long, where a sequence reaches them

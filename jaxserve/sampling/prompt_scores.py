@@ -1,63 +1,22 @@
 """Log-probabilities of a prompt's own tokens: which rows of a step they come from, and where they are gathered.
 
-Owns PromptScores, one request's values by position, and the packing of a step's rows into the score program's fixed number of them.
+Owns the spans of a step that are scored, and their packing into the score program's fixed number of rows (outputs.PromptScores
+gathers the values).
 Each position is scored once, in whichever step computes the token before it; what a preemption recomputes is not scored again.
 Knows nothing of devices or text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.request import Logprob, Request
+from jaxserve.outputs import PromptScores
+from jaxserve.request import Request
 from jaxserve.sampling.rows import ScoredRows
 from jaxserve.scheduling.schedule import Schedule
-
-
-class PromptScores:
-    """What the prompt's tokens from position `first` on are worth: natural logs of the model's raw distribution.
-
-    logprobs: f32[n]; ranks: i32[n], 1 is the likeliest; top_ids, top_logprobs: [n, num_top], likeliest first. All count from
-    `first`, which is 1 at least: nothing comes before a prompt's first token.
-    """
-
-    def __init__(self, token_ids: Sequence[int], first: int, num_top: int):
-        self.token_ids = token_ids
-        self.first = first
-        self.next = first  # the first position that no step has been asked for
-        n = len(token_ids) - first
-        self.logprobs: np.ndarray = np.full(n, np.nan, np.float32)
-        self.ranks: np.ndarray = np.zeros(n, np.int32)
-        self.top_ids: np.ndarray = np.zeros((n, num_top), np.int32)
-        self.top_logprobs: np.ndarray = np.zeros((n, num_top), np.float32)
-
-    @property
-    def wanted(self) -> bool:
-        """Whether any position is still to be asked for."""
-        return self.next < len(self.token_ids)
-
-    def take(self, position: int, rows: ScoredRows) -> None:
-        """Values of consecutive positions from `position` on."""
-        n = self.top_ids.shape[1]
-        to = slice(position - self.first, position - self.first + len(rows.logprobs))
-        self.logprobs[to], self.ranks[to] = rows.logprobs, rows.ranks
-        self.top_ids[to], self.top_logprobs[to] = rows.top_ids[:, :n], rows.top_logprobs[:, :n]
-
-    def to_dicts(self, decode: Callable[[int], str] | None = None) -> list[dict[int, Logprob] | None]:
-        """vLLM's form: one entry a prompt token, the token itself first, then the likeliest; None where nothing was scored."""
-        text = decode or (lambda _: None)
-        entries: list[dict[int, Logprob] | None] = [None] * self.first
-        columns = (self.logprobs.tolist(), self.ranks.tolist(), self.top_ids.tolist(), self.top_logprobs.tolist())
-        for token, logprob, rank, top_ids, top in zip(self.token_ids[self.first :], *columns, strict=True):
-            entry = {token: Logprob(logprob, rank, text(token))}
-            for i, other in enumerate(top_ids):
-                if other != token:
-                    entry[other] = Logprob(top[i], i + 1, text(other))
-            entries.append(entry)
-        return entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +66,8 @@ def deliver(spans: Sequence[ScoreSpan], rows: ScoredRows) -> None:
     """The rows of all batches of a step, one after the other, to whom they belong."""
     at = 0
     for span in spans:
-        span.scores.take(span.position, rows[at : at + span.count])
+        part = rows[at : at + span.count]
+        span.scores.take(span.position, part.logprobs, part.ranks, part.top_ids, part.top_logprobs)
         at += span.count
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxserve.request import MAX_SUPPRESSED_IDS, SamplingParams
 from jaxserve.sampling.edit_rows import kinds_of
+from jaxserve.sampling_params import MAX_SUPPRESSED_IDS, SamplingParams
 
 # Columns of a request's row. A row of zeros is a greedy one with no options, so padding rows need no care.
 TEMPERATURE, TOP_P, MIN_P = 0, 1, 2  # float32 bits

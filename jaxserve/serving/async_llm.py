@@ -21,7 +21,8 @@ from typing import Any
 
 from jaxserve.config import ResolvedConfig
 from jaxserve.llm import LLM, PROMPT_FIELDS, with_bad_words_tokenized
-from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
+from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.serving.engine_loop import EngineLoop
 from jaxserve.serving.messages import (
     Abort,

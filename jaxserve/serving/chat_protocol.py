@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from jaxserve.request import MAX_LOGPROBS
+from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.serving.protocol import ONE_FORM, GenerationRequest
 from jaxserve.serving.strict_model import Model, Text, if_given
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxserve.engine.engine import Engine, EngineOutput
 from jaxserve.execution.compilation import compile_counts
-from jaxserve.request import RequestOutput
+from jaxserve.outputs import RequestOutput
 from jaxserve.scheduling.schedule import SchedulerStats
 from jaxserve.serving.messages import (
     Abort,

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, WithJsonSchema
 
 from jaxserve.serving.strict_model import Model
-from jaxserve.structured import StructuredOutputsParams
-from jaxserve.structured_outputs import KINDS
+from jaxserve.structured_outputs import KINDS, StructuredOutputsParams
 
 OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")  # that clients may give with KINDS
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from jaxserve.request import Logprob
+from jaxserve.outputs import Logprob
 from jaxserve.serving.async_llm import Ask, AsyncLLM, RequestStream
 from jaxserve.serving.errors import checking, describe
 from jaxserve.serving.messages import Delta

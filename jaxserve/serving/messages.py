@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxserve.request import Logprob, RequestMetrics, SamplingParams
+from jaxserve.outputs import Logprob, RequestMetrics
+from jaxserve.sampling_params import SamplingParams
 
 
 class RequestError(Exception):

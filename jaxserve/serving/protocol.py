@@ -11,11 +11,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from jaxserve.request import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from jaxserve.serving.errors import RefusedError
 from jaxserve.serving.forms import ResponseFormat, StructuredOutputs, form_of
 from jaxserve.serving.strict_model import Model, OnlyFalse, SomeTokenIds, Text, Texts, TokenIds, TokenIdText, if_given
-from jaxserve.structured import StructuredOutputsParams
+from jaxserve.structured_outputs import StructuredOutputsParams
 
 MAX_STOPS = 12  # stop strings, and stop token ids, of a request
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.serving.chat_protocol import ChatRequest, FunctionSchema, NamedTool
 from jaxserve.serving.parsers import CALL, END_CALL, Notation
-from jaxserve.structured import StructuredOutputsParams
+from jaxserve.structured_outputs import StructuredOutputsParams
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as chat templates write JSON
 

@@ -1,5 +1,1 @@
-"""Structured output: what a user may ask for (params), its compilation (grammars), and the masks of a step (masks)."""
-
-from jaxserve.structured_outputs import StructuredOutputsParams
-
-__all__ = ["StructuredOutputsParams"]
+"""Structured output: the compilation of a form (grammars), and the masks of a step (masks)."""

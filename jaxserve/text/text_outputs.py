@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from jaxserve.request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput
+from jaxserve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxserve.request import Request
 from jaxserve.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 if TYPE_CHECKING:
-    from jaxserve.engine.outputs import EngineOutput
+    from jaxserve.request import EngineOutput
 
 Finish = Callable[[Request, str, str], None]  # (request, reason, stop string)
 

@@ -16,7 +16,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.config import CacheConfig
 from jaxserve.engine.engine import EngineOutput, EngineStats
-from jaxserve.request import Request, RequestMetrics, SamplingParams
+from jaxserve.outputs import RequestMetrics
+from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.schedule import SchedulerStats
 from jaxserve.structured.grammars import GrammarCompiler

@@ -9,9 +9,10 @@ from jaxserve.batching.packer import BatchPacker, StepLayout
 from jaxserve.batching.work_lists import AHEAD
 from jaxserve.buckets.plan import BucketPlan
 from jaxserve.execution import step
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling.edit_rows import EditLayout
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.schedule import Schedule
 from kernels.ragged_paged_attention.work_list import WorkShape, plan
 

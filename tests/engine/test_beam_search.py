@@ -8,7 +8,8 @@ import pytest
 
 from jaxserve import LLM, BeamSearchParams, BucketPlan
 from jaxserve.engine.beam_search import BeamSearchSequence, score_of, search
-from jaxserve.request import MAX_LOGPROBS, Logprob
+from jaxserve.outputs import Logprob
+from jaxserve.sampling_params import MAX_LOGPROBS
 from tests import alphabet_model
 from tests.alphabet_model import EOS, SPECIALS, ids
 

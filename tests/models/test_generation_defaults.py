@@ -3,7 +3,7 @@ import json
 import pytest
 
 from jaxserve.models.generation_defaults import GenerationDefaults
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from tests.goldens.golden import load_golden
 
 

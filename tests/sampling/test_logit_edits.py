@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, SamplingParams
 from jaxserve.sampling import logit_edits
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling import sampler as sampling
 from jaxserve.sampling.edit_rows import EditLayout, kinds_of
+from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, SamplingParams
 from tests.sampling.test_sampling import chi_square_p, likeliest_first
 
 SEQS, LEN = 24, 2600  # three spans of the history's count

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.request import MAX_SUPPRESSED_IDS, SamplingParams
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling import sampler as sampling
+from jaxserve.sampling_params import MAX_SUPPRESSED_IDS, SamplingParams
 
 PROMPT = 7  # tokens of every prompt here
 # Every shape is a program of 2 s to compile. Tests share [4000, 24], [64, 1000] and, with 20 log-probabilities, [24, V]: a

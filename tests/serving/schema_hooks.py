@@ -9,7 +9,7 @@ from typing import Any
 
 import schemathesis
 
-from jaxserve.request import MAX_BAD_WORD_TOKENS
+from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TAG = {"structures": [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}], "triggers": ["<a"]}

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from jaxserve.buckets.plan import BucketPlan
-from jaxserve.request import Request, RequestStatus, SamplingParams
+from jaxserve.request import Request, RequestStatus
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.schedule import Schedule
 from jaxserve.speculative.draft_lengths import DraftLengths
 

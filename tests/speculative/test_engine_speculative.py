@@ -20,8 +20,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxserve import BucketPlan, Engine, SamplingParams
 from jaxserve.scheduling.step_budget import StepBudget
 from jaxserve.speculative import verify
-from jaxserve.structured import StructuredOutputsParams
 from jaxserve.structured.grammars import GrammarCompiler
+from jaxserve.structured_outputs import StructuredOutputsParams
 from jaxserve.text.tokenizer import Tokenizer
 from tests import dummy, workload
 from tests.dummy import SEQS, TOKENS, Answer, Ask

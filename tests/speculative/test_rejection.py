@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.request import SamplingParams
 from jaxserve.sampling import edit_rows, logit_edits
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling import sampler as sampling
 from jaxserve.sampling.edit_rows import EditLayout
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative import rejection, verify
 from jaxserve.speculative.proposer import NO_DRAFT
 from tests.sampling.test_sampling import chi_square_p, pack, reference_probs, reference_uniform

@@ -17,8 +17,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxserve import BucketPlan, Engine, Request, SamplingParams
-from jaxserve.structured import StructuredOutputsParams
 from jaxserve.structured.grammars import GrammarCompiler
+from jaxserve.structured_outputs import StructuredOutputsParams
 from jaxserve.text.tokenizer import Tokenizer
 from tests import dummy
 from tests.structured import random_grammars

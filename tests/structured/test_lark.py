@@ -6,9 +6,10 @@ import pytest
 import tokenizers
 from tokenizers import models
 
-from jaxserve.structured import StructuredOutputsParams, lark
+from jaxserve.structured import lark
 from jaxserve.structured.grammars import GrammarCompiler, GrammarError
 from jaxserve.structured.masks import GrammarState
+from jaxserve.structured_outputs import StructuredOutputsParams
 from jaxserve.text.tokenizer import Tokenizer
 from tests import alphabet_model
 from tests.alphabet_model import TURN

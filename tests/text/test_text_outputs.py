@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from jaxserve.engine.outputs import EngineOutput
-from jaxserve.request import Logprob, Request, RequestMetrics, RequestOutput, SamplingParams
+from jaxserve.outputs import Logprob, RequestMetrics, RequestOutput
+from jaxserve.request import EngineOutput, Request
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.text_outputs import TextOutputs
 from jaxserve.text.tokenizer import Tokenizer
 
