@@ -26,13 +26,14 @@ import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
-from jaxserve.batching.packer import BatchPacker, StepLayout
+from jaxserve.batching.layout import StepLayout
+from jaxserve.batching.packer import BatchPacker
 from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.cli.common.engine_flags import revision, write_json
-from jaxserve.config import SchedulerConfig
 from jaxserve.request import Request
 from jaxserve.sampling.edit_rows import EditLayout
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
 

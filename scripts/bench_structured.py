@@ -28,7 +28,6 @@ import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
-from jaxserve.batching.packer import num_head_rows
 from jaxserve.cli.common.engine_flags import provenance, write_json
 from scripts.bench.timed_device import TimedDevice
 
@@ -146,7 +145,7 @@ class Load:
         ends = (schedule.starts + schedule.q_lens)[schedule.samples]  # exact: all drafts before them have stood
         to_come = np.full((len(ends), 1 + 2 * self._num_drafts), NO_DRAFT, np.int32)
         requests = (r for r, samples in zip(schedule.requests, schedule.samples, strict=True) if samples)
-        for row, request, at in zip(to_come, requests, (ends - num_head_rows(schedule) + 1).tolist(), strict=True):
+        for row, request, at in zip(to_come, requests, (ends - schedule.logits_rows.counts + 1).tolist(), strict=True):
             text = self._texts.get(request.request_id, [])[at - request.num_prompt_tokens :][: len(row)]
             row[: len(text)] = text
         return to_come

@@ -101,9 +101,9 @@ def measure(q_lens: np.ndarray, kv_lens: np.ndarray) -> dict[str, Any]:
 
 def steps_of_trace(num_running: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """(q_lens, kv_lens) of the steps of --trace: 8 requests for each of num_running, or as many as it has."""
-    from jaxserve.config import SchedulerConfig
     from jaxserve.request import Request
     from jaxserve.sampling_params import SamplingParams
+    from jaxserve.scheduling.config import SchedulerConfig
     from jaxserve.scheduling.page_pool import PagePool
     from jaxserve.scheduling.scheduler import Scheduler
     from jaxserve.workloads.workload import trace

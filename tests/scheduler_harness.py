@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.config import SchedulerConfig
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.schedule import Schedule, StepResult
 from jaxserve.scheduling.scheduler import Scheduler

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from jaxserve.buckets.plan import BucketPlan
-from jaxserve.config import CacheConfig, EngineConfig, SchedulerConfig
+from jaxserve.config import EngineConfig
 from jaxserve.execution import memory
 from jaxserve.execution.memory import PageShape, decide_num_pages
+from jaxserve.execution.resolved_config import resolve_config
 from jaxserve.models import ModelConfig
+from jaxserve.scheduling.config import CacheConfig, SchedulerConfig
 from tests.alphabet_model import CONFIG
 
 MODEL = ModelConfig.from_hf(CONFIG | {"max_position_embeddings": 4096})  # 1 layer, 1 KV head of 16: 128 B of float32 a token
@@ -22,7 +24,7 @@ PLAN = BucketPlan(decode=(2, 4), mixed=((16, 4), (64, 4)), head_rows=(4,))
 
 def resolve(config: dict | None = None, model: ModelConfig = MODEL, **given):
     device = {"kv_dtype": np.float32, "on_gpu": False, "device_limit": None, "weight_bytes": 0} | given
-    return EngineConfig(**config or {}).resolve(model, **device)
+    return resolve_config(EngineConfig(**config or {}), model, **device)
 
 
 # ---- values

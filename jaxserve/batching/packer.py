@@ -1,116 +1,18 @@
-"""Schedule -> StepInputs: the one place where a step's host arrays are built.
-
-A step uploads one int32 array. StepLayout says which slice of it holds what; pack() fills it (numpy, on the host), unpack()
-takes it apart (inside the compiled step). What a row of the device-resident state already holds is not sent again: a decode's token
-and position come from there, and of the page table only the entries that changed travel. Knows nothing of models or kernels.
-"""
+"""Schedule -> StepInputs: the one place where a step's host arrays are built. Knows nothing of models or kernels."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxserve.batching.layout import FROM_DEVICE, StepInputs, StepLayout
 from jaxserve.batching.work_lists import WorkLists
 from jaxserve.buckets.plan import Bucket, BucketPlan
+from jaxserve.request import Request
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling.edit_rows import EditLayout, kinds_of
-
-if TYPE_CHECKING:
-    from jaxserve.request import Request
-    from jaxserve.scheduling.schedule import Schedule
-
-# A token id or start that the device knows: the row's last sampled token, the row's number of computed tokens. Below it, as a token
-# id, the row's drafts: FROM_DEVICE - 1 is the first.
-FROM_DEVICE = -1
-
-
-@dataclass(frozen=True)
-class StepLayout:
-    """Where each field lies in the packed int32 array of one bucket.
-
-    T tokens, S sequences, R = max_head_rows logits rows, U page-table updates. The first U that a step needs travel in the array,
-    any further ones (long prefix hits) in update batches of their own before it. Padding: tokens 0, sequence rows max_num_seqs
-    (past the state's end, so that writes drop), q_lens 0, page updates to row max_num_seqs, head rows to sequence row max_num_seqs.
-
-    planners: by sliding window of the model's layers, what plans the step's attention on the host (a `Planner` of the kernels);
-    none where the backend plans on the device.
-    """
-
-    bucket: Bucket
-    max_num_seqs: int
-    page_size: int
-    max_head_rows: int
-    planners: Mapping[int | None, Any] = field(default_factory=dict, hash=False)
-
-    @cached_property
-    def num_updates(self) -> int:
-        """U: a step's own tokens touch at most this many new pages."""
-        return self.bucket.seqs + self.bucket.tokens // self.page_size
-
-    @cached_property
-    def fields(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
-        """name -> (where it lies, shape), in order."""
-        T, S, R = self.bucket.tokens, self.bucket.seqs, self.max_head_rows
-        shapes = {
-            "token_ids": (T,),
-            "seq_rows": (S,),
-            "q_lens": (S,),
-            "starts": (S,),
-            "page_updates": (self.num_updates, 3),
-            "head_tokens": (R,),  # index among the step's T tokens of each logits row
-            "head_rows": (R,),  # the sequence row that each logits row samples for
-            "sampling": (R, sampling_rows.NUM_COLUMNS),
-        }
-        shapes |= {name: (planner.size,) for name, planner in self.work.values()}
-        fields, offset = {}, 0
-        for name, shape in shapes.items():
-            size = math.prod(shape)
-            fields[name] = (slice(offset, offset + size), shape)
-            offset += size
-        return fields
-
-    @cached_property
-    def work(self) -> dict[int | None, tuple[str, Any]]:
-        """sliding window -> (the field that holds its layers' work list, its planner)."""
-        return {window: (f"work_{window}", planner) for window, planner in self.planners.items()}
-
-    @cached_property
-    def size(self) -> int:
-        return max(where.stop for where, _ in self.fields.values())
-
-    @cached_property
-    def padding(self) -> np.ndarray:
-        """i32[size]: a step of nothing; the template that pack() copies."""
-        packed = np.zeros(self.size, np.int32)
-        views = self.unpack(packed)
-        views["seq_rows"][:] = self.max_num_seqs
-        views["page_updates"][:] = (self.max_num_seqs, 0, 0)
-        views["head_rows"][:] = self.max_num_seqs
-        return packed
-
-    def unpack(self, packed: Any) -> dict[str, Any]:
-        """The fields of a packed array, numpy (views) or traced."""
-        return {name: packed[where].reshape(shape) for name, (where, shape) in self.fields.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """One step, ready to dispatch. `extra_page_updates` i32[m, 3] and `edit_rows` must reach the device before the step itself."""
-
-    bucket: Bucket
-    packed: np.ndarray  # i32[layout.size]
-    head_rows: int  # logits rows of the head program; 0: no sequence samples, no head runs
-    num_samples: int
-    with_logprobs: bool
-    extra_page_updates: np.ndarray
-    edit_rows: list[np.ndarray]  # as EditLayout.pack makes them, one for each newly admitted request that edits its logits
-    num_tokens: int
-    score_rows: list[np.ndarray] = field(default_factory=list)  # as prompt_scores.pack_spans makes them
+from jaxserve.scheduling.schedule import Schedule
 
 
 class BatchPacker:
@@ -187,7 +89,7 @@ class BatchPacker:
         view["page_updates"][: len(updates)] = updates
 
         edit_rows, self._edit_rows = self._edit_rows, []
-        tokens, rows = head_rows(schedule)
+        tokens, rows = schedule.logits_rows.tokens, schedule.logits_rows.rows
         r = len(rows)
         view["head_tokens"][:r] = tokens
         view["head_rows"][:r] = rows
@@ -217,23 +119,3 @@ class BatchPacker:
             token_ids[at : at + q_len] = schedule.requests[i].token_ids[start : start + q_len]
             at += q_len
         assert at == schedule.num_tokens
-
-
-def head_rows(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:  # intp[r], intp[r]
-    """The tokens of a step that get logits, by index, and the sequence row of each: the last one of what samples, and of a decode
-    its drafts too, one after the other."""
-    ends, rows = np.cumsum(schedule.q_lens) - 1, schedule.rows
-    if not schedule.samples.all():
-        ends, rows = ends[schedule.samples], rows[schedule.samples]
-    if not schedule.num_drafts:
-        return ends, rows
-    counts = num_head_rows(schedule)
-    firsts = np.cumsum(counts) - counts
-    return np.repeat(ends + 1 - counts - firsts, counts) + np.arange(counts.sum()), np.repeat(rows, counts)
-
-
-def num_head_rows(schedule: Schedule) -> np.ndarray:  # intp[number of entries that sample]
-    """The logits rows of each entry that samples."""
-    counts = np.ones(schedule.num_seqs, np.intp)
-    counts[: schedule.num_decodes] = schedule.q_lens[: schedule.num_decodes]
-    return counts[schedule.samples]

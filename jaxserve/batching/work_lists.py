@@ -8,14 +8,12 @@ some tokens ahead, and as long as the batch stays as it is their list is copied.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from jaxserve.batching.packer import StepLayout
-    from jaxserve.buckets.plan import Bucket
-    from jaxserve.scheduling.schedule import Schedule
+from jaxserve.batching.layout import StepLayout
+from jaxserve.buckets.plan import Bucket
+from jaxserve.scheduling.schedule import Schedule
 
 # Tokens. A list then serves 17 steps of decodes (fewer with drafts), so that a plan costs little; each sequence is taken for at
 # most so much longer than it is, and one that ends so shortly before a chunk's end may be given an item of no KV.

@@ -22,7 +22,7 @@ from typing import Any
 
 from absl import app, flags
 
-from jaxserve.config import DTYPES
+from jaxserve.models.config import DTYPES
 
 _MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or id, a GGUF file, or an Orbax folder.", required=True)
 _OUTPUT = flags.DEFINE_string("output", None, "The folder to write.", required=True)

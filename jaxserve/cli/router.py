@@ -15,10 +15,10 @@ import sys
 from absl import app, flags
 
 from jaxserve.cli.common import http_server
-from jaxserve.routing.policy import POLICIES
+from jaxserve.routing.policy import ROUTING_POLICIES
 
 _BACKENDS = flags.DEFINE_list("backends", None, "Addresses of the servers, http://host:port.", required=True)
-_POLICY = flags.DEFINE_enum("policy", "prefix_aware", POLICIES, "How a server is chosen (jaxserve/routing/policy.py).")
+_POLICY = flags.DEFINE_enum("policy", "prefix_aware", ROUTING_POLICIES, "How a server is chosen (jaxserve/routing/policy.py).")
 _BACKEND_KEY = flags.DEFINE_string("backend_api_key", None, "What servers get as key; by default what the client sent.")
 _CHECK = flags.DEFINE_float("check_seconds", 1.0, "Between two checks of a server.")
 _CHECK_TIMEOUT = flags.DEFINE_float("check_timeout", 5.0, "Seconds that a check may take.")

@@ -20,14 +20,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.batching.demand import COLUMNS, step_demand
-from jaxserve.batching.packer import BatchPacker, StepInputs
-from jaxserve.config import EngineConfig, ResolvedConfig
+from jaxserve.batching.layout import StepInputs
+from jaxserve.batching.packer import BatchPacker
+from jaxserve.config import EngineConfig
 from jaxserve.engine.admission import check_ids, check_kinds, check_order
-from jaxserve.engine.outputs import EngineStats, first_rows, logprobs_of, rows_of_requests, tokens_of
 from jaxserve.engine.resolution import resolve, step_budget
+from jaxserve.engine.stats import EngineStats, logprobs_of, tokens_of
 from jaxserve.execution.compilation import compile_counts, use_persistent_cache
 from jaxserve.execution.programs import Programs
+from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.execution.runner import Runner, StepHandle
 from jaxserve.execution.step import ModelFunctions
 from jaxserve.models import Decoder
@@ -38,6 +39,7 @@ from jaxserve.sampling.edit_rows import kinds_of
 from jaxserve.sampling.prompt_scores import ScoreSpan, deliver, pack_spans, scores_of, spans_of
 from jaxserve.sampling.rows import SampledRows
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.demand import COLUMNS, step_demand
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.schedule import Schedule, StepResult
 from jaxserve.scheduling.scheduler import Scheduler
@@ -394,7 +396,7 @@ class Engine:
         if self._draft_lengths is not None:
             self._draft_lengths.take_time(schedule, begun, time.monotonic())
             if sampled is not None:
-                fared = self._draft_lengths.take_tokens(schedule, tokens, counts, sampled.drafts, first_rows(schedule))
+                fared = self._draft_lengths.take_tokens(schedule, tokens, counts, sampled.drafts, schedule.logits_rows.firsts)
         if sampled is not None:
             self.stats.sorted_rows += int(sampled.by_sort.sum())
             if sampled.bad_logits.any():
@@ -419,7 +421,7 @@ class Engine:
             if request.metrics is not None and request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
         if sampled is not None and sampled.logprobs is not None:
-            first_row = {id(request): row for request, row in rows_of_requests(schedule)}
+            first_row = {id(request): row for request, row in schedule.logits_rows.by_request(schedule)}
             for output in outputs:
                 n = output.request.params.logprobs
                 if n is not None:
@@ -436,7 +438,7 @@ class Engine:
     def _fail_bad_rows(self, schedule: Schedule, sampled: SampledRows) -> list[EngineOutput]:
         """Requests whose logits are not numbers end with finish_reason "error"; the others go on."""
         outputs = []
-        for request, row in rows_of_requests(schedule):  # a bad row behind a draft only refused it
+        for request, row in schedule.logits_rows.by_request(schedule):  # a bad row behind a draft only refused it
             if request.finished or not sampled.bad_logits[row]:
                 continue
             self.stats.bad_rows += 1

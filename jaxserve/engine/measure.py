@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.batching.packer import BatchPacker, StepInputs
+from jaxserve.batching.layout import StepInputs
+from jaxserve.batching.packer import BatchPacker
 from jaxserve.buckets.plan import Bucket, BucketPlan
-from jaxserve.config import EngineConfig, ResolvedConfig
+from jaxserve.config import EngineConfig
+from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.schedule import Schedule
@@ -42,7 +44,7 @@ class StepShape:
     start: int = 0
 
     def demand(self, page_size: int) -> tuple[int, int]:
-        """(kv_tokens, pairs), as jaxserve.batching.demand defines them."""
+        """(kv_tokens, pairs), as jaxserve.scheduling.demand defines them."""
         pages = -(-self.decode_kv // page_size)
         return self.decodes * pages * page_size, sum(n * self.start + n * (n + 1) // 2 for n in self.chunks)
 

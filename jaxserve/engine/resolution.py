@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jaxserve.config import DEFAULT_PAGE_SIZE, EngineConfig, ResolvedConfig
+from jaxserve.config import EngineConfig
 from jaxserve.execution.programs import Programs
+from jaxserve.execution.resolved_config import DEFAULT_PAGE_SIZE, ResolvedConfig, resolve_config
 from jaxserve.execution.step import ModelFunctions
 from kernels.ragged_paged_attention import resolve_backend
 
@@ -34,7 +35,8 @@ def resolve(functions: ModelFunctions, config: EngineConfig) -> ResolvedConfig:
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
     decide = functools.partial(
-        config.resolve,
+        resolve_config,
+        config,
         functions.model_config,
         kv_dtype=functions.dtype,
         on_gpu=device.platform == "gpu",

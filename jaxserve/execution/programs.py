@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.batching.packer import StepLayout
+from jaxserve.batching.layout import StepLayout
 from jaxserve.buckets.plan import Bucket
-from jaxserve.config import ResolvedConfig
 from jaxserve.execution import step
 from jaxserve.execution.memory import reserve_bytes
+from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling.edit_rows import EditLayout, num_mask_words
 from jaxserve.sampling_params import MAX_LOGPROBS

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.batching.packer import StepInputs
+from jaxserve.batching.layout import StepInputs
 from jaxserve.buckets.plan import Bucket
-from jaxserve.config import ResolvedConfig
 from jaxserve.execution.programs import UPDATE_BATCH, Programs
+from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.execution.step import DraftState
 from jaxserve.sampling.rows import SampledRows, ScoredRows, unpack_sampled, unpack_scored
 from jaxserve.speculative.proposer import NO_DRAFT

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxserve.batching.packer import FROM_DEVICE, StepLayout
+from jaxserve.batching.context import StepContext
+from jaxserve.batching.layout import FROM_DEVICE, StepLayout
 from jaxserve.models import Decoder, ModelConfig, named_leaves
 from jaxserve.sampling import logit_edits, scoring
 from jaxserve.sampling import sampler as sampling
@@ -30,25 +31,6 @@ from kernels.kv_cache import write_kv
 from kernels.ragged_paged_attention import plan_work, ragged_paged_attention
 
 HEAD_PATHS = ("final_norm/", "lm_head/")  # what the head reads of the model, beside a tied embedding
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["positions", "slot_mapping", "page_table", "cu_q_lens", "kv_lens", "work"],
-    meta_fields=["max_q_len", "backend"],
-)
-@dataclass(frozen=True)
-class StepContext:
-    """What the layers of one step share."""
-
-    positions: jax.Array  # i32[T]
-    slot_mapping: jax.Array  # i32[T]
-    page_table: jax.Array  # i32[S, P]
-    cu_q_lens: jax.Array  # i32[S+1]
-    kv_lens: jax.Array  # i32[S]
-    work: Any  # the attention backend's plan: one for all layers, or {str(sliding window): one for its layers}
-    max_q_len: int
-    backend: str
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["rows", "tokens", "sampling"], meta_fields=[])

@@ -14,6 +14,8 @@ from typing import Any
 from checkpoints.json_files import read_object
 from jaxserve.models.registry import Architecture, find_architecture
 
+DTYPES = ("auto", "bfloat16", "float16", "float32")  # of weights and activations
+
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
 _DTYPES = ("float32", "bfloat16", "float16")

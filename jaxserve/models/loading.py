@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import DTYPES, require_one_of
 from jaxserve.models import (
     Decoder,
     GenerationDefaults,
@@ -23,6 +22,7 @@ from jaxserve.models import (
     transpose_kernels,
     with_leaves,
 )
+from jaxserve.models.config import DTYPES
 from jaxserve.text.tokenizer import Tokenizer
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -66,7 +66,7 @@ def load_model(
     from checkpoints import orbax
     from checkpoints.huggingface import SafetensorsReader, resolve
 
-    require_one_of(DTYPES, dtype=dtype)
+    _check_dtype(dtype, DTYPES)
     if skip_tokenizer_init and tokenizer is not None:
         raise ValueError(f"skip_tokenizer_init=True contradicts tokenizer={tokenizer!r}: leave one of them out")
     path = resolve(model, revision=revision)
@@ -88,6 +88,11 @@ def load_model(
     found = None if skip_tokenizer_init else _tokenizer(path, tokenizer)
     module = load_weights(reader, config, dtype=dtype, progress=progress)
     return LoadedModel(module, config, defaults, found)
+
+
+def _check_dtype(dtype: str, choices: tuple[str, ...]) -> None:
+    if dtype not in choices:
+        raise ValueError(f"{dtype=} must be one of {', '.join(choices)}")
 
 
 def _tokenizer(path: Path, given: str | Path | Tokenizer | None) -> Tokenizer:
@@ -161,6 +166,6 @@ def random_model(config: ModelConfig | Mapping[str, Any], *, dtype: str = "bfloa
     """A decoder with random weights, for benchmarks and tests. config: a ModelConfig or a Hugging Face config as a dict."""
     from jaxserve.models import random_params
 
-    require_one_of(DTYPES[1:], dtype=dtype)
+    _check_dtype(dtype, DTYPES[1:])
     config = config if isinstance(config, ModelConfig) else ModelConfig.from_hf(json.loads(json.dumps(dict(config))))
     return with_leaves(Decoder.abstract(config, dtype), random_params(config, seed, dtype))

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from jaxserve.routing.backends import UNANSWERED, UNREACHED, Answer, Backend, Health, end_to_end, open_session
 from jaxserve.routing.metrics import RouterMetrics
-from jaxserve.routing.policy import POLICIES, Load, hash_blocks, make_policy
+from jaxserve.routing.policy import ROUTING_POLICIES, Load, hash_blocks, make_policy
 from jaxserve.serving.errors import error_response, on_error
 from jaxserve.serving.messages import UnavailableError
 from jaxserve.serving.middleware import ApiKey, BodyLimit, LastResort, RequestLog
@@ -47,7 +47,7 @@ MAX_BROKEN = 2  # servers that may break over one request before it is given up:
 class RouterOptions:
     """What a router's owner may choose.
 
-    backends: the servers, "http://host:port". policy: one of POLICIES. api_keys: bearer tokens, any of which opens the router
+    backends: the servers, "http://host:port". policy: one of ROUTING_POLICIES. api_keys: bearer tokens, any of which opens the router
     (none: open). backend_api_key: what it sends to the servers in place of the client's key. check_seconds: between two checks of a
     server; check_timeout: the most that one may take. max_failures, min_successes: in a row, take a server out, or bring it back.
     max_body_bytes, body_seconds, patience: as a server's.
@@ -72,8 +72,8 @@ class RouterOptions:
             parts = urllib.parse.urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or url != f"{parts.scheme}://{parts.netloc}":
                 raise ValueError(f"backend {url!r} must be an address such as http://127.0.0.1:8000, without a path")
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy={self.policy!r} must be one of {', '.join(POLICIES)}")
+        if self.policy not in ROUTING_POLICIES:
+            raise ValueError(f"policy={self.policy!r} must be one of {', '.join(ROUTING_POLICIES)}")
         if not all(self.api_keys):
             raise ValueError("an API key must not be empty")
         if not (self.check_seconds > 0 and self.check_timeout > 0):

@@ -194,13 +194,13 @@ class RoundRobin:
         pass
 
 
-POLICIES = ("prefix_aware", "least_loaded", "round_robin")
+ROUTING_POLICIES = ("prefix_aware", "least_loaded", "round_robin")
 
 
 def make_policy(name: str) -> Policy:
-    """A policy by its name in POLICIES, with its defaults."""
-    if name not in POLICIES:
-        raise ValueError(f"{name=} must be one of {', '.join(POLICIES)}")
+    """A policy by its name in ROUTING_POLICIES, with its defaults."""
+    if name not in ROUTING_POLICIES:
+        raise ValueError(f"{name=} must be one of {', '.join(ROUTING_POLICIES)}")
     return {"prefix_aware": PrefixAware, "least_loaded": LeastLoaded, "round_robin": RoundRobin}[name]()
 
 

@@ -1,6 +1,6 @@
 """How a step is composed and who comes first, as data: one table of policies, two orders.
 
-Owns `Policy` (what the scheduler asks while it composes a step) and the two keys by which waiting requests are ordered. Knows no
+Owns `BatchingPolicy` (what the scheduler asks while it composes a step) and the two keys by which waiting requests are ordered. Knows no
 pages, rows or counters: the scheduler applies what is written here.
 
 The policies that the literature compares are settings of one scheduler, so that one trace runs under each:
@@ -19,14 +19,13 @@ request_level  A batch is admitted only when nothing runs and ends with its long
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from jaxserve.config import SchedulerConfig
 from jaxserve.request import Request
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class BatchingPolicy:
     """The batch-composition rule.
 
     chunked: a prompt may be split over steps. mixed: prompts and decodes may share a step. prefill_first: where they may not, a
@@ -42,35 +41,12 @@ class Policy:
     admit_only_when_idle: bool = False
 
 
-POLICIES = {
-    "sarathi": Policy(chunked=True, mixed=True),
-    "orca": Policy(chunked=False, mixed=True, reserve_full=True),
-    "prefill_first": Policy(chunked=False, mixed=False, prefill_first=True),
-    "request_level": Policy(chunked=False, mixed=False, prefill_first=True, reserve_full=True, admit_only_when_idle=True),
+BATCHING_POLICIES: dict[str, BatchingPolicy] = {
+    "sarathi": BatchingPolicy(chunked=True, mixed=True),
+    "orca": BatchingPolicy(chunked=False, mixed=True, reserve_full=True),
+    "prefill_first": BatchingPolicy(chunked=False, mixed=False, prefill_first=True),
+    "request_level": BatchingPolicy(chunked=False, mixed=False, prefill_first=True, reserve_full=True, admit_only_when_idle=True),
 }
-
-
-def resolve_policy(config: SchedulerConfig) -> Policy:
-    """The policy that `config` names, with its `chunked` and `mixed` switches applied.
-
-    Raises:
-      ValueError: the switches contradict the policy or each other.
-    """
-    policy = POLICIES[config.policy]
-    if config.chunked is not None:
-        policy = replace(policy, chunked=config.chunked)
-    if config.mixed is not None:
-        policy = replace(policy, mixed=config.mixed)
-    if config.policy == "prefill_first" and policy.mixed:
-        raise ValueError(
-            "policy='prefill_first' with mixed=True has no step left to put first; use policy='sarathi' with chunked=False"
-        )
-    if config.long_prefill_token_threshold and not policy.chunked:
-        raise ValueError(
-            f"long_prefill_token_threshold={config.long_prefill_token_threshold} caps the chunks of a prompt, but "
-            f"policy={config.policy!r} with chunked={config.chunked} runs prompts whole; set chunked=True, or the threshold to 0"
-        )
-    return policy
 
 
 OrderKey = tuple[int, float, int]
@@ -81,3 +57,4 @@ ORDER_KEYS: dict[str, Callable[[Request], OrderKey]] = {
     "fcfs": lambda request: (0, 0.0, request.order),
     "priority": lambda request: (request.priority, request.arrival, request.order),
 }
+ORDERS: tuple[str, ...] = tuple(ORDER_KEYS)

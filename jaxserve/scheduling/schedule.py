@@ -45,6 +45,14 @@ class Schedule:
     num_tokens: int
     max_q_len: int
     num_drafts: int = 0
+    _logits_rows: LogitsRows | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def logits_rows(self) -> LogitsRows:
+        """The rows that get logits; computed once."""
+        if self._logits_rows is None:
+            self._logits_rows = LogitsRows.of(self)
+        return self._logits_rows
 
     @property
     def num_seqs(self) -> int:
@@ -54,6 +62,45 @@ class Schedule:
         """(request, row, 1 + drafts) of each entry that decodes."""
         d = self.num_decodes
         return zip(self.requests[:d], self.rows[:d].tolist(), self.q_lens[:d].tolist(), strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsRows:
+    """The logits rows of a step: one after the last token of each entry that samples; where that is a decode with drafts, one after
+    each of its 1 + drafts tokens, in order. R rows of E entries.
+
+    tokens: the token that each row follows, by its index among the step's tokens. rows: the sequence row of each. entries: the
+    entries of the schedule that sample. counts, firsts: how many rows each of them has, and where its first stands.
+    """
+
+    tokens: np.ndarray  # intp[R]
+    rows: np.ndarray  # intp[R]
+    entries: np.ndarray  # intp[E]
+    counts: np.ndarray  # intp[E]
+    firsts: np.ndarray  # intp[E]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> LogitsRows:
+        """Of one schedule."""
+        entries = schedule.samples.nonzero()[0]
+        ends, rows = np.cumsum(schedule.q_lens) - 1, schedule.rows
+        if len(entries) < schedule.num_seqs:
+            ends, rows = ends[entries], rows[entries]
+        if not schedule.num_drafts:
+            return cls(ends, rows, entries, np.ones(len(entries), np.intp), np.arange(len(entries)))
+        counts = np.ones(schedule.num_seqs, np.intp)
+        counts[: schedule.num_decodes] = schedule.q_lens[: schedule.num_decodes]
+        counts = counts[entries]
+        firsts = np.cumsum(counts) - counts
+        tokens = np.repeat(ends + 1 - counts - firsts, counts) + np.arange(counts.sum())
+        return cls(tokens, np.repeat(rows, counts), entries, counts, firsts)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def by_request(self, schedule: Schedule) -> list[tuple[Request, int]]:
+        """The requests that sample, each with its first row."""
+        return [(schedule.requests[i], first) for i, first in zip(self.entries.tolist(), self.firsts.tolist(), strict=True)]
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 Owns the life of a request between `add` and its last token: the waiting queue, admission, the composition of each step, page
 growth, preemption, and what the sampled tokens mean (stops and lengths). Pages are the pool's (page_pool.py), per-row numbers
-SequenceRows' (sequence_rows.py), the rules of composition a Policy's (policies.py). Pure Python and numpy; knows no device.
+SequenceRows' (sequence_rows.py), the rules of composition a BatchingPolicy's (policies.py). Pure Python and numpy; knows no device.
 
 There is no prefill mode and no decode mode: a request owes the tokens that are known and not computed, and a step's budget is
 spent on what is owed (iteration-level scheduling: Orca, OSDI 2022; chunks beside decodes: Sarathi-Serve, OSDI 2024; paging,
@@ -18,22 +18,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
-from jaxserve.config import SchedulerConfig
 from jaxserve.request import Request, RequestStatus
+from jaxserve.scheduling.config import SchedulerConfig, resolve_policy
 from jaxserve.scheduling.page_pool import PagePool, root_hash
-from jaxserve.scheduling.policies import ORDER_KEYS, Policy, resolve_policy
+from jaxserve.scheduling.policies import ORDER_KEYS, BatchingPolicy
 from jaxserve.scheduling.schedule import NO_DECODES, Chunks, Decodes, Schedule, SchedulerStats, StepResult, join
 from jaxserve.scheduling.sequence_pages import SequencePages
 from jaxserve.scheduling.sequence_rows import NEVER, SequenceRows
+from jaxserve.scheduling.step_budget import StepBudget
 from jaxserve.scheduling.waiting_queue import WaitingQueue
 
-if TYPE_CHECKING:
-    from jaxserve.scheduling.step_budget import StepBudget
-    from jaxserve.speculative.draft_lengths import DraftLengths
+
+class DraftLengths(Protocol):
+    """How many drafts each decode verifies: `speculative.draft_lengths.DraftLengths`."""
+
+    max_rows: int  # logits rows that a step may have
+
+    def choose(
+        self,
+        rows: np.ndarray,  # intp[n]
+        *,
+        explore: bool,
+        queued: bool,
+    ) -> np.ndarray:  # i32[n]
+        """The drafts of each of `rows`, as far as there is room."""
+        ...
 
 
 class Scheduler:
@@ -47,7 +60,7 @@ class Scheduler:
         draft_lengths: DraftLengths | None = None,
     ):
         self.config = config
-        self.policy: Policy = resolve_policy(config)
+        self.policy: BatchingPolicy = resolve_policy(config)
         if step_budget is not None and not (self.policy.chunked and self.policy.mixed):
             raise ValueError("a dynamic budget cuts prompts to what decodes leave: it needs chunked prefill and mixed steps")
         self.step_budget = step_budget  # what a step with decodes may hold; None: always max_num_batched_tokens

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import ResolvedConfig
+from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.llm import LLM, PROMPT_FIELDS, with_bad_words_tokenized
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import SamplingParams

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxserve.batching.demand import DemandLog
 from jaxserve.buckets.plan import HEAD_VARIANTS, OTHER_PROGRAMS, Bucket, BucketPlan
+from jaxserve.scheduling.demand import DemandLog
 from jaxserve.step_times.fitted import StepTimeModel
 
 MAX_CANDIDATE_TOKENS = 128  # sizes of T that pairs are made of; the dynamic program sees every size

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.batching.demand import DemandLog
 from jaxserve.buckets.plan import Bucket, BucketPlan, PaddingAccount
 from jaxserve.buckets.unpadded import UnpaddedPlan
-from jaxserve.config import SchedulerConfig
+from jaxserve.scheduling.config import SchedulerConfig
+from jaxserve.scheduling.demand import DemandLog
 from jaxserve.scheduling.schedule import Schedule, SchedulerStats
 from jaxserve.simulation.books import RequestBooks
 from jaxserve.simulation.decode_runs import kv_tokens_of_run, skip_steps

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.batching.demand import DemandLog
 from jaxserve.buckets.plan import Bucket, BucketPlan, PaddingAccount
 from jaxserve.buckets.unpadded import UnpaddedPlan
-from jaxserve.config import SchedulerConfig
+from jaxserve.scheduling.config import SchedulerConfig
+from jaxserve.scheduling.demand import DemandLog
 from jaxserve.scheduling.schedule import SchedulerStats
 from jaxserve.simulation.books import RequestBooks
 from jaxserve.simulation.replica import Replica, SimulatedEngine

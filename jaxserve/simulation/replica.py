@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.batching.demand import step_demand
 from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.buckets.unpadded import UnpaddedPlan
-from jaxserve.config import SchedulerConfig
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.config import SchedulerConfig
+from jaxserve.scheduling.demand import step_demand
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.schedule import Schedule, SchedulerStats
 from jaxserve.scheduling.scheduler import Scheduler

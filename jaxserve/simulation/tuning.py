@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxserve.batching.demand import DemandLog
 from jaxserve.buckets.plan import Bucket, BucketPlan
-from jaxserve.config import SchedulerConfig
+from jaxserve.scheduling.config import SchedulerConfig
+from jaxserve.scheduling.demand import DemandLog
 from jaxserve.simulation.bucket_search import BucketSearch, Caps, SearchResult, plan_seconds
 from jaxserve.simulation.replay import Replay, replay
 from jaxserve.step_times.fitted import StepTimeModel

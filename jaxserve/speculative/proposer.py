@@ -10,14 +10,12 @@ then goes on from there, one draft at a time, and keeps the drafts' KV aside, as
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
+from jaxserve.batching.context import StepContext
 from jaxserve.sampling.sampler import SamplingRows
-
-if TYPE_CHECKING:
-    from jaxserve.execution.step import StepContext
 
 NO_DRAFT = -1  # a draft that is none: no sampled token equals it, so that it never stands
 DRAFT_STREAM = 2  # of sampling.uniform: what drafts are drawn with, at the positions that they are for

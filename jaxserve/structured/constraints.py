@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxserve.engine.outputs import rows_of_requests
 from jaxserve.sampling.edit_rows import ALLOWED, BAD_WORDS, kinds_of
 from jaxserve.speculative.proposer import NO_DRAFT
 from jaxserve.structured.grammars import Grammar, GrammarError, outcome
@@ -78,7 +77,7 @@ class Constraints:
         been given to `advance`. The drafts of requests with foretold tokens are cut."""
         if self._filler is None:
             self._filler = MaskFiller(self._vocab_size, self._max_rows)
-        rows = {r: row for r, row in rows_of_requests(schedule) if r in self and not r.finished}
+        rows = {r: row for r, row in schedule.logits_rows.by_request(schedule) if r in self and not r.finished}
         drafts: dict[int, list[int]] = {}
         for request, seq_row, q_len in schedule.decodes() if schedule.num_drafts else ():
             if q_len > 1 and request in rows:

@@ -70,13 +70,14 @@ class AbstractStep:
     def make(cls, model: Any, options: dict[str, Any], target: str, memory_fraction: float) -> AbstractStep:
         """model: a ModelConfig. options: EngineConfig's. memory_fraction: the share of the device that the process may allocate.
 
-        Raises ValueError as `EngineConfig.resolve`: limits that contradict each other or the memory; NotImplementedError for an
+        Raises ValueError as `resolve_config`: limits that contradict each other or the memory; NotImplementedError for an
         attention backend that can't.
         """
         import jax.numpy as jnp
 
-        from jaxserve.config import DEFAULT_PAGE_SIZE, EngineConfig
+        from jaxserve.config import EngineConfig
         from jaxserve.execution.programs import Programs
+        from jaxserve.execution.resolved_config import DEFAULT_PAGE_SIZE, resolve_config
         from jaxserve.execution.step import ModelFunctions
         from jaxserve.models import Decoder
         from kernels import gpu
@@ -100,7 +101,8 @@ class AbstractStep:
                 "mosaic_sm90" if wanted == "auto" and planner.unsupported(**shapes) is None else wanted, **shapes
             )
             resolve = functools.partial(
-                config.resolve,
+                resolve_config,
+                config,
                 model,
                 kv_dtype=functions.dtype,
                 on_gpu=True,
@@ -117,7 +119,7 @@ class AbstractStep:
     def fit(self, reserve: int) -> MemoryFit:
         """The pool and the max_model_len that the engine takes once it knows that programs need `reserve` bytes.
 
-        Raises ValueError as `EngineConfig.resolve`, where the engine would refuse.
+        Raises ValueError as `resolve_config`, where the engine would refuse.
         """
         from jaxserve.sampling.edit_rows import EditLayout
 

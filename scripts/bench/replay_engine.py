@@ -14,11 +14,11 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxserve.config import CacheConfig
 from jaxserve.engine.engine import EngineOutput, EngineStats
 from jaxserve.outputs import RequestMetrics
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.config import CacheConfig
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.schedule import SchedulerStats
 from jaxserve.structured.grammars import GrammarCompiler

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.batching.packer import StepInputs, num_head_rows
+from jaxserve.batching.layout import StepInputs
 from jaxserve.sampling.rows import SampledRows
 from jaxserve.scheduling.schedule import Schedule
 
@@ -67,9 +67,9 @@ class TimedDevice:
         """An entry's first row samples its next token, the row of each draft the token after that draft."""
         from jaxserve.speculative.proposer import NO_DRAFT
 
-        rows = num_head_rows(schedule)
-        entry = np.repeat(np.arange(len(rows)), rows)
-        place = np.arange(len(entry)) - np.repeat(np.cumsum(rows) - rows, rows)
+        logits = schedule.logits_rows
+        entry = np.repeat(np.arange(len(logits.entries)), logits.counts)
+        place = np.arange(len(entry)) - np.repeat(logits.firsts, logits.counts)
         to_come = self.next_tokens(schedule)[entry[:, None], place[:, None] + np.arange(1 + self.num_drafts)]  # i32[R, 1 + K]
         tokens, drafts = np.maximum(to_come[:, 0], 0), to_come[:, 1:]
         delivered = (place == 0) | (to_come[:, 0] != NO_DRAFT)  # behind the last token there was no draft to verify

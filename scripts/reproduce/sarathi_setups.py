@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from jaxserve.buckets.unpadded import UnpaddedPlan
-from jaxserve.config import SchedulerConfig
+from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.simulation.pipeline import replay_stages
 from jaxserve.step_times.analytic import Deployment
 from jaxserve.step_times.hardware import GPUS

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.batching.packer import BatchPacker, StepLayout
+from jaxserve.batching.layout import StepLayout
+from jaxserve.batching.packer import BatchPacker
 from jaxserve.batching.work_lists import AHEAD
 from jaxserve.buckets.plan import BucketPlan
 from jaxserve.execution import step

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.batching.packer import StepLayout
+from jaxserve.batching.layout import StepLayout
 from jaxserve.batching.work_lists import AHEAD, WorkLists
 from jaxserve.buckets.plan import Bucket
 from kernels.ragged_paged_attention.work_list import WorkShape, loads, plan

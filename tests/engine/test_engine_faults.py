@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.batching.packer import BatchPacker, StepLayout
+from jaxserve.batching.layout import StepLayout
+from jaxserve.batching.packer import BatchPacker
 from jaxserve.engine import engine
 from jaxserve.execution import step
 from jaxserve.request import Request

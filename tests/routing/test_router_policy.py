@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.routing.policy import (
-    POLICIES,
+    ROUTING_POLICIES,
     LeastLoaded,
     Load,
     PrefixAware,
@@ -134,7 +134,7 @@ def test_in_turn():
     assert policy.choose((), {"a": Load(), "b": Load()}).server == "b"
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ROUTING_POLICIES)
 def test_no_server_at_all(name):
     with pytest.raises(ValueError, match="there is no server to choose"):
         make_policy(name).choose((), {})

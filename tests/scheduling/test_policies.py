@@ -4,9 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxserve.config import POLICIES as POLICY_NAMES
-from jaxserve.config import SchedulerConfig
-from jaxserve.scheduling.policies import POLICIES, resolve_policy
+from jaxserve.scheduling.config import SchedulerConfig, resolve_policy
+from jaxserve.scheduling.policies import BATCHING_POLICIES
 from jaxserve.scheduling.scheduler import Scheduler
 from tests.scheduler_harness import Harness
 
@@ -26,10 +25,6 @@ def kinds(harness, max_steps=200):
 
 def q_lens(schedule):
     return dict(zip([request.request_id for request in schedule.requests], schedule.q_lens.tolist(), strict=True))
-
-
-def test_the_table_and_the_config_name_the_same_policies():
-    assert tuple(POLICIES) == POLICY_NAMES
 
 
 def test_sarathi_gives_decodes_then_partial_prefills_then_new_requests():
@@ -179,7 +174,7 @@ def test_a_recompute_over_the_budget_is_chunked_even_where_prompts_are_not():
     harness.assert_solo(*requests)
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("policy", BATCHING_POLICIES)
 @pytest.mark.parametrize("chunked", [None, False, True])
 @pytest.mark.parametrize("mixed", [None, False, True])
 def test_switches_change_only_what_they_name(policy, chunked, mixed):
@@ -189,7 +184,7 @@ def test_switches_change_only_what_they_name(policy, chunked, mixed):
             resolve_policy(config)
         return
     resolved = dataclasses.asdict(resolve_policy(config))
-    expected = dataclasses.asdict(POLICIES[policy])
+    expected = dataclasses.asdict(BATCHING_POLICIES[policy])
     expected |= {} if chunked is None else {"chunked": chunked}
     expected |= {} if mixed is None else {"mixed": mixed}
     assert resolved == expected

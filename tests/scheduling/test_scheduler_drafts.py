@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jaxserve.batching.demand import step_demand
+from jaxserve.scheduling.demand import step_demand
 from tests.scheduler_harness import Harness, next_token
 
 PATTERNS = [(True, True, True), (False, True, True), (True, False, True), (True, True, False)]

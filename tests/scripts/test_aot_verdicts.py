@@ -6,6 +6,7 @@ from typing import cast
 import pytest
 
 from jaxserve import EngineConfig
+from jaxserve.execution.resolved_config import resolve_config
 from scripts.aot.compiled_report import CompiledReport, Instruction, Kernel, Thunk
 from scripts.aot.kernels import KernelCase
 from scripts.aot.sm90_compile import Compiler, target_of
@@ -169,7 +170,8 @@ def test_pages_are_those_that_the_engine_would_take(model):
     config, reserve = read_config(model), 123 << 20
     step = AbstractStep.make(config, {"max_model_len": 2048}, "h100", memory_fraction=0.75)
     fit = step.fit(reserve)
-    wanted = EngineConfig(max_model_len=2048).resolve(
+    wanted = resolve_config(
+        EngineConfig(max_model_len=2048),
         config,
         kv_dtype=step.programs.functions.dtype,
         on_gpu=True,
@@ -188,7 +190,8 @@ def test_a_length_that_was_not_asked_for_is_what_the_pool_holds_beside_the_progr
     compiler = CompilerOf(step_body(step.config.pages.num_layers, kernels=FAST), FAST)
     result = check_step(step, cast(Compiler, compiler), step.default_buckets()[:1])
     assert result.faults == [] and result.fit is not None
-    resolved = EngineConfig().resolve(
+    resolved = resolve_config(
+        EngineConfig(),
         model,
         kv_dtype=step.programs.functions.dtype,
         on_gpu=True,

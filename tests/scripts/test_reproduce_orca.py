@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve.cli.common import open_loop
-from jaxserve.config import SchedulerConfig
+from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.simulation.replay import replay
 from jaxserve.step_times.analytic import Deployment
 from jaxserve.workloads.latency import ServedTimes

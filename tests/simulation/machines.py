@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from jaxserve.batching.demand import DemandLog
-from jaxserve.config import SchedulerConfig
+from jaxserve.scheduling.config import SchedulerConfig
+from jaxserve.scheduling.demand import DemandLog
 from jaxserve.simulation.tuning import Machine
 from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
 from jaxserve.workloads.workload import Workload, WorkloadRequest

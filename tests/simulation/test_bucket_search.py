@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.batching.demand import DemandLog
 from jaxserve.buckets.plan import BucketPlan
+from jaxserve.scheduling.demand import DemandLog
 from jaxserve.simulation.bucket_search import BucketSearch, Caps, interchange, lagrangian_bound, padding_share, plan_seconds
 from jaxserve.step_times.fitted import BucketTimes
 from tests.simulation.machines import MODEL, SEQS, TOKENS, random_demands

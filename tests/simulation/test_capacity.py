@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxserve import BucketPlan
-from jaxserve.config import SchedulerConfig
+from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.simulation.capacity import Objective, Spread, Trial, capacity, ratio
 from jaxserve.simulation.pipeline import replay_stages
 from jaxserve.simulation.replay import replay

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxserve.buckets.plan import BucketPlan
-from jaxserve.routing.policy import POLICIES, make_policy
+from jaxserve.routing.policy import ROUTING_POLICIES, make_policy
 from jaxserve.simulation.cluster import replay_cluster
 from jaxserve.simulation.pipeline import PipelineReplica
 from jaxserve.simulation.replay import replay
@@ -24,7 +24,7 @@ def make_staged(books, prefix_caching):
     return PipelineReplica(books, PLAN, [MODEL, MODEL], lambda *_: 1e-4, LIMITS, 64, prefix_caching=prefix_caching)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ROUTING_POLICIES)
 @pytest.mark.parametrize("prefixes", [True, False])
 def test_one_replica_is_a_replay(policy, prefixes):
     """Bit for bit, idle times, preemptions and prefix hits included, whatever the router thinks."""

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxserve.batching.demand import COLUMNS
 from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.buckets.unpadded import UnpaddedPlan
-from jaxserve.config import SchedulerConfig
+from jaxserve.scheduling.config import SchedulerConfig
+from jaxserve.scheduling.demand import COLUMNS
 from jaxserve.simulation import pipeline
 from jaxserve.simulation.books import RequestBooks
 from jaxserve.simulation.pipeline import LongestGaps, PipelineReplica, bubbles, replay_pipeline

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.batching.demand import COLUMNS
 from jaxserve.buckets.plan import BucketPlan
 from jaxserve.buckets.unpadded import UnpaddedPlan
-from jaxserve.config import SchedulerConfig
 from jaxserve.routing.policy import make_policy
+from jaxserve.scheduling.config import SchedulerConfig
+from jaxserve.scheduling.demand import COLUMNS
 from jaxserve.simulation import pipeline
 from jaxserve.simulation.cluster import replay_cluster
 from jaxserve.simulation.pipeline import PipelineReplay, PipelineReplica, replay_pipeline

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jaxserve import BucketPlan, SamplingParams
-from jaxserve.batching.demand import COLUMNS, DemandLog
-from jaxserve.config import SchedulerConfig
+from jaxserve.scheduling.config import SchedulerConfig
+from jaxserve.scheduling.demand import COLUMNS, DemandLog
 from jaxserve.simulation.replay import replay
 from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
 from jaxserve.workloads.traffic import multi_turn, shared_prefix

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxserve.batching.demand import DemandLog
 from jaxserve.buckets.plan import BucketPlan
+from jaxserve.scheduling.demand import DemandLog
 from jaxserve.scheduling.step_budget import StepBudget
 from jaxserve.simulation import tuning
 from jaxserve.simulation.bucket_search import Caps, plan_seconds

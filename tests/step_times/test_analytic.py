@@ -7,8 +7,8 @@ import pytest
 
 from jaxserve.buckets.plan import Bucket
 from jaxserve.buckets.unpadded import UnpaddedPlan
-from jaxserve.config import SchedulerConfig
 from jaxserve.models.config import ModelConfig
+from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.simulation.replay import replay
 from jaxserve.step_times.analytic import Deployment
 from jaxserve.step_times.fitted import StepTimes

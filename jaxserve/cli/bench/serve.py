@@ -1,6 +1,6 @@
 """Serving benchmark: an engine in process, or a server, under an open loop of requests, with vLLM's metrics.
 
-    python -m jaxserve.cli.bench.serve --workload=random --num_prompts=64 --random_input_len=128 --random_output_len=32 --request_rate=4
+    python -m jaxserve.cli.bench.serve --workload=random --num_prompts=64 --random_input_len=128 --request_rate=4
     python -m jaxserve.cli.bench.serve --workload=trace --dataset_path=trace.csv.gz --request_rate=1,2,4 --goodput=ttft:500,tpot:50 \
         --json=serve.json --plot=serve
     python -m jaxserve.cli.bench.serve --base_url=http://127.0.0.1:8000 --workload=random --request_rate=4

@@ -19,7 +19,9 @@ from typing import Any
 
 from absl import app, flags
 
-from jaxserve.config import BACKENDS, DTYPES, MOE_BACKENDS, ORDERS, POLICIES, WARM_UPS, EngineConfig
+from jaxserve.config import BACKENDS, MOE_BACKENDS, WARM_UPS, EngineConfig
+from jaxserve.models.config import DTYPES
+from jaxserve.scheduling.policies import BATCHING_POLICIES, ORDERS
 
 _NAMES: list[str] = []
 
@@ -56,7 +58,7 @@ def define_engine_flags(*, model: str | None = None) -> None:
         None,
         "Split long prompts over steps; by default the policy's choice.",
     )
-    _define(flags.DEFINE_enum, "batching_policy", "sarathi", "How a step is composed.", enum_values=POLICIES)
+    _define(flags.DEFINE_enum, "batching_policy", "sarathi", "How a step is composed.", enum_values=tuple(BATCHING_POLICIES))
     _define(flags.DEFINE_enum, "scheduling_policy", "fcfs", "Who comes first.", enum_values=ORDERS)
     _define(flags.DEFINE_float, "tbt_slo_ms", None, "Dynamic budget: milliseconds that a step with decodes may take.")
     _define(flags.DEFINE_string, "step_times", None, "Dynamic budget: the JSON of jaxserve.cli.tune.profile for this machine.")

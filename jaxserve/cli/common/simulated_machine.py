@@ -63,7 +63,7 @@ def machine_of(profile: str, given: dict[str, Any]) -> Any:
 def limits_of(given: dict[str, Any], profiled: dict[str, Any]) -> Any:
     """The SchedulerConfig of engine options, with a profile's limits where they give none. ValueError if neither has a
     max_model_len."""
-    from jaxserve.config import SchedulerConfig
+    from jaxserve.scheduling.config import SchedulerConfig
 
     names = ("max_model_len", "max_num_batched_tokens", "max_num_seqs")
     sizes = {name: given[name] or profiled.get(name) for name in names}

@@ -48,8 +48,8 @@ from jaxserve.cli.common.finished import Finished
 from jaxserve.cli.common.plots import CAN_PLOT
 from jaxserve.cli.common.simulated_machine import limits_of, make_engine, plan_for, plan_given, read_machine
 from jaxserve.cli.common.traffic_flags import read_traffic
-from jaxserve.config import POLICIES
-from jaxserve.scheduling.policies import resolve_policy
+from jaxserve.scheduling.config import resolve_policy
+from jaxserve.scheduling.policies import BATCHING_POLICIES
 from jaxserve.workloads.workload import WORKLOADS
 
 _POLICIES = flags.DEFINE_list("policies", ["sarathi", "prefill_first", "orca"], "Policies, perhaps with a budget: sarathi:512.")
@@ -83,8 +83,10 @@ class Contender:
     @classmethod
     def parse(cls, text: str) -> Contender:
         policy, _, budget = text.partition(":")
-        if policy not in (*POLICIES, "dynamic") or (budget and not budget.isdecimal()):
-            raise ValueError(f"--policies: {text!r} must be one of {', '.join((*POLICIES, 'dynamic'))}, perhaps with :BUDGET")
+        if policy not in (*BATCHING_POLICIES, "dynamic") or (budget and not budget.isdecimal()):
+            raise ValueError(
+                f"--policies: {text!r} must be one of {', '.join((*BATCHING_POLICIES, 'dynamic'))}, perhaps with :BUDGET"
+            )
         return cls(text, "sarathi" if policy == "dynamic" else policy, int(budget) if budget else None, policy == "dynamic")
 
     def limits(self, base: Any, *, padded: bool = True) -> Any:

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxserve.batching.packer import num_head_rows
 from jaxserve.buckets.plan import PaddingAccount
 from jaxserve.outputs import Logprob
-from jaxserve.request import Request
 from jaxserve.sampling.rows import SampledRows
 from jaxserve.scheduling.schedule import Schedule, StepResult
 
@@ -87,20 +85,10 @@ def tokens_of(schedule: Schedule, sampled: SampledRows | None) -> tuple[np.ndarr
             tokens[schedule.samples] = sampled.tokens
         return tokens, None
     assert sampled is not None and sampled.delivered is not None
-    rows, first, entry = num_head_rows(schedule), first_rows(schedule), np.flatnonzero(schedule.samples)
-    tokens, counts = np.zeros((schedule.num_seqs, int(rows.max())), np.int32), np.zeros(schedule.num_seqs, np.int32)
-    tokens[np.repeat(entry, rows), np.arange(len(sampled.tokens)) - np.repeat(first, rows)] = sampled.tokens
-    counts[entry] = np.add.reduceat(sampled.delivered, first, dtype=np.int32)
+    logits = schedule.logits_rows
+    tokens = np.zeros((schedule.num_seqs, int(logits.counts.max())), np.int32)
+    counts = np.zeros(schedule.num_seqs, np.int32)
+    place = np.arange(len(logits)) - np.repeat(logits.firsts, logits.counts)
+    tokens[np.repeat(logits.entries, logits.counts), place] = sampled.tokens
+    counts[logits.entries] = np.add.reduceat(sampled.delivered, logits.firsts, dtype=np.int32)
     return tokens, counts
-
-
-def first_rows(schedule: Schedule) -> np.ndarray:  # intp[number of entries that sample]
-    """The first logits row of each entry that samples."""
-    rows = num_head_rows(schedule)
-    return np.cumsum(rows) - rows
-
-
-def rows_of_requests(schedule: Schedule) -> list[tuple[Request, int]]:
-    """The requests that sample in a step, each with its first logits row."""
-    requests = (request for request, samples in zip(schedule.requests, schedule.samples, strict=True) if samples)
-    return list(zip(requests, first_rows(schedule).tolist(), strict=True))

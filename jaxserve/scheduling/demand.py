@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxserve.batching.packer import num_head_rows
 from jaxserve.scheduling.schedule import Schedule
 
 COLUMNS = ("tokens", "seqs", "decodes", "max_q_len", "samples", "kv_tokens", "pairs")
@@ -32,7 +31,7 @@ def step_demand(schedule: Schedule, page_size: int, window: int | None = None) -
     if d < schedule.num_seqs:
         starts, q_lens = schedule.starts[d:].astype(np.int64), schedule.q_lens[d:].astype(np.int64)
         pairs = int(_num_pairs(starts, starts + q_lens, window).sum())
-    samples, kv_tokens = int(num_head_rows(schedule).sum()), int(pages.sum()) * page_size
+    samples, kv_tokens = len(schedule.logits_rows), int(pages.sum()) * page_size
     return schedule.num_tokens, schedule.num_seqs, d, schedule.max_q_len, samples, kv_tokens, pairs
 
 

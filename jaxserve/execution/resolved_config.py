@@ -1,0 +1,136 @@
+"""An EngineConfig with everything decided, for one model on one device.
+
+Owns the defaults that follow from other values. What the device says (its memory, its attention backend) is passed in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.buckets.plan import BucketPlan
+from jaxserve.config import EngineConfig
+from jaxserve.execution.memory import PageShape, decide_num_pages
+from jaxserve.models import ModelConfig
+from jaxserve.sampling.edit_rows import EditLayout
+from jaxserve.scheduling.config import CacheConfig, SchedulerConfig, require, resolve_policy
+from jaxserve.scheduling.policies import BATCHING_POLICIES
+from jaxserve.speculative.config import SpeculativeConfig
+
+DEFAULT_NUM_BATCHED_TOKENS = 2048
+DEFAULT_NUM_SEQS = 128
+DEFAULT_PAGE_SIZE = 64  # on a CPU too: XLA gathers whole pages, and pages of 16 made a decode step up to a third slower
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+    """An EngineConfig with everything decided: what the scheduler, the pool, the packer and the runner are made from."""
+
+    engine: EngineConfig
+    model: ModelConfig
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    plan: BucketPlan
+    pages: PageShape
+    attention_backend: str  # never "auto"
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        return self.engine.speculative
+
+    @property
+    def max_pages_per_seq(self) -> int:
+        """Columns of the page table: pages of a request of max_model_len."""
+        return -(-self.scheduler.max_model_len // self.cache.page_size)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of the KV pages of all layers."""
+        return self.cache.num_pages * self.pages.page_bytes
+
+
+def resolve_config(
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    kv_dtype: Any,
+    on_gpu: bool,
+    device_limit: int | None,  # bytes; None where the device does not say
+    weight_bytes: int,
+    temp_bytes: int = 0,
+    attention_backend: str | None = None,  # what "auto" is on this device; None: "xla"
+) -> ResolvedConfig:
+    """All limits decided, for this model on this device.
+
+    Raises:
+      ValueError: limits that contradict each other, the bucket plan, the model or the memory.
+    """
+    plan = config.bucket_plan
+    assert plan is None or isinstance(plan, BucketPlan)
+    budget, max_num_seqs = _step_limits(config, plan, model)
+    page_size = config.page_size or DEFAULT_PAGE_SIZE
+    num_drafts = config.speculative.num_speculative_tokens if config.speculative is not None else 0
+    if plan is None:
+        sizes = {"min_tokens": 8, "max_draft_tokens": 256} if on_gpu else {"min_tokens": 2, "max_draft_tokens": 64}
+        plan = BucketPlan.default(max_num_seqs, budget, num_drafts=num_drafts, **sizes)
+    plan.check(max_num_seqs, budget, num_drafts)
+    pages = PageShape(model.num_layers, model.num_kv_heads, page_size, model.head_dim, kv_dtype)
+    longest = config.max_model_len or model.max_position_embeddings
+    require(
+        longest <= model.max_position_embeddings,
+        f"max_model_len={longest} must not exceed the model's max_position_embeddings={model.max_position_embeddings}",
+    )
+    edit_bytes = max_num_seqs * EditLayout(longest, model.vocab_size).row_bytes
+    num_pages = config.num_pages or decide_num_pages(
+        pages,
+        max_num_seqs=max_num_seqs,
+        max_model_len=longest,
+        utilization=config.gpu_memory_utilization,
+        device_limit=device_limit,
+        weight_bytes=weight_bytes,
+        temp_bytes=temp_bytes + edit_bytes,
+    )
+    if num_pages * page_size < longest:
+        require(
+            config.max_model_len is None,
+            f"max_model_len={longest} needs {-(-longest // page_size)} pages of {page_size} tokens, the pool has {num_pages}: "
+            "raise num_pages or gpu_memory_utilization, or lower max_model_len",
+        )
+        longest = num_pages * page_size
+    scheduler = SchedulerConfig(
+        max_model_len=longest,
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_num_seqs,
+        policy=config.batching_policy,
+        order=config.scheduling_policy,
+        chunked=config.enable_chunked_prefill,
+        mixed=config.enable_mixed_steps,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+    )
+    resolve_policy(scheduler)  # refuses switches that contradict the policy before anything is compiled
+    cache = CacheConfig(page_size=page_size, num_pages=num_pages, enable_prefix_caching=config.enable_prefix_caching)
+    if attention_backend is None:
+        attention_backend = "xla" if config.attention_backend == "auto" else config.attention_backend
+    return ResolvedConfig(
+        engine=config,
+        model=model,
+        scheduler=scheduler,
+        cache=cache,
+        plan=plan,
+        pages=pages,
+        attention_backend=attention_backend,
+    )
+
+
+def _step_limits(config: EngineConfig, plan: BucketPlan | None, model: ModelConfig) -> tuple[int, int]:
+    """(max_num_batched_tokens, max_num_seqs). What is not given follows what is: a plan's largest bucket, the other limit."""
+    budget, seqs, chunked = config.max_num_batched_tokens, config.max_num_seqs, config.enable_chunked_prefill
+    if chunked is None:
+        chunked = BATCHING_POLICIES[config.batching_policy].chunked
+    if budget is None:
+        budget = plan.mixed[-1][0] if plan else max(DEFAULT_NUM_BATCHED_TOKENS, seqs or 0)
+        if plan is None and not chunked:  # whole prompts must fit a step
+            budget = max(budget, config.max_model_len or model.max_position_embeddings)
+    if seqs is None:
+        seqs = min(DEFAULT_NUM_SEQS, budget, *((plan.mixed[-1][1], plan.max_head_rows) if plan else ()))
+    return budget, seqs

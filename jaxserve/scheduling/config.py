@@ -1,0 +1,112 @@
+"""The limits that a scheduler and its page pool are made with, checked on construction.
+
+Owns SchedulerConfig, CacheConfig, and the checks of plain values that an engine's configuration shares with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxserve.scheduling.policies import BATCHING_POLICIES, ORDERS, BatchingPolicy
+
+
+def require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+def is_int(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def check_positive(**values: Any) -> None:
+    for name, value in values.items():
+        require(is_int(value) and value >= 1, f"{name}={value!r} must be an integer >= 1")
+
+
+def require_one_of(choices: tuple[str, ...], **values: Any) -> None:
+    for name, value in values.items():
+        require(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
+
+
+def check_within_budget(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    require(
+        max_num_seqs <= max_num_batched_tokens,
+        f"max_num_seqs={max_num_seqs} must not exceed max_num_batched_tokens={max_num_batched_tokens}: "
+        "a step must hold one token of every running sequence; raise the budget or lower max_num_seqs",
+    )
+
+
+def check_power_of_two(page_size: int) -> None:
+    require(page_size & (page_size - 1) == 0, f"page_size={page_size} must be a power of two, such as 16 or 64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Which request gets how many tokens a step.
+
+    max_num_batched_tokens: the token budget of a step. max_num_seqs: most sequences running at once. max_model_len: most tokens
+    (prompt + output) of a request. policy: how a step is composed (policies.py); chunked and mixed override the policy's own
+    choice of chunking prompts and of mixing prefills with decodes (None keeps it). order: who comes first, and who is preempted
+    last. long_prefill_token_threshold: most prompt tokens of one request a step while another waits (0: no cap).
+    """
+
+    max_model_len: int
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 128
+    policy: str = "sarathi"
+    order: str = "fcfs"
+    chunked: bool | None = None
+    mixed: bool | None = None
+    long_prefill_token_threshold: int = 0
+
+    def __post_init__(self) -> None:
+        check_positive(
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+        )
+        check_within_budget(self.max_num_seqs, self.max_num_batched_tokens)
+        require_one_of(tuple(BATCHING_POLICIES), policy=self.policy)
+        require_one_of(ORDERS, order=self.order)
+        require(
+            is_int(self.long_prefill_token_threshold) and self.long_prefill_token_threshold >= 0,
+            f"long_prefill_token_threshold={self.long_prefill_token_threshold!r} must be an integer >= 0 (0: no cap)",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache. page_size: tokens a page; num_pages: pages of the pool, in every layer alike."""
+
+    page_size: int
+    num_pages: int
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        check_positive(page_size=self.page_size, num_pages=self.num_pages)
+        check_power_of_two(self.page_size)
+
+
+def resolve_policy(config: SchedulerConfig) -> BatchingPolicy:
+    """The policy that `config` names, with its `chunked` and `mixed` switches applied.
+
+    Raises:
+      ValueError: the switches contradict the policy or each other.
+    """
+    policy = BATCHING_POLICIES[config.policy]
+    if config.chunked is not None:
+        policy = replace(policy, chunked=config.chunked)
+    if config.mixed is not None:
+        policy = replace(policy, mixed=config.mixed)
+    if config.policy == "prefill_first" and policy.mixed:
+        raise ValueError(
+            "policy='prefill_first' with mixed=True has no step left to put first; use policy='sarathi' with chunked=False"
+        )
+    if config.long_prefill_token_threshold and not policy.chunked:
+        raise ValueError(
+            f"long_prefill_token_threshold={config.long_prefill_token_threshold} caps the chunks of a prompt, but "
+            f"policy={config.policy!r} with chunked={config.chunked} runs prompts whole; set chunked=True, or the threshold to 0"
+        )
+    return policy
