@@ -52,7 +52,7 @@ class EngineConfig:
       enable_chunked_prefill, enable_mixed_steps: override the batching policy's own choice.
       long_prefill_token_threshold: most prompt tokens of one request a step while another waits (0: no cap).
       tbt_slo_ms, step_times: a dynamic budget: a step with decodes holds only as many prompt tokens as keep its predicted time
-        within tbt_slo_ms milliseconds. step_times: the JSON of a profile of this machine (jaxserve.cli.tune.profile).
+        within tbt_slo_ms milliseconds. step_times: the JSON of a profile of this machine (`jaxserve tune profile`).
       seed: seeds requests that bring none.
       bucket_plan: a BucketPlan, the path of its JSON, or what that JSON holds.
       warm_up: "all" compiles every program of the plan at start, "first_use" each when it is first needed.

@@ -52,7 +52,7 @@ class LLM:
     """A model ready to generate.
 
     Args:
-      model: a Hugging Face folder or id, a GGUF file, or a folder that `jaxserve.cli.convert` made (Orbax).
+      model: a Hugging Face folder or id, a GGUF file, or a folder that `jaxserve convert` made (Orbax).
       tokenizer: where the tokenizer lies, or a Tokenizer, if it is not the model's own.
       skip_tokenizer_init: load no tokenizer; prompts are token ids then, and texts stay empty.
       revision: of a Hugging Face id.

@@ -26,6 +26,7 @@ import numpy as np
 from absl import app, flags
 
 from jaxserve.cli.common.bench_models import RANDOM
+from jaxserve.cli.transformers_answers import decoding_greedily, load
 from jaxserve.workloads.workload import WORKLOADS
 
 if TYPE_CHECKING:
@@ -43,30 +44,17 @@ _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is s
 def make_model(name: str, dtype: str) -> Any:
     """A transformers model that decodes greedily and never stops by itself. Random weights for a name of RANDOM."""
     import torch  # pyright: ignore[reportMissingImports]
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig  # pyright: ignore[reportMissingImports]
+    from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
     from transformers.utils import logging  # pyright: ignore[reportMissingImports]
 
     logging.disable_progress_bar()
-    if name in RANDOM:
-        config = dict(RANDOM[name])
-        dtype = config["torch_dtype"] if dtype == "auto" else dtype
-        torch.manual_seed(0)
-        config = AutoConfig.for_model(config.pop("model_type"), **config)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    elif Path(name).suffix == ".gguf":
-        from transformers import GgufConfig  # pyright: ignore[reportMissingImports]
-
-        dtype = "float32" if dtype == "auto" else dtype
-        model = AutoModelForCausalLM.from_pretrained(
-            str(Path(name).parent),
-            gguf_file=Path(name).name,
-            dtype=getattr(torch, dtype),
-            quantization_config=GgufConfig(dequantize=True),  # weights left packed would be unpacked in every matmul
-        )
-    else:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
-    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
-    return model.eval()
+    if name not in RANDOM:
+        return decoding_greedily(load(name, dtype))
+    config = dict(RANDOM[name])
+    dtype = config["torch_dtype"] if dtype == "auto" else dtype
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(config.pop("model_type"), **config)
+    return decoding_greedily(AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)))
 
 
 def make_batches(

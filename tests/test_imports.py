@@ -199,13 +199,14 @@ def test_a_card_needs_jax_flax_absl_and_numpy_alone():
 
 
 def test_peer_benchmark_runs_without_jax_and_the_engine():
-    """Of jaxserve it reads the workloads' definitions alone."""
+    """Of jaxserve it reads definitions alone: the workloads, the models' shapes, and how transformers loads a checkpoint."""
     done = run_python(
         "import sys; sys.modules.update(jax=None, flax=None); import scripts.bench_transformers\n"
         "print(*(name for name in sys.modules if name.startswith('jaxserve')))"
     )
     assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == {"jaxserve", "jaxserve.workloads", "jaxserve.workloads.workload"}
+    ours = ("workloads", "workloads.workload", "cli", "cli.common", "cli.common.bench_models", "cli.transformers_answers")
+    assert set(done.stdout.split()) == {"jaxserve", *(f"jaxserve.{name}" for name in ours)}
 
 
 def test_kernels_has_no_version():

@@ -1,16 +1,16 @@
 """Chooses token budget, sequences, page size, long-prefill threshold and bucket plan for a workload, and writes a config file.
 
-    python -m jaxserve.cli.autotune --profiles=steps_16.json,steps_64.json --workload=trace --dataset_path=trace.csv.gz
-    python -m jaxserve.cli.autotune --profiles=steps.json --workload=random --num_requests=200 --random_input_len=300 \
+    jaxserve autotune --profiles=steps_16.json,steps_64.json --workload=trace --dataset_path=trace.csv.gz
+    jaxserve autotune --profiles=steps.json --workload=random --num_requests=200 --random_input_len=300 \
         --random_output_len=40 --random_range_ratio=0.8 --request_rate=4 --goodput=ttft:500,tpot:50 --finalists=3 \
         --state=autotune.json --output=tuned.json
-    python -m jaxserve.cli.serve --model=FOLDER --config=tuned.json
+    jaxserve serve --model=FOLDER --config=tuned.json
 
-The objective is output tokens a second, or, with --goodput, requests a second that meet every one of these objectives. Settings are
-served in virtual time by the real scheduler, by successive halving: all on the first requests of the workload, the best third on
-three times as many, and so on. The --finalists, or the best --measure of them, are then served on a real engine by turns, --rounds
-times, and the medians decide; --measure=0 leaves it at the prediction. Page sizes are those of the profiles (jaxserve.cli.tune.profile,
-one a page size). With --state, what was served is kept, and a run that broke off goes on from there. In Python:
+The objective is output tokens a second, or, with --goodput, requests a second that meet every one of these objectives. Settings
+are served in virtual time by the real scheduler, by successive halving: all on the first requests of the workload, the best third
+on three times as many, and so on. The --finalists, or the best --measure of them, are then served on a real engine by turns,
+--rounds times, and the medians decide; --measure=0 leaves it at the prediction. Page sizes are those of the profiles (`jaxserve
+tune profile`, one a page size). With --state, what was served is kept, and a run that broke off goes on from there. In Python:
 LLM(model, **json.load(open("tuned.json"))).
 """
 
@@ -54,12 +54,12 @@ def is_share(text: str) -> bool:
         return False
 
 
-_PROFILES = flags.DEFINE_list("profiles", [], "Files of jaxserve.cli.tune.profile, one a page size to choose from.")
+_PROFILES = flags.DEFINE_list("profiles", [], "Files of `jaxserve tune profile`, one a page size to choose from.")
 _GOODPUT = flags.DEFINE_list("goodput", [], "Objectives in ms, such as ttft:500,tpot:50; by default throughput counts.")
 _BUDGETS = flags.DEFINE_list("budgets", [], "Token budgets; by default powers of two up to the profiles'.")
 _SEQS = flags.DEFINE_list("seqs", [], "max_num_seqs; by default powers of two from 8 up to the profiles'.")
 _THRESHOLDS = flags.DEFINE_list("thresholds", ["0", "0.25"], "Long-prefill thresholds, in shares of the budget; 0: none.")
-_PLANS = flags.DEFINE_list("plans", ["default", "tuned"], "Bucket plans: default, tuned (jaxserve.cli.tune.buckets).")
+_PLANS = flags.DEFINE_list("plans", ["default", "tuned"], "Bucket plans: default, tuned (`jaxserve tune buckets`).")
 flags.register_validator(
     "thresholds", lambda given: given and all(is_share(text) for text in given), "must be shares of the budget, from 0 to 1"
 )
@@ -191,7 +191,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     if not _PROFILES.value:
-        raise app.UsageError("give --profiles, the JSON files that jaxserve.cli.tune.profile wrote on this machine")
+        raise app.UsageError("give --profiles, the JSON files that `jaxserve tune profile` wrote on this machine")
     refuse_flags("plans are chosen from --plans", "bucket_plan")
     with exit_on_bad_input("autotune"):
         refuse_options("plans and step times are chosen from --plans and --profiles, for fixed budgets", "tbt_slo_ms", "step_times")

@@ -1,7 +1,7 @@
 """Chats in the terminal, with a model in this process or with a server.
 
-    python -m jaxserve.cli.chat --model=FOLDER
-    python -m jaxserve.cli.chat --url=http://127.0.0.1:8000 --system="Answer in one sentence."
+    jaxserve chat --model=FOLDER
+    jaxserve chat --url=http://127.0.0.1:8000 --system="Answer in one sentence."
 
 Ctrl-C stops an answer; /new starts again, /quit or the end of the input ends. Reads from a pipe too: a message a line.
 """

@@ -1,8 +1,8 @@
 """Converts a model: Hugging Face folder, id or GGUF file to Orbax, Orbax to a Hugging Face folder.
 
-    python -m jaxserve.cli.convert --model=Qwen/Qwen3-0.6B --output=qwen3-orbax
-    python -m jaxserve.cli.convert --model=model-Q4_K_M.gguf --output=model-orbax --dtype=bfloat16
-    python -m jaxserve.cli.convert --model=qwen3-orbax --output=qwen3-hf
+    jaxserve convert --model=Qwen/Qwen3-0.6B --output=qwen3-orbax
+    jaxserve convert --model=model-Q4_K_M.gguf --output=model-orbax --dtype=bfloat16
+    jaxserve convert --model=qwen3-orbax --output=qwen3-hf
 
 An Orbax folder holds numbered versions, each with the config and the tokenizer; `LLM(folder)` takes the newest, onto one device,
 and `checkpoints.orbax.load` restores one onto any mesh. A version appears when all of it is written: a conversion that is killed

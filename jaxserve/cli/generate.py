@@ -1,7 +1,7 @@
 """Generates completions of prompts from flags, a text file or JSONL.
 
-    python -m jaxserve.cli.generate --model=FOLDER --prompt="Once upon a time" --max_tokens=64
-    python -m jaxserve.cli.generate --model=FOLDER --prompts_file=prompts.jsonl --output=completions.jsonl --chat
+    jaxserve generate --model=FOLDER --prompt="Once upon a time" --max_tokens=64
+    jaxserve generate --model=FOLDER --prompts_file=prompts.jsonl --output=completions.jsonl --chat
 
 A text file holds a prompt a line. A JSONL line holds {"prompt": text}, {"prompt_token_ids": [...]} or {"messages": [...]}, and may
 hold sampling parameters of its own ("max_tokens", "temperature", ...; the fields of jaxserve.SamplingParams), which win over the

@@ -1,6 +1,6 @@
 """One address in front of several servers: each request goes where its prefix is cached, or to the least busy.
 
-    python -m jaxserve.cli.router --backends=http://127.0.0.1:8001,http://127.0.0.1:8002
+    jaxserve router --backends=http://127.0.0.1:8001,http://127.0.0.1:8002
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once upon a time"}'
 
 Streams pass through byte for byte. A request that a server did not begin to answer is given to another; an answer that breaks off

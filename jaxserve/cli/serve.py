@@ -1,6 +1,6 @@
 """Serves a model over HTTP with OpenAI's API, and a page to try it at http://127.0.0.1:8000/.
 
-    python -m jaxserve.cli.serve --model=FOLDER
+    jaxserve serve --model=FOLDER
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once upon a time"}'
 
 It listens on this machine alone unless --host says otherwise; give --api_key (or JAXSERVE_API_KEY) before it does. SIGTERM and

@@ -1,9 +1,9 @@
 """What a number of GPUs would make of a workload: the real scheduler, page pool and router in virtual time, analytic step times.
 
-    python -m jaxserve.cli.simulate --model=qwen3-8b --gpu=h100 --replicas=4 --workload=random --num_requests=2000 --request_rate=40
-    python -m jaxserve.cli.simulate --model=qwen3-8b --gpu=h100 --workload=trace --dataset_path=azure_conv_2023.csv.gz \
+    jaxserve simulate --model=qwen3-8b --gpu=h100 --replicas=4 --workload=random --num_requests=2000 --request_rate=40
+    jaxserve simulate --model=qwen3-8b --gpu=h100 --workload=trace --dataset_path=azure_conv_2023.csv.gz \
         --arrivals_from_trace --repeat=24
-    python -m jaxserve.cli.simulate --model=falcon-180b --gpu=a100-80gb --tp=4 --pp=2 --gpus_per_node=4 --max_num_batched_tokens=512
+    jaxserve simulate --model=falcon-180b --gpu=a100-80gb --tp=4 --pp=2 --gpus_per_node=4 --max_num_batched_tokens=512
 
 --model: a name in jaxserve/step_times/model_shapes.py, or a folder whose config.json the engine can read. Nothing is computed and
 no device is needed. Steps run in the buckets of --bucket_plan, as an engine's do. Step times come from datasheets

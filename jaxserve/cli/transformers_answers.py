@@ -1,8 +1,8 @@
-"""What transformers says to given prompts, saved for `jaxserve.cli.verify` to compare with. Needs torch and transformers, not jax.
+"""What transformers answers to given prompts, saved for `jaxserve verify` to compare with.
 
-    python -m jaxserve.cli.transformers_answers --model=FOLDER --prompts=prompts.json --out=answers.npz
-
---prompts is a JSON list of lists of token ids. The file holds, for P prompts one after the other:
+A program of its own, for a Python that has numpy, torch and transformers and need have nothing of ours: it imports no other file of
+jaxserve. It reads one JSON object from stdin: model (a folder or a GGUF file), dtype, prompts (a list of lists of token ids),
+max_tokens, and out, the .npz file to write. That holds, for P prompts one after the other:
     prompts i32[tokens], prompt_lens i32[P], logits f32[tokens, V], greedy i32[P, max_tokens] (eos ids not heeded), and gaps
     f32[P, max_tokens], by how much each greedy token's logit was ahead of the second best.
 """
@@ -10,17 +10,36 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags
 
-from scripts.bench_transformers import make_model
 
-_PROMPTS = flags.DEFINE_string("prompts", None, "A JSON file of prompts.", required=True)
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 32, "Greedy tokens of each prompt.", lower_bound=1)
-_OUT = flags.DEFINE_string("out", None, "Where to write.", required=True)
+def load(path: str, dtype: str) -> Any:
+    """transformers' model of a folder or a GGUF file; dtype "auto": the checkpoint's own, float32 for GGUF."""
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
+
+    if Path(path).suffix != ".gguf":
+        return AutoModelForCausalLM.from_pretrained(path, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
+    from transformers import GgufConfig  # pyright: ignore[reportMissingImports]
+
+    return AutoModelForCausalLM.from_pretrained(
+        str(Path(path).parent),
+        gguf_file=Path(path).name,
+        dtype=getattr(torch, "float32" if dtype == "auto" else dtype),
+        quantization_config=GgufConfig(dequantize=True),  # weights left packed would be unpacked in every matmul
+    )
+
+
+def decoding_greedily(model: Any) -> Any:
+    """The model with no sampling and no end of its own."""
+    from transformers import GenerationConfig  # pyright: ignore[reportMissingImports]
+
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    return model.eval()
 
 
 def answer(model: Any, prompt: list[int], max_tokens: int) -> tuple[np.ndarray, list[int], list[float]]:
@@ -39,14 +58,15 @@ def answer(model: Any, prompt: list[int], max_tokens: int) -> tuple[np.ndarray, 
     return logits, tokens, gaps
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
-    prompts = json.loads(Path(_PROMPTS.value).read_text())
-    model = make_model(flags.FLAGS.model, flags.FLAGS.dtype)
-    logits, greedy, gaps = zip(*(answer(model, prompt, _MAX_TOKENS.value) for prompt in prompts), strict=True)
+def write_answers() -> None:
+    from transformers.utils import logging  # pyright: ignore[reportMissingImports]
+
+    logging.disable_progress_bar()
+    asked = json.load(sys.stdin)
+    prompts, model = asked["prompts"], decoding_greedily(load(asked["model"], asked["dtype"]))
+    logits, greedy, gaps = zip(*(answer(model, prompt, asked["max_tokens"]) for prompt in prompts), strict=True)
     np.savez(
-        _OUT.value,
+        asked["out"],
         prompts=np.concatenate(prompts).astype(np.int32),
         prompt_lens=np.array([len(prompt) for prompt in prompts], np.int32),
         logits=np.concatenate(logits),
@@ -56,4 +76,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    write_answers()

@@ -1,8 +1,8 @@
 """Is a model served right? The model and the engine against transformers on the same weights and prompts.
 
-    python -m jaxserve.cli.verify --model=Qwen/Qwen3-0.6B          where torch is, or .venv-torch (make setup-torch)
-    python -m jaxserve.cli.verify --model=FOLDER --save_reference=answers.npz      there, and where no torch is:
-    python -m jaxserve.cli.verify --model=FOLDER --reference=answers.npz
+    jaxserve verify --model=Qwen/Qwen3-0.6B          where torch is, or .venv-torch (make setup-torch)
+    jaxserve verify --model=FOLDER --save_reference=answers.npz      there, and where no torch is:
+    jaxserve verify --model=FOLDER --reference=answers.npz
 
 Three questions, so that a fault has an address: do the logits of the plain forward agree with transformers' at every position of
 the prompts; are the log-probabilities of the engine's tokens (chunks, pages, batches) those of the plain forward; and are its
@@ -60,14 +60,14 @@ class Answers:
 
 
 def read_reference(path: str | Path) -> Answers:
-    """The file of jaxserve.cli.transformers_answers. ValueError if it is none."""
+    """A file that --save_reference wrote. ValueError if it is none."""
     try:
         with np.load(path) as file:
             ends = np.cumsum(file["prompt_lens"])[:-1]
             prompts, logits = np.split(file["prompts"], ends), np.split(file["logits"], ends)
             return Answers(prompts, logits, file["greedy"], gaps=file["gaps"])
     except (KeyError, ValueError) as error:
-        raise ValueError(f"{path} is not a file of jaxserve.cli.transformers_answers: {error}") from None
+        raise ValueError(f"{path} is not a file that --save_reference wrote: {error}") from None
 
 
 def find_peer() -> str:
@@ -86,11 +86,9 @@ def find_peer() -> str:
 def ask_peer(path: Path, prompts: list[list[int]], out: str) -> Answers:
     """transformers' answers, computed by a process of the peer's and written to `out`."""
     peer = find_peer()
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "prompts.json").write_text(json.dumps(prompts))
-        command = [peer, "-m", "jaxserve.cli.transformers_answers", f"--model={path}", f"--dtype={_DTYPE.value}", f"--out={out}"]
-        command += [f"--prompts={folder}/prompts.json", f"--max_tokens={_MAX_TOKENS.value}"]
-        subprocess.run(command, check=True, stdout=sys.stderr)
+    asked = {"model": str(path), "dtype": _DTYPE.value, "prompts": prompts, "max_tokens": _MAX_TOKENS.value, "out": out}
+    program = Path(__file__).with_name("transformers_answers.py")
+    subprocess.run([peer, "-P", str(program)], input=json.dumps(asked), text=True, check=True, stdout=sys.stderr)
     return read_reference(out)
 
 

@@ -84,9 +84,7 @@ def step_budget(config: ResolvedConfig) -> StepBudget | None:
     shape, profiled = model_shape(config.model), step_times.about.get("model_shape", {})
     others = [f"{name}={size} (here {shape.get(name)})" for name, size in profiled.items() if size != shape.get(name)]
     if others:
-        raise ValueError(
-            f"step_times is of another model, with {', '.join(others)}: profile this one with jaxserve.cli.tune.profile"
-        )
+        raise ValueError(f"step_times is of another model, with {', '.join(others)}: profile this one with `jaxserve tune profile`")
     slo_ms = config.engine.tbt_slo_ms
     budget = StepBudget(step_times, config.plan, slo_ms / 1e3, limits.max_num_seqs, limits.max_num_batched_tokens)
     warn_of_objective(budget)

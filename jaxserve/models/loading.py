@@ -51,7 +51,7 @@ def load_model(
     revision: str | None = None,
     progress: bool = False,
 ) -> LoadedModel:
-    """Loads a checkpoint: a Hugging Face folder or id, a GGUF file, or a folder that `jaxserve.cli.convert` made (Orbax).
+    """Loads a checkpoint: a Hugging Face folder or id, a GGUF file, or a folder that `jaxserve convert` made (Orbax).
 
     tokenizer: where it lies, if not beside the model. dtype: of weights and activations; "auto" is the checkpoint's own, bfloat16
     where it is quantised or does not say. progress: a bar on stderr.

@@ -1,7 +1,7 @@
 """How a step is composed and who comes first, as data: one table of policies, two orders.
 
-Owns `BatchingPolicy` (what the scheduler asks while it composes a step) and the two keys by which waiting requests are ordered. Knows no
-pages, rows or counters: the scheduler applies what is written here.
+Owns `BatchingPolicy` (what the scheduler asks while it composes a step) and the two keys by which waiting requests are ordered.
+Knows no pages, rows or counters: the scheduler applies what is written here.
 
 The policies that the literature compares are settings of one scheduler, so that one trace runs under each:
 

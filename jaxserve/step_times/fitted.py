@@ -110,7 +110,7 @@ class StepTimeModel:
 
     def __post_init__(self) -> None:
         if not self.times or not self.heads or not self.levels:
-            raise ValueError("a step-time model needs measured buckets, heads and levels; run jaxserve.cli.tune.profile")
+            raise ValueError("a step-time model needs measured buckets, heads and levels; run `jaxserve tune profile`")
 
     def __hash__(self) -> int:
         return id(self)
@@ -157,7 +157,7 @@ class StepTimeModel:
     def _check_size(bucket: Bucket, size: int, measured: int) -> None:
         if size > measured:
             raise ValueError(
-                f"bucket {bucket} is larger than any that was profiled ({measured}); run jaxserve.cli.tune.profile with larger "
+                f"bucket {bucket} is larger than any that was profiled ({measured}); run `jaxserve tune profile` with larger "
                 "max_num_batched_tokens and max_num_seqs"
             )
 
@@ -222,7 +222,7 @@ class StepTimeModel:
             return cls(times=times, heads=heads, levels=tuple(data.pop("levels")), **data)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"step times {str(path)!r} cannot be used: {error!r}; write them with jaxserve.cli.tune.profile"
+                f"step times {str(path)!r} cannot be used: {error!r}; write them with `jaxserve tune profile`"
             ) from error
 
 

@@ -66,7 +66,7 @@ def test_between_measured_buckets():
 
 def test_beyond_what_was_profiled():
     for bucket in (Bucket(66, 8, 66), Bucket(10, 10, 1)):
-        with pytest.raises(ValueError, match=r"larger than any that was profiled .*profile_steps"):
+        with pytest.raises(ValueError, match=r"larger than any that was profiled .*`jaxserve tune profile`"):
             MODEL.body_seconds(bucket)
 
 
@@ -105,7 +105,7 @@ def test_file(tmp_path):
 def test_bad_file(tmp_path, change):
     path = tmp_path / "steps.json"
     path.write_text(json.dumps(json.loads(MODEL.to_json()) | change))
-    with pytest.raises(ValueError, match=r"steps\.json.* cannot be used.*scripts\.profile_steps"):
+    with pytest.raises(ValueError, match=r"steps\.json.* cannot be used.*`jaxserve tune profile`"):
         StepTimeModel.load(path)
     with pytest.raises(ValueError, match="cannot be used"):
         StepTimeModel.load(tmp_path / "none.json")

@@ -1,6 +1,6 @@
 """Latency of one batch: the time from giving `batch_size` prompts to the last token of the last of them.
 
-    python -m jaxserve.cli.bench.latency --model=Qwen/Qwen3-0.6B --input_len=32 --output_len=128 --batch_size=8 --json=latency.json
+    jaxserve bench latency --model=Qwen/Qwen3-0.6B --input_len=32 --output_len=128 --batch_size=8 --json=latency.json
 
 Prompts are random ids, greedy, each to its full output length; nothing else runs, and no prefix is cached from one iteration to
 the next. All programs are compiled before the first iteration, and --num_iters_warmup iterations come before the timed ones. The

@@ -1,11 +1,11 @@
 """Serving benchmark: an engine in process, or a server, under an open loop of requests, with vLLM's metrics.
 
-    python -m jaxserve.cli.bench.serve --workload=random --num_prompts=64 --random_input_len=128 --request_rate=4
-    python -m jaxserve.cli.bench.serve --workload=trace --dataset_path=trace.csv.gz --request_rate=1,2,4 --goodput=ttft:500,tpot:50 \
+    jaxserve bench serve --workload=random --num_prompts=64 --random_input_len=128 --request_rate=4
+    jaxserve bench serve --workload=trace --dataset_path=trace.csv.gz --request_rate=1,2,4 --goodput=ttft:500,tpot:50 \
         --json=serve.json --plot=serve
-    python -m jaxserve.cli.bench.serve --base_url=http://127.0.0.1:8000 --workload=random --request_rate=4
-    python -m jaxserve.cli.bench.serve --base_url=https://HOST/PATH --vocab_size=32000 --workload=random --max_model_len=4096
-    python -m jaxserve.cli.bench.serve --model=FOLDER --against_server --rounds=3 --workload=eight
+    jaxserve bench serve --base_url=http://127.0.0.1:8000 --workload=random --request_rate=4
+    jaxserve bench serve --base_url=https://HOST/PATH --vocab_size=32000 --workload=random --max_model_len=4096
+    jaxserve bench serve --model=FOLDER --against_server --rounds=3 --workload=eight
 
 TTFT, TPOT, ITL and E2EL in milliseconds, throughputs, goodput (requests a second that meet every --goodput objective), peak
 concurrency, preemptions, prefix hits, padding. Requests count as arrived at the workload's time, however busy the engine is then.
@@ -13,8 +13,8 @@ With several rates, each is served in turn and --plot draws latency over through
 --base_url takes any OpenAI-compatible server of completions that knows ignore_eos; the first model that it lists is asked. Where it
 does not tell its vocabulary at /tokenizer_info, --vocab_size says how many token ids prompts are drawn from. Of the engine's flags
 it heeds --max_model_len (longer requests are left out) and --seed; --model is whose tokenizer counts ShareGPT's texts.
---against_server starts jaxserve.cli.serve with the same flags, gives the workload to the engine in process and to that server by turns,
---rounds times after one that is not counted, and prints the share of the engine's throughput that HTTP leaves (the median).
+--against_server starts `jaxserve serve` with the same flags, gives the workload to the engine in process and to that server by
+turns, --rounds times after one that is not counted, and prints the share of the engine's throughput that HTTP leaves (the median).
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Offline throughput: a workload given to the engine all at once, timed to its end.
 
-    python -m jaxserve.cli.bench.throughput --model=tiny-qwen3 --workload=short_long_mix --max_num_seqs=8
-    python -m jaxserve.cli.bench.throughput --model=tiny-qwen3 --workload=short_long_mix --policies=sarathi,request_level
-    python -m jaxserve.cli.bench.throughput --model=Qwen/Qwen3-0.6B --workload=nano_vllm --max_model_len=4096 --repeats=1
-    python -m jaxserve.cli.bench.throughput --model=Qwen/Qwen3-0.6B --workload=random --random_input_len=512 --random_output_len=64
-    python -m jaxserve.cli.bench.throughput --model=Qwen/Qwen3-0.6B --workload=sharegpt --dataset_path=ShareGPT_V3.json
-    python -m jaxserve.cli.bench.throughput --model=Qwen/Qwen3-0.6B --workload=trace --dataset_path=requests.csv.gz --max_model_len=8192
+    jaxserve bench throughput --model=tiny-qwen3 --workload=short_long_mix --max_num_seqs=8
+    jaxserve bench throughput --model=tiny-qwen3 --workload=short_long_mix --policies=sarathi,request_level
+    jaxserve bench throughput --model=Qwen/Qwen3-0.6B --workload=nano_vllm --max_model_len=4096 --repeats=1
+    jaxserve bench throughput --model=Qwen/Qwen3-0.6B --workload=random --random_input_len=512 --random_output_len=64
+    jaxserve bench throughput --model=Qwen/Qwen3-0.6B --workload=sharegpt --dataset_path=ShareGPT_V3.json
+    jaxserve bench throughput --model=Qwen/Qwen3-0.6B --workload=trace --dataset_path=requests.csv.gz --max_model_len=8192
 
-Workloads are those of jaxserve/workloads/workload.py: equal_size is 16 requests of 128 prompt and 128 output tokens; short_long_mix is 16
-requests, (32, 32) and (512, 128) by turns; nano_vllm is nano-vllm's benchmark; a trace's requests longer than --max_model_len are
-left out, and its arrival times are not heeded: this is offline. Every request runs to its full output length. With several
---policies, runs of each alternate and a ratio to the last one is printed. All programs are compiled before the first timed run, and
-one untimed run comes before the timed ones; medians over --repeats runs.
+Workloads are those of jaxserve/workloads/workload.py: equal_size is 16 requests of 128 prompt and 128 output tokens;
+short_long_mix is 16 requests, (32, 32) and (512, 128) by turns; nano_vllm is nano-vllm's benchmark; a trace's requests longer
+than --max_model_len are left out, and its arrival times are not heeded: this is offline. Every request runs to its full output
+length. With several --policies, runs of each alternate and a ratio to the last one is printed. All programs are compiled before
+the first timed run, and one untimed run comes before the timed ones; medians over --repeats runs.
 """
 
 from __future__ import annotations

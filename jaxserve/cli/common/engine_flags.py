@@ -36,7 +36,7 @@ def define_engine_flags(*, model: str | None = None) -> None:
     logging.getLogger("jax").setLevel(logging.WARNING)  # below that it names every backend that this machine lacks
     flags.DEFINE_string("model", model, "A Hugging Face folder or id, or a GGUF file.", required=model is None)
     flags.DEFINE_string(
-        "config", None, "A JSON file of engine options, such as jaxserve.cli.autotune writes; flags given win over it."
+        "config", None, "A JSON file of engine options, such as `jaxserve autotune` writes; flags given win over it."
     )
     _define(
         flags.DEFINE_enum,
@@ -61,7 +61,7 @@ def define_engine_flags(*, model: str | None = None) -> None:
     _define(flags.DEFINE_enum, "batching_policy", "sarathi", "How a step is composed.", enum_values=tuple(BATCHING_POLICIES))
     _define(flags.DEFINE_enum, "scheduling_policy", "fcfs", "Who comes first.", enum_values=ORDERS)
     _define(flags.DEFINE_float, "tbt_slo_ms", None, "Dynamic budget: milliseconds that a step with decodes may take.")
-    _define(flags.DEFINE_string, "step_times", None, "Dynamic budget: the JSON of jaxserve.cli.tune.profile for this machine.")
+    _define(flags.DEFINE_string, "step_times", None, "Dynamic budget: the JSON of `jaxserve tune profile` for this machine.")
     _define(flags.DEFINE_integer, "seed", 0, "Seeds requests that bring no seed.")
     _define(flags.DEFINE_string, "bucket_plan", None, "A bucket plan's JSON file.")
     _define(

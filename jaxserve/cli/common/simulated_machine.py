@@ -24,7 +24,7 @@ def read_machine() -> Any:
     there is no profile, or it does not fit the flags."""
     given = engine_options()
     if given["step_times"] is None:
-        raise ValueError("give --step_times, the JSON file that jaxserve.cli.tune.profile wrote on this machine")
+        raise ValueError("give --step_times, the JSON file that `jaxserve tune profile` wrote on this machine")
     return machine_of(given["step_times"], given)
 
 

@@ -1,14 +1,14 @@
 """Fits a bucket plan to a workload: which (tokens, sequences) shapes to compile.
 
-    python -m jaxserve.cli.tune.buckets --step_times=steps.json --workload=trace --dataset_path=trace.csv.gz --output=plan.json
-    python -m jaxserve.cli.generate --bucket_plan=plan.json ...
+    jaxserve tune buckets --step_times=steps.json --workload=trace --dataset_path=trace.csv.gz --output=plan.json
+    jaxserve generate --bucket_plan=plan.json ...
 
-The workload is served in virtual time by the real scheduler, with step times from jaxserve.cli.tune.profile; the plan that would have
-served it fastest, within --max_programs, is searched and replayed until nothing improves. Two plans of powers of two with at most
-as many programs stand beside it: the engine's default rule's (which may leave a few over), and the best among powers of two.
+The workload is served in virtual time by the real scheduler, with step times from `jaxserve tune profile`; the plan that would
+have served it fastest, within --max_programs, is searched and replayed until nothing improves. Two plans of powers of two with at
+most as many programs stand beside it: the engine's default rule's (which may leave a few over), and the best among powers of two.
 --measure serves the workload with each on a real engine. Nothing but --measure needs a device. --measured takes the runs of an
-earlier result (--json) of the same plans in its place. --table writes what was found as a Markdown table. A plan in --config's file
-is not looked at: this makes another.
+earlier result (--json) of the same plans in its place. --table writes what was found as a Markdown table. A plan in --config's
+file is not looked at: this makes another.
 """
 
 from __future__ import annotations

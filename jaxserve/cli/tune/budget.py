@@ -1,6 +1,6 @@
 """The largest token budget that keeps the time between tokens within an objective.
 
-    python -m jaxserve.cli.tune.budget --step_times=steps.json --workload=trace --dataset_path=trace.csv.gz --request_rate=2 \
+    jaxserve tune budget --step_times=steps.json --workload=trace --dataset_path=trace.csv.gz --request_rate=2 \
         --tbt_slo_ms=80 --json=budget.json
 
 Each budget is served in virtual time by the real scheduler; the largest whose --quantile of the time between tokens meets

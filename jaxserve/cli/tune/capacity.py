@@ -1,10 +1,10 @@
 """The highest request rate that meets an objective of latency, for each batching policy, by bisection.
 
-    python -m jaxserve.cli.tune.capacity --step_times=steps.json --workload=openchat_sharegpt4 --num_prompts=1280 --slo_ms=100,500 \
+    jaxserve tune capacity --step_times=steps.json --workload=openchat_sharegpt4 --num_prompts=1280 --slo_ms=100,500 \
         --policies=sarathi:512,dynamic:2048,prefill_first,orca --seeds=3 --json=capacity.json --plot=capacity.png
-    python -m jaxserve.cli.tune.capacity --gpu=h100 --model=qwen3-32b --tp=2 --max_model_len=8192 --workload=openchat_sharegpt4 \
+    jaxserve tune capacity --gpu=h100 --model=qwen3-32b --tp=2 --max_model_len=8192 --workload=openchat_sharegpt4 \
         --num_prompts=1280 --slo_ms=50 --policies=sarathi:512,sarathi:2048,prefill_first
-    python -m jaxserve.cli.tune.capacity --real --max_model_len=512 --workload=random --num_prompts=1280 --random_input_len=64 \
+    jaxserve tune capacity --real --max_model_len=512 --workload=random --num_prompts=1280 --random_input_len=64 \
         --random_output_len=32 --slo_ms=50
 
 A rate is good if --quantile of the time between tokens (from at least --min_gaps of them) is within the objective and the median

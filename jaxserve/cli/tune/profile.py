@@ -1,7 +1,7 @@
 """Times steps of every kind on this machine and fits a step-time model, which tune_buckets and tune_budget plan with.
 
-    python -m jaxserve.cli.tune.profile --model=tiny-qwen3 --max_num_batched_tokens=4096 --max_model_len=8448 --output=steps.json
-    python -m jaxserve.cli.tune.profile --points=steps.json --output=steps.json
+    jaxserve tune profile --model=tiny-qwen3 --max_num_batched_tokens=4096 --max_model_len=8448 --output=steps.json
+    jaxserve tune profile --points=steps.json --output=steps.json
 
 Buckets of a grid are compiled and run with short, middling and long KV, several rounds of visits each; where a bucket half-way
 between two others is not what lies between them, it is measured as well. The model is then tried on steps it never saw. With
