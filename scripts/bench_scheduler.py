@@ -72,7 +72,7 @@ def make_scheduler(
 def planners(bucket: Bucket) -> dict[int | None, Any]:
     """What plans a bucket's attention on a Hopper GPU."""
     from kernels import gpu
-    from kernels.ragged_paged_attention.planner import Planner
+    from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
 
     with gpu.assume_sm90(NUM_SMS, DEVICE_KIND):
         planner = Planner.make(

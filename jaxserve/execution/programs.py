@@ -217,7 +217,7 @@ def _planners(config: ResolvedConfig, bucket: Bucket) -> dict[int | None, Any]:
     """The attention planner of each sliding window of the model, where the backend is planned on the host."""
     if config.attention_backend != "mosaic_sm90":
         return {}
-    from kernels.ragged_paged_attention.planner import Planner
+    from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
 
     model = config.model
     num_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens

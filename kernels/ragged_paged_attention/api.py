@@ -90,7 +90,7 @@ def ragged_paged_attention(
                 raise ValueError(f"work={type(work).__name__}(...) was planned for another backend; reference takes None")
             return reference.attend(*arrays, **options)
         if backend == "mosaic_sm90":
-            from kernels.ragged_paged_attention import planner
+            from kernels.ragged_paged_attention.mosaic_sm90 import planner
 
             return planner.attend(*arrays, max_q_len=max_q_len, work=work, **options)
         return xla.attend(*arrays, max_q_len=max_q_len, work=work, **options)
@@ -135,7 +135,7 @@ def resolve_backend(backend: str, *, num_query_heads: int, num_kv_heads: int, he
     _check_backend(backend)
     if backend in ("reference", "xla") or backend == "auto" and jax.default_backend() != "gpu":
         return "xla" if backend == "auto" else backend
-    from kernels.ragged_paged_attention import planner  # imports Pallas, which a CPU has no use for
+    from kernels.ragged_paged_attention.mosaic_sm90 import planner  # imports Pallas, which a CPU has no use for
 
     lacks = planner.unsupported(
         num_query_heads=num_query_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size, dtype=dtype

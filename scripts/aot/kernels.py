@@ -103,8 +103,8 @@ def attention_case(
     import jax.numpy as jnp
 
     from kernels.ragged_paged_attention import ragged_paged_attention
-    from kernels.ragged_paged_attention.planner import Planner
-    from kernels.ragged_paged_attention.tiles import choose_tiles
+    from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
+    from kernels.ragged_paged_attention.mosaic_sm90.tiles import choose_tiles
 
     (N, K, H), (T, S, max_q_len) = HEADS[heads], SHAPES[shape]
     tiles = choose_tiles(head_dim=H, group=N // K, max_q_len=max_q_len, device_kind=device_kind)

@@ -81,7 +81,8 @@ class AbstractStep:
         from jaxserve.execution.step import ModelFunctions
         from jaxserve.models import Decoder
         from kernels import gpu
-        from kernels.ragged_paged_attention import planner, resolve_backend
+        from kernels.ragged_paged_attention import resolve_backend
+        from kernels.ragged_paged_attention.mosaic_sm90 import planner
 
         config = EngineConfig(**options)
         dtype = (model.dtype or "bfloat16") if config.dtype == "auto" else config.dtype

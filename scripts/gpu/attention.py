@@ -126,7 +126,7 @@ class Batch:
 
     def planner(self, tiles: Any = None) -> Any:
         """The Mosaic kernel's planner of this batch. tiles: None is what the kernel would choose."""
-        from kernels.ragged_paged_attention.planner import Planner
+        from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
 
         T, N, H = self.q.shape
         kv_pages, page_table, *_ = self.arrays
@@ -315,7 +315,7 @@ def tune(figures: Figures) -> None:
     import jax
 
     from kernels import gpu
-    from kernels.ragged_paged_attention.tiles import TUNED
+    from kernels.ragged_paged_attention.mosaic_sm90.tiles import TUNED
 
     best: dict[str, dict[str, int]] = {}
     with gpu.interpreted() if figures.dry_run else contextlib.nullcontext():
@@ -355,7 +355,7 @@ def tile_candidates(batch: Batch) -> list[Any]:
     """The Tiles that fit a batch, first those that the kernel takes untuned."""
     import itertools
 
-    from kernels.ragged_paged_attention.tiles import ROWS, Tiles, choose_tiles
+    from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS, Tiles, choose_tiles
 
     (_, N, H), K = batch.q.shape, batch.arrays[0].shape[2]
     untuned = choose_tiles(head_dim=H, group=N // K, max_q_len=batch.max_q_len, device_kind="")

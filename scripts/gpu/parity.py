@@ -78,7 +78,7 @@ def _dry_parity(figures: Figures) -> None:
 def _parity_cases(figures: Figures, cases: Any = None) -> None:
     """Those of cases.CASES, or of `cases`, that the backend is meant for; FAIL unless all of them passed."""
     from kernels.ragged_paged_attention.cases import CASES
-    from kernels.ragged_paged_attention.planner import unsupported
+    from kernels.ragged_paged_attention.mosaic_sm90.planner import unsupported
 
     cases = CASES if cases is None else cases
 

@@ -1,6 +1,6 @@
 """The Mosaic attention kernel: native on a Hopper GPU, elsewhere interpreted with races detected.
 
-What runs interpreted differs from what runs on a device in one function, `mosaic_sm90._add_weighted_values`, and in the registers
+What runs interpreted differs from what runs on a device in one function, `kernel._add_weighted_values`, and in the registers
 that warpgroups ask for.
 """
 
@@ -18,11 +18,12 @@ import pytest
 from jax.experimental import pallas as pl
 
 from kernels import gpu
-from kernels.ragged_paged_attention import api, mosaic_sm90, ragged_paged_attention, resolve_backend, work_list
-from kernels.ragged_paged_attention import tiles as tiles_file
+from kernels.ragged_paged_attention import api, ragged_paged_attention, resolve_backend
 from kernels.ragged_paged_attention.cases import INTERPRETED, SPLIT, TOLERANCE, Batch, Case, Heads, build
-from kernels.ragged_paged_attention.planner import Planner
-from kernels.ragged_paged_attention.tiles import Tiles, choose_tiles
+from kernels.ragged_paged_attention.mosaic_sm90 import kernel, work_list
+from kernels.ragged_paged_attention.mosaic_sm90 import tiles as tiles_file
+from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
+from kernels.ragged_paged_attention.mosaic_sm90.tiles import Tiles, choose_tiles
 from scripts.gpu.attention import Batch as AttentionBatch
 from scripts.gpu.attention import tile_candidates
 from tests.kernels.test_ragged_paged_attention import expected
@@ -189,13 +190,13 @@ def test_items_of_several_chunks(monkeypatch, case):
 @pytest.mark.skipif(ON_DEVICE, reason="nothing is interpreted, where loads can be counted")
 @pytest.mark.parametrize("page_size", [16, 32, 128])
 def test_the_kernel_loads_what_the_plan_counts(monkeypatch, page_size):
-    rows, load_rows = [], mosaic_sm90._load_rows
+    rows, load_rows = [], kernel._load_rows
 
     def count_and_load(*args):
         jax.debug.callback(lambda: rows.append(args[-1]))
         load_rows(*args)
 
-    monkeypatch.setattr(mosaic_sm90, "_load_rows", count_and_load)
+    monkeypatch.setattr(kernel, "_load_rows", count_and_load)
     case = Case("tails", ((1, 150), (1, 63), (3, 66), (1, 128)), Heads(2, 1, 64), page_size, "bfloat16")
     batch = build(case)
     planner, q_lens = planner_of(case, batch), np.diff(batch.cu_q_lens)

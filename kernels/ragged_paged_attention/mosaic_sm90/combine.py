@@ -1,4 +1,4 @@
-"""Joins the partial results of split sequences and writes their rows: the small kernel after mosaic_sm90's.
+"""Joins the partial results of split sequences and writes their rows: the small kernel after `kernel`.
 
 Owns the order of the join: slots rise with KV position, as a tile that walks all its KV itself joins them.
 """
@@ -11,9 +11,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels import gpu
-from kernels.ragged_paged_attention import softmax_state
-from kernels.ragged_paged_attention.tiles import ROWS
-from kernels.ragged_paged_attention.work_list import GROUP_FIELDS
+from kernels.ragged_paged_attention.mosaic_sm90 import softmax_state
+from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
+from kernels.ragged_paged_attention.mosaic_sm90.work_list import GROUP_FIELDS
 
 DEPTH = 3  # partial results on their way at a time
 

@@ -16,9 +16,9 @@ import numpy as np
 from jax.core import Tracer
 
 from kernels import gpu
-from kernels.ragged_paged_attention import mosaic_combine, mosaic_sm90, work_list
-from kernels.ragged_paged_attention.tiles import ROWS, Tiles, choose_tiles
-from kernels.ragged_paged_attention.work_list import BLOCK, WorkShape
+from kernels.ragged_paged_attention.mosaic_sm90 import combine, kernel, work_list
+from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS, Tiles, choose_tiles
+from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK, WorkShape
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)
@@ -141,7 +141,7 @@ def attend(
             "call Planner.make with the shapes of this call"
         )
     at = {name: where.start for name, (where, _) in shape.fields.items()}
-    geometry = mosaic_sm90.Geometry(
+    geometry = kernel.Geometry(
         consumers=tiles.consumers,
         stages=tiles.stages,
         chunk_blocks=tiles.chunk // BLOCK,
@@ -158,11 +158,11 @@ def attend(
         sliding_window=sliding_window,
         interpreted=gpu.is_interpreted(),
     )
-    run = functools.partial(mosaic_sm90.run_items, geometry=geometry, num_ctas=shape.num_ctas, num_slots=shape.num_slots)
+    run = functools.partial(kernel.run_items, geometry=geometry, num_ctas=shape.num_ctas, num_slots=shape.num_slots)
     out, partial = run(q, kv_pages, page_table, cu_q_lens, kv_lens, work.packed)
     if partial is None:
         return out
-    return mosaic_combine.combine(
+    return combine.combine(
         out,
         *partial,
         work.packed,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels import gpu
-from kernels.ragged_paged_attention.tiles import ROWS
+from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
 
 # Logit of a key that a row does not see, and where a row's running maximum starts. Both finite, so that no inf - inf arises, and
 # far apart, so that exp2(MASKED - maximum) is exactly 0 even for a row that has seen nothing yet.

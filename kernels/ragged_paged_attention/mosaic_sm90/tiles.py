@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from kernels import gpu
-from kernels.ragged_paged_attention.work_list import BLOCK
+from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK
 
 ROWS = 64  # of a wgmma tile: what one consumer warpgroup computes
 TUNED = Path(__file__).with_name("tuned")

@@ -1,7 +1,7 @@
 """Ragged paged attention for Hopper in Pallas Mosaic GPU: one persistent kernel for decodes, prefill chunks and drafts alike.
 
 Owns the kernel that computes the items of a work list. Does not know how the list is made (work_list), how the partial results of
-split sequences are joined (mosaic_combine), nor how tile sizes are chosen (tiles).
+split sequences are joined (combine), nor how tile sizes are chosen (tiles).
 
 A CTA is one or two consumer warpgroups, which compute, and a producer warpgroup, which issues every load. A consumer's tile is
 64 rows: row r is query token r // G of the tile and head r % G of the KV head's group, so a page is read once a KV head. Keys and
@@ -30,10 +30,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels import gpu
-from kernels.ragged_paged_attention import softmax_state
-from kernels.ragged_paged_attention.softmax_state import MASKED, spread
-from kernels.ragged_paged_attention.tiles import REGISTERS, REGISTERS_WINDOW_AND_CAP, ROWS
-from kernels.ragged_paged_attention.work_list import BLOCK, ITEM_FIELDS, TAIL
+from kernels.ragged_paged_attention.mosaic_sm90 import softmax_state
+from kernels.ragged_paged_attention.mosaic_sm90.softmax_state import MASKED, spread
+from kernels.ragged_paged_attention.mosaic_sm90.tiles import REGISTERS, REGISTERS_WINDOW_AND_CAP, ROWS
+from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK, ITEM_FIELDS, TAIL
 
 LOG2E = math.log2(math.e)
 
@@ -425,7 +425,7 @@ def _store_rows(g: Geometry, refs: Refs, smem: Scratch, me, item: Item, token, t
 
 
 def _store_partial(g: Geometry, refs: Refs, smem: Scratch, head, slot, state) -> None:
-    """Writes the state of a split sequence's rows after a chunk, for mosaic_combine."""
+    """Writes the state of a split sequence's rows after a chunk, for combine."""
     gpu.wait_smem_to_gmem(0)
     smem.acc[...], smem.maximum[...], smem.total[...] = state
     gpu.commit_smem()
