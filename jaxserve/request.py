@@ -53,7 +53,6 @@ class Request:
     arrival: float = 0.0  # seconds, any clock; ties are broken by order of adding
     priority: int = 0  # lower is served first
     cache_salt: str | None = None
-    adapter_id: str | None = None
     sample_index: int = 0  # which of the n samples of one prompt
     seed: int = 0  # resolved: params.seed, or the engine's choice
     weights_version: int = 0
@@ -70,7 +69,7 @@ class Request:
     row: int = -1  # its place in the device-resident state while running
     rows: RowCounters | None = field(default=None, repr=False)  # where that row lives
     num_unfetched: int = 0  # tokens in flight when it was preempted that have not come back yet
-    num_foretold: int = 0  # tokens in flight that the host knew before they came back: they are in token_ids already
+    num_forced_in_flight: int = 0  # tokens in flight that the host knew before they came back: they are in token_ids already
     hash_chain: list[bytes] = field(default_factory=list, repr=False)  # the root's hash, then one a full page, as far as hashed
     num_cached_tokens: int = -1  # prefix-cache hit at the first admission; -1 before it
     num_preemptions: int = 0

@@ -1,4 +1,4 @@
-"""A checkpoint whose greedy output anyone can foretell: after a byte comes the next byte, so that "a" goes on "bcdefgh...".
+"""A checkpoint whose greedy output anyone can predict: after a byte comes the next byte, so that "a" goes on "bcdefgh...".
 
 A Qwen3 whose layers add nothing (their output projections are zero) and whose lm_head maps each token's embedding to the one after
 it. The tokenizer has a token a byte, in order, and three special ones. What a test expects of text, stops and log-probabilities can

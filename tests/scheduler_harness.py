@@ -188,12 +188,12 @@ class Harness:
             drafts = [t if ok else t + 1 for t, ok in zip(tokens[known:], right, strict=True)]
             self.device.drafts[request.row], self.proposed.num_drafts[request.row] = drafts, len(drafts)
 
-    def foretell(self, request: Request, num_tokens: int, num_cut: int = 0) -> StepResult:
+    def append_forced(self, request: Request, num_tokens: int, num_cut: int = 0) -> StepResult:
         """Tells the scheduler the request's next tokens, which count as delivered as far as it takes them."""
         tokens = list(request.token_ids)
         for _ in range(num_tokens):
             tokens.append(next_token(request.seed, tokens))
-        result = self.scheduler.foretell(request, tokens[len(request.token_ids) :], num_cut=num_cut)
+        result = self.scheduler.append_forced(request, tokens[len(request.token_ids) :], num_cut=num_cut)
         self._record(result)
         return result
 
@@ -238,7 +238,7 @@ class Harness:
         scheduler.check_invariants()
         assert not scheduler.num_running and not scheduler.num_waiting and pool.num_free_pages == pool.num_pages
         assert not scheduler._requests and not scheduler._stop_ids
-        assert not scheduler._foretold
+        assert not scheduler._forced
         assert scheduler.rows.num_free == self.config.max_num_seqs and not any(scheduler.rows._requests)
 
     def assert_solo(self, *requests: Request) -> None:

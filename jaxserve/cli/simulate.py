@@ -94,9 +94,9 @@ def make_cluster() -> tuple[Any, Any, list[Any]]:
     num_pages = deployment.num_pages(_PAGE.value, _BUDGET.value)
     objective, made = _SLO.value and _SLO.value / 1e3, []
 
-    def make(books: Any, prefix_caching: bool) -> Any:
+    def make(records: Any, prefix_caching: bool) -> Any:
         options = {"prefix_caching": prefix_caching, "objective": objective}
-        made.append(make_replica(books, plan, stages, deployment.send_seconds, limits, num_pages, **options))
+        made.append(make_replica(records, plan, stages, deployment.send_seconds, limits, num_pages, **options))
         return made[-1]
 
     return deployment, make, made

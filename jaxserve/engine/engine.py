@@ -339,7 +339,7 @@ class Engine:
                 continue  # it has none, or has finished
             last, state = output, self._constraints.advance(request, output.new_token_ids)
             if len(state.forced) > 1:
-                taken = self.scheduler.foretell(request, state.forced, num_cut=drafts.get(request, 0))
+                taken = self.scheduler.append_forced(request, state.forced, num_cut=drafts.get(request, 0))
                 if taken.tokens:
                     self.packer.resend_edits(request)
                     certain = None if request.params.logprobs is None else [{token: Logprob(0.0, 1)} for token in taken.tokens]
@@ -392,19 +392,19 @@ class Engine:
         sampled = self.runner.fetch(handle)
         outputs: list[EngineOutput] = []
         tokens, counts = tokens_of(schedule, sampled)
-        fared: list[DraftOutcome] = []
+        outcomes: list[DraftOutcome] = []
         if self._draft_lengths is not None:
             self._draft_lengths.take_time(schedule, begun, time.monotonic())
             if sampled is not None:
-                fared = self._draft_lengths.take_tokens(schedule, tokens, counts, sampled.drafts, schedule.logits_rows.firsts)
+                outcomes = self._draft_lengths.take_tokens(schedule, tokens, counts, sampled.drafts, schedule.logits_rows.firsts)
         if sampled is not None:
             self.stats.sorted_rows += int(sampled.by_sort.sum())
             if sampled.bad_logits.any():
                 outputs += self._fail_bad_rows(schedule, sampled)
         result = self.scheduler.update(schedule, tokens, counts)
         self.stats.generated_tokens += len(result.requests)
-        if fared:
-            self.stats.add_drafts(schedule, fared, result)
+        if outcomes:
+            self.stats.add_drafts(schedule, outcomes, result)
         outputs += self._outputs(schedule, result, sampled)
         return outputs + self._follow_grammars(outputs) if self._constraints else outputs
 
@@ -536,7 +536,7 @@ class Engine:
         if not self.runner.has_weights:
             raise RuntimeError("the engine has no weights (sleep(level=2), or a failed update): call update_params() first")
 
-    # -- books
+    # -- counts
 
     def _record_finish(self, request: Request) -> None:
         self._constraints.discard(request)

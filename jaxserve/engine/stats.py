@@ -40,7 +40,7 @@ class EngineStats:
 
     @property
     def draft_summary(self) -> str:
-        """One line on how drafts fared and how many steps had how many; "" if there were none."""
+        """One line on what came of drafts and how many steps had how many; "" if there were none."""
         if not self.num_drafts:
             return ""
         per_step = f"{self.num_draft_tokens / self.num_drafts:.1f} drafts a sequence and step"
@@ -48,11 +48,11 @@ class EngineStats:
         steps = ", ".join(f"{n} with {k}" for k, n in sorted(self.steps_by_num_drafts.items()))
         return f"{per_step}, {accepted}; steps by drafts a sequence: {steps}"
 
-    def add_drafts(self, schedule: Schedule, fared: list[DraftOutcome], result: StepResult) -> None:
+    def add_drafts(self, schedule: Schedule, outcomes: list[DraftOutcome], result: StepResult) -> None:
         """Counts the drafts of one step, here and with their requests. `result`: what the step brought; a draft that stood past a
         stop is none of it and does not count as accepted."""
         num_delivered, per_pos = Counter(map(id, result.requests)), self.num_accepted_tokens_per_pos
-        for entry, num_drafts, num_stood in fared:
+        for entry, num_drafts, num_stood in outcomes:
             request = schedule.requests[entry]
             num_accepted = min(num_stood, num_delivered[id(request)])
             per_pos += [0] * (num_accepted - len(per_pos))

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxserve.routing.backends import UNANSWERED, UNREACHED, Answer, Backend, Health, end_to_end, open_session
+from jaxserve.routing.backends import UNANSWERED, UNREACHED, Answer, Backend, BackendHealth, end_to_end, open_session
 from jaxserve.routing.metrics import RouterMetrics
 from jaxserve.routing.policy import ROUTING_POLICIES, Load, hash_blocks, make_policy
 from jaxserve.serving.errors import error_response, on_error
@@ -37,7 +37,7 @@ PATHS = frozenset(
     ("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/tokenizer_info", "/version")
     + ("/", "/openapi.json", "/health", "/metrics", *CONTROL_PATHS)
 )
-METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+HTTP_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 REFUSED = (429, 503)  # the server says that it ran nothing: another may
 BLOCK_BYTES, MAX_BLOCKS = 256, 4096  # of a prompt's JSON: about 64 tokens, a page, of English; what is hashed of a prompt at most
 MAX_BROKEN = 2  # servers that may break over one request before it is given up: it may be what breaks them
@@ -78,7 +78,7 @@ class RouterOptions:
             raise ValueError("an API key must not be empty")
         if not (self.check_seconds > 0 and self.check_timeout > 0):
             raise ValueError(f"check_seconds={self.check_seconds} and check_timeout={self.check_timeout} must be above 0")
-        Health(self.max_failures, self.min_successes)  # checks both
+        BackendHealth(self.max_failures, self.min_successes)  # checks both
 
 
 class PassedOn(EventStream):
@@ -103,9 +103,11 @@ class Router:
             routes=[
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
-                *(Route(path, self._refuse_method, methods=METHODS) for path in ("/health", "/metrics")),  # ours, not a server's
-                *(Route(path, self._refuse, methods=METHODS) for path in CONTROL_PATHS),
-                Route("/{path:path}", self._pass_on, methods=METHODS),
+                *(
+                    Route(path, self._refuse_method, methods=HTTP_METHODS) for path in ("/health", "/metrics")
+                ),  # ours, not a server's
+                *(Route(path, self._refuse, methods=HTTP_METHODS) for path in CONTROL_PATHS),
+                Route("/{path:path}", self._pass_on, methods=HTTP_METHODS),
             ],
             lifespan=self._lifespan,
             exception_handlers={ClientGoneError: _nobody_listens, HTTPException: on_error, UnavailableError: on_error},
@@ -123,7 +125,7 @@ class Router:
         options = self._options
         async with open_session() as session, asyncio.TaskGroup() as tasks:
             for url in options.backends:
-                health = Health(options.max_failures, options.min_successes)
+                health = BackendHealth(options.max_failures, options.min_successes)
                 forget = functools.partial(self._policy.forget, url)
                 self.backends[url] = Backend(url, session, health, options.backend_api_key, forget)
             await asyncio.gather(*(backend.check(options.check_timeout) for backend in self.backends.values()))

@@ -34,7 +34,7 @@ _LOADS = re.compile(r"^\w+:num_requests_(waiting|running)(?:\{.*\})? (\S+)$", re
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a machine that vanished is noticed within a minute
 
 
-class Health:
+class BackendHealth:
     """Up or down. The first answer decides; from then on max_failures in a row take a server out, min_successes bring it back."""
 
     def __init__(self, max_failures: int, min_successes: int):
@@ -81,9 +81,11 @@ class Backend:
       on_down: called when it has gone out of service.
     """
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, health: Health, key: str | None, on_down: Callable[[], None]):
+    def __init__(
+        self, url: str, session: aiohttp.ClientSession, health: BackendHealth, key: str | None, on_down: Callable[[], None]
+    ):
         self.url: str = url
-        self.health: Health = health
+        self.health: BackendHealth = health
         self._session, self._key, self._on_down = session, key, on_down
         self._waiting = self._running = self._since = 0
         self._asking: set[asyncio.Timeout] = set()  # each around one that waits for the first byte of an answer

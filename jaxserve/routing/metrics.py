@@ -1,4 +1,4 @@
-"""What Prometheus scrapes of a router: what it chose and how that fared, and the servers as they are.
+"""What Prometheus scrapes of a router: what it chose, what came of it, and the state of the servers.
 
 Owns the registry. Knows nothing of why anything was chosen.
 """
@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from jaxserve.routing.backends import Backend
 from jaxserve.routing.policy import Choice
 
-PREFIX = "jaxserve_router:"
+ROUTER_PREFIX = "jaxserve_router:"
 
 
 class RouterMetrics(Collector):
@@ -25,10 +25,14 @@ class RouterMetrics(Collector):
         self.registry: CollectorRegistry = CollectorRegistry()
         self.registry.register(self)
         registry = self.registry
-        self._http = Counter(f"{PREFIX}http_requests", "HTTP requests.", ("path", "status"), registry=registry)
-        self._choices = Counter(f"{PREFIX}choices", "Servers chosen, retries included.", ("server", "reason"), registry=registry)
-        self._blocks = Counter(f"{PREFIX}prompt_blocks", "Blocks of prompts that were passed on.", registry=registry)
-        self._matched = Counter(f"{PREFIX}matched_blocks", "Of those, blocks that the first choice had seen.", registry=registry)
+        self._http = Counter(f"{ROUTER_PREFIX}http_requests", "HTTP requests.", ("path", "status"), registry=registry)
+        self._choices = Counter(
+            f"{ROUTER_PREFIX}choices", "Servers chosen, retries included.", ("server", "reason"), registry=registry
+        )
+        self._blocks = Counter(f"{ROUTER_PREFIX}prompt_blocks", "Blocks of prompts that were passed on.", registry=registry)
+        self._matched = Counter(
+            f"{ROUTER_PREFIX}matched_blocks", "Of those, blocks that the first choice had seen.", registry=registry
+        )
 
     def count_http(self, path: str, status: int) -> None:
         self._http.labels(path, str(status)).inc()
@@ -56,7 +60,7 @@ class RouterMetrics(Collector):
         }
         for family, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (text, value) in table.items():
-                metric = family(f"{PREFIX}{name}", text, labels=("server",))
+                metric = family(f"{ROUTER_PREFIX}{name}", text, labels=("server",))
                 for url, backend in self._backends.items():
                     metric.add_metric((url,), float(value(backend)))
                 yield metric

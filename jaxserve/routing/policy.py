@@ -43,7 +43,7 @@ class Choice:
     reason: Reason
 
 
-class Policy(Protocol):
+class RoutingPolicy(Protocol):
     def choose(self, blocks: Sequence[Hashable], loads: Mapping[str, Load]) -> Choice:
         """The server, of those in `loads`, for a prompt of these blocks. ValueError if there is none."""
         ...
@@ -146,7 +146,7 @@ class PrefixAware:
         return self.slack + self.ratio * min(load.cost for load in loads.values())
 
     def choose(self, blocks: Sequence[Hashable], loads: Mapping[str, Load]) -> Choice:
-        """As Policy's. The prompt counts as cached there from now on."""
+        """As RoutingPolicy's. The prompt counts as cached there from now on."""
         _check(loads)
         matched = {server: self._seen[server].match(blocks) if server in self._seen else 0 for server in loads}
         bound = self.bound(loads)
@@ -197,7 +197,7 @@ class RoundRobin:
 ROUTING_POLICIES = ("prefix_aware", "least_loaded", "round_robin")
 
 
-def make_policy(name: str) -> Policy:
+def make_policy(name: str) -> RoutingPolicy:
     """A policy by its name in ROUTING_POLICIES, with its defaults."""
     if name not in ROUTING_POLICIES:
         raise ValueError(f"{name=} must be one of {', '.join(ROUTING_POLICIES)}")

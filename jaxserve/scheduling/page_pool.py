@@ -4,7 +4,7 @@ Owns reference counts, the free list and the prefix cache (hash -> page). Knows 
 a page is a number in [0, num_pages).
 
 A full page is known by a chained hash: sha256(hash of the page before it, its token ids as int32), the first page's parent being
-a root that carries the weights' version, a salt and an adapter. Equal hashes therefore mean equal prefixes (collision-safe), and
+a root that carries the weights' version and a salt. Equal hashes therefore mean equal prefixes (collision-safe), and
 a prefix is looked up one page at a time. A page that nobody uses keeps its hash, and may be hit, until it is needed for something
 else: an evictable page is simply a free page with a hash. (Prefix sharing by page hash: vLLM's automatic prefix caching; paging:
 Kwon et al., SOSP 2023.)
@@ -17,9 +17,9 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 
-def root_hash(weights_version: int, salt: str | None, adapter: str | None) -> bytes:
+def root_hash(weights_version: int, salt: str | None) -> bytes:
     """The parent of a first page's hash: prefixes are shared only within equal roots."""
-    return hashlib.sha256(repr((weights_version, salt, adapter)).encode()).digest()
+    return hashlib.sha256(repr((weights_version, salt)).encode()).digest()
 
 
 def page_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:

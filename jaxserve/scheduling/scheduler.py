@@ -33,7 +33,7 @@ from jaxserve.scheduling.step_budget import StepBudget
 from jaxserve.scheduling.waiting_queue import WaitingQueue
 
 
-class DraftLengths(Protocol):
+class DraftLengthChooser(Protocol):
     """How many drafts each decode verifies: `speculative.draft_lengths.DraftLengths`."""
 
     max_rows: int  # logits rows that a step may have
@@ -57,7 +57,7 @@ class Scheduler:
         config: SchedulerConfig,
         pool: PagePool,
         step_budget: StepBudget | None = None,
-        draft_lengths: DraftLengths | None = None,
+        draft_lengths: DraftLengthChooser | None = None,
     ):
         self.config = config
         self.policy: BatchingPolicy = resolve_policy(config)
@@ -72,7 +72,7 @@ class Scheduler:
         self._waiting = WaitingQueue(self._order_key)
         self._held: dict[str, Request] = {}  # those that wait for something else than their turn: a grammar, a sample's prompt
         self._requests: dict[str, Request] = {}  # every unfinished request, by id
-        self._foretold: dict[str, Request] = {}  # those with tokens in flight that are known already
+        self._forced: dict[str, Request] = {}  # those with tokens in flight that are known already
         self._stop_ids: Counter[int] = Counter()  # stop ids of unfinished requests
         self._last_was_prefill = False
         self._preempted = False  # whether the decodes of the step being composed took a page from a running request
@@ -161,7 +161,7 @@ class Scheduler:
             del self._held[request.request_id]
             self._push_or_hold(request)
 
-    def foretell(self, request: Request, token_ids: Sequence[int], *, num_cut: int = 0) -> StepResult:
+    def append_forced(self, request: Request, token_ids: Sequence[int], *, num_cut: int = 0) -> StepResult:
         """The request's next output tokens are known without a step each: its next step computes them as a chunk and samples what
         follows. Call it between an `update` and the next `schedule`; the last of the steps in flight may have sampled the first of
         these tokens, which must then have had no choice. Taken up to the request's end, the budget and the free pages, and not at
@@ -170,7 +170,11 @@ class Scheduler:
         num_cut: drafts of the step in flight that will not be verified if any token is taken."""
         result, rows, row = StepResult([], []), self.rows, request.row
         in_flight = request.num_in_flight - num_cut
-        if request.status is not RequestStatus.RUNNING or request.num_foretold or rows.num_computed[row] < rows.prefill_end[row]:
+        if (
+            request.status is not RequestStatus.RUNNING
+            or request.num_forced_in_flight
+            or rows.num_computed[row] < rows.prefill_end[row]
+        ):
             return result  # what it has to compute already comes first
         token_ids = token_ids[: min(self.config.max_num_batched_tokens, request.max_total_tokens - len(request.token_ids))]
         while rows.capacity[row] < len(request.token_ids) + len(token_ids) and self.pages.grow(np.array([row])):
@@ -180,8 +184,8 @@ class Scheduler:
             return result
         rows.num_computed[row] -= num_cut
         if in_flight:
-            request.num_foretold = in_flight
-            self._foretold[request.request_id] = request
+            request.num_forced_in_flight = in_flight
+            self._forced[request.request_id] = request
         for token in token_ids:
             request.token_ids.append(token)
             result.requests.append(request)
@@ -212,7 +216,7 @@ class Scheduler:
         if reason == "error":
             self.pool.forget(self.pool.find(request.hash_chain[1:]))
         del self._requests[request.request_id]
-        self._foretold.pop(request.request_id, None)
+        self._forced.pop(request.request_id, None)
         for token in request.stop_ids:
             self._stop_ids[token] -= 1
             if not self._stop_ids[token]:
@@ -243,7 +247,7 @@ class Scheduler:
     def _set_weights_version(self, request: Request, version: int) -> None:
         request.weights_version = version
         if self.pool.enable_prefix_caching:
-            request.hash_chain = [root_hash(version, request.cache_salt, request.adapter_id)]
+            request.hash_chain = [root_hash(version, request.cache_salt)]
 
     def get(self, request_id: str) -> Request | None:
         """The unfinished request of that id."""
@@ -375,7 +379,7 @@ class Scheduler:
 
     def _schedule_drafts(
         self,
-        draft_lengths: DraftLengths,
+        draft_lengths: DraftLengthChooser,
         decodes: np.ndarray,  # intp[n], n > 0
         starts: np.ndarray,  # i32[n]
     ) -> np.ndarray:  # i32[n]
@@ -540,7 +544,7 @@ class Scheduler:
         assert not schedule.num_drafts, "a step with drafts is updated with counts"
         assert len(sampled) == schedule.num_seqs, f"{len(sampled)} tokens for {schedule.num_seqs} entries"
         requests, rows, tokens = schedule.requests, schedule.rows, sampled.tolist()
-        samples = self._without_foretold(schedule) if self._foretold else schedule.samples
+        samples = self._without_forced(schedule) if self._forced else schedule.samples
         own = samples & (self.rows.generation[rows] == schedule.generations)
         late: list[int] = []
         if not own.all():
@@ -562,21 +566,21 @@ class Scheduler:
             self._deliver(schedule.requests[i], [int(sampled[i])], 1, result)
         return result
 
-    def _without_foretold(self, schedule: Schedule) -> np.ndarray:
+    def _without_forced(self, schedule: Schedule) -> np.ndarray:
         """schedule.samples without those whose token the host has known since the step was scheduled."""
         samples = schedule.samples.copy()
         for i, request in enumerate(schedule.requests):
-            if samples[i] and request.num_foretold:
+            if samples[i] and request.num_forced_in_flight:
                 samples[i] = False
-                request.num_foretold -= 1
-                if not request.num_foretold:
-                    self._foretold.pop(request.request_id, None)
+                request.num_forced_in_flight -= 1
+                if not request.num_forced_in_flight:
+                    self._forced.pop(request.request_id, None)
         return samples
 
     def _update_drafted(self, schedule: Schedule, sampled: np.ndarray, counts: np.ndarray) -> StepResult:
         """`update` where entries may bring several tokens: each planned for all its drafts and gives back the rejected ones."""
         result = StepResult([], [])
-        samples = self._without_foretold(schedule) if self._foretold else schedule.samples
+        samples = self._without_forced(schedule) if self._forced else schedule.samples
         own = self.rows.generation[schedule.rows] == schedule.generations
         for i in np.flatnonzero(samples).tolist():
             request, count = schedule.requests[i], int(counts[i])
@@ -621,7 +625,7 @@ class Scheduler:
         assert all(request.status is RequestStatus.RUNNING and not request.num_unfetched for request in running)
         assert all(request.row < 0 and request.rows is None and request.num_in_flight >= 0 for request in waiting)
         assert all(request.num_in_flight == 0 or self.num_steps_in_flight for request in running + waiting)
-        assert set(self._foretold) == {request.request_id for request in running + waiting if request.num_foretold}
+        assert set(self._forced) == {request.request_id for request in running + waiting if request.num_forced_in_flight}
         keys = [self._order_key(request) for request in self._waiting]
         assert keys == sorted(keys), "the queue is out of order"
         assert self._stop_ids == Counter(token for request in running + waiting for token in request.stop_ids)

@@ -17,7 +17,7 @@ class SequenceRows:
     """Arrays indexed by row, in [0, max_num_seqs); what stands at a row without a request is stale.
 
     num_computed      i32[S]     tokens whose KV is written, or will be by a step already scheduled
-    prefill_end       i32[S]     tokens known at admission or foretold since; those before it come from the host, those after from
+    prefill_end       i32[S]     tokens known at admission or forced since; those before it come from the host, those after from
                                  the device
     num_known         i32[S]     prompt + output tokens that the host knows
     limit             i32[S]     prompt + output may reach this

@@ -546,4 +546,4 @@ def _extend(output: RequestOutput, delta: Delta) -> None:
     completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
     output.num_cached_tokens = delta.num_cached_tokens
     output.prompt_logprobs = output.prompt_logprobs or delta.prompt_logprobs
-    output.finished, output.metrics = delta.last, delta.books.metrics if delta.books else output.metrics
+    output.finished, output.metrics = delta.last, delta.totals.metrics if delta.totals else output.metrics

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from jaxserve.serving.async_llm import Ask, RequestStream
 from jaxserve.serving.chat_protocol import Chat, ChatRequest
-from jaxserve.serving.generation import Books, Served, chat_logprobs, open_stream, plain_prompt_logprobs, until_done
+from jaxserve.serving.generation import CallRecord, Served, chat_logprobs, open_stream, plain_prompt_logprobs, until_done
 from jaxserve.serving.messages import Delta
 from jaxserve.serving.parsers import CallPart, Content, Notation, OutputParser, Piece, Reasoning
 from jaxserve.serving.protocol import check_model
@@ -43,7 +43,7 @@ async def create_chat_completion(served: Served, body: ChatRequest, request: Req
     check_model(body.model, served.names)
     if body.stream:
         stream = await unless_gone(request, _open(served, body, request))  # a form may take a while to compile
-        answer = _Answer(served, body, stream, request.state.request_id)
+        answer = _ChatAnswer(served, body, stream, request.state.request_id)
         return EventStream(until_done(answer.chunks(), stream), stream.close, served.patience)
     return Response(encode(await unless_gone(request, _complete(served, body, request))), media_type="application/json")
 
@@ -56,7 +56,7 @@ async def _open(served: Served, body: ChatRequest, request: Request) -> RequestS
 
 async def _complete(served: Served, body: ChatRequest, request: Request) -> ChatCompletion:
     async with await _open(served, body, request) as stream:
-        return await _Answer(served, body, stream, request.state.request_id).whole()
+        return await _ChatAnswer(served, body, stream, request.state.request_id).whole()
 
 
 def _ask(served: Served, body: ChatRequest) -> Ask:
@@ -76,7 +76,7 @@ def _ask(served: Served, body: ChatRequest) -> Ask:
 
 
 @dataclass
-class _Sample:
+class _ChatSample:
     """One choice on its way."""
 
     parser: OutputParser
@@ -112,30 +112,30 @@ class _Sample:
         return CalledToolDelta(part.index, CalledFunction(part.name, part.arguments), self.call_ids[-1], "function")
 
 
-class _Answer:
+class _ChatAnswer:
     """One call on its way: `whole` or `chunks`, whichever the client asked for."""
 
     def __init__(self, served: Served, body: ChatRequest, stream: RequestStream, request_id: str):
         self._body, self._stream = body, stream
         tokenizer = served.engine.get_tokenizer()
         self._bytes_of: Mapping[int, bytes] | None = tokenizer.token_bytes() if tokenizer.is_byte_level else None
-        self._books = Books.of("chatcmpl", body.model or served.names[0], stream, request_id)
+        self._record = CallRecord.of("chatcmpl", body.model or served.names[0], stream, request_id)
         (ask,) = stream.asks.values()
         notation = Notation(served.notation.reasoning, served.notation.tool_calls and bool(body.shown_tools))
         max_calls = 1 if body.parallel_tool_calls is False else None
-        self._samples = [_Sample(OutputParser(notation, ask.prompt or "", max_calls)) for _ in range(ask.params.n)]
+        self._samples = [_ChatSample(OutputParser(notation, ask.prompt or "", max_calls)) for _ in range(ask.params.n)]
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         return chat_logprobs(delta, self._body.top_logprobs or 0, self._bytes_of)
 
     async def chunks(self) -> AsyncGenerator[ChatChunk]:
-        body, books = self._body, self._books
+        body, record = self._body, self._record
         for_usage = None if body.include_usage else ChatChunk(id="", created=0, model="", choices=[]).usage  # null, or left out
         for i, sample in enumerate(self._samples):  # the role comes at once
             choice = ChatChunkChoice(i, sample.message_delta([]))
-            yield ChatChunk(**books.common, choices=[choice], usage=books.usage() if body.continuous_usage else for_usage)
+            yield ChatChunk(**record.common, choices=[choice], usage=record.usage() if body.continuous_usage else for_usage)
         async for delta in self._stream:
-            books.add(delta)
+            record.add(delta)
             sample = self._samples[delta.index]
             made = sample.message_delta(sample.read(delta))
             choice = ChatChunkChoice(delta.index, made, self._logprobs(delta))
@@ -144,12 +144,12 @@ class _Answer:
                 choice.stop_reason = delta.stop_reason
             elif made == MessageDelta() and not (choice.logprobs or body.continuous_usage):
                 continue  # a character or a mark that is not complete yet
-            chunk = ChatChunk(**books.common, choices=[choice], usage=books.usage() if body.continuous_usage else for_usage)
+            chunk = ChatChunk(**record.common, choices=[choice], usage=record.usage() if body.continuous_usage else for_usage)
             if delta.prompt_logprobs is not None:
                 chunk.prompt_logprobs = plain_prompt_logprobs(delta.prompt_logprobs)
             yield chunk
         if body.include_usage:
-            yield ChatChunk(**books.common, choices=[], usage=books.usage())
+            yield ChatChunk(**record.common, choices=[], usage=record.usage())
 
     async def whole(self) -> ChatCompletion:
         pieces: list[list[Piece]] = [[] for _ in self._samples]
@@ -157,7 +157,7 @@ class _Answer:
         ends: dict[int, Delta] = {}
         prompt_logprobs = None
         async for delta in self._stream:
-            self._books.add(delta)
+            self._record.add(delta)
             pieces[delta.index] += self._samples[delta.index].read(delta)
             new, so_far = self._logprobs(delta), logprobs[delta.index]
             if new is not None and so_far is not None:
@@ -169,7 +169,7 @@ class _Answer:
             ChatChoice(i, _message(pieces[i]), logprobs[i], sample.finish_reason(ends[i].finish_reason), ends[i].stop_reason)  # pyright: ignore[reportArgumentType]
             for i, sample in enumerate(self._samples)
         ]
-        answer = ChatCompletion(**self._books.common, choices=choices, usage=self._books.usage())
+        answer = ChatCompletion(**self._record.common, choices=choices, usage=self._record.usage())
         if self._body.prompt_logprobs is not None:
             answer.prompt_logprobs = plain_prompt_logprobs(prompt_logprobs)
         return answer

@@ -78,7 +78,7 @@ class AssistantTurn(Model):
         return plain
 
 
-Message = Annotated[SaidMessage | ToolMessage | AssistantTurn, Field(discriminator="role")]
+ChatMessage = Annotated[SaidMessage | ToolMessage | AssistantTurn, Field(discriminator="role")]
 
 
 class FunctionSchema(Model):
@@ -110,7 +110,7 @@ RESERVED_VARIABLES = ("messages", "tools", "chat_template", "add_generation_prom
 class Chat(Model):
     """What a chat's prompt is made of."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template, as enable_thinking.")
     add_generation_prompt: bool | None = Field(None, description="End with the opening of the assistant's turn (true).")

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.serving.async_llm import Ask, RequestStream
-from jaxserve.serving.generation import Books, Served, completion_logprobs, open_stream, plain_prompt_logprobs, until_done
+from jaxserve.serving.generation import CallRecord, Served, completion_logprobs, open_stream, plain_prompt_logprobs, until_done
 from jaxserve.serving.messages import Delta
 from jaxserve.serving.protocol import CompletionRequest, check_model
 from jaxserve.serving.responses import Completion, CompletionChoice, encode
@@ -22,7 +22,7 @@ async def create_completion(served: Served, body: CompletionRequest, request: Re
     check_model(body.model, served.names)
     if body.stream:
         stream = await unless_gone(request, _open(served, body, request))  # a form may take a while to compile
-        answer = _Answer(served, body, stream, request.state.request_id)
+        answer = _CompletionAnswer(served, body, stream, request.state.request_id)
         return EventStream(until_done(answer.chunks(), stream), stream.close, served.patience)
     return Response(encode(await unless_gone(request, _complete(served, body, request))), media_type="application/json")
 
@@ -34,7 +34,7 @@ async def _open(served: Served, body: CompletionRequest, request: Request) -> Re
 
 async def _complete(served: Served, body: CompletionRequest, request: Request) -> Completion:
     async with await _open(served, body, request) as stream:
-        return await _Answer(served, body, stream, request.state.request_id).whole()
+        return await _CompletionAnswer(served, body, stream, request.state.request_id).whole()
 
 
 def _asks(served: Served, body: CompletionRequest) -> list[Ask]:
@@ -58,13 +58,13 @@ def _asks(served: Served, body: CompletionRequest) -> list[Ask]:
     return asks
 
 
-class _Answer:
+class _CompletionAnswer:
     """One call on its way: `whole` or `chunks`, whichever the client asked for."""
 
     def __init__(self, served: Served, body: CompletionRequest, stream: RequestStream, request_id: str):
         self._body, self._stream = body, stream
         self._tokenizer = served.engine.tokenizer
-        self._books = Books.of("cmpl", body.model or served.names[0], stream, request_id)
+        self._record = CallRecord.of("cmpl", body.model or served.names[0], stream, request_id)
         self._prompt_index = {name: i for i, name in enumerate(stream.request_ids)}
         self._offsets = [0] * stream.num_samples  # where the text of each choice ends, in characters
         self._begun = [False] * stream.num_samples
@@ -93,23 +93,23 @@ class _Answer:
         return choice
 
     async def chunks(self) -> AsyncGenerator[Completion]:
-        body, books = self._body, self._books
+        body, record = self._body, self._record
         async for delta in self._stream:
-            books.add(delta)
+            record.add(delta)
             choice = self._choice(delta)
             if not (choice.text or choice.finish_reason or choice.logprobs or body.continuous_usage):
                 continue  # a character that is not complete yet
-            chunk = Completion(**books.common, choices=[choice])
+            chunk = Completion(**record.common, choices=[choice])
             if body.include_usage:
-                chunk.usage = books.usage() if body.continuous_usage else None
+                chunk.usage = record.usage() if body.continuous_usage else None
             yield chunk
         if body.include_usage:
-            yield Completion(**books.common, choices=[], usage=books.usage())
+            yield Completion(**record.common, choices=[], usage=record.usage())
 
     async def whole(self) -> Completion:
         choices: dict[int, CompletionChoice] = {}
         async for delta in self._stream:
-            self._books.add(delta)
+            self._record.add(delta)
             new = self._choice(delta)
             choice = choices.setdefault(new.index, new)
             if choice is not new:
@@ -118,4 +118,4 @@ class _Answer:
                 if choice.logprobs is not None and new.logprobs is not None:
                     for name in ("text_offset", "token_logprobs", "tokens", "top_logprobs"):
                         getattr(choice.logprobs, name).extend(getattr(new.logprobs, name))
-        return Completion(**self._books.common, choices=[choices[i] for i in sorted(choices)], usage=self._books.usage())
+        return Completion(**self._record.common, choices=[choices[i] for i in sorted(choices)], usage=self._record.usage())

@@ -34,8 +34,8 @@ from jaxserve.serving.messages import (
     QueueFullError,
     Reply,
     Report,
-    RequestBooks,
     RequestError,
+    RequestTotals,
     Stop,
     UnavailableError,
 )
@@ -315,7 +315,7 @@ class EngineLoop:
             if output.finished and all(s.finished for s in request.samples):
                 num_tokens, n = sum(s.num_tokens for s in request.samples), len(request.samples)
                 delta.last = True
-                delta.books = RequestBooks(request.num_prompt_tokens, num_tokens, n, request.max_tokens, output.metrics)
+                delta.totals = RequestTotals(request.num_prompt_tokens, num_tokens, n, request.max_tokens, output.metrics)
                 del self._open[request_id]
 
     def _hand_over(self) -> None:

@@ -1,6 +1,6 @@
 """What completions and chats share on their way from a request to its answer.
 
-Owns the server's view of an engine (`Served`), a call's books (usage, chunks' common fields) and log-probabilities as clients read
+Owns the server's view of an engine (`Served`), a call's record (usage, chunks' common fields) and log-probabilities as clients read
 them. Knows nothing of routes.
 """
 
@@ -44,7 +44,7 @@ class Served:
 
 
 @dataclass
-class Books:
+class CallRecord:
     """What a call has used so far, and what its chunks have in common."""
 
     id: str
@@ -55,7 +55,7 @@ class Books:
     cached_tokens: dict[str, int] = field(default_factory=dict)  # by prompt
 
     @classmethod
-    def of(cls, prefix: str, model: str, stream: RequestStream, request_id: str) -> Books:
+    def of(cls, prefix: str, model: str, stream: RequestStream, request_id: str) -> CallRecord:
         return cls(f"{prefix}-{request_id}", model, sum(len(ask.prompt_token_ids) for ask in stream.asks.values()))
 
     def add(self, delta: Delta) -> None:

@@ -86,7 +86,7 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestBooks:
+class RequestTotals:
     """A request that has ended: num_output_tokens of all n samples. max_tokens: None where it was not said."""
 
     num_prompt_tokens: int
@@ -101,7 +101,7 @@ class Delta:
     """What is new of one sample. The texts and ids of a sample's deltas add up to its output.
 
     finish_reason, stop_reason: as CompletionOutput's; None while the sample runs. last: no more comes for the whole request.
-    prompt_logprobs: with a sample's first delta, if asked for. books: with a request's last. gap: seconds since the sample's
+    prompt_logprobs: with a sample's first delta, if asked for. totals: with a request's last. gap: seconds since the sample's
     tokens before these.
     """
 
@@ -115,7 +115,7 @@ class Delta:
     num_cached_tokens: int = 0
     prompt_logprobs: Any = None
     last: bool = False
-    books: RequestBooks | None = None
+    totals: RequestTotals | None = None
     gap: float | None = None
 
 

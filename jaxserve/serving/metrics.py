@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jaxserve.serving.messages import Aborted, Delta, Failed, LoopStats, Report, RequestBooks, RequestError
+from jaxserve.serving.messages import Aborted, Delta, Failed, LoopStats, Report, RequestError, RequestTotals
 
 PREFIX = "jaxserve:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -95,16 +95,16 @@ class Metrics(Collector):
             self._itl.observe(delta.gap)
         if delta.finish_reason is not None:
             self._success.labels(self._model, delta.finish_reason).inc()
-        if delta.books is not None:
-            self._take_books(delta.books)
+        if delta.totals is not None:
+            self._take_totals(delta.totals)
 
-    def _take_books(self, books: RequestBooks) -> None:
-        num_tokens, times = books.num_output_tokens, books.metrics
-        self._prompt_tokens.observe(books.num_prompt_tokens)
+    def _take_totals(self, totals: RequestTotals) -> None:
+        num_tokens, times = totals.num_output_tokens, totals.metrics
+        self._prompt_tokens.observe(totals.num_prompt_tokens)
         self._output_tokens.observe(num_tokens)
-        self._n.observe(books.n)
-        if books.max_tokens is not None:
-            self._max_tokens.observe(books.max_tokens)
+        self._n.observe(totals.n)
+        if totals.max_tokens is not None:
+            self._max_tokens.observe(totals.max_tokens)
         if times is None:
             return
         start, scheduled, first, end = times.arrival_time, times.first_scheduled_time, times.first_token_time, times.finished_time

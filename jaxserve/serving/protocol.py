@@ -20,7 +20,7 @@ from jaxserve.structured_outputs import StructuredOutputsParams
 MAX_STOPS = 12  # stop strings, and stop token ids, of a request
 
 
-Prompt = Text | Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+CompletionPrompt = Text | Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
 
 PASSED_ON = (  # fields that are SamplingParams' own, by the same name
     "n",
@@ -146,7 +146,7 @@ class GenerationRequest(Model):
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    prompt: Prompt = Field(description="A text, texts, token ids, or lists of token ids.")
+    prompt: CompletionPrompt = Field(description="A text, texts, token ids, or lists of token ids.")
     echo: bool | None = Field(None, description="Put the prompt before the completion.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Log-probabilities of so many likeliest tokens.")
     suffix: None = Field(None, description="Not supported.")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.routing.policy import Load, Policy, hash_blocks
+from jaxserve.routing.policy import Load, RoutingPolicy, hash_blocks
 from jaxserve.scheduling.schedule import SchedulerStats
-from jaxserve.simulation.books import RequestBooks
+from jaxserve.simulation.records import RequestRecords
 from jaxserve.simulation.replica import SimulatedEngine
 from jaxserve.workloads.latency import ServedTimes
 from jaxserve.workloads.workload import Workload
@@ -34,9 +34,9 @@ class ClusterReplay:
 
 def replay_cluster(
     workload: Workload,
-    make_replica: Callable[[RequestBooks, bool], SimulatedEngine],
+    make_replica: Callable[[RequestRecords, bool], SimulatedEngine],
     num_replicas: int,
-    policy: Policy,
+    policy: RoutingPolicy,
     *,
     block_tokens: int = 64,
     progress: Callable[[int], object] | None = None,
@@ -46,7 +46,7 @@ def replay_cluster(
     A replica's load is that of its next decision: where a request arrives while a step runs, what the step ends has ended already.
 
     Args:
-      make_replica: (books, prefix_caching) -> a new Replica or PipelineReplica.
+      make_replica: (records, prefix_caching) -> a new Replica or PipelineReplica.
       policy: see serving.router_policy.make_policy.
       block_tokens: of the blocks by which the router knows prompts, where the workload gives token ids.
       progress: told how many requests ended, whenever some do.
@@ -56,12 +56,12 @@ def replay_cluster(
     """
     if num_replicas < 1:
         raise ValueError(f"{num_replicas=} must be at least 1")
-    books = RequestBooks(workload, progress)
+    records = RequestRecords(workload, progress)
     prefix_caching = any(r.prompt_token_ids for r in workload.requests)
-    replicas = {str(i): make_replica(books, prefix_caching) for i in range(num_replicas)}
+    replicas = {str(i): make_replica(records, prefix_caching) for i in range(num_replicas)}
     chosen, num_matched = [], []
-    for row in range(len(books.sent)):
-        arrival, loads = float(books.sent[row]), {}
+    for row in range(len(records.sent)):
+        arrival, loads = float(records.sent[row]), {}
         for name, replica in replicas.items():
             advance(replica, arrival)
             loads[name] = Load(*replica.load)
@@ -74,7 +74,7 @@ def replay_cluster(
             pass
     busy = np.array([replica.steps.seconds.sum() for replica in replicas.values()])
     stats = tuple(replica.stats for replica in replicas.values())
-    return ClusterReplay(books.times(), np.array(chosen), np.array(num_matched), busy, stats)
+    return ClusterReplay(records.times(), np.array(chosen), np.array(num_matched), busy, stats)
 
 
 def advance(replica: SimulatedEngine, until: float) -> None:

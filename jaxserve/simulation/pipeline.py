@@ -22,9 +22,9 @@ from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.demand import DemandLog
 from jaxserve.scheduling.schedule import Schedule, SchedulerStats
-from jaxserve.simulation.books import RequestBooks
 from jaxserve.simulation.decode_runs import kv_tokens_of_run, skip_steps
 from jaxserve.simulation.pipeline_runs import num_certain_rounds, time_turns
+from jaxserve.simulation.records import RequestRecords
 from jaxserve.simulation.replay import Replay, replay, serve
 from jaxserve.simulation.replica import TOKEN, Replica, SimulatedEngine
 from jaxserve.step_times.fitted import StepTimes
@@ -162,7 +162,7 @@ class PipelineReplica(SimulatedEngine):
 
     def __init__(
         self,
-        books: RequestBooks,
+        records: RequestRecords,
         plan: BucketPlan | UnpaddedPlan,
         stages: Sequence[StepTimes],
         send_seconds: Callable[[int, int], float],
@@ -173,7 +173,7 @@ class PipelineReplica(SimulatedEngine):
         objective: float | None = None,
     ):
         gaps, options = LongestGaps(tuple(stages), send_seconds), {"prefix_caching": prefix_caching, "objective": objective}
-        super().__init__(books, plan, gaps, limits, num_pages, budget_every_step=True, **options)
+        super().__init__(records, plan, gaps, limits, num_pages, budget_every_step=True, **options)
         self.stages: tuple[StepTimes, ...] = gaps.stages
         self._gaps = gaps
         self._free = [0.0] * len(stages)  # when each stage has ended its last micro-batch
@@ -308,8 +308,8 @@ class PipelineReplica(SimulatedEngine):
         k = len(batches)
         for i, batch in enumerate(batches):
             rows, times = self._rows_of(batch.requests), returns[i : n * k : k]
-            self.books.take(rows, times[0], float(self.books.last[rows[0]]))
-            self.books.take_run(rows, times)
+            self.records.take(rows, times[0], float(self.records.last[rows[0]]))
+            self.records.take_run(rows, times)
             batches[i] = replace(batch, step_id=batch.step_id + n * k, starts=batch.starts + n)
         self._in_flight = deque(zip(batches, returns[n * k :], strict=True))
         self._last_update = returns[n * k - 1]
@@ -335,12 +335,12 @@ def replay_pipeline(
     micro-batches together but for max_num_batched_tokens, which is each one's. objective: seconds between tokens, by a
     dynamic budget (LongestGaps); None: none.
     """
-    books = RequestBooks(workload)
+    records = RequestRecords(workload)
     prefix_caching = any(r.prompt_token_ids for r in workload.requests)
     replica = PipelineReplica(
-        books, plan, stages, send_seconds, limits, num_pages, prefix_caching=prefix_caching, objective=objective
+        records, plan, stages, send_seconds, limits, num_pages, prefix_caching=prefix_caching, objective=objective
     )
-    times = serve(books, replica, max_concurrency, give_up)
+    times = serve(records, replica, max_concurrency, give_up)
     steps = replica.steps
     return PipelineReplay(
         times,
@@ -353,7 +353,7 @@ def replay_pipeline(
 
 
 def make_replica(
-    books: RequestBooks,
+    records: RequestRecords,
     plan: BucketPlan | UnpaddedPlan,
     stages: Sequence[StepTimes],
     send_seconds: Callable[[int, int], float],
@@ -363,8 +363,8 @@ def make_replica(
 ) -> Replica | PipelineReplica:
     """An engine of so many stages; one of one stage runs a step ahead."""
     if len(stages) == 1:
-        return Replica(books, plan, stages[0], limits, num_pages, **options)
-    return PipelineReplica(books, plan, stages, send_seconds, limits, num_pages, **options)
+        return Replica(records, plan, stages[0], limits, num_pages, **options)
+    return PipelineReplica(records, plan, stages, send_seconds, limits, num_pages, **options)
 
 
 def replay_stages(

@@ -18,7 +18,7 @@ from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.demand import DemandLog
 from jaxserve.scheduling.schedule import SchedulerStats
-from jaxserve.simulation.books import RequestBooks
+from jaxserve.simulation.records import RequestRecords
 from jaxserve.simulation.replica import Replica, SimulatedEngine
 from jaxserve.step_times.fitted import StepTimes
 from jaxserve.workloads.latency import ServedTimes
@@ -65,15 +65,15 @@ def replay(
     prefix_caching: requests share the pages of equal prefixes, where the workload gives token ids.
     progress: told how many requests ended, whenever some do.
     objective: seconds that a step with decodes may take, by a dynamic budget; None: none.
-    give_up: asked now and then with what RequestBooks.times says of the run so far; True ends it there, its times incomplete.
+    give_up: asked now and then with what RequestRecords.times says of the run so far; True ends it there, its times incomplete.
 
     Raises:
       ValueError: the plan can't hold the limits, or a request could never be served (it names the row of the workload).
     """
-    books = RequestBooks(workload, progress)
+    records = RequestRecords(workload, progress)
     prefix_caching = prefix_caching and any(r.prompt_token_ids for r in workload.requests)
     replica = Replica(
-        books,
+        records,
         plan,
         step_times,
         limits,
@@ -82,33 +82,33 @@ def replay(
         objective=objective,
         async_scheduling=async_scheduling,
     )
-    times = serve(books, replica, max_concurrency, give_up)
+    times = serve(records, replica, max_concurrency, give_up)
     steps = replica.steps
     return Replay(times, steps.demands, steps.buckets, steps.starts, steps.seconds, steps.padding, replica.stats)
 
 
 def serve(
-    books: RequestBooks,
+    records: RequestRecords,
     server: SimulatedEngine,
     max_concurrency: int | None = None,
     give_up: Callable[[ServedTimes], bool] | None = None,
 ) -> ServedTimes:
     """Sends every request of the workload at its time, or when max_concurrency allows it, and lets the server end them all, or as
     many as give_up lets it."""
-    arrivals, n = [r.arrived_at for r in books.workload.requests], len(books.sent)
+    arrivals, n = [r.arrived_at for r in records.workload.requests], len(records.sent)
     most, asked = max_concurrency or n, 0
     while True:
-        while (row := books.num_sent) < n and arrivals[row] <= server.now and row - books.num_ended < most:
+        while (row := records.num_sent) < n and arrivals[row] <= server.now and row - records.num_ended < most:
             if row >= most:
-                books.sent[row] = max(server.now, arrivals[row])
+                records.sent[row] = max(server.now, arrivals[row])
             server.submit(row)
-        room = row < n and row - books.num_ended < most
+        room = row < n and row - records.num_ended < most
         if not server.turn(arrivals[row] if room else math.inf):
             if row == n:
-                return books.times()
+                return records.times()
             server.now = arrivals[row]
-        done = (row + books.num_ended) * NUM_ASKED // (2 * n)  # arriving and ending are half of a run each
+        done = (row + records.num_ended) * NUM_ASKED // (2 * n)  # arriving and ending are half of a run each
         if give_up is not None and done > asked:
             asked = done
-            if give_up(times := books.times(server.now)):
+            if give_up(times := records.times(server.now)):
                 return times

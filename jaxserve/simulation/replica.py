@@ -25,8 +25,8 @@ from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.schedule import Schedule, SchedulerStats
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.step_budget import StepBudget
-from jaxserve.simulation.books import RequestBooks, StepBooks
 from jaxserve.simulation.decode_runs import kv_tokens_of_run, num_certain_steps, skip_steps
+from jaxserve.simulation.records import RequestRecords, StepRecords
 from jaxserve.step_times.fitted import StepTimes
 
 _ORDER = attrgetter("order")  # of adding: the place in a replica's _rows
@@ -35,7 +35,7 @@ _OTHER_IDS = 1 << 28  # beyond every vocabulary
 
 
 class SimulatedEngine(ABC):
-    """What replicas share: a scheduler, its requests as rows of the workload, and the books.
+    """What replicas share: a scheduler, its requests as rows of the workload, and the records.
 
     plan, step_times, limits, num_pages, objective: as `replay`'s. prefix_caching: whether prompts with token ids share pages.
     budget_every_step: as StepBudget's every_step.
@@ -43,7 +43,7 @@ class SimulatedEngine(ABC):
 
     def __init__(
         self,
-        books: RequestBooks,
+        records: RequestRecords,
         plan: BucketPlan | UnpaddedPlan,
         step_times: StepTimes,
         limits: SchedulerConfig,
@@ -58,11 +58,11 @@ class SimulatedEngine(ABC):
         if objective is not None:
             seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
             budget = StepBudget(step_times, plan, objective, seqs, tokens, every_step=budget_every_step)
-        self.books = books
+        self.records = records
         self.plan = plan
         self.step_times = step_times
         self.scheduler: Scheduler = Scheduler(limits, PagePool(num_pages, step_times.page_size, prefix_caching), budget)
-        self.steps: StepBooks = StepBooks()
+        self.steps: StepRecords = StepRecords()
         self.now: float = 0.0  # of the host: whatever arrived by now is known to the next schedule
         self._rows: list[int] = []  # of the workload, in order of adding
         self._tokens = np.full(limits.max_num_seqs, TOKEN, np.int32)
@@ -71,20 +71,20 @@ class SimulatedEngine(ABC):
 
     def submit(self, row: int) -> None:
         """A request of the workload arrives. ValueError, which names the row, if it could never be served."""
-        given = self.books.workload.requests[row]
+        given = self.records.workload.requests[row]
         params = self._params.get(given.num_output_tokens)
         if params is None:
             params = SamplingParams(max_tokens=given.num_output_tokens, ignore_eos=True)
             self._params[given.num_output_tokens] = params
         # A prompt known by its length alone is like no other.
         prompt = list(given.prompt_token_ids or ()) or [_OTHER_IDS + row] * given.num_prompt_tokens
-        request = Request(f"r{row}", prompt, params, arrival=float(self.books.sent[row]))
+        request = Request(f"r{row}", prompt, params, arrival=float(self.records.sent[row]))
         try:
             self.scheduler.add(request)
         except ValueError as error:
             raise ValueError(f"row {row} of the workload: {error}") from None
         self._rows.append(row)
-        self.books.num_sent += 1
+        self.records.num_sent += 1
 
     @property
     def load(self) -> tuple[int, int]:
@@ -109,14 +109,14 @@ class SimulatedEngine(ABC):
     def _begin(self, schedule: Schedule, start: float) -> None:
         """Notes who is computed for the first time, perhaps."""
         if schedule.num_decodes < schedule.num_seqs:
-            self.books.schedule([self._rows[r.order] for r in schedule.requests[schedule.num_decodes :]], start)
+            self.records.schedule([self._rows[r.order] for r in schedule.requests[schedule.num_decodes :]], start)
 
     def _update(self, schedule: Schedule, now: float) -> None:
         """Takes in the tokens of a step."""
         result = self.scheduler.update(schedule, self._tokens[: schedule.num_seqs])
-        self.books.take(self._rows_of(result.requests), now, self._last_update)
+        self.records.take(self._rows_of(result.requests), now, self._last_update)
         self._last_update = now
-        self.books.end(len(result.finished))
+        self.records.end(len(result.finished))
 
     def _rows_of(self, requests: list[Request]) -> np.ndarray:
         """intp[n]: their rows of the workload."""
@@ -193,8 +193,8 @@ class Replica(SimulatedEngine):
         n = len(starts)
         if n < 2:
             return False
-        self.books.take(rows, updates[0], self._last_update)
-        self.books.take_run(rows, updates)
+        self.records.take(rows, updates[0], self._last_update)
+        self.records.take_run(rows, updates)
         self._last_update = now
         self.steps.add_decodes([num_seqs], kv_tokens[:n, None], [bucket], [head_rows], starts, seconds[:n])
         skip_steps(scheduler, n, TOKEN)

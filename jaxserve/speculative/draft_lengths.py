@@ -1,4 +1,4 @@
-"""How many drafts each sequence verifies in the next step, and the books on how drafts fared.
+"""How many drafts each sequence verifies in the next step, and what came of the drafts of past steps.
 
 Owns the host's mirror of what the device proposed, and what is learnt from it: how often drafts are right, row by row, whether
 they were verified or not (a plain step's token says whether the first draft would have stood), and how long steps take. The
@@ -60,7 +60,7 @@ class RecentTimes:
 
 
 class DraftOutcome(NamedTuple):
-    """How one sequence's drafts fared in one step."""
+    """What came of one sequence's drafts in one step."""
 
     entry: int  # of the schedule
     num_drafts: int  # that were tokens
@@ -149,7 +149,7 @@ class DraftLengths:
         first_rows: np.ndarray,  # intp[number of entries that sample]: the first logits row of each
     ) -> list[DraftOutcome]:
         """Learns from a step, in the order of the steps and before the scheduler's `update`. Nothing is learnt of requests that
-        have finished, nor of those whose token the host foretold: their drafts were cut, not refused."""
+        have finished, nor of those with a forced token in flight: their drafts were cut, not refused."""
         assert drafts is not None, "the heads of an engine that speculates propose"
         d, rows, samples = schedule.num_decodes, schedule.rows, schedule.samples
         self._meet_new_owners(schedule)
@@ -157,7 +157,7 @@ class DraftLengths:
         decoding, planned, accepted = rows[:d], schedule.q_lens[:d] - 1, counts[:d] - 1
         first_tokens = tokens[:d] if tokens.ndim == 1 else tokens[:d, 0]
         right = np.where(planned > 0, accepted, self.proposed[decoding, 0] == first_tokens)
-        counted = np.array([not (request.finished or request.num_foretold) for request in schedule.requests[:d]], bool)
+        counted = np.array([not (request.finished or request.num_forced_in_flight) for request in schedule.requests[:d]], bool)
         rates = 1 - (1 - self.rates[decoding]) * (1 - MEMORY) ** right
         rates = np.where(right < np.maximum(planned, 1), rates * (1 - MEMORY), rates)
         self.rates[decoding] = np.where(counted, rates, self.rates[decoding])

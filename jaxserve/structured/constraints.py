@@ -74,7 +74,7 @@ class Constraints:
         proposed: np.ndarray | None = None,  # i32[max_num_seqs, K]: the drafts of each sequence row, where there are any
     ) -> np.ndarray:
         """i32[max_rows, ceil(V / 32)]: of the step's logits rows, as MaskFiller's. All tokens sampled before this step must have
-        been given to `advance`. The drafts of requests with foretold tokens are cut."""
+        been given to `advance`. The drafts of requests with forced tokens in flight are cut."""
         if self._filler is None:
             self._filler = MaskFiller(self._vocab_size, self._max_rows)
         rows = {r: row for r, row in schedule.logits_rows.by_request(schedule) if r in self and not r.finished}
@@ -83,7 +83,7 @@ class Constraints:
             if q_len > 1 and request in rows:
                 assert proposed is not None
                 cut = [NO_DRAFT] * (q_len - 1)
-                drafts[rows[request]] = cut if request.num_foretold else proposed[seq_row, : q_len - 1].tolist()
+                drafts[rows[request]] = cut if request.num_forced_in_flight else proposed[seq_row, : q_len - 1].tolist()
         return self._filler.fill({row: self._state(r) for r, row in rows.items()}, drafts)
 
     def _state(self, request: Request) -> GrammarState:

@@ -21,7 +21,7 @@ Finish = Callable[[Request, str, str], None]  # (request, reason, stop string)
 
 
 @dataclass(slots=True)
-class _Sample:
+class _SampleText:
     """One sample's text so far."""
 
     request: Request
@@ -34,7 +34,7 @@ class _Sample:
 @dataclass(slots=True)
 class _Group:
     output: RequestOutput
-    samples: list[_Sample] = field(default_factory=list)  # by sample index
+    samples: list[_SampleText] = field(default_factory=list)  # by sample index
 
 
 class TextOutputs:
@@ -61,7 +61,7 @@ class TextOutputs:
             if self._tokenizer is not None and params.detokenize:
                 detokenizer = IncrementalDetokenizer(self._tokenizer, request.prompt_token_ids, params.skip_special_tokens)
             num_held = 0 if params.include_stop_str_in_output else max((len(s) for s in params.stop or ()), default=1) - 1
-            group.samples.append(_Sample(request, completion, detokenizer, num_held))
+            group.samples.append(_SampleText(request, completion, detokenizer, num_held))
             group.output.outputs.append(completion)
         self._groups[first.parent_id] = group
 
@@ -92,7 +92,7 @@ class TextOutputs:
                 del self._groups[request.parent_id]
         return list(touched.values())
 
-    def _extend(self, sample: _Sample, output: EngineOutput) -> None:
+    def _extend(self, sample: _SampleText, output: EngineOutput) -> None:
         """Adds an output's tokens, one by one, since a stop string may end the sample after any of them."""
         completion, include_stop = sample.completion, sample.request.params.include_stop_str_in_output
         for i, token_id in enumerate(output.new_token_ids):
@@ -113,7 +113,7 @@ class TextOutputs:
         completion.text = sample.text
         completion.finish_reason, completion.stop_reason = output.finish_reason, output.stop_reason
 
-    def _add_text(self, sample: _Sample, new: str) -> bool:
+    def _add_text(self, sample: _SampleText, new: str) -> bool:
         """Adds to the sample's text. True if that completed a stop string, which ended it.
 
         Of several, the first to be complete counts, and of those the longest: what comes out is the same however the text was cut
@@ -140,7 +140,7 @@ class TextOutputs:
         assert request.prompt_scores is not None
         return request.prompt_scores.to_dicts(decode)
 
-    def _add_logprobs(self, sample: _Sample, token_id: int, found: dict[int, Logprob]) -> None:
+    def _add_logprobs(self, sample: _SampleText, token_id: int, found: dict[int, Logprob]) -> None:
         completion = sample.completion
         assert completion.logprobs is not None and completion.cumulative_logprob is not None
         if self._tokenizer is not None and sample.detokenizer is not None:

@@ -23,7 +23,7 @@ class ServedTimes:
     arrivals, first, last: f64[n] seconds on one clock, of each request's arrival, first and last token. num_prompt, num_output:
     i64[n] tokens. gaps: f64[m] seconds between neighbouring tokens of one request; gap_counts: i64[m] how often each occurred.
     scheduled: f64[n], when a step first held each request; None where nobody noted it. complete: False of a run that was broken
-    off, whose delays and gaps are at most what they would have become (RequestBooks.times).
+    off, whose delays and gaps are at most what they would have become (RequestRecords.times).
     """
 
     arrivals: np.ndarray

@@ -75,7 +75,7 @@ class TimedDevice:
         delivered = (place == 0) | (to_come[:, 0] != NO_DRAFT)  # behind the last token there was no draft to verify
         if allowed is not None:
             sampling = [r for r, samples in zip(schedule.requests, schedule.samples, strict=True) if samples]
-            known = np.array([r.num_foretold > 0 for r in sampling])[entry]  # what these sample is dropped
+            known = np.array([r.num_forced_in_flight > 0 for r in sampling])[entry]  # what these sample is dropped
             words = allowed[np.arange(len(tokens)), tokens // 32]
             assert (known | ~delivered | (words >> tokens % 32 & 1 != 0)).all(), "the next tokens are not what the grammars allow"
         no = np.zeros(len(tokens), bool)

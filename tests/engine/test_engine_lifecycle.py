@@ -400,7 +400,7 @@ def test_a_step_that_breaks_aborts_all_and_leaves_the_engine_usable(engine, wher
     assert differences(serve(engine, requests(True)).answers, alone("float32", True)) == []
 
 
-# -- books
+# -- counts
 
 
 def test_first_step_returns_nothing_and_the_next_its_tokens(engine):

@@ -109,7 +109,7 @@ def test_a_request_that_only_waits_runs_with_the_new_weights(engine):
     (request,) = engine.add_request("x", PROMPT, GREEDY)
     engine.update_params(OTHER)
     assert request.weights_version == engine.runner.weights_version == 1
-    assert request.hash_chain == [root_hash(1, None, None)]
+    assert request.hash_chain == [root_hash(1, None)]
     assert run_out(engine)["x"].tokens == greedy_alone(OTHER, PROMPT, 12)
     assert serve(engine, [Ask(PROMPT, GREEDY)]).answers["0"].tokens == greedy_alone(OTHER, PROMPT, 12)
 

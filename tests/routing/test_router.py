@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.routing.app import BLOCK_BYTES, CONTROL_PATHS, RouterOptions, make_router, prompt_blocks
-from jaxserve.routing.backends import Health
+from jaxserve.routing.backends import BackendHealth
 from jaxserve.serving.control import control_routes
 from tests.serving.http_server import listening
 from tests.serving.scripted_server import BREAK, Scripted, scripted
@@ -218,7 +218,7 @@ def test_a_reader_that_takes_nothing_is_let_go(two):
 
 
 def test_health_in_words():
-    health = Health(max_failures=3, min_successes=2)
+    health = BackendHealth(max_failures=3, min_successes=2)
     assert not health.up
     health.succeed()
     assert health.up, "the first answer decides"
@@ -228,12 +228,12 @@ def test_health_in_words():
     for event, up in [("succeed", 0), ("succeed", 1), ("refuse", 0), ("answer", 0), ("answer", 0), ("succeed", 0), ("succeed", 1)]:
         getattr(health, event)()
         assert health.up == bool(up), event
-    late = Health(max_failures=3, min_successes=2)
+    late = BackendHealth(max_failures=3, min_successes=2)
     late.fail()
     late.succeed()
     assert not late.up
     with pytest.raises(ValueError, match="max_failures=0"):
-        Health(0, 1)
+        BackendHealth(0, 1)
 
 
 def test_an_ill_server_gets_nothing_until_it_is_well(two):

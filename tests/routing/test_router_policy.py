@@ -43,7 +43,7 @@ def test_blocks_are_known_by_all_before_them():
 
 def test_a_page_pools_hashes_do_as_well():
     policy = PrefixAware()
-    hashes = [root_hash(0, None, None)]
+    hashes = [root_hash(0, None)]
     extend_hash_chain(hashes, list(range(32)), 16, 2)
     assert policy.choose(hashes[1:], IDLE).num_matched == 0
     assert policy.choose(hashes[1:], IDLE).num_matched == 2

@@ -8,7 +8,7 @@ import pytest
 from jaxserve.scheduling.page_pool import PagePool, extend_hash_chain, page_hash, root_hash
 from tests.scheduler_harness import Harness
 
-ROOT = root_hash(0, None, None)
+ROOT = root_hash(0, None)
 
 
 def chain_of(tokens, page_size=2, root=ROOT):
@@ -199,12 +199,12 @@ def test_reset_drops_duplicates():
     pool.check_invariants([])
 
 
-@pytest.mark.parametrize("field, other", [("cache_salt", "b"), ("adapter_id", "b"), ("weights_version", 1)])
+@pytest.mark.parametrize("field, other", [("cache_salt", "b"), ("weights_version", 1)])
 def test_the_root_isolates_caches(field, other):
-    """35: another salt, adapter or version of the weights misses; the same hits."""
+    """Another salt or version of the weights misses; the same hits."""
     harness = Harness(num_pages=20)
     prompt = list(range(1, 14))
-    base = {"cache_salt": "a", "adapter_id": "a"}
+    base = {"cache_salt": "a"}
     hits = []
     for kwargs in (base, base, {**base, field: other}, {**base, field: other}, base):
         hits.append(harness.add(prompt, **kwargs))
@@ -213,8 +213,8 @@ def test_the_root_isolates_caches(field, other):
 
 
 def test_roots_are_unambiguous():
-    """35: a salt is not an adapter, nor is no salt an empty or a telling one."""
-    roots = [(0, "a", None), (0, None, "a"), (0, "", None), (0, None, None), (0, "None", None), (1, None, None)]
+    """No salt is not an empty salt, nor one that spells None; versions differ."""
+    roots = [(0, "a"), (0, ""), (0, None), (0, "None"), (1, "a"), (1, None)]
     assert len({root_hash(*root) for root in roots}) == len(roots)
 
 

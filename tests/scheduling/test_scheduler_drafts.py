@@ -153,7 +153,7 @@ def test_drafts_for_who_does_not_decode_are_dropped():
 
 @pytest.mark.parametrize("config", [{}, {"num_pages": 12}, {"page_size": 1, "num_pages": 60}])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_foretold_tokens_cut_the_drafts_in_flight(depth, config):
+def test_forced_tokens_cut_the_drafts_in_flight(depth, config):
     """As with grammars: what is known when the next step is scheduled already, and not verified yet, is not verified any more."""
     harness = Harness(num_drafts=3, depth=depth, **config)
     requests = [harness.add(3 + i, max_tokens=12 + i, ignore_eos=bool(i % 2), stop_token_ids=[i]) for i in range(9)]
@@ -173,7 +173,7 @@ def test_foretold_tokens_cut_the_drafts_in_flight(depth, config):
         drafts = {r: int(q) - 1 for r, q in zip(schedule.requests[: schedule.num_decodes], schedule.q_lens, strict=False)}
         for request in harness.scheduler.running:
             if request.num_output_tokens and request in drafts:
-                taken = len(harness.foretell(request, next(counts), num_cut=drafts[request]).tokens)
+                taken = len(harness.append_forced(request, next(counts), num_cut=drafts[request]).tokens)
                 if taken:
                     harness.device.cut.add(request.row)
                     num_taken, num_cut = num_taken + taken, num_cut + drafts[request]

@@ -117,7 +117,7 @@ def timed_device(body: float, to_come: list[list[int]]) -> TimedDevice:
     """Between steps of an entry for each list of the tokens to come: a decode with as many drafts as fit half of them."""
     n, num_drafts = len(to_come), len(to_come[0]) // 2
     runner = SimpleNamespace(programs=None, score_rows=1)
-    requests, q_lens = [SimpleNamespace(num_foretold=0)] * n, np.full(n, 1 + num_drafts)
+    requests, q_lens = [SimpleNamespace(num_forced_in_flight=0)] * n, np.full(n, 1 + num_drafts)
     schedule = SimpleNamespace(requests=requests, samples=np.ones(n, bool), num_seqs=n, num_decodes=n, q_lens=q_lens)
     engine = SimpleNamespace(runner=runner, scheduler=SimpleNamespace(schedule=lambda: schedule))
     made = TimedDevice(engine, body, 0.0, lambda schedule: np.array(to_come, np.int32), num_drafts)

@@ -16,12 +16,12 @@ from tests.simulation.machines import LIMITS, MODEL, random_workload
 PLAN = BucketPlan((8,), ((16, 8), (64, 8)), (8,))
 
 
-def make(books, prefix_caching):
-    return Replica(books, PLAN, MODEL, LIMITS, 64, prefix_caching=prefix_caching)
+def make(records, prefix_caching):
+    return Replica(records, PLAN, MODEL, LIMITS, 64, prefix_caching=prefix_caching)
 
 
-def make_staged(books, prefix_caching):
-    return PipelineReplica(books, PLAN, [MODEL, MODEL], lambda *_: 1e-4, LIMITS, 64, prefix_caching=prefix_caching)
+def make_staged(records, prefix_caching):
+    return PipelineReplica(records, PLAN, [MODEL, MODEL], lambda *_: 1e-4, LIMITS, 64, prefix_caching=prefix_caching)
 
 
 @pytest.mark.parametrize("policy", ROUTING_POLICIES)

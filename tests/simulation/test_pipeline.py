@@ -10,8 +10,8 @@ from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.demand import COLUMNS
 from jaxserve.simulation import pipeline
-from jaxserve.simulation.books import RequestBooks
 from jaxserve.simulation.pipeline import LongestGaps, PipelineReplica, bubbles, replay_pipeline
+from jaxserve.simulation.records import RequestRecords
 from jaxserve.simulation.replay import replay, serve
 from jaxserve.step_times.analytic import Deployment
 from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
@@ -117,9 +117,9 @@ def test_bubbles_by_hand():
 
 
 def test_a_replica_that_ran_nothing_lost_nothing():
-    books = RequestBooks(Workload("one", (WorkloadRequest(16, 10),)))
+    records = RequestRecords(Workload("one", (WorkloadRequest(16, 10),)))
     for stages in ([MODEL], [MODEL, MODEL, MODEL]):
-        replica = pipeline.PipelineReplica(books, PLAN, stages, lambda *_: 0.0, LIMITS, 200, prefix_caching=False)
+        replica = pipeline.PipelineReplica(records, PLAN, stages, lambda *_: 0.0, LIMITS, 200, prefix_caching=False)
         assert replica.bubbles == pipeline.Bubbles(0, 0, 0, 0, 0, 0) and replica.bubbles.share == 0
 
 
@@ -181,7 +181,7 @@ def test_a_dynamic_budget_counts_all_stages(model, gpu, tp, objective, rate):
 
 
 def test_a_request_that_no_pool_could_hold():
-    books = RequestBooks(Workload("long", (WorkloadRequest(100, 20),)))
-    replica = PipelineReplica(books, PLAN, [MODEL, MODEL], lambda *_: 0.0, LIMITS, 4, prefix_caching=False)
+    records = RequestRecords(Workload("long", (WorkloadRequest(100, 20),)))
+    replica = PipelineReplica(records, PLAN, [MODEL, MODEL], lambda *_: 0.0, LIMITS, 4, prefix_caching=False)
     with pytest.raises(ValueError, match="row 0 of the workload.*the pool has 4"):
-        serve(books, replica)
+        serve(records, replica)

@@ -163,8 +163,8 @@ def test_replicas_behind_a_router():
     for singly, log in zip((True, False), logs, strict=True):
         kind = recorded(log, singly=singly)
 
-        def make(books, prefix_caching, kind=kind):
-            return kind(books, PLAN, STAGES["two"], send_seconds, LIMITS, 400, prefix_caching=prefix_caching)
+        def make(records, prefix_caching, kind=kind):
+            return kind(records, PLAN, STAGES["two"], send_seconds, LIMITS, 400, prefix_caching=prefix_caching)
 
         runs.append(replay_cluster(work, make, 3, make_policy("least_loaded")))
     one, many = runs

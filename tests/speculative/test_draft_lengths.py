@@ -173,14 +173,14 @@ def test_what_is_larger_than_a_step_that_lost_is_not_tried():
     assert set(machine.lengths_seen) == {0, 2} and machine.lengths_seen.count(2) == 3
 
 
-@pytest.mark.parametrize("why", ["foretold", "finished"])
+@pytest.mark.parametrize("why", ["forced", "finished"])
 def test_cut_drafts_are_not_refused_ones(why):
     """Neither a rate nor an outcome comes of a request whose token was known before the step; the mirror follows the device."""
     lengths, rows = DraftLengths(PLAN, 8, 64, K), np.array([3, 5])
     lengths.proposed[:] = 7
     step = schedule(rows, np.array([2, 2]))
-    if why == "foretold":
-        step.requests[0].num_foretold = 1
+    if why == "forced":
+        step.requests[0].num_forced_in_flight = 1
     else:
         step.requests[0].status = RequestStatus.FINISHED
     tokens, drafts = np.full((2, 1 + K), 8, np.int32), np.arange(6 * K, dtype=np.int32).reshape(6, K)

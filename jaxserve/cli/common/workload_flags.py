@@ -7,10 +7,10 @@ from absl import flags
 from jaxserve.workloads.traffic import LENGTH_FITS, log_normal, multi_turn, shared_prefix
 from jaxserve.workloads.workload import WORKLOADS, Workload, fixed, nano_vllm, random_lengths, sharegpt, trace
 
-KINDS = (*sorted(WORKLOADS), "nano_vllm", "random", "sharegpt", "trace", *LENGTH_FITS, "shared_prefix", "multi_turn")
+WORKLOAD_KINDS = (*sorted(WORKLOADS), "nano_vllm", "random", "sharegpt", "trace", *LENGTH_FITS, "shared_prefix", "multi_turn")
 _SEEDED = ("nano_vllm", "random", "sharegpt", *LENGTH_FITS, "shared_prefix", "multi_turn")
 
-_WORKLOAD = flags.DEFINE_enum("workload", "short_long_mix", KINDS, "Which requests (jaxserve/workloads/workload.py).")
+_WORKLOAD = flags.DEFINE_enum("workload", "short_long_mix", WORKLOAD_KINDS, "Which requests (jaxserve/workloads/workload.py).")
 _NUM = flags.DEFINE_integer(
     "num_requests", None, "Requests of nano_vllm (256), trace (all) and every other kind but the fixed ones (100).", lower_bound=1
 )

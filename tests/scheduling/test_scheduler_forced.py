@@ -8,15 +8,15 @@ from tests.scheduler_harness import Harness
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_foretold_tokens_take_one_step(depth):
+def test_forced_tokens_take_one_step(depth):
     harness = Harness(depth=depth)
     request = harness.add(5, max_tokens=20)
     for _ in range(depth + 1):
         harness.step()
     assert request.num_output_tokens == 1 and request.num_in_flight == depth
-    taken = harness.foretell(request, 6)
+    taken = harness.append_forced(request, 6)
     assert len(taken.tokens) == 6 and request.num_output_tokens == 7 and request.num_in_flight == 0
-    assert request.num_foretold == depth
+    assert request.num_forced_in_flight == depth
     schedule = harness.schedule()
     assert schedule.num_decodes == 0 and schedule.samples.all()
     assert schedule.q_lens.tolist() == [7 - depth], "what was in flight has computed its input already"
@@ -31,18 +31,18 @@ def test_what_gains_nothing_is_not_taken(depth):
     request = harness.add(5, max_tokens=20)
     for _ in range(depth + 1):
         harness.step()
-    assert harness.foretell(request, 1).tokens == [] and harness.foretell(request, 0).tokens == []
+    assert harness.append_forced(request, 1).tokens == [] and harness.append_forced(request, 0).tokens == []
     assert request.num_output_tokens == 1
     harness.drain()
     harness.assert_solo(request)
 
 
-def test_a_request_ends_among_its_foretold_tokens():
+def test_a_request_ends_among_its_forced_tokens():
     harness = Harness(depth=1)
     long, short = harness.add(5, max_tokens=12), harness.add(5, max_tokens=4)
     harness.step()
     harness.step()
-    taken = harness.foretell(short, 9)
+    taken = harness.append_forced(short, 9)
     assert len(taken.tokens) == 3 and taken.finished == [short] and short.finish_reason == "length"
     harness.drain()
     harness.assert_solo(long, short)
@@ -62,7 +62,7 @@ def test_a_request_ends_among_its_foretold_tokens():
         {"policy": "request_level"},
     ],
 )
-def test_requests_end_as_alone_whatever_is_foretold(config, depth):
+def test_requests_end_as_alone_whatever_is_forced(config, depth):
     harness = Harness(depth=depth, **config)
     requests = [harness.add(3 + i, max_tokens=8 + i, ignore_eos=bool(i % 2), stop_token_ids=[i]) for i in range(9)]
     counts, taken = itertools.cycle([2, 0, 5, 1, 3, 0, 0, 9]), 0
@@ -71,7 +71,7 @@ def test_requests_end_as_alone_whatever_is_foretold(config, depth):
         harness.scheduler.check_invariants()
         for request in harness.scheduler.running:
             if request.num_output_tokens:
-                taken += len(harness.foretell(request, next(counts)).tokens)
+                taken += len(harness.append_forced(request, next(counts)).tokens)
                 harness.scheduler.check_invariants()
     harness.assert_empty()
     harness.assert_solo(*requests)

@@ -17,7 +17,7 @@ from jaxserve.workloads.latency import ServedTimes
 from jaxserve.workloads.workload import Workload
 
 
-class RequestBooks:
+class RequestRecords:
     """When each request of a workload was sent, first scheduled, and got its first and last token; and all gaps between tokens.
 
     Rows are the workload's. progress: told how many requests ended, whenever some do. ValueError where the workload is not in the
@@ -101,7 +101,7 @@ class RequestBooks:
         return ServedTimes(self.sent, first, last, num_prompt, num_output, values, counts, scheduled, complete=False)
 
 
-class StepBooks:
+class StepRecords:
     """The steps of one replica: what each asked for, its bucket, when it began and how long it took."""
 
     def __init__(self):
