@@ -8,7 +8,7 @@
 #   ARGS=<flags>         passed on to the target's command: make test ARGS='-k scheduler'
 #   TORCH_PIP_ARGS=<...> how pip finds a CPU build of torch for .venv-torch and .venv-lm-eval
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-torch setup-aot setup-lm-eval demo serve fuzz-api soak test lint format bench bench-vllm aot-check lm-eval goldens \
+.PHONY: help setup setup-torch setup-aot setup-lm-eval demo serve fuzz-api soak test lint format docs bench bench-vllm aot-check lm-eval goldens \
 	wheel reproduce reproduce-buckets clean distclean
 
 PY := .venv/bin/python
@@ -47,6 +47,9 @@ lint: setup ## ruff, pyright, and that every public name of jaxserve has its typ
 format: setup ## apply ruff's fixes and its format
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
+
+docs: setup ## the pages as a site in site/; strict: a dead link fails
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 fuzz-api: setup ## schemathesis against the server's published schema: every phase, 100 examples an operation (2 minutes)
 	@SCHEMA_EXAMPLES=100 $(PY) -m pytest tests/serving/test_schema.py $(ARGS)
@@ -99,7 +102,7 @@ wheel: setup ## build dist/jaxserve-*.whl
 	@ls dist/jaxserve-*.whl
 
 clean: ## remove caches and builds
-	@rm -rf dist .pytest_cache .ruff_cache .hypothesis
+	@rm -rf dist site .pytest_cache .ruff_cache .hypothesis
 	@find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## remove the environments too

@@ -1,4 +1,7 @@
-"""docs/api.md: its examples run, in their order, and every public name has its place there and complete annotations."""
+"""The pages: docs/api.md's examples run in their order, and every public name has its place there and complete annotations.
+
+The site builds without a dead link. BUILD.md stays short, and what its map and its tables name is there.
+"""
 
 import inspect
 import os
@@ -60,3 +63,62 @@ def test_public_methods_are_annotated_and_described(name):
         if attribute != "__init__" and signature.return_annotation is inspect.Signature.empty:
             bare.append(attribute)
     assert not bare
+
+
+def build_site(config: Path, folder: Path) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", f"--config-file={config}", f"--site-dir={folder}"]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_the_site_has_no_dead_link(tmp_path):
+    """mkdocs.yml is strict: a link to a page, a file or a heading that is not there is an error."""
+    done = build_site(ROOT / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mermaid" in (tmp_path / "site" / "architecture.html").read_text()
+    assert (tmp_path / "site" / "search" / "search_index.json").exists()
+
+
+def test_a_dead_link_fails_the_build(tmp_path):
+    """One page, with links of each kind that are not there."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "hooks.py").write_text((ROOT / "docs" / "hooks.py").read_text())
+    links = "[page](gone.md) [outside](../benchmarks/gone.md) [heading](#gone)"
+    (tmp_path / "docs" / "index.md").write_text(f"# One page\n\n{links}\n")
+    settings = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[0]
+    (tmp_path / "mkdocs.yml").write_text(settings)
+    done = build_site(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode != 0
+    for missing in ("'gone.md'", "'benchmarks/gone.md'", "'#gone'"):
+        assert missing in done.stdout + done.stderr
+
+
+BUILD = (ROOT / "BUILD.md").read_text()
+
+
+def test_build_md_is_short():
+    """It is read from top to bottom; what is longer belongs to docs/."""
+    map_ = BUILD.partition("## Map of the code")[2].partition("\n## ")[0]
+    assert len(BUILD.splitlines()) <= 250 and len(map_.splitlines()) <= 40
+
+
+def test_the_map_names_what_is_there():
+    """A row's first path is from the root; those after it lie in the same folder."""
+    rows = re.findall(r"^\| (`[^|]*`) \|", BUILD.partition("## Map of the code")[2].partition("\n## ")[0], re.MULTILINE)
+    assert len(rows) > 20
+    missing = []
+    for row in rows:
+        first, *others = re.findall(r"`([^`]+)`", row)
+        folder = (ROOT / first).parent
+        missing += [path for path in (first, *others) if not ((ROOT / path).exists() or (folder / path).exists())]
+    assert not missing
+
+
+def test_every_command_of_build_md_is_there():
+    """Targets of make, and modules of scripts/."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"`make ([a-z-]+)`", BUILD))
+    assert named and named <= targets
+    section = BUILD.partition("For developers")[2].partition("\n## ")[0]
+    scripts = {name for row in re.findall(r"^\| (`[^|]*`) \|", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert scripts and all((ROOT / "scripts" / f"{name}.py").exists() for name in scripts)
