@@ -38,7 +38,7 @@ def free_all_but(pool, num_free):
 
 
 def test_only_full_pages_are_hashed_and_hashes_chain():
-    """25: sha256(parent, int32 token ids), computed here by hand; a partial page carries none."""
+    """A page's hash is sha256(parent, int32 token ids), computed here by hand; a partial page has none."""
     by_hand = [ROOT]
     for pair in [(1, 2), (3, 4)]:
         by_hand.append(hashlib.sha256(by_hand[-1] + struct.pack("<2i", *pair)).digest())
@@ -51,7 +51,7 @@ def test_only_full_pages_are_hashed_and_hashes_chain():
 
 
 def test_a_hit_shares_pages_in_use_or_free():
-    """26: one more reference each; a free page leaves the free list."""
+    """Each page hit gains one reference; a free page leaves the free list."""
     pool = PagePool(4, 2)
     pages = cached(pool, [1, 2, 3, 4])
     hits = pool.match([ROOT], [1, 2, 3, 4, 5])
@@ -68,14 +68,14 @@ def test_a_hit_shares_pages_in_use_or_free():
 
 @pytest.mark.parametrize("num_tokens, num_hits", [(4, 1), (5, 2), (6, 2), (2, 0), (3, 1), (1, 0)])
 def test_a_full_hit_leaves_a_token_to_compute(num_tokens, num_hits):
-    """27: at most the pages before the last token's are hit."""
+    """At most the pages before the last token's are hit."""
     pool = PagePool(4, 2)
     pages = cached(pool, [1, 2, 3, 4, 5, 6])
     assert pool.match([ROOT], [1, 2, 3, 4, 5, 6][:num_tokens]) == pages[:num_hits]
 
 
 def test_a_miss_ends_the_match_and_the_chain_is_kept():
-    """25: what follows a page that is unknown can't be hit, and the hashes made on the way are not made again."""
+    """Nothing behind an unknown page can be hit; hashes computed on the way are not computed again."""
     pool = PagePool(4, 2)
     pages = cached(pool, [1, 2, 3, 4])
     pool.forget(pages[:1])
@@ -85,7 +85,7 @@ def test_a_miss_ends_the_match_and_the_chain_is_kept():
 
 
 def test_free_order():
-    """29: pages without a hash first, then cached ones, least recently freed first, a sequence's tail before its head."""
+    """Pages without a hash are reused first, then cached ones: least recently freed first, a sequence's tail before its head."""
     pool = PagePool(7, 2)
     old, new, plain = cached(pool, [1, 2, 3, 4]), cached(pool, [5, 6, 7, 8, 9, 9]), take(pool, 2)
     pool.free(old)
@@ -99,7 +99,7 @@ def test_free_order():
 
 
 def test_a_sequence_with_a_partial_page_frees_it_first():
-    """29: within one sequence too."""
+    """The order of reuse holds within one sequence: its partial page has no hash."""
     pool = PagePool(3, 2)
     pages = cached(pool, [1, 2, 3, 4]) + take(pool, 1)
     pool.free(pages)
@@ -107,7 +107,7 @@ def test_a_sequence_with_a_partial_page_frees_it_first():
 
 
 def test_reuse_clears_the_hash_and_duplicates_survive():
-    """30: each of three pages with one hash in turn, whichever is evicted."""
+    """Three pages have one hash; whichever is evicted, each of the others is found in turn."""
     pool = PagePool(3, 2)
     pages = [cached(pool, [1, 2])[0] for _ in range(3)]
     pool.check_invariants(pages)
@@ -122,7 +122,7 @@ def test_reuse_clears_the_hash_and_duplicates_survive():
 
 
 def test_a_duplicate_that_is_not_first_can_go():
-    """30: the map's own page stays."""
+    """The page that the map holds stays when its duplicate is reused."""
     pool = PagePool(2, 2)
     first, second = cached(pool, [1, 2])[0], cached(pool, [1, 2])[0]
     pool.forget([second])
@@ -131,7 +131,7 @@ def test_a_duplicate_that_is_not_first_can_go():
 
 
 def test_hits_are_not_evicted_for_the_same_request():
-    """31: the hit's pages are the only free ones and first in line; the new page must come from elsewhere or not at all."""
+    """The hit's pages are the only free ones and first in line; the new page must come from elsewhere or not at all."""
     pool = PagePool(4, 2)
     pages = cached(pool, [1, 2, 3, 4])
     held = free_all_but(pool, 0)
@@ -146,7 +146,7 @@ def test_hits_are_not_evicted_for_the_same_request():
 
 
 def test_a_failed_allocation_changes_nothing():
-    """32: neither counts nor free list nor hashes, with hits in use and free among it."""
+    """Counts, free list and hashes stay as they were, with hits among pages in use and free ones."""
     pool = PagePool(5, 2)
     in_use, idle = cached(pool, [1, 2]), cached(pool, [3, 4])
     pool.free(idle)
@@ -158,7 +158,7 @@ def test_a_failed_allocation_changes_nothing():
 
 
 def test_a_full_pool_refuses():
-    """33: not one page more than there are."""
+    """The pool hands out not one page more than it has."""
     pool = PagePool(2, 2)
     assert pool.allocate(3) is None
     assert sorted(take(pool, 2)) == [0, 1]
@@ -166,7 +166,7 @@ def test_a_full_pool_refuses():
 
 
 def test_caching_disabled_never_hits():
-    """33: the same prompt twice, one after the other and at once."""
+    """The same prompt comes twice, one after the other and at once."""
     harness = Harness(prefix_caching=False)
     prompt = list(range(1, 14))
     first = harness.add(prompt)
@@ -180,7 +180,7 @@ def test_caching_disabled_never_hits():
 
 
 def test_reset_fails_while_pages_are_in_use():
-    """34: and empties the cache when none is."""
+    """A reset empties the cache once no page is in use."""
     pool = PagePool(4, 2)
     pages = cached(pool, [1, 2, 3, 4])
     pool.free(pages[:1])
@@ -191,7 +191,7 @@ def test_reset_fails_while_pages_are_in_use():
 
 
 def test_reset_drops_duplicates():
-    """34: a page that was a duplicate before is not left behind."""
+    """A reset also forgets pages that were duplicates of another."""
     pool = PagePool(2, 2)
     for page in [cached(pool, [1, 2])[0] for _ in range(2)]:
         pool.free([page])
@@ -219,7 +219,7 @@ def test_roots_are_unambiguous():
 
 
 def test_the_free_list_removes_from_the_middle():
-    """38: pop, append and removal from anywhere keep links and count right (head, tail, middle, the only one)."""
+    """Pop, append and removal from anywhere (head, tail, middle, the only one) keep links and count right."""
     pool = PagePool(6, 2)
     pages = cached(pool, list(range(12)))
     pool.free(pages)
@@ -238,7 +238,7 @@ def test_the_free_list_removes_from_the_middle():
 
 
 def test_the_free_list_costs_the_same_however_long():
-    """38: O(1), counted in bytecode: as many traced calls and lines at 100,000 pages as at 100."""
+    """Each operation is O(1): it traces as many calls and lines at 100,000 pages as at 100."""
     import sys
 
     def num_lines(num_pages):

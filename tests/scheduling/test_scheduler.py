@@ -20,7 +20,7 @@ def q_lens(schedule):
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_one_schedule_admits_all_that_fit(prefix_caching):
-    """1: in order of arrival, each with its full prompt; running order is arrival order."""
+    """Requests are admitted in order of arrival, each with its full prompt; running order is arrival order."""
     harness = Harness(max_num_batched_tokens=64, prefix_caching=prefix_caching)
     requests = [harness.add(5 + i) for i in range(6)]
     assert harness.scheduler.waiting == requests and harness.scheduler.num_waiting == 6
@@ -33,7 +33,7 @@ def test_one_schedule_admits_all_that_fit(prefix_caching):
 
 @pytest.mark.parametrize("policy", ["sarathi", "orca", "prefill_first", "request_level"])
 def test_budget_and_max_num_seqs_hold(policy):
-    """2: in every step, and both are reached."""
+    """No step exceeds the token budget or max_num_seqs, and both are reached."""
     harness = Harness(policy=policy, max_num_batched_tokens=12, max_num_seqs=5, num_pages=100)
     for i in range(20):
         harness.add(3 + i % 9, max_tokens=4 + i % 7)
@@ -49,7 +49,7 @@ def test_budget_and_max_num_seqs_hold(policy):
 
 
 def test_a_prompt_over_the_budget_is_chunked_and_samples_at_its_end():
-    """3 and 4: 20 tokens in a budget of 8; no token comes out before the last chunk, whatever stands in the others' places."""
+    """20 tokens meet a budget of 8; no token comes out before the last chunk, whatever stands in the others' places."""
     harness = Harness(max_num_batched_tokens=8)
     request = harness.add(20, max_tokens=2, ignore_eos=False, seed=5)
     for q_len, start, sampled in [(8, 0, False), (8, 8, False), (4, 16, True)]:
@@ -64,7 +64,7 @@ def test_a_prompt_over_the_budget_is_chunked_and_samples_at_its_end():
 
 
 def test_the_eos_id_in_a_prompt_or_in_padding_is_not_a_stop():
-    """4: a prompt of nothing but eos ids, in chunks, beside a decode."""
+    """A prompt of nothing but eos ids runs in chunks beside a decode."""
     harness = Harness(max_num_batched_tokens=4, max_num_seqs=4)
     requests = [harness.add(3, max_tokens=8, ignore_eos=False, seed=2), harness.add([EOS] * 11, 4, ignore_eos=False)]
     harness.drain()
@@ -72,7 +72,7 @@ def test_the_eos_id_in_a_prompt_or_in_padding_is_not_a_stop():
 
 
 def test_without_chunking_a_long_prompt_blocks_the_short_behind_it():
-    """5: although the budget has room for them."""
+    """The short prompts wait although the budget has room for them."""
     harness = Harness(chunked=False, max_num_batched_tokens=16, num_pages=100)
     for prompt in (10, 8, 2):
         harness.add(prompt)
@@ -81,7 +81,7 @@ def test_without_chunking_a_long_prompt_blocks_the_short_behind_it():
 
 
 def test_several_partial_prefills_coexist():
-    """6: threshold 400, budget 1024, three prompts of 800."""
+    """Three prompts of 800 tokens share budgets of 1024 under a threshold of 400."""
     harness = Harness(max_num_batched_tokens=1024, long_prefill_token_threshold=400, max_model_len=1000, num_pages=1000)
     for _ in range(3):
         harness.add(800)
@@ -89,7 +89,7 @@ def test_several_partial_prefills_coexist():
 
 
 def test_the_long_prefill_threshold_applies_once_another_waits():
-    """7: a lone prompt gets the whole budget; a second one, and it is capped; decodes are not prompts that wait."""
+    """A lone prompt gets the whole budget; a second one caps it. Running decodes don't count as waiting prompts."""
     harness = Harness(max_num_batched_tokens=64, long_prefill_token_threshold=16, max_model_len=400, num_pages=200)
     harness.add(2, max_tokens=50)
     harness.step()
@@ -103,7 +103,7 @@ def test_the_long_prefill_threshold_applies_once_another_waits():
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_chunked_prompt_reaches_max_model_len(depth):
-    """8: 63 prompt tokens in chunks and one sampled make 64, not 63, whatever max_tokens says; so does a longer output."""
+    """63 prompt tokens in chunks and one sampled token make 64, not 63, whatever max_tokens says; so does a longer output."""
     harness = Harness(max_num_batched_tokens=16, max_model_len=64, depth=depth)
     requests = [harness.add(63, max_tokens=None), harness.add(60, max_tokens=100)]
     harness.drain()
@@ -112,7 +112,7 @@ def test_a_chunked_prompt_reaches_max_model_len(depth):
 
 
 def test_a_second_step_is_scheduled_while_the_first_is_in_flight():
-    """9: each position once: the prompt, then one decode a schedule, before any token has come back."""
+    """Each position is scheduled once: the prompt, then one decode a schedule, before any token has come back."""
     harness = Harness()
     request = harness.add(5, max_tokens=6)
     seen = []
@@ -132,7 +132,7 @@ def test_a_second_step_is_scheduled_while_the_first_is_in_flight():
 
 @pytest.mark.parametrize("config", [{}, {"mixed": False}, {"chunked": False}, {"policy": "prefill_first"}])
 def test_holding_back_never_idles_the_model(config):
-    """10: with nothing in flight and work left there is always a step, while preemptions hold prompts back."""
+    """With nothing in flight and work left there is always a step, while preemptions hold prompts back."""
     harness = Harness(num_pages=9, max_num_batched_tokens=16, **config)
     requests = [harness.add(4 + i % 5, max_tokens=12) for i in range(10)]
     while harness.scheduler.has_unfinished:
@@ -163,7 +163,7 @@ def test_holding_back_never_idles_the_model(config):
     ],
 )
 def test_requests_end_for_the_right_reason(kwargs, tokens, expected, depth):
-    """11, 13 and 16: by eos, a stop id, a length; exactly there, though later tokens may be in flight."""
+    """A request ends by eos, a stop id or a length, exactly there, though later tokens may be in flight."""
     harness = Harness(depth=depth)
     request = harness.request(5, **kwargs)
     harness.scheduler.add(request)
@@ -182,7 +182,7 @@ def test_requests_end_for_the_right_reason(kwargs, tokens, expected, depth):
 
 
 def test_a_stop_string_ends_a_request_from_outside():
-    """11: the engine finds it in the text; what is in flight is dropped and counted."""
+    """The engine finds the string in the text; tokens in flight are dropped and counted."""
     harness = Harness(depth=1)
     request, other = harness.add(5, max_tokens=9), harness.add(6, max_tokens=9)
     for _ in range(3):
@@ -208,7 +208,7 @@ def test_an_error_leaves_nothing_to_hit():
 
 
 def test_abort_ends_waiting_and_running_at_once():
-    """14: unknown, finished and repeated ids are harmless; pages and rows are free at once."""
+    """Unknown, finished and repeated ids do no harm; pages and rows are free at once."""
     harness = Harness(max_num_seqs=2, depth=1)
     requests = [harness.add(5) for _ in range(3)]
     grammar = harness.request(5)
@@ -227,7 +227,7 @@ def test_abort_ends_waiting_and_running_at_once():
 
 
 def test_an_aborted_id_and_row_are_reused_while_its_step_is_in_flight():
-    """14 and 12: the late token goes to neither the old nor the new owner of the row."""
+    """The late token goes to neither the old nor the new owner of the row."""
     harness = Harness(max_num_seqs=1, depth=1)
     harness.add(5, request_id="x")
     harness.schedule()
@@ -241,7 +241,7 @@ def test_an_aborted_id_and_row_are_reused_while_its_step_is_in_flight():
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_nothing_remains_after_draining(prefix_caching):
-    """15: no request, page, reference or map entry, after stops, lengths, aborts and preemptions."""
+    """No request, page, reference or map entry is left after stops, lengths, aborts and preemptions."""
     harness = Harness(num_pages=12, depth=1, prefix_caching=prefix_caching)
     requests = [harness.add(5 + i % 4, max_tokens=12, ignore_eos=bool(i % 2), stop_token_ids=[i]) for i in range(12)]
     for _ in range(6):
@@ -255,7 +255,7 @@ def test_nothing_remains_after_draining(prefix_caching):
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])
 def test_max_tokens_is_exact(max_tokens, depth):
-    """16: not one decode too many is even scheduled."""
+    """Not one decode too many is scheduled."""
     harness = Harness(depth=depth)
     requests = [harness.add(5, max_tokens=max_tokens), harness.add(7, max_tokens=max_tokens + 1)]
     harness.drain()

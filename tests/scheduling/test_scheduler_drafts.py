@@ -43,7 +43,7 @@ def test_accepted_drafts_count_and_rejected_ones_are_given_back():
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("config", [{}, {"num_pages": 12}, {"mixed": False}, {"page_size": 1, "num_pages": 60}])
 def test_requests_end_as_alone_whatever_is_accepted(config, depth):
-    """12, 16 and 18: a step's tokens past a stop are dropped, lengths are exact, with preemptions, at once and late."""
+    """A step's tokens past a stop are dropped and lengths are exact, with preemptions, whether results come at once or late."""
     harness = Harness(num_drafts=3, depth=depth, **config)
     requests = [harness.add(3 + i, max_tokens=6 + i, ignore_eos=bool(i % 2), stop_token_ids=[i]) for i in range(10)]
     drain(harness, PATTERNS)
@@ -53,7 +53,7 @@ def test_requests_end_as_alone_whatever_is_accepted(config, depth):
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_tokens_past_a_stop_in_one_step_are_dropped(depth):
-    """12: three drafts are accepted, the first of which stops the request."""
+    """Three drafts are accepted; the first of them stops the request."""
     harness = Harness(num_drafts=3, depth=depth)
     prompt = [1, 2, 3, 4, 5]
     second = next_token(9, [*prompt, next_token(9, prompt)])

@@ -11,7 +11,7 @@ def ids(requests):
 
 
 def test_the_last_admitted_gives_way_and_the_older_proceeds():
-    """17: in the same step."""
+    """The older request runs in the step that preempts the younger."""
     harness = Harness(num_pages=6)
     old, middle, last = (harness.add(8, max_tokens=9) for _ in range(3))
     harness.step()
@@ -25,7 +25,7 @@ def test_the_last_admitted_gives_way_and_the_older_proceeds():
 
 
 def test_the_last_admitted_can_be_its_own_victim():
-    """17: it asked for the page that is not there, and nobody was admitted after it."""
+    """The request that asks for a missing page is itself the last admitted."""
     harness = Harness(num_pages=4)
     old, young = harness.add(6, max_tokens=2), harness.add(8, max_tokens=3)
     harness.step()
@@ -37,7 +37,7 @@ def test_the_last_admitted_can_be_its_own_victim():
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_tokens_in_flight_at_preemption_are_delivered_once(depth):
-    """18: in order, and it is not admitted again before they are all known."""
+    """Tokens arrive in order, and the victim is not admitted again before all of them are known."""
     harness = Harness(num_pages=6, depth=depth)
     requests = [harness.add(7, max_tokens=9) for _ in range(3)]
     while not requests[2].num_preemptions:
@@ -57,7 +57,7 @@ def test_tokens_in_flight_at_preemption_are_delivered_once(depth):
 
 @pytest.mark.parametrize("end", ["length", "stop"])
 def test_a_token_in_flight_may_finish_a_preempted_request(end):
-    """18: it ends in the queue, and is not admitted again; a token after the stop is dropped."""
+    """The request ends in the queue and is not admitted again; a token after the stop is dropped."""
     harness = Harness(num_pages=6, depth=2)
     requests = [harness.add(7, max_tokens=9), harness.add(7, max_tokens=9)]
     last = harness.add(7, max_tokens=2 if end == "length" else 9, stop_token_ids=[] if end == "length" else range(40))
@@ -75,7 +75,7 @@ def test_a_token_in_flight_may_finish_a_preempted_request(end):
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_a_resumed_request_recomputes_prompt_and_output(prefix_caching):
-    """19: all of its tokens, but those whose pages are still cached, and samples the one that comes next."""
+    """It recomputes every token whose page is no longer cached, then samples the one that comes next."""
     harness = Harness(num_pages=6, prefix_caching=prefix_caching)
     old, young = harness.add(7, max_tokens=13), harness.add(7, max_tokens=13)
     while not young.num_preemptions:
@@ -94,7 +94,7 @@ def test_a_resumed_request_recomputes_prompt_and_output(prefix_caching):
 
 @pytest.mark.parametrize("order", ["fcfs", "priority"])
 def test_a_preemption_skips_nobody(order):
-    """20: of five requests that need a page at once, with one page free, each survivor is scheduled."""
+    """Five requests need a page at once and one page is free: each survivor is scheduled."""
     harness = Harness(num_pages=11, order=order)
     requests = [harness.add(8, max_tokens=4) for _ in range(5)]
     harness.step()
@@ -106,7 +106,7 @@ def test_a_preemption_skips_nobody(order):
 
 
 def test_a_victim_that_has_its_page_already_is_taken_out():
-    """20 and 23: the first to ask takes the last page; the second, of better priority, takes it from the first. Neither the plan
+    """The first to ask takes the last page; the second, of better priority, takes it from the first. Neither the plan
     nor the page-table updates mention the victim."""
     harness = Harness(num_pages=5, order="priority")
     worse, better = harness.add(8, max_tokens=4, priority=2), harness.add(8, max_tokens=4, priority=1)
@@ -127,7 +127,7 @@ def test_a_victim_that_has_its_page_already_is_taken_out():
 
 
 def test_a_preempted_request_returns_to_the_front():
-    """21: two victims of one step, and of different steps, in their order, ahead of what never ran."""
+    """Victims of one step and of different steps queue in their order, ahead of what never ran."""
     harness = Harness(num_pages=8, max_num_seqs=4)
     requests = [harness.add(8, max_tokens=6) for _ in range(4)]
     never_ran = harness.add(2)
@@ -140,7 +140,7 @@ def test_a_preempted_request_returns_to_the_front():
 
 
 def test_a_preempted_request_returns_to_its_priority_place():
-    """21: behind a better one that waits, ahead of an equal one that came later."""
+    """The victim queues behind a waiting request of better priority and ahead of an equal one that came later."""
     harness = Harness(num_pages=4, order="priority")
     kept, victim = harness.add(8, max_tokens=6, priority=0), harness.add(8, max_tokens=6, priority=5)
     harness.step()
@@ -152,7 +152,7 @@ def test_a_preempted_request_returns_to_its_priority_place():
 
 
 def test_nobody_is_admitted_in_a_step_that_preempted():
-    """10: although a row and a page are free and the newcomer comes before the victim; one step later it is."""
+    """The newcomer waits one step although a row and a page are free and it comes before the victim."""
     harness = Harness(num_pages=4, order="priority")
     kept, victim = harness.add(8, max_tokens=6, priority=0), harness.add(8, max_tokens=6, priority=5)
     harness.step()
@@ -164,7 +164,7 @@ def test_nobody_is_admitted_in_a_step_that_preempted():
 
 
 def test_a_step_that_preempted_admits_rather_than_stand_idle():
-    """10: the one has its last token in flight, the other gave itself up for want of a page; a better newcomer may start."""
+    """One request has its last token in flight, the other preempted itself: a newcomer of better priority may start."""
     harness = Harness(num_pages=4, order="priority", depth=2)
     ending, victim = harness.add(7, max_tokens=2, priority=0), harness.add(7, max_tokens=9, priority=5)
     harness.schedule()
@@ -180,7 +180,7 @@ def test_a_step_that_preempted_admits_rather_than_stand_idle():
 
 
 def test_lower_value_first_then_earlier_arrival():
-    """22: whatever the order of adding."""
+    """Requests run by priority, then arrival, whatever the order of adding."""
     harness = Harness(order="priority", max_num_seqs=1)
     by_key = [(1, 5.0), (0, 9.0), (1, 2.0), (0, 3.0), (-1, 7.0)]
     requests = [harness.add(3, max_tokens=1, priority=p, arrival=a) for p, a in by_key]
@@ -189,7 +189,7 @@ def test_lower_value_first_then_earlier_arrival():
 
 
 def test_equal_priorities_are_first_come_first_served():
-    """22: the same schedules as under fcfs, preemptions included."""
+    """Equal priorities give the same schedules as fcfs, preemptions included."""
 
     def run(order):
         harness = Harness(order=order, num_pages=10, depth=1)
@@ -206,7 +206,7 @@ def test_equal_priorities_are_first_come_first_served():
 
 
 def test_the_victim_has_the_worst_priority_then_the_latest_arrival():
-    """23: neither the last admitted nor the one that asks."""
+    """The victim is neither the last admitted nor the one that asks."""
     harness = Harness(order="priority", num_pages=8, max_num_seqs=4)
     kwargs = [(0, 1.0), (7, 2.0), (7, 3.0), (1, 4.0)]
     first, tied_earlier, tied_later, last = (harness.add(8, max_tokens=6, priority=p, arrival=a) for p, a in kwargs)
@@ -220,7 +220,7 @@ def test_the_victim_has_the_worst_priority_then_the_latest_arrival():
 
 @pytest.mark.parametrize("order", ["fcfs", "priority"])
 def test_nobody_is_preempted_while_space_exists(order):
-    """23: with exactly as many pages as all need at their longest, not one preemption; with one fewer, some."""
+    """With as many pages as all need at their longest there is no preemption; with one fewer there are some."""
     for num_pages, preempts in [(12, False), (11, True)]:
         harness = Harness(order=order, num_pages=num_pages)
         requests = [harness.add(5, max_tokens=8, priority=i) for i in range(4)]  # 12 tokens of KV: 3 pages

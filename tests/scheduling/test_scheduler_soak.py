@@ -1,7 +1,7 @@
 """Random histories of the scheduler: whatever is added, stepped, held in flight, aborted or finished, under every policy, order
 and switch, each request gets the tokens that it would have got alone, invariants hold after every action, and all drains.
 
-24 of the checklist. The device (scheduler_harness.py) samples from what it reads back from the pages, so a page used wrongly is a
+The device (scheduler_harness.py) samples from what it reads back from the pages, so a page used wrongly is a
 wrong token.
 """
 

@@ -12,7 +12,7 @@ PROMPT = list(range(1, 14))  # 13 tokens: three pages of 4 and one token
 @pytest.mark.parametrize("num_tokens, num_cached", [(13, 12), (12, 8), (9, 8), (8, 4), (4, 0)])
 @pytest.mark.parametrize("running", [False, True])
 def test_a_hit_shares_pages_and_computes_the_rest(num_tokens, num_cached, running):
-    """26 and 27: of a request that runs or has finished; a fully cached prompt computes its last page, in a page of its own."""
+    """Pages of a running or a finished request are hit; a fully cached prompt computes its last page in a page of its own."""
     harness = Harness()
     first = harness.add(PROMPT, max_tokens=20 if running else 1)
     harness.step()
@@ -32,7 +32,7 @@ def test_a_hit_shares_pages_and_computes_the_rest(num_tokens, num_cached, runnin
 
 
 def test_same_step_duplicates_share_prefill_pages():
-    """36: the second of two equal prompts in one step computes its last token only."""
+    """The second of two equal prompts in one step computes its last token only."""
     harness = Harness()
     first, second = harness.add(PROMPT), harness.add(PROMPT)
     schedule = harness.schedule()
@@ -43,7 +43,7 @@ def test_same_step_duplicates_share_prefill_pages():
 
 
 def test_a_chunked_prompt_is_shared_as_far_as_it_is_scheduled():
-    """36 and 4: not what its later chunks will hold."""
+    """Only pages of scheduled chunks are hit, not those of later chunks."""
     harness = Harness(max_num_batched_tokens=10, long_prefill_token_threshold=6)
     first, second = harness.add(PROMPT), harness.add(PROMPT)
     schedule = harness.schedule()
@@ -55,7 +55,7 @@ def test_a_chunked_prompt_is_shared_as_far_as_it_is_scheduled():
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_later_turn_hits_pages_of_generated_tokens(depth):
-    """36: prompt 13 + output 8; the last output token's KV need not be there: 20 tokens of KV, five pages."""
+    """Prompt 13 + output 8; the last output token's KV need not be there: 20 tokens of KV, five pages."""
     harness = Harness(depth=depth)
     first = harness.add(PROMPT, max_tokens=8)
     harness.drain()
@@ -67,7 +67,7 @@ def test_a_later_turn_hits_pages_of_generated_tokens(depth):
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_decoded_page_is_shareable_once_it_is_full_and_known(depth):
-    """28: the first page fills when the token at its last place is computed, not when it is sampled."""
+    """The first page fills when the token at its last place is computed, not when it is sampled."""
     harness = Harness(depth=depth)
     request = harness.add(2, max_tokens=9)
     while harness.scheduler.has_unfinished:
@@ -78,7 +78,7 @@ def test_a_decoded_page_is_shareable_once_it_is_full_and_known(depth):
 
 
 def test_decode_takes_a_page_only_at_a_boundary():
-    """28: and tells the device of that one entry, with row and column."""
+    """The device is told of that one entry, by row and column."""
     harness = Harness()
     request = harness.add(6, max_tokens=8)
     updates = []
@@ -104,7 +104,7 @@ def test_page_updates_carry_every_page_of_an_admission():
 
 
 def test_a_failed_admission_changes_nothing():
-    """32: not the queue, the counts, or the request; a later one succeeds."""
+    """Queue, counts and request stay as they were; a later attempt succeeds."""
     harness = Harness(num_pages=8)
     first = harness.add(PROMPT, max_tokens=6)
     harness.step()
@@ -119,7 +119,7 @@ def test_a_failed_admission_changes_nothing():
 
 
 def test_statistics_count_once_an_admission():
-    """37: not once a retry; tokens found and tokens looked up."""
+    """Tokens found and tokens looked up count once an admission, not once a retry."""
     harness = Harness(max_num_seqs=2, num_pages=9)
     harness.add(PROMPT, max_tokens=9)
     harness.step()
@@ -140,7 +140,7 @@ def test_statistics_count_once_an_admission():
 
 
 def test_a_hit_own_pages_are_not_evicted_for_its_new_pages():
-    """31: the cached prefix is all that is free; the longer prompt must wait rather than overwrite it."""
+    """The cached prefix is all that is free; the longer prompt must wait rather than overwrite it."""
     harness = Harness(num_pages=8)
     first = harness.add(PROMPT, max_tokens=1)
     harness.drain()
