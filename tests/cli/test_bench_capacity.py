@@ -34,6 +34,7 @@ def run(*given: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
 
 
+@pytest.mark.slow
 def test_simulated_and_resumed(tmp_path):
     STEPS.save(tmp_path / "steps.json")
     path, profile = tmp_path / "capacity.json", f"--step_times={tmp_path / 'steps.json'}"
@@ -83,6 +84,7 @@ def test_options_of_a_file(tmp_path):
     assert settings["limits"]["long_prefill_token_threshold"] == 32
 
 
+@pytest.mark.slow
 def test_analytic(tmp_path):
     """Two stages, a budget and one that follows the objective up to it: more capacity where the objective binds, else the same."""
     path = tmp_path / "capacity.json"
@@ -125,6 +127,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_at_once():
     assert done.returncode == 1 and "plots need matplotlib" in done.stdout + done.stderr and "nowhere.json" not in done.stderr
 
 
+@pytest.mark.slow
 def test_real(tmp_path):
     """60 requests at once for 4 rows wait, a few a second don't; what lies between is the machine's business."""
     alphabet_model.save(tmp_path / "model", tokenizer=False)

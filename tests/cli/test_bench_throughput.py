@@ -72,6 +72,7 @@ for name, engine in bench_throughput.make_engines().items():
 """
 
 
+@pytest.mark.slow
 def test_settings_compared_share_the_memory_and_have_pools_of_one_size():
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", POOLS]
@@ -85,6 +86,7 @@ def test_settings_compared_share_the_memory_and_have_pools_of_one_size():
     ]
 
 
+@pytest.mark.slow
 def test_a_trace_of_random_prompts(tmp_path):
     """What is longer than the engine allows is left out."""
     (tmp_path / "config.json").write_text('{"max_model_len": 64}')

@@ -21,6 +21,7 @@ from tests import alphabet_model
 from tests.alphabet_model import after, ids
 from tests.checkpoints.gguf_files import write_gguf
 from tests.goldens.golden import load_golden
+from tests.selection import slow_unless
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,7 +103,7 @@ def test_every_kind_of_weight_goes_there_and_back(name, tmp_path):
     assert_equal(tensors(SafetensorsReader(tmp_path / "back")), tensors(reader))
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantised", slow_unless(bool, [False, True]))
 def test_gguf_to_orbax(tmp_path, quantised):
     """What is quantised becomes bfloat16; the tokenizer and the defaults are those of the file."""
     import gguf
@@ -150,6 +151,7 @@ def test_a_hugging_face_folder_is_written_a_shard_at_a_time(tmp_path):
     assert_equal(tensors(SafetensorsReader(tmp_path / "back")), {path: np.ascontiguousarray(x.T) for path, x in leaves.items()})
 
 
+@pytest.mark.slow
 def test_what_makes_no_sense_is_refused(tmp_path, folder):
     weights = folder / "model.safetensors"
     for name in ("bare", "odd"):

@@ -103,6 +103,7 @@ def test_jsonl_with_parameters_of_its_own_and_prompts_that_fail(run, tmp_path):
     assert [entry["token"] for entry in logprobs][0] == "n" and logprobs[0]["rank"] == 1 and logprobs[0]["logprob"] < 0
 
 
+@pytest.mark.slow
 def test_jsonl_with_what_json_says_in_its_own_way(run, tmp_path):
     """Token ids as keys, forms as objects, and the log-probabilities that come back: against the model's own, by hand."""
     records = [
@@ -165,6 +166,7 @@ def test_token_ids_in_and_out_without_a_tokenizer(run, tmp_path):
         assert refused.returncode == 1 and said in refused.stderr and "Traceback" not in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_broke_off(run, tmp_path):
     """Killed without warning while it writes; no line is lost, changed, or written twice, and draws are those of one run."""
     prompts = [{"prompt": chr(97 + i % 26), "id": i, "max_tokens": 2 + i % 60} for i in range(120)]
@@ -207,6 +209,7 @@ def test_a_killed_run_goes_on_where_it_broke_off(run, tmp_path):
     assert path.read_text() == "precious\n"
 
 
+@pytest.mark.slow
 def test_draws_are_seeded_by_the_engines_seed_wherever_it_stands(run, tmp_path):
     (tmp_path / "config.json").write_text('{"seed": 5}')
     flags = ["--prompt=a", "--temperature=1.5", "--top_k=0", "--max_tokens=20", "--ignore_eos"]

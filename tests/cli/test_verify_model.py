@@ -23,6 +23,7 @@ def verify(*flags: str) -> subprocess.CompletedProcess:
     return run_python("-m", "jaxserve.cli.verify", "--json=-", *flags)
 
 
+@pytest.mark.slow
 def test_a_golden_agrees_with_what_transformers_said():
     done = verify(f"--model={HERE / 'qwen3_moe'}", f"--reference={HERE / 'qwen3_moe' / 'expected.npz'}")
     assert done.returncode == 0, done.stderr

@@ -75,6 +75,7 @@ def use_everything(engine: Engine) -> None:
             engine.add_request("bad", [])
 
 
+@pytest.mark.slow
 def test_first_use_compiles_what_is_needed_and_never_more_than_the_plan():
     plan = BucketPlan(decode=(6,), mixed=((24, 6),), head_rows=(6,))
     asks = requests(True)  # before the counting, since their stop ids come from another engine

@@ -31,6 +31,7 @@ from tests.dummy import (
     serve_alone,
 )
 from tests.goldens.golden import HERE, load_golden
+from tests.selection import slow_unless
 from tests.workload import SMALL_POOL, alone, requests
 
 OPTIMISED = True
@@ -38,6 +39,7 @@ OPTIMISED = True
 # By how much a log-probability may depend on the shapes of the steps: logits of this model go up to 10; measured 5e-6 and 0.09.
 TOLERANCE = {"float32": 5e-5, "bfloat16": 0.25}
 
+GOLDENS = ("qwen3_tied", "qwen2", "llama", "mistral", "qwen3_moe", "qwen3_moe_tied")
 POLICIES = {
     "sarathi": {},
     "sarathi_threshold": {"long_prefill_token_threshold": 7},
@@ -77,13 +79,13 @@ def test_together_as_alone_to_the_last_bit(policy, asynchronous, small_pool):
     check_together_as_alone("float32", settings, small_pool)
 
 
-@pytest.mark.parametrize("policy, transposed", [("sarathi", True), ("prefill_first", False)])
+@pytest.mark.parametrize("policy, transposed", [("sarathi", True), pytest.param("prefill_first", False, marks=pytest.mark.slow)])
 def test_together_as_alone_to_the_last_bit_in_bfloat16(policy, transposed):
     settings = dict(POLICIES[policy], bucket_plan=ONE_BUCKET)
     check_together_as_alone("bfloat16", settings, small_pool=True, transposed=transposed)
 
 
-@pytest.mark.parametrize("budget, transposed", [(6, False), (7, True), (13, False)])
+@pytest.mark.parametrize("budget, transposed", [(6, False), pytest.param(7, True, marks=pytest.mark.slow), (13, False)])
 def test_chunks_of_any_size(budget, transposed):
     """Budgets below the bucket's tokens cut the same prompts elsewhere."""
     settings = {"max_num_batched_tokens": budget, "bucket_plan": ONE_BUCKET}
@@ -146,6 +148,7 @@ def test_salts_do_not_share_and_do_not_change_the_answer():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.slow
 def test_default_plan_agrees_within_tolerance(dtype, record_property):
     """Buckets of several shapes against one. Greedy requests part only at a near tie; random ones may part where a draw falls
     between two tokens' shares, which float32 all but excludes."""
@@ -214,7 +217,7 @@ def test_the_dummy_model_sees_its_context():
 # -- goldens
 
 
-@pytest.mark.parametrize("name", ["qwen3_tied", "qwen2", "llama", "mistral", "qwen3_moe", "qwen3_moe_tied"])
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("mistral", "qwen3_moe"), GOLDENS))
 def test_serves_the_greedy_tokens_of_transformers(name):
     """Prompts together, in chunks, from pages of 4 tokens, too few of them for all."""
     golden = load_golden(name)

@@ -7,6 +7,7 @@ import pytest
 from jaxserve import BucketPlan, Engine, EngineConfig, SamplingParams
 from jaxserve.models import Decoder, ModelConfig, RopeConfig, named_leaves, with_leaves
 from kernels import gpu
+from tests.selection import slow_unless
 
 CONFIG = ModelConfig(
     architecture="Qwen3ForCausalLM",
@@ -24,6 +25,7 @@ CONFIG = ModelConfig(
     qk_norm=True,
     tie_word_embeddings=False,
 )
+DRAFTS = {"num_speculative_tokens": 2, "adaptive": False}
 PROMPTS = {"a": list(range(1, 23)), "b": [5, 9, 3]}
 # The interpreter multiplies with numpy, which warns of the NaN that stands in slots and rows that nobody reads.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
@@ -71,7 +73,7 @@ def tokens_and_logprobs(backend: str, speculative: dict | None = None) -> dict[s
     return answers
 
 
-@pytest.mark.parametrize("speculative", [None, {"num_speculative_tokens": 2, "adaptive": False}], ids=["plain", "drafts"])
+@pytest.mark.parametrize("speculative", slow_unless(lambda given: given is None, [None, DRAFTS]), ids=["plain", "drafts"])
 def test_interpreted_mosaic_answers_as_xla_does(speculative):
     """With drafts, the lengths that are planned for are bounds of the device's."""
     with gpu.interpreted():

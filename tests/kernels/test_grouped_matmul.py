@@ -11,10 +11,13 @@ import pytest
 from kernels import gpu
 from kernels.grouped_matmul import combine_rows, gather_rows, grouped_matmul, layout, mosaic_sm90, plan_groups
 from kernels.grouped_matmul.cases import CASES, TOLERANCE, build
+from tests.selection import slow_unless
 
 NAMED = {case.name: case for case in CASES}
 RUNS = [(case, backend) for case in CASES for backend in ("reference", "xla")]
 RUNS += [(case, "mosaic_sm90") for case in CASES if case.dtype != "float32"]
+QUICK = {"one_token", "nothing", "padding", "few_active", "bfloat16", "float16"}  # make test has these cases alone
+QUICK_RUNS = [run if run[0].name in QUICK else pytest.param(*run, marks=pytest.mark.slow) for run in RUNS]
 
 
 def products(batch, backend):
@@ -41,7 +44,7 @@ def close(have, want, dtype):
     np.testing.assert_allclose(np.asarray(have, np.float64), want, rtol=0, atol=TOLERANCE[dtype] * max(np.abs(want).max(), 1))
 
 
-@pytest.mark.parametrize(("case", "backend"), RUNS, ids=lambda x: x if isinstance(x, str) else x.name)
+@pytest.mark.parametrize(("case", "backend"), QUICK_RUNS, ids=lambda x: x if isinstance(x, str) else x.name)
 def test_products_are_right_and_nothing_else_is_read(case, backend):
     """Matrices that nobody chose, and padding tokens, are NaN."""
     batch = build(case)
@@ -58,7 +61,7 @@ def lay_out(ids, num_tokens, num_groups, block_rows):
     return layout.lay_out(ids, num_groups, num_tokens=num_tokens, block_rows=block_rows, backend="xla")
 
 
-@pytest.mark.parametrize("block_rows", [8, 64])
+@pytest.mark.parametrize("block_rows", slow_unless(lambda block_rows: block_rows == 8, [8, 64]))
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_the_layout_keeps_its_promises(case, block_rows):
     batch = build(case)

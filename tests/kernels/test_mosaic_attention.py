@@ -27,8 +27,10 @@ from kernels.ragged_paged_attention.mosaic_sm90.tiles import Tiles, choose_tiles
 from scripts.gpu.attention import Batch as AttentionBatch
 from scripts.gpu.attention import tile_candidates
 from tests.kernels.test_ragged_paged_attention import expected
+from tests.selection import slow_unless
 
 ON_DEVICE = gpu.missing_for_sm90() is None
+QUICK = {"gpu-decodes-smollm2", "gpu-window-soft_cap", "gpu-drafts", "gpu-fills_the_pool"}  # make test has these cases alone
 CHUNK = 64  # so that short sequences cross boundaries and are split
 # The interpreter multiplies with numpy, which warns of the NaN that stands in slots and rows that nobody reads.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
@@ -77,7 +79,7 @@ def attention(planner: Planner, case: Case):
     return run_and_check
 
 
-@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_unless(lambda case: case.name in QUICK, INTERPRETED), ids=lambda case: case.name)
 def test_matches_unpaged_float64(case):
     batch = build(case)
     planner = planner_of(case, batch, split_q_len=4 if "drafts" in case.name else 1)
@@ -88,7 +90,7 @@ def test_matches_unpaged_float64(case):
     np.testing.assert_allclose(out[: len(want)].astype(np.float64), want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("case", [INTERPRETED[0], SPLIT], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_unless(lambda case: case is SPLIT, [INTERPRETED[0], SPLIT]), ids=lambda case: case.name)
 def test_a_call_outside_of_jit_plans_for_itself(monkeypatch, case):
     plans, plan = [], work_list.plan
 
@@ -130,6 +132,7 @@ def seats(batch: Batch, order: list[int]) -> tuple[tuple, np.ndarray]:
 
 
 @pytest.mark.parametrize("heads", [Heads(4, 1, 64), Heads(8, 1, 128)], ids=["4/1x64", "8/1x128"])
+@pytest.mark.slow
 def test_bits_depend_on_the_sequence_alone(monkeypatch, heads):
     """In company, alone, in another order, planned longer than true, on another number of CTAs, split or not."""
     case = dataclasses.replace(BITS, heads=heads)
@@ -165,7 +168,9 @@ def test_bits_depend_on_the_sequence_alone(monkeypatch, heads):
 RUNS = Case("runs", ((1, 600), (1, 330), (1, 200)), Heads(2, 1, 64), 64, "bfloat16", max_q_len=1)
 
 
-@pytest.mark.parametrize("case", [RUNS, dataclasses.replace(RUNS, sliding_window=200)], ids=["all", "window"])
+@pytest.mark.parametrize(
+    "case", slow_unless(lambda case: case is RUNS, [RUNS, dataclasses.replace(RUNS, sliding_window=200)]), ids=["all", "window"]
+)
 def test_items_of_several_chunks(monkeypatch, case):
     """Planned longer than true too: then some chunks of an item have no KV, its last or, where a window moves on, its first."""
     batch = build(case)
@@ -188,7 +193,7 @@ def test_items_of_several_chunks(monkeypatch, case):
 
 
 @pytest.mark.skipif(ON_DEVICE, reason="nothing is interpreted, where loads can be counted")
-@pytest.mark.parametrize("page_size", [16, 32, 128])
+@pytest.mark.parametrize("page_size", slow_unless(lambda page_size: page_size == 16, [16, 32, 128]))
 def test_the_kernel_loads_what_the_plan_counts(monkeypatch, page_size):
     rows, load_rows = [], kernel._load_rows
 

@@ -9,8 +9,13 @@ import pytest
 
 from kernels.ragged_paged_attention import plan_work, ragged_paged_attention
 from kernels.ragged_paged_attention.cases import CASES, HEADS, TOLERANCE, Batch, Case, build
+from tests.selection import slow_unless
 
 BACKENDS = ("reference", "xla")
+QUICK = {  # make test has these cases alone
+    *("mixed-qwen3_0.6b", "edges-tiny-float32", "edges-odd_ratio-bfloat16", "page_12", "page_64", "decodes", "nothing", "drafts"),
+    *("window_30", "soft_cap-bfloat16", "scale-window-soft_cap-float16", "window_200-decodes-bfloat16", "gpu-fills_the_pool"),
+}
 
 
 def expected(case: Case, batch: Batch) -> np.ndarray:  # float64 [cu_q_lens[-1], N, H]
@@ -35,7 +40,7 @@ def expected(case: Case, batch: Batch) -> np.ndarray:  # float64 [cu_q_lens[-1],
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_unless(lambda case: case.name in QUICK, CASES), ids=lambda case: case.name)
 def test_matches_unpaged_float64(case, backend):
     batch = build(case)
     out = jax.jit(functools.partial(ragged_paged_attention, backend=backend, **case.options))(*batch.arrays)
@@ -99,11 +104,11 @@ def random_layout(pool: Pool, rng, *, max_q_len) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize(
     ("heads", "dtype", "T", "S", "max_q_len", "sliding_window"),
     [
-        pytest.param("smollm2_135m", "bfloat16", 64, 8, 64, None, id="mixed-bfloat16"),
-        pytest.param("tiny", "float32", 64, 8, 64, None, id="mixed"),
+        pytest.param("smollm2_135m", "bfloat16", 64, 8, 64, None, id="mixed-bfloat16", marks=pytest.mark.slow),
+        pytest.param("tiny", "float32", 64, 8, 64, None, id="mixed", marks=pytest.mark.slow),
         pytest.param("tiny", "float32", 64, 24, 64, 50, id="mixed-window"),
         pytest.param("odd_ratio", "float32", 64, 3, 64, None, id="chunks"),
-        pytest.param("smollm2_135m", "bfloat16", 11, 11, 1, None, id="decodes-bfloat16"),
+        pytest.param("smollm2_135m", "bfloat16", 11, 11, 1, None, id="decodes-bfloat16", marks=pytest.mark.slow),
         pytest.param("tiny", "float32", 20, 20, 1, None, id="decodes"),
     ],
 )
@@ -141,7 +146,9 @@ def test_bits_of_a_row_depend_on_its_sequence_alone(heads, dtype, T, S, max_q_le
         pytest.param([(1, 300), (1, 17), (1, 900)], None, 8, id="decodes"),  # 900 positions, 128 a tile
         pytest.param([(1, 300), (1, 17), (1, 450)], None, 4, id="half as long"),
         pytest.param([(1, 300), (1, 17), (1, 900)], 50, 2, id="window"),  # of 900: positions 850 to 899
-        pytest.param([(1, 900 - 40 * i) for i in range(20)], None, 4 + 3 + 2, id="three blocks"),  # 900, 580, 260; 256 a tile
+        pytest.param(
+            [(1, 900 - 40 * i) for i in range(20)], None, 4 + 3 + 2, id="three blocks", marks=pytest.mark.slow
+        ),  # 900, 580, 260; 256 a tile
         pytest.param([(40, 300), (1, 900), (1, 5)], None, 8 + 3, id="mixed"),  # 8 rows a tile: 900, 300, 292, 284; 276, 268, 5
     ],
 )

@@ -11,6 +11,7 @@ from jaxserve.models.config import RopeConfig
 from kernels.kv_cache import write_kv
 from kernels.ragged_paged_attention import ragged_paged_attention
 from tests.goldens.golden import ATOL, NAMES
+from tests.selection import slow_unless
 
 TINY = ModelConfig(
     architecture="Qwen3ForCausalLM",
@@ -78,7 +79,7 @@ def paged_step(model, caches, tokens, positions, slots, table, cu_q_lens, kv_len
 @pytest.mark.parametrize(
     "name, transposed",
     [(name, False) for name in ("qwen3_tied", "qwen3_windows", "mistral", "qwen3_moe", "qwen3_moe_tied")]
-    + [("qwen3_tied", True), ("mistral", True)],
+    + [("qwen3_tied", True), pytest.param("mistral", True, marks=pytest.mark.slow)],
 )
 def test_packed_paged_forward_matches_transformers(load_model, name, transposed):
     """The same layers over shuffled pages, prompts in three uneven steps: whole, chunked and one-token rows mixed."""
@@ -190,7 +191,7 @@ def test_bf16_stays_close_and_gives_unrounded_float32_logits(load_model):
     assert (logits != logits.astype(jnp.bfloat16)).mean() > 0.9
 
 
-@pytest.mark.parametrize("name", ["qwen3_windows", "qwen3_moe"])
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "qwen3_windows", ["qwen3_windows", "qwen3_moe"]))
 def test_gradients_reach_every_weight_and_agree_with_differences(load_model, name):
     golden, model = load_model(name)
     tokens = padded(golden.prompts[2:])

@@ -13,6 +13,7 @@ CASES = json.loads((Path(__file__).parents[1] / "goldens" / "smollm2_greedy.json
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_greedy_tokens_equal_transformers(dtype):
     """Four chats in one batch: mixed prefill, then decodes, one of them to its end before the others."""
     plan = BucketPlan(decode=(4,), mixed=((160, 4),), head_rows=(4,))

@@ -191,6 +191,7 @@ def prompt_known_to(client: httpx.Client, server: str) -> str:
     raise AssertionError("the server is never chosen")
 
 
+@pytest.mark.slow
 def test_servers_that_are_killed(survivor):
     """Mid-stream the client sees it and nothing is retried; back, it is used again; where it hangs another answers."""
     victim = f"http://127.0.0.1:{free_port()}"

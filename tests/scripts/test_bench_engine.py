@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 RUN = """
 import json
@@ -33,6 +35,7 @@ print(json.dumps({"drawn": drawn, "follows": follows.T.tolist(), "times": times}
 """
 
 
+@pytest.mark.slow
 def test_a_bare_step_decodes(tmp_path):
     environment = os.environ | {"JAXSERVE_CACHE": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=200)

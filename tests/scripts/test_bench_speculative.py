@@ -36,6 +36,7 @@ def work(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("task, temperature", [("code", 0), ("chat", 1.5)])
+@pytest.mark.slow
 def test_both_sides_of_speculation_answer_alike(task, temperature, work):
     """In steps of one shape they must."""
     model = alphabet_model.save(work / "model", max_position_embeddings=1024)

@@ -101,6 +101,7 @@ def test_trials_are_kept(tmp_path):
     assert not all(trial["complete"] for trial in kept.values()), "nothing was broken off"
 
 
+@pytest.mark.slow
 def test_workers_find_the_same(tmp_path):
     """On two processes; and the capacities of an objective do not depend on which one was asked before it."""
     with processes(2) as pool:

@@ -120,6 +120,7 @@ app.run(reproduce_orca.main)
 """
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     """On few requests for a tiny model: real engines of every setting, and all that is written."""
     pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[plots]')")

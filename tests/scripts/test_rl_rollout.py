@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_reward_rises_and_the_gap_is_as_small_as_the_dtype(tmp_path):
     flags = ["--iterations=20", f"--json={tmp_path / 'out.json'}"]
     environment = os.environ | {"JAXSERVE_CACHE": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}

@@ -281,6 +281,7 @@ def test_malformed_http(server):
             assert not answer or answer.startswith(b"HTTP/1.1 4")
 
 
+@pytest.mark.slow
 def test_sigterm_mid_stream(folder, tmp_path):
     """A stream under way ends as if nothing had happened; new connections are refused; the exit code is 0."""
     with ScriptServer(folder, tmp_path) as server:
@@ -331,6 +332,7 @@ class ScriptServer:
             self.process.wait()
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_tokenizer_cannot_be_served(tmp_path):
     """What is missing is said, and no option that the script does not have."""
     server = ScriptServer(alphabet_model.save(tmp_path / "bare", tokenizer=False), tmp_path)

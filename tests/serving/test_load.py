@@ -102,6 +102,7 @@ def soak(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_soak(shared_llm):
     """Good and bad requests, and clients that leave, to a server and through a router; what the router can't say is not taken for
     nothing."""

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import jsonschema_rs
+import pytest
 
 from jaxserve import LLM, BucketPlan
 from tests import alphabet_model
@@ -52,6 +53,7 @@ def test_schemathesis(tmp_path):
         assert server.engine.stats.num_failures == 0
 
 
+@pytest.mark.slow
 def test_chats_with_tools(tmp_path):
     """By a model whose template has them: tool_choice, strict functions, forms beside tools."""
     with serving(load(saved(tmp_path / "model", chat_template=WITH_TOOLS))) as server:

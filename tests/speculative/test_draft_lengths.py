@@ -89,7 +89,10 @@ def test_it_gains_where_there_is_something_to_gain_and_loses_nothing_elsewhere(r
     assert machine.gain > least_gain, machine.gain
 
 
-@pytest.mark.parametrize("num_copies, per_token", [(1, 0.005), (2, 0.01), (4, 0.01), (7, 0.02), (8, 0.02)])
+@pytest.mark.parametrize(
+    "num_copies, per_token",
+    [(1, 0.005), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(2, 0.01), (4, 0.01), (7, 0.02)]), (8, 0.02)],
+)
 def test_with_nobody_queueing_rows_that_copy_do_not_slow_down_the_others(num_copies, per_token):
     """The mean over rows of the time per token falls or stays; tokens a second may not be all that there is to gain."""
     rates = [0.95] * num_copies + [0.02] * (8 - num_copies)

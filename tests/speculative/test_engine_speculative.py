@@ -211,6 +211,7 @@ def test_accepted_drafts_are_output_tokens(asynchronous):
     assert stopped > 2, "drafts were hardly ever a stop"
 
 
+@pytest.mark.slow
 def test_rejection_obeys_grammars(compiler, tokenizer):
     engine = make_engine({**NGRAM, "acceptance": "rejection"})
     forms = ["(ab|cd|e){6,12}", r'\{"answers": \["(yes|no)"(, "(yes|no)"){2,5}\]\}']
@@ -226,6 +227,7 @@ def test_rejection_obeys_grammars(compiler, tokenizer):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.slow
 def test_across_buckets_they_part_only_at_near_ties(dtype, record_property):
     """Steps with drafts, without, and with chunks, each in shapes of its own, against steps of one shape without drafts."""
     model, asks = dummy.dummy_model(dtype), workload.requests(True, logprobs=True)
@@ -242,6 +244,7 @@ def test_across_buckets_they_part_only_at_near_ties(dtype, record_property):
     assert num_greedy <= (0 if dtype == "float32" else 2) and num_random <= (1 if dtype == "float32" else 3)
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warm_up():
     """Drafts of any length for any row, from step to step."""
     settings = {"pool_pages": 48, "scheduling_policy": "priority", "bucket_plan": SEVERAL, "speculative_config": NGRAM}
@@ -303,6 +306,7 @@ def test_aborts_pauses_and_faults_among_drafts(expected):
 
 
 @pytest.mark.parametrize("rule", ["all stand", "one more stands", "none stands"])
+@pytest.mark.slow
 def test_a_wrong_rule_shows(rule, expected, monkeypatch):
     """The tests above would see drafts that stand and should not; and speculation that gains nothing."""
     right = verify.delivered

@@ -1,0 +1,11 @@
+"""Which cases of a parametrised test `make test` runs."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_unless(keep: Callable[[Any], bool], values: Iterable[Any]) -> list[Any]:
+    """Arguments for `parametrize`: values that `keep` does not want are marked slow; `make test-all` runs those too."""
+    return [value if keep(value) else pytest.param(value, marks=pytest.mark.slow) for value in values]
