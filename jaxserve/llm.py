@@ -10,13 +10,11 @@ import functools
 import itertools
 import logging
 import numbers
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams, search
@@ -27,25 +25,26 @@ from jaxserve.models.loading import LoadedModel, adopt_model, lay_out_for_device
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured.grammars import Grammar, GrammarCompiler, outcome
+from jaxserve.text.prompts import (
+    Message,
+    Prompt,
+    TokenizedPrompt,
+    as_chats,
+    as_list,
+    for_engine,
+    is_pair,
+    one_each,
+    require_tokenizer,
+    tokenize,
+    tokenize_chat,
+    tokenize_to_score,
+)
 from jaxserve.text.text_outputs import TextOutputs
 from jaxserve.text.tokenizer import Tokenizer
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
-Prompt = str | Mapping[str, Any] | Sequence[int]
-Message = Mapping[str, Any]
 Outputs = Generator[tuple[int, RequestOutput], None, None]  # (index of the prompt, its output so far)
-PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
-
-
-@dataclass(frozen=True, slots=True)
-class _Tokenized:
-    """A prompt, ready for the engine. text: None where only token ids were given."""
-
-    text: str | None
-    token_ids: list[int]
-    cache_salt: str | None = None
-    score_from: int | None = None
 
 
 class LLM:
@@ -150,9 +149,7 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. ValueError if none was loaded."""
-        if self.tokenizer is None:
-            raise ValueError("no tokenizer was loaded (skip_tokenizer_init=True): give prompts as token ids")
-        return self.tokenizer
+        return require_tokenizer(self.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses where no SamplingParams are given: the recommendations of the model's generation_config.json, and
@@ -200,7 +197,7 @@ class LLM:
         Ctrl-C, or any other exception, aborts what this call added; the engine stays usable.
         """
         prompts = as_list(prompts)
-        stream = self._start(prompts, self._tokenize, sampling_params, priority, on_error)
+        stream = self._start(prompts, tokenize, sampling_params, priority, on_error)
         return self._collect(stream, len(prompts), use_tqdm)
 
     def stream(
@@ -215,7 +212,7 @@ class LLM:
         is the same object each time. Arguments are checked at once; the prompts are queued when the first output is asked for.
         Closing the iterator aborts what still runs. Several streams may be read by turns: they share the engine's steps. Raises as
         `generate`."""
-        return self._start(as_list(prompts), self._tokenize, sampling_params, priority, on_error)
+        return self._start(as_list(prompts), tokenize, sampling_params, priority, on_error)
 
     def chat(
         self,
@@ -238,7 +235,7 @@ class LLM:
         options = dict(chat_template_kwargs or {})
         options |= {"add_generation_prompt": add_generation_prompt, "chat_template": chat_template, "tools": tools}
         chats = as_chats(messages)
-        stream = self._start(chats, functools.partial(self._tokenize_chat, **options), sampling_params, priority, on_error)
+        stream = self._start(chats, functools.partial(tokenize_chat, **options), sampling_params, priority, on_error)
         return self._collect(stream, len(chats), use_tqdm)
 
     def score(
@@ -259,25 +256,10 @@ class LLM:
           ValueError: as `generate`, also for a pair with an empty context or completion, or whose completion has a cache_salt other
             than the context's, which is the pair's.
         """
-        items = [texts] if _is_pair(texts) else as_list(texts)  # pyright: ignore[reportArgumentType]
+        items = [texts] if is_pair(texts) else as_list(texts)  # pyright: ignore[reportArgumentType]
         params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-        stream = self._start(items, self._tokenize_to_score, params, priority, "raise")
+        stream = self._start(items, tokenize_to_score, params, priority, "raise")
         return [_score_output(output) for output in self._collect(stream, len(items), use_tqdm)]
-
-    def _tokenize_to_score(self, item: Any) -> _Tokenized:
-        if not _is_pair(item):
-            return replace(self._tokenize(item), score_from=1)
-        context, completion = self._tokenize(item[0]), self._tokenize(item[1], add_special_tokens=False)
-        if not context.token_ids or not completion.token_ids:
-            raise ValueError(f"{_short(item)} has an empty context or completion; give each one token at least")
-        if completion.cache_salt not in (None, context.cache_salt):
-            raise ValueError(
-                f"{_short(item)}: the completion's cache_salt={completion.cache_salt!r} differs from the context's "
-                f"{context.cache_salt!r}, under which the whole is cached: give it to the context"
-            )
-        texts = (context.text, completion.text)
-        text = None if None in texts else "".join(map(str, texts))
-        return _Tokenized(text, context.token_ids + completion.token_ids, context.cache_salt, len(context.token_ids))
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
@@ -291,7 +273,7 @@ class LLM:
           ValueError: as `generate`, also for a prompt that leaves no room for max_tokens.
         """
         longest = self.engine.config.scheduler.max_model_len
-        ready = [self._tokenize(prompt) for prompt in as_list(prompts)]
+        ready = [tokenize(prompt, self.tokenizer) for prompt in as_list(prompts)]
         for i, prompt in enumerate(ready):
             if len(prompt.token_ids) + params.max_tokens > longest:
                 raise ValueError(
@@ -316,37 +298,13 @@ class LLM:
 
     def chat_prompts(self, messages: Sequence[Message] | Sequence[Sequence[Message]], **options: Any) -> list[Prompt]:
         """The prompts that conversations make, ready for `generate` or `stream`. options: as `Tokenizer.apply_chat_template`'s."""
-        chats = [self._tokenize_chat(chat, **options) for chat in as_chats(messages)]
+        chats = [tokenize_chat(chat, self.tokenizer, **options) for chat in as_chats(messages)]
         return [{"prompt": chat.text, "prompt_token_ids": chat.token_ids} for chat in chats]
-
-    def _tokenize_chat(self, messages: Sequence[Message], **options: Any) -> _Tokenized:
-        tokenizer = self.get_tokenizer()
-        text = tokenizer.apply_chat_template(messages, **options)
-        return _Tokenized(text, tokenizer.encode(text, add_special_tokens=False))
-
-    def _tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> _Tokenized:
-        """ValueError for what is no prompt."""
-        if not isinstance(prompt, Mapping):
-            prompt = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        unknown = set(prompt) - set(PROMPT_FIELDS)
-        if unknown:
-            raise ValueError(f"prompt has unknown fields {sorted(map(str, unknown))}; known are {', '.join(PROMPT_FIELDS)}")
-        text, token_ids, salt = (prompt.get(name) for name in PROMPT_FIELDS)
-        if not isinstance(salt, str | None):
-            raise ValueError(f"cache_salt={salt!r} must be a string")
-        if not isinstance(text, str | None) or (text is None and token_ids is None):
-            raise ValueError(f"prompt={text!r} must be a text, or give prompt_token_ids")
-        if token_ids is None:
-            token_ids = self.get_tokenizer().encode(str(text), add_special_tokens)
-        are_ids = isinstance(token_ids, Sequence | np.ndarray) and not isinstance(token_ids, bytes | bytearray)
-        if not (are_ids and all(_is_int(i) for i in token_ids)):
-            raise ValueError(f"{_short(token_ids)} is no prompt: give a text, a flat list of token ids, or a dict with one of them")
-        return _Tokenized(text, [int(i) for i in token_ids], salt)
 
     def _start(
         self,
         prompts: Sequence[Any],
-        tokenize: Callable[[Any], _Tokenized],
+        tokenize: Callable[..., TokenizedPrompt],  # of (prompt, tokenizer)
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int],
         on_error: str,
@@ -357,18 +315,16 @@ class LLM:
         self.engine.check_can_step()
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = _one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
-        priorities = _one_each("priority", priority, len(prompts), numbers.Integral)
+        params = one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
+        priorities = one_each("priority", priority, len(prompts), numbers.Integral)
         run = next(self._runs)
         grammars: dict[int, Future[Grammar]] = {}
-        ready: dict[int, _Tokenized] = {}
+        ready: dict[int, TokenizedPrompt] = {}
         errors: dict[int, str] = {}
         for i, prompt in enumerate(prompts):
             try:
-                ready[i] = tokenize(prompt)
-                if params[i].stop and self.tokenizer is None:
-                    raise ValueError(f"stop={params[i].stop} needs a tokenizer, and none was loaded; use stop_token_ids")
-                params[i] = with_bad_words_tokenized(params[i], self.tokenizer)
+                ready[i] = tokenize(prompt, self.tokenizer)
+                params[i] = for_engine(params[i], self.tokenizer)
                 form = params[i].structured_outputs
                 if form is not None and on_error == "raise":
                     grammars[i] = self.grammars.submit(form)
@@ -385,14 +341,14 @@ class LLM:
             raise ValueError("; ".join(f"prompt {i}: {message}" if len(prompts) > 1 else message for i, message in errors.items()))
         failed = {}
         for i, message in errors.items():
-            prompt = ready.pop(i, None) or _Tokenized(prompts[i] if isinstance(prompts[i], str) else None, [])
+            prompt = ready.pop(i, None) or TokenizedPrompt(prompts[i] if isinstance(prompts[i], str) else None, [])
             failed[i] = _refused(f"{run}-{i}", prompt, message)
         return self._run(run, ready, failed, params, priorities, grammars)
 
     def _run(
         self,
         run: int,
-        ready: dict[int, _Tokenized],
+        ready: dict[int, TokenizedPrompt],
         failed: Mapping[int, RequestOutput],
         params: Sequence[SamplingParams],
         priorities: Sequence[int],
@@ -468,52 +424,12 @@ class LLM:
         return [done[i] for i in range(num_prompts)]
 
 
-def with_bad_words_tokenized(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """bad_words as token ids, beside those given as such. ValueError without a tokenizer, or for too many or too long ones."""
-    if params.bad_words is None:
-        return params
-    if tokenizer is None:
-        raise ValueError(f"bad_words={params.bad_words!r} needs a tokenizer, and none was loaded; use bad_words_token_ids")
-    found = [ids for word in params.bad_words for ids in tokenizer.encode_word(word)]
-    found += [list(ids) for ids in params.bad_words_token_ids or ()]
-    return params.with_(bad_words=None, bad_words_token_ids=found)
-
-
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (a text, a dict, or a flat list of token ids) becomes a list of one; no prompts stay an empty list.
-
-    Raises:
-      TypeError: neither a prompt nor a list of them. Bytes are none, though they are a sequence of integers.
-    """
-    if isinstance(prompts, str | Mapping):
-        return [prompts]  # pyright: ignore[reportReturnType]
-    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Collection):  # arrays and pandas' series are
-        raise TypeError(f"prompts must be a text, a dict, a list of token ids, or a list of these, found {_short(prompts)}")
-    if len(prompts) > 0 and all(_is_int(p) for p in prompts):
-        return [prompts]  # pyright: ignore[reportReturnType]
-    return list(prompts)  # pyright: ignore[reportReturnType]
-
-
-def _is_pair(item: Any) -> bool:
-    """Whether this is (context, completion), and not a prompt of two token ids."""
-    return isinstance(item, tuple) and len(item) == 2 and not any(map(_is_int, item))
-
-
 def _score_output(output: RequestOutput) -> ScoreOutput:
     sample, scores = output.outputs[0], output.prompt_scores
     if sample.finish_reason == "error":
         raise RuntimeError(f"request {output.request_id}: {sample.stop_reason}")
     assert scores is not None and not scores.wanted
     return ScoreOutput(output.prompt, output.prompt_token_ids[scores.first :], scores.logprobs, scores.first)
-
-
-def as_chats(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """One conversation (a list of messages) becomes a list of one. TypeError for neither; ValueError for none."""
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise TypeError(f"messages must be a list of messages (dicts), or a list of such lists, found {_short(messages)}")
-    if len(messages) == 0:
-        raise ValueError("messages is empty; give a conversation (a list of messages) or a list of conversations")
-    return [messages] if isinstance(messages[0], Mapping) else list(messages)  # pyright: ignore[reportReturnType]
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
@@ -525,26 +441,6 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     return EngineConfig(**options)
 
 
-def _refused(request_id: str, prompt: _Tokenized, message: str) -> RequestOutput:
+def _refused(request_id: str, prompt: TokenizedPrompt, message: str) -> RequestOutput:
     outputs = [CompletionOutput(0, "", [], finish_reason="error", stop_reason=message)]
     return RequestOutput(request_id, prompt.text, prompt.token_ids, outputs, True)
-
-
-def _is_int(x: object) -> bool:
-    return isinstance(x, numbers.Integral) and not isinstance(x, bool)  # numpy's integers too
-
-
-def _short(x: object) -> str:
-    text = repr(x)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _one_each(name: str, value: Any, num_prompts: int, kind: type) -> list[Any]:
-    """`value`, or its entries, for each prompt. ValueError for a list of another length, TypeError for entries of another kind."""
-    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * num_prompts
-    if len(values) != num_prompts:
-        raise ValueError(f"{name} has {len(values)} entries for {num_prompts} prompts; give one for all, or one each")
-    for x in values:
-        if not isinstance(x, kind):
-            raise TypeError(f"{name} must be {kind.__name__}, or a list of them, found {_short(x)}")
-    return values

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, BucketPlan, SamplingParams
-from jaxserve.llm import with_bad_words_tokenized
+from jaxserve.text.prompts import with_bad_words_tokenized
 from tests import alphabet_model
 from tests.alphabet_model import after, ids
 

@@ -47,10 +47,10 @@ MAX_BROKEN = 2  # servers that may break over one request before it is given up:
 class RouterOptions:
     """What a router's owner may choose.
 
-    backends: the servers, "http://host:port". policy: one of ROUTING_POLICIES. api_keys: bearer tokens, any of which opens the
-    router (none: open). backend_api_key: what it sends to the servers in place of the client's key. check_seconds: between two
-    checks of a server; check_timeout: the most that one may take. max_failures, min_successes: in a row, take a server out, or
-    bring it back. max_body_bytes, body_seconds, patience: as a server's.
+    backends: the servers, "http://host:port". policy: one of ROUTING_POLICIES. api_keys: bearer tokens that open the router (none:
+    everybody may use it). backend_api_key: sent to the servers in place of the client's key. check_seconds: between two checks of a
+    server; check_timeout: the most that one may take. max_failures: failures in a row that take a server out; min_successes: checks
+    in a row that bring it back. max_body_bytes, body_seconds, patience: as a server's.
     """
 
     backends: tuple[str, ...]

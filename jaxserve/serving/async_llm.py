@@ -1,144 +1,36 @@
 """`AsyncLLM`: requests from an event loop, each with a stream of its own, on an engine that runs beside it.
 
-Owns admission (how much may wait), deadlines, cancellation and shutting down. Knows nothing of HTTP, nor of steps: it talks to the
-engine's loop in messages (messages.py).
+Owns admission, the calls that control the engine, and shutting down; it talks to the engine's loop in messages (messages.py).
+Streams are in streams.py, threads that read long prompts in reading.py. Knows nothing of HTTP, nor of steps.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import time
 import uuid
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxserve.execution.resolved_config import ResolvedConfig
-from jaxserve.llm import LLM, PROMPT_FIELDS, with_bad_words_tokenized
+from jaxserve.llm import LLM
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.serving.engine_loop import EngineLoop
-from jaxserve.serving.messages import (
-    Abort,
-    Aborted,
-    Accepted,
-    Add,
-    Call,
-    DeadlineError,
-    Delta,
-    Failed,
-    LoopStats,
-    QueueFullError,
-    Reply,
-    Report,
-    Stop,
-    UnavailableError,
-)
+from jaxserve.serving.messages import Abort, Aborted, Add, Call, Delta, LoopStats, Reply, Report, Stop, UnavailableError
+from jaxserve.serving.reading import ReadingPools
+from jaxserve.serving.streams import Ask, OpenStreams, RequestStream, too_late
 from jaxserve.structured.grammars import GrammarError
 from jaxserve.structured_outputs import StructuredOutputsParams
+from jaxserve.text.prompts import Prompt, for_engine, prompt_fields, require_tokenizer
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_COMPILING = 256  # forms that may wait for the compiler; it takes most in milliseconds, and some in seconds
 MAX_FORM = 256 * 2**10  # bytes of the form of an output, as JSON: what compiles it does not stop
-SHORT = 4096  # characters, or bytes of a body, that are read on the spot; more of them on a thread, so that no stream waits for it
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A prompt ready for the engine, and how to go on from it."""
-
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    prompt: str | None = None
-    priority: int = 0
-    cache_salt: str | None = None
-
-
-class RequestStream:
-    """What comes of the prompts of one call: an asynchronous iterator of Deltas, in the order in which they come.
-
-    `request_ids` are in the order of the prompts. Use it in an `async with`: leaving before the end aborts what still runs, and its
-    pages are free before the next step is scheduled.
-    """
-
-    def __init__(self, owner: AsyncLLM, asks: Mapping[str, Ask], arrival: float, timeout: float | None):
-        self._owner = owner
-        self.asks = asks  # by request id
-        self.request_ids: list[str] = list(asks)
-        self.num_samples: int = sum(ask.params.n for ask in asks.values())
-        self.arrival: float = arrival  # in seconds of time.monotonic()
-        self.timeout: float | None = timeout  # seconds from there
-        self._unfinished = set(asks)
-        self._unaccepted = set(asks)
-        self._deltas: deque[Delta] = deque()
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self.timer: asyncio.TimerHandle | None = None
-
-    @property
-    def finished(self) -> bool:
-        return not self._unfinished
-
-    async def accepted(self) -> None:
-        """Waits until the engine has queued all of the prompts. Raises what it refuses one with; none of them run then."""
-        while self._unaccepted and self._error is None:
-            await self._wait()
-        if self._error is not None:
-            raise self._error
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> Delta:
-        """The next Delta. Raises RequestError if the requests end otherwise."""
-        while not self._deltas:
-            if self._error is not None:
-                raise self._error
-            if not self._unfinished:
-                raise StopAsyncIteration
-            await self._wait()
-        return self._deltas.popleft()
-
-    async def __aenter__(self) -> RequestStream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self, refused: bool = False) -> None:
-        """Aborts what still runs; nothing if all has ended. refused: as Abort's."""
-        self._owner._close(self, refused)
-
-    async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
-
-    def take(self, event: Accepted | Delta | Failed) -> None:
-        """An event of one of its requests."""
-        if isinstance(event, Delta):
-            self._deltas.append(event)
-            if event.last:
-                self._unfinished.discard(event.request_id)
-        elif isinstance(event, Accepted):
-            self._unaccepted.discard(event.request_id)
-        else:
-            self._unfinished.discard(event.request_id)
-            self._error = self._error or event.error
-        self.wake()
-
-    def fail(self, error: Exception) -> None:
-        self._error = self._error or error
-        self.wake()
-
-    def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class AsyncLLM:
@@ -174,22 +66,18 @@ class AsyncLLM:
         self.eos_token_ids: frozenset[int] = llm.engine.eos_token_ids
         self.request_timeout = request_timeout
         self.listener = listener
-        self._limit = self.config.scheduler.max_num_seqs + max_waiting
         llm.grammars.prepare()  # so that no step will wait for it
         grammars = llm.grammars.beside(max_waiting=MAX_COMPILING)
         self._engine = EngineLoop(llm.engine, llm.tokenizer, grammars, self._from_engine, max_failures=max_failures)
         self.stats: LoopStats = self._engine.stats()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: dict[str, RequestStream] = {}  # by request id, until its last event
-        self._num_samples = 0  # of all streams that are open, and of what is being read
-        self._seconds_taken = 1.0  # by a request, lately
+        self._streams = OpenStreams(
+            self.config.scheduler.max_num_seqs + max_waiting, lambda names, refused: self._engine.send(Abort(names, refused))
+        )
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids, self._serials = itertools.count(), itertools.count()
-        self._empty = asyncio.Event()
-        self._empty.set()
         self._closing: str | None = None
-        self._reading = ThreadPoolExecutor(2, "jaxserve-reader")  # of requests
-        self._aside = ThreadPoolExecutor(1, "jaxserve-aside")  # whatever else is long: no request waits for it
+        self._pools = ReadingPools()
         self._max_characters: int | None = None  # of a prompt
         if llm.tokenizer is not None and (longest := llm.tokenizer.max_token_bytes) is not None:
             self._max_characters = self.config.scheduler.max_model_len * longest
@@ -210,9 +98,7 @@ class AsyncLLM:
     # -- requests
 
     def get_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError("no tokenizer was loaded (skip_tokenizer_init=True): give prompts as token ids")
-        return self.tokenizer
+        return require_tokenizer(self.tokenizer)
 
     async def read[T](
         self,
@@ -231,33 +117,16 @@ class AsyncLLM:
         """
         self.check_room(num_samples)
         limit, arrival = self._limit_of(timeout), time.monotonic() if arrival is None else arrival
-        self._num_samples += num_samples
-        try:
-            async with asyncio.timeout(None if limit is None else arrival + limit - time.monotonic()):
-                return await self._on(self._reading, size, work)
-        except TimeoutError:
-            raise _too_late(limit) from None
-        finally:
-            self._num_samples -= num_samples
+        with self._streams.held(num_samples):
+            try:
+                async with asyncio.timeout(None if limit is None else arrival + limit - time.monotonic()):
+                    return await self._pools.request(size, work)
+            except TimeoutError:
+                raise too_late(limit) from None
 
     async def aside[T](self, size: int, work: Callable[[], T]) -> T:
         """What `work` returns, as `read`, for what is no request: no request waits for it."""
-        return await self._on(self._aside, size, work)
-
-    async def _on[T](self, pool: ThreadPoolExecutor, size: int, work: Callable[[], T]) -> T:
-        """Once begun it ends; whoever waits may be cancelled. UnavailableError if shutting down comes first."""
-        if size <= SHORT:
-            return work()
-        if self._closing:
-            raise UnavailableError(self._closing)
-        result = asyncio.get_running_loop().run_in_executor(pool, work)
-        try:
-            return await result
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._closing and task is not None and not task.cancelling():  # the pool dropped it
-                raise UnavailableError(self._closing) from None
-            raise
+        return await self._pools.aside(size, work)
 
     def _limit_of(self, timeout: float | None) -> float | None:
         """Seconds that a request may take which asks for so many."""
@@ -301,12 +170,13 @@ class AsyncLLM:
         names = [f"{request_id or uuid.uuid4().hex}.{serial}.{i}" for i in range(len(asks))]
         ready = {id(params): self.ready(params) for params in {id(ask.params): ask.params for ask in asks}.values()}
         stream = RequestStream(
-            self,
             {name: replace(ask, params=ready[id(ask.params)]) for name, ask in zip(names, asks, strict=True)},
             time.monotonic() if arrival is None else arrival,
             limit,
+            self._streams.close,
         )
-        self._admit(stream)
+        self.check_room(stream.num_samples)
+        self._streams.add(stream)
         try:
             for name, ask in stream.asks.items():
                 self._engine.send(
@@ -323,9 +193,7 @@ class AsyncLLM:
         form = params.structured_outputs
         if form is not None and len((form := StructuredOutputsParams.make(form)).key) > MAX_FORM:
             raise GrammarError(f"structured_outputs: {form.kind}: its JSON has {len(form.key)} bytes, the most is {MAX_FORM}")
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={params.stop} needs a tokenizer, and none was loaded; use stop_token_ids")
-        return with_bad_words_tokenized(params, self.tokenizer)
+        return for_engine(params, self.tokenizer)
 
     def check_room(self, num_samples: int) -> None:
         """Raises what `open` would for want of room: for who wants to know before reading so many prompts.
@@ -334,51 +202,11 @@ class AsyncLLM:
           ValueError: none are given, or more than one call can have. QueueFullError, UnavailableError: as `open`.
         """
         self.check_health()
-        if not num_samples:
-            raise ValueError("no prompt was given; give one at least")
-        if num_samples > self._limit:
-            raise ValueError(f"{num_samples} samples in one call can't be held; the most is {self._limit}")
-        if self._num_samples + num_samples > self._limit:
-            retry_after = min(60, max(1, math.ceil(self._seconds_taken)))
-            message = f"{self._num_samples} samples are running or waiting, of at most {self._limit}; try again in {retry_after} s"
-            raise QueueFullError(message, retry_after)
-
-    def _admit(self, stream: RequestStream) -> None:
-        """Counts a stream in, or says why not."""
-        self.check_room(stream.num_samples)
-        left = math.inf if stream.timeout is None else stream.arrival + stream.timeout - time.monotonic()
-        if left <= 0:
-            raise _too_late(stream.timeout)
-        self._num_samples += stream.num_samples
-        self._streams |= dict.fromkeys(stream.asks, stream)
-        self._empty.clear()
-        if stream.timeout is not None:
-            stream.timer = asyncio.get_running_loop().call_later(left, self._expire, stream)
-
-    def _expire(self, stream: RequestStream) -> None:
-        if not stream.finished:
-            stream.fail(_too_late(stream.timeout))
-            self._close(stream)
-
-    def _close(self, stream: RequestStream, refused: bool = False) -> None:
-        """Ends a stream's requests that still run, and forgets it. Does nothing the second time."""
-        running = [name for name in stream.asks if self._streams.get(name) is stream]
-        if running:
-            self._engine.send(Abort(running, refused))
-            self._forget(stream, running)
-
-    def _forget(self, stream: RequestStream, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            del self._streams[request_id]
-            self._num_samples -= stream.asks[request_id].params.n
-        if stream.timer is not None and not any(self._streams.get(name) is stream for name in stream.asks):
-            stream.timer.cancel()
-        if not self._streams:
-            self._empty.set()
+        self._streams.check_room(num_samples)
 
     async def generate(
         self,
-        prompt: str | Mapping[str, Any] | Sequence[int],
+        prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
@@ -403,30 +231,17 @@ class AsyncLLM:
 
     async def _ask(
         self,
-        prompt: str | Mapping[str, Any] | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         priority: int,
         timeout: float | None,
         arrival: float,
     ) -> Ask:
-        fields: Mapping[str, Any]
-        if isinstance(prompt, Mapping):
-            fields = prompt
-        else:
-            fields = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        unknown = set(fields) - set(PROMPT_FIELDS)
-        if unknown:
-            raise ValueError(
-                f"prompt has unknown fields {sorted(map(str, unknown))}; known are prompt, prompt_token_ids, cache_salt"
-            )
-        text, ids = fields.get("prompt"), fields.get("prompt_token_ids")
-        if ids is None and not isinstance(text, str):
-            raise ValueError(f"prompt={text!r} must be a text, or give prompt_token_ids")
+        text, ids, salt = prompt_fields(prompt)
         if ids is None:
             encode = partial(self.encode_prompt, str(text))
             ids = await self.read(len(str(text)), encode, params.n, timeout=timeout, arrival=arrival)
-        ids = list(ids)
-        return Ask(ids, params, text, priority, fields.get("cache_salt"))
+        return Ask(list(ids), params, text, priority, salt)
 
     # -- the engine's side
 
@@ -441,17 +256,8 @@ class AsyncLLM:
         for event in report.events:
             if isinstance(event, Reply):
                 self._take_reply(event)
-                continue
-            if isinstance(event, Aborted):
-                continue
-            stream = self._streams.get(event.request_id)
-            if stream is None:  # closed meanwhile
-                continue
-            if isinstance(event, Failed) or (isinstance(event, Delta) and event.last):
-                self._forget(stream, [event.request_id])
-                if stream.finished:
-                    self._seconds_taken += 0.1 * (time.monotonic() - stream.arrival - self._seconds_taken)
-            stream.take(event)
+            elif not isinstance(event, Aborted):
+                self._streams.take(event)
         if self.listener is not None:
             self.listener(report)
 
@@ -508,18 +314,17 @@ class AsyncLLM:
     @property
     def num_requests(self) -> int:
         """Requests that run or wait."""
-        return len(self._streams)
+        return self._streams.num_requests
 
     async def shutdown(self, grace: float | None = None) -> None:
         """Takes no more requests, gives those under way `grace` seconds (None: as long as they need), and ends the engine."""
         self._closing = self._closing or "the server is shutting down"
+        self._pools.close_to_new(self._closing)
         try:
-            await asyncio.wait_for(self._empty.wait(), grace)
+            await asyncio.wait_for(self._streams.wait_until_empty(), grace)
         except TimeoutError:
             pass
-        for stream in list(self._streams.values()):
-            stream.fail(UnavailableError(self._closing))
-            self._close(stream)
+        self._streams.fail_all(UnavailableError(self._closing))
         if self._loop is not None:
             self._engine.send(Stop())
             await asyncio.to_thread(self._engine.join)
@@ -527,12 +332,7 @@ class AsyncLLM:
             if not future.done():
                 future.set_exception(UnavailableError(self._closing))
         self._calls.clear()
-        for pool in (self._reading, self._aside):
-            await asyncio.to_thread(pool.shutdown, cancel_futures=True)
-
-
-def _too_late(limit: float | None) -> DeadlineError:
-    return DeadlineError(f"the request took longer than {limit:g} s")
+        await self._pools.shutdown()
 
 
 def _extend(output: RequestOutput, delta: Delta) -> None:

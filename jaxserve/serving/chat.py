@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.serving.async_llm import Ask, RequestStream
 from jaxserve.serving.chat_protocol import Chat, ChatRequest
 from jaxserve.serving.generation import CallRecord, Served, chat_logprobs, open_stream, plain_prompt_logprobs, until_done
 from jaxserve.serving.messages import Delta
@@ -29,6 +28,7 @@ from jaxserve.serving.responses import (
     encode,
 )
 from jaxserve.serving.streaming import EventStream, unless_gone
+from jaxserve.serving.streams import Ask, RequestStream
 from jaxserve.serving.tool_forms import tool_form
 
 

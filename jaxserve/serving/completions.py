@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.serving.async_llm import Ask, RequestStream
 from jaxserve.serving.generation import CallRecord, Served, completion_logprobs, open_stream, plain_prompt_logprobs, until_done
 from jaxserve.serving.messages import Delta
 from jaxserve.serving.protocol import CompletionRequest, check_model
 from jaxserve.serving.responses import Completion, CompletionChoice, encode
 from jaxserve.serving.streaming import EventStream, unless_gone
+from jaxserve.serving.streams import Ask, RequestStream
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import Request
 
 from jaxserve.outputs import Logprob
-from jaxserve.serving.async_llm import Ask, AsyncLLM, RequestStream
+from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.errors import checking, describe
 from jaxserve.serving.messages import Delta
 from jaxserve.serving.parsers import Notation
@@ -30,6 +30,7 @@ from jaxserve.serving.responses import (
     Usage,
     event,
 )
+from jaxserve.serving.streams import Ask, RequestStream
 
 
 @dataclass(frozen=True)

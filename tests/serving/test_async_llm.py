@@ -11,8 +11,10 @@ import pytest
 
 from jaxserve import LLM, BucketPlan, SamplingParams
 from jaxserve.models import named_leaves
-from jaxserve.serving.async_llm import SHORT, Ask, AsyncLLM
+from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.messages import Call, DeadlineError, Delta, FailedError, QueueFullError, Report, UnavailableError
+from jaxserve.serving.reading import SHORT
+from jaxserve.serving.streams import Ask
 from jaxserve.structured.grammars import GrammarCompiler
 from jaxserve.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.alphabet_model import after, ids
@@ -169,7 +171,7 @@ def test_leaving_early_gives_pages_back_within_two_steps(llm, monkeypatch):
                 await anext(stream)
             await pages_back(engine)
             assert len(steps) == 1 and steps[0] <= 2
-            assert engine.num_requests == 0 and engine._num_samples == 0
+            assert engine.num_requests == 0 and engine._streams.num_samples == 0
 
     run(main())
 
@@ -204,7 +206,7 @@ def test_the_queue_is_bounded(llm):
             await engine.resume()
             for c, stream in zip("abcdf", streams, strict=True):
                 assert "".join([d.text async for d in stream if d.index == 0]) == after(c, 8)
-            assert engine._num_samples == 0
+            assert engine._streams.num_samples == 0
 
     run(main())
 
@@ -239,7 +241,7 @@ def test_a_deadline_of_ones_own(llm):
                 await engine.open([ask()], timeout=0)
             await engine.resume()
             await pages_back(engine)
-            assert engine._num_samples == 0
+            assert engine._streams.num_samples == 0
 
     run(main())
 
@@ -478,7 +480,7 @@ def test_shutdown_ends_what_waits_to_be_read(llm, monkeypatch):
             assert isinstance(ended, UnavailableError) and "shutting down" in str(ended)
         with pytest.raises(UnavailableError, match="shutting down"):
             await engine.aside(SHORT + 1, lambda: None)
-        assert engine._num_samples == 0
+        assert engine._streams.num_samples == 0
 
     monkeypatch.setattr(Tokenizer, "encode", held)
     run(main())

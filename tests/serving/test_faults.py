@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from jaxserve.request import Request
-from jaxserve.serving.async_llm import RequestStream
+from jaxserve.serving.streams import RequestStream
 from jaxserve.text.tokenizer import Tokenizer
 from tests import alphabet_model
 from tests.alphabet_model import after

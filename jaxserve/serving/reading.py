@@ -1,0 +1,55 @@
+"""Work that reads long prompts and bodies, on threads beside the event loop.
+
+Owns the two pools of threads: one for requests, one for everything else, so that no request waits for the latter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from jaxserve.serving.messages import UnavailableError
+
+SHORT = 4096  # characters, or bytes of a body, that are read on the event loop itself; more of them go to a thread
+
+
+class ReadingPools:
+    """Threads that tokenise and parse. After `close_to_new` nothing more is taken."""
+
+    def __init__(self) -> None:
+        self._requests = ThreadPoolExecutor(2, "jaxserve-reader")
+        self._aside = ThreadPoolExecutor(1, "jaxserve-aside")
+        self._closing: str | None = None
+
+    async def request[T](self, size: int, work: Callable[[], T]) -> T:
+        """What `work` returns, for a request of `size` characters or bytes. UnavailableError if shutting down comes first."""
+        return await self._run(self._requests, size, work)
+
+    async def aside[T](self, size: int, work: Callable[[], T]) -> T:
+        """As `request`, for work that no request waits for."""
+        return await self._run(self._aside, size, work)
+
+    async def _run[T](self, pool: ThreadPoolExecutor, size: int, work: Callable[[], T]) -> T:
+        """Work that has begun runs to its end; whoever waits for it may be cancelled."""
+        if size <= SHORT:
+            return work()
+        if self._closing:
+            raise UnavailableError(self._closing)
+        result = asyncio.get_running_loop().run_in_executor(pool, work)
+        try:
+            return await result
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closing and task is not None and not task.cancelling():  # the pool dropped it
+                raise UnavailableError(self._closing) from None
+            raise
+
+    def close_to_new(self, reason: str) -> None:
+        """From here on long work is refused with this reason."""
+        self._closing = reason
+
+    async def shutdown(self) -> None:
+        """Drops what has not begun, and waits for what has."""
+        for pool in (self._requests, self._aside):
+            await asyncio.to_thread(pool.shutdown, cancel_futures=True)
