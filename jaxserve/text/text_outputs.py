@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from jaxserve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxserve.request import Request
-from jaxserve.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from jaxserve.text.detokenizer import IncrementalDetokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.request import EngineOutput

@@ -16,7 +16,8 @@ from jaxserve.serving.messages import Call, DeadlineError, Delta, FailedError, Q
 from jaxserve.serving.reading import SHORT
 from jaxserve.serving.streams import Ask
 from jaxserve.structured.grammars import GrammarCompiler
-from jaxserve.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from jaxserve.text.detokenizer import IncrementalDetokenizer
+from jaxserve.text.tokenizer import Tokenizer
 from tests.alphabet_model import after, ids
 from tests.serving.http_server import slow_down, steps_until_pages_are_back
 

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.text.tokenizer import ChatTemplate, Tokenizer
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.tokenizer import Tokenizer
 from tests.alphabet_model import BOS, TURN, backend, ids
 from tests.serving.calls import chat, complete, ok, refusal
 from tests.serving.http_server import Server, serving, slow_down

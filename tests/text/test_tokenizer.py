@@ -1,11 +1,12 @@
 """Encoding, decoding whole and piece by piece, chat templates; against the tokenizers library and transformers' goldens."""
 
 import functools
+import io
 import json
 import re
+import socket
 import subprocess
 import sys
-import types
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from jaxserve.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from jaxserve.text.detokenizer import IncrementalDetokenizer
+from jaxserve.text.tokenizer import Tokenizer
 from tests.checkpoints.gguf_files import write_gguf
 from tests.real_files import qwen3_tokenizer_folder, smollm2_gguf
 
@@ -210,8 +212,8 @@ def test_from_folder_reads_special_tokens_in_each_spelling(tmp_path):
     save(tmp_path, config)
     (tmp_path / "special_tokens_map.json").write_text('{"pad_token": {"content": "<|turn|>"}, "eos_token": "<s>"}')
     tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.special_tokens == {"eos_token": "</s>", "pad_token": "<|turn|>"}
-    assert tokenizer.eos_token_id == 1 and tokenizer.bos_token_id is None and tokenizer.special_id("pad_token") == 2
+    assert tokenizer.special_tokens == {"eos_token": "<s>", "pad_token": "<|turn|>"}  # of two files the map counts
+    assert tokenizer.eos_token_id == 0 and tokenizer.bos_token_id is None and tokenizer.special_id("pad_token") == 2
 
 
 def test_from_folder_adds_tokens_that_only_the_config_declares(tmp_path):
@@ -232,21 +234,86 @@ def test_from_folder_with_a_broken_tokenizer(tmp_path):
         Tokenizer.from_folder(tmp_path / "absent")
 
 
-def test_without_tokenizer_json_transformers_is_asked(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
-    with pytest.raises(ValueError, match="has no tokenizer.json; .* needs the package transformers"):
+def test_from_folder_refuses_a_special_token_that_nothing_declares(tmp_path):
+    save(tmp_path, {"eos_token": "<eos>"})
+    with pytest.raises(ValueError, match=f"^{tmp_path}: eos_token='<eos>' is not in the tokenizer's vocabulary$"):
         Tokenizer.from_folder(tmp_path)
 
-    def fake(**attributes):
-        loaded = types.SimpleNamespace(**attributes)
-        auto = types.SimpleNamespace(from_pretrained=lambda folder: loaded if folder == tmp_path else None)
-        monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(AutoTokenizer=auto))
 
-    fake(backend_tokenizer=byte_level_backend())
-    assert Tokenizer.from_folder(tmp_path).encode("hello") == BYTE_LEVEL.encode("hello", add_special_tokens=False)
-    fake()
-    with pytest.raises(ValueError, match="transformers has no fast tokenizer for it"):
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_from_folder_names_a_file_that_is_no_json(tmp_path, name):
+    save(tmp_path)
+    (tmp_path / name).write_text("{")
+    with pytest.raises(ValueError, match=f"{name} is not valid JSON"):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_tokenizer_json_is_taken_as_it_stands_whatever_the_model_is(tmp_path):
+    # transformers' class for "llama" splits at U+2581; nobody has a class for "strange"
+    for config in ({"model_type": "llama"}, {"model_type": "strange", "auto_map": {"AutoTokenizer": ["tok.Tok", None]}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        save(tmp_path, {"tokenizer_class": "LlamaTokenizer", "auto_map": {"AutoTokenizer": ["tok.Tok", None]}})
+        for text in ("the quick é", " hello"):
+            assert Tokenizer.from_folder(tmp_path).encode(text) == BYTE_LEVEL.encode(text, add_special_tokens=False)
+
+
+def test_a_folder_is_read_without_a_network(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    save(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "x"})
+    assert Tokenizer.from_folder(tmp_path).apply_chat_template(HI) == "x"
+
+
+def sentencepiece_model(folder: Path):
+    """Writes tokenizer.model, a BPE model of the SentencePiece library; returns its processor."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS), model_writer=written, vocab_size=330, model_type="bpe", byte_fallback=True, minloglevel=2
+    )
+    (folder / "tokenizer.model").write_bytes(written.getvalue())
+    return sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "strange"])
+def test_without_tokenizer_json_a_sentencepiece_model_is_converted(tmp_path, model_type):
+    processor = sentencepiece_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    for text in ("the quick dog", "héllo é ß 🙂"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == processor.encode(text) and tokenizer.decode(ids) == "".join(pieces(tokenizer, ids)) == text
+
+
+def test_without_tokenizer_json_gpt2_files_are_converted(tmp_path):
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*letters, "he", "<|endoftext|>"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\n")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("the<|endoftext|>") == [vocab["t"], vocab["he"], vocab["<|endoftext|>"]]
+
+
+def test_without_a_tokenizer_the_error_says_what_is_missing(tmp_path, monkeypatch, caplog):
+    with pytest.raises(ValueError, match=f"^{tmp_path} has no tokenizer.json, and no other vocabulary .*merges.txt"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no tokenizer.json, and transformers can't make one of its files: .*"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tok.Tok", null]}}')
+    with pytest.raises(ValueError, match="has no tokenizer.json, .* contains custom code"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"junk")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="has no tokenizer.json, .*install the package sentencepiece"):
+        Tokenizer.from_folder(tmp_path)
+    assert not caplog.records
 
 
 def test_from_gguf_and_from_id(tmp_path):
@@ -258,16 +325,21 @@ def test_from_gguf_and_from_id(tmp_path):
     assert Tokenizer.from_id(save(tmp_path)).encode("hello") == BYTE_LEVEL.encode("hello", add_special_tokens=False)
 
 
-def test_imports_neither_jax_nor_transformers(tmp_path):
+def loaded_after(code: str, *args: str) -> str:
+    """Which of some heavy modules a process has imported that ran `code`, and what it wrote to stderr."""
+    heavy = '{"jax", "torch", "transformers"}'
+    code = f"import sys\nfrom jaxserve.text.tokenizer import Tokenizer\n{code}\nprint(sorted({heavy} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def test_transformers_is_imported_where_it_is_needed_and_quietly(tmp_path):
     save(tmp_path, {"chat_template": "{{ messages[0].content }}"})
-    code = f"""
-import sys
-from jaxserve.text.tokenizer import Tokenizer
-Tokenizer.from_folder({str(tmp_path)!r}).encode_chat([{{"role": "user", "content": "x"}}])
-print(sorted({{"jax", "torch", "transformers"}} & sys.modules.keys()))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
+    path = str(tmp_path / "tokenizer.json")
+    of_a_backend = "import tokenizers\nTokenizer(tokenizers.Tokenizer.from_file(sys.argv[1])).encode('x')"
+    assert loaded_after(of_a_backend, path) == "[]\n"
+    of_a_folder = "Tokenizer.from_folder(sys.argv[1]).encode_chat([{'role': 'user', 'content': 'x'}])"
+    assert loaded_after(of_a_folder, str(tmp_path)) == "['transformers']\n"
 
 
 # ---- chat templates
@@ -325,10 +397,16 @@ def test_text_parts_are_joined_by_newlines():
         tokenizer.apply_chat_template([*HI, {"role": "user", "content": [*parts, {"type": "image", "url": "x"}]}])
 
 
-def test_other_fields_and_missing_content_reach_the_template():
-    tokenizer = templated("{{ messages[0].content is none }} {{ messages[0].tool_calls[0].name }}")
+def test_other_fields_reach_the_template_and_a_content_of_none_is_left_out():
+    tokenizer = templated("{{ messages[0].content is defined }} {{ messages[0].tool_calls[0].name }}")
     message = {"role": "assistant", "content": None, "tool_calls": ({"name": "f"},)}
-    assert tokenizer.apply_chat_template([message]) == "True f"
+    assert tokenizer.apply_chat_template([message]) == "False f"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_seen_under_each_of_its_names(name):
+    tokenizer = templated("{{ messages[0].reasoning_content }} {{ messages[0].thinking }}")
+    assert tokenizer.apply_chat_template([{"role": "assistant", "content": "x", name: "why"}]) == "why why"
 
 
 @pytest.mark.parametrize(
@@ -358,7 +436,7 @@ def test_an_error_of_the_template_names_the_message_that_brings_it_about():
     last_is_user = "{% if messages[-1].role != 'user' %}{{ raise_exception('ends with ' + messages[-1].role) }}{% endif %}"
     with pytest.raises(ValueError, match=re.escape("fails at message 2 (role 'tool'): ends with tool")):
         templated(last_is_user).apply_chat_template([messages[1], *HI, {"role": "tool", "content": "x"}])
-    with pytest.raises(ValueError, match=r"fails at message 1 \(role 'user'\): .*NoneType"):
+    with pytest.raises(ValueError, match=r"fails at message 1 \(role 'user'\): .*no attribute 'content'"):
         templated("{% for m in messages %}{{ 'x' + m.content }}{% endfor %}").apply_chat_template(
             [*HI, {"role": "user", "content": None}]
         )
@@ -383,11 +461,11 @@ def test_variables_that_the_template_does_not_read_are_refused():
 
 
 def test_which_template_is_used():
-    tokenizer = templated(default="D{{ tools is defined }}", tool_use="T{{ tools[0].name }}", rag="R")
+    tokenizer = templated(default="D{{ tools is none }}", tool_use="T{{ tools[0].name }}", rag="R")
     tools = [{"name": "f"}]
-    assert tokenizer.apply_chat_template(HI) == "DFalse"
+    assert tokenizer.apply_chat_template(HI) == "DTrue"
     assert tokenizer.apply_chat_template(HI, tools=tools) == "Tf"
-    assert tokenizer.apply_chat_template(HI, tools=tools, chat_template="default") == "DTrue"
+    assert tokenizer.apply_chat_template(HI, tools=tools, chat_template="default") == "DFalse"
     assert tokenizer.apply_chat_template(HI, chat_template="rag") == "R"
     assert tokenizer.apply_chat_template(HI, chat_template="own {{ messages[0].content }}") == "own hi"
     assert BYTE_LEVEL.apply_chat_template(HI, chat_template="x") == "x"
@@ -408,7 +486,11 @@ def test_where_a_folder_keeps_its_templates(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("file ü", encoding="utf-8")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "short.jinja").write_text("additional")
-    assert chat() == "file ü" and chat(chat_template="short") == "additional" and chat(chat_template="rag") == "rag"
+    assert Tokenizer.from_folder(tmp_path).chat_templates == {
+        "default": "file ü",
+        "short": "additional",
+    }  # in place of the config's
+    assert chat() == "file ü" and chat(chat_template="short") == "additional"
 
 
 # ---- real models, as transformers sees them
