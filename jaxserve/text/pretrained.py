@@ -20,7 +20,6 @@ _FULL = "tokenizer.json"
 _CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _VOCABULARIES = ("*.model", "vocab.*", "merges.txt", "tekken.json", "*.tiktoken")  # what transformers can convert
 _CONVERTERS = ("sentencepiece",)  # what transformers needs to convert a *.model
-_OFFLINE = {"local_files_only": True, "trust_remote_code": False}
 
 
 class Pretrained(NamedTuple):
@@ -99,7 +98,7 @@ def _as_it_stands(folder: Path) -> Any:
             return super()._add_tokens(new_tokens, special_tokens=special_tokens)
 
     try:
-        return Declared.from_pretrained(folder, **_OFFLINE)
+        return Declared.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # tokenizers raises bare Exception
         _check_json(folder)
         if str(error).startswith(f"{folder}: "):
@@ -117,7 +116,7 @@ def _converted(folder: Path) -> Any:
 
     try:
         with _quietly():
-            loaded = AutoTokenizer.from_pretrained(folder, **_OFFLINE)
+            loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a converter can raise anything
         _check_json(folder)
         missing = [name for name in _CONVERTERS if importlib.util.find_spec(name.split(".")[0]) is None]
