@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.md"
 
 
+@pytest.mark.slow
 def test_the_examples_run(tmp_path):
     """Under python -W error, as one program, its lines where they are on the page."""
     lines, inside = [], False

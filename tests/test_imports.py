@@ -188,6 +188,7 @@ gpu_engine.first_token(Figures("on a card", None, 60, True), "tiny-qwen3", "", t
 """
 
 
+@pytest.mark.slow
 def test_a_card_needs_jax_flax_absl_and_numpy_alone():
     """What gpu_check says of itself: none of our other dependencies is imported on the way to a token."""
     ours = distributions(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])

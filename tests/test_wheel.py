@@ -91,6 +91,7 @@ def test_works_from_another_folder(wheel, tmp_path):
 OFFLINE = ("NewConnectionError", "NameResolutionError", "ConnectTimeoutError", "ProxyError")  # of urllib3, which pip passes on
 
 
+@pytest.mark.slow
 def test_works_in_an_environment_of_its_own(wheel, tmp_path):
     """A new environment into which pip installs the wheel and what it requires: nothing that the tests or scripts need."""
     environment = tmp_path / "environment"

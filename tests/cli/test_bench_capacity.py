@@ -62,6 +62,7 @@ def test_simulated_and_resumed(tmp_path):
     assert done.returncode == 1 and "results of other settings (profile" in done.stderr
 
 
+@pytest.mark.slow
 def test_options_of_a_file(tmp_path):
     """A file's plan without decode buckets makes every step one of 0.2 s, where the default plan's decodes take 0.1 s; its pool and
     threshold count too."""
@@ -166,6 +167,7 @@ print(config.plan, config.cache.num_pages, config.scheduler.long_prefill_token_t
 """
 
 
+@pytest.mark.slow
 def test_a_rate_finds_nothing_cached(tmp_path):
     """The prompts of one seed are the same at every rate. The engine's options are those of the file."""
     alphabet_model.save(tmp_path / "model", tokenizer=False)

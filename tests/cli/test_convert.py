@@ -52,6 +52,7 @@ def folder(tmp_path) -> Path:
     return alphabet_model.save(tmp_path / "original", tensors=kept, torch_dtype="float32")
 
 
+@pytest.mark.slow
 def test_hugging_face_to_orbax_and_back(tmp_path, folder):
     done = convert(f"--model={folder}", f"--output={tmp_path / 'orbax'}")
     assert done.returncode == 0, done.stderr

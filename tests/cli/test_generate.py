@@ -290,6 +290,7 @@ def test_mistakes_end_with_one_line_and_an_exit_code(run, tmp_path, given, messa
     assert re.search(message, done.stderr + done.stdout)
 
 
+@pytest.mark.slow
 def test_results_of_before_are_kept_until_the_model_is_loaded(run, tmp_path):
     (tmp_path / "out.jsonl").write_text("precious\n")
     done = run("--prompt=a", f"--output={tmp_path / 'out.jsonl'}", "--page_size=3")

@@ -79,7 +79,8 @@ def test_together_as_alone_to_the_last_bit(policy, asynchronous, small_pool):
     check_together_as_alone("float32", settings, small_pool)
 
 
-@pytest.mark.parametrize("policy, transposed", [("sarathi", True), pytest.param("prefill_first", False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy, transposed", [("sarathi", True), ("prefill_first", False)])
+@pytest.mark.slow
 def test_together_as_alone_to_the_last_bit_in_bfloat16(policy, transposed):
     settings = dict(POLICIES[policy], bucket_plan=ONE_BUCKET)
     check_together_as_alone("bfloat16", settings, small_pool=True, transposed=transposed)

@@ -7,7 +7,6 @@ import pytest
 from jaxserve import BucketPlan, Engine, EngineConfig, SamplingParams
 from jaxserve.models import Decoder, ModelConfig, RopeConfig, named_leaves, with_leaves
 from kernels import gpu
-from tests.selection import slow_unless
 
 CONFIG = ModelConfig(
     architecture="Qwen3ForCausalLM",
@@ -73,7 +72,8 @@ def tokens_and_logprobs(backend: str, speculative: dict | None = None) -> dict[s
     return answers
 
 
-@pytest.mark.parametrize("speculative", slow_unless(lambda given: given is None, [None, DRAFTS]), ids=["plain", "drafts"])
+@pytest.mark.parametrize("speculative", [None, DRAFTS], ids=["plain", "drafts"])
+@pytest.mark.slow
 def test_interpreted_mosaic_answers_as_xla_does(speculative):
     """With drafts, the lengths that are planned for are bounds of the device's."""
     with gpu.interpreted():

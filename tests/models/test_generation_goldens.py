@@ -9,11 +9,12 @@ from jaxserve.engine.beam_search import search
 from jaxserve.models.loading import load_model
 from tests.dummy import ONE_BUCKET, SEQS, TOKENS, Ask, serve
 from tests.goldens.golden import HERE
+from tests.selection import slow_unless
 
 GOLDENS = json.loads((HERE / "generation.json").read_text())["models"]
 
 
-@pytest.fixture(scope="module", params=GOLDENS)
+@pytest.fixture(scope="module", params=slow_unless(lambda name: name == "qwen3_tied", GOLDENS))
 def served(request):
     """(engine, entries): pages of 4 tokens, too few for all requests."""
     config = EngineConfig(

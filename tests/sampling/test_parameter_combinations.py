@@ -95,6 +95,7 @@ def said(output: RequestOutput) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("config", [CONFIG, SPARSE], ids=["dense", "experts"])
+@pytest.mark.slow
 def test_alone_as_in_a_crowd(config, tmp_path):
     model = dummy_model("float32", dataclasses.replace(config, vocab_size=alphabet_model.VOCABULARY, eos_token_ids=(256,)))
     tokenizer = Tokenizer.from_id(alphabet_model.save(tmp_path / "alphabet"))

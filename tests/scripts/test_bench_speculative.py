@@ -85,6 +85,7 @@ for outputs in ([same], [same, first], [same, first, later]):
     assert python("-c", code).stdout.split() == ["None", "0.25", "0.5"]
 
 
+@pytest.mark.slow
 def test_grammars_on_a_timer(tmp_path):
     model = alphabet_model.save(tmp_path / "model")
     flags = [f"--tokenizer={model}", "--rows=2,3", "--steps=4", "--compiles=2", "--step_ms=1", "--head_ms=0.2"]

@@ -114,6 +114,7 @@ def test_tiles_are_chosen_only_when_all_were_timed(broken):
     assert (figures.rows[-1]["unit"] == "skipped") == bool(broken)
 
 
+@pytest.mark.slow
 def test_more_requests_than_run_at_once_are_no_decode_step():
     engine = random_engine("tiny-qwen3", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64)
     with pytest.raises(ValueError, match="batch=3 .* max_num_seqs=2"):

@@ -83,6 +83,7 @@ QUESTIONS = [
 ]
 
 
+@pytest.mark.slow
 def test_trials_are_kept(tmp_path):
     """A second search over the same seeds serves nothing; each seed's capacity meets the objective and its neighbour does not."""
     first = session(tmp_path)

@@ -46,6 +46,7 @@ def fuzz(server: Server, folder: Path, *flags: str, tested: int, **environment: 
     assert f"Tested: {tested}\n" in done.stdout, done.stdout[-6000:]
 
 
+@pytest.mark.slow
 def test_schemathesis(tmp_path):
     with serving(load(saved(tmp_path / "model"))) as server:
         fuzz(server, tmp_path, tested=9)

@@ -26,7 +26,7 @@ def llms(tmp_path_factory):
     [
         {},
         {"stop": ["kl", "m"]},
-        {"stop": ["ijk"], "include_stop_str_in_output": True, "logprobs": 2},
+        pytest.param({"stop": ["ijk"], "include_stop_str_in_output": True, "logprobs": 2}, marks=pytest.mark.slow),
         {"stop": ["j"], "min_tokens": 9, "n": 2, "temperature": 0.01, "seed": 1},
         {"stop": [after("e", 40)[-3:]]},
         {"logprobs": 0, "max_tokens": 1},

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+import pytest
 
 from jaxserve import BucketPlan, Engine, SamplingParams
 from jaxserve.execution import programs
@@ -66,6 +67,7 @@ def check_what_was_read(engine: Engine) -> int:
     return num_checked
 
 
+@pytest.mark.slow
 def test_a_body_shows_every_token_that_it_runs(monkeypatch):
     """And nothing compiles after warm-up, with a state that both programs change and probabilities in it; nor after a sleep."""
     engine = make_engine(monkeypatch, pool_pages=44)

@@ -16,6 +16,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative import rejection, verify
 from jaxserve.speculative.proposer import NO_DRAFT
 from tests.sampling.test_sampling import chi_square_p, pack, reference_probs, reference_uniform
+from tests.selection import slow_unless
 
 V, DRAFTS, LENGTH = 6, 2, 3  # a vocabulary of which every sequence of LENGTH tokens can be listed
 N = 4096  # sequences of each test
@@ -159,8 +160,8 @@ def fit(tokens, params):
     return chi_square_p(counts, expected * len(tokens))
 
 
-@pytest.mark.parametrize("proposal", PROPOSALS)
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("proposal", slow_unless(lambda name: name in ("uniform", "half", "point"), PROPOSALS))
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("plain", "top_k_min_p", "penalties_top_p"), PARAMS))
 def test_sequences_are_distributed_as_the_targets_own(name, proposal):
     params = SamplingParams(**PARAMS[name])
     tokens, accepted = generate(params, proposal, seed=list(PARAMS).index(name))
@@ -169,7 +170,9 @@ def test_sequences_are_distributed_as_the_targets_own(name, proposal):
     assert abs(accepted.mean() - possible) < 4 * np.sqrt(possible * (1 - possible) / len(accepted)) + 1e-9
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "right"])
+@pytest.mark.parametrize(
+    "rule", slow_unless(lambda rule: rule == "every draft stands", [rule for rule in RULES if rule != "right"])
+)
 def test_a_wrong_rule_is_found_out(rule):
     params = SamplingParams(**PARAMS["penalties"])
     tokens, _ = generate(params, "wrong", rule=rule)

@@ -190,6 +190,7 @@ def accepted_drafts(served: list[Request], forms: list[str]) -> Counter[tuple[st
     return accepted
 
 
+@pytest.mark.slow
 def test_several_hundred_forms_with_drafts(model, forms, without_drafts, record_property):
     """Each output is what it is without drafts, to the last bit, whatever is asked for beside its form and whatever befalls it;
     and of every two of these, drafts stood where both were."""
@@ -244,6 +245,7 @@ def mixed_asks(compiler, each: int = 2, **params) -> Asks:
     return asks
 
 
+@pytest.mark.slow
 def test_every_kind_of_grammar_with_drafts(model, compiler, record_property):
     """As of the random forms: the outputs are those without drafts, and of each kind drafts stood."""
     asks, names = mixed_asks(compiler, each=40), [*GRAMMARS, "none"]
