@@ -237,8 +237,8 @@ class Harness:
         scheduler, pool = self.scheduler, self.pool
         scheduler.check_invariants()
         assert not scheduler.num_running and not scheduler.num_waiting and pool.num_free_pages == pool.num_pages
-        assert not scheduler._requests and not scheduler._stop_ids
-        assert not scheduler._forced
+        assert not scheduler.requests.by_id and not scheduler.requests.stop_ids
+        assert not scheduler.requests.forced
         assert scheduler.rows.num_free == self.config.max_num_seqs and not any(scheduler.rows._requests)
 
     def assert_solo(self, *requests: Request) -> None:

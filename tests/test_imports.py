@@ -23,24 +23,8 @@ OURS = {  # which of our packages each may import
 }
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 COMMANDS = [path for path in FILES if path.parts[len(ROOT.parts)] in ("scripts", "jaxserve") and "\ndef main(" in path.read_text()]
-HOST_MODULES = (
-    "scheduling.scheduler",
-    "scheduling.page_pool",
-    "scheduling.policies",
-    "request",
-    "config",
-    "buckets.plan",
-    "batching.packer",
-    "text.tokenizer",
-)
-HOST_MODULES += (
-    "workloads.workload",
-    "workloads.traffic",
-    "workloads.latency",
-    "scheduling.step_budget",
-    "simulation.tuning",
-    "routing.policy",
-)
+HOST_MODULES = ("request", "config", "batching.packer", "text.tokenizer", "routing.policy")
+HOST_PACKAGES = ("scheduling", "buckets", "step_times", "workloads", "simulation")  # each of their modules
 HEAVY = ("jax", "flax", "torch", "transformers", "orbax", "fastapi", "matplotlib")
 # Import names whose distribution is called otherwise, or that come with another that is declared.
 DISTRIBUTIONS = {"absl": "absl-py", "jaxlib": "jax", "orbax": "orbax-checkpoint", "yarl": "aiohttp"}
@@ -145,6 +129,15 @@ def normalized(name: str) -> str:
 @pytest.mark.parametrize("module", HOST_MODULES)
 def test_host_modules_import_no_jax(module):
     assert loaded_after(f"import jaxserve.{module}") == set()
+
+
+@pytest.mark.parametrize("package", HOST_PACKAGES)
+def test_host_packages_import_no_jax(package):
+    """Of every module that lies in the package's folder; what each one loads is told if any loads too much."""
+    names = [f"jaxserve.{package}.{path.stem}" for path in sorted((ROOT / "jaxserve" / package).glob("*.py"))]
+    assert len(names) > 2
+    if loaded := loaded_after("import " + ", ".join(names)):
+        pytest.fail(f"{loaded} by {[name for name in names if loaded_after(f'import {name}')]}")
 
 
 def test_importing_jaxserve_is_light():

@@ -105,12 +105,13 @@ class LogitsRows:
 
 @dataclass(slots=True)
 class Decodes:
-    """The decodes of a step that is being composed."""
+    """The decodes of a step that is being composed. preempted: whether a running request gave up its pages for them."""
 
     rows: np.ndarray  # intp[n]
     starts: np.ndarray  # i32[n]
     q_lens: np.ndarray  # i32[n]: 1 + drafts
     num_tokens: int = 0
+    preempted: bool = False
 
 
 NO_DECODES = Decodes(np.zeros(0, np.intp), np.zeros(0, np.int32), np.zeros(0, np.int32))

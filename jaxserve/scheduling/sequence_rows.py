@@ -6,6 +6,9 @@ sequences at once; the page table here is the host's mirror of the device's. Kno
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 
 from jaxserve.request import Request
@@ -128,6 +131,27 @@ class SequenceRows:
         updates[:, 1] = columns = (columns - starts).repeat(counts) + np.arange(len(rows))
         updates[:, 2] = self.page_table[rows, columns]
         return updates
+
+    @contextmanager
+    def hiding(
+        self,
+        hidden: np.ndarray,  # bool[S]
+    ) -> Iterator[None]:
+        """Inside, `order` leaves out the rows of `hidden`, as if their owners did not run; what frees or takes rows there takes
+        those of others. Afterwards all are back in order of admission."""
+        everyone = self.order
+        out = hidden[everyone]
+        if not out.any():
+            yield
+            return
+        rank = np.full(len(hidden), len(everyone))  # in order of admission, new ones last
+        rank[everyone] = np.arange(len(everyone))
+        owners = self.generation.copy()
+        self.order = everyone[~out]
+        yield
+        rank[self.generation != owners] = len(everyone)
+        order = np.concatenate([everyone[out], self.order])
+        self.order = order[np.argsort(rank[order], kind="stable")]
 
     def check_invariants(self) -> None:
         """Asserts that rows, owners and counters agree."""

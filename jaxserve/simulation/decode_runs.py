@@ -1,8 +1,7 @@
 """Steps that are certain before they are scheduled: runs of decodes in which nobody comes, ends or waits for a page.
 
-Owns when the scheduler's next n schedules are known to be its running requests' next n tokens and nothing else, and the
-bookkeeping of all n at once, which leaves the scheduler as n calls of `schedule` and `update` would. It reaches into the scheduler
-for that; that both agree is tested step by step.
+Owns when the scheduler's next n schedules are known to be its running requests' next n tokens and nothing else, and what each of
+them reads. `Scheduler.skip_decodes` then leaves the scheduler as n calls of `schedule` and `update` would.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def num_certain_steps(scheduler: Scheduler, num_in_flight: int) -> int:
     """
     rows, pool = scheduler.rows, scheduler.pool
     order = rows.order
-    if not len(order) or pool.enable_prefix_caching or not _nobody_can_join(scheduler):
+    if not len(order) or pool.enable_prefix_caching or scheduler.may_admit():
         return 0
     computed, known = rows.num_computed[order], rows.num_known[order]
     if (computed < rows.prefill_end[order]).any() or (known - computed != 1 - num_in_flight).any():
@@ -30,15 +29,6 @@ def num_certain_steps(scheduler: Scheduler, num_in_flight: int) -> int:
     while n > 1 and _num_new_pages(scheduler, order, n).sum() > pool.num_free_pages:
         n //= 2
     return n if n > 1 else 0
-
-
-def _nobody_can_join(scheduler: Scheduler) -> bool:
-    """Whether the queue is empty, or its head lacks a row or pages; while nobody ends, both only get scarcer."""
-    if not scheduler.num_waiting or not scheduler.rows.num_free:
-        return True
-    head = scheduler._waiting.peek()
-    num_tokens = head.max_total_tokens - 1 if scheduler.policy.reserve_full else len(head.token_ids)
-    return scheduler.pages.num_pages(num_tokens) > scheduler.pool.num_free_pages
 
 
 def _num_new_pages(scheduler: Scheduler, order: np.ndarray, num_steps: int) -> np.ndarray:
@@ -59,25 +49,3 @@ def kv_tokens_of_run(
     if window is not None:
         lens = np.minimum(lens, window)
     return -(-lens // rows.page_size).sum(axis=1) * rows.page_size
-
-
-def skip_steps(scheduler: Scheduler, num_steps: int, token: int, num_batches: int = 1) -> None:
-    """Leaves the scheduler as if it had made `num_steps` of its certain steps, and had taken in as many that sampled `token`.
-
-    num_batches: micro-batches that each of them was cut into. Which pages a row holds may differ, not how many.
-    """
-    rows, order = scheduler.rows, scheduler.rows.order
-    while len(short := order[_num_new_pages(scheduler, order, num_steps) > 0]):
-        grown = scheduler.pages.grow(short)
-        assert grown, "a certain step lacks pages"
-    rows.num_uploaded[order] = rows.capacity[order]
-    rows.num_computed[order] += num_steps
-    rows.num_known[order] += num_steps
-    tokens = [token] * num_steps
-    for request in rows.requests_at(order):
-        request.token_ids += tokens
-    scheduler._num_steps += num_steps * num_batches
-    scheduler._num_updates += num_steps * num_batches
-    scheduler._num_scheduled_tokens += num_steps * len(order)
-    scheduler._last_was_prefill = False
-    scheduler._batch_end = 0

@@ -22,7 +22,7 @@ from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.demand import DemandLog
 from jaxserve.scheduling.schedule import Schedule, SchedulerStats
-from jaxserve.simulation.decode_runs import kv_tokens_of_run, skip_steps
+from jaxserve.simulation.decode_runs import kv_tokens_of_run
 from jaxserve.simulation.pipeline_runs import num_certain_rounds, time_turns
 from jaxserve.simulation.records import RequestRecords
 from jaxserve.simulation.replay import Replay, replay, serve
@@ -224,20 +224,8 @@ class PipelineReplica(SimulatedEngine):
 
     def _schedule(self) -> Schedule | None:
         """The scheduler's next step of those requests that no micro-batch in flight holds."""
-        rows = self.scheduler.rows
-        everyone = rows.order
-        flying = self._hidden[everyone] > 0
-        if not flying.any():
+        with self.scheduler.rows.hiding(self._hidden > 0):
             return self.scheduler.schedule()
-        rank = np.full(len(self._hidden), len(everyone))  # in order of admission, new ones last
-        rank[everyone] = np.arange(len(everyone))
-        owners = rows.generation.copy()
-        rows.order = everyone[~flying]
-        schedule = self.scheduler.schedule()
-        rank[rows.generation != owners] = len(everyone)
-        order = np.concatenate([everyone[flying], rows.order])
-        rows.order = order[np.argsort(rank[order], kind="stable")]
-        return schedule
 
     def _dispatch(self, schedule: Schedule) -> float:
         """Sends a micro-batch down the stages; when its tokens are there. The next is scheduled when the first stage is free."""
@@ -313,7 +301,7 @@ class PipelineReplica(SimulatedEngine):
             batches[i] = replace(batch, step_id=batch.step_id + n * k, starts=batch.starts + n)
         self._in_flight = deque(zip(batches, returns[n * k :], strict=True))
         self._last_update = returns[n * k - 1]
-        skip_steps(self.scheduler, n, TOKEN, k)
+        self.scheduler.skip_decodes(n, TOKEN, k)
 
 
 def replay_pipeline(

@@ -25,7 +25,7 @@ from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.schedule import Schedule, SchedulerStats
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.step_budget import StepBudget
-from jaxserve.simulation.decode_runs import kv_tokens_of_run, num_certain_steps, skip_steps
+from jaxserve.simulation.decode_runs import kv_tokens_of_run, num_certain_steps
 from jaxserve.simulation.records import RequestRecords, StepRecords
 from jaxserve.step_times.fitted import StepTimes
 
@@ -197,7 +197,7 @@ class Replica(SimulatedEngine):
         self.records.take_run(rows, updates)
         self._last_update = now
         self.steps.add_decodes([num_seqs], kv_tokens[:n, None], [bucket], [head_rows], starts, seconds[:n])
-        skip_steps(scheduler, n, TOKEN)
+        scheduler.skip_decodes(n, TOKEN)
         if flying:
             last = flying[0][0]
             flying[0] = replace(last, step_id=last.step_id + n, starts=last.starts + n), free

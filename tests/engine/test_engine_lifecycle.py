@@ -72,7 +72,7 @@ def test_nothing_is_left_after_everything(engine):
     run = serve(engine, requests(True))
     assert_empty(engine)
     assert all(answer.finish_reason for answer in run.answers.values())
-    assert not engine.scheduler._stop_ids and not engine._undelivered
+    assert not engine.scheduler.requests.stop_ids and not engine._undelivered
     assert engine.step() == [] and not engine.has_unfinished_requests()
     assert engine.reset_prefix_cache() and not engine.pool._page_of
 

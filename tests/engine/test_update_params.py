@@ -200,7 +200,7 @@ def test_what_was_kept_and_then_preempted_is_computed_with_the_new_weights(engin
     (request,) = engine.scheduler.running
     engine.drain()
     so_far = list(request.output_token_ids)
-    engine.scheduler._preempt(request)
+    engine.scheduler.requests.preempt(request)
     run_out(engine)
     assert request.output_token_ids == so_far + greedy_alone(OTHER, PROMPT + so_far, 12 - len(so_far))
     assert serve(engine, [Ask(PROMPT, GREEDY)]).stats.num_hit_tokens >= 20, "its pages may be shared from then on"

@@ -62,16 +62,22 @@ def state(replica: PipelineReplica) -> tuple[Any, ...]:
         [(b.step_id, b.rows.tolist(), b.starts.tolist(), b.generations.tolist(), end) for b, end in replica._in_flight],
         [getattr(rows, name)[rows.order].tolist() for name in names],
         [(r.request_id, list(r.token_ids)) for r in scheduler.running],
-        (rows.order.tolist(), scheduler.pool.num_free_pages, scheduler._batch_end, scheduler._last_was_prefill, replica.stats),
+        (
+            rows.order.tolist(),
+            scheduler.pool.num_free_pages,
+            scheduler.composer.batch_end,
+            scheduler.composer.last_was_prefill,
+            replica.stats,
+        ),
     )
 
 
 def recorded(log: Log, *, singly: bool) -> type[PipelineReplica]:
     class Recorded(PipelineReplica):
         def turn(self, *until):
-            before = self.scheduler._num_steps
+            before = self.scheduler.stats().num_steps
             busy = super().turn(*until)
-            after = self.scheduler._num_steps
+            after = self.scheduler.stats().num_steps
             if after > before:
                 log.states[after] = state(self)
             if after > before + 1:

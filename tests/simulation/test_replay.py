@@ -6,6 +6,7 @@ import pytest
 from jaxserve import BucketPlan, SamplingParams
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.demand import COLUMNS, DemandLog
+from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.simulation.replay import replay
 from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
 from jaxserve.workloads.traffic import multi_turn, shared_prefix
@@ -144,17 +145,15 @@ def test_runs_of_decodes_change_nothing(monkeypatch, options, async_scheduling, 
 
 def replay_counting(monkeypatch, work, limits, num_pages, async_scheduling):
     """(a replay, how many steps each run had), with every scheduler and pool checked at its end."""
-    from jaxserve.simulation import replica
-
     sizes, schedulers = [], []
 
-    def skip(scheduler, num_steps, token, real=replica.skip_steps):
+    def skip(scheduler, num_steps, token, real=Scheduler.skip_decodes):
         sizes.append(num_steps)
         schedulers.append(scheduler)
         real(scheduler, num_steps, token)
         scheduler.check_invariants()
 
-    monkeypatch.setattr(replica, "skip_steps", skip)
+    monkeypatch.setattr(Scheduler, "skip_decodes", skip)
     run = replay(work, PLAN, MODEL, limits, num_pages, async_scheduling=async_scheduling)
     schedulers[0].check_invariants()
     assert not schedulers[0].has_unfinished and schedulers[0].pool.num_free_pages == num_pages

@@ -1,0 +1,207 @@
+"""The life of a request between `add` and its end: queued, held, running, preempted, finished.
+
+Owns every unfinished request and where it is: the waiting queue, those held for a grammar or for another sample's prompt, and, with
+the rows and pages that it holds, the running ones. Decides nothing: who is admitted or preempted is the composer's question
+(step_composer.py), and what tokens mean is the intake's (token_intake.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from jaxserve.request import Request, RequestStatus
+from jaxserve.scheduling.config import SchedulerConfig
+from jaxserve.scheduling.page_pool import PagePool, root_hash
+from jaxserve.scheduling.policies import ORDER_KEYS, BatchingPolicy
+from jaxserve.scheduling.sequence_pages import SequencePages
+from jaxserve.scheduling.sequence_rows import NEVER, SequenceRows
+from jaxserve.scheduling.waiting_queue import WaitingQueue
+
+
+class RequestLifecycle:
+    """Every unfinished request, and the transitions between its states.
+
+    by_id: every unfinished request. queue: those that wait for their turn. held: those that wait for something else, a grammar or a
+    sample's prompt. forced: those with tokens in flight that are known already. stop_ids: stop ids of unfinished requests, counted.
+    """
+
+    def __init__(self, config: SchedulerConfig, policy: BatchingPolicy, pool: PagePool):
+        self.config = config
+        self.policy = policy
+        self.pool = pool
+        self.rows: SequenceRows = SequenceRows(config.max_num_seqs, config.max_model_len, pool.page_size)
+        self.pages: SequencePages = SequencePages(pool, self.rows)
+        self.order_key = ORDER_KEYS[config.order]
+        self.queue: WaitingQueue = WaitingQueue(self.order_key)
+        self.held: dict[str, Request] = {}
+        self.by_id: dict[str, Request] = {}
+        self.forced: dict[str, Request] = {}
+        self.stop_ids: Counter[int] = Counter()
+        self.num_added = 0
+        self.num_preemptions = 0
+
+    def add(self, request: Request) -> None:
+        """As `Scheduler.add`."""
+        request.max_total_tokens = self.check(request)
+        request.order = self.num_added
+        self.num_added += 1
+        self._set_weights_version(request, request.weights_version)
+        self.by_id[request.request_id] = request
+        self.stop_ids.update(request.stop_ids)
+        if request.status is RequestStatus.WAITING:
+            self._queue_or_hold(request)
+        else:
+            self.held[request.request_id] = request
+
+    def check(self, request: Request) -> int:
+        """As `Scheduler.check`."""
+        id_, num_prompt, config, pool = request.request_id, request.num_prompt_tokens, self.config, self.pool
+        if id_ in self.by_id:
+            raise ValueError(f"request_id={id_!r} is in use by an unfinished request; choose another")
+        if not num_prompt:
+            raise ValueError(f"request {id_!r} has an empty prompt; give it one token at least")
+        if num_prompt >= config.max_model_len:
+            raise ValueError(
+                f"request {id_!r} has a prompt of {num_prompt} tokens, but max_model_len={config.max_model_len} must hold it and "
+                "one output token; shorten the prompt or raise max_model_len"
+            )
+        if not self.policy.chunked and num_prompt > config.max_num_batched_tokens:
+            raise ValueError(
+                f"request {id_!r} has a prompt of {num_prompt} tokens, which no step can hold: prompts are not chunked and "
+                f"max_num_batched_tokens={config.max_num_batched_tokens}; turn chunking on or raise the budget"
+            )
+        max_tokens = request.params.max_tokens
+        limit = config.max_model_len if max_tokens is None else min(num_prompt + max_tokens, config.max_model_len)
+        # The last token's KV is never needed. Preempted, it holds nothing, and alone it is never preempted, so no headroom is due.
+        num_pages = self.pages.num_pages(limit - 1)
+        if num_pages > pool.num_pages:
+            raise ValueError(
+                f"request {id_!r} may reach {limit} tokens (prompt {num_prompt}, {max_tokens=}), which take {num_pages} pages of "
+                f"{pool.page_size}, but the pool has {pool.num_pages}; lower max_tokens or raise num_pages"
+            )
+        return limit
+
+    def set_ready(self, request: Request) -> None:
+        """As `Scheduler.set_ready`."""
+        if self.held.get(request.request_id) is request and request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            del self.held[request.request_id]
+            self._queue_or_hold(request)
+
+    def _queue_or_hold(self, request: Request) -> None:
+        """To the queue, unless another sample is yet to compute the prompt: the pages of one then serve all."""
+        first = next((sample for sample in request.samples if sample.request_id in self.by_id), request)
+        if first is not request and not has_prompt(first):
+            request.status = RequestStatus.WAITING_FOR_PROMPT
+            self.held[request.request_id] = request
+        else:
+            request.status = RequestStatus.WAITING
+            self.queue.push(request)
+
+    def release_samples(self, request: Request) -> None:
+        """Those that wait for this one's prompt go on, for it is scheduled, or this one has ended."""
+        for sample in request.samples:
+            if sample.status is RequestStatus.WAITING_FOR_PROMPT and self.held.pop(sample.request_id, None) is not None:
+                self._queue_or_hold(sample)
+
+    def start(self, request: Request, hit_pages: list[int], num_tokens: int) -> bool:
+        """The next of the queue runs from now on, on a row and pages for `num_tokens` tokens, `hit_pages` first; False, and nothing
+        has changed, if pages are short."""
+        if not self.pages.admit(request, hit_pages, num_tokens):
+            return False
+        popped = self.queue.pop()
+        assert popped is request, f"{request.request_id} is not the next of the queue"
+        request.status = RequestStatus.RUNNING
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = len(hit_pages) * self.pool.page_size
+        return True
+
+    def preempt(self, request: Request) -> None:
+        """Back to the queue, to recompute all its tokens; its pages keep their hashes, so that much of it may be hit again."""
+        request.num_unfetched = request.num_in_flight
+        self.pages.release(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.queue.push(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[Request]:
+        """As `Scheduler.abort`."""
+        aborted = [self.by_id[id_] for id_ in dict.fromkeys(request_ids) if id_ in self.by_id]
+        for request in aborted:
+            self.finish(request, "abort")
+        return aborted
+
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """As `Scheduler.finish`."""
+        assert self.by_id.get(request.request_id) is request, f"{request.request_id} is unknown or has finished"
+        if request.status is RequestStatus.RUNNING:
+            self.pages.release(request)
+        elif request.request_id in self.held:
+            del self.held[request.request_id]
+        else:
+            self.queue.remove(request)
+        if reason == "error":
+            self.pool.forget(self.pool.find(request.hash_chain[1:]))
+        del self.by_id[request.request_id]
+        self.forced.pop(request.request_id, None)
+        for token in request.stop_ids:
+            self.stop_ids[token] -= 1
+            if not self.stop_ids[token]:
+                del self.stop_ids[token]
+        request.status = RequestStatus.FINISHED
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        self.release_samples(request)
+
+    def change_weights(self, version: int, *, recompute: bool) -> None:
+        """As `Scheduler.change_weights`."""
+        if recompute:
+            for request in reversed(self.running):
+                self.preempt(request)
+        self.rows.num_hashed[self.rows.order] = NEVER
+        self.pool.forget(range(self.pool.num_pages))
+        for request in self.by_id.values():
+            self._set_weights_version(request, version)
+            scores = request.prompt_scores
+            if recompute and scores is not None and scores.wanted:
+                scores.next = scores.first  # all of a prompt's scores are of the same weights
+
+    def _set_weights_version(self, request: Request, version: int) -> None:
+        request.weights_version = version
+        if self.pool.enable_prefix_caching:
+            request.hash_chain = [root_hash(version, request.cache_salt)]
+
+    @property
+    def running(self) -> list[Request]:
+        """In order of admission."""
+        return [self.rows.request_at(row) for row in self.rows.order.tolist()]
+
+    @property
+    def waiting(self) -> list[Request]:
+        """In the order in which they will be admitted; those that wait for something else last."""
+        return [*self.queue, *self.held.values()]
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, and those held."""
+        return len(self.queue) + len(self.held)
+
+    def check_invariants(self) -> None:
+        """Asserts that no request, page or row is lost or held twice."""
+        running, waiting = self.running, self.waiting
+        ids = [request.request_id for request in running + waiting]
+        assert len(ids) == len(set(ids)) and set(ids) == set(self.by_id), "a request is lost, or in two places"
+        assert all(request.status is RequestStatus.RUNNING and not request.num_unfetched for request in running)
+        assert all(request.row < 0 and request.rows is None and request.num_in_flight >= 0 for request in waiting)
+        assert set(self.forced) == {request.request_id for request in running + waiting if request.num_forced_in_flight}
+        keys = [self.order_key(request) for request in self.queue]
+        assert keys == sorted(keys), "the queue is out of order"
+        assert self.stop_ids == Counter(token for request in running + waiting for token in request.stop_ids)
+        assert self.by_id or not self.rows.order.size
+        self.rows.check_invariants()
+        self.pool.check_invariants([page for request in running for page in self.rows.pages(request.row)])
+
+
+def has_prompt(request: Request) -> bool:
+    """Whether its prompt is computed as far as others can share it, by the steps scheduled so far."""
+    return request.num_computed_tokens >= request.num_prompt_tokens

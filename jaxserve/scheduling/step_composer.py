@@ -1,0 +1,255 @@
+"""What the next step holds: decodes, their drafts, and chunks of prompts, within a budget of tokens.
+
+Owns the composition of a step: which running requests decode and how far, whom to preempt when pages run out, whom to admit, and
+how much of each prompt is computed. The rules are a BatchingPolicy's (policies.py); requests change state in lifecycle.py.
+
+There is no prefill mode and no decode mode: a request owes the tokens that are known and not computed, and a step's budget is
+spent on what is owed (iteration-level scheduling: Orca, OSDI 2022; chunks beside decodes: Sarathi-Serve, OSDI 2024; paging,
+preemption by recomputation: Kwon et al., SOSP 2023).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from jaxserve.request import Request, RequestStatus
+from jaxserve.scheduling.lifecycle import RequestLifecycle, has_prompt
+from jaxserve.scheduling.schedule import NO_DECODES, Chunks, Decodes
+from jaxserve.scheduling.step_budget import StepBudget
+
+
+class DraftLengthChooser(Protocol):
+    """How many drafts each decode verifies: `speculative.draft_lengths.DraftLengths`."""
+
+    max_rows: int  # logits rows that a step may have
+
+    def choose(
+        self,
+        rows: np.ndarray,  # intp[n]
+        *,
+        explore: bool,
+        queued: bool,
+    ) -> np.ndarray:  # i32[n]
+        """The drafts of each of `rows`, as far as there is room."""
+        ...
+
+
+class StepComposer:
+    """Composes steps of `requests`. Advances their counters and takes rows and pages as it does so.
+
+    last_was_prefill: whether the last step held chunks. batch_end: where only an idle engine admits, requests added before this
+    many may still join the batch.
+    """
+
+    def __init__(
+        self, requests: RequestLifecycle, step_budget: StepBudget | None = None, draft_lengths: DraftLengthChooser | None = None
+    ):
+        self.requests = requests
+        self.step_budget = step_budget
+        self.draft_lengths = draft_lengths
+        self.last_was_prefill = False
+        self.batch_end = 0
+        self._rows, self._pages, self._queue = requests.rows, requests.pages, requests.queue
+        self._policy, self._config = requests.policy, requests.config
+        self._ones = np.ones(requests.config.max_num_seqs, np.int32)
+
+    def compose(self) -> tuple[Decodes, Chunks] | None:
+        """The next step; None if nothing can be computed now."""
+        if not len(self._rows.order):
+            self.batch_end = self.requests.num_added
+        if self._policy.mixed:
+            decodes = self._decodes()
+            chunks = self._chunks(decodes)
+        elif self._policy.prefill_first or not self.last_was_prefill:
+            chunks = self._chunks(NO_DECODES)
+            decodes = NO_DECODES if chunks.requests else self._decodes()
+        else:
+            decodes = self._decodes()
+            chunks = Chunks() if decodes.num_tokens else self._chunks(decodes)
+        if not decodes.num_tokens and not chunks.requests:
+            return None
+        self.last_was_prefill = bool(chunks.requests)
+        return decodes, chunks
+
+    def skip_decodes(self) -> None:
+        """Steps of decodes were taken that `compose` did not make."""
+        self.last_was_prefill, self.batch_end = False, 0
+
+    def may_admit(self) -> bool:
+        """Whether a row is free and the pool has as many pages as the next of the queue needs without hits."""
+        if not self._queue or not self._rows.num_free:
+            return False
+        num_tokens = self._num_tokens_to_hold(self._queue.peek())
+        return self._pages.num_pages(num_tokens) <= self._pages.pool.num_free_pages
+
+    # Decodes and their drafts
+
+    def _decodes(self) -> Decodes:
+        """One token of every running request past its prompt, and drafts. Pages first, by preemption if need be; then, with nobody
+        left to be taken out again, the counters."""
+        rows, preempted = self._rows, False
+        decodes, starts = self._owing_decodes()
+        short = decodes[starts >= rows.capacity[decodes]]
+        if len(short) and not self._pages.grow(short):
+            preempted = self._grow_preempting(rows.requests_at(short))
+            decodes, starts = self._owing_decodes()
+        q_lens, num_tokens = self._ones[: len(decodes)], len(decodes)
+        if self.draft_lengths is not None and num_tokens:
+            num_drafts = self._num_drafts(self.draft_lengths, decodes, starts)
+            if num_drafts.any():
+                q_lens = 1 + num_drafts
+                num_tokens = int(q_lens.sum())
+        if len(decodes):
+            self.batch_end = 0  # the first decode closes it
+        rows.num_computed[decodes] = starts + q_lens
+        return Decodes(decodes, starts, q_lens, num_tokens, preempted)
+
+    def _owing_decodes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows (in running order) that owe their last sampled token and may sample another, and that token's position.
+
+        One that may not sample another has its last token in flight: tokens never go past the limit, whatever is in flight.
+        """
+        rows = self._rows
+        order, computed = rows.order, rows.num_computed[rows.order]
+        owing = (computed >= rows.prefill_end[order]) & (computed < rows.limit[order] - 1)
+        return (order, computed) if owing.all() else (order[owing], computed[owing])
+
+    def _grow_preempting(self, requests: list[Request]) -> bool:
+        """One more page for each of `requests`, in running order, as long as it runs; victims give up theirs. Whether there were
+        victims."""
+        num_before = self.requests.num_preemptions
+        for request in requests:
+            # It may have been a victim before its turn, and becomes its own if it is the worst.
+            while request.status is RequestStatus.RUNNING and not self._pages.grow(np.array([request.row])):
+                self.requests.preempt(self._choose_victim())
+        return self.requests.num_preemptions > num_before
+
+    def _choose_victim(self) -> Request:
+        """First-come-first-served: the last admitted. Priority: the worst priority, of these the latest arrival."""
+        if self._config.order == "fcfs":
+            return self._rows.request_at(int(self._rows.order[-1]))
+        return max(self.requests.running, key=self.requests.order_key)
+
+    def _num_drafts(
+        self,
+        draft_lengths: DraftLengthChooser,
+        decodes: np.ndarray,  # intp[n], n > 0
+        starts: np.ndarray,  # i32[n]
+    ) -> np.ndarray:  # i32[n]
+        """How many drafts each decode verifies. Every decode has its own token's budget, logits row and page already; drafts take
+        what is left, of tokens and logits rows half where prompts owe tokens, in running order, up to the length limit, and never
+        preempt."""
+        rows, n = self._rows, len(decodes)
+        num_prompts = len(rows.order) - n + self.requests.num_waiting  # samples held may follow the first at once
+        num_prompts = min(num_prompts, self._config.max_num_seqs - n)  # that may end in this step, with a logits row each
+        wanted = draft_lengths.choose(decodes, explore=not num_prompts, queued=bool(self._queue))
+        if not wanted.any():
+            return wanted
+        wanted = np.minimum(wanted, rows.limit[decodes] - starts - 2)
+        room = min(self._budget(starts) - n, draft_lengths.max_rows - n - num_prompts)
+        ends = np.minimum(np.cumsum(np.maximum(wanted, 0)), max(0, room // 2 if num_prompts else room))
+        num_drafts = np.diff(ends, prepend=0).astype(np.int32)
+        for i in (starts + num_drafts >= rows.capacity[decodes]).nonzero()[0].tolist():
+            row = decodes[i]
+            while rows.capacity[row] <= starts[i] + num_drafts[i] and self._pages.grow(np.array([row])):
+                pass
+            num_drafts[i] = min(num_drafts[i], rows.capacity[row] - starts[i] - 1)
+        return num_drafts
+
+    # Chunks and admission
+
+    def _chunks(self, decodes: Decodes) -> Chunks:
+        """Chunks of the running requests' prompts, then of newly admitted ones, within the budget that the decodes leave."""
+        rows, queue, chunks = self._rows, self._queue, Chunks()
+        partial = self._partial_prompts()
+        num_prompts = len(partial) + len(queue)
+        budget = self._budget(decodes.starts) - decodes.num_tokens
+        for row in partial:
+            known, computed = int(rows.prefill_end[row]), int(rows.num_computed[row])
+            num_tokens = self._chunk_size(known, computed, budget - chunks.num_tokens, num_prompts)
+            if num_tokens:
+                self._add_chunk(chunks, rows.request_at(row), num_tokens)
+        if decodes.preempted and (decodes.num_tokens or chunks.requests):
+            return chunks  # pages are short: nobody joins, unless the step would stand idle
+        while queue and rows.num_free and chunks.num_tokens < budget:
+            if not self._admit(queue.peek(), chunks, budget - chunks.num_tokens, num_prompts):
+                break
+        return chunks
+
+    def _partial_prompts(self) -> list[int]:
+        """Rows whose prompt is not computed to its end, in running order."""
+        rows = self._rows
+        return rows.order[rows.num_computed[rows.order] < rows.prefill_end[rows.order]].tolist()
+
+    def _budget(self, starts: np.ndarray) -> int:  # i32[n]: positions of the step's decodes
+        """Tokens that the step may hold: decodes, their drafts and chunks. An objective counts where decodes and prompts may both
+        be in it (or prompts alone: StepBudget); drafts and chunks share what it leaves beside the decodes' own tokens."""
+        chosen = self.step_budget if len(starts) or self.step_budget is not None and self.step_budget.every_step else None
+        partial = self._partial_prompts() if chosen is not None else []
+        if chosen is None or not (partial or self._queue and self._rows.num_free):
+            return self._config.max_num_batched_tokens
+        chunk_start = int(self._rows.num_computed[partial[0]]) if partial else 0
+        return max(len(starts), chosen.choose(starts, chunk_start))
+
+    def _chunk_size(self, num_known: int, num_computed: int, budget: int, num_prompts: int) -> int:
+        """How many of a request's `num_known` tokens to compute in this step; 0 if it must wait.
+
+        The threshold counts while more than one prompt is unfinished or waits. Where prompts are not chunked, one that no step
+        could hold, which only the recomputation of a preempted request can be, is chunked nevertheless.
+        """
+        owed = num_known - num_computed
+        if not self._policy.chunked and num_known <= self._config.max_num_batched_tokens:
+            return owed if owed <= budget else 0
+        threshold = self._config.long_prefill_token_threshold
+        return min(owed, budget, threshold) if threshold and num_prompts > 1 else min(owed, budget)
+
+    def _num_tokens_to_hold(self, request: Request) -> int:
+        """Tokens for which a request needs pages at its admission: all it knows, or all it may reach."""
+        return request.max_total_tokens - 1 if self._policy.reserve_full else len(request.token_ids)
+
+    def _admit(self, request: Request, chunks: Chunks, budget: int, num_prompts: int) -> bool:
+        """Gives the request a row, pages for all its known tokens (or for all it may reach) and a first chunk; False if any of
+        them is short, and nothing has changed then."""
+        pool = self._pages.pool
+        if request.num_unfetched or not pool.num_free_pages:
+            return False  # it will recompute its tokens in flight too, and needs one page of its own at least
+        if self._policy.admit_only_when_idle and request.order >= self.batch_end:
+            return False
+        hits = self._pages_of_others(request)
+        num_tokens = self._chunk_size(len(request.token_ids), len(hits) * pool.page_size, budget, num_prompts)
+        if not num_tokens or not self.requests.start(request, hits, self._num_tokens_to_hold(request)):
+            return False
+        self._add_chunk(chunks, request, num_tokens)
+        return True
+
+    def _pages_of_others(self, request: Request) -> list[int]:
+        """Pages that hold the beginning of its tokens already: the prefix cache's, or those of the prompt that a running sample of
+        it has computed, where that is more (without a prefix cache, above all)."""
+        pool = self._pages.pool
+        page_size, hits = pool.page_size, pool.match(request.hash_chain, request.token_ids)
+        num_shared = min(request.num_prompt_tokens, len(request.token_ids) - 1) // page_size
+        for sample in request.samples:
+            if len(hits) < num_shared and sample.row >= 0 and has_prompt(sample) and self._pages.shareable(sample.row):
+                hits = sample.pages[:num_shared]
+        scores = request.prompt_scores
+        if scores is not None and scores.wanted:  # the token before each one that is scored must be computed
+            hits = hits[: (scores.next - 1) // page_size]
+        return hits
+
+    def _add_chunk(self, chunks: Chunks, request: Request, num_tokens: int) -> None:
+        """Commits the next `num_tokens` tokens of a prompt to the step, and hashes the pages that they fill: a step writes its KV
+        before it reads any, so that a request admitted later in the same step may hit them."""
+        row, rows = request.row, self._rows
+        start = int(rows.num_computed[row])
+        rows.num_computed[row] = start + num_tokens
+        chunks.requests.append(request)
+        chunks.rows.append(row)
+        chunks.starts.append(start)
+        chunks.q_lens.append(num_tokens)
+        chunks.samples.append(start + num_tokens == rows.prefill_end[row])
+        chunks.num_tokens += num_tokens
+        self._pages.register_full(np.array([row]))
+        if request.samples and has_prompt(request):
+            self.requests.release_samples(request)

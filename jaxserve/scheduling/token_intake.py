@@ -1,0 +1,156 @@
+"""What tokens mean to the requests that they come for: sampled ones, drafted ones, and those that are known beforehand.
+
+Owns the way of a token into a request: who it belongs to when the request lost its row meanwhile, which drafts' places are given
+back, and whether it ends the request. Knows nothing of queues, budgets or policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxserve.request import Request, RequestStatus
+from jaxserve.scheduling.lifecycle import RequestLifecycle
+from jaxserve.scheduling.schedule import Schedule, StepResult
+
+
+class TokenIntake:
+    """Takes tokens into `requests`. num_discarded_rows: entries whose request had finished by the time their tokens came back."""
+
+    def __init__(self, requests: RequestLifecycle):
+        self.requests = requests
+        self.num_discarded_rows = 0
+        self._rows, self._pages = requests.rows, requests.pages
+
+    def take(
+        self,
+        schedule: Schedule,
+        sampled: np.ndarray,  # i32[n]; anything where samples is False
+    ) -> StepResult:
+        """The tokens of a step without drafts, one an entry that samples."""
+        assert not schedule.num_drafts, "a step with drafts is updated with counts"
+        assert len(sampled) == schedule.num_seqs, f"{len(sampled)} tokens for {schedule.num_seqs} entries"
+        state, stop_ids = self._rows, self.requests.stop_ids
+        requests, rows, tokens = schedule.requests, schedule.rows, sampled.tolist()
+        samples = self._without_forced(schedule) if self.requests.forced else schedule.samples
+        own = samples & (state.generation[rows] == schedule.generations)
+        late: list[int] = []
+        if not own.all():
+            index = np.flatnonzero(own)
+            late = np.flatnonzero(samples & ~own).tolist()
+            requests, rows, tokens = [requests[i] for i in index.tolist()], rows[index], sampled[index].tolist()
+        for request, token in zip(requests, tokens):  # noqa: B905 (strict costs 2 us at 256)
+            request.token_ids.append(token)
+        known = state.num_known[rows] + 1
+        state.num_known[rows] = known
+        self._pages.register_full(rows)
+        result = StepResult(requests, tokens)
+        ended = (known >= state.limit[rows]).nonzero()[0].tolist()
+        if not stop_ids.keys().isdisjoint(tokens):
+            ended = sorted({*ended, *(i for i, token in enumerate(tokens) if token in stop_ids)})
+        for i in ended:
+            self._finish_if_ended(requests[i], result)
+        for i in late:
+            self._deliver(schedule.requests[i], [int(sampled[i])], 1, result)
+        return result
+
+    def take_drafted(
+        self,
+        schedule: Schedule,
+        sampled: np.ndarray,  # i32[n, 1 + k]
+        counts: np.ndarray,  # i32[n]: an entry's accepted drafts and one more
+    ) -> StepResult:
+        """The tokens of a step whose entries may bring several: each planned for its drafts and gives back the rejected ones."""
+        result = StepResult([], [])
+        samples = self._without_forced(schedule) if self.requests.forced else schedule.samples
+        own = self._rows.generation[schedule.rows] == schedule.generations
+        for i in np.flatnonzero(samples).tolist():
+            request, count = schedule.requests[i], int(counts[i])
+            num_planned = int(schedule.q_lens[i]) if i < schedule.num_decodes else 1
+            assert 1 <= count <= num_planned, f"{count} tokens of an entry that planned {num_planned}"
+            if own[i]:
+                self._rows.num_computed[request.row] -= num_planned - count
+            self._deliver(request, sampled[i, :count].tolist(), num_planned, result)
+        return result
+
+    def append_forced(self, request: Request, token_ids: Sequence[int], *, max_tokens: int, num_cut: int = 0) -> StepResult:
+        """As `Scheduler.append_forced`; at most `max_tokens` of them."""
+        result, rows, row = StepResult([], []), self._rows, request.row
+        in_flight = request.num_in_flight - num_cut
+        if (
+            request.status is not RequestStatus.RUNNING
+            or request.num_forced_in_flight
+            or rows.num_computed[row] < rows.prefill_end[row]
+        ):
+            return result  # what it has to compute already comes first
+        token_ids = token_ids[: min(max_tokens, request.max_total_tokens - len(request.token_ids))]
+        while rows.capacity[row] < len(request.token_ids) + len(token_ids) and self._pages.grow(np.array([row])):
+            pass
+        token_ids = token_ids[: max(0, int(rows.capacity[row]) - len(request.token_ids))]
+        if len(token_ids) <= max(1, in_flight):
+            return result
+        rows.num_computed[row] -= num_cut
+        if in_flight:
+            request.num_forced_in_flight = in_flight
+            self.requests.forced[request.request_id] = request
+        for token in token_ids:
+            request.token_ids.append(token)
+            result.requests.append(request)
+            result.tokens.append(token)
+            if request.end() is not None:
+                break
+        rows.num_known[row] = rows.prefill_end[row] = len(request.token_ids)
+        self._finish_if_ended(request, result)
+        return result
+
+    def skip(self, num_steps: int, token: int) -> None:
+        """Every running request decodes `num_steps` tokens more, each of them `token`; none of them may end with these. Which pages
+        a row holds may differ from what as many steps would have left, not how many."""
+        rows, order = self._rows, self._rows.order
+        while len(short := order[rows.capacity[order] < rows.num_computed[order] + num_steps]):
+            grown = self._pages.grow(short)
+            assert grown, "a certain step lacks pages"
+        rows.num_uploaded[order] = rows.capacity[order]
+        rows.num_computed[order] += num_steps
+        rows.num_known[order] += num_steps
+        tokens = [token] * num_steps
+        for request in rows.requests_at(order):
+            request.token_ids += tokens
+
+    def _without_forced(self, schedule: Schedule) -> np.ndarray:
+        """schedule.samples without those whose token the host has known since the step was scheduled."""
+        samples = schedule.samples.copy()
+        for i, request in enumerate(schedule.requests):
+            if samples[i] and request.num_forced_in_flight:
+                samples[i] = False
+                request.num_forced_in_flight -= 1
+                if not request.num_forced_in_flight:
+                    self.requests.forced.pop(request.request_id, None)
+        return samples
+
+    def _deliver(self, request: Request, tokens: list[int], num_planned: int, result: StepResult) -> None:
+        """Appends one request's tokens up to its end, wherever it is now; `num_planned` were in flight for them."""
+        if request.finished:
+            self.num_discarded_rows += 1
+            return
+        row = request.row
+        if row < 0:
+            request.num_unfetched -= num_planned
+        for token in tokens:
+            request.token_ids.append(token)
+            if row >= 0:
+                self._rows.num_known[row] += 1
+            result.requests.append(request)
+            result.tokens.append(token)
+            if request.end() is not None:
+                break
+        if row >= 0:
+            self._pages.register_full(np.array([row]))
+        self._finish_if_ended(request, result)
+
+    def _finish_if_ended(self, request: Request, result: StepResult) -> None:
+        end = request.end()
+        if end is not None:
+            self.requests.finish(request, *end)
+            result.finished.append(request)
