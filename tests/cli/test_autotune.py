@@ -13,6 +13,7 @@ import pytest
 from jaxserve import LLM, SamplingParams
 from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
 from tests import alphabet_model
+from tests.cli.commands import MODULES
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +30,7 @@ def profile(page_size: int, slower: float) -> StepTimeModel:
 
 def run(script: str, *given: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", f"scripts.{script}", *given]
+    command = [sys.executable, "-m", MODULES[script], *given]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
 
 

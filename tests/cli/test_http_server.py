@@ -11,6 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.cli.commands import MODULES
+
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl, to make a certificate")
 
@@ -81,6 +83,6 @@ def test_no_tls_is_said_at_once(files, module, certificate, key, said):
     """Before the model, which is not there, is looked for."""
     given = [f"--ssl_{kind}={files / name}" for kind, name in (("certfile", certificate), ("keyfile", key)) if name]
     target = "--model=/nothing/there" if module == "serve" else "--backends=http://127.0.0.1:9"
-    process = start(f"scripts.{module}", target, *given)
+    process = start(MODULES[module], target, *given)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and said in output and "Traceback" not in output and "/nothing/there" not in output

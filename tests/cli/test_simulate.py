@@ -16,13 +16,14 @@ from jaxserve.step_times.hardware import GPUS
 from jaxserve.step_times.model_shapes import ModelShape
 from scripts.reproduce.vidur_profiles import OPERATORS
 from tests import alphabet_model
+from tests.cli.commands import MODULES
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(script: str, *given: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", f"scripts.{script}", *given]
+    command = [sys.executable, "-m", MODULES[script], *given]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
 
 

@@ -19,6 +19,7 @@ from jaxserve.engine.resolution import model_shape
 from jaxserve.models import ModelConfig
 from jaxserve.step_times.fitted import StepTimeModel
 from tests import alphabet_model
+from tests.cli.commands import MODULES
 
 ROOT = Path(__file__).parents[2]
 PLOTS = importlib.util.find_spec("matplotlib") is not None  # an extra
@@ -31,7 +32,7 @@ def plot(path: Path) -> list[str]:
 
 def run(work: Path, script: str, *given: str, model: bool = True) -> subprocess.CompletedProcess:
     environment = os.environ | {"JAXSERVE_CACHE": str(work / "cache"), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", f"scripts.{script}", *([f"--model={work / 'model'}"] if model else []), *given]
+    command = [sys.executable, "-m", MODULES[script], *([f"--model={work / 'model'}"] if model else []), *given]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
 
 
@@ -404,7 +405,7 @@ def test_a_server_of_anothers(work):
 @pytest.mark.parametrize("script", ["bench_serve", "tune_buckets", "tune_budget"])
 def test_a_plot_that_cannot_be_drawn_ends_nothing_late(script):
     """It is said before anything is read or measured."""
-    code = f"import runpy, sys\nsys.modules['matplotlib'] = None\nrunpy.run_module('scripts.{script}', run_name='__main__')"
+    code = f"import runpy, sys\nsys.modules['matplotlib'] = None\nrunpy.run_module('{MODULES[script]}', run_name='__main__')"
     command = [sys.executable, "-c", code, "--plot=x", "--step_times=/nothing/there", "--tbt_slo_ms=9"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 1 and "plots need matplotlib" in done.stdout + done.stderr and "/nothing/there" not in done.stderr
