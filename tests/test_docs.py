@@ -34,6 +34,33 @@ def test_the_examples_run(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_examples_of_the_readme_run(tmp_path):
+    """As they stand but for where the model lies: a model that counts letters, and its server. A trainer is theirs to bring."""
+    import jaxserve
+    from jaxserve.models.loading import load_model
+    from tests import alphabet_model
+    from tests.serving.http_server import serving
+
+    folder = alphabet_model.save(tmp_path / "model", max_position_embeddings=1024)
+    page = (ROOT / "README.md").read_text()
+    examples = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(examples) == 4
+    trained = []
+    names: dict = {
+        "module": load_model(folder, dtype="float32").module,
+        "batches": [["a", "b"]],
+        "optimizer": None,
+        "train_step": lambda *given: trained.append(given),
+    }
+    plan = jaxserve.BucketPlan(decode=(16,), mixed=((128, 16),), head_rows=(16,))
+    served = jaxserve.LLM(folder, bucket_plan=plan, num_pages=64, max_model_len=256)
+    with serving(served, names=("qwen3",)) as server:
+        for example in examples:
+            code = example.replace("Qwen/Qwen3-0.6B", str(folder)).replace("http://127.0.0.1:8000", server.url)
+            exec(compile(code, "README.md", "exec"), names)
+    assert len(trained) == 1 and isinstance(names["city"], names["City"])
+
+
 SECTIONS = {  # heading -> what stands under it
     heading: text for heading, _, text in (part.partition("\n") for part in PAGE.read_text().split("\n## ")[1:])
 }
