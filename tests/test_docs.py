@@ -93,6 +93,14 @@ def test_public_methods_are_annotated_and_described(name):
     assert not bare
 
 
+@pytest.mark.parametrize("page", ["README.md", "examples/README.md"])
+def test_links_of_pages_outside_the_site(page):
+    """To files of the checkout; what is an address elsewhere is not asked for."""
+    links = re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text())
+    local = [link for link in links if "://" not in link]
+    assert local and not [link for link in local if not (ROOT / page).parent.joinpath(link).exists()]
+
+
 def build_site(config: Path, folder: Path) -> subprocess.CompletedProcess:
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-m", "mkdocs", "build", f"--config-file={config}", f"--site-dir={folder}"]
