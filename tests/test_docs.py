@@ -34,6 +34,7 @@ def test_the_examples_run(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_readme_run(tmp_path):
     """As they stand but for where the model lies: a model that counts letters, and its server. A trainer is theirs to bring."""
     import jaxserve

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field, replace
@@ -359,10 +360,10 @@ def test_without_matplotlib_nothing_begins(tmp_path, script):
 
 
 def test_commands_of_the_buckets_page():
-    """What `make reproduce-buckets` takes from the page is shell, of scripts that there are."""
+    """What `make reproduce-buckets` takes from the page is shell, of commands that there are."""
     page = (ROOT / "benchmarks" / "buckets" / "README.md").read_text()
     commands = "\n".join(line[4:] for line in page.splitlines() if line.startswith("    "))
     assert subprocess.run(["sh", "-n", "-c", commands], capture_output=True, text=True, timeout=60).stderr == ""
-    scripts = [word for word in commands.split() if word.startswith("scripts.")]
-    assert len(scripts) >= 5 and all((ROOT / f"{name.replace('.', '/')}.py").exists() for name in scripts)
+    named = re.findall(r"\bjaxserve (\w+) (\w+)", commands)
+    assert len(named) >= 5 and all((ROOT / "jaxserve" / "cli" / family / f"{name}.py").exists() for family, name in named)
     assert "sed -n 's/^    //p' benchmarks/buckets/README.md" in (ROOT / "Makefile").read_text()
