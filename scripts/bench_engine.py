@@ -1,4 +1,4 @@
-"""The engine against transformers on this machine, in the same minutes: what BUILD.md's table of peers quotes.
+"""The engine against transformers on this machine, in the same minutes: the first table of benchmarks/cpu/README.md.
 
     python -m scripts.bench_engine --json=benchmarks/results/cpu/engine.json          (or: make bench)
 

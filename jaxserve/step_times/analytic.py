@@ -36,7 +36,7 @@ from jaxserve.step_times.hardware import (
 from jaxserve.step_times.model_shapes import MODELS, ModelShape
 from jaxserve.step_times.operators import BYTES, all_reduce_seconds, matmul_seconds, send_seconds, stream_seconds
 
-HOST_SECONDS = 0.15e-3  # schedule + pack + update with 256 running (scripts.bench_scheduler, BUILD.md)
+HOST_SECONDS = 0.15e-3  # schedule + pack + update with 256 running (scripts.bench_scheduler, benchmarks/cpu)
 _ATTENTION_KERNELS = 2  # the kernel, and the join of split sequences
 
 
