@@ -27,7 +27,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 RopeAngles = tuple[jax.Array, jax.Array]  # cos, sin: f32[..., H/2]
 
 INIT_STD = 0.02
-FEW_ROWS = {2: 16, 4: 64}  # by bytes a number: rows up to which XLA:CPU is faster with the weight on the left (benchmarks/cpu/README.md)
+FEW_ROWS = {2: 16, 4: 64}  # by bytes a number: rows up to which XLA:CPU is faster with the weight on the left (benchmarks/cpu)
 
 
 class Linear(nnx.Module):
