@@ -140,7 +140,7 @@ def compare_step(engine: Any, model: Any, batch: int) -> dict[str, float]:
         start = time.perf_counter()
         for _ in range(10):
             engine.step()
-        engine.runner.last_tokens.block_until_ready()
+        engine.runner.state.rows.last_tokens.block_until_ready()
         mine.append((time.perf_counter() - start) / 10)
         start = time.perf_counter()
         for _ in range(10):
@@ -161,32 +161,34 @@ class BareStep:
         import jax
         import jax.numpy as jnp
 
+        from jaxserve.execution.device_state import replace_rows
         from jaxserve.sampling.sampler import first_highest, in_blocks
 
         programs = engine.runner.programs
         functions, layout = programs.functions, programs.layouts[engine.config.plan.select(batch, batch, 1)]
-        body = programs.body_spec(layout.bucket)[0]
+        body = programs.spec(layout.bucket).function
         rows = engine.config.plan.select_head_rows(batch)
 
-        def bare(body_leaves, head_leaves, kv_pages, table, num_computed, step_hidden, last_tokens, packed):
-            hidden, _, *state, _ = body(body_leaves, kv_pages, table, num_computed, step_hidden, last_tokens, packed)
-            model = functions.module(functions.head_indices, head_leaves)
-            blocks = in_blocks(model.logits(model.final_norm(hidden[:rows])), -jnp.inf)
+        def bare(body_weights, head_weights, state, packed):
+            state, head_inputs = body(body_weights, state, packed)
+            model = functions.module(functions.head_indices, head_weights)
+            blocks = in_blocks(model.logits(model.final_norm(head_inputs.hidden[:rows])), -jnp.inf)
             tokens = first_highest(blocks, blocks.max(-1))
-            return *state, last_tokens.at[: min(rows, batch)].set(tokens[:batch]), tokens
+            return replace_rows(state, last_tokens=state.rows.last_tokens.at[: min(rows, batch)].set(tokens[:batch])), tokens
 
-        self._weights = (engine.runner.body_leaves, engine.runner.head_leaves)
-        self._state = [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), x) for x in programs.state]
+        self._weights = (engine.runner.body_weights, engine.runner.head_weights)
+        self._state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), programs.state)
         pages = 1 + (40 + _STEPS.value) // layout.page_size
-        table = np.zeros(self._state[1].shape, np.int32)
+        table = np.zeros(self._state.rows.page_table.shape, np.int32)
         table[:batch, :pages] = np.arange(batch * pages).reshape(batch, pages)
-        self._state[1:3] = [jnp.asarray(table), jnp.full_like(self._state[2], 32)]
+        lengths = jnp.full_like(self._state.rows.num_computed, 32)
+        self._state = replace_rows(self._state, page_table=jnp.asarray(table), num_computed=lengths)
         self._packed = layout.padding.copy()
         fields = layout.unpack(self._packed)
         fields["seq_rows"][:batch], fields["q_lens"][:batch] = np.arange(batch), 1
         fields["starts"][:batch], fields["token_ids"][:batch] = -1, -1
-        fields["head_tokens"][:batch] = np.arange(batch)
-        self._step = jax.jit(bare, donate_argnums=(2, 3, 4, 5, 6))
+        fields["logits_tokens"][:batch] = np.arange(batch)
+        self._step = jax.jit(bare, donate_argnums=2)
         self._unread = jnp.zeros(rows, jnp.int32)
         self.run()
         self.wait()
@@ -194,7 +196,7 @@ class BareStep:
     def run(self) -> np.ndarray:
         """Dispatches a step; the tokens of the one before, i32[rows]."""
         before = self._unread
-        *self._state, self._unread = self._step(*self._weights, *self._state, self._packed)
+        self._state, self._unread = self._step(*self._weights, self._state, self._packed)
         return np.asarray(before)
 
     def wait(self) -> None:

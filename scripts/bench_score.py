@@ -52,7 +52,7 @@ def head_share(engine: Any) -> float:
     """The head's share of a token's FLOPs in matrix multiplications."""
     functions, model = engine.runner.programs.functions, engine.config.model
     head = model.vocab_size * model.hidden_size
-    layers = sum(x.size for path, x in zip(functions.paths, functions.leaves, strict=True) if path.startswith("layers/"))
+    layers = sum(x.size for path, x in zip(functions.paths, functions.weights, strict=True) if path.startswith("layers/"))
     return head / (head + layers)
 
 

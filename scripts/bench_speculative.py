@@ -161,7 +161,7 @@ def make_llms() -> dict[str, Any]:
     speculation = {"method": "ngram", "num_speculative_tokens": _DRAFTS.value, "adaptive": _ADAPTIVE.value}
     options["speculative_config"] = speculation | {"prompt_lookup_min": _LOOKUP_MIN.value, "prompt_lookup_max": _LOOKUP_MAX.value}
     functions = off.engine.runner.programs.functions
-    weights = dict(zip(functions.paths, functions.leaves, strict=True))
+    weights = dict(zip(functions.paths, functions.weights, strict=True))
     return {"off": off, "on": LLM.from_params(weights, functions.model_config, tokenizer=off.tokenizer, **options)}
 
 

@@ -154,7 +154,7 @@ class Load:
         """Keeps so many requests running; returns the seconds from step to step, of the last call's last step to the first too."""
         gaps = []
         for _ in range(num_steps):
-            while len(self._engine._groups) < num_rows:
+            while len(self._engine._requests) < num_rows:
                 self._add()
             self._engine.step()
             before, self._last_step = self._last_step, time.perf_counter()

@@ -19,9 +19,7 @@ from flax import nnx
 from jaxserve import BucketPlan, Engine, EngineConfig, EngineOutput, Request, SamplingParams
 from jaxserve.buckets.plan import Bucket
 from jaxserve.models import Decoder, ModelConfig, RopeConfig, named_leaves, transpose_kernels, with_leaves
-from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.schedule import Schedule, SchedulerStats
-from jaxserve.scheduling.scheduler import Scheduler
 
 EOS = 0
 VOCAB = 96
@@ -110,18 +108,20 @@ def make_engine(
     elif compile_anew != "all":
         programs._compiled = shared
     if pool_pages is not None:
-        engine.pool = PagePool(pool_pages, c.cache.page_size, c.cache.enable_prefix_caching)
-        engine.scheduler = Scheduler(c.scheduler, engine.pool, draft_lengths=engine._draft_lengths)
+        engine._make_host_state(pool_pages)
     # What stands at a row without an owner means nothing.
     runner = engine.runner
-    runner.page_table = jnp.full_like(runner.page_table, -1)
-    runner.num_computed = jnp.full_like(runner.num_computed, 11)
-    runner.last_tokens = jnp.full_like(runner.last_tokens, 22)
-    runner.step_hidden = jnp.full_like(runner.step_hidden, jnp.nan)
-    runner.history = jnp.full_like(runner.history, 33)
-    runner.edits = jnp.full_like(runner.edits, 44)
-    if runner.draft_state is not None:
-        runner.draft_state = replace(runner.draft_state, drafts=jnp.full_like(runner.draft_state.drafts, 5))
+    drafts = runner.state.rows.drafts
+    rows = replace(
+        runner.state.rows,
+        page_table=jnp.full_like(runner.state.rows.page_table, -1),
+        num_computed=jnp.full_like(runner.state.rows.num_computed, 11),
+        last_tokens=jnp.full_like(runner.state.rows.last_tokens, 22),
+        history=jnp.full_like(runner.state.rows.history, 33),
+        edits=jnp.full_like(runner.state.rows.edits, 44),
+        drafts=drafts and replace(drafts, drafts=jnp.full_like(drafts.drafts, 5)),
+    )
+    runner.state = replace(runner.state, step_hidden=jnp.full_like(runner.state.step_hidden, jnp.nan), rows=rows)
     poison(engine)
     return engine
 
@@ -148,7 +148,8 @@ def poison(engine: Engine) -> None:
         owned = np.array(rows.pages(row), np.int32)
         position = np.arange(len(owned) * cache.page_size).reshape(len(owned), cache.page_size)
         slots[owned] |= position >= rows.num_computed[row]
-    engine.runner.kv_pages = _fill_with_nan(engine.runner.kv_pages, slots)
+    runner = engine.runner
+    runner.state = replace(runner.state, kv_pages=_fill_with_nan(runner.state.kv_pages, slots))
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,7 @@ def assert_empty(engine: Engine) -> None:
     """Nothing of any request is left: no entry, row, page or reference."""
     scheduler, pool = engine.scheduler, engine.pool
     scheduler.check_invariants()
-    assert not engine.has_unfinished_requests() and not engine._groups and not engine._in_flight
+    assert not engine.has_unfinished_requests() and not engine._requests and not engine.pipeline.in_flight
     assert not scheduler.has_unfinished and not scheduler.num_running and not scheduler.num_waiting
     assert scheduler.rows.num_free == engine.config.scheduler.max_num_seqs
     assert pool.num_free_pages == pool.num_pages and not any(map(pool.ref_count, range(pool.num_pages)))

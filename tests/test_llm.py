@@ -88,7 +88,7 @@ def test_one_prompt(llm, prompts):
 def test_weights_lie_as_a_cpu_reads_them_fastest_and_a_second_engine_shares_them(llm):
     functions = llm.engine.runner.programs.functions
     assert "layers/0/attention/qkv_proj/weight" in functions.paths and "layers/0/mlp/down_proj/kernel" not in functions.paths
-    held = dict(zip(functions.paths, functions.leaves, strict=True))
+    held = dict(zip(functions.paths, functions.weights, strict=True))
     other = adopt_model(held, functions.model_config)
     assert all(x is held[path] for path, x in named_leaves(other.module).items())
 
@@ -557,7 +557,7 @@ def test_an_interrupt_inside_a_step_leaves_the_engine_usable(golden_llm, golden,
 
 def test_an_interrupt_that_loses_donated_buffers_leaves_the_engine_usable(golden_llm, golden, monkeypatch):
     programs = golden_llm.engine.runner.programs
-    bodies = {bucket: programs.body(bucket) for bucket in PLAN.buckets}
+    bodies = {bucket: programs.get(bucket) for bucket in PLAN.buckets}
 
     def body(bucket):
         def run(*args):

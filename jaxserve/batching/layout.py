@@ -29,7 +29,8 @@ class StepLayout:
 
     T tokens, S sequences, R = max_head_rows logits rows, U page-table updates. The first U that a step needs travel in the array,
     any further ones (long prefix hits) in update batches of their own before it. Padding: tokens 0, sequence rows max_num_seqs
-    (past the state's end, so that writes drop), q_lens 0, page updates to row max_num_seqs, head rows to sequence row max_num_seqs.
+    (past the state's end, so that writes drop), q_lens 0, page updates to row max_num_seqs, logits rows to sequence row
+    max_num_seqs.
 
     planners: by sliding window of the model's layers, what plans the step's attention on the host (a `Planner` of the kernels);
     none where the backend plans on the device.
@@ -56,8 +57,8 @@ class StepLayout:
             "q_lens": (S,),
             "starts": (S,),
             "page_updates": (self.num_updates, 3),
-            "head_tokens": (R,),  # index among the step's T tokens of each logits row
-            "head_rows": (R,),  # the sequence row that each logits row samples for
+            "logits_tokens": (R,),  # index among the step's T tokens of each logits row
+            "logits_rows": (R,),  # the sequence row that each logits row samples for
             "sampling": (R, sampling_rows.NUM_COLUMNS),
         }
         shapes |= {name: (planner.size,) for name, planner in self.work.values()}
@@ -84,7 +85,7 @@ class StepLayout:
         views = self.unpack(packed)
         views["seq_rows"][:] = self.max_num_seqs
         views["page_updates"][:] = (self.max_num_seqs, 0, 0)
-        views["head_rows"][:] = self.max_num_seqs
+        views["logits_rows"][:] = self.max_num_seqs
         return packed
 
     def unpack(self, packed: Any) -> dict[str, Any]:
@@ -98,10 +99,24 @@ class StepInputs:
 
     bucket: Bucket
     packed: np.ndarray  # i32[layout.size]
-    head_rows: int  # logits rows of the head program; 0: no sequence samples, no head runs
+    head_size: int  # of plan.head_rows: logits rows of the head program; 0: no sequence samples, no head runs
     num_samples: int
     with_logprobs: bool
     extra_page_updates: np.ndarray
     edit_rows: list[np.ndarray]  # as EditLayout.pack makes them, one for each newly admitted request that edits its logits
     num_tokens: int
-    score_rows: list[np.ndarray] = field(default_factory=list)  # as prompt_scores.pack_spans makes them
+    score_spans: list[np.ndarray] = field(default_factory=list)  # as prompt_scores.pack_spans makes them
+
+    @classmethod
+    def padding(cls, layout: StepLayout, head_size: int, with_logprobs: bool) -> StepInputs:
+        """A step of nothing in one bucket, with a head of `head_size` logits rows."""
+        return cls(
+            bucket=layout.bucket,
+            packed=layout.padding,
+            head_size=head_size,
+            num_samples=head_size,
+            with_logprobs=with_logprobs,
+            extra_page_updates=np.zeros((0, 3), np.int32),
+            edit_rows=[],
+            num_tokens=0,
+        )

@@ -91,13 +91,13 @@ class BatchPacker:
         edit_rows, self._edit_rows = self._edit_rows, []
         tokens, rows = schedule.logits_rows.tokens, schedule.logits_rows.rows
         r = len(rows)
-        view["head_tokens"][:r] = tokens
-        view["head_rows"][:r] = rows
+        view["logits_tokens"][:r] = tokens
+        view["logits_rows"][:r] = rows
         view["sampling"][:r] = self.sampling[rows]
         return StepInputs(
             bucket=bucket,
             packed=packed,
-            head_rows=self.plan.select_head_rows(r) if r else 0,
+            head_size=self.plan.select_head_rows(r) if r else 0,
             num_samples=r,
             with_logprobs=bool(self.wants_logprobs[rows].any()),
             extra_page_updates=extra,

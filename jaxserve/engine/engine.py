@@ -1,56 +1,48 @@
-"""Token ids in, token ids out: the loop of schedule, pack, dispatch, fetch, update.
+"""Token ids in, token ids out: an engine's requests from add_request to their last EngineOutput.
 
-Owns the requests' lives from add_request to the last EngineOutput, and the pipeline of steps in flight. Knows nothing of text.
-Not thread-safe: one thread calls it.
+Owns what requests may come in, how they are ended from outside, and what is made anew when a step breaks off. Steps are
+pipeline.py's. Knows nothing of text. Not thread-safe: one thread calls it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import json
 import logging
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import jax
 import numpy as np
 
-from jaxserve.batching.layout import StepInputs
 from jaxserve.batching.packer import BatchPacker
 from jaxserve.config import EngineConfig
 from jaxserve.engine.admission import check_ids, check_kinds, check_order
+from jaxserve.engine.demand_log import DemandLog
+from jaxserve.engine.grammar_following import GrammarFollower
+from jaxserve.engine.live_requests import LiveRequests
+from jaxserve.engine.pipeline import StepPipeline
 from jaxserve.engine.resolution import resolve, step_budget
-from jaxserve.engine.stats import EngineStats, logprobs_of, tokens_of
+from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.weights import WeightsAndSleep
 from jaxserve.execution.compilation import compile_counts, use_persistent_cache
+from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.resolved_config import ResolvedConfig
-from jaxserve.execution.runner import Runner, StepHandle
-from jaxserve.execution.step import ModelFunctions
+from jaxserve.execution.runner import Runner
 from jaxserve.models import Decoder
-from jaxserve.models.adoption import fit, placed
-from jaxserve.outputs import Logprob, RequestMetrics
+from jaxserve.outputs import RequestMetrics
 from jaxserve.request import EngineOutput, Request, RequestStatus
-from jaxserve.sampling.edit_rows import kinds_of
-from jaxserve.sampling.prompt_scores import ScoreSpan, deliver, pack_spans, scores_of, spans_of
-from jaxserve.sampling.rows import SampledRows
+from jaxserve.sampling.prompt_scores import scores_of
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling.demand import COLUMNS, step_demand
 from jaxserve.scheduling.page_pool import PagePool
-from jaxserve.scheduling.schedule import Schedule, StepResult
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.speculative.draft_lengths import DraftLengths, DraftOutcome
+from jaxserve.speculative.draft_lengths import DraftLengths
 from jaxserve.structured.constraints import Constraints
 from jaxserve.structured.grammars import Grammar
 
 logger: logging.Logger = logging.getLogger("jaxserve")
-
-IN_FLIGHT = ("refuse", "recompute", "keep")  # what becomes of requests that have begun when the weights change
-GRAMMAR_WAIT = 0.02  # seconds that an idle step waits for a grammar to be compiled
 
 
 class Engine:
@@ -77,26 +69,24 @@ class Engine:
                 programs.get(key)
         self.runner: Runner = Runner(programs)
         self.is_paused: bool = False
-        self.is_asleep: bool = False
         self.eos_token_ids: frozenset[int] = frozenset(self.config.model.eos_token_ids if eos_token_ids is None else eos_token_ids)
-        self._step_budget = step_budget(self.config)
-        self._make_host_state()
         self.stats: EngineStats = EngineStats()
-        self._groups: dict[str, list[Request]] = {}  # request id -> its samples
-        self._in_flight: deque[tuple[Schedule, list[ScoreSpan], float, StepHandle]] = deque()  # the third: when it was dispatched
-        self._in_hand: Schedule | None = None  # a step whose head waits for masks
-        self._undelivered: list[EngineOutput] = []
+        self._weights = WeightsAndSleep(self.runner)
         self._constraints = Constraints(self.config.model.vocab_size, self.config.plan.max_head_rows)
+        self._requests = LiveRequests(self._constraints)
         self._numbers = itertools.count()
-        self._demand_log = open(config.demand_log, "a", buffering=1) if config.demand_log else None
+        self._step_budget = step_budget(self.config)
+        self._demand_log = DemandLog(config.demand_log, self.config.cache.page_size) if config.demand_log else None
+        self._make_host_state()
         logger.info("%s", self.describe())
         if config.warm_up == "all":
             self.runner.warm_up()
 
-    def _make_host_state(self) -> None:
-        cache, limits = self.config.cache, self.config.scheduler
-        self.pool: PagePool = PagePool(cache.num_pages, cache.page_size, cache.enable_prefix_caching)
-        plan, speculative, programs = self.config.plan, self.config.speculative, self.runner.programs
+    def _make_host_state(self, num_pages: int | None = None) -> None:
+        """Scheduler, pool and all that goes by them, as new. num_pages: that may be handed out; None: all."""
+        cache, limits, plan = self.config.cache, self.config.scheduler, self.config.plan
+        speculative, programs = self.config.speculative, self.runner.programs
+        self.pool: PagePool = PagePool(num_pages or cache.num_pages, cache.page_size, cache.enable_prefix_caching)
         self._draft_lengths: DraftLengths | None = None
         if speculative is not None:
             self._draft_lengths = DraftLengths(
@@ -109,6 +99,17 @@ class Engine:
         self.scheduler: Scheduler = Scheduler(limits, self.pool, self._step_budget, self._draft_lengths)
         self.packer: BatchPacker = BatchPacker(
             plan, programs.layouts, limits.max_num_seqs, programs.edit_layout, keeps_history=speculative is not None
+        )
+        self.pipeline: StepPipeline = StepPipeline(
+            runner=self.runner,
+            scheduler=self.scheduler,
+            packer=self.packer,
+            grammars=GrammarFollower(self._constraints, self._requests, self.scheduler, self.packer, self.stats),
+            requests=self._requests,
+            stats=self.stats,
+            draft_lengths=self._draft_lengths,
+            demand_log=self._demand_log,
+            max_in_flight=1 if self.config.engine.async_scheduling else 0,
         )
 
     # -- requests in
@@ -141,7 +142,7 @@ class Engine:
           TypeError: a request id, params, score_from or grammar of another kind.
           RuntimeError: the engine is asleep or has no weights.
         """
-        self._check_awake()
+        self._weights.check_awake()
         params = SamplingParams() if params is None else params
         check_kinds(request_id, params, score_from, grammar)
         arrival = time.monotonic() if arrival is None else arrival
@@ -151,7 +152,7 @@ class Engine:
         if score_from is not None and not 1 <= score_from <= len(prompt_token_ids):
             raise ValueError(f"{score_from=} must be in [1, {len(prompt_token_ids)}], the prompt's length")
         seed = self._seed_of(next(self._numbers)) if params.seed is None else params.seed
-        self._groups[request_id] = requests  # first, so that `abort` finds what an interrupt leaves half added
+        self._requests.add(request_id, requests)  # first, so that `abort` finds what an interrupt leaves half added
         for request in requests:
             request.seed = seed
             request.prompt_scores = scores_of(request, score_from)
@@ -172,7 +173,7 @@ class Engine:
         stops_at_text: bool = False,
     ) -> list[Request]:
         """The samples of a request, checked. ValueError as `add_request`; nothing is changed."""
-        if request_id in self._groups:
+        if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is already in use; give each request its own")
         check_ids(prompt_token_ids, params, self.config.model.vocab_size, self.eos_token_ids)
         check_order(priority, arrival)
@@ -221,23 +222,23 @@ class Engine:
         """Ends these requests at once and frees their pages; unknown or finished ids do no harm. No output follows."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         for request_id in ids:
-            group = self._groups.pop(request_id, ())
+            group = self._requests.remove(request_id)
             self.scheduler.abort([r.request_id for r in group])
             for request in group:
-                self._record_finish(request)
+                self._requests.settle(request)
         gone = set(ids)
-        self._undelivered = [o for o in self._undelivered if o.request.parent_id not in gone]
+        self.pipeline.drop_outputs(lambda request: request.parent_id in gone)
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends one sample for a reason the engine can't see, such as a stop string in its text. No output follows."""
         if not request.finished:
             self.scheduler.finish(request, reason, stop_reason)
-            self._forget(request)
-            self._undelivered = [o for o in self._undelivered if o.request is not request]
+            self._requests.end(request)
+            self.pipeline.drop_outputs(lambda other: other is request)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to run or to deliver."""
-        return bool(self._groups) or bool(self._in_flight) or bool(self._undelivered)
+        return bool(self._requests or self.pipeline.in_flight or self.pipeline.undelivered)
 
     def describe(self) -> str:
         """What was decided, for the log: the attention's backend, pool, limits, plan."""
@@ -260,13 +261,12 @@ class Engine:
         weights' buffers are gone, because the trainer that shares them donated them.
         """
         with self._whole_or_nothing():
-            return self._step()
+            return self.pipeline.step(paused=self.is_paused)
 
     def drain(self) -> None:
         """Waits for the steps in flight; what they bring is delivered by the next `step`. Exceptions as in `step`."""
         with self._whole_or_nothing():
-            while self._in_flight:
-                self._undelivered += self._finish_step(*self._in_flight.popleft())
+            self.pipeline.collect()
 
     @contextlib.contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:
@@ -275,13 +275,10 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            for request in (r for group in self._groups.values() for r in group if not r.finished):
+            for request in list(self._requests):
                 request.status, request.finish_reason, request.rows, request.row = RequestStatus.FINISHED, "abort", None, -1
-                self._record_finish(request)
-            self._groups.clear()
-            self._in_flight.clear()
-            self._in_hand = None
-            self._undelivered.clear()
+                self._requests.settle(request)
+            self._requests.clear()
             self._constraints.clear()
             self._make_host_state()
             self.runner.reset()
@@ -292,167 +289,6 @@ class Engine:
                     "call update_params with the current ones before the next step"
                 ) from error
             raise
-
-    def _step(self) -> list[EngineOutput]:
-        if self._constraints:
-            self._poll_grammars(0.0)
-        schedule = None if self.is_paused else self.scheduler.schedule()
-        if schedule is not None:
-            inputs, spans = self._pack(schedule)
-            constrained = bool(self._constraints) and self._constraints.constrains(schedule)
-            begun = time.monotonic()
-            handle = self.runner.dispatch(inputs, functools.partial(self._masks, schedule) if constrained else None)
-            self._in_flight.append((schedule, spans, begun, handle))
-        elif self._constraints and not self._in_flight:
-            self._poll_grammars(GRAMMAR_WAIT)
-        depth = 1 if schedule is not None and self.config.engine.async_scheduling else 0
-        outputs, self._undelivered = self._undelivered, []
-        while len(self._in_flight) > depth:
-            outputs += self._finish_step(*self._in_flight.popleft())
-        return outputs
-
-    def _masks(self, schedule: Schedule) -> np.ndarray:
-        """Called between body and head of `schedule`: a mask follows from the tokens sampled before."""
-        self._in_hand = schedule
-        while self._in_flight:
-            self._undelivered += self._finish_step(*self._in_flight.popleft())
-        self._in_hand = None
-        return self._constraints.masks(schedule, None if self._draft_lengths is None else self._draft_lengths.proposed)
-
-    def _poll_grammars(self, timeout: float) -> None:
-        ready, failed = self._constraints.poll(timeout)
-        for request in ready:
-            self.scheduler.set_ready(request)
-        for request, message in failed:
-            self.scheduler.finish(request, "error", message)
-            self._forget(request)
-            self._undelivered.append(EngineOutput(request, [], finish_reason="error", stop_reason=message))
-
-    def _follow_grammars(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """Takes what was sampled into the grammars. A request whose grammar has ended ends too; tokens that must follow are output
-        at once, to be computed together."""
-        forced = []
-        drafts = {} if self._in_hand is None else {request: q_len - 1 for request, _, q_len in self._in_hand.decodes()}
-        for output in outputs:
-            request = output.request
-            if request not in self._constraints:
-                continue  # it has none, or has finished
-            last, state = output, self._constraints.advance(request, output.new_token_ids)
-            if len(state.forced) > 1:
-                taken = self.scheduler.append_forced(request, state.forced, num_cut=drafts.get(request, 0))
-                if taken.tokens:
-                    self.packer.resend_edits(request)
-                    certain = None if request.params.logprobs is None else [{token: Logprob(0.0, 1)} for token in taken.tokens]
-                    last = EngineOutput(request, taken.tokens, certain, request.finish_reason, request.stop_reason)
-                    forced.append(last)
-                    self.stats.generated_tokens += len(taken.tokens)
-                    if request.finished:
-                        self._settle_reason(last)
-                        self._forget(request)
-                        continue
-                    state = self._constraints.advance(request, taken.tokens)
-            if state.error:
-                message = f"structured_outputs: the grammar broke off after {request.num_output_tokens} tokens: {state.error}"
-                self.scheduler.finish(request, "error", message)
-                last.finish_reason, last.stop_reason = "error", message
-                self._forget(request)
-            elif state.ended:
-                self.scheduler.finish(request, "stop")
-                last.finish_reason = "stop"
-                self._forget(request)
-        return forced
-
-    def _settle_reason(self, output: EngineOutput) -> None:
-        """An output that reaches its length with the token that ends its grammar is whole: it has stopped."""
-        request = output.request
-        if output.finish_reason == "length" and request in self._constraints:
-            if self._constraints.advance(request, output.new_token_ids).ended:
-                request.finish_reason = output.finish_reason = "stop"
-
-    def _pack(self, schedule: Schedule) -> tuple[StepInputs, list[ScoreSpan]]:
-        for request in self.packer.newcomers(schedule):
-            if request.metrics is not None and request.metrics.first_scheduled_time is None:
-                request.metrics.first_scheduled_time = time.monotonic()
-        inputs = self.packer.pack(schedule)
-        spans = spans_of(schedule)
-        if spans:
-            inputs.score_rows.extend(pack_spans(spans, self.runner.score_rows))
-        self.stats.num_steps += 1
-        self.stats.padding.add(inputs.bucket, inputs.num_tokens, inputs.head_rows, inputs.num_samples)
-        self.stats.prefill_tokens += schedule.num_tokens - schedule.num_decodes - schedule.num_drafts
-        if self._draft_lengths is not None and schedule.num_decodes:
-            self.stats.steps_by_num_drafts[int(schedule.q_lens[: schedule.num_decodes].max()) - 1] += 1
-        if self._demand_log is not None:
-            self._log_demand(schedule, inputs)
-        return inputs, spans
-
-    def _finish_step(self, schedule: Schedule, spans: list[ScoreSpan], begun: float, handle: StepHandle) -> list[EngineOutput]:
-        if spans:
-            deliver(spans, self.runner.fetch_scores(handle))
-        sampled = self.runner.fetch(handle)
-        outputs: list[EngineOutput] = []
-        tokens, counts = tokens_of(schedule, sampled)
-        outcomes: list[DraftOutcome] = []
-        if self._draft_lengths is not None:
-            self._draft_lengths.take_time(schedule, begun, time.monotonic())
-            if sampled is not None:
-                outcomes = self._draft_lengths.take_tokens(schedule, tokens, counts, sampled.drafts, schedule.logits_rows.firsts)
-        if sampled is not None:
-            self.stats.sorted_rows += int(sampled.by_sort.sum())
-            if sampled.bad_logits.any():
-                outputs += self._fail_bad_rows(schedule, sampled)
-        result = self.scheduler.update(schedule, tokens, counts)
-        self.stats.generated_tokens += len(result.requests)
-        if outcomes:
-            self.stats.add_drafts(schedule, outcomes, result)
-        outputs += self._outputs(schedule, result, sampled)
-        return outputs + self._follow_grammars(outputs) if self._constraints else outputs
-
-    def _outputs(self, schedule: Schedule, result: StepResult, sampled: SampledRows | None) -> list[EngineOutput]:
-        outputs: list[EngineOutput] = []
-        for request, token in zip(result.requests, result.tokens, strict=True):
-            if schedule.num_drafts and outputs and outputs[-1].request is request:
-                outputs[-1].new_token_ids.append(token)
-            else:
-                outputs.append(EngineOutput(request, [token]))
-        now = time.monotonic()
-        for output in outputs:
-            request = output.request
-            if request.metrics is not None and request.metrics.first_token_time is None:
-                request.metrics.first_token_time = now
-        if sampled is not None and sampled.logprobs is not None:
-            first_row = {id(request): row for request, row in schedule.logits_rows.by_request(schedule)}
-            for output in outputs:
-                n = output.request.params.logprobs
-                if n is not None:
-                    row = first_row[id(output.request)]
-                    output.logprobs = [logprobs_of(sampled, row + j, n) for j in range(len(output.new_token_ids))]
-        if result.finished:
-            last = {id(output.request): output for output in outputs}
-            for request in result.finished:
-                last[id(request)].finish_reason, last[id(request)].stop_reason = request.finish_reason, request.stop_reason
-                self._settle_reason(last[id(request)])
-                self._forget(request)
-        return outputs
-
-    def _fail_bad_rows(self, schedule: Schedule, sampled: SampledRows) -> list[EngineOutput]:
-        """Requests whose logits are not numbers end with finish_reason "error"; the others go on."""
-        outputs = []
-        for request, row in schedule.logits_rows.by_request(schedule):  # a bad row behind a draft only refused it
-            if request.finished or not sampled.bad_logits[row]:
-                continue
-            self.stats.bad_rows += 1
-            message = (
-                f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens; "
-                "check the weights, or use a wider dtype"
-            )
-            if kinds_of(request.params) or request.params.min_tokens or request in self._constraints:
-                message += ", or allowed_token_ids, bad words, min_tokens and structured_outputs together forbid every token"
-            logger.error("request %s: %s", request.request_id, message)
-            self.scheduler.finish(request, "error", message)
-            outputs.append(EngineOutput(request, [], finish_reason="error", stop_reason=message))
-            self._forget(request)
-        return outputs
 
     # -- weights and memory
 
@@ -474,21 +310,7 @@ class Engine:
           ValueError: leaves are missing, unknown, mis-shaped, of a wrong dtype or deleted; all are listed, and nothing has changed.
           RuntimeError: see in_flight; nothing has changed.
         """
-        if in_flight not in IN_FLIGHT:
-            raise ValueError(f"{in_flight=} must be one of {', '.join(IN_FLIGHT)}")
-        functions = self.runner.programs.functions
-        fitted = fit(params, functions.model_config, dict(zip(functions.paths, functions.abstract, strict=True)))
-        self.drain()
-        num_begun = self.scheduler.num_begun
-        if num_begun and in_flight == "refuse":
-            raise RuntimeError(
-                f"{num_begun} requests are in flight: finish or abort them first, or call update_params with "
-                "in_flight='recompute' or 'keep'"
-            )
-        try:
-            self.runner.set_weights(placed(fitted, jax.devices()[0]))
-        finally:  # whatever came of it, the old weights' KV is not to be hit
-            self.scheduler.change_weights(self.runner.weights_version, recompute=in_flight == "recompute")
+        self._weights.update(params, in_flight, self.scheduler, self.drain)
 
     def pause(self) -> None:
         """No new steps until `resume`. Requests may be added and wait; those in flight keep their pages."""
@@ -509,54 +331,23 @@ class Engine:
         Raises:
           RuntimeError: requests are unfinished.
         """
-        if level not in (1, 2):
-            raise ValueError(f"{level=} must be 1 (the weights move to the host) or 2 (they are let go)")
-        if self.has_unfinished_requests():
-            raise RuntimeError(f"{len(self._groups)} requests are unfinished: finish or abort them before sleep()")
-        if not self.is_asleep:
-            self.pool.reset()
-            self.runner.sleep(keep_weights=level == 1)
-            self.is_asleep = True
+        num_unfinished = max(len(self._requests), int(self.has_unfinished_requests()))
+        self._weights.sleep(level, num_unfinished, self.pool)
 
     def wake_up(self) -> None:
         """Ends `sleep`: KV pages as new and, after level 1, the weights on the device."""
-        if self.is_asleep:
-            self.runner.wake_up()
-            self.is_asleep = False
+        self._weights.wake_up()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether `sleep` was called and `wake_up` not yet."""
+        return self._weights.is_asleep
 
     def check_can_step(self) -> None:
         """RuntimeError, with what to do, where requests could not run now: asleep, without weights, or paused."""
-        self._check_awake()
+        self._weights.check_awake()
         if self.is_paused:
             raise RuntimeError("the engine is paused: call resume() first")
-
-    def _check_awake(self) -> None:
-        if self.is_asleep:
-            raise RuntimeError("the engine is asleep: call wake_up() first")
-        if not self.runner.has_weights:
-            raise RuntimeError("the engine has no weights (sleep(level=2), or a failed update): call update_params() first")
-
-    # -- counts
-
-    def _record_finish(self, request: Request) -> None:
-        self._constraints.discard(request)
-        metrics = request.metrics
-        if metrics is not None and metrics.finished_time is None:
-            metrics.finished_time = time.monotonic()
-            metrics.num_preemptions = request.num_preemptions
-
-    def _forget(self, request: Request) -> None:
-        self._record_finish(request)
-        group = self._groups.get(request.parent_id)
-        if group is not None and all(r.finished for r in group):
-            del self._groups[request.parent_id]
-
-    def _log_demand(self, schedule: Schedule, inputs: StepInputs) -> None:
-        assert self._demand_log is not None
-        demand = zip(COLUMNS, step_demand(schedule, self.config.cache.page_size), strict=True)
-        record = {"step": self.stats.num_steps, **{name: int(value) for name, value in demand}}
-        record |= {"bucket": [inputs.bucket.tokens, inputs.bucket.seqs], "waiting": self.scheduler.num_waiting}
-        self._demand_log.write(json.dumps(record) + "\n")
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while any request holds pages."""
@@ -564,9 +355,9 @@ class Engine:
 
     def close(self) -> None:
         """Ends every request and closes the demand log."""
-        self.abort(list(self._groups))
+        self.abort(self._requests.ids)
         self.drain()
-        self._undelivered.clear()
+        self.pipeline.undelivered.clear()
         if self._demand_log is not None:
             self._demand_log.close()
-            self._demand_log = None
+            self._demand_log = self.pipeline.demand_log = None

@@ -80,9 +80,9 @@ class StepMeasurer:
         import jax
 
         from jaxserve.engine.resolution import resolve
+        from jaxserve.execution.model_functions import ModelFunctions
         from jaxserve.execution.programs import Programs
         from jaxserve.execution.runner import Runner
-        from jaxserve.execution.step import ModelFunctions
 
         functions = ModelFunctions(model)
         limits = resolve(functions, config).scheduler
@@ -180,19 +180,19 @@ class StepMeasurer:
         packer = BatchPacker(alone, self.programs.layouts, limits.max_num_seqs, self.programs.edit_layout)
         packer.newcomers(schedule)
         inputs = packer.pack(schedule)
-        assert inputs.bucket == bucket and inputs.head_rows == (plan.select_head_rows(min(head_rows, n)) if head_rows else 0)
+        assert inputs.bucket == bucket and inputs.head_size == (plan.select_head_rows(min(head_rows, n)) if head_rows else 0)
         return inputs
 
     def visit(self, shape: StepShape, head_rows: int = 0) -> None:
         """Times one visit of a point; its first compiles what it needs."""
-        self.programs.update()
+        self.programs.get("update")
         if shape.bucket not in self.compile_seconds:
             start = time.perf_counter()
-            self.programs.body(shape.bucket)
+            self.programs.get(shape.bucket)
             self.compile_seconds[shape.bucket] = time.perf_counter() - start
         inputs, runner = self.inputs(shape, head_rows), self.runner
         if head_rows:
-            self.programs.head(head_rows, False)
+            self.programs.get((head_rows, False))
         start = time.perf_counter()
         runner.fetch(runner.dispatch(inputs))  # with the page table
         seconds = [time.perf_counter() - start]
@@ -324,7 +324,7 @@ class StepMeasurer:
     def _fit(self, buckets: Iterable[Bucket]) -> StepTimeModel:
         programs = {}
         for bucket in buckets:
-            memory = self.programs.body(bucket).memory_analysis()
+            memory = self.programs.get(bucket).memory_analysis()
             programs[bucket] = self.compile_seconds[bucket], int(memory.temp_size_in_bytes) if memory is not None else 0
         return fit_model(self._points(programs), programs, self.levels, self.page_size)
 

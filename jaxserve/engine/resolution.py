@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxserve.config import EngineConfig
+from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.resolved_config import DEFAULT_PAGE_SIZE, ResolvedConfig, resolve_config
-from jaxserve.execution.step import ModelFunctions
 from kernels.ragged_paged_attention import resolve_backend
 
 if TYPE_CHECKING:

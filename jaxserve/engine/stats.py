@@ -1,20 +1,18 @@
-"""What a step brings, and what the engine counts: EngineOutput, EngineStats. Knows nothing of how either comes about."""
+"""What the engine counts, and a step's sampled rows read as tokens and log-probabilities."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxserve.batching.layout import StepInputs
 from jaxserve.buckets.plan import PaddingAccount
 from jaxserve.outputs import Logprob
 from jaxserve.sampling.rows import SampledRows
 from jaxserve.scheduling.schedule import Schedule, StepResult
-
-if TYPE_CHECKING:
-    from jaxserve.speculative.draft_lengths import DraftOutcome
+from jaxserve.speculative.draft_lengths import DraftOutcome
 
 
 @dataclass
@@ -40,7 +38,7 @@ class EngineStats:
 
     @property
     def draft_summary(self) -> str:
-        """One line on what came of drafts and how many steps had how many; "" if there were none."""
+        """One line on how many drafts were accepted and how many steps had how many; "" if there were none."""
         if not self.num_drafts:
             return ""
         per_step = f"{self.num_draft_tokens / self.num_drafts:.1f} drafts a sequence and step"
@@ -48,11 +46,19 @@ class EngineStats:
         steps = ", ".join(f"{n} with {k}" for k, n in sorted(self.steps_by_num_drafts.items()))
         return f"{per_step}, {accepted}; steps by drafts a sequence: {steps}"
 
-    def add_drafts(self, schedule: Schedule, outcomes: list[DraftOutcome], result: StepResult) -> None:
+    def add_step(self, schedule: Schedule, inputs: StepInputs, *, speculates: bool) -> None:
+        """Counts a step that is about to run."""
+        self.num_steps += 1
+        self.padding.add(inputs.bucket, inputs.num_tokens, inputs.head_size, inputs.num_samples)
+        self.prefill_tokens += schedule.num_tokens - schedule.num_decodes - schedule.num_drafts
+        if speculates and schedule.num_decodes:
+            self.steps_by_num_drafts[int(schedule.q_lens[: schedule.num_decodes].max()) - 1] += 1
+
+    def add_drafts(self, schedule: Schedule, draft_outcomes: list[DraftOutcome], result: StepResult) -> None:
         """Counts the drafts of one step, here and with their requests. `result`: what the step brought; a draft that stood past a
         stop is none of it and does not count as accepted."""
         num_delivered, per_pos = Counter(map(id, result.requests)), self.num_accepted_tokens_per_pos
-        for entry, num_drafts, num_stood in outcomes:
+        for entry, num_drafts, num_stood in draft_outcomes:
             request = schedule.requests[entry]
             num_accepted = min(num_stood, num_delivered[id(request)])
             per_pos += [0] * (num_accepted - len(per_pos))

@@ -9,16 +9,19 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.batching.layout import StepLayout
 from jaxserve.buckets.plan import Bucket
-from jaxserve.execution import step
+from jaxserve.execution.body import HeadInputs, body
+from jaxserve.execution.device_state import DeviceState, abstract_state, update_rows
+from jaxserve.execution.head import Masks, drafting_head, head, score
 from jaxserve.execution.memory import reserve_bytes
+from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling.edit_rows import EditLayout, num_mask_words
@@ -29,6 +32,8 @@ from jaxserve.speculative.proposer import BodyReader, Proposer
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
+ProgramKey = Bucket | tuple[int, bool] | str
+
 UPDATE_BATCH = 1024  # page-table entries an update program takes at once
 SCORE_ROWS = 256  # most logits rows that the score program holds at once
 
@@ -37,15 +42,23 @@ SCORE_ROWS = 256  # most logits rows that the score program holds at once
 GPU_COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cub_radix_sort": False}
 
 
+class ProgramSpec(NamedTuple):
+    """What a program is compiled from."""
+
+    function: Callable[..., Any]
+    donated: tuple[int, ...]  # argument numbers
+    args: tuple[Any, ...]  # abstract
+
+
 class Programs:
     """Programs of one model and plan, each compiled when first asked for and kept.
 
-    Every program takes flat lists of weights first. Donated: the body's kv_pages, page_table, num_computed and step_hidden (and
-    the state of a proposer that reads it), the head's last_tokens and history (and where speculation is on num_computed and its
-    state), the update's page_table, history and edits; never what the host fetches.
+    Keys: a Bucket for its body, (rows, with_logprobs) for a head, "score" and "update". What they run: `execution.body.body`,
+    `execution.head.head` (or `drafting_head`), `head.score` and `device_state.update_rows`. Donated is the state that each of
+    them returns anew, never weights, nor what the host fetches.
     """
 
-    def __init__(self, functions: step.ModelFunctions, config: ResolvedConfig):
+    def __init__(self, functions: ModelFunctions, config: ResolvedConfig):
         self.functions = functions
         self.config = config
         self.layouts: dict[Bucket, StepLayout] = {
@@ -53,9 +66,8 @@ class Programs:
             for b in config.plan.buckets
         }
         self.proposer: Proposer | None = make_proposer(config.speculative)
-        self.reader: BodyReader | None = self.proposer if isinstance(self.proposer, BodyReader) else None
         self.edit_layout: EditLayout = EditLayout(config.scheduler.max_model_len, config.model.vocab_size)
-        self._compiled: dict[Any, Any] = {}
+        self._compiled: dict[ProgramKey, Any] = {}
 
     @property
     def num_compiled(self) -> int:
@@ -63,146 +75,107 @@ class Programs:
         return len(self._compiled)
 
     @property
-    def keys(self) -> list[Any]:
-        """Every program of the plan, as arguments for `get`: a Bucket, (rows, with_logprobs), "score" or "update"."""
+    def keys(self) -> list[ProgramKey]:
+        """Every program of the plan."""
         plan = self.config.plan
         return [*plan.buckets, *((rows, lp) for rows in plan.head_rows for lp in (False, True)), "score", "update"]
 
-    def get(self, key: Any) -> Any:
-        """The program of one of `keys`, compiled if it is not yet."""
-        if isinstance(key, Bucket):
-            return self.body(key)
-        return getattr(self, key)() if isinstance(key, str) else self.head(*key)
-
-    def body(self, bucket: Bucket) -> Any:
-        """compiled(leaves, kv_pages, page_table, num_computed, step_hidden, last_tokens, packed, *of_drafts(state)): `step.body` of
-        this bucket."""
-        if bucket not in self._compiled:
-            self._compiled[bucket] = self._compile(f"body {bucket}", *self.body_spec(bucket))
-        return self._compiled[bucket]
-
-    def head(self, rows: int, with_logprobs: bool) -> Any:
-        """compiled(leaves, last_tokens, history, edits, hidden, HeadInputs, masks, masked): `step.head` for this many rows. Where
-        speculation is on, `step.drafting_head`, with num_computed and its state behind the history."""
-        key = (rows, with_logprobs)
+    def get(self, key: ProgramKey) -> Any:
+        """The program of one of `keys`, to be called with the arguments of its `spec`; compiled if it is not yet."""
         if key not in self._compiled:
-            self._compiled[key] = self._compile(f"head({rows}{', logprobs' if with_logprobs else ''})", *self.head_spec(*key))
+            self._compiled[key] = self._compile(key)
         return self._compiled[key]
 
-    def score(self) -> Any:
-        """compiled(leaves of the head, step_hidden, packed): `step.score` of `score_rows` rows."""
-        if "score" not in self._compiled:
-            self._compiled["score"] = self._compile("score", *self.score_spec())
-        return self._compiled["score"]
+    def spec(self, key: ProgramKey) -> ProgramSpec:
+        """What the program of one of `keys` is compiled from."""
+        if isinstance(key, Bucket):
+            return self._body_spec(key)
+        if key == "score":
+            return self._score_spec()
+        if key == "update":
+            return self._update_spec()
+        assert not isinstance(key, str)
+        return self._head_spec(*key)
+
+    def _body_spec(self, bucket: Bucket) -> ProgramSpec:
+        """(body weights, DeviceState, packed) -> (DeviceState, HeadInputs)."""
+        layout, reader = self.layouts[bucket], self.proposer if isinstance(self.proposer, BodyReader) else None
+        function = functools.partial(body, self.functions, layout, self.config.attention_backend, reader)
+        return ProgramSpec(function, (1,), (self._weights(self.functions.body_indices), self.state, _i32(layout.size)))
+
+    def _head_spec(self, rows: int, with_logprobs: bool) -> ProgramSpec:
+        """(head weights, RowState, HeadInputs, Masks) -> (RowState, what the host fetches)."""
+        R, hidden_size = self.config.plan.max_head_rows, self.config.model.hidden_size
+        hidden: Any = jax.ShapeDtypeStruct((R, hidden_size), self.config.pages.dtype)
+        inputs = HeadInputs(hidden, _i32(R), None if self.proposer is None else _i32(R), _i32(R, sampling_rows.NUM_COLUMNS))
+        given: Any = jax.ShapeDtypeStruct((), jnp.bool_)
+        masks = Masks(_i32(rows, self.num_mask_words), given)
+        shape = rows, MAX_LOGPROBS if with_logprobs else 0
+        if self.proposer is None:
+            function = functools.partial(head, self.functions, *shape)
+        else:
+            assert self.config.speculative is not None
+            function = functools.partial(drafting_head, self.functions, self.proposer, self.config.speculative.acceptance, *shape)
+        return ProgramSpec(function, (1,), (self._weights(self.functions.head_indices), self.state.rows, inputs, masks))
+
+    def _score_spec(self) -> ProgramSpec:
+        """(head weights, step_hidden, packed spans) -> what the host fetches; of `score_rows` rows."""
+        args = self._weights(self.functions.head_indices), self.state.step_hidden, _i32(1 + 2 * self.score_rows)
+        return ProgramSpec(functools.partial(score, self.functions, MAX_LOGPROBS), (), args)
+
+    def _update_spec(self) -> ProgramSpec:
+        """(RowState, page updates i32[UPDATE_BATCH, 3], one edit row) -> RowState."""
+        return ProgramSpec(update_rows, (0,), (self.state.rows, _i32(UPDATE_BATCH, 3), _i32(*self.edit_layout.nothing.shape)))
+
+    def _weights(self, indices: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+        return [self.functions.abstract[i] for i in indices]
 
     @property
     def score_rows(self) -> int:
+        """Tokens that a run of the score program scores."""
         return min(SCORE_ROWS, self.config.plan.buckets[-1].tokens)
-
-    def score_spec(self) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
-        """(function, donated argument numbers, abstract arguments) of the score program."""
-        leaves = [self.functions.abstract[i] for i in self.functions.head_indices]
-        packed = jax.ShapeDtypeStruct((1 + 2 * self.score_rows,), jnp.int32)
-        return functools.partial(step.score, self.functions, MAX_LOGPROBS), (), (leaves, self.state[3], packed)
-
-    def update(self) -> Any:
-        """compiled(page_table, history, edits, updates i32[UPDATE_BATCH, 3], one edit row): `step.update_state`."""
-        if "update" not in self._compiled:
-            self._compiled["update"] = self._compile("state update", *self.update_spec())
-        return self._compiled["update"]
-
-    def update_spec(self) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
-        """(function, donated argument numbers, abstract arguments) of the update program."""
-        uploads = (UPDATE_BATCH, 3), self.edit_layout.nothing.shape
-        args = (self.state[1], *self.edit_state, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in uploads))
-        return step.update_state, (0, 1, 2), args
-
-    def body_spec(self, bucket: Bucket) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
-        """(function, donated argument numbers, abstract arguments) of a bucket's body."""
-        layout = self.layouts[bucket]
-        function = functools.partial(step.body, self.functions, layout, self.config.attention_backend)
-        leaves = [self.functions.abstract[i] for i in self.functions.body_indices]
-        packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-        donated, of_drafts = (1, 2, 3, 4), () if self.proposer is None else self.of_drafts(self.draft_state)
-        if self.reader is not None:
-            function, donated = functools.partial(function, reader=self.reader), (*donated, 8)
-        return function, donated, (leaves, *self.state, packed, *of_drafts)
-
-    def of_drafts(self, state: step.DraftState) -> tuple[Any, ...]:
-        """What a body takes of speculation's state: the drafts, and what is the proposer's own where that reads bodies."""
-        return (state.drafts,) if self.reader is None else (state.drafts, state.proposer)
-
-    def head_spec(self, rows: int, with_logprobs: bool) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
-        """(function, donated argument numbers, abstract arguments) of a head."""
-        R, S = self.config.plan.max_head_rows, jax.ShapeDtypeStruct
-        max_logprobs = MAX_LOGPROBS if with_logprobs else 0
-        leaves = [self.functions.abstract[i] for i in self.functions.head_indices]
-        hidden = S((R, self.config.model.hidden_size), self.config.pages.dtype)
-        rows_of, sampling_of = S((R,), jnp.int32), S((R, sampling_rows.NUM_COLUMNS), jnp.int32)
-        inputs: Any = step.HeadInputs(rows_of, None if self.proposer is None else rows_of, sampling_of)  # pyright: ignore[reportArgumentType]
-        masks = S((rows, self.num_mask_words), jnp.int32), S((), jnp.bool_)
-        history, edits = self.edit_state
-        rest = (edits, hidden, inputs, *masks)
-        if self.proposer is None:
-            function = functools.partial(step.head, self.functions, rows, max_logprobs)
-            return function, (1, 2), (leaves, self.state[4], history, *rest)
-        assert self.config.speculative is not None
-        drafting = self.proposer, self.config.speculative.acceptance
-        function = functools.partial(step.drafting_head, self.functions, *drafting, rows, max_logprobs)
-        return function, (1, 2, 3, 4), (leaves, self.state[4], history, self.state[2], self.draft_state, *rest)
 
     @property
     def num_mask_words(self) -> int:
         """int32 words of a logits row's mask."""
         return num_mask_words(self.config.model.vocab_size)
 
-    @property
-    def state(self) -> tuple[Any, Any, Any, Any, Any]:
-        """Abstract (kv_pages, page_table, num_computed, step_hidden, last_tokens)."""
-        c = self.config
-        kv = jax.ShapeDtypeStruct(c.pages.layer(c.cache.num_pages), c.pages.dtype)
-        seqs = jax.ShapeDtypeStruct((c.scheduler.max_num_seqs,), jnp.int32)
-        table = jax.ShapeDtypeStruct((c.scheduler.max_num_seqs, c.max_pages_per_seq), jnp.int32)
-        hidden = jax.ShapeDtypeStruct((c.plan.buckets[-1].tokens, c.model.hidden_size), c.pages.dtype)
-        return [kv] * c.pages.num_layers, table, seqs, hidden, seqs
-
-    @property
-    def edit_state(self) -> tuple[Any, Any]:
-        """Abstract (history, edits)."""
-        seqs, layout = self.config.scheduler.max_num_seqs, self.edit_layout
-        return (
-            jax.ShapeDtypeStruct((seqs, layout.max_model_len), jnp.int32),
-            jax.ShapeDtypeStruct((seqs, layout.num_columns), jnp.int32),
-        )
-
-    @property
-    def draft_state(self) -> step.DraftState:
-        """Abstract, where speculation is on."""
-        assert self.proposer is not None and self.config.speculative is not None
-        shape = self.config.scheduler.max_num_seqs, self.proposer.num_drafts
-        drafts, probs = jax.ShapeDtypeStruct(shape, jnp.int32), None
-        if self.proposer.draws and self.config.speculative.acceptance == "rejection":
-            probs = jax.ShapeDtypeStruct((*shape, self.config.model.vocab_size), jnp.float32)
-        return step.DraftState(drafts, probs, jax.eval_shape(self.proposer.init_state))  # pyright: ignore[reportArgumentType]
+    @functools.cached_property
+    def state(self) -> DeviceState:
+        """The abstract state that the programs share."""
+        return abstract_state(self.config, self.proposer)
 
     @property
     def draft_bytes(self) -> int:
         """Of the draft state: the drafts, what they were drawn from, and what the proposer keeps."""
-        leaves = [] if self.proposer is None else jax.tree.leaves(self.draft_state)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state.rows.drafts))
 
     def largest_temp_bytes(self) -> int:
         """As much temporary memory as any program may need: see memory.reserve_bytes."""
         plan = self.config.plan
-        largest = [self.body(plan.buckets[-1]), self.head(plan.max_head_rows, True), self.score()]
+        largest = [self.get(key) for key in (plan.buckets[-1], (plan.max_head_rows, True), "score")]
         return reserve_bytes(program.memory_analysis().temp_size_in_bytes for program in largest)
 
-    def _compile(self, what: str, function: Callable, donate: tuple[int, ...], args: tuple[Any, ...]) -> Any:
-        start = time.perf_counter()
+    def _compile(self, key: ProgramKey) -> Any:
+        start, spec = time.perf_counter(), self.spec(key)
         options = GPU_COMPILER_OPTIONS if jax.default_backend() == "gpu" else None
-        compiled = jax.jit(function, donate_argnums=donate).lower(*args).compile(compiler_options=options)
-        logger.info("compiled %s in %.1f s", what, time.perf_counter() - start)
+        compiled = jax.jit(spec.function, donate_argnums=spec.donated).lower(*spec.args).compile(compiler_options=options)
+        logger.info("compiled %s in %.1f s", name_of(key), time.perf_counter() - start)
         return compiled
+
+
+def name_of(key: ProgramKey) -> str:
+    """A program, for logs and reports."""
+    if isinstance(key, Bucket):
+        return f"body {key}"
+    if isinstance(key, str):
+        return {"score": "score", "update": "state update"}[key]
+    rows, with_logprobs = key
+    return f"head({rows}{', logprobs' if with_logprobs else ''})"
+
+
+def _i32(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def make_proposer(config: SpeculativeConfig | None) -> Proposer | None:

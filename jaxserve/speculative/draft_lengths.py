@@ -1,4 +1,4 @@
-"""How many drafts each sequence verifies in the next step, and what came of the drafts of past steps.
+"""How many drafts each sequence verifies in the next step, by what became of earlier drafts.
 
 Owns the host's mirror of what the device proposed, and what is learnt from it: how often drafts are right, row by row, whether
 they were verified or not (a plain step's token says whether the first draft would have stood), and how long steps take. The
@@ -60,7 +60,7 @@ class RecentTimes:
 
 
 class DraftOutcome(NamedTuple):
-    """What came of one sequence's drafts in one step."""
+    """What became of one sequence's drafts in one step."""
 
     entry: int  # of the schedule
     num_drafts: int  # that were tokens
@@ -146,7 +146,6 @@ class DraftLengths:
         tokens: np.ndarray,  # i32[n] or i32[n, 1 + k]: sampled by each entry
         counts: np.ndarray | None,  # i32[n]: how many of them are output; None: one each
         drafts: np.ndarray | None,  # i32[r, K]: proposed after each logits row
-        first_rows: np.ndarray,  # intp[number of entries that sample]: the first logits row of each
     ) -> list[DraftOutcome]:
         """Learns from a step, in the order of the steps and before the scheduler's `update`. Nothing is learnt of requests that
         have finished, nor of those with a forced token in flight: their drafts were cut, not refused."""
@@ -168,7 +167,7 @@ class DraftLengths:
             live = int((self.proposed[rows[i], : planned[i]] != NO_DRAFT).sum())
             if live:
                 outcomes.append(DraftOutcome(i, live, int(accepted[i])))
-        self.proposed[rows[samples]] = drafts[first_rows + counts[samples] - 1]
+        self.proposed[rows[samples]] = drafts[schedule.logits_rows.firsts + counts[samples] - 1]
         return outcomes
 
     def _meet_new_owners(self, schedule: Schedule) -> None:

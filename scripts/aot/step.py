@@ -76,9 +76,9 @@ class AbstractStep:
         import jax.numpy as jnp
 
         from jaxserve.config import EngineConfig
+        from jaxserve.execution.model_functions import ModelFunctions
         from jaxserve.execution.programs import Programs
         from jaxserve.execution.resolved_config import DEFAULT_PAGE_SIZE, resolve_config
-        from jaxserve.execution.step import ModelFunctions
         from jaxserve.models import Decoder
         from kernels import gpu
         from kernels.ragged_paged_attention import resolve_backend
@@ -179,13 +179,17 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
     The largest body, the largest head and scoring decide how much memory the plan must set aside.
     """
     from jaxserve.execution.memory import reserve_bytes
+    from jaxserve.execution.programs import ProgramKey, name_of
 
     plan, config, programs = step.config.plan, step.config, step.programs
-    compile_one = functools.partial(_compile, compiler, on_report)
     heads = [(plan.head_rows[0], False), (plan.max_head_rows, True)]
-    bodies = {b: compile_one(f"body {b}", *programs.body_spec(b)) for b in dict.fromkeys([*buckets, plan.buckets[-1]])}
-    tops = {h: compile_one(f"head({h[0]}{', logprobs' if h[1] else ''})", *programs.head_spec(*h)) for h in dict.fromkeys(heads)}
-    score, update = compile_one("score", *programs.score_spec()), compile_one("state update", *programs.update_spec())
+
+    def compile_one(key: ProgramKey) -> CompiledReport:
+        return _compile(compiler, on_report, name_of(key), *programs.spec(key))
+
+    bodies = {b: compile_one(b) for b in dict.fromkeys([*buckets, plan.buckets[-1]])}
+    tops = {h: compile_one(h) for h in dict.fromkeys(heads)}
+    score, update = compile_one("score"), compile_one("update")
     reserve = reserve_bytes(r.temp_bytes for r in (bodies[plan.buckets[-1]], tops[heads[-1]], score))
     demands = StepDemands(
         num_layers=config.pages.num_layers,

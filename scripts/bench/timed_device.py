@@ -1,7 +1,7 @@
 """A device that takes the time of a step and computes nothing: what the host does beside one can be measured without it.
 
-It stands in for an engine's Runner. A step occupies it for `body` seconds, then, once its masks are there, for `head` seconds, and
-samples what it is told to; the host's own work is the engine's, real and on the wall clock.
+It stands in for the Runner of an engine's pipeline. A step occupies it for `body` seconds, then, once its masks are there, for
+`head` seconds, and samples what it is told to; the host's own work is the engine's, real and on the wall clock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxserve.scheduling.schedule import Schedule
 
 @dataclass
 class TimedDevice:
-    """Takes an engine's runner's place.
+    """Takes the runner's place in an engine's pipeline.
 
     next_tokens: of a schedule, i32[n, 1 + 2K]: the tokens to come of each entry that samples, NO_DRAFT past the last of them. They
       are what it samples and what it proposes, so that all drafts stand.
@@ -35,11 +35,9 @@ class TimedDevice:
     next_tokens: Callable[[Schedule], np.ndarray]
     num_drafts: int = 0
     late: list[float] = field(default_factory=list)
-    has_weights = True
-    weights_version = 0
 
     def __post_init__(self):
-        self.programs, self.score_rows = self.engine.runner.programs, self.engine.runner.score_rows
+        self.score_rows = self.engine.runner.score_rows
         self._free = 0.0  # when all that was dispatched is done
         self._schedule: Any = None
         scheduler = self.engine.scheduler
@@ -49,18 +47,19 @@ class TimedDevice:
             self._schedule = plain()
             return self._schedule
 
-        scheduler.schedule, self.engine.runner = schedule, self
+        scheduler.schedule, self.engine.pipeline.runner = schedule, self
 
-    def dispatch(self, inputs: StepInputs, masks: Callable[[], np.ndarray] | None = None) -> Any:
-        schedule, allowed = self._schedule, None
-        done = max(time.perf_counter(), self._free) + self.body
-        if inputs.head_rows and masks is not None:
-            allowed = masks()
+    def dispatch_body(self, inputs: StepInputs) -> Any:
+        return SimpleNamespace(inputs=inputs, done=max(time.perf_counter(), self._free) + self.body)
+
+    def dispatch_head(self, body: Any, allowed: np.ndarray | None = None) -> Any:
+        done = body.done
+        if allowed is not None:
             now = time.perf_counter()
             self.late.append(max(0.0, now - done))
             done = max(done, now)
-        sampled = self._sample(schedule, allowed)
-        self._free = done + (self.head if inputs.head_rows else 0.0)
+        sampled = self._sample(self._schedule, allowed)
+        self._free = done + (self.head if body.inputs.head_size else 0.0)
         return SimpleNamespace(done=self._free, sampled=sampled)
 
     def _sample(self, schedule: Schedule, allowed: np.ndarray | None) -> SampledRows:
@@ -80,9 +79,6 @@ class TimedDevice:
             assert (known | ~delivered | (words >> tokens % 32 & 1 != 0)).all(), "the next tokens are not what the grammars allow"
         no = np.zeros(len(tokens), bool)
         return SampledRows(tokens, no, no, delivered=delivered, drafts=drafts)
-
-    def reset(self) -> None:
-        """Nothing is kept from step to step."""
 
     def fetch(self, handle: Any) -> SampledRows:
         time.sleep(max(0.0, handle.done - time.perf_counter()))

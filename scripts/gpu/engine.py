@@ -64,14 +64,14 @@ def step_bytes(engine: Any, kv_tokens: int) -> int:
     read = set(functions.body_indices) | set(functions.head_indices)
     if not config.model.tie_word_embeddings:
         read -= {i for i, path in enumerate(functions.paths) if path.startswith("embed_tokens/")}
-    weights = sum(functions.leaves[i].nbytes for i in read)
+    weights = sum(functions.weights[i].nbytes for i in read)
     return weights + kv_tokens * config.pages.page_bytes // config.cache.page_size
 
 
 def step_flops(engine: Any, tokens: int) -> int:
     """Operations of a step's matmuls, without attention and the head."""
     functions = engine.runner.programs.functions
-    layers = sum(functions.leaves[i].size for i in functions.body_indices if functions.paths[i].startswith("layers/"))
+    layers = sum(functions.weights[i].size for i in functions.body_indices if functions.paths[i].startswith("layers/"))
     return 2 * tokens * layers
 
 
@@ -141,8 +141,8 @@ def decoding(engine: Any, batch: int, kv_len: int, seed: int) -> tuple[Any, int]
     for i in range(batch):
         engine.add_request(str(i), rng.integers(0, engine.config.model.vocab_size, kv_len - 16).tolist(), params)
     seen: list[Any] = []
-    dispatch = engine.runner.dispatch
-    engine.runner.dispatch = lambda inputs, masks=None: (seen.append(inputs), dispatch(inputs, masks))[1]
+    dispatch = engine.runner.dispatch_body
+    engine.runner.dispatch_body = lambda inputs: (seen.append(inputs), dispatch(inputs))[1]
     try:
         for _ in range(10_000):
             engine.step()
@@ -153,13 +153,13 @@ def decoding(engine: Any, batch: int, kv_len: int, seed: int) -> tuple[Any, int]
         for _ in range(4):
             engine.step()
     finally:
-        engine.runner.dispatch = dispatch
+        engine.runner.dispatch_body = dispatch
     engine.drain()
     inputs = seen[-1]
     packed = inputs.packed.copy()
     layout = engine.runner.programs.layouts[inputs.bucket]
     fields, nothing = layout.unpack(packed), layout.unpack(layout.padding)
-    known = np.asarray(engine.runner.num_computed)[fields["seq_rows"][:batch]]
+    known = np.asarray(engine.runner.state.rows.num_computed)[fields["seq_rows"][:batch]]
     fields["starts"][:batch] = known - 1
     fields["page_updates"][:] = nothing["page_updates"]
     nothing_new = {"extra_page_updates": np.zeros((0, 3), np.int32), "edit_rows": []}
@@ -275,7 +275,7 @@ def thunks(figures: Figures, name: str, expected: Path) -> None:
         found = [r for r in results if r.get("model") == name and r["target"] == target]
         known = {p["name"]: p for p in (found[0]["programs"] if found else [])}
     for bucket in step.default_buckets():
-        function, donate, args = step.programs.body_spec(bucket)
+        function, donate, args = step.programs.spec(bucket)
         with tempfile.TemporaryDirectory() as dump:
             compiler_options = {**GPU_COMPILER_OPTIONS, "xla_dump_to": dump, "xla_dump_hlo_as_text": True} if gpu else None
             compiled = jax.jit(function, donate_argnums=donate).lower(*args).compile(compiler_options=compiler_options)

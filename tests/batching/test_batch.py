@@ -9,7 +9,8 @@ from jaxserve.batching.layout import StepLayout
 from jaxserve.batching.packer import BatchPacker
 from jaxserve.batching.work_lists import AHEAD
 from jaxserve.buckets.plan import BucketPlan
-from jaxserve.execution import step
+from jaxserve.execution import body
+from jaxserve.execution.device_state import RowState
 from jaxserve.request import Request
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling.edit_rows import EditLayout
@@ -130,9 +131,9 @@ def test_random_schedules_against_the_slow_model():
             assert row[52] == request.num_prompt_tokens
         sampling = [r for r, s in zip(schedule.requests, schedule.samples, strict=True) if s]
         assert inputs.num_samples == len(sampling) and inputs.num_tokens == sum(schedule.q_lens)
-        assert inputs.head_rows == (PLAN.select_head_rows(len(sampling)) if sampling else 0)
+        assert inputs.head_size == (PLAN.select_head_rows(len(sampling)) if sampling else 0)
         assert inputs.with_logprobs == any(r.params.logprobs is not None for r in sampling)
-        seen.add((bucket, inputs.head_rows, inputs.with_logprobs))
+        seen.add((bucket, inputs.head_size, inputs.with_logprobs))
     assert {b for b, *_ in seen} == set(PLAN.buckets) and {h for _, h, _ in seen} == {0, 3, 8} and extras > 10
 
 
@@ -174,12 +175,15 @@ def test_unpack_undoes_the_layout_for_numpy_and_for_traced_arrays():
 
 @pytest.fixture(scope="module")
 def context():
-    """What the device makes of a packed step: `step._context` compiled for one bucket, state in, everything out."""
+    """What the device makes of a packed step: `body._context` compiled for one bucket, state in, everything out."""
     layout = StepLayout(PLAN.buckets[-1], MAX_SEQS, PAGE_SIZE, PLAN.max_head_rows)
 
     @jax.jit
     def run(packed, page_table, num_computed, last_tokens):
-        return step._context(layout, "reference", layout.unpack(packed), NUM_PAGES, page_table, num_computed, last_tokens, None)
+        unread = jnp.zeros((MAX_SEQS, 1), jnp.int32)  # history and edits
+        rows = RowState(page_table, num_computed, last_tokens, unread, unread, None)
+        context, tokens, rows = body._context(layout, "reference", layout.unpack(packed), NUM_PAGES, rows)
+        return context, tokens, rows.page_table, rows.num_computed
 
     return layout, run
 

@@ -36,15 +36,15 @@ def test_a_stall_is_of_the_prompt_that_it_waited_for(monkeypatch):
     for in_flight in (True, False):
         now, engine, sizes = [0.0], make_engine(dummy_model(), async_scheduling=in_flight), []
 
-        def dispatch(inputs, masks=None, real=engine.runner.dispatch, sizes=sizes):
+        def dispatch(inputs, real=engine.runner.dispatch_body, sizes=sizes):
             sizes.append(inputs.num_tokens)
-            return real(inputs, masks)
+            return real(inputs)
 
         def fetch(handle, real=engine.runner.fetch, sizes=sizes, now=now):
             now[0] += sizes.pop(0)  # a second a token
             return real(handle)
 
-        monkeypatch.setattr(engine.runner, "dispatch", dispatch)
+        monkeypatch.setattr(engine.runner, "dispatch_body", dispatch)
         monkeypatch.setattr(engine.runner, "fetch", fetch)
         clock = SimpleNamespace(monotonic=lambda now=now: now[0], sleep=lambda _: None, process_time=time.process_time)
         monkeypatch.setattr(open_loop, "time", clock)

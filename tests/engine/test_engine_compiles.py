@@ -104,8 +104,8 @@ def warmed_up_engine(**settings) -> Engine:
 
 def test_an_eager_operation_of_a_step_is_counted(monkeypatch):
     """Though an engine of the same shapes ran it before."""
-    dispatch = Runner.dispatch
-    monkeypatch.setattr(Runner, "dispatch", lambda self, *args: (self.page_table.sum(), dispatch(self, *args))[1])
+    dispatch = Runner.dispatch_body
+    monkeypatch.setattr(Runner, "dispatch_body", lambda self, *args: (self.state.rows.page_table.sum(), dispatch(self, *args))[1])
     for _ in range(2):
         engine = warmed_up_engine(bucket_plan=ONE_BUCKET)
         add(engine, "one", Ask([1, 2, 3], SamplingParams()))
@@ -116,16 +116,16 @@ def test_an_eager_operation_of_a_step_is_counted(monkeypatch):
 
 def test_nothing_compiles_after_warm_up():
     engine = warmed_up_engine(scheduling_policy="priority")
-    heads, extra, edited, scored, dispatch = set(), [], [], [], engine.runner.dispatch
+    heads, extra, edited, scored, dispatch = set(), [], [], [], engine.runner.dispatch_body
 
-    def spy(inputs, masks=None):
-        heads.add((inputs.head_rows, inputs.with_logprobs))
+    def spy(inputs):
+        heads.add((inputs.head_size, inputs.with_logprobs))
         extra.append(inputs.extra_page_updates)
         edited.extend(inputs.edit_rows)
-        scored.extend(inputs.score_rows)
-        return dispatch(inputs, masks)
+        scored.extend(inputs.score_spans)
+        return dispatch(inputs)
 
-    engine.runner.dispatch = spy
+    engine.runner.dispatch_body = spy
     before = num_compiled()
     use_everything(engine)
     assert num_compiled() == before

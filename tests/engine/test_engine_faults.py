@@ -16,8 +16,8 @@ import pytest
 
 from jaxserve.batching.layout import StepLayout
 from jaxserve.batching.packer import BatchPacker
-from jaxserve.engine import engine
-from jaxserve.execution import step
+from jaxserve.engine import pipeline
+from jaxserve.execution import body, head
 from jaxserve.request import Request
 from jaxserve.scheduling import page_pool, scheduler
 from tests.dummy import ONE_BUCKET, differences, dummy_model, make_engine, serve
@@ -51,14 +51,14 @@ ON_THE_HOST = {
     ),
     "sequences_padded_with_a_live_row": Fault(StepLayout, "padding", '["seq_rows"][:] = self.max_num_seqs', '["seq_rows"][:] = 0'),
     "logits_rows_padded_with_a_live_row": Fault(
-        StepLayout, "padding", '["head_rows"][:] = self.max_num_seqs', '["head_rows"][:] = 0'
+        StepLayout, "padding", '["logits_rows"][:] = self.max_num_seqs', '["logits_rows"][:] = 0'
     ),
     "reservation_ignores_the_steps_token": Fault(
         scheduler.Scheduler, "_schedule_decodes", "starts >= rows.capacity", "starts > rows.capacity"
     ),
     "reservation_ignores_the_steps_chunk": Fault(scheduler.Scheduler, "_admit", "else num_known)", "else num_known - num_tokens)"),
     "last_row_of_the_batch": Fault(
-        BatchPacker, "pack", 'view["head_tokens"][:r] = tokens', 'view["head_tokens"][:r] = schedule.num_tokens - 1'
+        BatchPacker, "pack", 'view["logits_tokens"][:r] = tokens', 'view["logits_tokens"][:r] = schedule.num_tokens - 1'
     ),
     "decode_twice_for_one_position": Fault(
         BatchPacker,
@@ -100,21 +100,21 @@ ON_THE_HOST = {
         "hits = hits[: (scores.next - 1) // page_size]",
         "scores.next = max(scores.next, len(hits) * page_size + 1)",
     ),
-    "score_of_the_token_before": Fault(engine, "spans_of", "row + position - 1 - start", "row + position - start"),
+    "score_of_the_token_before": Fault(pipeline, "spans_of", "row + position - 1 - start", "row + position - start"),
     "page_hash_ignores_what_came_before": Fault(page_pool, "page_hash", "sha256(parent + ", "sha256("),
 }
 
 ON_THE_DEVICE = {
     "prefill_advances_by_one": Fault(
-        step,
+        body,
         "_context",
         'num_computed.at[rows].set(kv_lens, mode="drop")',
         'num_computed.at[rows].set(jnp.minimum(starts + 1, kv_lens), mode="drop")',
     ),
     "sampled_tokens_not_remembered": Fault(
-        step, "head", "history = logit_edits.remember(history, seq_rows, rows.position, sampled.tokens)", "pass"
+        head, "head", "logit_edits.remember(rows.history, seq_rows, asked.position, sampled.tokens)", "rows.history"
     ),
-    "padding_writes_to_a_live_page": Fault(step, "_context", "num_pages * page_size + t)", "t)"),
+    "padding_writes_to_a_live_page": Fault(body, "_context", "num_pages * page_size + t)", "t)"),
 }
 
 

@@ -6,6 +6,7 @@ import logging
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def test_nothing_is_left_after_everything(engine):
     run = serve(engine, requests(True))
     assert_empty(engine)
     assert all(answer.finish_reason for answer in run.answers.values())
-    assert not engine.scheduler.requests.stop_ids and not engine._undelivered
+    assert not engine.scheduler.requests.stop_ids and not engine.pipeline.undelivered
     assert engine.step() == [] and not engine.has_unfinished_requests()
     assert engine.reset_prefix_cache() and not engine.pool._page_of
 
@@ -374,7 +375,7 @@ def test_a_step_that_breaks_aborts_all_and_leaves_the_engine_usable(engine, wher
     for _ in range(3):
         engine.step()
     runner = engine.runner
-    dispatch, body = runner.dispatch, runner.programs.body
+    dispatch, program = runner.dispatch_body, runner.programs.get
 
     def breaks(*args):
         if where == "after it":
@@ -383,15 +384,15 @@ def test_a_step_that_breaks_aborts_all_and_leaves_the_engine_usable(engine, wher
 
     def breaks_inside(bucket):
         def run(*args):
-            body(bucket)(*args)
+            program(bucket)(*args)
             raise KeyboardInterrupt
 
         return run
 
     if where == "inside it":
-        monkeypatch.setattr(runner.programs, "body", breaks_inside)
+        monkeypatch.setattr(runner.programs, "get", breaks_inside)
     else:
-        monkeypatch.setattr(runner, "fetch" if where == "in the fetch" else "dispatch", breaks)
+        monkeypatch.setattr(runner, "fetch" if where == "in the fetch" else "dispatch_body", breaks)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     monkeypatch.undo()
@@ -422,7 +423,7 @@ def test_drain_keeps_what_it_fetches_for_the_next_step(engine):
         for output in engine.step():
             answers.setdefault("x", Answer()).take(output)
         engine.drain()
-        assert not engine._in_flight
+        assert not engine.pipeline.in_flight
     assert answers["x"] == expected
 
 
@@ -487,14 +488,14 @@ def test_state_is_donated_and_weights_are_not(engine):
     engine.add_request("x", [1, 2, 3], GREEDY)
     runner = engine.runner
     for _ in range(3):
-        state = [*runner.kv_pages, runner.page_table, runner.num_computed, runner.last_tokens, runner.history]
-        places = [x.unsafe_buffer_pointer() for x in runner.kv_pages]
+        state = jax.tree.leaves(runner.state)
+        places = [x.unsafe_buffer_pointer() for x in runner.state.kv_pages]
         engine.step()
         assert all(x.is_deleted() for x in state)
-        assert [x.unsafe_buffer_pointer() for x in runner.kv_pages] == places
-    assert not any(x.is_deleted() for x in runner.programs.functions.leaves)
+        assert [x.unsafe_buffer_pointer() for x in runner.state.kv_pages] == places
+    assert not any(x.is_deleted() for x in runner.programs.functions.weights)
     leaves = named_leaves(dummy_model()).values()
-    assert {id(x) for x in (*runner.body_leaves, *runner.head_leaves)} == {id(x) for x in leaves}, "weights were copied"
+    assert {id(x) for x in (*runner.body_weights, *runner.head_weights)} == {id(x) for x in leaves}, "weights were copied"
 
 
 def test_describe_says_what_was_decided(engine):

@@ -223,7 +223,7 @@ def test_nothing_is_compiled_and_nothing_copied(engine):
                 engine.step()
             engine.update_params(leaves, in_flight)
             runner = engine.runner
-            assert {id(x) for x in (*runner.body_leaves, *runner.head_leaves)} == {id(x) for x in leaves.values()}
+            assert {id(x) for x in (*runner.body_weights, *runner.head_weights)} == {id(x) for x in leaves.values()}
             run_out(engine)
             serve(engine, requests(True))
     assert compile_counts().programs == before
@@ -291,7 +291,7 @@ def test_pause_starts_nothing_and_loses_nothing(engine):
     num_steps, num_tokens = engine.stats.num_steps, request.num_output_tokens
     (late,) = engine.add_request("late", PROMPT, GREEDY)
     assert engine.step() == [] and engine.stats.num_steps == num_steps and request.num_output_tokens == num_tokens
-    assert engine.has_unfinished_requests() and not engine._in_flight
+    assert engine.has_unfinished_requests() and not engine.pipeline.in_flight
     engine.update_params(dummy_model(), in_flight="keep")
     engine.resume()
     run_out(engine)
@@ -305,12 +305,12 @@ def test_sleep_frees_memory_and_wake_up_brings_it_back(engine, level):
     serve(engine, requests(True))
     tokens, answers = greedy_alone(dummy_model(), PROMPT, 12), alone("float32", True)  # of engines of their own, which compile
     before, runner = compile_counts().programs, engine.runner
-    state = [*runner.kv_pages, runner.page_table]
-    weights = list(runner.programs.functions.leaves)
+    state = jax.tree.leaves(runner.state)
+    weights = list(runner.programs.functions.weights)
     engine.sleep(level)
     engine.sleep(level)
     assert all(x.is_deleted() for x in state)
-    assert not any(isinstance(x, jax.Array) for x in runner.programs.functions.leaves)
+    assert not any(isinstance(x, jax.Array) for x in runner.programs.functions.weights)
     assert not any(x.is_deleted() for x in weights), "a trainer's weights are not the engine's to delete"
     with pytest.raises(RuntimeError, match=r"asleep: call wake_up\(\)"):
         engine.add_request("x", PROMPT, GREEDY)
@@ -357,14 +357,14 @@ def test_kernels_of_a_trainer_fill_an_engine_that_holds_them_transposed():
     engine.update_params(dummy_model())
     assert serve(engine, [Ask(PROMPT, GREEDY)]).answers["0"].tokens == expected[1]
     assert compile_counts().programs == before
-    held = dict(zip(engine.runner.programs.functions.paths, engine.runner.programs.functions.leaves, strict=True))
+    held = dict(zip(engine.runner.programs.functions.paths, engine.runner.programs.functions.weights, strict=True))
     engine.update_params(held)
-    assert all(x is y for x, y in zip(held.values(), engine.runner.programs.functions.leaves, strict=True))
+    assert all(x is y for x, y in zip(held.values(), engine.runner.programs.functions.weights, strict=True))
 
 
 def test_llm_on_params():
     llm = LLM.from_params(dummy_model(), **SETTINGS, bucket_plan=ONE_BUCKET)
-    assert {id(x) for x in llm.engine.runner.body_leaves} <= {id(x) for x in leaves_of().values()}
+    assert {id(x) for x in llm.engine.runner.body_weights} <= {id(x) for x in leaves_of().values()}
 
     def tokens() -> list[int]:
         return llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids

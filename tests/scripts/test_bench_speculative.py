@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,16 +119,22 @@ def test_documents_fit_their_schemas(num_properties):
 def timed_device(body: float, to_come: list[list[int]]) -> TimedDevice:
     """Between steps of an entry for each list of the tokens to come: a decode with as many drafts as fit half of them."""
     n, num_drafts = len(to_come), len(to_come[0]) // 2
-    runner = SimpleNamespace(programs=None, score_rows=1)
+    runner, pipeline = SimpleNamespace(score_rows=1), SimpleNamespace()
     requests, q_lens = [SimpleNamespace(num_forced_in_flight=0)] * n, np.full(n, 1 + num_drafts)
     schedule = SimpleNamespace(requests=requests, samples=np.ones(n, bool), num_seqs=n, num_decodes=n, q_lens=q_lens)
-    engine = SimpleNamespace(runner=runner, scheduler=SimpleNamespace(schedule=lambda: schedule))
+    engine = SimpleNamespace(runner=runner, pipeline=pipeline, scheduler=SimpleNamespace(schedule=lambda: schedule))
     made = TimedDevice(engine, body, 0.0, lambda schedule: np.array(to_come, np.int32), num_drafts)
     engine.scheduler.schedule()
     return made
 
 
-INPUTS: Any = SimpleNamespace(head_rows=1)
+INPUTS: Any = SimpleNamespace(head_size=1)
+
+
+def dispatch(device: TimedDevice, masks: Callable[[], np.ndarray]) -> Any:
+    """As an engine does: the masks are made while the body runs."""
+    body = device.dispatch_body(INPUTS)
+    return device.dispatch_head(body, masks())
 
 
 def test_a_head_waits_for_what_the_body_does_not_hide():
@@ -136,21 +143,21 @@ def test_a_head_waits_for_what_the_body_does_not_hide():
         return np.array([[0, 2]], np.int32)  # token 33 alone
 
     hidden, exposed = timed_device(60.0, [[33]]), timed_device(0.0, [[33]])
-    hidden.dispatch(INPUTS, masks)
-    handle = exposed.dispatch(INPUTS, masks)
+    dispatch(hidden, masks)
+    handle = dispatch(exposed, masks)
     assert hidden.late == [0.0] and exposed.late[0] >= 0.02
     assert exposed.fetch(handle).tokens.tolist() == [33]
     with pytest.raises(AssertionError, match="not what the grammars allow"):
-        exposed.dispatch(INPUTS, lambda: np.array([[1, 1]], np.int32))
+        dispatch(exposed, lambda: np.array([[1, 1]], np.int32))
 
 
 def test_drafts_of_a_timed_device_stand():
     device = timed_device(0.0, [[5, 6, 7, 8, 9], [1, 2, -1, -1, -1]])
     masks = np.array([[1 << 5], [1 << 6], [1 << 7], [1 << 1], [1 << 2], [0]], np.int32)
-    sampled = device.fetch(device.dispatch(INPUTS, lambda: masks))
+    sampled = device.fetch(dispatch(device, lambda: masks))
     assert sampled.delivered is not None and sampled.drafts is not None
     assert sampled.tokens.tolist()[:5] == [5, 6, 7, 1, 2] and sampled.delivered.tolist() == [True] * 5 + [False]
     assert sampled.drafts.tolist() == [[6, 7], [7, 8], [8, 9], [2, -1], [-1, -1], [-1, -1]]
     masks[1] = 1 << 7
     with pytest.raises(AssertionError, match="not what the grammars allow"):
-        device.dispatch(INPUTS, lambda: masks)
+        dispatch(device, lambda: masks)

@@ -290,7 +290,7 @@ def test_weights_are_read_beside_the_steps(llm, folder, monkeypatch):
                 monkeypatch.setattr(model_loader, "load_model", while_it_steps)
                 await engine.update_weights_from_path(folder, in_flight="keep")
                 assert not stream.finished
-                held = llm.engine.runner.programs.functions.leaves
+                held = llm.engine.runner.programs.functions.weights
                 assert list(map(id, held)) == list(map(id, named_leaves(read[0].module).values())), "converted between two steps"
             calls = [command for command in sent if isinstance(command, Call)]
             assert [dict(c.arguments)["path"] for c in calls] == ["/nothing/there", str(folder)]

@@ -42,9 +42,9 @@ class Machine:
             counts = np.array([1 + self._accepted(i, k) for i, k in enumerate(chosen)], np.int32)
             first_right = np.where(chosen > 0, counts > 1, self.rng.random(len(counts)) < self.rates)
             self.lengths.proposed[self.rows] = np.where(first_right, 7, 8)[:, None]
-            tokens, rows = np.full((len(counts), 1 + K), 7, np.int32), np.cumsum(step.q_lens) - step.q_lens
+            tokens = np.full((len(counts), 1 + K), 7, np.int32)
             drafts = np.zeros((step.num_tokens, K), np.int32)
-            self.lengths.take_tokens(step, tokens, counts, drafts, rows)
+            self.lengths.take_tokens(step, tokens, counts, drafts)
             bucket, _ = self.lengths.shape(step.num_tokens, step.num_seqs, step.max_q_len)
             seconds = 1 + self.per_token * bucket.tokens
             noisy = seconds * (1 + (self.rng.random() < 0.1) * self.rng.random())  # the machine does other things too
@@ -138,7 +138,7 @@ def test_rows_whose_drafts_are_wrong_bring_none():
     assert (chosen[[0, 2]] > 0).all() and not chosen[[1, 3]].any()
     machine.lengths.take_tokens(
         schedule(machine.rows[1:2], np.zeros(1, np.int32), generation=5), np.zeros((1, 1), np.int32), np.ones(1, np.int32),
-        np.zeros((1, K), np.int32), np.zeros(1, np.intp),
+        np.zeros((1, K), np.int32),
     )  # fmt: skip
     assert machine.lengths.rates[1] > machine.lengths.rates[3] + 0.1, "a new owner starts with what rows do in general"
 
@@ -188,7 +188,7 @@ def test_cut_drafts_are_not_refused_ones(why):
         step.requests[0].status = RequestStatus.FINISHED
     tokens, drafts = np.full((2, 1 + K), 8, np.int32), np.arange(6 * K, dtype=np.int32).reshape(6, K)
     before = lengths.rates.copy()
-    outcomes = lengths.take_tokens(step, tokens, np.ones(2, np.int32), drafts, np.array([0, 3]))
+    outcomes = lengths.take_tokens(step, tokens, np.ones(2, np.int32), drafts)
     assert outcomes == [(1, 2, 0)]
     assert lengths.rates[3] == before[3] and lengths.rates[5] < before[5]
     assert (lengths.proposed[rows] == drafts[[0, 3]]).all()

@@ -283,11 +283,11 @@ def test_weights_change_among_drafts(compiler, expected, in_flight):
 
 def test_aborts_pauses_and_faults_among_drafts(expected):
     def fail(engine: Engine) -> None:
-        run, engine.runner._run = engine.runner._run, None  # pyright: ignore[reportAttributeAccessIssue]
+        dispatch, engine.runner.dispatch_head = engine.runner.dispatch_head, None  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(TypeError):
             while True:
                 engine.step()
-        engine.runner._run = run
+        engine.runner.dispatch_head = dispatch
 
     engine = make_engine()
     for i, (ask, _) in enumerate(asks()):

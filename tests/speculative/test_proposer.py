@@ -48,10 +48,10 @@ def _logprobs(config):
 def check_what_was_read(engine: Engine) -> int:
     """The reader has, where the target has its KV, the hidden row and the id of each token that was computed: by the module's own
     forward over the whole sequence. Returns how many."""
-    assert engine.runner.draft_state is not None
-    state, rows = engine.runner.draft_state.proposer, engine.scheduler.rows
+    assert engine.runner.state.rows.drafts is not None
+    state, rows = engine.runner.state.rows.drafts.proposer, engine.scheduler.rows
     page_size, num_checked = engine.config.cache.page_size, 0
-    for request in (r for group in engine._groups.values() for r in group if r.row >= 0):
+    for request in (r for r in engine._requests if r.row >= 0):
         n, pages = int(rows.num_computed[request.row]), np.array(rows.pages(request.row))
         position = np.arange(n)
         slots = pages[position // page_size] * page_size + position % page_size
@@ -73,7 +73,7 @@ def test_a_body_shows_every_token_that_it_runs(monkeypatch):
     engine = make_engine(monkeypatch, pool_pages=44)
     jax.clear_caches()  # of eager operations, which an engine before this one may have filled
     engine.runner.warm_up()
-    held = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(engine.runner.draft_state))
+    held = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(engine.runner.state.rows.drafts))
     assert engine.runner.programs.draft_bytes == held, "what a pool beside it must leave room for"
     add_all(engine)
     before = num_compiled()

@@ -1,0 +1,181 @@
+"""Steps on their way: from a schedule over the device to the outputs of its requests.
+
+Owns the steps in flight, in the order in which they were dispatched, and the outputs that nobody has taken yet.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.batching.layout import StepInputs
+from jaxserve.batching.packer import BatchPacker
+from jaxserve.engine.demand_log import DemandLog
+from jaxserve.engine.grammar_following import GrammarFollower
+from jaxserve.engine.live_requests import LiveRequests
+from jaxserve.engine.stats import EngineStats, tokens_of
+from jaxserve.engine.step_outputs import outputs_of
+from jaxserve.execution.runner import Runner, StepHandle
+from jaxserve.request import EngineOutput, Request
+from jaxserve.sampling.edit_rows import kinds_of
+from jaxserve.sampling.prompt_scores import ScoreSpan, deliver, pack_spans, spans_of
+from jaxserve.sampling.rows import SampledRows
+from jaxserve.scheduling.schedule import Schedule
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.speculative.draft_lengths import DraftLengths, DraftOutcome
+
+logger: logging.Logger = logging.getLogger("jaxserve")
+
+GRAMMAR_WAIT = 0.02  # seconds that an idle step waits for a grammar to be compiled
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A step that was dispatched and has not been fetched."""
+
+    schedule: Schedule
+    score_spans: list[ScoreSpan]  # of prompts, that it scores
+    dispatched_at: float  # seconds of time.monotonic
+    handle: StepHandle
+
+
+@dataclass
+class StepPipeline:
+    """Runs the steps of one scheduler on one runner, `max_in_flight` at a time between two calls of `step`."""
+
+    runner: Runner
+    scheduler: Scheduler
+    packer: BatchPacker
+    grammars: GrammarFollower
+    requests: LiveRequests
+    stats: EngineStats
+    draft_lengths: DraftLengths | None
+    demand_log: DemandLog | None
+    max_in_flight: int
+
+    def __post_init__(self) -> None:
+        self.in_flight: deque[StepInFlight] = deque()
+        self.undelivered: list[EngineOutput] = []
+
+    def step(self, *, paused: bool) -> list[EngineOutput]:
+        """Dispatches the next step, if there is one, and returns what has come back."""
+        self._poll_grammars(0.0)
+        schedule = None if paused else self.scheduler.schedule()
+        if schedule is None:
+            return self._finish_all()
+        inputs, spans = self._pack(schedule)
+        dispatched_at = time.monotonic()
+        body = self.runner.dispatch_body(inputs)
+        masks = None
+        if inputs.head_size and self.grammars.constrains(schedule):
+            self.collect(in_hand=schedule)  # masks follow from all tokens before; this delays the head alone
+            masks = self.grammars.masks(schedule, None if self.draft_lengths is None else self.draft_lengths.proposed)
+        handle = self.runner.dispatch_head(body, masks)
+        self.in_flight.append(StepInFlight(schedule, spans, dispatched_at, handle))
+        self.collect(keep=self.max_in_flight)
+        return self._deliver()
+
+    def _finish_all(self) -> list[EngineOutput]:
+        """A step without a schedule: nothing new starts."""
+        if not self.in_flight:
+            self._poll_grammars(GRAMMAR_WAIT)
+        self.collect()
+        return self._deliver()
+
+    def collect(self, *, keep: int = 0, in_hand: Schedule | None = None) -> None:
+        """Waits for steps in flight, the oldest first, until `keep` of them are left. in_hand: as `GrammarFollower.follow`."""
+        while len(self.in_flight) > keep:
+            self.undelivered += self._finish(self.in_flight.popleft(), in_hand)
+
+    def _deliver(self) -> list[EngineOutput]:
+        outputs, self.undelivered = self.undelivered, []
+        return outputs
+
+    def drop_outputs(self, unwanted: Callable[[Request], bool]) -> None:
+        """Outputs of these requests that nobody has taken are not delivered."""
+        self.undelivered = [o for o in self.undelivered if not unwanted(o.request)]
+
+    def _poll_grammars(self, timeout: float) -> None:
+        if self.grammars:
+            self.undelivered += self.grammars.poll(timeout)
+
+    # -- before the device
+
+    def _pack(self, schedule: Schedule) -> tuple[StepInputs, list[ScoreSpan]]:
+        for request in self.packer.newcomers(schedule):
+            if request.metrics is not None and request.metrics.first_scheduled_time is None:
+                request.metrics.first_scheduled_time = time.monotonic()
+        inputs = self.packer.pack(schedule)
+        spans = spans_of(schedule)
+        if spans:
+            inputs.score_spans.extend(pack_spans(spans, self.runner.score_rows))
+        self.stats.add_step(schedule, inputs, speculates=self.draft_lengths is not None)
+        if self.demand_log is not None:
+            self.demand_log.write(self.stats.num_steps, schedule, inputs, self.scheduler.num_waiting)
+        return inputs, spans
+
+    # -- behind it
+
+    def _finish(self, step: StepInFlight, in_hand: Schedule | None) -> list[EngineOutput]:
+        """Waits for a step and takes in what it brought."""
+        schedule = step.schedule
+        if step.score_spans:
+            deliver(step.score_spans, self.runner.fetch_scores(step.handle))
+        sampled = self.runner.fetch(step.handle)
+        tokens, counts = tokens_of(schedule, sampled)
+        draft_outcomes = self._learn_drafts(step, sampled, tokens, counts)
+        outputs: list[EngineOutput] = []
+        if sampled is not None:
+            self.stats.sorted_rows += int(sampled.by_sort.sum())
+            if sampled.bad_logits.any():
+                outputs += self._fail_bad_rows(schedule, sampled)
+        result = self.scheduler.update(schedule, tokens, counts)
+        self.stats.generated_tokens += len(result.requests)
+        if draft_outcomes:
+            self.stats.add_drafts(schedule, draft_outcomes, result)
+        brought = outputs_of(schedule, result, sampled)
+        if result.finished:
+            self._end_finished(brought)
+        outputs += brought
+        return outputs + self.grammars.follow(outputs, in_hand) if self.grammars else outputs
+
+    def _learn_drafts(
+        self, step: StepInFlight, sampled: SampledRows | None, tokens: np.ndarray, counts: np.ndarray | None
+    ) -> list[DraftOutcome]:
+        """Which drafts of the step stood; none where speculation is off."""
+        if self.draft_lengths is None:
+            return []
+        self.draft_lengths.take_time(step.schedule, step.dispatched_at, time.monotonic())
+        if sampled is None:
+            return []
+        return self.draft_lengths.take_tokens(step.schedule, tokens, counts, sampled.drafts)
+
+    def _end_finished(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            if output.finished:
+                self.grammars.settle_reason(output)
+                self.requests.end(output.request)
+
+    def _fail_bad_rows(self, schedule: Schedule, sampled: SampledRows) -> list[EngineOutput]:
+        """Requests whose logits are not numbers end with finish_reason "error"; the others go on."""
+        outputs = []
+        for request, row in schedule.logits_rows.by_request(schedule):  # a bad row behind a draft only refused it
+            if request.finished or not sampled.bad_logits[row]:
+                continue
+            self.stats.bad_rows += 1
+            message = (
+                f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens; "
+                "check the weights, or use a wider dtype"
+            )
+            if kinds_of(request.params) or request.params.min_tokens or request in self.grammars:
+                message += ", or allowed_token_ids, bad words, min_tokens and structured_outputs together forbid every token"
+            logger.error("request %s: %s", request.request_id, message)
+            self.scheduler.finish(request, "error", message)
+            outputs.append(EngineOutput(request, [], finish_reason="error", stop_reason=message))
+            self.requests.end(request)
+        return outputs

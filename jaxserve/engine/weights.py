@@ -1,0 +1,68 @@
+"""An engine's weights and its sleep: when weights may change, and what becomes of memory while nothing runs.
+
+Owns whether the engine is asleep. Which weights fit the model is models/adoption.py's to say; the buffers are the runner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxserve.execution.runner import Runner
+from jaxserve.models.adoption import fit, placed
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.scheduler import Scheduler
+
+IN_FLIGHT = ("refuse", "recompute", "keep")  # what becomes of requests that have begun when the weights change
+
+
+class WeightsAndSleep:
+    """What changes a runner's weights and frees its memory."""
+
+    def __init__(self, runner: Runner):
+        self._runner = runner
+        self.is_asleep: bool = False
+
+    def update(self, weights: Any, in_flight: str, scheduler: Scheduler, drain: Callable[[], None]) -> None:
+        """As `Engine.update_params`. drain: waits for the steps in flight."""
+        if in_flight not in IN_FLIGHT:
+            raise ValueError(f"{in_flight=} must be one of {', '.join(IN_FLIGHT)}")
+        functions = self._runner.programs.functions
+        fitted = fit(weights, functions.model_config, dict(zip(functions.paths, functions.abstract, strict=True)))
+        drain()
+        num_begun = scheduler.num_begun
+        if num_begun and in_flight == "refuse":
+            raise RuntimeError(
+                f"{num_begun} requests are in flight: finish or abort them first, or call update_params with "
+                "in_flight='recompute' or 'keep'"
+            )
+        try:
+            self._runner.set_weights(placed(fitted, jax.devices()[0]))
+        finally:  # whatever came of it, the old weights' KV is not to be hit
+            scheduler.change_weights(self._runner.weights_version, recompute=in_flight == "recompute")
+
+    def sleep(self, level: int, num_unfinished: int, pool: PagePool) -> None:
+        """As `Engine.sleep`. num_unfinished: requests that are not delivered to their end."""
+        if level not in (1, 2):
+            raise ValueError(f"{level=} must be 1 (the weights move to the host) or 2 (they are let go)")
+        if num_unfinished:
+            raise RuntimeError(f"{num_unfinished} requests are unfinished: finish or abort them before sleep()")
+        if not self.is_asleep:
+            pool.reset()
+            self._runner.sleep(keep_weights=level == 1)
+            self.is_asleep = True
+
+    def wake_up(self) -> None:
+        """As `Engine.wake_up`."""
+        if self.is_asleep:
+            self._runner.wake_up()
+            self.is_asleep = False
+
+    def check_awake(self) -> None:
+        """RuntimeError, with what to do, where nothing could run now: asleep, or without weights."""
+        if self.is_asleep:
+            raise RuntimeError("the engine is asleep: call wake_up() first")
+        if not self._runner.has_weights:
+            raise RuntimeError("the engine has no weights (sleep(level=2), or a failed update): call update_params() first")

@@ -1,0 +1,114 @@
+"""The body of a step: embed -> layers -> the hidden rows that a head samples from.
+
+A body's shape is a bucket. Owns how it unpacks a step's upload with the state on the device, and what it hands to the head. Knows
+nothing of hosts, requests or compilation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.batching.context import StepContext
+from jaxserve.batching.layout import FROM_DEVICE, StepLayout
+from jaxserve.execution.device_state import DeviceState, RowState
+from jaxserve.execution.model_functions import ModelFunctions
+from jaxserve.sampling.rows import POSITION
+from jaxserve.speculative.proposer import NO_DRAFT, BodyReader, Ran
+from kernels.ragged_paged_attention import plan_work
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class HeadInputs:
+    """What a body hands to its head; the same shapes for every bucket. R: the plan's max_head_rows."""
+
+    hidden: jax.Array  # [R, D]: what each logits row is made of
+    seq_rows: jax.Array  # i32[R]: the sequence row that each logits row samples for; max_num_seqs for padding
+    tokens: jax.Array | None  # i32[R]: the token before the one that it samples; None where nothing is drafted
+    sampling: jax.Array  # i32[R, F]: sampling_rows' columns, POSITION filled in from the device's own state
+
+
+def body(
+    functions: ModelFunctions,
+    layout: StepLayout,
+    backend: str,
+    reader: BodyReader | None,  # the proposer, if it reads bodies
+    weights: Sequence[jax.Array],
+    state: DeviceState,
+    packed: jax.Array,  # i32[layout.size]
+) -> tuple[DeviceState, HeadInputs]:
+    """Runs one bucket: writes the KV of its tokens, and brings the rows' page tables and lengths up to date."""
+    names = list(layout.fields)
+    with jax.named_scope("unpack"):
+        # Unpacked once, behind a barrier: commands of a CUDA graph whose buffers move are recorded again.
+        fields = dict(zip(names, lax.optimization_barrier(tuple(layout.unpack(packed)[n] for n in names)), strict=True))
+        context, tokens, rows = _context(layout, backend, fields, state.kv_pages[0].shape[0], state.rows)
+    drafts = rows.drafts
+    model = functions.module(functions.body_indices, weights)
+    embedded = tokens if drafts is None else jnp.maximum(tokens, 0)  # a draft may be none
+    x = model.embed(embedded)
+    # Behind a barrier, or every layer's fusions compute the angles and look up the slots again.
+    rope, slot_mapping = lax.optimization_barrier((model.rope(context.positions), context.slot_mapping))
+    context = replace(context, slot_mapping=slot_mapping)
+    written = []
+    with jax.named_scope("layers"):
+        for layer, kv in zip(model.layers, state.kv_pages, strict=True):
+            x, kv = functions.layer(layer, x, rope, kv, context)
+            written.append(kv)
+    with jax.named_scope("gather_rows"):
+        at = fields["logits_tokens"]
+        sampling = fields["sampling"].at[:, POSITION].set(context.positions[at] + 1)
+        step_hidden = lax.dynamic_update_slice(state.step_hidden, x, (0, 0))  # in place: the program that scores has one shape
+        head_inputs = HeadInputs(x[at], fields["logits_rows"], None if drafts is None else tokens[at], sampling)
+    if reader is not None:
+        assert drafts is not None
+        with jax.named_scope("read_body"):
+            own = reader.read_body(drafts.proposer, Ran(embedded, fields["seq_rows"], context, x))
+        rows = replace(rows, drafts=replace(drafts, proposer=own))
+    return DeviceState(written, step_hidden, rows), head_inputs
+
+
+def _context(
+    layout: StepLayout,
+    backend: str,
+    fields: dict[str, jax.Array],  # of the upload
+    num_pages: int,
+    state: RowState,
+) -> tuple[StepContext, jax.Array, RowState]:
+    """Where each token stands. Returns (StepContext, token ids i32[T], the state with page tables and lengths up to date)."""
+    T, S, page_size = layout.bucket.tokens, layout.bucket.seqs, layout.page_size
+    rows, q_lens = fields["seq_rows"], fields["q_lens"]
+    update = fields["page_updates"]
+    page_table = state.page_table.at[update[:, 0], update[:, 1]].set(update[:, 2], mode="drop")
+    cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
+    known = state.num_computed.at[rows].get(mode="fill", fill_value=0)
+    starts = jnp.where(fields["starts"] < 0, known, fields["starts"])
+    kv_lens = jnp.where(q_lens > 0, starts + q_lens, 0)
+    num_computed = state.num_computed.at[rows].set(kv_lens, mode="drop")
+
+    t = jnp.arange(T, dtype=jnp.int32)
+    seq = jnp.minimum((t[:, None] >= cu_q_lens[None, 1:]).sum(1, dtype=jnp.int32), S - 1)
+    real = t < cu_q_lens[-1]
+    positions = jnp.where(real, starts[seq] + t - cu_q_lens[seq], 0)
+    sampled = state.last_tokens.at[rows].get(mode="fill", fill_value=0)
+    if state.drafts is None:
+        from_device = sampled[seq]
+    else:
+        known_next = jnp.concatenate([sampled[:, None], state.drafts.drafts.at[rows].get(mode="fill", fill_value=NO_DRAFT)], 1)
+        from_device = known_next[seq, jnp.maximum(FROM_DEVICE - fields["token_ids"], 0)]
+    tokens = jnp.where(fields["token_ids"] < 0, from_device, fields["token_ids"])
+    table = page_table.at[rows].get(mode="fill", fill_value=0)
+    page = table[seq, positions // page_size]
+    slots = jnp.where(real, page * page_size + positions % page_size, num_pages * page_size + t)
+    max_q_len = layout.bucket.max_q_len
+    if layout.planners:
+        work = {str(window): planner.work(fields[name]) for window, (name, planner) in layout.work.items()}
+    else:
+        work = plan_work(cu_q_lens, kv_lens, num_tokens=T, max_q_len=max_q_len, backend=backend)
+    context = StepContext(positions, slots, table, cu_q_lens, kv_lens, work, max_q_len=max_q_len, backend=backend)
+    return context, tokens, replace(state, page_table=page_table, num_computed=num_computed)

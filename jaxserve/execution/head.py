@@ -1,0 +1,140 @@
+"""The head of a step: hidden rows -> logits -> tokens; and scoring, the log-probabilities of a prompt's own tokens.
+
+A head's shape is a number of logits rows and whether log-probabilities are wanted, so that the counts of bodies and heads add up
+instead of multiplying. Knows nothing of hosts, requests or compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.execution.body import HeadInputs
+from jaxserve.execution.device_state import DraftState, RowState
+from jaxserve.execution.model_functions import ModelFunctions
+from jaxserve.sampling import logit_edits, scoring
+from jaxserve.sampling import sampler as sampling
+from jaxserve.speculative import rejection, verify
+from jaxserve.speculative.proposer import NO_DRAFT, Proposer, Seen
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Masks:
+    """The tokens that grammars allow each logits row of a head."""
+
+    allowed: jax.Array  # i32[num_rows, ceil(V / 32)]: a bit a token
+    given: jax.Array  # bool[]: whether any grammar is; `allowed` is not read otherwise
+
+
+def head(
+    functions: ModelFunctions,
+    num_rows: int,
+    max_logprobs: int,
+    weights: Sequence[jax.Array],
+    rows: RowState,
+    inputs: HeadInputs,
+    masks: Masks,
+) -> tuple[RowState, jax.Array]:
+    """A token of each of the first `num_rows` logits rows. Returns the rows with these tokens in, and what the host fetches:
+    i32[num_rows, columns of sampling.pack_sampled]."""
+    seq_rows, asked = inputs.seq_rows[:num_rows], sampling.unpack_rows(inputs.sampling[:num_rows])
+    logits = _logits(functions, weights, inputs.hidden[:num_rows])
+    sampled = _sample(logits, asked, max_logprobs, masks, _edit(seq_rows, asked, rows.edits, rows.history))
+    last_tokens = rows.last_tokens.at[seq_rows].set(sampled.tokens, mode="drop")
+    history = logit_edits.remember(rows.history, seq_rows, asked.position, sampled.tokens)
+    return replace(rows, last_tokens=last_tokens, history=history), sampling.pack_sampled(sampled)
+
+
+def drafting_head(
+    functions: ModelFunctions,
+    proposer: Proposer,
+    acceptance: str,  # as SpeculativeConfig's
+    num_rows: int,
+    max_logprobs: int,
+    weights: Sequence[jax.Array],
+    rows: RowState,
+    inputs: HeadInputs,
+    masks: Masks,
+) -> tuple[RowState, jax.Array]:
+    """`head` where speculation is on: the rows that follow a sequence's first are its drafts', which are verified here, and new
+    drafts are proposed. `rows.num_computed` comes as if every draft stood. What the host fetches has K columns of drafts more."""
+    seq_rows, asked = inputs.seq_rows[:num_rows], sampling.unpack_rows(inputs.sampling[:num_rows])
+    state, num_seqs = rows.drafts, len(rows.last_tokens)  # num_seqs as a sequence row: nobody's
+    assert inputs.tokens is not None and state is not None
+    with jax.named_scope("drafts"):
+        tokens, is_draft = inputs.tokens[:num_rows], verify.follows(seq_rows)
+        # What is sampled after a draft looks back on it; what is refused is overwritten when a token comes to its position.
+        where = jnp.where(is_draft & (tokens != NO_DRAFT), seq_rows, num_seqs)
+        history = logit_edits.remember(rows.history, where, asked.position - 1, tokens)
+    hidden = inputs.hidden[:num_rows]
+    logits = _logits(functions, weights, hidden)
+    draw = None
+    if acceptance == "rejection":
+        proposal = None if state.probs is None else verify.probs_after(is_draft, seq_rows, state.probs)
+        draw = functools.partial(rejection.draw_token, drafts=verify.drafts_after(is_draft, tokens), proposal=proposal)
+    sampled = _sample(logits, asked, max_logprobs, masks, _edit(seq_rows, asked, rows.edits, history), draw)
+    with jax.named_scope("verify"):
+        delivered = verify.delivered(is_draft, tokens, sampled.tokens, sampled.bad_logits)
+        last = jnp.where(verify.last_delivered(is_draft, delivered), seq_rows, num_seqs)
+        last_tokens = rows.last_tokens.at[last].set(sampled.tokens, mode="drop")
+        num_computed = rows.num_computed.at[last].set(asked.position, mode="drop")
+        history = logit_edits.remember(history, jnp.where(delivered, seq_rows, num_seqs), asked.position, sampled.tokens)
+    with jax.named_scope("propose"):
+        seen = Seen(seq_rows=last, num_tokens=asked.position + 1, history=history, hidden=hidden, sampling=asked)
+        own, drafts, probs = proposer.propose(state.proposer, seen)
+        kept = None if state.probs is None else state.probs.at[last].set(probs, mode="drop")
+        state = DraftState(state.drafts.at[last].set(drafts, mode="drop"), kept, own)
+    rows = replace(rows, num_computed=num_computed, last_tokens=last_tokens, history=history, drafts=state)
+    return rows, jnp.concatenate([sampling.pack_sampled(sampled, delivered), drafts], axis=1)
+
+
+def _logits(functions: ModelFunctions, weights: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:  # f32[rows, V]
+    model = functions.module(functions.head_indices, weights)
+    return model.logits(model.final_norm(hidden))
+
+
+def _edit(seq_rows: jax.Array, asked: sampling.SamplingRows, edits: jax.Array, history: jax.Array) -> Callable:
+    return functools.partial(
+        logit_edits.edit, kinds=asked.edits, seq_rows=seq_rows, positions=asked.position, table=edits, history=history
+    )
+
+
+def _sample(logits, asked, max_logprobs, masks: Masks, edit, draw=None) -> sampling.Sampled:
+    """`sampling.sample` of what grammars allow."""
+    edited = (asked.edits != 0).any()
+
+    def forbid(logits):
+        with jax.named_scope("grammar_masks"):
+            return lax.cond(masks.given, logit_edits.apply_masks, lambda logits, _: logits, logits, masks.allowed)
+
+    if max_logprobs:  # which are those of masked logits before any edit
+        return sampling.sample(forbid(logits), asked, max_logprobs=max_logprobs, edit=edit, draw=draw)
+
+    def forbid_and_edit(logits):
+        return lax.cond(edited, edit, lambda logits: logits, forbid(logits))
+
+    # One conditional around both, since one that has nothing to do still copies its logits.
+    return sampling.sample(logits, asked, edit=forbid_and_edit, edit_wanted=masks.given | edited, draw=draw)
+
+
+def score(
+    functions: ModelFunctions,
+    max_logprobs: int,
+    weights: Sequence[jax.Array],
+    step_hidden: jax.Array,  # [tokens of the largest bucket, D], as the step's body left it
+    packed: jax.Array,  # i32[1 + 2C], as prompt_scores.pack_spans makes it
+) -> jax.Array:
+    """Log-probabilities of C tokens, each by one hidden row of the step: what the host fetches, i32[C, 2 + 2N]."""
+    C = packed.size // 2
+    model = functions.module(functions.head_indices, weights)
+    x = model.final_norm(step_hidden[packed[1 : 1 + C]])
+    vocab_weight, vocab_axis = model.head_weight()
+    with jax.named_scope("score"):
+        scored = scoring.score(x, vocab_weight, vocab_axis, packed[1 + C :], packed[0] != 0, max_logprobs=max_logprobs)
+        return scoring.pack_scored(scored)
