@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["positions", "slot_mapping", "page_table", "cu_q_lens", "kv_lens", "work"],
-    meta_fields=["max_q_len", "backend"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepContext:
     """What the layers of one step share."""
@@ -24,5 +19,5 @@ class StepContext:
     cu_q_lens: jax.Array  # i32[S+1]
     kv_lens: jax.Array  # i32[S]
     work: Any  # the attention backend's plan: one for all layers, or {str(sliding window): one for its layers}
-    max_q_len: int
-    backend: str
+    max_q_len: int = field(metadata={"static": True})
+    backend: str = field(metadata={"static": True})

@@ -65,15 +65,11 @@ def resolve_config(
     Raises:
       ValueError: limits that contradict each other, the bucket plan, the model or the memory.
     """
-    plan = config.bucket_plan
-    assert plan is None or isinstance(plan, BucketPlan)
-    budget, max_num_seqs = _step_limits(config, plan, model)
+    given_plan = config.bucket_plan
+    assert given_plan is None or isinstance(given_plan, BucketPlan)
+    budget, max_num_seqs = _step_limits(config, given_plan, model)
+    plan = _checked_plan(config, given_plan, budget, max_num_seqs, on_gpu=on_gpu)
     page_size = config.page_size or DEFAULT_PAGE_SIZE
-    num_drafts = config.speculative.num_speculative_tokens if config.speculative is not None else 0
-    if plan is None:
-        sizes = {"min_tokens": 8, "max_draft_tokens": 256} if on_gpu else {"min_tokens": 2, "max_draft_tokens": 64}
-        plan = BucketPlan.default(max_num_seqs, budget, num_drafts=num_drafts, **sizes)
-    plan.check(max_num_seqs, budget, num_drafts)
     pages = PageShape(model.num_layers, model.num_kv_heads, page_size, model.head_dim, kv_dtype)
     longest = config.max_model_len or model.max_position_embeddings
     require(
@@ -97,8 +93,34 @@ def resolve_config(
             "raise num_pages or gpu_memory_utilization, or lower max_model_len",
         )
         longest = num_pages * page_size
+    cache = CacheConfig(page_size=page_size, num_pages=num_pages, enable_prefix_caching=config.enable_prefix_caching)
+    if attention_backend is None:
+        attention_backend = "xla" if config.attention_backend == "auto" else config.attention_backend
+    return ResolvedConfig(
+        engine=config,
+        model=model,
+        scheduler=_scheduler_config(config, longest, budget, max_num_seqs),
+        cache=cache,
+        plan=plan,
+        pages=pages,
+        attention_backend=attention_backend,
+    )
+
+
+def _checked_plan(config: EngineConfig, plan: BucketPlan | None, budget: int, max_num_seqs: int, *, on_gpu: bool) -> BucketPlan:
+    """The plan that is given, or the default one. ValueError if it can't hold the steps that the limits allow."""
+    num_drafts = config.speculative.num_speculative_tokens if config.speculative is not None else 0
+    if plan is None:
+        sizes = {"min_tokens": 8, "max_draft_tokens": 256} if on_gpu else {"min_tokens": 2, "max_draft_tokens": 64}
+        plan = BucketPlan.default(max_num_seqs, budget, num_drafts=num_drafts, **sizes)
+    plan.check(max_num_seqs, budget, num_drafts)
+    return plan
+
+
+def _scheduler_config(config: EngineConfig, max_model_len: int, budget: int, max_num_seqs: int) -> SchedulerConfig:
+    """ValueError for switches that contradict the policy."""
     scheduler = SchedulerConfig(
-        max_model_len=longest,
+        max_model_len=max_model_len,
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
         policy=config.batching_policy,
@@ -107,19 +129,8 @@ def resolve_config(
         mixed=config.enable_mixed_steps,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
     )
-    resolve_policy(scheduler)  # refuses switches that contradict the policy before anything is compiled
-    cache = CacheConfig(page_size=page_size, num_pages=num_pages, enable_prefix_caching=config.enable_prefix_caching)
-    if attention_backend is None:
-        attention_backend = "xla" if config.attention_backend == "auto" else config.attention_backend
-    return ResolvedConfig(
-        engine=config,
-        model=model,
-        scheduler=scheduler,
-        cache=cache,
-        plan=plan,
-        pages=pages,
-        attention_backend=attention_backend,
-    )
+    resolve_policy(scheduler)
+    return scheduler
 
 
 def _step_limits(config: EngineConfig, plan: BucketPlan | None, model: ModelConfig) -> tuple[int, int]:
