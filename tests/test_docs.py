@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import jaxserve
+from tests.tools.house import FLOORS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.md"
@@ -128,6 +129,15 @@ def test_a_dead_link_fails_the_build(tmp_path):
     assert done.returncode != 0
     for missing in ("'gone.md'", "'benchmarks/gone.md'", "'#gone'"):
         assert missing in done.stdout + done.stderr
+
+
+def test_the_picture_has_the_stations_in_their_order():
+    """The boxes of docs/architecture.md from top to bottom: the stations of tests/tools/house.py, then what lies beside jaxserve."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    (picture,) = re.findall(r"^```mermaid\n(flowchart.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    labels = re.findall(r'^ *(?!subgraph)\w+\["([^":]+)(?::[^"]*)?"\]$', picture, re.MULTILINE)
+    stations = [name for floor in FLOORS for name in floor if name not in ("__main__", "moved")]  # doors and signs, no rooms
+    assert [name for label in labels for name in label.split(", ")] == [*stations, "kernels", "checkpoints"]
 
 
 BUILD = (ROOT / "BUILD.md").read_text()
