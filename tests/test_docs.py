@@ -132,7 +132,7 @@ def test_a_dead_link_fails_the_build(tmp_path):
 
 
 def test_the_picture_has_the_stations_in_their_order():
-    """The boxes of docs/architecture.md from top to bottom: the stations of tests/tools/house.py, then what lies beside jaxserve."""
+    """The boxes of docs/architecture.md from top to bottom: the stations of tests/tools/house.py, then what lies beside them."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     (picture,) = re.findall(r"^```mermaid\n(flowchart.*?)^```$", page, re.DOTALL | re.MULTILINE)
     labels = re.findall(r'^ *(?!subgraph)\w+\["([^":]+)(?::[^"]*)?"\]$', picture, re.MULTILINE)
