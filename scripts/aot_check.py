@@ -20,6 +20,7 @@ from typing import Any
 
 from absl import app, flags
 
+from jaxserve.cli.common.command import run_command
 from scripts.aot.compiled_report import CompiledReport, Kernel
 from scripts.aot.sm90_compile import SMEM_LIMIT, TARGETS, Compiler, use_no_device
 from scripts.aot.verdicts import gib, kernel_faults, mib, variant_faults
@@ -146,14 +147,12 @@ def check_model(name: str, memory_fraction: float, compiler: Compiler) -> dict[s
     }
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     unknown = [target for target in _TARGETS.value if target not in TARGETS]
     if unknown:
         raise app.UsageError(f"--target={','.join(unknown)}: must be of {', '.join(TARGETS)}")
     use_no_device()
-    from jaxserve.cli.common.engine_flags import provenance, write_json
+    from jaxserve.cli.common.provenance import provenance, write_json
     from scripts.aot.step import split_fraction
 
     try:
@@ -178,4 +177,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

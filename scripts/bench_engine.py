@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from jaxserve.cli.common.bench_models import RANDOM, bench_model
-from jaxserve.cli.common.engine_flags import provenance, write_json
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.timed_run import serve
 from jaxserve.workloads.workload import fixed
 
@@ -203,9 +204,7 @@ class BareStep:
         self._unread.block_until_ready()
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     if _PEER.value and not Path(_PEER.value).exists():
         sys.exit(f"--peer={_PEER.value} does not exist: make setup-torch makes it, --peer= does without")
     results = {}
@@ -222,4 +221,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -16,10 +16,11 @@ import time
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
-from jaxserve.cli.common.engine_flags import provenance, write_json
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.provenance import provenance, write_json
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("experts", ["16", "64", "256"], "Experts there are.")
@@ -102,9 +103,7 @@ def measure(num_experts: int, num_active: int) -> dict[str, Any]:
     return {"experts": num_experts, "active": num_active, **found}
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     try:
         cases = [(int(experts), int(active)) for experts in FLAGS.experts for active in FLAGS.active]
         for case in cases:
@@ -125,4 +124,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

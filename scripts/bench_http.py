@@ -20,6 +20,7 @@ from typing import Any
 
 from absl import app, flags
 
+from jaxserve.cli.common.command import run_command
 from jaxserve.cli.common.http_load import Stream, Target, server_process
 
 _URL = flags.DEFINE_string("url", None, "The server's address.")
@@ -90,15 +91,13 @@ def cpu_seconds(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     if _SERVE_REPLAY.value:
         serve_replay(_PORT.value)
         return
     if bool(_URL.value) == _REPLAY.value:
         raise app.UsageError("give either --url or --replay")
-    from jaxserve.cli.common.engine_flags import write_json
+    from jaxserve.cli.common.provenance import write_json
 
     if _REPLAY.value:
         with server_process("scripts.bench_http", "--serve_replay") as (url, pid):
@@ -117,4 +116,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

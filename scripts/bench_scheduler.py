@@ -23,13 +23,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
 from jaxserve.batching.layout import StepLayout
 from jaxserve.batching.packer import BatchPacker
 from jaxserve.buckets.plan import Bucket, BucketPlan
-from jaxserve.cli.common.engine_flags import revision, write_json
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.provenance import revision, write_json
 from jaxserve.request import Request
 from jaxserve.sampling.edit_rows import EditLayout
 from jaxserve.sampling_params import SamplingParams
@@ -133,9 +134,7 @@ def measure(scheduler: Scheduler, num_running: int, num_steps: int, depth: int, 
     return result
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; everything is a flag")
+def main() -> None:
     sizes, num_steps, depth = [int(n) for n in FLAGS.num_running], FLAGS.num_steps, FLAGS.depth
     cases = [(page, cached, n) for page in map(int, FLAGS.page_sizes) for cached in (True, False) for n in sizes]
     results: list[dict[str, Any]] = []
@@ -181,4 +180,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

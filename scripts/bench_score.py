@@ -15,10 +15,12 @@ import time
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from jaxserve.cli.common.bench_models import bench_model
-from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, provenance, write_json
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
+from jaxserve.cli.common.provenance import provenance, write_json
 
 _PROMPTS = flags.DEFINE_integer("num_prompts", 32, "Prompts of a run.", lower_bound=1)
 _LENGTH = flags.DEFINE_integer("length", 256, "Tokens of a prompt.", lower_bound=2)
@@ -56,9 +58,7 @@ def head_share(engine: Any) -> float:
     return head / (head + layers)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     from jaxserve import Engine
     from jaxserve.llm import engine_config
 
@@ -104,4 +104,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

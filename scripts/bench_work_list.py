@@ -23,9 +23,11 @@ import time
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
-from jaxserve.cli.common.engine_flags import provenance, refuse_flags, write_json
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import refuse_flags
+from jaxserve.cli.common.provenance import provenance, write_json
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("num_kv_heads", 8, "KV heads.", lower_bound=1)
@@ -203,9 +205,7 @@ def show_times(results: list[dict[str, Any]]) -> None:
         print(f"{r['median_us']:9} {r['min_us']:5} {r['num_items']:6} {kib:5.0f} {r['max_over_mean']:8.3f}  {r['case']}")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; everything is a flag")
+def main() -> None:
     results: list[dict[str, Any]]
     if FLAGS.longest:
         refuse_flags("--longest has cases of its own", "trace", "max_kv_len", "chunk", "num_running", "stride", "num_plans")
@@ -222,4 +222,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -14,7 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
+
+from jaxserve.cli.common.command import run_command
 
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 64, "Most output tokens of each prompt.", lower_bound=1)
 _STREAM = flags.DEFINE_bool("stream", sys.stdout.isatty(), "Redraw the answers while they grow (a terminal is needed).")
@@ -66,9 +68,7 @@ def golden_answers(dtype: str) -> list[dict[str, Any]]:
     return [{"prompt": case["prompt"], **case[dtype]} for case in json.loads(GOLDENS.read_text())["cases"]]
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     from scripts.fetch_demo_model import fetch_or_exit
 
     goldens = golden_answers(_DTYPE.value)
@@ -124,4 +124,4 @@ def check(goldens: list[dict[str, Any]], outputs: list[Any]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -13,7 +13,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from absl import app
+from jaxserve.cli.common.command import run_command
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,9 @@ def _say(text: str) -> None:
     print(f"jaxserve: {text}", file=sys.stderr, flush=True)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"takes no arguments, got {argv[1:]}")
+def main() -> None:
     print(fetch_or_exit("jaxserve"))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

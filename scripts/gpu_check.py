@@ -31,6 +31,7 @@ from typing import Any
 
 from absl import app, flags
 
+from jaxserve.cli.common.command import run_command
 from scripts.gpu.figures import Figures, is_bad, is_skipped, is_unfinished, read_rows, value_of, write_rows
 
 _PART = flags.DEFINE_enum("part", "all", ["kernels", "engine", "all"], "Which half; all runs one after the other.")
@@ -352,7 +353,7 @@ def read_earlier(part: str) -> dict[str, Any] | None:
 
 
 def code_revision() -> str | None:
-    from jaxserve.cli.common.engine_flags import revision
+    from jaxserve.cli.common.provenance import revision
 
     return _REVISION.value or revision()
 
@@ -400,9 +401,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, f"{len(good)} figures, {len(lacks)} unsupported, {len(skips)} skipped, {len(bad)} failures"])
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     if _CHILD.value:
         figures = Figures(_CHILD.value, Path(_ROWS.value or os.devnull), _CAP.value, _DRY_RUN.value)
         figures.attempt(_CHILD.value, SECTIONS[_CHILD.value].run, figures)
@@ -426,4 +425,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -16,7 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
+
+from jaxserve.cli.common.command import run_command
 
 _MODEL = flags.DEFINE_string("model", None, "A folder or a GGUF file; by default the demo's model.")
 _PYTHON = flags.DEFINE_string("lm_eval_python", ".venv-lm-eval/bin/python", "The Python that has lm-eval, torch and transformers.")
@@ -51,12 +53,10 @@ def _log_likelihoods(path: Path) -> list[float]:
     return [float(answer[0] if isinstance(answer, list) else answer) for answer in answers]
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     from jaxserve.cli.common.http_load import server_process
     from scripts.fetch_demo_model import fetch_or_exit
 
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
     if not Path(_PYTHON.value).exists():
         sys.exit(f"lm_eval_check: {_PYTHON.value} is not there; `make lm-eval` makes it")
     model = Path(_MODEL.value or fetch_or_exit("lm_eval_check"))
@@ -81,4 +81,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

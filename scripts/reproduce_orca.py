@@ -25,12 +25,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
 from jaxserve.cli.common.bench_models import bench_model
-from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, provenance, write_json
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.cli.common.plots import figure, policies
+from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.workloads.workload import fixed
 from scripts.reproduce.orca_report import (
     MAX_MODEL_LEN,
@@ -82,9 +84,7 @@ def compare(model: Any, max_num_seqs: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     folder = Path(_OUTPUT.value)
     logging.getLogger("jaxserve").setLevel(logging.WARNING)  # or it names every program
     results: dict[str, dict[str, Any]] = {}
@@ -114,4 +114,4 @@ def write(folder: Path, results: dict[str, dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -18,12 +18,13 @@ import sys
 import time
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
-from jaxserve.cli.common.engine_flags import code_id, provenance, write_json
+from jaxserve.cli.common.command import run_command
 from jaxserve.cli.common.finished import Finished
 from jaxserve.cli.common.plots import figure
+from jaxserve.cli.common.provenance import code_id, provenance, write_json
 from scripts.reproduce.sarathi_sections import SECTIONS
 from scripts.reproduce.sarathi_session import Session, processes
 
@@ -39,9 +40,7 @@ _WORKERS = flags.DEFINE_integer("workers", 1, "Processes that serve trials; the 
 flags.register_validator("sections", lambda given: given and set(given) <= set(SECTIONS), f"choose from {', '.join(SECTIONS)}")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     folder, begin = Path(_OUTPUT.value), time.monotonic()
     settings = {"num_requests": _REQUESTS.value, "code": code_id()}
     try:
@@ -77,4 +76,4 @@ def how_made(given: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

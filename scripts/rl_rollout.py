@@ -21,9 +21,10 @@ import time
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
-from jaxserve.cli.common.engine_flags import provenance, write_json
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.provenance import provenance, write_json
 
 _ITERATIONS = flags.DEFINE_integer("iterations", 40, "Rollouts, each with one update.", lower_bound=1)
 _PROMPTS = flags.DEFINE_integer("prompts", 16, "Prompts an iteration.", lower_bound=1)
@@ -149,9 +150,7 @@ def differences(model: Any, logprobs: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     from jaxserve import LLM
     from jaxserve.models import named_leaves
     from jaxserve.models.loading import random_model
@@ -177,4 +176,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
+from jaxserve.cli.common.command import run_command
 from jaxserve.cli.common.http_load import server_process
 from scripts.bench.soak_load import Reading, faults, request
 
@@ -104,12 +105,10 @@ def server():
         yield found
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     if bool(_URL.value) == bool(_MODEL.value):
         raise app.UsageError("give either --model or --url")
-    from jaxserve.cli.common.engine_flags import write_json
+    from jaxserve.cli.common.provenance import write_json
 
     logging.getLogger("httpx").setLevel(logging.WARNING)
     rng, statuses, readings, done, held = random.Random(_SEED.value), Counter[str](), list[Reading](), 0, 0.0
@@ -131,4 +130,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

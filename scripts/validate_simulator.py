@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, provenance, write_json
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, exit_on_bad_input
+from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.simulated_machine import RATE, measure, plan_for, planning, read_machine
 from jaxserve.cli.common.traffic_flags import read_traffic
 
@@ -72,9 +74,7 @@ def metrics(times: Any) -> dict[str, float]:
 
 
 @exit_on_bad_input("validate_simulator")
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     if _VIDUR.value:
         from scripts.reproduce.vidur_profiles import compare, table, table_by_tp
 
@@ -101,4 +101,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -30,18 +30,10 @@ from typing import Any
 from absl import app, flags
 from tqdm import tqdm
 
-from jaxserve.cli.common.engine_flags import (
-    code_id,
-    define_engine_flags,
-    engine_options,
-    exit_on_bad_input,
-    provenance,
-    refuse_flags,
-    refuse_options,
-    versions,
-    write_json,
-)
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, refuse_flags, refuse_options
 from jaxserve.cli.common.finished import Finished
+from jaxserve.cli.common.provenance import code_id, provenance, versions, write_json
 from jaxserve.cli.common.simulated_machine import RATE, machine_of, measure, planning
 from jaxserve.cli.common.traffic_flags import read_traffic
 from jaxserve.workloads.latency import parse_objectives
@@ -187,9 +179,7 @@ def settings_of(machines: dict[int, Any]) -> Iterator[Setting]:
                 yield Setting(page_size, budget, s, int(share * budget), plan)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     if not _PROFILES.value:
         raise app.UsageError("give --profiles, the JSON files that `jaxserve tune profile` wrote on this machine")
     refuse_flags("plans are chosen from --plans", "bucket_plan")
@@ -264,4 +254,4 @@ def report(rungs: list[Any], measured: list[tuple[Setting, float]], unit: str) -
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from absl import app, flags
 
+from jaxserve.cli.common.command import run_command
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.serving.parsers import CallPart, Content, Notation, OutputParser, Piece, Reasoning
 
@@ -148,9 +149,7 @@ def talk(talker: Talker, messages: Messages) -> str:
     return "".join(piece.text for piece in pieces if isinstance(piece, Content))
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     if bool(_URL.value) == bool(flags.FLAGS.model):
         raise app.UsageError("give either --model or --url")
     opening: Messages = [{"role": "system", "content": _SYSTEM.value}] if _SYSTEM.value else []
@@ -182,4 +181,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -22,6 +22,7 @@ from typing import Any
 
 from absl import app, flags
 
+from jaxserve.cli.common.command import run_command
 from jaxserve.models.config import DTYPES
 
 _MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or id, a GGUF file, or an Orbax folder.", required=True)
@@ -98,9 +99,7 @@ def convert() -> Path:
     return to_orbax(path, _OUTPUT.value, _DTYPE.value) if version is None else to_huggingface(version, _OUTPUT.value)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of each phase
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is first imported, below
     start = time.monotonic()
@@ -113,4 +112,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

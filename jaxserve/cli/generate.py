@@ -31,6 +31,7 @@ from typing import Any, NoReturn, TextIO
 import numpy as np
 from absl import app, flags
 
+from jaxserve.cli.common.command import run_command
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.sampling_params import SamplingParams
 
@@ -284,9 +285,7 @@ def serve(prompts: list[tuple[dict[str, Any], dict[str, Any]]], num_done: int, n
     return num_failed
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}; prompts are given by --prompt")
+def main() -> None:
     if _RESUME.value and not _OUTPUT.value:
         raise app.UsageError("--resume needs --output, the file to go on with")
     try:
@@ -312,4 +311,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import sys
 
-from absl import app, flags
+from absl import flags
 
 from jaxserve.cli.common import http_server
+from jaxserve.cli.common.command import run_command
 from jaxserve.routing.policy import ROUTING_POLICIES
 
 _BACKENDS = flags.DEFINE_list("backends", None, "Addresses of the servers, http://host:port.", required=True)
@@ -27,9 +28,7 @@ _SUCCESSES = flags.DEFINE_integer("min_successes", 2, "Checks in a row that brin
 flags.adopt_module_key_flags(http_server)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     from jaxserve.routing.app import RouterOptions, make_router
 
     http_server.set_up_logging()
@@ -51,4 +50,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -12,9 +12,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from jaxserve.cli.common import http_server
+from jaxserve.cli.common.command import run_command
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 
 _NAMES = flags.DEFINE_list("served_model_name", [], "What clients call the model; by default as --model does.")
@@ -56,9 +57,7 @@ def make_application() -> Any:
     return make_app(engine, options)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     if "warm_up" not in flags.FLAGS or not flags.FLAGS["warm_up"].present:
         flags.FLAGS.warm_up = "all"  # no request should wait for a compiler
     http_server.set_up_logging()
@@ -70,4 +69,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -19,7 +19,9 @@ from typing import Any
 from absl import app, flags
 from tqdm import tqdm
 
-from jaxserve.cli.common.engine_flags import exit_on_bad_input, provenance, write_json
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import exit_on_bad_input
+from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.traffic_flags import read_traffic
 from jaxserve.routing.policy import ROUTING_POLICIES as ROUTING
 from jaxserve.scheduling.policies import BATCHING_POLICIES
@@ -102,9 +104,7 @@ def make_cluster() -> tuple[Any, Any, list[Any]]:
     return deployment, make, made
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     from jaxserve.routing.policy import make_policy
     from jaxserve.simulation.cluster import replay_cluster
     from jaxserve.workloads.traffic import repeated
@@ -158,4 +158,4 @@ def report(r: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from jaxserve.cli.common.engine_flags import provenance, write_json
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.provenance import provenance, write_json
 
 _MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or id, or a GGUF file.", required=True)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights and activations, on both sides.")
@@ -213,9 +214,7 @@ def verify() -> dict[str, Any]:
     return compare(our_answers(loaded, theirs.prompts, theirs.greedy.shape[1]), theirs, _DTYPE.value)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     unread = [f"--{name}" for name in ("prompt", "max_tokens", "peer", "save_reference") if flags.FLAGS[name].present]
     if _REFERENCE.value and unread:
         raise app.UsageError(f"--reference brings its own prompts and transformers' answers: leave out {', '.join(unread)}")
@@ -243,4 +242,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -181,7 +181,7 @@ def test_what_there_was_no_time_for_is_no_failure_but_parity(part, ended, num_fa
     flags = {"child": "", "dry_run": "false", "part": part, "sections": "", "resume": "", "revision": "abc", "minutes": "7.5"}
     with flagsaver.as_parsed(out=str(tmp_path), **flags):
         with pytest.raises(SystemExit) as raised:
-            gpu_check.main([""])
+            gpu_check.main()
     assert raised.value.code == (num_failures > 0)
     *_, last, _ = capsys.readouterr().out.splitlines()
     assert last == f"0 figures, 0 unsupported, {len(PARTS[part]) - (part == 'kernels')} skipped, {num_failures} failures"
@@ -294,7 +294,7 @@ def test_only_a_run_of_this_code_is_gone_on_with(tmp_path, monkeypatch):
         with pytest.raises(app.UsageError, match="revision='abc', this run 'abd'"):
             read_earlier("kernels")
     for revision in ("abc+", ""):
-        monkeypatch.setattr("jaxserve.cli.common.engine_flags.revision", lambda revision=revision: revision or None)
+        monkeypatch.setattr("jaxserve.cli.common.provenance.revision", lambda revision=revision: revision or None)
         with flagsaver.as_parsed(resume=str(path), revision="", dry_run="false"):
             with pytest.raises(app.UsageError, match="commit, or give --revision"):
                 read_earlier("kernels")

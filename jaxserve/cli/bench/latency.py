@@ -13,11 +13,13 @@ import sys
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
 from jaxserve.cli.common.bench_models import bench_model
-from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, provenance, write_json
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
+from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.timed_run import check_fits, check_length, serve
 from jaxserve.workloads.workload import Workload, WorkloadRequest
 
@@ -57,9 +59,7 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     batch = Workload("a batch", (WorkloadRequest(_INPUT.value, _OUTPUT.value),) * _BATCH.value)
     try:
         check_length(batch, engine_options()["max_model_len"])  # where it was given, before anything is compiled
@@ -86,4 +86,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -31,17 +31,11 @@ from absl import app, flags
 from tqdm import tqdm
 
 from jaxserve.cli.common.bench_models import bench_model
-from jaxserve.cli.common.engine_flags import (
-    define_engine_flags,
-    engine_flags,
-    engine_options,
-    exit_on_bad_input,
-    provenance,
-    refuse_flags,
-    write_json,
-)
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_flags, engine_options, exit_on_bad_input, refuse_flags
 from jaxserve.cli.common.http_load import Target, serve_at, server_process
 from jaxserve.cli.common.plots import CAN_PLOT
+from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.timed_run import check_fits
 from jaxserve.cli.common.traffic_flags import read_traffic
 from jaxserve.workloads.latency import METRICS, ServedTimes, parse_objectives
@@ -199,9 +193,7 @@ def check_heeded() -> None:
 
 
 @exit_on_bad_input("bench_serve")
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     if _PLOT.value and (_URL.value or _AGAINST.value):
         raise app.UsageError("--plot is for an engine in process: without --base_url and --against_server")
     if _URL.value and _AGAINST.value:
@@ -246,4 +238,4 @@ def report(r: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -20,10 +20,12 @@ import statistics
 import sys
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from jaxserve.cli.common.bench_models import bench_model
-from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, provenance, write_json
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
+from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.timed_run import check_fits, check_length, serve
 from jaxserve.cli.common.workload_flags import read_workload
 from jaxserve.workloads.workload import Workload
@@ -74,9 +76,7 @@ def summarise(workload: Workload, runs: list[dict[str, Any]], engine: Any) -> di
     }
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     try:
         max_model_len = engine_options()["max_model_len"]
         workload = read_workload(flags.FLAGS.model, max_model_len)
@@ -121,4 +121,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

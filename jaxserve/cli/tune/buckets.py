@@ -21,18 +21,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
-from jaxserve.cli.common.engine_flags import (
-    define_engine_flags,
-    engine_options,
-    exit_on_bad_input,
-    provenance,
-    refuse_flags,
-    write_json,
-    write_text,
-)
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, refuse_flags
 from jaxserve.cli.common.plots import CAN_PLOT
+from jaxserve.cli.common.provenance import provenance, write_json, write_text
 from jaxserve.cli.common.simulated_machine import RATE, measure, planning, read_machine
 from jaxserve.cli.common.tables import table as markdown
 from jaxserve.cli.common.traffic_flags import read_traffic
@@ -110,9 +104,7 @@ def search_of(tuned: Any) -> dict[str, Any]:
 
 
 @exit_on_bad_input("tune_buckets")
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     refuse_flags("a plan is made here; the ones beside it are the engine's default and the best of powers of two", "bucket_plan")
     if _MEASURED.value is not None:
         refuse_flags("nothing is measured with --measured", "measure")
@@ -248,4 +240,4 @@ def report(tuned: Any, rows: dict[str, dict[str, Any]], took: dict[str, float], 
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

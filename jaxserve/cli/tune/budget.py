@@ -18,17 +18,12 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
-from jaxserve.cli.common.engine_flags import (
-    define_engine_flags,
-    engine_options,
-    exit_on_bad_input,
-    provenance,
-    write_json,
-    write_text,
-)
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, exit_on_bad_input
 from jaxserve.cli.common.plots import CAN_PLOT
+from jaxserve.cli.common.provenance import provenance, write_json, write_text
 from jaxserve.cli.common.simulated_machine import RATE, measure, plan_for, planning, read_machine
 from jaxserve.cli.common.tables import table as markdown
 from jaxserve.cli.common.traffic_flags import read_traffic
@@ -94,9 +89,7 @@ def compare_dynamic(machine: Any, plan: Any, objective: float, seeds: int, budge
 
 
 @exit_on_bad_input("tune_budget")
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     from jaxserve.simulation.tuning import mean_kv_tokens, tune_budget, with_budget
 
     slo_ms = engine_options()["tbt_slo_ms"]
@@ -206,4 +199,4 @@ def report_dynamic(rows: list[dict[str, Any]], label: str) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

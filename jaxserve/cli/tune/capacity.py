@@ -33,19 +33,11 @@ from typing import Any
 from absl import app, flags
 from tqdm import tqdm
 
-from jaxserve.cli.common.engine_flags import (
-    code_id,
-    define_engine_flags,
-    engine_options,
-    exit_on_bad_input,
-    provenance,
-    refuse_flags,
-    refuse_options,
-    versions,
-    write_json,
-)
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, refuse_flags, refuse_options
 from jaxserve.cli.common.finished import Finished
 from jaxserve.cli.common.plots import CAN_PLOT
+from jaxserve.cli.common.provenance import code_id, provenance, versions, write_json
 from jaxserve.cli.common.simulated_machine import limits_of, make_engine, plan_for, plan_given, read_machine
 from jaxserve.cli.common.traffic_flags import read_traffic
 from jaxserve.scheduling.config import resolve_policy
@@ -240,9 +232,7 @@ def tabulate(
     return rows
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     if _REAL.value and _GPU.value:
         raise app.UsageError("--real serves on this machine's device, --gpu on paper: give one of them")
     if not _SLO.value:
@@ -295,4 +285,4 @@ def report(rows: list[dict[str, Any]], last: str) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

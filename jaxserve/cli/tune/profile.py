@@ -17,18 +17,13 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
 from jaxserve.cli.common.bench_models import bench_model
-from jaxserve.cli.common.engine_flags import (
-    define_engine_flags,
-    engine_flags,
-    engine_options,
-    exit_on_bad_input,
-    provenance,
-    refuse_flags,
-)
+from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_flags, engine_options, exit_on_bad_input, refuse_flags
+from jaxserve.cli.common.provenance import provenance
 
 _OUTPUT = flags.DEFINE_string("output", "steps.json", "Where the model is written.")
 _POINTS = flags.DEFINE_string("points", None, "Measure nothing: fit the points of this earlier profile anew.")
@@ -93,9 +88,7 @@ def fitted_anew(path: str) -> Any:
 
 
 @exit_on_bad_input("profile_steps")
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def main() -> None:
     if _POINTS.value is not None:
         refuse_flags("nothing is measured with --points", "model", "config", *_OF_MEASURING, *engine_flags())
     model = measured() if _POINTS.value is None else fitted_anew(_POINTS.value)
@@ -111,4 +104,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

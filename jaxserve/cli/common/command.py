@@ -1,0 +1,180 @@
+"""How every command starts: its arguments parsed, its help, its logging, and one line about a mistake in what was asked for.
+
+Owns `run_command`. Imports absl alone, so that a command's --help is quick and a peer's Python without our dependencies can use it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from absl import app, flags
+
+from jaxserve.cli.common.vllm_flags import AcceptedAsIs, Refused, translate
+
+MISSPELT = 2  # exit code of an unknown command or flag; 1 is any other failure
+_HELP = ("-h", "-?", "--help", "--helpfull", "--helpshort")
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_TITLES = {  # of flags that a module of common/ defines, by the module's name
+    "http_server": "Where to listen",
+    "workload_flags": "The workload",
+    "traffic_flags": "The workload",
+    "simulated_machine": "Planning",
+}
+_groups: dict[str, str] = {}  # flag -> title, of flags that are no module's own
+
+
+class Misspelt(ValueError):
+    """A flag that a command does not have."""
+
+
+def group(title: str, names: Sequence[str]) -> None:
+    """Shows flags under a title of their own in --help."""
+    _groups.update(dict.fromkeys(names, title))
+
+
+def run_command(main: Callable[[], Any], *, name: str | None = None) -> NoReturn:
+    """Runs a command: parses sys.argv, calls `main`, and exits with its exit code.
+
+    Dashes and underscores in a flag's name are one. The first argument that is no flag is --model, where there is such a flag.
+    vLLM's names stand for ours. --help exits with 0, a misspelt flag with 2, a `UsageError` of main's and a bad value with 1.
+
+    Args:
+      main: of the command's module, whose docstring is the command's help.
+      name: what the user calls the command; by default `python -m MODULE`, or `jaxserve ...` for a module of jaxserve.cli.
+    """
+    name = name or _name_of(main)
+    if any(arg in _HELP for arg in _before_dashes(sys.argv[1:])):
+        print(help_text(name, inspect.cleandoc(inspect.unwrap(main).__globals__["__doc__"])))
+        sys.exit(0)
+    try:
+        rest = parse(sys.argv)
+    except Misspelt as error:
+        fail(name, error, MISSPELT)
+    except flags.Error as error:
+        fail(name, re.sub(r"^flag --(\w+)=None: Flag --\w+ must have a value other than None\.$", r"give --\1", str(error)), 1)
+    if rest:
+        fail(name, f"unknown arguments {rest}; `{name} --help` lists the flags, and a list is written with commas", 1)
+    set_up_logging()
+    try:
+        sys.exit(main())
+    except app.UsageError as error:
+        fail(name, error, 1)
+
+
+def _name_of(main: Callable[[], Any]) -> str:
+    spec = inspect.unwrap(main).__globals__.get("__spec__")
+    module = spec.name if spec else sys.argv[0]
+    ours = module.removeprefix("jaxserve.cli.")
+    return f"python -m {module}" if ours == module else "jaxserve " + ours.replace(".", " ")
+
+
+def fail(name: str, why: object, code: int) -> NoReturn:
+    """Ends the process with one line on stderr."""
+    print(f"{name}: {why}", file=sys.stderr)
+    sys.exit(code)
+
+
+def set_up_logging() -> None:
+    """Our own INFO lines and everybody's warnings to stderr."""
+    logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT)
+    logging.getLogger("jaxserve").setLevel(logging.INFO)
+
+
+def _before_dashes(args: Sequence[str]) -> Sequence[str]:
+    return args[: args.index("--")] if "--" in args else args
+
+
+def parse(argv: Sequence[str], known: flags.FlagValues = flags.FLAGS) -> list[str]:
+    """Sets the flags from a command line; the arguments that are none.
+
+    Raises:
+      Misspelt: a flag that there is not, with the nearest one; or vLLM's, with what to use instead.
+      flags.Error: a value that a flag does not take, or a flag that is missing.
+    """
+    given, rest = normalise(argv[1:], known)
+    if rest and "model" in known and not any(flag.startswith("--model=") for flag in given):
+        given.append(f"--model={rest.pop(0)}")
+    known([argv[0], *given])
+    return rest
+
+
+def normalise(args: Sequence[str], known: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """(flags as --name=value with our names, all other arguments)."""
+    given: list[str] = []
+    rest: list[str] = []
+    ahead = list(args)
+    while ahead:
+        arg = ahead.pop(0)
+        if arg == "--":
+            return given, rest + ahead
+        if not re.match(r"--?[A-Za-z]", arg):
+            rest.append(arg)
+            continue
+        written, has_value, value = arg.partition("=")
+        name = written.lstrip("-").replace("-", "_")
+        try:
+            name = translate(name, known)
+        except AcceptedAsIs as accepted:
+            if accepted.takes_value and not has_value:
+                value = ahead.pop(0) if ahead else ""
+            if accepted.values and value not in accepted.values:
+                raise Misspelt(f"{written}={value}: {accepted.instead}") from None
+            continue
+        except Refused as refused:
+            raise Misspelt(f"{written} is vLLM's: {refused}") from None
+        if name not in known and not (name.startswith("no") and name[2:] in known and known[name[2:]].boolean):
+            raise Misspelt(_unknown(written, name, known))
+        if not has_value and name in known and not known[name].boolean:
+            if not ahead:
+                raise Misspelt(f"{written} needs a value")
+            has_value, value = "=", ahead.pop(0)
+        given.append(f"--{name}{has_value}{value}")
+    return given, rest
+
+
+def _unknown(written: str, name: str, known: Mapping[str, Any]) -> str:
+    shown = {flag for flag in known if flag not in _of_absl(known)}
+    near = difflib.get_close_matches(name, shown, n=1, cutoff=0.5)
+    return f"unknown flag {written}" + (f"; did you mean --{near[0]}?" if near else "; --help lists the flags")
+
+
+def _of_absl(known: Any) -> set[str]:
+    """Flags that absl defines itself: they work, and are no command's business."""
+    if not isinstance(known, flags.FlagValues):
+        return set()
+    by_module = known.flags_by_module_dict()
+    return {flag.name for module, found in by_module.items() if module.startswith("absl.") for flag in found}
+
+
+def help_text(name: str, doc: str, known: flags.FlagValues = flags.FLAGS) -> str:
+    """Usage, the command's docstring, and its flags with their defaults, by title."""
+    usage = f"usage: {name}" + (" MODEL" if "model" in known else "") + " [--flag=value ...]"
+    titled: dict[str, list[Any]] = {"Flags": []}
+    for module, found in known.flags_by_module_dict().items():
+        if not module.startswith("absl."):
+            for flag in found:
+                title = _groups.get(flag.name) or _TITLES.get(module.rpartition(".")[2], "Flags")
+                titled.setdefault(title, []).append(flag)
+    parts = [usage, doc]
+    for title, found in titled.items():
+        lines = [line for flag in dict.fromkeys(found) for line in _flag_lines(flag)]
+        if lines:
+            parts.append("\n".join([f"{title}:", *lines]))
+    return "\n\n".join(parts)
+
+
+def _flag_lines(flag: Any) -> list[str]:
+    """A flag with its values and default, and its help below."""
+    choices = getattr(flag, "enum_values", None) or getattr(flag.parser, "enum_values", None)
+    kind = "a,b,..." if isinstance(flag.parser, flags.ListParser) else flag.flag_type().removeprefix("multi ")
+    values = "" if flag.boolean else "=" + ("|".join(choices) if choices else kind)
+    unset = flag.default in (None, [], "")
+    default = "" if unset else f" (default {','.join(flag.default) if isinstance(flag.default, list) else flag.default})"
+    name = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}"
+    return [f"  {name}{values}{default}", "      " + flag.help.removeprefix(f"<{'|'.join(choices or ())}>: ")]
