@@ -1,6 +1,7 @@
-"""What a user can choose about an engine: EngineConfig, checked on construction.
+"""What a user can choose about an engine: EngineConfig, one table of fields, checked on construction.
 
-Knows no model and no device: execution/resolved_config.py decides what is left open.
+The checks, the commands' flags and the page of options are made from the table. Knows no model and no device:
+execution/resolved_config.py decides what is left open.
 """
 
 from __future__ import annotations
@@ -8,13 +9,23 @@ from __future__ import annotations
 import numbers
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.buckets.plan import BucketPlan
 from jaxserve.models.config import DTYPES
-from jaxserve.scheduling.config import check_positive, check_power_of_two, check_within_budget, is_int, require, require_one_of
+from jaxserve.moved import forward
+from jaxserve.scheduling.config import (
+    DEFAULT_PAGE_SIZE,
+    CacheConfig,
+    SchedulerConfig,
+    check_power_of_two,
+    check_within_budget,
+    is_int,
+    require,
+    require_one_of,
+)
 from jaxserve.scheduling.policies import BATCHING_POLICIES, ORDERS
 from jaxserve.speculative.config import SpeculativeConfig
 
@@ -23,116 +34,246 @@ BACKENDS = ("auto", "mosaic_sm90", "xla", "reference")  # of attention
 MOE_BACKENDS = ("auto", "xla", "reference", "mosaic_sm90")  # of a mixture of experts' matmuls
 
 
-def _read_plan(plan: Any) -> BucketPlan | None:
-    if plan is None or isinstance(plan, BucketPlan):
-        return plan
-    ok = isinstance(plan, (str, os.PathLike, dict))
-    require(ok, f"bucket_plan={plan!r} must be a BucketPlan, the path of its JSON, what that JSON holds, or None")
-    try:
-        return BucketPlan.from_dict(plan) if isinstance(plan, dict) else BucketPlan.load(plan)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"bucket_plan={str(plan)!r} cannot be used: {error}") from error
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """What a field of EngineConfig may be, and what is said of it.
+
+    group: its heading in help and on the page of options. help: one line, without what None means. unset: what None means; None is
+    no value of a field that has no `unset`. must: what an error says that the value must be. choices: of a name, all of them.
+    """
+
+    group: str
+    help: str
+    unset: str = ""
+    choices: tuple[str, ...] = ()
+    must: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        """ValueError that names the option, the value and what it may be."""
+        require_one_of(self.choices, **{name: value})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count(Option):
+    """An integer, at least `least` where there is one."""
+
+    least: int | None = 1
+
+    def check(self, name: str, value: Any) -> None:
+        ok = is_int(value) and (self.least is None or value >= self.least)
+        bound = "" if self.least is None else f" >= {self.least}"
+        require(ok, f"{name}={value!r} must be {self.must or f'an integer{bound}'}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure(Option):
+    """A number above 0, and not above `most` where there is one."""
+
+    most: float | None = None
+
+    def check(self, name: str, value: Any) -> None:
+        ok = isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < value and not (self.most and value > self.most)
+        require(ok, f"{name}={value!r} must be {self.must}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch(Option):
+    """True or False."""
+
+    def check(self, name: str, value: Any) -> None:
+        require(isinstance(value, bool), f"{name}={value!r} must be {self.must or 'True or False'}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class File(Option):
+    """A path."""
+
+    must: str = "a path, or None"
+
+    def check(self, name: str, value: Any) -> None:
+        require(isinstance(value, (str, os.PathLike)), f"{name}={value!r} must be {self.must}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parsed(Option):
+    """What a class of its own reads and checks: an object, its JSON, or (of a plan) a path."""
+
+    def check(self, name: str, value: Any) -> None:
+        pass  # by the class, when it is read
+
+
+def _option(default: Any, option: Option) -> Any:
+    return field(default=default, metadata={"option": option})
+
+
+_NAMES, _LIMITS, _STEPS, _PROGRAMS, _DRAFTS = "Weights and kernels", "Limits and memory", "Scheduling", "Programs", "Speculation"
+_POLICYS_OWN = "True or False, or None for the policy's own"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything a user can choose about an engine; None means decided by `resolve` from the model and the device.
+    """Everything a user can choose about an engine. docs/options.md lists the fields, which `options()` gives as data.
 
-    Args:
-      dtype: of weights and activations; "auto" is the checkpoint's own (bfloat16 for quantised GGUF).
-      max_model_len: most tokens of a request, prompt and output (the model's own length, or what the pool holds if that is less).
-      max_num_seqs, max_num_batched_tokens: sequences and tokens that a step may hold (128, 2048).
-      page_size: tokens a KV page (64).
-      num_pages: pages of the pool (as many as fit, and never more than max_num_seqs requests of max_model_len could use).
-      gpu_memory_utilization: the share of the device's memory that weights, programs and the pool may use together (on a CPU: of a
-        quarter of the machine's memory, and at most 1 GiB for the pool).
-      enable_prefix_caching: requests share the pages of equal prefixes.
-      scheduling_policy: who comes first, "fcfs" or "priority".
-      batching_policy: how a step is composed: "sarathi", "orca", "prefill_first" or "request_level" (policies.py).
-      enable_chunked_prefill, enable_mixed_steps: override the batching policy's own choice.
-      long_prefill_token_threshold: most prompt tokens of one request a step while another waits (0: no cap).
-      tbt_slo_ms, step_times: a dynamic budget: a step with decodes holds only as many prompt tokens as keep its predicted time
-        within tbt_slo_ms milliseconds. step_times: the JSON of a profile of this machine (`jaxserve tune profile`).
-      seed: seeds requests that bring none.
-      bucket_plan: a BucketPlan, the path of its JSON, or what that JSON holds.
-      warm_up: "all" compiles every program of the plan at start, "first_use" each when it is first needed.
-      async_scheduling: step n+1 is dispatched before step n's tokens are fetched.
-      attention_backend: "auto" ("mosaic_sm90" on a Hopper GPU where it fits, else "xla"), "mosaic_sm90", "xla" or "reference".
-      moe_backend: of the matmuls of a mixture of experts, "auto", "xla", "reference" or "mosaic_sm90" (kernels/grouped_matmul).
-      compilation_cache_dir: JAX's persistent compilation cache ("" leaves JAX's own setting alone).
-      speculative_config: a SpeculativeConfig, or a dict of its fields, such as {"method": "ngram", "num_speculative_tokens": 4};
-        None: every step brings a sequence one token.
-      demand_log: a path to which each step's demand is appended, one JSON line a step.
+    None means decided by `resolve` from the model and the device.
 
     Raises:
       ValueError: a value is of the wrong type or out of range, or the plan or the profile can't be read; the message names it and
         what it may be.
     """
 
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    page_size: int | None = None
-    num_pages: int | None = None
-    gpu_memory_utilization: float = 0.9
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool | None = None
-    enable_mixed_steps: bool | None = None
-    scheduling_policy: str = "fcfs"
-    batching_policy: str = "sarathi"
-    long_prefill_token_threshold: int = 0
-    tbt_slo_ms: float | None = None
-    step_times: str | Path | None = None
-    seed: int = 0
-    bucket_plan: BucketPlan | str | Path | dict[str, Any] | None = None
-    warm_up: str = "first_use"
-    async_scheduling: bool = True
-    attention_backend: str = "auto"
-    moe_backend: str = "auto"
-    compilation_cache_dir: str | None = None
-    speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None
-    demand_log: str | None = None
+    dtype: str = _option(
+        "auto",
+        Option(
+            group=_NAMES,
+            choices=DTYPES,
+            help="Of weights and activations; auto: the checkpoint's own (bfloat16 for quantised GGUF).",
+        ),
+    )
+    max_model_len: int | None = _option(
+        None,
+        Count(
+            group=_LIMITS,
+            help="Most tokens of a request, prompt and output.",
+            unset="the model's own length, or what the pool holds",
+        ),
+    )
+    max_num_seqs: int | None = _option(
+        None,
+        Count(group=_LIMITS, help="Most sequences of a step.", unset=f"{SchedulerConfig.max_num_seqs}, or what the plan holds"),
+    )
+    max_num_batched_tokens: int | None = _option(
+        None,
+        Count(
+            group=_LIMITS,
+            help="Token budget of a step.",
+            unset=f"{SchedulerConfig.max_num_batched_tokens}, what the plan holds, or the longest prompt if not chunked",
+        ),
+    )
+    page_size: int | None = _option(
+        None, Count(group=_LIMITS, help="Tokens of a KV page, a power of two.", unset=f"{DEFAULT_PAGE_SIZE}")
+    )
+    num_pages: int | None = _option(
+        None,
+        Count(
+            group=_LIMITS,
+            help="KV pages of the pool.",
+            unset="as many as fit, and never more than max_num_seqs requests of max_model_len could use",
+        ),
+    )
+    gpu_memory_utilization: float = _option(
+        0.9,
+        Measure(
+            group=_LIMITS,
+            most=1,
+            must="a number in (0, 1]",
+            help="Share of the device's memory for weights, programs and the pool together; on a CPU of a quarter of the "
+            "machine's, and at most 1 GiB for the pool.",
+        ),
+    )
+    enable_prefix_caching: bool = _option(
+        CacheConfig.enable_prefix_caching, Switch(group=_LIMITS, help="Requests share the KV pages of equal prefixes.")
+    )
+    enable_chunked_prefill: bool | None = _option(
+        None,
+        Switch(
+            group=_STEPS, must=_POLICYS_OWN, help="A long prompt may be split over steps.", unset="the batching policy's choice"
+        ),
+    )
+    enable_mixed_steps: bool | None = _option(
+        None,
+        Switch(group=_STEPS, must=_POLICYS_OWN, help="Prompts and decodes may share a step.", unset="the batching policy's choice"),
+    )
+    scheduling_policy: str = _option(SchedulerConfig.order, Option(group=_STEPS, choices=ORDERS, help="Who comes first."))
+    batching_policy: str = _option(
+        SchedulerConfig.policy, Option(group=_STEPS, choices=tuple(BATCHING_POLICIES), help="How a step is composed.")
+    )
+    long_prefill_token_threshold: int = _option(
+        SchedulerConfig.long_prefill_token_threshold,
+        Count(
+            group=_STEPS,
+            least=0,
+            must="an integer >= 0 (0: no cap)",
+            help="Most prompt tokens of one request a step while another waits; 0: no cap.",
+        ),
+    )
+    tbt_slo_ms: float | None = _option(
+        None,
+        Measure(
+            group=_STEPS,
+            must="milliseconds above 0, or None",
+            unset="budgets are fixed",
+            help="Dynamic budget: beside decodes, as many prompt tokens as keep the step's predicted time within it.",
+        ),
+    )
+    step_times: str | Path | None = _option(
+        None,
+        File(
+            group=_STEPS, help="The JSON of `jaxserve tune profile` for this machine, which predicts steps.", unset="no prediction"
+        ),
+    )
+    seed: int = _option(0, Count(group=_STEPS, least=None, help="Seeds requests that bring no seed."))
+    bucket_plan: BucketPlan | str | Path | dict[str, Any] | None = _option(
+        None,
+        Parsed(
+            group=_PROGRAMS,
+            help="A bucket plan's JSON file (`jaxserve tune buckets`); in Python also a BucketPlan or its dict.",
+            unset="a rule's, for the limits and the device",
+        ),
+    )
+    warm_up: str = _option(
+        "first_use",
+        Option(
+            group=_PROGRAMS, choices=WARM_UPS, help="Compile all programs of the plan at start, or each when it is first needed."
+        ),
+    )
+    async_scheduling: bool = _option(
+        True, Switch(group=_STEPS, help="Schedule and dispatch a step before the tokens of the last one are back.")
+    )
+    attention_backend: str = _option(
+        "auto",
+        Option(group=_NAMES, choices=BACKENDS, help="Of attention; auto: mosaic_sm90 on a Hopper GPU where it fits, else xla."),
+    )
+    moe_backend: str = _option(
+        "auto", Option(group=_NAMES, choices=MOE_BACKENDS, help="Of a mixture of experts' matmuls (kernels/grouped_matmul).")
+    )
+    compilation_cache_dir: str | None = _option(
+        None,
+        File(
+            group=_PROGRAMS,
+            help="JAX's persistent compilation cache; \"\" leaves JAX's own setting alone.",
+            unset="a folder of the user's",
+        ),
+    )
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = _option(
+        None,
+        Parsed(
+            group=_DRAFTS,
+            unset="no drafts",
+            help="""Drafts, as JSON: '{"method": "ngram", "num_speculative_tokens": 4}'; in Python also a dict.""",
+        ),
+    )
+    demand_log: str | None = _option(
+        None, File(group=_PROGRAMS, help="A file to which each step's demand is appended, one JSON line a step.", unset="none")
+    )
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for each in fields(self):
+            value = getattr(self, each.name)
             if isinstance(value, numbers.Integral) and not isinstance(value, bool):  # numpy's integers too
-                object.__setattr__(self, field.name, int(value))
-        require_one_of(DTYPES, dtype=self.dtype)
-        require_one_of(ORDERS, scheduling_policy=self.scheduling_policy)
-        require_one_of(tuple(BATCHING_POLICIES), batching_policy=self.batching_policy)
-        require_one_of(WARM_UPS, warm_up=self.warm_up)
-        require_one_of(BACKENDS, attention_backend=self.attention_backend)
-        require_one_of(MOE_BACKENDS, moe_backend=self.moe_backend)
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
-            if getattr(self, name) is not None:
-                check_positive(**{name: getattr(self, name)})
+                object.__setattr__(self, each.name, int(value))
+        for name, (_, option) in options().items():
+            value = getattr(self, name)
+            if value is not None or not option.unset:
+                option.check(name, value)
         if self.page_size is not None:
             check_power_of_two(self.page_size)
         if self.max_num_seqs is not None and self.max_num_batched_tokens is not None:
             check_within_budget(self.max_num_seqs, self.max_num_batched_tokens)
-        share, threshold = self.gpu_memory_utilization, self.long_prefill_token_threshold
-        ok = isinstance(share, numbers.Real) and not isinstance(share, bool) and 0 < share <= 1
-        require(ok, f"gpu_memory_utilization={share!r} must be a number in (0, 1]")
         require(
-            is_int(threshold) and threshold >= 0, f"long_prefill_token_threshold={threshold!r} must be an integer >= 0 (0: no cap)"
+            (self.tbt_slo_ms is None) == (self.step_times is None),
+            f"tbt_slo_ms={self.tbt_slo_ms!r} and step_times={self.step_times!r} go together: "
+            "an objective, and a profile to predict steps",
         )
-        slo = self.tbt_slo_ms
-        ok = slo is None or (isinstance(slo, numbers.Real) and not isinstance(slo, bool) and slo > 0)
-        require(ok, f"tbt_slo_ms={slo!r} must be milliseconds above 0, or None")
-        require(
-            (slo is None) == (self.step_times is None),
-            f"tbt_slo_ms={slo!r} and step_times={self.step_times!r} go together: an objective, and a profile to predict steps",
-        )
-        require(is_int(self.seed), f"seed={self.seed!r} must be an integer")
-        for name in ("enable_prefix_caching", "async_scheduling", "enable_chunked_prefill", "enable_mixed_steps"):
-            value, optional = getattr(self, name), name in ("enable_chunked_prefill", "enable_mixed_steps")
-            ok = isinstance(value, bool) or optional and value is None
-            require(ok, f"{name}={value!r} must be True or False" + (", or None for the policy's own" if optional else ""))
-        for name in ("compilation_cache_dir", "demand_log", "step_times"):
-            value = getattr(self, name)
-            require(value is None or isinstance(value, (str, os.PathLike)), f"{name}={value!r} must be a path, or None")
         # Read now: a bad file should not wait for the weights to load.
         object.__setattr__(self, "bucket_plan", _read_plan(self.bucket_plan))
         if self.step_times is not None:
@@ -147,3 +288,36 @@ class EngineConfig:
         """speculative_config, as the one that was made of whatever was given."""
         assert self.speculative_config is None or isinstance(self.speculative_config, SpeculativeConfig)
         return self.speculative_config
+
+
+def options() -> dict[str, tuple[Field[Any], Option]]:
+    """The table: an option's name -> its field of EngineConfig (with the default), and what is said of it."""
+    return {each.name: (each, each.metadata["option"]) for each in fields(EngineConfig)}
+
+
+def _described() -> str:
+    """The table as a docstring's Args."""
+    lines = ["Args:"]
+    for name, (each, option) in options().items():
+        unset = f" None: {option.unset}." if option.unset else f" Default: {each.default!r}."
+        choices = f" One of {', '.join(option.choices)}." if option.choices else ""
+        lines.append(f"  {name}: {option.help}{choices}{unset}")
+    return "\n    ".join(lines)
+
+
+EngineConfig.__doc__ = str(EngineConfig.__doc__).replace("Raises:", f"{_described()}\n\n    Raises:")
+
+
+def _read_plan(plan: Any) -> BucketPlan | None:
+    if plan is None or isinstance(plan, BucketPlan):
+        return plan
+    ok = isinstance(plan, (str, os.PathLike, dict))
+    require(ok, f"bucket_plan={plan!r} must be a BucketPlan, the path of its JSON, what that JSON holds, or None")
+    try:
+        return BucketPlan.from_dict(plan) if isinstance(plan, dict) else BucketPlan.load(plan)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"bucket_plan={str(plan)!r} cannot be used: {error}") from error
+
+
+if not TYPE_CHECKING:
+    __getattr__ = forward(__name__)

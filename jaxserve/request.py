@@ -8,10 +8,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from jaxserve.moved import forward
 from jaxserve.outputs import Logprob, PromptScores, RequestMetrics
 from jaxserve.sampling_params import SamplingParams
 
@@ -148,3 +149,7 @@ class EngineOutput:
     def finished(self) -> bool:
         """Whether this is the last output of its sample."""
         return self.finish_reason is not None
+
+
+if not TYPE_CHECKING:
+    __getattr__ = forward(__name__)

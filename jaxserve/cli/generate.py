@@ -28,7 +28,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-import numpy as np
 from absl import app, flags
 
 from jaxserve.cli.common.command import run_command
@@ -243,6 +242,8 @@ def completions(llm: Any, prompts: list[tuple[dict[str, Any], dict[str, Any]]], 
 
 def _seed(seed: int, number: int) -> int:
     """Of a prompt that brings none: by the engine's seed and its number, so that a resumed run draws what an unbroken one would."""
+    import numpy as np
+
     return int(np.random.SeedSequence((seed % 2**64, number)).generate_state(1, np.uint64)[0])
 
 

@@ -24,6 +24,7 @@ from jaxserve.cli.common.engine_flags import exit_on_bad_input
 from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.traffic_flags import read_traffic
 from jaxserve.routing.policy import ROUTING_POLICIES as ROUTING
+from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE, SchedulerConfig
 from jaxserve.scheduling.policies import BATCHING_POLICIES
 from jaxserve.workloads.latency import METRICS, parse_objectives
 
@@ -34,12 +35,14 @@ _PP = flags.DEFINE_integer("pp", 1, "Pipeline stages.", lower_bound=1)
 _NODE = flags.DEFINE_integer("gpus_per_node", 8, "100 Gb/s Ethernet joins nodes.", lower_bound=1)
 _REPLICAS = flags.DEFINE_integer("replicas", 1, "Engines behind the router.", lower_bound=1)
 _ROUTING = flags.DEFINE_enum("routing", "prefix_aware", ROUTING, "The router's policy.")
-_POLICY = flags.DEFINE_enum("batching_policy", "sarathi", tuple(BATCHING_POLICIES), "How a step is composed.")
+_POLICY = flags.DEFINE_enum("batching_policy", SchedulerConfig.policy, tuple(BATCHING_POLICIES), "How a step is composed.")
 _MAX_LEN = flags.DEFINE_integer("max_model_len", 16_384, "Most tokens of a request.", lower_bound=2)
-_MAX_SEQS = flags.DEFINE_integer("max_num_seqs", 128, "Most sequences at once.", lower_bound=1)
-_BUDGET = flags.DEFINE_integer("max_num_batched_tokens", 2048, "Token budget of a step.", lower_bound=1)
+_MAX_SEQS = flags.DEFINE_integer("max_num_seqs", SchedulerConfig.max_num_seqs, "Most sequences at once.", lower_bound=1)
+_BUDGET = flags.DEFINE_integer(
+    "max_num_batched_tokens", SchedulerConfig.max_num_batched_tokens, "Token budget of a step.", lower_bound=1
+)
 _PLAN = flags.DEFINE_string("bucket_plan", "default", "default: the engine's for these limits; none: no padding; or a plan's file.")
-_PAGE = flags.DEFINE_integer("page_size", 64, "Tokens a KV page.", lower_bound=1)
+_PAGE = flags.DEFINE_integer("page_size", DEFAULT_PAGE_SIZE, "Tokens a KV page.", lower_bound=1)
 _SLO = flags.DEFINE_float(
     "tbt_slo_ms", None, "Dynamic budget: milliseconds that a step with decodes may take; of a pipeline, between tokens."
 )
@@ -78,7 +81,6 @@ def plan_of(limits: Any) -> Any:
 
 def make_cluster() -> tuple[Any, Any, list[Any]]:
     """(the deployment, a function that makes a replica, the replicas made so far) of the flags."""
-    from jaxserve.scheduling.config import SchedulerConfig
     from jaxserve.simulation.pipeline import make_replica
     from jaxserve.step_times.analytic import Deployment
     from jaxserve.step_times.hardware import GPUS

@@ -15,7 +15,8 @@ import jax
 from jaxserve.config import EngineConfig
 from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.execution.programs import Programs
-from jaxserve.execution.resolved_config import DEFAULT_PAGE_SIZE, ResolvedConfig, resolve_config
+from jaxserve.execution.resolved_config import ResolvedConfig, resolve_config
+from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE
 from kernels.ragged_paged_attention import resolve_backend
 
 if TYPE_CHECKING:

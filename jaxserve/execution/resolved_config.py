@@ -13,13 +13,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.execution.memory import PageShape, decide_num_pages
 from jaxserve.models import ModelConfig
 from jaxserve.sampling.edit_rows import EditLayout
-from jaxserve.scheduling.config import CacheConfig, SchedulerConfig, require, resolve_policy
+from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE, CacheConfig, SchedulerConfig, require, resolve_policy
 from jaxserve.scheduling.policies import BATCHING_POLICIES
 from jaxserve.speculative.config import SpeculativeConfig
-
-DEFAULT_NUM_BATCHED_TOKENS = 2048
-DEFAULT_NUM_SEQS = 128
-DEFAULT_PAGE_SIZE = 64  # on a CPU too: XLA gathers whole pages, and pages of 16 made a decode step up to a third slower
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +135,9 @@ def _step_limits(config: EngineConfig, plan: BucketPlan | None, model: ModelConf
     if chunked is None:
         chunked = BATCHING_POLICIES[config.batching_policy].chunked
     if budget is None:
-        budget = plan.mixed[-1][0] if plan else max(DEFAULT_NUM_BATCHED_TOKENS, seqs or 0)
+        budget = plan.mixed[-1][0] if plan else max(SchedulerConfig.max_num_batched_tokens, seqs or 0)
         if plan is None and not chunked:  # whole prompts must fit a step
             budget = max(budget, config.max_model_len or model.max_position_embeddings)
     if seqs is None:
-        seqs = min(DEFAULT_NUM_SEQS, budget, *((plan.mixed[-1][1], plan.max_head_rows) if plan else ()))
+        seqs = min(SchedulerConfig.max_num_seqs, budget, *((plan.mixed[-1][1], plan.max_head_rows) if plan else ()))
     return budget, seqs

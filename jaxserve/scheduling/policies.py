@@ -20,8 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from jaxserve.request import Request
+if TYPE_CHECKING:  # not at run time: the commands' --help, which reads the table below, imports no numpy
+    from jaxserve.request import Request
 
 
 @dataclass(frozen=True, kw_only=True)

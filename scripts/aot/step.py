@@ -78,8 +78,9 @@ class AbstractStep:
         from jaxserve.config import EngineConfig
         from jaxserve.execution.model_functions import ModelFunctions
         from jaxserve.execution.programs import Programs
-        from jaxserve.execution.resolved_config import DEFAULT_PAGE_SIZE, resolve_config
+        from jaxserve.execution.resolved_config import resolve_config
         from jaxserve.models import Decoder
+        from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE
         from kernels import gpu
         from kernels.ragged_paged_attention import resolve_backend
         from kernels.ragged_paged_attention.mosaic_sm90 import planner

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 # From the top of the house to its foundations. A station may import those below it, never one above it; stations on one floor do
 # not know each other. A name is a package, or a module at the top of jaxserve/.
 FLOORS: tuple[tuple[str, ...], ...] = (
+    ("__main__",),
     ("cli",),
     ("simulation",),
     ("routing",),
@@ -36,6 +37,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("request",),
     ("outputs", "sampling_params"),
     ("structured_outputs",),
+    ("moved",),
 )
 ENTRANCE = "__init__"  # jaxserve/__init__.py names what users import, of every floor; of the stations only cli is a user
 

@@ -10,6 +10,7 @@ import inspect
 import logging
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -177,4 +178,5 @@ def _flag_lines(flag: Any) -> list[str]:
     unset = flag.default in (None, [], "")
     default = "" if unset else f" (default {','.join(flag.default) if isinstance(flag.default, list) else flag.default})"
     name = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}"
-    return [f"  {name}{values}{default}", "      " + flag.help.removeprefix(f"<{'|'.join(choices or ())}>: ")]
+    text = flag.help.removeprefix(f"<{'|'.join(choices or ())}>: ").partition(";\n    repeat this option")[0]
+    return [f"  {name}{values}{default}", *textwrap.wrap(text, 110, initial_indent="      ", subsequent_indent="      ")]

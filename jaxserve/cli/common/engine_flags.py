@@ -3,78 +3,47 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from absl import app, flags
 
-from jaxserve.config import BACKENDS, MOE_BACKENDS, WARM_UPS, EngineConfig
-from jaxserve.models.config import DTYPES
-from jaxserve.scheduling.policies import BATCHING_POLICIES, ORDERS
+from jaxserve.cli.common.command import group
+from jaxserve.config import Count, Measure, Option, Switch, options
 
 _NAMES: list[str] = []
 
 
-def _define(kind: Any, name: str, default: Any, text: str, **kwargs: Any) -> None:
-    kind(name, default, help=text, **kwargs)
-    _NAMES.append(name)
-
-
 def define_engine_flags(*, model: str | None = None) -> None:
-    """Defines --model (required unless a default is given) and a flag for each engine option worth one at a shell."""
-    logging.getLogger("jax").setLevel(logging.WARNING)  # below that it names every backend that this machine lacks
+    """Defines --model (required unless a default is given), --config, and a flag for each field of EngineConfig's table."""
     flags.DEFINE_string("model", model, "A Hugging Face folder or id, or a GGUF file.", required=model is None)
     flags.DEFINE_string(
         "config", None, "A JSON file of engine options, such as `jaxserve autotune` writes; flags given win over it."
     )
-    _define(
-        flags.DEFINE_enum,
-        "dtype",
-        "auto",
-        "Of weights and activations; auto: the checkpoint's own.",
-        enum_values=DTYPES,
-    )
-    _define(flags.DEFINE_integer, "max_model_len", None, "Most tokens of a request, prompt and output.", lower_bound=1)
-    _define(flags.DEFINE_integer, "max_num_seqs", None, "Most sequences at once (default 128).", lower_bound=1)
-    _define(flags.DEFINE_integer, "max_num_batched_tokens", None, "Token budget of a step (default 2048).", lower_bound=1)
-    _define(flags.DEFINE_integer, "page_size", None, "Tokens a KV page (default 64).", lower_bound=1)
-    _define(flags.DEFINE_integer, "num_pages", None, "KV pages of the pool; by default what fits.", lower_bound=1)
-    _define(flags.DEFINE_float, "gpu_memory_utilization", 0.9, "Share of the device's memory to use.")
-    _define(flags.DEFINE_bool, "enable_prefix_caching", True, "Share the KV pages of equal prefixes.")
-    _define(
-        flags.DEFINE_bool,
-        "enable_chunked_prefill",
-        None,
-        "Split long prompts over steps; by default the policy's choice.",
-    )
-    _define(flags.DEFINE_enum, "batching_policy", "sarathi", "How a step is composed.", enum_values=tuple(BATCHING_POLICIES))
-    _define(flags.DEFINE_enum, "scheduling_policy", "fcfs", "Who comes first.", enum_values=ORDERS)
-    _define(flags.DEFINE_float, "tbt_slo_ms", None, "Dynamic budget: milliseconds that a step with decodes may take.")
-    _define(flags.DEFINE_string, "step_times", None, "Dynamic budget: the JSON of `jaxserve tune profile` for this machine.")
-    _define(flags.DEFINE_integer, "seed", 0, "Seeds requests that bring no seed.")
-    _define(flags.DEFINE_string, "bucket_plan", None, "A bucket plan's JSON file.")
-    _define(
-        flags.DEFINE_enum,
-        "warm_up",
-        "first_use",
-        "Compile all programs at start, or each at first use.",
-        enum_values=WARM_UPS,
-    )
-    _define(flags.DEFINE_bool, "async_scheduling", True, "Schedule a step before the last one's tokens are back.")
-    _define(flags.DEFINE_enum, "attention_backend", "auto", "Which attention kernel.", enum_values=BACKENDS)
-    _define(flags.DEFINE_enum, "moe_backend", "auto", "Which grouped matmul, for experts.", enum_values=MOE_BACKENDS)
-    _define(
-        flags.DEFINE_string,
-        "speculative_config",
-        None,
-        """Speculation, as JSON: '{"method": "ngram", "num_speculative_tokens": 4}'.""",
-    )
-    _define(flags.DEFINE_string, "demand_log", None, "Append each step's demand to this file, one JSON line a step.")
+    group("The model and its options", ("model", "config"))
+    for name, (field, option) in options().items():
+        _define(name, field.default, option)
+        group(option.group, (name,))
+        _NAMES.append(name)
+
+
+def _define(name: str, default: Any, option: Option) -> None:
+    """The flag of a row: of the row's kind, with its choices and range."""
+    text = option.help + (f" Unset: {option.unset}." if option.unset else "")
+    match option:
+        case Switch():
+            flags.DEFINE_bool(name, default, text)
+        case Count(least=least):
+            flags.DEFINE_integer(name, default, text, lower_bound=least)
+        case Measure(most=most):
+            flags.DEFINE_float(name, default, text, lower_bound=0, upper_bound=most)
+        case Option(choices=choices) if choices:
+            flags.DEFINE_enum(name, default, choices, text)
+        case _:
+            flags.DEFINE_string(name, default, text)
 
 
 def engine_flags() -> tuple[str, ...]:
@@ -98,7 +67,7 @@ def _options_of_file() -> dict[str, Any]:
         chosen = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"--config={path} cannot be read: {error}") from None
-    known = {field.name for field in fields(EngineConfig)}
+    known = set(options())
     unknown = sorted(set(chosen) - known) if isinstance(chosen, dict) else [f"a {type(chosen).__name__}"]
     if unknown:
         listed = ", ".join(sorted(known))

@@ -40,7 +40,7 @@ from jaxserve.cli.common.plots import CAN_PLOT
 from jaxserve.cli.common.provenance import code_id, provenance, versions, write_json
 from jaxserve.cli.common.simulated_machine import limits_of, make_engine, plan_for, plan_given, read_machine
 from jaxserve.cli.common.traffic_flags import read_traffic
-from jaxserve.scheduling.config import resolve_policy
+from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE, resolve_policy
 from jaxserve.scheduling.policies import BATCHING_POLICIES
 from jaxserve.workloads.workload import WORKLOADS
 
@@ -131,7 +131,7 @@ class Analytic:
         )
         given = engine_options()
         self._deployment = Deployment.named(flags.FLAGS.model, gpu, _TP.value, _PP.value, gpus_per_node=_NODE.value)
-        self.limits, self._page_size = limits_of(given, {}), given["page_size"] or 64
+        self.limits, self._page_size = limits_of(given, {}), given["page_size"] or DEFAULT_PAGE_SIZE
         self._num_pages, self._utilization = given["num_pages"], given["gpu_memory_utilization"]
         self._stages = self._deployment.stages(self._page_size)
         self._is_padded, self._is_default = given["bucket_plan"] not in (None, "none"), given["bucket_plan"] == "default"

@@ -1,0 +1,109 @@
+"""Where public modules went when jaxserve was put in order. For one release an old name still works, and warns with the new one."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+MODULES: dict[str, tuple[str, ...]] = {  # old name below jaxserve -> modules that have what it had
+    "admission": ("engine.admission",),
+    "batch": ("batching.packer",),
+    "beam_search": ("engine.beam_search",),
+    "compilation": ("execution.compilation",),
+    "demand": ("scheduling.demand",),
+    "edit_rows": ("sampling.edit_rows",),
+    "engine_outputs": ("engine.stats", "request"),
+    "latency": ("workloads.latency",),
+    "logit_edits": ("sampling.logit_edits",),
+    "memory": ("execution.memory",),
+    "model_loader": ("models.loading",),
+    "page_pool": ("scheduling.page_pool",),
+    "params": ("models.adoption",),
+    "policies": ("scheduling.policies",),
+    "programs": ("execution.programs",),
+    "progress": ("engine.progress",),
+    "prompt_scores": ("sampling.prompt_scores", "outputs"),
+    "resolution": ("engine.resolution",),
+    "runner": ("execution.runner",),
+    "sampling_rows": ("sampling.rows",),
+    "schedule": ("scheduling.schedule",),
+    "scheduler": ("scheduling.scheduler",),
+    "scoring": ("sampling.scoring",),
+    "sequence_pages": ("scheduling.sequence_pages",),
+    "sequence_rows": ("scheduling.sequence_rows",),
+    "serving.router": ("routing.app",),
+    "serving.router_backends": ("routing.backends",),
+    "serving.router_metrics": ("routing.metrics",),
+    "serving.router_policy": ("routing.policy",),
+    "simulation.analytic": ("step_times.analytic",),
+    "simulation.hardware": ("step_times.hardware",),
+    "simulation.measure": ("engine.measure",),
+    "simulation.model_shapes": ("step_times.model_shapes",),
+    "simulation.operators": ("step_times.operators",),
+    "simulation.step_time": ("step_times.fitted",),
+    "simulation.unpadded": ("buckets.unpadded",),
+    "step": ("execution.step",),
+    "step_budget": ("scheduling.step_budget",),
+    "structured.params": ("structured_outputs",),
+    "text_outputs": ("text.text_outputs",),
+    "tokenizer": ("text.tokenizer",),
+    "traffic": ("workloads.traffic",),
+    "waiting_queue": ("scheduling.waiting_queue",),
+    "work_lists": ("batching.work_lists",),
+}
+STAYED: dict[str, tuple[str, ...]] = {  # modules that are there still, and where what they had besides went
+    "buckets": ("buckets.plan",),
+    "config": ("execution.resolved_config", "scheduling.config"),
+    "engine": ("engine.engine",),
+    "request": ("sampling_params", "outputs"),
+    "sampling": ("sampling.sampler",),
+    "workloads": ("workloads.workload",),
+}
+
+
+def forward(module: str) -> Callable[[str], Any]:
+    """A `__getattr__` for a module: what it had before, from where that is now, with a DeprecationWarning that says so.
+
+    Raises (when called):
+      AttributeError: neither place has it.
+    """
+    homes = (MODULES | STAYED)[module.removeprefix("jaxserve.")]
+
+    def find(name: str) -> Any:
+        if not name.startswith("__"):
+            for home in homes:
+                found = import_module(f"jaxserve.{home}")
+                if name in vars(found):
+                    top = sys.modules["jaxserve"]
+                    new = f"jaxserve.{name}" if name in top.__all__ else f"jaxserve.{home}.{name}"
+                    warnings.warn(f"{module}.{name} is {new} now; the old name goes with the next release", DeprecationWarning, 2)
+                    return getattr(found, name)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}; see {', '.join(f'jaxserve.{home}' for home in homes)}")
+
+    return find
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Makes a module of an old name that is empty but for `forward`."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        package, _, name = fullname.partition(".")
+        return ModuleSpec(fullname, self) if package == "jaxserve" and name in MODULES else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__getattr__"] = forward(module.__name__)
+
+
+def install() -> None:
+    """Lets old modules be imported. Once a process is enough, and more do no harm."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())

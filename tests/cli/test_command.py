@@ -1,0 +1,219 @@
+"""The jaxserve command: its table, its help, vLLM's names, and what a mistake is answered with."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from absl import flags
+
+import jaxserve
+from jaxserve.cli.common import command, vllm_flags
+from jaxserve.cli.common.command import Misspelt, normalise, parse
+from jaxserve.cli.main import COMMANDS
+from jaxserve.config import EngineConfig, options
+
+ROOT = Path(__file__).parents[2]
+
+
+def jaxserve_command(*args: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run([sys.executable, "-m", "jaxserve", *args], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def server_flags() -> flags.FlagValues:
+    """Those of a server, in part, by themselves."""
+    known = flags.FlagValues()
+    flags.DEFINE_string("model", None, "", required=True, flag_values=known)
+    flags.DEFINE_list("served_model_name", [], "", flag_values=known)
+    flags.DEFINE_integer("page_size", None, "", flag_values=known)
+    flags.DEFINE_integer("num_pages", None, "", flag_values=known)
+    flags.DEFINE_integer("seed", 0, "", flag_values=known)
+    flags.DEFINE_multi_string("stop", [], "", flag_values=known)
+    flags.DEFINE_bool("enable_prefix_caching", True, "", flag_values=known)
+    flags.DEFINE_bool("access_log", True, "", flag_values=known)
+    flags.DEFINE_string("speculative_config", None, "", flag_values=known)
+    flags.DEFINE_float("gpu_memory_utilization", 0.9, "", flag_values=known)
+    return known
+
+
+def parsed(*args: str) -> tuple[dict[str, object], list[str]]:
+    """(values of the flags that were given, other arguments)."""
+    known = server_flags()
+    rest = parse(["serve", *args], known)
+    return {name: known[name].value for name in known if known[name].present}, rest
+
+
+# ---- the table of commands
+
+
+def test_the_commands_are_listed_with_a_line_each():
+    done = jaxserve_command("--help")
+    assert done.returncode == 0 and not done.stderr
+    for name, line in COMMANDS.items():
+        assert f"  {name} " in done.stdout and line in done.stdout
+    some = jaxserve_command("tune", "--help")
+    assert some.returncode == 0 and "tune buckets" in some.stdout and "bench" not in some.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("sevre", "x"), "unknown command sevre; did you mean `jaxserve serve`?"),
+        (("bench", "latncy"), "unknown command bench latncy; did you mean `jaxserve bench latency`?"),
+        (("qqqq",), "unknown command qqqq; `jaxserve --help` lists them"),
+        (("serve", "x", "--max-modl-len=3"), "unknown flag --max-modl-len; did you mean --max_model_len?"),
+        (("generate", "x", "--qqqq"), "unknown flag --qqqq; --help lists the flags"),
+        (("generate", "--model=x", "--max_tokens"), "--max_tokens needs a value"),
+        (("serve", "x", "--tensor-parallel-size=2"), "an engine has one device; run a server a device behind `jaxserve router`"),
+        (("serve", "x", "--kv-cache-dtype", "fp8"), "--kv-cache-dtype=fp8: the KV cache has the weights' dtype"),
+        (("serve", "x", "--enforce-eager"), "--enforce-eager is vLLM's: every step is a compiled program"),
+    ],
+)
+def test_what_is_misspelt_is_answered_in_one_line(args, said):
+    done = jaxserve_command(*args)
+    assert done.returncode == 2 and said in done.stderr and not done.stdout
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("jaxserve")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("serve",), "jaxserve serve: give --model"),
+        (("serve", "x", "y"), "jaxserve serve: unknown arguments ['y']"),
+        (("serve", "x", "--port=99999"), "flag --port=99999"),
+        (("serve", "x", "--page_size=0"), "flag --page_size=0"),
+    ],
+)
+def test_bad_values_are_answered_in_one_line(args, said):
+    done = jaxserve_command(*args)
+    assert done.returncode == 1 and said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_version():
+    done = jaxserve_command("version")
+    assert done.returncode == 0 and done.stdout.startswith(f"jaxserve {jaxserve.__version__} (Python 3.")
+    assert "jax 0." in done.stdout and "flax 0." in done.stdout
+
+
+def test_help_groups_flags_and_tells_defaults():
+    done = jaxserve_command("serve", "--help")
+    assert done.returncode == 0 and done.stdout.startswith("usage: jaxserve serve MODEL")
+    for title in ("Flags:", "Where to listen:", "Limits and memory:", "Scheduling:", "Speculation:"):
+        assert f"\n{title}\n" in done.stdout
+    assert (
+        "--gpu_memory_utilization=float (default 0.9)" in done.stdout
+        and "--[no]enable_prefix_caching (default True)" in done.stdout
+    )
+    assert "logtostderr" not in done.stdout, "absl's own flags are not the command's business"
+    assert "--page_size=int\n      Tokens of a KV page, a power of two. Unset: 64.\n" in done.stdout
+
+
+@pytest.mark.parametrize("args", [(), *((*name.split(),) for name in COMMANDS if name != "version")], ids=" ".join)
+def test_help_is_quick(args):
+    """In CPU time of the best of three, which other processes hardly lengthen; that no heavy library is loaded is
+    tests/test_imports.py's."""
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert jaxserve_command(*args, "--help").returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(seconds) < 0.6, "0.15 to 0.3 on an idle machine"
+
+
+# ---- names of flags
+
+
+def test_the_first_argument_is_the_model():
+    assert parsed("folder") == ({"model": "folder"}, [])
+    assert parsed("--seed", "3", "folder") == ({"seed": 3, "model": "folder"}, [])
+    assert parsed("--model=folder", "other") == ({"model": "folder"}, ["other"])
+    assert parsed("--", "--folder") == ({"model": "--folder"}, [])
+
+
+def test_dashes_and_underscores_are_one_but_not_in_values():
+    assert parsed("--model", "a-b_c", "--served-model-name=my-model", "--gpu-memory_utilization=0.5")[0] == {
+        "model": "a-b_c",
+        "served_model_name": ["my-model"],
+        "gpu_memory_utilization": 0.5,
+    }
+    given, _ = parsed("m", "--stop", "--not-a-flag", "--stop=-x-", "--seed", "-1")
+    assert given == {"model": "m", "stop": ["--not-a-flag", "-x-"], "seed": -1}
+
+
+@pytest.mark.parametrize(
+    ("args", "given"),
+    [
+        (("--block-size=16",), {"page_size": 16}),
+        (("--block-size", "16"), {"page_size": 16}),
+        (("--num-gpu-blocks-override=9",), {"num_pages": 9}),
+        (("--no-enable-prefix-caching",), {"enable_prefix_caching": False}),
+        (("--noenable_prefix_caching",), {"enable_prefix_caching": False}),
+        (("--enable-prefix-caching",), {"enable_prefix_caching": True}),
+        (("--disable-uvicorn-access-log",), {"access_log": False}),
+        (("--speculative-config", '{"a": 1}'), {"speculative_config": '{"a": 1}'}),
+        (("--tensor-parallel-size=1", "-tp", "1", "--seed=4"), {"seed": 4}),
+        (("--enable-auto-tool-choice", "--no-enable-lora", "--swap-space", "0"), {}),
+    ],
+)
+def test_vllms_names_stand_for_ours(args, given):
+    assert parsed("m", *args) == ({"model": "m"} | given, [])
+
+
+def test_every_name_of_vllms_that_is_missing_is_refused_with_what_to_use():
+    known = server_flags()
+    for name, row in vllm_flags.MISSING.items():
+        assert name not in options() and len(row.instead) > 10
+        flag = f"--{name.replace('_', '-')}"
+        if not row.takes_value and row.accepts:
+            assert normalise([flag], known) == ([], [])
+        else:
+            with pytest.raises(Misspelt, match=flag) as error:
+                normalise([flag, "none such"], known)
+            assert row.instead in str(error.value)
+        for value in filter(None, row.accepts):
+            assert normalise([f"{flag}={value}"], known) == ([], [])
+    assert set(vllm_flags.OURS.values()) - {"noaccess_log"} <= set(options())
+
+
+def test_commands_without_an_engine_know_nothing_of_vllm():
+    known = flags.FlagValues()
+    flags.DEFINE_integer("tp", 1, "", flag_values=known)
+    assert normalise(["--tp=2"], known) == (["--tp=2"], [])
+    with pytest.raises(Misspelt, match="unknown flag --block-size"):
+        normalise(["--block-size=2"], known)
+
+
+def test_the_tables_are_told_as_markdown():
+    text = vllm_flags.markdown()
+    assert "| `--block-size` | `--page-size` |" in text and "| `--tensor-parallel-size` | `1` | an engine has one device" in text
+
+
+# ---- flags of the engine
+
+
+def test_flags_are_the_table():
+    """Every option has a flag with its default; what the flags give makes the config that nothing makes."""
+    code = (
+        "import json, sys\n"
+        "from absl import flags\n"
+        "from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options\n"
+        "define_engine_flags(model='x')\nflags.FLAGS(['x'])\nprint(json.dumps(engine_options()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    import json
+
+    given = json.loads(done.stdout)
+    assert list(given) == list(options())
+    assert EngineConfig(**given) == EngineConfig()
+
+
+def test_a_flag_that_does_not_fit_its_range_is_refused_as_the_config_refuses_it():
+    assert command.MISSPELT == 2
+    for value in ("0", "-1", "1.5"):
+        done = jaxserve_command("generate", "x", "--prompt=a", f"--gpu_memory_utilization={value}")
+        assert done.returncode == 1 and "gpu_memory_utilization" in done.stderr and len(done.stderr.splitlines()) == 1
