@@ -15,12 +15,9 @@ if TYPE_CHECKING:
     from jaxserve.models import named_leaves as named_leaves
     from jaxserve.models.config import ModelConfig as ModelConfig
     from jaxserve.models.decoder import Decoder as Decoder
-    from jaxserve.models.loading import NoTokenizerError as NoTokenizerError
     from jaxserve.models.loading import random_model as random_model
     from jaxserve.outputs import CompletionOutput as CompletionOutput
     from jaxserve.outputs import Logprob as Logprob
-    from jaxserve.outputs import PromptScores as PromptScores
-    from jaxserve.outputs import RequestMetrics as RequestMetrics
     from jaxserve.outputs import RequestOutput as RequestOutput
     from jaxserve.outputs import ScoreOutput as ScoreOutput
     from jaxserve.request import EngineOutput as EngineOutput
@@ -42,8 +39,8 @@ _NAMES = {  # module -> what of it is public here; the block above is the same f
     "models": ("named_leaves",),
     "models.config": ("ModelConfig",),
     "models.decoder": ("Decoder",),
-    "models.loading": ("NoTokenizerError", "random_model"),
-    "outputs": ("CompletionOutput", "Logprob", "PromptScores", "RequestMetrics", "RequestOutput", "ScoreOutput"),
+    "models.loading": ("random_model",),
+    "outputs": ("CompletionOutput", "Logprob", "RequestOutput", "ScoreOutput"),
     "request": ("EngineOutput", "Request"),
     "sampling_params": ("SamplingParams",),
     "serving.async_llm": ("AsyncLLM",),

@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 RUN = """
 import sys
 from pathlib import Path
-from absl import app
+from jaxserve.cli.common.command import run_command
 from scripts import demo, fetch_demo_model
 demo.GOLDENS = Path(sys.argv.pop())
 def fetch():
     raise AssertionError("fetched before the golden was looked for")
 fetch_demo_model.fetch = fetch
-app.run(demo.main)
+run_command(demo.main)
 """
 
 
@@ -29,12 +29,12 @@ def test_a_missing_golden_is_a_failure(tmp_path):
 
 UNREACHABLE = """
 import sys
-from absl import app
+from jaxserve.cli.common.command import run_command
 from scripts import {script}, fetch_demo_model
 def fetch():
     raise {error}
 fetch_demo_model.fetch = fetch
-app.run({script}.main)
+run_command({script}.main)
 """
 
 

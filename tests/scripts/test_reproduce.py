@@ -328,14 +328,14 @@ def test_bubbles_as_served(canned):
 
 BROKEN_OFF = """
 import sys
-from absl import app
+from jaxserve.cli.common.command import run_command
 from scripts import reproduce_sarathi
 from scripts.reproduce import sarathi_sections
 def fails(session):
     raise SystemExit("broken off")
 sarathi_sections.SECTIONS.clear()
 sarathi_sections.SECTIONS.update(first=("First", lambda session: ("done", {"x": 1})), second=("Second", fails))
-app.run(reproduce_sarathi.main)
+run_command(reproduce_sarathi.main)
 """
 
 
@@ -351,8 +351,8 @@ def test_a_section_is_written_when_it_is_done(tmp_path):
 
 @pytest.mark.parametrize("script", ["reproduce_sarathi", "reproduce_orca"])
 def test_without_matplotlib_nothing_begins(tmp_path, script):
-    code = "import sys; from absl import app; sys.modules['matplotlib'] = sys.modules['matplotlib.figure'] = None; "
-    code += f"from scripts import {script}; app.run({script}.main)"
+    code = "import sys; sys.modules['matplotlib'] = sys.modules['matplotlib.figure'] = None; "
+    code += f"from jaxserve.cli.common.command import run_command; from scripts import {script}; run_command({script}.main)"
     command = [sys.executable, "-c", code, f"--output={tmp_path / 'results'}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 1 and "'.[plots]'" in done.stderr and "Traceback" not in done.stderr

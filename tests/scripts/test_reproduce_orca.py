@@ -110,13 +110,13 @@ def test_the_control_is_judged(ratio, verdict):
 
 
 SMALL = """
-from absl import app
+from jaxserve.cli.common.command import run_command
 from jaxserve.workloads.workload import Workload, WorkloadRequest
 from scripts import reproduce_orca
 from scripts.reproduce import orca_report
 orca_report.BUDGET, orca_report.TWO_PROMPTS = 24, 8 + 24
 reproduce_orca.fixed = lambda name: Workload(name, (WorkloadRequest(8, 4), WorkloadRequest(24, 8)) * 2)
-app.run(reproduce_orca.main)
+run_command(reproduce_orca.main)
 """
 
 
