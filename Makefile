@@ -65,7 +65,7 @@ soak: setup ## 10,000 good and bad requests to a server with a tiny model; exits
 	$(PY) -m scripts.soak --model="$$folder" --num_requests=10000 --check_every=1000 $(ARGS)
 
 serve: setup ## serve the demo's model at http://127.0.0.1:8000, with a page to try it
-	@model="$$($(PY) -m scripts.fetch_demo_model)" && $(PY) -m jaxserve.cli.serve --model="$$model" --served_model_name=smollm2 $(ARGS)
+	@model="$$($(PY) -m scripts.fetch_demo_model)" && $(PY) -m jaxserve serve "$$model" --served_model_name=smollm2 $(ARGS)
 
 bench: setup setup-torch ## time the engine and transformers in turn on this machine
 	@$(PY) -m scripts.bench_engine $(ARGS)
@@ -84,7 +84,7 @@ reproduce: setup ## benchmarks/sarathi, orca, validation as committed (an hour o
 	@$(PY) -m scripts.reproduce_sarathi --workers=$(or $(WORKERS),2) --seeds=$(or $(SEEDS),1) $(ARGS)
 	@$(PY) -m scripts.reproduce_orca
 	@test -z "$(VIDUR)" || $(PY) -m scripts.validate_simulator --vidur="$(VIDUR)" --output=benchmarks/vidur
-	@test -z "$(TRACE)" || $(PY) -m jaxserve.cli.simulate --model=qwen3-8b --gpu=h100 --workload=trace --dataset_path="$(TRACE)" \
+	@test -z "$(TRACE)" || $(PY) -m jaxserve simulate --model=qwen3-8b --gpu=h100 --workload=trace --dataset_path="$(TRACE)" \
 		--arrivals_from_trace --repeat=24 --bucket_plan=none --json=benchmarks/validation/day.json
 	@test -z "$(TRACE)" || $(MAKE) --no-print-directory reproduce-buckets
 	@test -n "$(VIDUR)" || echo "not made again: benchmarks/vidur. Give VIDUR=<folder of kernel profiles> (benchmarks/vidur/README.md)"

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from jaxserve.buckets.plan import BucketPlan
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, options
 from jaxserve.execution import memory
 from jaxserve.execution.memory import PageShape, decide_num_pages
 from jaxserve.execution.resolved_config import resolve_config
 from jaxserve.models import ModelConfig
 from jaxserve.scheduling.config import CacheConfig, SchedulerConfig
+from scripts import write_options
 from tests.alphabet_model import CONFIG
 
 MODEL = ModelConfig.from_hf(CONFIG | {"max_position_embeddings": 4096})  # 1 layer, 1 KV head of 16: 128 B of float32 a token
@@ -295,3 +296,32 @@ def test_speculation_brings_buckets_for_its_drafts():
         resolve({"bucket_plan": PLAN, "speculative_config": {"num_speculative_tokens": 4}})
     with pytest.raises(ValueError, match="method='medusa' must be one of ngram"):
         resolve({"speculative_config": {"method": "medusa", "num_speculative_tokens": 4}})
+
+
+# ---- the table
+
+
+def test_every_option_is_described_and_its_default_passes_its_own_check():
+    names = [field.name for field in dataclasses.fields(EngineConfig)]
+    assert list(options()) == names
+    for name, (field, option) in options().items():
+        assert option.help.endswith(".") and option.group
+        assert (field.default is None) == bool(option.unset), f"{name}: what None means is said exactly where it is the default"
+        assert f"{name}: {option.help}" in str(EngineConfig.__doc__)
+
+
+def test_no_default_is_written_twice():
+    """Those of limits that the scheduler has too are its own."""
+    config = EngineConfig()
+    assert (config.batching_policy, config.scheduling_policy) == (SchedulerConfig.policy, SchedulerConfig.order)
+    assert config.long_prefill_token_threshold == SchedulerConfig.long_prefill_token_threshold
+    limits = resolve().scheduler
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (
+        SchedulerConfig.max_num_seqs,
+        SchedulerConfig.max_num_batched_tokens,
+    )
+    assert str(SchedulerConfig.max_num_seqs) in options()["max_num_seqs"][1].unset
+
+
+def test_the_page_of_options_is_current():
+    assert write_options.PAGE.read_text() == write_options.page(), "python -m scripts.write_options writes it"
