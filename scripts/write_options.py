@@ -17,7 +17,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 _HEAD = """# Options of an engine
 
 Fields of `EngineConfig`: keyword arguments of `LLM(model, ...)`, and flags of every command that makes an engine
-(`--max_num_seqs=64`; dashes do as well). The page is written by `python -m scripts.write_options`. *Unset* says what None, the default, means.
+(`--max_num_seqs=64`; dashes do as well). The page is written by `python -m scripts.write_options`. *Unset* says what None, the
+default, means.
 """
 _VLLM = """
 ## vLLM's flags
