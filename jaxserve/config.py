@@ -6,6 +6,7 @@ execution/resolved_config.py decides what is left open.
 
 from __future__ import annotations
 
+import math
 import numbers
 import os
 from collections.abc import Mapping
@@ -72,7 +73,7 @@ class Measure(Option):
     most: float | None = None
 
     def check(self, name: str, value: Any) -> None:
-        ok = isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < value and not (self.most and value > self.most)
+        ok = isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < float(value) <= (self.most or math.inf)
         require(ok, f"{name}={value!r} must be {self.must}")
 
 

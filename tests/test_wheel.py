@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.cli.main import COMMANDS
 from tests import alphabet_model
 from tests.alphabet_model import after
 
@@ -47,13 +48,14 @@ def test_holds_every_file_of_the_packages(wheel):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
-# argv: a model folder. Every module but those of the extra [serve], then an answer of each kind of thing that a model needs.
+# argv: a model folder. Every module but commands and those of the extra [serve], then an answer of each kind of thing that a model
+# needs.
 CODE = """
 import checkpoints, importlib, importlib.metadata, jaxserve, kernels, pkgutil, sys
 for package in (jaxserve, kernels, checkpoints):
     print(package.__file__)
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if not module.name.startswith("jaxserve.serving"):
+        if not module.name.startswith(("jaxserve.__main__", "jaxserve.cli", "jaxserve.routing", "jaxserve.serving")):
             importlib.import_module(module.name)
 print(importlib.metadata.version("jaxserve"))
 
@@ -81,11 +83,39 @@ def check_works(python: Path | str, site: Path, folder: Path, **environment: str
     assert not (0, 18, 2) <= tuple(map(int, version.split("."))) < (0, 19, 0)  # see pyproject.toml
 
 
-def test_works_from_another_folder(wheel, tmp_path):
-    """Beside what is installed here: its files come before the checkout's, which an editable install puts on the path."""
-    site = tmp_path / "site"
-    pip("install", "--no-deps", "--target", str(site), str(wheel))
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory) -> Path:
+    """A folder that pip put the wheel's files in, beside what is installed here."""
+    folder = tmp_path_factory.mktemp("site")
+    pip("install", "--no-deps", "--target", str(folder), str(wheel))
+    return folder
+
+
+def test_works_from_another_folder(site, tmp_path):
+    """Its files come before the checkout's, which an editable install puts on the path."""
     check_works(sys.executable, site, tmp_path, PYTHONPATH=str(site))
+
+
+def test_the_jaxserve_command(site, tmp_path):
+    """What pip makes of the entry point: the list of commands, each one's help, the version, completions of a model."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment = {**inherited, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(site)}
+
+    def command(*args: str) -> str:
+        line = [sys.executable, "-P", str(site / "bin" / "jaxserve"), *args]
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert all(f"  {name} " in command("--help") for name in ("serve", "generate", "tune profile"))
+    for name in COMMANDS.keys() - {"version"}:
+        assert command(*name.split(), "--help").startswith(f"usage: jaxserve {name}")
+    assert command("version").startswith("jaxserve ")
+    model = alphabet_model.save(tmp_path / "model")
+    limits = ("--max-model-len=16", "--max-num-seqs=2", "--max-num-batched-tokens=8", "--block-size=16")
+    assert command("generate", str(model), "--prompt=A", "--max-tokens=3", "--temperature=0", *limits) == (
+        f"\n--- A [length]\n{after('A', 3)}\n"
+    )
 
 
 OFFLINE = ("NewConnectionError", "NameResolutionError", "ConnectTimeoutError", "ProxyError")  # of urllib3, which pip passes on

@@ -1,4 +1,4 @@
-"""jaxserve.cli.generate as a user runs it, on a tiny checkpoint. Each run is a process; they share compiled programs."""
+"""`jaxserve generate` as a user runs it, on a tiny checkpoint. Each run is a process; they share compiled programs."""
 
 import json
 import os
@@ -29,8 +29,8 @@ def run(tmp_path_factory):
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
 
     def command(*given: str) -> tuple[list[str], dict[str, str]]:
-        flags = [f"--model={model}", f"--bucket_plan={work / 'plan.json'}", "--num_pages=64", *given]
-        return [sys.executable, "-W", "error", "-m", "jaxserve.cli.generate", *flags], environment
+        flags = [str(model), f"--bucket_plan={work / 'plan.json'}", "--num-pages=64", *given]
+        return [sys.executable, "-W", "error", "-m", "jaxserve", "generate", *flags], environment
 
     def run(*given: str, stdin: str = "") -> subprocess.CompletedProcess:
         line, env = command(*given)
@@ -45,6 +45,9 @@ def test_prompts_from_flags_to_the_terminal(run):
     assert done.returncode == 0, done.stderr
     assert done.stdout == "\n--- tea [length]\nbcd\n\n--- A [stop]\nB\n"
     assert "100%" in done.stderr and "out" in done.stderr, "the progress bar"
+    logged = re.findall(r"(?:DEBUG|INFO|WARNING|ERROR) (\S+):", done.stderr)
+    assert set(logged) == {"jaxserve"}, "no other library has a say on the terminal"
+    assert "backend" not in done.stderr and "cache" not in done.stderr
 
 
 def test_a_text_file_a_system_message_and_samples(run, tmp_path):

@@ -11,7 +11,7 @@ import logging
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from absl import app, flags
@@ -105,7 +105,7 @@ def parse(argv: Sequence[str], known: flags.FlagValues = flags.FLAGS) -> list[st
     return rest
 
 
-def normalise(args: Sequence[str], known: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def normalise(args: Sequence[str], known: flags.FlagValues) -> tuple[list[str], list[str]]:
     """(flags as --name=value with our names, all other arguments)."""
     given: list[str] = []
     rest: list[str] = []
@@ -139,16 +139,14 @@ def normalise(args: Sequence[str], known: Mapping[str, Any]) -> tuple[list[str],
     return given, rest
 
 
-def _unknown(written: str, name: str, known: Mapping[str, Any]) -> str:
+def _unknown(written: str, name: str, known: flags.FlagValues) -> str:
     shown = {flag for flag in known if flag not in _of_absl(known)}
     near = difflib.get_close_matches(name, shown, n=1, cutoff=0.5)
     return f"unknown flag {written}" + (f"; did you mean --{near[0]}?" if near else "; --help lists the flags")
 
 
-def _of_absl(known: Any) -> set[str]:
+def _of_absl(known: flags.FlagValues) -> set[str]:
     """Flags that absl defines itself: they work, and are no command's business."""
-    if not isinstance(known, flags.FlagValues):
-        return set()
     by_module = known.flags_by_module_dict()
     return {flag.name for module, found in by_module.items() if module.startswith("absl.") for flag in found}
 

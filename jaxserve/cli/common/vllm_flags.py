@@ -5,9 +5,9 @@ Flags that both have under one name are in neither table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from absl import flags
 
 # vLLM's name -> ours, of the same thing.
 OURS = {
@@ -153,7 +153,7 @@ class AcceptedAsIs(Exception):
         self.values, self.takes_value, self.instead = values, takes_value, instead
 
 
-def translate(name: str, known: Mapping[str, Any]) -> str:
+def translate(name: str, known: flags.FlagValues) -> str:
     """Our name of a flag that was given, with underscores: its own, or where the command has an engine's flags vLLM's.
 
     known: the command's flags by name.
