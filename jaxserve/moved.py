@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -57,13 +56,19 @@ MODULES: dict[str, tuple[str, ...]] = {  # old name below jaxserve -> modules th
     "waiting_queue": ("scheduling.waiting_queue",),
     "work_lists": ("batching.work_lists",),
 }
-STAYED: dict[str, tuple[str, ...]] = {  # modules that are there still, and where what they had besides went
-    "buckets": ("buckets.plan",),
-    "config": ("execution.resolved_config", "scheduling.config"),
-    "engine": ("engine.engine",),
-    "request": ("sampling_params", "outputs"),
-    "sampling": ("sampling.sampler",),
-    "workloads": ("workloads.workload",),
+STAYED: dict[str, dict[str, str]] = {  # modules and packages that are there still -> what they had besides -> where that went
+    "buckets": dict.fromkeys(("Bucket", "BucketPlan", "PaddingAccount"), "buckets.plan"),
+    "config": {
+        "ResolvedConfig": "execution.resolved_config",
+        **dict.fromkeys(("SchedulerConfig", "CacheConfig"), "scheduling.config"),
+    },
+    "engine": {"Engine": "engine.engine"},
+    "request": dict.fromkeys(("CompletionOutput", "RequestMetrics", "RequestOutput", "ScoreOutput"), "outputs"),
+    "sampling": dict.fromkeys(("SamplingRows", "Sampled", "TokenLogprobs", "sample"), "sampling.sampler"),
+    "workloads": dict.fromkeys(
+        ("WORKLOADS", "Workload", "WorkloadRequest", "fixed", "nano_vllm", "random_lengths", "sharegpt", "trace"),
+        "workloads.workload",
+    ),
 }
 
 
@@ -73,23 +78,23 @@ def forward(module: str) -> Callable[[str], Any]:
     Raises (when called):
       AttributeError: neither place has it.
     """
-    homes = (MODULES | STAYED)[module.removeprefix("jaxserve.")]
+    old = module.removeprefix("jaxserve.")
+    homes = MODULES.get(old, ())
 
     def find(name: str) -> Any:
-        if not name.startswith("__"):
-            for home in homes:
-                found = import_module(f"jaxserve.{home}")
-                if name in vars(found):
-                    top = sys.modules["jaxserve"]
-                    new = f"jaxserve.{name}" if name in top.__all__ else f"jaxserve.{home}.{name}"
-                    warnings.warn(f"{module}.{name} is {new} now; the old name goes with the next release", DeprecationWarning, 2)
-                    return getattr(found, name)
-        raise AttributeError(f"module {module!r} has no attribute {name!r}; see {', '.join(f'jaxserve.{home}' for home in homes)}")
+        for home in (STAYED[old][name],) if name in STAYED.get(old, ()) else () if name.startswith("__") else homes:
+            found = import_module(f"jaxserve.{home}")
+            if name in vars(found):
+                new = f"jaxserve.{name}" if name in sys.modules["jaxserve"].__all__ else f"jaxserve.{home}.{name}"
+                warnings.warn(f"{module}.{name} is {new} now; the old name goes with the next release", DeprecationWarning, 2)
+                return getattr(found, name)
+        see = f"; see {', '.join(f'jaxserve.{home}' for home in homes)}" if homes else ""
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{see}")
 
     return find
 
 
-class _Finder(MetaPathFinder, Loader):
+class _Finder:
     """Makes a module of an old name that is empty but for `forward`."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:

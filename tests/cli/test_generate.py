@@ -29,7 +29,7 @@ def run(tmp_path_factory):
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
 
     def command(*given: str) -> tuple[list[str], dict[str, str]]:
-        flags = [str(model), f"--bucket_plan={work / 'plan.json'}", "--num-pages=64", *given]
+        flags = [f"--model={model}", f"--bucket_plan={work / 'plan.json'}", "--num-pages=64", *given]
         return [sys.executable, "-W", "error", "-m", "jaxserve", "generate", *flags], environment
 
     def run(*given: str, stdin: str = "") -> subprocess.CompletedProcess:
