@@ -268,18 +268,18 @@ def serve(prompts: list[tuple[dict[str, Any], dict[str, Any]]], num_done: int, n
     from jaxserve import LLM
     from jaxserve.models.loading import NoTokenizerError
 
-    try:
-        # Opened first, so that a path that can't be written costs no time; emptied last, so that a mistake costs no results.
-        file = open(_OUTPUT.value, "a", encoding="utf-8") if _OUTPUT.value else None
-        llm = LLM(flags.FLAGS.model, _TOKENIZER.value, _SKIP_TOKENIZER.value, **engine_options())
-    except NoTokenizerError as error:
-        fail(f"{error.__cause__} (--tokenizer says where one lies; with --skip_tokenizer_init prompts are token ids)")
-    except (ValueError, NotImplementedError, OSError) as error:
-        fail(error)
-    if file is not None:
-        file.truncate(num_bytes)
-    num_failed = 0
-    with file or contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        try:
+            # Opened first, so that a path that can't be written costs no time; emptied last, so that a mistake costs no results.
+            file = stack.enter_context(open(_OUTPUT.value, "a", encoding="utf-8")) if _OUTPUT.value else None
+            llm = LLM(flags.FLAGS.model, _TOKENIZER.value, _SKIP_TOKENIZER.value, **engine_options())
+        except NoTokenizerError as error:
+            fail(f"{error.__cause__} (--tokenizer says where one lies; with --skip_tokenizer_init prompts are token ids)")
+        except (ValueError, NotImplementedError, OSError) as error:
+            fail(error)
+        if file is not None:
+            file.truncate(num_bytes)
+        num_failed = 0
         for record, output in completions(llm, prompts, num_done):
             num_failed += any(o.finish_reason == "error" for o in output.outputs)
             show(record, output, file)
