@@ -30,7 +30,7 @@ _INPUT_LEN = flags.DEFINE_integer(
 )
 _OUTPUT_LEN = flags.DEFINE_integer("output_len", 32, "Tokens of an output.", lower_bound=1)
 _NUM_PREFIXES = flags.DEFINE_integer("num_prefixes", 4, "Prefixes of prefix_repetition.", lower_bound=1)
-_SERVER_FLAGS = flags.DEFINE_multi_string("server_flag", [], "Passed on to jaxserve.cli.serve, as --server_flag=--max_num_seqs=8.")
+_SERVER_FLAGS = flags.DEFINE_multi_string("server_flag", [], "Passed on to `jaxserve serve`, as --server_flag=--max_num_seqs=8.")
 _JSON = flags.DEFINE_string("json", None, "Write the client's results to this file.")
 
 CLIENT = PackagedModel(

@@ -7,7 +7,7 @@
 The first compares the analytic step times with Vidur's profiles (data/profiling/compute of github.com/microsoft/vidur, gzip'd as
 <gpu>_<model>_mlp.csv.gz), an operator at a time. The second replays a workload and serves it on this machine's engine, and exits
 with 1 if throughput, median TTFT or P99 TBT differ by more than --tolerance. Where the file of --step_times does not exist,
-jaxserve.cli.tune.profile makes it first, with the same --model and limits.
+`jaxserve tune profile` makes it first, with the same --model and limits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def compare_engine() -> dict[str, Any]:
     if not Path(path).exists():
         given = [f"--{name}={flags.FLAGS[name].value}" for name in _PROFILE_FLAGS if flags.FLAGS[name].present]
         if subprocess.run([sys.executable, "-m", "jaxserve.cli.tune.profile", f"--output={path}", *given]).returncode:
-            raise ValueError(f"{path} is not there, and jaxserve.cli.tune.profile could not make it")
+            raise ValueError(f"{path} is not there, and `jaxserve tune profile` could not make it")
     machine = read_machine()
     plan, seed = plan_for(machine.limits, machine.multiple), engine_options()["seed"]
     workload = read_traffic(flags.FLAGS.model, machine.limits.max_model_len, RATE.value, seed)

@@ -22,7 +22,14 @@ from tqdm import tqdm
 
 from jaxserve.cli.common.bench_models import bench_model
 from jaxserve.cli.common.command import run_command
-from jaxserve.cli.common.engine_flags import define_engine_flags, engine_flags, engine_options, exit_on_bad_input, refuse_flags
+from jaxserve.cli.common.engine_flags import (
+    define_engine_flags,
+    engine_flags,
+    engine_options,
+    exit_on_bad_input,
+    refuse_flags,
+    refuse_options,
+)
 from jaxserve.cli.common.provenance import provenance
 
 _OUTPUT = flags.DEFINE_string("output", "steps.json", "Where the model is written.")
@@ -47,7 +54,8 @@ def measured() -> Any:
 
     logging.getLogger("jaxserve").setLevel(logging.WARNING)  # or it names every program
     start = time.perf_counter()
-    options: dict[str, Any] = engine_options() | {"compilation_cache_dir": ""}  # compile seconds must be true
+    refuse_options("compile seconds are measured, and a cache would hide them", "compilation_cache_dir")
+    options: dict[str, Any] = engine_options() | {"compilation_cache_dir": ""}
     model = bench_model(flags.FLAGS.model, str(options["dtype"]), options["max_model_len"])
     multiple = _MULTIPLE.value or (8 if jax.default_backend() == "gpu" else 2)
     measurer = StepMeasurer(model, engine_config(options), multiple=multiple, min_seconds=_MIN_SECONDS.value)
