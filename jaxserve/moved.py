@@ -47,7 +47,6 @@ MODULES: dict[str, tuple[str, ...]] = {  # old name below jaxserve -> modules th
     "simulation.operators": ("step_times.operators",),
     "simulation.step_time": ("step_times.fitted",),
     "simulation.unpadded": ("buckets.unpadded",),
-    "step": ("execution.step",),
     "step_budget": ("scheduling.step_budget",),
     "structured.params": ("structured_outputs",),
     "text_outputs": ("text.text_outputs",),
