@@ -1,10 +1,14 @@
 """scripts.demo without what it checks by, or its model. That it answers as transformers do is `make demo`'s own exit status."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import real_files
 
 ROOT = Path(__file__).parents[2]
 RUN = """
@@ -51,3 +55,14 @@ def test_a_model_that_cannot_be_fetched_is_one_line(script, error, given):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
     said = error.split('"')[1]
     assert done.returncode == 1 and done.stderr == f"{script}: {said}\n"
+
+
+@pytest.mark.slow  # tests/cli/test_generate.py asks the same of `jaxserve generate`
+def test_the_demo_prints_nothing_of_other_libraries():
+    real_files.smollm2_gguf()
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    command = [sys.executable, "-m", "scripts.demo", "--max_tokens=2"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert set(re.findall(r"(?:DEBUG|INFO|WARNING|ERROR) (\S+):", done.stderr)) <= {"jaxserve"}
+    assert "Unable to initialize" not in done.stderr and "Resetting cache" not in done.stderr
