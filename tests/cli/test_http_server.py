@@ -67,7 +67,7 @@ def test_https(files):
             httpx.get(f"http://127.0.0.1:{port}/health")
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ def test_openais_client_and_64_streams(router, servers):
 def test_a_client_vanishes(router, servers, shared_llm, other_llm, monkeypatch, stream):
     for llm in (shared_llm, other_llm):
         slow_down(monkeypatch, llm)
+    before = sum(server.engine.stats.generated_tokens for server in servers)
     with socket.create_connection((router.base_url.host, router.base_url.port or 0)) as connection:
         body = json.dumps(LONG | {"stream": stream}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -112,7 +113,9 @@ def test_a_client_vanishes(router, servers, shared_llm, other_llm, monkeypatch, 
         while not any(server.engine.stats.num_running for server in servers):
             time.sleep(0.001)
     for server in servers:
-        server.wait_idle(3)  # to the end it would take 4 s
+        server.wait_idle()
+    made = sum(server.engine.stats.generated_tokens for server in servers) - before
+    assert made < 0.75 * LONG["max_tokens"], "the request went on without its client"
 
 
 # ---- processes that end
@@ -246,7 +249,7 @@ def test_sigterm_ends_the_router_when_its_streams_have_ended(survivor):
             assert running.poll() is None
             received += lines
         assert text_of(received) == (FOX * 3)[:100] and "data: [DONE]" in received
-        assert running.wait(20) == 0
+        assert running.wait(60) == 0
 
 
 def refuses(url: str) -> bool:

@@ -28,7 +28,7 @@ class Page:
         number = next(self._ids)
         self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
         while True:
-            message = json.loads(self._socket.recv(timeout=30))
+            message = json.loads(self._socket.recv(timeout=60))
             if message.get("method") == "Network.requestWillBeSent":
                 self.requests.append(message["params"]["request"]["url"])
             if message.get("id") == number:
@@ -45,7 +45,7 @@ class Page:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def wait(self, condition: str, seconds: float = 20) -> None:
+    def wait(self, condition: str, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while not self.run(condition):
             assert time.monotonic() < deadline, f"never: {condition}"
@@ -71,4 +71,4 @@ def browser(folder: Path) -> Iterator[Page]:
             yield Page(socket)
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)

@@ -23,7 +23,7 @@ class Server:
     engine: AsyncLLM
     client: httpx.Client
 
-    def wait_idle(self, seconds: float = 20) -> None:
+    def wait_idle(self, seconds: float = 60) -> None:
         """Waits until no request is left and every page is free."""
         deadline = time.monotonic() + seconds
         while True:
@@ -60,7 +60,7 @@ def listening(app: Any, **options: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive(), "the server did not end"
 
 

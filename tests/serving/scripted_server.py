@@ -33,7 +33,7 @@ class Scripted:
 
     def next_checks(self, num_checks: int = 1) -> None:
         """Waits until it has been checked so often again."""
-        wanted, deadline = self.num_checks + num_checks, time.monotonic() + 20
+        wanted, deadline = self.num_checks + num_checks, time.monotonic() + 60
         while self.num_checks < wanted:
             assert time.monotonic() < deadline, "nobody checks the server"
             time.sleep(0.005)
@@ -60,7 +60,7 @@ class Scripted:
 
     def _play(self, connection: socket.socket) -> bool:
         for part in list(self.script):
-            if part == BREAK or (isinstance(part, threading.Event) and not part.wait(20)):
+            if part == BREAK or (isinstance(part, threading.Event) and not part.wait(60)):
                 return False
             if isinstance(part, float):
                 connection.settimeout(part)

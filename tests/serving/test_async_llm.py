@@ -272,7 +272,7 @@ def test_weights_are_read_beside_the_steps(llm, folder, monkeypatch):
     load, read = model_loader.load_model, []
 
     def while_it_steps(*args, **kwargs):
-        wanted, deadline = llm.engine.stats.num_steps + 3, time.monotonic() + 10
+        wanted, deadline = llm.engine.stats.num_steps + 3, time.monotonic() + 60
         while llm.engine.stats.num_steps < wanted:
             assert time.monotonic() < deadline, "the engine stands still"
             time.sleep(0.001)
@@ -311,7 +311,7 @@ def test_one_checkpoint_is_read_at_a_time(llm, folder, monkeypatch):
 
         def held(*args, **kwargs):
             loop.call_soon_threadsafe(begun.set)
-            assert go_on.wait(30)
+            assert go_on.wait(120)
             return load(*args, **kwargs)
 
         monkeypatch.setattr(model_loader, "load_model", held)
@@ -458,7 +458,7 @@ def test_shutdown_ends_what_waits_to_be_read(llm, monkeypatch):
 
     def held(tokenizer, text, *args):
         begun.append(text)
-        assert go_on.wait(30)
+        assert go_on.wait(120)
         return encode(tokenizer, text, *args)
 
     async def texts(engine: AsyncLLM) -> list[str]:

@@ -72,7 +72,7 @@ def test_a_client_vanishes_while_it_waits(server, llm, monkeypatch):
         time.sleep(0.001)
     for connection in (waiting, *first):
         connection.close()
-    server.wait_idle(5)
+    server.wait_idle()
 
 
 def test_a_slow_reader_holds_up_nobody_and_is_let_go(shared_llm):
@@ -90,7 +90,7 @@ def test_a_slow_reader_holds_up_nobody_and_is_let_go(shared_llm):
             answer = server.client.post("/v1/completions", json=SHORT).json()
             assert answer["choices"][0]["text"] == "bcde"
             server.wait_idle()
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while _num_completions(server) < 2:  # a request is counted when it has ended
                 assert time.monotonic() < deadline, "the slow reader's request never ended"
                 time.sleep(0.05)
@@ -271,7 +271,7 @@ def test_malformed_http(server):
         b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n",
         b"G" * 200_000,
     ):
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             try:
                 connection.sendall(raw)
                 connection.shutdown(socket.SHUT_WR)
@@ -349,5 +349,7 @@ def test_threads_end_with_the_server(shared_llm):
     before = {thread.name for thread in threading.enumerate()}
     with serving(shared_llm) as server:
         server.client.get("/health")
-    time.sleep(0.1)
-    assert {t.name for t in threading.enumerate() if t.name.startswith("jaxserve")} <= before
+    deadline = time.monotonic() + 60
+    while left := {t.name for t in threading.enumerate() if t.name.startswith("jaxserve")} - before:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)

@@ -117,7 +117,7 @@ def blocked(server, monkeypatch) -> Iterator[tuple[list[str], threading.Event]]:
 
     def slowly(self, params, vocabulary):
         begun.append(params.regex)
-        assert gate.wait(30)
+        assert gate.wait(120)
         return compile_(self, params, vocabulary)
 
     monkeypatch.setattr(GrammarCompiler, "_compile", slowly)
@@ -139,7 +139,7 @@ def formed(server: Server, regex: str) -> str:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -36,13 +36,13 @@ class Flow:
                 self.chunks += line.startswith("data: {")
 
     def wait(self, chunks: int) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while self.chunks < chunks:
             assert time.monotonic() < deadline, "the other stream stands still"
             time.sleep(0.002)
 
     def end(self) -> None:
-        self._thread.join(30)
+        self._thread.join(60)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch, *texts: str) -> Iterator[list[str
     def held(tokenizer, text, *args):
         if text in texts:
             begun.append(text)
-            assert go_on.wait(30), "held for too long"
+            assert go_on.wait(120), "held for too long"
         return encode(tokenizer, text, *args)
 
     monkeypatch.setattr(Tokenizer, "encode", held)
@@ -82,7 +82,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch, *texts: str) -> Iterator[list[str
 
 
 def until(ready: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not ready():
         assert time.monotonic() < deadline
         time.sleep(0.005)
