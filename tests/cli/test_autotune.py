@@ -105,6 +105,7 @@ def test_goodput_decides_otherwise(work):
     assert best["strict"] < 64
 
 
+@pytest.mark.slow
 def test_the_file_makes_an_engine(work):
     """The finalists are measured for real on the model at hand, unasked and by turns; the medians decide, and a second run measures
     what is missing alone. The file is then loaded by LLM and by a script; a flag given wins over it."""

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
@@ -82,6 +83,7 @@ def test_a_server_that_goes_away(tmp_path):
     assert done.returncode == 1 and done.stderr.startswith(f"chat: {url}") and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_tokenizer(tmp_path):
     """What is missing is said, and no option that the script does not have."""
     bare = alphabet_model.save(tmp_path / "bare", tokenizer=False)

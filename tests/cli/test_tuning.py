@@ -77,6 +77,7 @@ def test_points_fitted_anew(work):
     assert done.returncode == 1 and "--rounds, --max_num_seqs: nothing is measured" in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_plan_is_tuned_measured_and_served(work):
     traffic = ["--workload=trace", f"--dataset_path={work / 'trace.csv'}", "--max_model_len=64"]
     plan, path = work / "plan.json", work / "tuned.json"
@@ -151,6 +152,7 @@ def test_budget(work):
     assert done.returncode and "no token budget keeps P99" in done.stderr
 
 
+@pytest.mark.slow
 def test_runs_of_an_earlier_result(work):
     """They stand beside a plan that is made again, if it is the same one; and an objective that no step meets is warned of."""
     given = [f"--step_times={work / 'steps.json'}", "--workload=trace", f"--dataset_path={work / 'trace.csv'}", "--max_programs=10"]
@@ -204,6 +206,7 @@ def test_over_time_the_table_has_tpot(work):
     assert all(cell in done.stdout for row in rows for cell in row)
 
 
+@pytest.mark.slow
 def test_options_are_those_of_the_simulation(work):
     """What changes a measured run changes the predicted one: waiting for each step's tokens, prefixes computed again; and the plan
     and objective of a file of options."""
@@ -325,13 +328,14 @@ def test_server_of_the_same_options(work):
     (work / "same.json").write_text(json.dumps(options | {"long_prefill_token_threshold": 8}))
     given = [f"--config={work / 'same.json'}", f"--model={work / 'served'}", "--num_pages=30", "--noenable_prefix_caching"]
     traffic = ["--workload=random", "--num_prompts=4", "--random_input_len=8", "--random_output_len=4", "--rounds=1"]
-    code = "import sys\nfrom scripts import bench_serve\nbench_serve.flags.FLAGS(sys.argv)\nprint(bench_serve.server_flags())"
+    code = "import sys\nfrom jaxserve.cli.bench import serve\nserve.flags.FLAGS(sys.argv)\nprint(serve.server_flags())"
     told = subprocess.run([sys.executable, "-c", code, *given, *traffic], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert sorted(ast.literal_eval(told.stdout)) == sorted(given), told.stderr
     done = run(work, "bench_serve", *given, "--against_server", *traffic)
     assert done.returncode == 0 and "of the engine in process" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_simulation_beside_the_engine(work):
     """Three figures of one workload, simulated and served; none differs by nothing, which the exit status says."""
     path, given = work / "errors.json", [f"--step_times={work / 'steps.json'}", "--rounds=1", "--max_model_len=64", "--tolerance=0"]

@@ -212,6 +212,7 @@ def test_the_kernel_loads_what_the_plan_counts(monkeypatch, page_size):
     assert sum(rows) == work_list.positions_read(planner.shape, packed, q_lens, np.asarray(batch.kv_lens))
 
 
+@pytest.mark.slow
 def test_a_decode_row_equals_the_row_of_a_prefill_tile():
     """The decode is split over CTAs and joined by the second kernel, in a program for decodes; the tile walks all its KV."""
     chunk = Case("chunk", ((20, 200),), Heads(4, 1, 64), 16, "bfloat16", padding_tokens=0, padding_seqs=0)

@@ -26,9 +26,10 @@ from tests.dummy import (
 )
 from tests.goldens.golden import ATOL, HERE, load_golden
 from tests.sampling.test_sampling import likeliest_first
+from tests.selection import slow_unless
 
 
-@pytest.mark.parametrize("name", ["qwen3_tied", "mistral"])
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "qwen3_tied", ["qwen3_tied", "mistral"]))
 @pytest.mark.parametrize("budget", [7, TOKENS])
 def test_prompts_are_worth_what_transformers_says(name, budget):
     """All prompts twice, in chunks, some beside decodes, in a pool too small for all: the second time, everything is cached."""

@@ -22,6 +22,7 @@ from scripts.gpu.engine import decoding, random_engine, step_bytes, step_flops, 
 from scripts.gpu.figures import Figures, read_rows, value_of, write_rows
 from scripts.gpu.parity import dense_attention
 from scripts.gpu_check import FIRST, HIDDEN, PARTS, SECTIONS, chosen_parts, device_name, read_earlier, run_part, summary
+from tests.selection import slow_unless
 
 
 def test_what_fails_is_a_figure_and_the_rest_goes_on(tmp_path):
@@ -58,7 +59,7 @@ def test_seconds_per_call_counts_every_call():
     assert len(waits) == 3 + 2, "one wait a batch"
 
 
-@pytest.mark.parametrize("case", CASES[::4], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_unless(lambda case: case in CASES[::12], CASES[::4]), ids=lambda case: case.name)
 def test_dense_attention_is_what_the_reference_computes(case):
     batch = build(case)
     want = np.asarray(

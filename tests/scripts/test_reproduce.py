@@ -19,6 +19,7 @@ from jaxserve.simulation.capacity import Objective, Spread
 from scripts.reproduce import sarathi_capacity, sarathi_costs, sarathi_plots, sarathi_runs
 from scripts.reproduce.sarathi_session import Question, Session, processes, serve_rate
 from scripts.reproduce.sarathi_setups import DATASETS, FALCON_TP8, SETUPS, Contender, orca, run_at, sarathi, stages, vllm
+from tests.selection import slow_unless
 
 ROOT = Path(__file__).parents[2]
 MISTRAL = SETUPS["mistral-7b"].machine
@@ -257,7 +258,7 @@ def test_capacity_across_nodes(canned):
     assert "| relaxed, 5.0 s | 3.6 ± 0 | 1 ± 0 | 3.6 ± 0 | 3.6 ± 0 | 1.48 | same sign | 1 ± 0 | none given |  |" in text
 
 
-@pytest.mark.parametrize("gain", [1.0, 1.06])
+@pytest.mark.parametrize("gain", slow_unless(lambda gain: gain == 1.06, [1.0, 1.06]))
 def test_dynamic_budget(canned, gain):
     """The better dynamic one against the best fixed one; and what is late at their capacities, of which a seed may have none."""
 
@@ -284,6 +285,7 @@ def test_dynamic_budget(canned, gain):
     assert row.count(",") == 4
 
 
+@pytest.mark.slow
 def test_ablation_as_served(canned):
     text, data = sarathi_runs.ablation(canned())
     runs = [run_at(SETUPS["yi-34b"].machine, sarathi(1024), "arxiv_summarization", 0.5, FEW, seed) for seed in range(10)]
@@ -331,6 +333,7 @@ import sys
 from jaxserve.cli.common.command import run_command
 from scripts import reproduce_sarathi
 from scripts.reproduce import sarathi_sections
+from tests.selection import slow_unless
 def fails(session):
     raise SystemExit("broken off")
 sarathi_sections.SECTIONS.clear()

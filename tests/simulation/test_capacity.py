@@ -15,6 +15,7 @@ from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
 from jaxserve.workloads.latency import ServedTimes
 from jaxserve.workloads.traffic import at_rate
 from jaxserve.workloads.workload import Workload, WorkloadRequest
+from tests.selection import slow_unless
 from tests.simulation import machines
 
 PAGE, SEQS = 16, 8
@@ -120,7 +121,7 @@ def overloaded(policy: str, num_stages: int, rate: float, give_up=None):
     return replay_stages(work, plan, stages, send, limits, 60, give_up=give_up).times
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", slow_unless(lambda num_stages: num_stages == 1, [1, 2]))
 @pytest.mark.parametrize("policy", ["sarathi", "orca", "prefill_first", "request_level"])
 def test_a_trial_that_gives_up_has_the_same_verdict(policy, num_stages):
     """Whatever the objective, a trial that was broken off for it meets it no less than the whole one does; what it says of gaps and

@@ -19,6 +19,7 @@ from jaxserve.step_times.analytic import Deployment
 from jaxserve.step_times.hardware import GPUS
 from jaxserve.step_times.model_shapes import MODELS
 from jaxserve.workloads.workload import Workload, WorkloadRequest
+from tests.selection import slow_unless
 from tests.simulation.machines import MODEL
 from tests.simulation.test_replay import POLICIES
 
@@ -116,7 +117,7 @@ def replay_both(monkeypatch, *args: Any, **options: Any) -> tuple[PipelineReplay
 
 @pytest.mark.parametrize("options", POLICIES, ids=lambda options: "-".join(map(str, options.values())) or "sarathi")
 @pytest.mark.parametrize("stages", STAGES)
-@pytest.mark.parametrize("num_pages", [60, 400])
+@pytest.mark.parametrize("num_pages", slow_unless(lambda num_pages: num_pages == 60, [60, 400]))
 def test_runs_change_nothing(monkeypatch, options, stages, num_pages):
     """Each policy, short of pages or not, with more or fewer micro-batches than stages, unlike ones, arrivals at any time."""
     work, limits = long_outputs(40, 7, rate=1.5 if stages == "slow_first" else 5.0), replace(LIMITS, **options)

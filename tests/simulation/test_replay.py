@@ -12,6 +12,7 @@ from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
 from jaxserve.workloads.traffic import multi_turn, shared_prefix
 from jaxserve.workloads.workload import Workload, WorkloadRequest
 from tests.dummy import SETTINGS, dummy_model, make_engine
+from tests.selection import slow_unless
 from tests.simulation.machines import LIMITS, MODEL, random_workload
 
 PLAN = BucketPlan((8,), ((16, 8), (64, 8)), (8,))
@@ -122,7 +123,7 @@ POLICIES = [
 
 @pytest.mark.parametrize("options", POLICIES, ids=lambda options: "-".join(map(str, options.values())) or "sarathi")
 @pytest.mark.parametrize("async_scheduling", [True, False])
-@pytest.mark.parametrize("num_pages", [60, 400])
+@pytest.mark.parametrize("num_pages", slow_unless(lambda num_pages: num_pages == 60, [60, 400]))
 def test_runs_of_decodes_change_nothing(monkeypatch, options, async_scheduling, num_pages):
     """Steps taken many at once leave every time, demand and count as single steps do, bit for bit, short of pages or not."""
     limits = SchedulerConfig(max_model_len=220, max_num_batched_tokens=64, max_num_seqs=8, **options)

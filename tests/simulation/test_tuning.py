@@ -55,6 +55,7 @@ def test_over_time_a_slower_machine_gains_too(factor):
     assert cost(machine.run(work, tuned.default_plan)) > 1.05 * cost(machine.run(work, tuned.plan))
 
 
+@pytest.mark.slow
 def test_a_long_workload_is_fitted_by_parts_and_replayed_whole(monkeypatch):
     work = random_workload(1000, 5, rate=12.0)
     monkeypatch.setattr(tuning, "MOST_FITTED", 500)

@@ -151,6 +151,7 @@ def without_drafts(model, forms) -> tuple[Engine, list[dummy.Answer]]:
     return serve_preempted(model, forms[0], None, FORMS_PAGES)[:2]
 
 
+@pytest.mark.slow
 def test_several_hundred_schemas_and_regexes(tokenizer, forms, without_drafts, record_property):
     engine, answers = without_drafts
     reasons = Counter(answer.finish_reason for answer in answers)
