@@ -4,7 +4,6 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 import jaxserve
-from jaxserve.models.loading import random_model
 
 CONFIG = {  # as in a Hugging Face config.json
     "architectures": ["Qwen3ForCausalLM"],
@@ -23,7 +22,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 def module(seed: int = 0):
     """A Flax NNX module."""
-    return random_model(CONFIG, dtype="float32", seed=seed)
+    return jaxserve.random_model(CONFIG, dtype="float32", seed=seed)
 
 
 def tokenizer() -> jaxserve.Tokenizer:
