@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from jaxserve.models import (
     with_leaves,
 )
 from jaxserve.models.config import DTYPES
+from jaxserve.text.pretrained import require_vocabulary
 from jaxserve.text.tokenizer import Tokenizer
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -73,8 +76,8 @@ def load_model(
     version = orbax.find_version(path)
     if version is not None:
         config, defaults = ModelConfig.from_hf(version), GenerationDefaults.from_hf(version)
-        found = None if skip_tokenizer_init else _tokenizer(version, tokenizer)
-        return LoadedModel(load_version(version, config, dtype=dtype), config, defaults, found)
+        with _tokenizer_of(version, tokenizer, skip_tokenizer_init) as found:
+            return LoadedModel(load_version(version, config, dtype=dtype), config, defaults, found.result())
     if path.is_dir():
         config, defaults = ModelConfig.from_hf(path), GenerationDefaults.from_hf(path)
         reader: Any = SafetensorsReader(path)
@@ -85,9 +88,9 @@ def load_model(
         said = gguf.hf_config(reader)
         config = ModelConfig.from_hf(said)
         defaults = GenerationDefaults.from_dicts(gguf.generation_config(reader), said)
-    found = None if skip_tokenizer_init else _tokenizer(path, tokenizer)
-    module = load_weights(reader, config, dtype=dtype, progress=progress)
-    return LoadedModel(module, config, defaults, found)
+    with _tokenizer_of(path, tokenizer, skip_tokenizer_init) as found:
+        module = load_weights(reader, config, dtype=dtype, progress=progress)
+        return LoadedModel(module, config, defaults, found.result())
 
 
 def _check_dtype(dtype: str, choices: tuple[str, ...]) -> None:
@@ -95,11 +98,26 @@ def _check_dtype(dtype: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{dtype=} must be one of {', '.join(choices)}")
 
 
-def _tokenizer(path: Path, given: str | Path | Tokenizer | None) -> Tokenizer:
-    if isinstance(given, Tokenizer):
-        return given
+@contextmanager
+def _tokenizer_of(path: Path, given: str | Path | Tokenizer | None, skip: bool) -> Iterator[Future[Tokenizer | None]]:
+    """The tokenizer, loaded on a thread of its own while the body of the `with` loads the weights. Raises at once, as the future
+    does later, NoTokenizerError: a folder without one is known before minutes of loading."""
+    where = given or path
+    if not skip and not isinstance(where, Tokenizer) and Path(where).is_dir():
+        _or_no_tokenizer(require_vocabulary, Path(where))
+    with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
+        yield pool.submit(lambda: None if skip else _or_no_tokenizer(_tokenizer, where))
+
+
+def _tokenizer(where: str | Path | Tokenizer) -> Tokenizer:
+    tokenizer = where if isinstance(where, Tokenizer) else Tokenizer.from_id(where)
+    tokenizer.prepare_chats()
+    return tokenizer
+
+
+def _or_no_tokenizer[Source, Found](load: Callable[[Source], Found], source: Source) -> Found:
     try:
-        return Tokenizer.from_id(given or path)
+        return load(source)
     except ValueError as error:
         raise NoTokenizerError(f"{error} (give tokenizer=, or skip_tokenizer_init=True to work with token ids)") from error
 

@@ -64,13 +64,20 @@ def read_folder(folder: Path) -> Pretrained:
       FileNotFoundError: there is no such folder.
       ValueError: no tokenizer can be made of the folder's files; the message names the file.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder")
+    require_vocabulary(folder)
     loaded = _as_it_stands(folder) if (folder / _FULL).is_file() else _converted(folder)
     backend = loaded.backend_tokenizer
     _check_declared_ids(folder, backend, loaded.init_kwargs.get("added_tokens_decoder") or {})
     named = {name: str(token) for name in SPECIAL_TOKEN_NAMES if (token := getattr(loaded, name)) is not None}
     return Pretrained(backend, named, named_templates(loaded.chat_template))
+
+
+def require_vocabulary(folder: Path) -> None:
+    """Raises what `read_folder` would for a folder in which nothing can be a tokenizer, in no time."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder")
+    if not any(path.is_file() for pattern in (_FULL, *_VOCABULARIES) for path in folder.glob(pattern)):
+        raise ValueError(f"{folder} has no {_FULL}, and no other vocabulary ({', '.join(_VOCABULARIES)}) to make a tokenizer of")
 
 
 def named_templates(value: str | dict[str, str] | list[dict[str, str]] | None) -> dict[str, str]:
@@ -109,8 +116,6 @@ def _as_it_stands(folder: Path) -> Any:
 
 def _converted(folder: Path) -> Any:
     """transformers' tokenizer, made of whatever vocabulary the folder has."""
-    if not any(path.is_file() for pattern in _VOCABULARIES for path in folder.glob(pattern)):
-        raise ValueError(f"{folder} has no {_FULL}, and no other vocabulary ({', '.join(_VOCABULARIES)}) to make a tokenizer of")
     import_transformers()
     from transformers import AutoTokenizer
 

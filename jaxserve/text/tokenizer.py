@@ -185,6 +185,14 @@ class Tokenizer:
         """The names that a chat template reads, as `apply_chat_template` takes them. ValueError where there is no such template."""
         return frozenset(self._template(chat_template, has_tools=False).variables)
 
+    def prepare_chats(self) -> None:
+        """Compiles the default template, where there is one, so that the first chat need not wait for it."""
+        if "default" in self.chat_templates:
+            try:
+                compile_template(self.chat_templates["default"])
+            except ValueError:  # who wants to chat will be told
+                pass
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> list[int]:
         """Token ids of a conversation: `apply_chat_template`, encoded with no special tokens beyond those the template writes."""
         return self.encode(self.apply_chat_template(messages, add_generation_prompt, **kwargs), add_special_tokens=False)

@@ -80,3 +80,42 @@ def test_what_is_not_applied_is_named(tmp_path):
 def test_a_missing_folder_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         GenerationDefaults.from_hf(tmp_path / "nowhere")
+
+
+# Fields of transformers' GenerationConfig that leave the tokens of one greedy or sampled continuation as they are: how it is computed,
+# what else comes back, drafts, and what the engine bounds itself.
+NO_EFFECT = {
+    *("max_length", "max_time", "early_stopping", "num_return_sequences", "renormalize_logits", "remove_invalid_values"),
+    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size"),
+    *("compile_config", "disable_compile", "continuous_batching_config", "use_mtp", "speculation_type"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
+    *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size"),
+    *("decoder_start_token_id", "encoder_no_repeat_ngram_size"),  # of encoder-decoder models
+    "token_healing",  # changes the prompt, which is the caller's
+    "transformers_version",
+    "_from_model_config",
+}
+
+
+def test_every_field_of_generation_config_is_taken_or_named_or_has_no_effect():
+    from transformers import GenerationConfig
+
+    asked = {name: "asked" for name in GenerationConfig().to_dict() if name not in NO_EFFECT and "token_id" not in name}
+    defaults = GenerationDefaults.from_dicts(asked, {})
+    taken = {name for name in asked if getattr(defaults, name, None) == "asked"}
+    left_out = asked.keys() - taken - set(defaults.not_applied) - {"forced_bos_token_id", "forced_eos_token_id"}
+    assert len(taken) == 7 and not left_out
+    assert set(defaults.not_applied) <= asked.keys()
+
+
+def test_the_values_are_those_that_transformers_reads(tmp_path):
+    from transformers import GenerationConfig
+
+    says = {"eos_token_id": [8, 9], "bos_token_id": 1, "do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
+    defaults = write(tmp_path, {}, says | {"repetition_penalty": 1.1, "max_new_tokens": 7})
+    theirs = GenerationConfig.from_pretrained(tmp_path, local_files_only=True)
+    assert list(defaults.eos_token_ids) == theirs.eos_token_id and defaults.bos_token_id == theirs.bos_token_id
+    for name in ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "pad_token_id"):
+        assert getattr(defaults, name) == getattr(theirs, name)
