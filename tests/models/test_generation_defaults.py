@@ -82,8 +82,8 @@ def test_a_missing_folder_is_an_error(tmp_path):
         GenerationDefaults.from_hf(tmp_path / "nowhere")
 
 
-# Fields of transformers' GenerationConfig that leave the tokens of one greedy or sampled continuation as they are: how it is computed,
-# what else comes back, drafts, and what the engine bounds itself.
+# Fields of transformers' GenerationConfig that leave the tokens of one greedy or sampled continuation as they are: how it is
+# computed, what else comes back, drafts, and what the engine bounds itself.
 NO_EFFECT = {
     *("max_length", "max_time", "early_stopping", "num_return_sequences", "renormalize_logits", "remove_invalid_values"),
     *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size"),
@@ -113,8 +113,8 @@ def test_every_field_of_generation_config_is_taken_or_named_or_has_no_effect():
 def test_the_values_are_those_that_transformers_reads(tmp_path):
     from transformers import GenerationConfig
 
-    says = {"eos_token_id": [8, 9], "bos_token_id": 1, "do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
-    defaults = write(tmp_path, {}, says | {"repetition_penalty": 1.1, "max_new_tokens": 7})
+    says = {"eos_token_id": [8, 9], "bos_token_id": 1, "do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9}
+    defaults = write(tmp_path, {}, says | {"min_p": 0.1, "repetition_penalty": 1.1, "max_new_tokens": 7})
     theirs = GenerationConfig.from_pretrained(tmp_path, local_files_only=True)
     assert list(defaults.eos_token_ids) == theirs.eos_token_id and defaults.bos_token_id == theirs.bos_token_id
     for name in ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "pad_token_id"):
