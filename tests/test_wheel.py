@@ -132,7 +132,7 @@ def test_works_in_an_environment_of_its_own(wheel, tmp_path):
         installed = run_pip("--python", str(python), "--retries=1", "install", "--no-compile", *constraints, str(wheel))
         said = installed.stdout + installed.stderr
         if installed.returncode and any(name in said for name in OFFLINE):
-            pytest.skip("needs a package index")
+            pytest.skip("needs a package index: a network, or pip configured with a mirror (pip config set global.index-url)")
         assert installed.returncode == 0, said
         (site,) = environment.glob("lib/python*/site-packages")
         check_works(python, site, tmp_path, PYTHONDONTWRITEBYTECODE="1")

@@ -14,7 +14,7 @@ import pytest
 from tests.cli.commands import MODULES
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl, to make a certificate")
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl (Debian's package of that name)")
 
 
 @pytest.fixture(scope="module")

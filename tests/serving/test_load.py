@@ -65,7 +65,7 @@ def test_a_thousand_connections_at_once():
     """All open before the first asks: each is served to its last token, or told that there is no room; the server lives on."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 3 * MANY:
-        pytest.skip(f"needs {3 * MANY} open files, may have {hard}")
+        pytest.skip(f"needs {3 * MANY} open files, may have {hard} (raise it with ulimit -Hn)")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 3 * MANY), hard))
     body, begin, room = {"prompt": "a", "max_tokens": 8, "stream": True}, threading.Event(), 32 + 400
 
