@@ -29,10 +29,11 @@ from jaxserve.scheduling.config import (
 )
 from jaxserve.scheduling.policies import BATCHING_POLICIES, ORDERS
 from jaxserve.speculative.config import SpeculativeConfig
+from kernels.backends import ATTENTION, GROUPED_MATMUL
 
 WARM_UPS = ("all", "first_use")
-BACKENDS = ("auto", "mosaic_sm90", "xla", "reference")  # of attention
-MOE_BACKENDS = ("auto", "xla", "reference", "mosaic_sm90")  # of a mixture of experts' matmuls
+BACKENDS = ATTENTION.names
+MOE_BACKENDS = GROUPED_MATMUL.names  # of a mixture of experts' matmuls
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ to whom: the caller's slots say where each token goes, and who may read it is th
 import jax
 import jax.numpy as jnp
 
+from kernels.checks import Shapes
+
 
 def write_kv(
     kv_pages: jax.Array,  # [num_pages, 2, K, page_size, H]
@@ -21,22 +23,13 @@ def write_kv(
 
     Raises ValueError if shapes disagree or the slots are not int32.
     """
-    num_pages, two, K, page_size, H = _shape(kv_pages, "kv_pages", 5)
-    T = _shape(k, "k", 3)[0]
-    if two != 2:
-        raise ValueError(f"{kv_pages.shape=} must be [num_pages, 2, K, page_size, H]: keys and values on axis 1")
-    for name, x in (("k", k), ("v", v)):
-        if x.shape != (T, K, H):
-            raise ValueError(f"{name}.shape={x.shape} must be [T, K, H] = {(T, K, H)} for {kv_pages.shape=}")
-    if slot_mapping.shape != (T,) or slot_mapping.dtype != jnp.int32:
-        raise ValueError(f"slot_mapping is {slot_mapping.dtype}{slot_mapping.shape}; must be int32[T] with T={T}")
+    shapes = Shapes()
+    shapes.check("kv_pages", kv_pages, "num_pages 2 K page_size H")
+    shapes.check("k", k, "T K H")
+    shapes.check("v", v, "T K H")
+    shapes.check("slot_mapping", slot_mapping, "T", jnp.int32)
+    page_size = shapes["page_size"]
     with jax.named_scope("write_kv"):
         kv = jnp.stack([k, v], axis=1).astype(kv_pages.dtype)  # [T, 2, K, H]
         # One scatter instead of two, and unique_indices: on a GPU a bf16 scatter without it is a compare-and-swap loop.
         return kv_pages.at[slot_mapping // page_size, :, :, slot_mapping % page_size].set(kv, mode="drop", unique_indices=True)
-
-
-def _shape(x: jax.Array, name: str, ndim: int) -> tuple[int, ...]:
-    if x.ndim != ndim:
-        raise ValueError(f"{name}.shape={x.shape} must have {ndim} dimensions")
-    return x.shape

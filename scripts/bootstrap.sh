@@ -113,7 +113,7 @@ install() {
         ;;
     .venv-torch) pip ${TORCH_PIP_ARGS:-} -r constraints/torch.txt ;;
     .venv-lm-eval) pip ${TORCH_PIP_ARGS:-} -r constraints/torch.txt -r constraints/lm_eval.txt ;;
-    .venv-aot) pip -c constraints/jax.txt jax flax absl-py jax-cuda13-plugin nvidia-cuda-nvcc ;;
+    .venv-aot) pip -c constraints/jax.txt jax flax chex absl-py jax-cuda13-plugin nvidia-cuda-nvcc ;;
     esac
 }
 

@@ -67,8 +67,8 @@ def test_imports_run_one_way(path):
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.parts[len(ROOT.parts)] == "kernels"], ids=relative)
-def test_kernels_import_jax_and_numpy_only(path):
-    allowed = {"jax", "numpy", "kernels", *sys.stdlib_module_names}
+def test_kernels_import_jax_numpy_and_chex_only(path):
+    allowed = {"jax", "numpy", "chex", "kernels", *sys.stdlib_module_names}
     assert not [(line, name) for line, name in imported(path) if name.split(".")[0] not in allowed]
 
 
@@ -184,10 +184,11 @@ gpu_engine.first_token(Figures("on a card", None, 60, True), "tiny-qwen3", "", t
 
 
 @pytest.mark.slow
-def test_a_card_needs_jax_flax_absl_and_numpy_alone():
+def test_a_card_needs_jax_flax_chex_absl_and_numpy_alone():
     """What gpu_check says of itself: none of our other dependencies is imported on the way to a token."""
     ours = distributions(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
-    ours -= {"absl-py", "flax", "jax", "numpy", "ml-dtypes", "orbax-checkpoint", "scipy"}  # the last three come with jax and flax
+    ours -= {"absl-py", "chex", "flax", "jax", "numpy"}
+    ours -= {"ml-dtypes", "orbax-checkpoint", "scipy"}  # these come with jax and flax
     assert "tokenizers" in ours
     done = run_python(ON_A_CARD, *(name.replace("-", "_") for name in ours))
     assert done.returncode == 0, done.stderr

@@ -29,6 +29,7 @@ from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.speculative.config import SpeculativeConfig
 from jaxserve.speculative.ngram import NgramProposer
 from jaxserve.speculative.proposer import BodyReader, Proposer
+from kernels.ragged_paged_attention import host_planner
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
@@ -188,14 +189,13 @@ def make_proposer(config: SpeculativeConfig | None) -> Proposer | None:
 
 def _planners(config: ResolvedConfig, bucket: Bucket) -> dict[int | None, Any]:
     """The attention planner of each sliding window of the model, where the backend is planned on the host."""
-    if config.attention_backend != "mosaic_sm90":
+    make_planner = host_planner(config.attention_backend)
+    if make_planner is None:
         return {}
-    from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
-
     model = config.model
     num_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
     make = functools.partial(
-        Planner.make,
+        make_planner,
         num_tokens=bucket.tokens,
         num_seqs=bucket.seqs,
         max_q_len=bucket.max_q_len,

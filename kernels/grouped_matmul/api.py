@@ -1,6 +1,6 @@
 """The entry to grouped matmuls: checks the arguments, picks a backend, and gives the result a gradient.
 
-Owns the contract and its errors. Does not know how any backend works, nor that the groups are experts. In the order of use:
+Owns the contract and its errors. The backends are the rows of `kernels.backends.GROUPED_MATMUL`. In the order of use:
 `plan_groups` (where rows stand), `gather_rows`, any number of `grouped_matmul`s, `combine_rows`.
 """
 
@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels import gpu
-from kernels.grouped_matmul import mosaic_sm90, reference, xla
+from kernels.backends import GROUPED_MATMUL
+from kernels.checks import Shapes
+from kernels.grouped_matmul import xla
 from kernels.grouped_matmul.layout import Groups, lay_out
 
-BACKENDS = ("auto", "reference", "xla", "mosaic_sm90")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -31,32 +31,34 @@ def plan_groups(
     program and is the caller's word. Tokens from num_tokens on are padding: they get no rows and cost nothing. Only shapes and
     dtypes of `weights` are used.
 
-    backend: one of BACKENDS. "auto" is "mosaic_sm90" on a Hopper GPU where it can take these weights, otherwise "xla".
+    backend: one of `kernels.backends.GROUPED_MATMUL.names`. "auto" is "mosaic_sm90" on a Hopper GPU where it can take these
+    weights, otherwise "xla".
 
     Raises:
         ValueError: an argument's shape, dtype or value is wrong.
         NotImplementedError: the backend can't; the message says what it lacks.
     """
-    if group_ids.ndim != 2 or 0 in group_ids.shape or group_ids.dtype != jnp.int32:
-        raise ValueError(f"group_ids is {group_ids.dtype}{group_ids.shape}; must be int32[T, k], neither of them 0")
-    T, k = group_ids.shape
-    E = weights[0].shape[0]
-    for w in weights:
-        if w.ndim != 3 or 0 in w.shape or w.shape[0] != E or w.dtype != weights[0].dtype or w.dtype.name not in DTYPES:
-            shown = ", ".join(f"{w.dtype}{w.shape}" for w in weights)
-            raise ValueError(f"weights are {shown}; must be [E, D, F] each, of one E and one dtype of {', '.join(DTYPES)}")
+    shapes = Shapes()
+    shapes.check("group_ids", group_ids, "T k", jnp.int32)
+    for i, w in enumerate(weights):
+        Shapes(**shapes.sizes).check(f"weights[{i}]", w, "E D F", weights[0].dtype)  # D and F may differ between them
+        shapes.sizes["E"] = w.shape[0]
+    T, k, E = (shapes[letter] for letter in ("T", "k", "E"))
+    if weights[0].dtype.name not in DTYPES:
+        raise ValueError(f"{weights[0].dtype=} must be one dtype of {', '.join(DTYPES)}")
     if k > E:
         raise ValueError(f"{group_ids.shape=} has {k} choices a token among {E} groups: they can't differ")
-    if num_tokens is not None and (num_tokens.shape != () or num_tokens.dtype != jnp.int32):
-        raise ValueError(f"num_tokens is {num_tokens.dtype}{num_tokens.shape}; must be an int32 scalar or None")
+    if num_tokens is not None:
+        shapes.check("num_tokens", num_tokens, "", jnp.int32)
     backend = _resolve_backend(backend, weights)
-    rows = (mosaic_sm90 if backend == "mosaic_sm90" else xla).block_rows(T, k, E)
+    rows = GROUPED_MATMUL[backend].functions.block_rows(T, k, E)
     with jax.named_scope("plan_groups"):
         return lay_out(group_ids, E, num_tokens=num_tokens, block_rows=rows, backend=backend)
 
 
 def gather_rows(x: jax.Array, groups: Groups) -> jax.Array:  # [T, D] -> [M, D]
     """A token's vector in each of its rows; zeros in nobody's."""
+    Shapes(T=groups.row.shape[0]).check("x", x, "T D")
     with jax.named_scope("gather_rows"):
         return x.at[groups.token].get(mode="fill", fill_value=0)
 
@@ -73,11 +75,9 @@ def grouped_matmul(
 
     Raises: ValueError, NotImplementedError as `plan_groups` does.
     """
-    if x.ndim != 2 or x.shape[0] != groups.num_rows:
-        raise ValueError(f"{x.shape=} must be [M, D] with M={groups.num_rows}, the rows that were planned")
-    E = groups.sizes.shape[0]
-    if w.ndim != 3 or w.shape[:2] != (E, x.shape[1]):
-        raise ValueError(f"{w.shape=} must be [E, D, F] with E={E} and D={x.shape[1]}")
+    shapes = Shapes(M=groups.num_rows, E=groups.sizes.shape[0])
+    shapes.check("x", x, "M D")
+    shapes.check("w", w, "E D F")
     if x.dtype != w.dtype:
         raise ValueError(f"{x.dtype=} and {w.dtype=} must be the same")
     _resolve_backend(groups.backend, [w])
@@ -91,6 +91,10 @@ def combine_rows(
     weights: jax.Array,  # f32[T, k]
 ) -> jax.Array:  # [T, D], y.dtype
     """For each token the weighted sum of its rows, in float32 and in the order of its choices; zero for padding."""
+    T, k = groups.row.shape
+    shapes = Shapes(M=groups.num_rows, T=T, k=k)
+    shapes.check("y", y, "M D")
+    shapes.check("weights", weights, "T k", jnp.float32)
     with jax.named_scope("combine_rows"):
         rows = y.at[groups.row].get(mode="fill", fill_value=0).astype(jnp.float32)  # [T, k, D]
         weights = jnp.where(groups.row < groups.num_rows, weights, 0)  # padding's may be NaN
@@ -99,12 +103,7 @@ def combine_rows(
 
 @jax.custom_vjp
 def _matmul(x: jax.Array, w: jax.Array, groups: Groups) -> jax.Array:
-    match groups.backend:
-        case "reference":
-            return reference.matmul(x, w, groups)
-        case "mosaic_sm90":
-            return mosaic_sm90.matmul(x, w, groups)
-    return xla.matmul(x, w, groups)
+    return GROUPED_MATMUL[groups.backend].functions.matmul(x, w, groups)
 
 
 def _forward(x, w, groups):
@@ -123,12 +122,10 @@ _matmul.defvjp(_forward, _backward)
 
 
 def _resolve_backend(backend: str, weights: Sequence[jax.Array]) -> str:
-    if backend not in BACKENDS:
-        raise ValueError(f"{backend=} must be one of {', '.join(BACKENDS)}")
-    if backend in ("auto", "mosaic_sm90"):
-        lacks = next(filter(None, (mosaic_sm90.lacks(w) for w in weights)), None) or gpu.missing_for_sm90()
-        if backend == "auto":
-            return "xla" if lacks else "mosaic_sm90"
-        if lacks:
-            raise NotImplementedError(f"mosaic_sm90 needs {lacks}; use backend='xla'")
-    return backend
+    GROUPED_MATMUL.check(backend)
+    rows = GROUPED_MATMUL.automatic(jax.default_backend()) if backend == "auto" else [GROUPED_MATMUL[backend]]
+    for row in rows:
+        lacks = next(filter(None, map(row.functions.lacks, weights)), None)
+        if lacks is None:
+            return row.name
+    raise NotImplementedError(f"{rows[-1].name} needs {lacks}; use backend='xla'")

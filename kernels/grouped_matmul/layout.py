@@ -8,7 +8,6 @@ the tiles pays for the chosen groups alone.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +15,7 @@ import jax.numpy as jnp
 ROW_ALIGN = 8  # what a TMA into swizzled shared memory needs; and XLA:CPU is slow at fewer rows
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["row", "token", "starts", "sizes", "tile_group", "tile_row", "tile_rows", "num_tiles"],
-    meta_fields=["block_rows", "backend"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Groups:
     """The layout of one batch: T tokens with k choices each among E groups, M rows, W tiles."""
@@ -33,8 +28,8 @@ class Groups:
     tile_row: jax.Array  # i32[W], the tile's first row, a multiple of ROW_ALIGN
     tile_rows: jax.Array  # i32[W], its rows; 0 for padding
     num_tiles: jax.Array  # i32[], tiles with rows; they come first, by rising row
-    block_rows: int
-    backend: str
+    block_rows: int = dataclasses.field(metadata={"static": True})  # most rows of a tile
+    backend: str = dataclasses.field(metadata={"static": True})  # whose block_rows this is
 
     @property
     def num_rows(self) -> int:

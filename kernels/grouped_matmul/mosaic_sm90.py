@@ -52,13 +52,13 @@ def block_rows(num_tokens: int, num_choices: int, num_groups: int) -> int:
 
 
 def lacks(w: jax.Array) -> str | None:  # [E, D, F]
-    """What these weights lack for the kernel; None if nothing."""
+    """What these weights lack for the kernel, or this device; None if nothing."""
     config = Config()
     if w.dtype not in (jnp.bfloat16, jnp.float16):
         return f"weights in bfloat16 or float16, found {w.dtype}"
     if w.shape[1] % config.block_k or w.shape[2] % config.block_columns:
         return f"weights [E, D, F] with D a multiple of {config.block_k} and F of {config.block_columns}, found {list(w.shape)}"
-    return None
+    return gpu.missing_for_sm90()
 
 
 def matmul(

@@ -3,8 +3,18 @@
 Owns what the result means. Does not care what it costs.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+
+
+def lacks(**_: Any) -> None:
+    """What this backend can't do: nothing."""
+
+
+def plan_work(*_: Any, **__: Any) -> None:
+    """Nothing: the spec has no plan."""
 
 
 def attend(
@@ -17,8 +27,12 @@ def attend(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    max_q_len: int,
+    work: None = None,
 ) -> jax.Array:  # [T, N, H]
     """Attention of every query over its own sequence's keys; rows past cu_q_lens[-1] are zero. See api for the arguments."""
+    if work is not None:
+        raise ValueError(f"work={type(work).__name__}(...) was planned for another backend; reference takes None")
     T, N, H = q.shape
     num_pages, _, K, page_size, _ = kv_pages.shape
     S, P = page_table.shape

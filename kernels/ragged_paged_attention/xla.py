@@ -11,7 +11,7 @@ was, so a row's bits depend on its own sequence alone, not on the batch, the chu
 """
 
 import dataclasses
-import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,12 @@ MASKED = -1e30
 FIRST_MAXIMUM = -1e29
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["seq", "row", "position", "num_rows", "num_tiles", "output_row"],
-    meta_fields=["block_q", "block_tiles"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Work:
     """The query tiles of one step, longest KV first where there is more than one block of them."""
+
+    backend: ClassVar[str] = "xla"  # whose plan this is
 
     seq: jax.Array  # i32[W], the tile's sequence
     row: jax.Array  # i32[W], its first row in q
@@ -37,13 +35,17 @@ class Work:
     num_rows: jax.Array  # i32[W], 0 for padding
     num_tiles: jax.Array  # i32[], tiles with rows
     output_row: jax.Array  # i32[T], where row t of q is in [W * block_q]; W * block_q for rows that nobody owns
-    block_q: int  # rows a tile
-    block_tiles: int  # tiles a block
+    block_q: int = dataclasses.field(metadata={"static": True})  # rows a tile
+    block_tiles: int = dataclasses.field(metadata={"static": True})  # tiles a block
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(block_q, block_tiles, W, T): what the program is compiled for."""
         return self.block_q, self.block_tiles, self.seq.shape[0], self.output_row.shape[0]
+
+
+def lacks(**_: Any) -> None:
+    """What this backend can't do: nothing."""
 
 
 def _tile_sizes(num_tokens: int, num_seqs: int, max_q_len: int) -> tuple[int, int, int]:
@@ -130,7 +132,7 @@ def attend(
     sliding_window: int | None,
     soft_cap: float | None,
     max_q_len: int,
-    work: Work | None,
+    work: Any,  # Work or None
 ) -> jax.Array:  # [T, N, H]
     """See api.ragged_paged_attention. Rows past cu_q_lens[-1] are zero."""
     T, N, H = q.shape

@@ -83,7 +83,7 @@ class AbstractStep:
         from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE
         from kernels import gpu
         from kernels.ragged_paged_attention import resolve_backend
-        from kernels.ragged_paged_attention.mosaic_sm90 import planner
+        from kernels.ragged_paged_attention.mosaic_sm90.attend import lacks
 
         config = EngineConfig(**options)
         dtype = (model.dtype or "bfloat16") if config.dtype == "auto" else config.dtype
@@ -100,7 +100,7 @@ class AbstractStep:
         with gpu.assume_sm90(int(target_fact(target, "core_count")), target_fact(target, "name")):
             wanted = config.attention_backend
             backend = resolve_backend(  # which asks the device at hand what "auto" is, where it should be the one assumed
-                "mosaic_sm90" if wanted == "auto" and planner.unsupported(**shapes) is None else wanted, **shapes
+                "mosaic_sm90" if wanted == "auto" and lacks(**shapes) is None else wanted, **shapes
             )
             resolve = functools.partial(
                 resolve_config,

@@ -78,7 +78,7 @@ def _dry_parity(figures: Figures) -> None:
 def _parity_cases(figures: Figures, cases: Any = None) -> None:
     """Those of cases.CASES, or of `cases`, that the backend is meant for; FAIL unless all of them passed."""
     from kernels.ragged_paged_attention.cases import CASES
-    from kernels.ragged_paged_attention.mosaic_sm90.planner import unsupported
+    from kernels.ragged_paged_attention.mosaic_sm90 import attend
 
     cases = CASES if cases is None else cases
 
@@ -86,7 +86,7 @@ def _parity_cases(figures: Figures, cases: Any = None) -> None:
         N, K, H = case.heads
         if backend() != "mosaic_sm90":
             return None
-        return unsupported(num_query_heads=N, num_kv_heads=K, head_dim=H, page_size=case.page_size, dtype=case.dtype)
+        return attend.lacks(num_query_heads=N, num_kv_heads=K, head_dim=H, page_size=case.page_size, dtype=case.dtype)
 
     meant = [case for case in cases if lacks(case) is None]
     for case in meant:

@@ -172,7 +172,11 @@ def test_combine_weighs_in_float32_and_leaves_padding_zero():
         ({"ids": jnp.zeros((3,), jnp.int32)}, ValueError, r"group_ids is int32\(3,\); must be int32\[T, k\]"),
         ({"ids": jnp.zeros((3, 2), jnp.int16)}, ValueError, "group_ids is int16"),
         ({"ids": jnp.zeros((3, 5), jnp.int32)}, ValueError, "5 choices a token among 4 groups"),
-        ({"weights": [jnp.zeros((4, 64, 128)), jnp.zeros((5, 128, 64))]}, ValueError, "must be .* of one E"),
+        (
+            {"weights": [jnp.zeros((4, 64, 128)), jnp.zeros((5, 128, 64))]},
+            ValueError,
+            r"weights\[1\] is float32\(5, 128, 64\); must be float32\[E, D, F\] with E=4",
+        ),
         ({"weights": [jnp.zeros((4, 64, 128), jnp.int8)]}, ValueError, "one dtype of"),
         ({"num_tokens": jnp.ones(2, jnp.int32)}, ValueError, "num_tokens is int32"),
         ({"backend": "cuda"}, ValueError, "backend='cuda' must be one of auto, reference"),
@@ -208,7 +212,11 @@ def test_bad_products_are_refused():
     groups = lay_out(jnp.zeros((3, 1), jnp.int32), None, 2, 8)
     rows = jnp.zeros((groups.num_rows, 64))
     for x, w, message in (
-        (rows[1:], jnp.zeros((2, 64, 128)), "the rows that were planned"),
+        (
+            rows[1:],
+            jnp.zeros((2, 64, 128)),
+            rf"x is float32\({groups.num_rows - 1}, 64\); must be \[M, D\] with M={groups.num_rows}",
+        ),
         (rows, jnp.zeros((3, 64, 128)), "E=2 and D=64"),
         (rows, jnp.zeros((2, 32, 128)), "E=2 and D=64"),
         (rows, jnp.zeros((2, 64, 128), jnp.bfloat16), "must be the same"),

@@ -62,11 +62,11 @@ def test_donated_cache_is_not_copied():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_pages": jnp.zeros((NUM_PAGES, 1, K, PAGE_SIZE, H))}, "keys and values on axis 1"),
-        ({"kv_pages": jnp.zeros((NUM_PAGES, K, PAGE_SIZE, H))}, "kv_pages.shape.*5 dimensions"),
-        ({"k": jnp.zeros((T, K + 1, H))}, "k.shape"),
-        ({"k": jnp.zeros((T, H))}, "k.shape.*3 dimensions"),
-        ({"v": jnp.zeros((T + 1, K, H))}, "v.shape"),
+        ({"kv_pages": jnp.zeros((NUM_PAGES, 1, K, PAGE_SIZE, H))}, r"kv_pages is .*; must be \[num_pages, 2, K, page_size, H\]"),
+        ({"kv_pages": jnp.zeros((NUM_PAGES, K, PAGE_SIZE, H))}, r"kv_pages is .*; must be \[num_pages, 2, K, page_size, H\]"),
+        ({"k": jnp.zeros((T, K + 1, H))}, rf"k is float32\({T}, {K + 1}, {H}\); must be \[T, K, H\] with K={K} and H={H}"),
+        ({"k": jnp.zeros((T, H))}, r"k is float32\(\d+, \d+\); must be \[T, K, H\]"),
+        ({"v": jnp.zeros((T + 1, K, H))}, rf"v is float32\({T + 1}, .*must be \[T, K, H\] with .*T={T}"),
         ({"slot_mapping": jnp.zeros(T + 1, jnp.int32)}, "slot_mapping is int32"),
         ({"slot_mapping": jnp.zeros(T)}, "slot_mapping is float32"),
     ],

@@ -1,6 +1,6 @@
 """The Mosaic attention kernel: native on a Hopper GPU, elsewhere interpreted with races detected.
 
-What runs interpreted differs from what runs on a device in one function, `kernel._add_weighted_values`, and in the registers
+What runs interpreted differs from what runs on a device in one function, `consumer._add_weighted_values`, and in the registers
 that warpgroups ask for.
 """
 
@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from kernels import gpu
 from kernels.ragged_paged_attention import api, ragged_paged_attention, resolve_backend
 from kernels.ragged_paged_attention.cases import INTERPRETED, SPLIT, TOLERANCE, Batch, Case, Heads, build
-from kernels.ragged_paged_attention.mosaic_sm90 import kernel, work_list
+from kernels.ragged_paged_attention.mosaic_sm90 import producer, work_list
 from kernels.ragged_paged_attention.mosaic_sm90 import tiles as tiles_file
 from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import Tiles, choose_tiles
@@ -195,13 +195,13 @@ def test_items_of_several_chunks(monkeypatch, case):
 @pytest.mark.skipif(ON_DEVICE, reason="nothing is interpreted, where loads can be counted")
 @pytest.mark.parametrize("page_size", slow_unless(lambda page_size: page_size == 16, [16, 32, 128]))
 def test_the_kernel_loads_what_the_plan_counts(monkeypatch, page_size):
-    rows, load_rows = [], kernel._load_rows
+    rows, load_rows = [], producer._load_rows
 
     def count_and_load(*args):
         jax.debug.callback(lambda: rows.append(args[-1]))
         load_rows(*args)
 
-    monkeypatch.setattr(kernel, "_load_rows", count_and_load)
+    monkeypatch.setattr(producer, "_load_rows", count_and_load)
     case = Case("tails", ((1, 150), (1, 63), (3, 66), (1, 128)), Heads(2, 1, 64), page_size, "bfloat16")
     batch = build(case)
     planner, q_lens = planner_of(case, batch), np.diff(batch.cu_q_lens)

@@ -1,1 +1,1 @@
-"""Attention on Hopper (compute capability 9.0) in Pallas Mosaic GPU. `planner` is the way in."""
+"""Attention on Hopper (compute capability 9.0) in Pallas Mosaic GPU. `attend` is the way in."""

@@ -1,0 +1,82 @@
+"""The backends of each kernel, one row each. To add a backend, write its module and add its row.
+
+Imports nothing outside the standard library, so that a command can offer the names without importing jax. A row's module is
+imported when the backend is first used. What a module defines depends on the kernel:
+
+Attention (`kernels.ragged_paged_attention`; shapes as in its api):
+    lacks(*, num_query_heads, num_kv_heads, head_dim, page_size, dtype) -> str | None: what the backend or the device can't do.
+    attend(q, kv_pages, page_table, cu_q_lens, kv_lens, *, scale, sliding_window, soft_cap, max_q_len, work) -> [T, N, H].
+    plan_work(cu_q_lens, kv_lens, *, num_tokens, max_q_len): what the layers of a step share; its class names its `backend`.
+    make_planner(...), in place of plan_work, where the row says `plans_on_host`: arguments as `mosaic_sm90.planner.Planner.make`.
+
+Grouped matmul (`kernels.grouped_matmul`):
+    lacks(w) -> str | None: what these weights [E, D, F] or the device lack.
+    block_rows(num_tokens, num_choices, num_groups) -> int: rows of a tile.
+    matmul(x, w, groups) -> [M, F].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One row of a table."""
+
+    name: str  # what users write
+    module: Any  # a dotted name, imported at first use, or an object that has the functions
+    automatic: bool = False  # whether "auto" may choose it
+    platforms: tuple[str, ...] | None = None  # of JAX, on which "auto" considers it; None is every one
+    plans_on_host: bool = False  # whether the work of a step is planned in numpy, before the step is dispatched
+
+    @property
+    def functions(self) -> Any:
+        """The module, imported."""
+        return importlib.import_module(self.module) if isinstance(self.module, str) else self.module
+
+
+class Backends:
+    """A kernel's rows by name. "auto" prefers the rows that come later."""
+
+    def __init__(self, *rows: Backend):
+        self.rows: dict[str, Backend] = {row.name: row for row in rows}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a user may write: "auto" and the name of every row."""
+        return ("auto", *self.rows)
+
+    def __getitem__(self, name: str) -> Backend:
+        """The row of a name other than "auto". Raises ValueError as `check`."""
+        self.check(name)
+        return self.rows[name]
+
+    def check(self, backend: str) -> None:
+        """Raises ValueError if `backend` is not one of `names`."""
+        if backend not in self.names:
+            raise ValueError(f"{backend=} must be one of {', '.join(self.names)}")
+
+    def automatic(self, platform: str) -> list[Backend]:
+        """The rows among which "auto" chooses on a JAX platform, the preferred one first."""
+        return [row for row in reversed(self.rows.values()) if row.automatic and platform in (row.platforms or (platform,))]
+
+
+ATTENTION = Backends(
+    Backend("reference", "kernels.ragged_paged_attention.reference"),
+    Backend("xla", "kernels.ragged_paged_attention.xla", automatic=True),
+    Backend(
+        "mosaic_sm90",
+        "kernels.ragged_paged_attention.mosaic_sm90.attend",
+        automatic=True,
+        platforms=("gpu",),
+        plans_on_host=True,
+    ),
+)
+GROUPED_MATMUL = Backends(
+    Backend("reference", "kernels.grouped_matmul.reference"),
+    Backend("xla", "kernels.grouped_matmul.xla", automatic=True),
+    Backend("mosaic_sm90", "kernels.grouped_matmul.mosaic_sm90", automatic=True),
+)
