@@ -50,8 +50,10 @@ class Backends:
         return ("auto", *self.rows)
 
     def __getitem__(self, name: str) -> Backend:
-        """The row of a name other than "auto". Raises ValueError as `check`."""
+        """The row of a name. Raises ValueError as `check`, and for "auto", which is no row."""
         self.check(name)
+        if name not in self.rows:
+            raise ValueError(f"backend={name!r} must be resolved first, to one of {', '.join(self.rows)}")
         return self.rows[name]
 
     def check(self, backend: str) -> None:

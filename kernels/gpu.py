@@ -1,6 +1,6 @@
-"""Pallas Mosaic GPU as our kernels use it: the only module that names what may move between JAX versions.
+"""Pallas Mosaic GPU as our kernels use it. No other module names what may change between JAX versions.
 
-Owns which device a kernel may run on, and the switch that runs kernels interpreted on a CPU. Knows no kernel.
+It also says which device a kernel may run on, and has the switch that runs kernels interpreted on a CPU.
 """
 
 from __future__ import annotations

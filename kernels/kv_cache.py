@@ -1,7 +1,6 @@
-"""The paged KV cache's one write.
+"""The one write to the paged KV cache, whose layout is `[num_pages, 2, K, page_size, H]` (2: keys, then values).
 
-Owns the layout `[num_pages, 2, K, page_size, H]` (2: keys, then values) on the writing side. Does not know which page belongs
-to whom: the caller's slots say where each token goes, and who may read it is the attention kernel's business.
+The caller's slots say where each token goes.
 """
 
 import jax

@@ -30,6 +30,7 @@ from jaxserve.models.layers import (
     vocabulary_logits,
 )
 from jaxserve.models.rope import rope_cos_sin
+from kernels.checks import Shapes
 
 
 class Decoder(nnx.Module):
@@ -57,17 +58,23 @@ class Decoder(nnx.Module):
         return nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), param_dtype=param_dtype))
 
     def embed(self, token_ids: jax.Array) -> jax.Array:  # i32[...] -> [..., D]
-        """What the first layer takes."""
+        """What the first layer takes. Raises ValueError if token_ids are not integers."""
+        Shapes().check("token_ids", token_ids, "...", int)
         with jax.named_scope("embed"):
             return self.embed_tokens(token_ids)
 
     def rope(self, positions: jax.Array) -> RopeAngles:  # i32[...] -> cos, sin f32[..., H/2]
-        """What every layer needs of the positions, computed once a step."""
+        """What every layer needs of the positions, computed once a step. Raises ValueError if positions are not integers."""
+        Shapes().check("positions", positions, "...", int)
         with jax.named_scope("rope_angles"):
             return rope_cos_sin(self.config.rope, self.config.head_dim, positions)
 
     def logits(self, x: jax.Array) -> jax.Array:  # [..., D] -> f32[..., V]
-        """Logits of normed hidden states, accumulated and returned in float32 whatever the weights' dtype."""
+        """Logits of normed hidden states, accumulated and returned in float32 whatever the weights' dtype.
+
+        Raises ValueError if x's last axis is not D.
+        """
+        Shapes(D=self.config.hidden_size).check("x", x, "... D")
         with jax.named_scope("logits"):
             weight, vocab_axis = self.head_weight()
             return matmul_transposed(x, weight, jnp.float32) if self.is_transposed else vocabulary_logits(x, weight, vocab_axis)
@@ -80,7 +87,11 @@ class Decoder(nnx.Module):
         return (self.embed_tokens.embedding if self.lm_head is None else self.lm_head.weight)[...], 0
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # i32[B, S] -> f32[B, S, V]
-        """Plain causal forward of whole sequences from position 0, differentiable; memory grows with S * S a layer."""
+        """Plain causal forward of whole sequences from position 0, differentiable; memory grows with S * S a layer.
+
+        Raises ValueError if tokens are not integers [B, S].
+        """
+        Shapes().check("tokens", tokens, "B S", int)
         rope = self.rope(jnp.arange(tokens.shape[1]))
         x = self.embed(tokens)
         for layer in self.layers:

@@ -19,6 +19,7 @@ from flax import nnx
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.rope import apply_rope
+from kernels.checks import Shapes
 from kernels.grouped_matmul import combine_rows, gather_rows, grouped_matmul, plan_groups
 
 # attend(q[..., N, H], k[..., K, H], v[..., K, H]) -> (o[..., N, H], kv): causal attention of the batch's layout. kv is
@@ -239,7 +240,14 @@ class DecoderLayer(nnx.Module):
         moe_backend: str = "auto",
     ) -> tuple[jax.Array, Any]:
         """The layer's output, [..., D], and the kv that attend returned. num_tokens and moe_backend: what `SparseMLP` is told;
-        a dense layer computes its padding like anything else."""
+        a dense layer computes its padding like anything else.
+
+        Raises ValueError if x's last axis is not D, or the angles' not H / 2.
+        """
+        shapes = Shapes(D=self.attention_norm.scale.get_value().shape[0], half_H=self.attention.head_dim // 2)
+        shapes.check("x", x, "... D")
+        for name, angle in zip(("cos", "sin"), rope, strict=True):
+            shapes.check(name, angle, "... half_H", jnp.float32)
         with jax.named_scope("attention"):
             o, kv = self.attention(self.attention_norm(x), rope, attend)
             x = x + o
@@ -260,8 +268,12 @@ def causal_attention(
     """Plain causal attention over whole sequences, [B, S, N, H]: float32 softmax, scale H**-0.5, S x S scores in
     memory.
 
-    With a sliding window w, position q sees the w positions q - w < k <= q.
+    With a sliding window w, position q sees the w positions q - w < k <= q. Raises ValueError if the shapes disagree.
     """
+    shapes = Shapes()
+    shapes.check("q", q, "B S N H")
+    shapes.check("k", k, "B S K H")
+    shapes.check("v", v, "B S K H")
     B, S, N, H = q.shape
     K = k.shape[2]
     grouped = q.reshape(B, S, K, N // K, H)

@@ -27,9 +27,9 @@ def plan_groups(
 ) -> Groups:
     """The layout of a batch whose token t chose the groups group_ids[t], for products with all of `weights`.
 
-    A token's choices lie in [0, E) and differ from each other, as those of a top-k do; that can't be checked inside a traced
-    program and is the caller's word. Tokens from num_tokens on are padding: they get no rows and cost nothing. Only shapes and
-    dtypes of `weights` are used.
+    A token's choices lie in [0, E) and differ from each other, as those of a top-k do. That can't be checked inside a traced
+    program: the caller must ensure it. Tokens from num_tokens on are padding: they get no rows and cost nothing. Only the shapes
+    and dtypes of `weights` are used.
 
     backend: one of `kernels.backends.GROUPED_MATMUL.names`. "auto" is "mosaic_sm90" on a Hopper GPU where it can take these
     weights, otherwise "xla".
@@ -57,7 +57,7 @@ def plan_groups(
 
 
 def gather_rows(x: jax.Array, groups: Groups) -> jax.Array:  # [T, D] -> [M, D]
-    """A token's vector in each of its rows; zeros in nobody's."""
+    """Copies each token's vector to its rows. Rows that belong to no token are zero. Raises ValueError if x is not [T, D]."""
     Shapes(T=groups.row.shape[0]).check("x", x, "T D")
     with jax.named_scope("gather_rows"):
         return x.at[groups.token].get(mode="fill", fill_value=0)
@@ -68,10 +68,10 @@ def grouped_matmul(
     w: jax.Array,  # [E, D, F]
     groups: Groups,
 ) -> jax.Array:  # [M, F], x.dtype
-    """Each row times its group's matrix, summed in float32. Rows that are nobody's come back unspecified.
+    """Each row times its group's matrix, summed in float32. Rows that belong to no token may hold anything.
 
-    Matrices of groups without rows are not read, whatever they hold. A row's result depends on the row and its matrix alone, not
-    on what else is in the batch, for a given M. Differentiable in x and w; on every backend the gradient is the "xla" one.
+    Matrices of groups without rows are not read. For a given M, a row's result depends on the row and its matrix alone, not on the
+    rest of the batch. Differentiable in x and w; every backend uses the gradient of "xla".
 
     Raises: ValueError, NotImplementedError as `plan_groups` does.
     """
@@ -90,7 +90,10 @@ def combine_rows(
     groups: Groups,
     weights: jax.Array,  # f32[T, k]
 ) -> jax.Array:  # [T, D], y.dtype
-    """For each token the weighted sum of its rows, in float32 and in the order of its choices; zero for padding."""
+    """The weighted sum of each token's rows, in float32 and in the order of its choices; zero for padding.
+
+    Raises ValueError if a shape differs from what was planned, or the weights are not float32.
+    """
     T, k = groups.row.shape
     shapes = Shapes(M=groups.num_rows, T=T, k=k)
     shapes.check("y", y, "M D")

@@ -1,10 +1,8 @@
-"""Where each row of a grouped matmul stands: the choices of a batch sorted by group, cut into tiles.
-
-Owns the layout that all backends share. Does not multiply anything, and does not know what a group is.
+"""The layout that all backends of the grouped matmul share: the choices of a batch sorted by group and cut into tiles.
 
 The rows of a group are consecutive, in the order of their tokens, and begin at a multiple of ROW_ALIGN; groups follow one another.
-A tile is at most `block_rows` rows of one group. Groups that nobody chose have no rows and no tiles, so that a backend which walks
-the tiles pays for the chosen groups alone.
+A tile is at most `block_rows` rows of one group. A group that no token chose has no rows and no tiles, so that a backend which
+walks the tiles pays only for the chosen groups.
 """
 
 import dataclasses
@@ -20,8 +18,8 @@ ROW_ALIGN = 8  # what a TMA into swizzled shared memory needs; and XLA:CPU is sl
 class Groups:
     """The layout of one batch: T tokens with k choices each among E groups, M rows, W tiles."""
 
-    row: jax.Array  # i32[T, k], where each choice stands; M and more for choices that don't count
-    token: jax.Array  # i32[M], whose row it is; T for nobody's
+    row: jax.Array  # i32[T, k], the row of each choice; M or more for a choice of padding
+    token: jax.Array  # i32[M], the token of each row; T for a row of no token
     starts: jax.Array  # i32[E], a group's first row
     sizes: jax.Array  # i32[E], its rows
     tile_group: jax.Array  # i32[W]

@@ -1,7 +1,7 @@
 """The grouped matmul on Hopper (compute capability 9.0): a CTA a tile of rows and block of columns, TMA in, wgmma, TMA out.
 
-Owns the kernel and its tile sizes. Does not plan: it reads the tile table that `layout` made on the device, so that routing never
-visits the host. Not yet timed on a card; what it compiles to is checked without one.
+The kernel reads the table of tiles that `layout` made on the device, so that routing never visits the host. It is not yet timed on
+a GPU; what it compiles to is checked without one.
 
 A CTA whose tile has no rows ends at once. Others load `block_k` columns of their rows and of their group's matrix at a time,
 several loads ahead. Columns vary fastest, so that CTAs that run together share rows, and the tiles of one group their matrix, in
@@ -68,7 +68,7 @@ def matmul(
     *,
     config: Config | None = None,
 ) -> jax.Array:  # [M, F]
-    """Rows of no group are unspecified, NaN perhaps. See api for the arguments."""
+    """Rows of no group may hold anything, NaN included. See api for the arguments."""
     config = config or Config(block_rows=groups.block_rows)
     M, F = x.shape[0], w.shape[2]
     R, C = config.block_rows, config.block_columns

@@ -1,6 +1,6 @@
-"""The grouped matmul, the spec: every group's matrix over all rows in float32, of which its own rows are kept.
+"""The grouped matmul's specification: each group's matrix times all rows in float32, of which the group's own rows are kept.
 
-Owns what the result means. Does not care what it costs.
+Slow on purpose: short and obvious.
 """
 
 import jax

@@ -1,6 +1,6 @@
 """The grouped matmul in plain XLA: a loop over the tiles there are, so that groups without rows cost nothing and are not read.
 
-Owns the loop and its gradient. Does not plan: the tiles come with `Groups`.
+The tiles come with `Groups`. The gradient is here too.
 """
 
 import jax
@@ -27,7 +27,7 @@ def matmul(
     *,
     transposed: bool = False,
 ) -> jax.Array:  # [M, F]
-    """Rows of no group are unspecified, and finite where x is. See api for the arguments."""
+    """Rows of no group may hold anything that is finite, if x is finite. See api for the arguments."""
     R, axis = groups.block_rows, 1 if transposed else 0
 
     def tile(i, out):
@@ -35,7 +35,7 @@ def matmul(
         rows = jax.lax.dynamic_slice_in_dim(x, row, R)
         matrix = jax.lax.dynamic_index_in_dim(w, groups.tile_group[i], keepdims=False)
         y = jax.lax.dot_general(rows, matrix, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
-        # Past the tile's own rows this spoils the next group's first ones, whose tile comes after and writes them again.
+        # A tile with fewer than R rows overwrites the next group's first rows, whose own tile comes later and writes them again.
         return jax.lax.dynamic_update_slice_in_dim(out, y.astype(x.dtype), row, 0)
 
     out = jnp.zeros((x.shape[0], w.shape[1 if transposed else 2]), x.dtype)

@@ -1,4 +1,4 @@
-"""The one entry to ragged paged attention: checks the arguments and picks a backend.
+"""The entry to ragged paged attention: it checks the arguments and looks up the backend.
 
 Owns the contract and its errors. The backends are the rows of `kernels.backends.ATTENTION`.
 """
@@ -44,10 +44,10 @@ def ragged_paged_attention(
     KV head n // (N // K).
 
     A sequence without queries (q_len 0) costs nothing, whatever its kv_len. Page-table entries past a sequence's pages may
-    hold anything, and so may slots past its kv_len, NaN included. Rows past cu_q_lens[-1] come back zero from "xla" and
-    "reference"; "mosaic_sm90" does not write them, so that they hold anything, NaN included. What the arrays hold (cu_q_lens
-    rising to at most T, q_len <= kv_len <= P * page_size, pages in range) can't be checked inside a traced program and is the
-    caller's word.
+    hold anything, and so may slots past its kv_len, NaN included. Rows past cu_q_lens[-1] are zero with "xla" and "reference";
+    "mosaic_sm90" does not write them, so that they hold anything, NaN included. The contents of the arrays can't be checked inside
+    a traced program. The caller must ensure that cu_q_lens rises to at most T, q_len <= kv_len <= P * page_size, and page ids are
+    in range.
 
     Args:
         scale: what q @ k is multiplied by; None is H ** -0.5.
@@ -68,12 +68,9 @@ def ragged_paged_attention(
     T, N, H = q.shape
     K, page_size = kv_pages.shape[2:4]
     asked = getattr(work, "backend", "auto") if backend == "auto" else backend
-    name = _resolve(
-        asked,
-        # Nobody can plan on the host from lengths that are being traced.
-        without_work=work is None and isinstance(kv_lens, Tracer),
-        **{"num_query_heads": N, "num_kv_heads": K, "head_dim": H, "page_size": page_size, "dtype": q.dtype},
-    )
+    shapes = {"num_query_heads": N, "num_kv_heads": K, "head_dim": H, "page_size": page_size, "dtype": q.dtype}
+    # Nobody can plan on the host from lengths that are being traced.
+    name = _resolve(asked, without_work=work is None and isinstance(kv_lens, Tracer), **shapes)
     with jax.named_scope(f"ragged_paged_attention_{name}"):
         return ATTENTION[name].functions.attend(
             *(q, kv_pages, page_table, cu_q_lens, kv_lens),

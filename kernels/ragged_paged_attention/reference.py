@@ -1,6 +1,6 @@
-"""Ragged paged attention, the spec: one query at a time in float32, gathering its sequence's whole page-table row.
+"""The specification of ragged paged attention: one query at a time in float32, over its sequence's whole page-table row.
 
-Owns what the result means. Does not care what it costs.
+Slow on purpose: short and obvious.
 """
 
 from typing import Any

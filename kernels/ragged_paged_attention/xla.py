@@ -1,8 +1,5 @@
 """Ragged paged attention in plain XLA: portable, and fast enough to serve from a CPU.
 
-Owns the query tiles, the order they run in and the walk over their KV. Does not know the page pool: it reads the pages that it
-is told to.
-
 The queries of a step are cut into tiles of one sequence's consecutive rows, sorted by KV length, and taken a block of tiles at
 a time. A block walks its tiles' KV side by side, up to the longest of them, so that the cost follows the lengths in the batch
 and never the page table's width. The softmax is online (Milakov and Gimelshein, arXiv:1805.02867) over KV tiles whose

@@ -7,9 +7,9 @@ import sys
 import time
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from checkpoints import orbax
@@ -35,16 +35,14 @@ def test_a_round_trip_is_exact_and_files_lie_beside_it(tmp_path):
     assert orbax.stored(version) == abstract()
     loaded = orbax.load(version, abstract())
     assert list(loaded) == list(LEAVES)
-    for path, x in loaded.items():
-        assert x.dtype == LEAVES[path].dtype
-        np.testing.assert_array_equal(x, LEAVES[path], err_msg=path)
+    chex.assert_trees_all_equal(loaded, LEAVES, strict=True)
 
 
 def test_dtypes_are_cast_to_those_asked_for(tmp_path):
     version = orbax.save(tmp_path, LEAVES)
     wanted = {path: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for path, x in LEAVES.items()}
-    for path, x in orbax.load(version, wanted).items():
-        np.testing.assert_array_equal(x, LEAVES[path].astype(jnp.bfloat16), err_msg=path)
+    cast = {path: x.astype(jnp.bfloat16) for path, x in LEAVES.items()}
+    chex.assert_trees_all_equal(orbax.load(version, wanted), cast, strict=True)
 
 
 def test_versions_are_numbered_and_the_newest_is_found(tmp_path):
@@ -115,8 +113,7 @@ def test_restored_onto_two_devices_and_back_onto_one(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "layers/0/mlp/kernel [(4, 4), (4, 4)]" in done.stdout and "layers/1/mlp/kernel [(2, 8), (2, 8)]" in done.stdout
     assert "final_norm/scale [(4,), (4,)] 4.0" in done.stdout
-    for path, x in orbax.load(tmp_path / "two" / "1", abstract()).items():
-        np.testing.assert_array_equal(x, LEAVES[path], err_msg=path)
+    chex.assert_trees_all_equal(orbax.load(tmp_path / "two" / "1", abstract()), LEAVES, strict=True)
 
 
 SAVE_MUCH = """
@@ -138,7 +135,6 @@ def test_a_save_that_is_killed_leaves_the_last_version(tmp_path):
     assert writer.wait() == -signal.SIGKILL
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2.partial"]
     assert orbax.find_version(tmp_path) == first
-    for path, x in orbax.load(first, abstract()).items():
-        np.testing.assert_array_equal(x, LEAVES[path], err_msg=path)
+    chex.assert_trees_all_equal(orbax.load(first, abstract()), LEAVES, strict=True)
     assert orbax.save(tmp_path, LEAVES) == tmp_path / "2"
     assert [path.name for path in tmp_path.iterdir()] == ["2"]

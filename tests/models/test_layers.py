@@ -1,3 +1,4 @@
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -5,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve.models import ModelConfig
+from jaxserve.models import Decoder, ModelConfig
+from jaxserve.models.config import RopeConfig
 from jaxserve.models.layers import FEW_ROWS, RMSNorm, SparseMLP, causal_attention, matmul_transposed
 from tests.goldens.golden import load_golden
 
@@ -94,5 +96,41 @@ def test_gradients_pass_through_few_rows():
     x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((4, 24), (10, 24)))
     got = jax.jit(jax.grad(lambda x, w: (matmul_transposed(x, w) ** 2).sum(), argnums=(0, 1)))(x, weight)
     want = jax.grad(lambda x, w: ((x @ w.T) ** 2).sum(), argnums=(0, 1))(x, weight)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
+    chex.assert_trees_all_close(got, want, rtol=1e-5)
+
+
+def wrong_call(what):
+    config = ModelConfig(
+        architecture="Qwen3ForCausalLM", vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2,
+        num_kv_heads=1, head_dim=8, max_position_embeddings=64, rms_norm_eps=1e-6, rope=RopeConfig(), sliding_windows=(None,),
+    )  # fmt: skip
+    model = Decoder(config, rngs=nnx.Rngs(0), param_dtype=jnp.float32)
+    rope = model.rope(jnp.arange(3))
+    q, k = jnp.zeros((1, 3, 2, 8)), jnp.zeros((1, 3, 1, 8))
+    calls = {
+        "token ids": lambda: model.embed(jnp.zeros(3)),
+        "positions": lambda: model.rope(jnp.zeros(3)),
+        "hidden states": lambda: model.logits(jnp.zeros((3, 15))),
+        "packed tokens": lambda: model(jnp.zeros(3, jnp.int32)),
+        "layer's input": lambda: model.layers[0](jnp.zeros((3, 15)), rope, lambda q, k, v: (q, None)),
+        "angles": lambda: model.layers[0](jnp.zeros((3, 16)), (rope[0], rope[1][:, :3]), lambda q, k, v: (q, None)),
+        "keys": lambda: causal_attention(q, k[:, :2], k),
+    }
+    return calls[what]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("token ids", r"token_ids is float32\(3,\); must be int\[\.\.\.\]"),
+        ("positions", r"positions is float32\(3,\); must be int\[\.\.\.\]"),
+        ("hidden states", r"x is float32\(3, 15\); must be \[\.\.\., D\] with D=16"),
+        ("packed tokens", r"tokens is int32\(3,\); must be int\[B, S\]"),
+        ("layer's input", r"x is float32\(3, 15\); must be \[\.\.\., D\] with D=16"),
+        ("angles", r"sin is float32\(3, 3\); must be float32\[\.\.\., half_H\] with half_H=4"),
+        ("keys", r"k is float32\(1, 2, 1, 8\); must be \[B, S, K, H\] with B=1 and S=3 and H=8"),
+    ],
+)
+def test_a_wrong_shape_is_named_with_what_is_wanted(what, message):
+    with pytest.raises(ValueError, match=message):
+        wrong_call(what)()

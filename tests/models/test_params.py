@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,10 +93,7 @@ def test_known_names_make_what_the_loader_makes(name, tree):
     expected = named_leaves(load_weights(SafetensorsReader(load_golden(name).weights), config))
     adopted = adopt_model(tree(config, tensors), config)
     leaves = named_leaves(adopted.module)
-    assert leaves.keys() == expected.keys()
-    for path, x in leaves.items():
-        assert x.dtype == expected[path].dtype
-        np.testing.assert_array_equal(x, expected[path], err_msg=path)
+    chex.assert_trees_all_equal(leaves, expected, strict=True)
 
 
 def test_experts_of_tunix():
@@ -111,8 +109,7 @@ def test_experts_of_tunix():
         else:
             tree[path.removesuffix("/kernel") if x.ndim == 3 else path] = x
     assert "layers/0/mlp/down_proj" in tree
-    for path, x in named_leaves(adopt_model(tree, config).module).items():
-        np.testing.assert_array_equal(x, expected[path], err_msg=path)
+    chex.assert_trees_all_equal(named_leaves(adopt_model(tree, config).module), expected, strict=True)
 
 
 def test_our_own_module_is_taken_as_it_is():
@@ -156,13 +153,11 @@ def test_placement_on_a_mesh_of_one_device_is_no_reason_to_copy():
 def test_dtypes_are_cast_and_numpy_is_copied():
     host = {path: np.array(x) for path, x in named_leaves(dummy_model()).items()}
     leaves = named_leaves(adopt_model(host, CONFIG, dtype="bfloat16").module)
-    for path, x in named_leaves(dummy_model("bfloat16")).items():
-        np.testing.assert_array_equal(leaves[path], x, err_msg=path)
+    chex.assert_trees_all_equal(leaves, named_leaves(dummy_model("bfloat16")), strict=True)
     same = named_leaves(adopt_model(host, CONFIG).module)
     for x in host.values():
         x[...] = 77.0
-    for path, x in named_leaves(dummy_model()).items():
-        np.testing.assert_array_equal(same[path], x, err_msg=path)
+    chex.assert_trees_all_equal(same, named_leaves(dummy_model()), strict=True)
     mixed = host | {"final_norm/scale": jnp.ones(CONFIG.hidden_size, jnp.bfloat16)}
     with pytest.raises(ValueError, match="dtypes are bfloat16, float32: give dtype="):
         common_dtype(mixed)

@@ -5,6 +5,8 @@ Owns the order of the join: slots rise with KV position, as a tile that walks al
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -33,44 +35,18 @@ def combine(
     """`out` with the rows of split sequences written; in place where `out` is an intermediate. The CTAs take turns at the groups
     and KV heads that there are."""
     H, K = out.shape[2], num_kv_heads
-    G, split_rows = out.shape[1] // K, partial_acc.shape[1]
 
-    def join_partial_results(out_ref, acc_ref, stats_ref, work_ref, cu_q_lens_ref, acc_smem, stats_smem, out_smem, full):
-        def join_group(turn, _):
+    def join_partial_results(*args):
+        refs = _Refs(*args)
+
+        def join_turn(turn, _):
             index = turn * num_ctas + lax.axis_index("cta")
             group, head = lax.div(index, jnp.int32(K)), lax.rem(index, jnp.int32(K))
-            seq, first, count = (work_ref[groups_at + group * GROUP_FIELDS + column] for column in range(GROUP_FIELDS))
+            seq, first, count = (refs.work[groups_at + group * GROUP_FIELDS + column] for column in range(GROUP_FIELDS))
+            _join_group(refs, K, seq, head, first, count)
 
-            def fetch(i):
-                at, slot = (first + i) * K + head, lax.rem(i, jnp.int32(DEPTH))
-                gpu.copy_gmem_to_smem(acc_ref.at[at], acc_smem.at[slot, pl.ds(0, split_rows)], full.at[slot])
-                gpu.copy_gmem_to_smem(stats_ref.at[at], stats_smem.at[slot], full.at[slot])
-
-            def fold(i, state):
-                slot = lax.rem(i, jnp.int32(DEPTH))
-                gpu.barrier_wait(full.at[slot])
-                acc = gpu.load(acc_smem.at[slot], layout=gpu.WGMMA, optimized=False)
-                maximum, total = (gpu.load(stats_smem.at[slot, j], layout=gpu.WGMMA_ROW) for j in range(2))
-                gpu.commit_smem()  # all have read the slot before it is filled again
-                pl.when(i + DEPTH < count)(lambda: fetch(i + DEPTH))
-                return softmax_state.join(state, (acc, maximum, total))
-
-            for i in range(DEPTH):
-                pl.when(i < count)(lambda i=i: fetch(jnp.int32(i)))
-            state = lax.fori_loop(0, count, fold, softmax_state.empty(H))
-            out_smem[...] = softmax_state.output(state).astype(out_smem.dtype)
-            gpu.commit_smem()
-            token = cu_q_lens_ref[seq]
-
-            def store(t, _):
-                heads = out_ref.at[token + t, pl.ds(head * G, G)]
-                gpu.copy_smem_to_gmem(out_smem.at[pl.ds(t * G, G)], heads)
-
-            lax.fori_loop(0, cu_q_lens_ref[seq + 1] - token, store, None)
-            gpu.wait_smem_to_gmem(0)
-
-        turns = work_ref[num_split_at] * K - lax.axis_index("cta") + (num_ctas - 1)
-        lax.fori_loop(0, lax.div(turns, jnp.int32(num_ctas)), join_group, None)
+        turns = refs.work[num_split_at] * K - lax.axis_index("cta") + (num_ctas - 1)
+        lax.fori_loop(0, lax.div(turns, jnp.int32(num_ctas)), join_turn, None)
 
     ref = jax.new_ref(out)
     gpu.kernel(
@@ -85,3 +61,50 @@ def combine(
         ],
     )(ref, partial_acc, partial_stats, work, cu_q_lens)
     return jax.freeze(ref)
+
+
+class _Refs(NamedTuple):
+    """The kernel's arguments in GMEM, then its shared memory and barriers."""
+
+    out: Any  # [T, N, H]
+    acc: Any  # f32[M, split_rows, H]
+    stats: Any  # f32[M, 2, 64]
+    work: Any  # i32[size]
+    cu_q_lens: Any  # i32[S+1]
+    acc_smem: Any  # f32[DEPTH, 64, H]
+    stats_smem: Any  # f32[DEPTH, 2, 64]
+    out_smem: Any  # [64, H]
+    full: Any  # [DEPTH]: the loads of a partial result arrive, all wait
+
+
+def _join_group(refs: _Refs, K: int, seq, head, first, count) -> None:
+    """Writes one sequence's rows of one KV head, from `count` partial results that begin at slot `first`."""
+    G, split_rows, H = refs.out.shape[1] // K, refs.acc.shape[1], refs.out.shape[2]
+
+    def fetch(i):
+        at, slot = (first + i) * K + head, lax.rem(i, jnp.int32(DEPTH))
+        gpu.copy_gmem_to_smem(refs.acc.at[at], refs.acc_smem.at[slot, pl.ds(0, split_rows)], refs.full.at[slot])
+        gpu.copy_gmem_to_smem(refs.stats.at[at], refs.stats_smem.at[slot], refs.full.at[slot])
+
+    def fold(i, state):
+        slot = lax.rem(i, jnp.int32(DEPTH))
+        gpu.barrier_wait(refs.full.at[slot])
+        acc = gpu.load(refs.acc_smem.at[slot], layout=gpu.WGMMA, optimized=False)
+        maximum, total = (gpu.load(refs.stats_smem.at[slot, j], layout=gpu.WGMMA_ROW) for j in range(2))
+        gpu.commit_smem()  # all have read the slot before it is filled again
+        pl.when(i + DEPTH < count)(lambda: fetch(i + DEPTH))
+        return softmax_state.join(state, (acc, maximum, total))
+
+    for i in range(DEPTH):
+        pl.when(i < count)(lambda i=i: fetch(jnp.int32(i)))
+    state = lax.fori_loop(0, count, fold, softmax_state.empty(H))
+    refs.out_smem[...] = softmax_state.output(state).astype(refs.out_smem.dtype)
+    gpu.commit_smem()
+    token = refs.cu_q_lens[seq]
+
+    def store(t, _):
+        heads = refs.out.at[token + t, pl.ds(head * G, G)]
+        gpu.copy_smem_to_gmem(refs.out_smem.at[pl.ds(t * G, G)], heads)
+
+    lax.fori_loop(0, refs.cu_q_lens[seq + 1] - token, store, None)
+    gpu.wait_smem_to_gmem(0)
