@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import jaxserve
+from jaxserve.cli.main import COMMANDS
 from tests.tools.house import FLOORS
 
 ROOT = Path(__file__).parents[1]
@@ -138,6 +139,28 @@ def test_the_picture_has_the_stations_in_their_order():
     labels = re.findall(r'^ *(?!subgraph)\w+\["([^":]+)(?::[^"]*)?"\]$', picture, re.MULTILINE)
     stations = [name for floor in FLOORS for name in floor if name not in ("__main__", "moved")]  # doors and signs, no rooms
     assert [name for label in labels for name in label.split(", ")] == [*stations, "kernels", "checkpoints"]
+
+
+def commands_of(page: Path) -> list[str]:
+    """Lines of a page's indented blocks that begin with `jaxserve`, what was broken by a backslash joined."""
+    return re.findall(r"^ {4,}jaxserve (.*)$", page.read_text().replace("\\\n", " "), re.MULTILINE)
+
+
+def test_commands_on_the_pages_have_the_flags_that_they_are_given():
+    """By the help of each command, which imports no jax."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*/README.md")]
+    given: dict[str, set[str]] = {}
+    for words in (line.split() for page in pages for line in commands_of(page)):
+        name = next((n for n in (" ".join(words[:2]), words[0]) if n in COMMANDS), None)
+        assert name is not None, f"jaxserve {' '.join(words)}"
+        given.setdefault(name, set()).update(re.findall(r"--([\w-]+)", " ".join(words)))
+    assert len(given) >= 8
+    for name, flags in given.items():
+        command = [sys.executable, "-m", "jaxserve", *name.split(), "--help"]
+        text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+        known = set(re.findall(r"^ +--(?:\[no\])?(\w+)", text, re.MULTILINE))
+        missing = {flag for flag in flags if flag.replace("-", "_") not in known}
+        assert not missing, f"jaxserve {name}"
 
 
 BUILD = (ROOT / "BUILD.md").read_text()
