@@ -98,10 +98,10 @@ def test_each_fault_is_named():
     ("flags", "message"),
     [
         (["--reference=none.npz"], "No such file"),
-        ([f"--reference={HERE / 'index.json'}"], "verify_model: "),
+        pytest.param([f"--reference={HERE / 'index.json'}"], "verify_model: ", marks=pytest.mark.slow),
         ([f"--reference={HERE / 'llama' / 'expected.npz'}", "--prompt=a"], "--reference brings its own prompts"),
         ([f"--reference={HERE / 'llama' / 'expected.npz'}", "--max_tokens=5"], "leave out --max_tokens"),
-        (["--peer=/no/such/python"], "/no/such/python"),
+        pytest.param(["--peer=/no/such/python"], "/no/such/python", marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -72,7 +72,7 @@ def assert_covers(run: Run, engine: Engine, small_pool: bool) -> None:
 
 
 @pytest.mark.parametrize("small_pool", [False, True], ids=["large_pool", "small_pool"])
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("asynchronous", slow_unless(bool, [True, False]), ids=["async", "sync"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_together_as_alone_to_the_last_bit(policy, asynchronous, small_pool):
     settings = dict(POLICIES[policy], async_scheduling=asynchronous, bucket_plan=ONE_BUCKET)

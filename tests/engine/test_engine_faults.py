@@ -21,6 +21,7 @@ from jaxserve.execution import body, head
 from jaxserve.request import Request
 from jaxserve.scheduling import page_pool, scheduler
 from tests.dummy import ONE_BUCKET, differences, dummy_model, make_engine, serve
+from tests.selection import slow_unless
 from tests.workload import SMALL_POOL, alone, requests
 
 
@@ -156,7 +157,7 @@ def test_fault_on_the_host_is_found(name, monkeypatch):
     assert fault_is_found()
 
 
-@pytest.mark.parametrize("name", ON_THE_DEVICE)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "prefill_advances_by_one", ON_THE_DEVICE))
 def test_fault_on_the_device_is_found(name, monkeypatch):
     alone("float32", True)
     ON_THE_DEVICE[name].put_in(monkeypatch)

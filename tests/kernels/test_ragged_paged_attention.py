@@ -13,8 +13,8 @@ from tests.selection import slow_unless
 
 BACKENDS = ("reference", "xla")
 QUICK = {  # make test has these cases alone
-    *("mixed-qwen3_0.6b", "edges-tiny-float32", "edges-odd_ratio-bfloat16", "page_12", "page_64", "decodes", "nothing", "drafts"),
-    *("window_30", "soft_cap-bfloat16", "scale-window-soft_cap-float16", "window_200-decodes-bfloat16", "gpu-fills_the_pool"),
+    *("edges-tiny-float32", "page_12", "page_64", "decodes", "nothing", "drafts"),
+    *("window_30", "soft_cap-bfloat16", "scale-window-soft_cap-float16", "gpu-fills_the_pool"),
 }
 
 

@@ -101,6 +101,7 @@ def test_throughput_bounds_the_capacity():
     assert 8 / 1.1 * 0.97 < found < 7.45 * 1.03
 
 
+@pytest.mark.slow
 def test_stalls_bound_the_capacity():
     """A step with a prompt takes 1 s and stalls who decodes. Who arrives while another's prompt runs, or in the 0.1 s of its
     decodes, stalls one of its 9 gaps: P99 holds while rate * 1.1 / 9 < 1%."""
