@@ -1,7 +1,6 @@
 """From a checkpoint reader to an Orbax checkpoint, and from there to a Hugging Face folder.
 
-Owns the order of the steps and the files that lie beside the weights. What a weight is called and how its layout changes is given
-as tables and functions; nothing here knows a model. The weights pass through host memory as a whole, once.
+The names of weights and the changes of their layouts are given as tables and functions. All weights pass through host memory once.
 """
 
 from __future__ import annotations

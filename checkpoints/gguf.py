@@ -1,7 +1,7 @@
 """GGUF checkpoints as if they were Hugging Face ones: tensors, config, generation config, tokenizer and chat template.
 
-Owns what llama.cpp's convert_hf_to_gguf.py does to names, layouts and metadata, and undoes it, for the architectures of
-`ARCHITECTURES` and byte-level BPE vocabularies. Whatever else a file asks for is refused by name. Does not know the model code.
+It undoes what llama.cpp's convert_hf_to_gguf.py does to names, layouts and metadata, for the architectures of `ARCHITECTURES` and
+byte-level BPE vocabularies. Anything else that a file asks for is refused by name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The GGUF container: metadata and named, possibly quantised tensors, read from a memory-mapped file.
 
 Follows the specification of ggml (docs/gguf.md), versions 2 and 3, little-endian. The `gguf` package decodes the quantised
-blocks; its own reader is not used because it takes a second for every fifteen thousand strings of a vocabulary. Knows no
-architecture.
+blocks; its own reader is not used because it takes a second for every fifteen thousand strings of a vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Hugging Face checkpoints: finding the folder of a model, its JSON files, and reading its safetensors.
-
-Does not know what the tensors mean or where they go.
-"""
+"""Hugging Face checkpoints: finding the folder of a model, its JSON files, and reading its safetensors."""
 
 from __future__ import annotations
 

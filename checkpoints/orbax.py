@@ -4,8 +4,8 @@
     FOLDER/3/config.json, tokenizer.json, ...                   files given with the weights
     FOLDER/4.partial/                                           a version being written, or what is left of one that was killed
 
-Owns that layout. A version gets its name by one rename when all of it is written, and only then are older ones deleted: whenever a
-save is killed, the last complete version is intact. One process writes to a folder at a time. Does not know what the weights mean.
+A version gets its name by one rename when all of it is written, and only then are older ones deleted. So the last complete version
+stays intact when a save is killed. One process writes to a folder at a time.
 """
 
 from __future__ import annotations

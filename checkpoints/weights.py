@@ -1,7 +1,7 @@
 """Moving weights from a checkpoint reader onto devices, one tensor at a time.
 
-Owns the reader protocol, `Source` (which checkpoint tensors make one parameter, and how) and the account of everything that does
-not fit. Does not know any file format, any model, or how parameters are named.
+Here are the reader protocol, `Source` (which checkpoint tensors make one parameter, and how) and the one error that lists every
+weight that does not fit.
 """
 
 from __future__ import annotations

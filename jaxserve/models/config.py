@@ -1,8 +1,7 @@
 """What a model is, in numbers: `ModelConfig` and `RopeConfig`, the only place that reads a Hugging Face config.json.
 
-Reads the files of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5 (rope_parameters, dtype). Whatever would
-change the mathematics and is not implemented is refused by name. Knows nothing of jax, of weights or of sampling;
-imports in milliseconds.
+Reads the files of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5 (rope_parameters, dtype). A setting that would
+change the mathematics and is not implemented is refused by name. Imports no jax.
 """
 
 import json

@@ -1,7 +1,7 @@
 """`Decoder`: the llama-like transformer that every supported architecture is a setting of, and its flat view by path.
 
 Called as a whole it is a plain causal forward for training code and tests. Serving code calls its parts (embed, rope,
-layers, final_norm, logits) and brings its own attention. Knows nothing of pages, batches, checkpoints or sampling.
+layers, final_norm, logits) and brings its own attention.
 """
 
 import functools
@@ -36,7 +36,14 @@ from kernels.checks import Shapes
 class Decoder(nnx.Module):
     """A decoder-only transformer; weights are `nnx.Param`s in `param_dtype`, activations have the same dtype.
 
-    Freshly made weights are normal(0, 0.02), norm scales 1, biases 0. A big model is made faster by `random_params`.
+    `embed` takes i32[...] token ids to [..., D], each of `layers` takes [..., D] to [..., D], `final_norm` and `logits` take that
+    to f32[..., V]. Leading axes are free: [T] packed for serving, [B, S] for training. Axis letters as in `models.layers`.
+
+    Weights by path: embed_tokens/embedding [V, D]; layers/i/attention/qkv_proj/kernel [D, (N + 2K) * H] and o_proj/kernel
+    [N * H, D]; layers/i/mlp/gate_up_proj/kernel [D, 2F] and down_proj/kernel [F, D]; norms [D]; lm_head/kernel [D, V] unless
+    embeddings are tied.
+
+    Fresh weights are normal(0, 0.02), norm scales 1, biases 0. `random_params` makes a big model faster.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype: Any = jnp.bfloat16):

@@ -1,7 +1,7 @@
 """Where each weight of `Decoder` comes from in a Hugging Face checkpoint, and how its layout changes on the way.
 
-Owns the names of both sides. Does not read files and does not know the file format: readers give tensors by Hugging
-Face name in Hugging Face layout ([out, in]), here they become ours ([in, out], q, k, v fused and gate, up fused).
+Readers give tensors by Hugging Face name in Hugging Face layout, [out, in]. Here they become ours: [in, out], with q, k, v fused
+and gate, up fused.
 """
 
 from collections.abc import Collection

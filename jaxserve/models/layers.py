@@ -1,9 +1,8 @@
 """The parts of a decoder layer (linear, embedding, RMSNorm, attention projections, SwiGLU, experts) and the layer itself.
 
-A layer does not know where it stands in the model, how its batch is laid out, or how attention is computed: leading
-axes are free ([T, D] packed for serving, [B, S, D] for training) and attention is a callback, so that both run the same
-code. Layers with the same sizes, window and kind of MLP have equal graph definitions, so that one inner jit, traced once, can
-serve them all.
+Leading axes are free ([T, D] packed for serving, [B, S, D] for training) and attention is a callback, so that serving and
+training run the same code. Layers with the same sizes, window and kind of MLP have equal graph definitions, so that one inner jit,
+traced once, can serve them all.
 
 Weights are in the parameters' dtype, norms and the rotary embedding compute in float32, matmuls give the activations'
 dtype. Axis letters: D model, N query heads, K KV heads, H head_dim, F ffn, V vocabulary, E experts.

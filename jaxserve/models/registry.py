@@ -1,7 +1,7 @@
 """Which Hugging Face architectures `Decoder` covers, and how each differs from the others.
 
 One entry is one architecture of transformers: the switches that its code hard-wires and the defaults of its config
-class. Knows nothing of sizes: those are in config.json, which `config.py` reads.
+class. Sizes are in config.json, which `config.py` reads.
 """
 
 from collections.abc import Mapping

@@ -2,8 +2,7 @@
 
 Owns the names of both sides. Known are tunix's Flax NNX models (Qwen3, Qwen2, Llama: `layers.0.attn.q_proj.w`, einsum shapes),
 Flax modules named after transformers' (`model/layers/0/self_attn/q_proj/kernel`), torch's own names and layout (`....weight`,
-[out, in]), and this package's: fused or not, transposed (`models.transpose_kernels`) or not. Knows nothing of arrays, devices
-or dtypes.
+[out, in]), and this package's: fused or not, transposed (`models.transpose_kernels`) or not.
 """
 
 from __future__ import annotations

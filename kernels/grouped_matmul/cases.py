@@ -1,6 +1,6 @@
 """What every backend of the grouped matmul must get right, as data: sizes, and how the choices fall on the groups.
 
-Owns the cases, their tolerance and the arrays built from them. Does not know any backend, nor what the right answer is.
+Also their tolerance and the arrays built from them. Every backend runs the same cases.
 """
 
 import dataclasses

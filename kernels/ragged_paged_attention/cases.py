@@ -1,6 +1,6 @@
 """What every backend of ragged paged attention must get right, as data: head shapes, ragged edges, and the batches they make.
 
-Owns the cases, their tolerance and the arrays built from them. Does not know any backend, nor what the right answer is.
+Also their tolerance and the arrays built from them. Every backend runs the same cases.
 """
 
 import dataclasses

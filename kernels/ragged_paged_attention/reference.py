@@ -53,7 +53,7 @@ def attend(
             x = soft_cap * jnp.tanh(x / soft_cap)
         x = jnp.where(seen, x, -jnp.inf)
         weights = jnp.where(seen, jax.nn.softmax(x, axis=-1), 0)
-        v = jnp.where(seen[:, None], v, 0)  # 0 * NaN is NaN: what nobody may read must not be multiplied either
+        v = jnp.where(seen[:, None], v, 0)  # 0 * NaN is NaN: a value that is not seen may be NaN, and must not be multiplied either
         return jnp.einsum("KGC,KCH->KGH", weights, v, precision="highest").reshape(N, H).astype(q.dtype)
 
     return jax.lax.map(one_query, (jnp.arange(T), q))

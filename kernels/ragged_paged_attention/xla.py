@@ -31,7 +31,7 @@ class Work:
     position: jax.Array  # i32[W], that row's position
     num_rows: jax.Array  # i32[W], 0 for padding
     num_tiles: jax.Array  # i32[], tiles with rows
-    output_row: jax.Array  # i32[T], where row t of q is in [W * block_q]; W * block_q for rows that nobody owns
+    output_row: jax.Array  # i32[T], where row t of q is in [W * block_q]; W * block_q for rows past cu_q_lens[-1]
     block_q: int = dataclasses.field(metadata={"static": True})  # rows a tile
     block_tiles: int = dataclasses.field(metadata={"static": True})  # tiles a block
 

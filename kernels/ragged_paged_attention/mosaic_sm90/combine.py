@@ -1,6 +1,6 @@
-"""Joins the partial results of split sequences and writes their rows: the small kernel after `kernel`.
+"""The small kernel that runs after `kernel`: it joins the partial results of split sequences and writes their rows.
 
-Owns the order of the join: slots rise with KV position, as a tile that walks all its KV itself joins them.
+Slots rise with KV position, so that the order is that of a tile which walks all its KV itself.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The state of an online softmax in a warpgroup's registers, and its join: used by the attention kernel and by the one that
-joins its partial results, so that both do the same arithmetic.
+"""The state of an online softmax in a warpgroup's registers, and the join of two states.
+
+The attention kernel and the kernel that joins partial results both use it, so that they do the same arithmetic.
 
 A state is (acc f32[64, H], maximum f32[64], total f32[64]), with maxima in units of log2.
 """

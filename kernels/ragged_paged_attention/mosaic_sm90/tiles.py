@@ -1,6 +1,6 @@
 """The tile sizes of the Mosaic kernel: a frozen config that checks itself and its shared memory, and the choice of one.
 
-Owns Tiles, the heuristic, and the tuned tables `tuned/<device>.json` that override it. Knows no kernel code.
+A heuristic chooses; a tuned table of the device, `tuned/<device>.json`, overrides it.
 """
 
 from __future__ import annotations

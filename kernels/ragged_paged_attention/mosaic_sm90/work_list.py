@@ -1,13 +1,13 @@
 """The host's work list of one step of attention: which query tile walks which KV, and which CTA (thread block) runs it.
 
-Owns the cutting of a ragged batch into items, their balance over CTAs, and the fixed-size int32 array in which they reach the
-device. Pure numpy; does not know how an item is computed, only what it costs.
+It cuts a ragged batch into items, balances them over CTAs, and packs them in the fixed-size int32 array that is uploaded. Pure
+numpy: of an item it needs the cost, not the computation.
 
 An item is one query tile of one sequence and one KV head. Every tile starts its softmax afresh at each multiple of `chunk`
 positions and joins the chunks' results in order. A short query (at most `split_q_len` tokens) whose KV is long is cut at some of
-these boundaries into items of whole chunks, each of which leaves a partial result a chunk; these are joined afterwards, in the
-same order with the same arithmetic. So where a sequence is cut changes which CTA reads its pages and no bit of its result, and
-the planner may decide it by the load.
+these boundaries into items of whole chunks. Each chunk leaves a partial result; these are joined afterwards, in the same order
+and with the same arithmetic. So the cut decides which CTA reads which pages, and changes no bit of the result: the planner may
+choose it by the load.
 """
 
 from __future__ import annotations
