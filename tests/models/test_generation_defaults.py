@@ -1,3 +1,5 @@
+"""What a checkpoint recommends for generating with it: taken, or named as not applied; held against transformers' reading."""
+
 import json
 
 import pytest

@@ -68,8 +68,10 @@ class Texts:
 
 
 def first_stop(token_ids: list[int], stops: list[str], min_tokens: int) -> tuple[str, int, int] | None:
-    """(stop, where it starts, number of tokens) of the stop string that is complete first when characters come one by one; the
-    longest of those complete at once. Only characters of tokens past min_tokens complete one."""
+    """The stop string that is complete first when characters come one by one; of several complete at once, the longest.
+
+    Returns the string, where it starts, and the number of tokens up to its end. A character of the first min_tokens completes none.
+    """
     lengths = [0, *accumulate(len(WORDS[i]) for i in token_ids)]
     text = "".join(WORDS[i] for i in token_ids)
     for end in range(1, len(text) + 1):
