@@ -19,7 +19,10 @@ from jaxserve.batching.packer import BatchPacker
 from jaxserve.engine import pipeline
 from jaxserve.execution import body, head
 from jaxserve.request import Request
-from jaxserve.scheduling import page_pool, scheduler
+from jaxserve.scheduling import page_pool
+from jaxserve.scheduling.lifecycle import RequestLifecycle
+from jaxserve.scheduling.step_composer import StepComposer
+from jaxserve.scheduling.token_intake import TokenIntake
 from tests.dummy import ONE_BUCKET, differences, dummy_model, make_engine, serve
 from tests.selection import slow_unless
 from tests.workload import SMALL_POOL, alone, requests
@@ -54,10 +57,10 @@ ON_THE_HOST = {
     "logits_rows_padded_with_a_live_row": Fault(
         StepLayout, "padding", '["logits_rows"][:] = self.max_num_seqs', '["logits_rows"][:] = 0'
     ),
-    "reservation_ignores_the_steps_token": Fault(
-        scheduler.Scheduler, "_schedule_decodes", "starts >= rows.capacity", "starts > rows.capacity"
+    "reservation_ignores_the_steps_token": Fault(StepComposer, "_decodes", "starts >= rows.capacity", "starts > rows.capacity"),
+    "reservation_ignores_the_steps_chunk": Fault(
+        StepComposer, "_admit", "self._num_tokens_to_hold(request))", "self._num_tokens_to_hold(request) - num_tokens)"
     ),
-    "reservation_ignores_the_steps_chunk": Fault(scheduler.Scheduler, "_admit", "else num_known)", "else num_known - num_tokens)"),
     "last_row_of_the_batch": Fault(
         BatchPacker, "pack", 'view["logits_tokens"][:r] = tokens', 'view["logits_tokens"][:r] = schedule.num_tokens - 1'
     ),
@@ -67,16 +70,12 @@ ON_THE_HOST = {
         'view["starts"][:d] = FROM_DEVICE',
         'view["starts"][:d] = [len(r.token_ids) - 1 for r in schedule.requests[:d]]',
     ),
-    "chunk_samples": Fault(
-        scheduler.Scheduler, "_add_chunk", "append(start + num_tokens == self.rows.prefill_end[row])", "append(True)"
-    ),
-    "padding_taken_for_eos": Fault(scheduler.Scheduler, "update", "own = samples & (", "own = ("),
+    "chunk_samples": Fault(StepComposer, "_add_chunk", "append(start + num_tokens == rows.prefill_end[row])", "append(True)"),
+    "padding_taken_for_eos": Fault(TokenIntake, "take", "own = samples & (", "own = ("),
     "eos_taken_for_padding": Fault(Request, "end", "token in self.stop_ids and", "token and token in self.stop_ids and"),
-    "late_token_given_to_the_rows_new_owner": Fault(
-        scheduler.Scheduler, "update", " & (self.rows.generation[rows] == schedule.generations)", ""
-    ),
+    "late_token_given_to_the_rows_new_owner": Fault(TokenIntake, "take", " & (state.generation[rows] == schedule.generations)", ""),
     "preempted_request_forgets_its_token_in_flight": Fault(
-        scheduler.Scheduler, "_preempt", "request.num_unfetched = request.num_in_flight", "request.num_unfetched = 0"
+        RequestLifecycle, "preempt", "request.num_unfetched = request.num_in_flight", "request.num_unfetched = 0"
     ),
     "sampling_parameters_of_the_former_owner": Fault(
         BatchPacker, "newcomers", "self._generations[schedule.rows] != schedule.generations", "self._generations[schedule.rows] < 0"
@@ -96,7 +95,7 @@ ON_THE_HOST = {
     ),
     "whole_prompt_hit": Fault(page_pool.PagePool, "match", "(len(token_ids) - 1) // self", "len(token_ids) // self"),
     "scored_prompt_read_from_the_cache": Fault(
-        scheduler.Scheduler,
+        StepComposer,
         "_pages_of_others",
         "hits = hits[: (scores.next - 1) // page_size]",
         "scores.next = max(scores.next, len(hits) * page_size + 1)",
