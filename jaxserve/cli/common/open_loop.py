@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,28 @@ class ServedRun:
     times: ServedTimes
     steps: np.ndarray
     counts: dict[str, Any]
+
+
+def _take(
+    outputs: Sequence[Any],
+    now: float,
+    first: np.ndarray,  # f64[n]: when each request's first token was there, NaN before
+    last: np.ndarray,  # f64[n]: and its newest
+    gaps: list[float],  # between two tokens of a request
+    num_made: list[int],
+) -> int:
+    """Takes in what a step brought at the time `now`; returns how many requests it ended."""
+    for output in outputs:
+        i = int(output.request.request_id)
+        assert output.new_token_ids, "a request broke off"
+        for _ in output.new_token_ids:  # those of one step are there at once
+            if np.isnan(first[i]):
+                first[i] = now
+            else:
+                gaps.append(now - last[i])
+            last[i] = now
+        num_made[i] += len(output.new_token_ids)
+    return sum(output.finished for output in outputs)
 
 
 def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | None = None, progress: Any = None) -> ServedRun:
@@ -65,17 +88,7 @@ def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | 
         called = time.monotonic() - begin
         outputs = engine.step()
         now = time.monotonic() - begin
-        for output in outputs:
-            i = int(output.request.request_id)
-            assert output.new_token_ids, "a request broke off"
-            for _ in output.new_token_ids:  # those of one step are there at once
-                if np.isnan(first[i]):
-                    first[i] = now
-                else:
-                    gaps.append(now - last[i])
-                last[i] = now
-            num_made[i] += len(output.new_token_ids)
-            num_ended += output.finished
+        num_ended += _take(outputs, now, first, last, gaps, num_made)
         if engine.stats.num_steps > num_steps:
             in_flight.append(engine.stats.prefill_tokens - num_prefill)
         num_back = len(in_flight) - engine.scheduler.num_steps_in_flight
