@@ -33,6 +33,19 @@ def test_the_entrance_hall_is_small():
     assert len(list(PACKAGE.glob("*.py"))) <= 10
 
 
+@pytest.mark.parametrize("name", ["jaxserve", "kernels", "checkpoints"])
+def test_no_file_and_no_function_is_too_long(name: str):
+    assert house.too_long(house.ROOT / name) == []
+
+
+def test_what_is_too_long_is_found(tmp_path: Path):
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "fits.py").write_text("def fits():\n" + "    pass\n" * 59 + "x = 1\n" * 440)
+    (package / "long.py").write_text("class C:\n    async def long(self):\n" + "        pass\n" * 60 + "x = 1\n" * 439)
+    assert house.too_long(package) == ["pack/long.py: 501", "pack/long.py::long: 61"]
+
+
 @pytest.mark.parametrize(
     "text",
     [

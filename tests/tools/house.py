@@ -122,6 +122,25 @@ def upward(arrows: Mapping[str, Iterable[str]], floors: Iterable[Iterable[str]] 
                 yield module, target
 
 
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
+
+
+def too_long(package: Path) -> list[str]:
+    """Files of more than MAX_FILE_LINES lines and functions of more than MAX_FUNCTION_LINES, docstrings included: `path: lines` and
+    `path::name: lines`, in order."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        text, name = path.read_text(), path.relative_to(package.parent).as_posix()
+        if (count := len(text.splitlines())) > MAX_FILE_LINES:
+            found.append(f"{name}: {count}")
+        for node in ast.walk(ast.parse(text, filename=str(path))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = (node.end_lineno or node.lineno) - node.lineno + 1
+                if count > MAX_FUNCTION_LINES:
+                    found.append(f"{name}::{node.name}: {count}")
+    return found
+
+
 def main() -> None:
     package = ROOT / "jaxserve"
     arrows = graph(package)
