@@ -217,7 +217,7 @@ def measure_masks(compiler: Any, vocab_size: int, forms: list[tuple[Any, list[in
     engine = make_engine(vocab_size, num_rows, max(len(text) for _, text in forms), FLAGS.num_speculative_tokens)
     load, clock = Load(engine, compiler, forms), Clock()
     load.run(num_rows, 20)  # before what is timed
-    clock.time(engine, "_follow_grammars", "advance")
+    clock.time(engine.pipeline.grammars, "follow", "advance")
     clock.time(engine._constraints, "masks", "fill")
     load.device.late.clear()
     steps = []

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxserve import BucketPlan
+from jaxserve.scheduling.schedule import LogitsRows
 from scripts import bench_structured
 from scripts.bench.timed_device import TimedDevice
 from tests import alphabet_model
@@ -121,7 +122,9 @@ def timed_device(body: float, to_come: list[list[int]]) -> TimedDevice:
     n, num_drafts = len(to_come), len(to_come[0]) // 2
     runner, pipeline = SimpleNamespace(score_rows=1), SimpleNamespace()
     requests, q_lens = [SimpleNamespace(num_forced_in_flight=0)] * n, np.full(n, 1 + num_drafts)
-    schedule = SimpleNamespace(requests=requests, samples=np.ones(n, bool), num_seqs=n, num_decodes=n, q_lens=q_lens)
+    schedule: Any = SimpleNamespace(requests=requests, samples=np.ones(n, bool), num_seqs=n, num_decodes=n, q_lens=q_lens)
+    schedule.rows, schedule.num_drafts = np.arange(n), n * num_drafts
+    schedule.logits_rows = LogitsRows.of(schedule)
     engine = SimpleNamespace(runner=runner, pipeline=pipeline, scheduler=SimpleNamespace(schedule=lambda: schedule))
     made = TimedDevice(engine, body, 0.0, lambda schedule: np.array(to_come, np.int32), num_drafts)
     engine.scheduler.schedule()
