@@ -64,7 +64,7 @@ class Schedule:
         return zip(self.requests[:d], self.rows[:d].tolist(), self.q_lens[:d].tolist(), strict=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LogitsRows:
     """The logits rows of a step: one after the last token of each entry that samples; where that is a decode with drafts, one after
     each of its 1 + drafts tokens, in order. R rows of E entries.
@@ -76,18 +76,34 @@ class LogitsRows:
     tokens: np.ndarray  # intp[R]
     rows: np.ndarray  # intp[R]
     entries: np.ndarray  # intp[E]
-    counts: np.ndarray  # intp[E]
-    firsts: np.ndarray  # intp[E]
+    _counts: np.ndarray | None = None  # None: one row an entry; made when they are asked for, which most steps don't
+    _firsts: np.ndarray | None = None
+
+    @property
+    def counts(self) -> np.ndarray:  # intp[E]
+        """How many rows each entry has."""
+        if self._counts is None:
+            self._counts = np.ones(len(self.entries), np.intp)
+        return self._counts
+
+    @property
+    def firsts(self) -> np.ndarray:  # intp[E]
+        """Where the first row of each entry stands."""
+        if self._firsts is None:
+            self._firsts = np.arange(len(self.entries))
+        return self._firsts
 
     @classmethod
     def of(cls, schedule: Schedule) -> LogitsRows:
         """Of one schedule."""
         entries = schedule.samples.nonzero()[0]
+        if schedule.num_tokens == len(entries):  # every entry is one token, and samples
+            return cls(entries, schedule.rows, entries)
         ends, rows = np.cumsum(schedule.q_lens) - 1, schedule.rows
         if len(entries) < schedule.num_seqs:
             ends, rows = ends[entries], rows[entries]
         if not schedule.num_drafts:
-            return cls(ends, rows, entries, np.ones(len(entries), np.intp), np.arange(len(entries)))
+            return cls(ends, rows, entries)
         counts = np.ones(schedule.num_seqs, np.intp)
         counts[: schedule.num_decodes] = schedule.q_lens[: schedule.num_decodes]
         counts = counts[entries]

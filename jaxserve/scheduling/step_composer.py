@@ -163,7 +163,7 @@ class StepComposer:
     def _chunks(self, decodes: Decodes) -> Chunks:
         """Chunks of the running requests' prompts, then of newly admitted ones, within the budget that the decodes leave."""
         rows, queue, chunks = self._rows, self._queue, Chunks()
-        partial = self._partial_prompts()
+        partial = [] if decodes.rows is rows.order else self._partial_prompts()  # none where everyone decodes
         num_prompts = len(partial) + len(queue)
         budget = self._budget(decodes.starts) - decodes.num_tokens
         for row in partial:

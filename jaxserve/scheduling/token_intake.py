@@ -34,7 +34,9 @@ class TokenIntake:
         state, stop_ids = self._rows, self.requests.stop_ids
         requests, rows, tokens = schedule.requests, schedule.rows, sampled.tolist()
         samples = self._without_forced(schedule) if self.requests.forced else schedule.samples
-        own = samples & (state.generation[rows] == schedule.generations)
+        own = state.generation[rows] == schedule.generations
+        if samples is not schedule.samples or schedule.num_decodes < schedule.num_seqs:
+            own &= samples
         late: list[int] = []
         if not own.all():
             index = np.flatnonzero(own)
