@@ -1,13 +1,12 @@
-"""The fixed shapes that steps run in, and what padding to them costs.
+"""The fixed shapes that steps run in.
 
-Owns BucketPlan (which shapes there are, as data: chosen by rule or by tuning, saved as JSON), the choice of a bucket for a step,
-and PaddingAccount. Knows nothing of requests, models or compilation.
+Owns BucketPlan (which shapes there are, as data: chosen by rule or by tuning, saved as JSON) and the choice of a bucket for a step.
+Knows nothing of requests, models or compilation.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -242,35 +241,3 @@ def _ladder(low: int, high: int, count: int, multiple: int) -> tuple[int, ...]:
         gaps = [(sizes[i + 1] / sizes[i - 1], i) for i in range(1, len(sizes) - 1)]
         del sizes[min(gaps)[1]]
     return tuple(sizes)
-
-
-@dataclass
-class PaddingAccount:
-    """What the steps asked for and what the buckets ran, step by step."""
-
-    steps: dict[Bucket, int] = field(default_factory=dict)
-    tokens: int = 0
-    padded_tokens: int = 0
-    head_rows: int = 0
-    padded_head_rows: int = 0
-
-    def add(self, bucket: Bucket, num_tokens: int, head_rows: int, num_samples: int, num_steps: int = 1) -> None:
-        """Counts a step, or several of one bucket together: their demand, and the bucket and head that ran them."""
-        self.steps[bucket] = self.steps.get(bucket, 0) + num_steps
-        self.tokens += num_tokens
-        self.padded_tokens += num_steps * bucket.tokens - num_tokens
-        self.head_rows += num_samples
-        self.padded_head_rows += head_rows - num_samples
-
-    @property
-    def num_steps(self) -> int:
-        return sum(self.steps.values())
-
-    @property
-    def padding_share(self) -> float:
-        """Padding tokens over all tokens that were run; 0 before the first step."""
-        total = self.tokens + self.padded_tokens
-        return self.padded_tokens / total if total else 0.0
-
-    def by_bucket(self) -> Iterable[tuple[Bucket, int]]:
-        return sorted(self.steps.items())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxserve.batching.layout import StepInputs
-from jaxserve.buckets.plan import PaddingAccount
+from jaxserve.buckets.padding import PaddingAccount
 from jaxserve.outputs import Logprob
 from jaxserve.sampling.rows import SampledRows
 from jaxserve.scheduling.schedule import Schedule, StepResult

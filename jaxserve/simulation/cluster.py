@@ -1,7 +1,7 @@
 """Several engines behind a router, in virtual time: what a number of replicas would make of a workload.
 
 Owns the order of events between replicas: each is brought up to a request's arrival before the router chooses. The choice is the
-real router's policy (serving/router_policy.py), the replicas are replica.py's or pipeline.py's.
+real router's policy (routing/policy.py), the replicas are replica.py's or pipeline.py's.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def replay_cluster(
 
     Args:
       make_replica: (records, prefix_caching) -> a new Replica or PipelineReplica.
-      policy: see serving.router_policy.make_policy.
+      policy: see routing.policy.make_policy.
       block_tokens: of the blocks by which the router knows prompts, where the workload gives token ids.
       progress: told how many requests ended, whenever some do.
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxserve.buckets.plan import Bucket, PaddingAccount
+from jaxserve.buckets.padding import PaddingAccount
+from jaxserve.buckets.plan import Bucket
 from jaxserve.scheduling.demand import COLUMNS, DemandLog
 from jaxserve.workloads.latency import ServedTimes
 from jaxserve.workloads.workload import Workload

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.buckets.plan import Bucket, BucketPlan, PaddingAccount
+from jaxserve.buckets.padding import PaddingAccount
+from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.demand import DemandLog

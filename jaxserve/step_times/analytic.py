@@ -1,7 +1,7 @@
 """Step times of named models on named GPUs, by arithmetic: for machines that nobody has at hand.
 
 Owns the list of a layer's operators, how tensor and pipeline parallelism cut them, and the memory that is left for KV. Constants
-are hardware.py's, formulas operators.py's, and what measures a real machine is measure.py.
+are hardware.py's, formulas operators.py's, and what measures a real machine is engine/measure.py.
 
 A step's time is affine in what it attends to, as a measured StepTimeModel's is:
 

@@ -1,7 +1,7 @@
 """How long a step takes: a model fitted to measured steps of one machine, model and set of limits.
 
 Owns what a model of step times is asked (StepTimes), the measured one's form, its fit, its interpolation between measured buckets,
-and its JSON. Knows nothing of how steps are measured (measure.py) or of requests; analytic.py models machines not at hand.
+and its JSON. Knows nothing of how steps are measured (engine/measure.py) or of requests; analytic.py models machines not at hand.
 
 A body's time is affine in what it attends to, with coefficients of each bucket's own, since padding and tiles are a bucket's:
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.buckets.plan import MAX_PROGRAMS, Bucket, BucketPlan, PaddingAccount
+from jaxserve.buckets.padding import PaddingAccount
+from jaxserve.buckets.plan import MAX_PROGRAMS, Bucket, BucketPlan
 
 sizes = st.integers(1, 400)
 mixed_sizes = st.tuples(sizes, sizes).map(lambda pair: (max(pair), min(pair)))

@@ -55,7 +55,7 @@ def serve(engine: Any, workload: Workload, seed: int, *, max_concurrency: int | 
     max_concurrency it is not sent before an earlier one has ended, and counts as arrived when it is.
     """
     from jaxserve import SamplingParams
-    from jaxserve.buckets.plan import PaddingAccount
+    from jaxserve.buckets.padding import PaddingAccount
 
     requests, n = workload.requests, len(workload.requests)
     prompts = workload.prompts(engine.config.model.vocab_size, seed)
