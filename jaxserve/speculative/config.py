@@ -23,7 +23,7 @@ class SpeculativeConfig:
       is given.
     acceptance: "sampled": at each position the token is drawn that would have been drawn without drafts, and a draft stands if it
       is that one: the output does not depend on drafting. "rejection": rejection sampling (Leviathan et al., ICML 2023): the output
-      is distributed alike, but which tokens are drawn depends on the drafts. Of n-grams as many stand either way.
+      is distributed alike, but which tokens are drawn depends on the drafts. N-gram drafts are accepted equally often under both.
     adaptive: as many drafts as pay, by the acceptance and the times of steps so far: while requests queue for a row, as many as
       give the most tokens a second, else as many as give the least time per token, averaged over the rows; none where they lose, on
       a few rows or on all. Otherwise always num_speculative_tokens.
