@@ -5,7 +5,7 @@
     python -m scripts.gpu_check --part=kernels --resume=FILE      what the run that wrote FILE had no time for
     python -m scripts.gpu_check --dry_run           both on a CPU with tiny shapes: every path, no figure that means anything
 
-Needs an H100 or H200 and no network, and of packages only jax, flax, absl-py and numpy; torch and transformers are the peers where
+Needs an H100 or H200 and no network, and only jax, flax, chex, absl-py and numpy; torch and transformers are the peers where
 they are installed. Every section runs in a process of its own with its own time limit, so that a crash or a hang costs one
 section's remaining figures. They are written as JSON to benchmarks/results/<device>/ as sections end, with device, date, versions
 and revision; a table closes the run. Whatever --sections says, a part begins with `device`.
