@@ -8,7 +8,12 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
+else:
+    Loader = object  # importlib.abc imports importlib.resources, which takes longer than `import jaxserve`
 
 MODULES: dict[str, tuple[str, ...]] = {  # old name below jaxserve -> modules that have what it had
     "admission": ("engine.admission",),
@@ -93,7 +98,7 @@ def forward(module: str) -> Callable[[str], Any]:
     return find
 
 
-class _Finder:
+class _Finder(Loader):
     """Makes a module of an old name that is empty but for `forward`."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:

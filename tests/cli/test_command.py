@@ -92,6 +92,15 @@ def test_bad_values_are_answered_in_one_line(args, said):
     assert done.returncode == 1 and said in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("args", "missing"), [(("serve", "x"), "fastapi"), (("router", "--backends=http://127.0.0.1:9"), "aiohttp")]
+)
+def test_an_extra_that_is_not_installed_is_named(args, missing):
+    code = f"import sys; sys.modules[{missing!r}] = None; from jaxserve.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == f"jaxserve {args[0]}: needs {missing}: pip install 'jaxserve[serve]'\n"
+
+
 def test_version():
     done = jaxserve_command("version")
     assert done.returncode == 0 and done.stdout.startswith(f"jaxserve {jaxserve.__version__} (Python 3.")

@@ -27,6 +27,11 @@ _TITLES = {  # of flags that a module of common/ defines, by the module's name
     "traffic_flags": "The workload",
     "simulated_machine": "Planning",
 }
+_EXTRAS = {  # a package that an optional extra brings -> the extra
+    **dict.fromkeys(("aiohttp", "fastapi", "msgspec", "prometheus_client", "pydantic", "starlette", "uvicorn"), "serve"),
+    "matplotlib": "plots",
+    "torch": "verify",
+}
 _groups: dict[str, str] = {}  # flag -> title, of flags that are no module's own
 
 
@@ -66,6 +71,11 @@ def run_command(main: Callable[[], Any], *, name: str | None = None) -> NoReturn
         sys.exit(main())
     except app.UsageError as error:
         fail(name, error, 1)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _EXTRAS:
+            raise
+        fail(name, f"needs {missing}: pip install 'jaxserve[{_EXTRAS[missing]}]'", 1)
 
 
 def _name_of(main: Callable[[], Any]) -> str:
