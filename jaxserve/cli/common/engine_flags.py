@@ -38,8 +38,8 @@ def _define(name: str, default: Any, option: Option) -> None:
             flags.DEFINE_bool(name, default, text)
         case Count(least=least):
             flags.DEFINE_integer(name, default, text, lower_bound=least)
-        case Measure(most=most):
-            flags.DEFINE_float(name, default, text, lower_bound=0, upper_bound=most)
+        case Measure():  # EngineConfig says in which range, and what of
+            flags.DEFINE_float(name, default, text)
         case Option(choices=choices) if choices:
             flags.DEFINE_enum(name, default, choices, text)
         case _:
