@@ -61,7 +61,7 @@ MODULES: dict[str, tuple[str, ...]] = {  # old name below jaxserve -> modules th
     "work_lists": ("batching.work_lists",),
 }
 STAYED: dict[str, dict[str, str]] = {  # modules and packages that are there still -> what they had besides -> where that went
-    "buckets": dict.fromkeys(("Bucket", "BucketPlan", "PaddingAccount"), "buckets.plan"),
+    "buckets": {"Bucket": "buckets.plan", "BucketPlan": "buckets.plan", "PaddingAccount": "buckets.padding"},
     "config": {
         "ResolvedConfig": "execution.resolved_config",
         **dict.fromkeys(("SchedulerConfig", "CacheConfig"), "scheduling.config"),
