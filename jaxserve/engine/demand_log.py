@@ -9,7 +9,7 @@ from jaxserve.scheduling.demand import COLUMNS, step_demand
 from jaxserve.scheduling.schedule import Schedule
 
 
-class DemandLog:
+class DemandWriter:
     """Appends a line a step to a file. Close it."""
 
     def __init__(self, path: str, page_size: int):

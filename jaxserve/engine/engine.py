@@ -19,7 +19,7 @@ import numpy as np
 from jaxserve.batching.packer import BatchPacker
 from jaxserve.config import EngineConfig
 from jaxserve.engine.admission import check_ids, check_kinds, check_order
-from jaxserve.engine.demand_log import DemandLog
+from jaxserve.engine.demand_log import DemandWriter
 from jaxserve.engine.grammar_following import GrammarFollower
 from jaxserve.engine.live_requests import LiveRequests
 from jaxserve.engine.pipeline import StepPipeline
@@ -76,7 +76,7 @@ class Engine:
         self._requests = LiveRequests(self._constraints)
         self._numbers = itertools.count()
         self._step_budget = step_budget(self.config)
-        self._demand_log = DemandLog(config.demand_log, self.config.cache.page_size) if config.demand_log else None
+        self._demand_log = DemandWriter(config.demand_log, self.config.cache.page_size) if config.demand_log else None
         self._make_host_state()
         logger.info("%s", self.describe())
         if config.warm_up == "all":

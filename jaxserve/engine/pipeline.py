@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxserve.batching.layout import StepInputs
 from jaxserve.batching.packer import BatchPacker
-from jaxserve.engine.demand_log import DemandLog
+from jaxserve.engine.demand_log import DemandWriter
 from jaxserve.engine.grammar_following import GrammarFollower
 from jaxserve.engine.live_requests import LiveRequests
 from jaxserve.engine.stats import EngineStats, tokens_of
@@ -55,7 +55,7 @@ class StepPipeline:
     requests: LiveRequests
     stats: EngineStats
     draft_lengths: DraftLengths | None
-    demand_log: DemandLog | None
+    demand_log: DemandWriter | None
     max_in_flight: int
 
     def __post_init__(self) -> None:
