@@ -17,8 +17,9 @@ import pytest
 from jaxserve.batching.layout import StepLayout
 from jaxserve.batching.packer import BatchPacker
 from jaxserve.engine import pipeline
-from jaxserve.execution import body, head
+from jaxserve.execution import body
 from jaxserve.request import Request
+from jaxserve.sampling import logit_edits
 from jaxserve.scheduling import page_pool
 from jaxserve.scheduling.lifecycle import RequestLifecycle
 from jaxserve.scheduling.step_composer import StepComposer
@@ -112,7 +113,7 @@ ON_THE_DEVICE = {
         'num_computed.at[rows].set(jnp.minimum(starts + 1, kv_lens), mode="drop")',
     ),
     "sampled_tokens_not_remembered": Fault(
-        head, "head", "logit_edits.remember(rows.history, seq_rows, asked.position, sampled.tokens)", "rows.history"
+        logit_edits, "remember", 'history.at[seq_rows, positions].set(tokens, mode="drop")', "history"
     ),
     "padding_writes_to_a_live_page": Fault(body, "_context", "num_pages * page_size + t)", "t)"),
 }
@@ -160,4 +161,4 @@ def test_fault_on_the_host_is_found(name, monkeypatch):
 def test_fault_on_the_device_is_found(name, monkeypatch):
     alone("float32", True)
     ON_THE_DEVICE[name].put_in(monkeypatch)
-    assert fault_is_found(compile_anew="all" if ON_THE_DEVICE[name].function == "head" else "bodies")
+    assert fault_is_found(compile_anew="all" if ON_THE_DEVICE[name].function == "remember" else "bodies")
