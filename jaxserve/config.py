@@ -31,7 +31,7 @@ from jaxserve.scheduling.policies import BATCHING_POLICIES, ORDERS
 from jaxserve.speculative.config import SpeculativeConfig
 from kernels.backends import ATTENTION, GROUPED_MATMUL
 
-WARM_UPS = ("all", "first_use")
+WARM_UPS = ("all", "background", "first_use")
 BACKENDS = ATTENTION.names
 MOE_BACKENDS = GROUPED_MATMUL.names  # of a mixture of experts' matmuls
 
@@ -225,7 +225,10 @@ class EngineConfig:
     warm_up: str = _option(
         "first_use",
         Option(
-            group=_PROGRAMS, choices=WARM_UPS, help="Compile all programs of the plan at start, or each when it is first needed."
+            group=_PROGRAMS,
+            choices=WARM_UPS,
+            help="Compile all programs of the plan at start, each when it is first needed, or a few at start and the rest on a thread "
+            "behind the steps. Until these are done a step may run in a larger bucket, and results may differ in their last bits.",
         ),
     )
     async_scheduling: bool = _option(

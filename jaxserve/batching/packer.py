@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 
 from jaxserve.batching.layout import FROM_DEVICE, StepInputs, StepLayout
 from jaxserve.batching.work_lists import WorkLists
-from jaxserve.buckets.plan import Bucket, BucketPlan
+from jaxserve.buckets.plan import Bucket
 from jaxserve.request import Request
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling.edit_rows import EditLayout, kinds_of
 from jaxserve.scheduling.schedule import Schedule
+
+
+class ShapeChoice(Protocol):
+    """Which of the compiled shapes a step takes: a BucketPlan, or its part that is compiled so far."""
+
+    def select(self, num_tokens: int, num_seqs: int, max_q_len: int) -> Bucket:
+        """As `BucketPlan.select`."""
+        ...
+
+    def select_head(self, num_rows: int, with_logprobs: bool) -> tuple[int, bool]:
+        """As `BucketPlan.select_head`."""
+        ...
 
 
 class BatchPacker:
@@ -25,7 +38,7 @@ class BatchPacker:
 
     def __init__(
         self,
-        plan: BucketPlan,
+        plan: ShapeChoice,
         layouts: Mapping[Bucket, StepLayout],
         max_num_seqs: int,
         edit_layout: EditLayout,
@@ -94,12 +107,14 @@ class BatchPacker:
         view["logits_tokens"][:r] = tokens
         view["logits_rows"][:r] = rows
         view["sampling"][:r] = self.sampling[rows]
+        with_logprobs = bool(self.wants_logprobs[rows].any())
+        head_size, with_logprobs = self.plan.select_head(r, with_logprobs) if r else (0, False)
         return StepInputs(
             bucket=bucket,
             packed=packed,
-            head_size=self.plan.select_head_rows(r) if r else 0,
+            head_size=head_size,
             num_samples=r,
-            with_logprobs=bool(self.wants_logprobs[rows].any()),
+            with_logprobs=with_logprobs,
             extra_page_updates=extra,
             edit_rows=edit_rows,
             num_tokens=schedule.num_tokens,

@@ -148,6 +148,10 @@ class BucketPlan:
                 return rows
         raise ValueError(f"no head program holds {num_rows} logits rows; head_rows are {list(self.head_rows)}")
 
+    def select_head(self, num_rows: int, with_logprobs: bool) -> tuple[int, bool]:
+        """(logits rows, with log-probabilities or not) of the smallest head for this. ValueError as `select_head_rows`."""
+        return self.select_head_rows(num_rows), with_logprobs
+
     def check(self, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int = 0) -> None:
         """ValueError unless every step that a scheduler of these limits can make fits a bucket. num_drafts: 0 is no speculation."""
         fits = [t for t, s in self.mixed if s >= min(t, max_num_seqs)]

@@ -59,7 +59,7 @@ def make_application() -> Any:
 
 def main() -> None:
     if "warm_up" not in flags.FLAGS or not flags.FLAGS["warm_up"].present:
-        flags.FLAGS.warm_up = "all"  # no request should wait for a compiler
+        flags.FLAGS.warm_up = "background"  # no request should wait for a compiler, nor the port for all programs
     http_server.set_up_logging()
     try:
         application = make_application()

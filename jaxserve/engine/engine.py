@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -31,6 +31,7 @@ from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.execution.runner import Runner
+from jaxserve.execution.warm_up import BackgroundWarmUp
 from jaxserve.models import Decoder
 from jaxserve.outputs import RequestMetrics
 from jaxserve.request import EngineOutput, Request, RequestStatus
@@ -64,9 +65,12 @@ class Engine:
         functions = ModelFunctions(model, config.moe_backend)
         self.config: ResolvedConfig = resolve(functions, config)
         programs = Programs(functions, self.config)
+        self._warm_up: BackgroundWarmUp | None = BackgroundWarmUp(programs) if config.warm_up == "background" else None
         if config.warm_up == "all":  # from shapes, before the pool takes the memory that compiling may need
             for key in programs.keys:
                 programs.get(key)
+        elif self._warm_up is not None:
+            self._warm_up.compile_first()
         self.runner: Runner = Runner(programs)
         self.is_paused: bool = False
         self.eos_token_ids: frozenset[int] = frozenset(self.config.model.eos_token_ids if eos_token_ids is None else eos_token_ids)
@@ -81,6 +85,8 @@ class Engine:
         logger.info("%s", self.describe())
         if config.warm_up == "all":
             self.runner.warm_up()
+        if self._warm_up is not None:
+            self._warm_up.start()
 
     def _make_host_state(self, num_pages: int | None = None) -> None:
         """Scheduler, pool and all that goes by them, as new. num_pages: that may be handed out; None: all."""
@@ -97,8 +103,9 @@ class Engine:
                 speculative.adaptive,
             )
         self.scheduler: Scheduler = Scheduler(limits, self.pool, self._step_budget, self._draft_lengths)
+        shapes = plan if self._warm_up is None else self._warm_up.shapes
         self.packer: BatchPacker = BatchPacker(
-            plan, programs.layouts, limits.max_num_seqs, programs.edit_layout, keeps_history=speculative is not None
+            shapes, programs.layouts, limits.max_num_seqs, programs.edit_layout, keeps_history=speculative is not None
         )
         self.pipeline: StepPipeline = StepPipeline(
             runner=self.runner,
@@ -261,7 +268,27 @@ class Engine:
         weights' buffers are gone, because the trainer that shares them donated them.
         """
         with self._whole_or_nothing():
+            if self._warm_up is not None:
+                self._follow_warm_up(self._warm_up)
             return self.pipeline.step(paused=self.is_paused)
+
+    def _follow_warm_up(self, warm_up: BackgroundWarmUp) -> None:
+        """Steps grow with the buckets that are compiled; nothing is left of this when all are."""
+        most = self.config.scheduler.max_num_batched_tokens
+        self.scheduler.composer.max_step_tokens = min(warm_up.shapes.max_tokens, most)
+        if not self.num_programs_left:
+            self._warm_up, self.packer.plan = None, self.config.plan
+
+    @property
+    def num_programs_left(self) -> int:
+        """Programs of the plan that are not compiled yet. Any thread may ask."""
+        programs = self.runner.programs
+        return len(programs.keys) - programs.num_compiled
+
+    def on_compiled(self, call: Callable[[], None]) -> None:
+        """Calls this after each program that is compiled behind the steps (warm_up="background"), on the compiling thread."""
+        if self._warm_up is not None:
+            self._warm_up.on_progress = call
 
     def drain(self) -> None:
         """Waits for the steps in flight; what they bring is delivered by the next `step`. Exceptions as in `step`."""
@@ -354,7 +381,9 @@ class Engine:
         return self.pool.reset()
 
     def close(self) -> None:
-        """Ends every request and closes the demand log."""
+        """Ends every request and closes the demand log. A program that is being compiled behind the steps is waited for."""
+        if self._warm_up is not None:
+            self._warm_up.close()
         self.abort(self._requests.ids)
         self.drain()
         self.pipeline.undelivered.clear()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -69,6 +71,7 @@ class Programs:
         self.proposer: Proposer | None = make_proposer(config.speculative)
         self.edit_layout: EditLayout = EditLayout(config.scheduler.max_model_len, config.model.vocab_size)
         self._compiled: dict[ProgramKey, Any] = {}
+        self._locks: defaultdict[ProgramKey, threading.Lock] = defaultdict(threading.Lock)  # held while one is compiled
 
     @property
     def num_compiled(self) -> int:
@@ -81,10 +84,17 @@ class Programs:
         plan = self.config.plan
         return [*plan.buckets, *((rows, lp) for rows in plan.head_rows for lp in (False, True)), "score", "update"]
 
+    def has(self, key: ProgramKey) -> bool:
+        """Whether this program is compiled."""
+        return key in self._compiled
+
     def get(self, key: ProgramKey) -> Any:
-        """The program of one of `keys`, to be called with the arguments of its `spec`; compiled if it is not yet."""
+        """The program of one of `keys`, to be called with the arguments of its `spec`; compiled if it is not yet. Any thread may
+        call it; where another compiles the same program already, this one waits for it."""
         if key not in self._compiled:
-            self._compiled[key] = self._compile(key)
+            with self._locks[key]:
+                if key not in self._compiled:
+                    self._compiled[key] = self._compile(key)
         return self._compiled[key]
 
     def spec(self, key: ProgramKey) -> ProgramSpec:

@@ -39,14 +39,15 @@ class DraftLengthChooser(Protocol):
 class StepComposer:
     """Composes steps of `requests`. Advances their counters and takes rows and pages as it does so.
 
-    last_was_prefill: whether the last step held chunks. batch_end: where only an idle engine admits, requests added before this
-    many may still join the batch.
+    max_step_tokens: max_num_batched_tokens, or less while the buckets for so many are not compiled. last_was_prefill: whether the
+    last step held chunks. batch_end: where only an idle engine admits, requests added before this many may still join the batch.
     """
 
     def __init__(
         self, requests: RequestLifecycle, step_budget: StepBudget | None = None, draft_lengths: DraftLengthChooser | None = None
     ):
         self.requests = requests
+        self.max_step_tokens: int = requests.config.max_num_batched_tokens
         self.step_budget = step_budget
         self.draft_lengths = draft_lengths
         self.last_was_prefill = False
@@ -189,9 +190,9 @@ class StepComposer:
         chosen = self.step_budget if len(starts) or self.step_budget is not None and self.step_budget.every_step else None
         partial = self._partial_prompts() if chosen is not None else []
         if chosen is None or not (partial or self._queue and self._rows.num_free):
-            return self._config.max_num_batched_tokens
+            return self.max_step_tokens
         chunk_start = int(self._rows.num_computed[partial[0]]) if partial else 0
-        return max(len(starts), chosen.choose(starts, chunk_start))
+        return max(len(starts), min(self.max_step_tokens, chosen.choose(starts, chunk_start)))
 
     def _chunk_size(self, num_known: int, num_computed: int, budget: int, num_prompts: int) -> int:
         """How many of a request's `num_known` tokens to compute in this step; 0 if it must wait.

@@ -62,7 +62,12 @@ class _Loaded:
     error: Exception | None = None
 
 
-Command = Add | Abort | Call | Stop | _Compiled | _Loaded
+@dataclass(frozen=True, slots=True)
+class _ProgramCompiled:
+    """From the thread that compiles programs behind the steps: the counts have changed."""
+
+
+Command = Add | Abort | Call | Stop | _Compiled | _Loaded | _ProgramCompiled
 CALLS = ("pause", "resume", "reset_prefix_cache", "sleep", "wake_up", "update_weights_from_path")
 
 
@@ -121,10 +126,12 @@ class EngineLoop:
         self._num_prompt_tokens = 0  # of requests that have begun
         self._lost = (0, 0, 0)  # what the scheduler had counted before a failed step made it begin anew
         self._step_seconds: float | None = None
+        self._has_news = False  # whether stats changed without a step
         self._loading: threading.Thread | None = None  # reads weights, until they have been taken
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
 
     def start(self) -> None:
+        self.engine.on_compiled(lambda: self.send(_ProgramCompiled()))
         self._thread.start()
 
     def send(self, command: Command) -> None:
@@ -174,6 +181,8 @@ class EngineLoop:
                 for name in () if command.refused else self._open.keys() & set(command.request_ids):
                     self._events.append(Aborted(name, sum(not sent.finished for sent in self._open[name].samples)))
                 self._abort(command.request_ids)
+            elif isinstance(command, _ProgramCompiled):
+                self._has_news = True
             elif isinstance(command, _Compiled):
                 self._settle(command.request_id)
             elif isinstance(command, _Loaded):
@@ -319,9 +328,9 @@ class EngineLoop:
                 del self._open[request_id]
 
     def _hand_over(self) -> None:
-        if self._events or self._step_seconds is not None:
+        if self._events or self._step_seconds is not None or self._has_news:
             self._deliver(Report(self._events, self.stats()))
-            self._events, self._step_seconds = [], None
+            self._events, self._step_seconds, self._has_news = [], None, False
 
     # -- calls
 
@@ -409,6 +418,7 @@ class EngineLoop:
             num_accepted_tokens=stats.num_accepted_tokens,
             num_accepted_tokens_per_pos=tuple(stats.num_accepted_tokens_per_pos),
             num_compiles=compiles.programs,
+            num_programs_left=engine.num_programs_left,
             compile_seconds=compiles.seconds,
             num_failures=self._num_failures,
             step_seconds=self._step_seconds,

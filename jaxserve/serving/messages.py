@@ -165,6 +165,7 @@ class LoopStats:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     num_compiles: int = 0
+    num_programs_left: int = 0  # of the bucket plan's, not compiled yet
     compile_seconds: float = 0.0
     num_failures: int = 0  # steps that raised
     step_seconds: float | None = None  # of the step that this report follows

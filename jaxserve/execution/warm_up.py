@@ -1,0 +1,127 @@
+"""Warming up behind the first steps: which programs are compiled first, the thread that compiles the rest, and the shapes that
+steps take meanwhile.
+
+Owns the thread. Programs are compiled from shapes: nothing is allocated on the device, and nothing runs there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable
+
+from jaxserve.buckets.plan import Bucket, BucketPlan
+from jaxserve.execution.programs import ProgramKey, Programs, name_of
+from jaxserve.scheduling.config import resolve_policy
+
+logger: logging.Logger = logging.getLogger("jaxserve")
+
+NICENESS = 10  # of the compiling thread, and of the threads that XLA starts for it: steps come first
+
+
+def first_programs(plan: BucketPlan, max_num_seqs: int, *, chunked: bool) -> list[ProgramKey]:
+    """The few programs with which every step can run: a mixed bucket of max_num_seqs sequences, the largest head and the update of
+    the rows; then the smallest bucket and head, in which a lone request decodes faster.
+
+    Prompts are cut to what that mixed bucket holds. Where the batching policy does not cut prompts (chunked=False) it is the
+    largest bucket instead.
+    """
+    if chunked:
+        mixed = next(b for b in plan.buckets if _takes_any_prompt(b) and min(b.tokens, b.seqs) >= max_num_seqs)
+    else:
+        mixed = plan.buckets[-1]
+    return list(dict.fromkeys([mixed, (plan.max_head_rows, True), "update", plan.buckets[0], (plan.head_rows[0], False)]))
+
+
+def remaining_programs(plan: BucketPlan, keys: Iterable[ProgramKey], first: Iterable[ProgramKey]) -> list[ProgramKey]:
+    """The other keys, in the order in which they bring most: buckets and heads by turns, the smaller first."""
+    rest = set(keys) - set(first)
+    heads = [(rows, with_logprobs) for with_logprobs in (False, True) for rows in plan.head_rows]
+    by_turns = [key for i in range(max(len(plan.buckets), len(heads))) for key in (*plan.buckets[i : i + 1], *heads[i : i + 1])]
+    return [key for key in (*by_turns, "score", "update") if key in rest]
+
+
+def _takes_any_prompt(bucket: Bucket) -> bool:
+    return bucket.max_q_len == bucket.tokens
+
+
+class CompiledShapes:
+    """What a packer asks for shapes while programs are being compiled: the cheapest of those that are, and the plan's own choice,
+    which is then compiled in line, where none of them is large enough."""
+
+    def __init__(self, programs: Programs):
+        self._programs, self._plan = programs, programs.config.plan
+
+    def select(self, num_tokens: int, num_seqs: int, max_q_len: int) -> Bucket:
+        """As `BucketPlan.select`."""
+        for bucket in self._plan.buckets:
+            if bucket.holds(num_tokens, num_seqs, max_q_len) and self._programs.has(bucket):
+                return bucket
+        return self._plan.select(num_tokens, num_seqs, max_q_len)
+
+    def select_head(self, num_rows: int, with_logprobs: bool) -> tuple[int, bool]:
+        """As `BucketPlan.select_head`. A head with log-probabilities stands in for one without."""
+        variants = (True,) if with_logprobs else (False, True)
+        for rows in self._plan.head_rows:
+            for variant in variants:
+                if num_rows <= rows and self._programs.has((rows, variant)):
+                    return rows, variant
+        return self._plan.select_head(num_rows, with_logprobs)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest step that a compiled bucket takes whatever is in it; 0 if there is none."""
+        max_num_seqs = self._programs.config.scheduler.max_num_seqs
+        whole = (b for b in self._plan.buckets if _takes_any_prompt(b) and b.seqs >= min(b.tokens, max_num_seqs))
+        return max((b.tokens for b in whole if self._programs.has(b)), default=0)
+
+
+class BackgroundWarmUp:
+    """Compiles the programs of a plan: the first ones at once, the rest on a thread of its own.
+
+    A step that needs one of the rest sooner compiles it itself, or waits for it if it is under way. A program that can't be
+    compiled is logged and left out: a larger one takes its place, and a step that needs it none the less raises the error.
+    """
+
+    def __init__(self, programs: Programs):
+        self._programs = programs
+        self.shapes: CompiledShapes = CompiledShapes(programs)
+        config = programs.config.scheduler
+        self._first = first_programs(programs.config.plan, config.max_num_seqs, chunked=resolve_policy(config).chunked)
+        self._stopping = threading.Event()
+        self.on_progress: Callable[[], None] = lambda: None  # called on the thread after each program
+        self._thread = threading.Thread(target=self._compile_rest, name="jaxserve-compiler", daemon=True)
+
+    def compile_first(self) -> None:
+        """Compiles what every step can run with."""
+        for key in self._first:
+            self._programs.get(key)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the thread has ended; False if that took more than `timeout` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Ends the thread: the program under way is finished, which may take seconds, and no other is begun."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _compile_rest(self) -> None:
+        if sys.platform == "linux":  # where this is the priority of a thread, not of its process
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        for key in remaining_programs(self._programs.config.plan, self._programs.keys, self._first):
+            if self._stopping.is_set():
+                return
+            try:
+                self._programs.get(key)
+            except Exception:
+                logger.exception("%s could not be compiled; a step that needs it will fail", name_of(key))
+            self.on_progress()
