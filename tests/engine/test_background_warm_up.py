@@ -1,0 +1,191 @@
+"""warm_up="background": a few programs are compiled at start and the rest behind the steps; answers are the same, none is compiled
+twice, and the thread ends with the engine."""
+
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxserve import BucketPlan, EngineConfig, SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.compilation import compile_counts
+from jaxserve.execution.programs import Programs
+from jaxserve.execution.warm_up import first_programs, remaining_programs
+from tests.dummy import EOS, SETTINGS, VOCAB, dummy_model
+
+PLAN = BucketPlan(decode=(2, 6), mixed=((8, 6), (16, 6), (24, 6)), head_rows=(2, 6))
+FIRST = 5  # mixed(8,6), head(6, logprobs), update, decode(2,2), head(2)
+
+
+class Gate:
+    """Holds the compiling thread before each of its programs until `open`; the engine's own thread passes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None):
+        self._open, compile_one = threading.Event(), Programs._compile
+
+        def compile_or_wait(programs: Programs, key):
+            if threading.current_thread().name == "jaxserve-compiler":
+                self._open.wait(60)
+                if error is not None and key == "score":
+                    raise error
+            return compile_one(programs, key)
+
+        monkeypatch.setattr(Programs, "_compile", compile_or_wait)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open()
+
+
+def make_engine(**settings) -> Engine:
+    options = {
+        **SETTINGS,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 24,
+        "bucket_plan": PLAN,
+        "warm_up": "background",
+        **settings,
+    }
+    return Engine(dummy_model(), EngineConfig(**options), eos_token_ids=(EOS,))
+
+
+def compiling_thread() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "jaxserve-compiler"]
+
+
+def answers(engine: Engine, num_requests: int = 6, length: int = 20) -> list[list[int]]:
+    """Greedy tokens of requests that run together: prompts longer than the first buckets, and more samples than the first head."""
+    rng = np.random.default_rng(3)
+    made = [
+        engine.add_request(str(i), rng.integers(1, VOCAB, length).tolist(), SamplingParams(max_tokens=8, temperature=0))[0]
+        for i in range(num_requests)
+    ]
+    while engine.has_unfinished_requests():
+        engine.step()
+    return [request.output_token_ids for request in made]
+
+
+def shapes_run(engine: Engine) -> set[tuple[int, int]]:
+    """(tokens, sequences) of the buckets that steps ran in."""
+    return {(bucket.tokens, bucket.seqs) for bucket, _ in engine.stats.padding.by_bucket()}
+
+
+def wait_for_programs(engine: Engine) -> None:
+    assert engine._warm_up is not None and engine._warm_up.wait(120)
+
+
+def test_steps_run_in_the_first_programs_and_none_waits_for_a_compiler(gate):
+    engine = make_engine()
+    assert engine.num_programs_left == PLAN.num_programs - FIRST
+    before = compile_counts().programs
+    early = answers(engine)
+    assert compile_counts().programs == before  # neither the engine nor the thread compiled anything
+    assert shapes_run(engine) <= {(8, 6), (2, 2)}
+    gate.open()
+    wait_for_programs(engine)
+    assert engine.num_programs_left == 0
+    before = compile_counts().programs
+    engine.reset_prefix_cache()
+    assert answers(engine) == early
+    assert compile_counts().programs == before
+    assert engine._warm_up is None and engine.scheduler.composer.max_step_tokens == 24
+    assert (24, 6) in shapes_run(engine)  # prompts are not cut any more
+    engine.close()
+
+
+def test_a_program_that_is_needed_sooner_is_compiled_once(gate):
+    engine, calls = make_engine(), []
+    engine.on_compiled(lambda: calls.append(engine.num_programs_left))
+    request = engine.add_request("scored", [1, 2, 3], SamplingParams(max_tokens=1, prompt_logprobs=2))[0]
+    while engine.has_unfinished_requests():
+        engine.step()  # the score program is not among the first
+    assert request.finished and engine.num_programs_left == PLAN.num_programs - FIRST - 1
+    gate.open()
+    wait_for_programs(engine)
+    assert engine.num_programs_left == 0 and calls[-1] == 0 and len(calls) == PLAN.num_programs - FIRST
+    engine.close()
+
+
+def test_sleeping_new_weights_and_failed_steps_meanwhile(gate, monkeypatch):
+    engine = make_engine()
+    expected = answers(engine)
+    engine.sleep(1)
+    engine.wake_up()
+    engine.update_params(dummy_model())
+    assert answers(engine) == expected
+    monkeypatch.setattr(engine.packer, "pack", lambda _: 1 / 0)
+    engine.add_request("fails", [1, 2, 3], SamplingParams(max_tokens=2))
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert answers(engine) == expected  # with a new packer and scheduler, still within what is compiled
+    assert shapes_run(engine) <= {(8, 6), (2, 2)}
+    gate.open()
+    wait_for_programs(engine)
+    assert answers(engine) == expected
+    engine.close()
+
+
+def test_a_program_that_cannot_be_compiled_is_logged_and_the_rest_is(monkeypatch, caplog):
+    gate = Gate(monkeypatch, MemoryError("no room for it"))
+    with caplog.at_level(logging.ERROR, logger="jaxserve"):
+        engine = make_engine()
+        gate.open()
+        wait_for_programs(engine)
+    assert "score could not be compiled" in caplog.text and "no room for it" in caplog.text
+    assert engine.num_programs_left == 1
+    assert answers(engine)
+    engine.close()
+
+
+def test_close_ends_the_thread_before_the_rest_is_compiled(gate):
+    engine = make_engine()
+    assert len(compiling_thread()) == 1
+    threading.Timer(0.2, gate.open).start()
+    engine.close()
+    assert not compiling_thread()
+    assert engine.num_programs_left >= PLAN.num_programs - FIRST - 1  # but for the one that was under way
+
+
+def test_two_threads_compile_a_program_once(monkeypatch):
+    engine, compiled = make_engine(warm_up="first_use"), []
+
+    def slow(_: Programs, key):
+        time.sleep(0.05)
+        compiled.append(key)
+        return object()
+
+    monkeypatch.setattr(Programs, "_compile", slow)
+    programs, found = engine.runner.programs, []
+    threads = [threading.Thread(target=lambda: found.append(programs.get("score"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiled == ["score"] and len(set(map(id, found))) == 1
+
+
+@pytest.mark.parametrize("chunked, tokens", [(True, 8), (False, 24)])
+def test_the_first_programs_can_run_every_step(chunked, tokens):
+    first = first_programs(PLAN, 6, chunked=chunked)
+    bucket = first[0]
+    assert bucket.tokens == bucket.max_q_len == tokens and bucket.seqs == 6
+    assert first[1:3] == [(6, True), "update"]
+    keys = [*PLAN.buckets, *((rows, lp) for rows in PLAN.head_rows for lp in (False, True)), "score", "update"]
+    rest = remaining_programs(PLAN, keys, first)
+    assert sorted(map(str, [*first, *rest])) == sorted(map(str, keys))
+
+
+def test_prompts_that_must_not_be_cut_start_with_the_largest_bucket(gate):
+    engine = make_engine(enable_chunked_prefill=False)
+    before = compile_counts().programs
+    assert all(answers(engine))
+    assert compile_counts().programs == before
+    engine.close()
