@@ -227,8 +227,9 @@ class EngineConfig:
         Option(
             group=_PROGRAMS,
             choices=WARM_UPS,
-            help="Compile all programs of the plan at start, each when it is first needed, or a few at start and the rest on a thread "
-            "behind the steps. Until these are done a step may run in a larger bucket, and results may differ in their last bits.",
+            help="Compile all programs of the plan at start, each when it is first needed, or a few at start and the rest on a "
+            "thread behind the steps. Until these are done a step may run in a larger bucket, and results may differ in their "
+            "last bits.",
         ),
     )
     async_scheduling: bool = _option(
