@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve import BucketPlan, EngineConfig, SamplingParams
+from jaxserve.buckets.plan import Bucket
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.compilation import compile_counts
 from jaxserve.execution.programs import Programs
@@ -176,6 +177,7 @@ def test_two_threads_compile_a_program_once(monkeypatch):
 def test_the_first_programs_can_run_every_step(chunked, tokens):
     first = first_programs(PLAN, 6, chunked=chunked)
     bucket = first[0]
+    assert isinstance(bucket, Bucket)
     assert bucket.tokens == bucket.max_q_len == tokens and bucket.seqs == 6
     assert first[1:3] == [(6, True), "update"]
     keys = [*PLAN.buckets, *((rows, lp) for rows in PLAN.head_rows for lp in (False, True)), "score", "update"]
