@@ -126,8 +126,8 @@ def resolve_backend(backend: str, *, num_query_heads: int, num_kv_heads: int, he
         ValueError: not one of `kernels.backends.ATTENTION.names`.
         NotImplementedError: "mosaic_sm90" can't; the message says what it lacks.
     """
-    shapes = {"num_query_heads": num_query_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    return _resolve(backend, page_size=page_size, dtype=dtype, **shapes)
+    shapes: dict[str, Any] = {"num_query_heads": num_query_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    return _resolve(backend, without_work=False, page_size=page_size, dtype=dtype, **shapes)
 
 
 def _resolve(backend: str, *, without_work: bool = False, **shapes: Any) -> str:
