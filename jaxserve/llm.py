@@ -23,6 +23,7 @@ from jaxserve.engine.progress import ProgressBar
 from jaxserve.models import GenerationDefaults, ModelConfig
 from jaxserve.models.loading import LoadedModel, adopt_model, lay_out_for_device, load_model
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
+from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured.grammars import Grammar, GrammarCompiler, outcome
 from jaxserve.text.prompts import (
@@ -320,6 +321,7 @@ class LLM:
         run = next(self._runs)
         grammars: dict[int, Future[Grammar]] = {}
         ready: dict[int, TokenizedPrompt] = {}
+        requests: dict[int, list[Request]] = {}  # of each prompt: made and checked here, queued when the run begins
         errors: dict[int, str] = {}
         for i, prompt in enumerate(prompts):
             try:
@@ -328,7 +330,15 @@ class LLM:
                 form = params[i].structured_outputs
                 if form is not None and on_error == "raise":
                     grammars[i] = self.grammars.submit(form)
-                self.engine.check_request(f"{run}-{i}", ready[i].token_ids, params[i], priority=priorities[i], stops_at_text=True)
+                requests[i] = self.engine.prepare(
+                    f"{run}-{i}",
+                    ready[i].token_ids,
+                    params[i],
+                    priority=priorities[i],
+                    cache_salt=ready[i].cache_salt,
+                    score_from=ready[i].score_from,
+                    stops_at_text=True,
+                )
             except ValueError as error:
                 errors[i] = str(error)
         for i, grammar in grammars.items():  # all of them compile by now
@@ -343,15 +353,15 @@ class LLM:
         for i, message in errors.items():
             prompt = ready.pop(i, None) or TokenizedPrompt(prompts[i] if isinstance(prompts[i], str) else None, [])
             failed[i] = _refused(f"{run}-{i}", prompt, message)
-        return self._run(run, ready, failed, params, priorities, grammars)
+        return self._run(run, ready, requests, failed, params, grammars)
 
     def _run(
         self,
         run: int,
         ready: dict[int, TokenizedPrompt],
+        requests: Mapping[int, list[Request]],
         failed: Mapping[int, RequestOutput],
         params: Sequence[SamplingParams],
-        priorities: Sequence[int],
         grammars: dict[int, Future[Grammar]],
     ) -> Outputs:
         """grammars: those that are compiled; the rest are asked for when the run begins: one that never does gives nothing up."""
@@ -368,17 +378,7 @@ class LLM:
                     yield i, _refused(f"{run}-{i}", ready.pop(i), str(error))
             for i, prompt in ready.items():
                 index_of[f"{run}-{i}"] = i
-                requests = self.engine.add_request(
-                    f"{run}-{i}",
-                    prompt.token_ids,
-                    params[i],
-                    priority=priorities[i],
-                    cache_salt=prompt.cache_salt,
-                    score_from=prompt.score_from,
-                    grammar=grammars.get(i),
-                    stops_at_text=True,
-                )
-                self._texts.add(requests, prompt.text)
+                self._texts.add(self.engine.add(requests[i], grammar=grammars.get(i)), prompt.text)
             left = len(ready)
             while left:
                 for output in self._next_outputs(index_of):

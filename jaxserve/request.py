@@ -65,7 +65,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)  # prompt + output that the host knows
     num_prompt_tokens: int = 0
-    max_total_tokens: int = 0  # prompt + output may reach this; set when added
+    max_total_tokens: int = 0  # prompt + output may reach this; set when it is checked, 0 before
     stop_ids: frozenset[int] = frozenset()  # ids that finish the request: eos unless ignored, and stop_token_ids
     row: int = -1  # its place in the device-resident state while running
     rows: RowCounters | None = field(default=None, repr=False)  # where that row lives

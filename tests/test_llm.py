@@ -13,6 +13,7 @@ from jaxserve import LLM, BucketPlan, RequestOutput, SamplingParams
 from jaxserve.engine.progress import ProgressBar
 from jaxserve.models import named_leaves
 from jaxserve.models.loading import adopt_model
+from jaxserve.scheduling.lifecycle import RequestLifecycle
 from tests import alphabet_model
 from tests.alphabet_model import EOS, SPECIALS, VOCABULARY, after, ids
 from tests.goldens.golden import load_golden
@@ -541,9 +542,11 @@ def golden_llm(load, golden):
     ("where", "name", "call", "after_it"),
     [
         ("scheduler", "schedule", 2, True),
-        ("runner", "dispatch", 1, False),  # the prompt's pages are known by their hash, and were never written
-        ("runner", "dispatch", 1, True),
-        ("runner", "dispatch", 3, False),
+        ("runner", "dispatch_body", 1, False),  # the prompt's pages are known by their hash, and were never written
+        ("runner", "dispatch_body", 1, True),
+        ("runner", "dispatch_head", 1, True),
+        ("runner", "dispatch_body", 3, False),
+        ("runner", "dispatch_head", 3, False),
         ("runner", "fetch", 2, False),
         ("scheduler", "update", 2, False),
         ("scheduler", "update", 3, True),
@@ -559,14 +562,16 @@ def test_an_interrupt_that_loses_donated_buffers_leaves_the_engine_usable(golden
     programs = golden_llm.engine.runner.programs
     bodies = {bucket: programs.get(bucket) for bucket in PLAN.buckets}
 
-    def body(bucket):
+    get = programs.get
+
+    def get_body(key):
         def run(*args):
-            bodies[bucket](*args)
+            bodies[key](*args)
             raise KeyboardInterrupt  # the old pages are consumed, and nobody took the new ones
 
-        return run
+        return run if key in bodies else get(key)
 
-    monkeypatch.setattr(programs, "body", body)
+    monkeypatch.setattr(programs, "get", get_body)
     check_recovery(golden_llm, golden, monkeypatch)
 
 
@@ -609,3 +614,25 @@ def test_a_tokenizer_from_elsewhere(load, tmp_path, shared, folder):
     bare = alphabet_model.save(tmp_path / "bare", tokenizer=False)
     for tokenizer in (shared.get_tokenizer(), folder, str(folder)):
         assert load(bare, tokenizer=tokenizer).get_tokenizer().encode("ab") == ids("ab")
+
+
+def test_each_sample_is_checked_once(llm, monkeypatch):
+    """From a prompt to the queue a request is one object, whose limits are looked at once."""
+    checked, added = [], []
+    check, add = RequestLifecycle.check, RequestLifecycle.add
+    monkeypatch.setattr(RequestLifecycle, "check", lambda self, request: checked.append(request) or check(self, request))
+    monkeypatch.setattr(RequestLifecycle, "add", lambda self, request: added.append(request) or add(self, request))
+    llm.generate(["a", "b"], greedy(n=2), use_tqdm=False)
+    assert len(checked) == 4
+    assert [id(request) for request in checked] == [id(request) for request in added]
+
+
+def test_what_was_prepared_waits_for_nothing_that_came_between(llm):
+    """Another request of the same id, added since, is found where it matters: at `add`."""
+    engine = llm.engine
+    first, second = engine.prepare("same", ids("a"), greedy()), engine.prepare("same", ids("b"), greedy())
+    engine.add(first)
+    with pytest.raises(ValueError, match="'same' is already in use"):
+        engine.add(second)
+    engine.abort("same")
+    engine.drain()

@@ -13,7 +13,7 @@ import numpy as np
 from jaxserve.sampling_params import MAX_SUPPRESSED_IDS, SamplingParams
 
 
-def check_kinds(request_id: object, params: object, score_from: object = None, grammar: object = None) -> None:
+def check_kinds(request_id: object, params: object, score_from: object = None) -> None:
     """TypeError for an argument of another kind, which would break the step that meets it and with it every request."""
     if not isinstance(request_id, str):
         raise TypeError(f"{request_id=} must be a string")
@@ -21,6 +21,10 @@ def check_kinds(request_id: object, params: object, score_from: object = None, g
         raise TypeError(f"{params=} must be SamplingParams")
     if score_from is not None and (not isinstance(score_from, numbers.Integral) or isinstance(score_from, bool)):
         raise TypeError(f"{score_from=} must be an integer, a position of the prompt")
+
+
+def check_future(grammar: object) -> None:
+    """TypeError for a grammar that nobody compiles."""
     if grammar is not None and not isinstance(grammar, Future):
         raise TypeError(f"{grammar=} must be a Future, as GrammarCompiler.submit returns it")
 
@@ -54,9 +58,13 @@ def check_ids(prompt_token_ids: Sequence[int], params: SamplingParams, vocab_siz
         )
 
 
-def check_order(priority: object, arrival: object) -> None:
-    """ValueError for a priority or a time of arrival that no queue can be sorted by."""
+def check_priority(priority: object) -> None:
+    """ValueError for a priority that no queue can be sorted by."""
     if not isinstance(priority, numbers.Integral) or isinstance(priority, bool):
         raise ValueError(f"{priority=} must be an integer; lower is served first")
+
+
+def check_arrival(arrival: object) -> None:
+    """ValueError for a time of arrival that no queue can be sorted by."""
     if not isinstance(arrival, numbers.Real) or isinstance(arrival, bool) or not math.isfinite(arrival):
         raise ValueError(f"{arrival=} must be a finite number, in seconds")

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxserve.batching.packer import BatchPacker
 from jaxserve.config import EngineConfig
-from jaxserve.engine.admission import check_ids, check_kinds, check_order
+from jaxserve.engine.admission import check_arrival, check_future, check_ids, check_kinds, check_priority
 from jaxserve.engine.demand_log import DemandWriter
 from jaxserve.engine.grammar_following import GrammarFollower
 from jaxserve.engine.live_requests import LiveRequests
@@ -150,64 +150,87 @@ class Engine:
           RuntimeError: the engine is asleep or has no weights.
         """
         self._weights.check_awake()
-        params = SamplingParams() if params is None else params
-        check_kinds(request_id, params, score_from, grammar)
-        arrival = time.monotonic() if arrival is None else arrival
-        requests = self._samples(request_id, prompt_token_ids, params, arrival, priority, cache_salt, stops_at_text)
-        if params.structured_outputs is not None and grammar is None:
-            raise ValueError(f"structured_outputs={params.structured_outputs} needs a tokenizer: use LLM, or give its grammar")
-        if score_from is not None and not 1 <= score_from <= len(prompt_token_ids):
-            raise ValueError(f"{score_from=} must be in [1, {len(prompt_token_ids)}], the prompt's length")
-        seed = self._seed_of(next(self._numbers)) if params.seed is None else params.seed
-        self._requests.add(request_id, requests)  # first, so that `abort` finds what an interrupt leaves half added
-        for request in requests:
-            request.seed = seed
-            request.prompt_scores = scores_of(request, score_from)
-            if grammar is not None:
-                request.status = RequestStatus.WAITING_FOR_GRAMMAR
-                self._constraints.add(request, grammar)
-            self.scheduler.add(request)
-        return requests
+        check_future(grammar)
+        requests = self.prepare(
+            request_id,
+            prompt_token_ids,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            score_from=score_from,
+            stops_at_text=stops_at_text,
+        )
+        return self.add(requests, arrival=arrival, grammar=grammar)
 
-    def _samples(
+    def prepare(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        arrival: float = 0.0,
+        params: SamplingParams | None = None,
+        *,
         priority: int = 0,
         cache_salt: str | None = None,
+        score_from: int | None = None,
         stops_at_text: bool = False,
     ) -> list[Request]:
-        """The samples of a request, checked. ValueError as `add_request`; nothing is changed."""
-        if request_id in self._requests:
-            raise ValueError(f"request id {request_id!r} is already in use; give each request its own")
+        """The samples of a request, checked, for `add`; nothing is queued yet. Arguments and errors as `add_request`'s."""
+        params = SamplingParams() if params is None else params
+        check_kinds(request_id, params, score_from)
+        self._check_unused(request_id)
         check_ids(prompt_token_ids, params, self.config.model.vocab_size, self.eos_token_ids)
-        check_order(priority, arrival)
+        check_priority(priority)
         if params.stop and not stops_at_text:
             raise ValueError(f"stop={params.stop!r} is text: use LLM or AsyncLLM, which stop at it, or stop_token_ids")
         if priority and self.config.scheduler.order != "priority":
             raise ValueError(f"priority={priority} means nothing here: make the engine with scheduling_policy='priority'")
+        if score_from is not None and not 1 <= score_from <= len(prompt_token_ids):
+            raise ValueError(f"{score_from=} must be in [1, {len(prompt_token_ids)}], the prompt's length")
         requests = [
             Request(
                 request_id=request_id if params.n == 1 else f"{request_id}/{i}",
                 prompt_token_ids=[int(t) for t in prompt_token_ids],
                 params=params,
                 eos_token_ids=self.eos_token_ids,
-                arrival=arrival,
                 priority=int(priority),  # the queue negates it, which an unsigned integer would not survive
                 cache_salt=cache_salt,
                 sample_index=i,
-                weights_version=self.runner.weights_version,
                 parent_id=request_id,
-                metrics=RequestMetrics(arrival_time=arrival),
             )
             for i in range(params.n)
         ]
         for request in requests:
-            self.scheduler.check(request)
+            request.max_total_tokens = self.scheduler.check(request)
             request.samples = requests if params.n > 1 else ()
+            request.prompt_scores = scores_of(request, score_from)
         return requests
+
+    def add(
+        self, requests: list[Request], *, arrival: float | None = None, grammar: Future[Grammar] | None = None
+    ) -> list[Request]:
+        """Queues what `prepare` returned, once; what it checked is not checked again. Arguments and errors as `add_request`'s."""
+        self._weights.check_awake()
+        first = requests[0]
+        params, request_id = first.params, first.parent_id
+        check_future(grammar)
+        if params.structured_outputs is not None and grammar is None:
+            raise ValueError(f"structured_outputs={params.structured_outputs} needs a tokenizer: use LLM, or give its grammar")
+        arrival = time.monotonic() if arrival is None else arrival
+        check_arrival(arrival)
+        self._check_unused(request_id)
+        seed = self._seed_of(next(self._numbers)) if params.seed is None else params.seed
+        self._requests.add(request_id, requests)  # first, so that `abort` finds what an interrupt leaves half added
+        for request in requests:
+            request.seed, request.arrival, request.weights_version = seed, arrival, self.runner.weights_version
+            request.metrics = RequestMetrics(arrival_time=arrival)
+            if grammar is not None:
+                request.status = RequestStatus.WAITING_FOR_GRAMMAR
+                self._constraints.add(request, grammar)
+            self.scheduler.add(request)
+        return requests
+
+    def _check_unused(self, request_id: str) -> None:
+        if request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is already in use; give each request its own")
 
     def check_request(
         self,
@@ -219,8 +242,7 @@ class Engine:
         stops_at_text: bool = False,
     ) -> None:
         """ValueError, or TypeError, if `add_request` would refuse this; changes nothing."""
-        check_kinds(request_id, params)
-        self._samples(request_id, prompt_token_ids, params, priority=priority, stops_at_text=stops_at_text)
+        self.prepare(request_id, prompt_token_ids, params, priority=priority, stops_at_text=stops_at_text)
 
     def _seed_of(self, number: int) -> int:
         return int(np.random.SeedSequence((self.config.engine.seed % 2**64, number)).generate_state(1, np.uint64)[0])

@@ -43,7 +43,9 @@ class RequestLifecycle:
 
     def add(self, request: Request) -> None:
         """As `Scheduler.add`."""
-        request.max_total_tokens = self.check(request)
+        if not request.max_total_tokens:  # nobody has checked it
+            request.max_total_tokens = self.check(request)
+        self._check_unused(request)
         request.order = self.num_added
         self.num_added += 1
         self._set_weights_version(request, request.weights_version)
@@ -57,8 +59,7 @@ class RequestLifecycle:
     def check(self, request: Request) -> int:
         """As `Scheduler.check`."""
         id_, num_prompt, config, pool = request.request_id, request.num_prompt_tokens, self.config, self.pool
-        if id_ in self.by_id:
-            raise ValueError(f"request_id={id_!r} is in use by an unfinished request; choose another")
+        self._check_unused(request)
         if not num_prompt:
             raise ValueError(f"request {id_!r} has an empty prompt; give it one token at least")
         if num_prompt >= config.max_model_len:
@@ -81,6 +82,10 @@ class RequestLifecycle:
                 f"{pool.page_size}, but the pool has {pool.num_pages}; lower max_tokens or raise num_pages"
             )
         return limit
+
+    def _check_unused(self, request: Request) -> None:
+        if request.request_id in self.by_id:
+            raise ValueError(f"request_id={request.request_id!r} is in use by an unfinished request; choose another")
 
     def set_ready(self, request: Request) -> None:
         """As `Scheduler.set_ready`."""
