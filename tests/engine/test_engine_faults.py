@@ -72,9 +72,11 @@ ON_THE_HOST = {
         'view["starts"][:d] = [len(r.token_ids) - 1 for r in schedule.requests[:d]]',
     ),
     "chunk_samples": Fault(StepComposer, "_add_chunk", "append(start + num_tokens == rows.prefill_end[row])", "append(True)"),
-    "padding_taken_for_eos": Fault(TokenIntake, "take", "own = samples & (", "own = ("),
+    "padding_taken_for_eos": Fault(TokenIntake, "take", "own &= samples", "pass"),
     "eos_taken_for_padding": Fault(Request, "end", "token in self.stop_ids and", "token and token in self.stop_ids and"),
-    "late_token_given_to_the_rows_new_owner": Fault(TokenIntake, "take", " & (state.generation[rows] == schedule.generations)", ""),
+    "late_token_given_to_the_rows_new_owner": Fault(
+        TokenIntake, "take", "own = state.generation[rows] == schedule.generations", "own = np.ones(len(rows), bool)"
+    ),
     "preempted_request_forgets_its_token_in_flight": Fault(
         RequestLifecycle, "preempt", "request.num_unfetched = request.num_in_flight", "request.num_unfetched = 0"
     ),
@@ -124,7 +126,7 @@ def fault_is_found(compile_anew: str = "") -> bool:
     settings = {"pool_pages": SMALL_POOL[True], "bucket_plan": ONE_BUCKET}
     an_engine = make_engine(dummy_model(), compile_anew=compile_anew, **settings)
     try:
-        answers = serve(an_engine, requests(True), check=False, max_steps=250).answers
+        answers = serve(an_engine, requests(True, False), check=False, max_steps=250).answers
     except (AssertionError, KeyError):
         return True
     return differences(answers, alone("float32", True)) != []

@@ -20,7 +20,7 @@ class Formula(StepMeasurer):
         plan, self.levels = grid_plan(SEQS, TOKENS, 2)
         limits = SimpleNamespace(max_model_len=512, max_num_seqs=SEQS, max_num_batched_tokens=TOKENS)
         self.config: Any = SimpleNamespace(plan=plan, scheduler=limits, cache=SimpleNamespace(num_pages=256, page_size=PAGE))
-        self.programs: Any = SimpleNamespace(body=lambda bucket: SimpleNamespace(memory_analysis=lambda: None))
+        self.programs: Any = SimpleNamespace(get=lambda key: SimpleNamespace(memory_analysis=lambda: None))
         self.compile_seconds = collections.defaultdict(lambda: 2.0)
         self.curved = curved
         self._visits = {}

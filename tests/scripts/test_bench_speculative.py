@@ -123,7 +123,7 @@ def timed_device(body: float, to_come: list[list[int]]) -> TimedDevice:
     runner, pipeline = SimpleNamespace(score_rows=1), SimpleNamespace()
     requests, q_lens = [SimpleNamespace(num_forced_in_flight=0)] * n, np.full(n, 1 + num_drafts)
     schedule: Any = SimpleNamespace(requests=requests, samples=np.ones(n, bool), num_seqs=n, num_decodes=n, q_lens=q_lens)
-    schedule.rows, schedule.num_drafts = np.arange(n), n * num_drafts
+    schedule.rows, schedule.num_drafts, schedule.num_tokens = np.arange(n), n * num_drafts, n * (1 + num_drafts)
     schedule.logits_rows = LogitsRows.of(schedule)
     engine = SimpleNamespace(runner=runner, pipeline=pipeline, scheduler=SimpleNamespace(schedule=lambda: schedule))
     made = TimedDevice(engine, body, 0.0, lambda schedule: np.array(to_come, np.int32), num_drafts)

@@ -123,7 +123,7 @@ def test_our_own_faults_are_not_the_clients(server, monkeypatch, caplog, fault):
         raise fault("ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jaxserve.serving.completions._Answer._choice", faulty)
+        patch.setattr("jaxserve.serving.completions._CompletionAnswer._choice", faulty)
         response = server.client.post("/v1/completions", json=SHORT)
         streamed = server.client.post("/v1/completions", json=SHORT | {"stream": True})
     assert response.status_code == 500 and response.json()["error"]["message"] == f"internal error: {fault.__name__}"
