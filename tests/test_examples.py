@@ -22,6 +22,7 @@ def run(name: str, *arguments: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_chat(tmp_path):
     out = run("chat.py", folder=tmp_path)
     assert out.count("> ") == 2 and re.search(r"^4 messages, \d+ steps$", out, re.MULTILINE)
@@ -33,6 +34,7 @@ def test_batch_scoring(tmp_path):
     assert re.search(r"accuracy [01]\.\d\d of 3 questions", out)
 
 
+@pytest.mark.slow
 def test_rl_loop(tmp_path):
     """The reward rises, and no update compiles anything."""
     out = run("rl_loop.py", folder=tmp_path)

@@ -96,6 +96,7 @@ def test_works_from_another_folder(site, tmp_path):
     check_works(sys.executable, site, tmp_path, PYTHONPATH=str(site))
 
 
+@pytest.mark.slow
 def test_the_jaxserve_command(site, tmp_path):
     """What pip makes of the entry point: the list of commands, each one's help, the version, completions of a model."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}

@@ -30,6 +30,7 @@ def run(work: Path, *given: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
 
 
+@pytest.mark.slow
 def test_fields_are_those_of_vllm_and_agree(tmp_path):
     flags = ["--batch_size=2", "--input_len=20", "--output_len=5", "--num_iters=4", "--num_iters_warmup=1", "--num_pages=32"]
     done = run(tmp_path, *flags, "--json=-")

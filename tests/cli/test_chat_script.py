@@ -26,6 +26,7 @@ def chat(said: str, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, cwd=ROOT, env=environment, input=said, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_in_process(folder, tmp_path):
     done = chat("a\n\n/new\nx\n/quit\nnever\n", tmp_path, f"--model={folder}", *LIMITS)
     assert done.returncode == 0 and done.stdout == "BCDE\nBCDE\n", done.stderr

@@ -14,6 +14,7 @@ from jaxserve.cli.common import command, vllm_flags
 from jaxserve.cli.common.command import Misspelt, normalise, parse
 from jaxserve.cli.main import COMMANDS
 from jaxserve.config import EngineConfig, options
+from tests.selection import slow_unless
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,7 +121,11 @@ def test_help_groups_flags_and_tells_defaults():
     assert "--page_size=int\n      Tokens of a KV page, a power of two. Unset: 64.\n" in done.stdout
 
 
-@pytest.mark.parametrize("args", [(), *((*name.split(),) for name in COMMANDS if name != "version")], ids=" ".join)
+@pytest.mark.parametrize(
+    "args",
+    slow_unless(lambda args: args in ((), ("serve",)), [(), *((*name.split(),) for name in COMMANDS if name != "version")]),
+    ids=" ".join,
+)
 def test_help_is_quick(args):
     """In CPU time of the best of three, which other processes hardly lengthen; that no heavy library is loaded is
     tests/test_imports.py's."""

@@ -142,6 +142,7 @@ def test_jsonl_with_what_json_says_in_its_own_way(run, tmp_path):
     assert refused.returncode == 1 and "log-probabilities are written to --output alone" in refused.stderr
 
 
+@pytest.mark.slow
 def test_token_ids_in_and_out_without_a_tokenizer(run, tmp_path):
     bare = alphabet_model.save(tmp_path / "bare", tokenizer=False)
     records = [{"prompt_token_ids": ids("a"), "max_tokens": 3, "logprobs": 0}, {"prompt_token_ids": ids("x"), "stop": "z"}]

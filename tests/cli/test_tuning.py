@@ -118,6 +118,7 @@ def test_plan_is_tuned_measured_and_served(work):
     assert result["results"][1]["padding_share"] == pytest.approx(rows["tuned"]["padding_share"])
 
 
+@pytest.mark.slow
 def test_budget(work):
     steps = json.loads((work / "steps.json").read_text())
     # What a step costs whatever is in it: then the larger budget is the better one, and not the machine's mood decides.
@@ -228,6 +229,7 @@ def test_options_are_those_of_the_simulation(work):
     assert chosen["plan"] == str(plan)
 
 
+@pytest.mark.slow
 def test_a_bad_profile_is_not_used_unasked(work):
     """One of another model never; one that mispredicts not without a word."""
     text = json.loads((work / "steps.json").read_text())
@@ -320,6 +322,7 @@ def test_mistakes_end_with_one_line(work, script, given, name, message):
     assert message in done.stderr + done.stdout
 
 
+@pytest.mark.slow
 def test_server_of_the_same_options(work):
     """--against_server hands on the engine's options and a file of them, and nothing else."""
     alphabet_model.save(work / "served")

@@ -34,6 +34,7 @@ def test_a_golden_agrees_with_what_transformers_said():
     assert 0 < result["logits_max_difference"] < 1e-4 and 0 < result["engine_logprobs_max_difference"] < 1e-4
 
 
+@pytest.mark.slow
 def test_another_models_weights_are_a_fault():
     """The rope of one variant under the answers of another."""
     done = verify(f"--model={HERE / 'llama'}", f"--reference={HERE / 'llama' / 'rope_linear' / 'expected.npz'}")

@@ -62,7 +62,7 @@ def lay_out(ids, num_tokens, num_groups, block_rows):
 
 
 @pytest.mark.parametrize("block_rows", slow_unless(lambda block_rows: block_rows == 8, [8, 64]))
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", slow_unless(lambda case: case.name in QUICK, CASES), ids=lambda c: c.name)
 def test_the_layout_keeps_its_promises(case, block_rows):
     batch = build(case)
     ids, T, k, E = np.asarray(batch.group_ids), case.T, case.k, case.E

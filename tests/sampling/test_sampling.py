@@ -338,7 +338,7 @@ def test_seed_sample_index_and_position_each_give_other_draws():
     assert len(set(run(flat, base).tokens.tolist())) == 1  # the same key, the same draw
 
 
-@pytest.mark.parametrize("V", VOCABULARIES)
+@pytest.mark.parametrize("V", slow_unless(lambda V: V in (3, 300), VOCABULARIES))
 def test_greedy_is_the_first_argmax(V):
     logits = np.random.default_rng(V).normal(size=(24, V)).astype(np.float32)
     logits[12:] = np.round(logits[12:])  # many ties at the top

@@ -74,6 +74,7 @@ def test_shared_prefixes_are_hit(make):
     assert without.stats.num_hit_tokens == 0 and without.duration > run.duration
 
 
+@pytest.mark.slow
 def test_demands_are_the_engines(tmp_path):
     """All at once, the steps of a real engine are those of the replay, one by one."""
     rng = np.random.default_rng(0)
