@@ -91,7 +91,10 @@ class Tuner:
     """Machines by page size, the workload, and the score of a setting on part of it. Plans are tuned once each."""
 
     def __init__(self, machines: dict[int, Any], workload: Any, objectives: dict[str, float], finished: Finished):
-        self.machines, self.workload, self.objectives, self.finished = machines, workload, objectives, finished
+        self.machines = machines
+        self.workload = workload
+        self.objectives = objectives
+        self.finished = finished
         self._plans: dict[tuple[Setting, int], Any] = {}
 
     def machine(self, setting: Setting) -> Any:

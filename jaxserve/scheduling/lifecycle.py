@@ -8,12 +8,12 @@ the rows and pages that it holds, the running ones. Decides nothing: who is admi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.page_pool import PagePool, root_hash
-from jaxserve.scheduling.policies import ORDER_KEYS, BatchingPolicy
+from jaxserve.scheduling.policies import ORDER_KEYS, BatchingPolicy, OrderKey
 from jaxserve.scheduling.sequence_pages import SequencePages
 from jaxserve.scheduling.sequence_rows import NEVER, SequenceRows
 from jaxserve.scheduling.waiting_queue import WaitingQueue
@@ -32,14 +32,14 @@ class RequestLifecycle:
         self.pool = pool
         self.rows: SequenceRows = SequenceRows(config.max_num_seqs, config.max_model_len, pool.page_size)
         self.pages: SequencePages = SequencePages(pool, self.rows)
-        self.order_key = ORDER_KEYS[config.order]
+        self.order_key: Callable[[Request], OrderKey] = ORDER_KEYS[config.order]
         self.queue: WaitingQueue = WaitingQueue(self.order_key)
         self.held: dict[str, Request] = {}
         self.by_id: dict[str, Request] = {}
         self.forced: dict[str, Request] = {}
         self.stop_ids: Counter[int] = Counter()
-        self.num_added = 0
-        self.num_preemptions = 0
+        self.num_added: int = 0
+        self.num_preemptions: int = 0
 
     def add(self, request: Request) -> None:
         """As `Scheduler.add`."""

@@ -50,8 +50,8 @@ class StepComposer:
         self.max_step_tokens: int = requests.config.max_num_batched_tokens
         self.step_budget = step_budget
         self.draft_lengths = draft_lengths
-        self.last_was_prefill = False
-        self.batch_end = 0
+        self.last_was_prefill: bool = False
+        self.batch_end: int = 0
         self._rows, self._pages, self._queue = requests.rows, requests.pages, requests.queue
         self._policy, self._config = requests.policy, requests.config
         self._ones = np.ones(requests.config.max_num_seqs, np.int32)

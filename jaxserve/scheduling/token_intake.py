@@ -20,7 +20,7 @@ class TokenIntake:
 
     def __init__(self, requests: RequestLifecycle):
         self.requests = requests
-        self.num_discarded_rows = 0
+        self.num_discarded_rows: int = 0
         self._rows, self._pages = requests.rows, requests.pages
 
     def take(

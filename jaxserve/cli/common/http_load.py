@@ -58,7 +58,7 @@ class Target:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url=} must be an address such as http://127.0.0.1:8000")
         self._path = parts.path.rstrip("/").removesuffix("/v1")
-        self.url = f"{parts.scheme}://{parts.netloc}{self._path}"
+        self.url: str = f"{parts.scheme}://{parts.netloc}{self._path}"
         self.model: str | None = None
         self._tls = parts.scheme == "https"
         self._host, self._port = parts.hostname, parts.port or (443 if self._tls else 80)

@@ -150,7 +150,9 @@ class AcceptedAsIs(Exception):
     """A flag of vLLM's that asks for nothing, if it has one of `values` (any, if there are none)."""
 
     def __init__(self, values: tuple[str, ...], takes_value: bool, instead: str):
-        self.values, self.takes_value, self.instead = values, takes_value, instead
+        self.values = values
+        self.takes_value = takes_value
+        self.instead = instead
 
 
 def translate(name: str, known: flags.FlagValues) -> str:

@@ -103,12 +103,21 @@ def digest(data: bytes) -> str:
 class Simulated:
     """Serves rates in virtual time."""
 
+    settings: dict[str, Any]  # what a rate depends on beside limits and plan
+
     def __init__(self):
         refuse_options("a profile's steps took their times from its own run", "dtype", "attention_backend", "moe_backend")
         machine = replace(read_machine(), objective=None)
         profile = digest(Path(str(engine_options()["step_times"])).read_bytes())
-        self._machine, self.limits, self.plan = machine, machine.limits, str(plan_given() or "default")
-        self.settings = {"machine": "simulated", "profile": profile, "num_pages": machine.num_pages, "multiple": machine.multiple}
+        self._machine = machine
+        self.limits: Any = machine.limits
+        self.plan: str = str(plan_given() or "default")
+        self.settings = {
+            "machine": "simulated",
+            "profile": profile,
+            "num_pages": machine.num_pages,
+            "multiple": machine.multiple,
+        }
         self.settings |= {"async_scheduling": machine.async_scheduling, "enable_prefix_caching": machine.prefix_caching}
 
     def serve(self, contender: Contender, objective: Any, workload: Any, seed: int) -> Any:
@@ -119,6 +128,8 @@ class Simulated:
 
 class Analytic:
     """Serves rates in virtual time on GPUs by their datasheets, without padding but where a plan is asked for."""
+
+    settings: dict[str, Any]  # what a rate depends on beside limits and plan
 
     def __init__(self, gpu: str):
         from jaxserve.step_times.analytic import Deployment
@@ -131,13 +142,18 @@ class Analytic:
         )
         given = engine_options()
         self._deployment = Deployment.named(flags.FLAGS.model, gpu, _TP.value, _PP.value, gpus_per_node=_NODE.value)
-        self.limits, self._page_size = limits_of(given, {}), given["page_size"] or DEFAULT_PAGE_SIZE
+        self.limits: Any = limits_of(given, {})
+        self._page_size = given["page_size"] or DEFAULT_PAGE_SIZE
         self._num_pages, self._utilization = given["num_pages"], given["gpu_memory_utilization"]
         self._stages = self._deployment.stages(self._page_size)
         self._is_padded, self._is_default = given["bucket_plan"] not in (None, "none"), given["bucket_plan"] == "default"
         self._plan = plan_given() if self._is_padded else None
-        self.plan = "default" if self._is_default else str(self._plan or "none")
-        self.settings = {"machine": str(self._deployment), "page_size": self._page_size, "gpus_per_node": _NODE.value}
+        self.plan: str = "default" if self._is_default else str(self._plan or "none")
+        self.settings = {
+            "machine": str(self._deployment),
+            "page_size": self._page_size,
+            "gpus_per_node": _NODE.value,
+        }
         self.settings |= {"num_pages": self._num_pages, "gpu_memory_utilization": self._utilization}
 
     def serve(self, contender: Contender, objective: Any, workload: Any, seed: int) -> Any:
@@ -163,12 +179,19 @@ REAL_OPTIONS += ("attention_backend", "moe_backend", "speculative_config")
 class Real:
     """Serves rates on an engine, which stays as long as the policy does."""
 
+    settings: dict[str, Any]  # what a rate depends on beside limits and plan
+
     def __init__(self):
         given = engine_options()
-        self.limits, self.plan = limits_of(given, {}), str(plan_given() or "default")
+        self.limits: Any = limits_of(given, {})
+        self.plan: str = str(plan_given() or "default")
         self._key: tuple[str, float | None] | None = None
         self._engine: Any = None
-        self.settings = {"machine": "real", "device": versions()["device"], **{name: given[name] for name in REAL_OPTIONS}}
+        self.settings = {
+            "machine": "real",
+            "device": versions()["device"],
+            **{name: given[name] for name in REAL_OPTIONS},
+        }
         if given["step_times"] is not None:
             self.settings["profile"] = digest(Path(str(given["step_times"])).read_bytes())
 
