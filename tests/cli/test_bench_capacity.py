@@ -101,6 +101,7 @@ def test_analytic(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_analytic_with_a_plan(tmp_path):
     """Bound by compute, and steps of 1024 tokens in buckets of 2048: half of the capacity. The default plan lies between."""
     BucketPlan(mixed=((2048, 16),), head_rows=(16,)).save(tmp_path / "plan.json")

@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 PLOTS = importlib.util.find_spec("matplotlib") is not None  # an extra
 LIMITS = ("--max_num_seqs=4", "--max_num_batched_tokens=32", "--max_model_len=64", "--num_pages=32", "--page_size=16")
 
+pytestmark = pytest.mark.slow  # commands on a real engine; tests/simulation/test_tuning.py has the tuning itself
+
 
 def plot(path: Path) -> list[str]:
     return [f"--plot={path}"] if PLOTS else []

@@ -33,6 +33,8 @@ for layer in (by_groups, by_ragged_dot):
 print("agree")
 """
 
+pytestmark = pytest.mark.slow  # a command; tests/kernels/test_grouped_matmul.py has the matmuls
+
 
 def run(*args: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *args], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=200)

@@ -14,6 +14,8 @@ from tests import alphabet_model
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.slow  # a command; tests/test_llm_scoring.py has the scores
+
 
 def run(work: Path, *given: str) -> subprocess.CompletedProcess:
     model = alphabet_model.save(work / "model", tokenizer=False)

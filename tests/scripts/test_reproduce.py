@@ -129,6 +129,7 @@ def test_no_rate_is_no_verdict():
     assert agreement(2.0, None) == sarathi_capacity.shown_ratio(None) == "no rate" and agreement(2.0, 0.0) == "contradicts"
 
 
+@pytest.mark.slow
 def test_sections_of_step_times(tmp_path):
     """Those that take no search are written, with their plots, under the command's own flags."""
     pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[plots]')")
@@ -258,6 +259,7 @@ def test_capacity_across_nodes(canned):
     assert "| relaxed, 5.0 s | 3.6 ± 0 | 1 ± 0 | 3.6 ± 0 | 3.6 ± 0 | 1.48 | same sign | 1 ± 0 | none given |  |" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gain", slow_unless(lambda gain: gain == 1.06, [1.0, 1.06]))
 def test_dynamic_budget(canned, gain):
     """The better dynamic one against the best fixed one; and what is late at their capacities, of which a seed may have none."""
@@ -342,6 +344,7 @@ run_command(reproduce_sarathi.main)
 """
 
 
+@pytest.mark.slow
 def test_a_section_is_written_when_it_is_done(tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib (pip install '.[plots]')")
     command = [sys.executable, "-c", BROKEN_OFF, "--sections=first,second", f"--output={tmp_path}"]
