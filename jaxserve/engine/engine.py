@@ -183,8 +183,6 @@ class Engine:
             raise ValueError(f"stop={params.stop!r} is text: use LLM or AsyncLLM, which stop at it, or stop_token_ids")
         if priority and self.config.scheduler.order != "priority":
             raise ValueError(f"priority={priority} means nothing here: make the engine with scheduling_policy='priority'")
-        if score_from is not None and not 1 <= score_from <= len(prompt_token_ids):
-            raise ValueError(f"{score_from=} must be in [1, {len(prompt_token_ids)}], the prompt's length")
         requests = [
             Request(
                 request_id=request_id if params.n == 1 else f"{request_id}/{i}",
@@ -201,6 +199,9 @@ class Engine:
         for request in requests:
             request.max_total_tokens = self.scheduler.check(request)
             request.samples = requests if params.n > 1 else ()
+        if score_from is not None and not 1 <= score_from <= len(prompt_token_ids):
+            raise ValueError(f"{score_from=} must be in [1, {len(prompt_token_ids)}], the prompt's length")
+        for request in requests:
             request.prompt_scores = scores_of(request, score_from)
         return requests
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +40,7 @@ class ReplayEngine:
     """`Engine`'s interface as `EngineLoop` uses it. step_seconds: least time of a step."""
 
     is_asleep = is_paused = False
+    num_programs_left = 0
 
     def __init__(self, text: Sequence[int], max_num_seqs: int, step_seconds: float = 0.0):
         self._text, self._max_num_seqs, self._step_seconds = list(text), max_num_seqs, step_seconds
@@ -66,6 +67,9 @@ class ReplayEngine:
         request = Request(request_id, list(prompt_token_ids), params, parent_id=request_id, metrics=metrics)
         self._requests[request_id] = request
         return [request]
+
+    def on_compiled(self, call: Callable[[], None]) -> None:
+        """Nothing is compiled."""
 
     def abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
