@@ -73,11 +73,18 @@ class Section:
     by_point: bool = False
 
 
-def _of(module: str, name: str) -> Callable[[Figures], None]:
-    def run(figures: Figures) -> None:
-        getattr(importlib.import_module(f"scripts.{module}"), name)(figures)
+@dataclasses.dataclass(frozen=True)
+class Late:
+    """A section's function by its name, `function` of `scripts.gpu.<module>`: imported only in the process that runs it."""
 
-    return run
+    module: str
+    function: str
+
+    def load(self) -> Callable[[Figures], None]:
+        return getattr(importlib.import_module(f"scripts.gpu.{self.module}"), self.function)
+
+    def __call__(self, figures: Figures) -> None:
+        self.load()(figures)
 
 
 def _engine(name: str, model: str = _MODEL, *args: Any) -> Callable[[Figures], None]:
@@ -178,13 +185,13 @@ def _count_graph_updates(figures: Figures) -> None:
 FIRST = {"device": Section(_device, 40)}  # of every part: its results go to a folder of the card
 PARTS: dict[str, dict[str, Section]] = {
     "kernels": {
-        "parity": Section(_of("gpu_parity", "parity"), 150, by_point=True),
-        "decode": Section(_of("gpu_attention", "decode"), 120, by_point=True),
-        "prefill": Section(_of("gpu_attention", "prefill"), 70, by_point=True),
-        "mixed": Section(_of("gpu_attention", "mixed"), 30, by_point=True),
-        "cudnn": Section(_of("gpu_peers", "cudnn"), 40, by_point=True),
-        "tune": Section(_of("gpu_attention", "tune"), 80),
-        "torch": Section(_of("gpu_peers", "torch_attention"), 60, torch=True, by_point=True),
+        "parity": Section(Late("parity", "parity"), 150, by_point=True),
+        "decode": Section(Late("attention", "decode"), 120, by_point=True),
+        "prefill": Section(Late("attention", "prefill"), 70, by_point=True),
+        "mixed": Section(Late("attention", "mixed"), 30, by_point=True),
+        "cudnn": Section(Late("peers", "cudnn"), 40, by_point=True),
+        "tune": Section(Late("attention", "tune"), 80),
+        "torch": Section(Late("peers", "torch_attention"), 60, torch=True, by_point=True),
     },
     "engine": {
         "steps_0.6b": Section(_engine("steps"), 90, by_point=True),
@@ -193,7 +200,7 @@ PARTS: dict[str, dict[str, Section]] = {
         "steps_8b": Section(_engine("steps", _BIG, (1, 32, 64, 128)), 100, dry=False, by_point=True),  # the code of steps_0.6b
         "graph_updates": Section(_graph_updates, 40),
         "thunks": Section(_engine("thunks", _MODEL, _AOT), 40, cached=False),  # XLA dumps only what it compiles
-        "transformers": Section(_of("gpu_peers", "transformers_generate"), 100, torch=True),
+        "transformers": Section(Late("peers", "transformers_generate"), 100, torch=True),
         "startup_8b": Section(_startup("first_token_8b"), 100, dry=False),  # where time is left, and the same code as startup
         "thunks_8b": Section(_engine("thunks", _BIG, _AOT), 40, dry=False, cached=False),
     },

@@ -21,7 +21,7 @@ from scripts.gpu.attention import HEADS, Batch, Variant, best_tiles, decode_poin
 from scripts.gpu.engine import decoding, random_engine, step_bytes, step_flops, target_for
 from scripts.gpu.figures import Figures, read_rows, value_of, write_rows
 from scripts.gpu.parity import dense_attention
-from scripts.gpu_check import FIRST, HIDDEN, PARTS, SECTIONS, chosen_parts, device_name, read_earlier, run_part, summary
+from scripts.gpu_check import FIRST, HIDDEN, PARTS, SECTIONS, Late, chosen_parts, device_name, read_earlier, run_part, summary
 from tests.selection import slow_unless
 
 
@@ -50,6 +50,13 @@ def test_what_fails_is_a_figure_and_the_rest_goes_on(tmp_path):
     assert read_rows(tmp_path / "never written") == []
     text = summary([*rows, {"section": "it", "name": "status", "value": "exit -11", "unit": ""}])
     assert text.endswith("1 figures, 1 unsupported, 1 skipped, 2 failures") and "exit -11" in text and "no such kernel" in text
+
+
+def test_every_section_named_late_has_its_function():
+    late = {name: section.run for name, section in SECTIONS.items() if isinstance(section.run, Late)}
+    assert {"parity", "decode", "prefill", "mixed", "cudnn", "tune", "torch", "transformers"} <= set(late)
+    for name, run in late.items():
+        assert callable(run.load()), name
 
 
 def test_seconds_per_call_counts_every_call():
