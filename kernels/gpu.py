@@ -29,6 +29,7 @@ load = plgpu.load
 set_max_registers = plgpu.set_max_registers
 wait_smem_to_gmem = plgpu.wait_smem_to_gmem
 wgmma = plgpu.wgmma
+wgmma_wait = plgpu.wgmma_wait
 
 WGMMA = plgpu.Layout.WGMMA  # a warpgroup's accumulator: 64 rows, 16 a warp
 WGMMA_ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each of its rows

@@ -47,6 +47,9 @@ CASES = (
     Case("bfloat16_long", 140, 2, 2, dtype="bfloat16"),
     Case("bfloat16_nothing", 3, 2, 4, num_tokens=0, dtype="bfloat16"),
     Case("float16", 13, 3, 6, active=4, dtype="float16"),
+    # Deep enough that every slot of a ring of four blocks of 64 columns is filled three times; tiles of 64 rows and of 128.
+    Case("bfloat16_deep", 9, 2, 3, D=768, num_tokens=8, dtype="bfloat16"),
+    Case("float16_deep", 130, 1, 1, D=768, num_tokens=129, dtype="float16"),
 )
 
 

@@ -106,8 +106,12 @@ def _tile(
         row = pl.multiple_of(tile_row[tile], ROW_ALIGN)
 
         def accumulate(acc):
+            def step(_, x_block, w_block):
+                gpu.wgmma(acc, x_block, w_block)
+                gpu.wgmma_wait(1)  # the step before has read its blocks, which the pipeline loads into next
+
             gpu.emit_pipeline(
-                lambda _, x_block, w_block: gpu.wgmma(acc, x_block, w_block),
+                step,
                 grid=(x.shape[1] // K,),
                 in_specs=[  # delay_release: a block is still being read when the next step's wgmma is issued
                     gpu.BlockSpec((R, K), lambda k: (0, k), delay_release=1, transforms=gpu.SWIZZLED),

@@ -112,6 +112,9 @@ INTERPRETED = (
     Case("gpu-nothing", ((0, 0), (0, 70)), Heads(2, 1, 64), 64, "bfloat16"),
     Case("gpu-fills_the_pool", ((16, 192),), Heads(1, 1, 64), 64, "bfloat16", padding_tokens=0, padding_seqs=0, spare_pages=0),
     SPLIT,
+    # Long enough that every slot of a ring of three blocks, and of the join's ring, is filled three times.
+    Case("gpu-long-decodes", ((1, 640), (1, 600), (1, 577)), Heads(2, 1, 64), 64, "bfloat16", max_q_len=1),
+    Case("gpu-long-mixed", ((20, 640), (9, 70), (1, 1)), Heads(4, 1, 64), 64, "bfloat16"),
 )
 
 CASES = (

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from kernels import gpu
 from kernels.ragged_paged_attention import api, ragged_paged_attention, resolve_backend
 from kernels.ragged_paged_attention.cases import INTERPRETED, SPLIT, TOLERANCE, Batch, Case, Heads, build
-from kernels.ragged_paged_attention.mosaic_sm90 import producer, work_list
+from kernels.ragged_paged_attention.mosaic_sm90 import combine, producer, work_list
 from kernels.ragged_paged_attention.mosaic_sm90 import tiles as tiles_file
 from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import Tiles, choose_tiles
@@ -114,6 +114,25 @@ def test_a_second_consumer_of_the_cases_has_rows(case):
     planner = planner_of(case, build(case))
     tokens = planner.tiles.consumer_tokens(case.heads.N // case.heads.K, planner.shape.max_q_len)
     assert (planner.tiles.consumers == 2) == (max(q_len for q_len, _ in case.seqs) > tokens)
+
+
+def test_the_cases_go_round_every_ring_twice():
+    """Every slot is filled a third time: a fault in how it is freed shows then."""
+    blocks, items, partials = {1: 0, 2: 0}, {1: 0, 2: 0}, 0  # most of any CTA, by its consumers; most of any group
+    for case in INTERPRETED:
+        batch = build(case)
+        planner = planner_of(case, batch, split_q_len=4 if "drafts" in case.name else 1)
+        q_lens, kv_lens = np.diff(batch.cu_q_lens), np.asarray(batch.kv_lens)
+        packed = planner.plan(q_lens, kv_lens)
+        parts, consumers = planner.shape.unpack(packed), planner.tiles.consumers
+        items_of_cta = np.diff(parts["cta_start"])
+        loads = work_list.loads(planner.shape, packed, q_lens, kv_lens) - work_list.ITEM_COST * items_of_cta
+        blocks[consumers] = max(blocks[consumers], loads.max())
+        items[consumers] = max(items[consumers], items_of_cta.max())
+        partials = max(partials, parts["groups"][: parts["num_split"][0], 2].max(initial=0))
+    assert min(blocks.values()) >= 3 * planner.tiles.stages, blocks
+    assert min(items.values()) >= 3, items
+    assert partials >= 3 * combine.DEPTH
 
 
 BITS = Case("bits", ((1, 300), (4, 90), (20, 40), (1, 129)), Heads(4, 1, 64), 16, "bfloat16", padding_tokens=4, padding_seqs=1)
