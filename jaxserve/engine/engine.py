@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -341,6 +342,14 @@ class Engine:
             raise
 
     # -- weights and memory
+
+    def read_weights(self, path: str | Path) -> Decoder:
+        """Another checkpoint of the same model, laid out so that `update_params` converts nothing. Any thread may call this.
+
+        Raises:
+          FileNotFoundError, NotImplementedError, ValueError: as `models.loading.load_model`, for what can't be read.
+        """
+        return self._weights.read(path, self.config.engine.dtype)
 
     def update_params(self, params: Any, in_flight: str = "refuse") -> None:
         """From the next step on the engine runs with these weights; no cached prefix of the old ones is used again.

@@ -6,12 +6,15 @@ Owns whether the engine is asleep. Which weights fit the model is models/adoptio
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxserve.execution.runner import Runner
+from jaxserve.models import Decoder, loading, transpose_kernels
 from jaxserve.models.adoption import fit, placed
+from jaxserve.models.trainer_keys import is_transposed
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
 
@@ -24,6 +27,11 @@ class WeightsAndSleep:
     def __init__(self, runner: Runner):
         self._runner = runner
         self.is_asleep: bool = False
+
+    def read(self, path: str | Path, dtype: str) -> Decoder:
+        """As `Engine.read_weights`."""
+        module = loading.load_model(path, skip_tokenizer_init=True, dtype=dtype).module
+        return transpose_kernels(module) if is_transposed(self._runner.programs.functions.paths) else module
 
     def update(self, weights: Any, in_flight: str, scheduler: Scheduler, drain: Callable[[], None]) -> None:
         """As `Engine.update_params`. drain: waits for the steps in flight."""

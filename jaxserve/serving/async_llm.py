@@ -16,11 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxserve.execution.resolved_config import ResolvedConfig
-from jaxserve.llm import LLM
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.serving.engine_loop import EngineLoop
+from jaxserve.serving.interfaces import ServedConfig, ServedLLM
 from jaxserve.serving.messages import Abort, Aborted, Add, Call, Delta, LoopStats, Reply, Report, Stop, UnavailableError
 from jaxserve.serving.reading import ReadingPools
 from jaxserve.serving.streams import Ask, OpenStreams, RequestStream, too_late
@@ -49,7 +48,7 @@ class AsyncLLM:
 
     def __init__(
         self,
-        llm: LLM,
+        llm: ServedLLM,
         *,
         max_waiting: int = 1024,
         request_timeout: float | None = None,
@@ -62,7 +61,7 @@ class AsyncLLM:
             raise ValueError(f"{max_waiting=} must be at least 0 and {max_failures=} at least 1")
         self.tokenizer: Tokenizer | None = llm.tokenizer
         self.default_sampling_params: SamplingParams = llm.get_default_sampling_params()
-        self.config: ResolvedConfig = llm.engine.config
+        self.config: ServedConfig = llm.engine.config
         self.eos_token_ids: frozenset[int] = llm.engine.eos_token_ids
         self.request_timeout = request_timeout
         self.listener = listener

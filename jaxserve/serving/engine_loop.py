@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxserve.engine.engine import Engine, EngineOutput
 from jaxserve.execution.compilation import compile_counts
 from jaxserve.outputs import RequestOutput
+from jaxserve.request import EngineOutput
 from jaxserve.scheduling.schedule import SchedulerStats
+from jaxserve.serving.interfaces import ServedEngine
 from jaxserve.serving.messages import (
     Abort,
     Aborted,
@@ -105,14 +106,14 @@ class EngineLoop:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ServedEngine,
         tokenizer: Tokenizer | None,
         grammars: GrammarCompiler,
         deliver: Callable[[Report], None],
         *,
         max_failures: int = 3,
     ):
-        self.engine = engine
+        self.engine: ServedEngine = engine
         self._texts = TextOutputs(tokenizer, engine.finish)
         self._grammars = grammars
         self._deliver, self._max_failures = deliver, max_failures
@@ -369,16 +370,8 @@ class EngineLoop:
 
     def _load(self, call: Call) -> None:
         """On a thread of its own, beside the steps."""
-        from jaxserve.models import transpose_kernels
-        from jaxserve.models.loading import load_model
-        from jaxserve.models.trainer_keys import is_transposed
-
         try:
-            dtype = self.engine.config.engine.dtype
-            module = load_model(call.arguments["path"], skip_tokenizer_init=True, dtype=dtype).module
-            if is_transposed(self.engine.runner.programs.functions.paths):
-                transpose_kernels(module)  # here, so that no step waits for it
-            loaded = _Loaded(call, module)
+            loaded = _Loaded(call, self.engine.read_weights(call.arguments["path"]))
         except Exception as error:
             loaded = _Loaded(call, error=error)
         self.send(loaded)

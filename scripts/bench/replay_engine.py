@@ -1,6 +1,7 @@
 """An engine without a model: every step gives each running request the next token of a fixed text. What is left is serving itself.
 
 It stands in for `jaxserve.LLM` behind `AsyncLLM`, and for the engine behind its loop, with their real requests, pool and stats.
+`jaxserve.serving.interfaces` says what these need; type checkers hold this to it wherever an `AsyncLLM` is made from it.
 """
 
 from __future__ import annotations
@@ -8,20 +9,23 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from types import SimpleNamespace
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxserve.engine.engine import EngineOutput, EngineStats
+from jaxserve.config import EngineConfig
+from jaxserve.engine.stats import EngineStats
 from jaxserve.outputs import RequestMetrics
-from jaxserve.request import Request
+from jaxserve.request import EngineOutput, Request
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling.config import CacheConfig
+from jaxserve.scheduling.config import CacheConfig, SchedulerConfig
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.schedule import SchedulerStats
-from jaxserve.structured.grammars import GrammarCompiler
+from jaxserve.structured.grammars import Grammar, GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 
 FOX = "The quick brown fox jumps over the lazy dog. "
@@ -36,34 +40,82 @@ def byte_tokenizer(chat_template: str | None = None) -> Tokenizer:
     return Tokenizer(backend, chat_templates={"default": chat_template} if chat_template else None)
 
 
-class ReplayEngine:
-    """`Engine`'s interface as `EngineLoop` uses it. step_seconds: least time of a step."""
+@dataclass(frozen=True)
+class ReplayModel:
+    """What is left of a model's config."""
 
-    is_asleep = is_paused = False
-    num_programs_left = 0
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    engine: EngineConfig
+    model: ReplayModel
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+
+
+class ReplayScheduler:
+    """Counts the requests of an engine that runs as many at a time as its limit says."""
+
+    def __init__(self, engine: ReplayEngine):
+        self._engine = engine
+
+    def stats(self) -> SchedulerStats:
+        num_requests, most = self._engine.num_requests, self._engine.config.scheduler.max_num_seqs
+        return SchedulerStats(
+            num_steps=self._engine.stats.num_steps,
+            num_scheduled_tokens=0,
+            num_preemptions=0,
+            num_discarded_rows=0,
+            num_queried_tokens=0,
+            num_hit_tokens=0,
+            num_running=min(num_requests, most),
+            num_waiting=max(0, num_requests - most),
+        )
+
+
+class ReplayEngine:
+    """A `ServedEngine`. text: token ids, repeated until max_tokens. step_seconds: least time of a step."""
+
+    config: ReplayConfig
+    eos_token_ids: frozenset[int] = frozenset()
+    scheduler: ReplayScheduler
+    pool: PagePool
+    stats: EngineStats
+    is_asleep: bool = False
+    num_programs_left: int = 0
 
     def __init__(self, text: Sequence[int], max_num_seqs: int, step_seconds: float = 0.0):
         self._text, self._max_num_seqs, self._step_seconds = list(text), max_num_seqs, step_seconds
         self._requests: dict[str, Request] = {}
-        self.stats, self.pool, self.eos_token_ids = EngineStats(), PagePool(1, 16), frozenset[int]()
-        limits = SimpleNamespace(max_num_seqs=max_num_seqs, max_model_len=2**20, order="fcfs")
-        cache = CacheConfig(page_size=16, num_pages=1)
-        model, engine = SimpleNamespace(vocab_size=256), SimpleNamespace(dtype="auto", gpu_memory_utilization=0.0)
-        self.config = SimpleNamespace(scheduler=limits, model=model, engine=engine, cache=cache)
-        self.scheduler = SimpleNamespace(stats=self._scheduler_stats)
-
-    def _scheduler_stats(self) -> SchedulerStats:
-        counts = dict.fromkeys(
-            ("num_scheduled_tokens", "num_preemptions", "num_discarded_rows", "num_queried_tokens", "num_hit_tokens"), 0
+        self.config = ReplayConfig(
+            EngineConfig(),
+            ReplayModel(vocab_size=256),
+            SchedulerConfig(max_num_seqs=max_num_seqs, max_model_len=2**20, max_num_batched_tokens=max_num_seqs),
+            CacheConfig(page_size=16, num_pages=1),
         )
-        running = min(len(self._requests), self._max_num_seqs)
-        waiting = len(self._requests) - running
-        return SchedulerStats(num_steps=self.stats.num_steps, num_running=running, num_waiting=waiting, **counts)
+        self.stats, self.pool, self.scheduler = EngineStats(), PagePool(1, 16), ReplayScheduler(self)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
 
     def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, arrival: float, **_: Any
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival: float | None = None,
+        grammar: Future[Grammar] | None = None,
+        stops_at_text: bool = False,
     ) -> list[Request]:
-        metrics = RequestMetrics(arrival_time=arrival)
+        """One sample whatever params.n says; a form of the output, a priority and a salt change nothing of a fixed text."""
+        metrics = RequestMetrics(arrival_time=time.monotonic() if arrival is None else arrival)
+        params = SamplingParams() if params is None else params
         request = Request(request_id, list(prompt_token_ids), params, parent_id=request_id, metrics=metrics)
         self._requests[request_id] = request
         return [request]
@@ -71,8 +123,8 @@ class ReplayEngine:
     def on_compiled(self, call: Callable[[], None]) -> None:
         """Nothing is compiled."""
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             self._requests.pop(request_id, None)
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
@@ -96,13 +148,39 @@ class ReplayEngine:
         self.stats.generated_tokens += len(outputs)
         return outputs
 
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+    def read_weights(self, path: str | Path) -> NoReturn:
+        raise RuntimeError(f"{path} is not read: an engine without a model has no weights")
+
+    def update_params(self, params: Any, in_flight: str = "refuse") -> NoReturn:
+        raise RuntimeError("an engine without a model has no weights to update")
+
+    def sleep(self, level: int = 1) -> NoReturn:
+        raise RuntimeError("an engine without a model does not sleep")
+
+    def wake_up(self) -> None:
+        """It is awake."""
+
     def close(self) -> None:
         self._requests.clear()
 
 
-def replay_llm(max_num_seqs: int, step_seconds: float = 0.0, text: str = FOX, chat_template: str | None = None) -> Any:
+@dataclass(frozen=True)
+class ReplayLLM:
+    """A `ServedLLM`."""
+
+    tokenizer: Tokenizer
+    engine: ReplayEngine
+    grammars: GrammarCompiler
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams()
+
+
+def replay_llm(max_num_seqs: int, step_seconds: float = 0.0, text: str = FOX, chat_template: str | None = None) -> ReplayLLM:
     """What `AsyncLLM` takes for an LLM. text: what every answer is, again and again."""
     tokenizer = byte_tokenizer(chat_template)
     engine = ReplayEngine(tokenizer.encode(text), max_num_seqs, step_seconds)
-    grammars = GrammarCompiler(tokenizer, 256, engine.eos_token_ids)
-    return SimpleNamespace(tokenizer=tokenizer, engine=engine, grammars=grammars, get_default_sampling_params=SamplingParams)
+    return ReplayLLM(tokenizer, engine, GrammarCompiler(tokenizer, 256, engine.eos_token_ids))

@@ -15,6 +15,7 @@ import uvicorn
 from jaxserve import LLM
 from jaxserve.serving.app import ServerOptions, make_app
 from jaxserve.serving.async_llm import AsyncLLM
+from jaxserve.serving.interfaces import ServedLLM
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(llm: LLM, *, names=("alphabet",), options: dict[str, Any] | None = None, **engine: Any) -> Iterator[Server]:
+def serving(llm: ServedLLM, *, names=("alphabet",), options: dict[str, Any] | None = None, **engine: Any) -> Iterator[Server]:
     """A server while the `with` lasts."""
     async_llm = AsyncLLM(llm, **engine)
     app = make_app(async_llm, ServerOptions(names=names, **options or {}))

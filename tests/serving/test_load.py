@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from jaxserve.cli.common.http_load import Stream, Target, serve_at
+from jaxserve.request import EngineOutput
 from jaxserve.routing.app import RouterOptions, make_router
 from jaxserve.serving.app import ServerOptions, make_app
 from jaxserve.serving.async_llm import AsyncLLM
@@ -34,8 +35,13 @@ def replaying(max_num_seqs: int = 64, *, begin: threading.Event | None = None, *
     """The address of a server without a model. begin: what its first step waits for."""
     llm = replay_llm(max_num_seqs)
     if begin is not None:
-        step = llm.engine.step
-        llm.engine.step = lambda: begin.wait(60) and step()
+        step, may_begin = llm.engine.step, begin
+
+        def step_later() -> list[EngineOutput]:
+            assert may_begin.wait(60)
+            return step()
+
+        llm.engine.step = step_later
     with listening(make_app(AsyncLLM(llm, **options), ServerOptions(names=("replay",)))) as url:
         yield url
 
