@@ -20,6 +20,7 @@ from jaxserve import BucketPlan, Engine, EngineConfig, EngineOutput, Request, Sa
 from jaxserve.buckets.plan import Bucket
 from jaxserve.models import Decoder, ModelConfig, RopeConfig, named_leaves, transpose_kernels, with_leaves
 from jaxserve.scheduling.schedule import Schedule, SchedulerStats
+from tests.scheduler_state import has_unfinished, hash_of, ref_count
 
 EOS = 0
 VOCAB = 96
@@ -143,7 +144,7 @@ def poison(engine: Engine) -> None:
     cache, pool, rows = engine.config.cache, engine.pool, engine.scheduler.rows
     slots = np.ones((cache.num_pages, cache.page_size), bool)
     for page in range(pool.num_pages):
-        slots[page] = not pool.ref_count(page) and pool.hash_of(page) is None
+        slots[page] = not ref_count(pool, page) and hash_of(pool, page) is None
     for row in rows.order.tolist():
         owned = np.array(rows.pages(row), np.int32)
         position = np.arange(len(owned) * cache.page_size).reshape(len(owned), cache.page_size)
@@ -270,9 +271,9 @@ def assert_empty(engine: Engine) -> None:
     scheduler, pool = engine.scheduler, engine.pool
     scheduler.check_invariants()
     assert not engine.has_unfinished_requests() and not engine._requests and not engine.pipeline.in_flight
-    assert not scheduler.has_unfinished and not scheduler.num_running and not scheduler.num_waiting
+    assert not has_unfinished(scheduler) and not scheduler.num_running and not scheduler.num_waiting
     assert scheduler.rows.num_free == engine.config.scheduler.max_num_seqs
-    assert pool.num_free_pages == pool.num_pages and not any(map(pool.ref_count, range(pool.num_pages)))
+    assert pool.num_free_pages == pool.num_pages and not any(ref_count(pool, page) for page in range(pool.num_pages))
 
 
 def differences(answers: dict[str, Answer], expected: dict[str, Answer]) -> list[str]:

@@ -20,6 +20,7 @@ from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.schedule import Schedule, StepResult
 from jaxserve.scheduling.scheduler import Scheduler
+from tests.scheduler_state import has_unfinished
 
 EOS = 0  # also what stands in every place that holds no token: padding must never be taken for it
 VOCABULARY = 40
@@ -227,7 +228,7 @@ class Harness:
 
     def drain(self) -> None:
         """Steps until nothing is left, and checks that nothing is."""
-        while self.scheduler.has_unfinished or self.in_flight:
+        while has_unfinished(self.scheduler) or self.in_flight:
             in_flight = len(self.in_flight)
             assert self.step_or_none() is not None or in_flight, "idle with work left"
             self.scheduler.check_invariants()

@@ -17,6 +17,7 @@ from jaxserve.scheduling.lifecycle import RequestLifecycle
 from tests import alphabet_model
 from tests.alphabet_model import EOS, SPECIALS, VOCABULARY, after, ids
 from tests.goldens.golden import load_golden
+from tests.scheduler_state import has_unfinished
 
 POISON = "\x01"  # its embedding is NaN
 PLAN = BucketPlan(decode=(4,), mixed=((32, 4),), head_rows=(4,))  # few shapes, for the compiler's sake
@@ -56,7 +57,7 @@ def llm(shared):
 
 def assert_idle(llm: LLM) -> None:
     engine = llm.engine
-    assert not engine.has_unfinished_requests() and not engine.scheduler.has_unfinished
+    assert not engine.has_unfinished_requests() and not has_unfinished(engine.scheduler)
     engine.scheduler.check_invariants()
     assert engine.pool.num_free_pages == engine.pool.num_pages
     assert not llm._grown and not llm._texts._groups

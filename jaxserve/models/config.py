@@ -247,18 +247,6 @@ class ModelConfig:
             pad_token_id=hf.get("pad_token_id"),
         )
 
-    @property
-    def num_params(self) -> int:
-        """How many numbers the weights hold; a tied embedding counts once."""
-        D, F, H, N, K = self.hidden_size, self.intermediate_size, self.head_dim, self.num_heads, self.num_kv_heads
-        attention = D * (N + 2 * K) * H + N * H * D
-        attention += self.qkv_bias * (N + 2 * K) * H + self.o_bias * D + self.qk_norm * 2 * H
-        dense = 3 * D * F + self.mlp_bias * (2 * F + D)
-        sparse = self.num_experts * (3 * D * self.moe_intermediate_size + D)
-        mlps = (self.num_layers - len(self.sparse_layers)) * dense + len(self.sparse_layers) * sparse
-        embeddings = self.vocab_size * D * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * (attention + 2 * D) + mlps + embeddings + D
-
 
 def read_json(source: Mapping[str, Any] | str | Path, name: str) -> dict[str, Any]:
     """A dict as it is, or the JSON object in the file `source`, or in `source/name` where source is a folder.

@@ -175,14 +175,6 @@ class PagePool:
             page = self._next[page]
         return pages
 
-    def ref_count(self, page: int) -> int:
-        """How many sequences hold `page`."""
-        return self._ref_counts[page]
-
-    def hash_of(self, page: int) -> bytes | None:
-        """The hash by which `page` may be hit, None if it may not."""
-        return self._hashes[page]
-
     def check_invariants(self, owned: Iterable[int]) -> None:
         """Asserts that reference counts, free list and hash map agree with each other and with `owned`.
 

@@ -137,11 +137,6 @@ class Scheduler:
         return self.num_running + sum(request.status is RequestStatus.PREEMPTED for request in self.requests.queue)
 
     @property
-    def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self.requests.by_id)
-
-    @property
     def num_steps_in_flight(self) -> int:
         """Schedules whose tokens have not come back."""
         return self._num_steps - self._num_updates

@@ -116,7 +116,7 @@ class Deployment:
         """Of one GPU of a stage."""
         m, first, last = self.model, stage == 0, stage == self.pp - 1
         embeddings = first + last - (m.tied and first and last)
-        return BYTES * (self.layers[stage] * m.layer_params + embeddings * m.embedding_params) / self.tp
+        return BYTES * (self.layers[stage] * m.layer_weights + embeddings * m.embedding_weights) / self.tp
 
     def num_pages(self, page_size: int, max_num_batched_tokens: int, memory_utilization: float = 0.9) -> int:
         """KV pages that fit the fullest stage, beside its weights and the activations of the largest step. ValueError if none does.

@@ -63,19 +63,16 @@ class ModelShape:
         )
 
     @property
-    def layer_params(self) -> int:
+    def layer_weights(self) -> int:
         """Numbers in a layer's matrices (norms are nothing beside them)."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         mlp = (3 if self.gated else 2) * self.hidden_size * self.ffn_size
         return attention + max(1, self.num_experts) * mlp + self.num_experts * self.hidden_size
 
     @property
-    def embedding_params(self) -> int:
+    def embedding_weights(self) -> int:
+        """Numbers in the embedding, and in the output matrix where it is another."""
         return self.vocab_size * self.hidden_size
-
-    @property
-    def num_params(self) -> int:
-        return self.num_layers * self.layer_params + (1 if self.tied else 2) * self.embedding_params
 
 
 def _qwen3(name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, tied: bool = False) -> ModelShape:

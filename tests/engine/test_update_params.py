@@ -27,6 +27,7 @@ from tests.dummy import (
     serve,
     serve_alone,
 )
+from tests.scheduler_state import hash_of
 from tests.workload import alone, requests
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -86,7 +87,7 @@ def test_no_prefix_of_the_old_weights_is_hit(engine):
     hits = serve(engine, [ask]).stats.num_hit_tokens
     assert hits == 20, "the prefix cache works"
     engine.update_params(OTHER)
-    assert not any(engine.pool.hash_of(page) for page in range(engine.pool.num_pages))
+    assert not any(hash_of(engine.pool, page) for page in range(engine.pool.num_pages))
     assert serve(engine, [ask]).stats.num_hit_tokens == hits
     assert serve(engine, [ask]).stats.num_hit_tokens == 2 * hits
 

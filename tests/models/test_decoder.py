@@ -11,6 +11,7 @@ from jaxserve.models.config import RopeConfig
 from kernels.kv_cache import write_kv
 from kernels.ragged_paged_attention import ragged_paged_attention
 from tests.goldens.golden import ATOL, NAMES
+from tests.models.weight_counts import num_weights
 from tests.selection import slow_unless
 
 TINY = ModelConfig(
@@ -272,9 +273,9 @@ SPARSE = {"sparse_layers": (0, 2), "num_experts": 5, "num_experts_per_token": 2,
 @pytest.mark.parametrize(
     "switches", [{}, {"tie_word_embeddings": True}, {"qkv_bias": True, "o_bias": True, "mlp_bias": True}, SPARSE]
 )
-def test_num_params_counts_every_weight(switches):
+def test_num_weights_counts_every_weight(switches):
     config = dataclasses.replace(TINY, **switches)
-    assert config.num_params == sum(leaf.size for leaf in named_leaves(Decoder.abstract(config)).values())
+    assert num_weights(config) == sum(leaf.size for leaf in named_leaves(Decoder.abstract(config)).values())
 
 
 def test_random_params():

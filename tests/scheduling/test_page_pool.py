@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve.scheduling.page_pool import PagePool, extend_hash_chain, page_hash, root_hash
 from tests.scheduler_harness import Harness
+from tests.scheduler_state import hash_of, ref_count
 
 ROOT = root_hash(0, None)
 
@@ -47,7 +48,7 @@ def test_only_full_pages_are_hashed_and_hashes_chain():
     harness = Harness(page_size=4)
     request = harness.add(7, max_tokens=1)
     harness.schedule()
-    assert [harness.pool.hash_of(page) is not None for page in request.pages] == [True, False]
+    assert [hash_of(harness.pool, page) is not None for page in request.pages] == [True, False]
 
 
 def test_a_hit_shares_pages_in_use_or_free():
@@ -56,7 +57,7 @@ def test_a_hit_shares_pages_in_use_or_free():
     pages = cached(pool, [1, 2, 3, 4])
     hits = pool.match([ROOT], [1, 2, 3, 4, 5])
     assert hits == pages and pool.allocate(0, hits) == pages
-    assert [pool.ref_count(page) for page in pages] == [2, 2]
+    assert [ref_count(pool, page) for page in pages] == [2, 2]
     pool.check_invariants(pages + pages)
     pool.free(pages)
     pool.free(pages)
@@ -116,7 +117,7 @@ def test_reuse_clears_the_hash_and_duplicates_survive():
         assert pool.match([ROOT], [1, 2, 3]) != []
         pool.free([page])
         (reused,) = take(pool, 1)
-        assert reused == page and pool.hash_of(page) is None
+        assert reused == page and hash_of(pool, page) is None
         pool.check_invariants(pages)
         assert (pool.match([ROOT], [1, 2, 3]) == []) == (i == 2)
 
@@ -150,9 +151,9 @@ def test_a_failed_allocation_changes_nothing():
     pool = PagePool(5, 2)
     in_use, idle = cached(pool, [1, 2]), cached(pool, [3, 4])
     pool.free(idle)
-    before = (pool.free_pages(), [pool.ref_count(page) for page in range(5)], [pool.hash_of(page) for page in range(5)])
+    before = (pool.free_pages(), [ref_count(pool, page) for page in range(5)], [hash_of(pool, page) for page in range(5)])
     assert pool.allocate(4, [*in_use, *idle]) is None and pool.allocate(5) is None
-    after = (pool.free_pages(), [pool.ref_count(page) for page in range(5)], [pool.hash_of(page) for page in range(5)])
+    after = (pool.free_pages(), [ref_count(pool, page) for page in range(5)], [hash_of(pool, page) for page in range(5)])
     assert before == after
     assert len(take(pool, 3, [*in_use, *idle])) == 5, "one page fewer does fit"
 

@@ -8,6 +8,7 @@ from jaxserve.scheduling.config import SchedulerConfig, resolve_policy
 from jaxserve.scheduling.policies import BATCHING_POLICIES
 from jaxserve.scheduling.scheduler import Scheduler
 from tests.scheduler_harness import Harness
+from tests.scheduler_state import has_unfinished
 
 
 def kinds(harness, max_steps=200):
@@ -19,7 +20,7 @@ def kinds(harness, max_steps=200):
             break
         has_prompt = schedule.num_seqs > schedule.num_decodes
         out += "m" if has_prompt and schedule.num_decodes else "p" if has_prompt else "d"
-    assert not harness.scheduler.has_unfinished
+    assert not has_unfinished(harness.scheduler)
     return out
 
 
@@ -43,7 +44,7 @@ def test_sarathi_never_leaves_a_decode_out_of_a_step_with_prompt_tokens(depth):
     harness = Harness(max_num_batched_tokens=8, num_pages=14, depth=depth, max_num_seqs=6)
     requests = [harness.add(3 + 2 * i, max_tokens=12) for i in range(9)]
     num_mixed = 0
-    while harness.scheduler.has_unfinished or harness.in_flight:
+    while has_unfinished(harness.scheduler) or harness.in_flight:
         before = {
             request.request_id
             for request in harness.scheduler.running
@@ -79,7 +80,7 @@ def test_orca_mixes_whole_prompts_and_stops_at_the_first_that_does_not_fit():
 def test_orca_never_preempts_and_never_grows():
     harness = Harness(policy="orca", num_pages=16)
     requests = [harness.add(5, max_tokens=15) for _ in range(8)]
-    while harness.scheduler.has_unfinished:
+    while has_unfinished(harness.scheduler):
         schedule = harness.step()
         assert schedule.num_decodes == schedule.num_seqs or schedule.num_tokens <= 32
         new = {schedule.requests[i].row for i in range(schedule.num_decodes, schedule.num_seqs)}
@@ -164,7 +165,7 @@ def test_a_recompute_over_the_budget_is_chunked_even_where_prompts_are_not():
     harness = Harness(policy="prefill_first", max_num_batched_tokens=8, num_pages=8, page_size=2, max_num_seqs=4)
     requests = [harness.add(4, max_tokens=10), harness.add(4, max_tokens=11)]
     resumed = []
-    while harness.scheduler.has_unfinished:
+    while has_unfinished(harness.scheduler):
         preempted = {request.request_id for request in harness.scheduler.waiting if request.num_preemptions}
         schedule = harness.step()
         for i in range(schedule.num_decodes, schedule.num_seqs):

@@ -5,6 +5,7 @@ import pytest
 
 from jaxserve.request import RequestStatus
 from tests.scheduler_harness import EOS, Harness, next_token, solo
+from tests.scheduler_state import has_unfinished
 
 
 def ids(schedule):
@@ -38,7 +39,7 @@ def test_budget_and_max_num_seqs_hold(policy):
     for i in range(20):
         harness.add(3 + i % 9, max_tokens=4 + i % 7)
     tokens, seqs, running = [], [], []
-    while harness.scheduler.has_unfinished:
+    while has_unfinished(harness.scheduler):
         schedule = harness.step()
         assert schedule.num_tokens == schedule.q_lens.sum() and schedule.num_seqs == len(set(schedule.rows.tolist()))
         tokens.append(schedule.num_tokens)
@@ -135,7 +136,7 @@ def test_holding_back_never_idles_the_model(config):
     """With nothing in flight and work left there is always a step, while preemptions hold prompts back."""
     harness = Harness(num_pages=9, max_num_batched_tokens=16, **config)
     requests = [harness.add(4 + i % 5, max_tokens=12) for i in range(10)]
-    while harness.scheduler.has_unfinished:
+    while has_unfinished(harness.scheduler):
         harness.schedule()
         harness.update()
     assert harness.scheduler.stats().num_preemptions > 2

@@ -6,6 +6,7 @@ import pytest
 
 from jaxserve.scheduling.demand import step_demand
 from tests.scheduler_harness import Harness, next_token
+from tests.scheduler_state import has_unfinished
 
 PATTERNS = [(True, True, True), (False, True, True), (True, False, True), (True, True, False)]
 
@@ -13,7 +14,7 @@ PATTERNS = [(True, True, True), (False, True, True), (True, False, True), (True,
 def drain(harness, patterns, max_steps=500):
     patterns = itertools.cycle(patterns)
     for _ in range(max_steps):
-        if not harness.scheduler.has_unfinished and not harness.in_flight:
+        if not has_unfinished(harness.scheduler) and not harness.in_flight:
             break
         harness.propose(next(patterns)[: harness.num_drafts])
         harness.step_or_none()
@@ -158,7 +159,7 @@ def test_forced_tokens_cut_the_drafts_in_flight(depth, config):
     harness = Harness(num_drafts=3, depth=depth, **config)
     requests = [harness.add(3 + i, max_tokens=12 + i, ignore_eos=bool(i % 2), stop_token_ids=[i]) for i in range(9)]
     patterns, counts, num_taken, num_cut = itertools.cycle(PATTERNS), itertools.cycle([0, 4, 0, 0, 9, 2]), 0, 0
-    while harness.scheduler.has_unfinished or harness.in_flight:
+    while has_unfinished(harness.scheduler) or harness.in_flight:
         while len(harness.in_flight) > depth:
             harness.update()
         harness.propose(next(patterns))

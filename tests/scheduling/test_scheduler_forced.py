@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from tests.scheduler_harness import Harness
+from tests.scheduler_state import has_unfinished
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -66,7 +67,7 @@ def test_requests_end_as_alone_whatever_is_forced(config, depth):
     harness = Harness(depth=depth, **config)
     requests = [harness.add(3 + i, max_tokens=8 + i, ignore_eos=bool(i % 2), stop_token_ids=[i]) for i in range(9)]
     counts, taken = itertools.cycle([2, 0, 5, 1, 3, 0, 0, 9]), 0
-    while harness.scheduler.has_unfinished or harness.in_flight:
+    while has_unfinished(harness.scheduler) or harness.in_flight:
         harness.step_or_none()
         harness.scheduler.check_invariants()
         for request in harness.scheduler.running:

@@ -4,6 +4,7 @@ import pytest
 
 from jaxserve.request import RequestStatus
 from tests.scheduler_harness import Harness
+from tests.scheduler_state import has_unfinished
 
 
 def ids(requests):
@@ -196,7 +197,7 @@ def test_equal_priorities_are_first_come_first_served():
         for i in range(10):
             harness.add(4 + i % 5, max_tokens=8)
         steps = []
-        while harness.scheduler.has_unfinished:
+        while has_unfinished(harness.scheduler):
             schedule = harness.step_or_none()
             steps.append(schedule and (ids(schedule.requests), schedule.q_lens.tolist()))
         return steps, harness.scheduler.stats()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.scheduler_harness import Harness
+from tests.scheduler_state import has_unfinished, hash_of, ref_count
 from tests.scheduling.test_page_pool import take
 
 PROMPT = list(range(1, 14))  # 13 tokens: three pages of 4 and one token
@@ -25,7 +26,7 @@ def test_a_hit_shares_pages_and_computes_the_rest(num_tokens, num_cached, runnin
     if held is not None:
         shared = num_cached // 4
         assert second.pages[:shared] == held[:shared] and not set(second.pages[shared:]) & set(first.pages)
-        assert [harness.pool.ref_count(page) for page in second.pages[:shared]] == [2] * shared
+        assert [ref_count(harness.pool, page) for page in second.pages[:shared]] == [2] * shared
     harness.update()
     harness.drain()
     harness.assert_solo(first, second)
@@ -70,9 +71,9 @@ def test_a_decoded_page_is_shareable_once_it_is_full_and_known(depth):
     """The first page fills when the token at its last place is computed, not when it is sampled."""
     harness = Harness(depth=depth)
     request = harness.add(2, max_tokens=9)
-    while harness.scheduler.has_unfinished:
+    while has_unfinished(harness.scheduler):
         harness.step_or_none()
-        hashed = [harness.pool.hash_of(page) is not None for page in request.pages]
+        hashed = [hash_of(harness.pool, page) is not None for page in request.pages]
         num_full = min(len(request.token_ids), request.num_computed_tokens) // 4
         assert hashed == [i < num_full for i in range(len(hashed))]
 
@@ -82,7 +83,7 @@ def test_decode_takes_a_page_only_at_a_boundary():
     harness = Harness()
     request = harness.add(6, max_tokens=8)
     updates = []
-    while harness.scheduler.has_unfinished:
+    while has_unfinished(harness.scheduler):
         schedule = harness.schedule()
         updates.append([(row == request.row, column) for row, column, _ in schedule.page_updates.tolist()])
         assert schedule.page_updates.dtype == np.int32 and schedule.page_updates.shape[1] == 3
@@ -111,10 +112,10 @@ def test_a_failed_admission_changes_nothing():
     second = harness.add(PROMPT + [50] * 12, max_tokens=2)  # hits 3 pages, needs 4 more; 4 are free, one of them soon the other's
     third = harness.add(2, max_tokens=2)
     take(harness.pool, 1)  # somebody else's
-    before = [harness.pool.ref_count(page) for page in range(8)]
+    before = [ref_count(harness.pool, page) for page in range(8)]
     schedule = harness.schedule()
     assert schedule.requests == [first] and harness.scheduler.waiting == [second, third]
-    assert [harness.pool.ref_count(page) for page in range(8)] == before
+    assert [ref_count(harness.pool, page) for page in range(8)] == before
     assert (second.row, second.num_cached_tokens, second.num_computed_tokens) == (-1, -1, 0)
 
 

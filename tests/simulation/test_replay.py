@@ -12,6 +12,7 @@ from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
 from jaxserve.workloads.traffic import multi_turn, shared_prefix
 from jaxserve.workloads.workload import Workload, WorkloadRequest
 from tests.dummy import SETTINGS, dummy_model, make_engine
+from tests.scheduler_state import has_unfinished
 from tests.selection import slow_unless
 from tests.simulation.machines import LIMITS, MODEL, random_workload
 
@@ -158,5 +159,5 @@ def replay_counting(monkeypatch, work, limits, num_pages, async_scheduling):
     monkeypatch.setattr(Scheduler, "skip_decodes", skip)
     run = replay(work, PLAN, MODEL, limits, num_pages, async_scheduling=async_scheduling)
     schedulers[0].check_invariants()
-    assert not schedulers[0].has_unfinished and schedulers[0].pool.num_free_pages == num_pages
+    assert not has_unfinished(schedulers[0]) and schedulers[0].pool.num_free_pages == num_pages
     return run, sizes
