@@ -67,6 +67,15 @@ def test_a_circle_is_found_wherever_it_hides(tmp_path: Path, text: str):
     assert house.circles(house.graph(package)) == [["pack.a", "pack.b", "pack.c"]]
 
 
+def test_a_stub_counts(tmp_path: Path):
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "__init__.pyi").write_text("from pack.a import thing as thing")
+    (package / "a.py").write_text("import pack")
+    assert house.circles(house.graph(package)) == [["pack", "pack.a"]]
+
+
 def test_an_arrow_up_is_found():
     floors = (("attic",), ("hall", "stairs"), ("cellar",))
     arrows = {

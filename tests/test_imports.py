@@ -202,7 +202,7 @@ def test_peer_benchmark_runs_without_jax_and_the_engine():
         "print(*(name for name in sys.modules if name.startswith('jaxserve')))"
     )
     assert done.returncode == 0, done.stderr
-    ours = ("moved", "workloads", "workloads.workload", "cli", "cli.common", "cli.common.bench_models")
+    ours = ("moved", "lazy_names", "workloads", "workloads.workload", "cli", "cli.common", "cli.common.bench_models")
     ours += ("cli.common.command", "cli.common.vllm_flags", "cli.transformers_answers")
     assert set(done.stdout.split()) == {"jaxserve", *(f"jaxserve.{name}" for name in ours)}
 

@@ -82,21 +82,22 @@ def test_an_old_script_ends_with_what_to_type():
 # ---- the names of jaxserve itself
 
 
-def test_the_type_checkers_names_are_the_tables():
-    """The block that type checkers read and the table that imports go by say the same."""
-    block = (ROOT / "jaxserve" / "__init__.py").read_text().partition("if TYPE_CHECKING:")[2].partition("_NAMES")[0]
-    read = {}
-    for line in block.splitlines():
-        words = line.split()
-        if words[:1] == ["from"]:
-            assert words[3] == words[5], "an alias of its own name is public to a type checker"
-            read[words[3]] = words[1].removeprefix("jaxserve.")
-    assert read == jaxserve._HOME
-    assert jaxserve.__all__ == list(jaxserve._HOME) and "__version__" in dir(jaxserve)
+@pytest.mark.parametrize("package", ["jaxserve", "jaxserve.models"])
+def test_every_line_of_a_stub_is_public(package):
+    """The stub is the one list. A type checker takes for public what is imported under its own name."""
+    module = import_module(package)
+    assert module.__file__ is not None
+    lines = Path(module.__file__).with_suffix(".pyi").read_text().splitlines()
+    listed = [line.split() for line in lines if line and line not in ("__all__: list[str]", "__version__: str")]
+    assert all(words[0] == "from" and words[3] == words[5] for words in listed)
+    assert module.__all__ == [words[3] for words in listed] and set(module.__all__) <= set(dir(module))
+    for _, home, _, name, *_ in listed:
+        assert getattr(module, name) is getattr(import_module(home), name)
 
 
 def test_every_public_name_is_there():
     for name in jaxserve.__all__:
         assert getattr(jaxserve, name).__name__ == name
+    assert "__version__" in dir(jaxserve) and jaxserve.__version__
     with pytest.raises(AttributeError, match="module 'jaxserve' has no attribute 'nothing'"):
         jaxserve.nothing  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]

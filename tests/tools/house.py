@@ -3,7 +3,7 @@
     python -m tests.tools.house
 
 prints every module with its lines, the circles of imports among modules, and the arrows from a lower station to a higher one. Every
-import counts: at the top of a file, inside a function, behind TYPE_CHECKING.
+import counts: at the top of a file, inside a function, behind TYPE_CHECKING, in the stub of a package (`__init__.pyi`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("request",),
     ("outputs", "sampling_params"),
     ("structured_outputs",),
-    ("moved",),
+    ("moved", "lazy_names"),
 )
-ENTRANCE = "__init__"  # jaxserve/__init__.py names what users import, of every floor; of the stations only cli is a user
+ENTRANCE = "__init__"  # jaxserve/__init__.pyi names what users import, of every floor; of the stations only cli is a user
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -54,7 +54,7 @@ def modules(package: Path) -> dict[str, Path]:
 def imports(name: str, path: Path, known: Mapping[str, Path]) -> set[str]:
     """The modules among `known` that one of them imports, anywhere in its file."""
     found = set()
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    package = name if path.stem == "__init__" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
@@ -71,7 +71,10 @@ def imports(name: str, path: Path, known: Mapping[str, Path]) -> set[str]:
 def graph(package: Path) -> dict[str, set[str]]:
     """Module -> the modules of the same package that it imports."""
     known = modules(package)
-    return {name: imports(name, path, known) for name, path in known.items()}
+    return {
+        name: set().union(*(imports(name, file, known) for file in (path, path.with_suffix(".pyi")) if file.exists()))
+        for name, path in known.items()
+    }
 
 
 def circles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
