@@ -15,19 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.buckets.plan import BucketPlan
-from jaxserve.models.config import DTYPES
+from jaxserve.models import config as models
 from jaxserve.moved import forward
-from jaxserve.scheduling.config import (
-    DEFAULT_PAGE_SIZE,
-    CacheConfig,
-    SchedulerConfig,
-    check_power_of_two,
-    check_within_budget,
-    is_int,
-    require,
-    require_one_of,
-)
-from jaxserve.scheduling.policies import BATCHING_POLICIES, ORDERS
+from jaxserve.scheduling import config as scheduling
+from jaxserve.scheduling import policies
+from jaxserve.scheduling.config import check_power_of_two, check_within_budget, is_int, require
 from jaxserve.speculative.config import SpeculativeConfig
 from kernels.backends import ATTENTION, GROUPED_MATMUL
 
@@ -52,7 +44,7 @@ class Option:
 
     def check(self, name: str, value: Any) -> None:
         """ValueError that names the option, the value and what it may be."""
-        require_one_of(self.choices, **{name: value})
+        scheduling.require_one_of(self.choices, **{name: value})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +119,7 @@ class EngineConfig:
         "auto",
         Option(
             group=_NAMES,
-            choices=DTYPES,
+            choices=models.DTYPES,
             help="Of weights and activations; auto: the checkpoint's own (bfloat16 for quantised GGUF).",
         ),
     )
@@ -141,18 +133,22 @@ class EngineConfig:
     )
     max_num_seqs: int | None = _option(
         None,
-        Count(group=_LIMITS, help="Most sequences of a step.", unset=f"{SchedulerConfig.max_num_seqs}, or what the plan holds"),
+        Count(
+            group=_LIMITS,
+            help="Most sequences of a step.",
+            unset=f"{scheduling.SchedulerConfig.max_num_seqs}, or what the plan holds",
+        ),
     )
     max_num_batched_tokens: int | None = _option(
         None,
         Count(
             group=_LIMITS,
             help="Token budget of a step.",
-            unset=f"{SchedulerConfig.max_num_batched_tokens}, what the plan holds, or the longest prompt if not chunked",
+            unset=f"{scheduling.SchedulerConfig.max_num_batched_tokens}, what the plan holds, or the longest prompt if not chunked",
         ),
     )
     page_size: int | None = _option(
-        None, Count(group=_LIMITS, help="Tokens of a KV page, a power of two.", unset=f"{DEFAULT_PAGE_SIZE}")
+        None, Count(group=_LIMITS, help="Tokens of a KV page, a power of two.", unset=f"{scheduling.DEFAULT_PAGE_SIZE}")
     )
     num_pages: int | None = _option(
         None,
@@ -173,7 +169,7 @@ class EngineConfig:
         ),
     )
     enable_prefix_caching: bool = _option(
-        CacheConfig.enable_prefix_caching, Switch(group=_LIMITS, help="Requests share the KV pages of equal prefixes.")
+        scheduling.CacheConfig.enable_prefix_caching, Switch(group=_LIMITS, help="Requests share the KV pages of equal prefixes.")
     )
     enable_chunked_prefill: bool | None = _option(
         None,
@@ -185,12 +181,15 @@ class EngineConfig:
         None,
         Switch(group=_STEPS, must=_POLICYS_OWN, help="Prompts and decodes may share a step.", unset="the batching policy's choice"),
     )
-    scheduling_policy: str = _option(SchedulerConfig.order, Option(group=_STEPS, choices=ORDERS, help="Who comes first."))
+    scheduling_policy: str = _option(
+        scheduling.SchedulerConfig.order, Option(group=_STEPS, choices=policies.ORDERS, help="Who comes first.")
+    )
     batching_policy: str = _option(
-        SchedulerConfig.policy, Option(group=_STEPS, choices=tuple(BATCHING_POLICIES), help="How a step is composed.")
+        scheduling.SchedulerConfig.policy,
+        Option(group=_STEPS, choices=tuple(policies.BATCHING_POLICIES), help="How a step is composed."),
     )
     long_prefill_token_threshold: int = _option(
-        SchedulerConfig.long_prefill_token_threshold,
+        scheduling.SchedulerConfig.long_prefill_token_threshold,
         Count(
             group=_STEPS,
             least=0,

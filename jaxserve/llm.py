@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams, search
@@ -22,13 +22,12 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.progress import ProgressBar
 from jaxserve.models import GenerationDefaults, ModelConfig
 from jaxserve.models.loading import LoadedModel, adopt_model, lay_out_for_device, load_model
+from jaxserve.moved import forward
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured.grammars import Grammar, GrammarCompiler, outcome
 from jaxserve.text.prompts import (
-    Message,
-    Prompt,
     TokenizedPrompt,
     as_chats,
     as_list,
@@ -42,6 +41,9 @@ from jaxserve.text.prompts import (
 )
 from jaxserve.text.text_outputs import TextOutputs
 from jaxserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # not at run time, when this module warns of the names that were defined here
+    from jaxserve.text.prompts import Message, Prompt
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
@@ -444,3 +446,7 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
 def _refused(request_id: str, prompt: TokenizedPrompt, message: str) -> RequestOutput:
     outputs = [CompletionOutput(0, "", [], finish_reason="error", stop_reason=message)]
     return RequestOutput(request_id, prompt.text, prompt.token_ids, outputs, True)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = forward(__name__)

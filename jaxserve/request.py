@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from jaxserve.moved import forward
-from jaxserve.outputs import Logprob, PromptScores, RequestMetrics
-from jaxserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # not at run time, when this module warns of the names that were defined here
+    from jaxserve.outputs import Logprob, PromptScores, RequestMetrics
+    from jaxserve.sampling_params import SamplingParams
 
 
 class RequestStatus(enum.Enum):

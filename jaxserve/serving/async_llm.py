@@ -14,15 +14,17 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jaxserve.moved import forward
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.serving import streams
 from jaxserve.serving.engine_loop import EngineLoop
 from jaxserve.serving.interfaces import ServedConfig, ServedLLM
 from jaxserve.serving.messages import Abort, Aborted, Add, Call, Delta, LoopStats, Reply, Report, Stop, UnavailableError
 from jaxserve.serving.reading import ReadingPools
-from jaxserve.serving.streams import Ask, OpenStreams, RequestStream, too_late
+from jaxserve.serving.streams import OpenStreams, too_late
 from jaxserve.structured.grammars import GrammarError
 from jaxserve.structured_outputs import StructuredOutputsParams
 from jaxserve.text.prompts import Prompt, for_engine, prompt_fields, require_tokenizer
@@ -144,12 +146,12 @@ class AsyncLLM:
 
     async def open(
         self,
-        asks: Sequence[Ask],
+        asks: Sequence[streams.Ask],
         request_id: str | None = None,
         *,
         timeout: float | None = None,
         arrival: float | None = None,
-    ) -> RequestStream:
+    ) -> streams.RequestStream:
         """Queues prompts and returns their stream once the engine has taken them all, and compiled the forms of their outputs.
 
         Args:
@@ -168,7 +170,7 @@ class AsyncLLM:
         serial = next(self._serials)  # what a closed stream's engine still sends must not reach another of the same name
         names = [f"{request_id or uuid.uuid4().hex}.{serial}.{i}" for i in range(len(asks))]
         ready = {id(params): self.ready(params) for params in {id(ask.params): ask.params for ask in asks}.values()}
-        stream = RequestStream(
+        stream = streams.RequestStream(
             {name: replace(ask, params=ready[id(ask.params)]) for name, ask in zip(names, asks, strict=True)},
             time.monotonic() if arrival is None else arrival,
             limit,
@@ -235,12 +237,12 @@ class AsyncLLM:
         priority: int,
         timeout: float | None,
         arrival: float,
-    ) -> Ask:
+    ) -> streams.Ask:
         text, ids, salt = prompt_fields(prompt)
         if ids is None:
             encode = partial(self.encode_prompt, str(text))
             ids = await self.read(len(str(text)), encode, params.n, timeout=timeout, arrival=arrival)
-        return Ask(list(ids), params, text, priority, salt)
+        return streams.Ask(list(ids), params, text, priority, salt)
 
     # -- the engine's side
 
@@ -346,3 +348,7 @@ def _extend(output: RequestOutput, delta: Delta) -> None:
     output.num_cached_tokens = delta.num_cached_tokens
     output.prompt_logprobs = output.prompt_logprobs or delta.prompt_logprobs
     output.finished, output.metrics = delta.last, delta.totals.metrics if delta.totals else output.metrics
+
+
+if not TYPE_CHECKING:
+    __getattr__ = forward(__name__)
