@@ -1,6 +1,7 @@
-"""Names of a package that are imported at first use, as its stub `__init__.pyi` lists them.
+"""Imports at first use: the public names of a package, and modules that a command's --help can do without.
 
-The stub is the one list: type checkers read it in place of `__init__.py`, and `attach` reads it when the package is imported.
+A package's stub `__init__.pyi` is the one list of its names: type checkers read it in place of `__init__.py`, and `attach` reads it
+when the package is imported.
 """
 
 from __future__ import annotations
@@ -30,3 +31,21 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
         return getattr(import_module(home[name]), name)
 
     return find, lambda: sorted(home), list(home)
+
+
+class Late:
+    """Stands in for a module, and imports it when an attribute is first asked for. Type checkers are given the module itself:
+
+    if TYPE_CHECKING:
+        import numpy as np
+    else:
+        np = Late("numpy")
+    """
+
+    def __init__(self, module: str):
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(import_module(self._module), name)
+        setattr(self, name, found)  # the next time it is an attribute of its own
+        return found

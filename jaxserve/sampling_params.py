@@ -9,11 +9,15 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from jaxserve.lazy_names import Late
 from jaxserve.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    np = Late("numpy")  # the commands' --help reads this module
 
 MAX_LOGPROBS = 20  # most alternatives a request may ask for; the head's logprobs variant is compiled for this many
 MAX_SUPPRESSED_IDS = 16  # most stop ids that min_tokens can hold back

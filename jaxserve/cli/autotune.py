@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from absl import app, flags
-from tqdm import tqdm
 
 from jaxserve.cli.common.command import run_command
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, refuse_flags, refuse_options
@@ -232,6 +231,8 @@ def prepare() -> tuple[Tuner, list[Setting]]:
 
 
 def halve(tuner: Tuner, settings: list[Setting]) -> list[Any]:
+    from tqdm import tqdm
+
     from jaxserve.simulation.halving import successive_halving, widths
 
     size, num_runs = len(tuner.workload.requests), sum(widths(len(settings), _FACTOR.value, _FINALISTS.value))

@@ -17,7 +17,6 @@ import time
 from typing import Any
 
 from absl import app, flags
-from tqdm import tqdm
 
 from jaxserve.cli.common.command import run_command
 from jaxserve.cli.common.engine_flags import exit_on_bad_input
@@ -107,6 +106,8 @@ def make_cluster() -> tuple[Any, Any, list[Any]]:
 
 
 def main() -> None:
+    from tqdm import tqdm
+
     from jaxserve.routing.policy import make_policy
     from jaxserve.simulation.cluster import replay_cluster
     from jaxserve.workloads.traffic import repeated

@@ -19,13 +19,18 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from absl import app, flags
 
 from jaxserve.cli.common.command import run_command
 from jaxserve.cli.common.provenance import provenance, write_json
+from jaxserve.lazy_names import Late
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    np = Late("numpy")  # --help needs none
 
 _MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or id, or a GGUF file.", required=True)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights and activations, on both sides.")

@@ -8,10 +8,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import numpy as np
-
+from jaxserve.lazy_names import Late
 from jaxserve.workloads.workload import Workload, WorkloadRequest
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    np = Late("numpy")  # the commands' --help reads LENGTH_FITS
 
 NORMAL_P90 = 1.2815515655446004  # the standard normal's 0.9-quantile
 

@@ -16,8 +16,15 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
+from jaxserve.lazy_names import Late
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    np = Late("numpy")  # the commands' --help reads WORKLOADS
+
 
 # Fixed lists: for each request, in order of arrival, (prompt tokens, output tokens).
 WORKLOADS: dict[str, list[tuple[int, int]]] = {

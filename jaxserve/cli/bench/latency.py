@@ -10,18 +10,22 @@ fields of the JSON are those of vLLM's `bench latency` (avg_latency, latencies a
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from absl import flags
-from tqdm import tqdm
 
 from jaxserve.cli.common.bench_models import bench_model
 from jaxserve.cli.common.command import run_command
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.timed_run import check_fits, check_length, serve
+from jaxserve.lazy_names import Late
 from jaxserve.workloads.workload import Workload, WorkloadRequest
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    np = Late("numpy")  # --help needs none
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -60,6 +64,8 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
+    from tqdm import tqdm
+
     batch = Workload("a batch", (WorkloadRequest(_INPUT.value, _OUTPUT.value),) * _BATCH.value)
     try:
         check_length(batch, engine_options()["max_model_len"])  # where it was given, before anything is compiled

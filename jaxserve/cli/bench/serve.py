@@ -19,27 +19,26 @@ turns, --rounds times after one that is not counted, and prints the share of the
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 import statistics
 import sys
-import urllib.error
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import app, flags
-from tqdm import tqdm
 
 from jaxserve.cli.common.bench_models import bench_model
 from jaxserve.cli.common.command import run_command
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_flags, engine_options, exit_on_bad_input, refuse_flags
-from jaxserve.cli.common.http_load import Target, serve_at, server_process
 from jaxserve.cli.common.plots import CAN_PLOT
 from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.timed_run import check_fits
 from jaxserve.cli.common.traffic_flags import read_traffic
 from jaxserve.workloads.latency import METRICS, ServedTimes, parse_objectives
 from jaxserve.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    from jaxserve.cli.common.http_load import Target
 
 
 def _is_percentile(text: str) -> bool:
@@ -87,6 +86,8 @@ def make_engine() -> Any:
 
 def in_process(workloads: dict[float, Workload], seed: int) -> tuple[list[dict[str, Any]], Any]:
     """(a result for each rate, from an engine of the flags; the steps of the last, as ServedRun has them)."""
+    from tqdm import tqdm
+
     from jaxserve.cli.common.open_loop import serve
 
     engine = make_engine()
@@ -114,12 +115,20 @@ def draw(results: list[dict[str, Any]], steps: Any, workload: str) -> None:
 
 
 def over_http(target: Target, workload: Workload, vocab_size: int, seed: int) -> ServedTimes:
+    import asyncio
+
+    from tqdm import tqdm
+
+    from jaxserve.cli.common.http_load import serve_at
+
     with tqdm(total=len(workload.requests), desc=target.url) as bar:
         return asyncio.run(serve_at(target, workload, vocab_size, seed, max_concurrency=_CONCURRENCY.value, progress=bar))
 
 
 def told_vocabulary(target: Target) -> int:
     """Token ids that the server says it knows. ValueError where it does not."""
+    import urllib.error
+
     try:
         size = target.get_json("/tokenizer_info").get("vocab_size")
     except urllib.error.HTTPError as error:
@@ -133,6 +142,8 @@ def told_vocabulary(target: Target) -> int:
 
 def at_url(workloads: dict[float, Workload], seed: int) -> list[dict[str, Any]]:
     """A result for each rate, from the server at --base_url and the first model that it lists."""
+    from jaxserve.cli.common.http_load import Target
+
     target = Target(str(_URL.value), _API_KEY.value or os.environ.get("JAXSERVE_API_KEY"))
     models = target.get_json("/v1/models")["data"]
     if not models:
@@ -153,6 +164,7 @@ def server_flags() -> list[str]:
 
 def against_server(workloads: dict[float, Workload], seed: int) -> list[dict[str, Any]]:
     """For each rate, the last round's result in process and that of a server of the same flags, and the share between them."""
+    from jaxserve.cli.common.http_load import Target, server_process
     from jaxserve.cli.common.open_loop import serve
 
     engine, results = make_engine(), []

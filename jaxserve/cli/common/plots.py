@@ -6,9 +6,15 @@ import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from jaxserve.lazy_names import Late
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    np = Late("numpy")  # the commands' --help reads CAN_PLOT
+
 
 INSTALL = "plots need matplotlib: pip install -c constraints/jax.txt -e '.[plots]'"
 

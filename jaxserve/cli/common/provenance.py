@@ -9,7 +9,6 @@ import os
 import platform
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +73,9 @@ def code_id() -> str:
         trees = _git("rev-parse", *(f"HEAD:{package}" for package in _CODE)).split()
         changes = _git("diff", "--no-ext-diff", "--binary", "HEAD", "--", *_CODE)
     except (OSError, subprocess.CalledProcessError):
-        return f"version {metadata.version('jaxserve')}"
+        from jaxserve import __version__
+
+        return f"version {__version__}"
     changed = f"+{hashlib.sha256(changes.encode()).hexdigest()[:12]}" if changes else ""
     return ".".join(tree[:10] for tree in trees) + changed
 

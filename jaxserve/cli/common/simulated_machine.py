@@ -9,7 +9,6 @@ import sys
 from typing import Any
 
 from absl import flags
-from tqdm import tqdm
 
 from jaxserve.cli.common.bench_models import bench_model
 from jaxserve.cli.common.engine_flags import engine_options, refuse_options
@@ -123,6 +122,8 @@ def make_engine(
 
 def measure(machine: Any, plan: Any, workload: Any, seed: int, name: str) -> Any:
     """A real run (open_loop.ServedRun) of the workload with the machine's limits and this plan, all programs compiled before."""
+    from tqdm import tqdm
+
     from jaxserve.cli.common.open_loop import serve
 
     engine = make_engine(machine.limits, plan, machine.num_pages, machine.objective, machine.step_times.page_size)
@@ -135,4 +136,6 @@ def measure(machine: Any, plan: Any, workload: Any, seed: int, name: str) -> Any
 def planning(name: str, position: int | None = None) -> Any:
     """A progress bar of requests served in virtual time; its `update` is what replays tell. position: so many lines below another
     bar. How many replays a plan takes is not known before, so that it has no end."""
+    from tqdm import tqdm
+
     return tqdm(desc=name, unit=" simulated requests", mininterval=5, position=position)

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 from absl import app, flags
-from tqdm import tqdm
 
 from jaxserve.cli.common.command import run_command
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, refuse_flags, refuse_options
@@ -196,6 +195,8 @@ class Real:
             self.settings["profile"] = digest(Path(str(given["step_times"])).read_bytes())
 
     def serve(self, contender: Contender, objective: Any, workload: Any, seed: int) -> Any:
+        from tqdm import tqdm
+
         from jaxserve.cli.common.open_loop import serve
 
         key = contender.name, objective.tbt if contender.dynamic else None
@@ -256,6 +257,8 @@ def tabulate(
 
 
 def main() -> None:
+    from tqdm import tqdm
+
     if _REAL.value and _GPU.value:
         raise app.UsageError("--real serves on this machine's device, --gpu on paper: give one of them")
     if not _SLO.value:

@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any
 
 from absl import flags
-from tqdm import tqdm
 
 from jaxserve.cli.common.bench_models import bench_model
 from jaxserve.cli.common.command import run_command
@@ -61,6 +60,8 @@ def measured() -> Any:
     measurer = StepMeasurer(model, engine_config(options), multiple=multiple, min_seconds=_MIN_SECONDS.value)
 
     def progress(items, desc="steps"):
+        from tqdm import tqdm
+
         return tqdm(items, desc=desc, mininterval=5)
 
     fitted, points = measurer.run(
