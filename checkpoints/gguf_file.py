@@ -6,6 +6,7 @@ blocks; its own reader is not used because it takes a second for every fifteen t
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -21,6 +22,7 @@ from checkpoints.weights import WeightsError
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
+_ROWS_AS_ONE = 16  # `dequantize` takes 16 rows at a time, which are few bytes; blocks don't cross rows, so that rows may be joined
 _SCALARS = {  # value type -> struct format
     GGUFValueType.UINT8: "<B",
     GGUFValueType.INT8: "<b",
@@ -102,7 +104,9 @@ class GGUFFile:
         if not info.is_quantised:
             return data.view(_numpy_dtype(info.dtype)).reshape(shape).copy()
         try:
-            return dequantize(data.reshape(*shape[:-1], -1), info.ggml_type).reshape(shape)
+            num_rows = math.prod(shape[:-1])
+            num_rows //= math.gcd(num_rows, _ROWS_AS_ONE)
+            return dequantize(data.reshape(num_rows, -1), info.ggml_type).reshape(shape)
         except NotImplementedError as error:
             raise WeightsError(f"{name} in {self.path} is quantised as {info.dtype}, which is not supported") from error
 

@@ -21,7 +21,7 @@ from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams, sear
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.progress import ProgressBar
 from jaxserve.models import GenerationDefaults, ModelConfig
-from jaxserve.models.loading import LoadedModel, adopt_model, lay_out_for_device, load_model
+from jaxserve.models.loading import LoadedModel, adopt_model, load_model
 from jaxserve.moved import forward
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
 from jaxserve.request import Request
@@ -78,9 +78,13 @@ class LLM:
     ):
         config = engine_config(options)
         loaded = load_model(
-            model, tokenizer=tokenizer, skip_tokenizer_init=skip_tokenizer_init, dtype=config.dtype, revision=revision
+            model,
+            tokenizer=tokenizer,
+            skip_tokenizer_init=skip_tokenizer_init,
+            dtype=config.dtype,
+            revision=revision,
+            transposed=None,
         )
-        lay_out_for_device(loaded.module)
         self._set_up(loaded, config)
 
     def _set_up(self, loaded: LoadedModel, config: EngineConfig) -> None:

@@ -91,6 +91,7 @@ def site(wheel, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_works_from_another_folder(site, tmp_path):
     """Its files come before the checkout's, which an editable install puts on the path."""
     check_works(sys.executable, site, tmp_path, PYTHONPATH=str(site))

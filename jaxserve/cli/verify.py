@@ -202,11 +202,10 @@ def compare(ours: Answers, theirs: Answers, dtype: str) -> dict[str, Any]:
 
 def verify() -> dict[str, Any]:
     from checkpoints.huggingface import resolve
-    from jaxserve.models.loading import lay_out_for_device, load_model
+    from jaxserve.models.loading import load_model
 
     path = resolve(_MODEL.value)
-    loaded = load_model(path, dtype=_DTYPE.value, skip_tokenizer_init=True)
-    lay_out_for_device(loaded.module)  # as LLM does
+    loaded = load_model(path, dtype=_DTYPE.value, skip_tokenizer_init=True, transposed=None)  # as LLM does
     if _REFERENCE.value:
         theirs = read_reference(_REFERENCE.value)
     else:

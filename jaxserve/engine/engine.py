@@ -66,11 +66,12 @@ class Engine:
         functions = ModelFunctions(model, config.moe_backend)
         self.config: ResolvedConfig = resolve(functions, config)
         programs = Programs(functions, self.config)
-        self._warm_up: BackgroundWarmUp | None = BackgroundWarmUp(programs) if config.warm_up == "background" else None
+        self._warm_up: BackgroundWarmUp | None = None
         if config.warm_up == "all":  # from shapes, before the pool takes the memory that compiling may need
             for key in programs.keys:
                 programs.get(key)
-        elif self._warm_up is not None:
+        elif config.warm_up == "background":
+            self._warm_up = BackgroundWarmUp(programs, self.has_unfinished_requests)
             self._warm_up.compile_first()
         self.runner: Runner = Runner(programs)
         self.is_paused: bool = False

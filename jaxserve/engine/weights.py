@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxserve.execution.runner import Runner
-from jaxserve.models import Decoder, loading, transpose_kernels
+from jaxserve.models import Decoder, loading
 from jaxserve.models.adoption import fit, placed
 from jaxserve.models.trainer_keys import is_transposed
 from jaxserve.scheduling.page_pool import PagePool
@@ -30,8 +30,8 @@ class WeightsAndSleep:
 
     def read(self, path: str | Path, dtype: str) -> Decoder:
         """As `Engine.read_weights`."""
-        module = loading.load_model(path, skip_tokenizer_init=True, dtype=dtype).module
-        return transpose_kernels(module) if is_transposed(self._runner.programs.functions.paths) else module
+        transposed = is_transposed(self._runner.programs.functions.paths)
+        return loading.load_model(path, skip_tokenizer_init=True, dtype=dtype, transposed=transposed).module
 
     def update(self, weights: Any, in_flight: str, scheduler: Scheduler, drain: Callable[[], None]) -> None:
         """As `Engine.update_params`. drain: waits for the steps in flight."""

@@ -6,11 +6,16 @@ Owns the thread. Programs are compiled from shapes: nothing is allocated on the 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
 
 from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.execution.programs import ProgramKey, Programs, name_of
@@ -19,6 +24,8 @@ from jaxserve.scheduling.config import resolve_policy
 logger: logging.Logger = logging.getLogger("jaxserve")
 
 NICENESS = 10  # of the compiling thread, and of the threads that XLA starts for it: steps come first
+QUIET_SECONDS = 0.5  # a program is begun when no request ran for this long,
+PATIENCE_SECONDS = 2.0  # or after this long: under steady traffic too all are compiled in the end
 
 
 def first_programs(plan: BucketPlan, max_num_seqs: int, *, chunked: bool) -> list[ProgramKey]:
@@ -81,26 +88,36 @@ class CompiledShapes:
 class BackgroundWarmUp:
     """Compiles the programs of a plan: the first ones at once, the rest on a thread of its own.
 
-    A step that needs one of the rest sooner compiles it itself, or waits for it if it is under way. A program that can't be
-    compiled is logged and left out: a larger one takes its place, and a step that needs it none the less raises the error.
+    A program is begun while no request runs, or when PATIENCE_SECONDS went by without such a moment: tracing holds Python's lock
+    and XLA's compiler takes cores that steps need. A step that needs one of the rest sooner compiles it itself, or waits for it
+    if it is under way. A program that can't be compiled is logged and left out: a larger one takes its place, and a step that
+    needs it none the less raises the error.
     """
 
-    def __init__(self, programs: Programs):
+    def __init__(self, programs: Programs, is_busy: Callable[[], bool]):
+        """is_busy: whether requests run; called on the compiling thread."""
         self._programs = programs
+        self._is_busy = is_busy
         self.shapes: CompiledShapes = CompiledShapes(programs)
         config = programs.config.scheduler
         self._first = first_programs(programs.config.plan, config.max_num_seqs, chunked=resolve_policy(config).chunked)
         self._stopping = threading.Event()
+        self._last_busy = 0.0  # when a request was last seen to run
         self.on_progress: Callable[[], None] = lambda: None  # called on the thread after each program
         self._thread = threading.Thread(target=self._compile_rest, name="jaxserve-compiler", daemon=True)
 
     def compile_first(self) -> None:
-        """Compiles what every step can run with."""
-        for key in self._first:
-            self._programs.get(key)
+        """Compiles what every step can run with; on a CPU side by side, elsewhere one at a time, since compilers that time kernels
+        on the device would disturb each other."""
+        num_threads = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="jaxserve-first-programs") as pool:
+            for compiled in [pool.submit(self._programs.get, key) for key in self._first]:
+                compiled.result()
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the thread. It leaves the first request the machine, if that comes within QUIET_SECONDS."""
+        self._last_busy = time.monotonic()
+        atexit.register(self.close)  # a compiler that runs while the interpreter goes would crash it
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -113,11 +130,13 @@ class BackgroundWarmUp:
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
+        atexit.unregister(self.close)
 
     def _compile_rest(self) -> None:
         if sys.platform == "linux":  # where this is the priority of a thread, not of its process
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         for key in remaining_programs(self._programs.config.plan, self._programs.keys, self._first):
+            self._await_quiet()
             if self._stopping.is_set():
                 return
             try:
@@ -125,3 +144,15 @@ class BackgroundWarmUp:
             except Exception:
                 logger.exception("%s could not be compiled; a step that needs it will fail", name_of(key))
             self.on_progress()
+
+    def _await_quiet(self) -> None:
+        """Waits until no request ran for QUIET_SECONDS, at most PATIENCE_SECONDS; ends early where the thread is to end."""
+        now = time.monotonic()
+        deadline = now + PATIENCE_SECONDS
+        while now < deadline and not self._stopping.is_set():
+            if self._is_busy():
+                self._last_busy = now
+            elif now - self._last_busy >= QUIET_SECONDS:
+                return
+            self._stopping.wait(0.02)
+            now = time.monotonic()

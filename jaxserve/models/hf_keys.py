@@ -12,20 +12,21 @@ from checkpoints.weights import Source
 from jaxserve.models.config import ModelConfig
 
 
-def key_table(config: ModelConfig, keys: Collection[str] = ()) -> dict[str, Source]:
+def key_table(config: ModelConfig, keys: Collection[str] = (), *, transposed: bool = False) -> dict[str, Source]:
     """{our path: Source(keys, convert)} for every weight of the model that `config` describes.
 
     keys: what the checkpoint holds. It decides between the layouts that a mixture of experts is stored in: a matrix an expert
     (the default, and what is published), or all experts' in one.
+    transposed: the model's dense kernels are `.../weight` [out, in], as `transpose_kernels` makes them and checkpoints have them.
     """
     table = {"embed_tokens/embedding": Source(("model.embed_tokens.weight",), _as_is)}
     for i in range(config.num_layers):
-        table |= _layer_table(config, f"layers/{i}", f"model.layers.{i}", i in config.sparse_layers)
+        table |= _layer_table(config, f"layers/{i}", f"model.layers.{i}", i in config.sparse_layers, transposed)
         if i in config.sparse_layers:
             table |= _experts_table(config, f"layers/{i}/mlp", f"model.layers.{i}.mlp", keys)
     table["final_norm/scale"] = Source(("model.norm.weight",), _as_is)
     if not config.tie_word_embeddings:
-        table["lm_head/kernel"] = Source(("lm_head.weight",), _fused_kernel)
+        table |= _linear("lm_head", ("lm_head.weight",), transposed)
     return table
 
 
@@ -56,7 +57,11 @@ def ignorable_keys(config: ModelConfig) -> tuple[str, ...]:
     return (*patterns, r"lm_head\.weight") if config.tie_word_embeddings else patterns
 
 
-def _layer_table(config: ModelConfig, ours: str, theirs: str, sparse: bool) -> dict[str, Source]:
+def _linear(path: str, keys: tuple[str, ...], transposed: bool) -> dict[str, Source]:
+    return {f"{path}/weight": Source(keys, _fused_weight)} if transposed else {f"{path}/kernel": Source(keys, _fused_kernel)}
+
+
+def _layer_table(config: ModelConfig, ours: str, theirs: str, sparse: bool, transposed: bool) -> dict[str, Source]:
     table = {
         f"{ours}/attention_norm/scale": Source((f"{theirs}.input_layernorm.weight",), _as_is),
         f"{ours}/mlp_norm/scale": Source((f"{theirs}.post_attention_layernorm.weight",), _as_is),
@@ -74,8 +79,7 @@ def _layer_table(config: ModelConfig, ours: str, theirs: str, sparse: bool) -> d
             ("mlp/down_proj", ("mlp.down_proj",), config.mlp_bias),
         ]
     for path, names, has_bias in linears:
-        weights = tuple(f"{theirs}.{name}.weight" for name in names)
-        table[f"{ours}/{path}/kernel"] = Source(weights, _fused_kernel)
+        table |= _linear(f"{ours}/{path}", tuple(f"{theirs}.{name}.weight" for name in names), transposed)
         if has_bias:
             biases = tuple(f"{theirs}.{name}.bias" for name in names)
             table[f"{ours}/{path}/bias"] = Source(biases, _fused_bias)
@@ -104,9 +108,14 @@ def _as_is(arrays: list[np.ndarray]) -> np.ndarray:
     return array
 
 
+def _fused_weight(arrays: list[np.ndarray]) -> np.ndarray:
+    """[out_i, in] each -> [sum of out_i, in]."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=0)
+
+
 def _fused_kernel(arrays: list[np.ndarray]) -> np.ndarray:
     """[out_i, in] each -> [in, sum of out_i]; a transposed view, not a copy."""
-    return (arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=0)).T
+    return _fused_weight(arrays).T
 
 
 def _fused_bias(arrays: list[np.ndarray]) -> np.ndarray:

@@ -52,12 +52,14 @@ def load_model(
     skip_tokenizer_init: bool = False,
     dtype: str = "auto",
     revision: str | None = None,
+    transposed: bool | None = False,
     progress: bool = False,
 ) -> LoadedModel:
     """Loads a checkpoint: a Hugging Face folder or id, a GGUF file, or a folder that `jaxserve convert` made (Orbax).
 
     tokenizer: where it lies, if not beside the model. dtype: of weights and activations; "auto" is the checkpoint's own, bfloat16
-    where it is quantised or does not say. progress: a bar on stderr.
+    where it is quantised or does not say. transposed: dense kernels come as `transpose_kernels` lays them out; None: where the
+    default device's matmuls are faster so (a CPU's). progress: a bar on stderr.
 
     Raises:
       FileNotFoundError: nothing by that name here, and no download to be had.
@@ -72,12 +74,14 @@ def load_model(
     _check_dtype(dtype, DTYPES)
     if skip_tokenizer_init and tokenizer is not None:
         raise ValueError(f"skip_tokenizer_init=True contradicts tokenizer={tokenizer!r}: leave one of them out")
+    transposed = is_best_transposed() if transposed is None else transposed
     path = resolve(model, revision=revision)
     version = orbax.find_version(path)
     if version is not None:
         config, defaults = ModelConfig.from_hf(version), GenerationDefaults.from_hf(version)
         with _tokenizer_of(version, tokenizer, skip_tokenizer_init) as found:
-            return LoadedModel(load_version(version, config, dtype=dtype), config, defaults, found.result())
+            module = load_version(version, config, dtype=dtype)
+            return LoadedModel(transpose_kernels(module) if transposed else module, config, defaults, found.result())
     if path.is_dir():
         config, defaults = ModelConfig.from_hf(path), GenerationDefaults.from_hf(path)
         reader: Any = SafetensorsReader(path)
@@ -89,7 +93,7 @@ def load_model(
         config = ModelConfig.from_hf(said)
         defaults = GenerationDefaults.from_dicts(gguf.generation_config(reader), said)
     with _tokenizer_of(path, tokenizer, skip_tokenizer_init) as found:
-        module = load_weights(reader, config, dtype=dtype, progress=progress)
+        module = load_weights(reader, config, dtype=dtype, transposed=transposed, progress=progress)
         return LoadedModel(module, config, defaults, found.result())
 
 
@@ -122,12 +126,18 @@ def _or_no_tokenizer[Source, Found](load: Callable[[Source], Found], source: Sou
         raise NoTokenizerError(f"{error} (give tokenizer=, or skip_tokenizer_init=True to work with token ids)") from error
 
 
-def load_weights(reader: Any, config: ModelConfig, *, dtype: str = "auto", progress: bool = False) -> Decoder:
-    """The decoder of `config` with the weights of a checkpoint reader, streamed tensor by tensor to the default device."""
+def load_weights(
+    reader: Any, config: ModelConfig, *, dtype: str = "auto", transposed: bool = False, progress: bool = False
+) -> Decoder:
+    """The decoder of `config` with the weights of a checkpoint reader, streamed tensor by tensor to the default device.
+    transposed: with its dense kernels laid out by `transpose_kernels`."""
     from checkpoints.weights import load_weights
 
     param_dtype = (config.dtype or "bfloat16") if dtype == "auto" else dtype
-    abstract, table = Decoder.abstract(config, param_dtype), key_table(config, reader.keys())
+    abstract = Decoder.abstract(config, param_dtype)
+    if transposed:
+        transpose_kernels(abstract)
+    table = key_table(config, reader.keys(), transposed=transposed)
     leaves = load_weights(reader, named_leaves(abstract), table, ignore=ignorable_keys(config), progress=progress)
     return with_leaves(abstract, leaves)
 
@@ -175,9 +185,14 @@ def adopt_model(
 def lay_out_for_device(module: Decoder) -> Decoder:
     """`module` itself, its weights laid out as the default device's matmuls read them fastest; what is moved is let go of. For
     modules that nobody else holds: a trainer's arrays are to be shared, not moved."""
+    return transpose_kernels(module) if is_best_transposed() else module
+
+
+def is_best_transposed() -> bool:
+    """Whether the default device's matmuls read dense kernels faster as [out, in]."""
     import jax
 
-    return transpose_kernels(module) if jax.default_backend() == "cpu" else module
+    return jax.default_backend() == "cpu"
 
 
 def random_model(config: ModelConfig | Mapping[str, Any], *, dtype: str = "bfloat16", seed: int = 0) -> Decoder:

@@ -56,6 +56,7 @@ def test_a_stall_is_of_the_prompt_that_it_waited_for(monkeypatch):
         assert (waits[num_prompt == 17] >= 17).all() and (waits[num_prompt == 0] <= 2).all()
 
 
+@pytest.mark.slow
 def test_tokens_that_were_never_made_are_not_counted():
     """An engine ends a request at max_model_len and says nothing; a figure of it would be too good."""
     engine = make_engine(dummy_model(), max_model_len=32)

@@ -43,6 +43,7 @@ def test_more_replicas_serve_more(tmp_path):
     assert done.returncode == 0 and "8 GPUs, 32 requests in" in done.stdout and "stages: pb1" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_steps_are_padded_as_an_engines(tmp_path):
     """The engine's default plan unasked, one of a file, or none; its buckets are what a step is timed by."""
     BucketPlan(mixed=((2048, 16),), head_rows=(16,)).save(tmp_path / "plan.json")

@@ -2,6 +2,8 @@
 twice, and the thread ends with the engine."""
 
 import logging
+import subprocess
+import sys
 import threading
 import time
 
@@ -37,6 +39,12 @@ class Gate:
 
     def open(self) -> None:
         self._open.set()
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch):
+    """Tests beside this one keep the cores busy: a thread of low priority would hardly get one."""
+    monkeypatch.setattr("jaxserve.execution.warm_up.NICENESS", 0)
 
 
 @pytest.fixture
@@ -191,3 +199,40 @@ def test_prompts_that_must_not_be_cut_start_with_the_largest_bucket(gate):
     assert all(answers(engine))
     assert compile_counts().programs == before
     engine.close()
+
+
+def test_no_program_is_begun_while_requests_run_unless_they_never_stop(monkeypatch):
+    monkeypatch.setattr("jaxserve.execution.warm_up.QUIET_SECONDS", 0.2)
+    monkeypatch.setattr("jaxserve.execution.warm_up.PATIENCE_SECONDS", 60.0)
+    engine = make_engine()
+    engine.add_request("runs", [1, 2, 3], SamplingParams(max_tokens=8))
+    time.sleep(1.0)  # five times as long as the thread waits for where nothing runs
+    assert engine.num_programs_left == PLAN.num_programs - FIRST
+    while engine.has_unfinished_requests():
+        engine.step()
+    wait_for_programs(engine)
+    assert engine.num_programs_left == 0
+    engine.close()
+    monkeypatch.setattr("jaxserve.execution.warm_up.PATIENCE_SECONDS", 0.05)
+    engine = make_engine()
+    engine.add_request("is never stepped", [1, 2, 3], SamplingParams(max_tokens=8))
+    wait_for_programs(engine)
+    assert engine.num_programs_left == 0
+    engine.close()
+
+
+LEAVES_IT_RUNNING = """
+import time
+from tests.engine.test_background_warm_up import make_engine
+engine = make_engine()
+left = engine.num_programs_left
+while engine.num_programs_left == left:
+    time.sleep(0.01)
+print(engine.num_programs_left, "left")
+"""
+
+
+def test_a_process_ends_cleanly_while_programs_are_compiled():
+    done = subprocess.run([sys.executable, "-c", LEAVES_IT_RUNNING], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) > 0

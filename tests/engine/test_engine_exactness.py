@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve import Engine, EngineConfig, SamplingParams
-from jaxserve.models.loading import lay_out_for_device, load_model
+from jaxserve.models.loading import load_model
 from jaxserve.sampling.edit_rows import kinds_of
 from tests.dummy import (
     ONE_BUCKET,
@@ -222,7 +222,7 @@ def test_the_dummy_model_sees_its_context():
 def test_serves_the_greedy_tokens_of_transformers(name):
     """Prompts together, in chunks, from pages of 4 tokens, too few of them for all."""
     golden = load_golden(name)
-    model = lay_out_for_device(load_model(HERE / name, skip_tokenizer_init=True, dtype="float32").module)
+    model = load_model(HERE / name, skip_tokenizer_init=True, dtype="float32", transposed=None).module
     num_new = golden.greedy.shape[1]
     longest = max(map(len, golden.prompts)) + num_new
     config = EngineConfig(

@@ -79,8 +79,8 @@ def paged_step(model, caches, tokens, positions, slots, table, cu_q_lens, kv_len
 
 @pytest.mark.parametrize(
     "name, transposed",
-    [(name, False) for name in ("qwen3_windows", "qwen3_moe")]
-    + [pytest.param(name, False, marks=pytest.mark.slow) for name in ("qwen3_tied", "mistral", "qwen3_moe_tied")]
+    [("qwen3_windows", False)]
+    + [pytest.param(name, False, marks=pytest.mark.slow) for name in ("qwen3_moe", "qwen3_tied", "mistral", "qwen3_moe_tied")]
     + [("qwen3_tied", True), pytest.param("mistral", True, marks=pytest.mark.slow)],
 )
 def test_packed_paged_forward_matches_transformers(load_model, name, transposed):

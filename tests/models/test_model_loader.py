@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from checkpoints.weights import WeightsError
-from jaxserve.models import ModelConfig, named_leaves
+from jaxserve.models import ModelConfig, named_leaves, transpose_kernels
 from jaxserve.models.loading import load_model, random_model
 from jaxserve.text.tokenizer import Tokenizer
 from tests import alphabet_model
@@ -47,6 +47,16 @@ def test_dtype(tmp_path, saved, asked, got):
     folder = alphabet_model.save(tmp_path / "model", torch_dtype=saved)
     module = load_model(folder, dtype=asked, skip_tokenizer_init=True).module
     assert {str(leaf.dtype) for leaf in named_leaves(module).values()} == {got}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_kernels_are_loaded_transposed_as_they_are_transposed_later(tmp_path, tied):
+    saved = alphabet_model.save(tmp_path / "model", tie_word_embeddings=tied)
+    here = named_leaves(load_model(saved, transposed=True, skip_tokenizer_init=True).module)
+    later = named_leaves(transpose_kernels(load_model(saved, skip_tokenizer_init=True).module))
+    assert list(here) == list(later) and ("lm_head/weight" in here) != tied and "layers/0/attention/qkv_proj/weight" in here
+    for path in here:
+        np.testing.assert_array_equal(here[path], later[path], err_msg=path)
 
 
 def test_a_wrong_dtype_is_refused(folder):

@@ -100,6 +100,7 @@ def test_grammars_on_a_timer(tmp_path):
     assert all(0 < result["compiles"][s]["median_ms"] <= result["compiles"][s]["max_ms"] for s in bench_structured.SIZES)
 
 
+@pytest.mark.slow
 def test_grammars_of_drafts_on_a_timer(tmp_path):
     """The device would object to a mask that forbids a document's token, of a draft's row too."""
     model = alphabet_model.save(tmp_path / "model")

