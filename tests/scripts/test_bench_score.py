@@ -14,7 +14,7 @@ from tests import alphabet_model
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.slow  # a command; tests/test_llm_scoring.py has the scores
+pytestmark = pytest.mark.slow  # a command; tests/llm/test_scoring.py has the scores
 
 
 def run(work: Path, *given: str) -> subprocess.CompletedProcess:

@@ -1,0 +1,94 @@
+"""The engine's thread: steps that raise, texts that can't be made, and a bug of its own."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from jaxserve.serving.async_llm import AsyncLLM
+from jaxserve.serving.messages import FailedError, UnavailableError
+from jaxserve.text.detokenizer import IncrementalDetokenizer
+from tests.alphabet_model import after
+from tests.serving.asking import ask, long, pages_back, run, text_of
+
+
+class Broken:
+    """Makes `owner.name` raise on the calls that `when` says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, when=lambda *args: True):
+        self.on, real = True, getattr(owner, name)
+
+        def call(*args, **kwargs):
+            if self.on and when(*args):
+                raise RuntimeError("broken on purpose")
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+
+def test_a_step_that_raises_fails_what_runs_and_serves_on(llm, monkeypatch):
+    async def main():
+        async with AsyncLLM(llm) as engine:
+            streams = [await engine.open([long()]) for _ in range(3)]
+            await anext(streams[0])
+            fault = Broken(monkeypatch, llm.engine.runner, "fetch")
+            for stream in streams:
+                with pytest.raises(FailedError, match="a step of the engine failed.*broken on purpose"):
+                    async for _ in stream:
+                        pass
+            fault.on = False
+            engine.check_health()
+            assert await text_of(engine, ask("a")) == after("a", 8)
+            assert engine.stats.num_failures == 1
+            await pages_back(engine)
+
+    run(main())
+
+
+def test_repeated_failures_end_in_refusals_not_in_a_loop(llm, monkeypatch):
+    async def main():
+        async with AsyncLLM(llm, max_failures=2) as engine:
+            fault = Broken(monkeypatch, llm.engine.runner, "fetch")
+            with pytest.raises(FailedError):
+                await text_of(engine, ask())
+            fault.on = False
+            assert await text_of(engine, ask("a")) == after("a", 8)  # a success in between: the count begins anew
+            fault.on = True
+            for _ in range(2):
+                engine.check_health()
+                with pytest.raises(FailedError):
+                    await text_of(engine, ask())
+            with pytest.raises(UnavailableError, match="2 steps in a row failed"):
+                await text_of(engine, ask())
+            with pytest.raises(UnavailableError, match="2 steps in a row failed"):
+                engine.check_health()
+
+    run(main())
+
+
+def test_text_that_cannot_be_made_fails_its_own_request_only(llm, monkeypatch):
+    async def main():
+        async with AsyncLLM(llm) as engine:
+            Broken(monkeypatch, IncrementalDetokenizer, "step", when=lambda _, token: token == ord("f"))
+            good = asyncio.create_task(text_of(engine, ask("m")))
+            with pytest.raises(FailedError, match="could not be processed.*broken on purpose"):
+                await text_of(engine, ask("a"))
+            assert await good == after("m", 8)
+            await pages_back(engine)
+
+    run(main())
+
+
+def test_a_bug_in_the_loop_leaves_nobody_waiting(llm, monkeypatch):
+    async def main():
+        async with AsyncLLM(llm) as engine:
+            stream = await engine.open([long()])
+            await anext(stream)
+            Broken(monkeypatch, engine._engine, "_can_step")
+            with pytest.raises(FailedError, match="the engine's thread ended"):
+                async for _ in stream:
+                    pass
+            with pytest.raises(UnavailableError):
+                await text_of(engine, ask())
+
+    run(main())
