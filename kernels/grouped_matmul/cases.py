@@ -76,3 +76,16 @@ def build(case: Case, seed: int = 0) -> Batch:
     w[np.setdiff1d(np.arange(case.E), ids[:real])] = np.nan
     num_tokens = None if case.num_tokens is None else jnp.int32(case.num_tokens)
     return Batch(jnp.asarray(x, case.dtype), jnp.asarray(w, case.dtype), jnp.asarray(ids), num_tokens)
+
+
+def expected(batch: Batch) -> np.ndarray:  # float64 [T, k, F]
+    """Every token's products, token by token; 0 for padding."""
+    x, w, ids = (
+        np.asarray(a).astype(np.float64 if a.dtype != jnp.int32 else np.int32) for a in (batch.x, batch.w, batch.group_ids)
+    )
+    real = len(x) if batch.num_tokens is None else int(batch.num_tokens)
+    out = np.zeros((*ids.shape, w.shape[2]))
+    for t in range(real):
+        for j, group in enumerate(ids[t]):
+            out[t, j] = x[t] @ w[group]
+    return out

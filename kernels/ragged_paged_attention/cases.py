@@ -216,3 +216,24 @@ def build(case: Case, seed: int = 0) -> Batch:
     q = 2 * rng.standard_normal((int(cu_q_lens[-1]) + case.padding_tokens, N, H), np.float32)
     arrays = (q.astype(dtype), kv_pages, page_table, cu_q_lens, kv_lens)
     return Batch(*(jnp.asarray(x) for x in arrays), keys=tuple(keys), values=tuple(values))
+
+
+def expected(case: Case, batch: Batch) -> np.ndarray:  # float64 [cu_q_lens[-1], N, H]
+    """Attention by the textbook, one head of one query at a time, over keys that were never in a page."""
+    N, K, H = case.heads
+    scale = case.scale or 1 / np.sqrt(H)
+    q = np.asarray(batch.q, np.float64)
+    out = np.zeros((int(batch.cu_q_lens[-1]), N, H))
+    row = 0
+    for (q_len, kv_len), keys, values in zip(case.seqs, batch.keys, batch.values, strict=False):
+        for position in range(kv_len - q_len, kv_len):
+            first = 0 if case.sliding_window is None else max(0, position - case.sliding_window + 1)
+            k, v = (np.asarray(x[first : position + 1], np.float64) for x in (keys, values))
+            for n in range(N):
+                x = k[:, n * K // N] @ q[row, n] * scale
+                if case.soft_cap is not None:
+                    x = case.soft_cap * np.tanh(x / case.soft_cap)
+                weights = np.exp(x - x.max())
+                out[row, n] = weights @ v[:, n * K // N] / weights.sum()
+            row += 1
+    return out

@@ -95,8 +95,8 @@ class Compiler:
         self.folder = folder or Path(tempfile.mkdtemp(prefix="jaxserve-aot-"))
         self.mosaic_kernels: list[Kernel] = []  # of all programs so far: a kernel is compiled once a process
         make_noting_cuda(self.folder / "cuda", self.folder / "ptxas")
-        self._mosaic = self.folder / "mosaic"
-        self._mosaic.mkdir()
+        self.mosaic = self.folder / "mosaic"
+        self.mosaic.mkdir()
         self._read: set[Path] = set()
 
     def fact(self, name: str) -> str:
@@ -134,24 +134,34 @@ class Compiler:
         options: Mapping[str, Any] | None = None,
     ) -> CompiledReport:
         """Compiles function(*args), args being ShapeDtypeStructs in any pytree. Whatever the compiler raises passes."""
+        start = time.perf_counter()
+        return self.finish(name, self.lower(function, args, donate=donate), options=options, start=start)
+
+    def lower(self, function: Callable, args: Sequence[Any], *, donate: tuple[int, ...] = ()) -> Any:
+        """function(*args) traced and lowered for the target: jax's Lowered."""
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
         from kernels import gpu
 
         # Now, because importing Mosaic sets the last of them.
-        os.environ["MOSAIC_GPU_DUMP_TO"] = str(self._mosaic)
+        os.environ["MOSAIC_GPU_DUMP_TO"] = str(self.mosaic)
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
         os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(self.folder / "cuda")
-        start = time.perf_counter()
-        number = f"{len(list(self.folder.glob('hlo-*'))):03d}"
-        dump = self.folder / f"hlo-{number}"
-        dump.mkdir()
         sharding = NamedSharding(self.mesh, PartitionSpec())
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args))
         # The mesh is how Pallas learns what it compiles for, the SMs how our own kernels do.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), gpu.assume_sm90(self.num_sms, self.fact("name")):
-            lowered = jax.jit(function, donate_argnums=donate).trace(*args).lower(lowering_platforms=("cuda",))
+            return jax.jit(function, donate_argnums=donate).trace(*args).lower(lowering_platforms=("cuda",))
+
+    def finish(
+        self, name: str, lowered: Any, *, options: Mapping[str, Any] | None = None, start: float | None = None
+    ) -> CompiledReport:
+        """Compiles what `lower` made. start: when the work on it began, for the report's seconds."""
+        start = time.perf_counter() if start is None else start
+        number = f"{len(list(self.folder.glob('hlo-*'))):03d}"
+        dump = self.folder / f"hlo-{number}"
+        dump.mkdir()
         compiled = lowered.compile(
             compiler_options={
                 **(options or {}),
@@ -181,7 +191,7 @@ class Compiler:
             if path not in self._read:
                 self._read.add(path)
                 kernels += parse_ptxas(path.read_text(), "xla")
-        for path in sorted(self._mosaic.glob("*.ptxas")):
+        for path in sorted(self.mosaic.glob("*.ptxas")):
             if path not in self._read:
                 self._read.add(path)
                 smem = parse_mosaic_smem(path.with_suffix(".resources.txt").read_text())

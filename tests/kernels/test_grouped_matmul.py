@@ -10,7 +10,7 @@ import pytest
 
 from kernels import gpu
 from kernels.grouped_matmul import combine_rows, gather_rows, grouped_matmul, layout, mosaic_sm90, plan_groups
-from kernels.grouped_matmul.cases import CASES, TOLERANCE, build
+from kernels.grouped_matmul.cases import CASES, TOLERANCE, build, expected
 from tests.selection import slow_unless
 
 NAMED = {case.name: case for case in CASES}
@@ -25,19 +25,6 @@ def products(batch, backend):
     groups = plan_groups(batch.group_ids, [batch.w], num_tokens=batch.num_tokens, backend=backend)
     y = grouped_matmul(gather_rows(batch.x, groups), batch.w, groups)
     return y.at[groups.row].get(mode="fill", fill_value=0)
-
-
-def expected(batch):
-    """The same in float64, token by token."""
-    x, w, ids = (
-        np.asarray(a).astype(np.float64 if a.dtype != jnp.int32 else np.int32) for a in (batch.x, batch.w, batch.group_ids)
-    )
-    real = len(x) if batch.num_tokens is None else int(batch.num_tokens)
-    out = np.zeros((*ids.shape, w.shape[2]))
-    for t in range(real):
-        for j, group in enumerate(ids[t]):
-            out[t, j] = x[t] @ w[group]
-    return out
 
 
 def close(have, want, dtype):
