@@ -46,12 +46,18 @@ def check_power_of_two(page_size: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Which request gets how many tokens a step.
+    """The limits of a step and the rules by which it is composed.
 
-    max_num_batched_tokens: the token budget of a step. max_num_seqs: most sequences running at once. max_model_len: most tokens
-    (prompt + output) of a request. policy: how a step is composed (policies.py); chunked and mixed override the policy's own
-    choice of chunking prompts and of mixing prefills with decodes (None keeps it). order: who comes first, and who is preempted
-    last. long_prefill_token_threshold: most prompt tokens of one request a step while another waits (0: no cap).
+    max_model_len: most tokens (prompt + output) of a request.
+    max_num_batched_tokens: the token budget of a step.
+    max_num_seqs: most sequences running at once.
+    policy: how a step is composed (policies.py).
+    order: which request is admitted first, and preempted last.
+    chunked, mixed: whether prompts are chunked, and whether a step mixes prompts and decodes. None: as the policy has it.
+    long_prefill_token_threshold: most prompt tokens of one request in a step while another waits. 0: no cap.
+
+    Raises:
+      ValueError: a value out of its range.
     """
 
     max_model_len: int
@@ -80,7 +86,11 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The paged KV cache. page_size: tokens a page; num_pages: pages of the pool, in every layer alike."""
+    """The paged KV cache. page_size: tokens of a page, a power of two. num_pages: pages of the pool, the same in every layer.
+
+    Raises:
+      ValueError: a value out of its range.
+    """
 
     page_size: int
     num_pages: int

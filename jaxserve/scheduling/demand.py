@@ -18,11 +18,14 @@ COLUMNS = ("tokens", "seqs", "decodes", "max_q_len", "samples", "kv_tokens", "pa
 
 
 def step_demand(schedule: Schedule, page_size: int, window: int | None = None) -> tuple[int, int, int, int, int, int, int]:
-    """One step's COLUMNS. window: positions that a query sees, its own included; None: all of them.
+    """The COLUMNS of one step. window: positions that a query sees, its own included. None: all of them.
 
-    tokens, seqs, decodes: query tokens, sequences, and those of them that decode. max_q_len: most tokens of one sequence (1:
-    decodes alone, without drafts). samples: logits rows, one a sequence that samples and one a draft. kv_tokens: positions of KV
-    that the decodes read, whole pages. pairs: (query, key) pairs that the chunks of prompts attend to.
+    tokens: query tokens.
+    seqs, decodes: sequences, and how many of them decode.
+    max_q_len: most tokens of one sequence; 1 where the step has decodes without drafts only.
+    samples: logits rows, one for each sequence that samples and one for each draft.
+    kv_tokens: positions of KV that the decodes read, in whole pages.
+    pairs: (query, key) pairs that the chunks of prompts attend to.
     """
     d = schedule.num_decodes
     lens = schedule.starts[:d] + schedule.q_lens[:d]

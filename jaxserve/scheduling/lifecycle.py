@@ -1,8 +1,8 @@
 """The life of a request between `add` and its end: queued, held, running, preempted, finished.
 
-Owns every unfinished request and where it is: the waiting queue, those held for a grammar or for another sample's prompt, and, with
-the rows and pages that it holds, the running ones. Decides nothing: who is admitted or preempted is the composer's question
-(step_composer.py), and what tokens mean is the intake's (token_intake.py).
+Owns every unfinished request: those in the waiting queue, those held for a grammar or for another sample's prompt, and those
+running, with their rows and pages. It decides nothing. The composer chooses who is admitted or preempted (step_composer.py), and
+the intake adds tokens (token_intake.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from jaxserve.scheduling.waiting_queue import WaitingQueue
 class RequestLifecycle:
     """Every unfinished request, and the transitions between its states.
 
-    by_id: every unfinished request. queue: those that wait for their turn. held: those that wait for something else, a grammar or a
-    sample's prompt. forced: those with tokens in flight that are known already. stop_ids: stop ids of unfinished requests, counted.
+    by_id: every unfinished request, by its id.
+    queue: requests that wait for admission.
+    held: requests that wait for a grammar or for another sample's prompt, by id.
+    forced: requests with tokens in flight that the host knows already, by id.
+    stop_ids: how many unfinished requests have each stop id.
     """
 
     def __init__(self, config: SchedulerConfig, policy: BatchingPolicy, pool: PagePool):
@@ -74,7 +77,7 @@ class RequestLifecycle:
             )
         max_tokens = request.params.max_tokens
         limit = config.max_model_len if max_tokens is None else min(num_prompt + max_tokens, config.max_model_len)
-        # The last token's KV is never needed. Preempted, it holds nothing, and alone it is never preempted, so no headroom is due.
+        # The last token's KV is never needed. A request that runs alone is never preempted, so no page is kept in reserve.
         num_pages = self.pages.num_pages(limit - 1)
         if num_pages > pool.num_pages:
             raise ValueError(
@@ -94,7 +97,7 @@ class RequestLifecycle:
             self._queue_or_hold(request)
 
     def _queue_or_hold(self, request: Request) -> None:
-        """To the queue, unless another sample is yet to compute the prompt: the pages of one then serve all."""
+        """Puts the request into the queue, or holds it while another sample computes their prompt: all then share its pages."""
         first = next((sample for sample in request.samples if sample.request_id in self.by_id), request)
         if first is not request and not has_prompt(first):
             request.status = RequestStatus.WAITING_FOR_PROMPT
@@ -104,14 +107,14 @@ class RequestLifecycle:
             self.queue.push(request)
 
     def release_samples(self, request: Request) -> None:
-        """Those that wait for this one's prompt go on, for it is scheduled, or this one has ended."""
+        """Queues the samples that waited for this request's prompt. Its last chunk is scheduled, or the request has ended."""
         for sample in request.samples:
             if sample.status is RequestStatus.WAITING_FOR_PROMPT and self.held.pop(sample.request_id, None) is not None:
                 self._queue_or_hold(sample)
 
     def start(self, request: Request, hit_pages: list[int], num_tokens: int) -> bool:
-        """The next of the queue runs from now on, on a row and pages for `num_tokens` tokens, `hit_pages` first; False, and nothing
-        has changed, if pages are short."""
+        """Moves the first request of the queue to running, with a row and pages for `num_tokens` tokens. The first of them are
+        `hit_pages`. Returns False, and changes nothing, if there are too few pages."""
         if not self.pages.admit(request, hit_pages, num_tokens):
             return False
         popped = self.queue.pop()
@@ -122,7 +125,7 @@ class RequestLifecycle:
         return True
 
     def preempt(self, request: Request) -> None:
-        """Back to the queue, to recompute all its tokens; its pages keep their hashes, so that much of it may be hit again."""
+        """Returns a running request to the queue, to recompute all its tokens. Its pages keep their hashes and may be hit again."""
         request.num_unfetched = request.num_in_flight
         self.pages.release(request)
         request.status = RequestStatus.PREEMPTED
@@ -169,7 +172,7 @@ class RequestLifecycle:
             self._set_weights_version(request, version)
             scores = request.prompt_scores
             if recompute and scores is not None and scores.wanted:
-                scores.next = scores.first  # all of a prompt's scores are of the same weights
+                scores.next = scores.first  # all scores of a prompt come from the same weights
 
     def _set_weights_version(self, request: Request, version: int) -> None:
         request.weights_version = version
@@ -183,7 +186,7 @@ class RequestLifecycle:
 
     @property
     def waiting(self) -> list[Request]:
-        """In the order in which they will be admitted; those that wait for something else last."""
+        """In the order in which they will be admitted. Those that wait for a grammar or a prompt come last."""
         return [*self.queue, *self.held.values()]
 
     @property
@@ -208,5 +211,5 @@ class RequestLifecycle:
 
 
 def has_prompt(request: Request) -> bool:
-    """Whether its prompt is computed as far as others can share it, by the steps scheduled so far."""
+    """Whether the steps scheduled so far compute all of its prompt, so that other samples can share it."""
     return request.num_computed_tokens >= request.num_prompt_tokens

@@ -1,13 +1,12 @@
-"""The pages of the KV cache: who may have one, how many share it, what it holds, and which is given up first.
+"""The pages of the KV cache: which are free, how many sequences share each, what it holds, and which is evicted first.
 
 Owns reference counts, the free list and the prefix cache (hash -> page). Knows no request, row or token budget, and holds no KV:
 a page is a number in [0, num_pages).
 
-A full page is known by a chained hash: sha256(hash of the page before it, its token ids as int32), the first page's parent being
-a root that carries the weights' version and a salt. Equal hashes therefore mean equal prefixes (collision-safe), and
-a prefix is looked up one page at a time. A page that nobody uses keeps its hash, and may be hit, until it is needed for something
-else: an evictable page is simply a free page with a hash. (Prefix sharing by page hash: vLLM's automatic prefix caching; paging:
-Kwon et al., SOSP 2023.)
+A full page is identified by a chained hash: sha256(hash of the page before it, its token ids as int32). The parent of a first page
+is a root hash of the weights' version and a salt. Equal hashes therefore mean equal prefixes, and a prefix is looked up one page at
+a time. A free page keeps its hash, and may be hit, until it is needed for other tokens. Sources: prefix sharing by page hash is
+vLLM's automatic prefix caching; paging is Kwon et al., SOSP 2023.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ def extend_hash_chain(chain: list[bytes], token_ids: Sequence[int], page_size: i
 class PagePool:
     """Pages with reference counts, a free list in eviction order and a prefix cache.
 
-    The free list is doubly linked through two arrays (`_next`, `_prev`, with the sentinel `num_pages` before its head and after
-    its tail), so that pop, append and removal from the middle are O(1). From its head: pages without a hash, then cached pages,
-    least recently freed first and, of those freed together, a sequence's tail before its head.
+    The free list is doubly linked through two arrays, `_next` and `_prev`. The sentinel `num_pages` is before its head and after
+    its tail. Pop, append and removal from the middle are O(1). The list begins with pages without a hash. Cached pages follow, least
+    recently freed first; of those freed together, a sequence's last page comes first.
     """
 
     def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True):
@@ -60,8 +59,8 @@ class PagePool:
     def match(self, chain: list[bytes], token_ids: Sequence[int]) -> list[int]:
         """The cached pages of the longest known prefix of `token_ids`, at most all but its last token.
 
-        One token at least is left to compute, for a sequence needs the last one's hidden state, and it is left in a page that is
-        not shared, so that nothing is ever written to a shared page.
+        At least one token is left to compute, since a sequence needs the hidden state of its last token. That token lies in a page
+        that is not shared, so nothing is ever written to a shared page.
 
         Args:
           chain: the root hash and those of the pages hashed so far; extended in place as far as the search goes.
@@ -80,8 +79,12 @@ class PagePool:
         return pages
 
     def allocate(self, num_new_pages: int, hit_pages: Sequence[int] = ()) -> list[int] | None:
-        """`hit_pages`, shared once more, and then `num_new_pages` pages of one's own; None, and nothing changed, if they don't
-        fit. The hits are taken first, so that none of them is evicted for the new ones."""
+        """Takes a reference to each of `hit_pages`, and `num_new_pages` free pages. Hits are taken first, so that none of them is
+        evicted for a new page.
+
+        Returns:
+          The hits, then the new pages; None, and nothing has changed, if there are too few free pages.
+        """
         refs = self._ref_counts
         revived = [page for page in hit_pages if refs[page] == 0]
         if num_new_pages > self.num_free_pages - len(revived):
@@ -112,18 +115,18 @@ class PagePool:
                 self._link(page, after=self.num_pages if self._hashes[page] is None else self._prev[self.num_pages])
 
     def register(self, page: int, hash_: bytes) -> None:
-        """Makes `page`, full and in use, known by its hash: from now on it may be hit."""
+        """Registers `page`, which is full and in use, under its hash: from now on it may be hit."""
         assert self._ref_counts[page] > 0 and self._hashes[page] is None
         self._hashes[page] = hash_
         if self._page_of.setdefault(hash_, page) != page:
             self._duplicates.setdefault(hash_, []).append(page)
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """The pages known by any of `hashes`, duplicates included."""
+        """The pages registered under any of `hashes`, duplicates included."""
         return [page for h in hashes if h in self._page_of for page in (self._page_of[h], *self._duplicates.get(h, ()))]
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Drops the hashes of `pages`, in use or not, so that what they hold is never hit again (a request's KV is bad)."""
+        """Drops the hashes of `pages`, in use or not: they are not hit again. For a request whose KV is wrong."""
         for page in pages:
             if self._hashes[page] is not None:
                 self._drop_hash(page)
@@ -132,7 +135,7 @@ class PagePool:
                     self._link(page, after=self.num_pages)
 
     def reset(self) -> bool:
-        """Empties the prefix cache (the weights changed). False, and nothing changed, while any page is in use."""
+        """Empties the prefix cache. Returns False, and changes nothing, while any page is in use."""
         if self.num_free_pages != self.num_pages:
             return False
         self._hashes = [None] * self.num_pages
@@ -168,7 +171,7 @@ class PagePool:
             del self._duplicates[hash_]
 
     def free_pages(self) -> list[int]:
-        """The free pages in the order in which they will be given out. O(num_free_pages): for tests and reports."""
+        """The free pages in the order in which they will be taken. O(num_free_pages): for checks."""
         pages, page = [], self._next[self.num_pages]
         while page != self.num_pages:
             pages.append(page)

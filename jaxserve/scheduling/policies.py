@@ -1,19 +1,19 @@
-"""How a step is composed and who comes first, as data: one table of policies, two orders.
+"""How a step is composed and which request comes first, as data: a table of policies and a table of orders.
 
-Owns `BatchingPolicy` (what the scheduler asks while it composes a step) and the two keys by which waiting requests are ordered.
-Knows no pages, rows or counters: the scheduler applies what is written here.
+Owns `BatchingPolicy`, which the scheduler reads while it composes a step, and the keys by which waiting requests are ordered. Knows
+no pages, rows or counters.
 
-The policies that the literature compares are settings of one scheduler, so that one trace runs under each:
+The policies that the literature compares are settings of one scheduler, so one trace can run under each:
 
-sarathi        Stall-free batching: every running decode, then chunks of prompts within what the budget leaves (Sarathi-Serve,
-               Agrawal et al., OSDI 2024). `mixed=False` is its chunked-prefills-only ablation, where chunk steps and decode steps
-               alternate, and `chunked=False` its hybrid-batching-only ablation (section 5.4.1 there).
-orca           Iteration-level scheduling: whole prompts join the decodes of the step; the KV of prompt + max_tokens is reserved at
-               admission, the first that does not fit stops admission, nothing is ever preempted (Orca, Yu et al., OSDI 2022).
-prefill_first  A step is all prefill or all decode, prefill whenever one fits (vLLM as of Kwon et al., SOSP 2023). With
-               `chunked=True` a long prompt takes several prefill steps in a row.
-request_level  A batch is admitted only when nothing runs and ends with its longest member (FasterTransformer under Triton, the
-               baseline of Orca's section 2). Its prompts may take several prefill steps; the first decode closes the batch.
+sarathi        Stall-free batching: every running decode, then chunks of prompts within the rest of the budget. With `mixed=False`
+               steps of chunks and steps of decodes alternate (chunked-prefills-only); `chunked=False` is hybrid-batching-only.
+               (Sarathi-Serve, Agrawal et al., OSDI 2024; both ablations: section 5.4.1 there.)
+orca           Iteration-level scheduling: whole prompts join the decodes of a step. The KV of prompt + max_tokens is reserved at
+               admission. The first request that does not fit stops admission. Nothing is preempted. (Orca, Yu et al., OSDI 2022.)
+prefill_first  A step is all prefill or all decode, and a prefill whenever one fits. With `chunked=True` a long prompt takes several
+               prefill steps in a row. (vLLM as of Kwon et al., SOSP 2023.)
+request_level  A batch is admitted only when nothing runs, and ends with its longest request. Its prompts may take several prefill
+               steps; the first decode closes the batch. (FasterTransformer under Triton, the baseline of Orca's section 2.)
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ if TYPE_CHECKING:  # not at run time: the commands' --help, which reads the tabl
 
 @dataclass(frozen=True, kw_only=True)
 class BatchingPolicy:
-    """The batch-composition rule.
+    """The rules by which a step is composed.
 
-    chunked: a prompt may be split over steps. mixed: prompts and decodes may share a step. prefill_first: where they may not, a
-    step is a prefill whenever one fits; otherwise prefill and decode steps alternate while there is work for both. reserve_full:
-    pages for prompt + max_tokens are taken at admission, so that nothing is preempted; otherwise those of the tokens known then,
-    and decodes grow a page at a time. admit_only_when_idle: nobody joins a batch once it has decoded.
+    chunked: a prompt may be split over steps.
+    mixed: prompts and decodes may share a step.
+    prefill_first: where they may not, a step is a prefill whenever one fits. False: prefill and decode steps alternate while there
+        is work for both.
+    reserve_full: pages for prompt + max_tokens are taken at admission, so nothing is preempted. False: pages for the tokens known
+        then are taken, and decodes add a page at a time.
+    admit_only_when_idle: no request joins a batch once it has decoded.
     """
 
     chunked: bool
@@ -53,8 +56,8 @@ BATCHING_POLICIES: dict[str, BatchingPolicy] = {
 
 OrderKey = tuple[int, float, int]
 
-# Smaller is served sooner; the last item, the order of adding, is unique. A preempted request keeps its key: it returns ahead of
-# everything that came after it, which in arrival order is the front.
+# A smaller key is served sooner. The last item, the order of adding, is unique. A preempted request keeps its key, so it returns
+# ahead of every request that came after it.
 ORDER_KEYS: dict[str, Callable[[Request], OrderKey]] = {
     "fcfs": lambda request: (0, 0.0, request.order),
     "priority": lambda request: (request.priority, request.arrival, request.order),

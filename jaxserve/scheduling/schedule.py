@@ -15,20 +15,20 @@ from jaxserve.request import Request
 
 @dataclass(slots=True)
 class Schedule:
-    """One step's work, one entry a scheduled sequence: decodes first, in running order, then chunks of prompts. Not to be changed:
-    lists and arrays may be shared between steps.
+    """One step's work, with an entry for each scheduled sequence: decodes first, in running order, then chunks of prompts. n is the
+    number of entries. Don't change it: lists and arrays may be shared between steps.
 
     requests: the owner of each entry. It may lose its row, or finish, while the step is in flight.
     rows: the row of each.
-    q_lens: tokens this step: 1 for a decode, 1 + drafts, or a chunk.
-    starts: the host's position of the first of them; with drafts in flight an upper bound, otherwise exact.
-    least_starts: a lower bound of it.
+    q_lens: tokens of each in this step: 1 + drafts for a decode, or the tokens of a chunk.
+    starts: the position of each entry's first token. With drafts in flight it is an upper bound, otherwise exact.
+    least_starts: a lower bound of that position.
     samples: whether the sequence samples in this step (False for a chunk that does not end its prompt).
     generations: which owner of the row this is (SequenceRows.generation).
     page_updates: (row, column, page) of each page-table entry that changed since the last schedule.
-    num_decodes: the first so many entries take their first token from the device's last sampled one, and their drafts from what the
-        device proposed to follow it; the others' tokens are request.token_ids[start : start + q_len], read before `update` is
-        called again.
+    num_decodes: how many entries decode. Their first token is the one that the device sampled last, and their drafts are what the
+        device proposed after it. The tokens of the other entries are request.token_ids[start : start + q_len], to be read before
+        `update` is called again.
     num_drafts: drafts of all entries.
     """
 
@@ -66,17 +66,19 @@ class Schedule:
 
 @dataclass(slots=True)
 class LogitsRows:
-    """The logits rows of a step: one after the last token of each entry that samples; where that is a decode with drafts, one after
-    each of its 1 + drafts tokens, in order. R rows of E entries.
+    """The logits rows of a step: R rows of the E entries that sample. An entry has one row, after its last token. A decode with
+    drafts has one row after each of its 1 + drafts tokens, in order.
 
-    tokens: the token that each row follows, by its index among the step's tokens. rows: the sequence row of each. entries: the
-    entries of the schedule that sample. counts, firsts: how many rows each of them has, and where its first stands.
+    tokens: for each row, the index of the token that it follows, among the step's tokens.
+    rows: the sequence row of each.
+    entries: the entries of the schedule that sample.
+    counts, firsts: how many rows each of these entries has, and the index of its first.
     """
 
     tokens: np.ndarray  # intp[R]
     rows: np.ndarray  # intp[R]
     entries: np.ndarray  # intp[E]
-    _counts: np.ndarray | None = None  # None: one row an entry; made when they are asked for, which most steps don't
+    _counts: np.ndarray | None = None  # None: one row an entry; the arrays are made when first read, which is seldom
     _firsts: np.ndarray | None = None
 
     @property
@@ -88,7 +90,7 @@ class LogitsRows:
 
     @property
     def firsts(self) -> np.ndarray:  # intp[E]
-        """Where the first row of each entry stands."""
+        """The index of each entry's first row."""
         if self._firsts is None:
             self._firsts = np.arange(len(self.entries))
         return self._firsts
@@ -164,10 +166,11 @@ def join(
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step's tokens meant: `tokens[i]` is a new output token of `requests[i]`, each request's in order.
+    """The output tokens that a step brought: `tokens[i]` is a new token of `requests[i]`, in order for each request.
 
-    A request stands there once a token: several times where drafts were accepted, not at all where it had finished before. Tokens
-    past a stop are not there. `finished`: the requests that these tokens finished; finish_reason and stop_reason are set.
+    A request is listed once for each of its tokens: several times where drafts were accepted, and not at all if it had finished
+    before. Tokens after a stop are left out. `finished`: the requests that these tokens finished, with finish_reason and
+    stop_reason set.
     """
 
     requests: list[Request]
@@ -180,8 +183,9 @@ class SchedulerStats:
     """Counts since the scheduler was made, and how many requests run and wait now.
 
     num_discarded_rows: entries that sampled for a request which had finished by the time their tokens came back.
-    num_queried_tokens, num_hit_tokens: of the tokens of admitted requests, how many were looked up in the prefix cache and found;
-    a request counts once an admission, however often it was tried.
+    num_queried_tokens: tokens of admitted requests that were looked up in the prefix cache. A request counts once an admission,
+    however often admission was tried.
+    num_hit_tokens: how many of them were found there.
     """
 
     num_steps: int

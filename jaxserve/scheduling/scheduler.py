@@ -1,13 +1,17 @@
 """Which request gets how many tokens this step: the scheduler as the engine sees it.
 
-Owns the order of steps (`schedule`, then, at once or later, `update`) and joins three parts. RequestLifecycle (lifecycle.py) has
-the requests and where each is, StepComposer (step_composer.py) chooses what a step holds, and TokenIntake (token_intake.py) takes
-its tokens in. Pages are the pool's (page_pool.py), per-row numbers SequenceRows' (sequence_rows.py). Pure Python and numpy.
+Owns the order of steps: `schedule`, then `update`, which may come several steps later. It joins three parts:
 
-Counters advance when a step is scheduled, not when its tokens come back, so `schedule` may be called again while earlier steps
-are in flight: a decode's input is the token that the device sampled last, whether the host knows it or not. The device runs steps
-in the order of their schedules, hence pages and rows given up are reused at once. Work follows what changed: the decodes of a
-step are handled as arrays over rows, and only a row that crosses a page boundary, stops or reaches its length costs Python.
+- RequestLifecycle (lifecycle.py) holds the requests and their states;
+- StepComposer (step_composer.py) chooses what a step holds;
+- TokenIntake (token_intake.py) adds the step's tokens to their requests.
+
+Pages belong to the pool (page_pool.py), numbers per row to SequenceRows (sequence_rows.py). This is pure Python and numpy.
+
+Counters advance when a step is scheduled, not when its tokens come back. `schedule` may therefore be called again while earlier
+steps are in flight: the input of a decode is the token that the device sampled last, whether the host knows it or not. The device
+runs steps in the order of their schedules, so pages and rows that are given up can be reused at once. The decodes of a step are
+handled as arrays over rows. Only a row that crosses a page boundary, stops or reaches its length takes time in Python.
 """
 
 from __future__ import annotations
@@ -29,10 +33,13 @@ from jaxserve.scheduling.token_intake import TokenIntake
 
 
 class Scheduler:
-    """Admits, composes, preempts and finishes requests; a step is `schedule`, then, at once or later, `update`.
+    """Admits, composes, preempts and finishes requests. A step is a call of `schedule`, then one of `update`.
 
-    step_budget: what a step with decodes may hold; None: always max_num_batched_tokens. draft_lengths: how many drafts each decode
-    verifies; None: speculation is off.
+    Args:
+      config: the limits of a step and the policy.
+      pool: the KV pages; the scheduler is their only user.
+      step_budget: chooses how many tokens a step with decodes may hold. None: always max_num_batched_tokens.
+      draft_lengths: chooses how many drafts each decode verifies. None: speculation is off.
 
     Raises:
       ValueError: a step budget with a policy that doesn't cut prompts or mix steps.
@@ -63,46 +70,53 @@ class Scheduler:
     # Requests come and go
 
     def add(self, request: Request) -> None:
-        """Takes a request in, to wait for admission; with status WAITING_FOR_GRAMMAR it waits for `set_ready` first, and where
-        another of its `samples` is here and has not computed their prompt, for that one.
+        """Takes a request, which then waits for admission. With status WAITING_FOR_GRAMMAR it first waits for `set_ready`. Where
+        another of its `samples` is here and has not computed their common prompt, it first waits for that.
 
         Raises:
-          ValueError: its id is in use, its prompt is empty or too long, or the pool could never hold it. Nothing has changed then.
+          ValueError: its id is in use, its prompt is empty or too long, or the pool can never hold it. Nothing has changed then.
         """
         self.requests.add(request)
 
     def check(self, request: Request) -> int:
-        """The most tokens (prompt + output) that the request may reach; ValueError, as `add`, if it can't be served."""
+        """The most tokens (prompt + output) that the request may reach. Raises ValueError, as `add`, if it can't be served."""
         return self.requests.check(request)
 
     def set_ready(self, request: Request) -> None:
-        """The grammar of a request added with status WAITING_FOR_GRAMMAR is compiled: it waits from now on, at its place."""
+        """The grammar of a request added with status WAITING_FOR_GRAMMAR is compiled: the request joins the queue, at its place."""
         self.requests.set_ready(request)
 
     def append_forced(self, request: Request, token_ids: Sequence[int], *, num_cut: int = 0) -> StepResult:
-        """The request's next output tokens are forced (jump-forward decoding: SGLang, 2024): its next step computes them as a chunk
-        and samples what follows. Call it between an `update` and the next `schedule`; the last of the steps in flight may have
-        sampled the first of these tokens, which must then have had no choice. Taken up to the request's end, the budget and the
-        free pages, and not at all where that gains nothing; returns what was taken.
+        """Appends output tokens that are forced (jump-forward decoding: SGLang, 2024). The request's next step computes them as a
+        chunk and samples the token after them.
 
-        num_cut: drafts of the step in flight that will not be verified if any token is taken."""
+        Call it between an `update` and the next `schedule`. The last step in flight may have sampled the first of these tokens, but
+        only if its mask allowed no other. Tokens are taken up to the request's end, the budget and the free pages. None are taken
+        where that saves no step.
+
+        num_cut: drafts of the step in flight that will not be verified if any token is taken.
+
+        Returns:
+          The tokens that were taken.
+        """
         return self.intake.append_forced(request, token_ids, max_tokens=self.config.max_num_batched_tokens, num_cut=num_cut)
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
-        """Finishes the requests at once, waiting or running; unknown and finished ids are ignored. Returns those it finished."""
+        """Finishes requests at once, waiting or running. Unknown and finished ids are ignored. Returns those that it finished."""
         return self.requests.abort(request_ids)
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """Finishes an unfinished request in whatever state; its pages and row are free, its tokens in flight will be discarded.
-        With reason "error" its KV is not to be trusted: no page that it hashed is hit again."""
+        """Finishes an unfinished request in any state. Its pages and row are free then, and its tokens in flight will be discarded.
+        With reason "error" its KV may be wrong: no page that it hashed is hit again."""
         self.requests.finish(request, reason, stop_reason)
 
     def change_weights(self, version: int, *, recompute: bool) -> None:
         """From now on steps run with weights of this version; no page that was hashed before is hit again.
 
-        recompute: running requests are preempted and compute all their tokens anew. Otherwise they go on with the KV they have,
-        which no other request may share, since part of it is of the old weights; that part is gone if they are preempted later.
-        To be called with no step in flight.
+        recompute: running requests are preempted and compute all their tokens anew. Otherwise they continue with the KV they have.
+        No other request may share it, since part of it was computed with the old weights. A later preemption discards that part.
+
+        Call it with no step in flight.
         """
         assert not self.num_steps_in_flight, "steps in flight would deliver tokens of the old weights' schedule"
         self.requests.change_weights(version, recompute=recompute)
@@ -118,7 +132,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Request]:
-        """In the order in which they will be admitted; those that wait for something else last."""
+        """In the order in which they will be admitted. Those that wait for a grammar or a prompt come last."""
         return self.requests.waiting
 
     @property
@@ -128,7 +142,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, preempted ones and those whose grammar compiles included."""
+        """Requests that wait, including preempted ones and those whose grammar is being compiled."""
         return self.requests.num_waiting
 
     @property
@@ -193,10 +207,10 @@ class Scheduler:
         sampled: np.ndarray,  # i32[n], or i32[n, 1 + k] with `counts`; anything where samples is False
         counts: np.ndarray | None = None,  # i32[n]: an entry's accepted drafts and one more
     ) -> StepResult:
-        """Takes in the tokens of a step, in the order of the schedules, however many steps late.
+        """Adds the tokens of a step to their requests. Steps are updated in the order of their schedules, however many steps late.
 
-        Tokens for a request that finished meanwhile are dropped; for one that was preempted meanwhile they are delivered all the
-        same, and may finish it. Full pages whose tokens are now known become shareable.
+        Tokens of a request that finished meanwhile are dropped. Those of a request that was preempted meanwhile are delivered, and
+        may finish it. Full pages whose tokens are now known become shareable.
         """
         assert schedule.step_id == self._num_updates, f"step {self._num_updates} comes before {schedule.step_id}"
         self._num_updates += 1
@@ -205,15 +219,15 @@ class Scheduler:
     # Steps that need no composing (a simulator's)
 
     def may_admit(self) -> bool:
-        """Whether the next of the queue could be given a row and, without any hit, its pages. While False, nobody joins until a
-        request is added or ends."""
+        """Whether there is a row for the first request of the queue and, without prefix-cache hits, enough pages. While it is
+        False, no request is admitted until one is added or ends."""
         return self.composer.may_admit()
 
     def skip_decodes(self, num_steps: int, token: int, num_batches: int = 1) -> None:
-        """Leaves the scheduler as if it had made `num_steps` steps that decode every running request and had taken in as many that
-        sampled `token`. The caller knows that no request may join or end in them, and that pages suffice.
+        """Has the effect of `num_steps` steps that decode every running request and sample `token` for each. The caller knows that
+        no request can join or end in these steps, and that there are enough pages.
 
-        num_batches: micro-batches that each of the steps was cut into.
+        num_batches: micro-batches into which each of the steps is divided.
         """
         self.intake.skip(num_steps, token)
         self.composer.skip_decodes()

@@ -1,7 +1,7 @@
 """The pages of running requests: where the pool, the rows' page tables and the requests' hash chains meet.
 
-Owns no state but that of the three; takes pages for a sequence, grows it, gives them back, and makes full pages shareable. Knows
-no queue, budget or policy: whom to preempt when pages run out is the scheduler's question.
+Owns no state of its own. It takes pages for a sequence, adds to them, gives them back, and makes full pages shareable. Knows no
+queue, budget or policy: the scheduler chooses which request to preempt when pages run out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class SequencePages:
         return -(-num_tokens // self.pool.page_size)
 
     def admit(self, request: Request, hits: list[int], num_tokens: int) -> bool:
-        """A row for the request and pages for `num_tokens` tokens, `hits` first; False, and nothing changed, if pages are short."""
+        """Takes a row for the request and pages for `num_tokens` tokens, the first of them `hits`. Returns False, and changes
+        nothing, if there are too few pages."""
         pool = self.pool
         pages = pool.allocate(self.num_pages(num_tokens) - len(hits), hits)
         if pages is None:
@@ -39,7 +40,7 @@ class SequencePages:
         self,
         rows: np.ndarray,  # intp[n], distinct
     ) -> bool:
-        """One more page for each of `rows`; False, and nothing changed, if pages are short."""
+        """Adds one page to each of `rows`. Returns False, and changes nothing, if there are too few pages."""
         pages = self.pool.allocate(len(rows))
         if pages is not None:
             self.rows.grow(rows, pages)
@@ -50,17 +51,17 @@ class SequencePages:
         self.pool.free(self.rows.release(request))
 
     def shareable(self, row: int) -> bool:
-        """Whether what stands in the row's pages is of the weights that run now."""
+        """Whether all KV in the row's pages was computed with the present weights."""
         return bool(self.rows.num_hashed[row] != NEVER)
 
     def register_full(
         self,
         rows: np.ndarray,  # intp[n], distinct
     ) -> None:
-        """Hashes the pages of `rows` that are full of tokens both known and computed, as of the steps scheduled.
+        """Hashes the pages of `rows` that are full: the host knows their tokens, and steps scheduled so far compute them.
 
-        Known and scheduled suffices: a step writes its KV before it reads any, and the device runs steps in order, so that whoever
-        hits the page from now on finds it written.
+        A page may be hit before its step has run. Steps run in order, and each writes its KV before it reads any, so the page is
+        written by the time that it is read.
         """
         if not self.pool.enable_prefix_caching:
             return

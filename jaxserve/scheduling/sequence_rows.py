@@ -1,7 +1,7 @@
 """The rows that running requests own, and the per-sequence numbers kept there as arrays.
 
-Owns which row belongs to whom and in which order they were admitted, and every counter that a step reads or advances for all
-sequences at once; the page table here is the host's mirror of the device's. Knows nothing of queues, policies or reference counts.
+Owns which request has which row, the order of admission, and every counter that a step reads or advances for all sequences at once.
+The page table here is the host's copy of the device's. Knows nothing of queues, policies or reference counts.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import numpy as np
 
 from jaxserve.request import Request
 
-NEVER = np.iinfo(np.int32).max  # as num_hashed: no page of the row will be registered
+NEVER = np.iinfo(np.int32).max  # a value of num_hashed: no page of the row will be registered
 
 
 class SequenceRows:
-    """Arrays indexed by row, in [0, max_num_seqs); what stands at a row without a request is stale.
+    """Arrays indexed by row, in [0, max_num_seqs). Values at a row without a request are stale. S is max_num_seqs.
 
     num_computed      i32[S]     tokens whose KV is written, or will be by a step already scheduled
-    prefill_end       i32[S]     tokens known at admission or forced since; those before it come from the host, those after from
-                                 the device
+    prefill_end       i32[S]     tokens known at admission or forced since: up to here the host uploads a row's tokens, after it
+                                 the device has sampled them
     num_known         i32[S]     prompt + output tokens that the host knows
-    limit             i32[S]     prompt + output may reach this
+    limit             i32[S]     most tokens of prompt + output
     capacity          i32[S]     tokens that the row's pages hold
     num_uploaded      i32[S]     tokens of capacity whose pages were sent as page_updates
-    num_hashed        i32[S]     pages registered in, or hit from, the prefix cache; NEVER where none ever will be
-    generation        i64[S]     counts the row's owners, so that a late result finds out whether the row is still its own
+    num_hashed        i32[S]     pages registered in, or hit from, the prefix cache; NEVER where none will be
+    generation        i64[S]     how many owners the row has had: a late result is for the present owner only if this is unchanged
     page_table        i32[S, P]
     order             intp[n]    rows in use, in order of admission; replaced, never changed in place. (intp indexes three times
                                  as fast as int32.)
@@ -119,7 +119,7 @@ class SequenceRows:
         self,
         rows: np.ndarray,  # intp[n], distinct
     ) -> np.ndarray:
-        """i32[m, 3]: (row, column, page) of every page that `rows` got since the last call; they count as sent."""
+        """i32[m, 3]: (row, column, page) of every page that `rows` got since the last call. They count as sent afterwards."""
         held, sent = self.capacity[rows], self.num_uploaded[rows]
         changed = (held != sent).nonzero()[0]
         rows, held, sent = rows[changed], held[changed], sent[changed]
@@ -137,8 +137,8 @@ class SequenceRows:
         self,
         hidden: np.ndarray,  # bool[S]
     ) -> Iterator[None]:
-        """Inside, `order` leaves out the rows of `hidden`, as if their owners did not run; what frees or takes rows there takes
-        those of others. Afterwards all are back in order of admission."""
+        """Inside the `with`, `order` leaves out the rows of `hidden`, as if their owners did not run. Other rows may be taken and
+        released there. Afterwards all rows in use are in order of admission again."""
         everyone = self.order
         out = hidden[everyone]
         if not out.any():

@@ -1,7 +1,7 @@
 """The token budget of one step, chosen so that the decodes in it wait no longer than an objective allows.
 
-Owns that choice, from predicted step times; the scheduler asks while it composes a step. Where decodes have long KV a step has less
-time left for prompts, where few decode it has more: a fixed budget must fit the worst of them.
+Owns that choice, which follows from predicted step times. The scheduler asks for it while it composes a step. A step whose decodes
+have long KV has less time left for prompts, one with few decodes has more. A fixed budget would have to fit the slowest step.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from jaxserve.step_times.fitted import StepTimes
 
 
 class StepBudget:
-    """Tokens that a step may hold.
+    """Chooses how many tokens a step may hold.
 
     Args:
-      step_times: predicts steps.
-      plan: the buckets that steps run in. Budgets are its mixed buckets' tokens, so that no step pays for more than it fills.
+      step_times: predicts how long a step takes.
+      plan: the buckets that steps run in. A budget is always the tokens of a mixed bucket, so a step that uses it has no padding.
       objective: seconds that a step with decodes may take.
-      max_num_seqs, max_num_batched_tokens: of the scheduler.
-      every_step: steps without decodes too, which decodes of other steps wait behind (a pipeline's).
+      max_num_seqs, max_num_batched_tokens: the scheduler's limits.
+      every_step: the objective also applies to steps without decodes. In a pipeline, decodes of other steps wait behind them.
 
     Raises:
       ValueError: the objective is not above 0, or a bucket lies beyond what was profiled.
@@ -54,8 +54,8 @@ class StepBudget:
         starts: np.ndarray,  # i32[n]: positions of the decodes in the step
         chunk_start: int,  # where the first chunk that may join them starts in its prompt
     ) -> int:
-        """Most tokens, decodes included. Prompts never starve: where no bucket meets the objective it is the smallest that holds
-        the decodes and one token more."""
+        """The most tokens of a step with these decodes, which it includes. Where no bucket meets the objective, it is the smallest
+        bucket that holds the decodes and one token more, so that prompts never starve."""
         n, seconds = len(starts), self._seconds(starts, chunk_start)
         good = np.flatnonzero((seconds <= self.objective) & (self.tokens > n))
         if len(good):
@@ -64,10 +64,10 @@ class StepBudget:
         return int(self.tokens[larger[0]]) if len(larger) else int(self.tokens[-1])
 
     def _seconds(self, starts: np.ndarray, chunk_start: int) -> np.ndarray:
-        """f64[budgets]: what a step of these decodes takes that a chunk fills up to each budget."""
+        """f64[budgets]: predicted seconds of a step with these decodes and a chunk that fills it up to each budget."""
         n = len(starts)
         chunks = np.maximum(0, self.tokens - n)
-        seen = chunk_start + (chunks + 1) / 2  # keys, by a chunk's query on average
+        seen = chunk_start + (chunks + 1) / 2  # keys that a query of the chunk attends to, on average
         if self.window is not None:
             starts, seen = np.minimum(starts, self.window - 1), np.minimum(seen, self.window)
         kv_tokens = int((starts // self.page_size + 1).sum()) * self.page_size
@@ -75,6 +75,6 @@ class StepBudget:
         return head + self._base + self._per_kv_token * kv_tokens + self._per_pair * (chunks * seen)
 
     def least(self) -> tuple[int, float]:
-        """(its budget, seconds) of the fastest step that a decode and a chunk fill: no objective below can be met."""
+        """(budget, seconds) of the fastest step with one decode and a chunk. No objective below these seconds can be met."""
         seconds = self._seconds(np.zeros(1, int), 0)
         return int(self.tokens[seconds.argmin()]), float(seconds.min())

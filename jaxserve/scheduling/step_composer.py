@@ -1,11 +1,12 @@
 """What the next step holds: decodes, their drafts, and chunks of prompts, within a budget of tokens.
 
-Owns the composition of a step: which running requests decode and how far, whom to preempt when pages run out, whom to admit, and
-how much of each prompt is computed. The rules are a BatchingPolicy's (policies.py); requests change state in lifecycle.py.
+Owns the composition of a step: which running requests decode and with how many drafts, which is preempted when pages run out, which
+is admitted, and how much of each prompt is computed. A BatchingPolicy (policies.py) has the rules. lifecycle.py changes the state
+of requests.
 
-There is no prefill mode and no decode mode: a request owes the tokens that are known and not computed, and a step's budget is
-spent on what is owed (iteration-level scheduling: Orca, OSDI 2022; chunks beside decodes: Sarathi-Serve, OSDI 2024; paging,
-preemption by recomputation: Kwon et al., SOSP 2023).
+There is no prefill mode and no decode mode. A request owes the tokens that are known and not computed, and a step spends its budget
+on what is owed. Sources: iteration-level scheduling from Orca (OSDI 2022); chunks beside decodes from Sarathi-Serve (OSDI 2024);
+paging and preemption by recomputation from Kwon et al. (SOSP 2023).
 """
 
 from __future__ import annotations
@@ -32,15 +33,19 @@ class DraftLengthChooser(Protocol):
         explore: bool,
         queued: bool,
     ) -> np.ndarray:  # i32[n]
-        """The drafts of each of `rows`, as far as there is room."""
+        """How many drafts each of `rows` should verify; the composer may cut them.
+
+        explore: lengths of which little is known may be tried. queued: requests wait for admission.
+        """
         ...
 
 
 class StepComposer:
-    """Composes steps of `requests`. Advances their counters and takes rows and pages as it does so.
+    """Composes steps of `requests`. It advances their counters, and takes rows and pages for them.
 
-    max_step_tokens: max_num_batched_tokens, or less while the buckets for so many are not compiled. last_was_prefill: whether the
-    last step held chunks. batch_end: where only an idle engine admits, requests added before this many may still join the batch.
+    max_step_tokens: max_num_batched_tokens, or less while larger buckets are not compiled.
+    last_was_prefill: whether the last step held chunks.
+    batch_end: under a policy that admits only when idle, requests of an `order` below this may still join the batch.
     """
 
     def __init__(
@@ -75,11 +80,11 @@ class StepComposer:
         return decodes, chunks
 
     def skip_decodes(self) -> None:
-        """Steps of decodes were taken that `compose` did not make."""
+        """Notes that steps of decodes were run which `compose` did not make."""
         self.last_was_prefill, self.batch_end = False, 0
 
     def may_admit(self) -> bool:
-        """Whether a row is free and the pool has as many pages as the next of the queue needs without hits."""
+        """Whether a row is free and the pool has enough pages for the first request of the queue, without prefix-cache hits."""
         if not self._queue or not self._rows.num_free:
             return False
         num_tokens = self._num_tokens_to_hold(self._queue.peek())
@@ -88,8 +93,8 @@ class StepComposer:
     # Decodes and their drafts
 
     def _decodes(self) -> Decodes:
-        """One token of every running request past its prompt, and drafts. Pages first, by preemption if need be; then, with nobody
-        left to be taken out again, the counters."""
+        """One token, and drafts, of every running request that is past its prompt. Pages are taken first, if need be by preemption.
+        Counters advance after that, when no request can lose its place in the step any more."""
         rows, preempted = self._rows, False
         decodes, starts = self._owing_decodes()
         short = decodes[starts >= rows.capacity[decodes]]
@@ -103,14 +108,14 @@ class StepComposer:
                 q_lens = 1 + num_drafts
                 num_tokens = int(q_lens.sum())
         if len(decodes):
-            self.batch_end = 0  # the first decode closes it
+            self.batch_end = 0  # the first decode closes the batch
         rows.num_computed[decodes] = starts + q_lens
         return Decodes(decodes, starts, q_lens, num_tokens, preempted)
 
     def _owing_decodes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rows (in running order) that owe their last sampled token and may sample another, and that token's position.
+        """(rows in running order whose last sampled token is not computed yet, that token's position in each).
 
-        One that may not sample another has its last token in flight: tokens never go past the limit, whatever is in flight.
+        Rows whose last possible token is in flight are left out: a request never samples past its limit.
         """
         rows = self._rows
         order, computed = rows.order, rows.num_computed[rows.order]
@@ -118,17 +123,17 @@ class StepComposer:
         return (order, computed) if owing.all() else (order[owing], computed[owing])
 
     def _grow_preempting(self, requests: list[Request]) -> bool:
-        """One more page for each of `requests`, in running order, as long as it runs; victims give up theirs. Whether there were
-        victims."""
+        """Gives each of `requests`, in running order, one more page, and preempts others where the pool has none. Returns whether
+        any request was preempted."""
         num_before = self.requests.num_preemptions
         for request in requests:
-            # It may have been a victim before its turn, and becomes its own if it is the worst.
+            # A request may have been preempted before its turn. It preempts itself if no other is worse.
             while request.status is RequestStatus.RUNNING and not self._pages.grow(np.array([request.row])):
                 self.requests.preempt(self._choose_victim())
         return self.requests.num_preemptions > num_before
 
     def _choose_victim(self) -> Request:
-        """First-come-first-served: the last admitted. Priority: the worst priority, of these the latest arrival."""
+        """The request to preempt. fcfs: the last admitted. priority: the latest arrival among those of the worst priority."""
         if self._config.order == "fcfs":
             return self._rows.request_at(int(self._rows.order[-1]))
         return max(self.requests.running, key=self.requests.order_key)
@@ -139,12 +144,16 @@ class StepComposer:
         decodes: np.ndarray,  # intp[n], n > 0
         starts: np.ndarray,  # i32[n]
     ) -> np.ndarray:  # i32[n]
-        """How many drafts each decode verifies. Every decode has its own token's budget, logits row and page already; drafts take
-        what is left, of tokens and logits rows half where prompts owe tokens, in running order, up to the length limit, and never
-        preempt."""
+        """How many drafts each decode verifies.
+
+        Every decode already has the budget, logits row and page of its own token. Drafts take what is left, in running order and up
+        to each request's limit. Where prompts owe tokens, drafts take at most half of the tokens and logits rows left. They never
+        preempt.
+        """
         rows, n = self._rows, len(decodes)
-        num_prompts = len(rows.order) - n + self.requests.num_waiting  # samples held may follow the first at once
-        num_prompts = min(num_prompts, self._config.max_num_seqs - n)  # that may end in this step, with a logits row each
+        # Prompts that may end in this step, each with a logits row. Samples that are held may be admitted in this step too.
+        num_prompts = len(rows.order) - n + self.requests.num_waiting
+        num_prompts = min(num_prompts, self._config.max_num_seqs - n)
         wanted = draft_lengths.choose(decodes, explore=not num_prompts, queued=bool(self._queue))
         if not wanted.any():
             return wanted
@@ -173,7 +182,7 @@ class StepComposer:
             if num_tokens:
                 self._add_chunk(chunks, rows.request_at(row), num_tokens)
         if decodes.preempted and (decodes.num_tokens or chunks.requests):
-            return chunks  # pages are short: nobody joins, unless the step would stand idle
+            return chunks  # pages are short: no request is admitted, unless the step would be empty
         while queue and rows.num_free and chunks.num_tokens < budget:
             if not self._admit(queue.peek(), chunks, budget - chunks.num_tokens, num_prompts):
                 break
@@ -185,8 +194,10 @@ class StepComposer:
         return rows.order[rows.num_computed[rows.order] < rows.prefill_end[rows.order]].tolist()
 
     def _budget(self, starts: np.ndarray) -> int:  # i32[n]: positions of the step's decodes
-        """Tokens that the step may hold: decodes, their drafts and chunks. An objective counts where decodes and prompts may both
-        be in it (or prompts alone: StepBudget); drafts and chunks share what it leaves beside the decodes' own tokens."""
+        """Tokens that the step may hold: decodes, their drafts and chunks.
+
+        The step-time objective applies to steps that may hold both decodes and prompts (or prompts alone: `StepBudget.every_step`).
+        """
         chosen = self.step_budget if len(starts) or self.step_budget is not None and self.step_budget.every_step else None
         partial = self._partial_prompts() if chosen is not None else []
         if chosen is None or not (partial or self._queue and self._rows.num_free):
@@ -197,8 +208,8 @@ class StepComposer:
     def _chunk_size(self, num_known: int, num_computed: int, budget: int, num_prompts: int) -> int:
         """How many of a request's `num_known` tokens to compute in this step; 0 if it must wait.
 
-        The threshold counts while more than one prompt is unfinished or waits. Where prompts are not chunked, one that no step
-        could hold, which only the recomputation of a preempted request can be, is chunked nevertheless.
+        long_prefill_token_threshold applies while more than one prompt is unfinished or waits. Where prompts are not chunked, one
+        that is larger than a step is chunked all the same; only the recomputation of a preempted request can be that large.
         """
         owed = num_known - num_computed
         if not self._policy.chunked and num_known <= self._config.max_num_batched_tokens:
@@ -211,11 +222,11 @@ class StepComposer:
         return request.max_total_tokens - 1 if self._policy.reserve_full else len(request.token_ids)
 
     def _admit(self, request: Request, chunks: Chunks, budget: int, num_prompts: int) -> bool:
-        """Gives the request a row, pages for all its known tokens (or for all it may reach) and a first chunk; False if any of
-        them is short, and nothing has changed then."""
+        """Gives the request a row, pages for the tokens it knows (or for all it may reach) and a first chunk. Returns False, and
+        changes nothing, if there is no room for any of these."""
         pool = self._pages.pool
         if request.num_unfetched or not pool.num_free_pages:
-            return False  # it will recompute its tokens in flight too, and needs one page of its own at least
+            return False  # tokens in flight must come back first, and it needs at least one page of its own
         if self._policy.admit_only_when_idle and request.order >= self.batch_end:
             return False
         hits = self._pages_of_others(request)
@@ -226,8 +237,8 @@ class StepComposer:
         return True
 
     def _pages_of_others(self, request: Request) -> list[int]:
-        """Pages that hold the beginning of its tokens already: the prefix cache's, or those of the prompt that a running sample of
-        it has computed, where that is more (without a prefix cache, above all)."""
+        """Pages that already hold the first of its tokens: those that the prefix cache has, or those of another sample's prompt,
+        whichever are more. (Without a prefix cache only samples share.)"""
         pool = self._pages.pool
         page_size, hits = pool.page_size, pool.match(request.hash_chain, request.token_ids)
         num_shared = min(request.num_prompt_tokens, len(request.token_ids) - 1) // page_size
@@ -240,8 +251,8 @@ class StepComposer:
         return hits
 
     def _add_chunk(self, chunks: Chunks, request: Request, num_tokens: int) -> None:
-        """Commits the next `num_tokens` tokens of a prompt to the step, and hashes the pages that they fill: a step writes its KV
-        before it reads any, so that a request admitted later in the same step may hit them."""
+        """Adds the next `num_tokens` tokens of a prompt to the step, and hashes the pages that they fill. A step writes its KV
+        before it reads any, so a request that is admitted later in the same step may hit these pages."""
         row, rows = request.row, self._rows
         start = int(rows.num_computed[row])
         rows.num_computed[row] = start + num_tokens

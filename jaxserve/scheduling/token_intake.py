@@ -1,7 +1,7 @@
-"""What tokens mean to the requests that they come for: sampled ones, drafted ones, and those that are known beforehand.
+"""Adding tokens to requests: sampled tokens, accepted drafts, and forced tokens that the host knows beforehand.
 
-Owns the way of a token into a request: who it belongs to when the request lost its row meanwhile, which drafts' places are given
-back, and whether it ends the request. Knows nothing of queues, budgets or policies.
+Owns which request a token belongs to when its row has a new owner, how many places rejected drafts give back, and whether a token
+ends its request. Knows nothing of queues, budgets or policies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxserve.scheduling.schedule import Schedule, StepResult
 
 
 class TokenIntake:
-    """Takes tokens into `requests`. num_discarded_rows: entries whose request had finished by the time their tokens came back."""
+    """Adds tokens to `requests`. num_discarded_rows: entries whose request had finished by the time their tokens came back."""
 
     def __init__(self, requests: RequestLifecycle):
         self.requests = requests
@@ -63,7 +63,7 @@ class TokenIntake:
         sampled: np.ndarray,  # i32[n, 1 + k]
         counts: np.ndarray,  # i32[n]: an entry's accepted drafts and one more
     ) -> StepResult:
-        """The tokens of a step whose entries may bring several: each planned for its drafts and gives back the rejected ones."""
+        """The tokens of a step with drafts. An entry brings one token and its accepted drafts, and gives back the rejected ones."""
         result = StepResult([], [])
         samples = self._without_forced(schedule) if self.requests.forced else schedule.samples
         own = self._rows.generation[schedule.rows] == schedule.generations
@@ -85,7 +85,7 @@ class TokenIntake:
             or request.num_forced_in_flight
             or rows.num_computed[row] < rows.prefill_end[row]
         ):
-            return result  # what it has to compute already comes first
+            return result  # tokens that it already owes come first
         token_ids = token_ids[: min(max_tokens, request.max_total_tokens - len(request.token_ids))]
         while rows.capacity[row] < len(request.token_ids) + len(token_ids) and self._pages.grow(np.array([row])):
             pass
@@ -107,8 +107,8 @@ class TokenIntake:
         return result
 
     def skip(self, num_steps: int, token: int) -> None:
-        """Every running request decodes `num_steps` tokens more, each of them `token`; none of them may end with these. Which pages
-        a row holds may differ from what as many steps would have left, not how many."""
+        """Every running request decodes `num_steps` more tokens, each of them `token`. None may end with these. Each row then holds
+        as many pages as after so many steps, but they may be other pages."""
         rows, order = self._rows, self._rows.order
         while len(short := order[rows.capacity[order] < rows.num_computed[order] + num_steps]):
             grown = self._pages.grow(short)
@@ -121,7 +121,7 @@ class TokenIntake:
             request.token_ids += tokens
 
     def _without_forced(self, schedule: Schedule) -> np.ndarray:
-        """schedule.samples without those whose token the host has known since the step was scheduled."""
+        """bool[n]: `schedule.samples`, False also where the host already knows the token, because it was forced meanwhile."""
         samples = schedule.samples.copy()
         for i, request in enumerate(schedule.requests):
             if samples[i] and request.num_forced_in_flight:
@@ -132,7 +132,7 @@ class TokenIntake:
         return samples
 
     def _deliver(self, request: Request, tokens: list[int], num_planned: int, result: StepResult) -> None:
-        """Appends one request's tokens up to its end, wherever it is now; `num_planned` were in flight for them."""
+        """Appends one request's tokens up to its end, whether it runs or waits. num_planned: tokens in flight for them."""
         if request.finished:
             self.num_discarded_rows += 1
             return

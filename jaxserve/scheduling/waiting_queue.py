@@ -1,6 +1,6 @@
 """The requests that wait to be admitted, sorted by an order key (policies.py).
 
-Owns their order only. A preempted request is put back like any other: its key is older than those of all that came later.
+Owns their order only. A preempted request is put back like any other; its key places it before all that came later.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jaxserve.scheduling.policies import OrderKey
 
 
 class WaitingQueue:
-    """A sorted list, last served first, so that the next request is popped from its end. Keys are unique."""
+    """A sorted list with the next request at its end, from where it is popped in O(1). Keys are unique."""
 
     def __init__(self, key: Callable[[Request], OrderKey]):
         self._key = key
@@ -30,7 +30,7 @@ class WaitingQueue:
         return tuple(-x for x in self._key(request))
 
     def push(self, request: Request) -> None:
-        """Puts it at its place, whenever it comes. O(log n) compares."""
+        """Inserts a request at the place of its key, with O(log n) comparisons."""
         insort(self._entries, (self._reversed_key(request), request), key=lambda entry: entry[0])
 
     def peek(self) -> Request:
@@ -38,11 +38,11 @@ class WaitingQueue:
         return self._entries[-1][1]
 
     def pop(self) -> Request:
-        """Takes the next to be served out. IndexError if nobody waits."""
+        """Removes and returns the next to be served. IndexError if nobody waits."""
         return self._entries.pop()[1]
 
     def remove(self, request: Request) -> None:
-        """Takes one out that waits."""
+        """Removes a request that waits."""
         index = bisect_left(self._entries, self._reversed_key(request), key=lambda entry: entry[0])
         assert index < len(self._entries) and self._entries[index][1] is request, f"{request.request_id} does not wait"
         del self._entries[index]
