@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxserve.execution.runner import Runner
-from jaxserve.models import Decoder, loading
+from jaxserve.models import Decoder
 from jaxserve.models.adoption import fit, placed
 from jaxserve.models.trainer_keys import is_transposed
 from jaxserve.scheduling.page_pool import PagePool
@@ -30,6 +30,8 @@ class WeightsAndSleep:
 
     def read(self, path: str | Path, dtype: str) -> Decoder:
         """As `Engine.read_weights`."""
+        from jaxserve.models import loading  # late: it imports the tokenizers library, which an engine does without
+
         transposed = is_transposed(self._runner.programs.functions.paths)
         return loading.load_model(path, skip_tokenizer_init=True, dtype=dtype, transposed=transposed).module
 

@@ -1,7 +1,7 @@
-"""Weights that live in a trainer's tree, fitted to the engine's flat leaves: the same arrays wherever they fit as they are.
+"""Fits the weights of a trainer's tree to the engine's flat leaves, and uses the trainer's own arrays wherever they fit.
 
-Owns the account of what does not fit, and the few conversions (cast, reshape, transpose, fuse). Names are models/trainer_keys.py's.
-Knows nothing of engines or files.
+Owns the list of what does not fit, and the conversions: cast, reshape, transpose, fuse. models/trainer_keys.py has the names. Knows
+nothing of engines or files.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True)
 class Fitted:
-    """One of our weights and what it is made of: arrays with the shapes of parts along the last axis of [in, out]."""
+    """One of our weights and the arrays that it is made of, which are parts along the last axis of [in, out]."""
 
     path: str
     target: jax.ShapeDtypeStruct
     arrays: list[Any]
     shapes: list[tuple[int, ...]]  # of the parts, [in, out] or [out]
-    turned: list[bool]  # whether an array is [out, in]
-    target_turned: bool  # whether the target is
+    turned: list[bool]  # whether each array is [out, in]
+    target_turned: bool  # whether the target is [out, in]
 
 
 def flat_params(params: Any) -> dict[str, Any]:
     """{path: leaf} of a Flax NNX module or State, Linen variables, or any pytree of arrays; paths joined by "/".
 
-    A module gives its `nnx.Param`s. Variables and boxed values (`nn.Partitioned`) are unwrapped, nothing is copied.
+    Of a module only the `nnx.Param`s are taken. Variables and boxed values (`nn.Partitioned`) are unwrapped. Nothing is copied.
     """
     if isinstance(params, nnx.Module):
         params = nnx.state(params, nnx.Param)
@@ -59,7 +59,7 @@ def _unwrapped(x: Any) -> Any:
 
 
 def common_dtype(params: Any) -> str:
-    """The dtype of all leaves. ValueError where they have several, or one that is not supported."""
+    """The dtype that all leaves have. Raises ValueError where they have several, or one that is not supported."""
     found = sorted({str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in flat_params(params).values()})
     if len(found) == 1 and found[0] in FLOAT_DTYPES:
         return found[0]
@@ -67,11 +67,13 @@ def common_dtype(params: Any) -> str:
 
 
 def fit(params: Any, config: ModelConfig, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> list[Fitted]:
-    """What each weight of `abstract` (path -> shape and dtype, `Decoder`'s) is made of, in its order. Reads no data.
+    """The arrays that each weight of `abstract` is made of, in its order. Reads no data.
+
+    params: the trainer's tree, as `flat_params` takes it. abstract: path -> shape and dtype of each of `Decoder`'s weights.
 
     Raises:
-      ValueError: leaves are missing, unknown, of the wrong shape, of a dtype that is no float, given twice, or deleted (their
-        buffer was donated to a computation); all of them are listed.
+      ValueError: leaves are missing, unknown, of the wrong shape, of a dtype that is not a float, or given twice. Or they are
+        deleted: their buffer was donated to a computation. The message lists all of them.
     """
     given, problems = {}, []
     for theirs, leaf in flat_params(params).items():
@@ -98,7 +100,7 @@ def fit(params: Any, config: ModelConfig, abstract: Mapping[str, jax.ShapeDtypeS
 
 
 def _misfits(part: Part, name: str, leaf: Any, transposed: bool) -> list[str]:
-    """What is wrong with a leaf as that part, in words."""
+    """Messages on why a leaf can't be that part; none where it can."""
     if not isinstance(leaf, jax.Array | np.ndarray) or isinstance(leaf, Tracer):
         return [f"type: {name} is a {type(leaf).__name__}, not an array of numbers"]
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
@@ -114,9 +116,9 @@ def _misfits(part: Part, name: str, leaf: Any, transposed: bool) -> list[str]:
 
 
 def placed(fitted: Sequence[Fitted], device: Any) -> Iterator[jax.Array]:
-    """Each weight on `device`, one by one: the trainer's own array where shape, dtype and placement are right, else a new one.
+    """Yields each weight on `device`: the trainer's own array where shape, dtype and placement are right, else a new one.
 
-    Conversions are compiled once a shape; a second tree of the same shapes compiles nothing.
+    A conversion is compiled once for each shape. A second tree of the same shapes compiles nothing.
     """
     for leaf in fitted:
         arrays = [_on_device(x, device) for x in leaf.arrays]
@@ -129,7 +131,7 @@ def placed(fitted: Sequence[Fitted], device: Any) -> Iterator[jax.Array]:
 
 def _on_device(x: Any, device: Any) -> jax.Array:
     if isinstance(x, np.ndarray):
-        x = np.array(x)  # its owner may write to it later, and a CPU device would share it
+        x = np.array(x)  # a copy: a CPU device would share the array, and its owner may write to it later
     elif x.sharding.is_equivalent_to(jax.sharding.SingleDeviceSharding(device), x.ndim):
         return x
     return jax.device_put(x, device)

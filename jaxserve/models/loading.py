@@ -1,6 +1,7 @@
-"""From a model's name to what an engine and its texts need: the Flax module with its weights, eos ids, defaults, tokenizer.
+"""Loads what an engine needs of a model: the Flax module with its weights, its generation defaults and its tokenizer.
 
-Owns the order of the steps (find, read the config, load the weights straight into the module's leaves). Knows nothing of engines.
+Owns the order of loading: find the files, read the config, load each weight directly into the module's leaf. Knows nothing of
+engines.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class LoadedModel:
 
 
 class NoTokenizerError(ValueError):
-    """No tokenizer lies where one was looked for; its cause says what is missing there."""
+    """There is no tokenizer where one was looked for. Its cause says what is missing there."""
 
 
 def load_model(
@@ -57,12 +58,16 @@ def load_model(
 ) -> LoadedModel:
     """Loads a checkpoint: a Hugging Face folder or id, a GGUF file, or a folder that `jaxserve convert` made (Orbax).
 
-    tokenizer: where it lies, if not beside the model. dtype: of weights and activations; "auto" is the checkpoint's own, bfloat16
-    where it is quantised or does not say. transposed: dense kernels come as `transpose_kernels` lays them out; None: where the
-    default device's matmuls are faster so (a CPU's). progress: a bar on stderr.
+    tokenizer: its folder, file or id, or a Tokenizer. None: the model's own.
+    skip_tokenizer_init: load no tokenizer.
+    dtype: of weights and activations. "auto": the checkpoint's own, or bfloat16 where it is quantised or names none.
+    revision: of a Hugging Face id.
+    transposed: lay dense kernels out as `transpose_kernels` does. None: do so where the default device's matmuls are faster that
+      way, which is on a CPU.
+    progress: show a bar on stderr.
 
     Raises:
-      FileNotFoundError: nothing by that name here, and no download to be had.
+      FileNotFoundError: there is nothing of that name here, and it can't be downloaded.
       NotImplementedError: an architecture or option of its config that is not supported; the message names it.
       WeightsError: missing, extra or mis-shaped tensors, all listed.
       NoTokenizerError: no tokenizer with it (pass skip_tokenizer_init=True to work with token ids).
@@ -104,8 +109,12 @@ def _check_dtype(dtype: str, choices: tuple[str, ...]) -> None:
 
 @contextmanager
 def _tokenizer_of(path: Path, given: str | Path | Tokenizer | None, skip: bool) -> Iterator[Future[Tokenizer | None]]:
-    """The tokenizer, loaded on a thread of its own while the body of the `with` loads the weights. Raises at once, as the future
-    does later, NoTokenizerError: a folder without one is known before minutes of loading."""
+    """A future of the tokenizer, which is loaded on a thread while the body of the `with` loads the weights.
+
+    Raises:
+      NoTokenizerError: the folder has none. It is raised at once, not after minutes of loading weights; the future may raise it
+      too.
+    """
     where = given or path
     if not skip and not isinstance(where, Tokenizer) and Path(where).is_dir():
         _or_no_tokenizer(require_vocabulary, Path(where))
@@ -129,12 +138,17 @@ def _or_no_tokenizer[Source, Found](load: Callable[[Source], Found], source: Sou
 def load_weights(
     reader: Any, config: ModelConfig, *, dtype: str = "auto", transposed: bool = False, progress: bool = False
 ) -> Decoder:
-    """The decoder of `config` with the weights of a checkpoint reader, streamed tensor by tensor to the default device.
-    transposed: with its dense kernels laid out by `transpose_kernels`."""
+    """The decoder of `config` with the weights of a checkpoint reader, read tensor by tensor to the default device.
+
+    transposed: its dense kernels are laid out as `transpose_kernels` does.
+
+    Raises:
+      WeightsError: missing, extra or mis-shaped tensors, all listed.
+    """
     from checkpoints.weights import load_weights
 
-    param_dtype = (config.dtype or "bfloat16") if dtype == "auto" else dtype
-    abstract = Decoder.abstract(config, param_dtype)
+    weight_dtype = (config.dtype or "bfloat16") if dtype == "auto" else dtype
+    abstract = Decoder.abstract(config, weight_dtype)
     if transposed:
         transpose_kernels(abstract)
     table = key_table(config, reader.keys(), transposed=transposed)
@@ -157,7 +171,7 @@ def adopt_model(
     tokenizer: str | Path | Tokenizer | None = None,
     dtype: str = "auto",
 ) -> LoadedModel:
-    """A model of weights that are in this process already; arguments and errors as `LLM.from_params`'."""
+    """A model from weights that are in this process already. Arguments and errors are those of `LLM.from_params`."""
     import jax
 
     from jaxserve.models.adoption import common_dtype, fit, flat_params, placed
@@ -183,8 +197,8 @@ def adopt_model(
 
 
 def lay_out_for_device(module: Decoder) -> Decoder:
-    """`module` itself, its weights laid out as the default device's matmuls read them fastest; what is moved is let go of. For
-    modules that nobody else holds: a trainer's arrays are to be shared, not moved."""
+    """`module` itself, with its weights laid out as the default device's matmuls read them fastest. Arrays in another layout are
+    released. Use it only on modules that no one else holds: a trainer's arrays are shared as they are."""
     return transpose_kernels(module) if is_best_transposed() else module
 
 

@@ -1,9 +1,9 @@
-"""What a request changes of its logits, as int32 rows: written on the host once an admission, kept on the device until the next.
+"""A request's edits of its logits, as int32 rows: written on the host at each admission, and kept on the device until the next.
 
-Owns which column means what and the numpy side of it. Penalties, logit_bias, allowed_token_ids and bad words are too large to
-travel with every step, and what they look back on, the row's tokens, must be on the device before the host knows them: a table of
-edits and a history of token ids lie there, one row each a sequence. float32 values travel as their bits. Knows nothing of jax:
-logit_edits.py is the device's side.
+Owns the meaning of each column, and the numpy side of it. Penalties, logit_bias, allowed_token_ids and bad words are too large to
+be sent with every step. They also depend on the row's tokens, which the device has before the host. The device therefore holds a
+table of edits and a history of token ids, with one row of each for a sequence. float32 values travel as their bits. Knows nothing
+of jax: logit_edits.py is the device's side.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 
 from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, SamplingParams
 
-# Kinds of edit, bits of sampling_rows.EDITS: a row's table is read only where its bit says that it was written.
+# Kinds of edit, bits of rows.EDITS: a row of the table is read only where its bit says that it was written.
 PENALTIES, BIAS, ALLOWED, BAD_WORDS = 1, 2, 4, 8
 
 # Columns of an edit row.
 PRESENCE, FREQUENCY, REPETITION = 0, 1, 2  # float32 bits
-NUM_PROMPT = 3  # tokens of the prompt, which the history begins with
+NUM_PROMPT = 3  # how many tokens of the history are the prompt
 BIAS_IDS = 4  # -1 where there is none
 BIAS_VALUES = BIAS_IDS + MAX_LOGIT_BIAS  # float32 bits
 WORDS = BIAS_VALUES + MAX_LOGIT_BIAS  # MAX_BAD_WORDS sequences of MAX_BAD_WORD_TOKENS ids, ending at the right; -1 before
@@ -61,7 +61,7 @@ class EditLayout:
 
     @property
     def nothing(self) -> np.ndarray:
-        """A write past the end of the state, for warm-up."""
+        """A packed row whose index is past the end of the state, so that it is dropped; for warm-up."""
         return self._write(np.iinfo(np.int32).max, [], np.zeros(self.num_columns, np.int32))
 
     def pack(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> np.ndarray:

@@ -1,10 +1,10 @@
-"""Edits of logits that look back on a sequence, or name its tokens one by one: penalties, bias, allowed ids, bad words.
+"""Edits of logits that depend on a sequence's tokens, or list token ids: penalties, bias, allowed ids, bad words.
 
-Owns their arithmetic on the device and the history they look back on. Knows nothing of models, draws or schedules; which column of
-a row means what is edit_rows.py's. Everything here is a pure function, traced inside a larger jitted program.
+Owns their arithmetic on the device, and the history of tokens. edit_rows.py has the columns of a row. Knows nothing of models,
+draws or schedules. Everything here is a pure function, traced inside a larger jitted program.
 
-Order, as vLLM's: logit_bias, then repetition, frequency and presence penalties, then what is forbidden (-inf, which no arithmetic
-undoes, so that the order of the masks means nothing).
+The order is vLLM's: logit_bias, then repetition, frequency and presence penalties, then the masks, which set -inf. Masks commute,
+so their own order does not matter.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jax import lax
 from jaxserve.sampling import edit_rows as layout
 from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
-_IN_PROMPT = 2**30  # in a count of output tokens: the prompt has this token too
-_FIRST_SPAN = 1024  # tokens of a history that are always counted; further spans, each twice as long, where a sequence reaches them
+_IN_PROMPT = 2**30  # added to a token's count in the output if the prompt has the token
+_FIRST_SPAN = 1024  # tokens of a history that are always counted; later spans, each twice as long, only if a sequence reaches them
 
 
 def remember(
@@ -40,7 +40,7 @@ def edit(
     table: jax.Array,  # i32[S, edit_rows.EditLayout.num_columns]
     history: jax.Array,  # i32[S, L]
 ) -> jax.Array:  # f32[R, V]
-    """Logits as each row's edits have them; those of rows without any are unchanged. What no row asks for is skipped."""
+    """The logits with each row's edits applied. Rows without edits are unchanged. A kind of edit that no row has is skipped."""
     rows = table.at[seq_rows].get(mode="fill", fill_value=0)
 
     def apply(kind: int, function, logits: jax.Array) -> jax.Array:
@@ -77,8 +77,8 @@ def _penalise(
     positions: jax.Array,
     history: jax.Array,
 ) -> jax.Array:
-    """Repetition: of a token of prompt or output, a positive logit is divided, another multiplied. Frequency: subtracted for each
-    time the output has it. Presence: subtracted once."""
+    """Applies the three penalties to tokens that occurred. Repetition, in prompt or output: a positive logit is divided by it,
+    another multiplied. Frequency: subtracted once for each occurrence in the output. Presence: subtracted once if there is any."""
     counts = _count(logits.shape, wanted, seq_rows, rows[:, layout.NUM_PROMPT], positions, history)
     presence, frequency, repetition = (_real(rows[:, i, None]) for i in (layout.PRESENCE, layout.FREQUENCY, layout.REPETITION))
     scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -96,10 +96,10 @@ def _count(
     positions: jax.Array,  # i32[R]
     history: jax.Array,  # i32[S, L]
 ) -> jax.Array:  # i32[R, V]
-    """How often each token stands in a row's output, and _IN_PROMPT more where its prompt has it.
+    """How often each token occurs in a row's output, plus _IN_PROMPT where its prompt has it.
 
-    The history is taken in spans, and those that no row reaches are skipped: static shapes, and work that follows the lengths
-    within a factor of two. A prompt is counted before any output, so that a maximum can mark it and a sum count on.
+    The history is counted in spans, and spans that no row reaches are skipped. Shapes are static so, and the work is at most twice
+    what the longest row needs. Within a span the prompt is marked (by a maximum) before the output is counted (by a sum).
     """
     (R, V), L = shape, history.shape[1]
     numbers = jnp.arange(R, dtype=jnp.int32)[:, None]
@@ -125,14 +125,14 @@ def apply_masks(
     logits: jax.Array,  # f32[R, V]
     masks: jax.Array,  # i32[R, ceil(V / 32)]: bit v % 32 of word v // 32 says whether token v may be sampled
 ) -> jax.Array:  # f32[R, V]
-    """-inf where the mask forbids."""
+    """The logits, -inf where the mask has a 0."""
     R, V = logits.shape
     bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
     return jnp.where(bits.reshape(R, -1)[:, :V] == 1, logits, -jnp.inf)
 
 
 def _forbid_others(logits: jax.Array, *, wanted: jax.Array, rows: jax.Array) -> jax.Array:
-    """Only the ids in a row's bit set stay."""
+    """Forbids all ids that are not in a row's bit set of allowed ones."""
     return apply_masks(logits, jnp.where(wanted[:, None], rows[:, layout.ALLOWED_BITS :], -1))
 
 
@@ -145,12 +145,12 @@ def _forbid_last_of_words(
     positions: jax.Array,
     history: jax.Array,
 ) -> jax.Array:
-    """The last token of each bad word whose others are what the output ends with."""
+    """Forbids the last token of each bad word whose earlier tokens are the end of the output."""
     words = rows[:, layout.WORDS : layout.ALLOWED_BITS].reshape(-1, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
     before = positions[:, None] + jnp.arange(1 - MAX_BAD_WORD_TOKENS, 0, dtype=jnp.int32)
     in_output = before >= rows[:, layout.NUM_PROMPT, None]
     tail = history.at[seq_rows[:, None], jnp.maximum(before, 0)].get(mode="fill", fill_value=0)
-    tail = jnp.where(in_output, tail, -2)  # what no word has: a prompt's tokens complete none
+    tail = jnp.where(in_output, tail, -2)  # matches no token of a word: a prompt's tokens are no part of one
     begin, last = words[:, :, :-1], words[:, :, -1]
     complete = ((begin < 0) | (begin == tail[:, None])).all(-1)
     ids = jnp.where(wanted[:, None] & complete & (last >= 0), last, logits.shape[1])

@@ -1,9 +1,8 @@
-"""Log-probabilities of a prompt's own tokens: which rows of a step they come from, and where they are gathered.
+"""Log-probabilities of a prompt's own tokens: which rows of a step they come from, and which requests they belong to.
 
-Owns the spans of a step that are scored, and their packing into the score program's fixed number of rows (outputs.PromptScores
-gathers the values).
-Each position is scored once, in whichever step computes the token before it; what a preemption recomputes is not scored again.
-Knows nothing of devices or text.
+Owns the spans of a step that are scored, and their packing into the score program's fixed number of rows. outputs.PromptScores
+holds the values. Each position is scored once, by the step that computes the token before it. Tokens that a preemption makes the
+engine recompute are not scored again. Knows nothing of devices or text.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from jaxserve.scheduling.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class ScoreSpan:
-    """Consecutive prompt positions that one step scores: `count` from `position` on, by the step's tokens from `row` on."""
+    """Consecutive prompt positions that one step scores: `count` of them from `position` on. The hidden rows are the step's from
+    `row` on."""
 
     scores: PromptScores
     position: int
@@ -30,7 +30,7 @@ class ScoreSpan:
 
 
 def spans_of(schedule: Schedule) -> list[ScoreSpan]:
-    """What this step's chunks can score and nobody was asked for yet. Call it once a schedule."""
+    """The prompt positions that this step's chunks score. Call it once for each schedule: it advances `PromptScores.next`."""
     spans, row = [], schedule.num_tokens - int(schedule.q_lens[schedule.num_decodes :].sum())
     for i in range(schedule.num_decodes, schedule.num_seqs):
         scores, q_len = schedule.requests[i].prompt_scores, int(schedule.q_lens[i])
@@ -46,8 +46,8 @@ def spans_of(schedule: Schedule) -> list[ScoreSpan]:
 
 
 def pack_spans(spans: Sequence[ScoreSpan], num_rows: int) -> list[np.ndarray]:
-    """i32[1 + 2 * num_rows] each, for as many runs of the score program as the spans take: whether the likeliest tokens are asked
-    for, the rows, the tokens that are scored. Padding scores token 0 by row 0."""
+    """The inputs of the score program, one i32[1 + 2 * num_rows] for each run that the spans take. Each holds whether the likeliest
+    tokens are asked for, then hidden rows, then the tokens to score. Padding is token 0 with row 0."""
     rows = np.concatenate([np.arange(s.row, s.row + s.count) for s in spans])
     tokens = np.concatenate([s.scores.token_ids[s.position : s.position + s.count] for s in spans])
     with_top = any(s.scores.top_ids.shape[1] for s in spans)
@@ -63,7 +63,7 @@ def pack_spans(spans: Sequence[ScoreSpan], num_rows: int) -> list[np.ndarray]:
 
 
 def deliver(spans: Sequence[ScoreSpan], rows: ScoredRows) -> None:
-    """The rows of all batches of a step, one after the other, to whom they belong."""
+    """Hands the scored rows of a step to their requests. rows: those of all its batches, one after the other."""
     at = 0
     for span in spans:
         part = rows[at : at + span.count]
@@ -72,8 +72,8 @@ def deliver(spans: Sequence[ScoreSpan], rows: ScoredRows) -> None:
 
 
 def scores_of(request: Request, first: int | None) -> PromptScores | None:
-    """A place for what a new request asks for: prompt_logprobs, or bare scores from `first` on; None for most. Of several samples
-    of one prompt, the first's."""
+    """The PromptScores that a new request needs, for prompt_logprobs or for scores from position `first` on; None where it asks for
+    neither. Of several samples of one prompt, only the first has them."""
     num_top = request.params.prompt_logprobs
     if request.sample_index or (num_top is None and first is None):
         return None

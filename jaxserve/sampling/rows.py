@@ -1,8 +1,8 @@
-"""The int32 slabs that cross between host and device for sampling: one row a sequence, each way.
+"""The int32 arrays that cross between host and device for sampling: one row a sequence, each way.
 
-Owns which column means what and the numpy side of it: `write_row` turns a request's SamplingParams into a row, once, at
-admission, and only POSITION changes from step to step; `unpack_sampled` reads what comes back. float32 values travel as
-their bits. Knows nothing of jax: sampling.py is the device's side.
+Owns the meaning of each column, and the numpy side of both arrays. `write_row` turns a request's SamplingParams into a row, once,
+at admission; only POSITION changes from step to step. `unpack_sampled` reads what comes back. float32 values travel as their bits.
+Knows nothing of jax: sampler.py is the device's side.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 from jaxserve.sampling.edit_rows import kinds_of
 from jaxserve.sampling_params import MAX_SUPPRESSED_IDS, SamplingParams
 
-# Columns of a request's row. A row of zeros is a greedy one with no options, so padding rows need no care.
+# Columns of a request's row. A row of zeros is greedy and has no options, so padding rows can stay zero.
 TEMPERATURE, TOP_P, MIN_P = 0, 1, 2  # float32 bits
 TOP_K = 3
 SEED_LOW, SEED_HIGH = 4, 5  # the 64-bit seed's words
 SAMPLE_INDEX = 6
 POSITION = 7  # of the token being sampled; the only column that varies by step
 SUPPRESS_UNTIL = 8  # the suppressed ids are forbidden at positions below this
-EDITS = 9  # bits of edit_rows: which edits of the row's logits lie on the device
+EDITS = 9  # bits of edit_rows: which kinds of edit the row's logits get
 SUPPRESS_IDS = 10  # the first of MAX_SUPPRESSED_IDS columns; -1 where there is none
 NUM_COLUMNS = SUPPRESS_IDS + MAX_SUPPRESSED_IDS
 
@@ -43,9 +43,9 @@ def write_row(
     num_prompt_tokens: int,
     suppress_ids: frozenset[int] = frozenset(),
 ) -> None:
-    """Writes all columns of one request but POSITION, which is set to the position of its first output token.
+    """Writes all columns of one request. POSITION is that of its first output token.
 
-    seed: any 64-bit integer, signed or not. suppress_ids: the ids that `params.min_tokens` holds back (eos, stop ids).
+    seed: any 64-bit integer, signed or not. suppress_ids: the ids that `params.min_tokens` forbids at first (eos, stop ids).
 
     Raises:
       ValueError: min_tokens has more ids to hold back than a row has room for.
@@ -73,18 +73,18 @@ def write_row(
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """A step's sampled tokens on the host: numpy, one entry a row. None where nobody asked: the four of logprobs, the two of
-    speculation."""
+    """A step's sampled tokens on the host: numpy, one entry a row. The four fields of log-probabilities are None where no request
+    asked for them, the two of speculation where it is off."""
 
     tokens: np.ndarray  # i32[R]
-    bad_logits: np.ndarray  # bool[R]: a NaN or +inf among the logits, or no finite one; the token means nothing
+    bad_logits: np.ndarray  # bool[R]: the logits have a NaN or +inf, or no finite value; the token is not valid then
     by_sort: np.ndarray  # bool[R]: the row needed the sort of the whole vocabulary
     logprobs: np.ndarray | None = None  # f32[R]
     ranks: np.ndarray | None = None  # i32[R]
     top_ids: np.ndarray | None = None  # i32[R, N]
     top_logprobs: np.ndarray | None = None  # f32[R, N]
-    delivered: np.ndarray | None = None  # bool[R]: whether all drafts up to the row's stood, so that its token is an output
-    drafts: np.ndarray | None = None  # i32[R, K]: proposed to follow the token, where it is its sequence's last; -1 is none
+    delivered: np.ndarray | None = None  # bool[R]: all drafts up to the row's were accepted, so its token is an output
+    drafts: np.ndarray | None = None  # i32[R, K]: proposed to follow the token, where it is its sequence's last; -1: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,8 @@ def unpack_scored(packed: np.ndarray) -> ScoredRows:
 
 
 def unpack_sampled(packed: np.ndarray, num_drafts: int = 0) -> SampledRows:
-    """Views of `sampling.pack_sampled`'s i32[R, 2] (no logprobs) or i32[R, 4 + 2N]; where a head also drafts, K columns more."""
+    """Views of `sampler.pack_sampled`'s i32[R, 2] (no logprobs) or i32[R, 4 + 2N]. num_drafts: K more columns, of a head that
+    drafts."""
     if num_drafts:
         at = packed.shape[1] - num_drafts
         sampled = unpack_sampled(packed[:, :at])

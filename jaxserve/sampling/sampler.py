@@ -3,20 +3,26 @@
 Owns the order in which logits are processed, the random draws and the device's view of a request's parameters. Knows
 nothing of models, schedules or text. Everything here is a pure function, traced inside a larger jitted program.
 
-Order, as vLLM's: log-probabilities of the raw logits; suppressed ids (min_tokens) and the edits of logit_edits.py; greedy rows
-take their argmax here; temperature; min_p; top_k; top_p (of what those two left; the entry that crosses p is kept); draw. Ties
-stand in vocabulary order everywhere: of equal logits the lower id comes first, and exactly k survive top_k.
+The order is vLLM's:
+  1. log-probabilities of the raw logits;
+  2. suppressed ids (min_tokens) and the edits of logit_edits.py;
+  3. the argmax of greedy rows;
+  4. temperature, min_p, top_k, then top_p of what those left, which keeps the entry that crosses p;
+  5. the draw.
+Ties are in vocabulary order everywhere: of equal logits the lower id comes first, and top_k keeps exactly k entries.
 
-A row's token depends on its logits, its parameters and (seed, sample index, position) only: not on its place, on the
-other rows, on how many there are, nor on the path that the others forced. Two things make that exact:
-  - probabilities become integers, 2**30 for the likeliest, so that sums of them are the same in any order; their
-    exponential is taken in float64, far finer than that grid (float32's last bit varies with a program's shapes);
-  - a filter, by whichever path, is only the place of the last entry it keeps, in the order (logit down, id up); one
-    inverse CDF in vocabulary order draws for filtered and unfiltered rows alike.
+A row's token depends only on its logits, its parameters and (seed, sample index, position). It does not depend on the row's place,
+on other rows, or on the path that other rows make the program take. Two things make that exact:
+  - Probabilities become integers, 2**30 for the likeliest, so that their sums are the same in any order. The exponential is
+    computed in float64, far finer than that grid, since float32's last bit varies with a program's shapes.
+  - Every path of a filter finds the same thing: the last entry that it keeps, in the order (logit down, id up). One inverse CDF in
+    vocabulary order then draws for filtered and unfiltered rows alike.
 
-Costs fall in levels, by what the batch needs: all greedy, block maxima; random and min_p, an exponential and an inverse
-CDF by blocks; top_k or top_p, also the 256 likeliest entries, found by block maxima, which decide a row if k <= 256 or
-if they hold the mass p; any row left undecided, a sort of the vocabulary, which is reported.
+The cost has four levels, and a batch pays for the highest that one of its rows needs:
+  - greedy: block maxima;
+  - random, or min_p: an exponential and an inverse CDF by blocks;
+  - top_k or top_p: also the 256 likeliest entries, found by block maxima, which suffice if k <= 256 or if they hold the mass p;
+  - rows for which these do not suffice: a sort of the vocabulary, which is counted (`Sampled.by_sort`).
 """
 
 from __future__ import annotations
@@ -40,7 +46,7 @@ _UNIT = 2**30  # the integer weight of a row's likeliest entry
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingRows:
-    """What each row asks for; `unpack_rows` makes it from the host's slab."""
+    """The sampling parameters of each row; `unpack_rows` makes them from the host's array."""
 
     temperature: jax.Array  # f32[R]; 0 is greedy
     top_p: jax.Array  # f32[R]; 1 is off
@@ -57,7 +63,7 @@ class SamplingRows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Of the raw distribution (before suppression, temperature and filters), natural logs."""
+    """Natural logarithms of probabilities in the raw distribution, before suppression, temperature and filters."""
 
     logprobs: jax.Array  # f32[R]; of the row's token
     ranks: jax.Array  # i32[R]; of the row's token, 1 is the likeliest
@@ -76,8 +82,8 @@ class Sampled:
     logprobs: TokenLogprobs | None  # None where max_logprobs was 0
 
 
-def unpack_rows(packed: jax.Array) -> SamplingRows:  # i32[R, NUM_COLUMNS] as sampling_rows.write_row fills it
-    """The host's slab, by name."""
+def unpack_rows(packed: jax.Array) -> SamplingRows:  # i32[R, NUM_COLUMNS] as rows.write_row fills it
+    """The columns of the host's array, by name."""
     real = partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
     return SamplingRows(
         temperature=real(packed[:, layout.TEMPERATURE]),
@@ -97,7 +103,7 @@ def pack_sampled(
     sampled: Sampled,
     delivered: jax.Array | None = None,  # bool[R]; of speculation
 ) -> jax.Array:  # i32[R, 2], or i32[R, 4 + 2N] with logprobs
-    """One small array to fetch; `sampling_rows.unpack_sampled` reads it."""
+    """One small array to fetch; `rows.unpack_sampled` reads it."""
     flags = sampled.bad_logits * layout.FLAG_BAD_LOGITS + sampled.by_sort * layout.FLAG_BY_SORT
     if delivered is not None:
         flags += delivered * layout.FLAG_DELIVERED
@@ -117,15 +123,15 @@ def sample(
     edit_wanted: jax.Array | None = None,
     draw: Callable[[jax.Array, SamplingRows], jax.Array] | None = None,
 ) -> Sampled:
-    """One token a row, by each row's own parameters; the order of operations is at the top of this file.
+    """Samples one token for each row, by its own parameters. The order of operations is at the top of this file.
 
-    A row whose logits are bad (see Sampled) is flagged and disturbs no other.
+    A row whose logits are bad (see Sampled) is flagged, and does not change the other rows.
 
-    max_logprobs: static. 0 leaves out all log-probabilities, which cost about as much as a random draw does; N > 0 gives the
-      sampled token's, its rank, and the N likeliest (V if that is less). The tokens are the same.
-    edit: f32[R, V] -> f32[R, V], such as `logit_edits.edit`, bound to the state it reads.
-    edit_wanted: bool[], whether to run `edit`; None: whether any row asks for edits.
-    draw: how random rows draw from what is left of their distributions, in place of `draw_token`; traced with 64-bit types enabled.
+    max_logprobs: static. 0 leaves out log-probabilities, which cost about as much as a random draw. N > 0 gives the sampled
+      token's, its rank, and the N likeliest (V if that is less). The tokens are the same either way.
+    edit: f32[R, V] -> f32[R, V], such as `logit_edits.edit`, bound to the state that it reads.
+    edit_wanted: bool[], whether to run `edit`. None: it runs if any row has edits.
+    draw: draws the tokens of random rows from their filtered weights, in place of `draw_token`. Traced with 64-bit types enabled.
 
     Raises:
       TypeError: logits are not float32.
@@ -136,7 +142,7 @@ def sample(
         blocks = in_blocks(process_logits(logits, rows, edit, edit_wanted), -jnp.inf)
     with jax.named_scope("greedy"):
         maxima = blocks.max(-1)
-        bad = jnp.isnan(blocks).any((-1, -2)) | ~jnp.isfinite(maxima.max(-1))  # XLA:CPU's max may step over a NaN
+        bad = jnp.isnan(blocks).any((-1, -2)) | ~jnp.isfinite(maxima.max(-1))  # XLA:CPU's max may ignore a NaN
         greedy = first_highest(blocks, maxima)
     random = (rows.temperature > 0) & ~bad
     with jax.named_scope("draw"):
@@ -158,7 +164,7 @@ def process_logits(
     edit: Callable[[jax.Array], jax.Array] | None = None,
     edit_wanted: jax.Array | None = None,
 ) -> jax.Array:  # f32[R, V]
-    """Everything that can change a greedy row's token: min_tokens, and the edits that rows ask for (see `sample`)."""
+    """Applies what can change a greedy row's token: min_tokens, and the edits that rows have (see `sample`)."""
     R, V = logits.shape
     ids = rows.suppress_ids
     forbidden = (rows.position < rows.suppress_until)[:, None] & (ids >= 0)
@@ -171,7 +177,7 @@ def process_logits(
 
 
 def in_blocks(x: jax.Array, fill: float) -> jax.Array:  # [R, N] -> [R, ceil(N / BLOCK), BLOCK]
-    """The vocabulary as `draw` sees it, its end padded with `fill`."""
+    """The vocabulary in blocks, its end padded with `fill`."""
     R, N = x.shape
     if N % BLOCK:
         x = jnp.pad(x, ((0, 0), (0, -N % BLOCK)), constant_values=fill)
@@ -183,15 +189,14 @@ def _take_block(blocks: jax.Array, block: jax.Array) -> jax.Array:  # [R, B, BLO
 
 
 def first_highest(blocks: jax.Array, maxima: jax.Array) -> jax.Array:  # f32[R, B, BLOCK], f32[R, B] -> i32[R]
-    """argmax, the lowest id on ties; on a CPU 3 to 7 times as fast as jnp.argmax, whose reduction is not vectorised."""
+    """The argmax, with the lowest id on ties. On a CPU 3 to 7 times as fast as jnp.argmax, whose reduction is not vectorised."""
     block = jnp.argmax(maxima, -1).astype(jnp.int32)
     return block * BLOCK + jnp.argmax(_take_block(blocks, block), -1).astype(jnp.int32)
 
 
 def _likeliest(blocks: jax.Array, maxima: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:  # f32[R, n], i32[R, n]
-    """The n highest entries and their ids, in order (value down, id up), without a sort of the vocabulary: they lie in
-    the n blocks that come first in the order (maximum down, block up). -0 counts as 0, which it equals; top_k alone
-    would put it behind."""
+    """The n highest entries and their ids, in order (value down, id up), without a sort of the vocabulary. They lie in the n blocks
+    that come first in the order (maximum down, block up). -0 counts as 0; top_k alone would place it behind 0."""
     R, B, _ = blocks.shape
     if n < B:
         _, chosen = lax.top_k(unsigned_zero(maxima), n)
@@ -211,7 +216,7 @@ def _draw(
     logits: jax.Array,  # f32[R, B, BLOCK]
     maxima: jax.Array,  # f32[R, B]
     rows: SamplingRows,
-    random: jax.Array,  # bool[R]; the other rows' results mean nothing
+    random: jax.Array,  # bool[R]; the other rows' results are not used
     draw: Callable[[jax.Array, SamplingRows], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:  # i32[R] tokens, bool[R] which rows needed the sort
     N = logits[0].size  # the vocabulary and its padding
@@ -235,7 +240,7 @@ def draw_token(
     weights: jax.Array,  # i32[R, B, BLOCK]: of each token, 2**30 for the likeliest and 0 for what filters dropped
     rows: SamplingRows,
 ) -> jax.Array:  # i32[R]
-    """A token of each row with a probability in proportion to its weight."""
+    """Draws one token for each row, with probabilities in proportion to the weights."""
     return invert_cdf(weights, uniform(rows))
 
 
@@ -243,7 +248,7 @@ def invert_cdf(
     weights: jax.Array,  # i32[R, B, BLOCK]
     at: jax.Array,  # f64[R]; in [0, 1)
 ) -> jax.Array:  # i32[R]
-    """The token of each row at which the sum of the weights, in vocabulary order, passes that share of the whole."""
+    """The token of each row at which the sum of weights, in vocabulary order, passes the share `at` of their total."""
     cumulative = _cumulative(weights)
     target = jnp.floor(at * cumulative[:, -1]).astype(jnp.int64)  # below the total, which is below 2**53
     return _locate(weights, cumulative, target)
@@ -263,7 +268,8 @@ def _weights(
 
 
 def uniform(rows: SamplingRows, stream: int | None = None) -> jax.Array:  # f64[R], in [0, 1)
-    """A random number a row, keyed by what the row is and not by where it stands. Each `stream` has numbers of its own."""
+    """A random number for each row, keyed by its seed, sample index and position, not by its place in the batch. Numbers of
+    different `stream`s are independent."""
 
     def one(seed, sample_index, position):
         key = jax.random.wrap_key_data(seed[::-1], impl="threefry2x32")  # jax.random.key(seed) of a 64-bit seed
@@ -302,8 +308,8 @@ def _last_kept(
     top_p: jax.Array,  # f32[R]
     filtered: jax.Array,  # bool[R]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # f32[R], i32[R], bool[R]
-    """The last entry that top_k and top_p keep, in the order (value down, id up): its value, its id; and which rows
-    needed the sort. A row that is not filtered keeps all."""
+    """(value, id) of the last entry that top_k and top_p keep, in the order (value down, id up), and which rows needed the sort. A
+    row that is not filtered keeps all entries."""
     R, N = logits.shape[0], logits[0].size
     weights = weights.reshape(R, N)
 
@@ -338,8 +344,11 @@ def token_logprobs(
     with_top: jax.Array | None = None,  # bool[]; None is always
     dtype: Any = jnp.float64,
 ) -> TokenLogprobs:
-    """Log-probability and rank of each row's token, and the n likeliest. with_top: whether these are wanted; where not, their
-    values mean nothing. dtype: of the exponentials; their sums over blocks are float64 whatever it is."""
+    """Log-probability and rank of each row's token, and the n likeliest tokens.
+
+    with_top: whether the likeliest are wanted; without it their values are not valid.
+    dtype: of the exponentials. Their sums over blocks are float64 in any case.
+    """
     blocks = in_blocks(logits, -jnp.inf)
     maxima = blocks.max(-1)
     highest = maxima.max(-1)

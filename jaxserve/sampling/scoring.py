@@ -1,9 +1,9 @@
 """Log-probabilities and ranks of given tokens, from hidden rows and the head's weight.
 
-Owns how much of the logits exists at once. A CPU takes the vocabulary in blocks, whose logits stay in its cache, and keeps a
-running maximum and mass (Milakov and Gimelshein, arXiv:1805.02867): as one array they would be written to memory and read three
-times, which takes as long as the matmul again. Elsewhere they are one array, [C, V], since a loop is no part of a CUDA graph. Knows
-nothing of prompts, steps or modules.
+Owns how much of the logits exists at once. On a CPU the vocabulary is taken in blocks, whose logits stay in its cache, with a
+running maximum and sum of exponentials (Milakov and Gimelshein, arXiv:1805.02867). As one array the logits would be written to
+memory and read three times, which takes as long as the matmul. On other devices they are one array, [C, V], since a CUDA graph
+holds no loop. Knows nothing of prompts, steps or modules.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def score(
     *,
     max_logprobs: int,
 ) -> TokenLogprobs:
-    """What the tokens are worth, each by its own row; where asked for, the likeliest too (elsewhere their values mean nothing).
+    """Log-probability and rank of each token by its own row and, if with_top, the likeliest tokens (without it they are not valid).
 
-    As `sampling.sample`'s, but for the exponentials, which are float32: a prompt has many tokens, and here nothing hangs on their
-    last bit. A row's values depend neither on the other rows nor on with_top.
+    Values are computed as `sampler.sample` does, except that exponentials are float32: a prompt has many tokens, and no draw
+    depends on the last bit here. A row's values depend neither on other rows nor on with_top.
     """
     n = min(max_logprobs, weight.shape[vocab_axis])
     at_once = partial(_score_at_once, vocab_axis=vocab_axis, n=n)
@@ -43,7 +43,7 @@ def score(
 
 
 def pack_scored(scored: TokenLogprobs) -> jax.Array:  # i32[C, 2 + 2N]
-    """One array to fetch; `sampling_rows.unpack_scored` reads it."""
+    """One array to fetch; `rows.unpack_scored` reads it."""
     bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
     columns = [bits(scored.logprobs)[:, None], scored.ranks[:, None], scored.top_ids, bits(scored.top_logprobs)]
     return jnp.concatenate(columns, axis=1)
@@ -61,7 +61,7 @@ def _score_in_blocks(
 ) -> TokenLogprobs:
     C, V, block = len(tokens), weight.shape[vocab_axis], SCORED_AT_ONCE
     assert C <= block, "more tokens than a block has entries"
-    # Ranks need the tokens' own logits before any other: from a product of a block's shape, which gives the bits of the block's.
+    # Ranks need the tokens' own logits first. A product in the shape of a block gives the same bits as the block itself will.
     own = jnp.take(weight, jnp.resize(tokens, (block,)), axis=vocab_axis, mode="clip")
     chosen = jnp.diagonal(vocabulary_logits(x, own, vocab_axis))[:, None]
 
@@ -76,7 +76,7 @@ def _score_in_blocks(
         mass = mass * jnp.exp(before - highest) + masses.sum(-1)
         ahead += ((logits > chosen) | ((logits == chosen) & (ids < tokens[:, None]))).sum(-1, dtype=jnp.int32)
 
-        def merge() -> tuple[jax.Array, jax.Array]:  # those that lead so far come first, and so stay before their equals
+        def merge() -> tuple[jax.Array, jax.Array]:  # the leaders so far come first, so that among equals the lower id leads
             merged, place = lax.top_k(jnp.concatenate([values, unsigned_zero(logits)], axis=1), n)
             old_ids = jnp.take_along_axis(value_ids, jnp.minimum(place, n - 1), axis=1)
             return merged, jnp.where(place < n, old_ids, start + place - n)
@@ -84,7 +84,7 @@ def _score_in_blocks(
         values, value_ids = lax.cond(with_top, merge, lambda: (values, value_ids))
         return (highest, mass, ahead, values, value_ids), None
 
-    lowest = jnp.finfo(jnp.float32).min  # of all finite numbers: no difference to it is NaN
+    lowest = jnp.finfo(jnp.float32).min  # finite, so that no difference to it is NaN
     zeros, none = jnp.zeros(C, jnp.int32), jnp.full((C, n), -jnp.inf)
     state = jnp.full(C, lowest), jnp.zeros(C, jnp.float32), zeros, none, jnp.zeros((C, n), jnp.int32)
     state, _ = lax.scan(add_block, state, jnp.arange(-(-V // block), dtype=jnp.int32))

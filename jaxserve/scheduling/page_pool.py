@@ -36,8 +36,8 @@ class PagePool:
     """Pages with reference counts, a free list in eviction order and a prefix cache.
 
     The free list is doubly linked through two arrays, `_next` and `_prev`. The sentinel `num_pages` is before its head and after
-    its tail. Pop, append and removal from the middle are O(1). The list begins with pages without a hash. Cached pages follow, least
-    recently freed first; of those freed together, a sequence's last page comes first.
+    its tail. Pop, append and removal from the middle are O(1). The list begins with pages without a hash. Cached pages follow,
+    least recently freed first; of those freed together, a sequence's last page comes first.
     """
 
     def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True):

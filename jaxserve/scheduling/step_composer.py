@@ -35,7 +35,7 @@ class DraftLengthChooser(Protocol):
     ) -> np.ndarray:  # i32[n]
         """How many drafts each of `rows` should verify; the composer may cut them.
 
-        explore: lengths of which little is known may be tried. queued: requests wait for admission.
+        explore: the step will hold decodes alone, so a shape whose time is unknown may be tried. queued: requests wait for a row.
         """
         ...
 

@@ -1,6 +1,7 @@
-"""Which unfinished requests have a grammar, and where each stands in it.
+"""Which unfinished requests have a grammar, and the state of each in its grammar.
 
-Owns the wait for compilation and the states; feeds the masks of a step. The engine says what was sampled and asks what may follow.
+Owns the wait for compilation and the states, from which it fills the masks of a step. The engine passes in the tokens that were
+sampled.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ class Constraints:
         self._vocab_size, self._max_rows = vocab_size, max_rows
         self._filler: MaskFiller | None = None  # made with the first grammar: it holds buffers and threads
         self._compiling: dict[Request, Future[Grammar]] = {}
-        self._grammars: dict[Request, Grammar] = {}  # of requests that have no state yet: a state takes memory, and many may wait
+        self._grammars: dict[Request, Grammar] = {}  # of requests without a state: a state takes memory, and many may wait
         self._states: dict[Request, GrammarState] = {}
 
     def __bool__(self) -> bool:
-        """Whether any request is constrained, or waits to be."""
+        """Whether any request has a grammar, compiled or not."""
         return bool(self._states or self._grammars or self._compiling)
 
     def __contains__(self, request: Request) -> bool:
         return request in self._states or request in self._grammars
 
     def add(self, request: Request, grammar: Future[Grammar]) -> None:
-        """The request is constrained by `grammar`, which may still be compiling; `poll` says when it is not."""
+        """Constrains a request by `grammar`, which may still be compiling. `poll` returns the request when it is compiled."""
         self._compiling[request] = grammar
 
     def poll(self, timeout: float = 0.0) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """(requests whose grammar is compiled by now, those whose grammar failed, with why).
+        """(requests whose grammar has been compiled, [(request, message)] of those whose grammar failed) since the last call.
 
-        timeout: seconds to wait for the first of them, if none is done.
+        timeout: seconds to wait for a first one, if none is done.
         """
         if self._compiling and timeout:
             wait(self._compiling.values(), timeout, FIRST_COMPLETED)
@@ -60,7 +61,7 @@ class Constraints:
             try:
                 self._grammars[request] = outcome(future)
                 ready.append(request)
-            except Exception as error:  # whatever befell the compiler ends this request and no other
+            except Exception as error:  # any failure of the compiler ends this request alone
                 failed.append((request, str(error) if isinstance(error, GrammarError) else f"structured_outputs: {error!r}"))
         return ready, failed
 
@@ -73,8 +74,10 @@ class Constraints:
         schedule: Schedule,
         proposed: np.ndarray | None = None,  # i32[max_num_seqs, K]: the drafts of each sequence row, where there are any
     ) -> np.ndarray:
-        """i32[max_rows, ceil(V / 32)]: of the step's logits rows, as MaskFiller's. All tokens sampled before this step must have
-        been given to `advance`. The drafts of requests with forced tokens in flight are cut."""
+        """i32[max_rows, ceil(V / 32)]: the masks of the step's logits rows, as `MaskFiller.fill` returns them.
+
+        `advance` must have been given all tokens sampled before this step. Drafts of requests with forced tokens in flight are cut.
+        """
         if self._filler is None:
             self._filler = MaskFiller(self._vocab_size, self._max_rows)
         rows = {r: row for r, row in schedule.logits_rows.by_request(schedule) if r in self and not r.finished}
@@ -88,20 +91,20 @@ class Constraints:
 
     def _state(self, request: Request) -> GrammarState:
         if request not in self._states:
-            # Where something else forbids tokens too, none is forced: the two together might leave nothing.
+            # Where other parameters forbid tokens too, none is forced: together they could leave no token.
             forbids = bool(kinds_of(request.params) & (ALLOWED | BAD_WORDS)) or request.params.min_tokens > 0
             self._states[request] = GrammarState(self._grammars.pop(request), forces=not forbids)
         return self._states[request]
 
     def advance(self, request: Request, token_ids: Sequence[int]) -> GrammarState:
-        """The request's output has grown by these tokens; returns where it stands, which may be an error."""
+        """Advances the request's state by these output tokens, and returns the state, which may have an error."""
         state = self._state(request)
         accepted = state.advance(token_ids)
         assert state.error or accepted == len(token_ids), f"{request.request_id}: {token_ids} sampled, {accepted} allowed"
         return state
 
     def discard(self, request: Request) -> None:
-        """The request has finished; nothing happens if it was never constrained."""
+        """Forgets a request that has finished. Does nothing if it was never constrained."""
         for held in (self._states, self._grammars, self._compiling):
             held.pop(request, None)
 

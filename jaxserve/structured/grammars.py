@@ -1,7 +1,7 @@
-"""From StructuredOutputsParams to a compiled grammar over a model's tokens, off the thread that asks.
+"""Compiles StructuredOutputsParams to grammars over a model's tokens, on threads of its own.
 
-Owns the compiler's threads, its view of the vocabulary, and a cache of what was compiled. Knows nothing of requests or steps.
-llguidance does the work: an Earley parser over derivatives of regular expressions, with no tables to build beforehand.
+Owns these threads, llguidance's view of the vocabulary, and a cache of grammars. Knows nothing of requests or steps. llguidance
+compiles: it is an Earley parser over derivatives of regular expressions, with no tables to build beforehand.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
-MAX_CACHED = 256  # grammars; the one used longest ago goes first
-FOUND_OUT_BY_MASK = ("regex", "grammar")  # kinds of which an empty first mask may be all that tells that nothing satisfies them
+MAX_CACHED = 256  # grammars; the least recently used is dropped first
+FOUND_OUT_BY_MASK = ("regex", "grammar")  # kinds for which only an empty first mask shows that nothing satisfies them
 
 
 class GrammarError(ValueError):
-    """A grammar that can't be compiled or that nothing satisfies; the message has the compiler's own words."""
+    """A grammar that can't be compiled, or that nothing satisfies. The message quotes the compiler."""
 
 
 class CompilerBusyError(RuntimeError):
-    """So many grammars wait to be compiled that no other is taken."""
+    """The compiler's queue is full: max_waiting grammars are not compiled yet."""
 
 
 class Grammar:
@@ -51,14 +51,15 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary in threads of its own, each grammar once. Costs nothing before the first, or `prepare`.
+    """Compiles grammars for one vocabulary in threads of its own, each grammar once. It does nothing before the first, or
+    `prepare`.
 
     Args:
-      tokenizer: the model's; a vocabulary of tokens without bytes of their own (not byte-level) works as well. None: there is none,
-        and every grammar is refused.
-      vocab_size: V, the model's logits; ids past the tokenizer's are never allowed.
+      tokenizer: the model's, byte-level or not. None: every grammar is refused.
+      vocab_size: V, the width of the model's logits. Ids past the tokenizer's are never allowed.
       eos_token_ids: allowed where the grammar may end.
-      max_waiting: grammars that may be compiling or wait for it; None: any number.
+      num_threads: how many grammars are compiled at a time.
+      max_waiting: most grammars that may be compiling or wait for it. None: any number.
     """
 
     def __init__(
@@ -82,12 +83,12 @@ class GrammarCompiler:
         self._num_asking: weakref.WeakKeyDictionary[Future[Grammar], int] = weakref.WeakKeyDictionary()
 
     def submit(self, params: StructuredOutputsParams | Mapping[str, Any]) -> Future[Grammar]:
-        """The grammar, soon; GrammarError where it can't be. The future is shared by all who ask for the same: don't cancel it, but
-        `give_up`.
+        """A future of the compiled grammar; its exception is a GrammarError where the grammar is wrong. All callers of an equal
+        grammar share the future: call `give_up` instead of cancelling it.
 
         Raises:
-          ValueError: there is no tokenizer, or no eos token: an output that must end could not.
-          CompilerBusyError: max_waiting are not compiled yet, and this one is none of them.
+          ValueError: there is no tokenizer, or no eos token with which an output could end.
+          CompilerBusyError: max_waiting grammars are not compiled yet, and this is not one of them.
         """
         if self._tokenizer is None:
             raise ValueError(f"structured_outputs={params} needs a tokenizer, and none was loaded")
@@ -108,18 +109,18 @@ class GrammarCompiler:
             return known
 
     def prepare(self) -> None:
-        """Reads the vocabulary, and waits for it: a second for 150,000 tokens, much of it with Python's lock held, so that steps
-        would wait for it if the first form had to bring it. Reads nothing where no form could be taken."""
+        """Reads the vocabulary, and waits for that: a second for 150,000 tokens. Much of it holds Python's lock, so steps would
+        stall if the first grammar had to do it. Does nothing where every grammar is refused."""
         if self._tokenizer is None or not self.eos_token_ids:
             return
         with self._lock:
             vocabulary = self._vocabulary_soon()
         error = vocabulary.exception()
-        if error is not None:  # who asks for a form is told
+        if error is not None:  # whoever submits a grammar is told
             logger.warning("structured_outputs: the tokenizer can't be read: %r", error)
 
     def beside(self, *, max_waiting: int) -> GrammarCompiler:
-        """Another compiler, with threads and a limit of its own, over the vocabulary that this one has read."""
+        """Another compiler with its own threads and limit, which shares the vocabulary that this one has read."""
         other = GrammarCompiler(self._tokenizer, self.vocab_size, self.eos_token_ids, max_waiting=max_waiting)
         other._vocabulary = self._vocabulary
         return other
@@ -130,12 +131,12 @@ class GrammarCompiler:
         return self._vocabulary
 
     def give_up(self, grammar: Future[Grammar]) -> None:
-        """One who has asked for it does no more: it is not compiled for nobody, unless that has begun."""
+        """Ends one caller's interest in a grammar that it submitted. Without any left it is not compiled, unless that has begun."""
         with self._lock:
             self._num_asking[grammar] -= 1
             nobody = not self._num_asking[grammar]
         if nobody:
-            grammar.cancel()  # without the lock: it calls whoever waits
+            grammar.cancel()  # outside the lock: it runs the callbacks of those who wait
 
     def _check_room(self) -> None:
         self._compiling = {grammar for grammar in self._compiling if not grammar.done()}
@@ -143,11 +144,11 @@ class GrammarCompiler:
             raise CompilerBusyError(f"{len(self._compiling)} grammars are not compiled yet, of at most {self._max_waiting}")
 
     def compile(self, params: StructuredOutputsParams | Mapping[str, Any]) -> Grammar:
-        """The grammar, waited for. Raises GrammarError."""
+        """Compiles a grammar and waits for it. Raises GrammarError, and as `submit`."""
         return outcome(self.submit(params))
 
     def close(self) -> None:
-        """Ends the threads; what waits to be compiled is given up."""
+        """Ends the threads. Grammars that wait to be compiled are cancelled."""
         self._pool.shutdown(cancel_futures=True)
 
     def _read_vocabulary(self) -> LLTokenizer:
@@ -159,12 +160,12 @@ class GrammarCompiler:
 
     def _compile(self, params: StructuredOutputsParams, vocabulary: Future[Any]) -> Grammar:
         tokens = vocabulary.result()
-        if params.preamble is not None and params.kind in FOUND_OUT_BY_MASK:  # the first mask will be the preamble's
+        if params.preamble is not None and params.kind in FOUND_OUT_BY_MASK:  # the first mask is the preamble's: check without it
             self._start(replace(params, preamble=None), tokens)
         return Grammar(self._start(params, tokens))
 
     def _start(self, params: StructuredOutputsParams, tokens: LLTokenizer) -> LLMatcher:
-        """A matcher at the start of the output. GrammarError where there can't be one."""
+        """A matcher at the start of the output. Raises GrammarError where the grammar is wrong."""
         from llguidance import LLMatcher
 
         try:
@@ -180,7 +181,7 @@ class GrammarCompiler:
         return matcher
 
     def _source(self, params: StructuredOutputsParams, vocabulary: LLTokenizer) -> str:
-        """llguidance's own text of what is asked for."""
+        """The grammar of these parameters, in a text that llguidance reads."""
         assert self._tokenizer is not None
         marks = lark.Marks(self._tokenizer.backend, vocabulary)
         form = self._form(params, marks)
@@ -191,7 +192,7 @@ class GrammarCompiler:
 
         if params.kind in ("json", "json_object"):
             schema: Any = params.json if params.kind == "json" else {"type": "object"}
-            if isinstance(schema, bool):  # llguidance notes the options in the schema, which must be an object for that
+            if isinstance(schema, bool):  # llguidance writes the options into the schema, which must be an object for that
                 schema = {"allOf": [schema]}
             if params.disable_additional_properties:
                 schema = _closed(schema)
@@ -210,7 +211,7 @@ class GrammarCompiler:
 
 
 def outcome(grammar: Future[Grammar]) -> Grammar:
-    """The grammar, waited for. Its error is raised anew: one that is kept would keep every frame that it is raised through."""
+    """Waits for the grammar. Raises a copy of its error: the original would keep every frame that it passes through alive."""
     error = grammar.exception()
     if error is not None:
         raise copy.copy(error) if isinstance(error, GrammarError) else error
@@ -223,12 +224,12 @@ def words_of(matcher: LLMatcher) -> str:
 
 
 def _broke_off(future: Future[Grammar]) -> bool:
-    """Whether it failed for a reason that is not the grammar's, so that another try may do."""
+    """Whether it failed for a reason other than the grammar, so that another attempt may succeed."""
     return future.done() and (future.cancelled() or not isinstance(future.exception(), GrammarError | None))
 
 
-_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # name -> schema
-_NO_SCHEMAS = ("enum", "const", "default", "examples")
+_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # their values are name -> schema
+_NO_SCHEMAS = ("enum", "const", "default", "examples")  # their values are data
 
 
 def _closed(schema: Any) -> Any:

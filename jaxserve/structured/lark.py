@@ -1,7 +1,8 @@
-"""Grammars in llguidance's Lark that are made of parts: structural tags, and a form behind a preamble.
+"""Grammars in llguidance's Lark that are made of parts: structural tags, and a form after a preamble.
 
-Owns how a text is spelled in such a grammar. A vocabulary may hold a text such as <tool_call> as one token of its own, and a model
-that was trained on it says nothing else; llguidance takes that token for a mark, which the same characters as text never allow.
+Owns how a text is written in such a grammar. A vocabulary may hold a text such as <tool_call> as a single token, and a model that
+was trained with it writes it in no other way. llguidance treats such a token as a mark: a grammar must name it, since the same
+characters as text never allow it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ _BLANKS = "BLANKS: /[ \\t\\r\\n]{0,8}/\n"  # a bound, because small models can't
 
 
 def without_marks(tokenizer: tokenizers.Tokenizer) -> str:
-    """The tokenizer as JSON, with its marks called something that no text holds.
+    """The tokenizer as JSON, with its marks renamed to texts that do not occur.
 
-    A grammar's text is forced in the tokenizer's spelling; where that is a mark, llguidance forces the mark and then refuses it.
+    llguidance forces a grammar's text in the tokenizer's own tokens. Where that is a mark, it would force the mark and then refuse
+    it.
     """
     source = json.loads(tokenizer.to_str())
     renamed = {}
@@ -32,7 +34,7 @@ def without_marks(tokenizer: tokenizers.Tokenizer) -> str:
         name = token["content"]
         if token["special"] or re.fullmatch("<.*>", name, re.DOTALL):
             renamed[name] = token["content"] = f"<{_PRIVATE}{name}>"
-    model = source["model"]  # a mark may also stand in its vocabulary
+    model = source["model"]  # its vocabulary may hold a mark too
     if isinstance(model["vocab"], dict):
         model["vocab"] = {renamed.get(name, name): i for name, i in model["vocab"].items()}
     else:  # of a unigram model
@@ -43,7 +45,7 @@ def without_marks(tokenizer: tokenizers.Tokenizer) -> str:
 
 
 class Marks:
-    """The marks of a tokenizer, and how texts are spelled with them. vocabulary: llguidance's view of the tokenizer."""
+    """The marks of a tokenizer, and how texts are written with them. vocabulary: llguidance's view of the tokenizer."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, vocabulary: LLTokenizer):
         added = tokenizer.get_added_tokens_decoder()
@@ -52,7 +54,7 @@ class Marks:
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
 
     def by_id(self, grammar: str) -> str:
-        """A Lark grammar whose <mark>s are written as <[token id]>: `without_marks` has taken their names away."""
+        """The Lark grammar with each <mark> written as <[token id]>, since `without_marks` has renamed the marks."""
 
         def written(found: re.Match[str]) -> str:
             return f"<[{self._ids[found[0]]}]>" if found[0] in self._ids else found[0]
@@ -60,7 +62,7 @@ class Marks:
         return _LARK_WORDS.sub(written, grammar)
 
     def is_mark(self, text: str) -> bool:
-        """Whether the text is one token that stands for nothing else."""
+        """Whether the text is a mark."""
         return text in self._ids
 
     def spell(self, text: str) -> str:
@@ -69,14 +71,14 @@ class Marks:
         return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts if part)
 
     def text_until(self, rule: str, mark: str) -> str:
-        """A rule `rule`: any text up to the first `mark`, and the mark."""
+        """A rule of that name: any text up to the first `mark`, and the mark."""
         return f"{rule}: TEXT {self.spell(mark)}\n" if self.is_mark(mark) else f"{rule}[lazy]: TEXT {json.dumps(mark)}\n"
 
 
 def structural_tag(tag: Mapping[str, Any], marks: Marks) -> str:
     """The grammar of `StructuredOutputsParams.structural_tag`.
 
-    Structures are tried only where their trigger was said: a rule for each holds the text before it, and those that it starts.
+    A structure is possible only after its trigger. Each trigger has a rule for the text before it, and one for its structures.
     """
     by_trigger: dict[str, list[Mapping[str, Any]]] = {}
     for structure in tag["structures"]:
@@ -100,14 +102,14 @@ def structural_tag(tag: Mapping[str, Any], marks: Marks) -> str:
 
 
 def _body(structure: Mapping[str, Any], num_said: int, marks: Marks) -> str:
-    """A structure behind its trigger, which has said `num_said` characters of its beginning."""
+    """A structure after its trigger, which is the first `num_said` characters of the structure's `begin`."""
     begin, end = marks.spell(structure["begin"][num_said:]), marks.spell(structure["end"])
     return f"{begin} %json {json.dumps(structure['schema'])} {end}"
 
 
 def after_preamble(begin: str, end: str, form: str, marks: Marks) -> str:
-    """A grammar `form` (any text that llguidance reads), behind anything between `begin` and `end`; the whole of that may be left
-    out, unless begin is "": then the prompt has said it, and what must come is the end."""
+    """The grammar `form` (any text that llguidance reads) after a preamble: any text between `begin` and `end`. The preamble is
+    optional, unless begin is "": the prompt then ends with its beginning, and `end` must follow."""
     preamble = f"BLANKS {marks.spell(begin)} closing BLANKS" if begin else "closing BLANKS"
     start = "start: preamble? @form\n" if begin else "start: preamble @form\n"
     head = _HEAD + _BLANKS + start + f"preamble: {preamble}\n" + marks.text_until("closing", end)

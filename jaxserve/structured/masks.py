@@ -1,6 +1,6 @@
-"""Which tokens each row of a step may sample, as bits: the state of sequences in their grammars, and the masks that follow from it.
+"""Which tokens each row of a step may sample, as bits: the states of sequences in their grammars, and the masks of these states.
 
-Owns the matchers' bookkeeping and the mask buffers. Knows nothing of scheduling; who the rows are is the caller's business.
+Owns the matchers and the mask buffers. Knows nothing of scheduling or requests: the caller names the rows.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ NO_DRAFTS: Mapping[int, Sequence[int]] = {}
 
 
 class GrammarState:
-    """Where one sequence stands in its grammar.
+    """The state of one sequence in its grammar.
 
-    num_tokens: output tokens that are in. forced: the tokens that must follow whatever the model says, often none; where the
-    grammar forces bytes that several tokenisations spell, it is the tokenizer's own, and no other is allowed.
-    forces=False: never any.
+    num_tokens: output tokens that it has taken.
+    forced: the tokens that must follow, often none. Where the grammar forces bytes that several tokenisations spell, these are the
+        tokenizer's own tokens, and no others are allowed. Always empty with forces=False.
     """
 
     def __init__(self, grammar: Grammar, *, forces: bool = True):
@@ -40,14 +40,14 @@ class GrammarState:
         return self.matcher.compute_ff_tokens() if self._forces and not self.matcher.is_stopped() else []
 
     def advance(self, token_ids: Sequence[int]) -> int:
-        """Takes tokens in; returns how many the grammar allowed. The first that it does not, and those after it, stay out."""
+        """Takes tokens, up to the first that the grammar does not allow. Returns how many it took."""
         accepted = self.matcher.try_consume_tokens(list(token_ids))
         self.num_tokens += accepted
         self.forced = self._forced()
         return accepted
 
     def copy(self) -> GrammarState:
-        """Another that stands here, and goes its own way."""
+        """An equal state, which then advances independently of this one."""
         other = copy.copy(self)
         other.matcher = self.matcher.deep_copy()
         return other
@@ -64,7 +64,7 @@ class GrammarState:
 
     @property
     def error(self) -> str:
-        """Why the grammar can't go on, in llguidance's words, such as a limit of its own that was reached; "" while it can."""
+        """llguidance's message if the grammar can't continue, for example because a limit of the library was reached; else ""."""
         return words_of(self.matcher) if self.matcher.is_error() else ""
 
 
@@ -74,7 +74,7 @@ class MaskFiller:
     Args:
       vocab_size: V.
       max_rows: R, most rows of a step.
-      num_buffers: steps that may be in flight with a buffer of theirs, and one more.
+      num_buffers: one more than the steps that may be in flight, each of which uses a buffer.
     """
 
     def __init__(self, vocab_size: int, max_rows: int, num_buffers: int = 3):
@@ -86,11 +86,11 @@ class MaskFiller:
         self._next = 0
 
     def fill(self, states: dict[int, GrammarState], drafts: Mapping[int, Sequence[int]] = NO_DRAFTS) -> np.ndarray:
-        """i32[R, ceil(V / 32)]: bit v % 32 of word v // 32 of row r says whether the row may sample token v; all ones where the row
-        has no state. The buffer is filled again after num_buffers - 1 more calls.
+        """i32[R, ceil(V / 32)]: bit v % 32 of word v // 32 of row r says whether the row may sample token v. Rows without a state
+        have all bits set. The buffer is reused after num_buffers - 1 more calls.
 
-        drafts: by the row of a state, those of the rows behind it, which get what may follow each of them. `states` stay where they
-        are.
+        states: by row; they are not changed.
+        drafts: by the row of a state. The rows after it get the masks after each of these drafts.
         """
         from llguidance.numpy import fill_next_token_bitmask_par
 
@@ -98,7 +98,7 @@ class MaskFiller:
         for row, tokens in drafts.items():
             places |= _behind(row, states[row], tokens)
         buffer, used = self._buffers[self._next], self._used[self._next]
-        buffer[[row for row in used if row not in places]] = ALL  # the others' rows are written as a whole
+        buffer[[row for row in used if row not in places]] = ALL  # rows in `places` are overwritten below
         used[:] = places
         self._next = (self._next + 1) % len(self._buffers)
         free = [(state.matcher, row) for row, state in places.items() if state is not None and not state.forced]
@@ -113,8 +113,8 @@ class MaskFiller:
 
 
 def _behind(row: int, state: GrammarState, drafts: Sequence[int]) -> dict[int, GrammarState | None]:
-    """Where the rows behind `row` stand, a draft each. None behind one that the grammar forbids, or that ends it: nothing may
-    follow there, and whatever comes of such a row is dropped."""
+    """The states of the rows after `row`, one for each draft. None after a draft that the grammar forbids, or that ends it: no
+    token may follow there, and the result of such a row is dropped."""
     places: dict[int, GrammarState | None] = dict.fromkeys(range(row + 1, row + 1 + len(drafts)))
     for at, token in enumerate(drafts, row + 1):
         if token == NO_DRAFT:
