@@ -1,7 +1,7 @@
 """A router: one address in front of several servers, each request passed on to the one that a policy chooses.
 
 Owns which requests are passed on, what is retried, and the router's own answers. An answer passes through byte for byte, unread.
-Knows neither how a server is chosen (router_policy.py) nor how it fares (router_backends.py).
+Knows neither how a server is chosen (policy.py) nor how its health is checked (backends.py).
 """
 
 from __future__ import annotations
@@ -31,26 +31,34 @@ from jaxserve.serving.middleware import ApiKey, BodyLimit, LastResort, RequestLo
 from jaxserve.serving.responses import encode
 from jaxserve.serving.streaming import ClientGoneError, EventStream, unless_gone
 
-# Of one server's weights, pages or requests: passed to one of several they would leave the servers different.
+# Routes that change one server. Passed to one of several, they would leave the servers in different states.
 CONTROL_PATHS = ("/pause", "/resume", "/reset_prefix_cache", "/update_weights_from_path", "/sleep", "/wake_up")
 PATHS = frozenset(
     ("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/tokenizer_info", "/version")
     + ("/", "/openapi.json", "/health", "/metrics", *CONTROL_PATHS)
 )
 HTTP_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-REFUSED = (429, 503)  # the server says that it ran nothing: another may
-BLOCK_BYTES, MAX_BLOCKS = 256, 4096  # of a prompt's JSON: about 64 tokens, a page, of English; what is hashed of a prompt at most
-MAX_BROKEN = 2  # servers that may break over one request before it is given up: it may be what breaks them
+REFUSED = (429, 503)  # the server has run nothing of the request, so another may be asked
+# Bytes of a prompt's JSON that are hashed together (about 64 tokens of English, a page); most blocks that are hashed of a prompt.
+BLOCK_BYTES, MAX_BLOCKS = 256, 4096
+MAX_BROKEN = 2  # servers that may fail with one request before it is given up: it may be the cause
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterOptions:
-    """What a router's owner may choose.
+    """The options of a router.
 
-    backends: the servers, "http://host:port". policy: one of ROUTING_POLICIES. api_keys: bearer tokens that open the router (none:
-    everybody may use it). backend_api_key: sent to the servers in place of the client's key. check_seconds: between two checks of a
-    server; check_timeout: the most that one may take. max_failures: failures in a row that take a server out; min_successes: checks
-    in a row that bring it back. max_body_bytes, body_seconds, patience: as a server's.
+    backends: the servers, each "http://host:port".
+    policy: one of ROUTING_POLICIES.
+    api_keys: bearer tokens, any of which gives access. None of them: access is free.
+    backend_api_key: sent to the servers in place of the client's key. None: the client's key is passed on.
+    check_seconds, check_timeout: seconds between two checks of a server, and the most that one check may take.
+    max_failures: failures in a row after which a server gets no requests.
+    min_successes: successful checks in a row after which it gets requests again.
+    max_body_bytes, body_seconds, patience: as ServerOptions'.
+
+    Raises:
+      ValueError: an option out of its range, or a backend that is no address.
     """
 
     backends: tuple[str, ...]
@@ -82,12 +90,12 @@ class RouterOptions:
 
 
 class PassedOn(EventStream):
-    """An answer on its way to the client, as EventStream sends one; when it ends, in whatever way, so does the server's side."""
+    """An answer that is passed on to the client, sent as EventStream does. When it ends, the server's connection is closed too."""
 
     def __init__(self, answer: Answer, patience: float):
         super().__init__(answer.chunks(), answer.close, patience)
         self.status_code: int = answer.status
-        # Its request id is ours, which the log adds.
+        # The server's x-request-id is ours too, and the log adds it.
         self.raw_headers: list[tuple[bytes, bytes]] = end_to_end(answer.raw_headers, b"x-request-id")
 
 
@@ -121,7 +129,7 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncGenerator[None]:
-        """Servers are known before the first request comes, and watched until the last has been answered."""
+        """Checks all servers before the first request is taken, and watches them until the last is answered."""
         options = self._options
         async with open_session() as session, asyncio.TaskGroup() as tasks:
             for url in options.backends:
@@ -156,7 +164,12 @@ class Router:
         return PassedOn(answer, self._options.patience)
 
     async def _ask(self, request: Request, body: bytes) -> Answer:
-        """The first answer that is not a refusal. Another server is asked only while nothing of an answer has come."""
+        """The first answer that is no refusal; another server is asked only while no byte of an answer has come.
+
+        Raises:
+          HTTPException: 502 if servers failed with this request, 400 for a path that is none.
+          UnavailableError: no server takes requests.
+        """
         path, query = request.scope["raw_path"].decode("latin-1"), request.scope["query_string"].decode("latin-1")
         if not path.startswith("/"):
             raise HTTPException(400, f"{path!r} is no path")
@@ -209,7 +222,7 @@ async def _nobody_listens(_: Request, __: Exception) -> Response:
 
 
 class _Prompted(msgspec.Struct):
-    """What of a request's JSON says which prefixes it shares, as it was sent."""
+    """The fields of a request's JSON that decide which prefixes it shares, as they were sent."""
 
     model: msgspec.Raw = msgspec.Raw(b"")
     cache_salt: msgspec.Raw = msgspec.Raw(b"")
@@ -223,10 +236,10 @@ _decoder = msgspec.json.Decoder(_Prompted)
 
 
 def prompt_blocks(path: str, body: bytes) -> list[bytes]:
-    """The hashes of a prompt's blocks; none where there is no prompt, or no JSON (its server will say so).
+    """The hashes of a prompt's blocks; none where there is no prompt, or no JSON (the server will refuse it).
 
-    A text, token ids or a chat are all taken as the JSON they came as: a client writes equal beginnings alike. Of several prompts
-    the first is what counts, being first.
+    A text, token ids or a chat are hashed as the JSON that was sent, since a client writes equal prefixes alike. Several prompts
+    are hashed in order, so the first one counts most.
     """
     if path not in ("/v1/completions", "/v1/chat/completions"):
         return []

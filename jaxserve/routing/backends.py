@@ -1,6 +1,6 @@
-"""A server behind a router: whether it takes requests, how busy it is, and how it is asked.
+"""A server behind a router: whether it takes requests, its load, and how requests are sent to it.
 
-Owns health checks, the estimate of its load, and the far side of a request's connection. Knows nothing of which request goes where.
+Owns health checks, the estimate of a server's load, and the connection to it. Knows nothing of which request goes to which server.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ UNANSWERED: tuple[type[Exception], ...] = (
     aiohttp.ClientError,
     OSError,
     TimeoutError,
-)  # what asking a server that is gone, or goes, raises
+)  # raised by a request to a server that can't be reached, or that breaks off
 UNREACHED: tuple[type[Exception], ...] = (
     aiohttp.ClientConnectorError,
     aiohttp.ConnectionTimeoutError,
-)  # of those, the ones that say that it never heard of it
+)  # those of UNANSWERED after which the server cannot have seen the request
 _LOADS = re.compile(r"^\w+:num_requests_(waiting|running)(?:\{.*\})? (\S+)$", re.MULTILINE)  # our servers', and vLLM's
-_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a machine that vanished is noticed within a minute
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a lost machine is noticed within a minute
 
 
 class BackendHealth:
-    """Up or down. The first answer decides; from then on max_failures in a row take a server out, min_successes bring it back."""
+    """Whether a server is up. The first check decides. Later, max_failures in a row take it out, and min_successes bring it
+    back."""
 
     def __init__(self, max_failures: int, min_successes: int):
         if max_failures < 1 or min_successes < 1:
@@ -50,35 +51,37 @@ class BackendHealth:
         self.up = self.up or self._successes >= self._min_successes
 
     def answer(self) -> None:
-        """It answered a request, which says that it is there, not that it takes more."""
+        """The server has answered a request. That ends a row of failures, and does not bring it up."""
         self._failures = 0
 
     def fail(self) -> None:
-        """It did not answer, which once may be chance."""
+        """The server did not answer. One failure alone does not take it out, unless max_failures is 1."""
         self._failures += 1
         self._successes = 0
         self.up = self.up and self._failures < self._max_failures
 
     @property
     def gone(self) -> bool:
-        """It has not answered max_failures times in a row."""
+        """Whether it has not answered max_failures times in a row."""
         return self._failures >= self._max_failures
 
     def refuse(self) -> None:
-        """It says itself that it takes nothing: it drains, sleeps or is broken."""
+        """The server says that it takes no requests: it drains, sleeps or is broken."""
         self._failures, self._successes, self.up = 0, 0, False
 
 
 class Backend:
     """One server.
 
-    Its load is what its /metrics said last (vLLM's names under any prefix), plus the requests sent there since, less those ended
-    since. Where it has no such metrics that is the requests that it was sent and has not answered.
+    Its load is what its /metrics said last (vLLM's names under any prefix), plus requests sent since, minus requests ended since.
+    For a server without such metrics that is the number of requests in flight.
 
     Args:
       url: "http://host:port".
-      key: sent to it as bearer token in place of the client's; None passes on what the client sends.
-      on_down: called when it has gone out of service.
+      session: the HTTP client.
+      health: counts its checks.
+      key: sent as bearer token in place of the client's. None: the client's is passed on.
+      on_down: called when the server goes down.
     """
 
     def __init__(
@@ -99,16 +102,16 @@ class Backend:
         return Load(self._waiting, max(0, self._running + self._since))
 
     async def watch(self, interval: float, timeout: float) -> None:
-        """Checks for ever, every `interval` seconds."""
+        """Checks the server every `interval` seconds until it is cancelled. timeout: seconds that a check may take."""
         while True:
             await asyncio.sleep(interval)
             try:
                 await self.check(timeout)
-            except Exception:  # nothing that a server answers may end its watch
+            except Exception:  # no answer of a server may end the checks
                 logger.exception("the check of %s failed", self.url)
 
     async def check(self, timeout: float) -> None:
-        """Asks for its health, and for its load if it is well."""
+        """Asks for the server's health and, if that is good, its load. timeout: seconds for each."""
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else None
         limit = aiohttp.ClientTimeout(total=timeout)
         try:
@@ -119,7 +122,8 @@ class Backend:
                     self._take_load(await answer.text(errors="replace") if answer.status == 200 else "")
         except UNANSWERED as error:
             self._note(self.health.fail)
-            # It hangs: nobody need wait for what it has not begun to answer. One that refuses connections may drain.
+            # The server hangs, so requests that it has not begun to answer are ended. One that refuses connections may be
+            # finishing its requests, so there they go on.
             if self.health.gone and isinstance(error, TimeoutError):
                 while self._asking:
                     self._asking.pop().reschedule(0.0)  # raises TimeoutError there
@@ -138,7 +142,7 @@ class Backend:
             self._waiting, self._running, self._since = int(said["waiting"]), int(said["running"]), 0
 
     def _note(self, event: Callable[[], None]) -> None:
-        """An event of its health; says so if the server went out of service by it, or came back."""
+        """Records an event of its health, and logs it if the server goes down or comes up by it."""
         was_up = self.health.up
         event()
         if was_up and not self.health.up:
@@ -148,10 +152,12 @@ class Backend:
             logger.info("%s is up", self.url)
 
     async def ask(self, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Answer:
-        """Its answer, of which the first bytes are there. target: path and query, as they came. headers: those to pass on.
+        """Sends a request, and returns its answer once the first bytes of the body have come.
+
+        target: path and query, as the client sent them. headers: those to pass on.
 
         Raises:
-          one of UNANSWERED: it could not be reached, broke off before the first byte of the body, or fails its checks meanwhile.
+          one of UNANSWERED: the server can't be reached, breaks off before the first byte of the body, or hangs by its checks.
         """
         given = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in headers]
         if self._key:
@@ -195,7 +201,7 @@ class Answer:
         self._response, self._first, self._closed = response, first, False
 
     async def chunks(self) -> AsyncGenerator[bytes]:
-        """The body, in whatever pieces it arrives. ConnectionAbortedError if the server breaks off."""
+        """Yields the body as it arrives. Raises ConnectionAbortedError if the server breaks off."""
         try:
             data = self._first
             while data:
@@ -207,7 +213,7 @@ class Answer:
             raise ConnectionAbortedError(f"{self.backend.url} broke off") from error
 
     def close(self) -> None:
-        """Gives the connection back if the answer is complete; else cuts it, by which the server learns that nobody listens."""
+        """Returns the connection to the pool if the answer is complete. Else closes it, so that the server stops."""
         if self._closed:
             return
         self._closed = True
@@ -219,7 +225,7 @@ class Answer:
 
 
 def open_session(connect_seconds: float = 5.0) -> aiohttp.ClientSession:
-    """A client that changes nothing on the way: no header of its own, no decompression, no cookies, no redirects, no limits."""
+    """An HTTP client that changes nothing: it adds no headers, decompresses nothing, and has no cookies, redirects or limits."""
     connector = aiohttp.TCPConnector(
         limit=0,
         keepalive_timeout=3,  # less than the 5 s after which uvicorn closes an idle connection: none is closed under a request
@@ -251,7 +257,8 @@ _HOP_BY_HOP = frozenset(
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], *also: bytes) -> list[tuple[bytes, bytes]]:
-    """The headers that a proxy passes on (RFC 9110, 7.6.1): not those of one connection, nor what Connection names, nor `also`."""
+    """The headers that a proxy passes on (RFC 9110, 7.6.1): all but those of one connection, those that the Connection header
+    names, and `also`. Names are in lower case."""
     lower = [(key.lower(), value) for key, value in headers]
     named = {word.strip().lower() for key, value in lower if key == b"connection" for word in value.split(b",")}
     dropped = _HOP_BY_HOP | named | set(also)

@@ -1,6 +1,6 @@
-"""What Prometheus scrapes of a router: what it chose, what came of it, and the state of the servers.
+"""A router's metrics for Prometheus: its choices, their results, and the state of the servers.
 
-Owns the registry. Knows nothing of why anything was chosen.
+Owns the registry. Knows nothing of why a server was chosen.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RouterMetrics(Collector):
         self._choices.labels(choice.server, choice.reason).inc()
 
     def count_blocks(self, num_blocks: int, num_matched: int) -> None:
-        """Of one request, however many servers are asked. num_matched: those that the first of them had seen before."""
+        """Counts the blocks of one request once, however many servers are asked. num_matched: blocks that the first had seen."""
         self._blocks.inc(num_blocks)
         self._matched.inc(num_matched)
 

@@ -1,10 +1,10 @@
 """Which of several servers a request goes to: by the prefix that one of them has probably cached, by load, or in turn.
 
-Owns the choice, and a guess at what each server's prefix cache holds. Pure values in, a Choice out: it knows no HTTP, no clock and
-no randomness, so that a router and a simulator of several replicas share it.
+Owns the choice, and an estimate of what each server's prefix cache holds. It takes values and returns a Choice. It knows no HTTP,
+no clock and no randomness, so a router and a simulator of several replicas share it.
 
-A prompt is known by the hashes of its blocks, each of which covers all that comes before it (`hash_blocks`; a chain from
-page_pool.py will do as well). Nobody tokenises here: texts that begin alike have tokens that begin alike.
+A prompt is given by the hashes of its blocks. Each hash covers all blocks before it (`hash_blocks`, or a chain of page_pool.py).
+Prompts are not tokenised here: texts with a common prefix have tokens with a common prefix.
 """
 
 from __future__ import annotations
@@ -28,15 +28,20 @@ class Load:
 
     @property
     def cost(self) -> int:
-        """A request that waits delays a new one more than one that runs beside it: the weights are vLLM's, of its data-parallel
-        load balancer."""
+        """4 * waiting + running: a request that waits delays a new one more than a running one does. The factors are those of
+        vLLM's data-parallel load balancer."""
         return 4 * self.waiting + self.running
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """server: where to. num_matched: leading blocks of the prompt that it has seen before. reason: "prefix" (the longest match),
-    "overloaded" (whoever has a longer match is too busy), "load" (nobody has a match), "turn" (in turn)."""
+    """A server for a request.
+
+    num_matched: leading blocks of the prompt that the server has seen before.
+    reason: "prefix": it has the longest match. "overloaded": servers with a longer match are too busy. "load": no server has a
+    match.
+        "turn": it was its turn.
+    """
 
     server: str
     num_matched: int
@@ -45,7 +50,7 @@ class Choice:
 
 class RoutingPolicy(Protocol):
     def choose(self, blocks: Sequence[Hashable], loads: Mapping[str, Load]) -> Choice:
-        """The server, of those in `loads`, for a prompt of these blocks. ValueError if there is none."""
+        """Chooses one of the servers in `loads` for a prompt of these blocks. Raises ValueError if `loads` is empty."""
         ...
 
     def forget(self, server: str) -> None:
@@ -54,9 +59,12 @@ class RoutingPolicy(Protocol):
 
 
 def hash_blocks(data: bytes, block_bytes: int, root: bytes = b"", max_blocks: int | None = None) -> list[bytes]:
-    """The chained hash of each full block of `data`, of the first max_blocks at most. root: what else prompts must share.
+    """The chained hashes of the full blocks of `data`, of the first max_blocks at most.
 
-    Token ids hash as `array("i", ids).tobytes()`, four bytes each.
+    root: a hash of what else prompts must have in common. Token ids are hashed as `array("i", ids).tobytes()`, four bytes each.
+
+    Raises:
+      ValueError: block_bytes is below 1.
     """
     if block_bytes < 1:
         raise ValueError(f"{block_bytes=} must be at least 1")
@@ -75,8 +83,8 @@ def hash_blocks(data: bytes, block_bytes: int, root: bytes = b"", max_blocks: in
 class SeenBlocks:
     """The blocks that one server was sent last, at most max_blocks of them.
 
-    Noted from a prompt's tail to its head, so that a block is always more recent than any block after it, and whatever is
-    dropped as the least recent leaves every prompt's beginning whole. That is the order in which PagePool gives up pages, too.
+    A prompt's blocks are noted from its last to its first. A block is then always more recent than the blocks after it, and
+    dropping the least recent never drops one before its successors. PagePool evicts pages in the same order.
     """
 
     def __init__(self, max_blocks: int):
@@ -87,7 +95,7 @@ class SeenBlocks:
         return len(self._blocks)
 
     def match(self, blocks: Sequence[Hashable]) -> int:
-        """How many leading blocks are known, by bisection: known blocks have known beginnings. O(log n)."""
+        """How many leading blocks are known. O(log n), by bisection: all blocks before a known one are known."""
         low, high = 0, len(blocks)
         while low < high:
             middle = (low + high + 1) // 2
@@ -106,7 +114,7 @@ class SeenBlocks:
 
 
 class _Turns:
-    """Who was chosen longest ago."""
+    """When each server was last chosen."""
 
     def __init__(self):
         self._last: dict[str, int] = {}
@@ -121,15 +129,20 @@ class _Turns:
 
 
 class PrefixAware:
-    """The longest matched prefix, if that server is not too busy; otherwise the least `4 * waiting + running`.
+    """Chooses the server with the longest matched prefix among those that are not too busy. Ties go to the least load
+    (`4 * waiting + running`), then to the server that was chosen longest ago.
 
     Args:
-      max_blocks: blocks remembered a server (each about 200 bytes), the least recent dropped.
-      slack, ratio: a server is too busy if its cost exceeds `slack + ratio` * the least cost there is. So nobody waits behind a
-        popular prefix while others idle, and a prefix that everyone shares is soon known everywhere, where it no longer decides.
+      max_blocks: blocks remembered for each server, about 200 bytes each. The least recent are dropped.
+      slack, ratio: a server is too busy if its load exceeds `slack + ratio * least`, where `least` is the least load of all. No
+        request then waits for a popular prefix while a server is idle. A prefix that all requests share is soon known to every
+        server, and no longer decides.
 
-    Ties go to the least cost, then to whoever was chosen longest ago. Consistent hashing with bounded loads (Mirrokni et al.,
-    2018) bounds by the mean cost instead; by the least, one idle server is enough, however many busy ones there are.
+    Consistent hashing with bounded loads (Mirrokni et al., 2018) bounds by the mean load instead. With the least load, a single
+    idle server takes requests from the others, however many busy ones there are.
+
+    Raises:
+      ValueError: an argument out of its range.
     """
 
     def __init__(self, *, max_blocks: int = 2**16, slack: float = 16, ratio: float = 1.5):
@@ -142,11 +155,11 @@ class PrefixAware:
         self._turns = _Turns()
 
     def bound(self, loads: Mapping[str, Load]) -> float:
-        """The cost above which a server is too busy."""
+        """The load above which a server is too busy."""
         return self.slack + self.ratio * min(load.cost for load in loads.values())
 
     def choose(self, blocks: Sequence[Hashable], loads: Mapping[str, Load]) -> Choice:
-        """As RoutingPolicy's. The prompt counts as cached there from now on."""
+        """As `RoutingPolicy.choose`. The prompt counts as cached at that server from now on."""
         _check(loads)
         matched = {server: self._seen[server].match(blocks) if server in self._seen else 0 for server in loads}
         bound = self.bound(loads)
@@ -163,7 +176,7 @@ class PrefixAware:
 
 
 class LeastLoaded:
-    """The least `4 * waiting + running`; of equals, whoever was chosen longest ago."""
+    """Chooses the least `4 * waiting + running`; of equals, the server that was chosen longest ago."""
 
     def __init__(self):
         self._turns = _Turns()
@@ -179,7 +192,7 @@ class LeastLoaded:
 
 
 class RoundRobin:
-    """Each in turn, whatever its load: the control of a comparison."""
+    """Chooses each server in turn, whatever its load; a baseline for comparisons."""
 
     def __init__(self):
         self._turns = _Turns()
@@ -198,7 +211,7 @@ ROUTING_POLICIES = ("prefix_aware", "least_loaded", "round_robin")
 
 
 def make_policy(name: str) -> RoutingPolicy:
-    """A policy by its name in ROUTING_POLICIES, with its defaults."""
+    """The policy of that name with its defaults. Raises ValueError where the name is not in ROUTING_POLICIES."""
     if name not in ROUTING_POLICIES:
         raise ValueError(f"{name=} must be one of {', '.join(ROUTING_POLICIES)}")
     return {"prefix_aware": PrefixAware, "least_loaded": LeastLoaded, "round_robin": RoundRobin}[name]()

@@ -1,4 +1,4 @@
-"""The HTTP application: routes to the parts that answer them, and what all requests pass through.
+"""The HTTP application: its routes and its middleware.
 
 Owns the routes and their documentation. Knows nothing of how anything is answered.
 """
@@ -53,12 +53,18 @@ GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What a server's owner may choose.
+    """The options of a server.
 
-    names: what the model is called; the first is said in answers. api_keys: bearer tokens, any of which opens it (none: open).
-    tool_calls, reasoning: whether chats are read for Hermes tool calls and <think>; None: as the model's chat template has it.
-    enable_control: `/pause`, `/update_weights_from_path` and their like exist. max_body_bytes, body_seconds: limits of a body.
-    patience: seconds that a stream waits for a reader who takes nothing.
+    names: names of the model; answers contain the first.
+    api_keys: bearer tokens, any of which gives access. None of them: access is free.
+    tool_calls, reasoning: whether chats are parsed for Hermes tool calls and for <think>. None: as the model's chat template has
+    it.
+    enable_control: whether `/pause`, `/update_weights_from_path` and the other control routes exist.
+    max_body_bytes, body_seconds: the most bytes of a body, and the most seconds for it to arrive.
+    patience: seconds that a stream waits for a client that reads nothing.
+
+    Raises:
+      ValueError: an empty name or key, no name, or enable_control without a key.
     """
 
     names: tuple[str, ...]
@@ -80,7 +86,7 @@ class ServerOptions:
 
 
 def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
-    """The application. It starts the engine when it starts, and shuts it down when it ends."""
+    """The application. Its lifespan starts the engine, and shuts it down at the end."""
     served = Served(engine, options.names, _notation(engine, options), options.patience)
     metrics = Metrics(options.names[0], engine.stats, _cache_info(engine))
     engine.listener = metrics.take
@@ -89,7 +95,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
         engine.start()
         yield
-        await engine.shutdown(0)  # the HTTP server has let requests finish, or given up on them
+        await engine.shutdown(0)  # the HTTP server has waited for requests as long as it wants to
 
     app = FastAPI(
         title="jaxserve",
@@ -140,7 +146,7 @@ def _notation(engine: AsyncLLM, options: ServerOptions) -> Notation:
 def _template_variables(engine: AsyncLLM) -> frozenset[str]:
     try:
         return engine.get_tokenizer().template_variables()
-    except ValueError:  # no tokenizer, or no template: chats will be told so
+    except ValueError:  # no tokenizer, or no template: chats will be refused with that
         return frozenset()
 
 
@@ -230,7 +236,7 @@ def _operator_routes(app: FastAPI, served: Served, metrics: Metrics) -> None:
 
 
 def _content_security_policy(page: str) -> str:
-    """The page's own script and style, and this server, and nothing else."""
+    """A policy that allows the page's own script and style and requests to this server, and nothing else."""
     parts = {kind: re.findall(rf"<{kind}>(.*?)</{kind}>", page, re.DOTALL) for kind in ("script", "style")}
     hashes = {kind: " ".join(f"'sha256-{_digest(text)}'" for text in found) for kind, found in parts.items()}
     return (

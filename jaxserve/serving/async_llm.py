@@ -1,7 +1,7 @@
-"""`AsyncLLM`: requests from an event loop, each with a stream of its own, on an engine that runs beside it.
+"""`AsyncLLM`: requests from an event loop, each with its own stream, on an engine that runs on a thread beside it.
 
-Owns admission, the calls that control the engine, and shutting down; it talks to the engine's loop in messages (messages.py).
-Streams are in streams.py, threads that read long prompts in reading.py. Knows nothing of HTTP, nor of steps.
+Owns admission, the calls that control the engine, and shutting down. It talks to the engine's loop in messages (messages.py).
+Streams are in streams.py, threads that read long prompts in reading.py. Knows nothing of HTTP or steps.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ from jaxserve.structured_outputs import StructuredOutputsParams
 from jaxserve.text.prompts import Prompt, for_engine, prompt_fields, require_tokenizer
 from jaxserve.text.tokenizer import Tokenizer
 
-MAX_COMPILING = 256  # forms that may wait for the compiler; it takes most in milliseconds, and some in seconds
-MAX_FORM = 256 * 2**10  # bytes of the form of an output, as JSON: what compiles it does not stop
+MAX_COMPILING = 256  # forms that may wait for the compiler; most take it milliseconds, some take seconds
+MAX_FORM = 256 * 2**10  # bytes of the form of an output, as JSON: compiling a larger one could take very long
 
 
 class AsyncLLM:
-    """An `LLM` for asyncio: `generate` streams, requests of many tasks share the engine's steps.
+    """An `LLM` for asyncio: `generate` streams, and requests of many tasks share the engine's steps.
 
     Args:
-      llm: the model, loaded; from here on nothing else may use it. Its vocabulary is read here for forms, if it was not yet.
-      max_waiting: samples that may wait beyond the engine's max_num_seqs; what comes on top is refused with QueueFullError.
-      request_timeout: seconds that a request may take in all, waiting included; None: as long as it likes.
+      llm: the model, loaded; from here on nothing else may use it. If its vocabulary was not read for forms yet, it is read here.
+      max_waiting: samples that may wait beyond the engine's max_num_seqs. More are refused with QueueFullError.
+      request_timeout: seconds that a request may take in all, waiting included. None: any time.
       max_failures: as `EngineLoop`'s.
       listener: called with every Report, on the event loop; for metrics.
 
-    All methods are to be called on one event loop, the one that is running at the first call. Use it in an `async with`, or call
-    `shutdown`.
+    Call all methods on one event loop, the one that runs at the first call. Use it in an `async with`, or call `shutdown`.
+
+    Raises:
+      ValueError: an argument out of its range.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class AsyncLLM:
         self.eos_token_ids: frozenset[int] = llm.engine.eos_token_ids
         self.request_timeout = request_timeout
         self.listener = listener
-        llm.grammars.prepare()  # so that no step will wait for it
+        llm.grammars.prepare()  # now, so that no step will wait for it
         grammars = llm.grammars.beside(max_waiting=MAX_COMPILING)
         self._engine = EngineLoop(llm.engine, llm.tokenizer, grammars, self._from_engine, max_failures=max_failures)
         self.stats: LoopStats = self._engine.stats()
@@ -84,7 +86,7 @@ class AsyncLLM:
             self._max_characters = self.config.scheduler.max_model_len * longest
 
     def start(self) -> None:
-        """Starts the engine's thread, if it has not been started; any other method does too."""
+        """Starts the engine's thread, if it has not been started. Methods that need the engine do so too."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._engine.start()
@@ -110,11 +112,18 @@ class AsyncLLM:
         timeout: float | None = None,
         arrival: float | None = None,
     ) -> T:
-        """What `work` returns, which makes ready what `open` will be given: on a thread where it reads many characters or bytes.
-        Its samples take their room meanwhile, and its deadline counts.
+        """Runs `work`, which reads the prompts for `open`, and returns its result. Long work runs on a thread.
+
+        Meanwhile the request's samples count as waiting, and its deadline applies.
+
+        Args:
+          size: characters or bytes that `work` reads.
+          work: a function that any thread may run.
+          num_samples: samples of the request.
+          timeout, arrival: as `open`'s.
 
         Raises:
-          As `check_room` and `open`.
+          What `check_room`, `open` and `work` raise.
         """
         self.check_room(num_samples)
         limit, arrival = self._limit_of(timeout), time.monotonic() if arrival is None else arrival
@@ -126,18 +135,22 @@ class AsyncLLM:
                 raise too_late(limit) from None
 
     async def aside[T](self, size: int, work: Callable[[], T]) -> T:
-        """What `work` returns, as `read`, for what is no request: no request waits for it."""
+        """Runs `work` like `read`, for calls that are no requests, such as /tokenize. No request waits for it."""
         return await self._pools.aside(size, work)
 
     def _limit_of(self, timeout: float | None) -> float | None:
-        """Seconds that a request may take which asks for so many."""
+        """Seconds that a request with this timeout may take; None: any time."""
         if timeout is not None and not timeout > 0:
             raise ValueError(f"{timeout=} must be a number of seconds > 0, or None")
         return min((t for t in (timeout, self.request_timeout) if t is not None), default=None)
 
     def encode_prompt(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt. ValueError where no tokenizer was loaded, and, before it is tokenised, for a text that is too long
-        whatever its tokens are."""
+        """Token ids of a prompt.
+
+        Raises:
+          ValueError: no tokenizer was loaded, or the text has more characters than max_model_len tokens can have. Such a text is
+            refused before it is tokenised.
+        """
         tokenizer = self.get_tokenizer()
         if self._max_characters is not None and len(text) > self._max_characters:
             most = f"max_model_len={self.config.scheduler.max_model_len} tokens have {self._max_characters} at most"
@@ -152,22 +165,24 @@ class AsyncLLM:
         timeout: float | None = None,
         arrival: float | None = None,
     ) -> streams.RequestStream:
-        """Queues prompts and returns their stream once the engine has taken them all, and compiled the forms of their outputs.
+        """Queues prompts. Returns their stream once the engine has accepted them all and compiled the forms of their outputs.
 
         Args:
           asks: one or more.
-          request_id: what their requests are called in logs; by default something new. It need not be unique.
-          timeout: seconds from their arrival that they may take, within the server's own request_timeout; then DeadlineError.
+          request_id: the name of their requests in logs; a new one by default. It need not be unique.
+          timeout: seconds from their arrival that they may take, within the server's own request_timeout. DeadlineError follows.
           arrival: when they came, in seconds of time.monotonic(); by default now.
 
         Raises:
-          ValueError, NotImplementedError: a prompt or a parameter can't be served (GrammarError: the output's form); none of the
-            prompts run.
-          QueueFullError: too much is waiting. UnavailableError: nothing is taken at the moment. DeadlineError: it is over already.
+          ValueError, NotImplementedError: a prompt or a parameter can't be served. Then none of the prompts run.
+          GrammarError: the form of an output can't be compiled. Then none of the prompts run.
+          QueueFullError: too many samples wait.
+          UnavailableError: no request is taken at present.
+          DeadlineError: the deadline has passed already.
         """
         self.start()
         limit = self._limit_of(timeout)
-        serial = next(self._serials)  # what a closed stream's engine still sends must not reach another of the same name
+        serial = next(self._serials)  # events of a closed stream must not reach a later one of the same name
         names = [f"{request_id or uuid.uuid4().hex}.{serial}.{i}" for i in range(len(asks))]
         ready = {id(params): self.ready(params) for params in {id(ask.params): ask.params for ask in asks}.values()}
         stream = streams.RequestStream(
@@ -190,17 +205,23 @@ class AsyncLLM:
         return stream
 
     def ready(self, params: SamplingParams) -> SamplingParams:
-        """What the engine takes: it has no tokenizer. ValueError for what needs one where there is none; for too large a form."""
+        """The parameters as the engine takes them, which has no tokenizer.
+
+        Raises:
+          ValueError: they need a tokenizer, and there is none.
+          GrammarError: the form is too large.
+        """
         form = params.structured_outputs
         if form is not None and len((form := StructuredOutputsParams.make(form)).key) > MAX_FORM:
             raise GrammarError(f"structured_outputs: {form.kind}: its JSON has {len(form.key)} bytes, the most is {MAX_FORM}")
         return for_engine(params, self.tokenizer)
 
     def check_room(self, num_samples: int) -> None:
-        """Raises what `open` would for want of room: for who wants to know before reading so many prompts.
+        """Raises what `open` would raise for lack of room, so that a caller can check before it reads the prompts.
 
         Raises:
-          ValueError: none are given, or more than one call can have. QueueFullError, UnavailableError: as `open`.
+          ValueError: num_samples is 0, or more than one call may have.
+          QueueFullError, UnavailableError: as `open`.
         """
         self.check_health()
         self._streams.check_room(num_samples)
@@ -216,7 +237,14 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput]:
         """Yields the output so far (the same object each time) whenever it has grown. Closing the generator aborts the request.
 
-        prompt: a text, token ids, or a dict as `LLM.generate` takes it. timeout: as `open`'s, as are errors, and RequestStream's.
+        Args:
+          prompt: a text, token ids, or a dict as `LLM.generate` takes it.
+          sampling_params: None: the model's defaults.
+          request_id, timeout: as `open`'s.
+          priority: lower is served first, if the engine was made with scheduling_policy="priority".
+
+        Raises:
+          What `open` raises, and RequestError if the request fails later.
         """
         arrival = time.monotonic()
         ask = await self._ask(prompt, sampling_params or self.default_sampling_params, priority, timeout, arrival)
@@ -247,7 +275,7 @@ class AsyncLLM:
     # -- the engine's side
 
     def _from_engine(self, report: Report) -> None:
-        """Called on the engine's thread: one wake-up of the event loop for all that a step brought."""
+        """Called on the engine's thread. Wakes the event loop once for everything that a step brought."""
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._take_report, report)
@@ -283,32 +311,32 @@ class AsyncLLM:
     # -- control
 
     async def pause(self) -> None:
-        """No new steps until `resume`; requests may be added and wait, those under way keep their pages."""
+        """No new steps run until `resume`. Requests may be added and wait; those under way keep their pages."""
         await self._call("pause")
 
     async def resume(self) -> None:
         await self._call("resume")
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False, and nothing done, while any request holds pages."""
+        """Forgets all cached prefixes. Returns False, and does nothing, while any request holds pages."""
         return await self._call("reset_prefix_cache")
 
     async def update_weights_from_path(self, path: str | Path, in_flight: str = "refuse") -> None:
         """Loads another checkpoint of the same model beside the current weights, and switches to it between two steps.
 
-        in_flight: what becomes of requests that have begun: see `Engine.update_params`, also for the errors.
+        in_flight: what happens to requests that have begun. This and the errors are those of `Engine.update_params`.
         """
         await self._call("update_weights_from_path", path=str(path), in_flight=in_flight)
 
     async def sleep(self, level: int = 1) -> None:
-        """Frees the KV pages, and the weights too at level 2, until `wake_up`; RuntimeError while requests are unfinished."""
+        """Frees the KV pages until `wake_up`, and at level 2 the weights too. Raises RuntimeError while requests are unfinished."""
         await self._call("sleep", level=level)
 
     async def wake_up(self) -> None:
         await self._call("wake_up")
 
     def check_health(self) -> None:
-        """UnavailableError, with why, if new requests would be refused."""
+        """Raises UnavailableError, with the reason, if new requests would be refused."""
         if self._closing or self.stats.broken:
             raise UnavailableError(self._closing or str(self.stats.broken))
 
@@ -318,7 +346,7 @@ class AsyncLLM:
         return self._streams.num_requests
 
     async def shutdown(self, grace: float | None = None) -> None:
-        """Takes no more requests, gives those under way `grace` seconds (None: as long as they need), and ends the engine."""
+        """Takes no more requests, waits `grace` seconds for those under way (None: until they end), and ends the engine."""
         self._closing = self._closing or "the server is shutting down"
         self._pools.close_to_new(self._closing)
         try:

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: conversations on, with reasoning and tool calls told apart, whole or as deltas."""
+"""`/v1/chat/completions`: answers to conversations, whole or streamed, with reasoning and tool calls in fields of their own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from jaxserve.serving.tool_forms import tool_form
 
 
 def render(served: Served, body: Chat, *, with_tools: bool = True) -> str:
-    """The prompt that a chat makes, as text. ValueError for what the model's template can't do."""
+    """The prompt of a chat, as text. Raises ValueError for what the model's template can't do."""
     messages = [message.plain() for message in body.messages]
     return served.engine.get_tokenizer().apply_chat_template(messages, **body.template_variables(with_tools=with_tools))
 
@@ -49,7 +49,7 @@ async def create_chat_completion(served: Served, body: ChatRequest, request: Req
 
 
 async def _open(served: Served, body: ChatRequest, request: Request) -> RequestStream:
-    """The request on its way, or refused."""
+    """Queues the request and returns its stream. Raises what refuses it."""
     form_field = "tools" if body.form is None else body.form_field
     return await open_stream(served, request, body, 1, lambda: [_ask(served, body)], form_field)
 
@@ -71,13 +71,13 @@ def _ask(served: Served, body: ChatRequest) -> Ask:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         form=form,
     )
-    ids = engine.encode_prompt(text, bool(body.add_special_tokens))  # the template has written what it wants
+    ids = engine.encode_prompt(text, bool(body.add_special_tokens))  # by default only those that the template has written
     return Ask(ids, engine.ready(params), text, body.priority or 0, body.cache_salt)
 
 
 @dataclass
 class _ChatSample:
-    """One choice on its way."""
+    """One choice, as far as it has come."""
 
     parser: OutputParser
     begun: bool = False
@@ -113,7 +113,7 @@ class _ChatSample:
 
 
 class _ChatAnswer:
-    """One call on its way: `whole` or `chunks`, whichever the client asked for."""
+    """The answer to one request: `whole`, or `chunks` for a stream."""
 
     def __init__(self, served: Served, body: ChatRequest, stream: RequestStream, request_id: str):
         self._body, self._stream = body, stream

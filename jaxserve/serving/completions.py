@@ -1,4 +1,4 @@
-"""`/v1/completions`: texts or token ids on, with OpenAI's answers and chunks."""
+"""`/v1/completions`: continuations of texts or token ids, in OpenAI's answers and chunks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def create_completion(served: Served, body: CompletionRequest, request: Re
 
 
 async def _open(served: Served, body: CompletionRequest, request: Request) -> RequestStream:
-    """The request on its way, or refused."""
+    """Queues the request and returns its stream. Raises what refuses it."""
     return await open_stream(served, request, body, len(body.prompts), lambda: _asks(served, body), body.form_field)
 
 
@@ -59,7 +59,7 @@ def _asks(served: Served, body: CompletionRequest) -> list[Ask]:
 
 
 class _CompletionAnswer:
-    """One call on its way: `whole` or `chunks`, whichever the client asked for."""
+    """The answer to one request: `whole`, or `chunks` for a stream."""
 
     def __init__(self, served: Served, body: CompletionRequest, stream: RequestStream, request_id: str):
         self._body, self._stream = body, stream
@@ -70,7 +70,7 @@ class _CompletionAnswer:
         self._begun = [False] * stream.num_samples
 
     def _choice(self, delta: Delta) -> CompletionChoice:
-        """What a delta brings, as a choice; a choice's first begins with the echo of its prompt."""
+        """A delta as a choice. The first one of a choice begins with the prompt, if `echo` asks for that."""
         ask = self._stream.asks[delta.request_id]
         index = self._prompt_index[delta.request_id] * ask.params.n + delta.index
         choice = CompletionChoice(index, delta.text, None, delta.finish_reason, delta.stop_reason)  # pyright: ignore[reportArgumentType]

@@ -1,6 +1,6 @@
-"""Weights in flight: `/pause`, `/resume`, `/update_weights_from_path`, `/reset_prefix_cache`, `/sleep`, `/wake_up`.
+"""Routes that control the engine: `/pause`, `/resume`, `/update_weights_from_path`, `/reset_prefix_cache`, `/sleep`, `/wake_up`.
 
-These routes exist only where the server's owner asked for them, and always behind the API key.
+They exist only with ServerOptions.enable_control, and always need an API key.
 """
 
 from __future__ import annotations

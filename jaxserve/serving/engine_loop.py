@@ -1,7 +1,7 @@
-"""The engine's thread: takes commands from a queue, steps the engine, and hands over a Report a turn.
+"""The engine's thread: takes commands from a queue, steps the engine, and delivers a Report after each turn.
 
-Owns the engine, its texts, and what becomes of requests when a step fails. Knows nothing of asyncio or HTTP: `deliver` is a
-function that takes a Report, called from this thread.
+Owns the engine, the texts of its outputs, and what happens to requests when a step fails. Knows nothing of asyncio or HTTP: it
+calls `deliver`, a function of a Report, on this thread.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ logger: logging.Logger = logging.getLogger("jaxserve")
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """From the compiler's threads: the grammar of this request is done, or can't be."""
+    """From the compiler's threads: the grammar of this request has been compiled, or has failed."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """From a thread of its own: the weights that a call named, as a module, or why they could not be read."""
+    """From the thread that reads weights: the weights that a call named, as a module, or the error of reading them."""
 
     call: Call
     module: Any = None
@@ -74,12 +74,12 @@ CALLS = ("pause", "resume", "reset_prefix_cache", "sleep", "wake_up", "update_we
 
 @dataclass(slots=True)
 class _Sent:
-    """How much of a sample's output has been handed over."""
+    """How much of a sample's output has been delivered."""
 
     num_characters: int = 0
     num_tokens: int = 0
     finished: bool = False
-    time: float | None = None  # of the last hand-over
+    time: float | None = None  # of the last delivery, in seconds of time.monotonic()
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class _Open:
     num_prompt_tokens: int
     max_tokens: int | None
     samples: list[_Sent]
-    begun: bool = False  # whether its first token has come
+    begun: bool = False  # whether it has its first token
 
 
 class EngineLoop:
@@ -100,8 +100,8 @@ class EngineLoop:
       tokenizer: None leaves texts empty.
       grammars: compiles forms; closed with the engine.
       deliver: called with a Report after each turn that brought one.
-      max_failures: steps that may raise one after another, none bringing a token between them, before the engine counts as broken:
-        it refuses every request from then on, and says why.
+      max_failures: how many steps in a row may raise, with no token between them. After that the engine counts as broken, and
+        refuses every request with the reason.
     """
 
     def __init__(
@@ -119,16 +119,16 @@ class EngineLoop:
         self._deliver, self._max_failures = deliver, max_failures
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._open: dict[str, _Open] = {}  # by request id
-        self._compiling: dict[str, Future[Grammar]] = {}  # of requests that will be accepted, or refused, when that is done
+        self._compiling: dict[str, Future[Grammar]] = {}  # by request id; the request is accepted or refused when it is done
         self._events: list[Event] = []
         self._paused = False
         self._broken: str | None = None
         self._failures_in_a_row = self._num_failures = 0
         self._num_prompt_tokens = 0  # of requests that have begun
-        self._lost = (0, 0, 0)  # what the scheduler had counted before a failed step made it begin anew
+        self._lost = (0, 0, 0)  # the scheduler's counts from before a failed step, which replaces the scheduler
         self._step_seconds: float | None = None
         self._has_news = False  # whether stats changed without a step
-        self._loading: threading.Thread | None = None  # reads weights, until they have been taken
+        self._loading: threading.Thread | None = None  # reads weights; None once the engine has them
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
 
     def start(self) -> None:
@@ -136,11 +136,11 @@ class EngineLoop:
         self._thread.start()
 
     def send(self, command: Command) -> None:
-        """Queues a command; it is taken between two steps."""
+        """Queues a command, which the engine's thread takes between two steps. Any thread may call this."""
         self._inbox.put(command)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Waits for the thread to end after a Stop; False if it did not in time (seconds)."""
+        """Waits up to `timeout` seconds for the thread to end after a Stop. Returns whether it has ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -152,7 +152,7 @@ class EngineLoop:
                 if self._can_step():
                     self._step()
                 self._hand_over()
-        except BaseException as error:  # a bug of this loop: nobody is left waiting for it
+        except BaseException as error:  # a bug in this loop: every request that waits must still end
             logger.exception("the engine's thread ends")
             self._broken = f"the engine's thread ended: {error!r}"
             self._fail_all(FailedError, self._broken)
@@ -169,7 +169,7 @@ class EngineLoop:
         return not self._paused and self.engine.has_unfinished_requests()
 
     def _take_commands(self) -> bool:
-        """Carries out what is queued, waiting for something where there is nothing else to do. False after a Stop."""
+        """Carries out the queued commands. Waits for one if no step can run. Returns False after a Stop."""
         wait = not self._can_step()
         while wait or not self._inbox.empty():
             command = self._inbox.get()
@@ -223,10 +223,10 @@ class EngineLoop:
         else:
             self._compiling[add.request_id] = grammar
             compiled = _Compiled(add.request_id)
-            grammar.add_done_callback(lambda _: self.send(compiled))  # kept as long as the grammar: no prompt in it
+            grammar.add_done_callback(lambda _: self.send(compiled))  # lives as long as the grammar, so it holds no prompt
 
     def _settle(self, request_id: str) -> None:
-        """Accepts a request whose grammar is compiled by now, or refuses it; does nothing the second time."""
+        """Accepts a request whose grammar is done, or refuses it if that failed. Does nothing the second time."""
         grammar = self._compiling.pop(request_id, None)
         if grammar is None:
             return
@@ -256,7 +256,7 @@ class EngineLoop:
         before = self.engine.scheduler.stats()
         try:
             outputs = self.engine.step()
-        except Exception as error:  # the engine has begun anew, and holds no request any more
+        except Exception as error:  # the engine has reset itself, and holds no request any more
             self._on_failed_step(error, before)
             return
         self._step_seconds = time.monotonic() - started
@@ -266,13 +266,13 @@ class EngineLoop:
         for output in outputs:
             by_request.setdefault(output.request.parent_id, []).append(output)
         for request_id, its_outputs in by_request.items():
-            self._settle(request_id)  # the engine may have heard from the compiler first
+            self._settle(request_id)  # the engine may learn that a grammar is compiled before this loop does
             if request_id not in self._open:
                 continue
             try:
                 for output in self._texts.process(its_outputs):
                     self._add_deltas(output)
-            except Exception as error:  # its text can't be made; the others' can
+            except Exception as error:  # fails this request alone
                 logger.exception("request %s: its output could not be processed", request_id)
                 self._abort([request_id])
                 self._events.append(Failed(request_id, FailedError(f"the output could not be processed: {error!r}")))
@@ -295,7 +295,7 @@ class EngineLoop:
         self._events += [Failed(request_id, kind(message)) for request_id in request_ids]
 
     def _add_deltas(self, output: RequestOutput) -> None:
-        """One Delta for each sample of a request that has something new."""
+        """Adds a Delta for each sample of a request that has new tokens or has ended."""
         request_id, request = output.request_id, self._open.get(output.request_id)
         if request is None:
             return
@@ -336,7 +336,7 @@ class EngineLoop:
     # -- calls
 
     def _answer(self, call: Call) -> None:
-        """Carries a call out and replies; weights are read first, beside the steps, and the reply comes after that."""
+        """Carries out a call and replies. New weights are read on another thread first, and the reply comes after that."""
         if call.method == "update_weights_from_path" and self._loading is None:
             self._loading = threading.Thread(target=self._load, args=(call,), name="jaxserve-loader", daemon=True)
             self._loading.start()
@@ -352,7 +352,7 @@ class EngineLoop:
         try:
             return Reply(call.call_id, work())
         except Exception as error:
-            if self._open and not self.engine.has_unfinished_requests():  # it broke off in the middle, and every request with it
+            if self._open and not self.engine.has_unfinished_requests():  # the failed call has ended every request
                 self._fail_all(FailedError, f"{call.method} failed: {error!r}")
             return Reply(call.call_id, error=error)
 
@@ -369,7 +369,7 @@ class EngineLoop:
         raise RuntimeError(f"{path} is not read: other weights are being loaded; wait until that has ended")
 
     def _load(self, call: Call) -> None:
-        """On a thread of its own, beside the steps."""
+        """Reads the weights that a call names, on a thread of its own while steps run."""
         try:
             loaded = _Loaded(call, self.engine.read_weights(call.arguments["path"]))
         except Exception as error:
@@ -388,7 +388,7 @@ class EngineLoop:
         self.engine.wake_up()
 
     def stats(self) -> LoopStats:
-        """As it is now; for the engine's thread, and before it starts."""
+        """The present counts. Call it on the engine's thread, or before that starts."""
         engine, scheduler, compiles = self.engine, self.engine.scheduler.stats(), compile_counts()
         stats, pool, (preemptions, queries, hits) = engine.stats, engine.pool, self._lost
         return LoopStats(
@@ -422,7 +422,7 @@ class EngineLoop:
 
 
 def _as_refusal(error: Exception) -> Exception:
-    """What a request is refused with that met `error` on its way into the engine."""
+    """The error to refuse a request with, for an `error` that adding it raised."""
     if isinstance(error, CompilerBusyError):
         return QueueFullError(str(error), retry_after=1)
     if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):  # asleep, or without weights

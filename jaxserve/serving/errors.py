@@ -1,6 +1,6 @@
-"""Errors as OpenAI's clients expect them: one shape, and which status stands for what.
+"""Errors in the form that OpenAI's clients expect, and the HTTP status of each.
 
-Owns the mapping from exceptions to statuses. Knows nothing of what brought them about.
+Owns the mapping from exceptions to statuses. Knows nothing of what raised them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_f
 
 
 class RefusedError(Exception):
-    """The request is wrong, or asks for what this server can't do. param: which parameter is to blame, if one is."""
+    """The request is wrong, or asks for what this server can't do. param: the parameter that is wrong, if it is one."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -38,7 +38,8 @@ class RefusedError(Exception):
 
 @contextlib.contextmanager
 def checking(form_field: str = "structured_outputs") -> Iterator[None]:
-    """Around the code that checks a request: ValueError and NotImplementedError refuse it there, and are our own faults elsewhere.
+    """Wraps the code that checks a request: a ValueError or NotImplementedError there becomes a RefusedError. Elsewhere these are
+    faults of the server.
 
     form_field: the parameter that says what form the output must have.
     """
@@ -70,7 +71,7 @@ def error_response(
 
 
 def describe(error: Exception) -> tuple[int, ErrorResponse, dict[str, str]]:
-    """(status, body, headers) of an exception that a request met."""
+    """(status, body, headers) of the answer to an exception."""
     message = str(error)
     if isinstance(error, RefusedError):
         return error.status, error_of(error.status, message, param=error.param, code=error.code), {}
@@ -92,13 +93,13 @@ def describe(error: Exception) -> tuple[int, ErrorResponse, dict[str, str]]:
 
 
 async def on_error(_: Request, error: Exception) -> Response:
-    """The answer to a request that met an exception."""
+    """The answer to a request that raised an exception."""
     status, body, headers = describe(error)
     return Response(encode(body), status, headers, "application/json")
 
 
 def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
-    """(parameter, message). Mistakes of one parameter (a union's alternatives) are said together, other parameters' after it."""
+    """(first wrong parameter, message). Mistakes of one parameter, such as those of a union's alternatives, are joined."""
     by_param: dict[str, list[str]] = {}
     for mistake in error.errors():
         said = _in_words(mistake)

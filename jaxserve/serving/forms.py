@@ -1,6 +1,6 @@
-"""The form that clients want an output to have: OpenAI's `response_format`, vLLM's `structured_outputs`.
+"""The form that an output must have, as clients give it: OpenAI's `response_format`, and vLLM's `structured_outputs`.
 
-Owns how the two are said over HTTP. What a form means, and which can't be, is jaxserve.structured's to know.
+Owns how both are written over HTTP. jaxserve.structured knows what a form means, and which can't be compiled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 def form_of(response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> StructuredOutputsParams | None:
-    """None where the output is free."""
+    """The form that a response_format asks for; None where it is plain text."""
     if isinstance(response_format, JsonSchemaFormat):
         return StructuredOutputsParams(json=response_format.json_schema.schema_)
     return StructuredOutputsParams(json_object=True) if isinstance(response_format, JsonObjectFormat) else None
@@ -62,7 +62,7 @@ def _read(given: Any) -> StructuredOutputsParams:
 
 
 def _published() -> dict[str, Any]:
-    """The JSON schema of what `_read` takes: an alternative a kind, whose other fields may only say that they are left out."""
+    """The JSON schema of what `_read` accepts: an alternative for each kind, in which the fields of other kinds must be null."""
     text, null = {"type": "string", "minLength": 1}, {"type": "null"}
     structure = {
         "type": "object",

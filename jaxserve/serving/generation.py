@@ -1,7 +1,7 @@
-"""What completions and chats share on their way from a request to its answer.
+"""What completions and chats share: opening a stream, usage, and log-probabilities.
 
-Owns the server's view of an engine (`Served`), a call's record (usage, chunks' common fields) and log-probabilities as clients read
-them. Knows nothing of routes.
+Owns the server's view of an engine (`Served`), the record of a call (usage, and the fields that all chunks have) and the form in
+which clients read log-probabilities. Knows nothing of routes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jaxserve.serving.streams import Ask, RequestStream
 
 @dataclass(frozen=True)
 class Served:
-    """A model behind HTTP: its engine, the names it answers to, and how its chats are read."""
+    """A model that is served: its engine, its names, and the notations in which its chats are parsed."""
 
     engine: AsyncLLM
     names: Sequence[str]
@@ -46,7 +46,7 @@ class Served:
 
 @dataclass
 class CallRecord:
-    """What a call has used so far, and what its chunks have in common."""
+    """The tokens that a call has used so far, and the fields that its chunks have in common."""
 
     id: str
     model: str
@@ -81,9 +81,15 @@ async def open_stream(
     read: Callable[[], list[Ask]],
     form_field: str,
 ) -> RequestStream:
-    """The stream of a request, or its refusal: for want of room before its prompts are looked at.
+    """Opens the stream of a request. Whether there is room is checked before its prompts are read.
 
-    read: makes the prompts ready; on a thread where the body is long. form_field: the parameter that said the output's form.
+    Args:
+      num_prompts: of the request.
+      read: reads the prompts; a thread runs it where the body is long.
+      form_field: the parameter that has the output's form.
+
+    Raises:
+      RefusedError, RequestError: the request is refused.
     """
     engine, arrival = served.engine, time.monotonic()
     with checking(form_field):
@@ -93,7 +99,7 @@ async def open_stream(
 
 
 async def until_done(chunks: AsyncIterator[Any], stream: RequestStream) -> AsyncGenerator[bytes]:
-    """Chunks as events, with OpenAI's end mark. An error on the way is an event too: the status has been sent by then."""
+    """Chunks as events, then OpenAI's end mark. An error becomes an event too, since the status has been sent by then."""
     async with stream:
         try:
             async for chunk in chunks:
@@ -119,8 +125,10 @@ def completion_logprobs(
     offset: int,
     first: str = "",
 ) -> tuple[CompletionLogprobs, int]:
-    """Log-probabilities of tokens whose text begins at character `offset`, and where it ends. An entry that is None (the first
-    token of a prompt, whose text is `first`) has none."""
+    """(log-probabilities of tokens whose text begins at character `offset`, the character at which it ends).
+
+    An entry of `found` is None for the first token of a prompt, which has no log-probability. Its text is `first`.
+    """
     made = CompletionLogprobs([], [], [], [])
     for token_id, entry in zip(token_ids, found, strict=True):
         text = first if entry is None else entry[token_id].decoded_token or ""
@@ -133,7 +141,7 @@ def completion_logprobs(
 
 
 def _by_text(token_id: int, entry: Mapping[int, Logprob], num_top: int) -> dict[str, float]:
-    """The likeliest tokens and the one that stands there; where two have one text, the likelier counts."""
+    """Log-probabilities by text, of the likeliest tokens and of the token itself. Of two with one text the likelier counts."""
     found: dict[str, float] = {}
     for i, x in sorted(entry.items(), key=lambda item: item[1].rank or 0):
         if i == token_id or (x.rank or 0) <= num_top:
@@ -142,7 +150,7 @@ def _by_text(token_id: int, entry: Mapping[int, Logprob], num_top: int) -> dict[
 
 
 def chat_logprobs(delta: Delta, num_top: int, bytes_of: Mapping[int, bytes] | None) -> ChatLogprobs | None:
-    """bytes_of: token id -> its bytes; None where tokens have no bytes of their own."""
+    """A delta's log-probabilities in a chat's form. bytes_of: token id -> its bytes; None where tokens are not byte-level."""
     if delta.logprobs is None:
         return None
     return ChatLogprobs(
@@ -161,5 +169,5 @@ def _token_logprob(token_id: int, entry: Mapping[int, Logprob], num_top: int, by
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity: a token that was impossible gets what OpenAI gives it."""
+    """The value, or -9999 where it is lower, as OpenAI has it: JSON has no infinity."""
     return max(logprob, -9999.0)

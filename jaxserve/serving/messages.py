@@ -1,6 +1,6 @@
-"""What passes between a server's event loop and its engine loop: plain values, so that a thread could become a process.
+"""Messages between a server's event loop and its engine loop: plain values, so that the thread could become a process.
 
-Owns the words and the errors. Knows neither side.
+Owns the messages and the errors. Knows neither side.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from jaxserve.sampling_params import SamplingParams
 
 
 class RequestError(Exception):
-    """A request ended, or never began, for a reason that is not its caller's mistake."""
+    """A request ended, or was refused, for a reason that is not its caller's mistake."""
 
 
 class QueueFullError(RequestError):
-    """More is waiting than the server was told to hold. retry_after: seconds after which to try again."""
+    """More samples wait than the server may hold. retry_after: seconds after which to try again."""
 
     def __init__(self, message: str, retry_after: int):
         super().__init__(message)
@@ -26,11 +26,11 @@ class QueueFullError(RequestError):
 
 
 class UnavailableError(RequestError):
-    """Nothing new is taken: the engine is asleep, shutting down, or broken."""
+    """No new requests are taken: the engine is asleep, shutting down, or broken."""
 
 
 class DeadlineError(RequestError):
-    """The request took longer than it was given."""
+    """The request took longer than its timeout."""
 
 
 class FailedError(RequestError):
@@ -55,7 +55,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """refused: their call was refused for another of its prompts; they count as never asked for."""
+    """Ends requests. refused: their call was refused because of another of its prompts, so they are not counted as aborted."""
 
     request_ids: list[str]
     refused: bool = False
@@ -63,7 +63,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Run a method that the engine loop knows (its CALLS) between two steps; answered by a Reply with the same id."""
+    """Runs one of the engine loop's CALLS between two steps. A Reply with the same id answers it."""
 
     call_id: int
     method: str
@@ -72,7 +72,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End what runs, and the loop."""
+    """Ends all requests, and the loop."""
 
 
 # ---- from the engine
@@ -80,14 +80,14 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The request is queued, and the form of its output compiled."""
+    """The request is queued, and the form of its output is compiled."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTotals:
-    """A request that has ended: num_output_tokens of all n samples. max_tokens: None where it was not said."""
+    """Counts of a request that has ended. num_output_tokens: of all n samples. max_tokens: None where it was not given."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -98,11 +98,13 @@ class RequestTotals:
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one sample. The texts and ids of a sample's deltas add up to its output.
+    """The new part of one sample's output. The texts and ids of a sample's deltas add up to its output.
 
-    finish_reason, stop_reason: as CompletionOutput's; None while the sample runs. last: no more comes for the whole request.
-    prompt_logprobs: with a sample's first delta, if asked for. totals: with a request's last. gap: seconds since the sample's
-    tokens before these.
+    finish_reason, stop_reason: as CompletionOutput's; None while the sample runs.
+    last: this is the last delta of the whole request.
+    prompt_logprobs: in a sample's first delta, if asked for.
+    totals: in a request's last delta.
+    gap: seconds since the sample's previous delta; None in its first.
     """
 
     request_id: str
@@ -121,7 +123,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """No more comes for this request."""
+    """The request has ended with this error."""
 
     request_id: str
     error: Exception
@@ -129,7 +131,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """An Abort has ended so many samples of this request."""
+    """An Abort has ended `num_samples` samples of this request."""
 
     request_id: str
     num_samples: int
@@ -158,8 +160,8 @@ class LoopStats:
     padding_tokens: int = 0
     steps_by_bucket: dict[str, int] = field(default_factory=dict)
     num_preemptions: int = 0
-    num_prefix_queries: int = 0  # prompt tokens looked up in the prefix cache, and found there
-    num_prefix_hits: int = 0
+    num_prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    num_prefix_hits: int = 0  # of these, tokens found there
     num_drafts: int = 0  # of speculation, as EngineStats'
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -179,7 +181,7 @@ Event = Accepted | Delta | Failed | Aborted | Reply
 
 @dataclass(slots=True)
 class Report:
-    """Everything that one turn of the engine loop brought: one wake-up of the event loop."""
+    """Everything that one turn of the engine loop brought. It wakes the event loop once."""
 
     events: list[Event]
     stats: LoopStats

@@ -1,6 +1,6 @@
-"""What Prometheus scrapes: vLLM's metrics under our own prefix, and what this engine adds (steps, buckets, padding, compiles).
+"""Metrics for Prometheus: vLLM's under our own prefix, and those that this engine adds (steps, buckets, padding, compiles).
 
-Owns the registry, fed by the engine loop's Reports and the access log. Knows nothing of the engine itself.
+Owns the registry. The engine loop's Reports and the access log bring the numbers. Knows nothing of the engine itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PREFIX = "jaxserve:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 SAMPLES = (1, 2, 5, 10, 20)
-_COUNTERS = {  # of LoopStats, as they stand
+_COUNTERS = {  # name -> (field of LoopStats, help)
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts, cached ones too, each counted at its first output token."),
     "generation_tokens": ("generated_tokens", "Tokens generated."),
     "prefill_tokens": ("prefill_tokens", "Prompt tokens run, and tokens recomputed after a preemption."),
@@ -45,7 +45,10 @@ _GAUGES = {
 
 
 class Metrics(Collector):
-    """Feed it with `take`; `render` gives Prometheus's text. cache: of the KV cache, under vLLM's names."""
+    """Counts the Reports that `take` is given; `render` returns Prometheus's text.
+
+    model: the label model_name. stats: counts to begin with. cache: facts of the KV cache, by vLLM's names.
+    """
 
     def __init__(self, model: str, stats: LoopStats | None = None, cache: Mapping[str, object] | None = None):
         self.stats: LoopStats = stats or LoopStats()
@@ -77,7 +80,7 @@ class Metrics(Collector):
         return made.labels(self._model)
 
     def take(self, report: Report) -> None:
-        """Counts what a turn of the engine brought."""
+        """Counts the events of one turn of the engine."""
         num_tokens, self.stats = report.stats.tokens_run - self.stats.tokens_run, report.stats
         if num_tokens:
             self._iteration.observe(num_tokens)
@@ -124,7 +127,7 @@ class Metrics(Collector):
         self._http.labels(path, str(status)).inc()
 
     def collect(self) -> Iterator[Metric]:
-        """What the engine counts itself, as it stood after its last turn."""
+        """The engine's own counts, as of its last turn."""
         stats, labels = self.stats, ("model_name",)
         for name, (field, text) in _COUNTERS.items():
             counter = CounterMetricFamily(f"{PREFIX}{name}", text, labels=labels)

@@ -1,6 +1,6 @@
-"""What every HTTP request passes through: its id, the access log, the API key, the limits of its body.
+"""Middleware of every HTTP request: its id, the access log, the API key, the limits of its body.
 
-Plain ASGI: a wrapper a request, nothing a chunk. Prompts and answers are never logged.
+It is plain ASGI, which costs a wrapper for each request and nothing for each chunk. Prompts and answers are never logged.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 class RequestLog:
-    """Gives each request an id (the client's X-Request-Id if it is a plain word), says it in the answer, and logs a line.
+    """Gives each request an id, returns it as X-Request-Id, and logs a line. A client's own X-Request-Id is used if it has at most
+    128 letters, digits and signs of ".:_-".
 
-    count: called with (path, status) at the end; paths that don't exist are counted together.
+    paths: returns the paths that exist; others are counted as "other".
+    count: called with (path, status) at the end.
     """
 
     def __init__(self, app: ASGIApp, paths: Callable[[], frozenset[str]], count: Callable[[str, int], None]):
@@ -44,7 +46,7 @@ class RequestLog:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
-        started, status = time.monotonic(), 499  # nginx's word for a client that left before an answer
+        started, status = time.monotonic(), 499  # nginx's status for a client that disconnected before an answer
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -75,7 +77,7 @@ class RequestLog:
 
 
 class ApiKey:
-    """401 unless the request brings one of the keys as a bearer token; no keys, no question."""
+    """Answers 401 unless the request has one of the keys as a bearer token. Without keys, every request passes."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
         self.app = app
@@ -91,12 +93,12 @@ class ApiKey:
 
     def _knows(self, scope: Scope) -> bool:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.encode(), key) for key in self._keys]  # all, so that time tells nothing
+        matches = [hmac.compare_digest(given.encode(), key) for key in self._keys]  # all keys, so that the time reveals nothing
         return scheme.lower() == "bearer" and any(matches)
 
 
 class LastResort:
-    """500, and the connection goes on, for an exception that nobody foresaw; it is logged with where it came from."""
+    """Answers 500 for an exception that no handler knows, and logs its traceback. The connection stays open."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -119,7 +121,7 @@ class LastResort:
 
 
 class BodyLimit:
-    """413 for a body of more than max_bytes, 408 for one that takes longer than max_seconds to come."""
+    """Answers 413 for a body of more than max_bytes, and 408 for one that takes longer than max_seconds to arrive."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float):
         self.app = app

@@ -1,4 +1,4 @@
-"""The published OpenAPI schema: FastAPI's, with the answers' shapes and the limits of the model at hand.
+"""The published OpenAPI schema: FastAPI's, with the shapes of answers and the limits of the served model added.
 
 Owns what the schema says beyond the request models. Knows nothing of how requests are served.
 """
@@ -31,7 +31,10 @@ _ERRORS = {
 
 
 def answers(kind: Any, *statuses: int, also: str | None = None) -> dict[str, Any]:
-    """FastAPI's `responses` for a route that answers with a struct. also: a media type of events that it may send instead."""
+    """FastAPI's `responses` for a route that answers with a struct of responses.py.
+
+    statuses: of errors that it may answer with. also: a media type of events that it may send instead.
+    """
     content: dict[str, Any] = {"application/json": {"schema": {"x-struct": kind.__name__}}}
     if also is not None:
         content[also] = {"schema": {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}}
@@ -44,10 +47,10 @@ def answers(kind: Any, *statuses: int, also: str | None = None) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Limits:
-    """What depends on the model and the server's settings.
+    """Limits of requests that depend on the model and the server's options.
 
-    variables: the names that the chat template reads. calls: whether the server knows its tool calls. priorities: whether requests
-    may say one.
+    variables: the names that the chat template reads. calls: whether the server can parse tool calls. priorities: whether requests
+    may have one.
     """
 
     models: Sequence[str]
@@ -57,7 +60,7 @@ class Limits:
     priorities: bool
 
     def write(self, schema: dict[str, Any]) -> None:
-        """Into the schema of a request model."""
+        """Writes the limits into the schema of a request model."""
         properties = schema.get("properties", {})
         if schema.get("additionalProperties") is not False:
             return
@@ -101,7 +104,7 @@ def _nullable(schema: dict[str, Any], before: Mapping[str, Any]) -> dict[str, An
 
 
 def decimal_below(limit: int) -> str:
-    """A pattern of the numbers 0 to limit - 1 in decimal."""
+    """A regular expression of the numbers 0 to limit - 1 in decimal."""
     most = str(limit - 1)
     parts = ["0", most] if limit > 1 else ["0"]
     if len(most) > 1:
@@ -114,7 +117,7 @@ def decimal_below(limit: int) -> str:
 
 
 def publish(app: FastAPI, limits: Limits, *, with_key: bool) -> None:
-    """Makes `app.openapi()` say what this server takes."""
+    """Makes `app.openapi()` return the schema of what this server accepts and answers."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -137,7 +140,7 @@ def publish(app: FastAPI, limits: Limits, *, with_key: bool) -> None:
 
 
 def _insert_structs(made: dict[str, Any], components: dict[str, Any]) -> None:
-    """Puts the schemas of responses.py where `answers` named its structs."""
+    """Replaces the names of structs that `answers` wrote by their schemas."""
     found: list[tuple[dict[str, Any], Any]] = []
 
     def walk(node: Any) -> None:

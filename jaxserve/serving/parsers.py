@@ -1,7 +1,7 @@
-"""What a model's text means: its reasoning, its content, and the tools it calls, told apart as the text comes.
+"""Parses a model's text as it comes into reasoning, content and tool calls.
 
-Owns the two notations: reasoning between <think> and </think> (Qwen3 and its relatives), and calls as <tool_call>{"name": ...,
-"arguments": {...}}</tool_call> (Hermes). Knows nothing of HTTP or tokens: text in, pieces out.
+Owns two notations: reasoning between <think> and </think> (as Qwen3 writes it), and calls as <tool_call>{"name": ..., "arguments":
+{...}}</tool_call> (Hermes). Knows nothing of HTTP or tokens: text in, pieces out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
-# Up to where the arguments begin. Calls that are written otherwise are parsed when they are complete.
+# The text of a call before its arguments. Calls that are written in another way are parsed when they are complete.
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL)
 
 
@@ -29,7 +29,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """Part of tool call `index`: its name comes once, first; the arguments of all parts add up to a JSON object."""
+    """Part of tool call `index`. Only the first part has the name. The arguments of all parts add up to a JSON object."""
 
     index: int
     name: str | None
@@ -48,11 +48,12 @@ class Notation:
 
     @classmethod
     def of_template(cls, chat_template: str) -> Notation:
-        """As the model's own chat template has it."""
+        """The notations that occur in a chat template."""
         return cls(reasoning=END_THINK in chat_template, tool_calls=CALL in chat_template)
 
     def preamble(self, prompt: str) -> tuple[str, str] | None:
-        """The marks of the reasoning that may come first behind a rendered chat, or must where that has opened it (begin is "")."""
+        """The (begin, end) marks of reasoning that may come first after this rendered chat; None where no reasoning may. begin is
+        "" where the chat ends with <think>, so that reasoning must come."""
         end = prompt.rstrip()
         if not self.reasoning or end.endswith(END_THINK):
             return None
@@ -60,22 +61,22 @@ class Notation:
 
 
 class OutputParser:
-    """One sample's text. `feed` what comes, then `finish`; the pieces add up to the text less its marks and the blank lines
-    beside them.
+    """Parses one sample's text: call `feed` with each part, then `finish`. The pieces add up to the text without its marks and the
+    blanks beside them.
 
     Args:
-      notation: what is looked for; anything else is content.
+      notation: the notations to parse; any other text is content.
       prompt: the rendered chat; if it ends with <think>, the output begins with reasoning.
-      max_calls: calls after so many are dropped.
+      max_calls: later calls are dropped.
     """
 
     def __init__(self, notation: Notation, prompt: str = "", max_calls: int | None = None):
         self._notation, self._max_calls = notation, max_calls
-        self._text = ""  # what has come and was not yet given out
+        self._text = ""  # text that is not in a piece yet
         thinking = notation.reasoning and prompt.rstrip().endswith(THINK)
         self._state = "reasoning" if thinking else "start" if notation.reasoning else "content"
-        self._strip = True  # blank characters before the next piece are left out
-        self._blanks = ""  # that were held back, and come out before more text of the same kind
+        self._strip = True  # blanks before the next piece are left out
+        self._blanks = ""  # blanks that were held back, and come before more text of the same kind
         self._call: _Call | None = None
         self.num_calls: int = 0
 
@@ -84,7 +85,7 @@ class OutputParser:
         return list(self._pieces(final=False))
 
     def finish(self) -> list[Piece]:
-        """What was held back at the end. A call that was never closed counts if it is complete; else it is content."""
+        """The pieces of text that was held back. A call without its end mark counts if it is complete; else it is content."""
         return list(self._pieces(final=True))
 
     def _pieces(self, final: bool) -> Iterator[Piece]:
@@ -102,7 +103,7 @@ class OutputParser:
                 return
 
     def _begin(self, final: bool) -> Iterator[Piece]:
-        """Whether the text begins with <think>."""
+        """Decides whether the text begins with <think>."""
         found = self._text.lstrip()
         if found.startswith(THINK):
             self._text, self._state = found[len(THINK) :], "reasoning"
@@ -112,7 +113,7 @@ class OutputParser:
         yield
 
     def _until(self, mark: str, then: str, kind: type[Reasoning] | type[Content], final: bool) -> Iterator[Piece]:
-        """The text before `mark`; what could yet become the mark is held back, and blanks that might stand before it."""
+        """The text before `mark`. An end of the text that could become the mark is held back, and blanks before it."""
         at = self._text.find(mark) if mark else -1
         end = at if at >= 0 else len(self._text) if final or not mark else len(self._text) - _overlap(self._text, mark)
         text, self._text = self._blanks + self._text[:end], self._text[end:]
@@ -143,18 +144,18 @@ class OutputParser:
 
 
 class _Call:
-    """The text of one call, from behind its mark, as far as it has come."""
+    """Parses one call. Its text begins after the mark."""
 
     def __init__(self, index: int):
         self._index = index
         self._arguments_at = -1  # where the arguments begin, once the head is known
-        self._given = 0  # up to where the arguments have been given out
+        self._given = 0  # where the arguments end that are in a piece already
         self._depth, self._in_string, self._escaped = 0, False, False
         self.is_call = False
         self.ended: int | None = None  # where the text after the call begins
 
     def read(self, text: str, final: bool) -> Iterator[Piece]:
-        """The parts that are new. text: all of the call so far, and what follows."""
+        """The new parts of the call. text: all of the call so far, and what follows it."""
         if self._arguments_at < 0:
             head = _HEAD.match(text)
             if head:
@@ -174,7 +175,7 @@ class _Call:
                 self.ended = closed + len(END_CALL) if closed >= 0 else len(text)
 
     def _scan(self, text: str) -> int:
-        """How far the arguments go: to the end of the text, or of the object."""
+        """Where the arguments end: at the end of their object, or of the text so far."""
         at = self._given
         if at > self._arguments_at and self._depth == 0:
             return at
@@ -196,7 +197,7 @@ class _Call:
         return at
 
     def _whole(self, text: str, final: bool) -> Iterator[Piece]:
-        """A call whose head is not as expected: parsed when it is complete, and content if it is no call."""
+        """A call whose beginning does not match _HEAD. It is parsed when it is complete, and is content if it is no call."""
         closed = text.find(END_CALL)
         if closed < 0 and not final:
             return
@@ -214,7 +215,7 @@ class _Call:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """How many characters at the end of `text` begin `mark`."""
+    """How many characters at the end of `text` are a beginning of `mark`."""
     for n in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-n:]):
             return n

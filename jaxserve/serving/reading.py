@@ -1,6 +1,6 @@
-"""Work that reads long prompts and bodies, on threads beside the event loop.
+"""Threads beside the event loop that read long prompts and bodies.
 
-Owns the two pools of threads: one for requests, one for everything else, so that no request waits for the latter.
+Owns two pools of threads: one for requests, and one for everything else, so that no request waits for the second kind.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from jaxserve.serving.messages import UnavailableError
 
-SHORT = 4096  # characters, or bytes of a body, that are read on the event loop itself; more of them go to a thread
+SHORT = 4096  # characters, or bytes of a body, that are read on the event loop itself; a thread reads longer ones
 
 
 class ReadingPools:
@@ -23,7 +23,8 @@ class ReadingPools:
         self._closing: str | None = None
 
     async def request[T](self, size: int, work: Callable[[], T]) -> T:
-        """What `work` returns, for a request of `size` characters or bytes. UnavailableError if shutting down comes first."""
+        """Runs `work` for a request of `size` characters or bytes, and returns its result. Raises UnavailableError if the pools are
+        shut down first."""
         return await self._run(self._requests, size, work)
 
     async def aside[T](self, size: int, work: Callable[[], T]) -> T:
@@ -31,7 +32,7 @@ class ReadingPools:
         return await self._run(self._aside, size, work)
 
     async def _run[T](self, pool: ThreadPoolExecutor, size: int, work: Callable[[], T]) -> T:
-        """Work that has begun runs to its end; whoever waits for it may be cancelled."""
+        """Work that has begun runs to its end, also if the caller is cancelled meanwhile."""
         if size <= SHORT:
             return work()
         if self._closing:
@@ -46,10 +47,10 @@ class ReadingPools:
             raise
 
     def close_to_new(self, reason: str) -> None:
-        """From here on long work is refused with this reason."""
+        """Refuses long work with this reason from now on."""
         self._closing = reason
 
     async def shutdown(self) -> None:
-        """Drops what has not begun, and waits for what has."""
+        """Drops work that has not begun, and waits for the rest."""
         for pool in (self._requests, self._aside):
             await asyncio.to_thread(pool.shutdown, cancel_futures=True)

@@ -1,6 +1,6 @@
-"""Answers over a connection that may vanish: server-sent events, and one whole answer, each ended when its reader is gone.
+"""Answers to a client that may disconnect: server-sent events, and whole answers. Both end when the client is gone.
 
-Owns the race between writing and the client's leaving. Knows nothing of what is written.
+Owns the race between writing an answer and the client's disconnecting. Knows nothing of what is written.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from starlette.types import Receive, Scope, Send
 
 
 class ClientGoneError(Exception):
-    """The client left before its answer was ready: there is nobody to answer."""
+    """The client disconnected before its answer was ready."""
 
 
 async def gone(receive: Receive) -> None:
-    """Returns when the client has left. The body must have been read."""
+    """Returns when the client has disconnected. The body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def unless_gone[T](request: Request, answer: Awaitable[T]) -> T:
-    """`answer`, cancelled if the client leaves before it is ready. Raises ClientGoneError then."""
+    """Waits for `answer` and returns its result. If the client disconnects first, cancels it and raises ClientGoneError."""
     task, watcher = asyncio.ensure_future(answer), asyncio.create_task(gone(request.receive))
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
@@ -40,8 +40,8 @@ async def unless_gone[T](request: Request, answer: Awaitable[T]) -> T:
 class EventStream(Response):
     """Server-sent events, sent as `events` yields them (bytes, whole events).
 
-    When the client leaves, or takes nothing for `patience` seconds, `events` is closed and the connection with it. `on_end` is
-    called in any case.
+    When the client disconnects, or reads nothing for `patience` seconds, `events` and the connection are closed. `on_end` is called
+    at the end in any case.
     """
 
     media_type = "text/event-stream"

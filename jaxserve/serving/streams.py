@@ -29,10 +29,10 @@ class Ask:
 
 
 class RequestStream:
-    """The output of the prompts of one call: an asynchronous iterator of Deltas, in the order in which they come.
+    """The outputs of one call's prompts: an asynchronous iterator of Deltas, in the order in which they come.
 
-    `request_ids` are in the order of the prompts. Use it in an `async with`: leaving before the end aborts what still runs, and its
-    pages are free before the next step is scheduled.
+    `request_ids` are in the order of the prompts. Use it in an `async with`: leaving before the end aborts the requests that still
+    run, and their pages are free before the next step is scheduled.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RequestStream:
         return not self._unfinished
 
     async def accepted(self) -> None:
-        """Waits until the engine has queued all of the prompts. Raises what it refuses one with; none of them run then."""
+        """Waits until the engine has accepted all of the prompts. Raises the error with which it refuses one; then none run."""
         while self._unaccepted and self._error is None:
             await self._wait()
         if self._error is not None:
@@ -70,7 +70,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> Delta:
-        """The next Delta. Raises RequestError if the requests end otherwise."""
+        """The next Delta. Raises RequestError if a request fails."""
         while not self._deltas:
             if self._error is not None:
                 raise self._error
@@ -86,7 +86,7 @@ class RequestStream:
         self.close()
 
     def close(self, refused: bool = False) -> None:
-        """Aborts what still runs; nothing if all has ended. refused: see `messages.Abort`."""
+        """Aborts the requests that still run. refused: see `messages.Abort`."""
         self._close(self, refused)
 
     async def _wait(self) -> None:
@@ -159,7 +159,7 @@ class OpenStreams:
             self.num_samples -= num_samples
 
     def add(self, stream: RequestStream) -> None:
-        """Counts a stream in and sets its deadline's timer. DeadlineError if the deadline has passed."""
+        """Adds a stream and sets a timer for its deadline. Raises DeadlineError if the deadline has passed."""
         left = math.inf if stream.timeout is None else stream.arrival + stream.timeout - time.monotonic()
         if left <= 0:
             raise too_late(stream.timeout)
@@ -170,7 +170,7 @@ class OpenStreams:
             stream.timer = asyncio.get_running_loop().call_later(left, self._expire, stream)
 
     def take(self, event: Accepted | Delta | Failed) -> None:
-        """Hands an event to its stream; nothing if that was closed meanwhile."""
+        """Hands an event to its stream. Does nothing if the stream was closed meanwhile."""
         stream = self._streams.get(event.request_id)
         if stream is None:
             return

@@ -1,4 +1,4 @@
-"""What all request models have in common: nothing unknown, nothing converted but 3.0 to 3, and the field types that several share.
+"""The base of all request models, and field types that several share. Unknown fields are refused; only 3.0 is converted, to 3.
 
 Owns how JSON values become fields. Knows no request.
 """
@@ -13,7 +13,7 @@ DECIMAL_TOKEN_ID = r"^(0|[1-9][0-9]{0,9})$"
 
 
 def _integral(value: Any) -> Any:
-    """JSON does not tell 3.0 from 3."""
+    """3 for 3.0, which JSON does not distinguish."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -29,7 +29,7 @@ def _only_false(value: bool) -> bool:
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
-# The first wrong element ends it: a long list of another kind would make as many errors.
+# fail_fast: the first wrong element ends the check, since a long list of a wrong kind would have as many errors.
 Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
 SomeTokenIds = Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(_all_integral)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), BeforeValidator(_all_integral)]
@@ -49,7 +49,7 @@ class Model(BaseModel):
 
 
 def if_given(name: str, kind: str, needed: str) -> dict[str, Any]:
-    """A JSON schema's way to say that `name`, where it is given, needs `needed` to be true."""
+    """A part of a JSON schema: where `name` is given with a value of this kind, `needed` must be true."""
     return {
         "if": {"properties": {name: {"type": kind}}, "required": [name]},
         "then": {"properties": {needed: {"const": True}}, "required": [needed]},

@@ -11,7 +11,7 @@ from jaxserve.serving.responses import Detokenized, TokenizerInfo, Tokens
 
 
 def tokenize(served: Served, body: TokenizeCompletionRequest | TokenizeChatRequest) -> Tokens:
-    """Token ids of a text, or of the prompt that a chat makes."""
+    """Token ids of a text, or of the prompt of a chat."""
     check_model(body.model, served.names)
     with checking():
         tokenizer = served.engine.get_tokenizer()
@@ -34,7 +34,7 @@ def detokenize(served: Served, body: DetokenizeRequest) -> Detokenized:
 
 
 def tokenizer_info(served: Served) -> TokenizerInfo:
-    """What clients that tokenise for themselves ask for."""
+    """Facts of the tokenizer, for clients that tokenise by themselves."""
     with checking():
         tokenizer = served.engine.get_tokenizer()
     special = {name: tokenizer.special_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}

@@ -1,6 +1,6 @@
-"""The form of an answer that calls tools: which calls it may hold, and what their arguments must be.
+"""The form of an answer that calls tools: which calls it may contain, and what their arguments must be.
 
-Owns what `tool_choice`, `strict` and `parallel_tool_calls` ask of an output in the Hermes notation that parsers.py reads.
+Owns what `tool_choice`, `strict` and `parallel_tool_calls` mean for an output, in the Hermes notation that parsers.py reads.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 
 def tool_form(body: ChatRequest, notation: Notation) -> StructuredOutputsParams | None:
-    """What the tools ask of the output; None where a call may be anything.
+    """The form of the output that the request's tools require; None where any text may follow.
 
-    "required" and a function by name: calls alone, one at least (one, if by name), held to their parameters. "auto" with a strict
-    tool: free text, in which <tool_call> begins a call of one of the tools; those that are not strict take any object. "auto"
-    beside a form: calls alone, or else content of that form.
+    tool_choice "required": one or more calls and no other text, with arguments by the tools' parameters.
+    tool_choice naming a function: exactly one such call.
+    "auto" with a strict tool: free text, in which <tool_call> begins a call of one of the tools. Arguments of tools that are not
+      strict may be any object.
+    "auto" with a form: calls alone, or content of that form.
 
     Raises:
-      ValueError: calls that must be made where there is nobody to call or no way to, or a form that can't stand beside calls.
+      ValueError: a call is required but no such tool is given, the model has no notation for calls, or the form can't be combined
+        with calls.
     """
     choice, tools = body.tool_choice, [tool.function for tool in body.shown_tools]
     forced = choice == "required" or isinstance(choice, NamedTool)
-    form = None if forced else body.form  # a form is of the content, and calls alone have none
+    form = None if forced else body.form  # a form is for content, which calls alone don't have
     if not forced and not (tools and (form is not None or any(tool.strict for tool in tools))):
         return None
     if not tools:
@@ -48,7 +51,7 @@ def tool_form(body: ChatRequest, notation: Notation) -> StructuredOutputsParams 
 
 
 def _schema(form: StructuredOutputsParams, field: str) -> dict[str, Any]:
-    """The JSON schema that a form is; ValueError where it is more, or something else."""
+    """The JSON schema of a form. Raises ValueError where the form is not a plain JSON schema."""
     if form == StructuredOutputsParams(json_object=True):
         return {"type": "object"}
     if isinstance(form.json, dict) and form == StructuredOutputsParams(json=form.json):
