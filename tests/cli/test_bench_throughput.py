@@ -33,6 +33,7 @@ def run(work: Path, *given: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
 
 
+@pytest.mark.slow
 def test_two_settings_are_compared(tmp_path):
     path = tmp_path / "results" / "out.json"
     done = run(tmp_path, "--policies=sarathi,request_level", f"--json={path}", "--max_num_seqs=2")

@@ -77,6 +77,7 @@ def test_hugging_face_to_orbax_and_back(tmp_path, folder):
     assert llm.engine.runner.programs.functions.dtype == np.float32
 
 
+@pytest.mark.slow
 def test_a_dtype_asked_for_is_in_the_config_too(tmp_path, folder):
     done = convert(f"--model={folder}", f"--output={tmp_path / 'half'}", "--dtype=bfloat16")
     assert done.returncode == 0, done.stderr

@@ -35,7 +35,7 @@ def plot(path: Path) -> list[str]:
 def run(work: Path, script: str, *given: str, model: bool = True) -> subprocess.CompletedProcess:
     environment = os.environ | {"JAXSERVE_CACHE": str(work / "cache"), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", MODULES[script], *([f"--model={work / 'model'}"] if model else []), *given]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=900)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from jaxserve.buckets.plan import Bucket
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.compilation import compile_counts
 from jaxserve.execution.programs import Programs
-from jaxserve.execution.warm_up import first_programs, remaining_programs
+from jaxserve.execution.warm_up import BackgroundWarmUp, first_programs, remaining_programs
 from tests.dummy import EOS, SETTINGS, VOCAB, dummy_model
 
 PLAN = BucketPlan(decode=(2, 6), mixed=((8, 6), (16, 6), (24, 6)), head_rows=(2, 6))
@@ -202,23 +202,24 @@ def test_prompts_that_must_not_be_cut_start_with_the_largest_bucket(gate):
 
 
 def test_no_program_is_begun_while_requests_run_unless_they_never_stop(monkeypatch):
-    monkeypatch.setattr("jaxserve.execution.warm_up.QUIET_SECONDS", 0.2)
+    begun, busy = [], threading.Event()
+    monkeypatch.setattr(Programs, "_compile", lambda _, key: begun.append(key) or object())
+    monkeypatch.setattr("jaxserve.execution.warm_up.QUIET_SECONDS", 0.05)
     monkeypatch.setattr("jaxserve.execution.warm_up.PATIENCE_SECONDS", 60.0)
-    engine = make_engine()
-    engine.add_request("runs", [1, 2, 3], SamplingParams(max_tokens=8))
-    time.sleep(1.0)  # five times as long as the thread waits for where nothing runs
-    assert engine.num_programs_left == PLAN.num_programs - FIRST
-    while engine.has_unfinished_requests():
-        engine.step()
-    wait_for_programs(engine)
-    assert engine.num_programs_left == 0
-    engine.close()
+    programs = make_engine(warm_up="first_use").runner.programs
+    busy.set()
+    thread = BackgroundWarmUp(programs, busy.is_set)
+    thread.start()
+    assert not thread.wait(0.5) and not begun  # ten times as long as it waits for where nothing runs
+    busy.clear()
+    assert thread.wait(60) and len(begun) == PLAN.num_programs - FIRST
+
+    programs = make_engine(warm_up="first_use").runner.programs
+    begun.clear()
     monkeypatch.setattr("jaxserve.execution.warm_up.PATIENCE_SECONDS", 0.05)
-    engine = make_engine()
-    engine.add_request("is never stepped", [1, 2, 3], SamplingParams(max_tokens=8))
-    wait_for_programs(engine)
-    assert engine.num_programs_left == 0
-    engine.close()
+    thread = BackgroundWarmUp(programs, lambda: True)
+    thread.start()
+    assert thread.wait(60) and len(begun) == PLAN.num_programs - FIRST
 
 
 LEAVES_IT_RUNNING = """
@@ -232,6 +233,7 @@ print(engine.num_programs_left, "left")
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_cleanly_while_programs_are_compiled():
     done = subprocess.run([sys.executable, "-c", LEAVES_IT_RUNNING], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

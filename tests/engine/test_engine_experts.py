@@ -9,7 +9,6 @@ import pytest
 
 from jaxserve.execution.compilation import compile_counts
 from tests.dummy import CONFIG, ONE_BUCKET, differences, dummy_model, make_engine, serve, serve_alone
-from tests.selection import slow_unless
 from tests.workload import requests
 
 OPTIMISED = True
@@ -26,7 +25,8 @@ SPARSE = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("dtype", slow_unless(lambda dtype: dtype == "bfloat16", ["float32", "bfloat16"]))
+@pytest.mark.slow  # of experts make test serves a golden of transformers, together and from few pages
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_together_as_alone_to_the_last_bit(dtype):
     """Mixed steps, chunks, preemption and prefix hits in one bucket; nothing compiles once its programs are."""
     model, asks = dummy_model(dtype, SPARSE), requests(True)[:9]

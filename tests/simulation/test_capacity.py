@@ -164,6 +164,7 @@ def test_spread():
     assert ratio([2.0, 6.0], [1.0, 2.0]) == Spread.of([2.0, 3.0]) and ratio([1.0], [0.0]) is None
 
 
+@pytest.mark.slow
 def test_interval_covers_the_mean():
     """95% of the intervals from few normal values, and from more, hold the true mean."""
     rng = np.random.default_rng(0)

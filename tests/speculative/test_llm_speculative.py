@@ -29,7 +29,7 @@ def llms(tmp_path_factory):
         pytest.param({"stop": ["ijk"], "include_stop_str_in_output": True, "logprobs": 2}, marks=pytest.mark.slow),
         {"stop": ["j"], "min_tokens": 9, "n": 2, "temperature": 0.01, "seed": 1},
         {"stop": [after("e", 40)[-3:]]},
-        {"logprobs": 0, "max_tokens": 1},
+        pytest.param({"logprobs": 0, "max_tokens": 1}, marks=pytest.mark.slow),
     ],
 )
 def test_texts_are_those_without(llms, params):

@@ -261,6 +261,7 @@ def test_every_kind_of_grammar_with_drafts(model, compiler, record_property):
     assert not lacking, lacking
 
 
+@pytest.mark.slow
 def test_alone_and_together_are_equal_bit_for_bit(model, compiler):
     """One bucket: whatever shares the batch, chunks, preemption, prefix hits, stepping ahead."""
     asks = mixed_asks(compiler)
