@@ -22,7 +22,7 @@ from checkpoints.weights import WeightsError
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
-_ROWS_AS_ONE = 16  # `dequantize` takes 16 rows at a time, which are few bytes; blocks don't cross rows, so that rows may be joined
+_ROWS_AS_ONE = 64  # `dequantize` takes 16 rows at a time, which are few bytes; blocks don't cross rows, so that rows may be joined
 _SCALARS = {  # value type -> struct format
     GGUFValueType.UINT8: "<B",
     GGUFValueType.INT8: "<b",
