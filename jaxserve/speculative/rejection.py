@@ -1,7 +1,7 @@
 """Exact rejection sampling of drafts: whatever proposed them, the output is distributed as the target model's own.
 
 Owns the acceptance rule and its random numbers. Knows nothing of models, of who proposes, or of schedules. The target's logits are
-processed as everywhere (sampling.py): edits, temperature and filters come first, and a draft that they forbid is never accepted.
+processed as everywhere (sampler.py): edits, temperature and filters come first, and a draft that they forbid is never accepted.
 
 Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding" (ICML 2023), algorithm 1; Chen et al.,
 "Accelerating Large Language Model Decoding with Speculative Sampling" (2023), algorithm 2. With p the target and q what the draft
