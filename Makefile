@@ -9,7 +9,7 @@
 #   TORCH_PIP_ARGS=<...> how pip finds a CPU build of torch for .venv-torch and .venv-lm-eval
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-torch setup-aot setup-lm-eval demo serve fuzz-api soak test test-all coverage lint format docs \
-	bench bench-vllm aot-check lm-eval goldens wheel reproduce reproduce-buckets clean distclean
+	bench bench-vllm aot-check ptx-check lm-eval goldens wheel reproduce reproduce-buckets clean distclean
 
 PY := .venv/bin/python
 comma := ,
@@ -75,6 +75,9 @@ bench-vllm: setup ## load our server with vLLM's own client, vllm-rs (from its w
 
 aot-check: setup-aot ## compile our kernels and the engine's step for Hopper, without a GPU (all of it: 20 minutes; ARGS=<flags> for a part)
 	@.venv-aot/bin/python -m scripts.aot_check $(or $(ARGS),--model=qwen3-0.6b$(comma)qwen3-8b$(comma)qwen3-30b-a3b@0.92 --target=h100$(comma)h200)
+
+ptx-check: setup-aot ## run our Hopper kernels' PTX on the CPU: races, fences, values (ARGS=--cases=few: a minute; --mutations)
+	@.venv-aot/bin/python -m scripts.ptx_check $(ARGS)
 
 lm-eval: setup setup-lm-eval ## lm-eval's scores of the demo's model through our server and in transformers: they must be equal
 	@$(PY) -m scripts.lm_eval_check $(ARGS)

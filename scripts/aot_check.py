@@ -13,7 +13,6 @@ or head that is not one CUDA graph; a copy of KV pages; more temporary memory th
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from absl import app, flags
 
 from jaxserve.cli.common.command import run_command
 from scripts.aot.compiled_report import CompiledReport, Kernel
-from scripts.aot.sm90_compile import SMEM_LIMIT, TARGETS, Compiler, use_no_device
+from scripts.aot.sm90_compile import SMEM_LIMIT, TARGETS, Compiler, compilers, use_no_device
 from scripts.aot.verdicts import gib, kernel_faults, mib, variant_faults
 
 _MODELS = flags.DEFINE_list(
@@ -72,12 +71,6 @@ def table(report: CompiledReport) -> str:
     rows = [f"    {count:5d} x {name:52s} {figures(k) if k else ''}".rstrip() for count, name, k in report.launches()]
     rows += [f"    Mosaic: {k.name:52s} {figures(k)}" for k in report.kernels if k.source == "mosaic"]
     return "\n".join(rows)
-
-
-def compilers() -> dict[str, str]:
-    """Versions of the packages that compile for the GPU: XLA's and Mosaic's plugin, ptxas. One that is not there is left out."""
-    installed = {d.name: d.version for d in importlib.metadata.distributions()}
-    return {name: installed[name] for name in ("jax-cuda13-plugin", "nvidia-cuda-nvcc") if name in installed}
 
 
 def check_kernels(compiler: Compiler) -> dict[str, Any]:

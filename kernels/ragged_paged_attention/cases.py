@@ -78,6 +78,9 @@ AROUND_A_BLOCK = ((1, 1), (1, 63), (1, 64), (1, 65))
 # A chunk long enough that a second consumer has some of its tokens, where the group is small too.
 CHUNKS = ((1, 130), (40, 90), (0, 0), (1, 65))
 
+# Tiles of 32 tokens, of which a second consumer alone sees the last block.
+PASS_BY = ((32, 80), (31, 95), (17, 66), (1, 129), (32, 65))
+
 # With a window of 5: pages before it are gone, and the first page that is seen is the last one, partly filled.
 LAST_PAGE_SEEN = ((9, 63), (1, 60), (1, 188))
 
@@ -115,6 +118,9 @@ INTERPRETED = (
     # Long enough that every slot of a ring of three blocks, and of the join's ring, is filled three times.
     Case("gpu-long-decodes", ((1, 640), (1, 600), (1, 577)), Heads(2, 1, 64), 64, "bfloat16", max_q_len=1),
     Case("gpu-long-mixed", ((20, 640), (9, 70), (1, 1)), Heads(4, 1, 64), 64, "bfloat16"),
+    # Of tiles of 32 tokens: the first consumer passes by a last block that is partly filled, or has the only row of it.
+    Case("gpu-pass_by-8b", PASS_BY, small("qwen3_8b", 1), 64, "bfloat16"),
+    Case("gpu-pass_by-window-soft_cap", PASS_BY, Heads(4, 1, 64), 16, "bfloat16", sliding_window=20, soft_cap=3.0),
 )
 
 CASES = (

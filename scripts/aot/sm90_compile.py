@@ -10,6 +10,7 @@ options of jaxserve.execution.programs the sequence of commands should be the ca
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import os
 import re
 import shutil
@@ -56,6 +57,12 @@ def find_cuda() -> Path:
         if path and (Path(path) / "bin/ptxas").exists():
             return Path(path)
     raise FileNotFoundError("no ptxas: run this in the environment that `make setup-aot` makes (it has nvidia-cuda-nvcc)")
+
+
+def compilers() -> dict[str, str]:
+    """Versions of the packages that compile for the GPU: XLA's and Mosaic's plugin, ptxas. One that is not there is left out."""
+    installed = {d.name: d.version for d in importlib.metadata.distributions()}
+    return {name: installed[name] for name in ("jax-cuda13-plugin", "nvidia-cuda-nvcc") if name in installed}
 
 
 def make_noting_cuda(root: Path, log: Path) -> None:

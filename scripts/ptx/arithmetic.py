@@ -22,6 +22,7 @@ DTYPES: dict[str, Any] = {
 }
 BANK_OF = {t: "pred" if t == "pred" else f"b{np.dtype(d).itemsize * 8}" for t, d in DTYPES.items()}
 LANES = np.arange(32)
+_NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,23 @@ def steps(i: Instruction) -> list[Step] | None:
     opcode, *modifiers = i.opcode.split(".")
     make = _MAKERS.get(opcode)
     made = None if make is None else make(i, modifiers)
-    return None if made is None else list(made)
+    if made is None:
+        return None
+    floats = modifiers[-1:] == ["f32"] and opcode in ("add", "sub", "mul", "fma", "div", "ex2", "max", "min")
+    return [dataclasses.replace(s, function=_canonical(s.function)) if floats else s for s in made]
+
+
+def _canonical(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A NaN that is computed has one pattern of bits, whatever NaN went in (9.7.3)."""
+
+    def compute(*sources):
+        out = function(*sources)
+        unordered = out != out
+        if unordered.any():
+            out = np.where(unordered, _NAN, out)
+        return out
+
+    return compute
 
 
 def _plain(i: Instruction, function: Callable[..., Any], types: list[str], result: str) -> Iterator[Step]:

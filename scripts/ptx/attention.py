@@ -114,7 +114,8 @@ class AttentionPtx:
         """(out [T, N, H], the instructions of each kernel that ran). longer: by how many positions the plan passes the KV."""
         q, _, _, cu_q_lens, kv_lens = arrays = [np.asarray(x) for x in batch.arrays]
         q_lens, shape = np.diff(cu_q_lens), self.planner.shape
-        packed = self.planner.plan(q_lens, np.where(q_lens > 0, np.minimum(kv_lens + longer, shape.max_kv_len), kv_lens))
+        planned = np.where(q_lens > 0, np.minimum(kv_lens + longer, shape.max_kv_len), kv_lens)
+        packed = self.planner.plan(q_lens, planned, least_kv_lens=kv_lens)
         outputs = [_nothing(q.shape, q.dtype)]
         if JOIN in self.kernels:
             heads = self.case.heads

@@ -183,6 +183,21 @@ def test_bits_depend_on_the_sequence_alone(monkeypatch, heads):
     assert attention(one_cta, case)(batch.arrays, unsplit)[:n].tobytes() == whole[:n].tobytes()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpu-mixed-8b", "gpu-pass_by-8b"])
+def test_a_plan_may_pass_the_kv(name):
+    """By 70 positions: items then have no blocks, and two consumers must take their turns all the same."""
+    case = next(case for case in INTERPRETED if case.name == name)
+    batch = build(case)
+    planner, q_lens, kv_lens = planner_of(case, batch), np.diff(batch.cu_q_lens), np.asarray(batch.kv_lens)
+    longer = planner.plan(q_lens, np.where(q_lens > 0, np.minimum(kv_lens + 70, planner.shape.max_kv_len), kv_lens))
+    begin, stop, _ = work_list._planned_extents(planner.shape, longer, q_lens, kv_lens)
+    assert planner.tiles.consumers == 2 and (begin == stop).any()
+    run, n = attention(planner, case), int(batch.cu_q_lens[-1])
+    exact = run(batch.arrays, planner.plan(q_lens, kv_lens))
+    assert run(batch.arrays, longer)[:n].tobytes() == exact[:n].tobytes()
+
+
 RUNS = Case("runs", ((1, 600), (1, 330), (1, 200)), Heads(2, 1, 64), 64, "bfloat16", max_q_len=1)
 
 

@@ -1,0 +1,126 @@
+"""What ptx_check runs: programs, each with the batches that together reach every line of it, and what must agree in every bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from kernels.grouped_matmul import cases as experts_cases
+from kernels.ragged_paged_attention import cases as attention_cases
+from kernels.ragged_paged_attention.cases import INTERPRETED, Case
+from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
+from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK
+from scripts.ptx.attention import AttentionPtx, padded, shape_of
+from scripts.ptx.compiled import Kernel, KernelCompiler
+from scripts.ptx.experts import ExpertsPtx
+
+LONGER = 70  # positions by which a plan passes the KV: a block and more that is not there
+FEW = ("gpu-decodes-0.6b", "gpu-window-soft_cap", "gpu-pass_by-8b", "bfloat16_deep")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One batch of a program. run(seed) -> (output, the instructions of each kernel that ran); want: float64 of the output's first
+    rows; tolerance: absolute and relative. What lies behind `want` must not be written."""
+
+    name: str
+    run: Callable[[int], tuple[np.ndarray, dict[str, np.ndarray]]]
+    want: np.ndarray
+    tolerance: float
+
+    def faults(self, out: np.ndarray) -> list[str]:
+        """What is wrong with an output."""
+        have, rest = out[: len(self.want)].astype(np.float64), out[len(self.want) :].astype(np.float32)
+        worst = np.abs(have - self.want).max(initial=0)
+        close = np.abs(have - self.want) <= self.tolerance * (1 + np.abs(self.want))
+        faults = [] if close.all() else [f"{self.name}: {(~close).sum()} values are wrong, the worst by {worst:.3g}"]
+        return faults if np.isnan(rest).all() else [*faults, f"{self.name}: rows that nobody owns are written"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One compiled program: its kernels, and its batches."""
+
+    name: str
+    kernels: dict[str, Kernel]
+    runs: tuple[Run, ...]
+    with_kernels: Callable[[dict[str, Kernel]], Program]  # the same batches with other kernels
+
+
+def case_names() -> list[str]:
+    """The cases that kernels for Hopper run."""
+    return [case.name for case in INTERPRETED] + [case.name for case in experts_cases.CASES if case.dtype != "float32"]
+
+
+def programs(compiler: KernelCompiler, names: Sequence[str] | None = None) -> Iterator[Program]:
+    """Compiles one after the other. names: of cases, or "few"; None is all."""
+    names = case_names() if names is None else FEW if "few" in names else names
+    for case in INTERPRETED:
+        if case.name in names:
+            yield attention_program(compiler, case)
+    for case in experts_cases.CASES:
+        if case.name in names:
+            for rows in (64, 128):
+                yield experts_program(compiler, case, rows)
+
+
+def attention_program(compiler: KernelCompiler, case: Case) -> Program:
+    """The program of a case. Its batches: the case itself, and others with the same heads, pages and options."""
+    batches = [(case, 0), (case, LONGER), *((dataclasses.replace(case, seqs=s), n) for s, n in _more(case))]
+    shape = shape_of([batch for batch, _ in batches])
+    compiled = AttentionPtx.compile(compiler, case, shape, split_q_len=4 if "drafts" in case.name else 1)
+    tolerance = 2 * attention_cases.TOLERANCE[case.dtype]  # weights are rounded to the dtype before they meet the values
+
+    prepared = []
+    for one, longer in batches:
+        batch = padded(one, shape)
+        name = f"{case.name} {one.seqs}{f' planned {longer} longer' if longer else ''}"
+        prepared.append((name, batch, longer, attention_cases.expected(one, batch)))
+
+    def with_kernels(kernels: dict[str, Kernel]) -> Program:
+        ptx = dataclasses.replace(compiled, kernels=kernels)
+        runs = (Run(name, _bind(ptx.run, batch, longer=longer), want, tolerance) for name, batch, longer, want in prepared)
+        return Program(case.name, kernels, tuple(runs), with_kernels)
+
+    return with_kernels(compiled.kernels)
+
+
+def _more(case: Case) -> list[tuple[tuple[tuple[int, int], ...], int]]:
+    """(sequences, positions that are planned too many) of a case's other batches."""
+    tails = ((1, 74), (1, 94), (1, 109), (1, 192), (1, 400))  # every size of a last copy; more chunks than the join's ring
+    if case.max_q_len == 1:
+        return [(tails, 0), (((1, 200), (1, 129), (1, 64), (1, 1)), LONGER)]
+    if case.max_q_len is not None:
+        return [(tails, 0), (((case.max_q_len, 200), (1, 129), (2, 64)), LONGER)]
+    half = ROWS // (case.heads.N // case.heads.K)  # tokens of a consumer
+    more = min(half, 48)
+    pass_by = (
+        (half + more, BLOCK + more),
+        (half + 1, BLOCK + 1),
+        (2 * half - 1, 2 * half + BLOCK),
+        (1, 129),
+        (2 * half, 2 * half + 33),
+    )
+    return [(tails, 0), (pass_by, 0), (((1, 129), (half + 4, half + 24), (1, 65), (1, 1)), LONGER)]
+
+
+def _bind(run: Callable, batch: Any, **options: Any) -> Callable[[int], Any]:
+    return lambda seed: run(batch, seed=seed, **options)
+
+
+def experts_program(compiler: KernelCompiler, case: experts_cases.Case, rows: int) -> Program:
+    """The program of a case in tiles of `rows` rows."""
+    compiled = ExpertsPtx.compile(compiler, case, rows)
+    batch = experts_cases.build(case)
+    want = experts_cases.expected(batch)
+    tolerance = experts_cases.TOLERANCE[case.dtype] * max(np.abs(want).max(initial=0), 1)
+
+    def with_kernels(kernels: dict[str, Kernel]) -> Program:
+        ptx = dataclasses.replace(compiled, kernel=next(iter(kernels.values())))
+        name = f"{case.name} in tiles of {rows} rows"
+        return Program(name, kernels, (Run(name, _bind(ptx.run, batch), want, tolerance),), with_kernels)
+
+    return with_kernels({compiled.kernel.name: compiled.kernel})

@@ -1,0 +1,154 @@
+"""Runs the PTX of our kernels on a CPU, without a GPU: their cases, in several schedules, against float64.
+
+    make ptx-check                                              every case, 4 schedules
+    python -m scripts.ptx_check --cases=few                     four cases, 2 schedules: about a minute
+    python -m scripts.ptx_check --cases=gpu-mixed-8b --seeds=8
+    python -m scripts.ptx_check --mutations                     takes out each synchronising instruction in turn
+
+Runs in the environment that `make setup-aot` makes. The kernels are compiled for sm_90a as `aot_check` compiles them; scripts/ptx
+runs what Mosaic made. Faults are listed, and the exit status is then 1: a value that is wrong; a race on shared memory; an access
+by the async proxy with no proxy fence before; a register that is used while a wgmma has it; an mbarrier's phase that is skipped; a
+hang; outputs whose bits depend on the schedule, or on the program where they must not; an instruction that is not known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from typing import Any
+
+from absl import app, flags
+
+from jaxserve.cli.common.command import run_command
+from scripts.aot.sm90_compile import TARGETS, Compiler, compilers, use_no_device
+
+_CASES = flags.DEFINE_list("cases", ["all"], "all, few, or names of cases (kernels/*/cases.py) that the kernels for Hopper run.")
+_SEEDS = flags.DEFINE_integer("seeds", None, "Schedules of each batch; default: 4, or 2 with --cases=few.", lower_bound=1)
+_MUTATIONS = flags.DEFINE_bool(
+    "mutations", False, "Instead: take out each synchronising instruction; one that nobody misses is listed."
+)
+_TARGET = flags.DEFINE_enum("target", "h100", sorted(TARGETS), "Which GPU to compile for.")
+_VERBOSE = flags.DEFINE_bool("verbose", False, "List every line that no case reaches, and every mutation.")
+_JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
+
+
+@dataclasses.dataclass
+class Report:
+    """What was found so far."""
+
+    faults: list[str] = dataclasses.field(default_factory=list)
+    programs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def fault(self, text: str) -> None:
+        self.faults.append(text)
+        print(f"FAULT {text}", flush=True)
+
+
+def check_program(program: Any, seeds: int, coverage: Any, report: Report) -> None:
+    """Every batch of a program in every schedule."""
+    from scripts.ptx.program import PtxError
+
+    start, before = time.perf_counter(), len(report.faults)
+    for run in program.runs:
+        outputs = set()
+        for seed in range(seeds):
+            try:
+                out, covered = run.run(seed)
+            except PtxError as error:
+                report.fault(f"{run.name}: {error}")
+                break
+            outputs.add(out.tobytes())
+            for kernel, lines in covered.items():
+                coverage.add(kernel, program.kernels[kernel].program, lines)
+            if seed == 0:
+                for fault in run.faults(out):
+                    report.fault(fault)
+        if len(outputs) > 1:
+            report.fault(f"{run.name}: {len(outputs)} different outputs in {seeds} schedules")
+    seconds, faults = time.perf_counter() - start, len(report.faults) - before
+    print(f"{program.name}: {len(program.runs)} batches, {seeds} schedules each: {faults} faults; {seconds:.1f} s", flush=True)
+    result = {"name": program.name, "batches": [run.name for run in program.runs], "seeds": seeds, "faults": faults}
+    report.programs.append({**result, "seconds": round(seconds, 1)})
+
+
+def show_coverage(coverage: Any, *, demanded: bool, report: Report) -> dict[str, Any]:
+    """Prints it; lines that no case reaches are faults where all cases ran."""
+    result = {}
+    for kernel, (ran, lines) in coverage.summary().items():
+        missing = coverage.missing(kernel)
+        print(f"{kernel}: {ran} of {lines} lines of PTX ran ({ran / max(lines, 1):.2%})", flush=True)
+        for i in missing if _VERBOSE.value or demanded else []:
+            print(f"    not reached: {i}", flush=True)
+        if missing and demanded:
+            report.fault(f"{kernel}: no case reaches {len(missing)} lines of its PTX")
+        result[kernel] = {"ran": ran, "lines": lines, "not_reached": [str(i) for i in missing]}
+    return result
+
+
+def check_agreements(compiler: Any, *, few: bool, report: Report) -> list[str]:
+    """Outputs of different programs that must be equal in every bit."""
+    from scripts.ptx.agreement import agreements
+
+    names = []
+    for agreement in agreements(compiler, few=few):
+        names.append(f"{agreement.name}: {', '.join(who for who, _ in agreement.outputs)}")
+        print(f"equal bits, {names[-1]}: {'no' if agreement.faults else 'yes'}", flush=True)
+        for fault in agreement.faults:
+            report.fault(fault)
+    return names
+
+
+def check_mutations(compiler: Any, report: Report) -> list[dict[str, Any]]:
+    """The table of mutations; a survivor without a reason is a fault."""
+    from scripts.ptx import mutations
+
+    table = []
+    for kernel, outcomes in mutations.outcomes(compiler, verbose=_VERBOSE.value):
+        print(mutations.summary(kernel, outcomes), flush=True)
+        for outcome in outcomes:
+            if not outcome.caught and outcome.reason is None:
+                report.fault(f"{kernel}: nothing misses {outcome.kind}: {outcome.line}")
+        table += [{"kernel": kernel, **dataclasses.asdict(outcome)} for outcome in outcomes]
+    return table
+
+
+def check_cases(compiler: Any, report: Report) -> dict[str, Any]:
+    """Programs, coverage, agreements."""
+    from scripts.ptx.coverage import Coverage
+    from scripts.ptx.suite import programs
+
+    few, all_cases = _CASES.value == ["few"], _CASES.value == ["all"]
+    coverage = Coverage()
+    for program in programs(compiler, names=None if all_cases else _CASES.value):
+        check_program(program, _SEEDS.value or (2 if few else 4), coverage, report)
+    lines = show_coverage(coverage, demanded=all_cases, report=report)
+    agreed = check_agreements(compiler, few=not all_cases, report=report) if few or all_cases else []
+    return {"programs": report.programs, "coverage": lines, "equal_bits": agreed}
+
+
+def main() -> None:
+    use_no_device()
+    from jaxserve.cli.common.provenance import provenance, write_json
+    from scripts.ptx.compiled import KernelCompiler
+    from scripts.ptx.suite import case_names
+
+    unknown = set(_CASES.value) - {"all", "few", *case_names()}
+    if unknown or len(_CASES.value) > 1 and {"all", "few"} & set(_CASES.value):
+        raise app.UsageError(f"--cases={','.join(_CASES.value)}: must be all, few, or of {', '.join(case_names())}")
+    start, report = time.perf_counter(), Report()
+    compiler = Compiler(_TARGET.value)
+    try:
+        kernels = KernelCompiler(compiler)
+        result = {"mutations": check_mutations(kernels, report)} if _MUTATIONS.value else check_cases(kernels, report)
+    finally:
+        compiler.remove()
+    result |= {"check": "ptx", "target": _TARGET.value, "faults": report.faults, "seconds": round(time.perf_counter() - start)}
+    write_json(_JSON.value, {**result, **compilers(), **provenance()})
+    what = f"{len(result['mutations'])} mutations" if _MUTATIONS.value else f"{len(report.programs)} programs"
+    print(f"ptx_check: {what} for {_TARGET.value}, {result['seconds']} s: {len(report.faults)} faults", flush=True)
+    sys.exit(1 if report.faults else 0)
+
+
+if __name__ == "__main__":
+    run_command(main)
