@@ -60,7 +60,8 @@ def check_program(program: Any, seeds: int, coverage: Any, report: Report) -> No
                 break
             outputs.add(out.tobytes())
             for kernel, lines in covered.items():
-                coverage.add(kernel, program.kernels[kernel].program, lines)
+                demanded = kernel in program.demanded
+                coverage.add(kernel, program.kernels[kernel].program, lines, demanded=demanded)
             if seed == 0:
                 for fault in run.faults(out):
                     report.fault(fault)

@@ -45,6 +45,7 @@ CASES = (
     Case("bfloat16", 21, 2, 5, num_tokens=20, dtype="bfloat16"),
     Case("bfloat16_prefill", 130, 2, 3, D=128, F=256, num_tokens=129, dtype="bfloat16"),
     Case("bfloat16_long", 140, 2, 2, dtype="bfloat16"),
+    Case("bfloat16_sizes", 50, 2, 3, skewed=True, num_tokens=49, dtype="bfloat16"),  # 49 rows: stored as 32, 16 and 8
     Case("bfloat16_nothing", 3, 2, 4, num_tokens=0, dtype="bfloat16"),
     Case("float16", 13, 3, 6, active=4, dtype="float16"),
     # Deep enough that every slot of a ring of four blocks of 64 columns is filled three times; tiles of 64 rows and of 128.

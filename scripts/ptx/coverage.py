@@ -24,11 +24,11 @@ class Coverage:
         self._ran: dict[str, dict[tuple[str, str, int], bool]] = defaultdict(dict)
         self._example: dict[tuple[str, str, int], Instruction] = {}
 
-    def add(self, kernel: str, program: Program, covered: np.ndarray) -> None:
-        """The instructions of one program that ran, bool[instructions]."""
+    def add(self, kernel: str, program: Program, covered: np.ndarray, *, demanded: bool = True) -> None:
+        """The instructions of one program that ran, bool[instructions]. demanded: whether those that did not are lines at all."""
         lines, copies = self._ran[kernel], Counter()
         for i, ran in zip(program.instructions, covered.tolist(), strict=True):
-            if not _repeats_a_wait(program, i):
+            if (ran or demanded) and not _repeats_a_wait(program, i):
                 text = _NAMES.sub("_", i.text)
                 copies[i.source, text] += 1
                 key = (i.source, text, copies[i.source, text])

@@ -22,7 +22,7 @@ from scripts.ptx.program import Instruction, Literal, Program, PtxError
 from scripts.ptx.suite import Program as Suite
 from scripts.ptx.suite import Run, programs
 
-SEEDS = 4
+SEEDS = 2  # schedules in which a mutation may be caught
 # A kernel, and a case of it: one and two consumers, pages in one copy and in several.
 SUBJECTS = (
     (EXPERTS, "bfloat16_deep"),
@@ -132,29 +132,38 @@ def of_suite(suite: Suite, kernel: str, *, verbose: bool = False) -> list[Outcom
 
 def _reasons(program: Program, trial: Trial, survivors: Sequence[tuple[int, Mutation]]) -> Iterator[tuple[int, str | None]]:
     """(number, why it is redundant) of every survivor."""
-    less, gone = program, set()
-    for number, mutation in survivors:
-        if len(mutation.instructions) != 1:
-            continue
-        if not trial.covered[mutation.index]:
+    alone = [(number, m) for number, m in survivors if len(m.instructions) == 1]
+    reached = {m.index: m for _, m in alone if trial.covered[m.index]}  # of two changes of one instruction the last
+    gone: list[Mutation] = []
+    _take_out(program, trial, list(reached.values()), gone)
+    indices = [m.index for m in gone]
+    sound = trial.catch(_without(program, gone), indices) is None if gone else True
+    for number, m in alone:
+        if m.index not in reached:
             yield number, "no batch of this case reaches it"
-            continue
-        fewer = mutation.of(less)
-        caught = trial.catch(fewer, [mutation.index, *gone], seeds=2)
-        if caught is None:
-            less = fewer
-            gone.add(mutation.index)
-            yield number, "redundant, all of these at once: what is left orders the same"
+        elif m.index in indices:
+            yield number, "redundant, all of these at once: what is left orders the same" if sound else None
         else:
             yield number, "does what another one of these does too, and is missed once that is gone"
-    for number, mutation in survivors:
-        if len(mutation.instructions) > 1:
-            yield (
-                number,
-                "redundant where it stands, as its removal shows"
-                if any(other.index == mutation.index and len(other.instructions) == 1 for _, other in survivors)
-                else None,
-            )
+    for number, m in survivors:
+        if len(m.instructions) > 1:
+            yield number, "redundant where it stands, as its removal shows" if any(m.index == o.index for _, o in alone) else None
+
+
+def _take_out(program: Program, trial: Trial, group: list[Mutation], gone: list[Mutation]) -> None:
+    """Adds to `gone` what of a group can go as well, in halves where it can't go as a whole."""
+    together = [*gone, *group]
+    if not group or trial.catch(_without(program, together), [m.index for m in together], seeds=1) is None:
+        gone += group
+    elif len(group) > 1:
+        _take_out(program, trial, group[: len(group) // 2], gone)
+        _take_out(program, trial, group[len(group) // 2 :], gone)
+
+
+def _without(program: Program, changes: Sequence[Mutation]) -> Program:
+    for change in changes:
+        program = change.of(program)
+    return program
 
 
 @dataclasses.dataclass(frozen=True)

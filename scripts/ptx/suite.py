@@ -14,9 +14,10 @@ from kernels.ragged_paged_attention.cases import INTERPRETED, Case
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
 from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK
 from scripts.ptx.attention import AttentionPtx, padded, shape_of
-from scripts.ptx.compiled import Kernel, KernelCompiler
+from scripts.ptx.compiled import JOIN, Kernel, KernelCompiler
 from scripts.ptx.experts import ExpertsPtx
 
+SPLIT_Q_LEN = 9  # query tokens of a sequence whose KV may be split
 LONGER = 70  # positions by which a plan passes the KV: a block and more that is not there
 FEW = ("gpu-decodes-0.6b", "gpu-window-soft_cap", "gpu-pass_by-8b", "bfloat16_deep")
 
@@ -48,6 +49,7 @@ class Program:
     kernels: dict[str, Kernel]
     runs: tuple[Run, ...]
     with_kernels: Callable[[dict[str, Kernel]], Program]  # the same batches with other kernels
+    demanded: frozenset[str]  # kernels whose every line these batches are to reach
 
 
 def case_names() -> list[str]:
@@ -71,7 +73,10 @@ def attention_program(compiler: KernelCompiler, case: Case) -> Program:
     """The program of a case. Its batches: the case itself, and others with the same heads, pages and options."""
     batches = [(case, 0), (case, LONGER), *((dataclasses.replace(case, seqs=s), n) for s, n in _more(case))]
     shape = shape_of([batch for batch, _ in batches])
-    compiled = AttentionPtx.compile(compiler, case, shape, split_q_len=4 if "drafts" in case.name else 1)
+    split_q_len = min(SPLIT_Q_LEN, _half(case), case.max_q_len or SPLIT_Q_LEN)
+    compiled = AttentionPtx.compile(compiler, case, shape, split_q_len=split_q_len)
+    # The join goes over a sequence's tokens and its chunks: one token, or a window's few chunks, leave loops of it unused.
+    demanded = frozenset(compiled.kernels) - ({JOIN} if split_q_len == 1 or case.sliding_window else set())
     tolerance = 2 * attention_cases.TOLERANCE[case.dtype]  # weights are rounded to the dtype before they meet the values
 
     prepared = []
@@ -83,9 +88,14 @@ def attention_program(compiler: KernelCompiler, case: Case) -> Program:
     def with_kernels(kernels: dict[str, Kernel]) -> Program:
         ptx = dataclasses.replace(compiled, kernels=kernels)
         runs = (Run(name, _bind(ptx.run, batch, longer=longer), want, tolerance) for name, batch, longer, want in prepared)
-        return Program(case.name, kernels, tuple(runs), with_kernels)
+        return Program(case.name, kernels, tuple(runs), with_kernels, demanded)
 
     return with_kernels(compiled.kernels)
+
+
+def _half(case: Case) -> int:
+    """Query tokens of one consumer, at most."""
+    return ROWS // (case.heads.N // case.heads.K)
 
 
 def _more(case: Case) -> list[tuple[tuple[tuple[int, int], ...], int]]:
@@ -95,8 +105,9 @@ def _more(case: Case) -> list[tuple[tuple[tuple[int, int], ...], int]]:
         return [(tails, 0), (((1, 200), (1, 129), (1, 64), (1, 1)), LONGER)]
     if case.max_q_len is not None:
         return [(tails, 0), (((case.max_q_len, 200), (1, 129), (2, 64)), LONGER)]
-    half = ROWS // (case.heads.N // case.heads.K)  # tokens of a consumer
+    half = _half(case)
     more = min(half, 48)
+    several = ((min(SPLIT_Q_LEN, half), 300), (3, 200), (2, 150), (1, 400))  # split, with more tokens than one
     pass_by = (
         (half + more, BLOCK + more),
         (half + 1, BLOCK + 1),
@@ -104,7 +115,7 @@ def _more(case: Case) -> list[tuple[tuple[tuple[int, int], ...], int]]:
         (1, 129),
         (2 * half, 2 * half + 33),
     )
-    return [(tails, 0), (pass_by, 0), (((1, 129), (half + 4, half + 24), (1, 65), (1, 1)), LONGER)]
+    return [(tails, 0), (several, 0), (pass_by, 0), (((1, 129), (half + 4, half + 24), (1, 65), (1, 1)), LONGER)]
 
 
 def _bind(run: Callable, batch: Any, **options: Any) -> Callable[[int], Any]:
@@ -121,6 +132,6 @@ def experts_program(compiler: KernelCompiler, case: experts_cases.Case, rows: in
     def with_kernels(kernels: dict[str, Kernel]) -> Program:
         ptx = dataclasses.replace(compiled, kernel=next(iter(kernels.values())))
         name = f"{case.name} in tiles of {rows} rows"
-        return Program(name, kernels, (Run(name, _bind(ptx.run, batch), want, tolerance),), with_kernels)
+        return Program(name, kernels, (Run(name, _bind(ptx.run, batch), want, tolerance),), with_kernels, frozenset(kernels))
 
     return with_kernels({compiled.kernel.name: compiled.kernel})

@@ -70,7 +70,7 @@ def suite(kernels):
     """The one batch as ptx_check has it."""
     ptx, want = ExpertsPtx(kernels[EXPERTS], CASE, 64), expected(BATCH)
     run_it = Run("recorded", lambda seed: ptx.run(BATCH, seed=seed), want, TOLERANCE[CASE.dtype] * np.abs(want).max())
-    return Program("recorded", kernels, (run_it,), suite)
+    return Program("recorded", kernels, (run_it,), suite, frozenset(kernels))
 
 
 def test_a_mutation_is_caught_or_nobody_misses_it():
