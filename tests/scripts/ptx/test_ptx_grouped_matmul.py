@@ -12,7 +12,7 @@ from scripts.ptx.coverage import Coverage
 from scripts.ptx.experts import ExpertsPtx
 from scripts.ptx.launch import Launch, Tensor
 from scripts.ptx.mutations import Trial, mutations
-from scripts.ptx.program import PtxError, parse
+from scripts.ptx.program import Literal, Operand, PtxError, parse
 from scripts.ptx.suite import Program, Run
 
 CASE = next(case for case in CASES if case.name == "bfloat16_deep")
@@ -39,10 +39,15 @@ def test_it_computes_the_products():
     assert len({out.tobytes() for out in outputs}) == 1
 
 
+def literal(operand: Operand) -> str:
+    assert isinstance(operand, Literal)
+    return operand.text
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_without_the_wait_in_its_loop_it_has_a_race(seed):
     """emit_pipeline with delay_release=1 refills a block's slot a step later; only the wait says that its wgmma is over by then."""
-    opcodes = [(index, i.operands[0].text) for index, i in enumerate(KERNEL.program.instructions) if "wgmma.wait" in i.opcode]
+    opcodes = [(index, literal(i.operands[0])) for index, i in enumerate(KERNEL.program.instructions) if "wgmma.wait" in i.opcode]
     assert [left for _, left in opcodes] == ["1", "1", "0"]  # of the first step, of the loop, of the end
     with pytest.raises(PtxError, match="TMA load: writes, unordered with a read by wgmma of warp"):
         run(KERNEL.program.without(opcodes[1][0]), seed)
@@ -106,5 +111,5 @@ def test_lines_of_two_programs_count_as_one():
     coverage.add(EXPERTS, other, np.ones(len(ran), bool))
     assert not coverage.missing(EXPERTS)
     (lines,) = [lines for _, lines in coverage.summary().values()]
-    waits = [i for i in program.instructions if i.opcode == "bra.uni" and i.operands[0].text.startswith("LAB_WAIT")]
+    waits = [i for i in program.instructions if i.opcode == "bra.uni" and literal(i.operands[0]).startswith("LAB_WAIT")]
     assert waits and lines <= len(program.instructions) - len(waits)

@@ -47,6 +47,7 @@ def test_a_kernel_is_read():
     assert program.labels == {"AGAIN#1": 1, "DONE#1": 4, "$L__BB0_2": 5}
     assert done.operands == (Literal("DONE#1"),) and again.operands == (Literal("AGAIN#1"),)
     inner = wait.operands[0]
+    assert done.guard is not None
     assert inner == done.guard[0] == Register("P1#1", "pred") and compare.operands[0] == Register("P1#2", "pred")
     assert copy.operands[1] == Address(Register("%rd1", "b64"), 0, (Register("%r1", "b32"), Register("%r3", "b32")))
     assert copy.operands[2] == Address(Register("%rd2", "b64"), -8) and copy.source == "producer.py:7"
