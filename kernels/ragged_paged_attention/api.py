@@ -56,8 +56,9 @@ def ragged_paged_attention(
         max_q_len: a bound on every q_len, static; None is T. A decode step says 1, which compiles to a smaller program.
         backend: one of `kernels.backends.ATTENTION.names`. "auto" is what `work` was planned for, else see `resolve_backend`.
         work: what `plan_work` returned for the same cu_q_lens, kv_lens, T, max_q_len and backend, so that the layers of a
-            step share it; None plans here. "mosaic_sm90" is planned on the host: inside jit it needs `planner.Planner.work`,
-            of a planner of the same shapes and sliding window (without it "auto" is "xla" there, logged once on a Hopper GPU).
+            step share it; None plans here. "mosaic_sm90" is planned on the host: inside jit it needs the `work` of a planner
+            that `host_planner` makes, of the same shapes and sliding window. Without it "auto" is "xla" there, which is logged
+            once on a Hopper GPU.
 
     Raises:
         ValueError: an argument's shape, dtype or value is wrong, or `work` was planned for something else.
@@ -100,10 +101,9 @@ def plan_work(
     """
     _check_lens(Shapes(), cu_q_lens, kv_lens)
     max_q_len = _resolve_max_q_len(max_q_len, num_tokens)
-    ATTENTION.check(backend)
-    row = next(row for row in ATTENTION.automatic("cpu")) if backend == "auto" else ATTENTION[backend]
+    row = ATTENTION["xla" if backend == "auto" else backend]
     if row.plans_on_host:
-        raise NotImplementedError(f"{row.name} can't plan on the device: plan on the host with planner.Planner.plan")
+        raise NotImplementedError(f"{row.name} can't plan on the device: plan on the host with host_planner({row.name!r})")
     with jax.named_scope("plan_work"):
         return row.functions.plan_work(cu_q_lens, kv_lens, num_tokens=num_tokens, max_q_len=max_q_len)
 
@@ -142,7 +142,7 @@ def _resolve(backend: str, *, without_work: bool = False, **shapes: Any) -> str:
     for row in ATTENTION.automatic(jax.default_backend()):
         lacks = row.functions.lacks(**shapes)
         if lacks is None and without_work and row.plans_on_host:
-            lacks = "a call inside jit without work=: plan with planner.Planner"
+            lacks = "a call inside jit without work=: plan with host_planner"
         if lacks is None:
             for name, reason in passed_over:
                 _say_fallback(row.name, name, reason)

@@ -111,14 +111,17 @@ def _check_work(planner: Planner, q, kv_pages, page_table, max_q_len: int, slidi
         raise ValueError(
             f"work was planned for (T, S, max_q_len, K, sliding_window)={planned}, tiles of {shape.tile_tokens} tokens and rows of "
             f"{shape.max_kv_len} positions, not for {given}, {N // K} query heads a KV head and {P * page_size} positions: "
-            "call Planner.make with the shapes of this call"
+            "make a planner of this call's shapes with host_planner('mosaic_sm90')"
         )
 
 
 def _plan_here(q, kv_pages, page_table, cu_q_lens, kv_lens, max_q_len, sliding_window) -> WorkList:
     """A work list from lengths that are at hand: for calls outside of jit."""
     if isinstance(cu_q_lens, Tracer) or isinstance(kv_lens, Tracer):
-        raise ValueError("mosaic_sm90 is planned on the host: inside jit, pass work=Planner.work(array that Planner.plan made)")
+        raise ValueError(
+            "mosaic_sm90 is planned on the host: inside jit, pass work=planner.work(array that planner.plan made), of a planner that "
+            "host_planner('mosaic_sm90') makes"
+        )
     planner = Planner.make(
         num_tokens=q.shape[0],
         num_seqs=kv_lens.shape[0],
