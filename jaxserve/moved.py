@@ -74,7 +74,7 @@ STAYED: dict[str, dict[str, str]] = {  # modules and packages that are there sti
         **dict.fromkeys(("SchedulerConfig", "CacheConfig", "DEFAULT_PAGE_SIZE", "require_one_of"), "scheduling.config"),
     },
     "engine": {"Engine": "engine.engine"},
-    "llm": dict.fromkeys(("Message", "Prompt", "PROMPT_FIELDS"), "text.prompts"),
+    "llm": dict.fromkeys(("Message", "Prompt", "PROMPT_FIELDS", "with_bad_words_tokenized"), "text.prompts"),
     "request": {
         **dict.fromkeys(("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "ScoreOutput"), "outputs"),
         **dict.fromkeys(
@@ -87,10 +87,37 @@ STAYED: dict[str, dict[str, str]] = {  # modules and packages that are there sti
         "sampling.sampler",
     ),
     "serving.async_llm": {"Ask": "serving.streams", "RequestStream": "serving.streams", "SHORT": "serving.reading"},
+    "structured": {"StructuredOutputsParams": "structured_outputs"},
     "workloads": dict.fromkeys(
         ("WORKLOADS", "Workload", "WorkloadRequest", "fixed", "nano_vllm", "random_lengths", "sharegpt", "trace"),
         "workloads.workload",
     ),
+}
+
+RENAMED: dict[str, dict[str, str]] = {  # old module -> what it had -> its new place and name
+    "config": {"POLICIES": "scheduling.policies.BATCHING_POLICIES"},
+    "policies": {"POLICIES": "scheduling.policies.BATCHING_POLICIES", "Policy": "scheduling.policies.BatchingPolicy"},
+    "serving.chat_protocol": {"Message": "serving.chat_protocol.ChatMessage"},
+    "serving.generation": {"Books": "serving.generation.CallRecord"},
+    "serving.messages": {"RequestBooks": "serving.messages.RequestTotals"},
+    "serving.protocol": {"Prompt": "serving.protocol.CompletionPrompt"},
+    "serving.router": {"METHODS": "routing.app.HTTP_METHODS"},
+    "serving.router_backends": {"Health": "routing.backends.BackendHealth"},
+    "serving.router_metrics": {"PREFIX": "routing.metrics.ROUTER_PREFIX"},
+    "serving.router_policy": {"POLICIES": "routing.policy.ROUTING_POLICIES", "Policy": "routing.policy.RoutingPolicy"},
+    "simulation.books": {"RequestBooks": "simulation.records.RequestRecords", "StepBooks": "simulation.records.StepRecords"},
+}
+GONE: dict[str, dict[str, str]] = {  # old module -> what it had that has no successor -> what to use
+    "batch": dict.fromkeys(("head_rows", "num_head_rows"), "jaxserve.scheduling.schedule.LogitsRows has these rows"),
+    "config": {
+        "DEFAULT_NUM_BATCHED_TOKENS": "jaxserve.scheduling.config.SchedulerConfig.max_num_batched_tokens is that default",
+        "DEFAULT_NUM_SEQS": "jaxserve.scheduling.config.SchedulerConfig.max_num_seqs is that default",
+    },
+    "engine_outputs": dict.fromkeys(
+        ("first_rows", "rows_of_requests"), "jaxserve.scheduling.schedule.LogitsRows has them as firsts and by_request"
+    ),
+    "simulation.decode_runs": {"skip_steps": "jaxserve.scheduling.scheduler.Scheduler.skip_decodes does this"},
+    "step": {"update_state": "jaxserve.execution.device_state.update_rows takes and returns a RowState"},
 }
 
 
@@ -98,22 +125,34 @@ def forward(module: str) -> Callable[[str], Any]:
     """A `__getattr__` for a module: what it had before, from where that is now, with a DeprecationWarning that says so.
 
     Raises (when called):
-      AttributeError: neither place has it.
+      AttributeError: no place has it; the message says what to use where the name went without a successor.
     """
     old = module.removeprefix("jaxserve.")
     homes = MODULES.get(old, ())
 
     def find(name: str) -> Any:
-        for home in (STAYED[old][name],) if name in STAYED.get(old, ()) else () if name.startswith("__") else homes:
+        if name in GONE.get(old, ()):
+            raise AttributeError(f"{module}.{name} is gone: {GONE[old][name]}")
+        for place in _places(old, name):
+            home, _, new_name = place.rpartition(".")
             found = import_module(f"jaxserve.{home}")
-            if name in vars(found):
-                new = f"jaxserve.{name}" if name in sys.modules["jaxserve"].__all__ else f"jaxserve.{home}.{name}"
+            if new_name in vars(found):
+                new = f"jaxserve.{new_name}" if new_name in sys.modules["jaxserve"].__all__ else f"jaxserve.{place}"
                 warnings.warn(f"{module}.{name} is {new} now; the old name goes with the next release", DeprecationWarning, 2)
-                return getattr(found, name)
+                return getattr(found, new_name)
         see = f"; see {', '.join(f'jaxserve.{home}' for home in homes)}" if homes else ""
         raise AttributeError(f"module {module!r} has no attribute {name!r}{see}")
 
     return find
+
+
+def _places(old: str, name: str) -> list[str]:
+    """Where a name of an old module may be now, below jaxserve."""
+    if name in RENAMED.get(old, ()):
+        return [RENAMED[old][name]]
+    if name in STAYED.get(old, ()):
+        return [f"{STAYED[old][name]}.{name}"]
+    return [] if name.startswith("__") else [f"{home}.{name}" for home in MODULES.get(old, ())]
 
 
 class _Finder(Loader):

@@ -1,5 +1,6 @@
 """Old names of public things answer with where they are now."""
 
+import pkgutil
 import subprocess
 import sys
 from importlib import import_module
@@ -11,6 +12,8 @@ import jaxserve
 import scripts
 from jaxserve import moved
 from jaxserve.cli.main import COMMANDS
+from kernels import backends
+from kernels import moved as kernels_moved
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,6 +43,24 @@ def test_an_old_name_works_and_warns_with_the_new_one(old, name, new):
     assert found is getattr(import_module(path), last)
 
 
+@pytest.mark.parametrize(("old", "name"), [(old, name) for old, names in moved.RENAMED.items() for name in names])
+def test_a_renamed_name_answers_with_the_new_one(old, name):
+    new = f"jaxserve.{moved.RENAMED[old][name]}"
+    with pytest.warns(DeprecationWarning) as warned:
+        found = getattr(import_module(f"jaxserve.{old}"), name)
+    assert str(warned[0].message) == f"jaxserve.{old}.{name} is {new} now; the old name goes with the next release"
+    assert warned[0].filename == __file__
+    home, _, last = new.rpartition(".")
+    assert found is getattr(import_module(home), last)
+
+
+@pytest.mark.parametrize(("old", "name"), [(old, name) for old, names in moved.GONE.items() for name in names])
+def test_a_name_without_a_successor_says_what_to_use(old, name):
+    with pytest.raises(AttributeError, match=f"jaxserve.{old}.{name} is gone: jaxserve.") as refused:
+        getattr(import_module(f"jaxserve.{old}"), name)
+    pkgutil.resolve_name(str(refused.value).split(": ")[1].split(" ")[0])  # what the message names is there
+
+
 def test_what_never_was_there_is_refused_with_the_new_place():
     with pytest.raises(ImportError, match="cannot import name 'Tokeniser' from 'jaxserve.tokenizer'"):
         exec("from jaxserve.tokenizer import Tokeniser")
@@ -63,6 +84,35 @@ def test_modules_that_stayed_forward_what_left_them(old):
     for name, home in moved.STAYED[old].items():
         with pytest.warns(DeprecationWarning, match=f"jaxserve.{old}.{name} is "):
             assert getattr(module, name) is getattr(import_module(f"jaxserve.{home}"), name)
+
+
+# ---- kernels
+
+
+@pytest.mark.parametrize("old", kernels_moved.MODULES)
+def test_an_old_module_of_kernels_is_the_new_one_and_warns(old, monkeypatch):
+    new = kernels_moved.MODULES[old]
+    package, _, name = old.rpartition(".")
+    monkeypatch.delitem(sys.modules, old, raising=False)
+    monkeypatch.delattr(import_module(package), name, raising=False)
+    with pytest.warns(DeprecationWarning) as warned:
+        exec(f"from {package} import {name} as found", names := {})
+    assert [str(w.message) for w in warned] == [f"{old} is {new} now; the old name goes with the next release"]
+    assert names["found"] is import_module(old) is import_module(new)
+    assert import_module(new).__name__ == new
+
+
+@pytest.mark.parametrize(("package", "table"), [("ragged_paged_attention", "ATTENTION"), ("grouped_matmul", "GROUPED_MATMUL")])
+def test_the_names_of_a_kernels_backends_say_where_they_are(package, table):
+    module = import_module(f"kernels.{package}")
+    with pytest.warns(DeprecationWarning, match=f"kernels.{package}.BACKENDS is kernels.backends.{table}.names now") as warned:
+        assert module.BACKENDS == getattr(backends, table).names
+    assert warned[0].filename == __file__
+    with pytest.raises(AttributeError, match=f"module 'kernels.{package}' has no attribute 'FRONTENDS'"):
+        module.FRONTENDS  # noqa: B018
+
+
+# ---- commands
 
 
 @pytest.mark.parametrize("name", scripts.MOVED)

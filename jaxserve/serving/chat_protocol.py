@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from jaxserve.moved import forward
 from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.serving.protocol import ONE_FORM, GenerationRequest
 from jaxserve.serving.strict_model import Model, Text, if_given
@@ -174,3 +175,7 @@ class TokenizeChatRequest(Chat):
     model: str | None = None
     add_special_tokens: bool = False
     return_token_strs: bool = False
+
+
+if not TYPE_CHECKING:
+    __getattr__ = forward(__name__)

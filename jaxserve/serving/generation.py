@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from jaxserve.moved import forward
 from jaxserve.outputs import Logprob
 from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.errors import checking, describe
@@ -171,3 +172,7 @@ def _token_logprob(token_id: int, entry: Mapping[int, Logprob], num_top: int, by
 def finite(logprob: float) -> float:
     """The value, or -9999 where it is lower, as OpenAI has it: JSON has no infinity."""
     return max(logprob, -9999.0)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = forward(__name__)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jaxserve.moved import forward
 from jaxserve.outputs import Logprob, RequestMetrics
 from jaxserve.sampling_params import SamplingParams
 
@@ -185,3 +186,7 @@ class Report:
 
     events: list[Event]
     stats: LoopStats
+
+
+if not TYPE_CHECKING:
+    __getattr__ = forward(__name__)

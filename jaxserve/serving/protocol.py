@@ -7,10 +7,11 @@ the model are the engine's to check (openapi.py writes them into the published s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from jaxserve.moved import forward
 from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from jaxserve.serving.errors import RefusedError
 from jaxserve.serving.forms import ResponseFormat, StructuredOutputs, form_of
@@ -186,3 +187,7 @@ def check_model(given: str | None, served: Sequence[str]) -> None:
     if given is not None and given not in served:
         message = f"The model {given!r} does not exist; there is {', '.join(served)}"
         raise RefusedError(message, status=404, param="model", code="model_not_found")
+
+
+if not TYPE_CHECKING:
+    __getattr__ = forward(__name__)

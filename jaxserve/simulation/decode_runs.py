@@ -6,8 +6,11 @@ them reads. `Scheduler.skip_decodes` then leaves the scheduler as n calls of `sc
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
+from jaxserve.moved import forward
 from jaxserve.scheduling.scheduler import Scheduler
 
 MAX_STEPS = 512  # a run; longer ones are several
@@ -49,3 +52,7 @@ def kv_tokens_of_run(
     if window is not None:
         lens = np.minimum(lens, window)
     return -(-lens // rows.page_size).sum(axis=1) * rows.page_size
+
+
+if not TYPE_CHECKING:
+    __getattr__ = forward(__name__)
