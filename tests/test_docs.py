@@ -194,3 +194,10 @@ def test_every_command_of_build_md_is_there():
     section = BUILD.partition("For developers")[2].partition("\n## ")[0]
     scripts = {name for row in re.findall(r"^\| (`[^|]*`) \|", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     assert scripts and all((ROOT / "scripts" / f"{name}.py").exists() for name in scripts)
+
+
+def test_a_page_is_in_the_nav_once():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    pages = re.findall(r"(\S+\.md)$", nav, re.MULTILINE)
+    assert len(pages) > 10
+    assert len(set(pages)) == len(pages)
