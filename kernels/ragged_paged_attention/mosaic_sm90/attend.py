@@ -119,8 +119,8 @@ def _plan_here(q, kv_pages, page_table, cu_q_lens, kv_lens, max_q_len, sliding_w
     """A work list from lengths that are at hand: for calls outside of jit."""
     if isinstance(cu_q_lens, Tracer) or isinstance(kv_lens, Tracer):
         raise ValueError(
-            "mosaic_sm90 is planned on the host: inside jit, pass work=planner.work(array that planner.plan made), of a planner that "
-            "host_planner('mosaic_sm90') makes"
+            "mosaic_sm90 is planned on the host: inside jit, pass work=planner.work(array that planner.plan made), "
+            "of a planner that host_planner('mosaic_sm90') makes"
         )
     planner = Planner.make(
         num_tokens=q.shape[0],
