@@ -99,7 +99,7 @@ class StepInputs:
 
     bucket: Bucket
     packed: np.ndarray  # i32[layout.size]
-    head_size: int  # of plan.head_rows: logits rows of the head program; 0: no sequence samples, no head runs
+    head_rows: int  # logits rows of the head program, one of plan.head_rows; 0: no sequence samples, no head runs
     num_samples: int
     with_logprobs: bool
     extra_page_updates: np.ndarray
@@ -108,13 +108,13 @@ class StepInputs:
     score_spans: list[np.ndarray] = field(default_factory=list)  # as prompt_scores.pack_spans makes them
 
     @classmethod
-    def padding(cls, layout: StepLayout, head_size: int, with_logprobs: bool) -> StepInputs:
-        """A step of nothing in one bucket, with a head of `head_size` logits rows."""
+    def padding(cls, layout: StepLayout, head_rows: int, with_logprobs: bool) -> StepInputs:
+        """A step of nothing in one bucket, with a head of `head_rows` logits rows."""
         return cls(
             bucket=layout.bucket,
             packed=layout.padding,
-            head_size=head_size,
-            num_samples=head_size,
+            head_rows=head_rows,
+            num_samples=head_rows,
             with_logprobs=with_logprobs,
             extra_page_updates=np.zeros((0, 3), np.int32),
             edit_rows=[],

@@ -108,11 +108,11 @@ class BatchPacker:
         view["logits_rows"][:r] = rows
         view["sampling"][:r] = self.sampling[rows]
         with_logprobs = bool(self.wants_logprobs[rows].any())
-        head_size, with_logprobs = self.plan.select_head(r, with_logprobs) if r else (0, False)
+        head_rows, with_logprobs = self.plan.select_head(r, with_logprobs) if r else (0, False)
         return StepInputs(
             bucket=bucket,
             packed=packed,
-            head_size=head_size,
+            head_rows=head_rows,
             num_samples=r,
             with_logprobs=with_logprobs,
             extra_page_updates=extra,

@@ -13,21 +13,27 @@ from jaxserve.buckets.plan import Bucket
 
 @dataclass
 class PaddingAccount:
-    """What the steps asked for and what the buckets ran, step by step."""
+    """What the steps asked for and what the buckets ran, step by step.
+
+    tokens, samples: what they asked for: query tokens, and logits rows. padded_tokens, padded_samples: what ran beside that.
+    """
 
     steps: dict[Bucket, int] = field(default_factory=dict)
     tokens: int = 0
     padded_tokens: int = 0
-    head_rows: int = 0
-    padded_head_rows: int = 0
+    samples: int = 0
+    padded_samples: int = 0
 
     def add(self, bucket: Bucket, num_tokens: int, head_rows: int, num_samples: int, num_steps: int = 1) -> None:
-        """Counts a step, or several of one bucket together: their demand, and the bucket and head that ran them."""
+        """Counts a step, or several of one bucket together: their demand, and the bucket and head that ran them.
+
+        num_tokens, num_samples: what they asked for, all together. head_rows: logits rows of the heads that ran, all together.
+        """
         self.steps[bucket] = self.steps.get(bucket, 0) + num_steps
         self.tokens += num_tokens
         self.padded_tokens += num_steps * bucket.tokens - num_tokens
-        self.head_rows += num_samples
-        self.padded_head_rows += head_rows - num_samples
+        self.samples += num_samples
+        self.padded_samples += head_rows - num_samples
 
     @property
     def num_steps(self) -> int:

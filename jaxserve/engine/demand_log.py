@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from jaxserve.batching.layout import StepInputs
-from jaxserve.scheduling.demand import COLUMNS, step_demand
+from jaxserve.scheduling.demand import step_demand
 from jaxserve.scheduling.schedule import Schedule
 
 
@@ -18,8 +18,8 @@ class DemandWriter:
 
     def write(self, step: int, schedule: Schedule, inputs: StepInputs, num_waiting: int) -> None:
         """step: its number, counted from 1. num_waiting: requests that wait for a row."""
-        demand = zip(COLUMNS, step_demand(schedule, self._page_size), strict=True)
-        record = {"step": step, **{name: int(value) for name, value in demand}}
+        demand = step_demand(schedule, self._page_size)._asdict()
+        record = {"step": step, **{name: int(value) for name, value in demand.items()}}
         record |= {"bucket": [inputs.bucket.tokens, inputs.bucket.seqs], "waiting": num_waiting}
         self._file.write(json.dumps(record) + "\n")
 

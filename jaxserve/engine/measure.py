@@ -149,8 +149,9 @@ class StepMeasurer:
         return tuple(tokens // pieces + (i < tokens % pieces) for i in range(pieces))
 
     def inputs(self, shape: StepShape, head_rows: int) -> StepInputs:
-        """A step as the engine packs it, with `head_rows` rows that sample (0: no head). Its sequences are in rows 0, 1, ..., with
-        pages of their own where the pool has enough. All are packed as chunks, so that a step repeated is the same step."""
+        """A step as the engine packs it, for the head of `head_rows` logits rows (0: no head): so many of its sequences sample, or
+        all. They are in rows 0, 1, ..., with pages of their own where the pool has enough. All are packed as chunks, so that a step
+        repeated is the same step."""
         bucket, pool_pages = shape.bucket, self.config.cache.num_pages
         q_lens = np.array([1] * shape.decodes + list(shape.chunks), np.int32)
         starts = np.array([max(0, shape.decode_kv - 1)] * shape.decodes + [shape.start] * len(shape.chunks), np.int32)
@@ -180,7 +181,7 @@ class StepMeasurer:
         packer = BatchPacker(alone, self.programs.layouts, limits.max_num_seqs, self.programs.edit_layout)
         packer.newcomers(schedule)
         inputs = packer.pack(schedule)
-        assert inputs.bucket == bucket and inputs.head_size == (plan.select_head_rows(min(head_rows, n)) if head_rows else 0)
+        assert inputs.bucket == bucket and inputs.head_rows == (plan.select_head_rows(min(head_rows, n)) if head_rows else 0)
         return inputs
 
     def visit(self, shape: StepShape, head_rows: int = 0) -> None:

@@ -72,7 +72,7 @@ class StepPipeline:
         dispatched_at = time.monotonic()
         body = self.runner.dispatch_body(inputs)
         masks = None
-        if inputs.head_size and self.grammars.constrains(schedule):
+        if inputs.head_rows and self.grammars.constrains(schedule):
             self.collect(in_hand=schedule)  # masks follow from all tokens before; this delays the head alone
             masks = self.grammars.masks(schedule, None if self.draft_lengths is None else self.draft_lengths.proposed)
         handle = self.runner.dispatch_head(body, masks)

@@ -49,7 +49,7 @@ class EngineStats:
     def add_step(self, schedule: Schedule, inputs: StepInputs, *, speculates: bool) -> None:
         """Counts a step that is about to run."""
         self.num_steps += 1
-        self.padding.add(inputs.bucket, inputs.num_tokens, inputs.head_size, inputs.num_samples)
+        self.padding.add(inputs.bucket, inputs.num_tokens, inputs.head_rows, inputs.num_samples)
         self.prefill_tokens += schedule.num_tokens - schedule.num_decodes - schedule.num_drafts
         if speculates and schedule.num_decodes:
             self.steps_by_num_drafts[int(schedule.q_lens[: schedule.num_decodes].max()) - 1] += 1

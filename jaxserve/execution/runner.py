@@ -143,13 +143,13 @@ class Runner:
     def dispatch_head(self, body: BodyHandle, allowed: np.ndarray | None = None) -> StepHandle:
         """Enqueues the head of the body that was dispatched last, if any sequence samples, and the scoring of its prompts.
 
-        allowed: i32[>= inputs.head_size, mask words], the tokens that grammars allow; None where there are none. The array must
+        allowed: i32[>= inputs.head_rows, mask words], the tokens that grammars allow; None where there are none. The array must
           stay as it is until the step is fetched.
         """
         inputs, out = body.inputs, None
-        if inputs.head_size:
-            masks = self._no_masks(inputs.head_size) if allowed is None else Masks(allowed[: inputs.head_size], np.True_)  # pyright: ignore[reportArgumentType]
-            head = self.programs.get((inputs.head_size, inputs.with_logprobs))
+        if inputs.head_rows:
+            masks = self._no_masks(inputs.head_rows) if allowed is None else Masks(allowed[: inputs.head_rows], np.True_)  # pyright: ignore[reportArgumentType]
+            head = self.programs.get((inputs.head_rows, inputs.with_logprobs))
             rows, out = head(self.head_weights, self.state.rows, body.head_inputs, masks)
             self.state = replace(self.state, rows=rows)
             self._start_fetching(out)

@@ -9,16 +9,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxserve.scheduling.schedule import Schedule
 
-COLUMNS = ("tokens", "seqs", "decodes", "max_q_len", "samples", "kv_tokens", "pairs")
 
-
-def step_demand(schedule: Schedule, page_size: int, window: int | None = None) -> tuple[int, int, int, int, int, int, int]:
-    """The COLUMNS of one step. window: positions that a query sees, its own included. None: all of them.
+class StepDemand(NamedTuple):
+    """What one step asks for.
 
     tokens: query tokens.
     seqs, decodes: sequences, and how many of them decode.
@@ -27,6 +26,21 @@ def step_demand(schedule: Schedule, page_size: int, window: int | None = None) -
     kv_tokens: positions of KV that the decodes read, in whole pages.
     pairs: (query, key) pairs that the chunks of prompts attend to.
     """
+
+    tokens: int
+    seqs: int
+    decodes: int
+    max_q_len: int
+    samples: int
+    kv_tokens: int
+    pairs: int
+
+
+COLUMNS = StepDemand._fields
+
+
+def step_demand(schedule: Schedule, page_size: int, window: int | None = None) -> StepDemand:
+    """The demand of a step. window: positions that a query sees, its own included. None: all of them."""
     d = schedule.num_decodes
     lens = schedule.starts[:d] + schedule.q_lens[:d]
     pages = ((lens if window is None else np.minimum(lens, window)) + page_size - 1) // page_size
@@ -35,7 +49,7 @@ def step_demand(schedule: Schedule, page_size: int, window: int | None = None) -
         starts, q_lens = schedule.starts[d:].astype(np.int64), schedule.q_lens[d:].astype(np.int64)
         pairs = int(_num_pairs(starts, starts + q_lens, window).sum())
     samples, kv_tokens = len(schedule.logits_rows), int(pages.sum()) * page_size
-    return schedule.num_tokens, schedule.num_seqs, d, schedule.max_q_len, samples, kv_tokens, pairs
+    return StepDemand(schedule.num_tokens, schedule.num_seqs, d, schedule.max_q_len, samples, kv_tokens, pairs)
 
 
 def _num_pairs(
@@ -52,7 +66,7 @@ def _num_pairs(
 
 @dataclass(frozen=True)
 class DemandLog:
-    """The demands of consecutive steps, an array a column, as `step_demand` defines them."""
+    """The demands of consecutive steps, an array for each field of `StepDemand`."""
 
     tokens: np.ndarray  # i64[n], like all of them
     seqs: np.ndarray
@@ -63,18 +77,18 @@ class DemandLog:
     pairs: np.ndarray
 
     @classmethod
-    def from_rows(cls, rows: list[tuple[int, ...]]) -> DemandLog:
-        """From the tuples of `step_demand`."""
+    def from_rows(cls, rows: Sequence[StepDemand]) -> DemandLog:
+        """From the demand of each step."""
         return cls(*np.array(rows, np.int64).reshape(-1, len(COLUMNS)).T)
 
     @classmethod
     def load(cls, path: str | Path) -> DemandLog:
         """From the file that an engine wrote with its option demand_log. ValueError names a line that is not one of its records."""
-        rows = []
+        rows: list[StepDemand] = []
         for number, line in enumerate(Path(path).read_text().splitlines(), 1):
             try:
                 record = json.loads(line)
-                rows.append(tuple(int(record[name]) for name in COLUMNS))
+                rows.append(StepDemand(*(int(record[name]) for name in COLUMNS)))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number}: not a record of a demand log ({error!r})") from None
         if not rows:

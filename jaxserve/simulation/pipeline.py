@@ -232,11 +232,11 @@ class PipelineReplica(SimulatedEngine):
         """Sends a micro-batch down the stages; when its tokens are there. The next is scheduled when the first stage is free."""
         demand, bucket, head_rows = self._demand(schedule)
         starts, seconds = [], []
-        sends = self._gaps.sends(demand[0])
+        sends = self._gaps.sends(demand.tokens)
         arrives = self.now + self.stages[0].host_seconds
         for i, stage in enumerate(self.stages):
             start = max(arrives, self._free[i])
-            seconds.append(stage.seconds(bucket, head_rows, demand[5], demand[6]))
+            seconds.append(stage.seconds(bucket, head_rows, demand.kv_tokens, demand.pairs))
             self._free[i] = start + seconds[-1]
             arrives = self._free[i] + (sends[i] if i < len(sends) else 0.0)
             starts.append(start)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxserve.buckets.padding import PaddingAccount
 from jaxserve.buckets.plan import Bucket
-from jaxserve.scheduling.demand import COLUMNS, DemandLog
+from jaxserve.scheduling.demand import COLUMNS, DemandLog, StepDemand
 from jaxserve.workloads.latency import ServedTimes
 from jaxserve.workloads.workload import Workload
 
@@ -110,13 +110,13 @@ class StepRecords:
         self.buckets: list[Bucket] = []
         self._demands, self._starts, self._seconds = array("q"), array("d"), array("d")
 
-    def add(self, demand: tuple[int, ...], bucket: Bucket, head_rows: int, start: float, seconds: float) -> None:
-        """One step. demand: of step_demand."""
+    def add(self, demand: StepDemand, bucket: Bucket, head_rows: int, start: float, seconds: float) -> None:
+        """One step."""
         self._demands.extend(demand)
         self.buckets.append(bucket)
         self._starts.append(start)
         self._seconds.append(seconds)
-        self.padding.add(bucket, demand[0], head_rows, demand[4])
+        self.padding.add(bucket, demand.tokens, head_rows, demand.samples)
 
     def add_decodes(
         self,
@@ -130,7 +130,9 @@ class StepRecords:
         """n rounds of k steps that decode: step i of each is of num_seqs[i] decodes, in buckets[i]."""
         n = len(kv_tokens)
         demands = np.empty((*kv_tokens.shape, len(COLUMNS)), np.int64)
-        demands[:] = [(seqs, seqs, seqs, 1, seqs, 0, 0) for seqs in num_seqs]
+        demands[:] = [
+            StepDemand(tokens=seqs, seqs=seqs, decodes=seqs, max_q_len=1, samples=seqs, kv_tokens=0, pairs=0) for seqs in num_seqs
+        ]
         demands[:, :, COLUMNS.index("kv_tokens")] = kv_tokens
         self._demands.frombytes(demands.tobytes())
         self.buckets += [*buckets] * n

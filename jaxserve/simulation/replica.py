@@ -20,7 +20,7 @@ from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.config import SchedulerConfig
-from jaxserve.scheduling.demand import step_demand
+from jaxserve.scheduling.demand import StepDemand, step_demand
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.schedule import Schedule, SchedulerStats
 from jaxserve.scheduling.scheduler import Scheduler
@@ -99,12 +99,11 @@ class SimulatedEngine(ABC):
     def turn(self, until: float = math.inf) -> bool:
         """The next thing that happens, and perhaps more that begins before `until`. False if there is nothing to compute."""
 
-    def _demand(self, schedule: Schedule) -> tuple[tuple[int, ...], Bucket, int]:
+    def _demand(self, schedule: Schedule) -> tuple[StepDemand, Bucket, int]:
         """(demand, bucket, rows of the head) of a step."""
         demand = step_demand(schedule, self.step_times.page_size, self.step_times.window)
-        tokens, seqs, _, max_q_len, samples, _, _ = demand
-        head_rows = self.plan.select_head_rows(samples) if samples else 0
-        return demand, self.plan.select(tokens, seqs, max_q_len), head_rows
+        head_rows = self.plan.select_head_rows(demand.samples) if demand.samples else 0
+        return demand, self.plan.select(demand.tokens, demand.seqs, demand.max_q_len), head_rows
 
     def _begin(self, schedule: Schedule, start: float) -> None:
         """Notes who is computed for the first time, perhaps."""
@@ -154,7 +153,7 @@ class Replica(SimulatedEngine):
     def _dispatch(self, schedule: Schedule) -> float:
         """The host dispatches a step, the device runs one after another; when its tokens are there."""
         demand, bucket, head_rows = self._demand(schedule)
-        seconds = self.step_times.seconds(bucket, head_rows, demand[5], demand[6])
+        seconds = self.step_times.seconds(bucket, head_rows, demand.kv_tokens, demand.pairs)
         self.now += self.step_times.host_seconds
         start = max(self.now, self._device_free)
         self._device_free = start + seconds

@@ -59,7 +59,7 @@ class TimedDevice:
             self.late.append(max(0.0, now - done))
             done = max(done, now)
         sampled = self._sample(self._schedule, allowed)
-        self._free = done + (self.head if body.inputs.head_size else 0.0)
+        self._free = done + (self.head if body.inputs.head_rows else 0.0)
         return SimpleNamespace(done=self._free, sampled=sampled)
 
     def _sample(self, schedule: Schedule, allowed: np.ndarray | None) -> SampledRows:

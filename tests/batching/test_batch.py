@@ -131,9 +131,9 @@ def test_random_schedules_against_the_slow_model():
             assert row[52] == request.num_prompt_tokens
         sampling = [r for r, s in zip(schedule.requests, schedule.samples, strict=True) if s]
         assert inputs.num_samples == len(sampling) and inputs.num_tokens == sum(schedule.q_lens)
-        assert inputs.head_size == (PLAN.select_head_rows(len(sampling)) if sampling else 0)
+        assert inputs.head_rows == (PLAN.select_head_rows(len(sampling)) if sampling else 0)
         assert inputs.with_logprobs == any(r.params.logprobs is not None for r in sampling)
-        seen.add((bucket, inputs.head_size, inputs.with_logprobs))
+        seen.add((bucket, inputs.head_rows, inputs.with_logprobs))
     assert {b for b, *_ in seen} == set(PLAN.buckets) and {h for _, h, _ in seen} == {0, 3, 8} and extras > 10
 
 

@@ -192,7 +192,7 @@ def test_padding_account():
     account.add(decode, 3, 4, 3)
     account.add(mixed, 16, 0, 0)
     assert account.steps == {decode: 1, mixed: 2} and account.num_steps == 3
-    assert (account.tokens, account.padded_tokens, account.head_rows, account.padded_head_rows) == (29, 7, 4, 2)
+    assert (account.tokens, account.padded_tokens, account.samples, account.padded_samples) == (29, 7, 4, 2)
     assert account.padding_share == pytest.approx(7 / 36)
     assert list(account.by_bucket()) == [(decode, 1), (mixed, 2)]
 

@@ -120,7 +120,7 @@ def test_nothing_compiles_after_warm_up():
     heads, extra, edited, scored, dispatch = set(), [], [], [], engine.runner.dispatch_body
 
     def spy(inputs):
-        heads.add((inputs.head_size, inputs.with_logprobs))
+        heads.add((inputs.head_rows, inputs.with_logprobs))
         extra.append(inputs.extra_page_updates)
         edited.extend(inputs.edit_rows)
         scored.extend(inputs.score_spans)

@@ -61,7 +61,7 @@ def test_stats_add_up():
     assert padding.steps == collections.Counter(buckets) and len(padding.steps) > 2
     tokens = sum(int(s.q_lens.sum()) for s in run.schedules)
     assert (padding.tokens, padding.tokens + padding.padded_tokens) == (tokens, sum(b.tokens for b in buckets))
-    assert padding.head_rows == sum(int(s.samples.sum()) for s in run.schedules)
+    assert padding.samples == sum(int(s.samples.sum()) for s in run.schedules)
     assert padding.padding_share == pytest.approx(1 - tokens / sum(b.tokens for b in buckets))
     assert dict(padding.by_bucket()) == padding.steps
 

@@ -132,7 +132,7 @@ def timed_device(body: float, to_come: list[list[int]]) -> TimedDevice:
     return made
 
 
-INPUTS: Any = SimpleNamespace(head_size=1)
+INPUTS: Any = SimpleNamespace(head_rows=1)
 
 
 def dispatch(device: TimedDevice, masks: Callable[[], np.ndarray]) -> Any:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from jaxserve.scheduling.config import SchedulerConfig
-from jaxserve.scheduling.demand import DemandLog
+from jaxserve.scheduling.demand import DemandLog, StepDemand
 from jaxserve.simulation.tuning import Machine
 from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
 from jaxserve.workloads.workload import Workload, WorkloadRequest
@@ -43,5 +43,5 @@ def random_demands(n: int, seed: int) -> DemandLog:
         seqs = decodes + (chunk > 0)
         kv, pairs = decodes * int(rng.integers(1, 20)) * PAGE, chunk * (chunk + 1) // 2
         # One chunk of one token is a decode to the buckets.
-        rows.append((decodes + chunk, seqs, decodes, max(1, chunk), seqs, kv, pairs))
+        rows.append(StepDemand(decodes + chunk, seqs, decodes, max(1, chunk), seqs, kv, pairs))
     return DemandLog.from_rows(rows)

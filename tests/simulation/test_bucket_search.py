@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.buckets.plan import BucketPlan
-from jaxserve.scheduling.demand import DemandLog
+from jaxserve.scheduling.demand import DemandLog, StepDemand
 from jaxserve.simulation.bucket_search import BucketSearch, Caps, interchange, lagrangian_bound, padding_share, plan_seconds
 from jaxserve.step_times.fitted import BucketTimes
 from tests.simulation.machines import MODEL, SEQS, TOKENS, random_demands
@@ -73,7 +73,7 @@ def test_more_programs_never_hurt():
 
 
 def test_a_plan_holds_what_the_log_lacks():
-    rows = [(4, 4, 4, 1, 4, 16, 0)] * 5  # decodes of four, nothing else
+    rows = [StepDemand(4, 4, 4, 1, 4, 16, 0)] * 5  # decodes of four, nothing else
     found = search(DemandLog.from_rows(rows)).solve(Caps(12))
     found.plan.check(SEQS, TOKENS)
     assert found.plan.decode == (4, SEQS) and found.plan.mixed == ((TOKENS, SEQS),) and found.plan.head_rows == (4, SEQS)

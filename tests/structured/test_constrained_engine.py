@@ -164,7 +164,7 @@ def test_several_hundred_schemas_and_regexes(tokenizer, forms, without_drafts, r
         assert all(entry[token][0] <= 0 for entry, token in zip(answer.logprobs, answer.tokens, strict=False))
     assert reasons["stop"] > 0.9 * len(answers), reasons
     num_tokens = sum(len(answer.tokens) for answer in answers)
-    num_sampled = engine.stats.padding.head_rows
+    num_sampled = engine.stats.padding.samples
     counted = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
     record_property("counted", f"forms: {num_tokens} tokens of {len(answers)} outputs ({counted}) from {num_sampled} samples")
     assert num_sampled < 0.95 * num_tokens, "forced tokens take no step each"
