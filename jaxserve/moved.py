@@ -96,6 +96,7 @@ STAYED: dict[str, dict[str, str]] = {  # modules and packages that are there sti
 
 RENAMED: dict[str, dict[str, str]] = {  # old module -> what it had -> its new place and name
     "config": {"POLICIES": "scheduling.policies.BATCHING_POLICIES"},
+    "params": {"flat_params": "models.adoption.flat_weights"},
     "policies": {"POLICIES": "scheduling.policies.BATCHING_POLICIES", "Policy": "scheduling.policies.BatchingPolicy"},
     "serving.chat_protocol": {"Message": "serving.chat_protocol.ChatMessage"},
     "serving.generation": {"Books": "serving.generation.CallRecord"},

@@ -35,16 +35,16 @@ class Fitted:
     target_turned: bool  # whether the target is [out, in]
 
 
-def flat_params(params: Any) -> dict[str, Any]:
+def flat_weights(weights: Any) -> dict[str, Any]:
     """{path: leaf} of a Flax NNX module or State, Linen variables, or any pytree of arrays; paths joined by "/".
 
     Of a module only the `nnx.Param`s are taken. Variables and boxed values (`nn.Partitioned`) are unwrapped. Nothing is copied.
     """
-    if isinstance(params, nnx.Module):
-        params = nnx.state(params, nnx.Param)
-    if isinstance(params, nnx.State):
-        return {"/".join(map(str, path)): _unwrapped(leaf) for path, leaf in nnx.to_flat_state(params)}
-    found, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_wrapped)
+    if isinstance(weights, nnx.Module):
+        weights = nnx.state(weights, nnx.Param)
+    if isinstance(weights, nnx.State):
+        return {"/".join(map(str, path)): _unwrapped(leaf) for path, leaf in nnx.to_flat_state(weights)}
+    found, _ = jax.tree_util.tree_flatten_with_path(weights, is_leaf=_is_wrapped)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): _unwrapped(leaf) for path, leaf in found}
 
 
@@ -58,25 +58,25 @@ def _unwrapped(x: Any) -> Any:
     return x.unbox() if hasattr(x, "unbox") else x
 
 
-def common_dtype(params: Any) -> str:
+def common_dtype(weights: Any) -> str:
     """The dtype that all leaves have. Raises ValueError where they have several, or one that is not supported."""
-    found = sorted({str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in flat_params(params).values()})
+    found = sorted({str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in flat_weights(weights).values()})
     if len(found) == 1 and found[0] in FLOAT_DTYPES:
         return found[0]
     raise ValueError(f"the weights' dtypes are {', '.join(found) or 'none'}: give dtype=, one of {', '.join(FLOAT_DTYPES)}")
 
 
-def fit(params: Any, config: ModelConfig, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> list[Fitted]:
+def fit(weights: Any, config: ModelConfig, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> list[Fitted]:
     """The arrays that each weight of `abstract` is made of, in its order. Reads no data.
 
-    params: the trainer's tree, as `flat_params` takes it. abstract: path -> shape and dtype of each of `Decoder`'s weights.
+    weights: the trainer's tree, as `flat_weights` takes it. abstract: path -> shape and dtype of each of `Decoder`'s weights.
 
     Raises:
       ValueError: leaves are missing, unknown, of the wrong shape, of a dtype that is not a float, or given twice. Or they are
         deleted: their buffer was donated to a computation. The message lists all of them.
     """
     given, problems = {}, []
-    for theirs, leaf in flat_params(params).items():
+    for theirs, leaf in flat_weights(weights).items():
         path, transposed = find_name(theirs)
         if path in given:
             problems.append(f"twice: {theirs} and {given[path][0]} both stand for {path}")

@@ -165,7 +165,7 @@ def load_version(version: Path, config: ModelConfig, *, dtype: str = "auto") -> 
 
 
 def adopt_model(
-    params: Any,
+    weights: Any,
     config: ModelConfig | Mapping[str, Any] | str | Path | None = None,
     *,
     tokenizer: str | Path | Tokenizer | None = None,
@@ -174,11 +174,11 @@ def adopt_model(
     """A model from weights that are in this process already. Arguments and errors are those of `LLM.from_params`."""
     import jax
 
-    from jaxserve.models.adoption import common_dtype, fit, flat_params, placed
+    from jaxserve.models.adoption import common_dtype, fit, flat_weights, placed
     from jaxserve.models.trainer_keys import is_transposed
 
-    if config is None and isinstance(params, Decoder):
-        config = params.config
+    if config is None and isinstance(weights, Decoder):
+        config = weights.config
     if config is None:
         raise ValueError("these weights don't say what model they are: give config=, a ModelConfig or a Hugging Face config")
     if isinstance(config, ModelConfig):
@@ -187,11 +187,11 @@ def adopt_model(
         config, defaults = ModelConfig.from_hf(config), GenerationDefaults.from_dicts({}, config)
     else:
         config, defaults = ModelConfig.from_hf(config), GenerationDefaults.from_hf(config)
-    abstract = Decoder.abstract(config, common_dtype(params) if dtype == "auto" else dtype)
-    if is_transposed(flat_params(params)):
+    abstract = Decoder.abstract(config, common_dtype(weights) if dtype == "auto" else dtype)
+    if is_transposed(flat_weights(weights)):
         lay_out_for_device(abstract)
     wanted = named_leaves(abstract)
-    leaves = dict(zip(wanted, placed(fit(params, config, wanted), jax.devices()[0]), strict=True))
+    leaves = dict(zip(wanted, placed(fit(weights, config, wanted), jax.devices()[0]), strict=True))
     found = tokenizer if isinstance(tokenizer, Tokenizer) or tokenizer is None else Tokenizer.from_id(tokenizer)
     return LoadedModel(with_leaves(abstract, leaves), config, defaults, found)
 

@@ -13,7 +13,7 @@ from flax.core import meta
 from checkpoints.huggingface import SafetensorsReader
 from jaxserve.execution.compilation import compile_counts
 from jaxserve.models import Decoder, ModelConfig, named_leaves, transpose_kernels
-from jaxserve.models.adoption import common_dtype, fit, flat_params, placed
+from jaxserve.models.adoption import common_dtype, fit, flat_weights, placed
 from jaxserve.models.loading import adopt_model, load_weights
 from tests.dummy import CONFIG, dummy_model
 from tests.goldens.golden import load_golden
@@ -227,6 +227,6 @@ def test_a_traced_tree_is_refused():
 
 
 def test_paths_of_a_module_of_one_layer_deep():
-    assert set(flat_params(Leaf("w", np.zeros(3)))) == {"w"}
+    assert set(flat_weights(Leaf("w", np.zeros(3)))) == {"w"}
     with pytest.raises(ValueError, match="give config="):
         adopt_model(Leaf("w", np.zeros(3, np.float32)))
