@@ -19,7 +19,7 @@ from jaxserve.models import config as models
 from jaxserve.moved import forward
 from jaxserve.scheduling import config as scheduling
 from jaxserve.scheduling import policies
-from jaxserve.scheduling.config import check_power_of_two, check_within_budget, is_int, require
+from jaxserve.scheduling.config import check_power_of_two, check_within_budget, require
 from jaxserve.speculative.config import SpeculativeConfig
 from kernels.backends import ATTENTION, GROUPED_MATMUL
 
@@ -33,18 +33,25 @@ class Option:
     """What a field of EngineConfig may be, and what is said of it.
 
     group: its heading in help and on the page of options. help: one line, without what None means. unset: what None means; None is
-    no value of a field that has no `unset`. must: what an error says that the value must be. choices: of a name, all of them.
+    no value of a field that has no `unset`. choices: of a name, all of them.
     """
 
     group: str
     help: str
     unset: str = ""
     choices: tuple[str, ...] = ()
-    must: str = ""
+
+    @property
+    def must(self) -> str:
+        """What an error says that the value must be, None aside."""
+        return f"one of {', '.join(self.choices)}"
 
     def check(self, name: str, value: Any) -> None:
         """ValueError that names the option, the value and what it may be."""
-        scheduling.require_one_of(self.choices, **{name: value})
+        self._require(value in self.choices, name, value)
+
+    def _require(self, ok: bool, name: str, value: Any) -> None:
+        require(ok, f"{name}={value!r} must be {self.must}{', or None' if self.unset else ''}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,44 +60,61 @@ class Count(Option):
 
     least: int | None = 1
 
+    @property
+    def must(self) -> str:
+        return scheduling.integer(self.least)
+
     def check(self, name: str, value: Any) -> None:
-        ok = is_int(value) and (self.least is None or value >= self.least)
-        bound = "" if self.least is None else f" >= {self.least}"
-        require(ok, f"{name}={value!r} must be {self.must or f'an integer{bound}'}")
+        scheduling.check_integer(self.least, **{name: value})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measure(Option):
-    """A number above 0, and not above `most` where there is one."""
+    """A number above 0, and not above `most` where there is one. of: what it counts."""
 
     most: float | None = None
+    of: str = "a number"
+
+    @property
+    def must(self) -> str:
+        return f"{self.of} above 0" if self.most is None else f"{self.of} in (0, {self.most:g}]"
 
     def check(self, name: str, value: Any) -> None:
         ok = isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < float(value) <= (self.most or math.inf)
-        require(ok, f"{name}={value!r} must be {self.must}")
+        self._require(ok, name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Switch(Option):
     """True or False."""
 
+    @property
+    def must(self) -> str:
+        return "True or False"
+
     def check(self, name: str, value: Any) -> None:
-        require(isinstance(value, bool), f"{name}={value!r} must be {self.must or 'True or False'}")
+        self._require(isinstance(value, bool), name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class File(Option):
     """A path."""
 
-    must: str = "a path, or None"
+    @property
+    def must(self) -> str:
+        return "a path"
 
     def check(self, name: str, value: Any) -> None:
-        require(isinstance(value, (str, os.PathLike)), f"{name}={value!r} must be {self.must}")
+        self._require(isinstance(value, (str, os.PathLike)), name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parsed(Option):
     """What a class of its own reads and checks: an object, its JSON, or (of a plan) a path."""
+
+    @property
+    def must(self) -> str:
+        return "an object, JSON"
 
     def check(self, name: str, value: Any) -> None:
         pass  # by the class, when it is read
@@ -101,7 +125,6 @@ def _option(default: Any, option: Option) -> Any:
 
 
 _NAMES, _LIMITS, _STEPS, _PROGRAMS, _DRAFTS = "Weights and kernels", "Limits and memory", "Scheduling", "Programs", "Speculation"
-_POLICYS_OWN = "True or False, or None for the policy's own"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +186,6 @@ class EngineConfig:
         Measure(
             group=_LIMITS,
             most=1,
-            must="a number in (0, 1]",
             help="Share of the device's memory for weights, programs and the pool together; on a CPU of a quarter of the "
             "machine's, and at most 1 GiB for the pool.",
         ),
@@ -173,13 +195,11 @@ class EngineConfig:
     )
     enable_chunked_prefill: bool | None = _option(
         None,
-        Switch(
-            group=_STEPS, must=_POLICYS_OWN, help="A long prompt may be split over steps.", unset="the batching policy's choice"
-        ),
+        Switch(group=_STEPS, help="A long prompt may be split over steps.", unset="the batching policy's choice"),
     )
     enable_mixed_steps: bool | None = _option(
         None,
-        Switch(group=_STEPS, must=_POLICYS_OWN, help="Prompts and decodes may share a step.", unset="the batching policy's choice"),
+        Switch(group=_STEPS, help="Prompts and decodes may share a step.", unset="the batching policy's choice"),
     )
     scheduling_policy: str = _option(
         scheduling.SchedulerConfig.order, Option(group=_STEPS, choices=policies.ORDERS, help="Who comes first.")
@@ -193,7 +213,6 @@ class EngineConfig:
         Count(
             group=_STEPS,
             least=0,
-            must="an integer >= 0 (0: no cap)",
             help="Most prompt tokens of one request a step while another waits; 0: no cap.",
         ),
     )
@@ -201,7 +220,7 @@ class EngineConfig:
         None,
         Measure(
             group=_STEPS,
-            must="milliseconds above 0, or None",
+            of="milliseconds",
             unset="budgets are fixed",
             help="Dynamic budget: beside decodes, as many prompt tokens as keep the step's predicted time within it.",
         ),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxserve.cli.common import vllm_flags
 from jaxserve.cli.common.command import run_command
-from jaxserve.config import Count, Option, Parsed, Switch, options
+from jaxserve.config import Option, Switch, options
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 _HEAD = """# Options of an engine
@@ -33,15 +33,9 @@ another name here, or none: then the command refuses them by name and says what 
 
 def _values(option: Option) -> str:
     """What a field may be, in a few words."""
-    match option:
-        case Count(least=least):
-            return "an integer" if least is None else f"an integer >= {least}"
-        case Switch():
-            return "True, False"
-        case Parsed():
-            return "an object, JSON"
-        case _:
-            return ", ".join(f"`{choice}`" for choice in option.choices) or option.must.removesuffix(", or None")
+    if isinstance(option, Switch):
+        return "True, False"
+    return ", ".join(f"`{choice}`" for choice in option.choices) or option.must
 
 
 def _row(name: str, default: object, option: Option) -> str:

@@ -22,9 +22,14 @@ def is_int(x: object) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
 
 
-def check_positive(**values: Any) -> None:
+def integer(least: int | None) -> str:
+    """What an error calls an integer of at least `least`; None: any integer."""
+    return "an integer" if least is None else f"an integer >= {least}"
+
+
+def check_integer(least: int | None, **values: Any) -> None:
     for name, value in values.items():
-        require(is_int(value) and value >= 1, f"{name}={value!r} must be an integer >= 1")
+        require(is_int(value) and (least is None or value >= least), f"{name}={value!r} must be {integer(least)}")
 
 
 def require_one_of(choices: tuple[str, ...], **values: Any) -> None:
@@ -70,18 +75,16 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
 
     def __post_init__(self) -> None:
-        check_positive(
+        check_integer(
+            1,
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
         )
+        check_integer(0, long_prefill_token_threshold=self.long_prefill_token_threshold)
         check_within_budget(self.max_num_seqs, self.max_num_batched_tokens)
         require_one_of(tuple(BATCHING_POLICIES), policy=self.policy)
         require_one_of(ORDERS, order=self.order)
-        require(
-            is_int(self.long_prefill_token_threshold) and self.long_prefill_token_threshold >= 0,
-            f"long_prefill_token_threshold={self.long_prefill_token_threshold!r} must be an integer >= 0 (0: no cap)",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +100,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        check_positive(page_size=self.page_size, num_pages=self.num_pages)
+        check_integer(1, page_size=self.page_size, num_pages=self.num_pages)
         check_power_of_two(self.page_size)
 
 
