@@ -103,7 +103,7 @@ RENAMED: dict[str, dict[str, str]] = {  # old module -> what it had -> its new p
     "serving.messages": {"RequestBooks": "serving.messages.RequestTotals"},
     "serving.protocol": {"Prompt": "serving.protocol.CompletionPrompt"},
     "serving.router": {"METHODS": "routing.app.HTTP_METHODS"},
-    "serving.router_backends": {"Health": "routing.backends.BackendHealth"},
+    "serving.router_backends": {"Health": "routing.health.BackendHealth"},
     "serving.router_metrics": {"PREFIX": "routing.metrics.ROUTER_PREFIX"},
     "serving.router_policy": {"POLICIES": "routing.policy.ROUTING_POLICIES", "Policy": "routing.policy.RoutingPolicy"},
     "simulation.books": {"RequestBooks": "simulation.records.RequestRecords", "StepBooks": "simulation.records.StepRecords"},

@@ -76,8 +76,9 @@ def summarise(streams: list[Stream], seconds: float) -> dict[str, Any]:
 def serve_replay(port: int) -> None:
     import uvicorn
 
-    from jaxserve.serving.app import ServerOptions, make_app
+    from jaxserve.serving.app import make_app
     from jaxserve.serving.async_llm import AsyncLLM
+    from jaxserve.serving.options import ServerOptions
     from scripts.bench.replay_engine import replay_llm
 
     application = make_app(AsyncLLM(replay_llm(max_num_seqs=256)), ServerOptions(names=("replay",)))

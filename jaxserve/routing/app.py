@@ -10,9 +10,7 @@ import asyncio
 import contextlib
 import functools
 import hashlib
-import urllib.parse
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 
 import msgspec
 from starlette.applications import Starlette
@@ -22,9 +20,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxserve.routing.backends import UNANSWERED, UNREACHED, Answer, Backend, BackendHealth, end_to_end, open_session
+from jaxserve.routing.backends import UNANSWERED, UNREACHED, Answer, Backend, end_to_end, open_session
+from jaxserve.routing.health import BackendHealth
 from jaxserve.routing.metrics import RouterMetrics
-from jaxserve.routing.policy import ROUTING_POLICIES, Load, hash_blocks, make_policy
+from jaxserve.routing.options import RouterOptions
+from jaxserve.routing.policy import Load, hash_blocks, make_policy
 from jaxserve.serving.errors import error_response, on_error
 from jaxserve.serving.messages import UnavailableError
 from jaxserve.serving.middleware import ApiKey, BodyLimit, LastResort, RequestLog
@@ -42,51 +42,6 @@ REFUSED = (429, 503)  # the server has run nothing of the request, so another ma
 # Bytes of a prompt's JSON that are hashed together (about 64 tokens of English, a page); most blocks that are hashed of a prompt.
 BLOCK_BYTES, MAX_BLOCKS = 256, 4096
 MAX_BROKEN = 2  # servers that may fail with one request before it is given up: it may be the cause
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouterOptions:
-    """The options of a router.
-
-    backends: the servers, each "http://host:port".
-    policy: one of ROUTING_POLICIES.
-    api_keys: bearer tokens, any of which gives access. None of them: access is free.
-    backend_api_key: sent to the servers in place of the client's key. None: the client's key is passed on.
-    check_seconds, check_timeout: seconds between two checks of a server, and the most that one check may take.
-    max_failures: failures in a row after which a server gets no requests.
-    min_successes: successful checks in a row after which it gets requests again.
-    max_body_bytes, body_seconds, patience: as ServerOptions'.
-
-    Raises:
-      ValueError: an option out of its range, or a backend that is no address.
-    """
-
-    backends: tuple[str, ...]
-    policy: str = "prefix_aware"
-    api_keys: tuple[str, ...] = ()
-    backend_api_key: str | None = None
-    check_seconds: float = 1.0
-    check_timeout: float = 5.0
-    max_failures: int = 3
-    min_successes: int = 2
-    max_body_bytes: int = 32 * 2**20
-    body_seconds: float = 60.0
-    patience: float = 120.0
-
-    def __post_init__(self) -> None:
-        if not self.backends or len(set(self.backends)) != len(self.backends):
-            raise ValueError(f"backends={self.backends!r} must name one server at least, none twice")
-        for url in self.backends:
-            parts = urllib.parse.urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or url != f"{parts.scheme}://{parts.netloc}":
-                raise ValueError(f"backend {url!r} must be an address such as http://127.0.0.1:8000, without a path")
-        if self.policy not in ROUTING_POLICIES:
-            raise ValueError(f"policy={self.policy!r} must be one of {', '.join(ROUTING_POLICIES)}")
-        if not all(self.api_keys):
-            raise ValueError("an API key must not be empty")
-        if not (self.check_seconds > 0 and self.check_timeout > 0):
-            raise ValueError(f"check_seconds={self.check_seconds} and check_timeout={self.check_timeout} must be above 0")
-        BackendHealth(self.max_failures, self.min_successes)  # checks both
 
 
 class PassedOn(EventStream):

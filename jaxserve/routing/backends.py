@@ -1,6 +1,7 @@
-"""A server behind a router: whether it takes requests, its load, and how requests are sent to it.
+"""A server behind a router: its checks, its load, and how requests are sent to it.
 
-Owns health checks, the estimate of a server's load, and the connection to it. Knows nothing of which request goes to which server.
+Owns the checks, the estimate of a server's load, and the connection to it. What follows from the checks is health.py's. Knows
+nothing of which request goes to which server.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
+from jaxserve.routing.health import BackendHealth
 from jaxserve.routing.policy import Load
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -32,42 +34,6 @@ UNREACHED: tuple[type[Exception], ...] = (
 )  # those of UNANSWERED after which the server cannot have seen the request
 _LOADS = re.compile(r"^\w+:num_requests_(waiting|running)(?:\{.*\})? (\S+)$", re.MULTILINE)  # our servers', and vLLM's
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a lost machine is noticed within a minute
-
-
-class BackendHealth:
-    """Whether a server is up. The first check decides. Later, max_failures in a row take it out, and min_successes bring it
-    back."""
-
-    def __init__(self, max_failures: int, min_successes: int):
-        if max_failures < 1 or min_successes < 1:
-            raise ValueError(f"{max_failures=} and {min_successes=} must be at least 1")
-        self._max_failures, self._min_successes = max_failures, min_successes
-        self._failures, self._successes = 0, min_successes - 1
-        self.up: bool = False
-
-    def succeed(self) -> None:
-        self._failures = 0
-        self._successes += 1
-        self.up = self.up or self._successes >= self._min_successes
-
-    def answer(self) -> None:
-        """The server has answered a request. That ends a row of failures, and does not bring it up."""
-        self._failures = 0
-
-    def fail(self) -> None:
-        """The server did not answer. One failure alone does not take it out, unless max_failures is 1."""
-        self._failures += 1
-        self._successes = 0
-        self.up = self.up and self._failures < self._max_failures
-
-    @property
-    def gone(self) -> bool:
-        """Whether it has not answered max_failures times in a row."""
-        return self._failures >= self._max_failures
-
-    def refuse(self) -> None:
-        """The server says that it takes no requests: it drains, sleeps or is broken."""
-        self._failures, self._successes, self.up = 0, 0, False
 
 
 class Backend:

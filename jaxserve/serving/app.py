@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import re
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
 from importlib import resources
 from importlib.metadata import version
 
@@ -31,6 +30,7 @@ from jaxserve.serving.messages import RequestError, UnavailableError
 from jaxserve.serving.metrics import Metrics
 from jaxserve.serving.middleware import ApiKey, BodyLimit, LastResort, RequestLog
 from jaxserve.serving.openapi import Limits, answers, publish
+from jaxserve.serving.options import ServerOptions
 from jaxserve.serving.parsers import Notation
 from jaxserve.serving.protocol import CompletionRequest, DetokenizeRequest, TokenizeCompletionRequest
 from jaxserve.serving.responses import (
@@ -49,40 +49,6 @@ from jaxserve.serving.streaming import ClientGoneError, unless_gone
 
 ANSWERED = (RequestValidationError, HTTPException, RequestError, RefusedError)
 GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """The options of a server.
-
-    names: names of the model; answers contain the first.
-    api_keys: bearer tokens, any of which gives access. None of them: access is free.
-    tool_calls, reasoning: whether chats are parsed for Hermes tool calls and for <think>. None: as the model's chat template has
-    it.
-    enable_control: whether `/pause`, `/update_weights_from_path` and the other control routes exist.
-    max_body_bytes, body_seconds: the most bytes of a body, and the most seconds for it to arrive.
-    patience: seconds that a stream waits for a client that reads nothing.
-
-    Raises:
-      ValueError: an empty name or key, no name, or enable_control without a key.
-    """
-
-    names: tuple[str, ...]
-    api_keys: tuple[str, ...] = ()
-    tool_calls: bool | None = None
-    reasoning: bool | None = None
-    enable_control: bool = False
-    max_body_bytes: int = 32 * 2**20
-    body_seconds: float = 60.0
-    patience: float = 120.0
-
-    def __post_init__(self) -> None:
-        if not self.names or not all(self.names):
-            raise ValueError(f"names={self.names!r} must hold one name at least, none empty")
-        if not all(self.api_keys):
-            raise ValueError("an API key must not be empty")
-        if self.enable_control and not self.api_keys:
-            raise ValueError("enable_control=True lets clients swap the weights: give api_keys too")
 
 
 def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:

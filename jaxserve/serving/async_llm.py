@@ -23,6 +23,7 @@ from jaxserve.serving import streams
 from jaxserve.serving.engine_loop import EngineLoop
 from jaxserve.serving.interfaces import ServedConfig, ServedLLM
 from jaxserve.serving.messages import Abort, Aborted, Add, Call, Delta, LoopStats, Reply, Report, Stop, UnavailableError
+from jaxserve.serving.options import MAX_FAILURES, MAX_WAITING
 from jaxserve.serving.reading import ReadingPools
 from jaxserve.serving.streams import OpenStreams, too_late
 from jaxserve.structured.grammars import GrammarError
@@ -54,9 +55,9 @@ class AsyncLLM:
         self,
         llm: ServedLLM,
         *,
-        max_waiting: int = 1024,
+        max_waiting: int = MAX_WAITING,
         request_timeout: float | None = None,
-        max_failures: int = 3,
+        max_failures: int = MAX_FAILURES,
         listener: Callable[[Report], None] | None = None,
     ):
         if request_timeout is not None and not request_timeout > 0:

@@ -1,6 +1,6 @@
 """Routes that control the engine: `/pause`, `/resume`, `/update_weights_from_path`, `/reset_prefix_cache`, `/sleep`, `/wake_up`.
 
-They exist only with ServerOptions.enable_control, and always need an API key.
+They exist only with options.ServerOptions.enable_control, and always need an API key.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class EngineLoop:
         grammars: GrammarCompiler,
         deliver: Callable[[Report], None],
         *,
-        max_failures: int = 3,
+        max_failures: int,
     ):
         self.engine: ServedEngine = engine
         self._texts = TextOutputs(tokenizer, engine.finish)

@@ -41,7 +41,7 @@ class Served:
     engine: AsyncLLM
     names: Sequence[str]
     notation: Notation
-    patience: float = 120.0  # seconds that a stream waits for its reader
+    patience: float  # seconds that a stream waits for its reader
     created: int = field(default_factory=lambda: int(time.time()))
 
 

@@ -46,7 +46,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], on_end: Callable[[], None], patience: float = 120.0):
+    def __init__(self, events: AsyncGenerator[bytes], on_end: Callable[[], None], patience: float):
         self._events, self._on_end, self._patience = events, on_end, patience
         self._num_sent, self._sending = 0, False
         self.status_code: int = 200

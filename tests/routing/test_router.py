@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.routing.app import BLOCK_BYTES, CONTROL_PATHS, RouterOptions, make_router, prompt_blocks
-from jaxserve.routing.backends import BackendHealth
+from jaxserve.routing.app import BLOCK_BYTES, CONTROL_PATHS, make_router, prompt_blocks
+from jaxserve.routing.health import BackendHealth
+from jaxserve.routing.options import RouterOptions
 from jaxserve.serving.control import control_routes
 from tests.serving.http_server import listening
 from tests.serving.scripted_server import BREAK, Scripted, scripted
@@ -437,5 +438,7 @@ def test_options_are_checked():
             RouterOptions(backends=(url,))
     with pytest.raises(ValueError, match="policy='x' must be one of prefix_aware"):
         RouterOptions(backends=("http://a:1",), policy="x")
+    with pytest.raises(ValueError, match="patience=-1 must be above 0"):
+        RouterOptions(backends=("http://a:1",), patience=-1)
     with pytest.raises(ValueError, match="min_successes=0"):
         RouterOptions(backends=("http://a:1",), min_successes=0)

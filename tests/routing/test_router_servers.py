@@ -20,9 +20,11 @@ import openai
 import pytest
 
 from jaxserve import LLM
-from jaxserve.routing.app import RouterOptions, make_router
-from jaxserve.serving.app import ServerOptions, make_app
+from jaxserve.routing.app import make_router
+from jaxserve.routing.options import RouterOptions
+from jaxserve.serving.app import make_app
 from jaxserve.serving.async_llm import AsyncLLM
+from jaxserve.serving.options import ServerOptions
 from scripts.bench.replay_engine import FOX, replay_llm
 from tests.alphabet_model import after
 from tests.serving.conftest import PLAN
@@ -123,7 +125,8 @@ def test_a_client_vanishes(router, servers, shared_llm, other_llm, monkeypatch, 
 
 SERVE = """
 import sys, uvicorn
-from jaxserve.serving.app import ServerOptions, make_app
+from jaxserve.serving.app import make_app
+from jaxserve.serving.options import ServerOptions
 from jaxserve.serving.async_llm import AsyncLLM
 from scripts.bench.replay_engine import replay_llm
 engine = AsyncLLM(replay_llm(max_num_seqs=8, step_seconds=0.01))

@@ -13,9 +13,10 @@ import pytest
 import uvicorn
 
 from jaxserve import LLM
-from jaxserve.serving.app import ServerOptions, make_app
+from jaxserve.serving.app import make_app
 from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.interfaces import ServedLLM
+from jaxserve.serving.options import ServerOptions
 
 
 @dataclass

@@ -19,9 +19,11 @@ import pytest
 
 from jaxserve.cli.common.http_load import Stream, Target, serve_at
 from jaxserve.request import EngineOutput
-from jaxserve.routing.app import RouterOptions, make_router
-from jaxserve.serving.app import ServerOptions, make_app
+from jaxserve.routing.app import make_router
+from jaxserve.routing.options import RouterOptions
+from jaxserve.serving.app import make_app
 from jaxserve.serving.async_llm import AsyncLLM
+from jaxserve.serving.options import ServerOptions
 from jaxserve.workloads.workload import Workload, WorkloadRequest
 from scripts.bench.replay_engine import replay_llm
 from tests.serving.http_server import listening, serving
