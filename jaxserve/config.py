@@ -131,7 +131,7 @@ _NAMES, _LIMITS, _STEPS, _PROGRAMS, _DRAFTS = "Weights and kernels", "Limits and
 class EngineConfig:
     """Everything a user can choose about an engine. docs/options.md lists the fields, which `options()` gives as data.
 
-    None means decided by `resolve` from the model and the device.
+    None means decided by `engine.resolution.resolve` from the model and the device.
 
     Raises:
       ValueError: a value is of the wrong type or out of range, or the plan or the profile can't be read; the message names it and

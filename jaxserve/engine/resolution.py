@@ -1,7 +1,7 @@
 """An EngineConfig resolved against a model and the device at hand: what it means here.
 
 Owns the questions to the device (its memory, what its attention backend can do) and to the profile of a dynamic budget. What
-follows from the answers is config.py's.
+follows from the answers is execution/resolved_config.py's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def resolve(functions: ModelFunctions, config: EngineConfig) -> ResolvedConfig:
     """The config with everything decided for this model on JAX's default device.
 
     On a device that states its memory, the largest programs are compiled first, from shapes alone, to learn what they need beside
-    weights and pages. Raises ValueError as `EngineConfig.resolve`, NotImplementedError for an attention backend that can't.
+    weights and pages. Raises ValueError as `resolve_config`, NotImplementedError for an attention backend that can't.
     """
     device = jax.devices()[0]
     stats = device.memory_stats() or {}

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 _PTXAS = re.compile(
@@ -38,8 +37,6 @@ _INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%(?P<name>\S+) = (?P<result>\(.*?\)|\S+) (?P<opcode>[a-z][\w\-]*)\((?P<operands>.*?)\)(?P<rest>.*)$"
 )
 _SHAPE = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
-_BYTES = {"token": 0, "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2}
-_BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 
 
 @dataclass(frozen=True)
@@ -97,20 +94,6 @@ class Instruction:
     def mosaic_kernel(self) -> str:
         """Of a call of a Mosaic kernel: that kernel's name in PTX. The op_name ends with "/its name/the primitive's"."""
         return f"{self.op_name.rpartition('/')[0].rpartition('/')[2]}_mosaic_gpu_kernel"
-
-    @property
-    def result_bytes(self) -> int:
-        return sum(shape_bytes(dtype, dims) for dtype, dims in self.results)
-
-
-def shape_bytes(dtype: str, dims: Iterable[int]) -> int:
-    """Bytes of an array. ValueError for an element type that is not known here."""
-    if dtype not in _BYTES:
-        raise ValueError(f"{dtype=} is not a known HLO element type; known: {', '.join(sorted(_BYTES))}")
-    size = 1
-    for dim in dims:
-        size *= dim
-    return size * _BYTES[dtype]
 
 
 def ptx_features(ptx: str) -> tuple[str, ...]:

@@ -24,7 +24,6 @@ from scripts.aot.compiled_report import CompiledReport, Kernel, parse_hlo, parse
 
 TARGETS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "gpu" / "targets").glob("*.txtpb"))}
 SMEM_LIMIT = 232_448  # bytes a block may opt in to on sm_90 (CUDA C++ Programming Guide, table of compute capabilities)
-REGISTER_LIMIT = 255  # a thread
 
 
 def target_fact(target: str, name: str) -> str:

@@ -1,4 +1,4 @@
-"""The engine's own programs for a GPU that is not there: which there are, compiled and held to `aot_verdicts`.
+"""The engine's own programs for a GPU that is not there: which there are, compiled and held to verdicts.py.
 
 Owns the way from a model's config to abstract weights, a resolved plan and its programs. Nothing is allocated.
 """

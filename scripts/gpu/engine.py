@@ -1,7 +1,7 @@
 """The engine on the card at hand, with random weights: steps against the roofline, a workload, start-up, graphs.
 
-Owns what is measured and against which floor. Everything runs through the engine's public calls; only `_replay` reaches for the
-runner, to run one step over and over.
+Owns what is measured and against which floor. Workloads run through the engine's public calls, and one step over and over through
+its runner.
 """
 
 from __future__ import annotations
