@@ -17,8 +17,7 @@ from jax import lax
 from jaxserve.execution.body import HeadInputs
 from jaxserve.execution.device_state import DraftState, RowState
 from jaxserve.execution.model_functions import ModelFunctions
-from jaxserve.sampling import logit_edits, scoring
-from jaxserve.sampling import sampler as sampling
+from jaxserve.sampling import logit_edits, sampler, scoring
 from jaxserve.speculative import rejection, verify
 from jaxserve.speculative.proposer import NO_DRAFT, Proposer, Seen
 
@@ -42,13 +41,13 @@ def head(
     masks: Masks,
 ) -> tuple[RowState, jax.Array]:
     """A token of each of the first `num_rows` logits rows. Returns the rows with these tokens in, and what the host fetches:
-    i32[num_rows, columns of sampling.pack_sampled]."""
-    seq_rows, asked = inputs.seq_rows[:num_rows], sampling.unpack_rows(inputs.sampling[:num_rows])
+    i32[num_rows, columns of sampler.pack_sampled]."""
+    seq_rows, asked = inputs.seq_rows[:num_rows], sampler.unpack_rows(inputs.sampling[:num_rows])
     logits = _logits(functions, weights, inputs.hidden[:num_rows])
     sampled = _sample(logits, asked, max_logprobs, masks, _edit(seq_rows, asked, rows.edits, rows.history))
     last_tokens = rows.last_tokens.at[seq_rows].set(sampled.tokens, mode="drop")
     history = logit_edits.remember(rows.history, seq_rows, asked.position, sampled.tokens)
-    return replace(rows, last_tokens=last_tokens, history=history), sampling.pack_sampled(sampled)
+    return replace(rows, last_tokens=last_tokens, history=history), sampler.pack_sampled(sampled)
 
 
 def drafting_head(
@@ -64,7 +63,7 @@ def drafting_head(
 ) -> tuple[RowState, jax.Array]:
     """`head` where speculation is on: the rows that follow a sequence's first are its drafts', which are verified here, and new
     drafts are proposed. `rows.num_computed` comes as if every draft stood. What the host fetches has K columns of drafts more."""
-    seq_rows, asked = inputs.seq_rows[:num_rows], sampling.unpack_rows(inputs.sampling[:num_rows])
+    seq_rows, asked = inputs.seq_rows[:num_rows], sampler.unpack_rows(inputs.sampling[:num_rows])
     state, num_seqs = rows.drafts, len(rows.last_tokens)  # num_seqs as a sequence row: nobody's
     assert inputs.tokens is not None and state is not None
     with jax.named_scope("drafts"):
@@ -91,7 +90,7 @@ def drafting_head(
         kept = None if state.probs is None else state.probs.at[last].set(probs, mode="drop")
         state = DraftState(state.drafts.at[last].set(drafts, mode="drop"), kept, own)
     rows = replace(rows, num_computed=num_computed, last_tokens=last_tokens, history=history, drafts=state)
-    return rows, jnp.concatenate([sampling.pack_sampled(sampled, delivered), drafts], axis=1)
+    return rows, jnp.concatenate([sampler.pack_sampled(sampled, delivered), drafts], axis=1)
 
 
 def _logits(functions: ModelFunctions, weights: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:  # f32[rows, V]
@@ -99,14 +98,14 @@ def _logits(functions: ModelFunctions, weights: Sequence[jax.Array], hidden: jax
     return model.logits(model.final_norm(hidden))
 
 
-def _edit(seq_rows: jax.Array, asked: sampling.SamplingRows, edits: jax.Array, history: jax.Array) -> Callable:
+def _edit(seq_rows: jax.Array, asked: sampler.SamplingRows, edits: jax.Array, history: jax.Array) -> Callable:
     return functools.partial(
         logit_edits.edit, kinds=asked.edits, seq_rows=seq_rows, positions=asked.position, table=edits, history=history
     )
 
 
-def _sample(logits, asked, max_logprobs, masks: Masks, edit, draw=None) -> sampling.Sampled:
-    """`sampling.sample` of what grammars allow."""
+def _sample(logits, asked, max_logprobs, masks: Masks, edit, draw=None) -> sampler.Sampled:
+    """`sampler.sample` of what grammars allow."""
     edited = (asked.edits != 0).any()
 
     def forbid(logits):
@@ -114,13 +113,13 @@ def _sample(logits, asked, max_logprobs, masks: Masks, edit, draw=None) -> sampl
             return lax.cond(masks.given, logit_edits.apply_masks, lambda logits, _: logits, logits, masks.allowed)
 
     if max_logprobs:  # which are those of masked logits before any edit
-        return sampling.sample(forbid(logits), asked, max_logprobs=max_logprobs, edit=edit, draw=draw)
+        return sampler.sample(forbid(logits), asked, max_logprobs=max_logprobs, edit=edit, draw=draw)
 
     def forbid_and_edit(logits):
         return lax.cond(edited, edit, lambda logits: logits, forbid(logits))
 
     # One conditional around both, since one that has nothing to do still copies its logits.
-    return sampling.sample(logits, asked, edit=forbid_and_edit, edit_wanted=masks.given | edited, draw=draw)
+    return sampler.sample(logits, asked, edit=forbid_and_edit, edit_wanted=masks.given | edited, draw=draw)
 
 
 def score(

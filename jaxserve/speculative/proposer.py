@@ -18,7 +18,7 @@ from jaxserve.batching.context import StepContext
 from jaxserve.sampling.sampler import SamplingRows
 
 NO_DRAFT = -1  # a draft that is none: no sampled token equals it, so that it never stands
-DRAFT_STREAM = 2  # of sampling.uniform: what drafts are drawn with, at the positions that they are for
+DRAFT_STREAM = 2  # of sampler.uniform: what drafts are drawn with, at the positions that they are for
 
 
 @jax.tree_util.register_dataclass

@@ -21,24 +21,24 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxserve.sampling import sampler as sampling
+from jaxserve.sampling import sampler
 from jaxserve.sampling.sampler import SamplingRows
 from jaxserve.speculative.proposer import NO_DRAFT
 
-ACCEPTANCE_STREAM = 1  # of sampling.uniform; what is drawn has the first, and what proposes a third (proposer.DRAFT_STREAM)
+ACCEPTANCE_STREAM = 1  # of sampler.uniform; what is drawn has the first, and what proposes a third (proposer.DRAFT_STREAM)
 
 
 def draw_token(
-    weights: jax.Array,  # i32[R, B, BLOCK]: the target, as sampling.draw_token takes it
+    weights: jax.Array,  # i32[R, B, BLOCK]: the target, as sampler.draw_token takes it
     rows: SamplingRows,
     *,
     drafts: jax.Array,  # i32[R]; NO_DRAFT where there is none
     proposal: jax.Array | None,  # f32[R, V]: the probabilities with which each draft was drawn; None: they are point masses
 ) -> jax.Array:  # i32[R]
-    """A token of each row: its draft if that is accepted, another if not; `sampling.sample` draws with it.
+    """A token of each row: its draft if that is accepted, another if not; `sampler.sample` draws with it.
 
     A row's token depends on its weights, its draft and that draft's proposal, and (seed, sample index, position) only; without a
-    draft it is sampling.draw_token's. In integers, like the weights: the proposal is scaled to the target's total, so that no sum
+    draft it is sampler.draw_token's. In integers, like the weights: the proposal is scaled to the target's total, so that no sum
     depends on its order. Greedy rows never come here: their draft stands if it equals the argmax.
     """
     R, N = weights.shape[0], weights[0].size
@@ -47,16 +47,16 @@ def draw_token(
         ids = jnp.arange(N, dtype=jnp.int32).reshape(weights.shape[1:])
         proposed = jnp.where(ids == drafts[:, None, None], total, 0)
     else:
-        shares = sampling.in_blocks(proposal, 0.0).astype(jnp.float64)
+        shares = sampler.in_blocks(proposal, 0.0).astype(jnp.float64)
         proposed = jnp.where((drafts == NO_DRAFT)[:, None, None], 0, jnp.round(shares * total).astype(jnp.int64))
     at_draft = jnp.maximum(drafts, 0)[:, None]
     of_draft = partial(jnp.take_along_axis, indices=at_draft, axis=1)
     stands = _stands(
         of_draft(weights.reshape(R, N))[:, 0],
         of_draft(proposed.reshape(R, N))[:, 0],
-        sampling.uniform(rows, ACCEPTANCE_STREAM),
+        sampler.uniform(rows, ACCEPTANCE_STREAM),
     )
-    other = sampling.invert_cdf(_residual(weights, proposed), sampling.uniform(rows))
+    other = sampler.invert_cdf(_residual(weights, proposed), sampler.uniform(rows))
     return jnp.where(stands & (drafts != NO_DRAFT), drafts, other)
 
 

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.sampling import logit_edits
+from jaxserve.sampling import logit_edits, sampler
 from jaxserve.sampling import rows as sampling_rows
-from jaxserve.sampling import sampler as sampling
 from jaxserve.sampling.edit_rows import EditLayout, kinds_of
 from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, SamplingParams
 from tests.sampling.test_sampling import chi_square_p, likeliest_first
@@ -37,11 +36,11 @@ def reference(logits, params, prompt, output):
 
 @functools.partial(jax.jit, static_argnames=("max_logprobs", "edited"))
 def _run(logits, packed, seq_rows, table, history, max_logprobs, edited):
-    rows = sampling.unpack_rows(packed)
+    rows = sampler.unpack_rows(packed)
     where = {"seq_rows": seq_rows, "positions": rows.position}
     edit = functools.partial(logit_edits.edit, kinds=rows.edits, table=table, history=history, **where)
-    sampled = sampling.sample(logits, rows, max_logprobs=max_logprobs, edit=edit if edited else None)
-    return sampling.pack_sampled(sampled), edit(logits), logit_edits.remember(history, seq_rows, rows.position, sampled.tokens)
+    sampled = sampler.sample(logits, rows, max_logprobs=max_logprobs, edit=edit if edited else None)
+    return sampler.pack_sampled(sampled), edit(logits), logit_edits.remember(history, seq_rows, rows.position, sampled.tokens)
 
 
 def run(logits, asks, seq_rows, *, history_len=LEN, max_logprobs=0, edited=True):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve.sampling import rows as sampling_rows
-from jaxserve.sampling import sampler as sampling
+from jaxserve.sampling import sampler
 from jaxserve.sampling_params import MAX_SUPPRESSED_IDS, SamplingParams
 from tests.selection import slow_unless
 
@@ -25,12 +25,12 @@ VOCABULARIES = [1, 3, 128, 300, 49152 + 5]
 @functools.partial(jax.jit, static_argnames=("max_logprobs", "num_candidates"))
 def _run(logits, packed, max_logprobs, num_candidates):
     del num_candidates  # part of the cache's key: the module's constant is patched
-    sampled = sampling.sample(logits, sampling.unpack_rows(packed), max_logprobs=max_logprobs)
-    return sampling.pack_sampled(sampled)
+    sampled = sampler.sample(logits, sampler.unpack_rows(packed), max_logprobs=max_logprobs)
+    return sampler.pack_sampled(sampled)
 
 
 def run(logits, packed, max_logprobs=0):
-    packed = _run(jnp.asarray(logits, jnp.float32), packed, max_logprobs, sampling.NUM_CANDIDATES)
+    packed = _run(jnp.asarray(logits, jnp.float32), packed, max_logprobs, sampler.NUM_CANDIDATES)
     return sampling_rows.unpack_sampled(np.asarray(packed))
 
 
@@ -188,7 +188,7 @@ def test_every_unit_of_weight_finds_its_entry():
     total = int(weights.sum())
     with jax.enable_x64(True):
         blocks = jnp.broadcast_to(weights, (total, 3, 128))
-        found = sampling._locate(blocks, sampling._cumulative(blocks), jnp.arange(total, dtype=jnp.int64))
+        found = sampler._locate(blocks, sampler._cumulative(blocks), jnp.arange(total, dtype=jnp.int64))
     np.testing.assert_array_equal(found, np.repeat(np.arange(weights.size), weights.ravel()))
 
 
@@ -261,7 +261,7 @@ def test_probabilities_do_not_depend_on_the_shape_of_the_program():
     @jax.jit
     def weights(logits, temperature):
         with jax.enable_x64(True):
-            return sampling._weights(logits, logits.max((-1, -2)), temperature, jnp.zeros_like(temperature))
+            return sampler._weights(logits, logits.max((-1, -2)), temperature, jnp.zeros_like(temperature))
 
     rng = np.random.default_rng(2)
     logits = (rng.normal(size=(64, 8, 128)) * 5).astype(np.float32)
@@ -278,7 +278,7 @@ def test_the_sort_and_the_candidates_agree(name, monkeypatch):
     packed = pack(COMPANY[name], np.arange(64))
     results = {}
     for num_candidates in (2, 256, 1024):  # never enough, sometimes enough, always enough
-        monkeypatch.setattr(sampling, "NUM_CANDIDATES", num_candidates)
+        monkeypatch.setattr(sampler, "NUM_CANDIDATES", num_candidates)
         results[num_candidates] = run(COMPANY_LOGITS, packed)
     assert results[2].by_sort.mean() > 0.9 and not results[1024].by_sort.any()
     np.testing.assert_array_equal(results[2].tokens, results[1024].tokens)
@@ -307,7 +307,7 @@ def test_no_batch_pays_for_what_none_of_its_rows_asks():
     """What costs most stands behind conditionals on `any`, one in another: random rows, filtered ones, undecided ones."""
     V = VOCABULARIES[-1]
     logits, packed = jax.ShapeDtypeStruct((4, V), jnp.float32), pack(SamplingParams(), np.arange(4))
-    traced = jax.make_jaxpr(lambda x, packed: sampling.sample(x, sampling.unpack_rows(packed), edit=jnp.sin))(logits, packed)
+    traced = jax.make_jaxpr(lambda x, packed: sampler.sample(x, sampler.unpack_rows(packed), edit=jnp.sin))(logits, packed)
     depths: dict[tuple[str, bool], set[int]] = collections.defaultdict(set)  # by primitive: how many conditionals are around it
     for eqn, num_conds in equations(traced):
         is_whole = any(x.aval.size >= 4 * V for x in eqn.invars)
@@ -421,7 +421,7 @@ def test_rows_arrive_on_the_device_as_written():
     ids = frozenset({900, 5})
     write = functools.partial(sampling_rows.write_row, table, num_prompt_tokens=21, suppress_ids=ids)
     write(1, params, seed=-2, sample_index=3)
-    rows = jax.tree.map(lambda x: np.asarray(x)[1].tolist(), sampling.unpack_rows(jnp.asarray(table)))
+    rows = jax.tree.map(lambda x: np.asarray(x)[1].tolist(), sampler.unpack_rows(jnp.asarray(table)))
     reals = np.array([0.3, 0.9, 0.05], np.float32).tolist()
     assert [rows.temperature, rows.top_p, rows.min_p] == reals
     assert (rows.top_k, rows.seed, rows.sample_index) == (17, [2**32 - 2, 2**32 - 1], 3)
@@ -442,7 +442,7 @@ def test_too_many_ids_to_hold_back_are_refused():
 
 def test_logits_must_be_float32():
     with pytest.raises(TypeError, match="bfloat16 must be float32"):
-        sampling.sample(jnp.zeros((2, 8), jnp.bfloat16), sampling.unpack_rows(jnp.asarray(pack(SamplingParams(), [0, 1]))))
+        sampler.sample(jnp.zeros((2, 8), jnp.bfloat16), sampler.unpack_rows(jnp.asarray(pack(SamplingParams(), [0, 1]))))
 
 
 def test_a_row_of_zeros_is_a_greedy_one():

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.sampling import edit_rows, logit_edits
+from jaxserve.sampling import edit_rows, logit_edits, sampler
 from jaxserve.sampling import rows as sampling_rows
-from jaxserve.sampling import sampler as sampling
 from jaxserve.sampling.edit_rows import EditLayout
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative import rejection, verify
@@ -70,7 +69,7 @@ def verify_step(logits, rows, drafts, proposal, **options):
     if proposal is not None:
         proposal = jnp.pad(proposal, ((0, 0), (0, 1), (0, 0))).reshape(logits.shape)
     draw = functools.partial(rejection.draw_token, drafts=verify.drafts_after(is_draft, tokens), proposal=proposal)
-    sampled = sampling.sample(logits, rows, draw=draw, **options)
+    sampled = sampler.sample(logits, rows, draw=draw, **options)
     delivered = verify.delivered(is_draft, tokens, sampled.tokens, sampled.bad_logits)
     return delivered.reshape(S, k + 1).sum(1) - 1, sampled
 
@@ -81,7 +80,7 @@ def program(rule, with_proposal):
 
     @jax.jit
     def run(logits, packed, drafts, proposal, table, history):
-        rows = sampling.unpack_rows(packed)
+        rows = sampler.unpack_rows(packed)
         seqs = jnp.arange(len(packed), dtype=jnp.int32) // (drafts.shape[1] + 1)
         edit = functools.partial(
             logit_edits._penalise,
@@ -188,7 +187,7 @@ def rows_of(params, seeds, k):
 
 @functools.partial(jax.jit, static_argnames="with_proposal")
 def run(logits, packed, drafts, proposal, with_proposal=True):
-    rows = sampling.unpack_rows(packed)
+    rows = sampler.unpack_rows(packed)
     accepted, sampled = verify_step(logits, rows, drafts, proposal if with_proposal else None)
     return accepted, sampled.tokens.reshape(len(drafts), -1), sampled.bad_logits
 
@@ -278,7 +277,7 @@ def test_without_drafts_it_is_the_sampler(large):
     packed = rows_of(PARAMS_LARGE, np.arange(SEQS), 3)
     accepted, tokens, _ = run(logits.reshape(-1, LARGE), packed, np.full_like(drafts, NO_DRAFT), proposal)
     assert not np.asarray(accepted).any()
-    plain = jax.jit(lambda logits, packed: sampling.sample(logits, sampling.unpack_rows(packed)).tokens)
+    plain = jax.jit(lambda logits, packed: sampler.sample(logits, sampler.unpack_rows(packed)).tokens)
     np.testing.assert_array_equal(np.asarray(tokens).reshape(-1), plain(logits.reshape(-1, LARGE), packed))
 
 
