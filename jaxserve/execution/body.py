@@ -30,7 +30,7 @@ class HeadInputs:
     hidden: jax.Array  # [R, D]: what each logits row is made of
     seq_rows: jax.Array  # i32[R]: the sequence row that each logits row samples for; max_num_seqs for padding
     tokens: jax.Array | None  # i32[R]: the token before the one that it samples; None where nothing is drafted
-    sampling: jax.Array  # i32[R, F]: sampling_rows' columns, POSITION filled in from the device's own state
+    sampling: jax.Array  # i32[R, F]: the columns of sampling/rows.py, POSITION filled in from the device's own state
 
 
 def body(
