@@ -89,17 +89,31 @@ def test_modules_that_stayed_forward_what_left_them(old):
 # ---- kernels
 
 
-@pytest.mark.parametrize("old", kernels_moved.MODULES)
-def test_an_old_module_of_kernels_is_the_new_one_and_warns(old, monkeypatch):
-    new = kernels_moved.MODULES[old]
-    package, _, name = old.rpartition(".")
+KERNEL_MODULES = {  # what was in kernels/ragged_paged_attention/, and one name of each
+    "planner": "Planner",
+    "tiles": "choose_tiles",
+    "work_list": "WorkShape",
+    "softmax_state": "join",
+    "mosaic_combine": "combine",
+}
+
+
+@pytest.mark.parametrize("name", KERNEL_MODULES)
+def test_an_old_module_of_kernels_is_the_new_one_and_warns(name, monkeypatch):
+    package = "kernels.ragged_paged_attention"
+    old, new = f"{package}.{name}", kernels_moved.MODULES[f"{package}.{name}"]
     monkeypatch.delitem(sys.modules, old, raising=False)
     monkeypatch.delattr(import_module(package), name, raising=False)
     with pytest.warns(DeprecationWarning) as warned:
         exec(f"from {package} import {name} as found", names := {})
     assert [str(w.message) for w in warned] == [f"{old} is {new} now; the old name goes with the next release"]
+    assert warned[0].filename == "<string>", "the line that imports it"
     assert names["found"] is import_module(old) is import_module(new)
-    assert import_module(new).__name__ == new
+    assert getattr(import_module(new), KERNEL_MODULES[name]).__module__ == import_module(new).__name__ == new
+
+
+def test_every_old_module_of_kernels_is_tried():
+    assert set(kernels_moved.MODULES) == {f"kernels.ragged_paged_attention.{name}" for name in KERNEL_MODULES}
 
 
 @pytest.mark.parametrize(("package", "table"), [("ragged_paged_attention", "ATTENTION"), ("grouped_matmul", "GROUPED_MATMUL")])
