@@ -13,14 +13,13 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import flags
+from absl import app, flags
 
 from jaxserve.cli.common.bench_models import RANDOM, bench_model
 from jaxserve.cli.common.command import run_command
@@ -70,7 +69,7 @@ class Peer:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            sys.exit(f"the peer ended (exit {self._process.wait()}); make setup-torch makes its environment")
+            raise app.UsageError(f"the peer ended (exit {self._process.wait()}); make setup-torch makes its environment")
         return json.loads(line)
 
     def run(self) -> dict[str, Any]:
@@ -206,7 +205,7 @@ class BareStep:
 
 def main() -> None:
     if _PEER.value and not Path(_PEER.value).exists():
-        sys.exit(f"--peer={_PEER.value} does not exist: make setup-torch makes it, --peer= does without")
+        raise app.UsageError(f"--peer={_PEER.value} does not exist: make setup-torch makes it, --peer= does without")
     results = {}
     for row in ROWS:
         if _ONLY.value and row.name not in _ONLY.value:
@@ -215,7 +214,7 @@ def main() -> None:
         if row.model not in RANDOM:
             from scripts.fetch_demo_model import fetch_or_exit
 
-            path = str(fetch_or_exit("bench_engine"))
+            path = str(fetch_or_exit())
         results[row.name] = compare(row, path)
     write_json(_JSON.value, {"benchmark": "engine", "rounds": _ROUNDS.value, "results": results, **provenance()})
 

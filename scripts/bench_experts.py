@@ -19,7 +19,7 @@ import numpy as np
 from absl import flags
 from tqdm import tqdm
 
-from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.command import refuse_bad_input, run_command
 from jaxserve.cli.common.provenance import provenance, write_json
 
 FLAGS = flags.FLAGS
@@ -104,12 +104,10 @@ def measure(num_experts: int, num_active: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    try:
+    with refuse_bad_input():
         cases = [(int(experts), int(active)) for experts in FLAGS.experts for active in FLAGS.active]
         for case in cases:
             choices(*case, FLAGS.num_tokens, FLAGS.experts_per_token)
-    except ValueError as error:
-        sys.exit(f"bench_experts: {error}")
     results = [measure(*case) for case in tqdm(cases, file=sys.stderr, leave=False)]
     for r in results:
         ours, theirs = r["grouped_ms"], r["ragged_dot_ms"]

@@ -18,7 +18,7 @@ import numpy as np
 from absl import flags
 
 from jaxserve.cli.common.bench_models import bench_model
-from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.command import refuse_bad_input, run_command
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.cli.common.provenance import provenance, write_json
 
@@ -62,12 +62,10 @@ def main() -> None:
     from jaxserve import Engine
     from jaxserve.llm import engine_config
 
-    try:
+    with refuse_bad_input():
         options: dict[str, Any] = {**engine_options(), "enable_prefix_caching": False}
         engine = Engine(bench_model(flags.FLAGS.model, options["dtype"]), engine_config(options), eos_token_ids=())
         engine.check_request("longest", [0] * _LENGTH.value, one_token())
-    except (ValueError, NotImplementedError, OSError) as error:
-        sys.exit(f"bench_score: {error}")
     print(engine.describe(), file=sys.stderr)
     rng = np.random.default_rng(0)
     times: dict[bool, list[float]] = {False: [], True: []}

@@ -159,7 +159,7 @@ def make_llms() -> dict[str, Any]:
     defaults = {"max_num_seqs": max(map(int, _BATCHES.value)), "max_num_batched_tokens": 512, "max_model_len": 1024}
     defaults["num_pages"] = 16 * defaults["max_num_seqs"] + 64  # of 64 tokens: room for every prompt in the prefix cache
     options |= {name: value for name, value in defaults.items() if options[name] is None}
-    off = LLM(flags.FLAGS.model or str(fetch_or_exit("bench_speculative")), **options)
+    off = LLM(flags.FLAGS.model or str(fetch_or_exit()), **options)
     speculation = {"method": "ngram", "num_speculative_tokens": _DRAFTS.value, "adaptive": _ADAPTIVE.value}
     options["speculative_config"] = speculation | {"prompt_lookup_min": _LOOKUP_MIN.value, "prompt_lookup_max": _LOOKUP_MAX.value}
     functions = off.engine.runner.programs.functions

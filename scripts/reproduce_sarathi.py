@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from absl import flags
+from absl import app, flags
 from tqdm import tqdm
 
 from jaxserve.cli.common.command import run_command
@@ -47,7 +47,7 @@ def main() -> None:
         figure()  # or the first section to draw would find, hours later, that it can't
         finished = Finished(folder / "trials.json", settings)
     except (ValueError, RuntimeError) as error:
-        sys.exit(f"reproduce_sarathi: {error}")
+        raise app.UsageError(str(error)) from error
     folder.mkdir(parents=True, exist_ok=True)
     about = {"benchmark": "sarathi", **settings, "seeds": _SEEDS.value, "precision": _PRECISION.value, **provenance()}
     workers, parts, results, seconds = _WORKERS.value, [], {}, 0.0

@@ -80,7 +80,7 @@ def held_at(url: str) -> float:
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         values = re.findall(rf"^jaxserve:{name}{{.*}} (\S+)$", text, re.MULTILINE)
         if not values:
-            sys.exit(f"soak: {url}/metrics has no jaxserve:{name}; for a router give --metrics_urls")
+            raise app.UsageError(f"{url}/metrics has no jaxserve:{name}; for a router give --metrics_urls")
         held += sum(map(float, values))
     return held
 
@@ -126,7 +126,7 @@ def main() -> None:
     print(f"soak: {done} requests, {dict(statuses)}, memory {rss[0]:.0f} -> {rss[-1]:.0f} MB" if rss else f"soak: {done} requests")
     write_json(_JSON.value, result)
     if found:
-        sys.exit(f"soak: {'; '.join(found)}")
+        raise app.UsageError("; ".join(found))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from jaxserve.cli.common.command import run_command
-from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, exit_on_bad_input
+from jaxserve.cli.common.command import refuse_bad_input, run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.simulated_machine import RATE, measure, plan_for, planning, read_machine
 from jaxserve.cli.common.traffic_flags import read_traffic
@@ -73,7 +73,7 @@ def metrics(times: Any) -> dict[str, float]:
     }
 
 
-@exit_on_bad_input("validate_simulator")
+@refuse_bad_input()
 def main() -> None:
     if _VIDUR.value:
         from scripts.reproduce.vidur_profiles import compare, table, table_by_tp
@@ -97,7 +97,7 @@ def main() -> None:
     write_json(_JSON.value, {"benchmark": "validate_engine", "tolerance": _TOLERANCE.value, "metrics": errors, **provenance()})
     far = [name for name, row in errors.items() if abs(row["error"]) > _TOLERANCE.value]
     if far:
-        sys.exit(f"simulated and measured differ by more than {100 * _TOLERANCE.value:g}%: {', '.join(far)}")
+        raise app.UsageError(f"simulated and measured differ by more than {100 * _TOLERANCE.value:g}%: {', '.join(far)}")
 
 
 if __name__ == "__main__":

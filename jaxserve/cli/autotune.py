@@ -29,8 +29,8 @@ from typing import Any
 
 from absl import app, flags
 
-from jaxserve.cli.common.command import run_command
-from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, refuse_flags, refuse_options
+from jaxserve.cli.common.command import refuse_bad_input, run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, refuse_flags, refuse_options
 from jaxserve.cli.common.finished import Finished
 from jaxserve.cli.common.provenance import code_id, provenance, versions, write_json
 from jaxserve.cli.common.simulated_machine import RATE, machine_of, measure, planning
@@ -185,13 +185,13 @@ def main() -> None:
     if not _PROFILES.value:
         raise app.UsageError("give --profiles, the JSON files that `jaxserve tune profile` wrote on this machine")
     refuse_flags("plans are chosen from --plans", "bucket_plan")
-    with exit_on_bad_input("autotune"):
+    with refuse_bad_input():
         refuse_options("plans and step times are chosen from --plans and --profiles, for fixed budgets", "tbt_slo_ms", "step_times")
         tuner, settings = prepare()
         rungs = halve(tuner, settings)
         best = rungs[-1].scores
         if best[0][1] == -math.inf:
-            sys.exit("autotune: no setting can serve this workload; the messages above say why")
+            raise app.UsageError("no setting can serve this workload; the messages above say why")
         finalists = [setting for setting, score in best[: _MEASURE.value] if score > -math.inf]  # None: all
         rounds = tuner.measured(finalists, _ROUNDS.value) if finalists else []
     measured = [(setting, statistics.median(values)) for setting, values in rounds]

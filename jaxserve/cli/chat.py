@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from absl import app, flags
 
-from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.command import complain, run_command
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.serving.parsers import CallPart, Content, Notation, OutputParser, Piece, Reasoning
 
@@ -156,7 +156,7 @@ def main() -> None:
     try:
         talker: Talker = Remote(_URL.value) if _URL.value else InProcess()
     except Exception as error:  # whatever it is, there is nobody to talk to
-        sys.exit(f"chat: {error}")
+        raise app.UsageError(str(error)) from error
     messages = list(opening)
     while True:
         try:
@@ -173,7 +173,7 @@ def main() -> None:
             try:
                 content = talk(talker, messages)
             except ValueError as error:
-                print(f"chat: {error}", file=sys.stderr)
+                complain(error)
             if content:
                 messages.append({"role": "assistant", "content": content})
             else:

@@ -15,14 +15,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from absl import app, flags
 
-from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.command import refuse_bad_input, run_command
 from jaxserve.models.config import DTYPES
 
 _MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or id, a GGUF file, or an Orbax folder.", required=True)
@@ -103,10 +102,8 @@ def main() -> None:
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of each phase
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is first imported, below
     start = time.monotonic()
-    try:
+    with refuse_bad_input():
         made = convert()
-    except (ValueError, NotImplementedError, OSError) as error:
-        sys.exit(f"convert: {error}")
     size = sum(file.stat().st_size for file in made.rglob("*") if file.is_file())
     print(f"{made}: {size / 1e6:.1f} MB in {time.monotonic() - start:.1f} s")
 

@@ -12,7 +12,7 @@ With --output, a result is a JSONL line: the prompt's own line, "outputs" and "u
 written once it and those before it are done. An output has index, text, token_ids, finish_reason and stop_reason; logprobs and
 cumulative_logprob if logprobs are asked for; prompt_logprobs if those are (null for the first token). A prompt that can't be run
 has finish_reason "error" and the message as stop_reason; the others run, and the exit code is 1. A line that is malformed stops
-the script before anything is loaded.
+the command before anything is loaded.
 
 A run that broke off, however it did, goes on with --resume and otherwise the same flags: results that are whole in the file stay,
 in order and as they are, and the first prompt without one comes next.
@@ -26,11 +26,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 from absl import app, flags
 
-from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.command import refuse_bad_input, run_command
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.sampling_params import SamplingParams
 
@@ -156,7 +156,7 @@ def finished_results(path: str, records: list[dict[str, Any]]) -> tuple[int, int
                 outputs = result["outputs"]
                 num_failed += any(output["finish_reason"] == "error" for output in outputs)
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{where}: not a result of this script: nothing to resume") from None
+                raise ValueError(f"{where}: not a result of `jaxserve generate`: nothing to resume") from None
             if num_done == len(records) or _given(result) != _given(records[num_done]):
                 raise ValueError(
                     f"{where}: not the result of prompt {num_done + 1}: --resume needs the prompts of the run that broke off"
@@ -259,24 +259,20 @@ def show(record: dict[str, Any], output: Any, file: TextIO | None) -> None:
         print(completion.stop_reason if completion.finish_reason == "error" else result, flush=True)
 
 
-def fail(error: object) -> NoReturn:
-    sys.exit(f"generate: {error}")
-
-
 def serve(prompts: list[tuple[dict[str, Any], dict[str, Any]]], num_done: int, num_bytes: int) -> int:
     """Shows the result of each prompt from number `num_done` on; how many failed. num_bytes: of the output file, what stays."""
     from jaxserve import LLM
     from jaxserve.models.loading import NoTokenizerError
 
     with contextlib.ExitStack() as stack:
-        try:
+        with refuse_bad_input():
             # Opened first, so that a path that can't be written costs no time; emptied last, so that a mistake costs no results.
             file = stack.enter_context(open(_OUTPUT.value, "a", encoding="utf-8")) if _OUTPUT.value else None
-            llm = LLM(flags.FLAGS.model, _TOKENIZER.value, _SKIP_TOKENIZER.value, **engine_options())
-        except NoTokenizerError as error:
-            fail(f"{error.__cause__} (--tokenizer says where one lies; with --skip_tokenizer_init prompts are token ids)")
-        except (ValueError, NotImplementedError, OSError) as error:
-            fail(error)
+            try:
+                llm = LLM(flags.FLAGS.model, _TOKENIZER.value, _SKIP_TOKENIZER.value, **engine_options())
+            except NoTokenizerError as error:
+                advice = "--tokenizer says where one lies; with --skip_tokenizer_init prompts are token ids"
+                raise ValueError(f"{error.__cause__} ({advice})") from error
         if file is not None:
             file.truncate(num_bytes)
         num_failed = 0
@@ -289,21 +285,17 @@ def serve(prompts: list[tuple[dict[str, Any], dict[str, Any]]], num_done: int, n
 def main() -> None:
     if _RESUME.value and not _OUTPUT.value:
         raise app.UsageError("--resume needs --output, the file to go on with")
-    try:
+    with refuse_bad_input():
         prompts = read_prompts()
-    except (ValueError, OSError) as error:
-        fail(error)
     check_flags(prompts)
     copied = only_copied([record for record, _ in prompts])
     if copied:
         print(f"fields that are copied to the results and not used: {', '.join(copied)}", file=sys.stderr)
     num_done = num_failed = num_bytes = 0
-    try:
-        if _RESUME.value and _OUTPUT.value:
+    if _RESUME.value and _OUTPUT.value:
+        with refuse_bad_input():
             num_done, num_failed, num_bytes = finished_results(_OUTPUT.value, [record for record, _ in prompts])
-            print(f"{num_done} of {len(prompts)} prompts are done already", file=sys.stderr)
-    except (ValueError, OSError) as error:
-        fail(error)
+        print(f"{num_done} of {len(prompts)} prompts are done already", file=sys.stderr)
     if num_done < len(prompts):
         num_failed += serve(prompts, num_done, num_bytes)
     if num_failed:

@@ -10,12 +10,10 @@ let what runs finish for --grace seconds. /metrics are its own; /pause, /sleep a
 
 from __future__ import annotations
 
-import sys
-
 from absl import flags
 
 from jaxserve.cli.common import http_server
-from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.command import refuse_bad_input, run_command
 from jaxserve.routing.policy import ROUTING_POLICIES
 
 _BACKENDS = flags.DEFINE_list("backends", None, "Addresses of the servers, http://host:port.", required=True)
@@ -32,7 +30,7 @@ def main() -> None:
     from jaxserve.routing.app import RouterOptions, make_router
 
     http_server.set_up_logging()
-    try:
+    with refuse_bad_input():
         options = RouterOptions(
             backends=tuple(url.rstrip("/") for url in _BACKENDS.value),
             policy=_POLICY.value,
@@ -44,8 +42,6 @@ def main() -> None:
             min_successes=_SUCCESSES.value,
             max_body_bytes=http_server.MAX_BODY.value,
         )
-    except ValueError as error:
-        sys.exit(f"router: {error}")
     http_server.run(make_router(options), date_header=False)  # the servers' own pass through
 
 

@@ -9,13 +9,12 @@ Ctrl-C stop it from taking more, and let what runs finish for --grace seconds.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from absl import flags
 
 from jaxserve.cli.common import http_server
-from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.command import refuse_bad_input, run_command
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 
 _NAMES = flags.DEFINE_list("served_model_name", [], "What clients call the model; by default as --model does.")
@@ -61,10 +60,8 @@ def main() -> None:
     if "warm_up" not in flags.FLAGS or not flags.FLAGS["warm_up"].present:
         flags.FLAGS.warm_up = "background"  # no request should wait for a compiler, nor the port for all programs
     http_server.set_up_logging()
-    try:
+    with refuse_bad_input():
         application = make_application()
-    except (ValueError, NotImplementedError, OSError) as error:
-        sys.exit(f"serve: {error}")
     http_server.run(application)
 
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from absl import app, flags
 
-from jaxserve.cli.common.command import run_command
-from jaxserve.cli.common.engine_flags import exit_on_bad_input
+from jaxserve.cli.common.command import refuse_bad_input, run_command
 from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.traffic_flags import read_traffic
 from jaxserve.routing.policy import ROUTING_POLICIES as ROUTING
@@ -41,10 +40,12 @@ _BUDGET = flags.DEFINE_integer(
     "max_num_batched_tokens", SchedulerConfig.max_num_batched_tokens, "Token budget of a step.", lower_bound=1
 )
 _PLAN = flags.DEFINE_string("bucket_plan", "default", "default: the engine's for these limits; none: no padding; or a plan's file.")
-_PAGE = flags.DEFINE_integer("page_size", DEFAULT_PAGE_SIZE, "Tokens a KV page.", lower_bound=1)
+_PAGE = flags.DEFINE_integer("page_size", DEFAULT_PAGE_SIZE, "Tokens a KV page, a power of two.", lower_bound=1)
+flags.register_validator("page_size", lambda size: size & (size - 1) == 0, "must be a power of two")
 _SLO = flags.DEFINE_float(
     "tbt_slo_ms", None, "Dynamic budget: milliseconds that a step with decodes may take; of a pipeline, between tokens."
 )
+flags.register_validator("tbt_slo_ms", lambda ms: ms is None or 0 < ms < float("inf"), "must be milliseconds above 0")
 _RATE = flags.DEFINE_float("request_rate", float("inf"), "Requests a second; inf: all at once.")
 _REPEAT = flags.DEFINE_integer("repeat", 1, "The workload so many times, one after the other.", lower_bound=1)
 _GOODPUT = flags.DEFINE_list("goodput", [], "Objectives in ms, such as ttft:500,tpot:50.")
@@ -112,7 +113,7 @@ def main() -> None:
     from jaxserve.simulation.cluster import replay_cluster
     from jaxserve.workloads.traffic import repeated
 
-    with exit_on_bad_input("simulate"):
+    with refuse_bad_input():
         objectives = parse_objectives(_GOODPUT.value)
         deployment, make, replicas = make_cluster()
         workload = repeated(read_traffic(_MODEL.value, _MAX_LEN.value, _RATE.value, _SEED.value), _REPEAT.value)

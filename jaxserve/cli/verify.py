@@ -1,6 +1,6 @@
 """Is a model served right? The model and the engine against transformers on the same weights and prompts.
 
-    jaxserve verify --model=Qwen/Qwen3-0.6B          where torch is, or .venv-torch (make setup-torch)
+    jaxserve verify --model=Qwen/Qwen3-0.6B          where torch is: pip install 'jaxserve[verify]'
     jaxserve verify --model=FOLDER --save_reference=answers.npz      there, and where no torch is:
     jaxserve verify --model=FOLDER --reference=answers.npz
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import app, flags
 
-from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.command import refuse_bad_input, run_command
 from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.lazy_names import Late
 
@@ -34,7 +34,7 @@ else:
 
 _MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or id, or a GGUF file.", required=True)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights and activations, on both sides.")
-_PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; by default four of the script's own.")
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; by default four of its own.")
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 32, "Greedy tokens of each prompt.", lower_bound=1)
 _PEER = flags.DEFINE_string("peer", None, "A Python with torch and transformers; by default this one, else .venv-torch's.")
 _REFERENCE = flags.DEFINE_string("reference", None, "transformers' answers, saved before: no torch is needed.")
@@ -85,7 +85,8 @@ def find_peer() -> str:
     if Path(".venv-torch/bin/python").exists():
         return ".venv-torch/bin/python"
     raise FileNotFoundError(
-        "torch and transformers are not installed here; `make setup-torch` makes an environment, or give --peer"
+        "torch and transformers are not installed here: pip install 'jaxserve[verify]', or give --peer, a Python that has them "
+        "(in a checkout `make setup-torch` makes one)"
     )
 
 
@@ -94,7 +95,9 @@ def ask_peer(path: Path, prompts: list[list[int]], out: str) -> Answers:
     peer = find_peer()
     asked = {"model": str(path), "dtype": _DTYPE.value, "prompts": prompts, "max_tokens": _MAX_TOKENS.value, "out": out}
     program = Path(__file__).with_name("transformers_answers.py")
-    subprocess.run([peer, "-P", str(program)], input=json.dumps(asked), text=True, check=True, stdout=sys.stderr)
+    done = subprocess.run([peer, "-P", str(program)], input=json.dumps(asked), text=True, stdout=sys.stderr)
+    if done.returncode:
+        raise app.UsageError(f"transformers failed (exit code {done.returncode}); what it said stands above")
     return read_reference(out)
 
 
@@ -222,12 +225,8 @@ def main() -> None:
     unread = [f"--{name}" for name in ("prompt", "max_tokens", "peer", "save_reference") if flags.FLAGS[name].present]
     if _REFERENCE.value and unread:
         raise app.UsageError(f"--reference brings its own prompts and transformers' answers: leave out {', '.join(unread)}")
-    try:
+    with refuse_bad_input():
         result = verify()
-    except (ValueError, NotImplementedError, OSError) as error:
-        sys.exit(f"verify_model: {error}")
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"verify_model: transformers failed (exit code {error.returncode}); what it said stands above")
     text = sys.stderr if _JSON.value == "-" else sys.stdout
     print(
         f"{_MODEL.value}, {_DTYPE.value}, {result['num_prompts']} prompts: "

@@ -151,7 +151,7 @@ def test_the_file_makes_an_engine(work):
     small = {"max_num_seqs": 2, "max_model_len": 128, "num_pages": 8, "page_size": 16, "bucket_plan": plan}
     (work / "small.json").write_text(json.dumps(small))
     bench = [f"--model={work / 'model'}", "--workload=single", "--repeats=1", f"--json={work / 'bench.json'}"]
-    done = run("bench_throughput", *bench, f"--config={work / 'small.json'}", "--max_num_seqs=3")
+    done = run("bench throughput", *bench, f"--config={work / 'small.json'}", "--max_num_seqs=3")
     assert done.returncode == 0, done.stderr
     assert "8 pages of 16 tokens" in done.stderr and "mixed [(32, 3)]" in done.stderr
     assert json.loads((work / "bench.json").read_text())["max_num_seqs"] == 3
@@ -177,10 +177,10 @@ def test_a_threshold_is_within_the_budget(work, shares):
 
 def test_bad_files(work):
     (work / "bad.json").write_text('{"max_num_seq": 3}')
-    done = run("bench_throughput", f"--model={work / 'model'}", f"--config={work / 'bad.json'}")
+    done = run("bench throughput", f"--model={work / 'model'}", f"--config={work / 'bad.json'}")
     assert done.returncode == 1 and "found max_num_seq; they are async_scheduling" in done.stderr
     (work / "bad.json").write_text("[1]")
-    done = run("bench_throughput", f"--model={work / 'model'}", f"--config={work / 'bad.json'}")
+    done = run("bench throughput", f"--model={work / 'model'}", f"--config={work / 'bad.json'}")
     assert done.returncode == 1 and "must be a JSON object of engine options, found a list" in done.stderr
     replace(profile(16, 2.0), about=profile(16, 1.0).about).save(work / "c.json")
     done = run("autotune", f"--profiles={work / 'a.json'},{work / 'c.json'}", *WORK)

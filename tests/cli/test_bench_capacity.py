@@ -1,4 +1,4 @@
-"""bench_capacity as it is run: in virtual time against a hand calculation, broken off and gone on with, and on a real engine."""
+"""`jaxserve tune capacity`: in virtual time against a hand calculation, broken off and gone on with, and on a real engine."""
 
 import json
 import os

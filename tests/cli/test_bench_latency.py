@@ -50,4 +50,7 @@ def test_fields_are_those_of_vllm_and_agree(tmp_path):
 def test_a_batch_that_cannot_be_is_refused(tmp_path):
     done = run(tmp_path, "--output_len=5000", "--max_model_len=64", "--num_pages=32")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "bench_latency: a batch has a request of 32 prompt and 5000 output tokens, more than max_model_len=64" in done.stderr
+    assert (
+        "jaxserve bench latency: a batch has a request of 32 prompt and 5000 output tokens, more than max_model_len=64"
+        in done.stderr
+    )

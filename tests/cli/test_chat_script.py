@@ -79,9 +79,9 @@ def test_a_server_that_goes_away(tmp_path):
     with listening(Starlette(routes=routes)) as url:
         done = chat("a\nb\n", tmp_path, f"--url={url}")
     assert done.returncode == 0 and done.stdout == "par\npar\n" and asked == [["a"], ["b"]]
-    assert done.stderr.count(f"chat: {url}") == 2 and "Traceback" not in done.stderr
+    assert done.stderr.count(f"jaxserve chat: {url}") == 2 and "Traceback" not in done.stderr
     done = chat("a\n", tmp_path, f"--url={url}")
-    assert done.returncode == 1 and done.stderr.startswith(f"chat: {url}") and "Traceback" not in done.stderr
+    assert done.returncode == 1 and done.stderr.startswith(f"jaxserve chat: {url}") and "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
@@ -89,5 +89,5 @@ def test_a_folder_without_a_tokenizer(tmp_path):
     """What is missing is said, and no option that the script does not have."""
     bare = alphabet_model.save(tmp_path / "bare", tokenizer=False)
     done = chat("a\n", tmp_path, f"--model={bare}", *LIMITS)
-    assert done.returncode == 1 and done.stderr.startswith(f"chat: {bare} has no tokenizer.json")
+    assert done.returncode == 1 and done.stderr.startswith(f"jaxserve chat: {bare} has no tokenizer.json")
     assert "skip_tokenizer_init" not in done.stderr

@@ -86,11 +86,19 @@ def test_what_is_misspelt_is_answered_in_one_line(args, said):
         (("serve", "x", "y"), "jaxserve serve: unknown arguments ['y']"),
         (("serve", "x", "--port=99999"), "flag --port=99999"),
         (("serve", "x", "--page_size=0"), "flag --page_size=0"),
+        (("simulate", "--page_size=3"), "flag --page_size=3: must be a power of two"),
+        (("simulate", "--tbt_slo_ms=-5"), "flag --tbt_slo_ms=-5.0: must be milliseconds above 0"),
     ],
 )
 def test_bad_values_are_answered_in_one_line(args, said):
     done = jaxserve_command(*args)
     assert done.returncode == 1 and said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_each_missing_flag_has_a_line():
+    done = jaxserve_command("convert")
+    assert done.returncode == 1
+    assert sorted(done.stderr.splitlines()) == ["jaxserve convert: give --model", "jaxserve convert: give --output"]
 
 
 @pytest.mark.parametrize(

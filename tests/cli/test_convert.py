@@ -67,7 +67,7 @@ def test_hugging_face_to_orbax_and_back(tmp_path, folder):
             assert (made / name).read_bytes() == (folder / name).read_bytes(), name
 
     done = convert(f"--model={tmp_path / 'orbax'}", f"--output={tmp_path / 'back'}")
-    assert done.returncode == 1 and done.stderr.startswith(f"convert: {tmp_path / 'back'} exists and is not empty")
+    assert done.returncode == 1 and done.stderr.startswith(f"jaxserve convert: {tmp_path / 'back'} exists and is not empty")
     assert "Traceback" not in done.stderr
 
     plan = BucketPlan(decode=(2,), mixed=((8, 2),), head_rows=(2,))
@@ -168,7 +168,7 @@ def test_what_makes_no_sense_is_refused(tmp_path, folder):
         ("model.gguf", "is not a GGUF file"),
     ):
         done = convert(f"--model={tmp_path / given}", f"--output={tmp_path / 'out'}")
-        assert done.returncode == 1 and done.stderr.startswith("convert: ") and message in done.stderr, done.stderr
+        assert done.returncode == 1 and done.stderr.startswith("jaxserve convert: ") and message in done.stderr, done.stderr
         assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
     done = convert(f"--model={folder}", f"--output={tmp_path / 'out'}", "--max_shard_gb=1")
     assert done.returncode == 1 and "--max_shard_gb is for Hugging Face folders" in done.stderr

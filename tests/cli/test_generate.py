@@ -149,7 +149,7 @@ def test_token_ids_in_and_out_without_a_tokenizer(run, tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     flags = [f"--model={bare}", f"--prompts_file={tmp_path / 'in.jsonl'}", f"--output={tmp_path / 'out.jsonl'}", "--temperature=0"]
     missing = run(*flags)
-    assert missing.returncode == 1 and missing.stderr.startswith(f"generate: {bare} has no tokenizer.json")
+    assert missing.returncode == 1 and missing.stderr.startswith(f"jaxserve generate: {bare} has no tokenizer.json")
     assert "(--tokenizer says where one lies; with --skip_tokenizer_init prompts are token ids)\n" in missing.stderr
 
     done = run(*flags, "--skip_tokenizer_init")
@@ -274,11 +274,11 @@ def test_a_bad_line_is_named_by_file_and_number(errors, i):
     ("given", "message"),
     [
         ([], "nothing to do: give --prompt or --prompts_file"),
-        (["--prompt=a", "--temperature=-1"], "generate: --prompt: temperature=-1.0 must be a number >= 0"),
-        (["--prompts_file=none.jsonl"], "generate: .*No such file.*none.jsonl"),
-        (["--prompt=a", "--output=no/such/folder/out.jsonl"], "generate: .*No such file.*no/such/folder/out.jsonl"),
-        (["--prompt=a", "--model=no/such/model/here"], "generate: 'no/such/model/here' is not a file or folder here"),
-        (["--prompt=a", "--max_num_seqs=64"], "generate: the bucket plan's mixed buckets"),
+        (["--prompt=a", "--temperature=-1"], "jaxserve generate: --prompt: temperature=-1.0 must be a number >= 0"),
+        (["--prompts_file=none.jsonl"], "jaxserve generate: .*No such file.*none.jsonl"),
+        (["--prompt=a", "--output=no/such/folder/out.jsonl"], "jaxserve generate: .*No such file.*no/such/folder/out.jsonl"),
+        (["--prompt=a", "--model=no/such/model/here"], "jaxserve generate: 'no/such/model/here' is not a file or folder here"),
+        (["--prompt=a", "--max_num_seqs=64"], "jaxserve generate: the bucket plan's mixed buckets"),
         (["a"], "unknown arguments"),
         (["--prompt=a", "--resume"], "--resume needs --output"),
         (["--prompt=a", "--logprobs=1"], "log-probabilities are written to --output alone"),

@@ -72,9 +72,9 @@ def test_a_folder_has_a_shape_too(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--goodput=speed:3"], "simulate: "),
+        (["--goodput=speed:3"], "jaxserve simulate: "),
         (["--bucket_plan=nowhere.json"], "No such file or directory: 'nowhere.json'"),
-        (["--tp=3"], "simulate: qwen3-8b has 32 heads"),
+        (["--tp=3"], "jaxserve simulate: qwen3-8b has 32 heads"),
         (["--gpu=abacus"], "--gpu=abacus is not known; choose from a100-80gb"),
         (["--model=nowhere"], "neither a folder with a config.json nor one of mistral-7b"),
     ],

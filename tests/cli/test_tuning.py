@@ -1,4 +1,4 @@
-"""The chain from a profile to a plan in use: profile_steps, tune_buckets, tune_budget, bench_serve. Their numbers fit each other;
+"""The chain from a profile to a plan in use: tune profile, tune buckets, tune budget, bench serve. Their numbers fit each other;
 how large they are is no test's business."""
 
 import ast
@@ -46,7 +46,7 @@ def work(tmp_path_factory):
     rows = [f"{i * 0.01},{5 + 7 * i % 40},{1 + i % 9}" for i in range(20)]
     (work / "trace.csv").write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows, "1.0,60,6"]))
     flags = ["--rounds=1", "--held_out=3", "--min_seconds=0.005", f"--output={work / 'steps.json'}"]
-    done = run(work, "profile_steps", *LIMITS, *flags)
+    done = run(work, "tune profile", *LIMITS, *flags)
     assert done.returncode == 0, done.stderr
     return work
 
@@ -69,13 +69,13 @@ def test_points_fitted_anew(work):
     spoilt = text | {"times": [t | {"base": 1.0} for t in text["times"]], "about": text["about"] | {"date": "2001-02-03"}}
     (work / "spoilt.json").write_text(json.dumps(spoilt))
     points, anew = f"--points={work / 'spoilt.json'}", work / "anew.json"
-    done = run(work, "profile_steps", points, f"--output={anew}", model=False)
+    done = run(work, "tune profile", points, f"--output={anew}", model=False)
     assert done.returncode == 0 and "fitted anew from" in done.stderr, done.stderr
     measured, again = StepTimeModel.load(work / "steps.json"), StepTimeModel.load(anew)
     assert again == measured and again.about["held_out_error"] == measured.about["held_out_error"]
     assert again.about["date"] == "2001-02-03" < again.about["fitted"]["date"]
     assert again.about["points"] == measured.about["points"] and again.about["flags"] == measured.about["flags"]
-    done = run(work, "profile_steps", points, "--max_num_seqs=4", "--rounds=2", model=False)
+    done = run(work, "tune profile", points, "--max_num_seqs=4", "--rounds=2", model=False)
     assert done.returncode == 1 and "--rounds, --max_num_seqs: nothing is measured" in done.stdout + done.stderr
 
 
@@ -84,7 +84,7 @@ def test_plan_is_tuned_measured_and_served(work):
     traffic = ["--workload=trace", f"--dataset_path={work / 'trace.csv'}", "--max_model_len=64"]
     plan, path = work / "plan.json", work / "tuned.json"
     given = [f"--step_times={work / 'steps.json'}", "--max_programs=10", "--measure=2", f"--output={plan}", f"--json={path}"]
-    done = run(work, "tune_buckets", *traffic, *given, *plot(work / "plans.png"))
+    done = run(work, "tune buckets", *traffic, *given, *plot(work / "plans.png"))
     assert done.returncode == 0, done.stderr
     assert "TPOT" not in done.stdout and (work / "plans.png").exists() == PLOTS
     assert "60 simulated requests" in done.stderr  # at once: a round, and powers of two twice
@@ -108,7 +108,7 @@ def test_plan_is_tuned_measured_and_served(work):
 
     path = work / "serve.json"
     rates = ["--request_rate=200,inf", "--goodput=ttft:60000", "--max_num_seqs=4", "--num_pages=32", "--page_size=16"]
-    done = run(work, "bench_serve", *traffic, *rates, f"--bucket_plan={plan}", f"--json={path}", *plot(work / "serve"))
+    done = run(work, "bench serve", *traffic, *rates, f"--bucket_plan={plan}", f"--json={path}", *plot(work / "serve"))
     assert done.returncode == 0, done.stderr
     assert len(list(work.glob("serve_*.png"))) == 2 * PLOTS
     result = json.loads(path.read_text())
@@ -130,7 +130,7 @@ def test_budget(work):
     path = work / "budget.json"
     flags = ["--arrivals_from_trace", "--budgets=16,20,32", "--tbt_slo_ms=60000", "--dynamic=1"]
     flags += [f"--json={path}", f"--table={work / 'budgets.md'}"]
-    done = run(work, "tune_budget", *given, *flags, *plot(work / "budgets.png"))
+    done = run(work, "tune budget", *given, *flags, *plot(work / "budgets.png"))
     assert done.returncode == 0, done.stderr
     assert (work / "budgets.png").exists() == PLOTS
     result = json.loads(path.read_text())
@@ -144,14 +144,14 @@ def test_budget(work):
     none = flat | {"times": [t | {"base": 1e-9} for t in flat["times"]]}
     (work / "fast.json").write_text(json.dumps(steps | none | {"heads": [[rows, 0] for rows, _ in steps["heads"]]}))
     few = [f"--step_times={work / 'fast.json'}", "--budgets=16", "--tbt_slo_ms=0.01", "--dynamic=1", "--measure", f"--json={path}"]
-    done = run(work, "tune_budget", *given[1:], "--arrivals_from_trace", *few, f"--table={work / 'budgets.md'}")
+    done = run(work, "tune budget", *given[1:], "--arrivals_from_trace", *few, f"--table={work / 'budgets.md'}")
     assert done.returncode == 0, done.stderr
     result = json.loads(path.read_text())
     assert result["dynamic"][0]["fixed"]["budget"] == 16, "the budgets asked for are those compared"
     assert result["tbt_slo_ms"] == 0.01 < result["measured"]["gap_ms"] and result["measured"]["holds"] is False
     for text in (done.stdout, (work / "budgets.md").read_text()):
         assert "so the objective of 0.01 ms does NOT hold" in text
-    done = run(work, "tune_budget", *given, "--tbt_slo_ms=0.0001")
+    done = run(work, "tune budget", *given, "--tbt_slo_ms=0.0001")
     assert done.returncode and "no token budget keeps P99" in done.stderr
 
 
@@ -160,18 +160,18 @@ def test_runs_of_an_earlier_result(work):
     """They stand beside a plan that is made again, if it is the same one; and an objective that no step meets is warned of."""
     given = [f"--step_times={work / 'steps.json'}", "--workload=trace", f"--dataset_path={work / 'trace.csv'}", "--max_programs=10"]
     first, again, output = work / "first.json", work / "again.json", f"--output={work / 'again' / 'plan.json'}"
-    done = run(work, "tune_buckets", *given, output, "--tbt_slo_ms=0.001")
+    done = run(work, "tune buckets", *given, output, "--tbt_slo_ms=0.001")
     assert done.returncode == 0 and done.stderr.count("so every such step is late") == 1, done.stderr
-    done = run(work, "tune_buckets", *given, output, f"--json={first}")
+    done = run(work, "tune buckets", *given, output, f"--json={first}")
     assert done.returncode == 0 and "every such step" not in done.stderr, done.stderr
-    done = run(work, "tune_buckets", *given, output, f"--measured={first}")
+    done = run(work, "tune buckets", *given, output, f"--measured={first}")
     assert done.returncode == 1 and "first.json holds no measured run" in done.stderr
     result = json.loads(first.read_text())
     for name, seconds in (("default", (6.0, 4.0, 3.0)), ("powers", (2.0, 2.0, 2.0)), ("tuned", (2.0, 1.0, 4.0))):
         result["plans"][name]["measured"] = [{"duration": each} for each in seconds]
     first.write_text(json.dumps(result | {"device": "another"}))
     table, taken = f"--table={work / 'again.md'}", f"--measured={first}"
-    done = run(work, "tune_buckets", *given, output, taken, table, f"--json={again}")
+    done = run(work, "tune buckets", *given, output, taken, table, f"--json={again}")
     assert done.returncode == 0, done.stderr
     found = json.loads(again.read_text())
     rows = found["plans"]
@@ -180,23 +180,23 @@ def test_runs_of_an_earlier_result(work):
     (line,) = (line for line in (work / "again.md").read_text().splitlines() if line.startswith("| default"))
     off = 3.0 / rows["default"]["predicted_gain"] - 1
     assert line.endswith(f"| 4.00 s | 3.00 (0.75 to 4.00) | {off:+.0%} |")
-    done = run(work, "tune_buckets", *given, output, taken, "--request_rate=40")
+    done = run(work, "tune buckets", *given, output, taken, "--request_rate=40")
     assert done.returncode == 1 and "first.json is of another request_rate: inf, not 40.0" in done.stderr
     result["plans"]["powers"]["plan"] = "another plan"
     first.write_text(json.dumps(result))
-    done = run(work, "tune_buckets", *given, output, taken)
+    done = run(work, "tune buckets", *given, output, taken)
     assert done.returncode == 1 and "first.json is of another powers: another plan, not decode" in done.stderr
     first.write_text("{}")
-    done = run(work, "tune_buckets", *given, output, taken)
+    done = run(work, "tune buckets", *given, output, taken)
     assert done.returncode == 1 and "first.json is no result of this script" in done.stderr
-    done = run(work, "tune_buckets", *given, output, taken, "--measure=1")
+    done = run(work, "tune buckets", *given, output, taken, "--measure=1")
     assert done.returncode == 1 and "--measure: nothing is measured with --measured" in done.stdout + done.stderr
 
 
 def test_over_time_the_table_has_tpot(work):
     given = [f"--step_times={work / 'steps.json'}", "--workload=trace", f"--dataset_path={work / 'trace.csv'}"]
     over_time = ["--request_rate=40", f"--output={work / 'over_time.json'}", f"--table={work / 'table.md'}"]
-    done = run(work, "tune_buckets", *given, *over_time, "--max_programs=10", f"--json={work / 'over_time_found.json'}")
+    done = run(work, "tune buckets", *given, *over_time, "--max_programs=10", f"--json={work / 'over_time_found.json'}")
     assert done.returncode == 0, done.stderr
     *lines, _, below, _, bound = (work / "table.md").read_text().splitlines()
     heads, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
@@ -217,7 +217,7 @@ def test_options_are_those_of_the_simulation(work):
     base += ["--workload=shared_prefix", "--prefix_len=32", "--random_input_len=4", "--random_output_len=8", "--num_prefixes=2"]
 
     def tried(*given: str) -> dict:
-        done = run(work, "tune_budget", *base, *given, f"--json={path}")
+        done = run(work, "tune budget", *base, *given, f"--json={path}")
         assert done.returncode == 0, done.stderr
         return json.loads(path.read_text())
 
@@ -244,7 +244,7 @@ def test_a_bad_profile_is_not_used_unasked(work):
 
     def told(**about: Any) -> subprocess.CompletedProcess:
         (work / "other.json").write_text(json.dumps(text | {"about": text["about"] | about}))
-        return run(work, "tune_budget", *given)
+        return run(work, "tune budget", *given)
 
     done = told(model="another", held_out_error={"median": 0.3})
     assert done.returncode == 1 and f"other.json is of model another, not --model={work / 'model'}" in done.stderr
@@ -256,53 +256,58 @@ def test_a_bad_profile_is_not_used_unasked(work):
 
 STEPS, TRACE = "--step_times={work}/steps.json", ("--workload=trace", "--dataset_path={work}/{name}.csv")
 BAD = [
-    ("tune_buckets", (STEPS, *TRACE), "bad", "tune_buckets: no request of bad fits max_model_len=64"),
-    ("tune_buckets", (STEPS, *TRACE), "empty", "empty.csv has no request: give a file with a line for each"),
-    ("tune_buckets", (STEPS, *TRACE, "--num_requests=50"), "trace", "trace.csv has 21 requests, 50 were asked for"),
-    ("tune_buckets", (STEPS, '--speculative_config={{"method": "ngram"}}'), "", "--speculative_config: steps with drafts"),
-    ("tune_buckets", (STEPS, "--config={work}/drafts.json"), "", "speculative_config of --config: steps with drafts"),
-    ("tune_buckets", (STEPS, "--bucket_plan=x"), "", "--bucket_plan: a plan is made here"),
-    ("tune_budget", ("--tbt_slo_ms=9",), "", "tune_budget: give --step_times"),
-    ("tune_buckets", (STEPS, *TRACE, "--arrivals_from_trace"), "endless", "endless.csv:3: arrived_at=inf must be a finite number"),
+    ("tune buckets", (STEPS, *TRACE), "bad", "jaxserve tune buckets: no request of bad fits max_model_len=64"),
+    ("tune buckets", (STEPS, *TRACE), "empty", "empty.csv has no request: give a file with a line for each"),
+    ("tune buckets", (STEPS, *TRACE, "--num_requests=50"), "trace", "trace.csv has 21 requests, 50 were asked for"),
+    ("tune buckets", (STEPS, '--speculative_config={{"method": "ngram"}}'), "", "--speculative_config: steps with drafts"),
+    ("tune buckets", (STEPS, "--config={work}/drafts.json"), "", "speculative_config of --config: steps with drafts"),
+    ("tune buckets", (STEPS, "--bucket_plan=x"), "", "--bucket_plan: a plan is made here"),
+    ("tune budget", ("--tbt_slo_ms=9",), "", "jaxserve tune budget: give --step_times"),
+    ("tune buckets", (STEPS, *TRACE, "--arrivals_from_trace"), "endless", "endless.csv:3: arrived_at=inf must be a finite number"),
     (
-        "tune_buckets",
+        "tune buckets",
         (STEPS, "--max_programs=5"),
         "",
         "max_programs=5 is too few for the default plan of max_num_seqs=4, which takes",
     ),
     (
-        "tune_buckets",
+        "tune buckets",
         (STEPS, *TRACE, "--max_temp_mib=0.001"),
         "trace",
         "MiB of temporary memory, more than the 0.000999451 MiB allowed",
     ),
-    ("tune_budget", (STEPS, "--tbt_slo_ms=-5"), "", "tune_budget: tbt_slo_ms=-5 must be milliseconds above 0"),
-    ("tune_budget", (STEPS, "--tbt_slo_ms=9", "--budgets=abc"), "", "must be numbers, 1 or more"),
-    ("tune_budget", (STEPS, "--tbt_slo_ms=9", "--dynamic=5"), "", "--dynamic=5 compares seeds of arrivals"),
-    ("validate_simulator", (), "", "validate_simulator: give --step_times"),
+    ("tune budget", (STEPS, "--tbt_slo_ms=-5"), "", "jaxserve tune budget: tbt_slo_ms=-5 must be milliseconds above 0"),
+    ("tune budget", (STEPS, "--tbt_slo_ms=9", "--budgets=abc"), "", "must be numbers, 1 or more"),
+    ("tune budget", (STEPS, "--tbt_slo_ms=9", "--dynamic=5"), "", "--dynamic=5 compares seeds of arrivals"),
+    ("validate_simulator", (), "", "python -m scripts.validate_simulator: give --step_times"),
     ("validate_simulator", (STEPS, "--arrivals_from_trace"), "", "--arrivals_from_trace means nothing to --workload=short_long"),
     ("validate_simulator", (STEPS, "--arrivals_from_trace", *TRACE), "timeless", "timeless.csv has no times; give it a column"),
-    ("bench_serve", ("--burstiness=0.5",), "", "bench_serve: --burstiness=0.5 is of the gaps"),
-    ("bench_serve", ("--config={work}/short.json", *TRACE), "bad", "bench_serve: no request of bad fits max_model_len=32"),
+    ("bench serve", ("--burstiness=0.5",), "", "jaxserve bench serve: --burstiness=0.5 is of the gaps"),
+    ("bench serve", ("--config={work}/short.json", *TRACE), "bad", "jaxserve bench serve: no request of bad fits max_model_len=32"),
     (
-        "bench_serve",
+        "bench serve",
         ("--workload=random", "--max_num_seqs=4", "--max_num_batched_tokens=32", "--num_pages=40", "--bucket_plan={work}/one.json"),
         "",
         "more than max_model_len=256: raise it",
     ),
-    ("bench_serve", ("--metric_percentiles=50,101",), "", "must be numbers from 0 to 100"),
-    ("bench_serve", ("--request_rate=2,abc",), "", "flag --request_rate=['2', 'abc']: must be numbers above 0, or inf"),
-    ("bench_serve", ("--metric_percentiles=median",), "", "must be numbers from 0 to 100"),
+    ("bench serve", ("--metric_percentiles=50,101",), "", "must be numbers from 0 to 100"),
+    ("bench serve", ("--request_rate=2,abc",), "", "flag --request_rate=['2', 'abc']: must be numbers above 0, or inf"),
+    ("bench serve", ("--metric_percentiles=median",), "", "must be numbers from 0 to 100"),
     (
-        "bench_serve",
+        "bench serve",
         ("--base_url=http://127.0.0.1:9", "--num_pages=4"),
         "",
         "--num_pages: is of an engine, and --base_url makes none",
     ),
-    ("bench_serve", ("--base_url=http://127.0.0.1:9",), "", "--model: the server at --base_url has its own"),
-    ("bench_serve", ("--vocab_size=9",), "", "--vocab_size: is of the server at --base_url"),
-    ("profile_steps", ("--points={work}/steps.json",), "", "--model: nothing is measured with --points"),
-    ("profile_steps", ("--max_num_seqs=64", "--max_num_batched_tokens=32"), "", "profile_steps: max_num_seqs=64 must not exceed"),
+    ("bench serve", ("--base_url=http://127.0.0.1:9",), "", "--model: the server at --base_url has its own"),
+    ("bench serve", ("--vocab_size=9",), "", "--vocab_size: is of the server at --base_url"),
+    ("tune profile", ("--points={work}/steps.json",), "", "--model: nothing is measured with --points"),
+    (
+        "tune profile",
+        ("--max_num_seqs=64", "--max_num_batched_tokens=32"),
+        "",
+        "jaxserve tune profile: max_num_seqs=64 must not exceed",
+    ),
 ]
 
 
@@ -336,7 +341,7 @@ def test_server_of_the_same_options(work):
     code = "import sys\nfrom jaxserve.cli.bench import serve\nserve.flags.FLAGS(sys.argv)\nprint(serve.server_flags())"
     told = subprocess.run([sys.executable, "-c", code, *given, *traffic], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert sorted(ast.literal_eval(told.stdout)) == sorted(given), told.stderr
-    done = run(work, "bench_serve", *given, "--against_server", *traffic)
+    done = run(work, "bench serve", *given, "--against_server", *traffic)
     assert done.returncode == 0 and "of the engine in process" in done.stdout, done.stderr
 
 
@@ -396,11 +401,11 @@ def test_a_server_of_anothers(work):
     traffic = ["--workload=random", "--num_prompts=3", "--random_input_len=20", "--random_output_len=7", f"--json={path}"]
     given = [f"--base_url=http://127.0.0.1:{server.server_port}/some/path/v1/", "--api_key=secret", *traffic]
     try:
-        done = run(work, "bench_serve", *given, model=False)
+        done = run(work, "bench serve", *given, model=False)
         assert (
             done.returncode == 1 and "does not say at /tokenizer_info how many token ids it knows: give --vocab_size" in done.stderr
         )
-        done = run(work, "bench_serve", *given, "--vocab_size=50", model=False)
+        done = run(work, "bench serve", *given, "--vocab_size=50", model=False)
     finally:
         server.shutdown()
         server.server_close()
@@ -411,7 +416,7 @@ def test_a_server_of_anothers(work):
     assert result["median_itl_ms"] is not None and "secret" not in path.read_text()
 
 
-@pytest.mark.parametrize("script", ["bench_serve", "tune_buckets", "tune_budget"])
+@pytest.mark.parametrize("script", ["bench serve", "tune buckets", "tune budget"])
 def test_a_plot_that_cannot_be_drawn_ends_nothing_late(script):
     """It is said before anything is read or measured."""
     code = f"import runpy, sys\nsys.modules['matplotlib'] = None\nrunpy.run_module('{MODULES[script]}', run_name='__main__')"

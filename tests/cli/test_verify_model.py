@@ -99,7 +99,7 @@ def test_each_fault_is_named():
     ("flags", "message"),
     [
         (["--reference=none.npz"], "No such file"),
-        pytest.param([f"--reference={HERE / 'index.json'}"], "verify_model: ", marks=pytest.mark.slow),
+        pytest.param([f"--reference={HERE / 'index.json'}"], "jaxserve verify: ", marks=pytest.mark.slow),
         ([f"--reference={HERE / 'llama' / 'expected.npz'}", "--prompt=a"], "--reference brings its own prompts"),
         ([f"--reference={HERE / 'llama' / 'expected.npz'}", "--max_tokens=5"], "leave out --max_tokens"),
         pytest.param(["--peer=/no/such/python"], "/no/such/python", marks=pytest.mark.slow),

@@ -59,5 +59,5 @@ def test_every_case_is_timed():
 @pytest.mark.parametrize(("flag", "message"), [("--active=1,3", "at least 2 and at most 5 are active"), ("--experts=x", "'x'")])
 def test_mistakes_end_with_one_line_and_an_exit_code(flag, message):
     done = run("-m", "scripts.bench_experts", *SMALL, flag)
-    assert done.returncode == 1 and done.stderr.startswith("bench_experts: ") and message in done.stderr
+    assert done.returncode == 1 and done.stderr.startswith("python -m scripts.bench_experts: ") and message in done.stderr
     assert "Traceback" not in done.stderr

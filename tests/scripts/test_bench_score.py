@@ -41,8 +41,8 @@ def test_ratio_is_that_of_the_pairs(tmp_path):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--length=256", "bench_score: request 'longest' has a prompt of 256 tokens, but max_model_len=256"),
-        ("--model=no/such/model/here", "bench_score: 'no/such/model/here' is not a file or folder here"),
+        ("--length=256", "python -m scripts.bench_score: request 'longest' has a prompt of 256 tokens, but max_model_len=256"),
+        ("--model=no/such/model/here", "python -m scripts.bench_score: 'no/such/model/here' is not a file or folder here"),
     ],
 )
 def test_mistakes_end_with_one_line_and_an_exit_code(tmp_path, flag, message):

@@ -28,7 +28,10 @@ def test_a_missing_golden_is_a_failure(tmp_path):
     command = [sys.executable, "-c", RUN, str(tmp_path / "none.json")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"demo: {tmp_path / 'none.json'} is missing") and "Traceback" not in done.stderr
+    assert (
+        done.stderr.startswith(f"python -m scripts.demo: {tmp_path / 'none.json'}, four of the prompts")
+        and "Traceback" not in done.stderr
+    )
 
 
 UNREACHABLE = """

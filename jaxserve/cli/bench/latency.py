@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from jaxserve.cli.common.bench_models import bench_model
-from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.command import refuse_bad_input, run_command
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.timed_run import check_fits, check_length, serve
@@ -67,12 +67,10 @@ def main() -> None:
     from tqdm import tqdm
 
     batch = Workload("a batch", (WorkloadRequest(_INPUT.value, _OUTPUT.value),) * _BATCH.value)
-    try:
+    with refuse_bad_input():
         check_length(batch, engine_options()["max_model_len"])  # where it was given, before anything is compiled
         engine = make_engine()
         check_fits(batch, engine)
-    except (ValueError, NotImplementedError, OSError) as error:
-        sys.exit(f"bench_latency: {error}")
     print(engine.describe(), file=sys.stderr)
     for i in tqdm(range(_WARMUP.value), desc="warm-up", file=sys.stderr):
         serve(engine, batch, seed=i)

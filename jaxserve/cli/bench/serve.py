@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 from absl import app, flags
 
 from jaxserve.cli.common.bench_models import bench_model
-from jaxserve.cli.common.command import run_command
-from jaxserve.cli.common.engine_flags import define_engine_flags, engine_flags, engine_options, exit_on_bad_input, refuse_flags
+from jaxserve.cli.common.command import refuse_bad_input, run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_flags, engine_options, refuse_flags
 from jaxserve.cli.common.plots import CAN_PLOT
 from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.timed_run import check_fits
@@ -204,7 +204,7 @@ def check_heeded() -> None:
         refuse_flags("is of --against_server", "rounds")
 
 
-@exit_on_bad_input("bench_serve")
+@refuse_bad_input()
 def main() -> None:
     if _PLOT.value and (_URL.value or _AGAINST.value):
         raise app.UsageError("--plot is for an engine in process: without --base_url and --against_server")

@@ -23,7 +23,7 @@ from typing import Any
 from absl import flags
 
 from jaxserve.cli.common.bench_models import bench_model
-from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.command import refuse_bad_input, run_command
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.timed_run import check_fits, check_length, serve
@@ -77,15 +77,13 @@ def summarise(workload: Workload, runs: list[dict[str, Any]], engine: Any) -> di
 
 
 def main() -> None:
-    try:
+    with refuse_bad_input():
         max_model_len = engine_options()["max_model_len"]
         workload = read_workload(flags.FLAGS.model, max_model_len)
         check_length(workload, max_model_len)  # where it was given, before anything is compiled
         engines = make_engines()
         for engine in engines.values():
             check_fits(workload, engine)
-    except (ValueError, NotImplementedError, OSError) as error:
-        sys.exit(f"bench_throughput: {error}")
     for engine in engines.values():
         print(engine.describe(), file=sys.stderr)
     runs: dict[str, list] = {name: [] for name in engines}

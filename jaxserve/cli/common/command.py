@@ -11,7 +11,8 @@ import logging
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from absl import app, flags
@@ -54,7 +55,7 @@ def run_command(main: Callable[[], Any], *, name: str | None = None) -> NoReturn
       main: of the command's module, whose docstring is the command's help.
       name: what the user calls the command; by default `python -m MODULE`, or `jaxserve ...` for a module of jaxserve.cli.
     """
-    name = name or _name_of(main)
+    name = sys.argv[0] = name or _name_of(main)
     if any(arg in _HELP for arg in _before_dashes(sys.argv[1:])):
         print(help_text(name, inspect.cleandoc(inspect.unwrap(main).__globals__["__doc__"])))
         sys.exit(0)
@@ -63,7 +64,9 @@ def run_command(main: Callable[[], Any], *, name: str | None = None) -> NoReturn
     except Misspelt as error:
         fail(name, error, MISSPELT)
     except flags.Error as error:
-        fail(name, re.sub(r"^flag --(\w+)=None: Flag --\w+ must have a value other than None\.$", r"give --\1", str(error)), 1)
+        missing = r"^flag --(\w+)=None: Flag --\w+ must have a value other than None\.$"
+        why = re.sub(missing, r"give --\1", str(error), flags=re.MULTILINE)
+        fail(name, why.replace("\n", f"\n{name}: "), 1)
     if rest:
         fail(name, f"unknown arguments {rest}; `{name} --help` lists the flags, and a list is written with commas", 1)
     set_up_logging()
@@ -76,6 +79,23 @@ def run_command(main: Callable[[], Any], *, name: str | None = None) -> NoReturn
         if missing not in _EXTRAS:
             raise
         fail(name, f"needs {missing}: pip install 'jaxserve[{_EXTRAS[missing]}]'", 1)
+
+
+@contextmanager
+def refuse_bad_input() -> Iterator[None]:
+    """What was given and cannot be used becomes a UsageError, so that the command ends with one line. A context, or a decorator.
+
+    It stands where a command reads what the user gave, and a ValueError, NotImplementedError or OSError says what is wrong with it.
+    """
+    try:
+        yield
+    except (ValueError, NotImplementedError, OSError) as error:
+        raise app.UsageError(str(error)) from error
+
+
+def complain(why: object) -> None:
+    """A line on stderr under the running command's name; the command goes on."""
+    print(f"{sys.argv[0]}: {why}", file=sys.stderr)
 
 
 def _name_of(main: Callable[[], Any]) -> str:
@@ -151,7 +171,7 @@ def normalise(args: Sequence[str], known: flags.FlagValues) -> tuple[list[str], 
 
 def _unknown(written: str, name: str, known: flags.FlagValues) -> str:
     shown = {flag for flag in known if flag not in _of_absl(known)}
-    near = difflib.get_close_matches(name, shown, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, shown, n=1, cutoff=0.7)
     return f"unknown flag {written}" + (f"; did you mean --{near[0]}?" if near else "; --help lists the flags")
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +86,3 @@ def refuse_options(why: str, *names: str) -> None:
     given += [f"{name} of --config" for name in names if chosen.get(name) is not None and f"--{name}" not in given]
     if given:
         raise ValueError(f"{', '.join(given)}: {why}")
-
-
-@contextmanager
-def exit_on_bad_input(script: str) -> Iterator[None]:
-    """What was given and cannot be used ends the script with status 1 and one line that says so. A context, or a decorator."""
-    try:
-        yield
-    except (ValueError, NotImplementedError, OSError) as error:
-        sys.exit(f"{script}: {error}")

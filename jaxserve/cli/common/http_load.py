@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from absl import app
 
 from jaxserve.workloads.latency import ServedTimes
 from jaxserve.workloads.workload import Workload
@@ -160,7 +161,7 @@ def server_process(module: str, *flags: str) -> Iterator[tuple[str, int]]:
     try:
         while True:
             if process.poll() is not None:
-                sys.exit(f"{module} did not start")
+                raise app.UsageError(f"the server ({module}) did not start; what it said stands above")
             with contextlib.suppress(OSError), _open(f"{url}/health"):
                 break
             time.sleep(0.2)

@@ -23,8 +23,8 @@ from typing import Any
 
 from absl import flags
 
-from jaxserve.cli.common.command import run_command
-from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, refuse_flags
+from jaxserve.cli.common.command import refuse_bad_input, run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, refuse_flags
 from jaxserve.cli.common.plots import CAN_PLOT
 from jaxserve.cli.common.provenance import provenance, write_json, write_text
 from jaxserve.cli.common.simulated_machine import RATE, measure, planning, read_machine
@@ -86,7 +86,7 @@ def runs_of(path: str, workload: str, plans: dict[str, Any]) -> tuple[dict[str, 
         runs = {name: earlier["plans"][name]["measured"] for name in plans}
         about = {name: value for name, value in earlier.items() if name not in ("benchmark", "planning", "search", "plans")}
     except (KeyError, TypeError) as error:
-        raise ValueError(f"--measured={path} is no result of this script ({error!r})") from None
+        raise ValueError(f"--measured={path} is no result of `jaxserve tune buckets` ({error!r})") from None
     for name, value in asked.items():
         if found[name] != value:
             raise ValueError(f"--measured={path} is of another {name}: {found[name]}, not {value}")
@@ -103,7 +103,7 @@ def search_of(tuned: Any) -> dict[str, Any]:
     return found | {"fixed_log_gain": tuned.fixed_log_gain, "in_loop_gain": tuned.in_loop_gain}
 
 
-@exit_on_bad_input("tune_buckets")
+@refuse_bad_input()
 def main() -> None:
     refuse_flags("a plan is made here; the ones beside it are the engine's default and the best of powers of two", "bucket_plan")
     if _MEASURED.value is not None:

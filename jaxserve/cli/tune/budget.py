@@ -20,8 +20,8 @@ from typing import Any
 
 from absl import flags
 
-from jaxserve.cli.common.command import run_command
-from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, exit_on_bad_input
+from jaxserve.cli.common.command import refuse_bad_input, run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.cli.common.plots import CAN_PLOT
 from jaxserve.cli.common.provenance import provenance, write_json, write_text
 from jaxserve.cli.common.simulated_machine import RATE, measure, plan_for, planning, read_machine
@@ -88,7 +88,7 @@ def compare_dynamic(machine: Any, plan: Any, objective: float, seeds: int, budge
     return rows
 
 
-@exit_on_bad_input("tune_budget")
+@refuse_bad_input()
 def main() -> None:
     from jaxserve.simulation.tuning import mean_kv_tokens, tune_budget, with_budget
 

@@ -32,8 +32,8 @@ from typing import Any
 
 from absl import app, flags
 
-from jaxserve.cli.common.command import run_command
-from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, exit_on_bad_input, refuse_flags, refuse_options
+from jaxserve.cli.common.command import refuse_bad_input, run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, refuse_flags, refuse_options
 from jaxserve.cli.common.finished import Finished
 from jaxserve.cli.common.plots import CAN_PLOT
 from jaxserve.cli.common.provenance import code_id, provenance, versions, write_json
@@ -269,7 +269,7 @@ def main() -> None:
         refuse_flags("they are of --gpu", "tp", "pp", "gpus_per_node")
     if _GPU.value or _REAL.value:
         refuse_flags("it is of plans for --step_times", "multiple")
-    with exit_on_bad_input("bench_capacity"):
+    with refuse_bad_input():
         refuse_options("rates are searched with seeds from 0 to --seeds - 1, all compiled before", "seed", "warm_up")
         if not _REAL.value:
             refuse_options("nothing is logged but by an engine; see --real", "demand_log")

@@ -1,4 +1,4 @@
-"""Times steps of every kind on this machine and fits a step-time model, which tune_buckets and tune_budget plan with.
+"""Times steps of every kind on this machine and fits a step-time model, which `jaxserve tune buckets` and `tune budget` plan with.
 
     jaxserve tune profile --model=tiny-qwen3 --max_num_batched_tokens=4096 --max_model_len=8448 --output=steps.json
     jaxserve tune profile --points=steps.json --output=steps.json
@@ -20,12 +20,11 @@ from typing import Any
 from absl import flags
 
 from jaxserve.cli.common.bench_models import bench_model
-from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.command import refuse_bad_input, run_command
 from jaxserve.cli.common.engine_flags import (
     define_engine_flags,
     engine_flags,
     engine_options,
-    exit_on_bad_input,
     refuse_flags,
     refuse_options,
 )
@@ -96,7 +95,7 @@ def fitted_anew(path: str) -> Any:
     return replace(model, about=model.about | {"fitted": {"date": now["date"], "revision": now["revision"], "points": path}})
 
 
-@exit_on_bad_input("profile_steps")
+@refuse_bad_input()
 def main() -> None:
     if _POINTS.value is not None:
         refuse_flags("nothing is measured with --points", "model", "config", *_OF_MEASURING, *engine_flags())
