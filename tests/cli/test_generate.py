@@ -209,7 +209,7 @@ def test_a_killed_run_goes_on_where_it_broke_off(run, tmp_path):
     other = run("--prompt=z", f"--output={path}", "--resume")
     assert other.returncode == 1 and "out.jsonl:1: not the result of prompt 1" in other.stderr
     path.write_text("precious\n")
-    assert "out.jsonl:1: not a result of this script" in run(*flags, f"--output={path}", "--resume").stderr
+    assert "out.jsonl:1: not a result of `jaxserve generate`" in run(*flags, f"--output={path}", "--resume").stderr
     assert path.read_text() == "precious\n"
 
 

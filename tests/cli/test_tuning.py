@@ -188,7 +188,7 @@ def test_runs_of_an_earlier_result(work):
     assert done.returncode == 1 and "first.json is of another powers: another plan, not decode" in done.stderr
     first.write_text("{}")
     done = run(work, "tune buckets", *given, output, taken)
-    assert done.returncode == 1 and "first.json is no result of this script" in done.stderr
+    assert done.returncode == 1 and "first.json is no result of `jaxserve tune buckets`" in done.stderr
     done = run(work, "tune buckets", *given, output, taken, "--measure=1")
     assert done.returncode == 1 and "--measure: nothing is measured with --measured" in done.stdout + done.stderr
 
