@@ -69,6 +69,19 @@ class Count(Option):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PageSize(Count):
+    """A Count that is a power of two."""
+
+    @property
+    def must(self) -> str:
+        return "a power of two"
+
+    def check(self, name: str, value: Any) -> None:
+        super().check(name, value)
+        check_power_of_two(value)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measure(Option):
     """A number above 0, and not above `most` where there is one. of: what it counts."""
 
@@ -110,11 +123,13 @@ class File(Option):
 
 @dataclass(frozen=True, kw_only=True)
 class Parsed(Option):
-    """What a class of its own reads and checks: an object, its JSON, or (of a plan) a path."""
+    """What a class of its own reads and checks. forms: in which it may be given."""
+
+    forms: str
 
     @property
     def must(self) -> str:
-        return "an object, JSON"
+        return self.forms
 
     def check(self, name: str, value: Any) -> None:
         pass  # by the class, when it is read
@@ -171,7 +186,12 @@ class EngineConfig:
         ),
     )
     page_size: int | None = _option(
-        None, Count(group=_LIMITS, help="Tokens of a KV page, a power of two.", unset=f"{scheduling.DEFAULT_PAGE_SIZE}")
+        None,
+        PageSize(
+            group=_LIMITS,
+            help="Tokens of a KV page, a power of two.",
+            unset=f"{scheduling.DEFAULT_PAGE_SIZE}",
+        ),
     )
     num_pages: int | None = _option(
         None,
@@ -236,8 +256,9 @@ class EngineConfig:
         None,
         Parsed(
             group=_PROGRAMS,
-            help="A bucket plan's JSON file (`jaxserve tune buckets`); in Python also a BucketPlan or its dict.",
-            unset="a rule's, for the limits and the device",
+            forms="a path, a BucketPlan or its dict",
+            help="The shapes to compile: a JSON file that `jaxserve tune buckets` writes; in Python also a BucketPlan or its dict.",
+            unset="the default plan, powers of two up to the limits",
         ),
     )
     warm_up: str = _option(
@@ -245,9 +266,9 @@ class EngineConfig:
         Option(
             group=_PROGRAMS,
             choices=WARM_UPS,
-            help="Compile all programs of the plan at start, each when it is first needed, or a few at start and the rest on a "
-            "thread behind the steps. Until these are done a step may run in a larger bucket, and results may differ in their "
-            "last bits.",
+            help="When the plan's programs are compiled. all: at start; background: a few at start and the rest on a thread behind "
+            "the steps; first_use: each when it is first needed. Until all of background's are done a step may run in a larger "
+            "bucket, and results may differ in their last bits.",
         ),
     )
     async_scheduling: bool = _option(
@@ -272,6 +293,7 @@ class EngineConfig:
         None,
         Parsed(
             group=_DRAFTS,
+            forms="JSON, or a dict",
             unset="no drafts",
             help="""Drafts, as JSON: '{"method": "ngram", "num_speculative_tokens": 4}'; in Python also a dict.""",
         ),
@@ -289,8 +311,6 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None or not option.unset:
                 option.check(name, value)
-        if self.page_size is not None:
-            check_power_of_two(self.page_size)
         if self.max_num_seqs is not None and self.max_num_batched_tokens is not None:
             check_within_budget(self.max_num_seqs, self.max_num_batched_tokens)
         require(

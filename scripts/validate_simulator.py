@@ -1,4 +1,4 @@
-"""How far the simulator is from measurements: its step times' linear layers from kernel profiles, its replays from the engine.
+r"""How far the simulator is from measurements: its step times' linear layers from kernel profiles, its replays from the engine.
 
     python -m scripts.validate_simulator --vidur=FOLDER --output=benchmarks/vidur
     python -m scripts.validate_simulator --step_times=steps.json --workload=random --num_requests=200 --random_input_len=256 \

@@ -18,7 +18,7 @@ _HEAD = """# Options of an engine
 
 Fields of `EngineConfig`: keyword arguments of `LLM(model, ...)`, and flags of every command that makes an engine
 (`--max_num_seqs=64`; dashes do as well). The page is written by `python -m scripts.write_options`. *Unset* says what None, the
-default, means.
+default, means. A command's `--help` shows its own defaults: `jaxserve serve` has `--warm_up=background`.
 """
 _VLLM = """
 ## vLLM's flags

@@ -1,4 +1,4 @@
-"""Chooses token budget, sequences, page size, long-prefill threshold and bucket plan for a workload, and writes a config file.
+r"""Chooses token budget, sequences, page size, long-prefill threshold and bucket plan for a workload, and writes a config file.
 
     jaxserve autotune --profiles=steps_16.json,steps_64.json --workload=trace --dataset_path=trace.csv.gz
     jaxserve autotune --profiles=steps.json --workload=random --num_requests=200 --random_input_len=300 \
@@ -29,6 +29,7 @@ from typing import Any
 
 from absl import app, flags
 
+from jaxserve.buckets.plan import MAX_PROGRAMS
 from jaxserve.cli.common.command import refuse_bad_input, run_command
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, refuse_flags, refuse_options
 from jaxserve.cli.common.finished import Finished
@@ -55,7 +56,7 @@ flags.register_validator(
     "thresholds", lambda given: given and all(is_share(text) for text in given), "must be shares of the budget, from 0 to 1"
 )
 flags.register_validator("plans", lambda given: given and set(given) <= {"default", "tuned"}, "choose from default, tuned")
-_PROGRAMS = flags.DEFINE_integer("max_programs", 24, "Most programs of a plan.")
+_PROGRAMS = flags.DEFINE_integer("max_programs", MAX_PROGRAMS, "Most programs of a plan.")
 _FACTOR = flags.DEFINE_integer("factor", 3, "Each rung keeps one of so many settings.", lower_bound=2)
 _FINALISTS = flags.DEFINE_integer("finalists", 4, "Settings that all of the workload is served with.", lower_bound=1)
 _MEASURE = flags.DEFINE_integer(

@@ -9,7 +9,7 @@ import difflib
 import importlib
 import sys
 
-from jaxserve.cli.common.command import MISSPELT, fail, run_command
+from jaxserve.cli.common.command import MISSPELT, asks_for_help, fail, run_command
 
 COMMANDS = {  # as a user says it -> a line; its module is that of jaxserve.cli with dots for spaces
     "serve": "Serve a model over HTTP with OpenAI's API.",
@@ -30,36 +30,58 @@ COMMANDS = {  # as a user says it -> a line; its module is that of jaxserve.cli 
     "version": "Print jaxserve's version and those of what it stands on.",
 }
 
+FAMILIES = ("bench", "tune")  # first words of commands of two
+
 
 def main() -> None:
     """Runs the command that sys.argv names. Exit codes as `run_command`'s; without a command or with --help, the list of them."""
     args = sys.argv[1:]
-    if not args or args[0] in ("-h", "--help", "help"):
+    if not args:
         print(commands_text(""))
-        sys.exit(0 if args else MISSPELT)
-    if args[0] in ("--version", "version"):
-        print(version_text())
+        sys.exit(MISSPELT)
+    if args[0] == "help":  # before what it is about, where others have --help behind it
+        args = [*args[1:], "--help"]
+    if asks_for_help("jaxserve", args[:1]):
+        print(commands_text(""))
+        sys.exit(0)
+    name, rest = named(args)
+    if name in FAMILIES:
+        print(commands_text(name))
+        sys.exit(0 if rest else MISSPELT)
+    if name == "version":
+        version(rest)
         return
-    if args[0] in COMMANDS:
-        name, rest = args[0], args[1:]
-    elif any(command.startswith(f"{args[0]} ") for command in COMMANDS):
-        if len(args) == 1 or args[1] in ("-h", "--help"):
-            print(commands_text(args[0]))
-            sys.exit(0 if len(args) > 1 else MISSPELT)
-        name, rest = f"{args[0]} {args[1]}", args[2:]
-    else:
-        name, rest = args[0], args[1:]
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, [*COMMANDS, "bench", "tune"], n=1, cutoff=0.5)
-        hint = f"did you mean `jaxserve {near[0]}`?" if near else "`jaxserve --help` lists them"
-        fail("jaxserve", f"unknown command {name}; {hint}", MISSPELT)
     sys.argv = [f"jaxserve {name}", *rest]
     module = importlib.import_module("jaxserve.cli." + name.replace(" ", "."))
     run_command(module.main, name=f"jaxserve {name}")
 
 
+def named(args: list[str]) -> tuple[str, list[str]]:
+    """(command, its arguments); of a family alone or with --help, the family. Ends the process where there is no such command."""
+    name, rest = "version" if args[0] == "--version" else args[0], args[1:]
+    if name in FAMILIES:
+        if not rest or asks_for_help(f"jaxserve {name}", rest[:1]):
+            return name, rest
+        name, rest = f"{name} {rest[0]}", rest[1:]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, [*COMMANDS, *FAMILIES], n=1, cutoff=0.5)
+        hint = f"did you mean `jaxserve {near[0]}`?" if near else "`jaxserve --help` lists them"
+        fail("jaxserve", f"unknown command {name}; {hint}", MISSPELT)
+    return name, rest
+
+
+def version(rest: list[str]) -> None:
+    """Prints our version, or the command's help. Ends the process where there are arguments, which it has none of."""
+    if asks_for_help("jaxserve version", rest[:1]):
+        print(f"usage: jaxserve version\n\n{COMMANDS['version']}")
+    elif rest:
+        fail("jaxserve version", f"unknown arguments {rest}; it takes none", 1)
+    else:
+        print(version_text())
+
+
 def commands_text(family: str) -> str:
-    """The commands, a line each; of a family ("bench", "tune") or all."""
+    """The commands, a line each; of a family or all."""
     shown = {name: line for name, line in COMMANDS.items() if not family or name.startswith(f"{family} ")}
     width = max(map(len, shown))
     lines = [f"  {name:{width}}  {line}" for name, line in shown.items()]

@@ -26,7 +26,7 @@ _TOOLS = flags.DEFINE_enum("tool_call_parser", "auto", ["auto", "hermes", "none"
 _REASONING = flags.DEFINE_enum("reasoning_parser", "auto", ["auto", "qwen3", "none"], "auto: as the chat template has it.")
 _CONTROL = flags.DEFINE_bool("enable_control", False, "Add /pause, /resume, /sleep, /update_weights_from_path, ...; needs a key.")
 flags.adopt_module_key_flags(http_server)
-define_engine_flags()
+define_engine_flags(warm_up="background")  # no request should wait for a compiler, nor the port for all programs
 
 
 def chosen(value: str) -> bool | None:
@@ -57,8 +57,6 @@ def make_application() -> Any:
 
 
 def main() -> None:
-    if "warm_up" not in flags.FLAGS or not flags.FLAGS["warm_up"].present:
-        flags.FLAGS.warm_up = "background"  # no request should wait for a compiler, nor the port for all programs
     http_server.set_up_logging()
     with refuse_bad_input():
         application = make_application()

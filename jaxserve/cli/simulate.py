@@ -1,4 +1,4 @@
-"""What a number of GPUs would make of a workload: the real scheduler, page pool and router in virtual time, analytic step times.
+r"""What a number of GPUs would make of a workload: the real scheduler, page pool and router in virtual time, analytic step times.
 
     jaxserve simulate --model=qwen3-8b --gpu=h100 --replicas=4 --workload=random --num_requests=2000 --request_rate=40
     jaxserve simulate --model=qwen3-8b --gpu=h100 --workload=trace --dataset_path=azure_conv_2023.csv.gz \
@@ -19,11 +19,11 @@ from typing import Any
 from absl import app, flags
 
 from jaxserve.cli.common.command import refuse_bad_input, run_command
+from jaxserve.cli.common.engine_flags import define_option
 from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.traffic_flags import read_traffic
 from jaxserve.routing.policy import ROUTING_POLICIES as ROUTING
 from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE, SchedulerConfig
-from jaxserve.scheduling.policies import BATCHING_POLICIES
 from jaxserve.workloads.latency import METRICS, parse_objectives
 
 _MODEL = flags.DEFINE_string("model", "qwen3-8b", "Its shape: a known name, or a folder with a config.json.")
@@ -33,19 +33,15 @@ _PP = flags.DEFINE_integer("pp", 1, "Pipeline stages.", lower_bound=1)
 _NODE = flags.DEFINE_integer("gpus_per_node", 8, "100 Gb/s Ethernet joins nodes.", lower_bound=1)
 _REPLICAS = flags.DEFINE_integer("replicas", 1, "Engines behind the router.", lower_bound=1)
 _ROUTING = flags.DEFINE_enum("routing", "prefix_aware", ROUTING, "The router's policy.")
-_POLICY = flags.DEFINE_enum("batching_policy", SchedulerConfig.policy, tuple(BATCHING_POLICIES), "How a step is composed.")
-_MAX_LEN = flags.DEFINE_integer("max_model_len", 16_384, "Most tokens of a request.", lower_bound=2)
-_MAX_SEQS = flags.DEFINE_integer("max_num_seqs", SchedulerConfig.max_num_seqs, "Most sequences at once.", lower_bound=1)
-_BUDGET = flags.DEFINE_integer(
-    "max_num_batched_tokens", SchedulerConfig.max_num_batched_tokens, "Token budget of a step.", lower_bound=1
-)
+_POLICY = define_option("batching_policy", SchedulerConfig.policy)
+_MAX_LEN = define_option("max_model_len", 16_384)
+_MAX_SEQS = define_option("max_num_seqs", SchedulerConfig.max_num_seqs)
+_BUDGET = define_option("max_num_batched_tokens", SchedulerConfig.max_num_batched_tokens)
 _PLAN = flags.DEFINE_string("bucket_plan", "default", "default: the engine's for these limits; none: no padding; or a plan's file.")
-_PAGE = flags.DEFINE_integer("page_size", DEFAULT_PAGE_SIZE, "Tokens a KV page, a power of two.", lower_bound=1)
-flags.register_validator("page_size", lambda size: size & (size - 1) == 0, "must be a power of two")
-_SLO = flags.DEFINE_float(
+_PAGE = define_option("page_size", DEFAULT_PAGE_SIZE)
+_SLO = define_option(
     "tbt_slo_ms", None, "Dynamic budget: milliseconds that a step with decodes may take; of a pipeline, between tokens."
 )
-flags.register_validator("tbt_slo_ms", lambda ms: ms is None or 0 < ms < float("inf"), "must be milliseconds above 0")
 _RATE = flags.DEFINE_float("request_rate", float("inf"), "Requests a second; inf: all at once.")
 _REPEAT = flags.DEFINE_integer("repeat", 1, "The workload so many times, one after the other.", lower_bound=1)
 _GOODPUT = flags.DEFINE_list("goodput", [], "Objectives in ms, such as ttft:500,tpot:50.")

@@ -67,6 +67,10 @@ def test_the_commands_are_listed_with_a_line_each():
         (("qqqq",), "unknown command qqqq; `jaxserve --help` lists them"),
         (("serve", "x", "--max-modl-len=3"), "unknown flag --max-modl-len; did you mean --max_model_len?"),
         (("generate", "x", "--qqqq"), "unknown flag --qqqq; --help lists the flags"),
+        (("--help=serve",), "jaxserve: --help=serve: --help takes no value"),
+        (("tune", "--help=all"), "jaxserve tune: --help=all: --help takes no value"),
+        (("serve", "x", "--help=page_size"), "jaxserve serve: --help=page_size: --help takes no value"),
+        (("help", "sevre"), "unknown command sevre; did you mean `jaxserve serve`?"),
         (("generate", "--model=x", "--max_tokens"), "--max_tokens needs a value"),
         (("serve", "x", "--tensor-parallel-size=2"), "an engine has one device; run a server a device behind `jaxserve router`"),
         (("serve", "x", "--kv-cache-dtype", "fp8"), "--kv-cache-dtype=fp8: the KV cache has the weights' dtype"),
@@ -84,6 +88,7 @@ def test_what_is_misspelt_is_answered_in_one_line(args, said):
     [
         (("serve",), "jaxserve serve: give --model"),
         (("serve", "x", "y"), "jaxserve serve: unknown arguments ['y']"),
+        (("version", "y"), "jaxserve version: unknown arguments ['y']"),
         (("serve", "x", "--port=99999"), "flag --port=99999"),
         (("serve", "x", "--page_size=0"), "flag --page_size=0"),
         (("simulate", "--page_size=3"), "flag --page_size=3: must be a power of two"),
@@ -114,6 +119,14 @@ def test_version():
     done = jaxserve_command("version")
     assert done.returncode == 0 and done.stdout.startswith(f"jaxserve {jaxserve.__version__} (Python 3.")
     assert "jax 0." in done.stdout and "flax 0." in done.stdout
+    assert jaxserve_command("--version").stdout == done.stdout
+
+
+def test_help_of_a_command_stands_before_or_behind_it():
+    for args in ((), ("bench",), ("bench", "latency"), ("serve",), ("version",)):
+        before, behind = jaxserve_command("help", *args), jaxserve_command(*args, "--help")
+        assert before.returncode == behind.returncode == 0 and not before.stderr
+        assert before.stdout == behind.stdout and before.stdout.startswith(" ".join(("usage: jaxserve", *args)))
 
 
 def test_help_groups_flags_and_tells_defaults():

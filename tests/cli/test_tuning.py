@@ -276,7 +276,7 @@ BAD = [
         "trace",
         "MiB of temporary memory, more than the 0.000999451 MiB allowed",
     ),
-    ("tune budget", (STEPS, "--tbt_slo_ms=-5"), "", "jaxserve tune budget: tbt_slo_ms=-5 must be milliseconds above 0"),
+    ("tune budget", (STEPS, "--tbt_slo_ms=-5"), "", "jaxserve tune budget: flag --tbt_slo_ms=-5.0: must be milliseconds above 0"),
     ("tune budget", (STEPS, "--tbt_slo_ms=9", "--budgets=abc"), "", "must be numbers, 1 or more"),
     ("tune budget", (STEPS, "--tbt_slo_ms=9", "--dynamic=5"), "", "--dynamic=5 compares seeds of arrivals"),
     ("validate_simulator", (), "", "python -m scripts.validate_simulator: give --step_times"),

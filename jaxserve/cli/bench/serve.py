@@ -1,4 +1,4 @@
-"""Serving benchmark: an engine in process, or a server, under an open loop of requests, with vLLM's metrics.
+r"""Serving benchmark: an engine in process, or a server, under an open loop of requests, with vLLM's metrics.
 
     jaxserve bench serve --workload=random --num_prompts=64 --random_input_len=128 --request_rate=4
     jaxserve bench serve --workload=trace --dataset_path=trace.csv.gz --request_rate=1,2,4 --goodput=ttft:500,tpot:50 \

@@ -56,7 +56,7 @@ def run_command(main: Callable[[], Any], *, name: str | None = None) -> NoReturn
       name: what the user calls the command; by default `python -m MODULE`, or `jaxserve ...` for a module of jaxserve.cli.
     """
     name = sys.argv[0] = name or _name_of(main)
-    if any(arg in _HELP for arg in _before_dashes(sys.argv[1:])):
+    if asks_for_help(name, _before_dashes(sys.argv[1:])):
         print(help_text(name, inspect.cleandoc(inspect.unwrap(main).__globals__["__doc__"])))
         sys.exit(0)
     try:
@@ -109,6 +109,17 @@ def fail(name: str, why: object, code: int) -> NoReturn:
     """Ends the process with one line on stderr."""
     print(f"{name}: {why}", file=sys.stderr)
     sys.exit(code)
+
+
+def asks_for_help(name: str, args: Sequence[str]) -> bool:
+    """Whether --help is among the arguments of a command. Ends the process where --help has a value."""
+    for arg in args:
+        flag, has_value, _ = arg.partition("=")
+        if flag in _HELP:
+            if has_value:
+                fail(name, f"{arg}: {flag} takes no value", MISSPELT)
+            return True
+    return False
 
 
 def set_up_logging() -> None:

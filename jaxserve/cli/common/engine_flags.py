@@ -14,33 +14,53 @@ from jaxserve.config import Count, Measure, Option, Switch, options
 _NAMES: list[str] = []
 
 
-def define_engine_flags(*, model: str | None = None) -> None:
-    """Defines --model (required unless a default is given), --config, and a flag for each field of EngineConfig's table."""
+def define_engine_flags(*, model: str | None = None, **defaults: Any) -> None:
+    """Defines --model (required unless a default is given), --config, and a flag for each field of EngineConfig's table.
+
+    defaults: of options, in the place of the table's.
+    """
     flags.DEFINE_string("model", model, "A Hugging Face folder or id, or a GGUF file.", required=model is None)
     flags.DEFINE_string(
         "config", None, "A JSON file of engine options, such as `jaxserve autotune` writes; flags given win over it."
     )
     group("The model and its options", ("model", "config"))
     for name, (field, option) in options().items():
-        _define(name, field.default, option)
+        define_option(name, defaults.get(name, field.default))
         group(option.group, (name,))
         _NAMES.append(name)
 
 
-def _define(name: str, default: Any, option: Option) -> None:
-    """The flag of a row: of the row's kind, with its choices and range."""
-    text = option.help + (f" Unset: {option.unset}." if option.unset else "")
+def define_option(name: str, default: Any, text: str = "") -> flags.FlagHolder[Any]:
+    """The flag of a row of EngineConfig's table: of the row's kind, with its choices and range.
+
+    default: None is unset, where the row may be. text: of the help, in the row's place.
+    """
+    option = options()[name][1]
+    text = text or option.help + (f" Unset: {option.unset}." if default is None and option.unset else "")
     match option:
         case Switch():
-            flags.DEFINE_bool(name, default, text)
-        case Count(least=least):
-            flags.DEFINE_integer(name, default, text, lower_bound=least)
-        case Measure():  # EngineConfig says in which range, and what of
-            flags.DEFINE_float(name, default, text)
+            flag: flags.FlagHolder[Any] = flags.DEFINE_bool(name, default, text)
+        case Count():
+            flag = flags.DEFINE_integer(name, default, text)
+        case Measure():
+            flag = flags.DEFINE_float(name, default, text)
         case Option(choices=choices) if choices:
-            flags.DEFINE_enum(name, default, choices, text)
+            flag = flags.DEFINE_enum(name, default, choices, text)
         case _:
-            flags.DEFINE_string(name, default, text)
+            flag = flags.DEFINE_string(name, default, text)
+
+    def in_range(value: Any) -> bool:
+        """The row's own check; a flag that is not given is unset."""
+        try:
+            if value is not None:
+                option.check(name, value)
+        except ValueError as error:
+            why = str(error).removeprefix(f"{name}={value!r} ").removesuffix(", or None")
+            raise flags.ValidationError(why) from None
+        return True
+
+    flags.register_validator(flag, in_range)
+    return flag
 
 
 def engine_flags() -> tuple[str, ...]:

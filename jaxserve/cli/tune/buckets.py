@@ -23,6 +23,7 @@ from typing import Any
 
 from absl import flags
 
+from jaxserve.buckets.plan import MAX_PROGRAMS
 from jaxserve.cli.common.command import refuse_bad_input, run_command
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, refuse_flags
 from jaxserve.cli.common.plots import CAN_PLOT
@@ -32,7 +33,7 @@ from jaxserve.cli.common.tables import table as markdown
 from jaxserve.cli.common.traffic_flags import read_traffic
 
 _OUTPUT = flags.DEFINE_string("output", "plan.json", "Where the plan is written.")
-_PROGRAMS = flags.DEFINE_integer("max_programs", 24, "Most programs of the plan, heads and all others included.")
+_PROGRAMS = flags.DEFINE_integer("max_programs", MAX_PROGRAMS, "Most programs of the plan, heads and all others included.")
 _COMPILE = flags.DEFINE_float("max_compile_seconds", None, "Most seconds that the bodies may take to compile, one after another.")
 _TEMP = flags.DEFINE_float("max_temp_mib", None, "Most temporary memory of a program, MiB.")
 _MEASURE = flags.DEFINE_integer("measure", 0, "Serve the workload so many times with each plan on a real engine.", lower_bound=0)

@@ -1,4 +1,4 @@
-"""The largest token budget that keeps the time between tokens within an objective.
+r"""The largest token budget that keeps the time between tokens within an objective.
 
     jaxserve tune budget --step_times=steps.json --workload=trace --dataset_path=trace.csv.gz --request_rate=2 \
         --tbt_slo_ms=80 --json=budget.json

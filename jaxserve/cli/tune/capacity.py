@@ -1,4 +1,4 @@
-"""The highest request rate that meets an objective of latency, for each batching policy, by bisection.
+r"""The highest request rate that meets an objective of latency, for each batching policy, by bisection.
 
     jaxserve tune capacity --step_times=steps.json --workload=openchat_sharegpt4 --num_prompts=1280 --slo_ms=100,500 \
         --policies=sarathi:512,dynamic:2048,prefill_first,orca --seeds=3 --json=capacity.json --plot=capacity.png
