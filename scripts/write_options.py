@@ -25,8 +25,12 @@ _VLLM = """
 
 Flags of vLLM's that are not listed here, and that jaxserve has, are called the same: `--max-model-len`, `--max-num-seqs`,
 `--max-num-batched-tokens`, `--gpu-memory-utilization`, `--served-model-name`, `--dtype`, `--seed`, `--host`, `--port`, `--api-key`,
-`--tokenizer`, `--enable-prefix-caching`, `--enable-chunked-prefill`, `--scheduling-policy`, `--speculative-config`. Others have
-another name here, or none: then the command refuses them by name and says what to use.
+`--tokenizer`, `--enable-prefix-caching`, `--enable-chunked-prefill`, `--scheduling-policy`, `--speculative-config`. A few have
+another name here, and both names work.
+
+All other flags of `vllm serve` (0.32, and some of versions before) are refused by name, and the command says what to use instead.
+*Accepted* says which values ask for what is so here anyway, so that the flag is taken and changes nothing; *given* is a switch.
+`--no-...` of a switch is taken too. A part of a flag's JSON, such as `--compilation-config.level`, is answered like the whole flag.
 
 """
 

@@ -1,6 +1,7 @@
 """The jaxserve command: its table, its help, vLLM's names, and what a mistake is answered with."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from jaxserve.cli.common import command, vllm_flags
 from jaxserve.cli.common.command import Misspelt, normalise, parse
 from jaxserve.cli.main import COMMANDS
 from jaxserve.config import EngineConfig, options
+from tests.cli import vllm_names
 from tests.selection import slow_unless
 
 ROOT = Path(__file__).parents[2]
@@ -190,6 +192,7 @@ def test_dashes_and_underscores_are_one_but_not_in_values():
         (("--enable-prefix-caching",), {"enable_prefix_caching": True}),
         (("--disable-uvicorn-access-log",), {"access_log": False}),
         (("--speculative-config", '{"a": 1}'), {"speculative_config": '{"a": 1}'}),
+        (("--device-memory-utilization=0.5",), {"gpu_memory_utilization": 0.5}),
         (("--tensor-parallel-size=1", "-tp", "1", "--seed=4"), {"seed": 4}),
         (("--enable-auto-tool-choice", "--no-enable-lora", "--swap-space", "0"), {}),
     ],
@@ -203,15 +206,48 @@ def test_every_name_of_vllms_that_is_missing_is_refused_with_what_to_use():
     for name, row in vllm_flags.MISSING.items():
         assert name not in options() and len(row.instead) > 10
         flag = f"--{name.replace('_', '-')}"
-        if not row.takes_value and row.accepts:
+        if name in row.granted.split():
             assert normalise([flag], known) == ([], [])
         else:
             with pytest.raises(Misspelt, match=flag) as error:
                 normalise([flag, "none such"], known)
             assert row.instead in str(error.value)
-        for value in filter(None, row.accepts):
-            assert normalise([f"{flag}={value}"], known) == ([], [])
-    assert set(vllm_flags.OURS.values()) - {"noaccess_log"} <= set(options())
+        if name in row.names.split():
+            for value in row.accepts:
+                assert normalise([f"{flag}={value}"], known) == normalise([flag, value], known) == ([], [])
+        else:
+            assert normalise([f"--no-{flag[2:]}"], known) == ([], []), "off, as it is here"
+    assert set(vllm_flags.OURS.values()) - {"noaccess_log", "grace"} <= set(options())
+    names = [name for rows in vllm_flags.ROWS.values() for row in rows for name in (row.names, row.switches, row.granted)]
+    assert len(" ".join(names).split()) == len(vllm_flags.MISSING), "a name has one row"
+
+
+def test_every_flag_of_vllms_is_ours_or_has_a_row():
+    """None is "unknown", with a hint at some other flag; and the tables know which of them take a value."""
+    help_ = jaxserve_command("serve", "--help").stdout
+    ours = set(re.findall(r"^  --(?:\[no\])?(\w+)", help_, re.MULTILINE)) | set(vllm_flags.OURS)
+    theirs = {name.replace("-", "_"): name in vllm_names.SWITCHES for name in (*vllm_names.VALUED, *vllm_names.SWITCHES)}
+    assert len(theirs) == 340 and not [name for name in theirs if name not in ours | set(vllm_flags.MISSING)]
+    rows = {name: row for name, row in vllm_flags.MISSING.items() if name in theirs}
+    assert not [name for name, row in rows.items() if theirs[name] != (name not in row.names.split())]
+    assert not ours & set(vllm_flags.MISSING)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--compilation-config.level=3", "--compilation-config.level is vLLM's: programs are compiled ahead"),
+        ("-cc.pass_config.fuse=1", "-cc.pass_config.fuse is vLLM's: programs are compiled ahead"),
+        ("-O3", "-O3 is vLLM's: programs are compiled ahead"),
+        ("--speculative-config.method=ngram", "--speculative-config.method is vLLM's: give --speculative_config whole, as JSON"),
+        ("--load-format.auto", "--load-format.auto is vLLM's: what a file holds is told from the file"),
+        ("--seed.of=3", "unknown flag --seed.of"),
+    ],
+)
+def test_a_name_with_a_dot_is_answered_by_what_stands_before_it(flag, said):
+    with pytest.raises(Misspelt) as error:
+        normalise([flag], server_flags())
+    assert str(error.value).startswith(said)
 
 
 def test_commands_without_an_engine_know_nothing_of_vllm():
@@ -224,7 +260,9 @@ def test_commands_without_an_engine_know_nothing_of_vllm():
 
 def test_the_tables_are_told_as_markdown():
     text = vllm_flags.markdown()
-    assert "| `--block-size` | `--page-size` |" in text and "| `--tensor-parallel-size` | `1` | an engine has one device" in text
+    assert "| `--block-size` | `--page-size` |" in text
+    assert re.search(r"^\| `--tensor-parallel-size`, `-tp`, .* \| `1` \| an engine has one device", text, re.MULTILINE)
+    assert not [name for name in vllm_flags.MISSING if f"-{name.replace('_', '-')}`" not in text]
 
 
 # ---- flags of the engine

@@ -1,10 +1,11 @@
 """vLLM's flags: which are ours by another name, and what there is instead of those that we don't have.
 
-Flags that both have under one name are in neither table.
+Flags that both have under one name are in neither table. The names are those of `vllm serve` 0.32, and of some versions before.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from absl import flags
@@ -13,133 +14,281 @@ from absl import flags
 OURS = {
     "block_size": "page_size",
     "num_gpu_blocks_override": "num_pages",
+    "device_memory_utilization": "gpu_memory_utilization",
     "spec_config": "speculative_config",
     "sc": "speculative_config",
+    "shutdown_timeout": "grace",
     "disable_uvicorn_access_log": "noaccess_log",
 }
 
 
 @dataclass(frozen=True)
 class Missing:
-    """A flag of vLLM's that we don't have.
+    """Flags of vLLM's that we don't have, for one reason. Names are written with spaces between them.
 
-    instead: what to do. accepts: values that ask for what is so here anyway. takes_value: it is no switch.
+    instead: what to do. names: of flags that take a value. accepts: values of theirs that ask for what is so here anyway. switches:
+    flags that take no value. granted: switches that ask for what is so here anyway.
     """
 
     instead: str
+    names: str = ""
     accepts: tuple[str, ...] = ()
-    takes_value: bool = True
+    switches: str = ""
+    granted: str = ""
 
 
-_ONE_DEVICE = "an engine has one device; run a server a device behind `jaxserve router`"
-_NO_LORA = "there are no adapters; merge them into the weights, or serve merged weights from a folder of their own"
-_TEXT_ONLY = "models read text alone"
-_STEPS = "programs are compiled ahead, see --bucket_plan and --warm_up"
-_FILES = "what a file holds is told from the file: safetensors, GGUF or Orbax"
-_NO_REMOTE = "models are jaxserve's own Flax modules, and no code comes with a checkpoint"
-_TELEMETRY = "there is no tracing; /metrics has Prometheus's figures"
-_CONTEXT = "edit the model's config.json"
-
-MISSING = {
-    # several devices
-    "tensor_parallel_size": Missing(_ONE_DEVICE, ("1",)),
-    "tp": Missing(_ONE_DEVICE, ("1",)),
-    "pipeline_parallel_size": Missing(_ONE_DEVICE, ("1",)),
-    "pp": Missing(_ONE_DEVICE, ("1",)),
-    "data_parallel_size": Missing(_ONE_DEVICE, ("1",)),
-    "dp": Missing(_ONE_DEVICE, ("1",)),
-    "decode_context_parallel_size": Missing(_ONE_DEVICE, ("1",)),
-    "enable_expert_parallel": Missing(_ONE_DEVICE, takes_value=False),
-    "distributed_executor_backend": Missing(_ONE_DEVICE),
-    "disable_custom_all_reduce": Missing(_ONE_DEVICE, takes_value=False),
-    "nnodes": Missing(_ONE_DEVICE, ("1",)),
-    "worker_cls": Missing(_ONE_DEVICE, ("auto",)),
-    # weights
-    "quantization": Missing("weights are bfloat16, float16 or float32; a quantised GGUF file is read into --dtype"),
-    "q": Missing("weights are bfloat16, float16 or float32; a quantised GGUF file is read into --dtype"),
-    "load_format": Missing(_FILES, ("auto", "safetensors")),
-    "model_loader_extra_config": Missing(_FILES),
-    "config_format": Missing(_FILES, ("auto", "hf")),
-    "download_dir": Missing("set HF_HOME, which says where models from the hub lie"),
-    "revision": Missing("download that revision and give its folder as the model"),
-    "code_revision": Missing(_NO_REMOTE),
-    "tokenizer_revision": Missing("download that revision and give its folder as --tokenizer"),
-    "tokenizer_mode": Missing("the tokenizer is the checkpoint's own", ("auto", "hf")),
-    "hf_overrides": Missing(_CONTEXT),
-    "hf_config_path": Missing("config.json lies beside the weights"),
-    "hf_token": Missing("set HF_TOKEN"),
-    "rope_scaling": Missing(_CONTEXT),
-    "rope_theta": Missing(_CONTEXT),
-    "trust_remote_code": Missing(_NO_REMOTE, takes_value=False),
-    "model_impl": Missing(_NO_REMOTE, ("auto",)),
-    "runner": Missing("models generate; there is no pooling or embedding", ("auto", "generate")),
-    "task": Missing("models generate; there is no pooling or embedding", ("auto", "generate")),
-    "convert": Missing("models generate; there is no pooling or embedding", ("auto", "none")),
-    "device": Missing("set JAX_PLATFORMS, such as cpu or cuda", ("auto",)),
-    "logits_processors": Missing("use a request's logit_bias, or a grammar (structured outputs)"),
-    "enable_lora": Missing(_NO_LORA, takes_value=False),
-    "lora_modules": Missing(_NO_LORA),
-    "max_loras": Missing(_NO_LORA),
-    "max_lora_rank": Missing(_NO_LORA),
-    "max_cpu_loras": Missing(_NO_LORA),
-    "lora_dtype": Missing(_NO_LORA),
-    "limit_mm_per_prompt": Missing(_TEXT_ONLY),
-    "mm_processor_kwargs": Missing(_TEXT_ONLY),
-    "mm_processor_cache_gb": Missing(_TEXT_ONLY),
-    "allowed_local_media_path": Missing(_TEXT_ONLY),
-    # memory
-    "kv_cache_dtype": Missing("the KV cache has the weights' dtype, --dtype", ("auto",)),
-    "kv_cache_memory_bytes": Missing("give --num_pages or --gpu_memory_utilization"),
-    "calculate_kv_scales": Missing("the KV cache has the weights' dtype, --dtype", takes_value=False),
-    "swap_space": Missing("preempted requests are computed again, so that nothing is swapped", ("0",)),
-    "cpu_offload_gb": Missing("weights lie on the device; take a smaller model or --dtype=bfloat16", ("0",)),
-    "prefix_caching_hash_algo": Missing("pages are found by sha256", ("sha256",)),
-    "kv_transfer_config": Missing("a request stays on one server; `jaxserve router` sends it where its prefix is cached"),
-    "kv_events_config": Missing("`jaxserve router` keeps its own account of prefixes"),
-    "disable_sliding_window": Missing("layers attend as the checkpoint says", takes_value=False),
-    "disable_hybrid_kv_cache_manager": Missing("all layers have pages of one kind", takes_value=False),
-    "enable_sleep_mode": Missing("--enable_control adds /sleep and /wake_up", takes_value=False),
-    # steps
-    "enforce_eager": Missing("every step is a compiled program; --warm_up=first_use starts soonest", takes_value=False),
-    "compilation_config": Missing(_STEPS),
-    "O": Missing(_STEPS),
-    "cuda_graph_sizes": Missing(_STEPS),
-    "max_seq_len_to_capture": Missing(_STEPS),
-    "num_scheduler_steps": Missing("--async_scheduling (on) schedules a step ahead", ("1",)),
-    "max_num_partial_prefills": Missing("--long_prefill_token_threshold leaves room for other prompts"),
-    "max_long_partial_prefills": Missing("--long_prefill_token_threshold leaves room for other prompts"),
-    "scheduler_cls": Missing("--batching_policy and --scheduling_policy choose how steps are composed"),
-    "disable_cascade_attention": Missing("there is no cascade attention to disable", takes_value=False),
-    # answers
-    "max_logprobs": Missing("a request may ask for as many as the API allows"),
-    "logprobs_mode": Missing("log-probabilities are of the raw logits", ("raw_logprobs",)),
-    "generation_config": Missing("defaults are the checkpoint's generation_config.json", ("auto",)),
-    "override_generation_config": Missing("edit the checkpoint's generation_config.json, or say it in the request"),
-    "guided_decoding_backend": Missing("grammars are llguidance's", ("auto", "guidance")),
-    "structured_outputs_config": Missing("grammars are llguidance's"),
-    "enable_auto_tool_choice": Missing("--tool_call_parser is auto unless given", ("",), takes_value=False),
-    "tool_parser_plugin": Missing("choose from --tool_call_parser's values"),
-    "enable_reasoning": Missing("--reasoning_parser is auto unless given", ("",), takes_value=False),
-    "reasoning_parser_plugin": Missing("choose from --reasoning_parser's values"),
-    "chat_template": Missing("put it beside the tokenizer as chat_template.jinja"),
-    "chat_template_content_format": Missing("the template is asked what it takes", ("auto",)),
-    "response_role": Missing("answers are the assistant's", ("assistant",)),
-    # the server
-    "uds": Missing("the server listens on --host and --port"),
-    "root_path": Missing("let the proxy strip the path"),
-    "middleware": Missing("put a proxy before the server"),
-    "allowed_origins": Missing("put a proxy before the server"),
-    "ssl_ca_certs": Missing("a client shows --api_key, no certificate"),
-    "uvicorn_log_level": Missing("--noaccess_log leaves out a line a request"),
-    "enable_log_requests": Missing("prompts are never logged", takes_value=False),
-    "disable_log_requests": Missing("prompts are never logged", ("",), takes_value=False),
-    "disable_log_stats": Missing("figures are at /metrics, and not logged", ("",), takes_value=False),
-    "max_log_len": Missing("prompts are never logged"),
-    "disable_fastapi_docs": Missing("the published schema is part of the API", takes_value=False),
-    "api_server_count": Missing("one process serves; `jaxserve router` joins several", ("1",)),
-    "otlp_traces_endpoint": Missing(_TELEMETRY),
-    "collect_detailed_traces": Missing(_TELEMETRY),
+_DEVICES = (
+    Missing(
+        "an engine has one device; run a server a device behind `jaxserve router`",
+        "tensor_parallel_size tp pipeline_parallel_size pp data_parallel_size dp decode_context_parallel_size dcp "
+        "prefill_context_parallel_size pcp nnodes n data_parallel_size_local dpl",
+        accepts=("1",),
+    ),
+    Missing(
+        "an engine has one device, and nothing to divide over several",
+        "data_parallel_rank dpn data_parallel_start_rank dpr data_parallel_address dpa data_parallel_rpc_port dpp "
+        "data_parallel_backend dpb data_parallel_supervisor_port dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s "
+        "dp_supervisor_probe_failure_threshold dp_sync_interval node_rank r master_addr master_port distributed_executor_backend "
+        "distributed_timeout_seconds cpu_distributed_timeout_seconds all2all_backend cp_kv_cache_interleave_size "
+        "dcp_kv_cache_interleave_size dcp_comm_backend eplb_config expert_placement_strategy elastic_ep_max_dp_size "
+        "fault_tolerance_config ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold max_parallel_loading_workers",
+        switches="data_parallel_hybrid_lb dph data_parallel_external_lb dpe data_parallel_multi_port_external_lb dpm "
+        "enable_expert_parallel ep enable_ep_weight_filter enable_eplb enable_elastic_ep enable_fault_tolerance enable_dbo "
+        "enable_hc_sp enable_batch_sharded_sampling dcp_q_replicate headless ray_workers_use_nsight",
+        granted="disable_custom_all_reduce disable_nccl_for_dp_synchronization",
+    ),
+    Missing("an engine is one worker, in the server's process", "worker_cls", accepts=("auto",)),
+    Missing(
+        "weights of a trainer come by /update_weights_from_path, or in Python by LLM.update_params",
+        "worker_extension_cls weight_transfer_config",
+    ),
+    Missing("set JAX_PLATFORMS, such as cpu or cuda", "device", accepts=("auto",)),
+    Missing("set CUDA_VISIBLE_DEVICES", "device_ids"),
+    Missing("start the server with numactl", "numa_bind_nodes numa_bind_cpus", switches="numa_bind"),
+)
+_WEIGHTS = (
+    Missing(
+        "weights are bfloat16, float16 or float32; a quantised GGUF file is read into --dtype",
+        "quantization q quantization_config",
+        switches="allow_deprecated_quantization",
+    ),
+    Missing("what a file holds is told from the file: safetensors, GGUF or Orbax", "load_format", accepts=("auto", "safetensors")),
+    Missing("what a file holds is told from the file: safetensors, GGUF or Orbax", "config_format", accepts=("auto", "hf")),
+    Missing("what a file holds is told from the file: safetensors, GGUF or Orbax", "model_loader_extra_config ignore_patterns"),
+    Missing("PyTorch's own files are not read; convert them to safetensors", "pt_load_map_location"),
+    Missing(
+        "how files are read is not a choice; /health is 200 when weights are loaded",
+        "safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size",
+        switches="use_tqdm_on_load",
+    ),
+    Missing("set HF_HOME, which says where models from the hub lie", "download_dir"),
+    Missing("download that revision and give its folder as the model", "revision"),
+    Missing("download that revision and give its folder as --tokenizer", "tokenizer_revision"),
+    Missing(
+        "models are jaxserve's own Flax modules, and no code comes with a checkpoint",
+        "code_revision model_class_overrides",
+        switches="trust_remote_code",
+    ),
+    Missing("models are jaxserve's own Flax modules, and no code comes with a checkpoint", "model_impl", accepts=("auto",)),
+    Missing("the tokenizer is the checkpoint's own", "tokenizer_mode", accepts=("auto", "hf")),
+    Missing("a server needs the tokenizer; `jaxserve generate --skip_tokenizer_init` does without", switches="skip_tokenizer_init"),
+    Missing("edit the model's config.json", "hf_overrides rope_scaling rope_theta"),
+    Missing("config.json lies beside the weights", "hf_config_path"),
+    Missing("set HF_TOKEN", "hf_token"),
+    Missing("models generate; there is no pooling or embedding", "runner task", accepts=("auto", "generate")),
+    Missing("models generate; there is no pooling or embedding", "convert", accepts=("auto", "none")),
+    Missing(
+        "models generate; there is no pooling or embedding",
+        "pooler_config io_processor_plugin",
+        switches="enable_flash_late_interaction",
+    ),
+    Missing("models write one token after another; there is no diffusion", "diffusion_config dc"),
+    Missing("use a request's logit_bias, or a grammar (structured outputs)", "logits_processors"),
+    Missing(
+        "there are no adapters; merge them into the weights, or serve merged weights from a folder of their own",
+        "lora_modules max_loras max_lora_rank max_cpu_loras lora_dtype lora_target_modules default_mm_loras max_lora_cls_labels",
+        switches="enable_lora fully_sharded_loras enable_tower_connector_lora specialize_active_lora "
+        "enable_mixed_moe_lora_format enable_moe_shared_loras",
+    ),
+    Missing(
+        "models read text alone",
+        "limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type mm_processor_device "
+        "mm_shm_cache_max_object_size_mb mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype "
+        "mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin "
+        "mm_hasher_algorithm mm_ipc_gpu_memory_gb mm_tensor_ipc media_io_kwargs allowed_local_media_path allowed_media_domains video_pruning_rate video_pruning_method",
+        switches="enable_mm_embeds interleave_mm_strings mm_device_do_normalize mm_encoder_only skip_mm_profiling "
+        "trust_request_mm_kwargs enable_shm_tensor_arena",
+        granted="language_model_only disable_chunked_mm_input",
+    ),
+    Missing("a prompt is text or token ids", switches="enable_prompt_embeds"),
+)
+_MEMORY = (
+    Missing("the KV cache has the weights' dtype, --dtype", "kv_cache_dtype", accepts=("auto",)),
+    Missing("the KV cache has the weights' dtype, --dtype", "kv_cache_dtype_skip_layers", switches="calculate_kv_scales"),
+    Missing("give --num_pages or --gpu_memory_utilization", "kv_cache_memory_bytes"),
+    Missing("XLA allocates the device's memory: see XLA_PYTHON_CLIENT_MEM_FRACTION", switches="enable_cumem_allocator"),
+    Missing("preempted requests are computed again, so that nothing is swapped", "swap_space", accepts=("0",)),
+    Missing("preempted requests are computed again, so that nothing is swapped", "kv_offloading_size kv_offloading_backend"),
+    Missing("weights lie on the device; take a smaller model or --dtype=bfloat16", "cpu_offload_gb", accepts=("0",)),
+    Missing(
+        "weights lie on the device; take a smaller model or --dtype=bfloat16",
+        "cpu_offload_params offload_backend offload_group_size offload_num_in_group offload_params offload_prefetch_step",
+    ),
+    Missing("pages are found by sha256", "prefix_caching_hash_algo", accepts=("sha256",)),
+    Missing("prefixes are shared by whole pages, of --page_size tokens", "prefix_match_unit prefix_cache_retention_interval"),
+    Missing(
+        "a request stays on one server; `jaxserve router` sends it where its prefix is cached",
+        "kv_transfer_config ec_transfer_config ec_manager_config",
+    ),
+    Missing("`jaxserve router` keeps its own account of prefixes", "kv_events_config"),
+    Missing("layers attend as the checkpoint says", switches="disable_sliding_window kv_sharing_fast_prefill swa_bounded_replay"),
+    Missing("all layers have pages of one kind", granted="disable_hybrid_kv_cache_manager"),
+    Missing(
+        "--enable_control adds /sleep and /wake_up",
+        "sleep_preserve_parameter_names",
+        switches="enable_sleep_mode sleep_mode_offload_cudagraph enable_nccl_comm_suspend",
+    ),
+    Missing(
+        "there are no Mamba, linear-attention or n-gram-embedding layers",
+        "mamba_backend mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_cache_philox_rounds mamba_ssm_cache_dtype "
+        "mamba_ssu_algorithm gdn_prefill_backend kda_prefill_backend kda_decode_backend replayssm_buffer_len engram_config",
+        switches="enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint use_replayssm",
+    ),
+)
+_STEPS = (
+    Missing("every step is a compiled program; --warm_up=first_use starts soonest", switches="enforce_eager"),
+    Missing(
+        "programs are compiled ahead, see --bucket_plan and --warm_up",
+        "compilation_config cc optimization_level O cudagraph_capture_sizes max_cudagraph_capture_size cuda_graph_sizes "
+        "max_seq_len_to_capture jit_monitor_mode",
+        switches="jit_monitor_verbose",
+    ),
+    Missing(
+        "--attention_backend and --moe_backend choose kernels; XLA makes the rest",
+        "attention_config ac kernel_config ir_op_priority sparse_indexer_topk_backend",
+        switches="enable_flashinfer_autotune",
+    ),
+    Missing("--attention_backend and --moe_backend choose kernels; XLA makes the rest", "linear_backend", accepts=("auto",)),
+    Missing("there is no cascade attention to disable", granted="disable_cascade_attn disable_cascade_attention"),
+    Missing("`jaxserve autotune` chooses limits for a workload", "performance_mode", accepts=("balanced",)),
+    Missing("--async_scheduling (on) schedules a step ahead", "num_scheduler_steps", accepts=("1",)),
+    Missing(
+        "--long_prefill_token_threshold leaves room for other prompts",
+        "max_num_partial_prefills max_long_partial_prefills",
+        switches="long_prefill_token_threshold_adaptive",
+    ),
+    Missing("--batching_policy and --scheduling_policy choose how steps are composed", "scheduler_cls"),
+    Missing("--batching_policy and --scheduling_policy choose how steps are composed", "prefill_schedule_interval", accepts=("1",)),
+    Missing("give --max_num_batched_tokens, the budget of every step", "max_num_scheduled_tokens"),
+    Missing("give --max_num_seqs, of running requests and of a step", "max_num_active_seqs"),
+    Missing("--max_waiting bounds the samples that wait; more are refused with 429", "max_num_queued_reqs max_num_queued_tokens"),
+    Missing(
+        "a request is admitted when its next tokens have pages; --max_num_seqs bounds how many run",
+        "watermark",
+        accepts=("0", "0.0"),
+    ),
+    Missing(
+        "a request is admitted when its next tokens have pages; --max_num_seqs bounds how many run",
+        switches="scheduler_reserve_full_isl",
+    ),
+    Missing("give --speculative_config, as JSON", "spec_method spec_model spec_tokens"),
+)
+_ANSWERS = (
+    Missing("a request may ask for as many as the API allows", "max_logprobs"),
+    Missing("log-probabilities are of the raw logits", "logprobs_mode", accepts=("raw_logprobs",)),
+    Missing("sampling has one precision, whatever the model's", switches="use_fp64_gumbel"),
+    Missing(
+        "an answer has tokens and log-probabilities, and nothing else of the model",
+        "aux_output_config",
+        switches="enable_return_routed_experts return_sampling_mask enable_trace_replay",
+    ),
+    Missing("outputs carry no watermark", "watermark_config"),
+    Missing("defaults are the checkpoint's generation_config.json", "generation_config", accepts=("auto",)),
+    Missing("edit the checkpoint's generation_config.json, or say it in the request", "override_generation_config"),
+    Missing("grammars are llguidance's", "guided_decoding_backend", accepts=("auto", "guidance")),
+    Missing("grammars are llguidance's", "structured_outputs_config"),
+    Missing("--tool_call_parser is auto unless given", granted="enable_auto_tool_choice"),
+    Missing("choose from --tool_call_parser's values", "tool_parser_plugin"),
+    Missing("a tool's own strict says whether its arguments are held to its schema", "tool_strict_level", accepts=("auto",)),
+    Missing("tools are the client's to run", "tool_server"),
+    Missing("tools are left out of the prompt where tool_choice is none", granted="exclude_tools_when_tool_choice_none"),
+    Missing("--reasoning_parser is auto unless given", "reasoning_config", granted="enable_reasoning"),
+    Missing("choose from --reasoning_parser's values", "reasoning_parser_plugin"),
+    Missing("put it beside the tokenizer as chat_template.jinja", "chat_template"),
+    Missing("the template is the tokenizer's; a request brings none", switches="trust_request_chat_template"),
+    Missing("a request gives chat_template_kwargs", "default_chat_template_kwargs"),
+    Missing("the template is asked what it takes", "chat_template_content_format", accepts=("auto",)),
+    Missing("answers are the assistant's", "response_role", accepts=("assistant",)),
+    Missing("the usage tells cached tokens always", granted="enable_prompt_tokens_details"),
+    Missing("a request asks with stream_options.include_usage", switches="enable_force_include_usage"),
+    Missing("log-probabilities name a token by its text and its bytes", switches="return_tokens_as_token_ids"),
+    Missing("each step's tokens are sent at once", "stream_interval", accepts=("1",)),
+    Missing("answers have no system_fingerprint", "fingerprint_mode", accepts=("none",)),
+    Missing("answers have no system_fingerprint", "fingerprint_value"),
+    Missing("/metrics has figures of all requests together", "per_request_spec_decode_metrics", accepts=("none",)),
+    Missing("/metrics has figures of all requests together", switches="enable_per_request_metrics"),
+)
+_SERVER = (
+    Missing(
+        "the server speaks OpenAI's API over HTTP",
+        "grpc_port cohere_format anthropic_disabled_thinking_effort",
+        switches="grpc cohere_is_reasoning_model",
+    ),
+    Missing("/v1/completions takes token ids, /tokenize and /detokenize make them", switches="tokens_only enable_scale_out"),
+    Missing("the route is always there", granted="enable_tokenizer_info_endpoint"),
+    Missing("every answer has X-Request-Id", granted="enable_request_id_headers"),
+    Missing(
+        "/openapi.json is always there, and the schema that the server holds to",
+        switches="disable_fastapi_docs enable_offline_docs",
+    ),
+    Missing("the server listens on --host and --port", "uds"),
+    Missing("let the proxy strip the path", "root_path"),
+    Missing(
+        "put a proxy before the server",
+        "middleware allowed_origins allowed_methods allowed_headers ssl_ciphers h11_max_header_count h11_max_incomplete_event_size",
+        switches="allow_credentials enable_ssl_refresh",
+    ),
+    Missing("a client shows --api_key, no certificate", "ssl_ca_certs ssl_cert_reqs"),
+    Missing("streams have no lines between tokens; let the proxy wait longer", "sse_keep_alive_interval", accepts=("0",)),
+    Missing("one process serves; `jaxserve router` joins several", "api_server_count asc", accepts=("1",)),
+    Missing("threads of the server's own tokenise long prompts", "renderer_num_workers", accepts=("1",)),
+    Missing(
+        "logs go to stderr; --noaccess_log leaves out a line a request",
+        "uvicorn_log_level disable_access_log_for_endpoints log_level log_config_file logging_config",
+        switches="log_error_stack",
+    ),
+    Missing(
+        "prompts and outputs are never logged",
+        "max_log_len",
+        switches="enable_log_requests enable_log_outputs enable_log_deltas",
+        granted="disable_log_requests",
+    ),
+    Missing("figures are at /metrics, and not logged", switches="aggregate_engine_logging", granted="disable_log_stats"),
+    Missing(
+        "/metrics has what is measured; --demand_log writes a line a step",
+        "custom_histogram_buckets kv_cache_metrics_sample show_hidden_metrics_for_version",
+        switches="kv_cache_metrics cudagraph_metrics enable_mfu_metrics "
+        "enable_logging_iteration_details enable_server_load_tracking",
+    ),
+    Missing("there is no tracing; /metrics has Prometheus's figures", "otlp_traces_endpoint collect_detailed_traces"),
+    Missing(
+        "trace with jax.profiler in Python; `jaxserve tune profile` times steps",
+        "profiler_config",
+        switches="enable_layerwise_nvtx_tracing",
+    ),
+    Missing("every option has a flag of its own", "additional_config"),
+    Missing("vLLM's environment variables are not read", switches="fail_on_environ_validation"),
+)
+# Titles of the page -> rows.
+ROWS = {
+    "Several devices": _DEVICES,
+    "Weights": _WEIGHTS,
+    "Memory": _MEMORY,
+    "Steps": _STEPS,
+    "Answers": _ANSWERS,
+    "The server": _SERVER,
 }
+MISSING = {name: row for rows in ROWS.values() for row in rows for name in f"{row.names} {row.switches} {row.granted}".split()}
 
 
 class Refused(ValueError):
@@ -158,6 +307,8 @@ class AcceptedAsIs(Exception):
 def translate(name: str, known: flags.FlagValues) -> str:
     """Our name of a flag that was given, with underscores: its own, or where the command has an engine's flags vLLM's.
 
+    A name with a dot is vLLM's for a part of a flag's JSON. Here a flag is given whole.
+
     known: the command's flags by name.
 
     Raises:
@@ -166,32 +317,43 @@ def translate(name: str, known: flags.FlagValues) -> str:
     """
     if name in known:
         return name
-    positive = name.removeprefix("no_")
+    positive, dot, _ = name.removeprefix("no_").partition(".")
+    positive = re.sub(r"^O\d$", "O", positive)  # a level may stand right behind it
     ours = OURS.get(positive, positive)
-    if positive != name and ours in known and known[ours].boolean:
+    if dot and "speculative_config" in known and ours == "speculative_config":
+        raise Refused("give --speculative_config whole, as JSON")
+    if dot and positive not in MISSING:
+        return name
+    if name == f"no_{positive}" and ours in known and known[ours].boolean:
         return f"no{ours}"
     if ours in known or ours.startswith("no") and ours[2:] in known:
         return ours
-    if "page_size" in known and positive in MISSING:
-        row = MISSING[positive]
-        if positive != name and not row.takes_value:
-            raise AcceptedAsIs((), False, row.instead)  # off, as it is here
-        if row.accepts and positive == name:
-            raise AcceptedAsIs(row.accepts, row.takes_value, row.instead)
-        raise Refused(row.instead)
-    return name
+    if "gpu_memory_utilization" not in known or positive not in MISSING:
+        return name
+    row = MISSING[positive]
+    is_switch = positive not in row.names.split()
+    if is_switch and name == f"no_{positive}":
+        raise AcceptedAsIs((), False, row.instead)  # off, as it is here
+    if name == positive and (positive in row.granted.split() or not is_switch and row.accepts):
+        raise AcceptedAsIs(() if is_switch else row.accepts, not is_switch, row.instead)
+    raise Refused(row.instead)
 
 
 def markdown() -> str:
     """Both tables, for the page that compares us with vLLM."""
     lines = ["| vLLM | jaxserve |", "| --- | --- |"]
     lines += [f"| `{_shown(theirs)}` | `{_shown(ours)}` |" for theirs, ours in OURS.items()]
-    lines += ["", "| vLLM | values that are accepted | instead |", "| --- | --- | --- |"]
-    for name, row in MISSING.items():
-        accepted = ", ".join(f"`{value}`" for value in row.accepts if value) or ("given" if row.accepts else "")
-        lines.append(f"| `{_shown(name)}` | {accepted} | {row.instead} |")
+    for title, rows in ROWS.items():
+        lines += ["", f"### {title}", "", "| vLLM | accepted | instead |", "| --- | --- | --- |"]
+        for row in rows:
+            accepted = ", ".join(f"`{value}`" for value in row.accepts)
+            for names, means in ((row.names, accepted), (row.switches, ""), (row.granted, "given")):
+                if names:
+                    shown = ", ".join(f"`{_shown(name)}`" for name in names.split())
+                    lines.append(f"| {shown} | {means} | {row.instead} |")
     return "\n".join(lines) + "\n"
 
 
 def _shown(name: str) -> str:
-    return ("-" if len(name) == 1 else "--") + name.replace("_", "-")
+    is_short = len(name) <= 3 and name != "uds"
+    return ("-" if is_short else "--") + name.replace("_", "-")
