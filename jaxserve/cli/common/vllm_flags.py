@@ -114,8 +114,9 @@ _WEIGHTS = (
         "models read text alone",
         "limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type mm_processor_device "
         "mm_shm_cache_max_object_size_mb mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype "
-        "mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin "
-        "mm_hasher_algorithm mm_ipc_gpu_memory_gb mm_tensor_ipc media_io_kwargs allowed_local_media_path allowed_media_domains video_pruning_rate video_pruning_method",
+        "mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin mm_hasher_algorithm "
+        "mm_ipc_gpu_memory_gb mm_tensor_ipc media_io_kwargs allowed_local_media_path allowed_media_domains video_pruning_rate "
+        "video_pruning_method",
         switches="enable_mm_embeds interleave_mm_strings mm_device_do_normalize mm_encoder_only skip_mm_profiling "
         "trust_request_mm_kwargs enable_shm_tensor_arena",
         granted="language_model_only disable_chunked_mm_input",
@@ -347,7 +348,8 @@ def markdown() -> str:
         lines += ["", f"### {title}", "", "| vLLM | accepted | instead |", "| --- | --- | --- |"]
         for row in rows:
             accepted = ", ".join(f"`{value}`" for value in row.accepts)
-            for names, means in ((row.names, accepted), (row.switches, ""), (row.granted, "given")):
+            refused = row.switches if row.accepts else f"{row.names} {row.switches}".strip()
+            for names, means in ((row.accepts and row.names, accepted), (refused, ""), (row.granted, "given")):
                 if names:
                     shown = ", ".join(f"`{_shown(name)}`" for name in names.split())
                     lines.append(f"| {shown} | {means} | {row.instead} |")
