@@ -29,9 +29,9 @@ Flags of vLLM's that are not listed here, and that jaxserve has, are called the 
 another name here, and both names work.
 
 All other flags of `vllm serve` (0.32, and some of versions before) are refused by name, and the command says what to use instead.
-*Accepted* lists the values that ask for what is so here anyway: the flag is taken and changes nothing. *Given*: the switch itself is
-taken. A switch that `--no-` turns off is taken too. A part of a flag's JSON, such as `--compilation-config.level`, is answered as the
-whole flag is.
+*Accepted* lists the values that ask for what is so here anyway: the flag is taken and changes nothing. *Given*: the switch itself
+is taken. A switch that `--no-` turns off is taken too. A part of a flag's JSON, such as `--compilation-config.level`, is answered
+as the whole flag is.
 
 """
 
