@@ -5,6 +5,8 @@
 A body's time has three parts: a base (weights, matmuls, norms of the bucket's tokens), the KV that decodes read, and the query-key
 pairs of prompt chunks. The table has them for decode buckets at 512 positions of KV a sequence, then for mixed buckets that one
 chunk fills. "us a token" is the whole step over the bucket's tokens: it falls as a bucket grows, until the machine is full.
+
+What it imports are parts of jaxserve that are not public (`jaxserve.__all__` is): another release may have them elsewhere.
 """
 
 import sys

@@ -6,6 +6,8 @@ STEPS.json is what `jaxserve tune profile` wrote of a machine; benchmarks/bucket
 columns num_prefill_tokens,num_decode_tokens[,arrived_at]; without one, 200 random requests stand in for it. The real scheduler
 serves the trace under three plans: the engine's own rule, the best powers of two, and the plan that was searched.
 `jaxserve tune buckets` does the same at a shell, with plots, and can serve the trace for real.
+
+What it imports are parts of jaxserve that are not public (`jaxserve.__all__` is): another release may have them elsewhere.
 """
 
 import sys

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import jaxserve
-from jaxserve.cli.main import COMMANDS
+from jaxserve.cli.main import COMMANDS, FAMILIES
 from tests.tools.house import FLOORS
 
 ROOT = Path(__file__).parents[1]
@@ -143,26 +143,54 @@ def test_the_picture_has_the_stations_in_their_order():
     assert [name for label in labels for name in label.split(", ")] == [*stations, "kernels", "checkpoints"]
 
 
-def commands_of(page: Path) -> list[str]:
-    """Lines of a page's indented blocks that begin with `jaxserve`, what was broken by a backslash joined."""
-    return re.findall(r"^ {4,}jaxserve (.*)$", page.read_text().replace("\\\n", " "), re.MULTILINE)
+def commands_of(text: str) -> list[list[str]]:
+    """Words behind `jaxserve` of every command on a page: lines of its blocks, indented or fenced, and code within its text.
+
+    What was broken by a backslash is joined; a comment, a pipe or another command behind it is left out.
+    """
+    fenced = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+    blocks = [line.strip() for block in fenced.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    prose = fenced.sub("", text)
+    blocks += re.findall(r"^ {4,}(.*)$", prose.replace("\\\n", " "), re.MULTILINE)
+    inline = re.findall(r"`([^`]+)`", re.sub(r"^ {4,}.*$", "", prose, flags=re.MULTILINE))
+    found = [re.match(r"(?:\w+=\S+ +)*jaxserve +(.*)", " ".join(code.split())) for code in blocks + inline]
+    return [re.split(r" +(?:#|\||&)", match[1])[0].split() for match in found if match]
 
 
-def test_commands_on_the_pages_have_the_flags_that_they_are_given():
+def command_of(words: list[str]) -> str | None:
+    """The command that the words name: "" of a family's list or of all commands, None where there is no such command."""
+    if words[0] in ("--help", "COMMAND", *FAMILIES) and set(words[1:]) <= {"--help", "COMMAND"}:
+        return ""
+    return next((name for name in (" ".join(words[:2]), words[0]) if name in COMMANDS), None)
+
+
+def test_commands_on_the_pages_are_there_and_have_the_flags_that_they_are_given():
     """By the help of each command, which imports no jax."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*/README.md")]
+    pages = [ROOT / "README.md", ROOT / "BUILD.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*/README.md")]
     given: dict[str, set[str]] = {}
-    for words in (line.split() for page in pages for line in commands_of(page)):
-        name = next((n for n in (" ".join(words[:2]), words[0]) if n in COMMANDS), None)
-        assert name is not None, f"jaxserve {' '.join(words)}"
-        given.setdefault(name, set()).update(re.findall(r"--([\w-]+)", " ".join(words)))
-    assert len(given) >= 8
+    for page in pages:
+        for words in commands_of(page.read_text()):
+            name = command_of(words)
+            assert name is not None, f"{page.name}: jaxserve {' '.join(words)}"
+            given.setdefault(name, set()).update(re.findall(r"(?:^| )--([\w-]+)", " ".join(words)))
+    assert len(given) >= 14 and given.pop("") <= {"help"}
     for name, flags in given.items():
         command = [sys.executable, "-m", "jaxserve", *name.split(), "--help"]
         text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
-        known = set(re.findall(r"^ +--(?:\[no\])?(\w+)", text, re.MULTILINE))
-        missing = {flag for flag in flags if flag.replace("-", "_") not in known}
+        known = {"help", *re.findall(r"^ +--(?:\[no\])?(\w+)", text, re.MULTILINE)}
+        switches = {f"no{flag}" for flag in re.findall(r"^ +--\[no\](\w+)", text, re.MULTILINE)}
+        missing = {flag for flag in flags if flag.replace("-", "_") not in known | switches}
         assert not missing, f"jaxserve {name}"
+
+
+def test_commands_are_found_wherever_they_stand_on_a_page():
+    page = (
+        "Say `jaxserve serve --a` or `jaxserve bench\nserve --b=1`, not `jaxserve.LLM`.\n\n    X=1 jaxserve chat --c \\\n"
+        "        --d  # --e\n    cat x | jaxserve\n\n```sh\njaxserve router --f | less --g\n```\n"
+    )
+    found = [" ".join(words) for words in commands_of(page)]
+    assert found == ["router --f", "chat --c --d", "serve --a", "bench serve --b=1"]
+    assert command_of(["nothing"]) is None and command_of(["bench", "--help"]) == "" and command_of(["bench", "no"]) is None
 
 
 BUILD = (ROOT / "BUILD.md").read_text()
