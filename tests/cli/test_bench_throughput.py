@@ -116,6 +116,7 @@ def test_what_an_engine_would_refuse_or_cut_short_does_not_fit():
         ("--repeats=0", "repeats"),
         ("--workload=trace", "--workload=trace needs --dataset_path"),
         ("--max_num_seqs=64", "jaxserve bench throughput: the bucket plan's mixed buckets"),
+        ("--warm_up=first_use", "jaxserve bench throughput: --warm_up: all programs are compiled before the first timed run"),
         ("--page_size=3", "jaxserve bench throughput: flag --page_size=3: must be a power of two"),
         ("--max_model_len=95", "jaxserve bench throughput: single has a request of 32 prompt and 64 output tokens, more than max"),
         ("--config={work}/config.json", "more than max_model_len=95: raise it to 96 or ask for shorter requests"),

@@ -16,7 +16,7 @@ from absl import flags
 
 from jaxserve.cli.common.bench_models import bench_model
 from jaxserve.cli.common.command import refuse_bad_input, run_command
-from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, refuse_flags
 from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.timed_run import check_fits, check_length, serve
 from jaxserve.lazy_names import Late
@@ -35,7 +35,7 @@ _BATCH = flags.DEFINE_integer("batch_size", 8, "Prompts of the batch.", lower_bo
 _WARMUP = flags.DEFINE_integer("num_iters_warmup", 10, "Untimed iterations.", lower_bound=0)
 _ITERS = flags.DEFINE_integer("num_iters", 30, "Timed iterations.", lower_bound=1)
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
-define_engine_flags(model="tiny-qwen3")
+define_engine_flags(model="tiny-qwen3", warm_up="all")
 
 
 def make_engine() -> Any:
@@ -66,6 +66,7 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     from tqdm import tqdm
 
+    refuse_flags("all programs are compiled before the first timed run", "warm_up")
     batch = Workload("a batch", (WorkloadRequest(_INPUT.value, _OUTPUT.value),) * _BATCH.value)
     with refuse_bad_input():
         check_length(batch, engine_options()["max_model_len"])  # where it was given, before anything is compiled

@@ -71,7 +71,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds of --against_server.", lower
 _PLOT = flags.DEFINE_string("plot", None, "Prefix of the plots: PREFIX_steps.png, and PREFIX_rates.png with several rates.")
 flags.register_validator("plot", *CAN_PLOT)
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
-define_engine_flags(model="tiny-qwen3")
+define_engine_flags(model="tiny-qwen3", warm_up="all")
 
 
 def make_engine() -> Any:
@@ -202,6 +202,7 @@ def check_heeded() -> None:
         refuse_flags("is of the server at --base_url", "vocab_size", "api_key")
     if not _AGAINST.value:
         refuse_flags("is of --against_server", "rounds")
+        refuse_flags("all programs are compiled before the first timed run", "warm_up")
 
 
 @refuse_bad_input()

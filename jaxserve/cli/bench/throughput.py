@@ -24,7 +24,7 @@ from absl import flags
 
 from jaxserve.cli.common.bench_models import bench_model
 from jaxserve.cli.common.command import refuse_bad_input, run_command
-from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options, refuse_flags
 from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.timed_run import check_fits, check_length, serve
 from jaxserve.cli.common.workload_flags import read_workload
@@ -35,7 +35,7 @@ _PREFIX = flags.DEFINE_list("prefix_caching", [], "Compare with prefix caching o
 flags.register_validator("prefix_caching", lambda given: set(given) <= {"true", "false"}, "give true, false or both")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Timed runs of each setting.", lower_bound=1)
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
-define_engine_flags(model="tiny-qwen3")
+define_engine_flags(model="tiny-qwen3", warm_up="all")
 
 
 def make_engines() -> dict[str, Any]:
@@ -77,6 +77,7 @@ def summarise(workload: Workload, runs: list[dict[str, Any]], engine: Any) -> di
 
 
 def main() -> None:
+    refuse_flags("all programs are compiled before the first timed run", "warm_up")
     with refuse_bad_input():
         max_model_len = engine_options()["max_model_len"]
         workload = read_workload(flags.FLAGS.model, max_model_len)
