@@ -29,8 +29,7 @@ COMMANDS = {  # as a user says it -> a line; its module is that of jaxserve.cli 
     "router": "Join several servers behind one address.",
     "version": "Print jaxserve's version and those of what it stands on.",
 }
-
-FAMILIES = ("bench", "tune")  # first words of commands of two
+FAMILIES = tuple(dict.fromkeys(name.partition(" ")[0] for name in COMMANDS if " " in name))  # first words of commands of two
 
 
 def main() -> None:
