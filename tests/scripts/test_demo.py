@@ -57,7 +57,7 @@ def test_a_model_that_cannot_be_fetched_is_one_line(script, error, given):
     command = [sys.executable, "-c", UNREACHABLE.format(script=script, error=error), *given]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
     said = error.split('"')[1]
-    assert done.returncode == 1 and done.stderr == f"{script}: {said}\n"
+    assert done.returncode == 1 and done.stderr == f"python -m scripts.{script}: {said}\n"
 
 
 @pytest.mark.slow  # tests/cli/test_generate.py asks the same of `jaxserve generate`
