@@ -297,8 +297,8 @@ def test_mistakes_end_with_one_line_and_an_exit_code(run, tmp_path, given, messa
 @pytest.mark.slow
 def test_results_of_before_are_kept_until_the_model_is_loaded(run, tmp_path):
     (tmp_path / "out.jsonl").write_text("precious\n")
-    done = run("--prompt=a", f"--output={tmp_path / 'out.jsonl'}", "--page_size=3")
-    assert done.returncode == 1 and "page_size=3 must be a power of two" in done.stderr
+    done = run("--prompt=a", f"--output={tmp_path / 'out.jsonl'}", "--max_num_seqs=64")
+    assert done.returncode == 1 and "the bucket plan's mixed buckets" in done.stderr
     assert (tmp_path / "out.jsonl").read_text() == "precious\n"
     run("--prompt=a", f"--output={tmp_path / 'out.jsonl'}", "--max_tokens=1")
     assert json.loads((tmp_path / "out.jsonl").read_text())["outputs"][0]["text"] == after("a", 1)
