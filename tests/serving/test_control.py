@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import pytest
 
-from jaxserve.serving.options import ServerOptions
+from jaxserve.serving.options import HTTPOptions, ServerOptions
 from tests import alphabet_model
 from tests.serving.calls import ok, refusal
 from tests.serving.http_server import serving, slow_down
@@ -117,8 +117,8 @@ def test_options_are_checked():
         ServerOptions(names=())
     with pytest.raises(ValueError, match="an API key must not be empty"):
         ServerOptions(names=("a",), api_keys=("",))
-    for name in ("max_body_bytes", "body_seconds", "patience"):
-        with pytest.raises(ValueError, match=f"{name}=0 must be above 0"):
-            ServerOptions(names=("a",), **{name: 0})
+    for limit in ({"max_body_bytes": 0}, {"body_seconds": 0}, {"patience": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(limit))}=0 must be above 0"):
+            HTTPOptions(**limit)
     with pytest.raises(ValueError, match="give api_keys too"):
         ServerOptions(names=("a",), enable_control=True)
