@@ -117,8 +117,9 @@ def test_options_are_checked():
         ServerOptions(names=())
     with pytest.raises(ValueError, match="an API key must not be empty"):
         ServerOptions(names=("a",), api_keys=("",))
-    for limit in ({"max_body_bytes": 0}, {"body_seconds": 0}, {"patience": 0}):
-        with pytest.raises(ValueError, match=f"{next(iter(limit))}=0 must be above 0"):
+    for name in ("max_body_bytes", "body_seconds", "patience"):
+        limit: dict[str, Any] = {name: 0}
+        with pytest.raises(ValueError, match=f"{name}=0 must be above 0"):
             HTTPOptions(**limit)
     with pytest.raises(ValueError, match="give api_keys too"):
         ServerOptions(names=("a",), enable_control=True)
