@@ -14,20 +14,27 @@ from absl import flags
 
 from jaxserve.cli.common import http_server
 from jaxserve.cli.common.command import refuse_bad_input, run_command
+from jaxserve.routing.options import RouterOptions
 from jaxserve.routing.policy import ROUTING_POLICIES
 
 _BACKENDS = flags.DEFINE_list("backends", None, "Addresses of the servers, http://host:port.", required=True)
-_POLICY = flags.DEFINE_enum("policy", "prefix_aware", ROUTING_POLICIES, "How a server is chosen (jaxserve/routing/policy.py).")
+_POLICY = flags.DEFINE_enum(
+    "policy", RouterOptions.policy, ROUTING_POLICIES, "How a server is chosen (jaxserve/routing/policy.py)."
+)
 _BACKEND_KEY = flags.DEFINE_string("backend_api_key", None, "What servers get as key; by default what the client sent.")
-_CHECK = flags.DEFINE_float("check_seconds", 1.0, "Between two checks of a server.")
-_CHECK_TIMEOUT = flags.DEFINE_float("check_timeout", 5.0, "Seconds that a check may take.")
-_FAILURES = flags.DEFINE_integer("max_failures", 3, "Failures in a row that take a server out.", lower_bound=1)
-_SUCCESSES = flags.DEFINE_integer("min_successes", 2, "Checks in a row that bring it back.", lower_bound=1)
+_CHECK = flags.DEFINE_float("check_seconds", RouterOptions.check_seconds, "Between two checks of a server.")
+_CHECK_TIMEOUT = flags.DEFINE_float("check_timeout", RouterOptions.check_timeout, "Seconds that a check may take.")
+_FAILURES = flags.DEFINE_integer(
+    "max_failures", RouterOptions.max_failures, "Failures in a row that take a server out.", lower_bound=1
+)
+_SUCCESSES = flags.DEFINE_integer(
+    "min_successes", RouterOptions.min_successes, "Checks in a row that bring it back.", lower_bound=1
+)
 flags.adopt_module_key_flags(http_server)
 
 
 def main() -> None:
-    from jaxserve.routing.app import RouterOptions, make_router
+    from jaxserve.routing.app import make_router
 
     http_server.set_up_logging()
     with refuse_bad_input():

@@ -16,12 +16,15 @@ from absl import flags
 from jaxserve.cli.common import http_server
 from jaxserve.cli.common.command import refuse_bad_input, run_command
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
+from jaxserve.serving.options import MAX_FAILURES, MAX_WAITING, ServerOptions
 
 _NAMES = flags.DEFINE_list("served_model_name", [], "What clients call the model; by default as --model does.")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "Where the tokenizer lies, if not beside the model.")
-_MAX_WAITING = flags.DEFINE_integer("max_waiting", 1024, "Samples that may wait; more are refused with 429.", lower_bound=0)
+_MAX_WAITING = flags.DEFINE_integer("max_waiting", MAX_WAITING, "Samples that may wait; more are refused with 429.", lower_bound=0)
 _TIMEOUT = flags.DEFINE_float("request_timeout", None, "Seconds that a request may take; by default as long as it likes.")
-_MAX_FAILURES = flags.DEFINE_integer("max_failures", 3, "Steps that may fail in a row before /health is unhealthy.", lower_bound=1)
+_MAX_FAILURES = flags.DEFINE_integer(
+    "max_failures", MAX_FAILURES, "Steps that may fail in a row before /health is unhealthy.", lower_bound=1
+)
 _TOOLS = flags.DEFINE_enum("tool_call_parser", "auto", ["auto", "hermes", "none"], "auto: as the chat template has it.")
 _REASONING = flags.DEFINE_enum("reasoning_parser", "auto", ["auto", "qwen3", "none"], "auto: as the chat template has it.")
 _CONTROL = flags.DEFINE_bool("enable_control", False, "Add /pause, /resume, /sleep, /update_weights_from_path, ...; needs a key.")
@@ -37,7 +40,7 @@ def chosen(value: str) -> bool | None:
 def make_application() -> Any:
     from jaxserve import LLM
     from jaxserve.models.loading import NoTokenizerError
-    from jaxserve.serving.app import ServerOptions, make_app
+    from jaxserve.serving.app import make_app
     from jaxserve.serving.async_llm import AsyncLLM
 
     options = ServerOptions(

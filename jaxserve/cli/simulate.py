@@ -22,7 +22,8 @@ from jaxserve.cli.common.command import refuse_bad_input, run_command
 from jaxserve.cli.common.engine_flags import define_option
 from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.traffic_flags import read_traffic
-from jaxserve.routing.policy import ROUTING_POLICIES as ROUTING
+from jaxserve.routing.options import RouterOptions
+from jaxserve.routing.policy import ROUTING_POLICIES
 from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE, SchedulerConfig
 from jaxserve.workloads.latency import METRICS, parse_objectives
 
@@ -32,7 +33,7 @@ _TP = flags.DEFINE_integer("tp", 1, "GPUs that share each layer.", lower_bound=1
 _PP = flags.DEFINE_integer("pp", 1, "Pipeline stages.", lower_bound=1)
 _NODE = flags.DEFINE_integer("gpus_per_node", 8, "100 Gb/s Ethernet joins nodes.", lower_bound=1)
 _REPLICAS = flags.DEFINE_integer("replicas", 1, "Engines behind the router.", lower_bound=1)
-_ROUTING = flags.DEFINE_enum("routing", "prefix_aware", ROUTING, "The router's policy.")
+_ROUTING = flags.DEFINE_enum("routing", RouterOptions.policy, ROUTING_POLICIES, "The router's policy.")
 _POLICY = define_option("batching_policy", SchedulerConfig.policy)
 _MAX_LEN = define_option("max_model_len", 16_384)
 _MAX_SEQS = define_option("max_num_seqs", SchedulerConfig.max_num_seqs)

@@ -10,6 +10,8 @@ from typing import Any
 
 from absl import flags
 
+from jaxserve.serving.options import HTTPOptions
+
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 is every one that this machine has.")
 _PORT = flags.DEFINE_integer("port", 8000, "Port; 0 is any free one.", lower_bound=0, upper_bound=65535)
 _KEYS = flags.DEFINE_multi_string("api_key", [], "A key that a client must show; may be repeated. Also JAXSERVE_API_KEY.")
@@ -36,7 +38,7 @@ def _tls_can_be_served(given: dict[str, Any]) -> bool:
     return True
 
 
-MAX_BODY = flags.DEFINE_integer("max_body_bytes", 32 * 2**20, "Largest body of a request.", lower_bound=1)
+MAX_BODY = flags.DEFINE_integer("max_body_bytes", HTTPOptions.max_body_bytes, "Largest body of a request.", lower_bound=1)
 
 
 def api_keys() -> tuple[str, ...]:
