@@ -117,6 +117,28 @@ def test_an_extra_that_is_not_installed_is_named(args, missing):
     assert done.returncode == 1 and done.stderr == f"jaxserve {args[0]}: needs {missing}: pip install 'jaxserve[serve]'\n"
 
 
+@pytest.mark.parametrize("error", ["ValueError", "NotImplementedError", "OSError", "KeyError"])
+def test_what_a_command_reads_is_refused_in_one_line_and_a_bug_keeps_its_traceback(error):
+    """A bug: what is raised beside the reading, or is no error of bad input."""
+    code = (
+        "from jaxserve.cli.common.command import refuse_bad_input, run_command\n"
+        "def main():\n"
+        "    with {context}:\n"
+        "        raise {error}('it is empty')\n"
+        "run_command(main, name='jaxserve tune buckets')"
+    )
+
+    def said(context: str) -> str:
+        command = [sys.executable, "-c", "import contextlib\n" + code.format(context=context, error=error)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 1
+        return done.stderr
+
+    in_one_line = said("refuse_bad_input()") == "jaxserve tune buckets: it is empty\n"
+    assert in_one_line == (error != "KeyError")
+    assert said("contextlib.nullcontext()").startswith("Traceback")
+
+
 def test_version():
     done = jaxserve_command("version")
     assert done.returncode == 0 and done.stdout.startswith(f"jaxserve {jaxserve.__version__} (Python 3.")
