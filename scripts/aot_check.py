@@ -14,6 +14,7 @@ or head that is not one CUDA graph; a copy of KV pages; more temporary memory th
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from absl import app, flags
 
 from jaxserve.cli.common.command import run_command
 from scripts.aot.compiled_report import CompiledReport, Kernel
+from scripts.aot.roofline import Roofline
 from scripts.aot.sm90_compile import SMEM_LIMIT, TARGETS, Compiler, compilers, use_no_device
-from scripts.aot.verdicts import gib, kernel_faults, mib, variant_faults
+from scripts.aot.verdicts import ATTENTION, bits_faults, gib, kernel_faults, loop_faults, mib, variant_faults
 
 _MODELS = flags.DEFINE_list(
     "model",
@@ -73,12 +75,24 @@ def table(report: CompiledReport) -> str:
     return "\n".join(rows)
 
 
+def main_loop(r: Roofline) -> str:
+    """The loop in which a kernel computes, in a line: of a warp, an iteration; modelled."""
+    if r.main is None or r.main.quickest is None or r.main.slowest is None:
+        return f"    {r.kernel:48s} no loop runs wgmma"
+    way, slowest = r.main.quickest, r.main.slowest
+    counts = ", ".join(f"{n} {name}" for name, n in way.counts.items())
+    cycles = f"{way.cycles} cycles" + (f" (slowest way {slowest.cycles})" if slowest.cycles != way.cycles else "")
+    share = f"tensor cores {way.tensor_share:.0%}"
+    return f"    {r.kernel:48s} modelled, {r.warpgroups} warpgroups: {way.instructions} instructions: {counts}; {cycles}, {share}"
+
+
 def check_kernels(compiler: Compiler) -> dict[str, Any]:
     """Compiles the cases of our kernels."""
     from jaxserve.execution.programs import GPU_COMPILER_OPTIONS
     from scripts.aot.kernels import few_cases, kernel_cases
 
     faults, results = [], []
+    same_bits: dict[str, dict[str, Roofline]] = defaultdict(dict)
     cases = few_cases if _KERNELS.value == "few" else kernel_cases
     for case in cases(compiler.num_sms, compiler.fact("name")):
         try:
@@ -92,7 +106,13 @@ def check_kernels(compiler: Compiler) -> dict[str, Any]:
         print(f"{case.name}: {report.seconds:.1f} s", flush=True)
         for k in ours:
             print(f"    {k.name:48s} {figures(k)}  {', '.join(k.uses)}", flush=True)
+        faults += loop_faults(report.rooflines, case.name)
+        for r in report.rooflines:
+            print(main_loop(r), flush=True)
+            if case.same_bits and r.kernel == ATTENTION:
+                same_bits[case.same_bits][case.name] = r
         results.append(report.as_json())
+    faults += [fault for rooflines in same_bits.values() for fault in bits_faults(rooflines)]
     return {"faults": faults, "programs": results}
 
 

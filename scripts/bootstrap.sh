@@ -21,7 +21,7 @@ torch)
     size="about 300 MB to fetch, a few minutes"
     ;;
 aot)
-    # What compiles for CUDA where there is none: jax's plugin, ptxas and libdevice, but none of the libraries that only run.
+    # What compiles for CUDA where there is none: jax's plugin, ptxas, libdevice and a disassembler, but no library that only runs.
     venv=.venv-aot minors="12 13 14" inputs="constraints/jax.txt"
     size="about 450 MB to fetch, a minute or two"
     ;;
@@ -113,7 +113,7 @@ install() {
         ;;
     .venv-torch) pip ${TORCH_PIP_ARGS:-} -r constraints/torch.txt ;;
     .venv-lm-eval) pip ${TORCH_PIP_ARGS:-} -r constraints/torch.txt -r constraints/lm_eval.txt ;;
-    .venv-aot) pip -c constraints/jax.txt jax flax chex absl-py jax-cuda13-plugin nvidia-cuda-nvcc ;;
+    .venv-aot) pip -c constraints/jax.txt jax flax chex absl-py jax-cuda13-plugin nvidia-cuda-nvcc nvidia-cuda-nvdisasm ;;
     esac
 }
 

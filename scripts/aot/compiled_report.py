@@ -16,6 +16,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
+from scripts.aot.roofline import Roofline
+
 _PTXAS = re.compile(
     r"Compiling entry function '(?P<name>[^']+)' for '(?P<arch>[^']+)'"
     r".*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
@@ -58,6 +60,13 @@ class Kernel:
     @property
     def spills(self) -> bool:
         return bool(self.spill_stores or self.spill_loads)
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Blocks that an SM of Hopper holds at once, of a Mosaic kernel: what registers and shared memory allow, at least one. The
+        limits are those of compute capability 9.0 (CUDA C++ Programming Guide); a block takes 1 KiB of shared memory more."""
+        by_registers = 65_536 // max(1, self.registers * 128 * max(1, self.warpgroups))
+        return max(1, min(by_registers, 228 * 1024 // (self.smem + 1024), 32))
 
     @property
     def missing_registers(self) -> int:
@@ -199,6 +208,7 @@ class CompiledReport:
     thunks: list[Thunk] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
+    rooflines: list[Roofline] = field(default_factory=list)  # of its Mosaic kernels, where there is a disassembler
     argument_bytes: int = 0
     output_bytes: int = 0
     alias_bytes: int = 0
@@ -244,6 +254,7 @@ class CompiledReport:
             "commands": {name: n for n, name, _ in self.launches()},
             "mosaic_calls": dict(Counter(i.op_name for i in self.mosaic_calls)),
             "kernels": [vars(k) for k in self.kernels],
+            "rooflines": [r.as_json() for r in self.rooflines],
             "argument_bytes": self.argument_bytes,
             "output_bytes": self.output_bytes,
             "alias_bytes": self.alias_bytes,

@@ -26,12 +26,14 @@ _MAX_KV_LEN, _NUM_PAGES = 32768, 4096
 
 @dataclass(frozen=True)
 class KernelCase:
-    """function(*args), args being ShapeDtypeStructs. kernels: the Mosaic kernels that it must call, once each."""
+    """function(*args), args being ShapeDtypeStructs. kernels: the Mosaic kernels that it must call, once each. same_bits: the
+    attention of all cases in which this is equal gives a row equal bits."""
 
     name: str
     function: Callable
     args: tuple[Any, ...]
     kernels: tuple[str, ...]
+    same_bits: str = ""
 
     def faults(self, report: CompiledReport) -> list[str]:
         called = sorted(call.mosaic_kernel for call in report.mosaic_calls)
@@ -134,5 +136,5 @@ def attention_case(
     pages = array(_NUM_PAGES, 2, K, page_size, H, dtype=dtype)
     args = (array(T, N, H, dtype=dtype), pages, array(S, _MAX_KV_LEN // page_size), array(S + 1), array(S), array(planner.size))
     text = "".join(f" {name}={value}" for name, value in options.items())
-    name = f"attention {shape} {heads} ({N}/{K}x{H}, page {page_size}, {dtype}{text})"
-    return KernelCase(name, function, args, (ATTENTION, JOIN))
+    what = f"{heads} ({N}/{K}x{H}, page {page_size}, {dtype}{text})"
+    return KernelCase(f"attention {shape} {what}", function, args, (ATTENTION, JOIN), what)

@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from scripts.aot.compiled_report import CompiledReport, Kernel, parse_hlo, parse_mosaic_smem, parse_ptxas, parse_thunks
+from scripts.aot.machine_code import parse_sass
+from scripts.aot.roofline import Roofline, roofline
+from scripts.aot.verdicts import LOADING_WARPGROUPS
 
 TARGETS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "gpu" / "targets").glob("*.txtpb"))}
 SMEM_LIMIT = 232_448  # bytes a block may opt in to on sm_90 (CUDA C++ Programming Guide, table of compute capabilities)
@@ -73,9 +76,12 @@ def make_noting_cuda(root: Path, log: Path) -> None:
     for tool in ("nvlink", "fatbinary"):
         if (real / "bin" / tool).exists():
             (root / "bin" / tool).symlink_to(real / "bin" / tool)
-    disassembler = root / "bin/nvdisasm"  # Mosaic calls it for a dump that nobody reads here; nvidia's compiler package lacks it
-    disassembler.write_text("#!/bin/sh\n")
-    disassembler.chmod(0o755)
+    disassembler = root / "bin/nvdisasm"  # Mosaic calls it for its dump of machine code
+    if (real / "bin/nvdisasm").exists():
+        disassembler.symlink_to(real / "bin/nvdisasm")
+    else:  # a CUDA toolkit of somebody's own, perhaps: there are no rooflines then
+        disassembler.write_text("#!/bin/sh\n")
+        disassembler.chmod(0o755)
     ptxas = root / "bin/ptxas"
     ptxas.write_text(
         "#!/bin/bash\n"
@@ -153,6 +159,7 @@ class Compiler:
         # Now, because importing Mosaic sets the last of them.
         os.environ["MOSAIC_GPU_DUMP_TO"] = str(self.mosaic)
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+        os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1"
         os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(self.folder / "cuda")
         sharding = NamedSharding(self.mesh, PartitionSpec())
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args))
@@ -178,11 +185,13 @@ class Compiler:
         )
         memory, text = compiled.memory_analysis(), compiled.as_text()
         assert memory is not None and text is not None
+        kernels, rooflines = self._new_kernels()
         return CompiledReport(
             name=name,
             thunks=parse_thunks(thunk_text(dump)),
             instructions=parse_hlo(text),
-            kernels=self._new_kernels(),
+            kernels=kernels,
+            rooflines=rooflines,
             argument_bytes=memory.argument_size_in_bytes,
             output_bytes=memory.output_size_in_bytes,
             alias_bytes=memory.alias_size_in_bytes,
@@ -190,9 +199,9 @@ class Compiler:
             seconds=time.perf_counter() - start,
         )
 
-    def _new_kernels(self) -> list[Kernel]:
-        """What ptxas said since the last call, each kernel once."""
-        kernels = []
+    def _new_kernels(self) -> tuple[list[Kernel], list[Roofline]]:
+        """What ptxas said since the last call, each kernel once; and the loops of Mosaic's, where there is a disassembler."""
+        kernels, rooflines = [], []
         for path in sorted((self.folder / "ptxas").glob("*.log")):
             if path not in self._read:
                 self._read.add(path)
@@ -204,7 +213,12 @@ class Compiler:
                 mosaic = parse_ptxas(path.read_text(), "mosaic", smem, path.with_suffix(".ptx").read_text())
                 self.mosaic_kernels += mosaic
                 kernels += mosaic
-        return list(dict.fromkeys(kernels))
+                code = path.with_suffix(".sass_ctrl")
+                if code.exists() and code.stat().st_size:
+                    (kernel,) = mosaic
+                    computing = kernel.warpgroups - LOADING_WARPGROUPS.get(kernel.name, 0)
+                    rooflines.append(roofline(kernel.name, parse_sass(code.read_text()), computing * kernel.blocks_per_sm))
+        return list(dict.fromkeys(kernels)), rooflines
 
 
 def thunk_text(dump: Path) -> str:

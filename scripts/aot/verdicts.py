@@ -5,15 +5,17 @@ Knows neither jax nor how the reports came about.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from scripts.aot.compiled_report import CompiledReport, Kernel
+from scripts.aot.roofline import Roofline
 
 # Part of the op_name of the call that does a layer's attention: the scope that the entry gives it, the kernel's own name.
 ATTENTION_OP = "ragged_paged_attention_mosaic_sm90/ragged_paged_attention/"
 ATTENTION, JOIN = "ragged_paged_attention_mosaic_gpu_kernel", "join_partial_results_mosaic_gpu_kernel"
 EXPERTS = "grouped_matmul_mosaic_gpu_kernel"
+LOADING_WARPGROUPS = {ATTENTION: 1}  # of a block: those that compute nothing
 # Of our kernels: the PTX features (compiled_report.PTX_FEATURES) without which one is the slow variant.
 FEATURES = {ATTENTION: ("TMA", "wgmma from registers"), JOIN: (), EXPERTS: ("TMA", "wgmma")}
 
@@ -111,6 +113,30 @@ def kernel_faults(kernels: Iterable[Kernel], *, smem_limit: int, where: str) -> 
         if k.arch != "sm_90a":
             faults.append(f"{where}: {k.name} was compiled for {k.arch}, wgmma and TMA need sm_90a")
     return faults
+
+
+def loop_faults(rooflines: Iterable[Roofline], where: str) -> list[str]:
+    """What must be in no loop of our kernels: local memory, an instruction that empties the L1 cache."""
+    return [f"{where}: {fault}" for r in rooflines for fault in r.faults]
+
+
+def bits_faults(rooflines: Mapping[str, Roofline]) -> list[str]:
+    """Faults of kernels whose outputs must agree in every bit, by the name of what was compiled: main loops whose float
+    operations are not as many as the first one's."""
+    faults, names = [], list(rooflines)
+    for name in names[1:]:
+        for which in ("quickest", "slowest"):
+            here, there = (_float_operations(rooflines[n], which) for n in (name, names[0]))
+            if here != there:
+                faults.append(
+                    f"{name}: the {which} way round its main loop has {here}, that of {names[0]} {there}: bits would differ"
+                )
+    return faults
+
+
+def _float_operations(r: Roofline, which: str) -> dict[str, int]:
+    way = getattr(r.main, which) if r.main else None
+    return {name: way.counts.get(name, 0) for name in ("FFMA", "FMUL", "FADD", "MUFU")} if way else {}
 
 
 @dataclass(frozen=True)

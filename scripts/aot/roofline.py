@@ -1,0 +1,227 @@
+"""A static roofline of our kernels' loops: what an iteration issues, and in how many cycles a Hopper SM would do it by a model.
+
+The model, none of which was read off a card:
+- Each of an SM's four sub-partitions holds one warp of every warpgroup that computes; one instruction issues a cycle.
+- The compiler's control codes say when a warp may issue again, and which results it waits for. LATENCY says how long those take.
+- A unit with fewer than 32 lanes takes a warp's next instruction after UNITS' cycles: lanes from the CUDA C++ Programming Guide's
+  table of throughputs for compute capability 9.0.
+- wgmma of 64 x N x 16 takes N / 2 cycles of the tensor cores: 4,096 16-bit operations a cycle and SM, which is 989 TFLOP/s of an
+  H100 SXM at 1.83 GHz and 132 SMs (NVIDIA H100 data sheet). They do one at a time, in order.
+- Loads have arrived: a wait for TMA or for the other warpgroup's data succeeds at once. So memory's bandwidth is not in it.
+- Where warpgroups take turns (an mbarrier at which each arrives and at once waits for all), a turn ends when the last arrives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from scripts.aot.machine_code import MachineCode, Sass
+
+LATENCY = {  # cycles until a result is there; of those that a scoreboard barrier guards
+    "MUFU": 24, "SHFL": 24, "LDS": 30, "LDSM": 33, "LDG": 300, "SYNCS": 24, "R2UR": 12, "S2UR": 20, "STS": 20, "STSM": 24,
+    "BAR": 26, "LDC": 40, "UTMALDG": 20, "FENCE": 20, "MEMBAR": 20, "VOTEU": 12,
+}  # fmt: skip
+OTHER_LATENCY, READ_LATENCY, WGMMA_START, WGMMA_SEEN = 20, 12, 8, 16
+UNITS = {"xu": 8, "alu": 2, "imad": 2, "shuffle": 4}  # cycles until the next instruction of a warp; all others: 1
+_ALU = ("FMNMX F2FP ISETP FSEL SEL PRMT LOP3 FSETP SHF VIADD IADD3 LEA VIMNMX VIADDMNMX PLOP3 SGXT").split()
+UNIT_OF = {"MUFU": "xu", "SHFL": "shuffle", "IMAD": "imad", **dict.fromkeys(_ALU, "alu")}
+COUNTED = ("HGMMA", "MUFU", "SHFL", "BAR", "SYNCS", "FFMA", "FMUL", "FADD", "LDS", "LDG")
+_ITERATIONS, _WARMED_UP = 40, 10
+_WGMMA = re.compile(r"HGMMA\.64x(\d+)x16\b")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way round a loop. instructions, counts: of a warp. cycles: an iteration of every warpgroup, once they are under way.
+    alone: of one warpgroup without others. tensor: cycles in which the tensor cores work, of all warpgroups."""
+
+    instructions: int
+    counts: dict[str, int]
+    cycles: int
+    alone: int
+    tensor: int
+
+    @property
+    def tensor_share(self) -> float:
+        return self.tensor / self.cycles
+
+
+@dataclass(frozen=True)
+class LoopFigures:
+    """A loop: its place (address of its first instruction), how deep it lies, the instructions in it but in no loop within, and of
+    one that runs wgmma and holds no other loop the quickest and the slowest way round."""
+
+    address: int
+    depth: int
+    instructions: int
+    counts: dict[str, int]
+    quickest: Way | None = None
+    slowest: Way | None = None
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A kernel's loops, and what must be in none of them."""
+
+    kernel: str
+    warpgroups: int  # that compute
+    loops: tuple[LoopFigures, ...]
+    faults: tuple[str, ...] = field(default=())
+
+    @property
+    def main(self) -> LoopFigures | None:
+        """The loop in which the tensor cores work most."""
+        timed = [(loop.quickest.tensor, loop) for loop in self.loops if loop.quickest]
+        return max(timed, key=lambda one: one[0])[1] if timed else None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def roofline(kernel: str, code: MachineCode, warpgroups: int) -> Roofline:
+    """The figures of a kernel of which so many warpgroups compute."""
+    loops, faults = [], []
+    for loop in code.loops:
+        own = code.instructions(loop.own - code.waiting)
+        ways = code.ways(loop) if loop.innermost and _runs_wgmma(own) else []
+        timed = sorted((_way(way, warpgroups) for way in ways if _runs_wgmma(way)), key=lambda way: way.cycles)
+        first = code.blocks[loop.header].instructions[0].address
+        quickest, slowest = (timed[0], timed[-1]) if timed else (None, None)
+        loops.append(LoopFigures(first, loop.depth, len(own), _counts(own), quickest, slowest))
+        faults += [f"{kernel}: in the loop at {first:#x}: {why}: {i}" for i in own for why in _unwanted(i)]
+    return Roofline(kernel, warpgroups, tuple(loops), tuple(faults))
+
+
+def _unwanted(i: Sass) -> list[str]:
+    """Why an instruction should be in no loop."""
+    if i.opcode.startswith("CCTL.IVALL"):
+        return ["empties the L1 cache"]
+    return ["local memory"] if i.base in ("LDL", "STL") else []
+
+
+def _runs_wgmma(instructions: Sequence[Sass]) -> bool:
+    return any(i.base == "HGMMA" for i in instructions)
+
+
+def _counts(instructions: Sequence[Sass]) -> dict[str, int]:
+    found = Counter(i.base for i in instructions)
+    return {name: found[name] for name in COUNTED if found[name]}
+
+
+def _way(way: list[Sass], warpgroups: int) -> Way:
+    alone = round(cycles(way, 1))
+    together = round(cycles(way, warpgroups)) if warpgroups > 1 else alone
+    tensor = warpgroups * sum(_tensor_cycles(i) for i in way)
+    return Way(len(way), _counts(way), together, alone, tensor)
+
+
+def _tensor_cycles(i: Sass) -> int:
+    """0 for an instruction that is not wgmma. ValueError for a shape of it that is not known."""
+    if i.base != "HGMMA":
+        return 0
+    match = _WGMMA.match(i.opcode)
+    if match is None:
+        raise ValueError(f"wgmma of a shape that is not known here: {i}")
+    return int(match[1]) // 2
+
+
+class _Warp:
+    """Where a warp is, and what it waits for. Times are cycles."""
+
+    def __init__(self, turns_ahead: int):
+        self.at, self.time, self.issued = 0, 0, -1
+        self.barriers = [0] * 6
+        self.pending: dict[int, tuple[int, int]] = {}  # scoreboard barrier -> (turn, when its wait issued)
+        self.groups = [0]  # when each group of wgmma is done
+        self.arrived, self.waited = 0, turns_ahead
+        self.rounds: list[int] = []
+
+
+def cycles(way: list[Sass], warpgroups: int) -> float:
+    """Cycles an iteration, on average once all warpgroups are under way. Each begins a turn after the one before.
+
+    Raises:
+      ValueError: the warps wait for each other for ever.
+    """
+    turns, model = _turns(way), _SubPartition()
+    warps = [_Warp(k) for k in range(warpgroups)]
+    arrivals: dict[int, list[int]] = defaultdict(list)  # turn -> when each warp arrived
+    for k, warp in enumerate(warps):
+        warp.arrived = k
+        for turn in range(k):
+            arrivals[turn].append(0)
+    while min(len(warp.rounds) for warp in warps) < _ITERATIONS:
+        starts = ((model.ready(warp, way, arrivals, warpgroups), warp.issued, warp) for warp in warps)
+        ready = [(start, issued, warp) for start, issued, warp in starts if start is not None]
+        if not ready:
+            raise ValueError("the model's warps wait for each other for ever")
+        start, _, warp = min(ready, key=lambda one: one[:2])  # of several that could, the one that has not for longest
+        model.issue(warp, way, start, turns, arrivals)
+    first = warps[0].rounds
+    return (first[_ITERATIONS - 1] - first[_WARMED_UP - 1]) / (_ITERATIONS - _WARMED_UP)
+
+
+class _SubPartition:
+    """A quarter of an SM: its issue port, its units and its tensor core."""
+
+    def __init__(self):
+        self.port, self.tensor = 0, 0
+        self.units: dict[str, int] = defaultdict(int)
+
+    def ready(self, warp: _Warp, way: list[Sass], arrivals: dict[int, list[int]], warpgroups: int) -> int | None:
+        """When the warp's next instruction can issue; None: it waits for a turn to which not all have come."""
+        i, start = way[warp.at], max(warp.time, self.port)
+        for barrier in i.waits:
+            if barrier in warp.pending:
+                turn, issued = warp.pending[barrier]
+                if len(arrivals[turn]) < warpgroups:
+                    return None
+                warp.barriers[barrier] = max(warp.barriers[barrier], issued + LATENCY["SYNCS"], max(arrivals[turn]) + OTHER_LATENCY)
+                del warp.pending[barrier]
+            start = max(start, warp.barriers[barrier])
+        if i.opcode.startswith("WARPGROUP.DEPBAR"):
+            left = int(i.operands.rpartition(",")[2].strip(), 16)
+            start = max(start, ([0] * (left + 1) + warp.groups)[-1 - left] + WGMMA_SEEN)
+        return max(start, self.units[UNIT_OF.get(i.base, "")])
+
+    def issue(self, warp: _Warp, way: list[Sass], start: int, turns: dict[int, str], arrivals: dict[int, list[int]]) -> None:
+        i = way[warp.at]
+        self.port, warp.issued = start + 1, start
+        if i.base in UNIT_OF:
+            self.units[UNIT_OF[i.base]] = start + UNITS[UNIT_OF[i.base]]
+        if i.base == "HGMMA":
+            self.tensor = max(start + WGMMA_START, self.tensor) + _tensor_cycles(i)
+            if "gsb0" in i.operands:
+                warp.groups.append(self.tensor)
+        turn = turns.get(warp.at)
+        if turn == "arrive":
+            arrivals[warp.arrived].append(start)
+            warp.arrived += 1
+        elif turn == "wait" and i.write is not None:
+            warp.pending[i.write] = (warp.waited, start)
+            warp.waited += 1
+        elif i.write is not None:
+            warp.barriers[i.write] = max(warp.barriers[i.write], start + LATENCY.get(i.base, OTHER_LATENCY))
+        if i.read is not None:
+            warp.barriers[i.read] = max(warp.barriers[i.read], start + READ_LATENCY)
+        warp.time = start + max(i.stall, 1)
+        warp.at += 1
+        if warp.at == len(way):
+            warp.at = 0
+            warp.rounds.append(warp.time)
+
+
+def _turns(way: list[Sass]) -> dict[int, str]:
+    """Which instructions are a turn's arrival or wait: an arrival at an mbarrier whose next mbarrier instruction waits there."""
+    syncs = [k for k, i in enumerate(way) if i.base == "SYNCS"]
+    found = {}
+    for k, following in zip(syncs, syncs[1:], strict=False):
+        arrive, wait = way[k], way[following]
+        where = [re.search(r"\[[^\]]*\]", i.operands) for i in (arrive, wait)]
+        if "ARRIVE" in arrive.opcode and "TRYWAIT" in wait.opcode and where[0] and where[1] and where[0][0] == where[1][0]:
+            found |= {k: "arrive", following: "wait"}
+    return found
