@@ -1,6 +1,6 @@
 """Runs the PTX of our kernels on a CPU, without a GPU: their cases, in several schedules, against float64.
 
-    make ptx-check                                              every case, 4 schedules
+    make ptx-check                                              every case, 5 schedules
     python -m scripts.ptx_check --cases=few                     four cases, 2 schedules: about a minute
     python -m scripts.ptx_check --cases=gpu-mixed-8b --seeds=8
     python -m scripts.ptx_check --mutations                     takes out each synchronising instruction in turn
@@ -24,7 +24,7 @@ from jaxserve.cli.common.command import run_command
 from scripts.aot.sm90_compile import TARGETS, Compiler, compilers, use_no_device
 
 _CASES = flags.DEFINE_list("cases", ["all"], "all, few, or names of cases (kernels/*/cases.py) that the kernels for Hopper run.")
-_SEEDS = flags.DEFINE_integer("seeds", None, "Schedules of each batch; default: 4, or 2 with --cases=few.", lower_bound=1)
+_SEEDS = flags.DEFINE_integer("seeds", None, "Schedules of each batch; default: 5, or 2 with --cases=few.", lower_bound=1)
 _MUTATIONS = flags.DEFINE_bool(
     "mutations", False, "Instead: take out each synchronising instruction; one that nobody misses is listed."
 )
@@ -122,7 +122,7 @@ def check_cases(compiler: Any, report: Report) -> dict[str, Any]:
     few, all_cases = _CASES.value == ["few"], _CASES.value == ["all"]
     coverage = Coverage()
     for program in programs(compiler, names=None if all_cases else _CASES.value):
-        check_program(program, _SEEDS.value or (2 if few else 4), coverage, report)
+        check_program(program, _SEEDS.value or (2 if few else 5), coverage, report)
     lines = show_coverage(coverage, demanded=all_cases, report=report)
     agreed = check_agreements(compiler, few=not all_cases, report=report) if few or all_cases else []
     return {"programs": report.programs, "coverage": lines, "equal_bits": agreed}

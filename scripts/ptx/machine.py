@@ -1,9 +1,9 @@
 """Runs a launch: thread blocks one after the other, a block's warps in an adversarial order.
 
 A schedule is made from a seed. It says whose turn it is, for how long, when what is asynchronous moves its bytes, and which lane
-elect.sync elects. One seed in four draws all of that at random; the others keep to an extreme: one warp far ahead of the others
-(random priorities, as probabilistic concurrency testing has them: Burckhardt et al. 2010), what is asynchronous as late as can be,
-or as early.
+elect.sync elects. One seed in five draws all of that at random; the others keep to an extreme: one warp, or one warpgroup, far
+ahead of the others (random priorities, as probabilistic concurrency testing has them: Burckhardt et al. 2010), what is asynchronous
+as late as can be, or as early.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ SCHEDULES = (
     Schedule(turns=(1000,), ahead=True, asynchronous=0.05, eager=0.5),
     Schedule(turns=(1, 3, 10), ahead=False, asynchronous=0.0, eager=0.0),
     Schedule(turns=(10, 60), ahead=False, asynchronous=1.0, eager=1.0),
+    Schedule(turns=(1, 10, 60), ahead=True, asynchronous=1.0, eager=1.0),
 )
 
 
@@ -89,7 +90,9 @@ class Block:
         self._named: dict[int, list[Warp]] = {}
         self._pending: list[Callable[[], None]] = []
         self.warps = [self._make_warp(number) for number in range(num_warps)]
-        self._priority = {warp: draw.random() for warp in self.warps}
+        # Either every warp has its own, or a whole warpgroup is ahead of another.
+        groups = [draw.random() for _ in range(-(-num_warps // 4))] if draw.random() < 0.5 else [0.0] * num_warps
+        self._priority = {warp: (groups[warp.number // 4], draw.random()) for warp in self.warps}
 
     def _make_warp(self, number: int) -> Warp:
         leader = self.random.randrange(32)
@@ -119,7 +122,7 @@ class Block:
                 if not warp.step():
                     break
             if self.schedule.ahead and self.random.random() < 0.05:
-                self._priority[warp] = self.random.random()
+                self._priority[warp] = (self._priority[warp][0], self.random.random())
             if steps > MAX_STEPS:
                 raise PtxError(f"block {self.index}: {MAX_STEPS} steps and no end")
         while self._pending:

@@ -115,7 +115,9 @@ def _more(case: Case) -> list[tuple[tuple[tuple[int, int], ...], int]]:
         (1, 129),
         (2 * half, 2 * half + 33),
     )
-    return [(tails, 0), (several, 0), (pass_by, 0), (((1, 129), (half + 4, half + 24), (1, 65), (1, 1)), LONGER)]
+    # Items of one block each, all of which have a tail to clean, several to a CTA: one consumer may be an item ahead of the other.
+    short = tuple((half + k, half + k) for k in (1, 3, 5, 7, 2, 4))
+    return [(tails, 0), (several, 0), (pass_by, 0), (short, 0), (((1, 129), (half + 4, half + 24), (1, 65), (1, 1)), LONGER)]
 
 
 def _bind(run: Callable, batch: Any, **options: Any) -> Callable[[int], Any]:
