@@ -107,4 +107,4 @@ def _join_group(refs: _Refs, K: int, seq, head, first, count) -> None:
         gpu.copy_smem_to_gmem(refs.out_smem.at[pl.ds(t * G, G)], heads)
 
     lax.fori_loop(0, refs.cu_q_lens[seq + 1] - token, store, None)
-    gpu.wait_smem_to_gmem(0)
+    gpu.wait_smem_to_gmem(0, wait_read_only=True)

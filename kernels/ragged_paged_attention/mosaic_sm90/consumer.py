@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -26,69 +27,74 @@ from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
 from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK
 
 LOG2E = math.log2(math.e)
+LEAST_UNIT = 1e-6  # below it a scale is multiplied in at once
+THREAD_COLUMN = 0b110  # a thread of the WGMMA layout has columns 8 i + c and 8 i + c + 1, c being 0, 2, 4 or 6
 
 
 def consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:
     """Computes every item's rows. `me`: which consumer this is."""
 
-    def item_rows(index, count):
+    def item_rows(index, slot: Any):  # slot: of the ring, where the item's first block is
         item = load_item(g, refs, index)
         gpu.barrier_wait(smem.q_full)
-        smem.q.at[me][...] = gpu.load(smem.q_loaded.at[me], layout=gpu.WGMMA, optimized=False)
+        here = _again(me)
+        smem.q.at[here][...] = gpu.load(smem.q_loaded.at[here], layout=gpu.WGMMA, optimized=False)
         gpu.commit_smem()
         gpu.barrier_arrive(smem.q_empty)
 
-        first_token = me * g.tokens
-        position = item.position + first_token  # of this consumer's first token
-        tokens = jnp.clip(item.num_tokens - first_token, 0, g.tokens)
-        end = jnp.where(tokens > 0, num_blocks(position + tokens), item.first_block)
-        end = jnp.clip(end, item.first_block, item.end_block)  # past it come blocks that only the other consumer sees
-        state, count = _walk(g, refs, smem, me, index, item, position, end, count)
+        position, _, end = _part(g, item, me)
+        x = _first_scores(g, smem, me, item.first_block < end, slot)
+        state, slot = _walk(g, refs, smem, me, index, item, position, end, slot, x)
         item = load_item(g, refs, index)  # again, rather than kept in registers, of which the walk has none to spare
+        _, tokens, end = _part(g, item, me)
         if g.consumers > 1:
-            count = lax.fori_loop(end, item.end_block, functools.partial(_pass_by, g, smem, me, item), count)
-
-            # A turn for an item without blocks (planned for KV that is not there): consumer 1, in the last block of the item
-            # before, waits for consumer 0's next turn, and must copy this item's queries before there is another item.
-            @pl.when(item.first_block == item.end_block)
-            def _():
-                _take_turn(smem)
-                _take_turn(smem)
+            slot = lax.fori_loop(end, item.end_block, functools.partial(_pass_by, g, smem, me, item), slot)
 
         @pl.when(jnp.logical_and(item.slot < 0, tokens > 0))
         def _():
-            _store_rows(g, refs, smem, me, item, item.token + first_token, tokens, state)
+            _store_rows(g, refs, smem, _again(me), item, item.token + me * g.tokens, tokens, state)
 
-        return count
+        return slot
 
     gpu.barrier_arrive(smem.q_empty)
     for slot in range(g.stages):
         gpu.barrier_arrive(smem.kv_empty.at[slot])
-    if g.consumers > 1:
-        pl.when(me == 1)(lambda: _take_turn(smem))  # half a block behind
     lax.fori_loop(*items_of_cta(g, refs), item_rows, jnp.int32(0))
-    if g.consumers > 1:
-        pl.when(me == 0)(lambda: _take_turn(smem))
     gpu.wait_smem_to_gmem(0)
 
 
-def _take_turn(smem: Scratch) -> None:
-    gpu.barrier_arrive(smem.turn)
-    gpu.barrier_wait(smem.turn)
+def _again(value):
+    """The value, which the compiler doesn't know to be the same one: what is computed from it, such as addresses, is computed where
+    it is used and not kept in registers through the walk."""
+    return lax.optimization_barrier(value)
 
 
-def _walk(g: Geometry, refs: Refs, smem: Scratch, me, index, item: Item, position, end, count):
-    """The state of the tile's rows after the item's blocks up to `end`, a chunk at a time. Of a split sequence each chunk's own
-    state is stored too, also where a chunk was planned and there is no KV: its partial result will be asked for."""
+def _rows():
+    """i32[64]: 0 to 63, a value a row."""
+    return _again(gpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=gpu.WGMMA_ROW))
+
+
+def _part(g: Geometry, item: Item, me):
+    """A consumer's part of an item: position of its first token, its tokens, and the end of the blocks that it sees. Past that come
+    blocks that only the other consumer sees."""
+    position = item.position + me * g.tokens
+    tokens = jnp.clip(item.num_tokens - me * g.tokens, 0, g.tokens)
+    end = jnp.where(tokens > 0, num_blocks(position + tokens), item.first_block)
+    return position, tokens, jnp.clip(end, item.first_block, item.end_block)
+
+
+def _walk(g: Geometry, refs: Refs, smem: Scratch, me, index, item: Item, position, end, slot, x):
+    """(the state of the tile's rows after the item's blocks up to `end`, the ring's slot after them), a chunk at a time.
+
+    x: the first block's scores. Of a split sequence each chunk's own state is stored too, also where a chunk was planned and
+    there is no KV: its partial result will be asked for."""
     head_dim = smem.q.shape[-1]
-    fold = functools.partial(_fold_block, g, smem, me, item, position)
+    fold = functools.partial(_fold_block, g, smem, me, item, position, end)
 
     def chunk(c, carry):
-        joined, count = carry
-        begin, stop = c * g.chunk_blocks, jnp.minimum((c + 1) * g.chunk_blocks, end)
-        if g.sliding_window is not None:  # else an item begins with a chunk
-            begin = jnp.maximum(begin, item.first_block)
-        state, count = lax.fori_loop(begin, stop, fold, (softmax_state.empty(head_dim), count))
+        joined, begin, slot, x = carry
+        stop = jnp.maximum(begin, jnp.minimum((c + 1) * g.chunk_blocks, end))
+        state, slot, x = lax.fori_loop(begin, stop, fold, (softmax_state.empty(head_dim), slot, x))
         if g.split_rows:
 
             @pl.when(jnp.logical_and(item.slot >= 0, me == 0))
@@ -96,65 +102,112 @@ def _walk(g: Geometry, refs: Refs, smem: Scratch, me, index, item: Item, positio
                 here = load_item(g, refs, index)  # again, rather than kept in registers
                 _store_partial(g, refs, smem, here.head, here.slot + c - here.first_chunk, state)
 
-        return softmax_state.join(joined, state), count
+        return softmax_state.join(joined, state), stop, slot, x
 
     end_chunk = lax.div(end + (g.chunk_blocks - 1), jnp.int32(g.chunk_blocks))
     first_chunk = lax.div(item.first_block, jnp.int32(g.chunk_blocks))
     if g.split_rows:
         first_chunk = jnp.where(item.slot >= 0, item.first_chunk, first_chunk)
         end_chunk = jnp.where(item.slot >= 0, item.end_chunk, end_chunk)
-    return lax.fori_loop(first_chunk, end_chunk, chunk, (softmax_state.empty(head_dim), count))
+    carry = (softmax_state.empty(head_dim), item.first_block, slot, x)
+    state, _, slot, _ = lax.fori_loop(first_chunk, end_chunk, chunk, carry)
+    return state, slot
 
 
-def _fold_block(g: Geometry, smem: Scratch, me, item: Item, position, block, carry):
-    """One block of keys and values into the state of the tile's rows."""
-    (acc, maximum, total), count = carry
-    slot = lax.rem(count, jnp.int32(g.stages))
-    gpu.barrier_wait(smem.kv_full.at[slot])
+def _next_slot(g: Geometry, slot):
+    """The slot of the ring that follows."""
+    return jnp.where(slot + 1 == g.stages, 0, slot + 1)
+
+
+def _first_scores(g: Geometry, smem: Scratch, me, has_blocks, slot):
+    """The scores of an item's first block; zeros where it has none."""
+
+    def compute():
+        gpu.barrier_wait(smem.kv_full.at[slot])
+
+        def scores(ref):
+            gpu.wgmma(ref, smem.q.at[me], smem.kv.at[slot, 0].transpose((1, 0)))
+            return ref[...]
+
+        return pl.run_scoped(scores, gpu.ACC((ROWS, BLOCK), jnp.float32))
+
+    def none():
+        return gpu.layout_cast(jnp.zeros((ROWS, BLOCK), jnp.float32), gpu.WGMMA)
+
+    return lax.cond(has_blocks, compute, none)
+
+
+def _fold_block(g: Geometry, smem: Scratch, me, item: Item, position, end, block, carry):
+    """One block of keys and values into the state of the tile's rows. carry ends in its scores, f32[64, BLOCK], the result in those
+    of the next block. After an item's last block these are of the same keys again, and nobody looks at them."""
+    state, slot, x = carry
+    following = _next_slot(g, slot)
+    more = block + 1 < end
+    pl.when(more)(lambda: gpu.barrier_wait(smem.kv_full.at[following]))
     _clean_tail(g, smem, me, item, block, slot)
 
-    def scores(ref):
-        gpu.wgmma(ref, smem.q.at[me], smem.kv.at[slot, 0].transpose((1, 0)))
-        if g.consumers > 1:
-            _take_turn(smem)
-        return ref[...]
+    def compute_next(scores):
+        keys = smem.kv.at[jnp.where(more, following, slot), 0]
+        gpu.wgmma(scores, smem.q.at[me], keys.transpose((1, 0)))
 
-    x = pl.run_scoped(scores, gpu.ACC((ROWS, BLOCK), jnp.float32))
-    x = _mask(g, position, block, _logits(g, x))
-    new_maximum = jnp.maximum(maximum, x.max(axis=1))
-    shrink = jnp.exp2(maximum - new_maximum)
-    weights = jnp.exp2(x - spread(new_maximum, x))
-    total = total * shrink + weights.sum(axis=1)
-    acc = acc * spread(shrink, acc)
-    weights = weights.astype(smem.kv.dtype)
+    def softmax():
+        (acc, *stats), weights = _softmax(g, position, block, state, x)
+        return acc, stats, weights.astype(smem.kv.dtype)
+
+    def beside_the_softmax(scores):
+        compute_next(scores)
+        acc, stats, weights = softmax()
+        return (_add_weighted_values(g, smem, me, acc, weights, slot), *stats), scores[...]
+
+    def beside_the_values(scores):
+        compute_next(scores)
+        return (_add_weighted_values(g, smem, me, acc, weights, slot), *stats), scores[...]
+
     if g.consumers > 1:
-        acc, total, new_maximum, weights = lax.optimization_barrier((acc, total, new_maximum, weights))
-        _take_turn(smem)
-    acc = _add_weighted_values(g, smem, me, acc, weights, slot)
+        acc, stats, weights = lax.optimization_barrier(softmax())  # before the scores take registers
+    state, x = pl.run_scoped(beside_the_softmax if g.consumers == 1 else beside_the_values, gpu.ACC((ROWS, BLOCK), jnp.float32))
     gpu.barrier_arrive(smem.kv_empty.at[slot])
-    return (acc, new_maximum, total), count + 1
+    return state, following, x
+
+
+def _softmax(g: Geometry, position, block, state, x):
+    """(the state with the block's weights in it but not yet its values; those weights, f32[64, BLOCK])."""
+    acc, maximum, total = state
+    x, unit = _logits(g, x)
+    x = _mask(g, position, block, x, MASKED / unit)
+    new_maximum = jnp.maximum(maximum, x.max(axis=1) * unit)
+    shrink = jnp.exp2(maximum - new_maximum)
+    weights = jnp.exp2(x * unit - spread(new_maximum, x))
+    return (acc * spread(shrink, acc), new_maximum, total * shrink + weights.sum(axis=1)), weights
 
 
 def _logits(g: Geometry, x):
-    """Scores in units of log2."""
-    if g.soft_cap is None:
-        return x * (g.scale * LOG2E)
-    # tanh(y) = 1 - 2 / (exp(2 y) + 1), as the hardware's own tanh has 11 bits.
-    cap = g.soft_cap * LOG2E
-    return cap - (2 * cap) / (jnp.exp2(x * (2 * g.scale / g.soft_cap * LOG2E)) + 1)
+    """(logits, unit): times unit, a positive number, they are in units of log2. A key then costs one fused multiply-add where its
+    weight is computed, instead of a multiplication here and a subtraction there."""
+    unit = g.scale * LOG2E
+    if g.soft_cap is not None:
+        # tanh(y) = 1 - 2 / (exp(2 y) + 1), as the hardware's own tanh has 11 bits.
+        cap = g.soft_cap * LOG2E
+        return cap - (2 * cap) / (jnp.exp2(x * (2 * unit / g.soft_cap)) + 1), 1.0
+    if unit < LEAST_UNIT:  # the largest product is then not the largest score's, or MASKED / unit not a number
+        return x * unit, 1.0
+    return x, unit
 
 
-def _mask(g: Geometry, position, block, x):
-    """Logits of a block, MASKED where a row does not see the key. Most blocks are seen whole and pass as they are."""
+def _mask(g: Geometry, position, block, x, masked: float):
+    """Logits of a block, `masked` where a row does not see the key. Most blocks are seen whole and pass as they are."""
 
     def mask(x):
-        token = lax.div(gpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=gpu.WGMMA_ROW), jnp.int32(g.group))
+        token = lax.div(_rows(), jnp.int32(g.group))
         column = gpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 1, layout=gpu.WGMMA)
-        last = spread(token + (position - block * BLOCK), column)
+        # A thread's columns have these bits in common, the others are constants: it keeps one number, not all 16 columns.
+        lane = column & THREAD_COLUMN
+        last = spread(token + _again(position - block * BLOCK), column) - lane
+        column = column & ~THREAD_COLUMN
         seen = column <= last
         if g.sliding_window is not None:
             seen = jnp.logical_and(seen, column > last - g.sliding_window)
-        return jnp.where(seen, x, MASKED)
+        return jnp.where(seen, x, masked)
 
     partly_seen = (block + 1) * BLOCK > position + 1  # by the first row
     if g.sliding_window is not None:
@@ -188,34 +241,32 @@ def _clean_tail(g: Geometry, smem: Scratch, me, item: Item, block, slot) -> None
             for column in range(0, smem.kv.shape[-1], 64):  # a part at a time, for want of registers
                 values = smem.kv.at[slot, 1, :, pl.ds(column, 64)]
                 v = gpu.load(values, layout=gpu.WGMMA)
-                position = gpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=gpu.WGMMA) + block * BLOCK
+                row = spread(_rows(), v)
                 zero = gpu.layout_cast(jnp.zeros(v.shape, v.dtype), gpu.WGMMA)
-                kept = position < item.kv_len
+                kept = row < item.kv_len - block * BLOCK
                 if g.drops_pages:
-                    kept = jnp.logical_and(kept, position >= first_page(g, item) * g.page_size)
+                    first = first_page(g, item._replace(position=_again(item.position))) * g.page_size
+                    kept = jnp.logical_and(kept, row >= first - block * BLOCK)
                 values[...] = jnp.where(kept, v, zero)
             gpu.commit_smem()
             if g.consumers > 1:
-                gpu.barrier_arrive(smem.clean)
+                gpu.barrier_arrive(smem.clean.at[slot])
 
         if g.consumers > 1:
-            pl.when(me == 1)(lambda: gpu.barrier_wait(smem.clean))
+            pl.when(me == 1)(lambda: gpu.barrier_wait(smem.clean.at[slot]))
 
 
-def _pass_by(g: Geometry, smem: Scratch, me, item: Item, block, count):
-    """A block that only the other consumer sees: keeps the ring and the turns going."""
-    slot = lax.rem(count, jnp.int32(g.stages))
+def _pass_by(g: Geometry, smem: Scratch, me, item: Item, block, slot):
+    """A block that only the other consumer sees: keeps the ring going."""
     gpu.barrier_wait(smem.kv_full.at[slot])
     _clean_tail(g, smem, me, item, block, slot)
-    _take_turn(smem)
-    _take_turn(smem)
     gpu.barrier_arrive(smem.kv_empty.at[slot])
-    return count + 1
+    return _next_slot(g, slot)
 
 
 def _store_rows(g: Geometry, refs: Refs, smem: Scratch, me, item: Item, token, tokens, state) -> None:
     """Writes finished rows: those of `tokens` tokens from row `token` of q on."""
-    gpu.wait_smem_to_gmem(0)  # the item before has left smem.out
+    gpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before has left smem.out
     smem.out.at[me][...] = softmax_state.output(state).astype(smem.out.dtype)
     gpu.commit_smem()
 
@@ -228,7 +279,7 @@ def _store_rows(g: Geometry, refs: Refs, smem: Scratch, me, item: Item, token, t
 
 def _store_partial(g: Geometry, refs: Refs, smem: Scratch, head, slot, state) -> None:
     """Writes the state of a split sequence's rows after a chunk, for `combine`."""
-    gpu.wait_smem_to_gmem(0)
+    gpu.wait_smem_to_gmem(0, wait_read_only=True)
     smem.acc[...], smem.maximum[...], smem.total[...] = state
     gpu.commit_smem()
     slot = slot * g.num_kv_heads + head

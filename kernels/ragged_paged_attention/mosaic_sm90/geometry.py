@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.ragged_paged_attention.mosaic_sm90.tiles import REGISTERS, REGISTERS_WINDOW_AND_CAP
 from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK, ITEM_FIELDS
 
 
@@ -41,11 +40,6 @@ class Geometry:
     def drops_pages(self) -> bool:
         """Whether a block may begin with pages that the sliding window has left behind."""
         return self.sliding_window is not None and self.page_size < BLOCK
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Of a thread of a consumer and of the producer, where there are two consumers."""
-        return REGISTERS if self.sliding_window is None or self.soft_cap is None else REGISTERS_WINDOW_AND_CAP
 
 
 class Item(NamedTuple):
@@ -89,8 +83,7 @@ class Scratch(NamedTuple):
     q_empty: Any
     kv_full: Any  # [stages]
     kv_empty: Any  # [stages]
-    clean: Any = None
-    turn: Any = None
+    clean: Any = None  # [stages]
     acc: Any = None  # f32[64, H], of a partial result
     maximum: Any = None  # f32[64]
     total: Any = None  # f32[64]

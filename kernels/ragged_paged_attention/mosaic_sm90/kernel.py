@@ -12,9 +12,12 @@ positions; the chunks' states are joined in order, by the tile itself, or throug
 Barriers, who arrives and who waits:
 - q_full: the loads of an item's queries arrive; consumers wait. q_empty: a consumer that has copied its rows; the producer waits.
 - kv_full[slot]: the loads of a block arrive; consumers wait. kv_empty[slot]: a consumer done with the block; the producer waits.
-- clean: consumer 0 when it has zeroed the values past a sequence's end; consumer 1 waits.
-- turn: the two consumers meet twice a block, half a block apart, so that the softmax of one runs beside the wgmmas of the other
-  (FlashAttention-3, arXiv:2407.08608, section 3.1). Every block of an item counts, also one that a consumer only passes by.
+- clean[slot]: consumer 0 when it has zeroed the values past a sequence's end; consumer 1 waits. One a slot, because consumer 0 may
+  be blocks and an item ahead: the ring is what holds the two together.
+
+The scores of a block are computed a block ahead, so that a softmax never waits for them (FlashAttention-3, arXiv:2407.08608,
+section 3.2). One consumer computes them beside the softmax of the block before. Two have no registers for that: each computes them
+with that block's weighted values, and one's softmax runs beside the other's wgmmas.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from kernels import gpu
 from kernels.ragged_paged_attention.mosaic_sm90.consumer import consume
 from kernels.ragged_paged_attention.mosaic_sm90.geometry import Geometry, Refs, Scratch
 from kernels.ragged_paged_attention.mosaic_sm90.producer import produce
-from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
+from kernels.ragged_paged_attention.mosaic_sm90.tiles import REGISTERS, ROWS
 from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK
 
 
@@ -60,13 +63,13 @@ def run_items(
         @pl.when(warpgroup == C)
         def _():
             if C > 1 and not g.interpreted:
-                gpu.set_max_registers(g.registers[1], action="decrease")
+                gpu.set_max_registers(REGISTERS[1], action="decrease")
             produce(g, refs, smem)
 
         @pl.when(warpgroup < C)
         def _():
             if C > 1 and not g.interpreted:
-                gpu.set_max_registers(g.registers[0], action="increase")
+                gpu.set_max_registers(REGISTERS[0], action="increase")
             consume(g, refs, smem, warpgroup)
 
     out_type = [jax.ShapeDtypeStruct(q.shape, dtype)]
@@ -100,7 +103,7 @@ def _scratch(g: Geometry, H: int, dtype: Any, *, splits: bool) -> dict[str, Any]
         "kv_empty": gpu.Barrier(num_arrivals=C, num_barriers=g.stages),
     }
     if C > 1:
-        scratch |= {"clean": gpu.Barrier(), "turn": gpu.Barrier(num_arrivals=C)}
+        scratch |= {"clean": gpu.Barrier(num_barriers=g.stages)}
     if splits:
         scratch |= {"acc": gpu.SMEM((ROWS, H), jnp.float32)}
         scratch |= {name: gpu.SMEM((ROWS,), jnp.float32) for name in ("maximum", "total")}
