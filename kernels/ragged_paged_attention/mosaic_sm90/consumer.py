@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -34,7 +33,7 @@ THREAD_COLUMN = 0b110  # a thread of the WGMMA layout has columns 8 i + c and 8 
 def consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:
     """Computes every item's rows. `me`: which consumer this is."""
 
-    def item_rows(index, slot: Any):  # slot: of the ring, where the item's first block is
+    def item_rows(index, slot):  # slot: of the ring, where the item's first block is
         item = load_item(g, refs, index)
         gpu.barrier_wait(smem.q_full)
         here = _again(me)
@@ -42,11 +41,11 @@ def consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:
         gpu.commit_smem()
         gpu.barrier_arrive(smem.q_empty)
 
-        position, _, end = _part(g, item, me)
+        position, tokens, end = _part(g, item, me)
         x = _first_scores(g, smem, me, item.first_block < end, slot)
         state, slot = _walk(g, refs, smem, me, index, item, position, end, slot, x)
         item = load_item(g, refs, index)  # again, rather than kept in registers, of which the walk has none to spare
-        _, tokens, end = _part(g, item, me)
+        position, tokens, end = _part(g, item, me)
         if g.consumers > 1:
             slot = lax.fori_loop(end, item.end_block, functools.partial(_pass_by, g, smem, me, item), slot)
 
