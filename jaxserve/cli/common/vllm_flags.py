@@ -281,7 +281,7 @@ _SERVER = (
     Missing("vLLM's environment variables are not read", switches="fail_on_environ_validation"),
 )
 # Titles of the page -> rows.
-ROWS = {
+ROWS: dict[str, tuple[Missing, ...]] = {
     "Several devices": _DEVICES,
     "Weights": _WEIGHTS,
     "Memory": _MEMORY,
@@ -289,7 +289,9 @@ ROWS = {
     "Answers": _ANSWERS,
     "The server": _SERVER,
 }
-MISSING = {name: row for rows in ROWS.values() for row in rows for name in f"{row.names} {row.switches} {row.granted}".split()}
+MISSING: dict[str, Missing] = {
+    name: row for rows in ROWS.values() for row in rows for name in f"{row.names} {row.switches} {row.granted}".split()
+}
 
 
 class Refused(ValueError):
