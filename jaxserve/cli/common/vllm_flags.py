@@ -351,7 +351,7 @@ def markdown() -> str:
         for row in rows:
             accepted = ", ".join(f"`{value}`" for value in row.accepts)
             refused = row.switches if row.accepts else f"{row.names} {row.switches}".strip()
-            for names, means in ((row.accepts and row.names, accepted), (refused, ""), (row.granted, "given")):
+            for names, means in ((row.names if row.accepts else "", accepted), (refused, ""), (row.granted, "given")):
                 if names:
                     shown = ", ".join(f"`{_shown(name)}`" for name in names.split())
                     lines.append(f"| {shown} | {means} | {row.instead} |")
