@@ -7,7 +7,8 @@
 
 Runs in the environment that `make setup-aot` makes (.venv-aot: jax's CUDA plugin and ptxas, no driver). Compiles our Mosaic
 kernels and the engine's own programs for sm_90a from shapes alone. Faults are listed, and the exit status is then 1:
-register spills or too much shared memory in our kernels; a body that does not run the fast attention kernel once a layer; a body
+register spills or too much shared memory in our kernels, or local memory or an emptied L1 cache in a loop of theirs; kernels that
+must agree in every bit and do other float operations; a body that does not run the fast attention kernel once a layer; a body
 or head that is not one CUDA graph; a copy of KV pages; more temporary memory than the plan sets aside; a pool that does not fit.
 """
 
@@ -146,6 +147,7 @@ def check_model(name: str, memory_fraction: float, compiler: Compiler) -> dict[s
 
     try:
         result = check_step(step, compiler, buckets, show)
+        result.faults += [fault for report in result.reports for fault in loop_faults(report.rooflines, report.name)]
     except Exception as error:  # one model's failure is a fault to list, not the end of the check
         fault = f"does not compile: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
         return {"model": name, "faults": [fault], "programs": []}

@@ -208,7 +208,7 @@ class CompiledReport:
     thunks: list[Thunk] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
-    rooflines: list[Roofline] = field(default_factory=list)  # of its Mosaic kernels, where there is a disassembler
+    rooflines: list[Roofline] = field(default_factory=list)  # of the Mosaic kernels that were compiled for it
     argument_bytes: int = 0
     output_bytes: int = 0
     alias_bytes: int = 0

@@ -49,6 +49,7 @@ def few_cases(num_sms: int, device_kind: str) -> list[KernelCase]:
         attention_case("smollm2", "mixed", num_sms, device_kind),
         attention_case("0.6b", "decode", num_sms, device_kind, page_size=16, dtype="float16"),
         attention_case("8b", "mixed", num_sms, device_kind, page_size=128),
+        attention_case("8b", "decode", num_sms, device_kind, page_size=128),  # a row's bits are those of the mixed bucket
         attention_case("0.6b", "mixed", num_sms, device_kind, page_size=16, **WINDOW_AND_CAP),
         experts_case(EXPERTS_TOKENS[0], *EXPERTS_30B_A3B[0]),
     ]

@@ -7,8 +7,9 @@ The model, none of which was read off a card:
   table of throughputs for compute capability 9.0.
 - wgmma of 64 x N x 16 takes N / 2 cycles of the tensor cores: 4,096 16-bit operations a cycle and SM, which is 989 TFLOP/s of an
   H100 SXM at 1.83 GHz and 132 SMs (NVIDIA H100 data sheet). They do one at a time, in order.
-- Loads have arrived: a wait for TMA or for the other warpgroup's data succeeds at once. So memory's bandwidth is not in it.
-- Where warpgroups take turns (an mbarrier at which each arrives and at once waits for all), a turn ends when the last arrives.
+- Loads have arrived: a wait for TMA or for the other warpgroup's data succeeds at once, and nothing couples warpgroups but the
+  units they share. Neither device memory's bandwidth is in it nor shared memory's, all of which 64 x 64 x 16 takes from there.
+- All blocks that fit an SM run, and all warpgroups go the same way round.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Way:
 @dataclass(frozen=True)
 class LoopFigures:
     """A loop: its place (address of its first instruction), how deep it lies, the instructions in it but in no loop within, and of
-    one that runs wgmma and holds no other loop the quickest and the slowest way round."""
+    one that runs wgmma and holds no other loop the quickest and the slowest way round, of those that wait for a load."""
 
     address: int
     depth: int
@@ -88,7 +89,8 @@ def roofline(kernel: str, code: MachineCode, warpgroups: int) -> Roofline:
     for loop in code.loops:
         own = code.instructions(loop.own - code.waiting)
         ways = code.ways(loop) if loop.innermost and _runs_wgmma(own) else []
-        timed = sorted((_way(way, warpgroups) for way in ways if _runs_wgmma(way)), key=lambda way: way.cycles)
+        waiting = [way for way in ways if any("TRYWAIT" in i.opcode for i in way)]  # for a load; the last time round is without
+        timed = sorted((_way(way, warpgroups) for way in waiting or ways if _runs_wgmma(way)), key=lambda way: way.cycles)
         first = code.blocks[loop.header].instructions[0].address
         quickest, slowest = (timed[0], timed[-1]) if timed else (None, None)
         loops.append(LoopFigures(first, loop.depth, len(own), _counts(own), quickest, slowest))
@@ -132,35 +134,20 @@ def _tensor_cycles(i: Sass) -> int:
 class _Warp:
     """Where a warp is, and what it waits for. Times are cycles."""
 
-    def __init__(self, turns_ahead: int):
+    def __init__(self):
         self.at, self.time, self.issued = 0, 0, -1
         self.barriers = [0] * 6
-        self.pending: dict[int, tuple[int, int]] = {}  # scoreboard barrier -> (turn, when its wait issued)
         self.groups = [0]  # when each group of wgmma is done
-        self.arrived, self.waited = 0, turns_ahead
         self.rounds: list[int] = []
 
 
 def cycles(way: list[Sass], warpgroups: int) -> float:
-    """Cycles an iteration, on average once all warpgroups are under way. Each begins a turn after the one before.
-
-    Raises:
-      ValueError: the warps wait for each other for ever.
-    """
-    turns, model = _turns(way), _SubPartition()
-    warps = [_Warp(k) for k in range(warpgroups)]
-    arrivals: dict[int, list[int]] = defaultdict(list)  # turn -> when each warp arrived
-    for k, warp in enumerate(warps):
-        warp.arrived = k
-        for turn in range(k):
-            arrivals[turn].append(0)
+    """Cycles an iteration, on average once all warpgroups are under way."""
+    model, warps = _SubPartition(), [_Warp() for _ in range(warpgroups)]
     while min(len(warp.rounds) for warp in warps) < _ITERATIONS:
-        starts = ((model.ready(warp, way, arrivals, warpgroups), warp.issued, warp) for warp in warps)
-        ready = [(start, issued, warp) for start, issued, warp in starts if start is not None]
-        if not ready:
-            raise ValueError("the model's warps wait for each other for ever")
-        start, _, warp = min(ready, key=lambda one: one[:2])  # of several that could, the one that has not for longest
-        model.issue(warp, way, start, turns, arrivals)
+        # Of several that could issue, the one that has not for longest.
+        start, _, warp = min(((model.ready(warp, way), warp.issued, warp) for warp in warps), key=lambda one: one[:2])
+        model.issue(warp, way, start)
     first = warps[0].rounds
     return (first[_ITERATIONS - 1] - first[_WARMED_UP - 1]) / (_ITERATIONS - _WARMED_UP)
 
@@ -172,23 +159,16 @@ class _SubPartition:
         self.port, self.tensor = 0, 0
         self.units: dict[str, int] = defaultdict(int)
 
-    def ready(self, warp: _Warp, way: list[Sass], arrivals: dict[int, list[int]], warpgroups: int) -> int | None:
-        """When the warp's next instruction can issue; None: it waits for a turn to which not all have come."""
-        i, start = way[warp.at], max(warp.time, self.port)
-        for barrier in i.waits:
-            if barrier in warp.pending:
-                turn, issued = warp.pending[barrier]
-                if len(arrivals[turn]) < warpgroups:
-                    return None
-                warp.barriers[barrier] = max(warp.barriers[barrier], issued + LATENCY["SYNCS"], max(arrivals[turn]) + OTHER_LATENCY)
-                del warp.pending[barrier]
-            start = max(start, warp.barriers[barrier])
+    def ready(self, warp: _Warp, way: list[Sass]) -> int:
+        """When the warp's next instruction can issue."""
+        i = way[warp.at]
+        start = max(warp.time, self.port, *(warp.barriers[barrier] for barrier in i.waits), 0)
         if i.opcode.startswith("WARPGROUP.DEPBAR"):
             left = int(i.operands.rpartition(",")[2].strip(), 16)
             start = max(start, ([0] * (left + 1) + warp.groups)[-1 - left] + WGMMA_SEEN)
         return max(start, self.units[UNIT_OF.get(i.base, "")])
 
-    def issue(self, warp: _Warp, way: list[Sass], start: int, turns: dict[int, str], arrivals: dict[int, list[int]]) -> None:
+    def issue(self, warp: _Warp, way: list[Sass], start: int) -> None:
         i = way[warp.at]
         self.port, warp.issued = start + 1, start
         if i.base in UNIT_OF:
@@ -197,14 +177,7 @@ class _SubPartition:
             self.tensor = max(start + WGMMA_START, self.tensor) + _tensor_cycles(i)
             if "gsb0" in i.operands:
                 warp.groups.append(self.tensor)
-        turn = turns.get(warp.at)
-        if turn == "arrive":
-            arrivals[warp.arrived].append(start)
-            warp.arrived += 1
-        elif turn == "wait" and i.write is not None:
-            warp.pending[i.write] = (warp.waited, start)
-            warp.waited += 1
-        elif i.write is not None:
+        if i.write is not None:
             warp.barriers[i.write] = max(warp.barriers[i.write], start + LATENCY.get(i.base, OTHER_LATENCY))
         if i.read is not None:
             warp.barriers[i.read] = max(warp.barriers[i.read], start + READ_LATENCY)
@@ -213,15 +186,3 @@ class _SubPartition:
         if warp.at == len(way):
             warp.at = 0
             warp.rounds.append(warp.time)
-
-
-def _turns(way: list[Sass]) -> dict[int, str]:
-    """Which instructions are a turn's arrival or wait: an arrival at an mbarrier whose next mbarrier instruction waits there."""
-    syncs = [k for k, i in enumerate(way) if i.base == "SYNCS"]
-    found = {}
-    for k, following in zip(syncs, syncs[1:], strict=False):
-        arrive, wait = way[k], way[following]
-        where = [re.search(r"\[[^\]]*\]", i.operands) for i in (arrive, wait)]
-        if "ARRIVE" in arrive.opcode and "TRYWAIT" in wait.opcode and where[0] and where[1] and where[0][0] == where[1][0]:
-            found |= {k: "arrive", following: "wait"}
-    return found

@@ -64,7 +64,9 @@ def find_cuda() -> Path:
 def compilers() -> dict[str, str]:
     """Versions of the packages that compile for the GPU: XLA's and Mosaic's plugin, ptxas. One that is not there is left out."""
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
-    return {name: installed[name] for name in ("jax-cuda13-plugin", "nvidia-cuda-nvcc") if name in installed}
+    return {
+        name: installed[name] for name in ("jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm") if name in installed
+    }
 
 
 def make_noting_cuda(root: Path, log: Path) -> None:
@@ -76,12 +78,9 @@ def make_noting_cuda(root: Path, log: Path) -> None:
     for tool in ("nvlink", "fatbinary"):
         if (real / "bin" / tool).exists():
             (root / "bin" / tool).symlink_to(real / "bin" / tool)
-    disassembler = root / "bin/nvdisasm"  # Mosaic calls it for its dump of machine code
-    if (real / "bin/nvdisasm").exists():
-        disassembler.symlink_to(real / "bin/nvdisasm")
-    else:  # a CUDA toolkit of somebody's own, perhaps: there are no rooflines then
-        disassembler.write_text("#!/bin/sh\n")
-        disassembler.chmod(0o755)
+    if not (real / "bin/nvdisasm").exists():
+        raise FileNotFoundError(f"no nvdisasm in {real / 'bin'}, which Mosaic calls: run `make setup-aot`")
+    (root / "bin/nvdisasm").symlink_to(real / "bin/nvdisasm")
     ptxas = root / "bin/ptxas"
     ptxas.write_text(
         "#!/bin/bash\n"
@@ -200,7 +199,7 @@ class Compiler:
         )
 
     def _new_kernels(self) -> tuple[list[Kernel], list[Roofline]]:
-        """What ptxas said since the last call, each kernel once; and the loops of Mosaic's, where there is a disassembler."""
+        """What ptxas said since the last call, each kernel once; and the loops of Mosaic's."""
         kernels, rooflines = [], []
         for path in sorted((self.folder / "ptxas").glob("*.log")):
             if path not in self._read:
@@ -213,11 +212,10 @@ class Compiler:
                 mosaic = parse_ptxas(path.read_text(), "mosaic", smem, path.with_suffix(".ptx").read_text())
                 self.mosaic_kernels += mosaic
                 kernels += mosaic
-                code = path.with_suffix(".sass_ctrl")
-                if code.exists() and code.stat().st_size:
-                    (kernel,) = mosaic
-                    computing = kernel.warpgroups - LOADING_WARPGROUPS.get(kernel.name, 0)
-                    rooflines.append(roofline(kernel.name, parse_sass(code.read_text()), computing * kernel.blocks_per_sm))
+                (kernel,) = mosaic
+                computing = kernel.warpgroups - LOADING_WARPGROUPS.get(kernel.name, 0)
+                code = parse_sass(path.with_suffix(".sass_ctrl").read_text())
+                rooflines.append(roofline(kernel.name, code, computing * kernel.blocks_per_sm))
         return list(dict.fromkeys(kernels)), rooflines
 
 

@@ -123,7 +123,8 @@ def loop_faults(rooflines: Iterable[Roofline], where: str) -> list[str]:
 def bits_faults(rooflines: Mapping[str, Roofline]) -> list[str]:
     """Faults of kernels whose outputs must agree in every bit, by the name of what was compiled: main loops whose float
     operations are not as many as the first one's."""
-    faults, names = [], list(rooflines)
+    names = list(rooflines)
+    faults = [f"{name}: no loop of it runs wgmma" for name in names if rooflines[name].main is None]
     for name in names[1:]:
         for which in ("quickest", "slowest"):
             here, there = (_float_operations(rooflines[n], which) for n in (name, names[0]))

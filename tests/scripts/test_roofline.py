@@ -123,14 +123,23 @@ def test_wgmma_of_another_shape_is_refused():
         cycles(way("-:-:-:Y:01 | HGMMA.64x64x8.F32.TF32 R24, R4, gdesc[UR4], R24, gsb0 "), 1)
 
 
-def test_warpgroups_that_take_turns_wait_for_each_other():
-    """Each turn ends with the last arrival, here of a warpgroup that began a turn later: none is ever a whole round ahead."""
-    turn = ("-:-:-:Y:01 | SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR5], RZ ", "-:-:1:Y:02 | SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR5], R3 ")
-    work = tuple("-:-:-:Y:10 | FADD R1, R1, R2 " for _ in range(10))
-    after = "0x02:-:-:Y:01 | MOV R4, R5 "
-    free, together = cycles(way(*work), 2), cycles(way(*turn, after, *work, *turn, after), 2)
-    assert free == 100
-    assert 100 + 2 * LATENCY["SYNCS"] < together < 200 + 4 * LATENCY["SYNCS"]
+def test_the_ways_that_wait_for_a_load_count():
+    """The last time round a loop there is nothing to wait for: that way is quicker, and says nothing of the others."""
+    text = code(
+        ".L_x_0:",
+        *WGMMA,
+        "-:-:-:Y:05 | @P0 BRA `(.L_x_1) ",
+        "-:-:1:Y:20 | SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R3 ",
+        ".L_x_1:",
+        "-:-:-:Y:05 | @P2 BRA `(.L_x_0) ",
+        "-:-:-:Y:05 | EXIT ",
+    )
+    machine_code = parse_sass(text)
+    (loop,) = machine_code.loops
+    without, waits = sorted(cycles(way, 1) for way in machine_code.ways(loop))
+    main = roofline("kernel", machine_code, 1).main
+    assert waits == without + 20
+    assert main and main.quickest and main.slowest and main.quickest.cycles == main.slowest.cycles == waits
 
 
 def test_a_kernels_loops_are_counted_and_timed():
@@ -171,4 +180,5 @@ def test_kernels_of_equal_bits_do_the_same_float_operations():
 
     assert not bits_faults({"decode": kernel(), "mixed": kernel(SHFL=3, SYNCS=9)})
     said = bits_faults({"decode": kernel(), "mixed": kernel(FFMA=0, FMUL=32, FADD=36)})
+    assert bits_faults({"join": roofline("k", parse_sass(NESTED), 1)}) == ["join: no loop of it runs wgmma"]
     assert len(said) == 2 and said[0].startswith("mixed: the quickest way round its main loop has {'FFMA': 0, 'FMUL': 32")
