@@ -48,10 +48,10 @@ class Schedule:
 
 SCHEDULES = (
     Schedule(turns=(1, 3, 10, 60), ahead=False, asynchronous=0.2, eager=0.5),
+    Schedule(turns=(1, 10, 60), ahead=True, asynchronous=1.0, eager=1.0),
     Schedule(turns=(1000,), ahead=True, asynchronous=0.05, eager=0.5),
     Schedule(turns=(1, 3, 10), ahead=False, asynchronous=0.0, eager=0.0),
     Schedule(turns=(10, 60), ahead=False, asynchronous=1.0, eager=1.0),
-    Schedule(turns=(1, 10, 60), ahead=True, asynchronous=1.0, eager=1.0),
 )
 
 

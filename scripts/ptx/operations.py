@@ -240,6 +240,7 @@ def _fence_proxy(a: Access) -> Action:
         whole(lanes)
         warp.block.entities.fence(warp.clock)
         warp.block.fence_barriers(warp)
+        warp.tick()  # what the warp does from here on is not behind this fence
 
     return act
 
