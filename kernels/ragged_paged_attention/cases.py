@@ -118,6 +118,11 @@ INTERPRETED = (
     # Long enough that every slot of a ring of three blocks, and of the join's ring, is filled three times.
     Case("gpu-long-decodes", ((1, 640), (1, 600), (1, 577)), Heads(2, 1, 64), 64, "bfloat16", max_q_len=1),
     Case("gpu-long-mixed", ((20, 640), (9, 70), (1, 1)), Heads(4, 1, 64), 64, "bfloat16"),
+    # Scales that are multiplied in with the maximum's subtraction, and ones that can't be.
+    Case("gpu-scale-window", CHUNKS, Heads(4, 1, 64), 64, "bfloat16", scale=0.5, sliding_window=70),
+    Case("gpu-scale-negative", MIXED, Heads(4, 1, 64), 64, "bfloat16", scale=-0.1),
+    Case("gpu-scale-0", ((1, 130), (9, 70)), Heads(4, 1, 64), 64, "bfloat16", scale=0.0),
+    Case("gpu-scale-tiny", ((1, 130), (1, 65)), Heads(2, 1, 64), 64, "float16", scale=1e-8, max_q_len=1),
     # Of tiles of 32 tokens: the first consumer passes by a last block that is partly filled, or has the only row of it.
     Case("gpu-pass_by-8b", PASS_BY, small("qwen3_8b", 1), 64, "bfloat16"),
     Case("gpu-pass_by-window-soft_cap", PASS_BY, Heads(4, 1, 64), 16, "bfloat16", sliding_window=20, soft_cap=3.0),
@@ -227,7 +232,7 @@ def build(case: Case, seed: int = 0) -> Batch:
 def expected(case: Case, batch: Batch) -> np.ndarray:  # float64 [cu_q_lens[-1], N, H]
     """Attention by the textbook, one head of one query at a time, over keys that were never in a page."""
     N, K, H = case.heads
-    scale = case.scale or 1 / np.sqrt(H)
+    scale = 1 / np.sqrt(H) if case.scale is None else case.scale
     q = np.asarray(batch.q, np.float64)
     out = np.zeros((int(batch.cu_q_lens[-1]), N, H))
     row = 0

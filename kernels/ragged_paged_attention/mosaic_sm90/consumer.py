@@ -45,7 +45,7 @@ def consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:
         x = _first_scores(g, smem, me, item.first_block < end, slot)
         state, slot = _walk(g, refs, smem, me, index, item, position, end, slot, x)
         item = load_item(g, refs, index)  # again, rather than kept in registers, of which the walk has none to spare
-        position, tokens, end = _part(g, item, me)
+        tokens, end = _part(g, item, me)[1:]
         if g.consumers > 1:
             slot = lax.fori_loop(end, item.end_block, functools.partial(_pass_by, g, smem, me, item), slot)
 
@@ -142,8 +142,9 @@ def _fold_block(g: Geometry, smem: Scratch, me, item: Item, position, end, block
     state, slot, x = carry
     following = _next_slot(g, slot)
     more = block + 1 < end
-    pl.when(more)(lambda: gpu.barrier_wait(smem.kv_full.at[following]))
-    _clean_tail(g, smem, me, item, block, slot)
+
+    def wait_for_next():
+        pl.when(more)(lambda: gpu.barrier_wait(smem.kv_full.at[following]))
 
     def compute_next(scores):
         keys = smem.kv.at[jnp.where(more, following, slot), 0]
@@ -153,18 +154,26 @@ def _fold_block(g: Geometry, smem: Scratch, me, item: Item, position, end, block
         (acc, *stats), weights = _softmax(g, position, block, state, x)
         return acc, stats, weights.astype(smem.kv.dtype)
 
+    def add_values(acc, stats, weights):
+        return _add_weighted_values(g, smem, me, acc, weights, slot), *stats
+
     def beside_the_softmax(scores):
         compute_next(scores)
-        acc, stats, weights = softmax()
-        return (_add_weighted_values(g, smem, me, acc, weights, slot), *stats), scores[...]
+        return add_values(*softmax()), scores[...]
 
-    def beside_the_values(scores):
-        compute_next(scores)
-        return (_add_weighted_values(g, smem, me, acc, weights, slot), *stats), scores[...]
+    _clean_tail(g, smem, me, item, block, slot)
+    if g.consumers == 1:
+        wait_for_next()
+        state, x = pl.run_scoped(beside_the_softmax, gpu.ACC((ROWS, BLOCK), jnp.float32))
+    else:
+        weighted = lax.optimization_barrier(softmax())  # before the scores take registers
+        wait_for_next()
 
-    if g.consumers > 1:
-        acc, stats, weights = lax.optimization_barrier(softmax())  # before the scores take registers
-    state, x = pl.run_scoped(beside_the_softmax if g.consumers == 1 else beside_the_values, gpu.ACC((ROWS, BLOCK), jnp.float32))
+        def beside_the_values(scores):
+            compute_next(scores)
+            return add_values(*weighted), scores[...]
+
+        state, x = pl.run_scoped(beside_the_values, gpu.ACC((ROWS, BLOCK), jnp.float32))
     gpu.barrier_arrive(smem.kv_empty.at[slot])
     return state, following, x
 
@@ -188,7 +197,7 @@ def _logits(g: Geometry, x):
         # tanh(y) = 1 - 2 / (exp(2 y) + 1), as the hardware's own tanh has 11 bits.
         cap = g.soft_cap * LOG2E
         return cap - (2 * cap) / (jnp.exp2(x * (2 * unit / g.soft_cap)) + 1), 1.0
-    if unit < LEAST_UNIT:  # the largest product is then not the largest score's, or MASKED / unit not a number
+    if unit < LEAST_UNIT:  # of a negative one the largest product is not the largest score's; MASKED / unit would not be finite
         return x * unit, 1.0
     return x, unit
 

@@ -28,10 +28,11 @@ def produce(g: Geometry, refs: Refs, smem: Scratch) -> None:
             def load_page(i, _):
                 row = i * g.copy_rows
                 left = lax.div(item.kv_len - block * BLOCK - row + (TAIL - 1), jnp.int32(TAIL))  # to the sequence's end
-                least = 0 if g.copy_rows < BLOCK else 1  # a block that is read begins before the end
+                least = 0 if g.copy_rows < BLOCK else 1
                 sizes = range(least * TAIL, g.copy_rows + 1, TAIL)
                 copies = [functools.partial(_load_rows, g, refs, smem, item, block, slot, row, size) for size in sizes]
-                lax.switch(jnp.clip(left, least, g.copy_rows // TAIL) - least, copies)
+                here = jnp.where(i == 0, 1, least)  # a block that is read begins before the end
+                lax.switch(jnp.clip(left, here, g.copy_rows // TAIL) - least, copies)
 
             gpu.barrier_wait(smem.kv_empty.at[slot])
             # A loop, though short: unrolled, pages of 16 spill where the producer has 24 registers.
