@@ -80,7 +80,8 @@ class Roofline:
         return max(timed, key=lambda one: one[0])[1] if timed else None
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without the loops that run no wgmma, which the model says nothing of."""
+        return asdict(self) | {"loops": [asdict(loop) for loop in self.loops if loop.quickest]}
 
 
 def roofline(kernel: str, code: MachineCode, warpgroups: int) -> Roofline:
