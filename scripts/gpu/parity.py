@@ -125,7 +125,8 @@ def dense_attention(case: Any, batch: Any) -> np.ndarray:
     for (q_len, kv_len), keys, values, start in zip(case.seqs, batch.keys, batch.values, np.asarray(batch.cu_q_lens), strict=False):
         q = np.asarray(batch.q[start : start + q_len], np.float64).reshape(q_len, K, N // K, H)
         k, v = np.asarray(keys, np.float64), np.asarray(values, np.float64)
-        x = np.einsum("qkgh,tkh->kgqt", q, k) * (case.scale or H**-0.5)
+        scale = H**-0.5 if case.scale is None else case.scale
+        x = np.einsum("qkgh,tkh->kgqt", q, k) * scale
         if case.soft_cap is not None:
             x = case.soft_cap * np.tanh(x / case.soft_cap)
         distance = np.arange(kv_len - q_len, kv_len)[:, None] - np.arange(kv_len)[None, :]
