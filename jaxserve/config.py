@@ -26,6 +26,7 @@ from kernels.backends import ATTENTION, GROUPED_MATMUL
 WARM_UPS = ("all", "background", "first_use")
 BACKENDS = ATTENTION.names
 MOE_BACKENDS = GROUPED_MATMUL.names  # of a mixture of experts' matmuls
+DETERMINISTIC = ("auto", "bucket", "always")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +281,15 @@ class EngineConfig:
     )
     moe_backend: str = _option(
         "auto", Option(group=_NAMES, choices=MOE_BACKENDS, help="Of a mixture of experts' matmuls (kernels/grouped_matmul).")
+    )
+    deterministic: str = _option(
+        "auto",
+        Option(
+            group=_PROGRAMS,
+            choices=DETERMINISTIC,
+            help="What a request's tokens and log-probabilities do not depend on, to the last bit. bucket: the batch, chunking, "
+            "preemption and prefix hits, among steps of one bucket; always: the bucket neither; auto: bucket.",
+        ),
     )
     compilation_cache_dir: str | None = _option(
         None,

@@ -6,7 +6,8 @@ imported when the backend is first used. What a module defines depends on the ke
 Attention (`kernels.ragged_paged_attention`; shapes as in its api):
     lacks(*, num_query_heads, num_kv_heads, head_dim, page_size, dtype) -> str | None: what the backend or the device can't do.
     attend(q, kv_pages, page_table, cu_q_lens, kv_lens, *, scale, sliding_window, soft_cap, max_q_len, work) -> [T, N, H].
-    plan_work(cu_q_lens, kv_lens, *, num_tokens, max_q_len): what the layers of a step share; its class names its `backend`.
+    plan_work(cu_q_lens, kv_lens, *, num_tokens, max_q_len): what the layers of a step share; its class names its `backend`. Takes
+        fixed_tiles too where the row says so.
     make_planner(...), in place of plan_work, where the row says `plans_on_host`: arguments as `mosaic_sm90.planner.Planner.make`.
 
 Grouped matmul (`kernels.grouped_matmul`):
@@ -31,6 +32,7 @@ class Backend:
     automatic: bool = False  # whether "auto" may choose it
     platforms: tuple[str, ...] | None = None  # of JAX, on which "auto" considers it; None is every one
     plans_on_host: bool = False  # whether the work of a step is planned in numpy, before the step is dispatched
+    fixed_tiles: bool = False  # whether plan_work takes fixed_tiles=True: of one size for every shape of a step
 
     @property
     def functions(self) -> Any:
@@ -68,7 +70,7 @@ class Backends:
 
 ATTENTION = Backends(
     Backend("reference", "kernels.ragged_paged_attention.reference"),
-    Backend("xla", "kernels.ragged_paged_attention.xla", automatic=True),
+    Backend("xla", "kernels.ragged_paged_attention.xla", automatic=True, fixed_tiles=True),
     Backend(
         "mosaic_sm90",
         "kernels.ragged_paged_attention.mosaic_sm90.attend",

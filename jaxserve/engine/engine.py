@@ -24,11 +24,10 @@ from jaxserve.engine.demand_log import DemandWriter
 from jaxserve.engine.grammar_following import GrammarFollower
 from jaxserve.engine.live_requests import LiveRequests
 from jaxserve.engine.pipeline import StepPipeline
-from jaxserve.engine.resolution import resolve, step_budget
+from jaxserve.engine.resolution import model_functions, resolve, step_budget
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.weights import WeightsAndSleep
 from jaxserve.execution.compilation import compile_counts, use_persistent_cache
-from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.execution.runner import Runner
@@ -63,7 +62,7 @@ class Engine:
         config = config or EngineConfig()
         use_persistent_cache(config.compilation_cache_dir)
         compile_counts()  # from here on they are counted
-        functions = ModelFunctions(model, config.moe_backend)
+        functions = model_functions(model, config)
         self.config: ResolvedConfig = resolve(functions, config)
         programs = Programs(functions, self.config)
         self._warm_up: BackgroundWarmUp | None = None
@@ -273,10 +272,10 @@ class Engine:
         return bool(self._requests or self.pipeline.in_flight or self.pipeline.undelivered)
 
     def describe(self) -> str:
-        """What was decided, for the log: the attention's backend, pool, limits, plan."""
+        """What was decided, for the log: the attention's backend, what bits may depend on, pool, limits, plan."""
         c = self.config
         return (
-            f"attention: {c.attention_backend}; "
+            f"attention: {c.attention_backend}; deterministic: {c.deterministic}; "
             f"KV pool: {c.cache.num_pages} pages of {c.cache.page_size} tokens ({c.pool_bytes / 2**20:.0f} MiB); "
             f"steps of up to {c.scheduler.max_num_batched_tokens} tokens and {c.scheduler.max_num_seqs} sequences, "
             f"requests of up to {c.scheduler.max_model_len} tokens; buckets: {c.plan}"

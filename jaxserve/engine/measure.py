@@ -79,12 +79,11 @@ class StepMeasurer:
     def __init__(self, model: Any, config: EngineConfig, *, multiple: int, min_seconds: float = 0.1):
         import jax
 
-        from jaxserve.engine.resolution import resolve
-        from jaxserve.execution.model_functions import ModelFunctions
+        from jaxserve.engine.resolution import model_functions, resolve
         from jaxserve.execution.programs import Programs
         from jaxserve.execution.runner import Runner
 
-        functions = ModelFunctions(model)
+        functions = model_functions(model, config)
         limits = resolve(functions, config).scheduler
         self.levels: list[int]
         plan, self.levels = grid_plan(limits.max_num_seqs, limits.max_num_batched_tokens, multiple)
@@ -184,8 +183,8 @@ class StepMeasurer:
         assert inputs.bucket == bucket and inputs.head_rows == (plan.select_head_rows(min(head_rows, n)) if head_rows else 0)
         return inputs
 
-    def visit(self, shape: StepShape, head_rows: int = 0) -> None:
-        """Times one visit of a point; its first compiles what it needs."""
+    def visit(self, shape: StepShape, head_rows: int = 0) -> float:
+        """Times one visit of a point; its first compiles what it needs. Returns the median of its steps, in seconds."""
         self.programs.get("update")
         if shape.bucket not in self.compile_seconds:
             start = time.perf_counter()
@@ -210,6 +209,7 @@ class StepMeasurer:
                 before = now
             runner.fetch(following)
         self._visits.setdefault((shape, head_rows), []).extend(seconds)
+        return float(np.median(seconds))
 
     def dispatch_seconds(self) -> float:
         """Host time of a dispatch: what the smallest decode step takes to return from it."""

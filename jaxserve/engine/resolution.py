@@ -16,14 +16,23 @@ from jaxserve.config import EngineConfig
 from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.resolved_config import ResolvedConfig, resolve_config
+from jaxserve.models.row_tiles import RowTiles, whole
 from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE
 from kernels.ragged_paged_attention import resolve_backend
 
 if TYPE_CHECKING:
-    from jaxserve.models import ModelConfig
+    from jaxserve.models import Decoder, ModelConfig
     from jaxserve.scheduling.step_budget import StepBudget
 
 logger: logging.Logger = logging.getLogger("jaxserve")
+
+ROW_TILE = 16  # rows that a CPU computes at once where bits must not follow the bucket
+
+
+def model_functions(model: Decoder, config: EngineConfig) -> ModelFunctions:
+    """The model taken apart for programs as the config wants them on JAX's default device."""
+    tiled = config.deterministic == "always" and jax.default_backend() != "gpu"
+    return ModelFunctions(model, config.moe_backend, RowTiles(ROW_TILE) if tiled else whole)
 
 
 def resolve(functions: ModelFunctions, config: EngineConfig) -> ResolvedConfig:

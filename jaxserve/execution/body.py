@@ -17,6 +17,7 @@ from jaxserve.batching.context import StepContext
 from jaxserve.batching.layout import FROM_DEVICE, StepLayout
 from jaxserve.execution.device_state import DeviceState, RowState
 from jaxserve.execution.model_functions import ModelFunctions
+from jaxserve.models.row_tiles import RowTiles
 from jaxserve.sampling.rows import POSITION
 from jaxserve.speculative.proposer import NO_DRAFT, BodyReader, Ran
 from kernels.ragged_paged_attention import plan_work
@@ -47,13 +48,14 @@ def body(
     with jax.named_scope("unpack"):
         # Unpacked once, behind a barrier: commands of a CUDA graph whose buffers move are recorded again.
         fields = dict(zip(names, lax.optimization_barrier(tuple(layout.unpack(packed)[n] for n in names)), strict=True))
-        context, tokens, rows = _context(layout, backend, fields, state.kv_pages[0].shape[0], state.rows)
+        fixed_tiles = isinstance(functions.map_rows, RowTiles)
+        context, tokens, rows = _context(layout, backend, fixed_tiles, fields, state.kv_pages[0].shape[0], state.rows)
     drafts = rows.drafts
     model = functions.module(functions.body_indices, weights)
     embedded = tokens if drafts is None else jnp.maximum(tokens, 0)  # a draft may be none
     x = model.embed(embedded)
     # Behind a barrier, or every layer's fusions compute the angles and look up the slots again.
-    rope, slot_mapping = lax.optimization_barrier((model.rope(context.positions), context.slot_mapping))
+    rope, slot_mapping = lax.optimization_barrier((functions.map_rows(model.rope, context.positions), context.slot_mapping))
     context = replace(context, slot_mapping=slot_mapping)
     written = []
     with jax.named_scope("layers"):
@@ -76,6 +78,7 @@ def body(
 def _context(
     layout: StepLayout,
     backend: str,
+    fixed_tiles: bool,  # of the attention
     fields: dict[str, jax.Array],  # of the upload
     num_pages: int,
     state: RowState,
@@ -109,6 +112,7 @@ def _context(
     if layout.planners:
         work = {str(window): planner.work(fields[name]) for window, (name, planner) in layout.work.items()}
     else:
-        work = plan_work(cu_q_lens, kv_lens, num_tokens=T, max_q_len=max_q_len, backend=backend)
+        shape = {"num_tokens": T, "max_q_len": max_q_len}
+        work = plan_work(cu_q_lens, kv_lens, **shape, backend=backend, fixed_tiles=fixed_tiles)
     context = StepContext(positions, slots, table, cu_q_lens, kv_lens, work, max_q_len=max_q_len, backend=backend)
     return context, tokens, replace(state, page_table=page_table, num_computed=num_computed)

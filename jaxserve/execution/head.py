@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,8 @@ def head(
     i32[num_rows, columns of sampler.pack_sampled]."""
     seq_rows, asked = inputs.seq_rows[:num_rows], sampler.unpack_rows(inputs.sampling[:num_rows])
     logits = _logits(functions, weights, inputs.hidden[:num_rows])
-    sampled = _sample(logits, asked, max_logprobs, masks, _edit(seq_rows, asked, rows.edits, rows.history))
+    edit = _edit(seq_rows, asked, rows.edits, rows.history)
+    sampled = _sample(logits, asked, max_logprobs, masks, edit, map_rows=functions.map_rows)
     last_tokens = rows.last_tokens.at[seq_rows].set(sampled.tokens, mode="drop")
     history = logit_edits.remember(rows.history, seq_rows, asked.position, sampled.tokens)
     return replace(rows, last_tokens=last_tokens, history=history), sampler.pack_sampled(sampled)
@@ -77,7 +79,8 @@ def drafting_head(
     if acceptance == "rejection":
         proposal = None if state.probs is None else verify.probs_after(is_draft, seq_rows, state.probs)
         draw = functools.partial(rejection.draw_token, drafts=verify.drafts_after(is_draft, tokens), proposal=proposal)
-    sampled = _sample(logits, asked, max_logprobs, masks, _edit(seq_rows, asked, rows.edits, history), draw)
+    edit = _edit(seq_rows, asked, rows.edits, history)
+    sampled = _sample(logits, asked, max_logprobs, masks, edit, draw=draw, map_rows=functions.map_rows)
     with jax.named_scope("verify"):
         delivered = verify.delivered(is_draft, tokens, sampled.tokens, sampled.bad_logits)
         last = jnp.where(verify.last_delivered(is_draft, delivered), seq_rows, num_seqs)
@@ -95,7 +98,7 @@ def drafting_head(
 
 def _logits(functions: ModelFunctions, weights: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:  # f32[rows, V]
     model = functions.module(functions.head_indices, weights)
-    return model.logits(model.final_norm(hidden))
+    return functions.map_rows(lambda x: model.logits(model.final_norm(x)), hidden)
 
 
 def _edit(seq_rows: jax.Array, asked: sampler.SamplingRows, edits: jax.Array, history: jax.Array) -> Callable:
@@ -104,8 +107,8 @@ def _edit(seq_rows: jax.Array, asked: sampler.SamplingRows, edits: jax.Array, hi
     )
 
 
-def _sample(logits, asked, max_logprobs, masks: Masks, edit, draw=None) -> sampler.Sampled:
-    """`sampler.sample` of what grammars allow."""
+def _sample(logits, asked, max_logprobs, masks: Masks, edit, **how: Any) -> sampler.Sampled:
+    """`sampler.sample` of what grammars allow. how: its draw and map_rows."""
     edited = (asked.edits != 0).any()
 
     def forbid(logits):
@@ -113,13 +116,13 @@ def _sample(logits, asked, max_logprobs, masks: Masks, edit, draw=None) -> sampl
             return lax.cond(masks.given, logit_edits.apply_masks, lambda logits, _: logits, logits, masks.allowed)
 
     if max_logprobs:  # which are those of masked logits before any edit
-        return sampler.sample(forbid(logits), asked, max_logprobs=max_logprobs, edit=edit, draw=draw)
+        return sampler.sample(forbid(logits), asked, max_logprobs=max_logprobs, edit=edit, **how)
 
     def forbid_and_edit(logits):
         return lax.cond(edited, edit, lambda logits: logits, forbid(logits))
 
     # One conditional around both, since one that has nothing to do still copies its logits.
-    return sampler.sample(logits, asked, edit=forbid_and_edit, edit_wanted=masks.given | edited, draw=draw)
+    return sampler.sample(logits, asked, edit=forbid_and_edit, edit_wanted=masks.given | edited, **how)
 
 
 def score(

@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxserve.batching.context import StepContext
 from jaxserve.models import Decoder, ModelConfig, named_leaves
+from jaxserve.models.row_tiles import MapRows, whole
 from kernels.kv_cache import write_kv
 from kernels.ragged_paged_attention import ragged_paged_attention
 
@@ -26,8 +27,9 @@ class ModelFunctions:
     `nnx.jit` and graph definitions as arguments cost 0.5 to 11 ms of host time a call; a flat list into a plain jit costs 0.1.
     """
 
-    def __init__(self, model: Decoder, moe_backend: str = "auto"):
+    def __init__(self, model: Decoder, moe_backend: str = "auto", map_rows: MapRows = whole):
         self.moe_backend = moe_backend  # of kernels.grouped_matmul
+        self.map_rows = map_rows  # how rows are computed
         graphdef, state = nnx.split(model)
         self.graphdef: nnx.GraphDef[Decoder] = graphdef
         weights, treedef = jax.tree.flatten(state)
@@ -60,7 +62,8 @@ class ModelFunctions:
             def run_layer(weights, x, rope, kv, context):
                 layer = nnx.merge(graphdef, jax.tree.unflatten(treedef, weights))
                 attend = functools.partial(_attend, layer.sliding_window, kv, context)
-                return layer(x, rope, attend, num_tokens=context.cu_q_lens[-1], moe_backend=self.moe_backend)
+                num_tokens = context.cu_q_lens[-1]
+                return layer(x, rope, attend, num_tokens=num_tokens, moe_backend=self.moe_backend, map_rows=self.map_rows)
 
             self._layer_functions[graphdef] = jax.jit(run_layer)
         return self._layer_functions[graphdef](weights, x, rope, kv, context)

@@ -16,6 +16,7 @@ from jaxserve.sampling.edit_rows import EditLayout
 from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE, CacheConfig, SchedulerConfig, require, resolve_policy
 from jaxserve.scheduling.policies import BATCHING_POLICIES
 from jaxserve.speculative.config import SpeculativeConfig
+from kernels.backends import ATTENTION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,11 @@ class ResolvedConfig:
     @property
     def speculative(self) -> SpeculativeConfig | None:
         return self.engine.speculative
+
+    @property
+    def deterministic(self) -> str:
+        """ "bucket" or "always"."""
+        return "always" if self.engine.deterministic == "always" else "bucket"
 
     @property
     def max_pages_per_seq(self) -> int:
@@ -59,7 +65,9 @@ def resolve_config(
     """All limits decided, for this model on this device.
 
     Raises:
-      ValueError: limits that contradict each other, the bucket plan, the model or the memory.
+      ValueError: limits that contradict each other, the bucket plan, the model or the memory; what deterministic="always" can't be
+        had with.
+      NotImplementedError: deterministic="always" on a GPU.
     """
     given_plan = config.bucket_plan
     assert given_plan is None or isinstance(given_plan, BucketPlan)
@@ -92,6 +100,8 @@ def resolve_config(
     cache = CacheConfig(page_size=page_size, num_pages=num_pages, enable_prefix_caching=config.enable_prefix_caching)
     if attention_backend is None:
         attention_backend = "xla" if config.attention_backend == "auto" else config.attention_backend
+    if config.deterministic == "always":
+        _check_always(config, model, attention_backend, on_gpu=on_gpu)
     return ResolvedConfig(
         engine=config,
         model=model,
@@ -100,6 +110,26 @@ def resolve_config(
         plan=plan,
         pages=pages,
         attention_backend=attention_backend,
+    )
+
+
+def _check_always(config: EngineConfig, model: ModelConfig, attention_backend: str, *, on_gpu: bool) -> None:
+    """ValueError, or NotImplementedError, for what bits that do not depend on the bucket can't be had with."""
+    always = "deterministic='always'"
+    if on_gpu:
+        raise NotImplementedError(f"{always} is for CPUs so far: XLA's matmuls on a GPU differ by bucket; use 'bucket'")
+    require(
+        ATTENTION[attention_backend].fixed_tiles,
+        f"attention_backend={attention_backend!r} follows the bucket, which {always} rules out: use 'auto' or 'xla'",
+    )
+    require(
+        not model.sparse_layers or config.moe_backend in ("auto", "xla"),
+        f"moe_backend={config.moe_backend!r} follows the bucket, which {always} rules out: use 'auto' or 'xla'",
+    )
+    require(
+        config.speculative is None or config.speculative.acceptance == "sampled",
+        f"speculative_config: acceptance='rejection' draws tokens by the drafts that a step has room for, which {always} rules "
+        "out: use acceptance='sampled'",
     )
 
 

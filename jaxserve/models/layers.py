@@ -8,6 +8,8 @@ Weights are in the parameters' dtype, norms and the rotary embedding compute in 
 dtype. Axis letters: D model, N query heads, K KV heads, H head_dim, F ffn, V vocabulary, E experts.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +20,7 @@ from flax import nnx
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.rope import apply_rope
+from jaxserve.models.row_tiles import MapRows, RowTiles, whole
 from kernels.checks import Shapes
 from kernels.grouped_matmul import combine_rows, gather_rows, grouped_matmul, plan_groups
 
@@ -130,12 +133,8 @@ class Attention(nnx.Module):
         self.q_norm: RMSNorm | None = RMSNorm(H, config.rms_norm_eps, param_dtype=param_dtype) if config.qk_norm else None
         self.k_norm: RMSNorm | None = RMSNorm(H, config.rms_norm_eps, param_dtype=param_dtype) if config.qk_norm else None
 
-    def __call__(
-        self,
-        x: jax.Array,  # [..., D]
-        rope: RopeAngles,
-        attend: Attend,
-    ) -> tuple[jax.Array, Any]:
+    def project(self, x: jax.Array, rope: RopeAngles) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q[..., N, H], k[..., K, H] and v[..., K, H] of x[..., D]."""
         N, K, H = self.num_heads, self.num_kv_heads, self.head_dim
         with jax.named_scope("qkv"):
             qkv = self.qkv_proj(x).reshape(*x.shape[:-1], N + 2 * K, H)
@@ -147,10 +146,12 @@ class Attention(nnx.Module):
                 scale = jnp.where(is_query, self.q_norm.scale[...], self.k_norm.scale[...])
                 qk = rms_normalize(qk, self.q_norm.eps) * scale
             q, k = (apply_rope(heads, *rope) for heads in jnp.split(qk, [N], axis=-2))
-        with jax.named_scope("attend"):
-            o, kv = attend(q, k, v)
+        return q, k, v
+
+    def output(self, o: jax.Array) -> jax.Array:  # [..., N, H] -> [..., D]
+        """The output projection of all heads."""
         with jax.named_scope("o_proj"):
-            return self.o_proj(o.reshape(*x.shape[:-1], N * H)), kv
+            return self.o_proj(o.reshape(*o.shape[:-2], self.num_heads * self.head_dim))
 
 
 class SwiGLU(nnx.Module):
@@ -202,15 +203,19 @@ class SparseMLP(nnx.Module):
         x: jax.Array,  # [..., D]
         num_tokens: jax.Array | None = None,  # i32[]
         backend: str = "auto",
+        map_rows: MapRows = whole,
     ) -> jax.Array:  # [..., D]
         """num_tokens: tokens from here on, in the order of x, are padding: they reach no expert and get zeros. backend: of
-        kernels.grouped_matmul."""
+        kernels.grouped_matmul. map_rows: how rows are computed; tiles of the grouped matmul have one size then too."""
         tokens = x.reshape(-1, x.shape[-1])
         gate_up, down = self.gate_up_proj.kernel[...], self.down_proj.kernel[...]
-        weights, experts = self.route(tokens)
-        groups = plan_groups(experts, (gate_up, down), num_tokens=num_tokens, backend=backend)
-        hidden = _silu_gated(grouped_matmul(gather_rows(tokens, groups), gate_up, groups))
-        return combine_rows(grouped_matmul(hidden, down, groups), groups, weights).reshape(x.shape)
+        weights, experts = map_rows(self.route, tokens, num_rows=num_tokens)
+        plan = functools.partial(plan_groups, num_tokens=num_tokens, backend=backend)
+        groups = plan(experts, (gate_up, down), block_rows=map_rows.rows if isinstance(map_rows, RowTiles) else None)
+        hidden = map_rows(_silu_gated, grouped_matmul(gather_rows(tokens, groups), gate_up, groups))
+        y = grouped_matmul(hidden, down, groups)
+        combine = lambda row, weights: combine_rows(y, dataclasses.replace(groups, row=row), weights)  # noqa: E731
+        return map_rows(combine, groups.row, weights, num_rows=num_tokens).reshape(x.shape)
 
 
 def _silu_gated(gate_up: jax.Array) -> jax.Array:  # [..., 2F] -> [..., F]
@@ -237,9 +242,10 @@ class DecoderLayer(nnx.Module):
         *,
         num_tokens: jax.Array | None = None,  # i32[]
         moe_backend: str = "auto",
+        map_rows: MapRows = whole,
     ) -> tuple[jax.Array, Any]:
         """The layer's output, [..., D], and the kv that attend returned. num_tokens and moe_backend: what `SparseMLP` is told;
-        a dense layer computes its padding like anything else.
+        a dense layer computes its padding like anything else. map_rows: how all but attention is computed, over x[T, D].
 
         Raises ValueError if x's last axis is not D, or the angles' not H / 2.
         """
@@ -247,14 +253,32 @@ class DecoderLayer(nnx.Module):
         shapes.check("x", x, "... D")
         for name, angle in zip(("cos", "sin"), rope, strict=True):
             shapes.check(name, angle, "... half_H", jnp.float32)
+
+        def project(x: jax.Array, *rope: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            return self.attention.project(self.attention_norm(x), (rope[0], rope[1]))
+
         with jax.named_scope("attention"):
-            o, kv = self.attention(self.attention_norm(x), rope, attend)
-            x = x + o
+            q, k, v = map_rows(project, x, *rope, num_rows=num_tokens)
+            with jax.named_scope("attend"):
+                o, kv = attend(q, k, v)
+        if isinstance(self.mlp, SwiGLU):
+            return map_rows(self._finish, x, o, num_rows=num_tokens), kv
+        x, normed = map_rows(self._add_attention, x, o, num_rows=num_tokens)
         with jax.named_scope("mlp"):
-            normed = self.mlp_norm(x)
-            if isinstance(self.mlp, SparseMLP):
-                return x + self.mlp(normed, num_tokens, moe_backend), kv
-            return x + self.mlp(normed), kv
+            return x + self.mlp(normed, num_tokens, moe_backend, map_rows), kv
+
+    def _add_attention(self, x: jax.Array, o: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x[..., D] with the attention's output o[..., N, H] in it, and its norm for the MLP."""
+        with jax.named_scope("attention"):
+            x = x + self.attention.output(o)
+        with jax.named_scope("mlp"):
+            return x, self.mlp_norm(x)
+
+    def _finish(self, x: jax.Array, o: jax.Array) -> jax.Array:
+        """The layer's output, where the MLP is dense."""
+        x, normed = self._add_attention(x, o)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(normed)
 
 
 def causal_attention(

@@ -36,6 +36,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.models.row_tiles import MapRows, whole
 from jaxserve.sampling import rows as layout
 
 BLOCK = 128  # vocabulary entries a block
@@ -122,6 +123,7 @@ def sample(
     edit: Callable[[jax.Array], jax.Array] | None = None,
     edit_wanted: jax.Array | None = None,
     draw: Callable[[jax.Array, SamplingRows], jax.Array] | None = None,
+    map_rows: MapRows = whole,
 ) -> Sampled:
     """Samples one token for each row, by its own parameters. The order of operations is at the top of this file.
 
@@ -132,6 +134,7 @@ def sample(
     edit: f32[R, V] -> f32[R, V], such as `logit_edits.edit`, bound to the state that it reads.
     edit_wanted: bool[], whether to run `edit`. None: it runs if any row has edits.
     draw: draws the tokens of random rows from their filtered weights, in place of `draw_token`. Traced with 64-bit types enabled.
+    map_rows: how exponentials and their sums are computed.
 
     Raises:
       TypeError: logits are not float32.
@@ -148,14 +151,15 @@ def sample(
     with jax.named_scope("draw"):
         drawn, by_sort = lax.cond(
             random.any(),
-            lambda: _draw(blocks, maxima, rows, random, draw or draw_token),
+            lambda: _draw(blocks, maxima, rows, random, draw or draw_token, map_rows),
             lambda: (greedy, jnp.zeros_like(random)),
         )
     tokens = jnp.where(random, drawn, jnp.where(bad, 0, greedy))
     if not max_logprobs:
         return Sampled(tokens, bad, by_sort, None)
     with jax.named_scope("logprobs"):
-        return Sampled(tokens, bad, by_sort, token_logprobs(logits, tokens, min(max_logprobs, logits.shape[1])))
+        n = min(max_logprobs, logits.shape[1])
+        return Sampled(tokens, bad, by_sort, token_logprobs(logits, tokens, n, map_rows=map_rows))
 
 
 def process_logits(
@@ -218,10 +222,11 @@ def _draw(
     rows: SamplingRows,
     random: jax.Array,  # bool[R]; the other rows' results are not used
     draw: Callable[[jax.Array, SamplingRows], jax.Array],
+    map_rows: MapRows,
 ) -> tuple[jax.Array, jax.Array]:  # i32[R] tokens, bool[R] which rows needed the sort
     N = logits[0].size  # the vocabulary and its padding
     with jax.enable_x64(True):  # other dtypes below are spelled out or follow their operands
-        weights = _weights(logits, maxima.max(-1), jnp.where(random, rows.temperature, 1.0), rows.min_p)
+        weights = map_rows(_weights, logits, maxima.max(-1), jnp.where(random, rows.temperature, 1.0), rows.min_p)
         total = _cumulative(weights)[:, -1]
         k = jnp.where((rows.top_k > 0) & (rows.top_k < N), rows.top_k, N)
         filtered = random & ((k < N) | (rows.top_p < 1))
@@ -343,18 +348,23 @@ def token_logprobs(
     *,
     with_top: jax.Array | None = None,  # bool[]; None is always
     dtype: Any = jnp.float64,
+    map_rows: MapRows = whole,
 ) -> TokenLogprobs:
     """Log-probability and rank of each row's token, and the n likeliest tokens.
 
     with_top: whether the likeliest are wanted; without it their values are not valid.
-    dtype: of the exponentials. Their sums over blocks are float64 in any case.
+    dtype: of the exponentials. Their sums over blocks are float64 in any case. map_rows: how they are computed.
     """
+
+    def log_of_mass(blocks: jax.Array, highest: jax.Array) -> jax.Array:
+        mass = jnp.exp(blocks - highest[:, None, None]).sum(-1, dtype=dtype).sum(-1, dtype=jnp.float64)
+        return jnp.log(mass).astype(jnp.float32)
+
     blocks = in_blocks(logits, -jnp.inf)
     maxima = blocks.max(-1)
     highest = maxima.max(-1)
     with jax.enable_x64(True):
-        mass = jnp.exp(blocks - highest[:, None, None]).sum(-1, dtype=dtype).sum(-1, dtype=jnp.float64)
-        log_mass = jnp.log(mass).astype(jnp.float32)
+        log_mass = map_rows(log_of_mass, blocks, highest)
     chosen = jnp.take_along_axis(logits, tokens[:, None], 1)
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
     ahead = (logits > chosen) | ((logits == chosen) & (ids < tokens[:, None]))

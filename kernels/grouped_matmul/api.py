@@ -13,7 +13,7 @@ import numpy as np
 from kernels.backends import GROUPED_MATMUL
 from kernels.checks import Shapes
 from kernels.grouped_matmul import xla
-from kernels.grouped_matmul.layout import Groups, lay_out
+from kernels.grouped_matmul.layout import ROW_ALIGN, Groups, lay_out
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -24,6 +24,7 @@ def plan_groups(
     *,
     num_tokens: jax.Array | None = None,  # i32[]
     backend: str = "auto",
+    block_rows: int | None = None,
 ) -> Groups:
     """The layout of a batch whose token t chose the groups group_ids[t], for products with all of `weights`.
 
@@ -33,6 +34,8 @@ def plan_groups(
 
     backend: one of `kernels.backends.GROUPED_MATMUL.names`. "auto" is "mosaic_sm90" on a Hopper GPU where it can take these
     weights, otherwise "xla".
+    block_rows: most rows of a tile, for "xla", a multiple of 8; the same for every T, it keeps a row's bits from depending on T.
+    None: the backend's choice by T, k and E.
 
     Raises:
         ValueError: an argument's shape, dtype or value is wrong.
@@ -51,7 +54,11 @@ def plan_groups(
     if num_tokens is not None:
         shapes.check("num_tokens", num_tokens, "", jnp.int32)
     backend = _resolve_backend(backend, weights)
-    rows = GROUPED_MATMUL[backend].functions.block_rows(T, k, E)
+    if block_rows is not None and (backend == "mosaic_sm90" or block_rows < 1 or block_rows % ROW_ALIGN):
+        raise ValueError(
+            f"{block_rows=} must be a positive multiple of {ROW_ALIGN}, or None, and None with mosaic_sm90 ({backend=})"
+        )
+    rows = block_rows or GROUPED_MATMUL[backend].functions.block_rows(T, k, E)
     with jax.named_scope("plan_groups"):
         return lay_out(group_ids, E, num_tokens=num_tokens, block_rows=rows, backend=backend)
 

@@ -90,22 +90,30 @@ def plan_work(
     num_tokens: int,
     max_q_len: int | None = None,
     backend: str = "auto",
+    fixed_tiles: bool = False,
 ) -> Any:
     """What all layers of a step share: a pytree to pass as `work=`. Call it inside the step's program, once.
 
     Args:
         num_tokens: T, the rows of q.
         max_q_len, backend: as given to `ragged_paged_attention`; "auto" is "xla" here.
+        fixed_tiles: of one size for every num_tokens, number of sequences and max_q_len, so that a row's bits depend on none of
+            them. Some shapes take longer then.
 
-    Raises: ValueError as `ragged_paged_attention` does; NotImplementedError for "mosaic_sm90", which is planned on the host.
+    Raises:
+        ValueError: as `ragged_paged_attention`.
+        NotImplementedError: "mosaic_sm90" is planned on the host; "reference" has no tiles to fix.
     """
     _check_lens(Shapes(), cu_q_lens, kv_lens)
     max_q_len = _resolve_max_q_len(max_q_len, num_tokens)
     row = ATTENTION["xla" if backend == "auto" else backend]
     if row.plans_on_host:
         raise NotImplementedError(f"{row.name} can't plan on the device: plan on the host with host_planner({row.name!r})")
+    fixed = {"fixed_tiles": True} if fixed_tiles else {}
+    if fixed_tiles and not row.fixed_tiles:
+        raise NotImplementedError(f"{row.name} has no fixed tiles; use backend='xla'")
     with jax.named_scope("plan_work"):
-        return row.functions.plan_work(cu_q_lens, kv_lens, num_tokens=num_tokens, max_q_len=max_q_len)
+        return row.functions.plan_work(cu_q_lens, kv_lens, num_tokens=num_tokens, max_q_len=max_q_len, **fixed)
 
 
 def host_planner(backend: str) -> Callable[..., Any] | None:

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 MASKED = -1e30
 FIRST_MAXIMUM = -1e29
 
+FIXED_TILES = 4, 4, 128  # rows a tile, tiles a block and KV positions, where these must not follow the step's shape
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Work:
     output_row: jax.Array  # i32[T], where row t of q is in [W * block_q]; W * block_q for rows past cu_q_lens[-1]
     block_q: int = dataclasses.field(metadata={"static": True})  # rows a tile
     block_tiles: int = dataclasses.field(metadata={"static": True})  # tiles a block
+    fixed_tiles: bool = dataclasses.field(metadata={"static": True})  # whether they are FIXED_TILES
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -45,7 +48,7 @@ def lacks(**_: Any) -> None:
     """What this backend can't do: nothing."""
 
 
-def _tile_sizes(num_tokens: int, num_seqs: int, max_q_len: int) -> tuple[int, int, int]:
+def _tile_sizes(num_tokens: int, num_seqs: int, max_q_len: int, fixed_tiles: bool) -> tuple[int, int, int]:
     """(block_q, block_tiles, W): rows a tile, tiles a block, and tiles in all, whole blocks, that any batch fits.
 
     block_q is the average q_len the shape was made for: a decode in a mixed program computes block_q rows to use one, and a
@@ -53,20 +56,23 @@ def _tile_sizes(num_tokens: int, num_seqs: int, max_q_len: int) -> tuple[int, in
     4, 8 and 16; at (512, 128), two chunks of 256 took 8.4, 7.4 and 6.7 (9/3 heads of 64, bf16).
     """
     owners = min(num_seqs, num_tokens)
-    if max_q_len == 1:
+    if fixed_tiles:
+        block_q, block_tiles, _ = FIXED_TILES
+    elif max_q_len == 1:
         block_q, block_tiles = 1, min(owners, 8)
     else:
         block_q = 16 if num_tokens >= 16 * num_seqs else 8 if num_tokens >= 8 * num_seqs else 4
         block_tiles = 4
     # sum of ceil(q_len / block_q) is at most owners + (num_tokens - owners) // block_q.
     tiles = min(owners + (num_tokens - owners) // block_q, num_seqs * -(-max_q_len // block_q))
-    block_tiles = min(block_tiles, tiles)
+    if not fixed_tiles:
+        block_tiles = min(block_tiles, tiles)
     return block_q, block_tiles, -(-tiles // block_tiles) * block_tiles
 
 
-def _tile_positions(num_seqs: int, max_q_len: int, page_size: int) -> int:
+def _tile_positions(num_seqs: int, max_q_len: int, page_size: int, fixed_tiles: bool) -> int:
     """KV positions a tile: whole pages, about 128, or 256 where many decodes share the overhead of a loop's iteration."""
-    target = 256 if max_q_len == 1 and num_seqs >= 16 else 128
+    target = FIXED_TILES[2] if fixed_tiles else 256 if max_q_len == 1 and num_seqs >= 16 else 128
     return max(1, target // page_size) * page_size
 
 
@@ -76,10 +82,11 @@ def plan_work(
     *,
     num_tokens: int,
     max_q_len: int,
+    fixed_tiles: bool = False,
 ) -> Work:
     """Cuts the step's queries into tiles. O(W * S + T * S) compares, no loop."""
     S, T = kv_lens.shape[0], num_tokens
-    R, B, W = _tile_sizes(T, S, max_q_len)
+    R, B, W = _tile_sizes(T, S, max_q_len, fixed_tiles)
 
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
     end_tile = jnp.cumsum((q_lens + R - 1) // R)  # i32[S]
@@ -110,6 +117,7 @@ def plan_work(
         output_row=jnp.where(t < cu_q_lens[-1], tile_of_t * R + row_of_t % R, W * R),
         block_q=R,
         block_tiles=B,
+        fixed_tiles=fixed_tiles,
     )
 
 
@@ -135,8 +143,9 @@ def attend(
     T, N, H = q.shape
     S = kv_lens.shape[0]
     K, page_size = kv_pages.shape[2:4]
-    R, B, W = _tile_sizes(T, S, max_q_len)
-    C = _tile_positions(S, max_q_len, page_size)
+    fixed_tiles = isinstance(work, Work) and work.fixed_tiles
+    R, B, W = _tile_sizes(T, S, max_q_len, fixed_tiles)
+    C = _tile_positions(S, max_q_len, page_size, fixed_tiles)
     G = N // K
     if work is None:
         work = plan_work(cu_q_lens, kv_lens, num_tokens=T, max_q_len=max_q_len)
@@ -164,7 +173,7 @@ def attend(
         return jax.lax.dynamic_update_slice_in_dim(out, o, i * B, axis=0)
 
     out = jnp.zeros((W, R, N, H), q.dtype)
-    out = block(0, out) if W == B else jax.lax.fori_loop(0, (work.num_tiles + B - 1) // B, block, out)
+    out = block(0, out) if W == B and not fixed_tiles else jax.lax.fori_loop(0, (work.num_tiles + B - 1) // B, block, out)
     return jnp.take(out.reshape(W * R, N, H), work.output_row, axis=0, mode="fill", fill_value=0)
 
 

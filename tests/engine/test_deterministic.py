@@ -1,0 +1,136 @@
+"""`deterministic="always"`: equal bits whatever buckets a request's steps run in.
+
+What each request gets alone, in steps of one shape, is compared with what it gets among others: in the default plan's buckets, cut
+to other chunks, with prefix hits, preempted and resumed, with drafts, at drawn times. Tokens, log-probabilities and the prompts'
+scores are equal to the last bit. Each part that is broken is found out.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import jaxserve.execution.body
+from jaxserve.models import row_tiles
+from jaxserve.models.row_tiles import RowTiles
+from tests.dummy import CONFIG, ONE_BUCKET, Ask, Run, differences, dummy_model, make_engine, serve, serve_alone
+from tests.engine.test_engine_experts import SPARSE
+from tests.workload import SMALL_POOL, requests
+
+OPTIMISED = True
+ALWAYS = {"deterministic": "always"}
+BIASED = dataclasses.replace(CONFIG, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=False, tie_word_embeddings=True)
+MODELS = {"dense": CONFIG, "biased": BIASED, "experts": SPARSE}
+KINDS = [(name, dtype, transposed) for name in MODELS for dtype in ("float32", "bfloat16") for transposed in (True, False)]
+FEW = 9  # of the requests: chunks, random draws, samples of one prompt, edits and prompt scores are among them
+
+
+def buckets_of(run: Run) -> set[int]:
+    return {s.num_tokens for s in run.schedules}
+
+
+def check(model, asks: list[Ask], pool_pages: int = SMALL_POOL[True], **settings) -> list[str]:
+    """What differs from each request alone, of a run that did meet several shapes of steps, chunks, hits and preemptions."""
+    expected = serve_alone(model, asks, bucket_plan=ONE_BUCKET, **ALWAYS)
+    engine = make_engine(model, pool_pages=pool_pages, **(ALWAYS | settings))
+    run = serve(engine, asks)
+    assert len(engine.stats.padding.steps) >= 3, "the run stayed in a few buckets"
+    assert run.num_mixed_steps and run.num_chunks and run.stats.num_hit_tokens and run.stats.num_preemptions
+    return differences(run.answers, expected)
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, transposed",
+    [pytest.param(*k, marks=() if k == ("dense", "float32", True) else pytest.mark.slow) for k in KINDS],
+)
+def test_any_bucket_as_alone_in_one(kind, dtype, transposed):
+    model = dummy_model(dtype, MODELS[kind], transposed=transposed)
+    assert check(model, requests(True)[:FEW], 20) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_traffic(seed):
+    """Other arrivals, budgets, policies and pools."""
+    rng = np.random.default_rng(seed)
+    asks = [dataclasses.replace(ask, at=int(rng.integers(12))) for ask in requests(True, logprobs=True)]
+    settings = {
+        "max_num_batched_tokens": int(rng.integers(6, 25)),
+        "async_scheduling": bool(rng.integers(2)),
+        "enable_mixed_steps": None,
+        "batching_policy": str(rng.choice(["sarathi", "orca"])),
+        "enable_chunked_prefill": True,
+    }
+    model = dummy_model("float32", transposed=bool(seed % 2))
+    expected = serve_alone(model, asks, bucket_plan=ONE_BUCKET, **ALWAYS)
+    engine = make_engine(model, pool_pages=int(rng.integers(48, 60)), **ALWAYS, **settings)
+    run = serve(engine, asks)
+    assert len(engine.stats.padding.steps) >= 3 and run.num_chunks
+    assert differences(run.answers, expected) == [], settings
+
+
+@pytest.mark.slow
+def test_drafts_change_nothing():
+    """Drafts are verified in buckets of their own, and tokens and bits are those without them."""
+    asks = list(requests(True)[:FEW])
+    speculative = {"speculative_config": {"num_speculative_tokens": 3}}
+    assert check(dummy_model(transposed=True), asks, 20, **speculative) == []
+
+
+# -- the checks can fail
+
+
+def differs_when_broken(**settings) -> bool:
+    """Whether a lone request's bits follow its buckets, with bodies and heads traced anew."""
+    model, asks = dummy_model(transposed=True), requests(True, logprobs=True)[:2]
+    runs = [
+        serve(make_engine(model, compile_anew="all", **settings, **plan), asks).answers
+        for plan in ({"bucket_plan": ONE_BUCKET}, {})
+    ]
+    return differences(*runs) != []
+
+
+@pytest.mark.slow
+def test_found_out_where_nothing_is_fixed():
+    assert differs_when_broken(deterministic="bucket")
+
+
+@pytest.mark.slow
+def test_found_out_where_rows_are_computed_at_once(monkeypatch):
+    monkeypatch.setattr(RowTiles, "__call__", lambda self, f, *xs, num_rows=None: row_tiles.whole(f, *xs))
+    assert differs_when_broken(**ALWAYS)
+
+
+@pytest.mark.slow
+def test_found_out_where_attention_follows_the_bucket(monkeypatch):
+    plan_work = jaxserve.execution.body.plan_work
+    monkeypatch.setattr(
+        jaxserve.execution.body, "plan_work", lambda *args, fixed_tiles, **kwargs: plan_work(*args, fixed_tiles=False, **kwargs)
+    )
+    assert differs_when_broken(**ALWAYS)
+
+
+# -- what it can't be had with
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"attention_backend": "reference"}, "attention_backend='reference' follows the bucket"),
+        ({"speculative_config": {"num_speculative_tokens": 2, "acceptance": "rejection"}}, "acceptance='rejection'"),
+        ({"deterministic": "sometimes"}, "must be one of auto, bucket, always"),
+    ],
+)
+def test_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_engine(dummy_model(), **(ALWAYS | settings))
+
+
+def test_refused_with_experts_that_follow_the_bucket():
+    with pytest.raises(ValueError, match="moe_backend='reference' follows the bucket"):
+        make_engine(dummy_model("float32", SPARSE), moe_backend="reference", **ALWAYS)
+
+
+def test_auto_is_bucket():
+    assert make_engine(dummy_model()).config.deterministic == "bucket"
+    assert "deterministic: always" in make_engine(dummy_model(), **ALWAYS).describe()
