@@ -2,6 +2,7 @@ from jaxserve.buckets.plan import BucketPlan as BucketPlan
 from jaxserve.config import EngineConfig as EngineConfig
 from jaxserve.engine.beam_search import BeamSearchOutput as BeamSearchOutput
 from jaxserve.engine.beam_search import BeamSearchParams as BeamSearchParams
+from jaxserve.engine.description import EngineDescription as EngineDescription
 from jaxserve.engine.engine import Engine as Engine
 from jaxserve.llm import LLM as LLM
 from jaxserve.models import named_leaves as named_leaves

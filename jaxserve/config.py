@@ -291,6 +291,14 @@ class EngineConfig:
             "preemption and prefix hits, among steps of one bucket; always: the bucket neither; auto: bucket.",
         ),
     )
+    skip_qualification: bool = _option(
+        False,
+        Switch(
+            group=_NAMES,
+            help="Use our kernels on a GPU that has not tried them. Otherwise the first start on a card, driver, JAX or revision "
+            "of the kernels tries them for about half a minute, and auto leaves out what fails (`jaxserve qualify`).",
+        ),
+    )
     compilation_cache_dir: str | None = _option(
         None,
         File(

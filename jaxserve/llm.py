@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams, search
+from jaxserve.engine.description import EngineDescription
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.kernel_choice import qualify_kernels
 from jaxserve.engine.progress import ProgressBar
 from jaxserve.models import GenerationDefaults, ModelConfig
-from jaxserve.models.loading import LoadedModel, adopt_model, load_model
+from jaxserve.models.loading import LoadedModel, adopt_model, check_tokenizer_choice, find_model, load_files
 from jaxserve.moved import forward
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
 from jaxserve.request import Request
@@ -77,13 +79,12 @@ class LLM:
         **options: Any,
     ):
         config = engine_config(options)
-        loaded = load_model(
-            model,
-            tokenizer=tokenizer,
-            skip_tokenizer_init=skip_tokenizer_init,
-            dtype=config.dtype,
-            revision=revision,
-            transposed=None,
+        check_tokenizer_choice(tokenizer, skip_tokenizer_init)
+        files = find_model(model, revision=revision)
+        # On a card that nobody has tried: before the weights, while JAX has not taken the device's memory.
+        qualify_kernels(files.config, files.dtype(config.dtype), config, ask_jax=False)
+        loaded = load_files(
+            files, tokenizer=tokenizer, skip_tokenizer_init=skip_tokenizer_init, dtype=config.dtype, transposed=None
         )
         self._set_up(loaded, config)
 
@@ -153,6 +154,10 @@ class LLM:
         """Ends every request and closes the engine's demand log."""
         self.engine.close()
         self.grammars.close()
+
+    def describe(self) -> EngineDescription:
+        """What was decided for this model on this device: kernels and what its check of them found, memory, limits, programs."""
+        return self.engine.description
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. ValueError if none was loaded."""

@@ -33,6 +33,7 @@ class Backend:
     platforms: tuple[str, ...] | None = None  # of JAX, on which "auto" considers it; None is every one
     plans_on_host: bool = False  # whether the work of a step is planned in numpy, before the step is dispatched
     fixed_tiles: bool = False  # whether plan_work takes fixed_tiles=True: of one size for every shape of a step
+    plain_xla: bool = False  # no kernel of ours: "auto" may take it on a card where nothing has been qualified
 
     @property
     def functions(self) -> Any:
@@ -69,8 +70,8 @@ class Backends:
 
 
 ATTENTION = Backends(
-    Backend("reference", "kernels.ragged_paged_attention.reference"),
-    Backend("xla", "kernels.ragged_paged_attention.xla", automatic=True, fixed_tiles=True),
+    Backend("reference", "kernels.ragged_paged_attention.reference", plain_xla=True),
+    Backend("xla", "kernels.ragged_paged_attention.xla", automatic=True, fixed_tiles=True, plain_xla=True),
     Backend(
         "mosaic_sm90",
         "kernels.ragged_paged_attention.mosaic_sm90.attend",
@@ -80,7 +81,7 @@ ATTENTION = Backends(
     ),
 )
 GROUPED_MATMUL = Backends(
-    Backend("reference", "kernels.grouped_matmul.reference"),
-    Backend("xla", "kernels.grouped_matmul.xla", automatic=True),
+    Backend("reference", "kernels.grouped_matmul.reference", plain_xla=True),
+    Backend("xla", "kernels.grouped_matmul.xla", automatic=True, plain_xla=True),
     Backend("mosaic_sm90", "kernels.grouped_matmul.mosaic_sm90", automatic=True),
 )

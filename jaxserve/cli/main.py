@@ -26,6 +26,7 @@ COMMANDS = {  # as a user says it -> a line; its module is that of jaxserve.cli 
     "simulate": "Serve a workload on GPUs in virtual time.",
     "convert": "Convert between Hugging Face, GGUF and Orbax.",
     "verify": "Compare a model with transformers.",
+    "qualify": "Try our kernels on this GPU, and keep the verdict.",
     "router": "Join several servers behind one address.",
     "version": "Print jaxserve's version and those of what it stands on.",
 }

@@ -21,7 +21,9 @@ from jaxserve.batching.packer import BatchPacker
 from jaxserve.config import EngineConfig
 from jaxserve.engine.admission import check_arrival, check_future, check_ids, check_kinds, check_priority
 from jaxserve.engine.demand_log import DemandWriter
+from jaxserve.engine.description import EngineDescription, describe
 from jaxserve.engine.grammar_following import GrammarFollower
+from jaxserve.engine.kernel_choice import KernelChoice, choose_kernels
 from jaxserve.engine.live_requests import LiveRequests
 from jaxserve.engine.pipeline import StepPipeline
 from jaxserve.engine.resolution import model_functions, resolve, step_budget
@@ -63,7 +65,9 @@ class Engine:
         use_persistent_cache(config.compilation_cache_dir)
         compile_counts()  # from here on they are counted
         functions = model_functions(model, config)
-        self.config: ResolvedConfig = resolve(functions, config)
+        self.kernels: KernelChoice = choose_kernels(functions.model_config, functions.dtype, config)
+        functions.moe_backend = self.kernels.moe
+        self.config: ResolvedConfig = resolve(functions, config, self.kernels.attention)
         programs = Programs(functions, self.config)
         self._warm_up: BackgroundWarmUp | None = None
         if config.warm_up == "all":  # from shapes, before the pool takes the memory that compiling may need
@@ -272,14 +276,18 @@ class Engine:
         return bool(self._requests or self.pipeline.in_flight or self.pipeline.undelivered)
 
     def describe(self) -> str:
-        """What was decided, for the log: the attention's backend, what bits may depend on, pool, limits, plan."""
-        c = self.config
-        return (
-            f"attention: {c.attention_backend}; deterministic: {c.deterministic}; "
-            f"KV pool: {c.cache.num_pages} pages of {c.cache.page_size} tokens ({c.pool_bytes / 2**20:.0f} MiB); "
-            f"steps of up to {c.scheduler.max_num_batched_tokens} tokens and {c.scheduler.max_num_seqs} sequences, "
-            f"requests of up to {c.scheduler.max_model_len} tokens; buckets: {c.plan}"
-        )
+        """What was decided, for the log: the kernels, pool, limits, plan. `description` has all of it."""
+        return str(self.description)
+
+    @property
+    def description(self) -> EngineDescription:
+        """What was decided, as data."""
+        return describe(self.runner.programs, self.kernels)
+
+    @property
+    def qualification(self) -> str | None:
+        """What the card's check of our kernels found, in a line; None where no GPU is used."""
+        return self.kernels.said if self.kernels.skipped or self.kernels.qualification is not None else None
 
     # -- the step
 

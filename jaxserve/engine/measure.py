@@ -79,15 +79,18 @@ class StepMeasurer:
     def __init__(self, model: Any, config: EngineConfig, *, multiple: int, min_seconds: float = 0.1):
         import jax
 
+        from jaxserve.engine.kernel_choice import choose_kernels
         from jaxserve.engine.resolution import model_functions, resolve
         from jaxserve.execution.programs import Programs
         from jaxserve.execution.runner import Runner
 
         functions = model_functions(model, config)
-        limits = resolve(functions, config).scheduler
+        kernels = choose_kernels(functions.model_config, functions.dtype, config)
+        functions.moe_backend = kernels.moe
+        limits = resolve(functions, config, kernels.attention).scheduler
         self.levels: list[int]
         plan, self.levels = grid_plan(limits.max_num_seqs, limits.max_num_batched_tokens, multiple)
-        self.config: ResolvedConfig = resolve(functions, replace(config, bucket_plan=plan))
+        self.config: ResolvedConfig = resolve(functions, replace(config, bucket_plan=plan), kernels.attention)
         self.programs: Programs = Programs(functions, self.config)
         self.runner: Runner = Runner(self.programs)
         self.min_seconds = min_seconds

@@ -1,6 +1,6 @@
 """An EngineConfig resolved against a model and the device at hand: what it means here.
 
-Owns the questions to the device (its memory, what its attention backend can do) and to the profile of a dynamic budget. What
+Owns the questions to the device about its memory and to the profile of a dynamic budget. What
 follows from the answers is execution/resolved_config.py's.
 """
 
@@ -17,8 +17,6 @@ from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.resolved_config import ResolvedConfig, resolve_config
 from jaxserve.models.row_tiles import RowTiles, whole
-from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE
-from kernels.ragged_paged_attention import resolve_backend
 
 if TYPE_CHECKING:
     from jaxserve.models import Decoder, ModelConfig
@@ -35,11 +33,11 @@ def model_functions(model: Decoder, config: EngineConfig) -> ModelFunctions:
     return ModelFunctions(model, config.moe_backend, RowTiles(ROW_TILE) if tiled else whole)
 
 
-def resolve(functions: ModelFunctions, config: EngineConfig) -> ResolvedConfig:
-    """The config with everything decided for this model on JAX's default device.
+def resolve(functions: ModelFunctions, config: EngineConfig, attention_backend: str) -> ResolvedConfig:
+    """The config with everything decided for this model on JAX's default device. attention_backend: that is chosen, never "auto".
 
     On a device that states its memory, the largest programs are compiled first, from shapes alone, to learn what they need beside
-    weights and pages. Raises ValueError as `resolve_config`, NotImplementedError for an attention backend that can't.
+    weights and pages. Raises ValueError as `resolve_config`.
     """
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
@@ -51,14 +49,7 @@ def resolve(functions: ModelFunctions, config: EngineConfig) -> ResolvedConfig:
         kv_dtype=functions.dtype,
         on_gpu=device.platform == "gpu",
         device_limit=limit,
-        attention_backend=resolve_backend(
-            config.attention_backend,
-            num_query_heads=functions.model_config.num_heads,
-            num_kv_heads=functions.model_config.num_kv_heads,
-            head_dim=functions.model_config.head_dim,
-            page_size=config.page_size or DEFAULT_PAGE_SIZE,
-            dtype=functions.dtype,
-        ),
+        attention_backend=attention_backend,
         weight_bytes=max(functions.num_bytes, stats.get("bytes_in_use", 0)),  # what else the process holds is not ours to use
     )
     resolved = decide()

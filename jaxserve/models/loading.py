@@ -42,6 +42,20 @@ class LoadedModel:
     tokenizer: Tokenizer | None
 
 
+@dataclass(frozen=True)
+class ModelFiles:
+    """A checkpoint on disk, of which its config is read. reader: of its tensors; None for a version of an Orbax folder."""
+
+    path: Path
+    config: ModelConfig
+    defaults: GenerationDefaults
+    reader: Any
+
+    def dtype(self, wanted: str) -> str:
+        """Of the weights that `load_files(dtype=wanted)` gives."""
+        return weight_dtype(self.config, wanted)
+
+
 class NoTokenizerError(ValueError):
     """There is no tokenizer where one was looked for. Its cause says what is missing there."""
 
@@ -73,33 +87,63 @@ def load_model(
       NoTokenizerError: no tokenizer with it (pass skip_tokenizer_init=True to work with token ids).
       ValueError: contradictory options.
     """
+    _check_dtype(dtype, DTYPES)
+    check_tokenizer_choice(tokenizer, skip_tokenizer_init)
+    files = find_model(model, revision=revision)
+    return load_files(
+        files,
+        tokenizer=tokenizer,
+        skip_tokenizer_init=skip_tokenizer_init,
+        dtype=dtype,
+        transposed=transposed,
+        progress=progress,
+    )
+
+
+def check_tokenizer_choice(tokenizer: str | Path | Tokenizer | None, skip_tokenizer_init: bool) -> None:
+    """ValueError if a tokenizer is given, and none is to be loaded."""
+    if skip_tokenizer_init and tokenizer is not None:
+        raise ValueError(f"skip_tokenizer_init=True contradicts tokenizer={tokenizer!r}: leave one of them out")
+
+
+def find_model(model: str | Path, *, revision: str | None = None) -> ModelFiles:
+    """Where a checkpoint lies and what it says of itself. Reads no weight, leaves the device alone. Errors as `load_model`'s."""
     from checkpoints import orbax
     from checkpoints.huggingface import SafetensorsReader, resolve
 
-    _check_dtype(dtype, DTYPES)
-    if skip_tokenizer_init and tokenizer is not None:
-        raise ValueError(f"skip_tokenizer_init=True contradicts tokenizer={tokenizer!r}: leave one of them out")
-    transposed = is_best_transposed() if transposed is None else transposed
     path = resolve(model, revision=revision)
     version = orbax.find_version(path)
     if version is not None:
-        config, defaults = ModelConfig.from_hf(version), GenerationDefaults.from_hf(version)
-        with _tokenizer_of(version, tokenizer, skip_tokenizer_init) as found:
-            module = load_version(version, config, dtype=dtype)
-            return LoadedModel(transpose_kernels(module) if transposed else module, config, defaults, found.result())
+        return ModelFiles(version, ModelConfig.from_hf(version), GenerationDefaults.from_hf(version), None)
     if path.is_dir():
-        config, defaults = ModelConfig.from_hf(path), GenerationDefaults.from_hf(path)
-        reader: Any = SafetensorsReader(path)
-    else:
-        from checkpoints import gguf
+        return ModelFiles(path, ModelConfig.from_hf(path), GenerationDefaults.from_hf(path), SafetensorsReader(path))
+    from checkpoints import gguf
 
-        reader = gguf.GGUFReader(path)
-        said = gguf.hf_config(reader)
-        config = ModelConfig.from_hf(said)
-        defaults = GenerationDefaults.from_dicts(gguf.generation_config(reader), said)
-    with _tokenizer_of(path, tokenizer, skip_tokenizer_init) as found:
-        module = load_weights(reader, config, dtype=dtype, transposed=transposed, progress=progress)
-        return LoadedModel(module, config, defaults, found.result())
+    reader = gguf.GGUFReader(path)
+    said = gguf.hf_config(reader)
+    defaults = GenerationDefaults.from_dicts(gguf.generation_config(reader), said)
+    return ModelFiles(path, ModelConfig.from_hf(said), defaults, reader)
+
+
+def load_files(
+    files: ModelFiles,
+    *,
+    tokenizer: str | Path | Tokenizer | None = None,
+    skip_tokenizer_init: bool = False,
+    dtype: str = "auto",
+    transposed: bool | None = False,
+    progress: bool = False,
+) -> LoadedModel:
+    """`load_model` of files that were found. Arguments and errors are its."""
+    config = files.config
+    transposed = is_best_transposed() if transposed is None else transposed
+    with _tokenizer_of(files.path, tokenizer, skip_tokenizer_init) as found:
+        if files.reader is None:
+            module = load_version(files.path, config, dtype=dtype)
+            module = transpose_kernels(module) if transposed else module
+        else:
+            module = load_weights(files.reader, config, dtype=dtype, transposed=transposed, progress=progress)
+        return LoadedModel(module, config, files.defaults, found.result())
 
 
 def _check_dtype(dtype: str, choices: tuple[str, ...]) -> None:
@@ -135,6 +179,11 @@ def _or_no_tokenizer[Source, Found](load: Callable[[Source], Found], source: Sou
         raise NoTokenizerError(f"{error} (give tokenizer=, or skip_tokenizer_init=True to work with token ids)") from error
 
 
+def weight_dtype(config: ModelConfig, dtype: str) -> str:
+    """`dtype`, or where that is "auto" the config's own, bfloat16 if it names none."""
+    return (config.dtype or "bfloat16") if dtype == "auto" else dtype
+
+
 def load_weights(
     reader: Any, config: ModelConfig, *, dtype: str = "auto", transposed: bool = False, progress: bool = False
 ) -> Decoder:
@@ -147,8 +196,7 @@ def load_weights(
     """
     from checkpoints.weights import load_weights
 
-    weight_dtype = (config.dtype or "bfloat16") if dtype == "auto" else dtype
-    abstract = Decoder.abstract(config, weight_dtype)
+    abstract = Decoder.abstract(config, weight_dtype(config, dtype))
     if transposed:
         transpose_kernels(abstract)
     table = key_table(config, reader.keys(), transposed=transposed)
@@ -160,7 +208,7 @@ def load_version(version: Path, config: ModelConfig, *, dtype: str = "auto") -> 
     """The decoder of `config` with the weights of one version of an Orbax checkpoint, on the default device."""
     from checkpoints import orbax
 
-    abstract = Decoder.abstract(config, (config.dtype or "bfloat16") if dtype == "auto" else dtype)
+    abstract = Decoder.abstract(config, weight_dtype(config, dtype))
     return with_leaves(abstract, orbax.load(version, named_leaves(abstract)))
 
 

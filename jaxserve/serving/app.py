@@ -14,6 +14,7 @@ from importlib.metadata import version
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from msgspec import UNSET
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import HTMLResponse, Response
@@ -186,7 +187,7 @@ def _operator_routes(app: FastAPI, served: Served, metrics: Metrics) -> None:
             served.engine.check_health()
         except UnavailableError as error:
             raise HTTPException(503, str(error)) from None
-        return _json(Health("ok"))
+        return _json(Health("ok", kernels=UNSET if (said := served.engine.qualification) is None else said))
 
     @app.get(
         "/metrics",

@@ -68,6 +68,7 @@ class AsyncLLM:
         self.default_sampling_params: SamplingParams = llm.get_default_sampling_params()
         self.config: ServedConfig = llm.engine.config
         self.eos_token_ids: frozenset[int] = llm.engine.eos_token_ids
+        self.qualification: str | None = llm.engine.qualification
         self.request_timeout = request_timeout
         self.listener = listener
         llm.grammars.prepare()  # now, so that no step will wait for it

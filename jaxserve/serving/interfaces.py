@@ -74,6 +74,9 @@ class ServedEngine(Protocol):
     @property
     def is_asleep(self) -> bool: ...
 
+    @property
+    def qualification(self) -> str | None: ...
+
     def add_request(
         self,
         request_id: str,

@@ -219,8 +219,11 @@ class Version(Struct):
 
 
 class Health(Struct):
+    """kernels: what this GPU's check of our kernels found, in a line; absent where no GPU is used."""
+
     status: Literal["ok", "unhealthy"]
     reason: str | None = None
+    kernels: str | UnsetType = UNSET
 
 
 class Done(Struct):

@@ -4,7 +4,7 @@ Owns the contract and its errors. The backends are the rows of `kernels.backends
 `plan_groups` (where rows stand), `gather_rows`, any number of `grouped_matmul`s, `combine_rows`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ def plan_groups(
         raise ValueError(f"{group_ids.shape=} has {k} choices a token among {E} groups: they can't differ")
     if num_tokens is not None:
         shapes.check("num_tokens", num_tokens, "", jnp.int32)
-    backend = _resolve_backend(backend, weights)
+    backend = resolve_backend(backend, weights)
     if block_rows is not None and (backend == "mosaic_sm90" or block_rows < 1 or block_rows % ROW_ALIGN):
         raise ValueError(
             f"{block_rows=} must be a positive multiple of {ROW_ALIGN}, or None, and None with mosaic_sm90 ({backend=})"
@@ -87,7 +87,7 @@ def grouped_matmul(
     shapes.check("w", w, "E D F")
     if x.dtype != w.dtype:
         raise ValueError(f"{x.dtype=} and {w.dtype=} must be the same")
-    _resolve_backend(groups.backend, [w])
+    resolve_backend(groups.backend, [w])
     with jax.named_scope(f"grouped_matmul_{groups.backend}"):
         return _matmul(x, w, groups)
 
@@ -131,9 +131,15 @@ def _backward(saved, dy):
 _matmul.defvjp(_forward, _backward)
 
 
-def _resolve_backend(backend: str, weights: Sequence[jax.Array]) -> str:
+def resolve_backend(backend: str, weights: Sequence[jax.Array], left_out: Collection[str] = ()) -> str:
+    """The backend that runs: "auto" is the preferred one that can take all of `weights` [., D, F], of which only shapes and dtypes
+    are used. left_out: backends that "auto" must not take on this device.
+
+    Raises: ValueError, NotImplementedError as `plan_groups` does.
+    """
     GROUPED_MATMUL.check(backend)
-    rows = GROUPED_MATMUL.automatic(jax.default_backend()) if backend == "auto" else [GROUPED_MATMUL[backend]]
+    rows = [GROUPED_MATMUL[backend]] if backend != "auto" else GROUPED_MATMUL.automatic(jax.default_backend())
+    rows = [row for row in rows if backend != "auto" or row.name not in left_out]
     for row in rows:
         lacks = next(filter(None, map(row.functions.lacks, weights)), None)
         if lacks is None:

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -125,20 +125,29 @@ def host_planner(backend: str) -> Callable[..., Any] | None:
     return row.functions.make_planner if row.plans_on_host else None
 
 
-def resolve_backend(backend: str, *, num_query_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: Any) -> str:
+def resolve_backend(
+    backend: str,
+    *,
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: Any,
+    left_out: Collection[str] = (),
+) -> str:
     """The backend that runs: "auto" is "mosaic_sm90" on a Hopper GPU where the shapes and dtype fit it, else "xla".
 
-    On a GPU, falling back to "xla" is logged once for each reason.
+    On a GPU, falling back to "xla" is logged once for each reason. left_out: backends that "auto" must not take on this device.
 
     Raises:
         ValueError: not one of `kernels.backends.ATTENTION.names`.
         NotImplementedError: "mosaic_sm90" can't; the message says what it lacks.
     """
     shapes: dict[str, Any] = {"num_query_heads": num_query_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    return _resolve(backend, without_work=False, page_size=page_size, dtype=dtype, **shapes)
+    return _resolve(backend, without_work=False, left_out=left_out, page_size=page_size, dtype=dtype, **shapes)
 
 
-def _resolve(backend: str, *, without_work: bool = False, **shapes: Any) -> str:
+def _resolve(backend: str, *, without_work: bool = False, left_out: Collection[str] = (), **shapes: Any) -> str:
     """As `resolve_backend`; without_work: "auto" leaves out backends that plan on the host."""
     ATTENTION.check(backend)
     if backend != "auto":
@@ -148,6 +157,8 @@ def _resolve(backend: str, *, without_work: bool = False, **shapes: Any) -> str:
         return backend
     passed_over: list[tuple[str, str]] = []
     for row in ATTENTION.automatic(jax.default_backend()):
+        if row.name in left_out:
+            continue
         lacks = row.functions.lacks(**shapes)
         if lacks is None and without_work and row.plans_on_host:
             lacks = "a call inside jit without work=: plan with host_planner"

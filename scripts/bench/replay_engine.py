@@ -85,6 +85,7 @@ class ReplayEngine:
     stats: EngineStats
     is_asleep: bool = False
     num_programs_left: int = 0
+    qualification: str | None = None
 
     def __init__(self, text: Sequence[int], max_num_seqs: int, step_seconds: float = 0.0):
         self._text, self._max_num_seqs, self._step_seconds = list(text), max_num_seqs, step_seconds

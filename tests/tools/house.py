@@ -25,6 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("serving",),
     ("llm",),
     ("engine",),
+    ("qualification",),
     ("execution", "structured"),
     ("config",),
     ("speculative",),

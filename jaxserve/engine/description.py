@@ -1,0 +1,91 @@
+"""What an engine is, as data: model, device, kernels, memory, limits, programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jaxserve.engine.kernel_choice import KernelChoice
+from jaxserve.engine.resolution import model_shape
+from jaxserve.execution.programs import Programs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineDescription:
+    """What was decided when an engine was made. str() of it is the line in the log.
+
+    model: its architecture. model_shape: layers, widths, heads and experts by name. dtype: of weights and activations.
+    weight_bytes: of all weights. device, platform: as JAX calls them. attention_backend, moe_backend: the kernels that run;
+    moe_backend is None without experts. deterministic: what bits may depend on. qualification: what the card's check of our kernels
+    found, in a line. verdicts: the same as data, None where there was no check.
+    page_size: tokens of a KV page. kv_tokens: that the pool holds. kv_bytes: of the pool. num_speculative_tokens: drafts of a step,
+    0 without speculation. bucket_plan: its shapes, in a line. num_programs: that it has.
+    """
+
+    model: str
+    model_shape: dict[str, int]
+    dtype: str
+    weight_bytes: int
+    device: str
+    platform: str
+    attention_backend: str
+    moe_backend: str | None
+    deterministic: str
+    qualification: str
+    verdicts: dict[str, Any] | None
+    page_size: int
+    num_pages: int
+    kv_tokens: int
+    kv_bytes: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_speculative_tokens: int
+    bucket_plan: str
+    num_programs: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        moe = "" if self.moe_backend is None else f"experts: {self.moe_backend}; "
+        return (
+            f"attention: {self.attention_backend}; {moe}deterministic: {self.deterministic}; "
+            f"KV pool: {self.num_pages} pages of {self.page_size} tokens ({self.kv_bytes / 2**20:.0f} MiB); "
+            f"steps of up to {self.max_num_batched_tokens} tokens and {self.max_num_seqs} sequences, "
+            f"requests of up to {self.max_model_len} tokens; buckets: {self.bucket_plan}; "
+            f"qualification: {self.qualification}"
+        )
+
+
+def describe(programs: Programs, kernels: KernelChoice) -> EngineDescription:
+    """The description of an engine that runs these programs."""
+    config, functions = programs.config, programs.functions
+    device, qualification = jax.devices()[0], kernels.qualification
+    model = config.model
+    return EngineDescription(
+        model=model.architecture,
+        model_shape=model_shape(model),
+        dtype=str(functions.dtype),
+        weight_bytes=functions.num_bytes,
+        device=device.device_kind,
+        platform=device.platform,
+        attention_backend=config.attention_backend,
+        moe_backend=kernels.moe if model.sparse_layers else None,
+        deterministic=config.deterministic,
+        qualification=kernels.said,
+        verdicts=None if qualification is None else qualification.as_dict(),
+        page_size=config.cache.page_size,
+        num_pages=config.cache.num_pages,
+        kv_tokens=config.cache.num_pages * config.cache.page_size,
+        kv_bytes=config.pool_bytes,
+        max_model_len=config.scheduler.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        num_speculative_tokens=0 if config.speculative is None else config.speculative.num_speculative_tokens,
+        bucket_plan=str(config.plan),
+        num_programs=len(programs.keys),
+    )

@@ -1,0 +1,115 @@
+"""Which kernels an engine runs: what the user asks for, what "auto" is on this device, and what its qualification leaves out."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.config import EngineConfig
+from jaxserve.models import ModelConfig
+from jaxserve.qualification.card import find_card
+from jaxserve.qualification.qualify import Qualification, qualify
+from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE
+from kernels.grouped_matmul import resolve_backend as resolve_grouped_matmul
+from kernels.qualification.plan import Ask, Plan
+from kernels.ragged_paged_attention import resolve_backend as resolve_attention
+
+logger: logging.Logger = logging.getLogger("jaxserve")
+
+NO_CARD, SKIPPED = "none: no GPU here", "skipped"
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """What an engine runs. moe: "auto" where the model has no experts. qualification: None where none was asked for."""
+
+    attention: str
+    moe: str
+    qualification: Qualification | None = None
+    skipped: bool = False
+
+    @property
+    def said(self) -> str:
+        """The qualification in a line."""
+        return SKIPPED if self.skipped else NO_CARD if self.qualification is None else str(self.qualification)
+
+
+def kernel_plan(model: ModelConfig, dtype: Any, config: EngineConfig, platform: str) -> Plan:
+    """What a card must be asked before an engine of this model and config chooses its kernels."""
+    dtype = jnp.dtype(dtype).name
+    attention = {
+        "num_query_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "page_size": config.page_size or DEFAULT_PAGE_SIZE,
+        "dtype": dtype,
+        "sliding_windows": list(dict.fromkeys(model.sliding_windows)),
+        "num_drafts": 0 if config.speculative is None else config.speculative.num_speculative_tokens,
+    }
+    experts = {
+        "num_experts": model.num_experts,
+        "num_choices": model.num_experts_per_token,
+        "products": _products(model),
+        "dtype": dtype,
+    }
+    asks = {
+        "attention": Ask(config.attention_backend, attention),
+        "grouped_matmul": Ask(config.moe_backend, experts if model.sparse_layers else None),
+    }
+    return Plan(asks, platform=platform, small=platform != "gpu")
+
+
+def qualify_kernels(model: ModelConfig, dtype: Any, config: EngineConfig, *, ask_jax: bool) -> Qualification | None:
+    """The verdict of this machine's card on the kernels of an engine, tried now where there is none; None without a GPU, or where
+    the config skips it. ask_jax: see `find_card`."""
+    if config.skip_qualification:
+        return None
+    card = find_card(ask_jax=ask_jax)
+    return None if card is None else qualify(card, kernel_plan(model, dtype, config, card.platform))
+
+
+def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig) -> KernelChoice:
+    """The backends of an engine's kernels on JAX's default device, of which none is "auto" (but moe without experts).
+
+    Raises: NotImplementedError for an attention backend that was named and can't.
+    """
+    qualification = qualify_kernels(model, dtype, config, ask_jax=True)
+    left_out: dict[str, dict[str, str]] = {"attention": {}, "grouped_matmul": {}}
+    if qualification is not None:
+        left_out = {kernel: qualification.left_out(kernel) for kernel in left_out}
+        asked = {"attention": config.attention_backend, "grouped_matmul": config.moe_backend}
+        _say(qualification, left_out, asked)
+    attention = resolve_attention(
+        config.attention_backend,
+        num_query_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        page_size=config.page_size or DEFAULT_PAGE_SIZE,
+        dtype=dtype,
+        left_out=left_out["attention"],
+    )
+    moe = config.moe_backend
+    if moe == "auto" and model.sparse_layers:
+        weights: list[Any] = [jax.ShapeDtypeStruct((model.num_experts, *product), dtype) for product in _products(model)]
+        moe = resolve_grouped_matmul(moe, weights, left_out["grouped_matmul"])
+    return KernelChoice(attention, moe, qualification, config.skip_qualification)
+
+
+def _say(qualification: Qualification, left_out: dict[str, dict[str, str]], asked: dict[str, str]) -> None:
+    """One line of what is left out; a warning for what is used although it failed."""
+    if any(left_out.values()):
+        logger.warning("%s", qualification)
+    for kernel, backend in asked.items():
+        if backend in left_out[kernel]:
+            why = left_out[kernel][backend]
+            logger.warning("%s runs on %s as asked, of which the qualification says: %s", kernel, backend, why)
+
+
+def _products(model: ModelConfig) -> list[list[int]]:
+    """[D, F] of each matrix product of an expert."""
+    D, F = model.hidden_size, model.moe_intermediate_size
+    return [[D, 2 * F], [F, D]]

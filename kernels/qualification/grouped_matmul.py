@@ -1,0 +1,88 @@
+"""Batches of the grouped matmul that a card is asked to compute, and what the reference makes of them.
+
+The kernel's own cases in 16 bits that wrap its ring of blocks, leave groups empty and fill tiles partly, and a large one. For a
+model, the two products of its experts at a few rows each and at many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.backends import Backend
+from kernels.grouped_matmul import gather_rows, grouped_matmul, plan_groups
+from kernels.grouped_matmul.cases import CASES, TOLERANCE, Batch, Case, build
+
+_NAMED = {case.name: case for case in CASES}
+_HARD = ("bfloat16_prefill", "bfloat16_sizes", "bfloat16_nothing", "float16", "bfloat16_deep", "float16_deep")
+_SMALL = ("bfloat16", "float16")
+_LARGE = Case("large", 512, 4, 16, D=1024, F=256, num_tokens=509, active=13, skewed=True, dtype="bfloat16")
+_MOST_EXPERTS = 8  # of a model's: every one more is the same code on other rows
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedMatmulCheck:
+    """A case of the kernel's."""
+
+    case: Case
+
+    @property
+    def name(self) -> str:
+        return self.case.name
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.case.dtype]
+
+    def lacks(self, row: Backend) -> str | None:
+        """As the row's own `lacks`."""
+        c = self.case
+        weights: Any = jax.ShapeDtypeStruct((c.E, c.D, c.F), jnp.dtype(c.dtype))
+        return row.functions.lacks(weights)
+
+    def make(self) -> Batch:
+        """See cases.build."""
+        return build(self.case)
+
+    def program(self, row: Backend, batch: Batch) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
+        """[tokens, k, F], each real token's products."""
+        return lambda batch: self._products(batch, row.name), (batch,)
+
+    def reference(self, batch: Batch) -> np.ndarray:
+        """f32 [tokens, k, F]."""
+        wide = dataclasses.replace(batch, x=batch.x.astype(jnp.float32), w=batch.w.astype(jnp.float32))
+        with jax.default_matmul_precision("highest"):
+            return np.asarray(jax.jit(lambda batch: self._products(batch, "reference"))(wide))
+
+    def error(self, got: np.ndarray, want: np.ndarray) -> float:
+        """The largest difference, over the largest value, or 1."""
+        return float(np.abs(got - want).max() / max(np.abs(want).max(), 1))
+
+    def _products(self, batch: Batch, backend: str) -> jax.Array:
+        groups = plan_groups(batch.group_ids, [batch.w], num_tokens=batch.num_tokens, backend=backend)
+        y = grouped_matmul(gather_rows(batch.x, groups), batch.w, groups)
+        real = self.case.T if self.case.num_tokens is None else self.case.num_tokens
+        return y.at[groups.row[:real]].get(mode="fill", fill_value=0)
+
+
+def checks(shapes: Mapping[str, Any] | None, few: bool) -> list[GroupedMatmulCheck]:
+    """The batches that every card is asked, or those of a model.
+
+    shapes: num_experts, num_choices (of a token), products (a list of [D, F]) and dtype. few: what an interpreter can run in
+    seconds.
+    """
+    if shapes is None:
+        cases = [_NAMED[name] for name in _SMALL] if few else [*(_NAMED[name] for name in _HARD), _LARGE]
+        return [GroupedMatmulCheck(case) for case in cases]
+    experts, made = min(shapes["num_experts"], _MOST_EXPERTS), []
+    choices = min(shapes["num_choices"], experts)
+    for D, F in shapes["products"]:
+        for what, T in [("decodes", 6)] if few else [("decodes", 8), ("prefill", 512)]:
+            name = f"{what} of the model, {D} x {F}"
+            made.append(GroupedMatmulCheck(Case(name, T, choices, experts, D=D, F=F, num_tokens=T - 1, dtype=shapes["dtype"])))
+    return made

@@ -1,0 +1,182 @@
+"""What is tried and how it is judged: batches on the backends of this machine, and each kind of fault that one may have."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.backends import ATTENTION, GROUPED_MATMUL, Backend
+from kernels.qualification import attention, grouped_matmul
+from kernels.qualification.checks import num_differing, run_check, run_unit
+from kernels.qualification.plan import DIFFERS, ERROR, NO_MEMORY, NOT_MEANT, PASSED, UNCOMPILED, WRONG, Ask, Plan, Unit, Verdict
+
+MODEL = {
+    "num_query_heads": 6,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "page_size": 32,
+    "dtype": "bfloat16",
+    "sliding_windows": [None, 20],
+    "num_drafts": 2,
+}
+EXPERTS = {"num_experts": 12, "num_choices": 2, "products": [[64, 256], [128, 64]], "dtype": "float16"}
+SMALL = Plan({"attention": Ask(), "grouped_matmul": Ask()}, platform="cpu", small=True)
+
+
+@pytest.mark.parametrize("shapes", [None, MODEL], ids=["every card's", "a model's"])
+def test_attention_of_this_machine_passes(shapes):
+    names: list[str] = []
+    verdict = run_unit(SMALL, Unit("attention", "xla", shapes), names.append)
+    assert (verdict.result, verdict.reason) == (PASSED, "")
+    wanted = [f"{what} of the model{window}" for window in ("", ", window 20") for what in ("decodes", "mixed", "drafts")]
+    assert names == (wanted if shapes else ["gpu-decodes-smollm2", "gpu-drafts"])
+
+
+@pytest.mark.parametrize("shapes", [None, EXPERTS], ids=["every card's", "a model's"])
+def test_grouped_matmul_of_this_machine_passes(shapes):
+    verdict = run_unit(SMALL, Unit("grouped_matmul", "xla", shapes))
+    assert (verdict.result, verdict.reason) == (PASSED, "")
+
+
+@pytest.mark.slow
+def test_a_cards_batches_pass_here():
+    """The ones that are too large for an interpreter: they and their tolerances are right."""
+    for kernel in SMALL.asks:
+        verdict = run_unit(dataclasses.replace(SMALL, small=False), Unit(kernel, "xla"))
+        assert (verdict.result, verdict.reason) == (PASSED, "")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+def test_our_kernels_pass_interpreted():
+    plan = dataclasses.replace(SMALL, platform="gpu", interpreted=True)
+    for kernel in plan.asks:
+        for row in plan.rows(kernel):
+            assert run_unit(plan, Unit(kernel, row.name)).result == PASSED
+
+
+def test_the_batches_have_what_breaks_kernels():
+    """Each kind of thing that a batch may have is in at least one."""
+    checks = attention.checks(None, False)
+    cases = [check.case for check in checks]
+    assert {case.page_size for case in cases} >= {16, 64, 128} and {case.heads.H for case in cases} >= {64, 128}
+    assert {case.dtype for case in cases} == {"bfloat16", "float16"}
+    assert any(case.sliding_window for case in cases) and any(case.soft_cap for case in cases)
+    assert any((0, 0) in case.seqs for case in cases) and any(not any(q for q, _ in case.seqs) for case in cases)
+    assert max(len(case.seqs) for case in cases) >= 32 and max(kv for case in cases for _, kv in case.seqs) >= 2000
+    assert any(check.split_q_len > 1 for check in checks)
+    grouped = [check.case for check in grouped_matmul.checks(None, False)]
+    assert {case.dtype for case in grouped} == {"bfloat16", "float16"} and any(case.num_tokens == 0 for case in grouped)
+    assert any(case.skewed for case in grouped) and any(case.active for case in grouped)
+    assert max(case.D for case in grouped) >= 768  # every slot of the ring three times
+    assert {"bfloat16_sizes", "bfloat16_deep"} <= {case.name for case in grouped}
+
+
+@dataclasses.dataclass(frozen=True)
+class Faulty:
+    """A batch of 8 numbers, and a program of it."""
+
+    function: Callable[..., Any]
+    name: str = "numbers"
+    tolerance: float = 1e-3
+
+    def lacks(self, row):
+        return row.functions
+
+    def make(self):
+        return jnp.arange(8.0)
+
+    def program(self, row, batch):
+        return self.function, (batch,)
+
+    def reference(self, batch):
+        return np.asarray(batch)
+
+    def error(self, got, want):
+        return float(np.abs(got - want).max())
+
+
+def unstable(x):
+    """Differs in its last bits from call to call."""
+    calls = iter(range(100))
+    return jax.pure_callback(lambda x: x + np.float32(1e-6) * next(calls), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def fails(error: Exception, x):
+    def callback(x):
+        raise error
+
+    return jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def refuses(error: Exception, x):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("function", "result", "reason"),
+    [
+        (lambda x: x, PASSED, ""),
+        (lambda x: x + 1e-4, PASSED, ""),
+        (lambda x: x.at[3].add(0.5), WRONG, "numbers: off by 0.5, at most 0.001 is right"),
+        (lambda x: x.at[3].set(jnp.nan), WRONG, "numbers: 1 of 8 values are not finite"),
+        (lambda x: x.at[3].set(jnp.inf), WRONG, "numbers: 1 of 8 values are not finite"),
+        (unstable, DIFFERS, "values differ between two runs"),
+        (
+            functools.partial(refuses, RuntimeError("no such instruction\nand more")),
+            UNCOMPILED,
+            "RuntimeError: no such instruction",
+        ),
+        (functools.partial(refuses, NotImplementedError("registers")), UNCOMPILED, "numbers: NotImplementedError: registers"),
+        (functools.partial(refuses, RuntimeError("RESOURCE_EXHAUSTED: 3 GiB")), NO_MEMORY, "3 GiB"),
+        (functools.partial(fails, RuntimeError("illegal address")), ERROR, "illegal address"),
+        (functools.partial(fails, MemoryError("RESOURCE_EXHAUSTED")), NO_MEMORY, ""),
+    ],
+)
+def test_each_kind_of_fault_is_told_from_the_others(function, result, reason):
+    got, why = run_check(Faulty(function), Backend("any", None))
+    assert got == result and (reason in why if reason else got != PASSED or not why)
+
+
+def test_bits_are_compared_and_not_values():
+    x = np.array([0.0, 1.0, 2.0], np.float32)
+    assert num_differing(x, x.copy()) == 0 and num_differing(x, np.array([-0.0, 1.0, 2.0], np.float32)) == 1
+    assert num_differing(jnp.asarray(x, jnp.bfloat16).__array__(), jnp.asarray(x + 1, jnp.bfloat16).__array__()) == 3
+    assert num_differing(np.zeros((2, 0)), np.zeros((2, 0))) == 0
+
+
+def test_what_a_backend_lacks_is_said():
+    verdict = run_unit(dataclasses.replace(SMALL, platform="gpu"), Unit("attention", "mosaic_sm90"))
+    assert verdict.result == NOT_MEANT and "compute capability 9.0, found cpu" in verdict.reason
+
+
+def test_every_kernel_of_ours_is_asked_about():
+    """A row that is added to a table is tried without another word."""
+    plan = Plan({"attention": Ask(), "grouped_matmul": Ask()}, every=True)
+    for kernel, table in (("attention", ATTENTION), ("grouped_matmul", GROUPED_MATMUL)):
+        ours = [row.name for row in table.automatic("gpu") if row.name not in ("xla", "reference", "right", "bent", "twin")]
+        assert [row.name for row in plan.rows(kernel)] == ours and ours
+
+
+def test_a_named_backend_is_asked_about_and_plain_xla_never():
+    assert [row.name for row in Plan({"attention": Ask("mosaic_sm90")}).rows("attention")] == ["mosaic_sm90"]
+    assert not list(Plan({"attention": Ask("xla")}).rows("attention"))
+    assert Plan({"attention": Ask("xla")}).next_unit({}) is None
+
+
+def test_a_plan_survives_its_journey():
+    plan = Plan({"attention": Ask("auto", MODEL), "grouped_matmul": Ask("xla")}, platform="gpu", every=True, interpreted=True)
+    known = {"attention mosaic_sm90": Verdict("attention", "mosaic_sm90", PASSED, "", 1.5)}
+    again, verdicts = Plan.from_json(plan.to_json(known))
+    assert verdicts == known and again == plan
+    first, second = plan.units("attention", ATTENTION["mosaic_sm90"])
+    assert first.name == "attention mosaic_sm90"
+    assert second.name == (
+        "attention mosaic_sm90 dtype=bfloat16 head_dim=64 num_drafts=2 num_kv_heads=2 num_query_heads=6 page_size=32 "
+        "sliding_windows=[null,20]"
+    )
