@@ -50,6 +50,7 @@ SETTINGS = {
     "compilation_cache_dir": "",
 }
 ONE_BUCKET = BucketPlan(mixed=((TOKENS, SEQS),), head_rows=(SEQS,))
+SEVERAL_BUCKETS = BucketPlan(decode=(2, 6), mixed=((8, 6), (16, 6), (24, 6)), head_rows=(2, 6))
 
 
 @functools.cache

@@ -28,6 +28,7 @@ def test_chat(tmp_path):
     assert out.count("> ") == 2 and re.search(r"^4 messages, \d+ steps$", out, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_batch_scoring(tmp_path):
     out = run("batch_scoring.py", folder=tmp_path)
     assert len(re.findall(r"-\d+\.\d\d", out)) == 9  # a score an answer

@@ -83,6 +83,7 @@ def test_finds_the_best_and_goes_on(work):
     assert done.returncode == 1 and "results of other settings (goodput" in done.stderr
 
 
+@pytest.mark.slow
 def test_goodput_decides_otherwise(work):
     """Within 30 ms a token (a mixed step of 64 takes 65 ms) large steps are no good, however fast they are."""
     given = [

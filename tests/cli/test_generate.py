@@ -50,6 +50,7 @@ def test_prompts_from_flags_to_the_terminal(run):
     assert "backend" not in done.stderr and "cache" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_text_file_a_system_message_and_samples(run, tmp_path):
     (tmp_path / "prompts.txt").write_text("one\x0bline\n\nté\n", encoding="utf-8")
     done = run(
@@ -270,22 +271,25 @@ def test_a_bad_line_is_named_by_file_and_number(errors, i):
     assert "in.jsonl:2: " in errors[i] and BAD_LINES[i][1] in errors[i]
 
 
+MISTAKES = [
+    ([], "nothing to do: give --prompt or --prompts_file"),
+    (["--prompt=a", "--temperature=-1"], "jaxserve generate: --prompt: temperature=-1.0 must be a number >= 0"),
+    (["--prompts_file=none.jsonl"], "jaxserve generate: .*No such file.*none.jsonl"),
+    (["--prompt=a", "--max_num_seqs=64"], "jaxserve generate: the bucket plan's mixed buckets"),
+    (["a"], "unknown arguments"),
+    (["--prompts_file={work}/chats.jsonl", "--chat"], "--chat makes a user's message of a prompt's text, and there is none"),
+]
+OTHERS = [  # a process each, like those above
+    (["--prompt=a", "--output=no/such/folder/out.jsonl"], "jaxserve generate: .*No such file.*no/such/folder/out.jsonl"),
+    (["--prompt=a", "--model=no/such/model/here"], "jaxserve generate: 'no/such/model/here' is not a file or folder here"),
+    (["--prompt=a", "--resume"], "--resume needs --output"),
+    (["--prompt=a", "--logprobs=1"], "log-probabilities are written to --output alone"),
+    (["--prompt=a", "--system=S"], "--system goes before a prompt's text with --chat"),
+]
+
+
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ([], "nothing to do: give --prompt or --prompts_file"),
-        (["--prompt=a", "--temperature=-1"], "jaxserve generate: --prompt: temperature=-1.0 must be a number >= 0"),
-        (["--prompts_file=none.jsonl"], "jaxserve generate: .*No such file.*none.jsonl"),
-        (["--prompt=a", "--output=no/such/folder/out.jsonl"], "jaxserve generate: .*No such file.*no/such/folder/out.jsonl"),
-        (["--prompt=a", "--model=no/such/model/here"], "jaxserve generate: 'no/such/model/here' is not a file or folder here"),
-        (["--prompt=a", "--max_num_seqs=64"], "jaxserve generate: the bucket plan's mixed buckets"),
-        (["a"], "unknown arguments"),
-        (["--prompt=a", "--resume"], "--resume needs --output"),
-        (["--prompt=a", "--logprobs=1"], "log-probabilities are written to --output alone"),
-        (["--prompt=a", "--system=S"], "--system goes before a prompt's text with --chat"),
-        (["--prompts_file={work}/chats.jsonl", "--chat"], "--chat makes a user's message of a prompt's text, and there is none"),
-    ],
-    ids=str,
+    ("given", "message"), [*MISTAKES, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)], ids=str
 )
 def test_mistakes_end_with_one_line_and_an_exit_code(run, tmp_path, given, message):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (RECORDS[2], RECORDS[4])))

@@ -44,6 +44,7 @@ def test_another_models_weights_are_a_fault():
 
 
 @pytest.mark.skipif(not PEER.exists(), reason="needs .venv-torch (make setup-torch)")
+@pytest.mark.slow
 def test_the_peer_is_asked_and_its_answers_kept(tmp_path):
     saved, model = tmp_path / "answers.npz", HERE / "qwen2"
     done = verify(f"--model={model}", f"--peer={PEER}", f"--save_reference={saved}", "--max_tokens=5")

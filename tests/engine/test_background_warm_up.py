@@ -10,15 +10,15 @@ import time
 import numpy as np
 import pytest
 
-from jaxserve import BucketPlan, EngineConfig, SamplingParams
+from jaxserve import EngineConfig, SamplingParams
 from jaxserve.buckets.plan import Bucket
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.compilation import compile_counts
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.warm_up import BackgroundWarmUp, first_programs, remaining_programs
-from tests.dummy import EOS, SETTINGS, VOCAB, dummy_model
+from tests.dummy import EOS, SETTINGS, SEVERAL_BUCKETS, VOCAB, dummy_model
 
-PLAN = BucketPlan(decode=(2, 6), mixed=((8, 6), (16, 6), (24, 6)), head_rows=(2, 6))
+PLAN = SEVERAL_BUCKETS
 FIRST = 5  # mixed(8,6), head(6, logprobs), update, decode(2,2), head(2)
 
 

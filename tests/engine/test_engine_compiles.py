@@ -11,7 +11,7 @@ from jaxserve import BucketPlan, Engine, SamplingParams
 from jaxserve.engine.pipeline import StepPipeline
 from jaxserve.execution.compilation import compile_counts
 from jaxserve.execution.runner import Runner
-from tests.dummy import ONE_BUCKET, VOCAB, Ask, add, assert_empty, dummy_model, make_engine, serve
+from tests.dummy import ONE_BUCKET, SEVERAL_BUCKETS, VOCAB, Ask, add, assert_empty, dummy_model, make_engine, serve
 from tests.workload import requests
 
 
@@ -115,8 +115,9 @@ def test_an_eager_operation_of_a_step_is_counted(monkeypatch):
         assert num_compiled() > before
 
 
-def test_nothing_compiles_after_warm_up():
-    engine = warmed_up_engine(scheduling_policy="priority")
+@pytest.mark.parametrize("plan", [SEVERAL_BUCKETS, pytest.param(None, marks=pytest.mark.slow)], ids=["several", "default"])
+def test_nothing_compiles_after_warm_up(plan):
+    engine = warmed_up_engine(scheduling_policy="priority", bucket_plan=plan)
     heads, extra, edited, scored, dispatch = set(), [], [], [], engine.runner.dispatch_body
 
     def spy(inputs):

@@ -71,7 +71,7 @@ def assert_covers(run: Run, engine: Engine, small_pool: bool) -> None:
     assert "length" in reasons and None in stops and any(stops), "no request ended by length, eos or stop id"
 
 
-@pytest.mark.parametrize("small_pool", [False, True], ids=["large_pool", "small_pool"])
+@pytest.mark.parametrize("small_pool", slow_unless(bool, [False, True]), ids=["large_pool", "small_pool"])
 @pytest.mark.parametrize("asynchronous", slow_unless(bool, [True, False]), ids=["async", "sync"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_together_as_alone_to_the_last_bit(policy, asynchronous, small_pool):

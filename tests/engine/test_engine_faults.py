@@ -132,7 +132,7 @@ def fault_is_found(compile_anew: str = "") -> bool:
     return differences(answers, alone("float32", True)) != []
 
 
-@pytest.mark.parametrize("compile_anew", ["", "bodies", "all"])
+@pytest.mark.parametrize("compile_anew", ["", pytest.param("bodies", marks=pytest.mark.slow), "all"])
 def test_no_fault_is_found_where_none_is(compile_anew):
     assert not fault_is_found(compile_anew)
 

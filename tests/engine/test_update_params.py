@@ -180,6 +180,7 @@ def test_what_was_kept_is_shared_with_nobody(engine, prompt):
     assert request.output_token_ids == greedy_alone(OTHER, prompt + kept.output_token_ids, 12)
 
 
+@pytest.mark.slow
 def test_a_sample_that_waited_takes_nothing_of_what_was_kept():
     """n = 3 with room for two: the third begins under the new weights, and what it leaves in the cache is theirs alone."""
     engine = make_engine(dummy_model(), max_num_seqs=2, bucket_plan=None, max_num_batched_tokens=24)
@@ -394,6 +395,7 @@ def test_llm_on_params():
         LLM.from_params(dummy_model(), page_sice=4)
 
 
+@pytest.mark.slow
 def test_llm_on_params_with_a_config():
     leaves = dict(leaves_of())
     llm = LLM.from_params(leaves, CONFIG, dtype="bfloat16", **SETTINGS, bucket_plan=ONE_BUCKET)

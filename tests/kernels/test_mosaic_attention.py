@@ -204,6 +204,7 @@ RUNS = Case("runs", ((1, 600), (1, 330), (1, 200)), Heads(2, 1, 64), 64, "bfloat
 @pytest.mark.parametrize(
     "case", slow_unless(lambda case: case is RUNS, [RUNS, dataclasses.replace(RUNS, sliding_window=200)]), ids=["all", "window"]
 )
+@pytest.mark.slow
 def test_items_of_several_chunks(monkeypatch, case):
     """Planned longer than true too: then some chunks of an item have no KV, its last or, where a window moves on, its first."""
     batch = build(case)

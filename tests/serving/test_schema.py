@@ -70,6 +70,7 @@ def test_chats_with_tools(tmp_path):
         assert server.engine.stats.num_failures == 0
 
 
+@pytest.mark.slow
 def test_control_routes(tmp_path, monkeypatch):
     """With the key, in any order: the engine is paused, asleep or neither. A path is a checkpoint's, or leads nowhere."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

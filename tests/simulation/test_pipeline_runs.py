@@ -116,7 +116,7 @@ def replay_both(monkeypatch, *args: Any, **options: Any) -> tuple[PipelineReplay
 
 
 @pytest.mark.parametrize("options", POLICIES, ids=lambda options: "-".join(map(str, options.values())) or "sarathi")
-@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("stages", slow_unless(lambda stages: stages == "slow_first", STAGES))
 @pytest.mark.parametrize("num_pages", slow_unless(lambda num_pages: num_pages == 60, [60, 400]))
 def test_runs_change_nothing(monkeypatch, options, stages, num_pages):
     """Each policy, short of pages or not, with more or fewer micro-batches than stages, unlike ones, arrivals at any time."""

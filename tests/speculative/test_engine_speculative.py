@@ -27,6 +27,7 @@ from tests import dummy, workload
 from tests.dummy import SEQS, TOKENS, Answer, Ask
 from tests.engine.test_engine_compiles import num_compiled, use_everything
 from tests.engine.test_engine_exactness import TOLERANCE, compare
+from tests.selection import slow_unless
 from tests.simulation.machines import MODEL
 
 OPTIMISED = True
@@ -157,7 +158,7 @@ def assert_drafted(engine: Engine) -> None:
     assert 0 < stats.num_drafts <= stats.num_draft_tokens <= 3 * stats.num_drafts
 
 
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("asynchronous", slow_unless(bool, [True, False]), ids=["async", "sync"])
 @pytest.mark.parametrize("pool_pages", [None, SMALL_POOL], ids=["large_pool", "small_pool"])
 def test_the_output_is_that_without_drafts(compiler, expected, asynchronous, pool_pages):
     on = make_engine(async_scheduling=asynchronous, pool_pages=pool_pages)

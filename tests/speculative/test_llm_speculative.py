@@ -55,6 +55,7 @@ def test_the_counts_say_what_it_did(llms):
     assert f"{stats.steps_by_num_drafts[5]} with 5" in stats.draft_summary
 
 
+@pytest.mark.slow
 def test_rejection_sampling_is_greedy_where_rows_are(llms, tmp_path):
     """And draws as well as ever where they are not (tests/speculative/test_rejection.py has the statistics)."""
     folder = alphabet_model.save(tmp_path)
