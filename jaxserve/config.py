@@ -277,7 +277,11 @@ class EngineConfig:
     )
     attention_backend: str = _option(
         "auto",
-        Option(group=_NAMES, choices=BACKENDS, help="Of attention; auto: mosaic_sm90 on a Hopper GPU where it fits, else xla."),
+        Option(
+            group=_NAMES,
+            choices=BACKENDS,
+            help="Of attention; auto: mosaic_sm90 on Hopper, mosaic_portable from sm_80 on, where they fit, else xla.",
+        ),
     )
     moe_backend: str = _option(
         "auto", Option(group=_NAMES, choices=MOE_BACKENDS, help="Of a mixture of experts' matmuls (kernels/grouped_matmul).")

@@ -73,6 +73,13 @@ ATTENTION = Backends(
     Backend("reference", "kernels.ragged_paged_attention.reference", plain_xla=True),
     Backend("xla", "kernels.ragged_paged_attention.xla", automatic=True, fixed_tiles=True, plain_xla=True),
     Backend(
+        "mosaic_portable",
+        "kernels.ragged_paged_attention.mosaic_portable.attend",
+        automatic=True,
+        platforms=("gpu",),
+        plans_on_host=True,
+    ),
+    Backend(
         "mosaic_sm90",
         "kernels.ragged_paged_attention.mosaic_sm90.attend",
         automatic=True,
@@ -83,5 +90,6 @@ ATTENTION = Backends(
 GROUPED_MATMUL = Backends(
     Backend("reference", "kernels.grouped_matmul.reference", plain_xla=True),
     Backend("xla", "kernels.grouped_matmul.xla", automatic=True, plain_xla=True),
+    Backend("mosaic_portable", "kernels.grouped_matmul.mosaic_portable", automatic=True),
     Backend("mosaic_sm90", "kernels.grouped_matmul.mosaic_sm90", automatic=True),
 )

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
@@ -26,6 +29,7 @@ copy_smem_to_gmem = plgpu.copy_smem_to_gmem
 emit_pipeline = plgpu.emit_pipeline
 layout_cast = plgpu.layout_cast
 load = plgpu.load
+mma = plgpu.mma
 set_max_registers = plgpu.set_max_registers
 wait_smem_to_gmem = plgpu.wait_smem_to_gmem
 wgmma = plgpu.wgmma
@@ -33,15 +37,28 @@ wgmma_wait = plgpu.wgmma_wait
 
 WGMMA = plgpu.Layout.WGMMA  # a warpgroup's accumulator: 64 rows, 16 a warp
 WGMMA_ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each of its rows
+# What mma.sync multiplies in a block of four warps: a left operand in 64 rows, 16 a warp, and a right one, which every warp holds.
+# Its sum lies as a wgmma's does. (bfloat16 and float16 have equal layouts.)
+MMA_LHS, MMA_RHS = plgpu.Layout.MMA_LHS(jnp.bfloat16), plgpu.Layout.MMA_RHS(jnp.bfloat16)
 # What wgmma reads: 16-bit tiles of 8 rows by 128 bytes. (The transforms do implement what pyright misses.)
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
 MAX_SMEM_BYTES = 227 * 1024  # that one CTA of a Hopper GPU may use
 MAX_REGISTERS = 65536  # of one SM
 
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What kernels must know of a GPU. kind: its name, as JAX has it; capability: its compute capability, (9, 0) for 9.0."""
+
+    num_sms: int
+    kind: str
+    capability: tuple[int, int]
+
+
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
 _races: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("races", default=None)
-_assumed: contextvars.ContextVar[tuple[int, str] | None] = contextvars.ContextVar("assumed", default=None)  # SMs, device kind
+_assumed: contextvars.ContextVar[Device | None] = contextvars.ContextVar("assumed", default=None)
 
 
 @contextlib.contextmanager
@@ -73,14 +90,22 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def assume_sm90(num_sms: int, device_kind: str) -> Iterator[None]:
-    """Inside, kernels are traced for a Hopper GPU of so many SMs and this name (as JAX has it: "NVIDIA H100 80GB HBM3"), whatever
-    this machine has: to compile where there is none."""
-    token = _assumed.set((num_sms, device_kind))
+def assume(device: Device) -> Iterator[None]:
+    """Inside, kernels are traced and lowered for this GPU, whatever this machine has: to compile where there is none. One process
+    should assume one compute capability: what JAX keeps of a traced kernel doesn't name it."""
+    token = _assumed.set(device)
+    infer_arch = mosaic_utils._infer_arch
+    mosaic_utils._infer_arch = lambda: device.capability  # without a device Mosaic takes every GPU for a Hopper GPU
     try:
         yield
     finally:
+        mosaic_utils._infer_arch = infer_arch
         _assumed.reset(token)
+
+
+def assume_sm90(num_sms: int, device_kind: str) -> contextlib.AbstractContextManager[None]:
+    """`assume` of a Hopper GPU of so many SMs and this name (as JAX has it: "NVIDIA H100 80GB HBM3")."""
+    return assume(Device(num_sms, device_kind, (9, 0)))
 
 
 def is_interpreted() -> bool:
@@ -117,23 +142,57 @@ def kernel(body: Any, *, out_type: Any, grid: dict[str, int], scratch_types: Any
     )
 
 
+def capability() -> tuple[int, int] | None:
+    """The compute capability that kernels are traced for: of JAX's default device or the assumed one; None if that is no GPU."""
+    assumed = _assumed.get()
+    if assumed is not None:
+        return assumed.capability
+    found = getattr(jax.devices()[0], "compute_capability", "") if jax.devices()[0].platform == "gpu" else ""
+    major, dot, minor = found.partition(".")
+    return (int(major), int(minor)) if dot and major.isdigit() and minor.isdigit() else None
+
+
 def missing_for_sm90() -> str | None:
-    """What JAX's default device lacks to run a Hopper kernel; None if nothing, and inside `interpreted` and `assume_sm90`."""
-    if is_interpreted() or _assumed.get() is not None:
+    """What JAX's default device or the assumed one lacks to run a Hopper kernel; None if nothing, and inside `interpreted`."""
+    if is_interpreted() or capability() == (9, 0):
         return None
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return f"a GPU of compute capability 9.0, found {device.platform}"
-    capability = getattr(device, "compute_capability", "unknown")
-    return None if capability == "9.0" else f"compute capability 9.0, found {capability} ({device.device_kind})"
+    return f"{'' if _is_gpu() else 'a GPU of '}compute capability 9.0, found {_found()}"
+
+
+def missing_for_mma() -> str | None:
+    """What JAX's default device or the assumed one lacks to run a kernel of mma.sync and cp.async; None if nothing."""
+    if is_interpreted():
+        return "no interpreter: Pallas' interpreter has no mma.sync (run its PTX)"
+    found = capability()
+    if found is not None and (8, 0) <= found:
+        return None
+    return f"{'' if _is_gpu() else 'a GPU of '}compute capability 8.0 or more, found {_found()}"
+
+
+def _is_gpu() -> bool:
+    return _assumed.get() is not None or jax.devices()[0].platform == "gpu"
+
+
+def _found() -> str:
+    """The device's compute capability and name, or its platform."""
+    if _is_gpu():
+        found = capability()
+        return f"{'unknown' if found is None else '.'.join(map(str, found))} ({device_kind()})"
+    return jax.devices()[0].platform
+
+
+def max_smem_bytes() -> int:
+    """Shared memory that one CTA may have on the device that kernels are traced for (CUDA C++ Programming Guide, table of
+    compute capabilities); of a compute capability that is not known, the least that any has."""
+    return 1024 * {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(capability() or (0, 0), 99)
 
 
 def num_sms() -> int:
-    """Streaming multiprocessors of JAX's default device, or of the one that is assumed; 2 where kernels are interpreted."""
+    """Streaming multiprocessors of JAX's default device, or of the assumed one; 2 where kernels are interpreted."""
     if is_interpreted():
         return 2
     assumed = _assumed.get()
-    return jax.devices()[0].core_count if assumed is None else assumed[0]
+    return jax.devices()[0].core_count if assumed is None else assumed.num_sms
 
 
 def device_kind() -> str:
@@ -141,4 +200,4 @@ def device_kind() -> str:
     if is_interpreted():
         return "interpreted"
     assumed = _assumed.get()
-    return jax.devices()[0].device_kind if assumed is None else assumed[1]
+    return jax.devices()[0].device_kind if assumed is None else assumed.kind

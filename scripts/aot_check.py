@@ -1,12 +1,14 @@
-"""Will this model, plan and dtype compile for an H100 or H200, and fit it? Answered without a GPU.
+"""Will this model, plan and dtype compile for a GPU, such as an H100 or an A100, and fit it? Answered without one.
 
     make aot-check                                                    our kernels' cases, Qwen3-0.6B, 8B and 30B-A3B, on both
     python -m scripts.aot_check --model=qwen3-0.6b --target=h100      one model, its smallest decode and largest mixed bucket
     python -m scripts.aot_check --model=FOLDER --bucket_plan=plan.json --buckets=all --max_model_len=8192
+    python -m scripts.aot_check --kernels=few --target=a100,l40s,rtx4090,b200      kernels that need no Hopper GPU
     python -m scripts.aot_check --kernels=none --speculative_config='{"num_speculative_tokens": 4}'      drafting heads too
 
 Runs in the environment that `make setup-aot` makes (.venv-aot: jax's CUDA plugin and ptxas, no driver). Compiles our Mosaic
-kernels and the engine's own programs for sm_90a from shapes alone. Faults are listed, and the exit status is then 1:
+kernels and the engine's own programs from shapes alone, in a process for each architecture. Faults are listed, and the exit status
+is then 1:
 register spills or too much shared memory in our kernels, or local memory or an emptied L1 cache in a loop of theirs; kernels that
 must agree in every bit and do other float operations; a body that does not run the fast attention kernel once a layer; a body
 or head that is not one CUDA graph; a copy of KV pages; more temporary memory than the plan sets aside; a pool that does not fit.
@@ -14,7 +16,10 @@ or head that is not one CUDA graph; a copy of KV pages; more temporary memory th
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +29,7 @@ from absl import app, flags
 from jaxserve.cli.common.command import run_command
 from scripts.aot.compiled_report import CompiledReport, Kernel
 from scripts.aot.roofline import Roofline
-from scripts.aot.sm90_compile import SMEM_LIMIT, TARGETS, Compiler, compilers, use_no_device
+from scripts.aot.sm90_compile import TARGETS, Compiler, arch_of, compilers, smem_limit_of, use_no_device
 from scripts.aot.verdicts import ATTENTION, bits_faults, gib, kernel_faults, loop_faults, mib, variant_faults
 
 _MODELS = flags.DEFINE_list(
@@ -37,7 +42,12 @@ _TARGETS = flags.DEFINE_list("target", ["h100"], f"Which GPUs, of {', '.join(TAR
 _BUCKETS = flags.DEFINE_list("buckets", [], "Buckets to compile: 8 (decode), 256x128 (mixed), or all; default: two of the plan.")
 _KERNELS = flags.DEFINE_enum("kernels", "all", ["none", "few", "all"], "Which cases of our own kernels to compile too.")
 _DTYPE = flags.DEFINE_enum("dtype", "auto", ["auto", "bfloat16", "float16", "float32"], "Of weights and activations.")
-_BACKEND = flags.DEFINE_enum("attention_backend", "mosaic_sm90", ["auto", "mosaic_sm90", "xla"], "Which attention the step runs.")
+_BACKEND = flags.DEFINE_enum(
+    "attention_backend",
+    None,
+    ["auto", "mosaic_sm90", "mosaic_portable", "xla"],
+    "Which attention the step runs; default: mosaic_sm90 on Hopper, else mosaic_portable.",
+)
 _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Most tokens of a request; default: the model's.", lower_bound=1)
 _MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Most sequences at once (default 128).", lower_bound=1)
 _BUDGET = flags.DEFINE_integer("max_num_batched_tokens", None, "Token budget of a step (default 2048).", lower_bound=1)
@@ -53,6 +63,10 @@ _FRACTION = flags.DEFINE_float(
 _VERBOSE = flags.DEFINE_bool("verbose", False, "List every kernel of every program, with counts and registers.")
 _DUMP = flags.DEFINE_string("dump", None, "Keep XLA's and Mosaic's dumps in this new folder.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
+
+
+def is_hopper(target: str) -> bool:
+    return arch_of(target) == "sm_90a"
 
 
 def describe(report: CompiledReport, num_layers: int | None = None) -> str:
@@ -90,12 +104,15 @@ def main_loop(r: Roofline) -> str:
 def check_kernels(compiler: Compiler) -> dict[str, Any]:
     """Compiles the cases of our kernels."""
     from jaxserve.execution.programs import GPU_COMPILER_OPTIONS
-    from scripts.aot.kernels import few_cases, kernel_cases
+    from scripts.aot.kernels import few_cases, few_portable_cases, kernel_cases, portable_cases
 
     faults, results = [], []
     same_bits: dict[str, dict[str, Roofline]] = defaultdict(dict)
-    cases = few_cases if _KERNELS.value == "few" else kernel_cases
-    for case in cases(compiler.num_sms, compiler.fact("name")):
+    few = _KERNELS.value == "few"
+    cases = (few_portable_cases if few else portable_cases)(compiler.target)
+    if is_hopper(compiler.target):
+        cases = (few_cases if few else kernel_cases)(compiler.num_sms, compiler.fact("name")) + cases
+    for case in cases:
         try:
             report = compiler.compile(case.name, case.function, case.args, options=GPU_COMPILER_OPTIONS)
         except Exception as error:  # one case's failure is a fault to list, not the end of the check
@@ -103,7 +120,7 @@ def check_kernels(compiler: Compiler) -> dict[str, Any]:
             continue
         ours = [k for k in report.kernels if k.source == "mosaic"]
         faults += case.faults(report) + variant_faults(report, compiler.mosaic_kernels)
-        faults += kernel_faults(ours, smem_limit=SMEM_LIMIT, where=case.name)
+        faults += kernel_faults(ours, smem_limit=smem_limit_of(compiler.target), where=case.name, arch=arch_of(compiler.target))
         print(f"{case.name}: {report.seconds:.1f} s", flush=True)
         for k in ours:
             print(f"    {k.name:48s} {figures(k)}  {', '.join(k.uses)}", flush=True)
@@ -129,7 +146,7 @@ def check_model(name: str, memory_fraction: float, compiler: Compiler) -> dict[s
         "page_size": _PAGE_SIZE.value,
         "bucket_plan": _PLAN.value,
         "gpu_memory_utilization": _UTILIZATION.value,
-        "attention_backend": _BACKEND.value,
+        "attention_backend": _BACKEND.value or ("mosaic_sm90" if is_hopper(compiler.target) else "mosaic_portable"),
         "speculative_config": _SPECULATION.value,
     }
     try:
@@ -162,6 +179,28 @@ def check_model(name: str, memory_fraction: float, compiler: Compiler) -> dict[s
     }
 
 
+def check_target(target: str, models: list[tuple[str, float]]) -> list[dict[str, Any]]:
+    """Kernels and models on one target."""
+    compiler = Compiler(target, Path(_DUMP.value) / target if _DUMP.value else None)
+    results = [{"target": target, **check_kernels(compiler)}] if _KERNELS.value != "none" else []
+    results += [{"target": target, **check_model(*model, compiler)} for model in models]
+    if not _DUMP.value:
+        compiler.remove()
+    return results
+
+
+def in_own_process(targets: list[str]) -> list[dict[str, Any]]:
+    """`check_target` of targets of one architecture, in a process of their own: what JAX keeps of a traced kernel doesn't say
+    which architecture it is for. A process that ends without a result is a fault of its targets."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        arguments = [f"--target={','.join(targets)}", f"--json={path}"]
+        status = subprocess.run([sys.executable, "-m", "scripts.aot_check", *sys.argv[1:], *arguments], stderr=None).returncode
+        if path.exists():
+            return json.loads(path.read_text())["results"]
+    return [{"target": target, "faults": [f"its process ended with {status} and no result"], "programs": []} for target in targets]
+
+
 def main() -> None:
     unknown = [target for target in _TARGETS.value if target not in TARGETS]
     if unknown:
@@ -174,14 +213,13 @@ def main() -> None:
         models = [split_fraction(model, _FRACTION.value) for model in _MODELS.value]
     except ValueError as error:
         raise app.UsageError(f"--model, --memory_fraction: {error}") from None
-    results = []
+    by_arch: dict[str, list[str]] = defaultdict(list)
     for target in _TARGETS.value:
-        compiler = Compiler(target, Path(_DUMP.value) / target if _DUMP.value else None)
-        if _KERNELS.value != "none":
-            results.append({"target": target, **check_kernels(compiler)})
-        results += [{"target": target, **check_model(*model, compiler)} for model in models]
-        if not _DUMP.value:
-            compiler.remove()
+        by_arch[arch_of(target)].append(target)
+    if len(by_arch) > 1:
+        results = [result for targets in by_arch.values() for result in in_own_process(targets)]
+    else:
+        results = [result for target in _TARGETS.value for result in check_target(target, models)]
     faults = [f"{r['target']} {r.get('model', 'kernels')}: {fault}" for r in results for fault in r["faults"]]
     write_json(_JSON.value, {"check": "aot", "results": results, "faults": faults, **compilers(), **provenance()})
     for fault in faults:

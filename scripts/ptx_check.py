@@ -21,7 +21,7 @@ from typing import Any
 from absl import app, flags
 
 from jaxserve.cli.common.command import run_command
-from scripts.aot.sm90_compile import TARGETS, Compiler, compilers, use_no_device
+from scripts.aot.sm90_compile import TARGETS, Compiler, arch_of, compilers, use_no_device
 
 _CASES = flags.DEFINE_list("cases", ["all"], "all, few, or names of cases (kernels/*/cases.py) that the kernels for Hopper run.")
 _SEEDS = flags.DEFINE_integer("seeds", None, "Schedules of each batch; default: 5, or 2 with --cases=few.", lower_bound=1)
@@ -134,9 +134,10 @@ def main() -> None:
     from scripts.ptx.compiled import KernelCompiler
     from scripts.ptx.suite import case_names
 
-    unknown = set(_CASES.value) - {"all", "few", *case_names()}
+    names = case_names(hopper=arch_of(_TARGET.value) == "sm_90a")
+    unknown = set(_CASES.value) - {"all", "few", *names}
     if unknown or len(_CASES.value) > 1 and {"all", "few"} & set(_CASES.value):
-        raise app.UsageError(f"--cases={','.join(_CASES.value)}: must be all, few, or of {', '.join(case_names())}")
+        raise app.UsageError(f"--cases={','.join(_CASES.value)}: must be all, few, or of {', '.join(names)}")
     start, report = time.perf_counter(), Report()
     compiler = Compiler(_TARGET.value)
     try:

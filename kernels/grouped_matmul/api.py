@@ -32,8 +32,8 @@ def plan_groups(
     program: the caller must ensure it. Tokens from num_tokens on are padding: they get no rows and cost nothing. Only the shapes
     and dtypes of `weights` are used.
 
-    backend: one of `kernels.backends.GROUPED_MATMUL.names`. "auto" is "mosaic_sm90" on a Hopper GPU where it can take these
-    weights, otherwise "xla".
+    backend: one of `kernels.backends.GROUPED_MATMUL.names`. "auto" is "mosaic_sm90" on a Hopper GPU and "mosaic_portable"
+    on every GPU from compute capability 8.0 on, where they can take these weights, otherwise "xla".
     block_rows: most rows of a tile, for "xla", a multiple of 8; the same for every T, it keeps a row's bits from depending on T.
     None: the backend's choice by T, k and E.
 
@@ -54,9 +54,9 @@ def plan_groups(
     if num_tokens is not None:
         shapes.check("num_tokens", num_tokens, "", jnp.int32)
     backend = resolve_backend(backend, weights)
-    if block_rows is not None and (backend == "mosaic_sm90" or block_rows < 1 or block_rows % ROW_ALIGN):
+    if block_rows is not None and (backend.startswith("mosaic") or block_rows < 1 or block_rows % ROW_ALIGN):
         raise ValueError(
-            f"{block_rows=} must be a positive multiple of {ROW_ALIGN}, or None, and None with mosaic_sm90 ({backend=})"
+            f"{block_rows=} must be a positive multiple of {ROW_ALIGN}, or None, and None with Mosaic's backends ({backend=})"
         )
     rows = block_rows or GROUPED_MATMUL[backend].functions.block_rows(T, k, E)
     with jax.named_scope("plan_groups"):

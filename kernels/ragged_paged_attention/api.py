@@ -45,9 +45,9 @@ def ragged_paged_attention(
 
     A sequence without queries (q_len 0) costs nothing, whatever its kv_len. Page-table entries past a sequence's pages may
     hold anything, and so may slots past its kv_len, NaN included. Rows past cu_q_lens[-1] are zero with "xla" and "reference";
-    "mosaic_sm90" does not write them, so that they hold anything, NaN included. The contents of the arrays can't be checked inside
-    a traced program. The caller must ensure that cu_q_lens rises to at most T, q_len <= kv_len <= P * page_size, and page ids are
-    in range.
+    the Mosaic backends do not write them, so that they hold anything, NaN included. The contents of the arrays can't be checked
+    inside a traced program. The caller must ensure that cu_q_lens rises to at most T, q_len <= kv_len <= P * page_size, and page
+    ids are in range.
 
     Args:
         scale: what q @ k is multiplied by; None is H ** -0.5.
@@ -56,7 +56,7 @@ def ragged_paged_attention(
         max_q_len: a bound on every q_len, static; None is T. A decode step says 1, which compiles to a smaller program.
         backend: one of `kernels.backends.ATTENTION.names`. "auto" is what `work` was planned for, else see `resolve_backend`.
         work: what `plan_work` returned for the same cu_q_lens, kv_lens, T, max_q_len and backend, so that the layers of a
-            step share it; None plans here. "mosaic_sm90" is planned on the host: inside jit it needs the `work` of a planner
+            step share it; None plans here. The Mosaic backends are planned on the host: inside jit it needs the `work` of a planner
             that `host_planner` makes, of the same shapes and sliding window. Without it "auto" is "xla" there, which is logged
             once on a Hopper GPU.
 
@@ -102,7 +102,7 @@ def plan_work(
 
     Raises:
         ValueError: as `ragged_paged_attention`.
-        NotImplementedError: "mosaic_sm90" is planned on the host; "reference" has no tiles to fix.
+        NotImplementedError: the Mosaic backends are planned on the host; "reference" has no tiles to fix.
     """
     _check_lens(Shapes(), cu_q_lens, kv_lens)
     max_q_len = _resolve_max_q_len(max_q_len, num_tokens)
@@ -135,13 +135,14 @@ def resolve_backend(
     dtype: Any,
     left_out: Collection[str] = (),
 ) -> str:
-    """The backend that runs: "auto" is "mosaic_sm90" on a Hopper GPU where the shapes and dtype fit it, else "xla".
+    """The backend that runs. "auto" is "mosaic_sm90" on a Hopper GPU and "mosaic_portable" on every GPU from compute capability 8.0
+    on, where shapes and dtype fit, else "xla".
 
     On a GPU, falling back to "xla" is logged once for each reason. left_out: backends that "auto" must not take on this device.
 
     Raises:
         ValueError: not one of `kernels.backends.ATTENTION.names`.
-        NotImplementedError: "mosaic_sm90" can't; the message says what it lacks.
+        NotImplementedError: the backend can't; the message says what it lacks.
     """
     shapes: dict[str, Any] = {"num_query_heads": num_query_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     return _resolve(backend, without_work=False, left_out=left_out, page_size=page_size, dtype=dtype, **shapes)

@@ -128,8 +128,18 @@ INTERPRETED = (
     Case("gpu-pass_by-window-soft_cap", PASS_BY, Heads(4, 1, 64), 16, "bfloat16", sliding_window=20, soft_cap=3.0),
 )
 
+# What the portable kernel alone has: head_dim 96 and 256, with an odd group, small and large pages, and every option.
+PORTABLE = (
+    Case("gpu-head_96", MIXED, Heads(4, 2, 96), 64, "bfloat16"),
+    Case("gpu-head_96-decodes", ((1, 300), (1, 65)), Heads(3, 1, 96), 32, "float16", max_q_len=1),
+    Case("gpu-head_96-page_128", CHUNKS, Heads(3, 1, 96), 128, "float16"),
+    Case("gpu-head_256", MIXED, Heads(4, 2, 256), 64, "float16"),
+    Case("gpu-head_256-window-soft_cap", CHUNKS, Heads(4, 1, 256), 16, "bfloat16", **EVERY_OPTION),
+)
+
 CASES = (
     *INTERPRETED,
+    *PORTABLE,
     *(
         Case(f"mixed-{name}", MIXED, heads=HEADS[name], page_size=64, dtype="bfloat16")
         for name in ("qwen3_0.6b", "qwen3_8b", "qwen3_32b", "qwen3_30b_a3b")

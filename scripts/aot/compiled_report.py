@@ -25,11 +25,13 @@ _PTXAS = re.compile(
     re.S,
 )
 _THUNK = re.compile(r"^(?P<indent>\s*)\d+: k(?P<kind>\w+)\s*\[[^\]]*\]\s*(?P<name>\S*)(?:.*shared_memory: (?P<smem>\d+) bytes)?")
-PTX_FEATURES = {  # of the instructions that make a kernel a Hopper kernel
+PTX_FEATURES = {  # of the instructions that make a kernel a fast one, on Hopper or everywhere
     "TMA": re.compile(r"\bcp\.async\.bulk\.tensor\b"),
     "wgmma": re.compile(r"\bwgmma\.mma_async\b"),
     "wgmma from registers": re.compile(r"\bwgmma\.mma_async\.\S+\s+\{[^}]*\},\s*\{"),  # its left operand
     "setmaxnreg": re.compile(r"\bsetmaxnreg\b"),
+    "cp.async": re.compile(r"\bcp\.async\.c[ag]\."),
+    "mma.sync": re.compile(r"\bmma\.sync\b"),
 }
 _SETMAXNREG = re.compile(r"\bsetmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32\s+(\d+)")
 _MAXNTID = re.compile(r"^\.(?:maxntid|reqntid)\s+([\d, ]+)", re.M)

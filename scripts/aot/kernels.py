@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from scripts.aot.compiled_report import CompiledReport
-from scripts.aot.verdicts import ATTENTION, EXPERTS, JOIN
+from scripts.aot.sm90_compile import device_of
+from scripts.aot.verdicts import ATTENTION, EXPERTS, JOIN, PORTABLE_ATTENTION, PORTABLE_EXPERTS, PORTABLE_JOIN
 
 # Head shapes of Qwen3 0.6B, 4B and 8B, 32B, 30B-A3B, and of SmolLM2: (query heads, KV heads, head_dim).
 HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "32b": (64, 8, 128), "30b-a3b": (32, 4, 128), "smollm2": (9, 3, 64)}
@@ -81,7 +82,91 @@ def kernel_cases(num_sms: int, device_kind: str) -> list[KernelCase]:
     return list({case.name: case for case in cases}.values())
 
 
-def experts_case(num_tokens: int, in_dim: int, out_dim: int) -> KernelCase:
+# Head shapes for the portable kernel alone: of Phi-3, Llama 2 7B, Gemma 2 9B and Gemma 3 4B.
+PORTABLE_HEADS = {"phi3": (32, 32, 96), "llama2": (32, 32, 128), "gemma2": (16, 8, 256), "gemma3": (8, 4, 256)}
+
+
+def few_portable_cases(target: str) -> list[KernelCase]:
+    """Those that tell most beside an engine's step: each head_dim, small pages with a window and a soft-cap."""
+    case = functools.partial(portable_case, target)
+    return [
+        case("smollm2", "mixed"),
+        case("phi3", "mixed", page_size=32, dtype="float16"),
+        case("0.6b", "mixed", page_size=16, **WINDOW_AND_CAP),
+        case("gemma2", "mixed", page_size=16, **WINDOW_AND_CAP),
+        experts_case(EXPERTS_TOKENS[0], *EXPERTS_30B_A3B[0], backend="mosaic_portable"),
+    ]
+
+
+def portable_cases(target: str) -> list[KernelCase]:
+    """Every case of the portable kernels on a target; those of `few_portable_cases` first."""
+    case = functools.partial(portable_case, target)
+    cases = [
+        *few_portable_cases(target),
+        *(case(name, shape) for name in (*HEADS, *PORTABLE_HEADS) for shape in ("decode", "mixed")),
+        *(case("8b", "mixed", page_size=page_size, dtype="float16") for page_size in (16, 32, 64, 128)),
+        *(case(name, "drafts") for name in ("8b", "phi3", "gemma3")),
+        *(
+            case(name, shape, page_size=page_size, **WINDOW_AND_CAP)
+            for name in ("smollm2", "phi3", "8b", "gemma2")
+            for page_size in (16, 128)
+            for shape in ("decode", "mixed")
+        ),
+        *(experts_case(T, *matrix, backend="mosaic_portable") for T in EXPERTS_TOKENS for matrix in EXPERTS_30B_A3B),
+    ]
+    return list({case.name: case for case in cases}.values())
+
+
+def portable_case(
+    target: str, heads: str, shape: str, *, page_size: int = 64, dtype: str = "bfloat16", **options: Any
+) -> KernelCase:
+    """Ragged paged attention by the portable kernel, of one head shape in one bucket."""
+    from kernels import gpu
+    from kernels.ragged_paged_attention import ragged_paged_attention
+    from kernels.ragged_paged_attention.mosaic_portable.tiles import PortablePlanner
+
+    (N, K, H), (T, S, max_q_len) = {**HEADS, **PORTABLE_HEADS}[heads], SHAPES[shape]
+    with gpu.assume(device_of(target)):
+        planner = PortablePlanner.make(
+            num_tokens=T,
+            num_seqs=S,
+            max_q_len=max_q_len,
+            num_query_heads=N,
+            num_kv_heads=K,
+            head_dim=H,
+            max_kv_len=_MAX_KV_LEN,
+            split_q_len=max_q_len if shape == "drafts" else 1,
+            sliding_window=options.get("sliding_window"),
+        )
+
+    def function(q, kv_pages, page_table, cu_q_lens, kv_lens, packed):
+        return ragged_paged_attention(
+            q, kv_pages, page_table, cu_q_lens, kv_lens,
+            max_q_len=max_q_len, backend="mosaic_portable", work=planner.work(packed), **options,
+        )  # fmt: skip
+
+    args = _attention_args(T, S, N, K, H, page_size, dtype, planner.size)
+    what = _describe(heads, N, K, H, page_size, dtype, options)
+    kernels = (PORTABLE_ATTENTION, PORTABLE_JOIN) if planner.shape.num_slots else (PORTABLE_ATTENTION,)
+    return KernelCase(f"portable attention {shape} {what}", function, args, kernels)
+
+
+def _attention_args(T: int, S: int, N: int, K: int, H: int, page_size: int, dtype: str, work: int) -> tuple[Any, ...]:
+    import jax
+
+    def array(*shape: int, dtype: Any = "int32") -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    pages = array(_NUM_PAGES, 2, K, page_size, H, dtype=dtype)
+    return (array(T, N, H, dtype=dtype), pages, array(S, _MAX_KV_LEN // page_size), array(S + 1), array(S), array(work))
+
+
+def _describe(heads: str, N: int, K: int, H: int, page_size: int, dtype: str, options: dict[str, Any]) -> str:
+    text = "".join(f" {name}={value}" for name, value in options.items())
+    return f"{heads} ({N}/{K}x{H}, page {page_size}, {dtype}{text})"
+
+
+def experts_case(num_tokens: int, in_dim: int, out_dim: int, backend: str = "mosaic_sm90") -> KernelCase:
     """One grouped matmul of 30B-A3B's experts, 8 of 128 a token, with its plan on the device."""
     import jax
     import jax.numpy as jnp
@@ -89,22 +174,20 @@ def experts_case(num_tokens: int, in_dim: int, out_dim: int) -> KernelCase:
     from kernels.grouped_matmul import gather_rows, grouped_matmul, plan_groups
 
     def experts(x, group_ids, w, num_real):
-        groups = plan_groups(group_ids, [w], num_tokens=num_real, backend="mosaic_sm90")
+        groups = plan_groups(group_ids, [w], num_tokens=num_real, backend=backend)
         return grouped_matmul(gather_rows(x, groups), w, groups)
 
     S = jax.ShapeDtypeStruct
     w = S((128, in_dim, out_dim), jnp.bfloat16)
     args = (S((num_tokens, in_dim), jnp.bfloat16), S((num_tokens, 8), jnp.int32), w, S((), jnp.int32))
-    return KernelCase(f"experts 30b-a3b {in_dim}x{out_dim} T={num_tokens}", experts, args, (EXPERTS,))
+    name, kernel = ("", EXPERTS) if backend == "mosaic_sm90" else ("portable ", PORTABLE_EXPERTS)
+    return KernelCase(f"{name}experts 30b-a3b {in_dim}x{out_dim} T={num_tokens}", experts, args, (kernel,))
 
 
 def attention_case(
     heads: str, shape: str, num_sms: int, device_kind: str, *, page_size: int = 64, dtype: str = "bfloat16", **options: Any
 ) -> KernelCase:
     """Ragged paged attention of one head shape in one bucket."""
-    import jax
-    import jax.numpy as jnp
-
     from kernels.ragged_paged_attention import ragged_paged_attention
     from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
     from kernels.ragged_paged_attention.mosaic_sm90.tiles import choose_tiles
@@ -131,11 +214,6 @@ def attention_case(
             max_q_len=max_q_len, backend="mosaic_sm90", work=planner.work(packed), **options,
         )  # fmt: skip
 
-    def array(*shape: int, dtype: Any = jnp.int32) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    pages = array(_NUM_PAGES, 2, K, page_size, H, dtype=dtype)
-    args = (array(T, N, H, dtype=dtype), pages, array(S, _MAX_KV_LEN // page_size), array(S + 1), array(S), array(planner.size))
-    text = "".join(f" {name}={value}" for name, value in options.items())
-    what = f"{heads} ({N}/{K}x{H}, page {page_size}, {dtype}{text})"
+    args = _attention_args(T, S, N, K, H, page_size, dtype, planner.size)
+    what = _describe(heads, N, K, H, page_size, dtype, options)
     return KernelCase(f"attention {shape} {what}", function, args, (ATTENTION, JOIN), what)

@@ -22,7 +22,8 @@ _LINE = re.compile(
 )
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
-_UNKNOWN_CONTROL = ("BRX", "JMP", "JMX", "CALL", "RET", "BREAK")  # none in what Mosaic makes
+_UNKNOWN_CONTROL = ("BRX", "JMP", "JMX", "CALL", "RET")  # none in what Mosaic makes, but for the next one
+_JUMP = "CALL.REL.NOINC"  # before sm_90: a branch that convergence does not follow; no RET goes back
 _MAX_WAYS = 256
 
 
@@ -195,7 +196,7 @@ def _instruction(line: str) -> Sass:
     read, write = (None if match[name] == "-" else int(match[name]) for name in ("read", "write"))
     waits = _barriers(match["waits"])
     opcode = match["opcode"]
-    if opcode.partition(".")[0] in _UNKNOWN_CONTROL:
+    if opcode.partition(".")[0] in _UNKNOWN_CONTROL and opcode != _JUMP:
         raise ValueError(f"control flow that is not known here: {line.strip()!r}")
     return Sass(
         int(match["address"], 16), match["guard"] or "", opcode, match["operands"].strip(), waits, read, write, int(match["stall"])
@@ -212,7 +213,12 @@ def _barriers(text: str) -> tuple[int, ...]:
 
 def _blocks(instructions: list[Sass], labels: dict[str, int]) -> Iterator[Block]:
     """A block begins at a branch's target and after a branch or an exit. BSYNC goes on below, where its BSSY says."""
-    branches = {k: labels[_TARGET.search(i.operands)[1]] for k, i in enumerate(instructions) if i.base == "BRA"}  # pyright: ignore[reportOptionalSubscript]
+    jumps = [k for k, i in enumerate(instructions) if i.base == "BRA" or i.opcode == _JUMP]
+    targets = {k: _TARGET.search(instructions[k].operands)[1] for k in jumps}  # pyright: ignore[reportOptionalSubscript]
+    for k, target in targets.items():
+        if target not in labels:
+            raise ValueError(f"control flow that is not known here: {instructions[k]} goes out of the kernel")
+    branches = {k: labels[target] for k, target in targets.items()}
     ends = {k for k, i in enumerate(instructions) if k in branches or i.base == "EXIT"}
     starts = sorted({0, *branches.values(), *(k + 1 for k in ends)} - {len(instructions)})
     number = {start: index for index, start in enumerate(starts)}

@@ -1,4 +1,4 @@
-"""Compiles JAX programs for Hopper (sm_90a) on a machine without a GPU, and reports what came out.
+"""Compiles JAX programs for a GPU (sm_80 to sm_120) on a machine without one, and reports what came out.
 
 Owns the target descriptions (scripts/gpu/targets), the ptxas that notes what it says, and the dump folders. Needs the packages of
 `bootstrap.sh aot`: jax's CUDA 13 plugin, and ptxas and libdevice from nvidia's wheels. Knows nothing of the engine.
@@ -26,7 +26,6 @@ from scripts.aot.roofline import Roofline, roofline
 from scripts.aot.verdicts import LOADING_WARPGROUPS
 
 TARGETS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "gpu" / "targets").glob("*.txtpb"))}
-SMEM_LIMIT = 232_448  # bytes a block may opt in to on sm_90 (CUDA C++ Programming Guide, table of compute capabilities)
 
 
 def target_fact(target: str, name: str) -> str:
@@ -35,6 +34,27 @@ def target_fact(target: str, name: str) -> str:
     if match is None:
         raise ValueError(f"{TARGETS[target].name} has no field {name!r}")
     return match[1].strip().strip('"')
+
+
+def device_of(target: str) -> Any:
+    """What our kernels must know of a target: kernels.gpu.Device."""
+    from kernels import gpu
+
+    capability = re.search(r"cuda_compute_capability \{ major: (\d+) minor: (\d+)", TARGETS[target].read_text())
+    if capability is None:
+        raise ValueError(f"{TARGETS[target].name} has no cuda_compute_capability {{ major: .. minor: .. }}")
+    return gpu.Device(int(target_fact(target, "core_count")), target_fact(target, "name"), (int(capability[1]), int(capability[2])))
+
+
+def arch_of(target: str) -> str:
+    """The architecture that Mosaic compiles for: from 9.0 on with what only this one has."""
+    major, minor = device_of(target).capability
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def smem_limit_of(target: str) -> int:
+    """Bytes of shared memory that a block may opt in to."""
+    return int(target_fact(target, "shared_memory_per_block_optin"))
 
 
 def target_of(device_kind: str) -> str:
@@ -163,7 +183,7 @@ class Compiler:
         sharding = NamedSharding(self.mesh, PartitionSpec())
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args))
         # The mesh is how Pallas learns what it compiles for, the SMs how our own kernels do.
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), gpu.assume_sm90(self.num_sms, self.fact("name")):
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), gpu.assume(device_of(self.target)):
             return jax.jit(function, donate_argnums=donate).trace(*args).lower(lowering_platforms=("cuda",))
 
     def finish(

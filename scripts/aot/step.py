@@ -14,9 +14,10 @@ from typing import Any
 
 from jaxserve.cli.common.bench_models import RANDOM
 from scripts.aot.compiled_report import CompiledReport
-from scripts.aot.sm90_compile import SMEM_LIMIT, Compiler, target_fact
+from scripts.aot.sm90_compile import Compiler, arch_of, device_of, smem_limit_of, target_fact
 from scripts.aot.verdicts import (
     ATTENTION_OP,
+    PORTABLE_OP,
     MemoryFit,
     StepDemands,
     body_faults,
@@ -26,7 +27,7 @@ from scripts.aot.verdicts import (
     variant_faults,
 )
 
-BACKEND = "mosaic_sm90"  # of attention on sm_90
+OPS = {"mosaic_sm90": ATTENTION_OP, "mosaic_portable": PORTABLE_OP}  # what does a layer's attention, by its backend
 
 
 def read_config(model: str) -> Any:
@@ -65,6 +66,7 @@ class AbstractStep:
     resolve: Callable[..., Any]
     device_bytes: int
     limit_bytes: int
+    target: str
 
     @classmethod
     def make(cls, model: Any, options: dict[str, Any], target: str, memory_fraction: float) -> AbstractStep:
@@ -82,8 +84,8 @@ class AbstractStep:
         from jaxserve.models import Decoder
         from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE
         from kernels import gpu
+        from kernels.backends import ATTENTION
         from kernels.ragged_paged_attention import resolve_backend
-        from kernels.ragged_paged_attention.mosaic_sm90.attend import lacks
 
         config = EngineConfig(**options)
         dtype = (model.dtype or "bfloat16") if config.dtype == "auto" else config.dtype
@@ -97,11 +99,11 @@ class AbstractStep:
             "page_size": config.page_size or DEFAULT_PAGE_SIZE,
             "dtype": functions.dtype,
         }
-        with gpu.assume_sm90(int(target_fact(target, "core_count")), target_fact(target, "name")):
+        with gpu.assume(device_of(target)):
             wanted = config.attention_backend
-            backend = resolve_backend(  # which asks the device at hand what "auto" is, where it should be the one assumed
-                "mosaic_sm90" if wanted == "auto" and lacks(**shapes) is None else wanted, **shapes
-            )
+            if wanted == "auto":  # resolve_backend asks the device at hand what that is, where it should be the assumed one
+                wanted = next(row.name for row in ATTENTION.automatic("gpu") if row.functions.lacks(**shapes) is None)
+            backend = resolve_backend(wanted, **shapes)
             resolve = functools.partial(
                 resolve_config,
                 config,
@@ -112,7 +114,7 @@ class AbstractStep:
                 attention_backend=backend,
                 weight_bytes=functions.num_bytes,
             )
-            return cls(Programs(functions, resolve()), resolve, device, limit)
+            return cls(Programs(functions, resolve()), resolve, device, limit, target)
 
     @property
     def config(self) -> Any:
@@ -198,10 +200,10 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
         pool_bytes=config.pool_bytes,
         temp_bytes=reserve,
     )
-    mosaic = config.attention_backend == BACKEND
+    attention = OPS.get(config.attention_backend)
     faults: list[str] = []
     for report in bodies.values():
-        faults += body_faults(report, demands, ATTENTION_OP if mosaic else None)
+        faults += body_faults(report, demands, attention)
     for report in (*tops.values(), score):
         faults += head_faults(report, demands)
     faults += update_faults(update, demands)
@@ -209,7 +211,7 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
     for report in (*bodies.values(), *beside):
         ours = [k for k in report.kernels if k.source == "mosaic"]
         faults += variant_faults(report, compiler.mosaic_kernels)
-        faults += kernel_faults(ours, smem_limit=SMEM_LIMIT, where=report.name)
+        faults += kernel_faults(ours, smem_limit=smem_limit_of(step.target), where=report.name, arch=arch_of(step.target))
     reports = [*bodies.values(), *beside]
     try:
         fit = step.fit(reserve)

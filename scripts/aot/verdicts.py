@@ -15,9 +15,19 @@ from scripts.aot.roofline import Roofline
 ATTENTION_OP = "ragged_paged_attention_mosaic_sm90/ragged_paged_attention/"
 ATTENTION, JOIN = "ragged_paged_attention_mosaic_gpu_kernel", "join_partial_results_mosaic_gpu_kernel"
 EXPERTS = "grouped_matmul_mosaic_gpu_kernel"
+PORTABLE_OP = "ragged_paged_attention_mosaic_portable/portable_attention/"
+PORTABLE_ATTENTION, PORTABLE_JOIN = "portable_attention_mosaic_gpu_kernel", "portable_join_mosaic_gpu_kernel"
+PORTABLE_EXPERTS = "portable_grouped_matmul_mosaic_gpu_kernel"
 LOADING_WARPGROUPS = {ATTENTION: 1}  # of a block: those that compute nothing
 # Of our kernels: the PTX features (compiled_report.PTX_FEATURES) without which one is the slow variant.
-FEATURES = {ATTENTION: ("TMA", "wgmma from registers"), JOIN: (), EXPERTS: ("TMA", "wgmma")}
+FEATURES = {
+    ATTENTION: ("TMA", "wgmma from registers"),
+    JOIN: (),
+    EXPERTS: ("TMA", "wgmma"),
+    PORTABLE_ATTENTION: ("cp.async", "mma.sync"),
+    PORTABLE_JOIN: (),
+    PORTABLE_EXPERTS: ("cp.async", "mma.sync"),
+}
 
 
 @dataclass(frozen=True)
@@ -97,8 +107,9 @@ def variant_faults(report: CompiledReport, compiled: Iterable[Kernel]) -> list[s
     return faults
 
 
-def kernel_faults(kernels: Iterable[Kernel], *, smem_limit: int, where: str) -> list[str]:
-    """Faults of our own kernels: spills, more registers asked for than there are, too much shared memory, another architecture."""
+def kernel_faults(kernels: Iterable[Kernel], *, smem_limit: int, where: str, arch: str = "sm_90a") -> list[str]:
+    """Faults of our own kernels: spills, more registers asked for than there are, too much shared memory, another architecture than
+    `arch`."""
     faults = []
     for k in kernels:
         if k.spills:
@@ -110,8 +121,9 @@ def kernel_faults(kernels: Iterable[Kernel], *, smem_limit: int, where: str) -> 
                 f"{where}: {k.name} has {k.registers} registers a thread at launch for {k.warpgroups} warpgroups, which ask for "
                 f"{max(k.asked_registers)} and {min(k.asked_registers)}: {k.missing_registers} too many, it would wait for ever"
             )
-        if k.arch != "sm_90a":
-            faults.append(f"{where}: {k.name} was compiled for {k.arch}, wgmma and TMA need sm_90a")
+        if k.arch != arch:
+            why = "wgmma and TMA need sm_90a" if arch == "sm_90a" else f"the target is {arch}"
+            faults.append(f"{where}: {k.name} was compiled for {k.arch}, {why}")
     return faults
 
 

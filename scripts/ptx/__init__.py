@@ -7,6 +7,7 @@ ISA 9.0, whose headings the code follows.
     arithmetic      what instructions compute                     machine_code  operands resolved, equal operations batched
     operations      what others can see: memory, barriers         access      operands as functions of a warp
     tma, wgmma      what runs asynchronously                      warp        registers, and what is under way
+    ampere          mma.sync, cp.async
     memory          bytes, bounds, alignment, swizzle             shadow      the race detector and the proxies
     barriers        mbarriers and their phases                    machine     thread blocks, schedules
     compiled        our kernels' PTX                              attention, experts    our kernels' cases

@@ -116,7 +116,7 @@ def _cvta(i: Instruction, modifiers: list[str]) -> Iterator[Step]:
 def _multiply(i: Instruction, modifiers: list[str]) -> Iterator[Step]:
     if modifiers[0] == "wide":
         t = _type(i, modifiers[1:])
-        wide = {"s32": "s64", "u32": "u64"}[t]
+        wide = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}[t]
         return _plain(i, lambda a, b: a.astype(DTYPES[wide]) * b.astype(DTYPES[wide]), [t, t], wide)
     if modifiers[0] == "hi":
         t = _type(i, modifiers[1:])

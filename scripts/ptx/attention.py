@@ -6,15 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kernels.ragged_paged_attention import ragged_paged_attention
 from kernels.ragged_paged_attention.cases import Batch, Case, build
 from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS, Tiles, choose_tiles
-from scripts.ptx.compiled import ATTENTION, JOIN, Kernel, KernelCompiler
+from scripts.ptx.compiled import ATTENTION, JOIN, Kernel, KernelCompiler, array
 from scripts.ptx.machine import run
 from scripts.ptx.program import PtxError
 
@@ -102,9 +100,6 @@ class AttentionPtx:
             *arrays, packed = args
             return ragged_paged_attention(*arrays, **case.options, backend="mosaic_sm90", work=planner.work(packed))
 
-        def array(*sizes: int, dtype: Any = jnp.int32) -> Any:
-            return jax.ShapeDtypeStruct(sizes, dtype)
-
         pages = array(shape.pages, 2, heads.K, case.page_size, heads.H, dtype=case.dtype)
         lens = (array(shape.seqs, shape.columns), array(shape.seqs + 1), array(shape.seqs))
         args = (array(shape.tokens, heads.N, heads.H, dtype=case.dtype), pages, *lens, array(planner.size))
@@ -112,15 +107,13 @@ class AttentionPtx:
 
     def run(self, batch: Batch, *, longer: int = 0, seed: int = 0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """(out [T, N, H], the instructions of each kernel that ran). longer: by how many positions the plan passes the KV."""
-        q, _, _, cu_q_lens, kv_lens = arrays = [np.asarray(x) for x in batch.arrays]
-        q_lens, shape = np.diff(cu_q_lens), self.planner.shape
-        planned = np.where(q_lens > 0, np.minimum(kv_lens + longer, shape.max_kv_len), kv_lens)
-        packed = self.planner.plan(q_lens, planned, least_kv_lens=kv_lens)
-        outputs = [_nothing(q.shape, q.dtype)]
+        q, _, _, cu_q_lens, _ = arrays = [np.asarray(x) for x in batch.arrays]
+        shape, packed = self.planner.shape, self._plan(batch, longer)
+        outputs = [nothing(q.shape, q.dtype)]
         if JOIN in self.kernels:
             heads = self.case.heads
             M, rows = shape.num_slots * heads.K, shape.split_q_len * (heads.N // heads.K)
-            outputs += [_nothing((M, rows, heads.H), np.float32), _nothing((M, 2, ROWS), np.float32)]
+            outputs += [nothing((M, rows, heads.H), np.float32), nothing((M, 2, ROWS), np.float32)]
         first = self._launch(ATTENTION, [*arrays, packed, *outputs], seed)
         covered = {ATTENTION: first.covered}
         out = first.arrays[6]
@@ -128,6 +121,12 @@ class AttentionPtx:
             second = self._launch(JOIN, [out, *first.arrays[7:], packed, cu_q_lens], seed)
             covered[JOIN], out = second.covered, second.arrays[0]
         return out, covered
+
+    def _plan(self, batch: Batch, longer: int) -> np.ndarray:
+        """The batch's work list. longer: by how many positions it passes the KV."""
+        q_lens, kv_lens = np.diff(np.asarray(batch.cu_q_lens)), np.asarray(batch.kv_lens)
+        planned = np.where(q_lens > 0, np.minimum(kv_lens + longer, self.planner.shape.max_kv_len), kv_lens)
+        return self.planner.plan(q_lens, planned, least_kv_lens=kv_lens)
 
     def _launch(self, name: str, arrays: list[np.ndarray], seed: int):
         kernel = self.kernels[name]
@@ -137,7 +136,7 @@ class AttentionPtx:
             raise PtxError(f"{name}, seed {seed}: {error}") from None
 
 
-def _nothing(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def nothing(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """NaN in every element."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return np.frombuffer(b"\xff" * size, dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""The PTX of our kernels: compiled for sm_90a without a GPU, by the compiler of `aot_check`, and read from Mosaic's dumps."""
+"""The PTX of our kernels: compiled without a GPU, by the compiler of `aot_check`, and read from Mosaic's dumps."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scripts.aot.sm90_compile import Compiler
+from scripts.aot.sm90_compile import Compiler, arch_of
 from scripts.ptx.launch import Launch, parse_launch
 from scripts.ptx.program import Program, parse
 
 ATTENTION, JOIN, EXPERTS = "ragged_paged_attention", "join_partial_results", "grouped_matmul"
+PORTABLE_ATTENTION, PORTABLE_JOIN, PORTABLE_EXPERTS = "portable_attention", "portable_join", "portable_grouped_matmul"
+_NAMES = (PORTABLE_ATTENTION, PORTABLE_JOIN, PORTABLE_EXPERTS, JOIN, EXPERTS, ATTENTION)  # before one whose name lies in it
 _CALL = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)", module = "((?:[^"\\]|\\.)*)"')
 
 
@@ -31,6 +33,11 @@ class KernelCompiler:
         self.compiler = compiler
         self._kernels: dict[str, Kernel] = {}  # by Mosaic's hash
         self._read: set[str] = set()
+
+    @property
+    def hopper(self) -> bool:
+        """Whether the target is one, which the kernels of wgmma and TMA need."""
+        return arch_of(self.compiler.target) == "sm_90a"
 
     def compile(self, name: str, function: Callable, args: Sequence[Any]) -> dict[str, Kernel]:
         """The kernels that function(*args) calls, by name. Raises RuntimeError if Mosaic dumped none."""
@@ -54,4 +61,11 @@ class KernelCompiler:
 def _calls(text: str):
     """(name, hash) of every Mosaic kernel that a lowered module calls. A module has its own name, and files' names."""
     for key, module in _CALL.findall(text):
-        yield next(name for name in (JOIN, EXPERTS, ATTENTION) if name in module), key
+        yield next(name for name in _NAMES if name in module), key
+
+
+def array(*sizes: int, dtype: Any = "int32") -> Any:
+    """An abstract array of these sizes."""
+    import jax
+
+    return jax.ShapeDtypeStruct(sizes, dtype)

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.grouped_matmul import gather_rows, mosaic_sm90
+from kernels.backends import GROUPED_MATMUL
+from kernels.grouped_matmul import gather_rows
 from kernels.grouped_matmul.cases import Batch, Case
 from kernels.grouped_matmul.layout import Groups, lay_out
-from scripts.ptx.compiled import EXPERTS, Kernel, KernelCompiler
+from scripts.ptx.compiled import Kernel, KernelCompiler
 from scripts.ptx.machine import run
 from scripts.ptx.program import PtxError
 
@@ -24,35 +25,41 @@ class ExpertsPtx:
     kernel: Kernel
     case: Case
     block_rows: int
+    backend: str = "mosaic_sm90"
 
     @classmethod
-    def compile(cls, compiler: KernelCompiler, case: Case, block_rows: int | None = None) -> ExpertsPtx:
-        """block_rows: None is what the kernel chooses."""
-        rows = block_rows or mosaic_sm90.block_rows(case.T, case.k, case.E)
-        groups = jax.eval_shape(lambda ids: _lay_out(ids, case, None, rows), jax.ShapeDtypeStruct((case.T, case.k), jnp.int32))
+    def compile(
+        cls, compiler: KernelCompiler, case: Case, block_rows: int | None = None, *, backend: str = "mosaic_sm90"
+    ) -> ExpertsPtx:
+        """block_rows: None is what the backend chooses."""
+        functions = GROUPED_MATMUL[backend].functions
+        rows = block_rows or functions.block_rows(case.T, case.k, case.E)
+        ids = jax.ShapeDtypeStruct((case.T, case.k), jnp.int32)
+        groups = jax.eval_shape(lambda ids: _lay_out(ids, case, None, rows, backend), ids)
 
         def product(x: Any, w: Any, groups: Any) -> Any:
-            return mosaic_sm90.matmul(x, w, groups)
+            return functions.matmul(x, w, groups)
 
         array = jax.ShapeDtypeStruct
         args = (array((groups.num_rows, case.D), case.dtype), array((case.E, case.D, case.F), case.dtype), groups)
-        return cls(compiler.compile(f"{case.name} {rows}", product, args)[EXPERTS], case, rows)
+        (kernel,) = compiler.compile(f"{case.name} {rows}", product, args).values()
+        return cls(kernel, case, rows, backend)
 
     def run(self, batch: Batch, *, seed: int = 0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """(every token's products [T, k, F], 0 for padding; the instructions that ran)."""
-        groups = _lay_out(batch.group_ids, self.case, batch.num_tokens, self.block_rows)
+        groups = _lay_out(batch.group_ids, self.case, batch.num_tokens, self.block_rows, self.backend)
         table = [np.asarray(x) for x in (groups.tile_group, groups.tile_row, groups.tile_rows)]
         x, w = np.asarray(gather_rows(batch.x, groups)), np.asarray(batch.w)
         out = np.frombuffer(b"\xff" * (len(x) * w.shape[2] * w.itemsize), w.dtype).reshape(len(x), w.shape[2])
         try:
             result = run(self.kernel.program, self.kernel.launch, [*table, x, w, out], seed=seed)
         except PtxError as error:
-            raise PtxError(f"{EXPERTS}, seed {seed}: {error}") from None
+            raise PtxError(f"{self.kernel.name}, seed {seed}: {error}") from None
         rows = np.asarray(groups.row)
         products = result.arrays[5][np.minimum(rows, len(x) - 1)]
         products[rows >= len(x)] = 0
-        return products, {EXPERTS: result.covered}
+        return products, {self.kernel.name: result.covered}
 
 
-def _lay_out(ids: Any, case: Case, num_tokens: Any, rows: int) -> Groups:
-    return lay_out(ids, case.E, num_tokens=num_tokens, block_rows=rows, backend="mosaic_sm90")
+def _lay_out(ids: Any, case: Case, num_tokens: Any, rows: int, backend: str) -> Groups:
+    return lay_out(ids, case.E, num_tokens=num_tokens, block_rows=rows, backend=backend)

@@ -16,14 +16,18 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from scripts.ptx.compiled import ATTENTION, EXPERTS, JOIN, KernelCompiler
+from scripts.ptx.compiled import ATTENTION, EXPERTS, JOIN, PORTABLE_ATTENTION, PORTABLE_EXPERTS, KernelCompiler
 from scripts.ptx.machine_code import registers_of
 from scripts.ptx.program import Instruction, Literal, Program, PtxError
 from scripts.ptx.suite import Program as Suite
 from scripts.ptx.suite import Run, programs
 
 SEEDS = 2  # schedules in which a mutation may be caught
-# A kernel, and a case of it: one and two consumers, pages in one copy and in several.
+# A kernel, and a case of it: one and two consumers, pages in one copy and in several. The first ones are for Hopper.
+PORTABLE_SUBJECTS = (
+    (PORTABLE_EXPERTS, "portable bfloat16_deep"),
+    (PORTABLE_ATTENTION, "portable gpu-drafts"),
+)
 SUBJECTS = (
     (EXPERTS, "bfloat16_deep"),
     (JOIN, "gpu-drafts"),
@@ -31,11 +35,11 @@ SUBJECTS = (
     (ATTENTION, "gpu-pass_by-8b"),
 )
 _SYNCHRONISES = re.compile(
-    r"bar\.sync|fence\.|mbarrier\.(init|arrive|try_wait)|wgmma\.(fence|commit|wait)|cp\.async\.bulk\.(commit|wait)"
+    r"bar\.sync|fence\.|mbarrier\.(init|arrive|try_wait)|wgmma\.(fence|commit|wait)|cp\.async\.(bulk\.)?(commit|wait)"
 )
 _RELEASES = re.compile(r"bar\.sync|fence\.proxy|mbarrier\.arrive\.release")  # weaker where they come earlier
-_ACQUIRES = re.compile(r"bar\.sync|wgmma\.wait|cp\.async\.bulk\.wait")  # weaker where they come later
-_ACCESSES = re.compile(r"(ld|st)\.shared|(ld|st)matrix|cp\.async\.bulk\.(tensor|global)|wgmma\.mma")
+_ACQUIRES = re.compile(r"bar\.sync|wgmma\.wait|cp\.async\.(bulk\.)?wait")  # weaker where they come later
+_ACCESSES = re.compile(r"(ld|st)\.shared|(ld|st)matrix|cp\.async\.(bulk\.(tensor|global)|cg)|wgmma\.mma")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +108,7 @@ def _neighbour(program: Program, index: int, step: int) -> int | None:
 
 def outcomes(compiler: KernelCompiler, *, verbose: bool = False) -> Iterator[tuple[str, list[Outcome]]]:
     """(kernel, what became of its mutations), one subject after the other."""
-    for kernel, case in SUBJECTS:
+    for kernel, case in (*(SUBJECTS if compiler.hopper else ()), *PORTABLE_SUBJECTS):
         suite = next(iter(programs(compiler, [case])))
         yield kernel, of_suite(suite, kernel, verbose=verbose)
 

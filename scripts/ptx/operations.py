@@ -1,7 +1,7 @@
 """What instructions do that others can see: memory, barriers, branches, and the start and end of what runs asynchronously.
 
 Owns the table of these instructions; one that is in neither it nor `arithmetic` is refused by name. TMA and bulk stores are in
-`tma`, wgmma in `wgmma`.
+`tma`, wgmma in `wgmma`, mma.sync and cp.async in `ampere`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.ptx import tma, wgmma
+from scripts.ptx import ampere, tma, wgmma
 from scripts.ptx.access import Access, Action, address, make_values, one_lane, uniform
 from scripts.ptx.arithmetic import DTYPES, LANES
 from scripts.ptx.machine_code import BLOCKED, Banks
@@ -301,6 +301,8 @@ _TABLE: tuple[tuple[re.Pattern[str], Callable[[Access], Any]], ...] = tuple(
         (r"fence\.proxy\.async(\.shared::cta)?", _fence_proxy),
         (r"mbarrier\.arrive(\.release\.cta)?(\.expect_tx)?\.shared(::cta)?\.b64", _arrive),
         (r"mbarrier\.try_wait\.parity\.shared\.b64", _wait),
+        (r"ld(\.v[24])?\.[bus](16|32|64)", _load_global),  # a generic address, which is one of global memory here
+        *ampere.TABLE,
         *tma.TABLE,
         *wgmma.TABLE,
     )

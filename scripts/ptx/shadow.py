@@ -1,6 +1,7 @@
 """The race detector: vector clocks over shared memory, and which writes the async proxy sees.
 
-An entity is what acts in an order of its own: a warp; the wgmmas of a warp; its bulk stores; the loads that arrive at one mbarrier.
+An entity is what acts in an order of its own: a warp; the wgmmas of a warp; its bulk stores; the loads that arrive at one mbarrier;
+the cp.async of a warp, which are of the generic proxy.
 A clock has, for every entity, how much of what it did comes before (happens-before: PTX ISA 8.8, base causality order; Fidge 1988,
 Mattern 1989), and, for every warp, how much of that is behind a proxy fence (8.5 and 8.8, proxy-preserved order): the async proxy
 sees what a warp wrote by ld, st, ldmatrix, stmatrix only if a fence.proxy.async lies between. Both parts travel together.
@@ -26,7 +27,7 @@ class Entities:
 
     def __init__(self, num_warps: int):
         self.num_warps = num_warps
-        self.count = 3 * num_warps + MAX_BARRIERS
+        self.count = 4 * num_warps + MAX_BARRIERS
         self.size = self.count + num_warps
 
     def wgmmas(self, warp: int) -> int:
@@ -38,8 +39,16 @@ class Entities:
     def loads(self, barrier: int) -> int:
         return 3 * self.num_warps + barrier
 
+    def copies(self, warp: int) -> int:
+        return 3 * self.num_warps + MAX_BARRIERS + warp
+
+    def is_asynchronous_proxy(self, entity: int) -> bool:
+        return self.num_warps <= entity < 3 * self.num_warps + MAX_BARRIERS
+
     def name(self, entity: int) -> str:
         kind, number = divmod(entity, self.num_warps)
+        if entity >= self.copies(0):
+            return f"cp.async of warp {entity - self.copies(0)}"
         if kind >= 3:
             return f"TMA loads of barrier {entity - 3 * self.num_warps}"
         return (f"warp {number}", f"wgmma of warp {number}", f"bulk stores of warp {number}")[kind]
@@ -63,7 +72,7 @@ class Shadow:
         """Notes a read by `entity` at its time `epoch`, before which comes what `clock` has. PtxError if it races, or if it is one
         by the async proxy that may not see what was written."""
         writer = self._check_write(clock, chunks, what, "reads")
-        if entity >= self.entities.num_warps:
+        if self.entities.is_asynchronous_proxy(entity):
             self._check_proxy(clock, chunks, writer, what)
         self._reads[chunks, entity] = epoch
 
@@ -75,7 +84,7 @@ class Shadow:
         if late.any():
             chunk, reader = np.argwhere(late)[0]
             self._race(chunks[chunk], what, f"writes, unordered with a read by {self.entities.name(int(reader))}")
-        if entity >= self.entities.num_warps:
+        if self.entities.is_asynchronous_proxy(entity):
             self._check_proxy(clock, chunks, writer, what)
             warps = self.entities.num_warps
             unfenced = reads[:, :warps] > clock[self.entities.count :]
@@ -95,6 +104,8 @@ class Shadow:
         return writer
 
     def _check_proxy(self, clock, chunks, writer, what: str) -> None:
+        if (writer >= self.entities.copies(0)).any():
+            raise PtxError(f"{what}: accesses by the async proxy what a cp.async wrote: how these are ordered is not known here")
         generic = writer < self.entities.num_warps
         if generic.any():
             of = writer[generic]

@@ -10,15 +10,18 @@ import numpy as np
 
 from kernels.grouped_matmul import cases as experts_cases
 from kernels.ragged_paged_attention import cases as attention_cases
-from kernels.ragged_paged_attention.cases import INTERPRETED, Case
+from kernels.ragged_paged_attention.cases import INTERPRETED, PORTABLE, Case
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
 from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK
 from scripts.ptx.attention import AttentionPtx, padded, shape_of
-from scripts.ptx.compiled import JOIN, Kernel, KernelCompiler
+from scripts.ptx.compiled import JOIN, PORTABLE_JOIN, Kernel, KernelCompiler
 from scripts.ptx.experts import ExpertsPtx
+from scripts.ptx.portable import PortablePtx
 
 SPLIT_Q_LEN = 9  # query tokens of a sequence whose KV may be split
 LONGER = 70  # positions by which a plan passes the KV: a block and more that is not there
+PREFIX = "portable "  # of the cases that the portable kernels run
+FEW_PORTABLE = tuple(PREFIX + name for name in ("gpu-decodes-0.6b", "gpu-head_256-window-soft_cap", "bfloat16_deep"))
 FEW = ("gpu-decodes-0.6b", "gpu-window-soft_cap", "gpu-pass_by-8b", "bfloat16_deep")
 
 
@@ -52,14 +55,17 @@ class Program:
     demanded: frozenset[str]  # kernels whose every line these batches are to reach
 
 
-def case_names() -> list[str]:
-    """The cases that kernels for Hopper run."""
-    return [case.name for case in INTERPRETED] + [case.name for case in experts_cases.CASES if case.dtype != "float32"]
+def case_names(*, hopper: bool) -> list[str]:
+    """The cases that are run: those of the portable kernels, and on Hopper also those of the kernels for it."""
+    experts = [case.name for case in experts_cases.CASES if case.dtype != "float32"]
+    portable = [PREFIX + name for name in (*(case.name for case in (*INTERPRETED, *PORTABLE)), *experts)]
+    return [*(case.name for case in INTERPRETED), *experts, *portable] if hopper else portable
 
 
 def programs(compiler: KernelCompiler, names: Sequence[str] | None = None) -> Iterator[Program]:
     """Compiles one after the other. names: of cases, or "few"; None is all."""
-    names = case_names() if names is None else FEW if "few" in names else names
+    known = case_names(hopper=compiler.hopper)
+    names = known if names is None else [name for name in (*FEW, *FEW_PORTABLE) if name in known] if "few" in names else names
     for case in INTERPRETED:
         if case.name in names:
             yield attention_program(compiler, case)
@@ -67,28 +73,34 @@ def programs(compiler: KernelCompiler, names: Sequence[str] | None = None) -> It
         if case.name in names:
             for rows in (64, 128):
                 yield experts_program(compiler, case, rows)
+    for case in (*INTERPRETED, *PORTABLE):
+        if PREFIX + case.name in names:
+            yield attention_program(compiler, case, PortablePtx, PREFIX)
+    for case in experts_cases.CASES:
+        if PREFIX + case.name in names:
+            yield experts_program(compiler, case, 64, "mosaic_portable", PREFIX)
 
 
-def attention_program(compiler: KernelCompiler, case: Case) -> Program:
+def attention_program(compiler: KernelCompiler, case: Case, ptx_of: type[AttentionPtx] = AttentionPtx, prefix: str = "") -> Program:
     """The program of a case. Its batches: the case itself, and others with the same heads, pages and options."""
     batches = [(case, 0), (case, LONGER), *((dataclasses.replace(case, seqs=s), n) for s, n in _more(case))]
     shape = shape_of([batch for batch, _ in batches])
     split_q_len = min(SPLIT_Q_LEN, _half(case), case.max_q_len or SPLIT_Q_LEN)
-    compiled = AttentionPtx.compile(compiler, case, shape, split_q_len=split_q_len)
+    compiled = ptx_of.compile(compiler, case, shape, split_q_len=split_q_len)
     # The join goes over a sequence's tokens and its chunks: one token, or a window's few chunks, leave loops of it unused.
-    demanded = frozenset(compiled.kernels) - ({JOIN} if split_q_len == 1 or case.sliding_window else set())
+    demanded = frozenset(compiled.kernels) - ({JOIN, PORTABLE_JOIN} if split_q_len == 1 or case.sliding_window else set())
     tolerance = 2 * attention_cases.TOLERANCE[case.dtype]  # weights are rounded to the dtype before they meet the values
 
     prepared = []
     for one, longer in batches:
         batch = padded(one, shape)
-        name = f"{case.name} {one.seqs}{f' planned {longer} longer' if longer else ''}"
+        name = f"{prefix}{case.name} {one.seqs}{f' planned {longer} longer' if longer else ''}"
         prepared.append((name, batch, longer, attention_cases.expected(one, batch)))
 
     def with_kernels(kernels: dict[str, Kernel]) -> Program:
         ptx = dataclasses.replace(compiled, kernels=kernels)
         runs = (Run(name, _bind(ptx.run, batch, longer=longer), want, tolerance) for name, batch, longer, want in prepared)
-        return Program(case.name, kernels, tuple(runs), with_kernels, demanded)
+        return Program(prefix + case.name, kernels, tuple(runs), with_kernels, demanded)
 
     return with_kernels(compiled.kernels)
 
@@ -124,16 +136,18 @@ def _bind(run: Callable, batch: Any, **options: Any) -> Callable[[int], Any]:
     return lambda seed: run(batch, seed=seed, **options)
 
 
-def experts_program(compiler: KernelCompiler, case: experts_cases.Case, rows: int) -> Program:
+def experts_program(
+    compiler: KernelCompiler, case: experts_cases.Case, rows: int, backend: str = "mosaic_sm90", prefix: str = ""
+) -> Program:
     """The program of a case in tiles of `rows` rows."""
-    compiled = ExpertsPtx.compile(compiler, case, rows)
+    compiled = ExpertsPtx.compile(compiler, case, rows, backend=backend)
     batch = experts_cases.build(case)
     want = experts_cases.expected(batch)
     tolerance = experts_cases.TOLERANCE[case.dtype] * max(np.abs(want).max(initial=0), 1)
 
     def with_kernels(kernels: dict[str, Kernel]) -> Program:
         ptx = dataclasses.replace(compiled, kernel=next(iter(kernels.values())))
-        name = f"{case.name} in tiles of {rows} rows"
+        name = f"{prefix}{case.name} in tiles of {rows} rows"
         return Program(name, kernels, (Run(name, _bind(ptx.run, batch), want, tolerance),), with_kernels, frozenset(kernels))
 
     return with_kernels({compiled.kernel.name: compiled.kernel})

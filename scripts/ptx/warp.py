@@ -1,4 +1,4 @@
-"""One warp: its registers, its clock, and the wgmmas and bulk stores that it has under way."""
+"""One warp: its registers, its clock, and the wgmmas, bulk stores and cp.async that it has under way."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Wgmma:
 
 @dataclasses.dataclass(eq=False)
 class Store:
-    """One bulk store of a warp on its way."""
+    """One bulk store of a warp, or one cp.async, on its way."""
 
     finish: Callable[[], None]
     done: bool = False
@@ -52,6 +52,9 @@ class Warp:
         self.store_groups: list[list[Store]] = []
         self.stores_committed = 0
         self.stores_read = 0  # groups known to have read shared memory
+        self.copies: list[Store] = []  # cp.async, not yet committed
+        self.copy_groups: list[list[Store]] = []
+        self.copies_committed = 0
         self.accumulating = np.zeros(num_32, bool)  # registers of wgmmas that were not waited for
         self.multiplying = np.zeros(num_32, bool)
         self.unfenced = np.ones(num_32, bool)  # touched since the last wgmma.fence
@@ -114,3 +117,5 @@ class Warp:
             raise PtxError("the warp ends with wgmmas that it did not wait for")
         if self.stores or self.stores_read < self.stores_committed:
             raise PtxError("the warp ends with bulk stores that it did not wait for")
+        if self.copies or any(self.copy_groups):
+            raise PtxError("the warp ends with cp.async that it did not wait for")

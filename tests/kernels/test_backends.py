@@ -31,8 +31,8 @@ def doubled(lacks: str | None = None) -> SimpleNamespace:
 
 
 def test_the_config_offers_every_row():
-    assert config.BACKENDS == ATTENTION.names == ("auto", "reference", "xla", "mosaic_sm90")
-    assert config.MOE_BACKENDS == GROUPED_MATMUL.names == ("auto", "reference", "xla", "mosaic_sm90")
+    assert config.BACKENDS == ATTENTION.names == ("auto", "reference", "xla", "mosaic_portable", "mosaic_sm90")
+    assert config.MOE_BACKENDS == GROUPED_MATMUL.names == ("auto", "reference", "xla", "mosaic_portable", "mosaic_sm90")
 
 
 def test_a_row_is_all_that_a_new_attention_needs(monkeypatch):
@@ -67,7 +67,9 @@ def test_a_row_that_plans_on_the_host_is_asked_for_its_planner(monkeypatch):
     assert make is not None and make(num_tokens=8) == ("planner", {"num_tokens": 8})
     with pytest.raises(NotImplementedError, match="doubled can't plan on the device"):
         plan_work(jnp.zeros(2, jnp.int32), jnp.ones(1, jnp.int32), num_tokens=1, backend="doubled")
-    with pytest.raises(ValueError, match="backend='tripled' must be one of auto, reference, xla, mosaic_sm90, doubled"):
+    with pytest.raises(
+        ValueError, match="backend='tripled' must be one of auto, reference, xla, mosaic_portable, mosaic_sm90, doubled"
+    ):
         host_planner("tripled")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kernels import gpu
-from kernels.grouped_matmul import combine_rows, gather_rows, grouped_matmul, layout, mosaic_sm90, plan_groups
+from kernels.grouped_matmul import combine_rows, gather_rows, grouped_matmul, layout, mosaic_portable, mosaic_sm90, plan_groups
 from kernels.grouped_matmul.cases import CASES, TOLERANCE, build, expected
 from tests.selection import slow_unless
 
@@ -201,6 +201,24 @@ def test_auto_is_the_kernel_where_it_can_be():
     with gpu.assume_sm90(132, "NVIDIA H100 80GB HBM3"):
         assert plan_groups(ids, [whole]).backend == "mosaic_sm90"
         assert plan_groups(ids, [whole, small]).backend == plan_groups(ids, [whole.astype(jnp.float32)]).backend == "xla"
+
+
+def test_auto_on_other_gpus_is_the_portable_kernel():
+    ids, whole = jnp.zeros((3, 1), jnp.int32), jnp.zeros((2, 64, 128), jnp.bfloat16)
+    with gpu.assume(gpu.Device(108, "NVIDIA A100-SXM4-80GB", (8, 0))):
+        groups = plan_groups(ids, [whole])
+        assert (groups.backend, groups.block_rows) == ("mosaic_portable", mosaic_portable.ROWS)
+        out = jax.eval_shape(grouped_matmul, jnp.zeros((groups.num_rows, 64), jnp.bfloat16), whole, groups)
+        assert (out.shape, out.dtype) == ((groups.num_rows, 128), jnp.bfloat16)
+        with pytest.raises(ValueError, match="tiles of 64 rows, these groups were planned for 128"):
+            mosaic_portable.matmul(whole[0], whole, lay_out(ids, None, 2, 128))
+        with pytest.raises(NotImplementedError, match="mosaic_portable needs weights .* D a multiple of 64 and F of 128"):
+            plan_groups(ids, [whole[:, :, :64]], backend="mosaic_portable")
+        for wrong in ({"block_columns": 96}, {"stages": 1}, {"stages": 8}):
+            with pytest.raises(ValueError, match="block_columns=|stages=|needs 196608 bytes of shared memory"):
+                mosaic_portable.Config(**wrong)
+    with gpu.assume(gpu.Device(80, "Tesla V100", (7, 0))):
+        assert plan_groups(ids, [whole]).backend == "xla"
 
 
 def test_bad_products_are_refused():

@@ -220,7 +220,7 @@ def arguments(**changes):
         ({"sliding_window": 0}, "sliding_window=0"),
         ({"soft_cap": 0.0}, "soft_cap=0.0"),
         ({"scale": float("nan")}, "scale=nan"),
-        ({"backend": "triton"}, "auto, reference, xla, mosaic_sm90"),
+        ({"backend": "triton"}, "auto, reference, xla, mosaic_portable, mosaic_sm90"),
         ({"work": ()}, "was not planned"),
         ({"work": (), "backend": "reference"}, "planned for another backend"),
     ],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels import gpu
+from kernels.ragged_paged_attention.logits import again, mask_logits, scale_logits, spread, tile_rows
 from kernels.ragged_paged_attention.mosaic_sm90 import softmax_state
 from kernels.ragged_paged_attention.mosaic_sm90.geometry import (
     Geometry,
@@ -21,13 +21,9 @@ from kernels.ragged_paged_attention.mosaic_sm90.geometry import (
     load_item,
     num_blocks,
 )
-from kernels.ragged_paged_attention.mosaic_sm90.softmax_state import MASKED, spread
+from kernels.ragged_paged_attention.mosaic_sm90.softmax_state import MASKED
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
 from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK
-
-LOG2E = math.log2(math.e)
-LEAST_UNIT = 1e-6  # below it a scale is multiplied in at once
-THREAD_COLUMN = 0b110  # a thread of the WGMMA layout has columns 8 i + c and 8 i + c + 1, c being 0, 2, 4 or 6
 
 
 def consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:
@@ -36,7 +32,7 @@ def consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:
     def item_rows(index, slot):  # slot: of the ring, where the item's first block is
         item = load_item(g, refs, index)
         gpu.barrier_wait(smem.q_full)
-        here = _again(me)
+        here = again(me)
         smem.q.at[here][...] = gpu.load(smem.q_loaded.at[here], layout=gpu.WGMMA, optimized=False)
         gpu.commit_smem()
         gpu.barrier_arrive(smem.q_empty)
@@ -51,7 +47,7 @@ def consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:
 
         @pl.when(jnp.logical_and(item.slot < 0, tokens > 0))
         def _():
-            _store_rows(g, refs, smem, _again(me), item, item.token + me * g.tokens, tokens, state)
+            _store_rows(g, refs, smem, again(me), item, item.token + me * g.tokens, tokens, state)
 
         return slot
 
@@ -60,17 +56,6 @@ def consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:
         gpu.barrier_arrive(smem.kv_empty.at[slot])
     lax.fori_loop(*items_of_cta(g, refs), item_rows, jnp.int32(0))
     gpu.wait_smem_to_gmem(0)
-
-
-def _again(value):
-    """The value, which the compiler doesn't know to be the same one: what is computed from it, such as addresses, is computed where
-    it is used and not kept in registers through the walk."""
-    return lax.optimization_barrier(value)
-
-
-def _rows():
-    """i32[64]: 0 to 63, a value a row."""
-    return _again(gpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=gpu.WGMMA_ROW))
 
 
 def _part(g: Geometry, item: Item, me):
@@ -181,46 +166,13 @@ def _fold_block(g: Geometry, smem: Scratch, me, item: Item, position, end, block
 def _softmax(g: Geometry, position, block, state, x):
     """(the state with the block's weights in it but not yet its values; those weights, f32[64, BLOCK])."""
     acc, maximum, total = state
-    x, unit = _logits(g, x)
-    x = _mask(g, position, block, x, MASKED / unit)
+    x, unit = scale_logits(x, scale=g.scale, soft_cap=g.soft_cap)
+    seen = {"group": g.group, "tokens": g.tokens, "sliding_window": g.sliding_window}
+    x = mask_logits(x, MASKED / unit, begin=block * BLOCK, position=position, **seen)
     new_maximum = jnp.maximum(maximum, x.max(axis=1) * unit)
     shrink = jnp.exp2(maximum - new_maximum)
     weights = jnp.exp2(x * unit - spread(new_maximum, x))
     return (acc * spread(shrink, acc), new_maximum, total * shrink + weights.sum(axis=1)), weights
-
-
-def _logits(g: Geometry, x):
-    """(logits, unit): times unit, a positive number, they are in units of log2. A key then costs one fused multiply-add where its
-    weight is computed, instead of a multiplication here and a subtraction there."""
-    unit = g.scale * LOG2E
-    if g.soft_cap is not None:
-        # tanh(y) = 1 - 2 / (exp(2 y) + 1), as the hardware's own tanh has 11 bits.
-        cap = g.soft_cap * LOG2E
-        return cap - (2 * cap) / (jnp.exp2(x * (2 * unit / g.soft_cap)) + 1), 1.0
-    if unit < LEAST_UNIT:  # of a negative one the largest product is not the largest score's; MASKED / unit would not be finite
-        return x * unit, 1.0
-    return x, unit
-
-
-def _mask(g: Geometry, position, block, x, masked: float):
-    """Logits of a block, `masked` where a row does not see the key. Most blocks are seen whole and pass as they are."""
-
-    def mask(x):
-        token = lax.div(_rows(), jnp.int32(g.group))
-        column = gpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 1, layout=gpu.WGMMA)
-        # A thread's columns have these bits in common, the others are constants: it keeps one number, not all 16 columns.
-        lane = column & THREAD_COLUMN
-        last = spread(token + _again(position - block * BLOCK), column) - lane
-        column = column & ~THREAD_COLUMN
-        seen = column <= last
-        if g.sliding_window is not None:
-            seen = jnp.logical_and(seen, column > last - g.sliding_window)
-        return jnp.where(seen, x, masked)
-
-    partly_seen = (block + 1) * BLOCK > position + 1  # by the first row
-    if g.sliding_window is not None:
-        partly_seen = jnp.logical_or(partly_seen, block * BLOCK <= position + g.tokens - 1 - g.sliding_window)  # by the last
-    return lax.cond(partly_seen, mask, lambda x: x, x)
 
 
 def _add_weighted_values(g: Geometry, smem: Scratch, me, acc, weights, slot):
@@ -249,11 +201,11 @@ def _clean_tail(g: Geometry, smem: Scratch, me, item: Item, block, slot) -> None
             for column in range(0, smem.kv.shape[-1], 64):  # a part at a time, for want of registers
                 values = smem.kv.at[slot, 1, :, pl.ds(column, 64)]
                 v = gpu.load(values, layout=gpu.WGMMA)
-                row = spread(_rows(), v)
+                row = spread(tile_rows(), v)
                 zero = gpu.layout_cast(jnp.zeros(v.shape, v.dtype), gpu.WGMMA)
                 kept = row < item.kv_len - block * BLOCK
                 if g.drops_pages:
-                    first = first_page(g, item._replace(position=_again(item.position))) * g.page_size
+                    first = first_page(g, item._replace(position=again(item.position))) * g.page_size
                     kept = jnp.logical_and(kept, row >= first - block * BLOCK)
                 values[...] = jnp.where(kept, v, zero)
             gpu.commit_smem()

@@ -7,10 +7,9 @@ A state is (acc f32[64, H], maximum f32[64], total f32[64]), with maxima in unit
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kernels import gpu
-from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
+from kernels.ragged_paged_attention.logits import ROWS, spread
 
 # Logit of a key that a row does not see, and where a row's running maximum starts. Both finite, so that no inf - inf arises, and
 # far apart, so that exp2(MASKED - maximum) is exactly 0 even for a row that has seen nothing yet.
@@ -40,8 +39,3 @@ def output(state: State) -> jax.Array:  # f32[64, H]
     """What the rows attend to; 0 for one that has seen nothing."""
     acc, _, total = state
     return acc / spread(jnp.where(total == 0, 1.0, total), acc)
-
-
-def spread(x: jax.Array, like: jax.Array) -> jax.Array:
-    """A value a row, over the row's columns."""
-    return lax.broadcast_in_dim(x, like.shape, [0])

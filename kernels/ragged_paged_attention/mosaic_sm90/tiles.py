@@ -11,9 +11,9 @@ import json
 from pathlib import Path
 
 from kernels import gpu
+from kernels.ragged_paged_attention.logits import ROWS
 from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK
 
-ROWS = 64  # of a wgmma tile: what one consumer warpgroup computes
 TUNED = Path(__file__).with_name("tuned")
 # With two consumers, warpgroups trade registers (setmaxnreg) within what their block has at launch, not what the SM has: one that
 # asks for more than the others gave up waits for ever. (Of a consumer, of the producer), a thread, in multiples of 8.
