@@ -9,7 +9,7 @@ import difflib
 import importlib
 import sys
 
-from jaxserve.cli.common.command import MISSPELT, asks_for_help, fail, run_command
+from jaxserve.cli.common.command import MISSPELT, asks_for_help, fail, reader_may_leave, run_command
 
 COMMANDS = {  # as a user says it -> a line; its module is that of jaxserve.cli with dots for spaces
     "serve": "Serve a model over HTTP with OpenAI's API.",
@@ -33,6 +33,7 @@ COMMANDS = {  # as a user says it -> a line; its module is that of jaxserve.cli 
 FAMILIES = tuple(dict.fromkeys(name.partition(" ")[0] for name in COMMANDS if " " in name))  # first words of commands of two
 
 
+@reader_may_leave()
 def main() -> None:
     """Runs the command that sys.argv names. Exit codes as `run_command`'s; without a command or with --help, the list of them."""
     args = sys.argv[1:]

@@ -196,7 +196,9 @@ def _instruction(line: str) -> Sass:
     read, write = (None if match[name] == "-" else int(match[name]) for name in ("read", "write"))
     waits = _barriers(match["waits"])
     opcode = match["opcode"]
-    if opcode.partition(".")[0] in _UNKNOWN_CONTROL and opcode != _JUMP:
+    # An unguarded branch that a predicate among its operands decides would go on below, too.
+    by_operand = opcode.startswith("BRA") and not match["guard"] and re.match(r"!?U?P\d", match["operands"].strip())
+    if opcode.partition(".")[0] in _UNKNOWN_CONTROL and opcode != _JUMP or by_operand or opcode.startswith("BRA.DIV"):
         raise ValueError(f"control flow that is not known here: {line.strip()!r}")
     return Sass(
         int(match["address"], 16), match["guard"] or "", opcode, match["operands"].strip(), waits, read, write, int(match["stall"])

@@ -12,7 +12,7 @@ from absl import flags
 
 import jaxserve
 from jaxserve.cli.common import command, vllm_flags
-from jaxserve.cli.common.command import Misspelt, normalise, parse
+from jaxserve.cli.common.command import READER_LEFT, Misspelt, normalise, parse
 from jaxserve.cli.main import COMMANDS
 from jaxserve.config import EngineConfig, options
 from tests.cli import vllm_names
@@ -151,6 +151,15 @@ def test_help_of_a_command_stands_before_or_behind_it():
         before, behind = jaxserve_command("help", *args), jaxserve_command(*args, "--help")
         assert before.returncode == behind.returncode == 0 and not before.stderr
         assert before.stdout == behind.stdout and before.stdout.startswith(" ".join(("usage: jaxserve", *args)))
+
+
+@pytest.mark.parametrize("args", [["--help"], ["serve", "--help"], ["version"]], ids=" ".join)
+def test_a_reader_that_leaves_ends_it_without_a_word(args):
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "wb") as nobody:
+        done = subprocess.run([sys.executable, "-m", "jaxserve", *args], cwd=ROOT, stdout=nobody, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (READER_LEFT, b"")
 
 
 def test_help_groups_flags_and_tells_defaults():

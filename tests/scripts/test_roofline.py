@@ -38,6 +38,8 @@ def test_an_instruction_and_its_control_codes():
         ("", "no instruction"),
         (HEADER + "   1:2:Y:05        /*0000*/   EXIT \n", "not a line of machine code"),
         (code("-:-:-:Y:05 | CALL.REL.NOINC `(.L_x_1) "), "control flow that is not known"),
+        (code("-:-:-:Y:05 | BRA P2, `(.L_x_1) "), "control flow that is not known"),
+        (code("-:-:-:Y:05 | BRA.DIV UR4, `(.L_x_1) "), "control flow that is not known"),
     ],
 )
 def test_a_dump_in_another_form_is_refused(text, why):

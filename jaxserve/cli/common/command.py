@@ -8,7 +8,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
+import os
 import re
+import select
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +22,7 @@ from absl import app, flags
 from jaxserve.cli.common.vllm_flags import AcceptedAsIs, Refused, translate
 
 MISSPELT = 2  # exit code of an unknown command or flag; 1 is any other failure
+READER_LEFT = 141  # as a shell says it of a process that SIGPIPE ended
 _HELP = ("-h", "-?", "--help", "--helpfull", "--helpshort")
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _TITLES = {  # of flags that a module of common/ defines, by the module's name
@@ -45,6 +48,28 @@ def group(title: str, names: Sequence[str]) -> None:
     _groups.update(dict.fromkeys(names, title))
 
 
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Who reads stdout may stop reading (`jaxserve simulate | head`): the process then ends without a word, with READER_LEFT."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _has_lost_its_reader(sys.stdout.fileno()):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the interpreter flushes as it ends
+        sys.exit(READER_LEFT)
+
+
+def _has_lost_its_reader(pipe: int) -> bool:
+    poll = select.poll()
+    poll.register(pipe, 0)  # an error is told without being asked for
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+@reader_may_leave()
 def run_command(main: Callable[[], Any], *, name: str | None = None) -> NoReturn:
     """Runs a command: parses sys.argv, calls `main`, and exits with its exit code.
 
