@@ -12,6 +12,8 @@ is then 1:
 register spills or too much shared memory in our kernels, or local memory or an emptied L1 cache in a loop of theirs; kernels that
 must agree in every bit and do other float operations; a body that does not run the fast attention kernel once a layer; a body
 or head that is not one CUDA graph; a copy of KV pages; more temporary memory than the plan sets aside; a pool that does not fit.
+With --deterministic=always also a matmul in another tile than the others, with a split K or in cuBLAS, and a sum of floats whose
+operations differ between bodies, or between heads.
 """
 
 from __future__ import annotations
@@ -52,6 +54,12 @@ _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Most tokens of a r
 _MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Most sequences at once (default 128).", lower_bound=1)
 _BUDGET = flags.DEFINE_integer("max_num_batched_tokens", None, "Token budget of a step (default 2048).", lower_bound=1)
 _PAGE_SIZE = flags.DEFINE_integer("page_size", None, "Tokens a KV page (default 64).", lower_bound=1)
+_DETERMINISTIC = flags.DEFINE_enum(
+    "deterministic",
+    "auto",
+    ["auto", "bucket", "always"],
+    "As of an engine; always: matmuls and sums in one order in all buckets too.",
+)
 _PLAN = flags.DEFINE_string("bucket_plan", None, "A bucket plan's JSON file.")
 _SPECULATION = flags.DEFINE_string(
     "speculative_config", None, 'Heads that draft too, and a draft bucket: \'{"method": "ngram", "num_speculative_tokens": 4}\'.'
@@ -148,6 +156,7 @@ def check_model(name: str, memory_fraction: float, compiler: Compiler) -> dict[s
         "gpu_memory_utilization": _UTILIZATION.value,
         "attention_backend": _BACKEND.value or ("mosaic_sm90" if is_hopper(compiler.target) else "mosaic_portable"),
         "speculative_config": _SPECULATION.value,
+        "deterministic": _DETERMINISTIC.value,
     }
     try:
         step = AbstractStep.make(read_config(name), options, compiler.target, memory_fraction)

@@ -44,6 +44,25 @@ SCORE_ROWS = 256  # most logits rows that the score program holds at once
 # without one (scripts.aot_check) gives the card's program, and both can be captured in a CUDA graph.
 GPU_COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cub_radix_sort": False}
 
+# The same where bits must not follow the bucket: all matmuls are XLA's Triton ones in a single tile, K unsplit, the activations
+# always on the left. Norms stay with XLA's own reductions, whose order follows the row's length; in Triton it follows the shape.
+# `aot_check --deterministic=always` reads from the compiled programs whether it came out so.
+GPU_ALWAYS_OPTIONS = {
+    "xla_gpu_enable_cub_radix_sort": False,
+    "xla_gpu_enable_triton_gemm": True,
+    "xla_gpu_cublas_fallback": False,
+    "xla_gpu_experimental_force_split_k": 1,
+    "xla_gpu_override_gemm_autotuner": "block_m: 64, block_n: 64, block_k: 64, split_k: 1, "
+    "num_stages: 4, num_warps: 4, num_ctas: 1",
+    "xla_disable_hlo_passes": "triton-softmax-rewriter,gemm-fusion-swap-operands",
+    "xla_allow_excess_precision": False,  # every rounding that is written is done, whatever is fused
+}
+
+
+def gpu_compiler_options(deterministic: str) -> dict[str, Any]:
+    """XLA's options for a GPU. deterministic: "bucket" or "always"."""
+    return GPU_ALWAYS_OPTIONS if deterministic == "always" else GPU_COMPILER_OPTIONS
+
 
 class ProgramSpec(NamedTuple):
     """What a program is compiled from."""
@@ -169,7 +188,7 @@ class Programs:
 
     def _compile(self, key: ProgramKey) -> Any:
         start, spec = time.perf_counter(), self.spec(key)
-        options = GPU_COMPILER_OPTIONS if jax.default_backend() == "gpu" else None
+        options = gpu_compiler_options(self.config.deterministic) if jax.default_backend() == "gpu" else None
         compiled = jax.jit(spec.function, donate_argnums=spec.donated).lower(*spec.args).compile(compiler_options=options)
         logger.info("compiled %s in %.1f s", name_of(key), time.perf_counter() - start)
         return compiled

@@ -67,7 +67,7 @@ def resolve_config(
     Raises:
       ValueError: limits that contradict each other, the bucket plan, the model or the memory; what deterministic="always" can't be
         had with.
-      NotImplementedError: deterministic="always" on a GPU.
+      NotImplementedError: deterministic="always" on a GPU with a mixture of experts, or another attention than mosaic_sm90.
     """
     given_plan = config.bucket_plan
     assert given_plan is None or isinstance(given_plan, BucketPlan)
@@ -116,10 +116,14 @@ def resolve_config(
 def _check_always(config: EngineConfig, model: ModelConfig, attention_backend: str, *, on_gpu: bool) -> None:
     """ValueError, or NotImplementedError, for what bits that do not depend on the bucket can't be had with."""
     always = "deterministic='always'"
-    if on_gpu:
-        raise NotImplementedError(f"{always} is for CPUs so far: XLA's matmuls on a GPU differ by bucket; use 'bucket'")
+    if on_gpu and model.sparse_layers:
+        raise NotImplementedError(f"{always} is for dense models on a GPU: a mixture's routing follows the bucket; use 'bucket'")
+    if on_gpu and attention_backend != "mosaic_sm90":
+        raise NotImplementedError(
+            f"{always} needs attention_backend='mosaic_sm90' on a GPU, found {attention_backend!r}: use 'bucket'"
+        )
     require(
-        ATTENTION[attention_backend].fixed_tiles,
+        on_gpu or ATTENTION[attention_backend].fixed_tiles,
         f"attention_backend={attention_backend!r} follows the bucket, which {always} rules out: use 'auto' or 'xla'",
     )
     require(

@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
+from scripts.aot.equal_bits import SummedInOrder
 from scripts.aot.roofline import Roofline
 
 _PTXAS = re.compile(
@@ -211,6 +212,7 @@ class CompiledReport:
     instructions: list[Instruction] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     rooflines: list[Roofline] = field(default_factory=list)  # of the Mosaic kernels that were compiled for it
+    order: SummedInOrder | None = None  # of its matmuls and sums
     argument_bytes: int = 0
     output_bytes: int = 0
     alias_bytes: int = 0

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.aot.compiled_report import CompiledReport, Kernel, parse_hlo, parse_mosaic_smem, parse_ptxas, parse_thunks
+from scripts.aot.equal_bits import read_program
 from scripts.aot.machine_code import parse_sass
 from scripts.aot.roofline import Roofline, roofline
 from scripts.aot.verdicts import LOADING_WARPGROUPS
@@ -90,7 +91,8 @@ def compilers() -> dict[str, str]:
 
 
 def make_noting_cuda(root: Path, log: Path) -> None:
-    """A CUDA folder whose ptxas writes the `-v` output of every call to a file of `log`, and is otherwise the real one."""
+    """A CUDA folder whose ptxas writes the `-v` output of every call to a file of `log`, what it was
+    given beside it, and is otherwise the real one."""
     real = find_cuda()
     (root / "bin").mkdir(parents=True)
     log.mkdir(parents=True)
@@ -107,6 +109,7 @@ def make_noting_cuda(root: Path, log: Path) -> None:
         f"real='{real}/bin/ptxas'\n"
         'case "$1" in -*) exec "$real" "$@" ;; esac\n'  # asked for its version
         f"note=$(mktemp '{log}/XXXXXXXX')\n"
+        'cp "$1" "$note.ptx"\n'
         '"$real" "$@" -v 2>"$note"\n'
         "status=$?\n"
         'cat "$note" >&2\n'
@@ -204,6 +207,7 @@ class Compiler:
         )
         memory, text = compiled.memory_analysis(), compiled.as_text()
         assert memory is not None and text is not None
+        order = read_program(text, (path.read_text() for path in self._new_ptx()))
         kernels, rooflines = self._new_kernels()
         return CompiledReport(
             name=name,
@@ -211,12 +215,17 @@ class Compiler:
             instructions=parse_hlo(text),
             kernels=kernels,
             rooflines=rooflines,
+            order=order,
             argument_bytes=memory.argument_size_in_bytes,
             output_bytes=memory.output_size_in_bytes,
             alias_bytes=memory.alias_size_in_bytes,
             temp_bytes=memory.temp_size_in_bytes,
             seconds=time.perf_counter() - start,
         )
+
+    def _new_ptx(self) -> list[Path]:
+        """What ptxas was given by XLA since the last call of _new_kernels."""
+        return [path.with_suffix(".ptx") for path in sorted((self.folder / "ptxas").glob("*.log")) if path not in self._read]
 
     def _new_kernels(self) -> tuple[list[Kernel], list[Roofline]]:
         """What ptxas said since the last call, each kernel once; and the loops of Mosaic's."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxserve.cli.common.bench_models import RANDOM
 from scripts.aot.compiled_report import CompiledReport
+from scripts.aot.equal_bits import order_faults
 from scripts.aot.sm90_compile import Compiler, arch_of, device_of, smem_limit_of, target_fact
 from scripts.aot.verdicts import (
     ATTENTION_OP,
@@ -188,7 +189,7 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
     heads = [(plan.head_rows[0], False), (plan.max_head_rows, True)]
 
     def compile_one(key: ProgramKey) -> CompiledReport:
-        return _compile(compiler, on_report, name_of(key), *programs.spec(key))
+        return _compile(compiler, on_report, name_of(key), config.deterministic, *programs.spec(key))
 
     bodies = {b: compile_one(b) for b in dict.fromkeys([*buckets, plan.buckets[-1]])}
     tops = {h: compile_one(h) for h in dict.fromkeys(heads)}
@@ -213,6 +214,9 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
         faults += variant_faults(report, compiler.mosaic_kernels)
         faults += kernel_faults(ours, smem_limit=smem_limit_of(step.target), where=report.name, arch=arch_of(step.target))
     reports = [*bodies.values(), *beside]
+    if config.deterministic == "always":  # a row is computed in any of the bodies, and sampled in any of the heads
+        for same in (list(bodies.values()), list(tops.values())):
+            faults += order_faults({report.name: report.order for report in same if report.order is not None})
     try:
         fit = step.fit(reserve)
     except ValueError as error:  # the engine's own words
@@ -220,9 +224,11 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
     return StepResult(reports, fit, faults + fit.faults, config)
 
 
-def _compile(compiler: Compiler, on_report: Any, name: str, function: Any, donate: tuple[int, ...], args: Any) -> CompiledReport:
-    from jaxserve.execution.programs import GPU_COMPILER_OPTIONS
+def _compile(
+    compiler: Compiler, on_report: Any, name: str, deterministic: str, function: Any, donate: tuple[int, ...], args: Any
+) -> CompiledReport:
+    from jaxserve.execution.programs import gpu_compiler_options
 
-    report = compiler.compile(name, function, args, donate=donate, options=GPU_COMPILER_OPTIONS)
+    report = compiler.compile(name, function, args, donate=donate, options=gpu_compiler_options(deterministic))
     on_report(report)
     return report

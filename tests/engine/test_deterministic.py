@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 import jaxserve.execution.body
+from jaxserve import EngineConfig
+from jaxserve.execution.programs import GPU_COMPILER_OPTIONS, gpu_compiler_options
+from jaxserve.execution.resolved_config import resolve_config
 from jaxserve.models import row_tiles
 from jaxserve.models.row_tiles import RowTiles
 from tests.dummy import CONFIG, ONE_BUCKET, Ask, Run, differences, dummy_model, make_engine, serve, serve_alone
@@ -129,6 +132,37 @@ def test_refused(settings, message):
 def test_refused_with_experts_that_follow_the_bucket():
     with pytest.raises(ValueError, match="moe_backend='reference' follows the bucket"):
         make_engine(dummy_model("float32", SPARSE), moe_backend="reference", **ALWAYS)
+
+
+@pytest.mark.parametrize(
+    "config, backend, message",
+    [
+        (CONFIG, "xla", "needs attention_backend='mosaic_sm90' on a GPU, found 'xla'"),
+        (SPARSE, "mosaic_sm90", "is for dense models"),
+    ],
+)
+def test_refused_on_a_gpu(config, backend, message):
+    with pytest.raises(NotImplementedError, match=message):
+        resolve_on_gpu(config, backend, "always")
+    assert resolve_on_gpu(config, backend, "bucket").deterministic == "bucket"
+
+
+def test_a_gpu_has_compiler_options_for_it():
+    assert resolve_on_gpu(CONFIG, "mosaic_sm90", "always").deterministic == "always"
+    assert gpu_compiler_options("always")["xla_gpu_experimental_force_split_k"] == 1
+    assert gpu_compiler_options("bucket") == GPU_COMPILER_OPTIONS
+
+
+def resolve_on_gpu(config, backend, deterministic):
+    return resolve_config(
+        EngineConfig(deterministic=deterministic, num_pages=64, page_size=64),
+        config,
+        kv_dtype=np.float16,
+        on_gpu=True,
+        device_limit=2**34,
+        attention_backend=backend,
+        weight_bytes=0,
+    )
 
 
 def test_auto_is_bucket():
