@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,8 @@ def may_use_gpus() -> bool:
     """Whether JAX has a way to NVIDIA's GPUs, and no setting keeps it from them. Starts no backend."""
     import jax
 
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return False

@@ -32,12 +32,12 @@ MEMORY_FRACTION = ".2"  # of the device, at most
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds. start: until the process tries its first unit, with imports and CUDA's start. unit: a kernel's list of batches.
-    whole: all processes together. ending: until one that is done, or was killed, is gone."""
+    """Seconds. start: until the process tries its first unit, with imports and CUDA's start. batch: of a kernel, to compile, to run
+    and to compare. whole: all processes together. ending: until one that is done, or was killed, is gone."""
 
     start: float = 90.0
-    unit: float = 60.0
-    whole: float = 180.0
+    batch: float = 60.0
+    whole: float = 300.0
     ending: float = 10.0
 
 
@@ -98,11 +98,12 @@ def _follow(child: _Child, plan: Plan, verdicts: dict[str, Verdict], limits: Lim
             return ""
         if "begin" in line:
             unit, case, began = plan.next_unit(verdicts), "", time.monotonic()
-            until = min(end, began + limits.unit)
+            until = min(end, began + limits.batch)
             if unit is None or unit.name != line["begin"]:
                 return f"the process that tries them tries {line['begin']}, which nobody asked for"
         if "case" in line:
-            case = f"{line['case']}: "
+            case, began = f"{line['case']}: ", time.monotonic()
+            until = min(end, began + limits.batch)
         if "verdict" in line and unit is not None:
             verdicts[unit.name] = Verdict(**line["verdict"])
             unit, began = None, time.monotonic()

@@ -11,7 +11,7 @@ from kernels.qualification.plan import Ask, Plan
 from tests.qualification import rows
 
 CARD = Card("Fake 3000", "9.9", "1.2.3", "0.11.2", "0.11.2", "abc", platform="cpu")
-LIMITS = Limits(start=20, unit=20, whole=60, ending=5)
+LIMITS = Limits(start=20, batch=20, whole=60, ending=5)
 PLAN = Plan({"attention": Ask()}, platform="cpu", small=True)
 HERE = Path(__file__).parent
 

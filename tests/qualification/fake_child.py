@@ -64,4 +64,5 @@ def main() -> None:
     say(end="fake")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -52,6 +52,7 @@ def machine(monkeypatch):
     def make(*gpus, plugin=True, platforms=None, **options):
         library = Library(*gpus, **options)
         monkeypatch.setattr(module, "_management_library", lambda: library)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr(module, "PLUGINS", ("sys",) if plugin else ("no_such_module",))
         jax.config.update("jax_platforms", platforms)
         return library
@@ -91,7 +92,7 @@ def test_both_ways_give_one_key(machine, monkeypatch):
     machine(H100)
     monkeypatch.setattr(jax, "devices", lambda: [device("NVIDIA H100 80GB HBM3", capability="9.0")])
     early, late = find_card(ask_jax=False), find_card(ask_jax=True)
-    assert early is not None and early == late and early.key == late.key
+    assert early is not None and late is not None and early == late and early.key == late.key
 
 
 @pytest.mark.parametrize("fails", ["nvmlInit_v2", "nvmlDeviceGetCount_v2", "nvmlDeviceGetName"])
@@ -118,6 +119,13 @@ def test_no_card_where_jax_uses_none(machine, monkeypatch, options):
     machine(H100, **options)
     monkeypatch.setattr(jax, "devices", lambda: pytest.fail("JAX must be left alone"))
     assert find_card(ask_jax=True) is None
+
+
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_no_card_where_all_are_hidden(machine, monkeypatch, visible):
+    machine(H100)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert find_card(ask_jax=False) is None
 
 
 def test_no_card_where_jax_has_taken_the_cpu(machine, monkeypatch):

@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import json
 import logging
+import os
+import subprocess
 import sys
 
 import pytest
@@ -12,8 +15,11 @@ from jaxserve.engine import kernel_choice
 from jaxserve.qualification import qualify as qualify_module
 from kernels import gpu
 from kernels.qualification.plan import PASSED, WRONG
+from tests import alphabet_model
 from tests.dummy import CONFIG, SETTINGS, dummy_model
+from tests.qualification import fake_child
 from tests.qualification.conftest import CARD, HERE, LIMITS
+from tests.serving.http_server import serving
 
 SMALL_PLAN = jaxserve.BucketPlan(mixed=((16, 2),), head_rows=(2,))
 REAL = [sys.executable, str(HERE / "real_child.py")]
@@ -81,7 +87,7 @@ def test_one_that_passes_is_taken_without_a_warning(card, fake, caplog):
 
 @pytest.mark.parametrize("behaviour", ["hang", "segv", "uncompiled", "memory"])
 def test_whatever_goes_wrong_the_engine_starts_and_answers(card, fake, behaviour):
-    card(fake(bent=behaviour, right=behaviour), limits=dataclasses.replace(LIMITS, unit=0.5))
+    card(fake(bent=behaviour, right=behaviour), limits=dataclasses.replace(LIMITS, batch=0.5))
     llm = make()
     assert llm.engine.config.attention_backend == "xla" and len(answer(llm)) > 0
 
@@ -130,3 +136,76 @@ def test_a_cpu_is_asked_nothing(monkeypatch, tmp_path):
     llm = make(attention_backend="xla")
     assert llm.describe().qualification == "none: no GPU here" and llm.engine.qualification is None
     assert not (tmp_path / "qualification").exists()
+
+
+LOADS = """
+import sys
+from jax._src import xla_bridge
+from jaxserve.engine import kernel_choice
+asked = []
+kernel_choice.find_card = lambda *, ask_jax: asked.append((ask_jax, xla_bridge.backends_are_initialized()))
+import jaxserve
+jaxserve.LLM(sys.argv[1], skip_tokenizer_init=True, num_pages=8, page_size=16, max_model_len=64, compilation_cache_dir="")
+print(asked)
+"""
+
+
+def test_a_model_from_files_is_asked_about_before_jax_takes_the_device(tmp_path):
+    """The first question is put while JAX has no backend, so that the process that tries kernels has the device to itself."""
+    alphabet_model.save(tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[(False, False), (True, True)]"
+
+
+def test_what_was_found_before_the_weights_is_not_asked_again(card, fake, starts, tmp_path):
+    """Nor where it can't be kept."""
+    alphabet_model.save(tmp_path / "model")
+    card(fake(bent="wrong"))
+    (tmp_path / "cache").write_text("in the way")
+    options = {"skip_tokenizer_init": True, "num_pages": 8, "page_size": 16, "max_model_len": 64, "compilation_cache_dir": ""}
+    llm = jaxserve.LLM(tmp_path / "model", **options)
+    assert llm.engine.config.attention_backend == "right" and starts() == 1
+
+
+def test_the_server_says_what_was_found(card, fake):
+    card(fake(bent="segv"))
+    engine = make()
+    with serving(engine) as server:
+        health = server.client.get("/health").json()
+    assert health == {"status": "ok", "reason": None, "kernels": engine.describe().qualification}
+    assert "attention bent LEFT OUT, crashed: a batch: signal SIGSEGV" in health["kernels"]
+
+
+def run_command(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jaxserve", "qualify", *args]
+    return subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_does_nothing_on_a_cpu_and_says_so():
+    done = run_command()
+    assert done.returncode == 0 and done.stdout == "JAX uses no GPU here: nothing to qualify, XLA's kernels run\n"
+    assert json.loads(run_command("--json").stdout)["card"] is None
+
+
+@pytest.mark.parametrize(("behaviour", "status"), [("pass", 0), ("lacks", 0), ("wrong", 1), ("memory", 1)])
+def test_the_command_tries_all_and_its_status_tells(fake, starts, tmp_path, behaviour, status):
+    """In a process of its own, since commands share no flags."""
+    command = fake(right=behaviour, mosaic_sm90="lacks")
+
+    def run(*args):
+        given = [json.dumps(command), str(tmp_path / "cache"), *args]
+        return subprocess.run([sys.executable, str(HERE / "fake_command.py"), *given], capture_output=True, text=True, timeout=120)
+
+    done = run()
+    assert done.returncode == status, done.stderr
+    assert "Fake 3000 (compute capability 9.9" in done.stdout and "attention bent: passed" in done.stdout
+    assert f"attention right: {fake_child.SAID[behaviour]} ({behaviour} of a fake)" in done.stdout
+    again = json.loads(run("--json").stdout)
+    assert starts() == 1 + (behaviour == "memory") and again["card"]["name"] == "Fake 3000"
+    assert [v["result"] for v in again["verdicts"] if v["backend"] == "right"] == [fake_child.SAID[behaviour]]
+    before = starts()
+    assert run("--again").returncode == status and starts() == before + 1

@@ -59,7 +59,7 @@ def is_gone(pid: int) -> bool:
 
 @pytest.mark.parametrize("behaviour", ["hang", "grandchild"])
 def test_a_hang_is_killed_with_all_that_it_started(fake, tmp_path, starts, behaviour):
-    limits = dataclasses.replace(LIMITS, unit=1.0)
+    limits = dataclasses.replace(LIMITS, batch=1.0)
     start = time.monotonic()
     verdicts = watch(PLAN, {}, command=fake(bent=behaviour), limits=limits)
     assert time.monotonic() - start < 10
@@ -106,7 +106,7 @@ def test_a_process_that_never_begins_leaves_all_untried(fake, starts, start, say
 
 
 def test_the_whole_has_a_limit(fake):
-    limits = Limits(start=20, unit=20, whole=1.0, ending=5)
+    limits = Limits(start=20, batch=20, whole=1.0, ending=5)
     start = time.monotonic()
     verdicts = watch(PLAN, {}, command=fake(bent="hang"), limits=limits)
     assert time.monotonic() - start < 10
