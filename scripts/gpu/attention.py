@@ -25,12 +25,14 @@ _POOL_BYTES = 4 << 30  # of KV pages, 80 times an H100's L2: pages come from mem
 
 
 def backend() -> str:
-    """What runs: our kernel on a card or interpreted, else XLA's attention."""
+    """What runs: our kernel for the card, or interpreted the one for Hopper, else XLA's attention."""
     import jax
 
     from kernels import gpu
 
-    return "mosaic_sm90" if jax.default_backend() == "gpu" or gpu.is_interpreted() else "xla"
+    if gpu.is_interpreted() or jax.default_backend() != "gpu":
+        return "mosaic_sm90" if gpu.is_interpreted() else "xla"
+    return "mosaic_portable" if gpu.missing_for_sm90() and not gpu.missing_for_mma() else "mosaic_sm90"
 
 
 @dataclass(frozen=True)
@@ -126,11 +128,12 @@ class Batch:
 
     def planner(self, tiles: Any = None) -> Any:
         """The Mosaic kernel's planner of this batch. tiles: None is what the kernel would choose."""
-        from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
+        from kernels.backends import ATTENTION
 
         T, N, H = self.q.shape
         kv_pages, page_table, *_ = self.arrays
-        return Planner.make(
+        which = backend()
+        return ATTENTION[which if which.startswith("mosaic") else "mosaic_sm90"].functions.make_planner(
             num_tokens=T,
             num_seqs=len(self.seqs),
             max_q_len=self.max_q_len,
@@ -149,7 +152,7 @@ class Batch:
         import jax
 
         which, (q_lens, kv_lens) = backend(), self.lens
-        planner = self.planner(tiles) if which == "mosaic_sm90" else None
+        planner = self.planner(tiles) if which.startswith("mosaic") else None
         packed = None
         if planner is not None:
             packed = jax.device_put(planner.plan(q_lens, kv_lens if planned_kv_lens is None else planned_kv_lens))

@@ -46,6 +46,8 @@ def parity(figures: Figures) -> None:
         title = f"bits {name}{variant}"
         figures.attempt(title, _bits, figures, title, name, seqs, s, variant)
 
+    from kernels.ragged_paged_attention.cases import PORTABLE
+
     for name in HEADS:
         large(name, (64, 1, 4096))
     for name in HEADS:
@@ -57,6 +59,8 @@ def parity(figures: Figures) -> None:
     for name in HEADS:
         for seqs in LARGE:
             large(name, seqs)
+    if backend() == "mosaic_sm90":  # the portable kernel's own head_dims, which this card serves by it
+        _parity_cases(figures, PORTABLE, which="mosaic_portable")
 
 
 def _dry_parity(figures: Figures) -> None:
@@ -74,42 +78,41 @@ def _dry_parity(figures: Figures) -> None:
     figures.attempt("parity tiny", _parity_large, figures, "parity tiny", "tiny", 2, 1, 40, PLAIN)
 
 
-def _parity_cases(figures: Figures, cases: Any = None) -> None:
-    """Those of cases.CASES, or of `cases`, that the backend is meant for; FAIL unless all of them passed."""
+def _parity_cases(figures: Figures, cases: Any = None, which: str | None = None) -> None:
+    """Those of cases.CASES, or of `cases`, that a backend (None: `backend()`) is meant for; FAIL unless all of them passed."""
+    from kernels.backends import ATTENTION
     from kernels.ragged_paged_attention.cases import CASES
-    from kernels.ragged_paged_attention.mosaic_sm90 import attend
 
-    cases = CASES if cases is None else cases
+    cases, which = CASES if cases is None else cases, which or backend()
 
     def lacks(case: Any) -> str | None:
         N, K, H = case.heads
-        if backend() != "mosaic_sm90":
-            return None
-        return attend.lacks(num_query_heads=N, num_kv_heads=K, head_dim=H, page_size=case.page_size, dtype=case.dtype)
+        shapes = {"num_query_heads": N, "num_kv_heads": K, "head_dim": H, "page_size": case.page_size}
+        return ATTENTION[which].functions.lacks(**shapes, dtype=case.dtype)
 
     meant = [case for case in cases if lacks(case) is None]
     for case in meant:
-        figures.attempt(f"parity {backend()} {case.name}", _parity_case, figures, f"parity {backend()} {case.name}", case)
+        figures.attempt(f"parity {which} {case.name}", _parity_case, figures, f"parity {which} {case.name}", case, which)
     passed = {row["name"] for row in figures.rows if row.get("verdict") == "pass"}
-    count = sum(f"parity {backend()} {case.name}" in passed for case in meant)
+    count = sum(f"parity {which} {case.name}" in passed for case in meant)
     figures.record(
-        f"parity cases passed on {backend()}",
+        f"parity cases passed on {which}",
         count,
         f"of {len(meant)} supported, {len(cases) - len(meant)} not meant for this backend",
         verdict="pass" if count == len(meant) > 0 else "FAIL",
     )
 
 
-def _parity_case(figures: Figures, title: str, case: Any) -> None:
+def _parity_case(figures: Figures, title: str, case: Any, which: str) -> None:
     from kernels.ragged_paged_attention import ragged_paged_attention
     from kernels.ragged_paged_attention.cases import TOLERANCE, build
 
     batch = build(case)
     # Outside of jit, where the Mosaic backend plans for itself from the lengths.
-    got = np.asarray(ragged_paged_attention(*batch.arrays, backend=backend(), **case.options), np.float64)
+    got = np.asarray(ragged_paged_attention(*batch.arrays, backend=which, **case.options), np.float64)
     want = dense_attention(case, batch)
     # Mosaic rounds the weights to the dtype before they meet the values.
-    tolerance = TOLERANCE[case.dtype] * (2 if backend() == "mosaic_sm90" else 1)
+    tolerance = TOLERANCE[case.dtype] * (2 if which.startswith("mosaic") else 1)
     got = got[: len(want)]  # rows that nobody owns are not written
     error = np.abs(got - want) / (1 + np.abs(want))
     worst = float(error.max()) if error.size else 0.0

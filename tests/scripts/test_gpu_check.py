@@ -417,11 +417,11 @@ def test_cases_that_a_backend_is_not_meant_for_do_not_count(monkeypatch):
     monkeypatch.setattr(gpu_parity, "backend", lambda: "mosaic_sm90")
     ran = []
 
-    def passes(figures, title, case):
+    def passes(figures, title, case, which):
         ran.append(case.name)
         figures.record(title, 0.0, "", verdict="pass")
 
-    def cannot(figures, title, case):
+    def cannot(figures, title, case, which):
         raise NotImplementedError("it should")
 
     with gpu.assume_sm90(132, "NVIDIA H100 80GB HBM3"):
