@@ -13,8 +13,10 @@ from kernels.ragged_paged_attention.cases import Batch, Case, Heads
 from scripts.ptx.attention import AttentionPtx, Shape, padded, shape_of
 from scripts.ptx.compiled import KernelCompiler
 from scripts.ptx.experts import ExpertsPtx
+from scripts.ptx.portable import PortablePtx
 
 HEADS = (Heads(4, 1, 128), Heads(2, 1, 128), Heads(8, 1, 128), Heads(3, 1, 64))  # of Qwen3 8B, 0.6B and 32B, of SmolLM2
+PORTABLE_HEADS = (*HEADS, Heads(3, 1, 96))
 BUCKETS = (8, 24, 80, 160)  # tokens: one consumer, two of few tokens, two full ones
 
 
@@ -33,6 +35,10 @@ class Agreement:
 
 def agreements(compiler: KernelCompiler, *, few: bool) -> Iterator[Agreement]:
     """Compiles and runs one after the other."""
+    for heads in HEADS[:1] if few else PORTABLE_HEADS:
+        yield decode_and_prefill(compiler, heads, PortablePtx)
+    if not compiler.hopper:
+        return
     for heads in HEADS[:1] if few else HEADS:
         yield decode_and_prefill(compiler, heads)
     if not few:
@@ -40,20 +46,23 @@ def agreements(compiler: KernelCompiler, *, few: bool) -> Iterator[Agreement]:
         yield tile_sizes(compiler)
 
 
-def decode_and_prefill(compiler: KernelCompiler, heads: Heads) -> Agreement:
+def decode_and_prefill(compiler: KernelCompiler, heads: Heads, ptx_of: type[AttentionPtx] = AttentionPtx) -> Agreement:
     """The last row of a prefill of 64 tokens, and the same query as a decode whose KV is split over thread blocks and joined."""
     chunk = Case("chunk", ((64, 200),), heads, 64, "bfloat16", padding_tokens=0, padding_seqs=0)
     shape = shape_of([chunk])
     batch = padded(chunk, shape)
-    prefill, _ = AttentionPtx.compile(compiler, chunk, shape).run(batch)
+    prefill, _ = ptx_of.compile(compiler, chunk, shape).run(batch)
     decode = dataclasses.replace(chunk, name="decode", seqs=((1, 200),), max_q_len=1)
     one = Batch(batch.q[63:], batch.kv_pages, batch.page_table, jnp.array([0, 1], jnp.int32), batch.kv_lens, keys=(), values=())
-    program = AttentionPtx.compile(compiler, decode, dataclasses.replace(shape, tokens=1))
+    program = ptx_of.compile(compiler, decode, dataclasses.replace(shape, tokens=1))
     row, _ = program.run(one)
     split = program.planner.shape.unpack(program.planner.plan([1], [200]))["num_split"][0]
     if split != 1:
         raise RuntimeError("the decode that is to be compared is not split")
-    return Agreement(f"decode and prefill of {_name(heads)}", (("prefill", prefill[63].tobytes()), ("decode", row[0].tobytes())))
+    kind = "portable " if ptx_of is PortablePtx else ""
+    return Agreement(
+        f"{kind}decode and prefill of {_name(heads)}", (("prefill", prefill[63].tobytes()), ("decode", row[0].tobytes()))
+    )
 
 
 def buckets(compiler: KernelCompiler, heads: Heads) -> Agreement:
