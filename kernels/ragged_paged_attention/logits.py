@@ -44,7 +44,7 @@ def scale_logits(x: Any, *, scale: float, soft_cap: float | None) -> tuple[Any, 
         cap = soft_cap * LOG2E
         return cap - (2 * cap) / (jnp.exp2(x * (2 * unit / soft_cap)) + 1), 1.0
     if unit < LEAST_UNIT:  # of a negative one the largest product is not the largest score's; MASKED / unit would not be finite
-        return x * unit, 1.0
+        return x * unit + 0.0, 1.0  # +0.0: of two zeros of which one is negative, threads of a row would keep either as its maximum
     return x, unit
 
 
