@@ -196,13 +196,14 @@ def _instruction(line: str) -> Sass:
     read, write = (None if match[name] == "-" else int(match[name]) for name in ("read", "write"))
     waits = _barriers(match["waits"])
     opcode = match["opcode"]
-    # An unguarded branch that a predicate among its operands decides would go on below, too.
-    by_operand = opcode.startswith("BRA") and not match["guard"] and re.match(r"!?U?P\d", match["operands"].strip())
+    guard = match["guard"] or ""
+    if opcode == "BRA.U" and not guard and (uniform := re.match(r"!?UP\d", match["operands"].strip())):
+        guard = f"@{uniform[0]}"  # from sm_100 on: one predicate for the whole warp, among the operands
+    # Another unguarded branch that a predicate among its operands decides would go on below, too.
+    by_operand = opcode.startswith("BRA") and not guard and re.match(r"!?U?P\d", match["operands"].strip())
     if opcode.partition(".")[0] in _UNKNOWN_CONTROL and opcode != _JUMP or by_operand or opcode.startswith("BRA.DIV"):
         raise ValueError(f"control flow that is not known here: {line.strip()!r}")
-    return Sass(
-        int(match["address"], 16), match["guard"] or "", opcode, match["operands"].strip(), waits, read, write, int(match["stall"])
-    )
+    return Sass(int(match["address"], 16), guard, opcode, match["operands"].strip(), waits, read, write, int(match["stall"]))
 
 
 def _barriers(text: str) -> tuple[int, ...]:

@@ -47,6 +47,28 @@ def test_a_dump_in_another_form_is_refused(text, why):
         parse_sass(text)
 
 
+@pytest.mark.parametrize(
+    ("branch", "following"),
+    [
+        ("@P0 BRA `(.L_x_1) ", (1, 2)),
+        ("BRA.U UP0, `(.L_x_1) ", (1, 2)),  # sm_100
+        ("BRA.U !UP0, `(.L_x_1) ", (1, 2)),
+        ("@P1 CALL.REL.NOINC `(.L_x_1) ", (1, 2)),  # sm_80: no RET goes back
+        ("@P1 BREAK B1 ", (1,)),  # sm_80: jumps nowhere
+        ("CALL.REL.NOINC `(.L_x_1) ", (2,)),
+        ("BRA `(.L_x_1) ", (2,)),
+    ],
+)
+def test_where_a_branch_goes(branch, following):
+    first = f"-:-:-:Y:05 | {branch}"
+    blocks = parse_sass(
+        code(first, "-:-:-:Y:01 | MOV R1, R2 ", ".L_x_1:", "-:-:-:Y:05 | @P9 BRA `(.L_x_1) ", "-:-:-:Y:05 | EXIT ")
+    ).blocks
+    if "BREAK" in branch:  # no end of a block
+        assert [i.base for i in blocks[0].instructions] == ["BREAK", "MOV"]
+    assert blocks[0].following == following
+
+
 NESTED = code(
     "-:-:-:Y:01 | MOV R1, R2 ",
     ".L_x_0:",
