@@ -128,13 +128,14 @@ def test_the_process_leaves_the_devices_memory_to_this_one(monkeypatch):
 
 
 def test_the_process_ends_with_the_one_that_started_it(tmp_path):
-    """Killed, the parent can kill nothing: the child sees its stdin end."""
+    """Killed, the parent can kill nothing: the child, whose kernel hangs, sees its stdin end."""
     import subprocess
 
     code = """
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import kernels.qualification.__main__ as m; m._end_with_stdin()"],
-                         stdin=subprocess.PIPE, start_new_session=True)
+ends = "import threading, time; from kernels.qualification.__main__ import _end_with_stdin as end"
+hangs = ends + "; threading.Thread(target=end).start(); time.sleep(99)"
+child = subprocess.Popen([sys.executable, "-c", hangs], stdin=subprocess.PIPE, start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(600)
 """
