@@ -39,7 +39,7 @@ class Step:
 def steps(i: Instruction) -> list[Step] | None:
     """What the instruction assigns; None if it does more than compute. Raises PtxError for a form that is not known."""
     opcode, *modifiers = i.opcode.split(".")
-    make = _MAKERS.get(opcode)
+    make = _two_floats if modifiers[-1:] == ["f32x2"] else _MAKERS.get(opcode)
     made = None if make is None else make(i, modifiers)
     if made is None:
         return None
@@ -86,7 +86,9 @@ def _same(function: Callable[..., Any], count: int, also: tuple[str, ...] = ("rn
 def _move(i: Instruction, modifiers: list[str]) -> Iterator[Step]:
     t = _type(i, modifiers)
     to, of = i.operands
-    if isinstance(to, Group):
+    if t == "b64" and (isinstance(to, Group) or isinstance(of, Group)):
+        yield from _move_words(i, to, of)
+    elif isinstance(to, Group):
         if t != "b32" or len(to.items) != 2:
             raise PtxError(f"{i}: only two halves of a 32-bit register are known")
         yield Step("low", lambda a: a.astype(np.uint16), "b16", to.items[0], ((of, "b32"),))
@@ -97,6 +99,36 @@ def _move(i: Instruction, modifiers: list[str]) -> Iterator[Step]:
         yield Step("pack", _pack, "b32", to, tuple((item, "b16") for item in of.items))
     else:
         yield Step("mov", _copy, t, to, ((of, t),))
+
+
+def _move_words(i: Instruction, to: Operand, of: Operand) -> Iterator[Step]:
+    """Two 32-bit registers as one of 64 bits, or the reverse."""
+    group = to if isinstance(to, Group) else of
+    if not isinstance(group, Group) or len(group.items) != 2 or isinstance(to, Group) and isinstance(of, Group):
+        raise PtxError(f"{i}: only two halves of a 64-bit register are known")
+    if isinstance(to, Group):
+        yield Step("low word", lambda a: a.astype(np.uint32), "b32", to.items[0], ((of, "b64"),))
+        yield Step("high word", lambda a: (a >> np.uint64(32)).astype(np.uint32), "b32", to.items[1], ((of, "b64"),))
+    else:
+        yield Step("pack words", _pack_words, "b64", to, tuple((item, "b32") for item in group.items))
+
+
+def _pack_words(low, high):
+    return low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
+
+
+def _two_floats(i: Instruction, modifiers: list[str]) -> Iterator[Step]:
+    """Two float32 operations on the halves of 64-bit registers (9.7.3.3 to 9.7.3.6, from sm_100 on)."""
+    opcode, *rounding = i.opcode.split(".")
+    functions = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": _fma}
+    if opcode not in functions or rounding not in (["f32x2"], ["rn", "f32x2"]):
+        raise PtxError(f"{i}: the form {i.opcode} is not known")
+    halves = _canonical(functions[opcode])
+
+    def compute(*sources):
+        return halves(*(np.ascontiguousarray(x).view(np.float32) for x in sources)).view(np.uint64)
+
+    return _plain(i, compute, ["b64"] * (3 if opcode == "fma" else 2), "b64")
 
 
 def _pack(low, high):

@@ -48,6 +48,8 @@ CASES = {
     "mov.b32 %r12, %r10; setp.eq.b32 %p1, %r0, 4; @%p1 mov.b32 %r12, %r11;": np.where(np.arange(32) == 4, Y, X),
     "mov.b32 %r12, %r10; setp.eq.b32 %p1, %r0, 4; @!%p1 mov.b32 %r12, %r11;": np.where(np.arange(32) == 4, X, Y),
     "cvt.u64.u32 %rd9, %r10; cvt.u32.u64 %r12, %rd9;": X,
+    "mov.b64 %rd9, {%r10, %r11}; mov.b64 {%r13, %r12}, %rd9;": Y,
+    "mov.b64 %rd9, {%r10, %r11}; mov.b64 {%r12, %r13}, %rd9;": X,
 }
 
 
@@ -57,6 +59,11 @@ def test_integers(op):
 
 
 FLOATS = {
+    "mov.b64 %rd9, {%r10, %r11}; mul.f32x2 %rd9, %rd9, %rd9; mov.b64 {%r13, %r12}, %rd9;": FY * FY,
+    "mov.b64 %rd9, {%r10, %r11}; mov.b64 %rd8, {%r11, %r11}; add.f32x2 %rd9, %rd9, %rd8; mov.b64 {%r12, %r13}, %rd9;": FX + FY,
+    "mov.b64 %rd9, {%r10, %r11}; fma.rn.f32x2 %rd9, %rd9, %rd9, %rd9; mov.b64 {%r12, %r13}, %rd9;": (
+        FX.astype(np.float64) * FX + FX
+    ).astype(F),
     "add.f32 %r12, %r10, %r11;": FX + FY,
     "mul.f32 %r12, %r10, %r11;": FX * FY,
     "sub.f32 %r12, %r10, 0f3F800000;": FX - F(1),
