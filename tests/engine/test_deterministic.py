@@ -6,6 +6,7 @@ scores are equal to the last bit. Each part that is broken is found out.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tests.engine.test_engine_experts import SPARSE
 from tests.workload import SMALL_POOL, requests
 
 OPTIMISED = True
-ALWAYS = {"deterministic": "always"}
+ALWAYS: dict[str, Any] = {"deterministic": "always"}
 BIASED = dataclasses.replace(CONFIG, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=False, tie_word_embeddings=True)
 MODELS = {"dense": CONFIG, "biased": BIASED, "experts": SPARSE}
 KINDS = [(name, dtype, transposed) for name in MODELS for dtype in ("float32", "bfloat16") for transposed in (True, False)]
@@ -57,7 +58,7 @@ def test_drawn_traffic(seed):
     """Other arrivals, budgets, policies and pools."""
     rng = np.random.default_rng(seed)
     asks = [dataclasses.replace(ask, at=int(rng.integers(12))) for ask in requests(True, logprobs=True)]
-    settings = {
+    settings: dict[str, Any] = {
         "max_num_batched_tokens": int(rng.integers(6, 25)),
         "async_scheduling": bool(rng.integers(2)),
         "enable_mixed_steps": None,
@@ -76,7 +77,7 @@ def test_drawn_traffic(seed):
 def test_drafts_change_nothing():
     """Drafts are verified in buckets of their own, and tokens and bits are those without them."""
     asks = list(requests(True)[:FEW])
-    speculative = {"speculative_config": {"num_speculative_tokens": 3}}
+    speculative: dict[str, Any] = {"speculative_config": {"num_speculative_tokens": 3}}
     assert check(dummy_model(transposed=True), asks, 20, **speculative) == []
 
 
@@ -86,10 +87,8 @@ def test_drafts_change_nothing():
 def differs_when_broken(**settings) -> bool:
     """Whether a lone request's bits follow its buckets, with bodies and heads traced anew."""
     model, asks = dummy_model(transposed=True), requests(True, logprobs=True)[:2]
-    runs = [
-        serve(make_engine(model, compile_anew="all", **settings, **plan), asks).answers
-        for plan in ({"bucket_plan": ONE_BUCKET}, {})
-    ]
+    plans: tuple[dict[str, Any], ...] = {"bucket_plan": ONE_BUCKET}, {}
+    runs = [serve(make_engine(model, compile_anew="all", **settings, **plan), asks).answers for plan in plans]
     return differences(*runs) != []
 
 
