@@ -19,6 +19,7 @@ from jaxserve.execution.body import HeadInputs
 from jaxserve.execution.device_state import DraftState, RowState
 from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.sampling import logit_edits, sampler, scoring
+from jaxserve.sampling.sampler import TokenLogprobs
 from jaxserve.speculative import rejection, verify
 from jaxserve.speculative.proposer import NO_DRAFT, Proposer, Seen
 
@@ -135,8 +136,12 @@ def score(
     """Log-probabilities of C tokens, each by one hidden row of the step: what the host fetches, i32[C, 2 + 2N]."""
     C = packed.size // 2
     model = functions.module(functions.head_indices, weights)
-    x = model.final_norm(step_hidden[packed[1 : 1 + C]])
     vocab_weight, vocab_axis = model.head_weight()
-    with jax.named_scope("score"):
-        scored = scoring.score(x, vocab_weight, vocab_axis, packed[1 + C :], packed[0] != 0, max_logprobs=max_logprobs)
-        return scoring.pack_scored(scored)
+
+    def score_rows(hidden: jax.Array, tokens: jax.Array) -> TokenLogprobs:
+        x = model.final_norm(hidden)
+        with jax.named_scope("score"):
+            return scoring.score(x, vocab_weight, vocab_axis, tokens, packed[0] != 0, max_logprobs=max_logprobs)
+
+    scored = functions.map_rows(score_rows, step_hidden[packed[1 : 1 + C]], packed[1 + C :])
+    return scoring.pack_scored(scored)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import jaxserve.execution.body
-from jaxserve import EngineConfig
+from jaxserve import BucketPlan, EngineConfig
 from jaxserve.execution.programs import GPU_COMPILER_OPTIONS, gpu_compiler_options
 from jaxserve.execution.resolved_config import resolve_config
 from jaxserve.models import row_tiles
 from jaxserve.models.row_tiles import RowTiles
-from tests.dummy import CONFIG, ONE_BUCKET, Ask, Run, differences, dummy_model, make_engine, serve, serve_alone
+from tests.dummy import CONFIG, ONE_BUCKET, SEQS, TOKENS, Ask, Run, differences, dummy_model, make_engine, serve, serve_alone
 from tests.engine.test_engine_experts import SPARSE
 from tests.workload import SMALL_POOL, requests
 
@@ -26,6 +26,7 @@ ALWAYS: dict[str, Any] = {"deterministic": "always"}
 BIASED = dataclasses.replace(CONFIG, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=False, tie_word_embeddings=True)
 MODELS = {"dense": CONFIG, "biased": BIASED, "experts": SPARSE}
 KINDS = [(name, dtype, transposed) for name in MODELS for dtype in ("float32", "bfloat16") for transposed in (True, False)]
+PLAN = BucketPlan(decode=(2, 4, SEQS), mixed=((8, SEQS), (16, SEQS), (TOKENS, SEQS)), head_rows=(2, SEQS))
 FEW = 9  # of the requests: chunks, random draws, samples of one prompt, edits and prompt scores are among them
 
 
@@ -60,6 +61,7 @@ def test_drawn_traffic(seed):
     asks = [dataclasses.replace(ask, at=int(rng.integers(12))) for ask in requests(True, logprobs=True)]
     settings: dict[str, Any] = {
         "max_num_batched_tokens": int(rng.integers(6, 25)),
+        "bucket_plan": PLAN,
         "async_scheduling": bool(rng.integers(2)),
         "enable_mixed_steps": None,
         "batching_policy": str(rng.choice(["sarathi", "orca"])),
