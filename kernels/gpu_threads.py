@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, llvm, nvvm, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
@@ -68,7 +68,7 @@ def barrier() -> None:
     def sync(_):
         mosaic_utils.warpgroup_barrier()
 
-    sync()
+    sync()  # pyright: ignore[reportCallIssue]
 
 
 def copy_rows(source: Any, target: Any, rows: Rows) -> None:
@@ -137,7 +137,7 @@ def commit_copies() -> None:
     def commit(_):
         nvvm.cp_async_commit_group()
 
-    commit()
+    commit()  # pyright: ignore[reportCallIssue]
 
 
 def wait_copies(groups: int) -> None:
@@ -147,7 +147,7 @@ def wait_copies(groups: int) -> None:
     def wait(_):
         nvvm.cp_async_wait_group(groups)
 
-    wait()
+    wait()  # pyright: ignore[reportCallIssue]
 
 
 def as_left_operand(x: Any) -> Any:
@@ -160,7 +160,7 @@ def as_left_operand(x: Any) -> Any:
         registers = x.registers.reshape(layout.registers_shape(x.shape))
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=x.is_signed)
 
-    return relabel(x)
+    return relabel(x)  # pyright: ignore[reportCallIssue]
 
 
 def store_rows(x: Any, target: Any, rows: Rows) -> None:

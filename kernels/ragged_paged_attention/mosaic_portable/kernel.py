@@ -67,7 +67,7 @@ def run_items(
     g, H, splits = geometry, q.shape[2], num_slots > 0
 
     def portable_attention(*args):
-        refs = _Refs(*args) if splits else _Refs(*args[:7], None, *args[7:])
+        refs = _Refs(*args) if splits else _Refs(*args[:7], None, *args[7:])  # pyright: ignore[reportCallIssue]
         lax.fori_loop(*items_of_cta(g, refs), functools.partial(_item_rows, g, refs), None)  # pyright: ignore[reportArgumentType]
 
     out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
