@@ -182,7 +182,7 @@ def context():
     def run(packed, page_table, num_computed, last_tokens):
         unread = jnp.zeros((MAX_SEQS, 1), jnp.int32)  # history and edits
         rows = RowState(page_table, num_computed, last_tokens, unread, unread, None)
-        context, tokens, rows = body._context(layout, "reference", layout.unpack(packed), NUM_PAGES, rows)
+        context, tokens, rows = body._context(layout, "reference", False, layout.unpack(packed), NUM_PAGES, rows)
         return context, tokens, rows.page_table, rows.num_computed
 
     return layout, run
