@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.selection import slow_unless
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jaxserve", "kernels", "checkpoints", "scripts", "tests")
 OURS = {  # which of our packages each may import
@@ -159,7 +161,7 @@ print("loaded:", *(set(heavy) & set(sys.modules)))
 """
 
 
-@pytest.mark.parametrize("path", COMMANDS, ids=relative)
+@pytest.mark.parametrize("path", slow_unless(lambda path: path in (COMMAND_TABLE, *COMMANDS[::4]), COMMANDS), ids=relative)
 def test_help_needs_no_jax(path):
     docstring = ast.get_docstring(ast.parse(path.read_text()))
     assert docstring

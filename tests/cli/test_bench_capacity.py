@@ -227,11 +227,11 @@ def test_trials_of_another_workload_are_not_taken_for_ours(tmp_path):
     ("given", "message"),
     [
         (["--slo_ms=50", "--policies=fifo"], "'fifo' must be one of sarathi, .*, dynamic"),
-        (["--slo_ms=50"], "give --step_times"),
-        (["--slo_ms=50", "--real"], "give --max_model_len"),
+        pytest.param(["--slo_ms=50"], "give --step_times", marks=pytest.mark.slow),
+        pytest.param(["--slo_ms=50", "--real"], "give --max_model_len", marks=pytest.mark.slow),
         (["--slo_ms=50", "--real", "--gpu=h100"], "give one of them"),
         (["--slo_ms=50", "--gpu=h1000", "--model=qwen3-8b"], "'h1000' is not known"),
-        ([], "give --slo_ms"),
+        pytest.param([], "give --slo_ms", marks=pytest.mark.slow),
         (["--slo_ms=50", "--batching_policy=orca"], "--batching_policy: --policies says"),
         (["--slo_ms=50", "--real", "--tp=2", "--pp=2"], "--tp, --pp: they are of --gpu"),
         (["--slo_ms=50", "--gpu=h100", "--noenable_prefix_caching", "--dtype=float32"], "--dtype, --enable_prefix_caching: --gpu"),
@@ -240,12 +240,14 @@ def test_trials_of_another_workload_are_not_taken_for_ours(tmp_path):
             "--async_scheduling, --speculative_config:",
         ),
         (["--slo_ms=50", "--gpu=h100", "--multiple=4"], "--multiple: it is of plans for --step_times"),
-        (["--slo_ms=50", "--real", "--multiple=4"], "--multiple: it is of plans for --step_times"),
+        pytest.param(
+            ["--slo_ms=50", "--real", "--multiple=4"], "--multiple: it is of plans for --step_times", marks=pytest.mark.slow
+        ),
         (["--slo_ms=50", "--request_rate=4", "--arrivals_from_trace"], "--request_rate, --arrivals_from_trace: rates are searched"),
-        (["--slo_ms=50", "--seed=3"], "--seed: rates are searched"),
+        pytest.param(["--slo_ms=50", "--seed=3"], "--seed: rates are searched", marks=pytest.mark.slow),
         (["--slo_ms=50", "--real", "--max_model_len=128", "--step_times=x"], "--step_times: only a dynamic budget"),
         (["--slo_ms=50", "--step_times=x", "--speculative_config={}"], "--speculative_config: steps with drafts"),
-        (["--slo_ms=50", "--step_times=x", "--dtype=float32"], "--dtype: a profile's steps"),
+        pytest.param(["--slo_ms=50", "--step_times=x", "--dtype=float32"], "--dtype: a profile's steps", marks=pytest.mark.slow),
         (["--slo_ms=50", "--tbt_slo_ms=9"], "--tbt_slo_ms: a dynamic budget has each of --slo_ms"),
         (
             ["--slo_ms=50", "--gpu=h100", "--model=qwen3-8b", "--max_model_len=2048", "--gpu_memory_utilization=0.1"],

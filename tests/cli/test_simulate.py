@@ -27,6 +27,7 @@ def run(script: str, *given: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
 
 
+@pytest.mark.slow
 def test_more_replicas_serve_more(tmp_path):
     """Overloaded, three replicas have about three times the throughput of one; a pipeline names its bubbles."""
     rates = []

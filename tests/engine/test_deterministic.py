@@ -44,10 +44,8 @@ def check(model, asks: list[Ask], pool_pages: int = SMALL_POOL[True], **settings
     return differences(run.answers, expected)
 
 
-@pytest.mark.parametrize(
-    "kind, dtype, transposed",
-    [pytest.param(*k, marks=() if k == ("dense", "float32", True) else pytest.mark.slow) for k in KINDS],
-)
+@pytest.mark.slow  # tests/models/test_row_tiles.py is the faster relative
+@pytest.mark.parametrize("kind, dtype, transposed", KINDS)
 def test_any_bucket_as_alone_in_one(kind, dtype, transposed):
     model = dummy_model(dtype, MODELS[kind], transposed=transposed)
     assert check(model, requests(True)[:FEW], 20) == []

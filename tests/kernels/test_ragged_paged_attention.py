@@ -13,7 +13,7 @@ from tests.selection import slow_unless
 
 BACKENDS = ("reference", "xla")
 QUICK = {  # make test has these cases alone
-    *("edges-tiny-float32", "page_12", "page_64", "decodes", "nothing", "drafts"),
+    *("edges-tiny-float32", "page_12", "decodes", "drafts"),
     *("window_30", "soft_cap-bfloat16", "scale-window-soft_cap-float16", "gpu-fills_the_pool"),
 }
 

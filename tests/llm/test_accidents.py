@@ -72,11 +72,11 @@ def golden_llm(load, golden):
         ("scheduler", "schedule", 2, True),
         ("runner", "dispatch_body", 1, False),  # the prompt's pages are known by their hash, and were never written
         ("runner", "dispatch_body", 1, True),
-        ("runner", "dispatch_head", 1, True),
-        ("runner", "dispatch_body", 3, False),
-        ("runner", "dispatch_head", 3, False),
+        pytest.param("runner", "dispatch_head", 1, True, marks=pytest.mark.slow),
+        pytest.param("runner", "dispatch_body", 3, False, marks=pytest.mark.slow),
+        pytest.param("runner", "dispatch_head", 3, False, marks=pytest.mark.slow),
         ("runner", "fetch", 2, False),
-        ("scheduler", "update", 2, False),
+        pytest.param("scheduler", "update", 2, False, marks=pytest.mark.slow),
         ("scheduler", "update", 3, True),
     ],
 )

@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve.models.layers import matmul_transposed, rms_normalize
 from jaxserve.models.row_tiles import RowTiles, whole
+from tests.selection import slow_unless
 
 OPTIMISED = True
 ROWS = (1, 2, 7, 8, 16, 17, 32, 64, 65, 200)
@@ -25,7 +26,7 @@ def bits_by_rows(map_rows, dtype):
     return {n: np.asarray(run(x[:n])) for n in ROWS}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_unless(lambda dtype: dtype == "float32", ["float32", "bfloat16"]))
 def test_bits_do_not_depend_on_the_number_of_rows(dtype):
     found = bits_by_rows(RowTiles(16), dtype)
     for n, rows in found.items():

@@ -51,6 +51,7 @@ def answer(llm) -> list[int]:
     return output.outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_a_bent_kernel_is_found_by_running_it_and_the_engine_answers_on_the_next_one(card, caplog):
     """For real: a process that compiles, runs and compares; the fake is the card's name alone."""
     folder = card(REAL)
@@ -191,7 +192,10 @@ def test_the_command_does_nothing_on_a_cpu_and_says_so():
     assert json.loads(run_command("--json").stdout)["card"] is None
 
 
-@pytest.mark.parametrize(("behaviour", "status"), [("pass", 0), ("lacks", 0), ("wrong", 1), ("memory", 1)])
+@pytest.mark.parametrize(
+    ("behaviour", "status"),
+    [("wrong", 1), *(pytest.param(*other, marks=pytest.mark.slow) for other in (("pass", 0), ("lacks", 0), ("memory", 1)))],
+)
 def test_the_command_tries_all_and_its_status_tells(fake, starts, tmp_path, behaviour, status):
     """In a process of its own, since commands share no flags."""
     command = fake(right=behaviour, mosaic_sm90="lacks")

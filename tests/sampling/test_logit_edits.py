@@ -157,6 +157,7 @@ def test_frequencies_with_everything_together():
     assert chi_square_p(counts, p * n) > 1e-3 > chi_square_p(counts, plain * n)
 
 
+@pytest.mark.slow
 def test_a_token_does_not_depend_on_the_company():
     """Bit for bit: other rows' edits, the number of rows, where a row lies, and whether there are edits at all."""
     rng = np.random.default_rng(3)

@@ -32,9 +32,7 @@ def inputs(V: int, vocab_axis: int, dtype: str) -> tuple[jax.Array, jax.Array, n
     return jnp.asarray(x, dtype), jnp.asarray(weight if vocab_axis == 0 else weight.T, dtype), tokens.astype(np.int32)
 
 
-@pytest.mark.parametrize(
-    "V", slow_unless(lambda V: V in (300, 2049, 3 * 2048 - 1), [3, 300, 2048, 2049, 4096, 3 * 2048 - 1, 49152 + 5])
-)
+@pytest.mark.parametrize("V", slow_unless(lambda V: V == 2049, [3, 300, 2048, 2049, 4096, 3 * 2048 - 1, 49152 + 5]))
 @pytest.mark.parametrize("vocab_axis, dtype", [(0, "bfloat16"), (1, "float32")])
 @pytest.mark.parametrize("at_once", [False, True], ids=["as_on_a_cpu", "at_once"])
 def test_scores_are_the_log_softmax(V, vocab_axis, dtype, at_once, monkeypatch):

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from jaxserve.request import RequestStatus
 from tests.scheduler_harness import Harness
+from tests.selection import slow_unless
 
 MAX_MODEL_LEN = 24
 
@@ -159,7 +160,11 @@ def play_history(composition, engine, threshold, start, then) -> Harness:
     return history.harness
 
 
-@pytest.mark.parametrize("composition", COMPOSITIONS, ids=lambda c: "-".join(f"{k}={v}" for k, v in c.items()) or "sarathi")
+@pytest.mark.parametrize(
+    "composition",
+    slow_unless(lambda c: "chunked" not in c, COMPOSITIONS),
+    ids=lambda c: "-".join(f"{k}={v}" for k, v in c.items()) or "sarathi",
+)
 @settings(
     max_examples=40,
     deadline=None,

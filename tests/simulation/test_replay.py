@@ -124,7 +124,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("options", POLICIES, ids=lambda options: "-".join(map(str, options.values())) or "sarathi")
-@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize("async_scheduling", slow_unless(bool, [True, False]))
 @pytest.mark.parametrize("num_pages", slow_unless(lambda num_pages: num_pages == 60, [60, 400]))
 def test_runs_of_decodes_change_nothing(monkeypatch, options, async_scheduling, num_pages):
     """Steps taken many at once leave every time, demand and count as single steps do, bit for bit, short of pages or not."""

@@ -16,6 +16,7 @@ from jaxserve.execution.programs import Programs
 from jaxserve.execution.runner import Runner
 from jaxserve.structured.grammars import GrammarCompiler
 from tests import alphabet_model
+from tests.selection import slow_unless
 
 ENGINE: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 SCHEMA = {
@@ -66,7 +67,7 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("n", "logprobs", "penalties", "cut"), PARAMETERS))
 def test_every_parameter_beside_a_form(llm, name):
     given = {"temperature": 1.0, "seed": 5, "max_tokens": 60, "structured_outputs": JSON} | PARAMETERS[name]
     alone = generate(llm, "a", SamplingParams(**given))[0]
