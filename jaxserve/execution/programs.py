@@ -47,7 +47,7 @@ GPU_COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cub
 # The same where bits must not follow the bucket: all matmuls are XLA's Triton ones in a single tile, K unsplit, the activations
 # always on the left. Norms stay with XLA's own reductions, whose order follows the row's length; in Triton it follows the shape.
 # `aot_check --deterministic=always` reads from the compiled programs whether it came out so.
-GPU_ALWAYS_OPTIONS = {
+GPU_ALWAYS_OPTIONS: dict[str, bool | int | str] = {
     "xla_gpu_enable_cub_radix_sort": False,
     "xla_gpu_enable_triton_gemm": True,
     "xla_gpu_cublas_fallback": False,

@@ -36,7 +36,8 @@ class Store:
     _unwritable: set[Path] = set()  # that a warning was given of, in this process
 
     def __init__(self, folder: Path, card: Card):
-        self.folder, self.card = folder, card
+        self.folder: Path = folder
+        self.card: Card = card
         self.path: Path = folder / f"{card.key}.json"
 
     def read(self) -> Record:
