@@ -58,7 +58,7 @@ def ragged_paged_attention(
         work: what `plan_work` returned for the same cu_q_lens, kv_lens, T, max_q_len and backend, so that the layers of a
             step share it; None plans here. The Mosaic backends are planned on the host: inside jit it needs the `work` of a planner
             that `host_planner` makes, of the same shapes and sliding window. Without it "auto" is "xla" there, which is logged
-            once on a Hopper GPU.
+            once on a GPU.
 
     Raises:
         ValueError: an argument's shape, dtype or value is wrong, or `work` was planned for something else.
@@ -138,7 +138,10 @@ def resolve_backend(
     """The backend that runs. "auto" is "mosaic_sm90" on a Hopper GPU and "mosaic_portable" on every GPU from compute capability 8.0
     on, where shapes and dtype fit, else "xla".
 
-    On a GPU, falling back to "xla" is logged once for each reason. left_out: backends that "auto" must not take on this device.
+    On a GPU, falling back to "xla" is logged once for each reason; one kernel in place of another is not.
+
+    Args:
+        left_out: backends that "auto" must not take on this device.
 
     Raises:
         ValueError: not one of `kernels.backends.ATTENTION.names`.
@@ -164,7 +167,7 @@ def _resolve(backend: str, *, without_work: bool = False, left_out: Collection[s
         if lacks is None and without_work and row.plans_on_host:
             lacks = "a call inside jit without work=: plan with host_planner"
         if lacks is None:
-            for name, reason in passed_over:
+            for name, reason in passed_over if row.plain_xla else ():
                 _say_fallback(row.name, name, reason)
             return row.name
         passed_over.append((row.name, lacks))

@@ -309,7 +309,7 @@ def _speed(
 
 def tune(figures: Figures) -> None:
     """Times every tile size that fits, on a decode and a prefill batch of each head_dim; the best become this device's table. A
-    batch of which some size was not timed gets no entry."""
+    batch of which some size was not timed gets no entry. Only mosaic_sm90 has a table: elsewhere the figure is "unsupported"."""
     import datetime
     import itertools
     import json
@@ -322,6 +322,10 @@ def tune(figures: Figures) -> None:
 
     best: dict[str, dict[str, int]] = {}
     with gpu.interpreted() if figures.dry_run else contextlib.nullcontext():
+        which = backend()
+        if which != "mosaic_sm90":
+            figures.record("tuned tiles", None, "unsupported", why=f"tiles of mosaic_sm90 are tuned, and here {which} runs")
+            return
         for head_dim, kind in [(64, "decode")] if figures.dry_run else itertools.product((128, 64), ("decode", "prefill")):
             heads = (4, 2, 64) if figures.dry_run else (32, 8, head_dim)
             seqs = {"decode": [(1, 8192)] * 64, "prefill": [(2048, 8192)]}[kind] if not figures.dry_run else [(1, 70)]

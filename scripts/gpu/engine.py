@@ -22,6 +22,7 @@ from jaxserve.cli.common.bench_models import RANDOM
 from jaxserve.cli.common.timed_run import serve
 from jaxserve.workloads.workload import Workload, WorkloadRequest, nano_vllm
 from scripts.aot.sm90_compile import TARGETS, target_fact, target_of, thunk_text
+from scripts.gpu.attention import backend as attention_backend
 from scripts.gpu.device_rates import Rates, measure
 from scripts.gpu.figures import Figures
 
@@ -266,7 +267,7 @@ def thunks(figures: Figures, name: str, expected: Path) -> None:
     if not gpu:
         figures.record("thunks", None, "unsupported", why="XLA's CPU compiler has no such list")
     target, assumed = target_for(jax.devices()[0].device_kind) if gpu else ("h100", {})
-    options: dict[str, Any] = {"attention_backend": "mosaic_sm90" if gpu else "xla"}
+    options: dict[str, Any] = {"attention_backend": attention_backend()}
     if figures.dry_run:
         options |= {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
     step = AbstractStep.make(read_config(name), options, target, 0.75)

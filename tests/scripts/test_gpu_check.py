@@ -17,7 +17,7 @@ from kernels.ragged_paged_attention import ragged_paged_attention
 from kernels.ragged_paged_attention.cases import CASES, TOLERANCE, build
 from scripts import gpu_check
 from scripts.gpu import parity as gpu_parity
-from scripts.gpu.attention import HEADS, Batch, Variant, best_tiles, decode_points, prefill_points, tile_candidates
+from scripts.gpu.attention import HEADS, Batch, Variant, best_tiles, decode_points, prefill_points, tile_candidates, tune
 from scripts.gpu.engine import decoding, random_engine, step_bytes, step_flops, target_for
 from scripts.gpu.figures import Figures, read_rows, value_of, write_rows
 from scripts.gpu.parity import dense_attention
@@ -120,6 +120,15 @@ def test_tiles_are_chosen_only_when_all_were_timed(broken):
     with tune():
         assert best_tiles(figures, cast(Batch, Timed()), "it") == (None if broken else last)
     assert (figures.rows[-1]["unit"] == "skipped") == bool(broken)
+
+
+def test_where_the_kernel_has_no_table_nothing_is_tuned(monkeypatch):
+    figures = Figures("tune", None, 60, False)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with gpu.assume(gpu.Device(108, "NVIDIA A100-SXM4-80GB", (8, 0))):
+        tune(figures)
+    (row,) = figures.rows
+    assert (row["name"], row["unit"]) == ("tuned tiles", "unsupported") and "mosaic_portable runs" in row["why"]
 
 
 @pytest.mark.slow

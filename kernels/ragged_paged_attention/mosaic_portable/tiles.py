@@ -43,7 +43,7 @@ class Tiles:
         """Shared memory of a CTA: the blocks, and the queries."""
         return 2 * head_dim * (2 * self.stages * block_positions(head_dim) + ROWS)
 
-    def check_smem(self, head_dim: int, *, splits: bool) -> None:
+    def check_smem(self, head_dim: int) -> None:
         """ValueError if a CTA needs more shared memory than the device has."""
         need, limit = self.smem_bytes(head_dim), gpu.max_smem_bytes()
         if need > limit:
@@ -64,14 +64,26 @@ def block_positions(head_dim: int) -> int:
 class PortablePlanner(Planner):
     """The planner of one compiled shape for the portable kernel."""
 
+    tiles: Tiles  # pyright: ignore[reportIncompatibleVariableOverride]
+
     @classmethod
     def make(cls, *, head_dim: int, num_ctas: int | None = None, tiles: Any = None, **sizes: Any) -> PortablePlanner:
-        """Arguments as `Planner.make`. num_ctas: None is as many as the device runs at once. tiles: of this module."""
+        """Arguments as `Planner.make`. num_ctas: None is as many as the device runs at once. tiles: of this module.
+
+        Raises ValueError for tiles of another kernel, and for those that need more shared memory than the device has.
+        """
         if tiles is None:
             tiles = Tiles(chunk=Tiles.chunk if head_dim <= LARGE_HEAD else _WHOLE)
+        if not isinstance(tiles, Tiles):
+            raise ValueError(f"{tiles=} must be a Tiles of mosaic_portable ({Tiles()}, say), or None, which chooses one")
         if num_ctas is None:
             num_ctas = gpu.num_sms() * tiles.blocks_per_sm(head_dim)
-        return super().make(head_dim=head_dim, num_ctas=num_ctas, tiles=tiles, **sizes)  # pyright: ignore[reportReturnType]
+        sizes |= {"head_dim": head_dim, "num_ctas": num_ctas, "tiles": tiles}
+        return super().make(**sizes)  # pyright: ignore[reportReturnType]
+
+    def check_smem(self, head_dim: int) -> None:
+        """ValueError if a CTA of these tiles needs more shared memory than the device has."""
+        self.tiles.check_smem(head_dim)
 
     def work(self, packed: jax.Array) -> PortableWork:
         """The work list that `plan` made, i32[size], for `ragged_paged_attention(work=...)`."""

@@ -62,8 +62,13 @@ class Planner:
             chunk=tiles.chunk,
             sliding_window=sliding_window,
         )
-        tiles.check_smem(head_dim, splits=shape.num_slots > 0)
-        return cls(shape, tiles)
+        planner = cls(shape, tiles)
+        planner.check_smem(head_dim)
+        return planner
+
+    def check_smem(self, head_dim: int) -> None:
+        """ValueError if a CTA of these tiles needs more shared memory than there is."""
+        self.tiles.check_smem(head_dim, splits=self.shape.num_slots > 0)
 
     @property
     def size(self) -> int:
