@@ -163,17 +163,28 @@ def _startup(child: str) -> Callable[[Figures], None]:
     return run
 
 
+# When XLA updates a graph's addresses. With those that skip some, the whole process has an allocator that maps memory itself.
+UPDATE_MODES = ("ALWAYS_UPDATE", "SKIP_TEMP", "SKIP_PROFILED")
+
+
 def _graph_updates(figures: Figures) -> None:
-    """Runs its child with XLA's log on, in a file that both read."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        environment = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "command_buffer_thunk=3,gpu_command_buffer=3"}
-        rows = Path(folder) / "rows"
-        end = run_child("count_graph_updates", nested_cap(figures), rows, figures.dry_run, [f"--cache={log}"], environment, log)
-        for row in read_rows(rows):
-            figures.record(**{k: v for k, v in row.items() if k != "section"})
-        if not read_rows(rows):
-            figures.record("graph updates", None, "error", why=end)
+    """Runs a child for each mode, with XLA's log on, in a file that both read."""
+    for number, mode in enumerate(UPDATE_MODES):
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder) / "log"
+            environment = {
+                "TF_CPP_MIN_LOG_LEVEL": "0",
+                "TF_CPP_VMODULE": "command_buffer_thunk=3,gpu_command_buffer=3",
+                "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_command_buffer_update_mode={mode}".strip(),
+            }
+            rows = Path(folder) / "rows"
+            cap = nested_cap(figures) / (len(UPDATE_MODES) - number)
+            end = run_child("count_graph_updates", cap, rows, figures.dry_run, [f"--cache={log}"], environment, log)
+            for row in read_rows(rows):
+                kept = {k: v for k, v in row.items() if k not in ("section", "name")}
+                figures.record(f"{row['name']}, {mode}", **kept)
+            if not read_rows(rows):
+                figures.record(f"graph updates, {mode}", None, "error", why=end)
 
 
 def _count_graph_updates(figures: Figures) -> None:
@@ -198,7 +209,7 @@ PARTS: dict[str, dict[str, Section]] = {
         "workload": Section(_engine("workload"), 100),
         "startup": Section(_startup("first_token"), 100),
         "steps_8b": Section(_engine("steps", _BIG, (1, 32, 64, 128)), 100, dry=False, by_point=True),  # the code of steps_0.6b
-        "graph_updates": Section(_graph_updates, 40),
+        "graph_updates": Section(_graph_updates, 90),
         "thunks": Section(_engine("thunks", _MODEL, _AOT), 40, cached=False),  # XLA dumps only what it compiles
         "transformers": Section(Late("peers", "transformers_generate"), 100, torch=True),
         "startup_8b": Section(_startup("first_token_8b"), 100, dry=False),  # where time is left, and the same code as startup
