@@ -110,7 +110,8 @@ def _commit(a: Access) -> Action:
 
 
 def _wait(a: Access) -> Action:
-    """At most n of the last groups are still on their way (9.7.9.25.3.3)."""
+    """At most n of the last groups are still on their way (9.7.9.25.3.3). Each thread sees its own copies alone: the warp sees all
+    of its behind the next barrier (`Block.named_barrier`)."""
     (count,) = a.operands
     assert isinstance(count, Literal)
     left = int(count.text)
@@ -123,8 +124,7 @@ def _wait(a: Access) -> Action:
             warp.waiting = lambda: all(copy.done for group in old for copy in group)
             return BLOCKED
         warp.copy_groups = warp.copy_groups[len(old) :]
-        entity = warp.block.entities.copies(warp.number)
-        warp.clock[entity] = max(warp.clock[entity], warp.copies_committed - left)
+        warp.copies_waited = max(warp.copies_waited, warp.copies_committed - left)
         return None
 
     return act

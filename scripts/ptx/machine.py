@@ -147,6 +147,9 @@ class Block:
         warp.waiting = lambda: False
         if len(here) < threads // 32:
             return
+        for w in here:
+            copies = self.entities.copies(w.number)
+            w.clock[copies] = max(w.clock[copies], w.copies_waited)
         clock = np.maximum.reduce([w.clock for w in here])
         for w in here:
             w.clock = clock.copy()

@@ -55,6 +55,7 @@ class Warp:
         self.copies: list[Store] = []  # cp.async, not yet committed
         self.copy_groups: list[list[Store]] = []
         self.copies_committed = 0
+        self.copies_waited = 0  # groups whose copies each thread has seen: its own
         self.accumulating = np.zeros(num_32, bool)  # registers of wgmmas that were not waited for
         self.multiplying = np.zeros(num_32, bool)
         self.unfenced = np.ones(num_32, bool)  # touched since the last wgmma.fence

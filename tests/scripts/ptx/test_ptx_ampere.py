@@ -35,12 +35,14 @@ def fails(message, body, seed, **options):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_copies_have_come_behind_the_wait_for_their_group(seed):
-    np.testing.assert_array_equal(passes(COPY + COMMIT + wait(0) + READ, seed), WORDS)
-    np.testing.assert_array_equal(passes(COPY + COMMIT + COMMIT + wait(1) + READ, seed), WORDS)  # the last group is empty
+    np.testing.assert_array_equal(passes(COPY + COMMIT + wait(0) + SYNC + READ, seed), WORDS)
+    np.testing.assert_array_equal(passes(COPY + COMMIT + COMMIT + wait(1) + SYNC + READ, seed), WORDS)  # the last group is empty
     race = "ld.shared: reads, unordered with a write by cp.async of warp 0"
     fails(race, COPY + COMMIT + READ + wait(0), seed)
-    fails(race, COPY + COMMIT + wait(1) + READ + wait(0), seed)
-    fails(race, COPY + wait(0) + READ + COMMIT + wait(0), seed)  # not of any group yet
+    fails(race, COPY + COMMIT + wait(0) + READ, seed)  # a lane has waited for its own copies, and reads another's
+    fails(race, COPY + COMMIT + SYNC + READ + wait(0), seed)
+    fails(race, COPY + COMMIT + wait(1) + SYNC + READ + wait(0), seed)
+    fails(race, COPY + wait(0) + SYNC + READ + COMMIT + wait(0), seed)  # not of any group yet
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -68,10 +70,10 @@ def test_a_copy_that_overwrites_what_is_read_is_a_race(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_not_read_is_zeros(seed):
-    body = "setp.lt.u32 %p2, %r4, 3; selp.b32 %r5, 16, 0, %p2;" + COPY + COMMIT + wait(0) + READ
+    body = "setp.lt.u32 %p2, %r4, 3; selp.b32 %r5, 16, 0, %p2;" + COPY + COMMIT + wait(0) + SYNC + READ
     np.testing.assert_array_equal(passes(body, seed), np.where(np.arange(32) < 12, WORDS, 0))
     outside = "setp.lt.u32 %p2, %r4, 3; selp.b32 %r5, 16, 0, %p2; add.s64 %rd11, %rd11, 80;"
-    np.testing.assert_array_equal(passes(outside + COPY + COMMIT + wait(0) + READ, seed)[12:], 0)
+    np.testing.assert_array_equal(passes(outside + COPY + COMMIT + wait(0) + SYNC + READ, seed)[12:], 0)
     fails("outside of every array", outside.replace("%p2;", "%p2; mov.b32 %r5, 16;") + COPY + COMMIT + wait(0), seed)
 
 
