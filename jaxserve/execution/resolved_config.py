@@ -117,7 +117,9 @@ def _check_always(config: EngineConfig, model: ModelConfig, attention_backend: s
     """ValueError, or NotImplementedError, for what bits that do not depend on the bucket can't be had with."""
     always = "deterministic='always'"
     if on_gpu and model.sparse_layers:
-        raise NotImplementedError(f"{always} is for dense models on a GPU: a mixture's routing follows the bucket; use 'bucket'")
+        raise NotImplementedError(
+            f"{always} is for dense models on a GPU: the sums of a mixture's routing were not read; use 'bucket'"
+        )
     if on_gpu and attention_backend != "mosaic_sm90":
         raise NotImplementedError(
             f"{always} needs attention_backend='mosaic_sm90' on a GPU, found {attention_backend!r}: use 'bucket'"

@@ -72,7 +72,7 @@ def may_use_gpus() -> bool:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
-    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+    if platforms and platforms.split(",")[0] not in ("cuda", "gpu"):  # the first one is the default device's
         return False
     return any(importlib.util.find_spec(name) is not None for name in PLUGINS)
 

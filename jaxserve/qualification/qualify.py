@@ -14,7 +14,7 @@ from jaxserve.execution.compilation import cache_folder
 from jaxserve.qualification import watch
 from jaxserve.qualification.card import Card
 from jaxserve.qualification.record import Record, Store
-from kernels.qualification.plan import Plan, Verdict
+from kernels.qualification.plan import KEPT, Plan, Verdict
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
@@ -32,8 +32,7 @@ class Qualification:
     @property
     def verdicts(self) -> list[Verdict]:
         """On the plan's units, in the order in which they are tried."""
-        units = [unit for kernel in self.plan.asks for row in self.plan.rows(kernel) for unit in self.plan.units(kernel, row)]
-        return [self.record.verdicts[unit.name] for unit in units if unit.name in self.record.verdicts]
+        return [self.record.verdicts[unit.name] for unit in self.plan.all_units if unit.name in self.record.verdicts]
 
     def left_out(self, kernel: str) -> dict[str, str]:
         """Backends of a kernel that must not be taken unless the user names them, and why."""
@@ -55,7 +54,8 @@ class Qualification:
         for kernel in self.plan.asks:
             parts += [f"{kernel} {name} passed" for name in self.plan.passed(kernel, self.record.verdicts)]
             parts += [f"{kernel} {name} LEFT OUT, {why}" for name, why in self.left_out(kernel).items()]
-        return f"kernels on {self.card.name}, {self.record.date}: {'; '.join(parts) or 'none of ours runs here'}"
+        again = " (`jaxserve qualify --again` tries it anew)" if any(map(self.left_out, self.plan.asks)) else ""
+        return f"kernels on {self.card.name}, {self.record.date}: {'; '.join(parts) or 'none of ours runs here'}{again}"
 
 
 def qualify(
@@ -81,15 +81,21 @@ def qualify(
     if not again and plan.next_unit(record.verdicts) is None:
         return Qualification(card, plan, record)
     with store.lock(2 * limits.whole):
-        record = Record() if again else _known(store)  # another process may have found it meanwhile
+        known = record = _known(store)  # another process may have found it meanwhile
+        if again:
+            ours = {unit.name for unit in plan.all_units}
+            record = Record({name: v for name, v in known.verdicts.items() if name not in ours and not v.failed})
         if plan.next_unit(record.verdicts) is not None:
             logger.info("trying our kernels on %s, once for this card: about half a minute", card)
             start = time.monotonic()
             verdicts = watch.watch(plan, record.verdicts, command=command, limits=limits)
             date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             record = Record(verdicts, date, round(record.seconds + time.monotonic() - start, 2))
-            _found[store.path] = record
-            store.write(record)
+            # What could not be tried now keeps the verdict that it had.
+            untried = {name for name, verdict in verdicts.items() if verdict.result not in KEPT}
+            had = {name: verdict for name, verdict in known.verdicts.items() if name in untried and verdict.result in KEPT}
+            _found[store.path] = kept = dataclasses.replace(record, verdicts={**verdicts, **had})
+            store.write(kept)
     return Qualification(card, plan, record)
 
 

@@ -26,7 +26,8 @@ from kernels.qualification.plan import CRASHED, HUNG, NOT_TRIED, Plan, Unit, Ver
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
-COMMAND: tuple[str, ...] = (sys.executable, "-m", "kernels.qualification")  # the plan, as JSON, is its argument
+COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "kernels.qualification")  # the plan, as JSON, is its argument
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the system, or somebody, ended the process
 MEMORY_FRACTION = ".2"  # of the device, at most
 
 
@@ -57,13 +58,14 @@ def watch(
 ) -> dict[str, Verdict]:
     """Verdicts on all units of the plan, those that are known included. Units that could not be tried are NOT_TRIED, with why."""
     verdicts, trouble, end = dict(known), "", time.monotonic() + limits.whole
+    ours = {unit.name for unit in plan.all_units}  # a command line holds no more than it must
     while not trouble and plan.next_unit(verdicts) is not None:
         if time.monotonic() >= end:
             trouble = f"no time was left of {limits.whole:g} s"
             break
         count = len(verdicts)
         try:
-            with _started(command, plan.to_json(verdicts), limits) as child:
+            with _started(command, plan.to_json({name: v for name, v in verdicts.items() if name in ours}), limits) as child:
                 trouble = _follow(child, plan, verdicts, limits, end)
         except OSError as error:
             trouble = f"the process that tries them could not be started: {error}"
@@ -86,10 +88,14 @@ def _follow(child: _Child, plan: Plan, verdicts: dict[str, Verdict], limits: Lim
             seconds = time.monotonic() - began
             if unit is None:
                 return f"the process that tries them did not begin within {seconds:.1f} s{child.last_words()}"
+            if seconds < limits.batch:
+                return f"no time was left of {limits.whole:g} s"
             verdicts[unit.name] = Verdict(unit.kernel, unit.backend, HUNG, f"{case}no end after {seconds:.1f} s", round(seconds, 2))
             return ""
         if line is None:
             how, words = child.ended(), child.last_words()
+            if how in {_signal(number) for number in FROM_OUTSIDE}:
+                return f"the process that tries them was ended from outside by {how}{words}"
             if unit is not None:
                 seconds = round(time.monotonic() - began, 2)
                 verdicts[unit.name] = Verdict(unit.kernel, unit.backend, CRASHED, f"{case}{how}{words}", seconds)
@@ -110,6 +116,14 @@ def _follow(child: _Child, plan: Plan, verdicts: dict[str, Verdict], limits: Lim
             until = min(end, began + limits.start)
 
 
+def _signal(number: int) -> str:
+    """A signal's name, or its number where it has none (real-time signals)."""
+    try:
+        return f"signal {signal.Signals(number).name}"
+    except ValueError:
+        return f"signal {number}"
+
+
 class _Child:
     """A process in a group of its own, with its lines, and its last words on stderr."""
 
@@ -117,6 +131,8 @@ class _Child:
         assert process.stdout is not None
         self.process, self._errors, self._limits = process, errors, limits
         self._file = process.stdout.fileno()
+        self._poll = select.poll()
+        self._poll.register(self._file, select.POLLIN)
         self._read = b""
 
     def read_line(self, until: float) -> dict[str, Any] | None:
@@ -132,7 +148,7 @@ class _Child:
             if left <= 0:
                 raise TimeoutError
             has_ended = self._has_ended()  # asked before its last words are read
-            if not select.select([self._file], [], [], min(left, 0.05))[0]:
+            if not self._poll.poll(1e3 * min(left, 0.05)):
                 if has_ended:  # something that it started holds its stdout open
                     return None
                 continue
@@ -154,7 +170,7 @@ class _Child:
             return "a closed stdout"
         self.kill()
         code = self.process.returncode
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
+        return _signal(-code) if code < 0 else f"status {code}"
 
     def kill(self) -> None:
         """Ends the process and all of its group, at once. One that the system can't end is left behind, with a warning."""

@@ -124,6 +124,11 @@ class Plan:
         if shapes is not None:
             yield Unit(kernel, row.name, shapes)
 
+    @property
+    def all_units(self) -> list[Unit]:
+        """Of all kernels and backends, in the order in which they are tried."""
+        return [unit for kernel in self.asks for row in self.rows(kernel) for unit in self.units(kernel, row)]
+
     def left_out(self, kernel: str, verdicts: Verdicts) -> dict[str, str]:
         """Backends that "auto" must not take, and why: those that failed, and before it comes to one that has passed, those that
         could not be tried. Not those that say themselves what they lack."""

@@ -34,6 +34,8 @@ def act(behaviour: str, options: dict, unit: Unit) -> None:
         time.sleep(600)
     if behaviour == "segv":
         os.kill(os.getpid(), signal.SIGSEGV)
+    if behaviour == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     if behaviour == "exit":
         print("CUDA_ERROR_ILLEGAL_ADDRESS", file=sys.stderr)
         os._exit(3)

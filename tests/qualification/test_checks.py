@@ -13,7 +13,20 @@ import pytest
 from kernels.backends import ATTENTION, GROUPED_MATMUL, Backend
 from kernels.qualification import attention, grouped_matmul
 from kernels.qualification.checks import num_differing, run_check, run_unit
-from kernels.qualification.plan import DIFFERS, ERROR, NO_MEMORY, NOT_MEANT, PASSED, UNCOMPILED, WRONG, Ask, Plan, Unit, Verdict
+from kernels.qualification.plan import (
+    DIFFERS,
+    ERROR,
+    NO_MEMORY,
+    NOT_MEANT,
+    NOT_TRIED,
+    PASSED,
+    UNCOMPILED,
+    WRONG,
+    Ask,
+    Plan,
+    Unit,
+    Verdict,
+)
 
 MODEL = {
     "num_query_heads": 6,
@@ -147,6 +160,18 @@ def refuses(error: Exception, x):
 def test_each_kind_of_fault_is_told_from_the_others(function, result, reason):
     got, why = run_check(Faulty(function), Backend("any", None))
     assert got == result and (reason in why if reason else got != PASSED or not why)
+
+
+@pytest.mark.parametrize("method", ["make", "reference"])
+def test_a_reference_that_can_not_be_made_says_nothing_of_the_kernel(method, monkeypatch):
+    def no_memory(*_):
+        raise RuntimeError("INTERNAL: CUBLAS_STATUS_ALLOC_FAILED")
+
+    monkeypatch.setattr(Faulty, method, no_memory)
+    assert run_check(Faulty(lambda x: x), Backend("any", None))[0] == NO_MEMORY
+    monkeypatch.setattr(Faulty, method, lambda *_: 1 / 0)
+    result, why = run_check(Faulty(lambda x: x), Backend("any", None))
+    assert result == NOT_TRIED and "numbers: no reference: ZeroDivisionError" in why
 
 
 def test_bits_are_compared_and_not_values():

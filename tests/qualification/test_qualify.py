@@ -54,6 +54,12 @@ def test_again_tries_what_is_known(ask, starts):
     assert starts() == 2 and not ask(bent="wrong").left_out("attention")
 
 
+def test_again_without_memory_loses_nothing_that_was_known(ask, starts):
+    assert not ask().left_out("attention")
+    assert ask(again=True, bent="memory", right="memory").verdicts[0].result == NO_MEMORY
+    assert not ask(bent="wrong").left_out("attention") and starts() == 2
+
+
 @pytest.mark.parametrize("field", ["name", "compute_capability", "driver", "jax", "jaxlib", "kernels"])
 def test_another_card_is_another_record(ask, starts, field):
     ask(bent="wrong")

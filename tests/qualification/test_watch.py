@@ -49,6 +49,12 @@ def test_a_crash_says_where_and_how(fake):
     assert reason("exit") == "a batch: status 3: CUDA_ERROR_ILLEGAL_ADDRESS"
 
 
+def test_a_process_that_the_system_ends_says_nothing_of_the_kernel(fake):
+    verdicts = watch(PLAN, {}, command=fake(bent="killed"), limits=LIMITS)
+    assert results(verdicts) == {"bent": NOT_TRIED, "right": NOT_TRIED}
+    assert "ended from outside by signal SIGKILL" in verdicts["attention bent"].reason
+
+
 def is_gone(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -111,8 +117,8 @@ def test_the_whole_has_a_limit(fake):
     start = time.monotonic()
     verdicts = watch(PLAN, {}, command=fake(bent="hang"), limits=limits)
     assert time.monotonic() - start < 10
-    assert results(verdicts) == {"bent": HUNG, "right": NOT_TRIED}
-    assert "no time was left of 1 s" in verdicts["attention right"].reason
+    assert results(verdicts) == {"bent": NOT_TRIED, "right": NOT_TRIED}  # a second is less than a batch may take
+    assert all("no time was left of 1 s" in verdict.reason for verdict in verdicts.values())
 
 
 def test_what_is_known_is_not_tried(fake, starts):
