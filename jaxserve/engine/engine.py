@@ -286,7 +286,7 @@ class Engine:
 
     @property
     def qualification(self) -> str | None:
-        """What the card's check of our kernels found, in a line; None where no GPU is used."""
+        """What the card's check of our kernels found, or that it was skipped, in a line; None on a CPU."""
         return self.kernels.said if self.kernels.skipped or self.kernels.qualification is not None else None
 
     # -- the step
