@@ -1,4 +1,4 @@
-"""Pallas Mosaic GPU as our kernels use it. No other module names what may change between JAX versions.
+"""Pallas Mosaic GPU as our kernels use it. Beside `gpu_threads` the only module that names what may change between JAX versions.
 
 It also says which device a kernel may run on, and has the switch that runs kernels interpreted on a CPU.
 """

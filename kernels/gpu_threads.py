@@ -1,7 +1,7 @@
 """What Pallas has no words for, written a thread at a time in Mosaic: cp.async of rows, fragments of mma.sync, stores of some rows.
 
-For kernels of one warpgroup that must run where there is no TMA. Beside `gpu` the only module that names what may move. Shared
-memory of these functions has `tiles(columns)` as its transforms.
+For kernels of one warpgroup that must run where there is no TMA. Beside `gpu` the only module that names what may change between
+JAX versions. Shared memory of these functions has `tiles(columns)` as its transforms.
 """
 
 from __future__ import annotations

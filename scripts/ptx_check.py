@@ -1,14 +1,16 @@
 """Runs the PTX of our kernels on a CPU, without a GPU: their cases, in several schedules, against float64.
 
     make ptx-check                                              every case, 5 schedules
-    python -m scripts.ptx_check --cases=few                     four cases, 2 schedules: about a minute
+    python -m scripts.ptx_check --cases=few                     seven cases, 2 schedules: two to three minutes
     python -m scripts.ptx_check --cases=gpu-mixed-8b --seeds=8
+    python -m scripts.ptx_check --target=a100                   the portable kernels, as they are for sm_80
     python -m scripts.ptx_check --mutations                     takes out each synchronising instruction in turn
 
-Runs in the environment that `make setup-aot` makes. The kernels are compiled for sm_90a as `aot_check` compiles them; scripts/ptx
-runs what Mosaic made. Faults are listed, and the exit status is then 1: a value that is wrong; a race on shared memory; an access
-by the async proxy with no proxy fence before; a register that is used while a wgmma has it; an mbarrier's phase that is skipped; a
-hang; outputs whose bits depend on the schedule, or on the program where they must not; an instruction that is not known.
+Runs in the environment that `make setup-aot` makes. The kernels are compiled for `--target` as `aot_check` compiles them;
+scripts/ptx runs what Mosaic made. On a target that is no Hopper GPU these are the portable kernels alone. Faults are listed, and
+the exit status is then 1: a value that is wrong; a race on shared memory; an access by the async proxy with no proxy fence before;
+a register that is used while a wgmma has it; an mbarrier's phase that is skipped; a hang; outputs whose bits depend on the
+schedule, or on the program where they must not; an instruction that is not known.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from absl import app, flags
 from jaxserve.cli.common.command import run_command
 from scripts.aot.sm90_compile import TARGETS, Compiler, arch_of, compilers, use_no_device
 
-_CASES = flags.DEFINE_list("cases", ["all"], "all, few, or names of cases (kernels/*/cases.py) that the kernels for Hopper run.")
+_CASES = flags.DEFINE_list(
+    "cases", ["all"], "all, few, or names of cases (kernels/*/cases.py); of the portable kernels they begin with 'portable '."
+)
 _SEEDS = flags.DEFINE_integer("seeds", None, "Schedules of each batch; default: 5, or 2 with --cases=few.", lower_bound=1)
 _MUTATIONS = flags.DEFINE_bool(
     "mutations", False, "Instead: take out each synchronising instruction; one that nobody misses is listed."

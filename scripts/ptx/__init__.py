@@ -1,4 +1,4 @@
-"""Runs PTX on a CPU, as adversarially as PTX allows: what a kernel that needs a Hopper GPU does can be checked without one.
+"""Runs PTX on a CPU, as adversarially as PTX allows: what a kernel does on an NVIDIA GPU can be checked without one.
 
 It is for the PTX that Mosaic makes of our kernels, and refuses by name what it does not know. Section numbers are those of the PTX
 ISA 9.0, whose headings the code follows.
