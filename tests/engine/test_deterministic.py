@@ -6,8 +6,10 @@ scores are equal to the last bit. Each part that is broken is found out.
 """
 
 import dataclasses
+import gc
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ from jaxserve.execution.programs import GPU_COMPILER_OPTIONS, gpu_compiler_optio
 from jaxserve.execution.resolved_config import resolve_config
 from jaxserve.models import row_tiles
 from jaxserve.models.row_tiles import RowTiles
+from tests import dummy, workload
 from tests.dummy import CONFIG, ONE_BUCKET, SEQS, TOKENS, Ask, Run, differences, dummy_model, make_engine, serve, serve_alone
 from tests.engine.test_engine_experts import SPARSE
 from tests.workload import SMALL_POOL, requests
@@ -28,6 +31,16 @@ MODELS = {"dense": CONFIG, "biased": BIASED, "experts": SPARSE}
 KINDS = [(name, dtype, transposed) for name in MODELS for dtype in ("float32", "bfloat16") for transposed in (True, False)]
 PLAN = BucketPlan(decode=(2, 4, SEQS), mixed=((8, SEQS), (16, SEQS), (TOKENS, SEQS)), head_rows=(2, SEQS))
 FEW = 9  # of the requests: chunks, random draws, samples of one prompt, edits and prompt scores are among them
+
+
+@pytest.fixture(autouse=True)
+def _few_programs():
+    """Linux gives a process 65,530 mappings of memory. Each of these programs, made of loops over tiles, takes hundreds."""
+    yield
+    dummy.forget()
+    workload.forget()
+    jax.clear_caches()
+    gc.collect()
 
 
 def buckets_of(run: Run) -> set[int]:
