@@ -260,4 +260,6 @@ def refuses(url: str) -> bool:
         httpx.get(f"{url}/health")
     except httpx.ConnectError:
         return True
+    except httpx.TransportError:  # taken in by the system as the listener closed: asked again
+        return False
     return False
