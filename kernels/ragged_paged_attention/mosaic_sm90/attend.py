@@ -8,18 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
 from kernels import gpu
 from kernels.ragged_paged_attention.mosaic_sm90 import combine, kernel
 from kernels.ragged_paged_attention.mosaic_sm90.geometry import Geometry
 from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner, WorkList
-from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
 from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK
+from kernels.ragged_paged_attention.planned_calls import check_work, model_lacks, plan_here
 
-DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)
 
 make_planner = Planner.make
@@ -27,15 +23,16 @@ make_planner = Planner.make
 
 def lacks(*, num_query_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: Any) -> str | None:
     """What the kernel lacks for this model, or this device for the kernel, in words; None if it can."""
-    dtype, G = jnp.dtype(dtype).name, num_query_heads // num_kv_heads
-    if dtype not in DTYPES:
-        return f"{dtype}: it has {' and '.join(DTYPES)}"
-    if head_dim not in HEAD_DIMS:
-        return f"head_dim={head_dim}: it has {' and '.join(map(str, HEAD_DIMS))}"
-    if G > ROWS:
-        return f"{G} query heads a KV head: it has up to {ROWS}"
-    if page_size not in (16, 32) and page_size % BLOCK:
-        return f"page_size={page_size}: it has 16, 32 and multiples of {BLOCK}"
+    lacking = model_lacks(
+        HEAD_DIMS,
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype,
+    )
+    if lacking is not None:
+        return lacking
     missing = gpu.missing_for_sm90()
     return None if missing is None else f"a device: it needs {missing}"
 
@@ -55,10 +52,10 @@ def attend(
 ) -> jax.Array:  # [T, N, H]
     """See api.ragged_paged_attention. Rows past cu_q_lens[-1] are not written."""
     if work is None:
-        work = _plan_here(q, kv_pages, page_table, cu_q_lens, kv_lens, max_q_len, sliding_window)
+        work = plan_here("mosaic_sm90", make_planner, q, kv_pages, page_table, cu_q_lens, kv_lens, max_q_len, sliding_window)
     if not isinstance(work, WorkList):
         raise ValueError(f"work={type(work).__name__}(...) was not planned for mosaic_sm90: pass Planner.work(...)")
-    _check_work(work.planner, q, kv_pages, page_table, max_q_len, sliding_window)
+    check_work("mosaic_sm90", work.planner, q, kv_pages, page_table, max_q_len, sliding_window)
     N, K, page_size = q.shape[1], *kv_pages.shape[2:4]
     shape, tiles = work.planner.shape, work.planner.tiles
     at = {name: where.start for name, (where, _) in shape.fields.items()}
@@ -97,39 +94,3 @@ def attend(
         num_ctas=min(shape.num_ctas, shape.num_groups * K),
         num_kv_heads=K,
     )
-
-
-def _check_work(planner: Planner, q, kv_pages, page_table, max_q_len: int, sliding_window: int | None) -> None:
-    """ValueError if the planner was made for another call than this one."""
-    T, N, _ = q.shape
-    K, page_size = kv_pages.shape[2:4]
-    S, P = page_table.shape
-    shape, tiles = planner.shape, planner.tiles
-    given = (T, S, max_q_len, K, sliding_window)
-    planned = (shape.num_tokens, shape.num_seqs, shape.max_q_len, shape.num_kv_heads, shape.sliding_window)
-    if given != planned or P * page_size > shape.max_kv_len or shape.tile_tokens != tiles.tile_tokens(N // K, max_q_len):
-        raise ValueError(
-            f"work was planned for (T, S, max_q_len, K, sliding_window)={planned}, tiles of {shape.tile_tokens} tokens and rows of "
-            f"{shape.max_kv_len} positions, not for {given}, {N // K} query heads a KV head and {P * page_size} positions: "
-            "make a planner of this call's shapes with host_planner('mosaic_sm90')"
-        )
-
-
-def _plan_here(q, kv_pages, page_table, cu_q_lens, kv_lens, max_q_len, sliding_window) -> WorkList:
-    """A work list from lengths that are at hand: for calls outside of jit."""
-    if isinstance(cu_q_lens, Tracer) or isinstance(kv_lens, Tracer):
-        raise ValueError(
-            "mosaic_sm90 is planned on the host: inside jit, pass work=planner.work(array that planner.plan made), "
-            "of a planner that host_planner('mosaic_sm90') makes"
-        )
-    planner = Planner.make(
-        num_tokens=q.shape[0],
-        num_seqs=kv_lens.shape[0],
-        max_q_len=max_q_len,
-        num_query_heads=q.shape[1],
-        num_kv_heads=kv_pages.shape[2],
-        head_dim=q.shape[2],
-        max_kv_len=page_table.shape[1] * kv_pages.shape[3],
-        sliding_window=sliding_window,
-    )
-    return planner.work(jnp.asarray(planner.plan(np.diff(np.asarray(cu_q_lens)), np.asarray(kv_lens))))
