@@ -30,7 +30,7 @@ from typing import Any, TextIO
 
 from absl import app, flags
 
-from jaxserve.cli.common.command import refuse_bad_input, run_command
+from jaxserve.cli.common.command import refuse_bad_input, run_command, without_collecting
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.sampling_params import SamplingParams
 
@@ -261,11 +261,11 @@ def show(record: dict[str, Any], output: Any, file: TextIO | None) -> None:
 
 def serve(prompts: list[tuple[dict[str, Any], dict[str, Any]]], num_done: int, num_bytes: int) -> int:
     """Shows the result of each prompt from number `num_done` on; how many failed. num_bytes: of the output file, what stays."""
-    from jaxserve import LLM
-    from jaxserve.models.loading import NoTokenizerError
-
     with contextlib.ExitStack() as stack:
-        with refuse_bad_input():
+        with refuse_bad_input(), without_collecting():
+            from jaxserve import LLM
+            from jaxserve.models.loading import NoTokenizerError
+
             # Opened first, so that a path that can't be written costs no time; emptied last, so that a mistake costs no results.
             file = stack.enter_context(open(_OUTPUT.value, "a", encoding="utf-8")) if _OUTPUT.value else None
             try:

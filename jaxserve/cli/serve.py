@@ -14,7 +14,7 @@ from typing import Any
 from absl import flags
 
 from jaxserve.cli.common import http_server
-from jaxserve.cli.common.command import refuse_bad_input, run_command
+from jaxserve.cli.common.command import refuse_bad_input, run_command, without_collecting
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.serving.options import MAX_FAILURES, MAX_WAITING, ServerOptions
 
@@ -61,7 +61,7 @@ def make_application() -> Any:
 
 def main() -> None:
     http_server.set_up_logging()
-    with refuse_bad_input():
+    with refuse_bad_input(), without_collecting():
         application = make_application()
     http_server.run(application)
 

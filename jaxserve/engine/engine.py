@@ -91,6 +91,7 @@ class Engine:
         if config.warm_up == "all":
             self.runner.warm_up()
         if self._warm_up is not None:
+            list(self.runner.run_empty_steps(self._warm_up.first))  # not waited for: the caller has other things to set up
             self._warm_up.start()
 
     def _make_host_state(self, num_pages: int | None = None) -> None:

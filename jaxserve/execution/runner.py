@@ -7,7 +7,7 @@ which they come.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from jaxserve.buckets.plan import Bucket
 from jaxserve.execution.body import HeadInputs
 from jaxserve.execution.device_state import DeviceState, new_state
 from jaxserve.execution.head import Masks
-from jaxserve.execution.programs import UPDATE_BATCH, Programs
+from jaxserve.execution.programs import UPDATE_BATCH, ProgramKey, Programs
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.sampling.rows import SampledRows, ScoredRows, unpack_sampled, unpack_scored
 
@@ -119,15 +119,20 @@ class Runner:
         keys = self.programs.keys
         for key in progress(keys):
             self.programs.get(key)
-        buckets = [k for k in keys if isinstance(k, Bucket)]
-        heads = [k for k in keys if isinstance(k, tuple)]
         no_updates = np.full((1, 3), (self.config.scheduler.max_num_seqs, 0, 0), np.int32)
         for _ in range(3 if jax.default_backend() == "gpu" else 1):
             self._update_rows(no_updates, [])
             np.asarray(self._score(np.zeros(1 + 2 * self.score_rows, np.int32)))
-            for i in range(max(len(buckets), len(heads))):
-                bucket, (rows, with_logprobs) = buckets[i % len(buckets)], heads[i % len(heads)]
-                self.fetch(self.dispatch(StepInputs.padding(self.programs.layouts[bucket], rows, with_logprobs)))
+            for handle in self.run_empty_steps(keys):
+                self.fetch(handle)
+
+    def run_empty_steps(self, keys: Sequence[ProgramKey]) -> Iterator[StepHandle]:
+        """Dispatches steps of nothing, in which each of the bodies and heads of `keys` runs: a program's first run takes longer."""
+        buckets = [k for k in keys if isinstance(k, Bucket)]
+        heads = [k for k in keys if isinstance(k, tuple)]
+        for i in range(max(len(buckets), len(heads))):
+            bucket, (rows, with_logprobs) = buckets[i % len(buckets)], heads[i % len(heads)]
+            yield self.dispatch(StepInputs.padding(self.programs.layouts[bucket], rows, with_logprobs))
 
     def dispatch(self, inputs: StepInputs) -> StepHandle:
         """Enqueues a whole step that no grammar constrains."""

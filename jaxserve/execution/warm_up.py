@@ -23,6 +23,7 @@ from jaxserve.scheduling.config import resolve_policy
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
+HEAD_START_SECONDS = 1.0  # in which no program is begun: a server opens its port in them, and somebody may be waiting for that
 NICENESS = 10  # of the compiling thread, and of the threads that XLA starts for it: steps come first
 QUIET_SECONDS = 0.5  # a program is begun when no request ran for this long,
 PATIENCE_SECONDS = 2.0  # or after this long: under steady traffic too all are compiled in the end
@@ -100,7 +101,8 @@ class BackgroundWarmUp:
         self._is_busy = is_busy
         self.shapes: CompiledShapes = CompiledShapes(programs)
         config = programs.config.scheduler
-        self._first = first_programs(programs.config.plan, config.max_num_seqs, chunked=resolve_policy(config).chunked)
+        chunked = resolve_policy(config).chunked
+        self.first: list[ProgramKey] = first_programs(programs.config.plan, config.max_num_seqs, chunked=chunked)
         self._stopping = threading.Event()
         self._last_busy = 0.0  # when a request was last seen to run
         self.on_progress: Callable[[], None] = lambda: None  # called on the thread after each program
@@ -111,12 +113,12 @@ class BackgroundWarmUp:
         on the device would disturb each other."""
         num_threads = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
         with ThreadPoolExecutor(num_threads, thread_name_prefix="jaxserve-first-programs") as pool:
-            for compiled in [pool.submit(self._programs.get, key) for key in self._first]:
+            for compiled in [pool.submit(self._programs.get, key) for key in self.first]:
                 compiled.result()
 
     def start(self) -> None:
-        """Starts the thread. It leaves the first request the machine, if that comes within QUIET_SECONDS."""
-        self._last_busy = time.monotonic()
+        """Starts the thread. It leaves the first request the machine, if that comes within HEAD_START_SECONDS + QUIET_SECONDS."""
+        self._last_busy = time.monotonic() + HEAD_START_SECONDS
         atexit.register(self.close)  # a compiler that runs while the interpreter goes would crash it
         self._thread.start()
 
@@ -135,7 +137,8 @@ class BackgroundWarmUp:
     def _compile_rest(self) -> None:
         if sys.platform == "linux":  # where this is the priority of a thread, not of its process
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        for key in remaining_programs(self._programs.config.plan, self._programs.keys, self._first):
+        self._stopping.wait(HEAD_START_SECONDS)
+        for key in remaining_programs(self._programs.config.plan, self._programs.keys, self.first):
             self._await_quiet()
             if self._stopping.is_set():
                 return

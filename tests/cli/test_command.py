@@ -139,6 +139,28 @@ def test_what_a_command_reads_is_refused_in_one_line_and_a_bug_keeps_its_traceba
     assert said("contextlib.nullcontext()").startswith("Traceback")
 
 
+def test_nothing_is_collected_meanwhile_and_what_was_made_is_not_looked_at_later():
+    code = """
+import gc
+from jaxserve.cli.common.command import without_collecting
+with without_collecting():
+    assert not gc.isenabled()
+    made = [[] for _ in range(1000)]
+assert gc.isenabled() and gc.get_freeze_count() >= 1000
+gc.unfreeze()
+try:
+    with without_collecting():
+        raise OSError
+except OSError:
+    assert gc.isenabled() and not gc.get_freeze_count()
+gc.disable()
+with without_collecting():
+    pass
+assert not gc.isenabled()  # as it was
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_version():
     done = jaxserve_command("version")
     assert done.returncode == 0 and done.stdout.startswith(f"jaxserve {jaxserve.__version__} (Python 3.")

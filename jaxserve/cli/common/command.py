@@ -6,6 +6,7 @@ Owns `run_command`. Imports absl alone, so that a command's --help is quick and 
 from __future__ import annotations
 
 import difflib
+import gc
 import inspect
 import logging
 import os
@@ -116,6 +117,23 @@ def refuse_bad_input() -> Iterator[None]:
         yield
     except (ValueError, NotImplementedError, OSError) as error:
         raise app.UsageError(str(error)) from error
+
+
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """Python's garbage collector rests in here, and what was made in here it never looks at again.
+
+    It stands around importing and making an engine. Of the 390,000 objects that are there then 2% are garbage, and every full
+    collection would look at them all: a pause of 0.2 s.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def complain(why: object) -> None:
