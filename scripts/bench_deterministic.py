@@ -9,6 +9,7 @@ other work on a shared machine falls on both alike. A figure is the median of th
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -77,7 +78,7 @@ def run_model(name: str) -> list[dict[str, Any]]:
                 times[step_name][level].append(engines[level].visit(*step))
     return [
         {
-            "model": name,
+            "model": Path(name).name,
             "step": step,
             **{f"{level}_ms": round(1e3 * statistics.median(of[level]), 3) for level in LEVELS},
             "ratio": round(median_ratio(of), 3),

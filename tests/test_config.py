@@ -24,7 +24,7 @@ PLAN = BucketPlan(decode=(2, 4), mixed=((16, 4), (64, 4)), head_rows=(4,))
 
 
 def resolve(config: dict | None = None, model: ModelConfig = MODEL, **given):
-    device = {"kv_dtype": np.float32, "on_gpu": False, "device_limit": None, "weight_bytes": 0} | given
+    device = {"kv_dtype": np.float32, "platform": "cpu", "device_limit": None, "weight_bytes": 0} | given
     return resolve_config(EngineConfig(**config or {}), model, **device)
 
 
@@ -129,7 +129,7 @@ def test_the_attention_backend_is_the_users_or_the_devices():
 
 
 def test_defaults():
-    cpu, gpu = resolve(), resolve(on_gpu=True, device_limit=80 * GIB)
+    cpu, gpu = resolve(), resolve(platform="gpu", device_limit=80 * GIB)
     for got in (cpu, gpu):
         limits = got.scheduler
         assert (limits.max_num_batched_tokens, limits.max_num_seqs, limits.max_model_len) == (2048, 128, 4096)
@@ -286,7 +286,7 @@ def test_speculation_brings_buckets_for_its_drafts():
     """On a GPU more of them than on a CPU, where a few tokens fill the device; with a plan of one's own, only the plan's."""
     given = {"max_num_seqs": 32, "speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}'}
     assert resolve(given).plan.draft == ((1, 2), (1, 4), (4, 2), (4, 4), (16, 2))
-    gpu = resolve(given, on_gpu=True, device_limit=8 * GIB)
+    gpu = resolve(given, platform="gpu", device_limit=8 * GIB)
     assert gpu.plan.draft == ((1, 2), (1, 4), (4, 2), (4, 4), (16, 2), (16, 4), (32, 2), (32, 4))
     assert gpu.plan.max_head_rows >= 160 and gpu.speculative is not None and gpu.speculative.num_speculative_tokens == 4
     assert resolve({}).plan.draft == () and resolve({}).speculative is None

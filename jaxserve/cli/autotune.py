@@ -166,6 +166,8 @@ class Tuner:
         limits = machine.limits
         options |= {"batching_policy": limits.policy, "scheduling_policy": limits.order, "enable_chunked_prefill": limits.chunked}
         options |= {"enable_mixed_steps": limits.mixed}
+        if (level := machine.step_times.about.get("deterministic")) is not None:
+            options["deterministic"] = level
         options |= {"async_scheduling": machine.async_scheduling, "enable_prefix_caching": machine.prefix_caching}
         return {**options, "max_model_len": limits.max_model_len, "num_pages": machine.num_pages, "bucket_plan": plan}
 
@@ -216,6 +218,9 @@ def prepare() -> tuple[Tuner, list[Setting]]:
         if machine.step_times.page_size in machines:
             raise ValueError(f"--profiles: two of them have pages of {machine.step_times.page_size}")
         machines[machine.step_times.page_size] = machine
+    levels = {about.get("deterministic") for about in (machine.step_times.about for machine in machines.values())} - {None}
+    if len(levels) > 1:
+        raise ValueError(f"--profiles: some are of deterministic={' and some of '.join(map(repr, sorted(levels)))}; profile again")
     shortest = min(machine.limits.max_model_len for machine in machines.values())
     workload = read_traffic(flags.FLAGS.model, shortest, RATE.value, engine_options()["seed"])
     profiles = [hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for path in _PROFILES.value]

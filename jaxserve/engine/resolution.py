@@ -29,7 +29,7 @@ ROW_TILE = 16  # rows that a CPU computes at once where bits must not follow the
 
 def model_functions(model: Decoder, config: EngineConfig) -> ModelFunctions:
     """The model taken apart for programs as the config wants them on JAX's default device."""
-    tiled = config.deterministic == "always" and jax.default_backend() != "gpu"
+    tiled = config.deterministic == "always" and jax.default_backend() == "cpu"
     return ModelFunctions(model, config.moe_backend, RowTiles(ROW_TILE) if tiled else whole)
 
 
@@ -37,7 +37,7 @@ def resolve(functions: ModelFunctions, config: EngineConfig, attention_backend: 
     """The config with everything decided for this model on JAX's default device. attention_backend: that is chosen, never "auto".
 
     On a device that states its memory, the largest programs are compiled first, from shapes alone, to learn what they need beside
-    weights and pages. Raises ValueError as `resolve_config`.
+    weights and pages. Raises ValueError and NotImplementedError as `resolve_config`.
     """
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
@@ -47,7 +47,7 @@ def resolve(functions: ModelFunctions, config: EngineConfig, attention_backend: 
         config,
         functions.model_config,
         kv_dtype=functions.dtype,
-        on_gpu=device.platform == "gpu",
+        platform=device.platform,
         device_limit=limit,
         attention_backend=attention_backend,
         weight_bytes=max(functions.num_bytes, stats.get("bytes_in_use", 0)),  # what else the process holds is not ours to use
@@ -72,7 +72,7 @@ def model_shape(config: ModelConfig) -> dict[str, int]:
 
 def step_budget(config: ResolvedConfig) -> StepBudget | None:
     """The dynamic budget that the config asks for; a warning if no step meets its objective. ValueError if the profile
-    can't be used, or not with these pages, or is of a model of another shape (where it says so)."""
+    can't be used, or not with these pages, or is of a model of another shape or of another `deterministic` (where it says so)."""
     if config.engine.tbt_slo_ms is None:
         return None
     from jaxserve.scheduling.step_budget import StepBudget
@@ -82,6 +82,11 @@ def step_budget(config: ResolvedConfig) -> StepBudget | None:
     step_times, limits = StepTimeModel.load(config.engine.step_times), config.scheduler
     if step_times.page_size != config.cache.page_size:
         raise ValueError(f"step_times was profiled with page_size={step_times.page_size}, not {config.cache.page_size}")
+    level = step_times.about.get("deterministic", config.deterministic)
+    if level != config.deterministic:
+        raise ValueError(
+            f"step_times was profiled with deterministic={level!r}, not {config.deterministic!r}: profile again with that"
+        )
     shape, profiled = model_shape(config.model), step_times.about.get("model_shape", {})
     others = [f"{name}={size} (here {shape.get(name)})" for name, size in profiled.items() if size != shape.get(name)]
     if others:

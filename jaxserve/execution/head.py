@@ -46,7 +46,7 @@ def head(
     i32[num_rows, columns of sampler.pack_sampled]."""
     seq_rows, asked = inputs.seq_rows[:num_rows], sampler.unpack_rows(inputs.sampling[:num_rows])
     logits = _logits(functions, weights, inputs.hidden[:num_rows])
-    edit = _edit(seq_rows, asked, rows.edits, rows.history)
+    edit = _edit(functions, seq_rows, asked, rows.edits, rows.history)
     sampled = _sample(logits, asked, max_logprobs, masks, edit, map_rows=functions.map_rows)
     last_tokens = rows.last_tokens.at[seq_rows].set(sampled.tokens, mode="drop")
     history = logit_edits.remember(rows.history, seq_rows, asked.position, sampled.tokens)
@@ -80,7 +80,7 @@ def drafting_head(
     if acceptance == "rejection":
         proposal = None if state.probs is None else verify.probs_after(is_draft, seq_rows, state.probs)
         draw = functools.partial(rejection.draw_token, drafts=verify.drafts_after(is_draft, tokens), proposal=proposal)
-    edit = _edit(seq_rows, asked, rows.edits, history)
+    edit = _edit(functions, seq_rows, asked, rows.edits, history)
     sampled = _sample(logits, asked, max_logprobs, masks, edit, draw=draw, map_rows=functions.map_rows)
     with jax.named_scope("verify"):
         delivered = verify.delivered(is_draft, tokens, sampled.tokens, sampled.bad_logits)
@@ -102,9 +102,17 @@ def _logits(functions: ModelFunctions, weights: Sequence[jax.Array], hidden: jax
     return functions.map_rows(lambda x: model.logits(model.final_norm(x)), hidden)
 
 
-def _edit(seq_rows: jax.Array, asked: sampler.SamplingRows, edits: jax.Array, history: jax.Array) -> Callable:
+def _edit(
+    functions: ModelFunctions, seq_rows: jax.Array, asked: sampler.SamplingRows, edits: jax.Array, history: jax.Array
+) -> Callable:
     return functools.partial(
-        logit_edits.edit, kinds=asked.edits, seq_rows=seq_rows, positions=asked.position, table=edits, history=history
+        logit_edits.edit,
+        kinds=asked.edits,
+        seq_rows=seq_rows,
+        positions=asked.position,
+        table=edits,
+        history=history,
+        map_rows=functions.map_rows,
     )
 
 

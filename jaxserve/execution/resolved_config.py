@@ -56,7 +56,7 @@ def resolve_config(
     model: ModelConfig,
     *,
     kv_dtype: Any,
-    on_gpu: bool,
+    platform: str,  # as JAX calls it: "cpu", "gpu", ...
     device_limit: int | None,  # bytes; None where the device does not say
     weight_bytes: int,
     temp_bytes: int = 0,
@@ -67,12 +67,12 @@ def resolve_config(
     Raises:
       ValueError: limits that contradict each other, the bucket plan, the model or the memory; what deterministic="always" can't be
         had with.
-      NotImplementedError: deterministic="always" on a GPU with a mixture of experts, or another attention than mosaic_sm90.
+      NotImplementedError: deterministic="always" on a device, or with a model or attention there, that it was not made for.
     """
     given_plan = config.bucket_plan
     assert given_plan is None or isinstance(given_plan, BucketPlan)
     budget, max_num_seqs = _step_limits(config, given_plan, model)
-    plan = _checked_plan(config, given_plan, budget, max_num_seqs, on_gpu=on_gpu)
+    plan = _checked_plan(config, given_plan, budget, max_num_seqs, on_gpu=platform == "gpu")
     page_size = config.page_size or DEFAULT_PAGE_SIZE
     pages = PageShape(model.num_layers, model.num_kv_heads, page_size, model.head_dim, kv_dtype)
     longest = config.max_model_len or model.max_position_embeddings
@@ -101,7 +101,7 @@ def resolve_config(
     if attention_backend is None:
         attention_backend = "xla" if config.attention_backend == "auto" else config.attention_backend
     if config.deterministic == "always":
-        _check_always(config, model, attention_backend, on_gpu=on_gpu)
+        _check_always(config, model, attention_backend, platform)
     return ResolvedConfig(
         engine=config,
         model=model,
@@ -113,9 +113,11 @@ def resolve_config(
     )
 
 
-def _check_always(config: EngineConfig, model: ModelConfig, attention_backend: str, *, on_gpu: bool) -> None:
+def _check_always(config: EngineConfig, model: ModelConfig, attention_backend: str, platform: str) -> None:
     """ValueError, or NotImplementedError, for what bits that do not depend on the bucket can't be had with."""
-    always = "deterministic='always'"
+    always, on_gpu = "deterministic='always'", platform == "gpu"
+    if platform not in ("cpu", "gpu"):
+        raise NotImplementedError(f"{always} is for CPUs and Hopper GPUs, found platform {platform!r}: use 'bucket'")
     if on_gpu and model.sparse_layers:
         raise NotImplementedError(
             f"{always} is for dense models on a GPU: the sums of a mixture's routing were not read; use 'bucket'"

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.models.row_tiles import MapRows, whole
 from jaxserve.sampling import edit_rows as layout
 from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
@@ -39,8 +40,12 @@ def edit(
     positions: jax.Array,  # i32[R]; of the token being sampled: the history holds those before it
     table: jax.Array,  # i32[S, edit_rows.EditLayout.num_columns]
     history: jax.Array,  # i32[S, L]
+    map_rows: MapRows = whole,
 ) -> jax.Array:  # f32[R, V]
-    """The logits with each row's edits applied. Rows without edits are unchanged. A kind of edit that no row has is skipped."""
+    """The logits with each row's edits applied. Rows without edits are unchanged. A kind of edit that no row has is skipped.
+
+    map_rows: how penalties are computed. The other edits are exact in any shape: a bias is one addition, and masks set -inf.
+    """
     rows = table.at[seq_rows].get(mode="fill", fill_value=0)
 
     def apply(kind: int, function, logits: jax.Array) -> jax.Array:
@@ -49,7 +54,7 @@ def edit(
 
     logits = apply(layout.BIAS, _add_bias, logits)
     looking_back = {"seq_rows": seq_rows, "positions": positions, "history": history}
-    logits = apply(layout.PENALTIES, partial(_penalise, **looking_back), logits)
+    logits = apply(layout.PENALTIES, partial(_penalise, map_rows=map_rows, **looking_back), logits)
     logits = apply(layout.ALLOWED, _forbid_others, logits)
     return apply(layout.BAD_WORDS, partial(_forbid_last_of_words, **looking_back), logits)
 
@@ -76,16 +81,28 @@ def _penalise(
     seq_rows: jax.Array,
     positions: jax.Array,
     history: jax.Array,
+    map_rows: MapRows = whole,
 ) -> jax.Array:
-    """Applies the three penalties to tokens that occurred. Repetition, in prompt or output: a positive logit is divided by it,
-    another multiplied. Frequency: subtracted once for each occurrence in the output. Presence: subtracted once if there is any."""
+    """Applies the three penalties to the tokens that occurred, in rows that want it."""
     counts = _count(logits.shape, wanted, seq_rows, rows[:, layout.NUM_PROMPT], positions, history)
-    presence, frequency, repetition = (_real(rows[:, i, None]) for i in (layout.PRESENCE, layout.FREQUENCY, layout.REPETITION))
+    penalties = [_real(rows[:, i]) for i in (layout.PRESENCE, layout.FREQUENCY, layout.REPETITION)]
+    return jnp.where(wanted[:, None], map_rows(_penalise_counted, logits, counts, *penalties), logits)
+
+
+def _penalise_counted(
+    logits: jax.Array,  # f32[R, V]
+    counts: jax.Array,  # i32[R, V], as _count makes them
+    presence: jax.Array,  # f32[R]
+    frequency: jax.Array,  # f32[R]
+    repetition: jax.Array,  # f32[R]
+) -> jax.Array:  # f32[R, V]
+    """Repetition, of a token in prompt or output: a positive logit is divided by it, another multiplied. Frequency: subtracted once
+    for each occurrence in the output. Presence: subtracted once if there is any."""
+    presence, frequency, repetition = presence[:, None], frequency[:, None], repetition[:, None]
     scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
     edited = jnp.where(counts > 0, scaled, logits)
     in_output = counts & (_IN_PROMPT - 1)
-    edited = edited - frequency * in_output.astype(jnp.float32) - jnp.where(in_output > 0, presence, 0.0)
-    return jnp.where(wanted[:, None], edited, logits)
+    return edited - frequency * in_output.astype(jnp.float32) - jnp.where(in_output > 0, presence, 0.0)
 
 
 def _count(

@@ -110,7 +110,7 @@ class AbstractStep:
                 config,
                 model,
                 kv_dtype=functions.dtype,
-                on_gpu=True,
+                platform="gpu",
                 device_limit=limit,
                 attention_backend=backend,
                 weight_bytes=functions.num_bytes,

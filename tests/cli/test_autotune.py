@@ -158,6 +158,17 @@ def test_the_file_makes_an_engine(work):
     assert json.loads((work / "bench.json").read_text())["max_num_seqs"] == 3
 
 
+@pytest.mark.slow
+def test_the_file_keeps_what_bits_the_profile_is_of(work):
+    """Real runs are of the same, and so is what the file makes."""
+    replace(profile(16, 1.0), about=profile(16, 1.0).about | {"deterministic": "always"}).save(work / "always.json")
+    given = [f"--profiles={work / 'always.json'}", *WORK, "--plans=default", "--seqs=8", "--budgets=16", "--thresholds=0"]
+    given += [f"--model={work / 'model'}", "--measure=1", "--rounds=1", "--finalists=1", f"--output={work / 'bits.json'}"]
+    done = run("autotune", *given)
+    assert done.returncode == 0 and "deterministic: always" in done.stderr, done.stderr
+    assert json.loads((work / "bits.json").read_text())["deterministic"] == "always"
+
+
 def test_a_plan_is_tuned_once(work):
     """For the score and again for the file; what is served in virtual time is told meanwhile, the settings against all of them."""
     given = [f"--profiles={work / 'a.json'}", *WORK, "--plans=tuned", "--seqs=8,16", "--budgets=16", "--thresholds=0,1"]
@@ -186,6 +197,11 @@ def test_bad_files(work):
     replace(profile(16, 2.0), about=profile(16, 1.0).about).save(work / "c.json")
     done = run("autotune", f"--profiles={work / 'a.json'},{work / 'c.json'}", *WORK)
     assert done.returncode == 1 and "two of them have pages of 16" in done.stderr
+    about = profile(16, 1.0).about
+    replace(profile(16, 1.0), about=about | {"deterministic": "bucket"}).save(work / "bucket.json")
+    replace(profile(8, 1.0), about=about | {"deterministic": "always"}).save(work / "always.json")
+    done = run("autotune", f"--profiles={work / 'bucket.json'},{work / 'always.json'}", *WORK)
+    assert done.returncode == 1 and "some are of deterministic='always' and some of 'bucket'; profile again" in done.stderr
     for flag in ("--tbt_slo_ms=9", f"--step_times={work / 'a.json'}", f"--bucket_plan={work / 'a.json'}"):
         done = run("autotune", f"--profiles={work / 'a.json'}", *WORK, flag)
         assert done.returncode == 1 and f"{flag.partition('=')[0]}: plans" in done.stderr and "Traceback" not in done.stderr

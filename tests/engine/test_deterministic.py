@@ -19,6 +19,7 @@ from jaxserve.execution.programs import GPU_COMPILER_OPTIONS, gpu_compiler_optio
 from jaxserve.execution.resolved_config import resolve_config
 from jaxserve.models import row_tiles
 from jaxserve.models.row_tiles import RowTiles
+from jaxserve.sampling import logit_edits
 from tests import dummy, workload
 from tests.dummy import CONFIG, ONE_BUCKET, SEQS, TOKENS, Ask, Run, differences, dummy_model, make_engine, serve, serve_alone
 from tests.engine.test_engine_experts import SPARSE
@@ -94,15 +95,36 @@ def test_drafts_change_nothing():
     assert check(dummy_model(transposed=True), asks, 20, **speculative) == []
 
 
+def answers_by_plan(asks: list[Ask], **settings) -> list[dict[str, Any]]:
+    """What the asks get in steps of one shape, and what in the default plan's; heads and bodies are traced anew."""
+    plans: tuple[dict[str, Any], ...] = {"bucket_plan": ONE_BUCKET}, {}
+    model = dummy_model(transposed=True)
+    return [serve(make_engine(model, compile_anew="all", **settings, **plan), asks).answers for plan in plans]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fenced", [True, False])
+def test_penalties_are_computed_apart_from_the_heads_shape(fenced, monkeypatch):
+    """Penalties that follow how many rows are computed together give other tokens in other heads, unless they run in tiles."""
+    right = logit_edits._penalise_counted
+    monkeypatch.setattr(
+        logit_edits,
+        "_penalise_counted",
+        lambda x, counts, presence, *rest: right(x, counts, presence * x.shape[0] / 4, *rest),
+    )
+    if not fenced:
+        edit = logit_edits.edit
+        monkeypatch.setattr(logit_edits, "edit", lambda *args, map_rows, **kwargs: edit(*args, **kwargs))
+    asks = [ask.changed(presence_penalty=0.4) for ask in requests(True)[:2]]
+    assert (differences(*answers_by_plan(asks, **ALWAYS)) == []) is fenced
+
+
 # -- the checks can fail
 
 
 def differs_when_broken(**settings) -> bool:
-    """Whether a lone request's bits follow its buckets, with bodies and heads traced anew."""
-    model, asks = dummy_model(transposed=True), requests(True, logprobs=True)[:2]
-    plans: tuple[dict[str, Any], ...] = {"bucket_plan": ONE_BUCKET}, {}
-    runs = [serve(make_engine(model, compile_anew="all", **settings, **plan), asks).answers for plan in plans]
-    return differences(*runs) != []
+    """Whether a lone request's bits follow its buckets."""
+    return differences(*answers_by_plan(requests(True, logprobs=True)[:2], **settings)) != []
 
 
 @pytest.mark.slow
@@ -165,12 +187,18 @@ def test_a_gpu_has_compiler_options_for_it():
     assert gpu_compiler_options("bucket") == GPU_COMPILER_OPTIONS
 
 
-def resolve_on_gpu(config, backend, deterministic):
+def test_refused_on_other_devices():
+    with pytest.raises(NotImplementedError, match="is for CPUs and Hopper GPUs, found platform 'tpu': use 'bucket'"):
+        resolve_on_gpu(CONFIG, "xla", "always", platform="tpu")
+    assert resolve_on_gpu(CONFIG, "xla", "bucket", platform="tpu").deterministic == "bucket"
+
+
+def resolve_on_gpu(config, backend, deterministic, platform="gpu"):
     return resolve_config(
         EngineConfig(deterministic=deterministic, num_pages=64, page_size=64),
         config,
         kv_dtype=np.float16,
-        on_gpu=True,
+        platform=platform,
         device_limit=2**34,
         attention_backend=backend,
         weight_bytes=0,

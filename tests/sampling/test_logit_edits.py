@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.models.row_tiles import RowTiles, whole
 from jaxserve.sampling import logit_edits, sampler
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling.edit_rows import EditLayout, kinds_of
@@ -171,6 +172,46 @@ def test_a_token_does_not_depend_on_the_company():
     plain = [i for i, (params, *_) in enumerate(asks) if not kinds_of(params)]
     alone = run(logits[plain], [asks[i] for i in plain], plain, edited=False)[0]
     np.testing.assert_array_equal(alone.tokens, together.tokens[plain])
+
+
+def bits_by_rows(map_rows):
+    """{number of rows: f32[rows, 97]} of penalised and biased logits, of the first rows of one batch."""
+    rng, most, vocab = np.random.default_rng(5), 40, 97
+    layout = EditLayout(64, vocab)
+    table, history = np.zeros((most, layout.num_columns), np.int32), np.zeros((most, 64), np.int32)
+    for i in range(most):
+        penalties = {"repetition_penalty": 1.2 + i / 97, "frequency_penalty": i / 71 - 0.3, "presence_penalty": 1.1}
+        params = SamplingParams(temperature=0, logit_bias={3: 0.7}, **penalties)
+        row = layout.pack(i, params, rng.integers(0, 30, 40).tolist(), 10)
+        history[i], table[i] = row[1:65], row[65:]
+    logits = rng.normal(size=(most, vocab)).astype(np.float32) * 3
+    kinds, positions = np.full(most, kinds_of(params), np.int32), np.full(most, 40, np.int32)
+    edit = functools.partial(logit_edits.edit, table=jnp.asarray(table), history=jnp.asarray(history), map_rows=map_rows)
+    run, seq_rows = jax.jit(lambda *rows: edit(*rows)), np.arange(most, dtype=np.int32)
+    return {n: np.asarray(run(logits[:n], kinds[:n], seq_rows[:n], positions[:n])) for n in (1, 2, 8, 16, 17, most)}
+
+
+def rows_whose_bits_follow_their_number(found):
+    return [n for n, rows in found.items() if (rows != found[max(found)][:n]).any()]
+
+
+@pytest.fixture
+def rounded_by_shape(monkeypatch):
+    """Penalties whose last bits follow how many rows are computed together, as a compiler may make them."""
+    right = logit_edits._penalise_counted
+    monkeypatch.setattr(logit_edits, "_penalise_counted", lambda x, *rest: right(x * (1 + x.shape[0] * 2.0**-20), *rest))
+
+
+def test_bits_of_penalties_do_not_depend_on_the_number_of_rows():
+    found = bits_by_rows(RowTiles(16))
+    assert rows_whose_bits_follow_their_number(found) == []
+    np.testing.assert_allclose(found[40], bits_by_rows(whole)[40], rtol=1e-6)
+
+
+def test_penalties_are_computed_in_tiles_alone(rounded_by_shape):
+    """However they are rounded; and all rows at once they are not equal, or the test could not fail."""
+    assert rows_whose_bits_follow_their_number(bits_by_rows(RowTiles(16))) == []
+    assert rows_whose_bits_follow_their_number(bits_by_rows(whole)) == [1, 2, 8, 16, 17]
 
 
 def test_logprobs_are_of_the_raw_logits():

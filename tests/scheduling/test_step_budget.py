@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +55,19 @@ def test_a_profile_of_another_model_is_refused(tmp_path):
     replace(MODEL, about={"model_shape": ours | {"num_layers": 28, "head_dim": 128}}).save(path)
     with pytest.raises(ValueError, match=r"of another model, with num_layers=28 \(here 2\), head_dim=128 \(here 8\): profile this"):
         make_engine(dummy_model(), bucket_plan=PLAN, tbt_slo_ms=20, step_times=path)
+
+
+def test_a_profile_of_other_bits_is_refused(tmp_path):
+    """By the `deterministic` that it was measured with, where it says that."""
+    path = str(tmp_path / "steps.json")
+    settings: dict[str, Any] = {"bucket_plan": PLAN, "tbt_slo_ms": 20, "step_times": path}
+    replace(MODEL, about={"deterministic": "bucket"}).save(path)
+    make_engine(dummy_model(), **settings).close()
+    with pytest.raises(ValueError, match="profiled with deterministic='bucket', not 'always': profile again"):
+        make_engine(dummy_model(), deterministic="always", **settings)
+    replace(MODEL, about={"deterministic": "always"}).save(path)
+    with pytest.raises(ValueError, match="profiled with deterministic='always', not 'bucket': profile again"):
+        make_engine(dummy_model(), **settings)
 
 
 def test_an_objective_that_no_step_meets_is_warned_of(steps, caplog):

@@ -174,7 +174,7 @@ def test_pages_are_those_that_the_engine_would_take(model):
         EngineConfig(max_model_len=2048),
         config,
         kv_dtype=step.programs.functions.dtype,
-        on_gpu=True,
+        platform="gpu",
         device_limit=int(0.75 * 84_942_979_072),
         weight_bytes=fit.weights,
         temp_bytes=reserve,
@@ -194,7 +194,7 @@ def test_a_length_that_was_not_asked_for_is_what_the_pool_holds_beside_the_progr
         EngineConfig(),
         model,
         kv_dtype=step.programs.functions.dtype,
-        on_gpu=True,
+        platform="gpu",
         device_limit=int(0.03 * 84_942_979_072),
         weight_bytes=596_049_920 * 2,
         temp_bytes=50 + (32 << 20),  # the heads' and scoring's above, and a GEMM's workspace

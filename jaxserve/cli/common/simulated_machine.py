@@ -48,6 +48,9 @@ def machine_of(profile: str, given: dict[str, Any]) -> Any:
         )
     if given["page_size"] not in (None, step_times.page_size):
         raise ValueError(f"page_size={given['page_size']} is not the profile's {step_times.page_size}; profile again")
+    level = about.get("deterministic")
+    if level is not None and given["deterministic"] not in ("auto", level):
+        raise ValueError(f"deterministic={given['deterministic']!r} is not the profile's {level!r}; profile again")
     return Machine(
         step_times,
         limits_of(given, about),
@@ -101,15 +104,22 @@ def plan_for(limits: Any, multiple: int) -> Any:
 
 
 def make_engine(
-    limits: Any, plan: Any = None, num_pages: int | None = None, objective: float | None = None, page_size: int | None = None
+    limits: Any,
+    plan: Any = None,
+    num_pages: int | None = None,
+    objective: float | None = None,
+    page_size: int | None = None,
+    deterministic: str | None = None,
 ) -> Any:
-    """An engine of engine_options() with these limits (a SchedulerConfig), all programs compiled. plan, num_pages, page_size: in
-    the options' place; None keeps the options' own. objective: seconds that a step with decodes may take, by a dynamic budget from
-    --step_times; None: none."""
+    """An engine of engine_options() with these limits (a SchedulerConfig), all programs compiled.
+
+    plan, num_pages, page_size, deterministic: in the options' place; None keeps the options' own.
+    objective: seconds that a step with decodes may take, by a dynamic budget from --step_times; None: none.
+    """
     from jaxserve import Engine
     from jaxserve.llm import engine_config
 
-    own = {"num_pages": num_pages, "page_size": page_size}
+    own = {"num_pages": num_pages, "page_size": page_size, "deterministic": deterministic}
     options = engine_options() | {"warm_up": "all"} | {name: value for name, value in own.items() if value is not None}
     options["bucket_plan"] = plan or plan_given()
     options |= {name: getattr(limits, name) for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs")}
@@ -126,7 +136,15 @@ def measure(machine: Any, plan: Any, workload: Any, seed: int, name: str) -> Any
 
     from jaxserve.cli.common.open_loop import serve
 
-    engine = make_engine(machine.limits, plan, machine.num_pages, machine.objective, machine.step_times.page_size)
+    profile = machine.step_times
+    engine = make_engine(
+        machine.limits,
+        plan,
+        machine.num_pages,
+        machine.objective,
+        page_size=profile.page_size,
+        deterministic=profile.about.get("deterministic"),
+    )
     with tqdm(total=len(workload.requests), desc=name, mininterval=5) as bar:
         run = serve(engine, workload, seed, progress=bar)
     engine.close()

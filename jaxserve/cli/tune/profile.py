@@ -76,6 +76,7 @@ def measured() -> Any:
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "max_model_len": limits.max_model_len,
         "num_pages": measurer.config.cache.num_pages,
+        "deterministic": measurer.config.deterministic,
         "multiple": multiple,
         "fit_error": fitted.error(points),
         "held_out_error": fitted.error(held_out),
