@@ -4,7 +4,7 @@
     python -m scripts.ptx_check --cases=few                     seven cases, 2 schedules: two to three minutes
     python -m scripts.ptx_check --cases=gpu-mixed-8b --seeds=8
     python -m scripts.ptx_check --target=a100                   the portable kernels, as they are for sm_80
-    python -m scripts.ptx_check --mutations                     takes out each synchronising instruction in turn
+    python -m scripts.ptx_check --mutations --log=FILE          takes out each synchronising instruction in turn; FILE: to continue
 
 Runs in the environment that `make setup-aot` makes. The kernels are compiled for `--target` as `aot_check` compiles them;
 scripts/ptx runs what Mosaic made. On a target that is no Hopper GPU these are the portable kernels alone. Faults are listed, and
@@ -32,6 +32,7 @@ _SEEDS = flags.DEFINE_integer("seeds", None, "Schedules of each batch; default: 
 _MUTATIONS = flags.DEFINE_bool(
     "mutations", False, "Instead: take out each synchronising instruction; one that nobody misses is listed."
 )
+_LOG = flags.DEFINE_string("log", None, "With --mutations: lines of JSON, one a trial; what this file has is not run again.")
 _TARGET = flags.DEFINE_enum("target", "h100", sorted(TARGETS), "Which GPU to compile for.")
 _VERBOSE = flags.DEFINE_bool("verbose", False, "List every line that no case reaches, and every mutation.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
@@ -106,13 +107,17 @@ def check_agreements(compiler: Any, *, few: bool, report: Report) -> list[str]:
 
 def check_mutations(compiler: Any, report: Report) -> list[dict[str, Any]]:
     """The table of mutations; a survivor without a reason is a fault."""
-    from scripts.ptx import mutations
+    from scripts.ptx import survivors
+    from scripts.ptx.trial import Log
 
     table = []
-    for kernel, outcomes in mutations.outcomes(compiler, verbose=_VERBOSE.value):
-        print(mutations.summary(kernel, outcomes), flush=True)
+    cases = None if _CASES.value == ["all"] else _CASES.value
+    for kernel, outcomes in survivors.outcomes(compiler, cases, Log(_LOG.value)):
+        print(survivors.summary(kernel, outcomes), flush=True)
         for outcome in outcomes:
-            if not outcome.caught and outcome.reason is None:
+            if _VERBOSE.value and outcome.caught is None:
+                print(f"    {outcome.kind}: {outcome.line}: {outcome.reason}", flush=True)
+            if outcome.caught is None and outcome.reason is None:
                 report.fault(f"{kernel}: nothing misses {outcome.kind}: {outcome.line}")
         table += [{"kernel": kernel, **dataclasses.asdict(outcome)} for outcome in outcomes]
     return table
@@ -137,11 +142,16 @@ def main() -> None:
     from jaxserve.cli.common.provenance import provenance, write_json
     from scripts.ptx.compiled import KernelCompiler
     from scripts.ptx.suite import case_names
+    from scripts.ptx.survivors import subjects
 
-    names = case_names(hopper=arch_of(_TARGET.value) == "sm_90a")
-    unknown = set(_CASES.value) - {"all", "few", *names}
-    if unknown or len(_CASES.value) > 1 and {"all", "few"} & set(_CASES.value):
-        raise app.UsageError(f"--cases={','.join(_CASES.value)}: must be all, few, or of {', '.join(names)}")
+    hopper = arch_of(_TARGET.value) == "sm_90a"
+    names, sets = case_names(hopper=hopper), {"all", "few"}
+    if _MUTATIONS.value:
+        names, sets = list(dict.fromkeys(case for _, case in subjects(hopper=hopper))), {"all"}
+    elif _LOG.value:
+        raise app.UsageError("--log is for --mutations")
+    if set(_CASES.value) - sets - {*names} or len(_CASES.value) > 1 and sets & set(_CASES.value):
+        raise app.UsageError(f"--cases={','.join(_CASES.value)}: must be {', '.join(sorted(sets))}, or of {', '.join(names)}")
     start, report = time.perf_counter(), Report()
     compiler = Compiler(_TARGET.value)
     try:

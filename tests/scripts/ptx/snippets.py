@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from scripts.ptx.launch import Launch, Tensor
 from scripts.ptx.machine import Result, run
 from scripts.ptx.program import Program, parse
 
+RECORDED = Path(__file__).parent / "recorded"  # PTX of our kernels
 SEEDS = range(8)  # each kind of schedule twice
 
 

@@ -1,7 +1,6 @@
 """The grouped matmul's own PTX, recorded: sound as it is, and without the wait in its loop the race that it once had."""
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +10,14 @@ from scripts.ptx.compiled import EXPERTS, Kernel
 from scripts.ptx.coverage import Coverage
 from scripts.ptx.experts import ExpertsPtx
 from scripts.ptx.launch import Launch, Tensor
-from scripts.ptx.mutations import Trial, mutations
+from scripts.ptx.mutations import mutations
 from scripts.ptx.program import Literal, Operand, PtxError, parse
 from scripts.ptx.suite import Program, Run
+from scripts.ptx.trial import Trial
+from tests.scripts.ptx.snippets import RECORDED
 
 CASE = next(case for case in CASES if case.name == "bfloat16_deep")
-PTX = (Path(__file__).parent / "recorded" / "grouped_matmul.ptx").read_text()
+PTX = (RECORDED / "grouped_matmul.ptx").read_text()
 OUT = [Tensor(128 * (2 + n), 5, (11, 2, 8, 64), (1024, 64, 128, 1), (8 >> n, 2, 8, 64), 128) for n in range(4)]
 TENSORS = (
     Tensor(0, 3, (11, 12, 8, 64), (6144, 64, 768, 1), (8, 1, 8, 64), 128),
@@ -85,9 +86,9 @@ def test_a_mutation_is_caught_or_nobody_misses_it():
     for m in mutations(KERNEL.program):
         by_kind.setdefault(m.kind, []).append(m)
     (fence,), (first, *_) = by_kind["fence.proxy.async removed"], by_kind["wgmma.wait_group removed"]
-    caught = trial.catch(fence.of(KERNEL.program), [fence.index])
+    caught = trial.catch([fence], trial.batches)
     assert caught is not None and "no fence.proxy.async between" in caught
-    assert trial.catch(first.of(KERNEL.program), [first.index], seeds=1) is None
+    assert trial.catch([first], trial.batches, seeds=(0,)) is None
 
 
 def test_wrong_values_are_faults():

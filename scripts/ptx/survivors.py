@@ -1,0 +1,177 @@
+"""Which mutations of a kernel are caught, and why nothing misses the others.
+
+A mutation runs on the quickest batch that reaches it. Those that survive are then taken out together, as long as nothing is
+caught: of what is gone in the end, all batches in all kinds of schedules say that what is left orders the same. To take out less
+leaves more order, so that each of them survives alone, too. One that has to stay runs alone on all batches. If nothing catches it,
+another one, gone before, does the same; which one is found by putting them back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from kernels.ragged_paged_attention.cases import Case, Heads
+from scripts.ptx.compiled import ATTENTION, EXPERTS, JOIN, PORTABLE_ATTENTION, PORTABLE_EXPERTS, PORTABLE_JOIN, KernelCompiler
+from scripts.ptx.mutations import Mutation, mutations
+from scripts.ptx.portable import PortablePtx
+from scripts.ptx.suite import PREFIX, attention_program, programs
+from scripts.ptx.suite import Program as Suite
+from scripts.ptx.trial import ALL_SEEDS, Log, Trial, Tried
+
+# One consumer whose 64 rows are all used, so that every warp's accesses count; pages in several copies.
+WHOLE_TILE = Case("whole_tile", ((8, 200), (5, 65), (8, 8), (1, 64)), Heads(8, 1, 64), 16, "bfloat16", max_q_len=8)
+# A kernel, and the case that it runs; the first ones are for Hopper. The other case of attention has two consumers, and pages in
+# one copy.
+SUBJECTS = (
+    (EXPERTS, "bfloat16_deep"),
+    (JOIN, "whole_tile"),
+    (ATTENTION, "whole_tile"),
+    (ATTENTION, "gpu-pass_by-8b"),
+)
+PORTABLE_SUBJECTS = (
+    (PORTABLE_EXPERTS, "portable bfloat16_deep"),
+    (PORTABLE_JOIN, "portable whole_tile"),
+    (PORTABLE_ATTENTION, "portable whole_tile"),
+)
+UNREACHED = "no batch of this case reaches it"
+TOGETHER = "redundant, all of these at once: what is left orders the same"
+PASSED = "needed, but not for the access that it is moved past"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """caught: by what; None if nothing did. reason: why a survivor is redundant; None if that is not known."""
+
+    case: str
+    kind: str
+    line: str
+    caught: str | None
+    reason: str | None = None
+
+
+def subjects(*, hopper: bool) -> tuple[tuple[str, str], ...]:
+    """(kernel, case) of every table."""
+    return (*(SUBJECTS if hopper else ()), *PORTABLE_SUBJECTS)
+
+
+def outcomes(compiler: KernelCompiler, cases: Sequence[str] | None, log: Log) -> Iterator[tuple[str, list[Outcome]]]:
+    """(kernel, what became of its mutations), one subject after the other. cases: of which subjects; None is all."""
+    compiled: dict[str, Suite] = {}
+    for kernel, case in subjects(hopper=compiler.hopper):
+        if cases is None or case in cases:
+            if case not in compiled:
+                compiled[case] = _suite(compiler, case)
+            yield kernel, of_suite(compiled[case], kernel, log)
+
+
+def _suite(compiler: KernelCompiler, case: str) -> Suite:
+    if case == WHOLE_TILE.name:
+        return attention_program(compiler, WHOLE_TILE)
+    if case == PREFIX + WHOLE_TILE.name:
+        return attention_program(compiler, WHOLE_TILE, PortablePtx, PREFIX)
+    return next(iter(programs(compiler, [case])))
+
+
+def of_suite(suite: Suite, kernel: str, log: Log | None = None) -> list[Outcome]:
+    """The mutations of one kernel of a program. Raises RuntimeError if the program itself is not sound."""
+    trial, program = Trial.of(suite, kernel, log), suite.kernels[kernel].program
+    results: list[Outcome] = []
+    survivors: list[tuple[int, Mutation]] = []  # of `results`
+    changes, start = list(mutations(program)), time.perf_counter()
+    shown = start
+    for mutation in changes:
+        caught = trial.catch([mutation], trial.reaching(mutation.index)[:1])
+        results.append(Outcome(suite.name, mutation.kind, str(program.instructions[mutation.index]), caught))
+        if caught is None:
+            survivors.append((len(results) - 1, mutation))
+        if time.perf_counter() - shown > 20 or len(results) == len(changes):
+            shown = time.perf_counter()
+            print(
+                f"    {kernel} of {suite.name}: {len(results)} of {len(changes)}, {len(survivors)} left, {shown - start:.0f} s",
+                flush=True,
+            )
+    for number, caught, reason in _explain(trial, survivors):
+        results[number] = dataclasses.replace(results[number], caught=caught, reason=reason)
+    return results
+
+
+def _explain(trial: Trial, survivors: Sequence[tuple[int, Mutation]]) -> Iterator[tuple[int, str | None, str | None]]:
+    """(number, what caught it after all, why it is redundant) of every survivor of its quickest batch."""
+    reached = [(number, m) for number, m in survivors if trial.reaching(m.index)]
+    first: dict[int, Mutation] = {}  # of the changes of one instruction that survive, the one that takes most away
+    for _, m in reached:
+        if not m.moves:
+            first.setdefault(m.index, m)
+    gone = _gone(trial, list(first.values()))
+    nothing_left = {m.index for m in gone if "one less" not in m.kind}
+    for number, m in survivors:
+        if not trial.reaching(m.index):
+            yield number, None, UNREACHED
+        elif m in gone or m.index in nothing_left:  # weakened or moved it orders more than where it is gone
+            yield number, None, TOGETHER
+        elif (caught := trial.catch([m], trial.batches)) is not None:
+            yield number, caught, None
+        elif m.moves:
+            caught = trial.catch([m], trial.batches, ALL_SEEDS)
+            yield number, caught, None if caught else PASSED
+        else:
+            yield number, None, _other(trial, m, gone)
+
+
+def _gone(trial: Trial, candidates: list[Mutation]) -> list[Mutation]:
+    """What of them can go at once."""
+    for batches, seeds in ((trial.cover(), (0,)), (trial.batches, ALL_SEEDS)):
+        gone: list[Mutation] = []
+        _take_out(trial, candidates, gone, batches, seeds)
+        print(
+            f"    {len(gone)} of {len(candidates)} are redundant at once: {len(batches)} batches, {len(seeds)} schedules",
+            flush=True,
+        )
+        candidates = gone
+    return candidates
+
+
+def _take_out(trial: Trial, group: list[Mutation], gone: list[Mutation], batches: Sequence[Tried], seeds: Sequence[int]) -> None:
+    """Adds to `gone` what of a group can go as well, in halves where it can't go as a whole."""
+    if not group or trial.catch([*gone, *group], batches, seeds) is None:
+        gone += group
+    elif len(group) > 1:
+        _take_out(trial, group[: len(group) // 2], gone, batches, seeds)
+        _take_out(trial, group[len(group) // 2 :], gone, batches, seeds)
+
+
+def _other(trial: Trial, change: Mutation, gone: Sequence[Mutation]) -> str | None:
+    """Which other instruction does what this one does: without both something is caught. None if there is no such one."""
+    low, high = 0, len(gone)  # without `change` and the first `low` nothing is caught, with the first `high` something is
+    cover = trial.cover()
+    caught = trial.catch([*gone, change], cover, (0,))
+    if caught is None:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = trial.catch([*gone[:middle], change], cover, (0,))
+        low, high, caught = (low, middle, found) if found else (middle, high, caught)
+    other = gone[high - 1]
+    line = trial.suite.kernels[trial.kernel].program.instructions[other.index]
+    pair = trial.catch([other, change], cover, (0,))
+    return f"{line} does the same; without {'both' if pair else f'these and {high - 1} more'}: {pair or caught}"
+
+
+def summary(kernel: str, results: Sequence[Outcome]) -> str:
+    """A table: kind of mutation, how many were caught, why others survive."""
+    rows = [f"{kernel} of {results[0].case}: {sum(r.caught is not None for r in results)} of {len(results)} mutations are caught"]
+    for kind in dict.fromkeys(r.kind for r in results):
+        mine = [r for r in results if r.kind == kind]
+        left = Counter(_short(r.reason) for r in mine if r.caught is None)
+        why = "; ".join(f"{n} survive: {reason}" for reason, n in left.items())
+        rows.append(f"    {kind:52s} {sum(r.caught is not None for r in mine):4d} of {len(mine):4d}  {why}".rstrip())
+    return "\n".join(rows)
+
+
+def _short(reason: str | None) -> str:
+    if reason is None:
+        return "NOT KNOWN WHY"
+    return "another one does the same" if " does the same; " in reason else reason
