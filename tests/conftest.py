@@ -16,32 +16,27 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # One compilation cache for the processes of a run, those that tests start included; JAX_COMPILATION_CACHE_DIR=<folder> is used as
-# it is, and kept for the next run.
+# it is, and kept for the next run. Here and not in a hook: conftest.py of a folder may import jax before hooks are called.
 CACHE = {
     "JAX_COMPILATION_CACHE_DIR": "",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
-FOLDER = pytest.StashKey[str]()
+FOLDER = None  # the cache's, of the process that made it
+if not CACHE.keys() & os.environ.keys():
+    FOLDER = tempfile.mkdtemp(prefix="jaxserve-tests-")
+    os.environ.update(CACHE | {"JAX_COMPILATION_CACHE_DIR": FOLDER})
 
 
-def pytest_configure(config):
-    if not hasattr(config, "workerinput") and not CACHE.keys() & os.environ.keys():
-        config.stash[FOLDER] = tempfile.mkdtemp(prefix="jaxserve-tests-")
-        os.environ.update(CACHE | {"JAX_COMPILATION_CACHE_DIR": config.stash[FOLDER]})
-
-
-def pytest_unconfigure(config):
-    if FOLDER in config.stash:
-        shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
-        for name in CACHE:
-            os.environ.pop(name)
+def pytest_unconfigure():
+    if FOLDER is not None:
+        shutil.rmtree(FOLDER, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _optimised(request):
-    """Modules with OPTIMISED = True compile as users do."""
-    if not getattr(request.module, "OPTIMISED", False):
+    """Modules with OPTIMISED = True compile as users do, where slow tests run too: `make test` does not wait for LLVM."""
+    if request.config.option.markexpr == "not slow" or not getattr(request.module, "OPTIMISED", False):
         yield
         return
     import jax

@@ -40,6 +40,7 @@ def run(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow  # of a file and of a pipe it is served below
 def test_prompts_from_flags_to_the_terminal(run):
     done = run("--prompt=tea", "--prompt=A", "--max_tokens=3", "--stop=C")
     assert done.returncode == 0, done.stderr

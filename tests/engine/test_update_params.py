@@ -349,6 +349,7 @@ def test_sleep_with_unfinished_requests_is_refused(engine):
 # -- LLM
 
 
+@pytest.mark.slow
 def test_kernels_of_a_trainer_fill_an_engine_that_holds_them_transposed():
     """As an LLM that read its model from files holds them on a CPU; the second update compiles nothing."""
     engine = make_engine(dummy_model(transposed=True), bucket_plan=ONE_BUCKET)

@@ -27,6 +27,7 @@ from kernels.qualification.plan import (
     Unit,
     Verdict,
 )
+from tests.selection import slow_unless
 
 MODEL = {
     "num_query_heads": 6,
@@ -41,7 +42,7 @@ EXPERTS = {"num_experts": 12, "num_choices": 2, "products": [[64, 256], [128, 64
 SMALL = Plan({"attention": Ask(), "grouped_matmul": Ask()}, platform="cpu", small=True)
 
 
-@pytest.mark.parametrize("shapes", [None, MODEL], ids=["every card's", "a model's"])
+@pytest.mark.parametrize("shapes", slow_unless(lambda shapes: shapes is None, [None, MODEL]), ids=["every card's", "a model's"])
 def test_attention_of_this_machine_passes(shapes):
     names: list[str] = []
     verdict = run_unit(SMALL, Unit("attention", "xla", shapes), names.append)
@@ -50,7 +51,7 @@ def test_attention_of_this_machine_passes(shapes):
     assert names == (wanted if shapes else ["gpu-decodes-smollm2", "gpu-drafts"])
 
 
-@pytest.mark.parametrize("shapes", [None, EXPERTS], ids=["every card's", "a model's"])
+@pytest.mark.parametrize("shapes", slow_unless(lambda shapes: shapes is None, [None, EXPERTS]), ids=["every card's", "a model's"])
 def test_grouped_matmul_of_this_machine_passes(shapes):
     verdict = run_unit(SMALL, Unit("grouped_matmul", "xla", shapes))
     assert (verdict.result, verdict.reason) == (PASSED, "")

@@ -19,6 +19,7 @@ from tests import alphabet_model
 from tests.dummy import CONFIG, SETTINGS, dummy_model
 from tests.qualification import fake_child
 from tests.qualification.conftest import CARD, HERE, LIMITS
+from tests.selection import slow_unless
 from tests.serving.http_server import serving
 
 SMALL_PLAN = jaxserve.BucketPlan(mixed=((16, 2),), head_rows=(2,))
@@ -86,7 +87,7 @@ def test_one_that_passes_is_taken_without_a_warning(card, fake, caplog):
     assert "attention bent passed" in llm.describe().qualification and "attention bent passed" in llm.engine.describe()
 
 
-@pytest.mark.parametrize("behaviour", ["hang", "segv", "uncompiled", "memory"])
+@pytest.mark.parametrize("behaviour", slow_unless(lambda name: name != "hang", ["hang", "segv", "uncompiled", "memory"]))
 def test_whatever_goes_wrong_the_engine_starts_and_answers(card, fake, behaviour):
     card(fake(bent=behaviour, right=behaviour), limits=dataclasses.replace(LIMITS, batch=0.5))
     llm = make()

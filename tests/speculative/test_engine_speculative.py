@@ -159,7 +159,7 @@ def assert_drafted(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", slow_unless(bool, [True, False]), ids=["async", "sync"])
-@pytest.mark.parametrize("pool_pages", [None, SMALL_POOL], ids=["large_pool", "small_pool"])
+@pytest.mark.parametrize("pool_pages", slow_unless(bool, [None, SMALL_POOL]), ids=["large_pool", "small_pool"])
 def test_the_output_is_that_without_drafts(compiler, expected, asynchronous, pool_pages):
     on = make_engine(async_scheduling=asynchronous, pool_pages=pool_pages)
     answers = serve(on, asks(compiler))

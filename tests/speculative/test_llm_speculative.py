@@ -24,8 +24,8 @@ def llms(tmp_path_factory):
 @pytest.mark.parametrize(
     "params",
     [
-        {},
-        {"stop": ["kl", "m"]},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"stop": ["kl", "m"]}, marks=pytest.mark.slow),
         pytest.param({"stop": ["ijk"], "include_stop_str_in_output": True, "logprobs": 2}, marks=pytest.mark.slow),
         {"stop": ["j"], "min_tokens": 9, "n": 2, "temperature": 0.01, "seed": 1},
         {"stop": [after("e", 40)[-3:]]},

@@ -67,7 +67,7 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("n", "logprobs", "penalties", "cut"), PARAMETERS))
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("n", "penalties", "cut"), PARAMETERS))
 def test_every_parameter_beside_a_form(llm, name):
     given = {"temperature": 1.0, "seed": 5, "max_tokens": 60, "structured_outputs": JSON} | PARAMETERS[name]
     alone = generate(llm, "a", SamplingParams(**given))[0]
