@@ -21,15 +21,16 @@ def llms(tmp_path_factory):
     return LLM(folder, speculative_config=SPECULATIVE, **options), LLM(folder, **options)
 
 
+@pytest.mark.slow  # a server's texts are compared in tests/serving/test_speculation.py
 @pytest.mark.parametrize(
     "params",
     [
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"stop": ["kl", "m"]}, marks=pytest.mark.slow),
-        pytest.param({"stop": ["ijk"], "include_stop_str_in_output": True, "logprobs": 2}, marks=pytest.mark.slow),
+        {},
+        {"stop": ["kl", "m"]},
+        {"stop": ["ijk"], "include_stop_str_in_output": True, "logprobs": 2},
         {"stop": ["j"], "min_tokens": 9, "n": 2, "temperature": 0.01, "seed": 1},
         {"stop": [after("e", 40)[-3:]]},
-        pytest.param({"logprobs": 0, "max_tokens": 1}, marks=pytest.mark.slow),
+        {"logprobs": 0, "max_tokens": 1},
     ],
 )
 def test_texts_are_those_without(llms, params):
