@@ -10,6 +10,10 @@ Attention (`kernels.ragged_paged_attention`; shapes as in its api):
         fixed_tiles too where the row says so.
     make_planner(...), in place of plan_work, where the row says `plans_on_host`: arguments as `mosaic_sm90.planner.Planner.make`.
 
+Rotary write (`kernels.rotary_write`):
+    lacks(*, head_dim, dtype) -> str | None: what the backend or the device can't do.
+    rotary_write(qkv, kv_pages, cos, sin, slot_mapping, q_scale, k_scale, *, eps) -> (q [T, N, H], kv_pages).
+
 Grouped matmul (`kernels.grouped_matmul`):
     lacks(w) -> str | None: what these weights [E, D, F] or the device lack.
     block_rows(num_tokens, num_choices, num_groups) -> int: rows of a tile.
@@ -86,6 +90,10 @@ ATTENTION = Backends(
         platforms=("gpu",),
         plans_on_host=True,
     ),
+)
+ROTARY_WRITE = Backends(
+    Backend("xla", "kernels.rotary_write.xla", automatic=True, plain_xla=True),
+    Backend("mosaic", "kernels.rotary_write.mosaic", automatic=True, platforms=("gpu",)),
 )
 GROUPED_MATMUL = Backends(
     Backend("reference", "kernels.grouped_matmul.reference", plain_xla=True),

@@ -1,4 +1,5 @@
-"""What Pallas has no words for, written a thread at a time in Mosaic: cp.async of rows, fragments of mma.sync, stores of some rows.
+"""What Pallas has no words for, written a thread at a time in Mosaic: cp.async of rows, fragments of mma.sync, stores of some rows,
+loads and stores of rows that lie anywhere.
 
 For kernels of one warpgroup that must run where there is no TMA. Beside `gpu` the only module that names what may change between
 JAX versions. Shared memory of these functions has `tiles(columns)` as its transforms.
@@ -7,12 +8,17 @@ JAX versions. Shared memory of these functions has `tiles(columns)` as its trans
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, llvm, nvvm, vector
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array as fragmented
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -20,6 +26,7 @@ from kernels import gpu
 
 THREADS = 128
 CHUNK = 8  # 16-bit values of a cp.async: 16 bytes
+VECTOR = 8  # columns of a row that a thread loads at once: 16 bytes of 16-bit values
 _SCALAR, _REF = plgpu.Layout.WG_SPLAT, plgpu.RefType
 
 
@@ -180,18 +187,135 @@ def store_rows(x: Any, target: Any, rows: Rows) -> None:
             is_stored = _below(row, limit)
             base = mosaic_utils.getelementptr(pointer, [rows.offset(row, first, column, pitch)], element)
             for j in range(x.shape[1] // 8):
-                _store_pair(registers[j, half], mosaic_utils.getelementptr(base, [8 * j], element), is_stored)
+                _store_vector(registers[j, half], mosaic_utils.getelementptr(base, [8 * j], element), is_stored)
 
     store(x, target, *rows.scalars)
 
 
-def _store_pair(pair: Any, pointer: Any, condition: Any) -> None:
-    """Stores a vector of two numbers of 16 or 32 bits where the condition holds: one predicated instruction, and no branch."""
+@dataclasses.dataclass(frozen=True)
+class RowTile:
+    """How an array [rows, columns] lies in a warpgroup's registers: a row in `lanes` neighbouring lanes, each of which has VECTOR
+    neighbouring columns of every lanes * VECTOR. A thread has one row."""
+
+    lanes: int
+
+    @classmethod
+    def of(cls, columns: int) -> RowTile:
+        """Of so many columns, a multiple of VECTOR. Raises ValueError for another number."""
+        if columns % VECTOR:
+            raise ValueError(f"{columns=} must be a multiple of {VECTOR}")
+        return cls(math.gcd(columns // VECTOR, 32))
+
+    @property
+    def rows(self) -> int:
+        """Of a warpgroup."""
+        return THREADS // self.lanes
+
+    def layout(self, *axes: int) -> Any:
+        """Pallas' layout of the array, or of what is left of it once it is reduced over `axes`."""
+        width, rows = self.lanes * VECTOR, self.rows // 4  # of a warp
+        tiling = fragmented.Tiling(((self.rows, width), (rows, width), (VECTOR,)))
+        tiled = fragmented.TiledLayout(tiling, (-5,), (-3, -2), -1, _check_canonical=False).canonicalize()
+        tiled = tiled.reduce(axes) if axes else tiled
+        return plgpu.Layout.TILED(tiled.tiling, tiled.warp_dims, tiled.lane_dims, tiled.vector_dim)
+
+
+def row_numbers(tile: RowTile) -> Any:
+    """i32[rows]: 0, 1, ..."""
+    return gpu.broadcasted_iota(jnp.int32, (tile.rows,), 0, layout=tile.layout(1))
+
+
+def across(x: Any, columns: int, tile: RowTile) -> Any:
+    """[rows] -> [rows, columns]: a row's value in each of its columns."""
+    return gpu.layout_cast(lax.broadcast_in_dim(x, (tile.rows, columns), (0,)), tile.layout())
+
+
+def load_rows(source: Any, rows: Any, column: int, columns: int, tile: RowTile) -> Any:
+    """[rows, columns] of `source` (GMEM [n, c]): for each of i32[rows] that row of it, from `column` on. Where the number is
+    negative the values are any that `source` has. Columns are multiples of VECTOR."""
+    if gpu.is_interpreted():
+        return jnp.stack([source[jnp.maximum(rows[i], 0), pl.ds(column, columns)] for i in range(tile.rows)])
+    kind = plgpu.ShapeDtypeStruct((tile.rows, columns), source.dtype, layout=tile.layout())
+
+    @plgpu.inline_mgpu(arg_types=(_REF(), tile.layout(1)), return_type=kind)
+    def load(_, source, rows):
+        layout, source_type = tile.layout().to_mgpu(), ir.MemRefType(source.type)
+        element = source_type.element_type
+        vector_type = ir.VectorType.get((VECTOR,), element)
+        base = _row_pointer(source, arith.maxsi(_scalar(rows), _i32(0)), column, tile)
+        registers = np.empty(layout.registers_shape((tile.rows, columns)), object)
+        alignment = VECTOR * mosaic_utils.bitwidth(element) // 8
+        for i, at in enumerate(np.ndindex(registers.shape)):
+            pointer = mosaic_utils.getelementptr(base, [i * tile.lanes * VECTOR], element)
+            registers[at] = llvm.load(vector_type, pointer, alignment=min(alignment, 16))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return load(source, rows)  # pyright: ignore[reportCallIssue]
+
+
+def load_values(source: Any, at: Any, tile: RowTile) -> Any:
+    """i32[rows] of `source` (GMEM i32[n]): for each of i32[rows], which are all in it, that value of it."""
+    if gpu.is_interpreted():
+        return jnp.stack([source[at[i]] for i in range(tile.rows)])
+    kind = plgpu.ShapeDtypeStruct((tile.rows,), source.dtype, layout=tile.layout(1))
+
+    @plgpu.inline_mgpu(arg_types=(_REF(), tile.layout(1)), return_type=kind)
+    def load(_, source, at):
+        element = ir.MemRefType(source.type).element_type
+        pointer = mosaic_utils.getelementptr(_global_pointer(source), [_scalar(at)], element)
+        value = vector.broadcast(ir.VectorType.get((1,), element), llvm.load(element, pointer))
+        registers = np.full(at.registers.shape, value, object)
+        return mgpu.FragmentedArray(_registers=registers, _layout=at.layout, _is_signed=at.is_signed)
+
+    return load(source, at)  # pyright: ignore[reportCallIssue]
+
+
+def save_rows(x: Any, target: Any, rows: Any, column: int, tile: RowTile) -> None:
+    """Stores x [rows, columns] from registers to `target` (GMEM [n, c]): each row to that of i32[rows], from `column` on, or
+    nowhere where the number is negative. Values have 16 bits."""
+    columns = x.shape[1]
+    if gpu.is_interpreted():
+        for i in range(tile.rows):
+
+            @pl.when(rows[i] >= 0)
+            def _(i=i):
+                target[rows[i], pl.ds(column, columns)] = x[i]
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(tile.layout(), _REF(), tile.layout(1)))
+    def save(_, x, target, rows):
+        row = _scalar(rows)
+        is_stored = arith.cmpi(arith.CmpIPredicate.sge, row, _i32(0))
+        base = _row_pointer(target, row, column, tile)
+        for i, register in enumerate(x.registers.flat):
+            _store_vector(register, mosaic_utils.getelementptr(base, [i * tile.lanes * VECTOR], x.mlir_dtype), is_stored)
+
+    save(x, target, rows)  # pyright: ignore[reportCallIssue]
+
+
+def _row_pointer(ref: Any, row: Any, column: int, tile: RowTile) -> Any:
+    """Where this thread's first columns of a row of `ref`, counted from `column` on, lie."""
+    ref_type, i64 = ir.MemRefType(ref.type), ir.IntegerType.get_signless(64)
+    lane = arith.addi(arith.muli(arith.remui(_thread(), _i32(tile.lanes)), _i32(VECTOR)), _i32(column))
+    at = arith.muli(arith.extsi(i64, row), mosaic_utils.c(ref_type.shape[-1], i64))
+    return mosaic_utils.getelementptr(_global_pointer(ref), [arith.addi(at, arith.extsi(i64, lane))], ref_type.element_type)
+
+
+def _scalar(x: Any) -> Any:
+    """The one value that a thread has of an array [rows] of a `RowTile`."""
+    (register,) = x.registers.flat
+    return vector.extract(register, dynamic_position=[], static_position=[0])
+
+
+def _store_vector(values: Any, pointer: Any, condition: Any) -> None:
+    """Stores a vector of 4, 8 or 16 bytes where the condition holds: one predicated instruction, and no branch."""
     i32 = ir.IntegerType.get_signless(32)
-    words = ir.VectorType.get((mosaic_utils.bitwidth(pair.type) // 32,), i32)
-    pair = mosaic_utils.bitcast(pair, words)
-    values = [vector.extract(pair, dynamic_position=[], static_position=[k]) for k in range(words.shape[0])]
-    text = "st.global.b32 [$1], $2;" if len(values) == 1 else "st.global.v2.b32 [$1], {$2, $3};"
+    words = ir.VectorType.get((mosaic_utils.bitwidth(values.type) // 32,), i32)
+    packed = mosaic_utils.bitcast(values, words)
+    values = [vector.extract(packed, dynamic_position=[], static_position=[k]) for k in range(words.shape[0])]
+    names = ", ".join(f"${k + 2}" for k in range(len(values)))
+    text = f"st.global.b32 [$1], {names};" if len(values) == 1 else f"st.global.v{len(values)}.b32 [$1], {{{names}}};"
     constraints = ",".join(["b", "l", *("r" for _ in values)])
     void = ir.Type.parse("!llvm.void")
     llvm.inline_asm(void, [condition, pointer, *values], f"@$0 {text}", constraints, has_side_effects=True)

@@ -66,7 +66,7 @@ class Engine:
         compile_counts()  # from here on they are counted
         functions = model_functions(model, config)
         self.kernels: KernelChoice = choose_kernels(functions.model_config, functions.dtype, config)
-        functions.moe_backend = self.kernels.moe
+        functions.moe_backend, functions.rotary_backend = self.kernels.moe, self.kernels.rotary
         self.config: ResolvedConfig = resolve(functions, config, self.kernels.attention)
         programs = Programs(functions, self.config)
         self._warm_up: BackgroundWarmUp | None = None

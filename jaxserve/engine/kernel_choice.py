@@ -14,9 +14,11 @@ from jaxserve.models import ModelConfig
 from jaxserve.qualification.card import find_card
 from jaxserve.qualification.qualify import Qualification, qualify
 from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE
+from kernels.backends import ATTENTION
 from kernels.grouped_matmul import resolve_backend as resolve_grouped_matmul
 from kernels.qualification.plan import Ask, Plan
 from kernels.ragged_paged_attention import resolve_backend as resolve_attention
+from kernels.rotary_write import resolve_backend as resolve_rotary_write
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
@@ -25,10 +27,12 @@ NO_CARD, SKIPPED = "none: no GPU here", "skipped"
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """What an engine runs. moe: "auto" where the model has no experts. qualification: None where none was asked for."""
+    """What an engine runs. moe: "auto" where the model has no experts. rotary: what writes keys and values, "xla" beside an XLA
+    attention. qualification: None where none was asked for."""
 
     attention: str
     moe: str
+    rotary: str = "xla"
     qualification: Qualification | None = None
     skipped: bool = False
 
@@ -41,12 +45,14 @@ class KernelChoice:
 def kernel_plan(model: ModelConfig, dtype: Any, config: EngineConfig, platform: str) -> Plan:
     """What a card must be asked before an engine of this model and config chooses its kernels."""
     dtype = jnp.dtype(dtype).name
-    attention = {
+    heads = {
         "num_query_heads": model.num_heads,
         "num_kv_heads": model.num_kv_heads,
         "head_dim": model.head_dim,
         "page_size": config.page_size or DEFAULT_PAGE_SIZE,
         "dtype": dtype,
+    }
+    attention = heads | {
         "sliding_windows": list(dict.fromkeys(model.sliding_windows)),
         "num_drafts": 0 if config.speculative is None else config.speculative.num_speculative_tokens,
     }
@@ -58,6 +64,7 @@ def kernel_plan(model: ModelConfig, dtype: Any, config: EngineConfig, platform: 
     }
     asks = {
         "attention": Ask(config.attention_backend, attention),
+        "rotary_write": Ask("auto" if _may_be_ours(config.attention_backend) else "xla", heads | {"norm": model.qk_norm}),
         "grouped_matmul": Ask(config.moe_backend, experts if model.sparse_layers else None),
     }
     return Plan(asks, platform=platform, small=platform != "gpu")
@@ -78,7 +85,7 @@ def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig) -> Kern
     Raises: NotImplementedError for an attention backend that was named and can't.
     """
     qualification = qualify_kernels(model, dtype, config, ask_jax=True)
-    left_out: dict[str, dict[str, str]] = {"attention": {}, "grouped_matmul": {}}
+    left_out: dict[str, dict[str, str]] = {"attention": {}, "rotary_write": {}, "grouped_matmul": {}}
     if qualification is not None:
         left_out = {kernel: qualification.left_out(kernel) for kernel in left_out}
         asked = {"attention": config.attention_backend, "grouped_matmul": config.moe_backend}
@@ -92,11 +99,19 @@ def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig) -> Kern
         dtype=dtype,
         left_out=left_out["attention"],
     )
+    rotary = "xla"
+    if not ATTENTION[attention].plain_xla:
+        rotary = resolve_rotary_write("auto", head_dim=model.head_dim, dtype=dtype, left_out=left_out["rotary_write"])
     moe = config.moe_backend
     if moe == "auto" and model.sparse_layers:
         weights: list[Any] = [jax.ShapeDtypeStruct((model.num_experts, *product), dtype) for product in _products(model)]
         moe = resolve_grouped_matmul(moe, weights, left_out["grouped_matmul"])
-    return KernelChoice(attention, moe, qualification, config.skip_qualification)
+    return KernelChoice(attention, moe, rotary, qualification, config.skip_qualification)
+
+
+def _may_be_ours(attention_backend: str) -> bool:
+    """Whether the attention may be a kernel of ours, beside which the rotary write may be one too."""
+    return attention_backend == "auto" or not ATTENTION[attention_backend].plain_xla
 
 
 def _say(qualification: Qualification, left_out: dict[str, dict[str, str]], asked: dict[str, str]) -> None:

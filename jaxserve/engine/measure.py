@@ -86,7 +86,7 @@ class StepMeasurer:
 
         functions = model_functions(model, config)
         kernels = choose_kernels(functions.model_config, functions.dtype, config)
-        functions.moe_backend = kernels.moe
+        functions.moe_backend, functions.rotary_backend = kernels.moe, kernels.rotary
         limits = resolve(functions, config, kernels.attention).scheduler
         self.levels: list[int]
         plan, self.levels = grid_plan(limits.max_num_seqs, limits.max_num_batched_tokens, multiple)

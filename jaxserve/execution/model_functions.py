@@ -15,8 +15,10 @@ from flax import nnx
 from jaxserve.batching.context import StepContext
 from jaxserve.models import Decoder, ModelConfig, named_leaves
 from jaxserve.models.row_tiles import MapRows, whole
+from kernels.backends import ATTENTION
 from kernels.kv_cache import write_kv
 from kernels.ragged_paged_attention import ragged_paged_attention
+from kernels.rotary_write import rotary_write
 
 HEAD_PATHS = ("final_norm/", "lm_head/")  # what the head reads of the model, beside a tied embedding
 
@@ -29,6 +31,7 @@ class ModelFunctions:
 
     def __init__(self, model: Decoder, moe_backend: str = "auto", map_rows: MapRows = whole):
         self.moe_backend = moe_backend  # of kernels.grouped_matmul
+        self.rotary_backend = "xla"  # of kernels.rotary_write, beside an attention of ours
         self.map_rows = map_rows  # how rows are computed
         graphdef, state = nnx.split(model)
         self.graphdef: nnx.GraphDef[Decoder] = graphdef
@@ -62,8 +65,16 @@ class ModelFunctions:
             def run_layer(weights, x, rope, kv, context):
                 layer = nnx.merge(graphdef, jax.tree.unflatten(treedef, weights))
                 attend = functools.partial(_attend, layer.sliding_window, kv, context)
-                num_tokens = context.cu_q_lens[-1]
-                return layer(x, rope, attend, num_tokens=num_tokens, moe_backend=self.moe_backend, map_rows=self.map_rows)
+                heads = functools.partial(_attend_heads, self.rotary_backend, layer.sliding_window, kv, context)
+                return layer(
+                    x,
+                    rope,
+                    attend,
+                    num_tokens=context.cu_q_lens[-1],
+                    moe_backend=self.moe_backend,
+                    map_rows=self.map_rows,
+                    attend_heads=None if self.rotary_backend == "xla" or ATTENTION[context.backend].plain_xla else heads,
+                )
 
             self._layer_functions[graphdef] = jax.jit(run_layer)
         return self._layer_functions[graphdef](weights, x, rope, kv, context)
@@ -71,7 +82,20 @@ class ModelFunctions:
 
 def _attend(sliding_window: int | None, kv: jax.Array, context: StepContext, q: jax.Array, k: jax.Array, v: jax.Array):
     """Writes this step's keys and values, then attends over the pages."""
-    kv = write_kv(kv, k, v, context.slot_mapping)
+    return _attend_pages(sliding_window, write_kv(kv, k, v, context.slot_mapping), context, q)
+
+
+def _attend_heads(
+    backend: str, sliding_window: int | None, kv: jax.Array, context: StepContext, qkv: jax.Array, rope: Any, norms: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The same from heads as they are projected. backend: of kernels.rotary_write."""
+    q_scale, k_scale, eps = norms or (None, None, 0.0)
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "eps": eps}
+    q, kv = rotary_write(qkv, kv, *rope, context.slot_mapping, **scales, backend=backend)
+    return _attend_pages(sliding_window, kv, context, q)
+
+
+def _attend_pages(sliding_window: int | None, kv: jax.Array, context: StepContext, q: jax.Array) -> tuple[jax.Array, jax.Array]:
     o = ragged_paged_attention(
         q,
         kv,

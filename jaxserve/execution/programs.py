@@ -41,8 +41,13 @@ UPDATE_BATCH = 1024  # page-table entries an update program takes at once
 SCORE_ROWS = 256  # most logits rows that the score program holds at once
 
 # On a GPU: matmuls go to cuBLASLt and sorts stay kernels of XLA's own. Both then need no device to be chosen by, so that a compile
-# without one (scripts.aot_check) gives the card's program, and both can be captured in a CUDA graph.
-GPU_COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cub_radix_sort": False}
+# without one (scripts.aot_check) gives the card's program, and both can be captured in a CUDA graph. Nothing is computed twice to
+# save memory: where weights and pages take more than 0.8 of the device, XLA would do so in every layer, and could save nothing.
+GPU_COMPILER_OPTIONS = {
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_enable_cub_radix_sort": False,
+    "xla_disable_hlo_passes": "rematerialization",
+}
 
 # The same where bits must not follow the bucket: all matmuls are XLA's Triton ones in a single tile, K unsplit, the activations
 # always on the left. Norms stay with XLA's own reductions, whose order follows the row's length; in Triton it follows the shape.
@@ -54,7 +59,7 @@ GPU_ALWAYS_OPTIONS: dict[str, bool | int | str] = {
     "xla_gpu_experimental_force_split_k": 1,
     "xla_gpu_override_gemm_autotuner": "block_m: 64, block_n: 64, block_k: 64, split_k: 1, "
     "num_stages: 4, num_warps: 4, num_ctas: 1",
-    "xla_disable_hlo_passes": "triton-softmax-rewriter,gemm-fusion-swap-operands",
+    "xla_disable_hlo_passes": "rematerialization,triton-softmax-rewriter,gemm-fusion-swap-operands",
     "xla_allow_excess_precision": False,  # every rounding that is written is done, whatever is fused
 }
 

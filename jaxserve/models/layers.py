@@ -19,15 +19,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.rope import apply_rope
 from jaxserve.models.row_tiles import MapRows, RowTiles, whole
 from kernels.checks import Shapes
 from kernels.grouped_matmul import combine_rows, gather_rows, grouped_matmul, plan_groups
+from kernels.rotary_write.xla import rms_normalize, split_heads
 
 # attend(q[..., N, H], k[..., K, H], v[..., K, H]) -> (o[..., N, H], kv): causal attention of the batch's layout. kv is
 # whatever the layout keeps (the layer's updated KV pages, or None); the layer hands it through.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 RopeAngles = tuple[jax.Array, jax.Array]  # cos, sin: f32[..., H/2]
+# attend_heads(qkv[T, N + 2K, H], rope, norms) -> as Attend: the same from heads as the projection gives them. It norms queries and
+# keys and rotates them itself. norms: (q_scale[H], k_scale[H], eps), or None for a model without.
+HeadNorms = tuple[jax.Array, jax.Array, float] | None
+AttendHeads = Callable[[jax.Array, RopeAngles, HeadNorms], tuple[jax.Array, Any]]
 
 INIT_STD = 0.02
 FEW_ROWS = {2: 16, 4: 64}  # by bytes a number: rows up to which XLA:CPU is faster with the weight on the left (benchmarks/cpu)
@@ -110,12 +114,6 @@ class RMSNorm(nnx.Module):
         return rms_normalize(x, self.eps) * self.scale[...]
 
 
-def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) over the last axis, computed in float32 and cast back."""
-    x32 = x.astype(jnp.float32)
-    return (x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)).astype(x.dtype)
-
-
 class Attention(nnx.Module):
     """Projections of grouped-query attention (arXiv:2305.13245), with optional biases and RMSNorm of each query and key
     head.
@@ -133,20 +131,24 @@ class Attention(nnx.Module):
         self.q_norm: RMSNorm | None = RMSNorm(H, config.rms_norm_eps, param_dtype=param_dtype) if config.qk_norm else None
         self.k_norm: RMSNorm | None = RMSNorm(H, config.rms_norm_eps, param_dtype=param_dtype) if config.qk_norm else None
 
+    def heads(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., N + 2K, H]
+        """Query, key and value heads as they are projected."""
+        with jax.named_scope("qkv"):
+            return self.qkv_proj(x).reshape(*x.shape[:-1], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+
+    @property
+    def norms(self) -> HeadNorms:
+        """Of query and key heads."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return self.q_norm.scale[...], self.k_norm.scale[...], self.q_norm.eps
+
     def project(self, x: jax.Array, rope: RopeAngles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q[..., N, H], k[..., K, H] and v[..., K, H] of x[..., D]."""
-        N, K, H = self.num_heads, self.num_kv_heads, self.head_dim
-        with jax.named_scope("qkv"):
-            qkv = self.qkv_proj(x).reshape(*x.shape[:-1], N + 2 * K, H)
-            qk, v = jnp.split(qkv, [N + K], axis=-2)
+        qkv = self.heads(x)
+        q_scale, k_scale, eps = self.norms or (None, None, 0.0)
         with jax.named_scope("rope"):
-            if self.q_norm is not None and self.k_norm is not None:
-                # Query and key heads at once: on a GPU a norm is a kernel, and this is one less a layer.
-                is_query = jnp.arange(N + K)[:, None] < N
-                scale = jnp.where(is_query, self.q_norm.scale[...], self.k_norm.scale[...])
-                qk = rms_normalize(qk, self.q_norm.eps) * scale
-            q, k = (apply_rope(heads, *rope) for heads in jnp.split(qk, [N], axis=-2))
-        return q, k, v
+            return split_heads(qkv, self.num_kv_heads, *rope, q_scale, k_scale, eps=eps)
 
     def output(self, o: jax.Array) -> jax.Array:  # [..., N, H] -> [..., D]
         """The output projection of all heads."""
@@ -243,9 +245,11 @@ class DecoderLayer(nnx.Module):
         num_tokens: jax.Array | None = None,  # i32[]
         moe_backend: str = "auto",
         map_rows: MapRows = whole,
+        attend_heads: AttendHeads | None = None,
     ) -> tuple[jax.Array, Any]:
         """The layer's output, [..., D], and the kv that attend returned. num_tokens and moe_backend: what `SparseMLP` is told;
         a dense layer computes its padding like anything else. map_rows: how all but attention is computed, over x[T, D].
+        attend_heads: what is called in place of attend, where it is given.
 
         Raises ValueError if x's last axis is not D, or the angles' not H / 2.
         """
@@ -258,9 +262,14 @@ class DecoderLayer(nnx.Module):
             return self.attention.project(self.attention_norm(x), (rope[0], rope[1]))
 
         with jax.named_scope("attention"):
-            q, k, v = map_rows(project, x, *rope, num_rows=num_tokens)
-            with jax.named_scope("attend"):
-                o, kv = attend(q, k, v)
+            if attend_heads is not None:
+                qkv = map_rows(lambda x: self.attention.heads(self.attention_norm(x)), x, num_rows=num_tokens)
+                with jax.named_scope("attend"):
+                    o, kv = attend_heads(qkv, rope, self.attention.norms)
+            else:
+                q, k, v = map_rows(project, x, *rope, num_rows=num_tokens)
+                with jax.named_scope("attend"):
+                    o, kv = attend(q, k, v)
         if isinstance(self.mlp, SwiGLU):
             return map_rows(self._finish, x, o, num_rows=num_tokens), kv
         x, normed = map_rows(self._add_attention, x, o, num_rows=num_tokens)

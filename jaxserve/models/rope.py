@@ -1,9 +1,8 @@
-"""Rotary position embeddings: the frequencies of each rope type, cos and sin of positions, and the rotation.
+"""Rotary position embeddings: the frequencies of each rope type, and cos and sin of positions.
 
 Frequencies are computed on the host in float32, step by step as transformers does (modeling_rope_utils.py), since
-models are trained with those very numbers. Halves are rotated (x[:H/2] with x[H/2:]), Hugging Face's layout, not
-interleaved pairs. Sources: RoFormer, arXiv:2104.09864; YaRN, arXiv:2309.00071, section 3; Llama 3.1 (`llama3`),
-meta-llama's apply_scaling.
+models are trained with those very numbers. `kernels.rotary_write` rotates heads by them, halves and not interleaved pairs. Sources:
+RoFormer, arXiv:2104.09864; YaRN, arXiv:2309.00071, section 3; Llama 3.1 (`llama3`), meta-llama's apply_scaling.
 """
 
 import math
@@ -40,17 +39,6 @@ def rope_cos_sin(
     inv_freq, factor = inverse_frequencies(rope, head_dim)
     angles = positions[..., None].astype(jnp.float32) * inv_freq
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
-
-
-def apply_rope(
-    x: jax.Array,  # [..., T, heads, H]
-    cos: jax.Array,  # f32[..., T, H/2]
-    sin: jax.Array,  # f32[..., T, H/2]
-) -> jax.Array:
-    """Rotates every head of every token; computed in float32, returned in x's dtype."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def _llama3(rope: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:

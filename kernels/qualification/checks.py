@@ -15,7 +15,7 @@ import numpy as np
 
 from kernels import gpu
 from kernels.backends import Backend
-from kernels.qualification import attention, grouped_matmul
+from kernels.qualification import attention, grouped_matmul, rotary_write
 from kernels.qualification.plan import (
     DIFFERS,
     ERROR,
@@ -68,7 +68,8 @@ class Check(Protocol):
         ...
 
 
-CHECKS: dict[str, Any] = {"attention": attention, "grouped_matmul": grouped_matmul}  # modules with `checks(shapes, small)`
+# Modules with `checks(shapes, small)`.
+CHECKS: dict[str, Any] = {"attention": attention, "rotary_write": rotary_write, "grouped_matmul": grouped_matmul}
 
 
 def run_unit(plan: Plan, unit: Unit, begin: Callable[[str], None] = lambda name: None) -> Verdict:

@@ -85,7 +85,7 @@ class AbstractStep:
         from jaxserve.models import Decoder
         from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE
         from kernels import gpu
-        from kernels.backends import ATTENTION
+        from kernels.backends import ATTENTION, ROTARY_WRITE
         from kernels.ragged_paged_attention import resolve_backend
 
         config = EngineConfig(**options)
@@ -105,6 +105,8 @@ class AbstractStep:
             if wanted == "auto":  # resolve_backend asks the device at hand what that is, where it should be the assumed one
                 wanted = next(row.name for row in ATTENTION.automatic("gpu") if row.functions.lacks(**shapes) is None)
             backend = resolve_backend(wanted, **shapes)
+            rows, heads = ROTARY_WRITE.automatic("gpu"), {"head_dim": model.head_dim, "dtype": functions.dtype}
+            functions.rotary_backend = next(row.name for row in rows if row.functions.lacks(**heads) is None)
             resolve = functools.partial(
                 resolve_config,
                 config,

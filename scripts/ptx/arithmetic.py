@@ -1,13 +1,14 @@
 """What instructions compute that only read and write registers (PTX ISA 9.7.1 to 9.7.9): 32 lanes at a time, or many registers.
 
 Owns a table of pure functions. An instruction becomes one `Step` or more, each of which assigns one register. Floats follow PTX
-where it is exact; `div.full` and `ex2.approx`, which it leaves open, are the correctly rounded values. PTX lets ptxas contract
-a `mul` and an `add` without rounding modifier: no such contraction is made here.
+where it is exact; `div.full`, `ex2.approx` and `rsqrt.approx`, which it leaves open, are the correctly rounded values. PTX lets
+ptxas contract a `mul` and an `add` without rounding modifier: no such contraction is made here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,11 +40,12 @@ class Step:
 def steps(i: Instruction) -> list[Step] | None:
     """What the instruction assigns; None if it does more than compute. Raises PtxError for a form that is not known."""
     opcode, *modifiers = i.opcode.split(".")
-    make = _two_floats if modifiers[-1:] == ["f32x2"] else _MAKERS.get(opcode)
+    pairs = {"f32x2": _two_floats, "bf16x2": _two_halves, "f16x2": _two_halves}
+    make = pairs.get(modifiers[-1] if modifiers else "") or _MAKERS.get(opcode)
     made = None if make is None else make(i, modifiers)
     if made is None:
         return None
-    floats = modifiers[-1:] == ["f32"] and opcode in ("add", "sub", "mul", "fma", "div", "ex2", "max", "min")
+    floats = modifiers[-1:] == ["f32"] and opcode in ("add", "sub", "mul", "fma", "div", "ex2", "rsqrt", "max", "min")
     return [dataclasses.replace(s, function=_canonical(s.function)) if floats else s for s in made]
 
 
@@ -129,6 +131,37 @@ def _two_floats(i: Instruction, modifiers: list[str]) -> Iterator[Step]:
         return halves(*(np.ascontiguousarray(x).view(np.float32) for x in sources)).view(np.uint64)
 
     return _plain(i, compute, ["b64"] * (3 if opcode == "fma" else 2), "b64")
+
+
+def _two_halves(i: Instruction, modifiers: list[str]) -> Iterator[Step] | None:
+    """mul and fma of the 16-bit halves of 32-bit registers (9.7.4.3, 9.7.4.4): rounded once. A conversion to them is none of it."""
+    opcode, *rounding = i.opcode.split(".")
+    functions = {"mul": np.multiply, "fma": lambda a, b, c: a * b + c}
+    if opcode not in functions or rounding not in ([modifiers[-1]], ["rn", modifiers[-1]]):
+        raise PtxError(f"{i}: the form {i.opcode} is not known")
+    kind = modifiers[-1].removesuffix("x2")
+
+    def halves(word):
+        return (from_half(half.astype(np.uint16), kind).astype(np.float64) for half in (word, word >> np.uint32(16)))
+
+    def compute(*words):
+        rounded = []
+        for sources in zip(*map(halves, words), strict=True):
+            exact = functions[opcode](*sources)
+            wide = exact.astype(np.float32)
+            if (np.isfinite(exact) & (wide != exact)).any():
+                raise PtxError(f"{i}: a result that float32 does not hold exactly is not known")
+            rounded.append(to_bf16(wide) if kind == "bf16" else to_f16(wide))
+        return _pack(*rounded)
+
+    return _plain(i, compute, ["b32"] * (3 if opcode == "fma" else 2), "b32")
+
+
+def from_half(bits, kind: str):
+    """float32 of bits of bfloat16 or float16."""
+    if kind == "bf16":
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return bits.view(np.float16).astype(np.float32)
 
 
 def _pack(low, high):
@@ -226,6 +259,10 @@ def _convert(i: Instruction, modifiers: list[str]) -> Iterator[Step]:
     if modifiers in (["rn", "bf16x2", "f32"], ["rn", "f16x2", "f32"]):
         narrow = to_bf16 if modifiers[1] == "bf16x2" else to_f16
         return _plain(i, lambda high, low: _pack(narrow(low), narrow(high)), ["f32", "f32"], "b32")
+    if modifiers in (["rn", "bf16", "f32"], ["rn", "f16", "f32"]):
+        return _plain(i, to_bf16 if modifiers[1] == "bf16" else to_f16, ["f32"], "b16")
+    if modifiers in (["f32", "bf16"], ["f32", "f16"]):
+        return _plain(i, functools.partial(from_half, kind=modifiers[1]), ["b16"], "f32")
     if len(modifiers) != 2 or not all(re.fullmatch(r"[su](16|32|64)", m) for m in modifiers):
         raise PtxError(f"{i}: the conversion {i.opcode} is not known")
     to, of = modifiers
@@ -309,6 +346,7 @@ _MAKERS: dict[str, Callable[[Instruction, list[str]], Any]] = {
     "fma": _only("fma.rn.f32", _fma, 3, "f32"),
     "div": _only("div.full.f32", np.divide, 2, "f32"),
     "ex2": _only("ex2.approx.ftz.f32", lambda a: np.exp2(a.astype(np.float64)).astype(np.float32), 1, "f32"),
+    "rsqrt": _only("rsqrt.approx.f32", lambda a: (1 / np.sqrt(a.astype(np.float64))).astype(np.float32), 1, "f32"),
     "max": _max(np.maximum, np.fmax),
     "min": _max(np.minimum, np.fmin),
     "and": _same(np.bitwise_and, 2),

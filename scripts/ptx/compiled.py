@@ -13,7 +13,16 @@ from scripts.ptx.program import Program, parse
 
 ATTENTION, JOIN, EXPERTS = "ragged_paged_attention", "join_partial_results", "grouped_matmul"
 PORTABLE_ATTENTION, PORTABLE_JOIN, PORTABLE_EXPERTS = "portable_attention", "portable_join", "portable_grouped_matmul"
-_NAMES = (PORTABLE_ATTENTION, PORTABLE_JOIN, PORTABLE_EXPERTS, JOIN, EXPERTS, ATTENTION)  # before one whose name lies in it
+ROTARY_WRITE = "rotary_write"
+_NAMES = (
+    ROTARY_WRITE,
+    PORTABLE_ATTENTION,
+    PORTABLE_JOIN,
+    PORTABLE_EXPERTS,
+    JOIN,
+    EXPERTS,
+    ATTENTION,
+)  # before one whose name lies in it
 _CALL = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)", module = "((?:[^"\\]|\\.)*)"')
 
 

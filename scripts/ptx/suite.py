@@ -13,15 +13,19 @@ from kernels.ragged_paged_attention import cases as attention_cases
 from kernels.ragged_paged_attention.cases import INTERPRETED, PORTABLE, Case
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
 from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK
+from kernels.rotary_write import cases as rotary_cases
 from scripts.ptx.attention import AttentionPtx, padded, shape_of
 from scripts.ptx.compiled import JOIN, PORTABLE_JOIN, Kernel, KernelCompiler
 from scripts.ptx.experts import ExpertsPtx
 from scripts.ptx.portable import PortablePtx
+from scripts.ptx.rotary import RotaryPtx, RotaryRun
 
 SPLIT_Q_LEN = 9  # query tokens of a sequence whose KV may be split
 LONGER = 70  # positions by which a plan passes the KV: a block and more that is not there
 PREFIX = "portable "  # of the cases that the portable kernels run
+ROTARY = "rotary "  # of the cases of the rotary write, which is one for all GPUs
 FEW_PORTABLE = tuple(PREFIX + name for name in ("gpu-decodes-0.6b", "gpu-head_256-window-soft_cap", "bfloat16_deep"))
+FEW_ROTARY = tuple(ROTARY + name for name in ("qwen3", "head_96_norm"))
 FEW = ("gpu-decodes-0.6b", "gpu-window-soft_cap", "gpu-pass_by-8b", "bfloat16_deep")
 
 
@@ -50,7 +54,7 @@ class Program:
 
     name: str
     kernels: dict[str, Kernel]
-    runs: tuple[Run, ...]
+    runs: tuple[Run | RotaryRun, ...]
     with_kernels: Callable[[dict[str, Kernel]], Program]  # the same batches with other kernels
     demanded: frozenset[str]  # kernels whose every line these batches are to reach
 
@@ -59,13 +63,20 @@ def case_names(*, hopper: bool) -> list[str]:
     """The cases that are run: those of the portable kernels, and on Hopper also those of the kernels for it."""
     experts = [case.name for case in experts_cases.CASES if case.dtype != "float32"]
     portable = [PREFIX + name for name in (*(case.name for case in (*INTERPRETED, *PORTABLE)), *experts)]
-    return [*(case.name for case in INTERPRETED), *experts, *portable] if hopper else portable
+    rotary = [ROTARY + case.name for case in rotary_cases.CASES]
+    return [*(case.name for case in INTERPRETED), *experts, *portable, *rotary] if hopper else [*portable, *rotary]
 
 
 def programs(compiler: KernelCompiler, names: Sequence[str] | None = None) -> Iterator[Program]:
     """Compiles one after the other. names: of cases, or "few"; None is all."""
     known = case_names(hopper=compiler.hopper)
-    names = known if names is None else [name for name in (*FEW, *FEW_PORTABLE) if name in known] if "few" in names else names
+    names = (
+        known
+        if names is None
+        else [name for name in (*FEW, *FEW_PORTABLE, *FEW_ROTARY) if name in known]
+        if "few" in names
+        else names
+    )
     for case in INTERPRETED:
         if case.name in names:
             yield attention_program(compiler, case)
@@ -79,6 +90,9 @@ def programs(compiler: KernelCompiler, names: Sequence[str] | None = None) -> It
     for case in experts_cases.CASES:
         if PREFIX + case.name in names:
             yield experts_program(compiler, case, 64, "mosaic_portable", PREFIX)
+    for case in rotary_cases.CASES:
+        if ROTARY + case.name in names:
+            yield rotary_program(compiler, case)
 
 
 def attention_program(compiler: KernelCompiler, case: Case, ptx_of: type[AttentionPtx] = AttentionPtx, prefix: str = "") -> Program:
@@ -149,5 +163,17 @@ def experts_program(
         ptx = dataclasses.replace(compiled, kernel=next(iter(kernels.values())))
         name = f"{prefix}{case.name} in tiles of {rows} rows"
         return Program(name, kernels, (Run(name, _bind(ptx.run, batch), want, tolerance),), with_kernels, frozenset(kernels))
+
+    return with_kernels({compiled.kernel.name: compiled.kernel})
+
+
+def rotary_program(compiler: KernelCompiler, case: rotary_cases.Case) -> Program:
+    """The program of a case of the rotary write."""
+    compiled, batches = RotaryPtx.compile(compiler, case), [rotary_cases.build(case, seed) for seed in range(2)]
+
+    def with_kernels(kernels: dict[str, Kernel]) -> Program:
+        ptx = dataclasses.replace(compiled, kernel=next(iter(kernels.values())))
+        runs = (RotaryRun(f"{ROTARY}{case.name}, batch {i}", ptx, batch) for i, batch in enumerate(batches))
+        return Program(ROTARY + case.name, kernels, tuple(runs), with_kernels, frozenset(kernels))
 
     return with_kernels({compiled.kernel.name: compiled.kernel})

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from jaxserve.models.config import ModelConfig, RopeConfig
-from jaxserve.models.rope import apply_rope, inverse_frequencies, rope_cos_sin
+from jaxserve.models.rope import inverse_frequencies, rope_cos_sin
+from kernels.rotary_write.xla import apply_rope
 from tests.goldens.golden import ROPE_FREQUENCIES
 
 

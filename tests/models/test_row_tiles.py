@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.layers import matmul_transposed, rms_normalize
+from jaxserve.models.layers import matmul_transposed
 from jaxserve.models.row_tiles import RowTiles, whole
+from kernels.rotary_write.xla import rms_normalize
 from tests.selection import slow_unless
 
 OPTIMISED = True
