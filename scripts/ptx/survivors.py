@@ -2,8 +2,9 @@
 
 A mutation runs on the quickest batch that reaches it. Those that survive are then taken out together, as long as nothing is
 caught: of what is gone in the end, all batches in all kinds of schedules say that what is left orders the same. To take out less
-leaves more order, so that each of them survives alone, too. One that has to stay runs alone on all batches. If nothing catches it,
-another one, gone before, does the same; which one is found by putting them back.
+leaves more order, so that each of them survives alone, too. Those that had to stay are taken out in the same way, with the others
+back. What is gone then does the same as one that was gone before, and which one is found by taking out both. The rest run alone on
+all batches.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from scripts.ptx.suite import PREFIX, attention_program, programs
 from scripts.ptx.suite import Program as Suite
 from scripts.ptx.trial import ALL_SEEDS, Log, Trial, Tried
 
-# One consumer whose 64 rows are all used, so that every warp's accesses count; pages in several copies.
-WHOLE_TILE = Case("whole_tile", ((8, 200), (5, 65), (8, 8), (1, 64)), Heads(8, 1, 64), 16, "bfloat16", max_q_len=8)
+# One consumer whose 64 rows are all used, so that every warp's accesses count; several items to a CTA that write their own rows, so
+# that the second one meets the store of the first; pages in several copies.
+_SEQS = ((8, 200), (5, 65), (8, 8), (1, 64), (8, 60), (8, 40), (7, 30), (8, 64), (8, 20))
+WHOLE_TILE = Case("whole_tile", _SEQS, Heads(8, 1, 64), 16, "bfloat16", max_q_len=8)
 # A kernel, and the case that it runs; the first ones are for Hopper. The other case of attention has two consumers, and pages in
 # one copy.
 SUBJECTS = (
@@ -38,6 +41,7 @@ PORTABLE_SUBJECTS = (
 )
 UNREACHED = "no batch of this case reaches it"
 TOGETHER = "redundant, all of these at once: what is left orders the same"
+MOVED = "redundant where it stands, as its removal shows"
 PASSED = "needed, but not for the access that it is moved past"
 
 
@@ -106,12 +110,17 @@ def _explain(trial: Trial, survivors: Sequence[tuple[int, Mutation]]) -> Iterato
         if not m.moves:
             first.setdefault(m.index, m)
     gone = _gone(trial, list(first.values()))
-    nothing_left = {m.index for m in gone if "one less" not in m.kind}
+    others = _gone(trial, [m for m in first.values() if m not in gone])  # with those of `gone` back
+    without, other_without = ({m.index for m in some if "one less" not in m.kind} for some in (gone, others))
     for number, m in survivors:
         if not trial.reaching(m.index):
             yield number, None, UNREACHED
-        elif m in gone or m.index in nothing_left:  # weakened or moved it orders more than where it is gone
+        elif m in gone or m.index in without:  # weakened or moved it orders more than where it is gone
             yield number, None, TOGETHER
+        elif m.moves and m.index in other_without:
+            yield number, None, MOVED
+        elif m in others or m.index in other_without:
+            yield number, None, _other(trial, m, gone)
         elif (caught := trial.catch([m], trial.batches)) is not None:
             yield number, caught, None
         elif m.moves:
@@ -145,19 +154,24 @@ def _take_out(trial: Trial, group: list[Mutation], gone: list[Mutation], batches
 
 def _other(trial: Trial, change: Mutation, gone: Sequence[Mutation]) -> str | None:
     """Which other instruction does what this one does: without both something is caught. None if there is no such one."""
-    low, high = 0, len(gone)  # without `change` and the first `low` nothing is caught, with the first `high` something is
-    cover = trial.cover()
+    instructions, cover = trial.suite.kernels[trial.kernel].program.instructions, trial.cover()
+    near = [m for m in gone if instructions[m.index].opcode == instructions[change.index].opcode]
+    for other in sorted(near, key=lambda m: abs(m.index - change.index))[:2]:
+        caught = trial.catch([other, change], cover, (0,))
+        if caught is not None:
+            return f"{instructions[other.index]} does the same; without both: {caught}"
     caught = trial.catch([*gone, change], cover, (0,))
     if caught is None:
         return None
+    low, high = 0, len(gone)  # without `change` and the first `low` nothing is caught, with the first `high` something is
     while high - low > 1:
         middle = (low + high) // 2
         found = trial.catch([*gone[:middle], change], cover, (0,))
         low, high, caught = (low, middle, found) if found else (middle, high, caught)
     other = gone[high - 1]
-    line = trial.suite.kernels[trial.kernel].program.instructions[other.index]
     pair = trial.catch([other, change], cover, (0,))
-    return f"{line} does the same; without {'both' if pair else f'these and {high - 1} more'}: {pair or caught}"
+    without = "both" if pair else f"these and {high - 1} more"
+    return f"{instructions[other.index]} does the same; without {without}: {pair or caught}"
 
 
 def summary(kernel: str, results: Sequence[Outcome]) -> str:
