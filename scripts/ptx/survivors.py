@@ -27,9 +27,10 @@ from scripts.ptx.trial import ALL_SEEDS, Log, Trial, Tried
 _SEQS = ((8, 200), (5, 65), (8, 8), (1, 64), (8, 60), (8, 40), (7, 30), (8, 64), (8, 20))
 WHOLE_TILE = Case("whole_tile", _SEQS, Heads(8, 1, 64), 16, "bfloat16", max_q_len=8)
 # A kernel, and the case that it runs; the first ones are for Hopper. The other case of attention has two consumers, and pages in
-# one copy.
+# one copy; that of the grouped matmul has tiles that are not full.
 SUBJECTS = (
     (EXPERTS, "bfloat16_deep"),
+    (EXPERTS, "bfloat16_sizes"),
     (JOIN, "whole_tile"),
     (ATTENTION, "whole_tile"),
     (ATTENTION, "gpu-pass_by-8b"),
