@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,24 +34,26 @@ class Log:
 
     def __init__(self, path: str | None):
         self._path = Path(path) if path else None
-        self._known: dict[str, str | None] = {}
+        self._known: dict[str, dict[str, Any]] = {}
         text = self._path.read_text() if self._path and self._path.exists() else ""
         self._begun = "" if text.endswith("\n") or not text else "\n"  # behind half a line of a run that was killed
         for line in text.splitlines():
             with contextlib.suppress(json.JSONDecodeError):
                 entry = json.loads(line)
-                self._known[entry["key"]] = entry["caught"]
+                self._known[entry["key"]] = entry
 
-    def find(self, key: str) -> tuple[bool, str | None]:
-        """(whether it was tried, what caught it)."""
-        return key in self._known, self._known.get(key)
+    def find(self, key: str) -> dict[str, Any] | None:
+        """What was noted of this; None if nothing."""
+        return self._known.get(key)
 
-    def add(self, key: str, caught: str | None, **more: object) -> None:
-        self._known[key] = caught
+    def add(self, key: str, **noted: Any) -> dict[str, Any]:
+        """Notes it, and returns the whole entry."""
+        entry = self._known[key] = {"key": key, **noted}
         if self._path is not None:
             with self._path.open("a") as file:
-                file.write(self._begun + json.dumps({"key": key, "caught": caught, **more}) + "\n")
+                file.write(self._begun + json.dumps(entry) + "\n")
             self._begun = ""
+        return entry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +91,12 @@ class Trial:
                     raise RuntimeError(f"{run.name}: wrong before any mutation: {run.faults(out)}")
                 reached, seconds = reached | covered[kernel], max(seconds, time.process_time() - start)
             batches.append(Tried(number, reached, seconds))
-        return cls(suite, kernel, tuple(sorted(batches, key=lambda b: b.seconds)), _version(suite, kernel), log or Log(None))
+        # A run that goes on has the order of the first one: a trial is known by its batches.
+        version, log = _version(suite, kernel), log or Log(None)
+        took = {"kernel": kernel, "case": suite.name, "took": [batch.seconds for batch in batches]}
+        noted = (log.find(version) or log.add(version, **took))["took"]
+        batches = [dataclasses.replace(batch, seconds=seconds) for batch, seconds in zip(batches, noted, strict=True)]
+        return cls(suite, kernel, tuple(sorted(batches, key=lambda b: b.seconds)), version, log)
 
     def reaching(self, index: int) -> tuple[Tried, ...]:
         """The batches that reach an instruction."""
@@ -109,13 +117,13 @@ class Trial:
         names = sorted(f"{change.kind} at {change.index}" for change in changes)
         what = {"changes": names, "batches": [self.suite.runs[b.number].name for b in batches], "seeds": list(seeds)}
         key = hashlib.sha256(json.dumps([self.version, what]).encode()).hexdigest()[:32]
-        known, caught = self.log.find(key)
-        if not known:
+        entry = self.log.find(key)
+        if entry is None:
             start = time.perf_counter()
             caught, by = self._run(changes, batches, seeds)
             seconds = round(time.perf_counter() - start, 2)
-            self.log.add(key, caught, kernel=self.kernel, case=self.suite.name, **what, by=by, seconds=seconds)
-        return caught
+            entry = self.log.add(key, kernel=self.kernel, case=self.suite.name, **what, caught=caught, by=by, seconds=seconds)
+        return entry["caught"]
 
     def _run(self, changes: Sequence[Mutation], batches: Sequence[Tried], seeds: Sequence[int]) -> tuple[str | None, str | None]:
         """(what is broken, by which batch in which schedule)."""

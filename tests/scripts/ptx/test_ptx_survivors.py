@@ -1,5 +1,6 @@
 """Which mutations are caught, why others survive, how long one may take, and that a run goes on where it was interrupted."""
 
+import dataclasses
 import json
 import re
 import time
@@ -85,11 +86,22 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path):
     path, body = tmp_path / "log", WRITE + "bar.sync 0;\nbar.sync 0;" + READ
     whole = of_suite(suite(body, calls=(calls := [])), "k", Log(str(path)))
     lines = path.read_text().splitlines()
-    assert {"key", "caught", "kernel", "case", "changes", "batches", "seeds", "by", "seconds"} == set(json.loads(lines[0]))
-    path.write_text("\n".join([*lines[:2], lines[2][:20]]))  # it was killed
+    assert {"key", "caught", "kernel", "case", "changes", "batches", "seeds", "by", "seconds"} == set(json.loads(lines[1]))
+    path.write_text("\n".join([*lines[:3], lines[3][:20]]))  # it was killed
     assert of_suite(suite(body, calls=(again := [])), "k", Log(str(path))) == whole
     assert 0 < len(again) < len(calls)
     assert of_suite(suite(body, calls=(nothing := [])), "k", Log(str(path))) == whole
     assert len(nothing) == 2  # the program itself, to know what it reaches
     of_suite(suite(body.replace("%r5", "%r9"), calls=(other := [])), "k", Log(str(path)))
     assert len(other) == len(calls)  # another program: nothing of it is known
+
+
+def test_a_run_that_goes_on_has_the_order_of_the_first_one(tmp_path):
+    """Batches are ordered by the time that they took, which differs from run to run, and a trial is known by its batches."""
+    path, one = tmp_path / "log", suite(WRITE + "bar.sync 0;" + READ)
+    two = dataclasses.replace(one, runs=(*one.runs, *one.runs))
+    Trial.of(two, "k", Log(str(path)))
+    (entry,) = [json.loads(line) for line in path.read_text().splitlines()]
+    for took, order in (([1.0, 2.0], [0, 1]), ([2.0, 1.0], [1, 0])):
+        path.write_text(json.dumps({**entry, "took": took}))
+        assert [batch.number for batch in Trial.of(two, "k", Log(str(path))).batches] == order
