@@ -30,6 +30,7 @@ from jaxserve.engine.resolution import model_functions, resolve, step_budget
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.weights import WeightsAndSleep
 from jaxserve.execution.compilation import compile_counts, use_persistent_cache
+from jaxserve.execution.model_functions import weights_dtype
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.execution.runner import Runner
@@ -64,9 +65,8 @@ class Engine:
         config = config or EngineConfig()
         use_persistent_cache(config.compilation_cache_dir)
         compile_counts()  # from here on they are counted
-        functions = model_functions(model, config)
-        self.kernels: KernelChoice = choose_kernels(functions.model_config, functions.dtype, config)
-        functions.moe_backend, functions.rotary_backend = self.kernels.moe, self.kernels.rotary
+        self.kernels: KernelChoice = choose_kernels(model.config, weights_dtype(model), config)
+        functions = model_functions(model, config, self.kernels.moe, self.kernels.rotary)
         self.config: ResolvedConfig = resolve(functions, config, self.kernels.attention)
         programs = Programs(functions, self.config)
         self._warm_up: BackgroundWarmUp | None = None

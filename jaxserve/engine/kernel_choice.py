@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.resolution import check_options
 from jaxserve.models import ModelConfig
 from jaxserve.qualification.card import find_card
 from jaxserve.qualification.qualify import Qualification, qualify
@@ -72,33 +74,39 @@ def kernel_plan(model: ModelConfig, dtype: Any, config: EngineConfig, platform: 
 
 def qualify_kernels(model: ModelConfig, dtype: Any, config: EngineConfig, *, ask_jax: bool) -> Qualification | None:
     """The verdict of this machine's card on the kernels of an engine, tried now where there is none; None without a GPU, or where
-    the config skips it. ask_jax: see `find_card`."""
+    the config skips it. ask_jax: see `find_card`. Raises as `check_options`, before anything is tried."""
     if config.skip_qualification:
         return None
     card = find_card(ask_jax=ask_jax)
-    return None if card is None else qualify(card, kernel_plan(model, dtype, config, card.platform))
+    if card is None:
+        return None
+    check_options(config, model, dtype, card.platform)
+    return qualify(card, kernel_plan(model, dtype, config, card.platform))
 
 
 def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig) -> KernelChoice:
     """The backends of an engine's kernels on JAX's default device, of which none is "auto" (but moe without experts).
 
-    Raises: NotImplementedError for an attention backend that was named and can't.
+    Raises: NotImplementedError for an attention backend that was named and can't; as `qualify_kernels`.
     """
-    qualification = qualify_kernels(model, dtype, config, ask_jax=True)
-    left_out: dict[str, dict[str, str]] = {"attention": {}, "rotary_write": {}, "grouped_matmul": {}}
-    if qualification is not None:
-        left_out = {kernel: qualification.left_out(kernel) for kernel in left_out}
-        asked = {"attention": config.attention_backend, "grouped_matmul": config.moe_backend}
-        _say(qualification, left_out, asked)
-    attention = resolve_attention(
+    resolve_attention_here = functools.partial(
+        resolve_attention,
         config.attention_backend,
         num_query_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         page_size=config.page_size or DEFAULT_PAGE_SIZE,
         dtype=dtype,
-        left_out=left_out["attention"],
     )
+    if config.attention_backend != "auto":  # what it lacks is said before kernels are tried
+        resolve_attention_here()
+    qualification = qualify_kernels(model, dtype, config, ask_jax=True)
+    left_out: dict[str, dict[str, str]] = {"attention": {}, "rotary_write": {}, "grouped_matmul": {}}
+    if qualification is not None:
+        left_out = {kernel: qualification.left_out(kernel) for kernel in left_out}
+        asked = {"attention": config.attention_backend, "grouped_matmul": config.moe_backend}
+        _say(qualification, left_out, asked)
+    attention = resolve_attention_here(left_out=left_out["attention"])
     rotary = "xla"
     if not ATTENTION[attention].plain_xla:
         rotary = resolve_rotary_write("auto", head_dim=model.head_dim, dtype=dtype, left_out=left_out["rotary_write"])

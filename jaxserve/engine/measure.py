@@ -81,12 +81,12 @@ class StepMeasurer:
 
         from jaxserve.engine.kernel_choice import choose_kernels
         from jaxserve.engine.resolution import model_functions, resolve
+        from jaxserve.execution.model_functions import weights_dtype
         from jaxserve.execution.programs import Programs
         from jaxserve.execution.runner import Runner
 
-        functions = model_functions(model, config)
-        kernels = choose_kernels(functions.model_config, functions.dtype, config)
-        functions.moe_backend, functions.rotary_backend = kernels.moe, kernels.rotary
+        kernels = choose_kernels(model.config, weights_dtype(model), config)
+        functions = model_functions(model, config, kernels.moe, kernels.rotary)
         limits = resolve(functions, config, kernels.attention).scheduler
         self.levels: list[int]
         plan, self.levels = grid_plan(limits.max_num_seqs, limits.max_num_batched_tokens, multiple)

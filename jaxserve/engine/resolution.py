@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
 from jaxserve.execution.model_functions import ModelFunctions
@@ -21,16 +22,17 @@ from jaxserve.models.row_tiles import RowTiles, whole
 if TYPE_CHECKING:
     from jaxserve.models import Decoder, ModelConfig
     from jaxserve.scheduling.step_budget import StepBudget
+    from jaxserve.step_times.fitted import StepTimeModel
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
 ROW_TILE = 16  # rows that a CPU computes at once where bits must not follow the bucket
 
 
-def model_functions(model: Decoder, config: EngineConfig) -> ModelFunctions:
-    """The model taken apart for programs as the config wants them on JAX's default device."""
+def model_functions(model: Decoder, config: EngineConfig, moe_backend: str, rotary_backend: str) -> ModelFunctions:
+    """The model taken apart for programs as the config wants them on JAX's default device. The backends are those that are chosen."""
     tiled = config.deterministic == "always" and jax.default_backend() == "cpu"
-    return ModelFunctions(model, config.moe_backend, RowTiles(ROW_TILE) if tiled else whole)
+    return ModelFunctions(model, moe_backend, RowTiles(ROW_TILE) if tiled else whole, rotary_backend)
 
 
 def resolve(functions: ModelFunctions, config: EngineConfig, attention_backend: str) -> ResolvedConfig:
@@ -59,6 +61,22 @@ def resolve(functions: ModelFunctions, config: EngineConfig, attention_backend: 
     return resolved
 
 
+def check_options(config: EngineConfig, model: ModelConfig, dtype: Any, platform: str) -> None:
+    """Raises what `resolve` and `step_budget` raise on this platform (as JAX calls it), however much memory there is and whatever
+    "auto" is: before anything that takes long, while JAX may not have taken the device. dtype: of the weights."""
+    resolved = resolve_config(
+        config,
+        model,
+        kv_dtype=jnp.dtype(dtype),
+        platform=platform,
+        device_limit=2**60,
+        attention_backend="mosaic_sm90" if config.attention_backend == "auto" and platform == "gpu" else None,
+        weight_bytes=0,
+    )
+    if config.tbt_slo_ms is not None:
+        _read_step_times(resolved)
+
+
 _SHAPE = (
     *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
     *("num_experts", "num_experts_per_token", "moe_intermediate_size"),
@@ -76,10 +94,19 @@ def step_budget(config: ResolvedConfig) -> StepBudget | None:
     if config.engine.tbt_slo_ms is None:
         return None
     from jaxserve.scheduling.step_budget import StepBudget
+
+    limits, slo_ms = config.scheduler, config.engine.tbt_slo_ms
+    budget = StepBudget(_read_step_times(config), config.plan, slo_ms / 1e3, limits.max_num_seqs, limits.max_num_batched_tokens)
+    warn_of_objective(budget)
+    return budget
+
+
+def _read_step_times(config: ResolvedConfig) -> StepTimeModel:
+    """The profile that the config names. ValueError if it can't be used with it."""
     from jaxserve.step_times.fitted import StepTimeModel
 
     assert config.engine.step_times is not None
-    step_times, limits = StepTimeModel.load(config.engine.step_times), config.scheduler
+    step_times = StepTimeModel.load(config.engine.step_times)
     if step_times.page_size != config.cache.page_size:
         raise ValueError(f"step_times was profiled with page_size={step_times.page_size}, not {config.cache.page_size}")
     level = step_times.about.get("deterministic", config.deterministic)
@@ -91,10 +118,7 @@ def step_budget(config: ResolvedConfig) -> StepBudget | None:
     others = [f"{name}={size} (here {shape.get(name)})" for name, size in profiled.items() if size != shape.get(name)]
     if others:
         raise ValueError(f"step_times is of another model, with {', '.join(others)}: profile this one with `jaxserve tune profile`")
-    slo_ms = config.engine.tbt_slo_ms
-    budget = StepBudget(step_times, config.plan, slo_ms / 1e3, limits.max_num_seqs, limits.max_num_batched_tokens)
-    warn_of_objective(budget)
-    return budget
+    return step_times
 
 
 def warn_of_objective(budget: StepBudget) -> None:

@@ -23,15 +23,20 @@ from kernels.rotary_write import rotary_write
 HEAD_PATHS = ("final_norm/", "lm_head/")  # what the head reads of the model, beside a tied embedding
 
 
+def weights_dtype(model: Decoder) -> Any:
+    """Of a model's weights and activations."""
+    return jax.tree.leaves(nnx.state(model))[0].dtype
+
+
 class ModelFunctions:
     """A Flax module taken apart once: its weights as a flat list, and what runs with such lists.
 
     `nnx.jit` and graph definitions as arguments cost 0.5 to 11 ms of host time a call; a flat list into a plain jit costs 0.1.
     """
 
-    def __init__(self, model: Decoder, moe_backend: str = "auto", map_rows: MapRows = whole):
+    def __init__(self, model: Decoder, moe_backend: str = "auto", map_rows: MapRows = whole, rotary_backend: str = "xla"):
         self.moe_backend = moe_backend  # of kernels.grouped_matmul
-        self.rotary_backend = "xla"  # of kernels.rotary_write, beside an attention of ours
+        self.rotary_backend = rotary_backend  # of kernels.rotary_write, beside an attention of ours
         self.map_rows = map_rows  # how rows are computed
         graphdef, state = nnx.split(model)
         self.graphdef: nnx.GraphDef[Decoder] = graphdef
@@ -40,7 +45,7 @@ class ModelFunctions:
         self.paths: list[str] = list(named_leaves(model))
         self.weights: list[Any] = weights
         self.model_config: ModelConfig = model.config
-        self.dtype: Any = weights[0].dtype  # of weights and activations
+        self.dtype: Any = weights_dtype(model)
         self.num_bytes: int = sum(x.size * x.dtype.itemsize for x in weights)  # abstract weights have no nbytes
         self.abstract: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights]
         tied = model.lm_head is None

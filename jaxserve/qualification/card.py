@@ -1,6 +1,6 @@
 """Which card this is: what a verdict on our kernels holds for.
 
-Owns the questions to NVIDIA's management library, which answers before JAX has taken the device and its memory.
+Owns the questions to NVIDIA's management library and driver, which answer before JAX has taken the device and its memory.
 """
 
 from __future__ import annotations
@@ -13,17 +13,26 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import kernels
 
-PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")  # modules by which JAX reaches NVIDIA's GPUs
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")  # modules by which JAX reaches NVIDIA's GPUs, in its own order
+PTXAS_WHEELS = ("nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12")  # distributions that bring ptxas
+_MULTIPROCESSOR_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """What the kernels' verdicts depend on; another driver or another JAX is another card. platform: as JAX calls it."""
+    """What the kernels' verdicts depend on; another driver, another JAX or another MIG slice is another card.
+
+    plugin: JAX's for CUDA, with its version. ptxas: its version. num_sms: streaming multiprocessors, a MIG slice's where JAX has
+    one; 0 where nothing says it. platform: as JAX calls it.
+    """
 
     name: str
     compute_capability: str
@@ -31,6 +40,9 @@ class Card:
     jax: str
     jaxlib: str
     kernels: str  # revision of their source
+    plugin: str
+    ptxas: str
+    num_sms: int
     platform: str = "gpu"
 
     @property
@@ -39,18 +51,19 @@ class Card:
         return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:24]
 
     def __str__(self) -> str:
-        return f"{self.name} (compute capability {self.compute_capability}, driver {self.driver}, jax {self.jax})"
+        sms = f", {self.num_sms} SMs" if self.num_sms else ""
+        return f"{self.name} (compute capability {self.compute_capability}, driver {self.driver}, jax {self.jax}{sms})"
 
 
 def find_card(*, ask_jax: bool) -> Card | None:
     """The GPU that JAX uses by default; None where it uses none, or where that can't be said yet.
 
-    ask_jax: the library may have several kinds of GPU, or be missing; then JAX says which one is its own, which makes it take the
-    device. Without ask_jax JAX is left alone, and such a machine has no answer.
+    ask_jax: the machine may have several kinds of GPU or of MIG slices, or lack the libraries that say so; then JAX says which one
+    is its own, which makes it take the device. Without ask_jax JAX is left alone, and such a machine has no answer.
     """
     if not may_use_gpus():
         return None
-    found = {(name, capability) for name, capability in gpus()}
+    found, sizes = set(gpus()), set(sm_counts())
     if ask_jax:
         import jax
 
@@ -59,10 +72,12 @@ def find_card(*, ask_jax: bool) -> Card | None:
             return None
         if len(found) != 1:
             found = {(device.device_kind, str(getattr(device, "compute_capability", "unknown")))}
-    if len(found) != 1:
+        if len(sizes) != 1:
+            sizes = {int(getattr(device, "core_count", 0))}
+    if len(found) != 1 or len(sizes) != 1:
         return None
-    ((name, capability),) = found
-    return Card(name, capability, driver_version(), *versions(), revision())
+    ((name, capability),), (num_sms,) = found, sizes
+    return Card(name, capability, driver_version(), *versions(), revision(), plugin_version(), ptxas_version(), num_sms)
 
 
 def may_use_gpus() -> bool:
@@ -82,6 +97,41 @@ def versions() -> tuple[str, str]:
     return importlib.metadata.version("jax"), importlib.metadata.version("jaxlib")
 
 
+def plugin_version() -> str:
+    """Name and version of JAX's plugin for CUDA; "unknown" where no distribution has it."""
+    for name in PLUGINS:
+        if importlib.util.find_spec(name) is not None:
+            name = name.replace("_", "-")
+            return f"{name} {_distribution_version(name) or 'unknown'}"
+    return "unknown"
+
+
+@functools.cache
+def ptxas_version() -> str:
+    """Of the assembler that JAX finds: in $CUDA_ROOT, in NVIDIA's wheel, or on PATH; "unknown" where there is none."""
+    root = os.environ.get("CUDA_ROOT")
+    found = [_distribution_version(name) for name in PTXAS_WHEELS] if root is None else []
+    ptxas = shutil.which("ptxas", path=None if root is None else str(Path(root) / "bin"))
+    return next(filter(None, found), None) or (None if ptxas is None else _version_said_by(ptxas)) or "unknown"
+
+
+def _version_said_by(ptxas: str) -> str | None:
+    """ "Cuda compilation tools, release 13.0, V13.0.88" -> "13.0.88"."""
+    try:
+        said = subprocess.run([ptxas, "--version"], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    version = re.search(r"\bV(\d[\d.]*)", said)
+    return None if version is None else version[1]
+
+
+def _distribution_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 @functools.cache
 def revision(folder: Path | None = None) -> str:
     """A hash of the kernels' source, and of their tuned sizes."""
@@ -98,6 +148,30 @@ def gpus() -> list[tuple[str, str]]:
     return [] if library is None else _asked(library, _list_gpus, [])
 
 
+def sm_counts() -> list[int]:
+    """Streaming multiprocessors of each GPU or MIG slice that this process may use, from the driver; none without it. No context is
+    made, and no memory taken."""
+    cuda = _driver_library()
+    if cuda is None:
+        return []
+    try:
+        _call(cuda.cuInit, ctypes.c_uint(0))
+        return _list_sm_counts(cuda)
+    except _RefusedError:
+        return []
+
+
+def _list_sm_counts(cuda: Any) -> list[int]:
+    count, found = ctypes.c_int(), []
+    _call(cuda.cuDeviceGetCount, ctypes.byref(count))
+    for i in range(count.value):
+        device, num_sms = ctypes.c_int(), ctypes.c_int()
+        _call(cuda.cuDeviceGet, ctypes.byref(device), ctypes.c_int(i))
+        _call(cuda.cuDeviceGetAttribute, ctypes.byref(num_sms), ctypes.c_int(_MULTIPROCESSOR_COUNT), device)
+        found.append(num_sms.value)
+    return found
+
+
 def driver_version() -> str:
     """The driver's; "unknown" where nothing says it."""
     library = _management_library()
@@ -111,8 +185,16 @@ def driver_version() -> str:
 
 
 def _management_library() -> Any:
+    return _library("libnvidia-ml.so.1")
+
+
+def _driver_library() -> Any:
+    return _library("libcuda.so.1")
+
+
+def _library(name: str) -> Any:
     try:
-        return ctypes.CDLL("libnvidia-ml.so.1")
+        return ctypes.CDLL(name)
     except OSError:
         return None
 

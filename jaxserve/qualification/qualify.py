@@ -14,7 +14,7 @@ from jaxserve.execution.compilation import cache_folder
 from jaxserve.qualification import watch
 from jaxserve.qualification.card import Card
 from jaxserve.qualification.record import Record, Store
-from kernels.qualification.plan import KEPT, Plan, Verdict
+from kernels.qualification.plan import KEPT, NO_MEMORY, NOT_TRIED, Plan, Verdict
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
@@ -54,8 +54,20 @@ class Qualification:
         for kernel in self.plan.asks:
             parts += [f"{kernel} {name} passed" for name in self.plan.passed(kernel, self.record.verdicts)]
             parts += [f"{kernel} {name} LEFT OUT, {why}" for name, why in self.left_out(kernel).items()]
-        again = " (`jaxserve qualify --again` tries it anew)" if any(map(self.left_out, self.plan.asks)) else ""
-        return f"kernels on {self.card.name}, {self.record.date}: {'; '.join(parts) or 'none of ours runs here'}{again}"
+        return f"kernels on {self.card.name}, {self.record.date}: {'; '.join(parts) or 'none of ours runs here'}{self._again()}"
+
+    def _again(self) -> str:
+        """When what is left out will be tried again."""
+        if not any(map(self.left_out, self.plan.asks)):
+            return ""
+        ways = []
+        if any(verdict.failed for verdict in self.verdicts):
+            ways.append("`jaxserve qualify --again` tries anew what failed")
+        if any(verdict.result == NO_MEMORY for verdict in self.verdicts):
+            ways.append("the next start of an engine tries again what had no memory")
+        if any(verdict.result == NOT_TRIED for verdict in self.verdicts):
+            ways.append("the next process tries what was not tried")
+        return f" ({'; '.join(ways)})" if ways else ""
 
 
 def qualify(
@@ -94,7 +106,10 @@ def qualify(
             # What could not be tried now keeps the verdict that it had.
             untried = {name for name, verdict in verdicts.items() if verdict.result not in KEPT}
             had = {name: verdict for name, verdict in known.verdicts.items() if name in untried and verdict.result in KEPT}
-            _found[store.path] = kept = dataclasses.replace(record, verdicts={**verdicts, **had})
+            kept = dataclasses.replace(record, verdicts={**verdicts, **had})
+            # There may be memory at the next start, also of this process.
+            lasting = {name: verdict for name, verdict in kept.verdicts.items() if verdict.result != NO_MEMORY}
+            _found[store.path] = dataclasses.replace(kept, verdicts=lasting)
             store.write(kept)
     return Qualification(card, plan, record)
 

@@ -10,7 +10,7 @@ from kernels.backends import ATTENTION, GROUPED_MATMUL
 from kernels.qualification.plan import Ask, Plan
 from tests.qualification import rows
 
-CARD = Card("Fake 3000", "9.9", "1.2.3", "0.11.2", "0.11.2", "abc", platform="cpu")
+CARD = Card("Fake 3000", "9.9", "1.2.3", "0.11.2", "0.11.2", "abc", "jax-cuda13-plugin 0.11.2", "13.0.88", 132, platform="cpu")
 LIMITS = Limits(start=20, batch=20, whole=60, ending=5)
 PLAN = Plan({"attention": Ask()}, platform="cpu", small=True)
 HERE = Path(__file__).parent

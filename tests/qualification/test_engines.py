@@ -187,10 +187,58 @@ def run_command(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.parametrize(
+    "settings, error, message",
+    [
+        ({"max_model_len": 10**6}, ValueError, "must not exceed the model's max_position_embeddings"),
+        ({"max_model_len": 64, "num_pages": 1}, ValueError, "the pool has 1"),
+        ({"max_num_seqs": 3}, ValueError, "lower max_num_seqs to 2"),
+        ({"deterministic": "always", "attention_backend": "reference"}, ValueError, "follows the bucket"),
+        ({"tbt_slo_ms": 20, "step_times": "/nowhere.json"}, (ValueError, OSError), "/nowhere.json"),
+        ({"attention_backend": "mosaic_sm90"}, NotImplementedError, "mosaic_sm90"),
+    ],
+)
+def test_bad_options_are_refused_before_kernels_are_tried(card, starts, fake, settings, error, message):
+    card(fake())
+    with pytest.raises(error, match=message):
+        make(**settings)
+    assert starts() == 0
+    make().close()
+    assert starts() == 1
+
+
 def test_the_command_does_nothing_on_a_cpu_and_says_so():
     done = run_command()
     assert done.returncode == 0 and done.stdout == "JAX uses no GPU here: nothing to qualify, XLA's kernels run\n"
     assert json.loads(run_command("--json").stdout)["card"] is None
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["--model=/nowhere"], "/nowhere"),
+        (["--page_size=32", "--dtype=float32"], "--dtype, --page_size: of a model's shapes: give --model"),
+    ],
+)
+def test_the_command_refuses_what_it_can_not_use(given, message):
+    done = run_command(*given)
+    assert done.returncode == 1 and message in done.stderr + done.stdout and "Traceback" not in done.stderr
+
+
+def test_the_command_tries_a_models_shapes_for_its_engine(fake, starts, tmp_path, card):
+    """With the shapes that the engine of that model then asks for: it finds the record."""
+    alphabet_model.save(tmp_path / "model")
+    command, cache = fake(mosaic_sm90="lacks"), tmp_path / "cache"
+    given = [json.dumps(command), str(cache), f"--model={tmp_path / 'model'}", "--page_size=16", "--dtype=float32", "--json"]
+    done = subprocess.run([sys.executable, str(HERE / "fake_command.py"), *given], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert starts() == 1 and sum(v["backend"] == "bent" for v in json.loads(done.stdout)["verdicts"]) == 2
+    card(fake())
+    options = {"skip_tokenizer_init": True, "num_pages": 8, "page_size": 16, "max_model_len": 64, "compilation_cache_dir": ""}
+    jaxserve.LLM(tmp_path / "model", dtype="float32", **options).close()
+    assert starts() == 1
+    jaxserve.LLM(tmp_path / "model", dtype="float32", **options | {"page_size": 32}).close()
+    assert starts() == 2, "or the test could not fail"
 
 
 @pytest.mark.parametrize(

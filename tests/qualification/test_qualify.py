@@ -60,7 +60,9 @@ def test_again_without_memory_loses_nothing_that_was_known(ask, starts):
     assert not ask(bent="wrong").left_out("attention") and starts() == 2
 
 
-@pytest.mark.parametrize("field", ["name", "compute_capability", "driver", "jax", "jaxlib", "kernels"])
+@pytest.mark.parametrize(
+    "field", ["name", "compute_capability", "driver", "jax", "jaxlib", "kernels", "plugin", "ptxas", "num_sms"]
+)
 def test_another_card_is_another_record(ask, starts, field):
     ask(bent="wrong")
     other = ask(card=dataclasses.replace(CARD, **{field: "other"}))
@@ -109,6 +111,29 @@ def test_what_had_no_memory_is_asked_again_by_the_next_process(ask, starts):
     found = ask(bent="memory")
     assert found.left_out("attention")["bent"].startswith(NO_MEMORY)
     assert not ask().left_out("attention") and starts() == 2
+
+
+def test_what_had_no_memory_is_asked_again_by_the_next_start_of_this_process(tmp_path, fake, starts):
+    """And it says so; what failed is not asked again, and what was not tried by another process alone."""
+
+    def start(**behaviours):
+        return qualify(CARD, PLAN, folder=tmp_path / "cache", command=fake(**behaviours), limits=LIMITS)
+
+    found = start(bent="wrong", right="memory")
+    assert list(found.left_out("attention")) == ["bent", "right"]
+    assert "the next start of an engine tries again what had no memory" in str(found)
+    assert "`jaxserve qualify --again` tries anew what failed" in str(found)
+    found = start()
+    assert starts() == 2 and list(found.left_out("attention")) == ["bent"]
+    assert "no memory" not in str(found) and "`jaxserve qualify --again` tries anew what failed" in str(found)
+    assert str(start()) == str(found) and starts() == 2
+
+
+def test_a_process_that_can_not_be_started_is_not_tried_by_every_engine(tmp_path, fake, starts):
+    found = qualify(CARD, PLAN, folder=tmp_path / "cache", command=["/nowhere/python"], limits=LIMITS)
+    assert "the next process tries what was not tried" in str(found)
+    again = qualify(CARD, PLAN, folder=tmp_path / "cache", command=fake(), limits=LIMITS)
+    assert starts() == 0 and again.left_out("attention") == found.left_out("attention")
 
 
 def test_a_model_of_another_shape_is_asked_for_its_own_alone(ask, starts, tmp_path):
