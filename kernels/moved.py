@@ -22,7 +22,6 @@ _ATTENTION = "kernels.ragged_paged_attention"
 MODULES: dict[str, str] = {  # old -> new
     f"{_ATTENTION}.planner": f"{_ATTENTION}.mosaic_sm90.planner",
     f"{_ATTENTION}.tiles": f"{_ATTENTION}.mosaic_sm90.tiles",
-    f"{_ATTENTION}.work_list": f"{_ATTENTION}.mosaic_sm90.work_list",
     f"{_ATTENTION}.softmax_state": f"{_ATTENTION}.mosaic_sm90.softmax_state",
     f"{_ATTENTION}.mosaic_combine": f"{_ATTENTION}.mosaic_sm90.combine",
 }

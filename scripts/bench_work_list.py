@@ -66,7 +66,7 @@ def cases() -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 def shape_of(q_lens: np.ndarray) -> Any:
     """The WorkShape of a step, as if its bucket had its size."""
-    from kernels.ragged_paged_attention.mosaic_sm90.work_list import WorkShape  # imports jax, for the package's sake
+    from kernels.ragged_paged_attention.work_list import WorkShape  # imports jax, for the package's sake
 
     return WorkShape(
         num_tokens=int(q_lens.sum()),
@@ -83,7 +83,7 @@ def shape_of(q_lens: np.ndarray) -> Any:
 
 def measure(q_lens: np.ndarray, kv_lens: np.ndarray) -> dict[str, Any]:
     """Plans one step over and over."""
-    from kernels.ragged_paged_attention.mosaic_sm90.work_list import loads, plan
+    from kernels.ragged_paged_attention.work_list import loads, plan
 
     shape = shape_of(q_lens)
     out, times = np.zeros(shape.size, np.int32), []
@@ -128,7 +128,7 @@ def steps_of_trace(num_running: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def evenness(shape: Any, packed: np.ndarray, q_lens: np.ndarray, kv_lens: np.ndarray) -> tuple[float, float]:
     """(max_over_mean, max_over_uncut) of a plan."""
-    from kernels.ragged_paged_attention.mosaic_sm90.work_list import ITEM_COST, loads
+    from kernels.ragged_paged_attention.work_list import ITEM_COST, loads
 
     load = loads(shape, packed, q_lens, kv_lens)
     num_tiles = shape.num_kv_heads * int((-(-q_lens // shape.tile_tokens)).sum())
@@ -138,7 +138,7 @@ def evenness(shape: Any, packed: np.ndarray, q_lens: np.ndarray, kv_lens: np.nda
 
 def balance(num_running: int) -> dict[str, Any]:
     """How even the plans of a trace's steps are, and what they read."""
-    from kernels.ragged_paged_attention.mosaic_sm90 import work_list
+    from kernels.ragged_paged_attention import work_list
 
     over_mean, over_uncut = [], []
     read, seen = {"decode": 0, "mixed": 0}, {"decode": 0, "mixed": 0}
@@ -164,7 +164,7 @@ def balance(num_running: int) -> dict[str, Any]:
 
 def longest(max_kv_len: int, chunk: int) -> dict[str, Any]:
     """The worst max_over_mean and the mean max_over_uncut of 16 to 32 decodes, all of max_kv_len positions, in a bucket of 32."""
-    from kernels.ragged_paged_attention.mosaic_sm90.work_list import plan
+    from kernels.ragged_paged_attention.work_list import plan
 
     shape = dataclasses.replace(shape_of(np.ones(32, np.int32)), max_kv_len=max_kv_len, chunk=chunk)
     found = {}

@@ -82,7 +82,6 @@ def test_modules_that_stayed_forward_what_left_them(old):
 KERNEL_MODULES = {  # what was in kernels/ragged_paged_attention/, and one name of each
     "planner": "Planner",
     "tiles": "choose_tiles",
-    "work_list": "WorkShape",
     "softmax_state": "join",
     "mosaic_combine": "combine",
 }

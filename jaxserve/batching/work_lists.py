@@ -1,8 +1,8 @@
 """Attention's work lists from step to step.
 
 Owns when a list is planned anew. A list may be planned for more KV than there is: the kernel clips it by the device's own
-lengths, and where sequences are cut changes no bit (kernels.ragged_paged_attention.mosaic_sm90.work_list). So steps of decodes
-are planned some tokens ahead, and as long as the batch stays as it is their list is copied.
+lengths, and where sequences are cut changes no bit (kernels.ragged_paged_attention.work_list). So steps of decodes are planned some
+tokens ahead, and as long as the batch stays as it is their list is copied.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from kernels.ragged_paged_attention.logits import ROWS
-from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK
+from kernels.ragged_paged_attention.work_list import BLOCK
 
 DTYPES = ("bfloat16", "float16")
 

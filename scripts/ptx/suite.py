@@ -12,7 +12,7 @@ from kernels.grouped_matmul import cases as experts_cases
 from kernels.ragged_paged_attention import cases as attention_cases
 from kernels.ragged_paged_attention.cases import INTERPRETED, PORTABLE, Case
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
-from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK
+from kernels.ragged_paged_attention.work_list import BLOCK
 from kernels.rotary_write import cases as rotary_cases
 from scripts.ptx.attention import AttentionPtx, padded, shape_of
 from scripts.ptx.compiled import JOIN, PORTABLE_JOIN, Kernel, KernelCompiler

@@ -16,7 +16,7 @@ from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling.edit_rows import EditLayout
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.schedule import Schedule
-from kernels.ragged_paged_attention.mosaic_sm90.work_list import WorkShape, plan
+from kernels.ragged_paged_attention.work_list import WorkShape, plan
 
 MAX_SEQS, PAGE_SIZE, NUM_PAGES, PAGES_PER_SEQ = 8, 4, 50, 12
 PLAN = BucketPlan(decode=(2, 4, 8), mixed=((12, 4), (24, 8), (40, 8)), head_rows=(3, 8))

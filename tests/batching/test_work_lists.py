@@ -9,7 +9,7 @@ import pytest
 from jaxserve.batching.layout import StepLayout
 from jaxserve.batching.work_lists import AHEAD, WorkLists
 from jaxserve.buckets.plan import Bucket
-from kernels.ragged_paged_attention.mosaic_sm90.work_list import WorkShape, loads, plan
+from kernels.ragged_paged_attention.work_list import WorkShape, loads, plan
 from tests.kernels.test_work_list import check
 
 S, MAX_KV_LEN = 8, 2048

@@ -18,9 +18,9 @@ import pytest
 from jax.experimental import pallas as pl
 
 from kernels import gpu
-from kernels.ragged_paged_attention import api, ragged_paged_attention, resolve_backend
+from kernels.ragged_paged_attention import api, ragged_paged_attention, resolve_backend, work_list
 from kernels.ragged_paged_attention.cases import INTERPRETED, SPLIT, TOLERANCE, Batch, Case, Heads, build, expected
-from kernels.ragged_paged_attention.mosaic_sm90 import combine, producer, work_list
+from kernels.ragged_paged_attention.mosaic_sm90 import combine, producer
 from kernels.ragged_paged_attention.mosaic_sm90 import tiles as tiles_file
 from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import Tiles, choose_tiles

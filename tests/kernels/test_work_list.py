@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.batching.work_lists import AHEAD
-from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK, TAIL, WorkShape, loads, plan, positions_read, positions_seen
+from kernels.ragged_paged_attention.work_list import BLOCK, TAIL, WorkShape, loads, plan, positions_read, positions_seen
 
 HEADS = {"qwen3_0.6b": (8, 2), "qwen3_8b": (8, 4), "qwen3_32b": (8, 8), "qwen3_30b_a3b": (4, 8)}  # K, N / K
 SMS = 132

@@ -17,7 +17,7 @@ from kernels.gpu_threads import Rows
 from kernels.ragged_paged_attention.logits import ROWS
 from kernels.ragged_paged_attention.mosaic_portable import state as states
 from kernels.ragged_paged_attention.mosaic_portable.kernel import STATS
-from kernels.ragged_paged_attention.mosaic_sm90.work_list import GROUP_FIELDS
+from kernels.ragged_paged_attention.work_list import GROUP_FIELDS
 
 
 class _Refs(NamedTuple):

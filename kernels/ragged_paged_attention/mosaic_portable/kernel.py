@@ -1,6 +1,6 @@
 """Ragged paged attention by mma.sync and cp.async: one persistent kernel of one warpgroup, for every GPU from sm_80 on.
 
-It computes the items of a work list, which is `mosaic_sm90.work_list`'s; `join` joins the partial results of split sequences.
+It computes the items of a work list, which is `work_list`'s; `join` joins the partial results of split sequences.
 
 A CTA's four warps have 16 rows each of a tile of 64: row r is query token r // G of the tile and head r % G of the KV head's group,
 so a page is read once a KV head. All of them load: blocks of 32 positions (64 where head_dim is 64) come by cp.async into `stages`
@@ -25,12 +25,12 @@ from jax.experimental import pallas as pl
 
 from kernels import gpu, gpu_threads
 from kernels.gpu_threads import Rows
+from kernels.ragged_paged_attention.geometry import Geometry, Item, items_of_cta, load_item
 from kernels.ragged_paged_attention.logits import ROWS, mask_logits, scale_logits, spread
 from kernels.ragged_paged_attention.mosaic_portable import state as states
 from kernels.ragged_paged_attention.mosaic_portable.tiles import block_positions
-from kernels.ragged_paged_attention.mosaic_sm90.geometry import Geometry, Item, items_of_cta, load_item
 from kernels.ragged_paged_attention.mosaic_sm90.softmax_state import MASKED
-from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK
+from kernels.ragged_paged_attention.work_list import BLOCK
 
 STATS = 16  # columns of a partial result behind its accumulator: 8 of the maximum, 8 of the total
 

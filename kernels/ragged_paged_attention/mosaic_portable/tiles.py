@@ -10,7 +10,7 @@ import jax
 from kernels import gpu
 from kernels.ragged_paged_attention.logits import ROWS
 from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
-from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK
+from kernels.ragged_paged_attention.work_list import BLOCK
 
 LARGE_HEAD = 128  # past it sequences are not split: registers hold no second accumulator
 _WHOLE = 1 << 24  # positions: a chunk that no sequence passes

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 
 from kernels import gpu
+from kernels.ragged_paged_attention.geometry import Geometry
 from kernels.ragged_paged_attention.mosaic_sm90 import combine, kernel
-from kernels.ragged_paged_attention.mosaic_sm90.geometry import Geometry
 from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner, WorkList
-from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK
 from kernels.ragged_paged_attention.planned_calls import check_work, model_lacks, plan_here
+from kernels.ragged_paged_attention.work_list import BLOCK
 
 HEAD_DIMS = (64, 128)
 

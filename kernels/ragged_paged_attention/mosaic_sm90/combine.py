@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from kernels import gpu
 from kernels.ragged_paged_attention.mosaic_sm90 import softmax_state
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
-from kernels.ragged_paged_attention.mosaic_sm90.work_list import GROUP_FIELDS
+from kernels.ragged_paged_attention.work_list import GROUP_FIELDS
 
 DEPTH = 3  # partial results on their way at a time
 

@@ -9,9 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels import gpu
-from kernels.ragged_paged_attention.logits import again, mask_logits, scale_logits, spread, tile_rows
-from kernels.ragged_paged_attention.mosaic_sm90 import softmax_state
-from kernels.ragged_paged_attention.mosaic_sm90.geometry import (
+from kernels.ragged_paged_attention.geometry import (
     Geometry,
     Item,
     Refs,
@@ -21,9 +19,11 @@ from kernels.ragged_paged_attention.mosaic_sm90.geometry import (
     load_item,
     num_blocks,
 )
+from kernels.ragged_paged_attention.logits import again, mask_logits, scale_logits, spread, tile_rows
+from kernels.ragged_paged_attention.mosaic_sm90 import softmax_state
 from kernels.ragged_paged_attention.mosaic_sm90.softmax_state import MASKED
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
-from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK
+from kernels.ragged_paged_attention.work_list import BLOCK
 
 
 def consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:

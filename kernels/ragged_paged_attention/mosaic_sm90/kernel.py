@@ -30,11 +30,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels import gpu
+from kernels.ragged_paged_attention.geometry import Geometry, Refs, Scratch
 from kernels.ragged_paged_attention.mosaic_sm90.consumer import consume
-from kernels.ragged_paged_attention.mosaic_sm90.geometry import Geometry, Refs, Scratch
 from kernels.ragged_paged_attention.mosaic_sm90.producer import produce
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import REGISTERS, ROWS
-from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK
+from kernels.ragged_paged_attention.work_list import BLOCK
 
 
 def run_items(

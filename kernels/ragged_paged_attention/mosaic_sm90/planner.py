@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from kernels import gpu
-from kernels.ragged_paged_attention.mosaic_sm90 import work_list
+from kernels.ragged_paged_attention import work_list
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import Tiles, choose_tiles
-from kernels.ragged_paged_attention.mosaic_sm90.work_list import WorkShape
+from kernels.ragged_paged_attention.work_list import WorkShape
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels import gpu
-from kernels.ragged_paged_attention.mosaic_sm90.geometry import Geometry, Item, Refs, Scratch, first_page, items_of_cta, load_item
-from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK, TAIL
+from kernels.ragged_paged_attention.geometry import Geometry, Item, Refs, Scratch, first_page, items_of_cta, load_item
+from kernels.ragged_paged_attention.work_list import BLOCK, TAIL
 
 
 def produce(g: Geometry, refs: Refs, smem: Scratch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kernels import gpu
 from kernels.ragged_paged_attention.logits import ROWS
-from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK
+from kernels.ragged_paged_attention.work_list import BLOCK
 
 TUNED = Path(__file__).with_name("tuned")
 # With two consumers, warpgroups trade registers (setmaxnreg) within what their block has at launch, not what the SM has: one that

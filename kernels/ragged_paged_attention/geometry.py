@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.ragged_paged_attention.mosaic_sm90.work_list import BLOCK, ITEM_FIELDS
+from kernels.ragged_paged_attention.work_list import BLOCK, ITEM_FIELDS
 
 
 @dataclasses.dataclass(frozen=True)
