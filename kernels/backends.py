@@ -8,7 +8,7 @@ Attention (`kernels.ragged_paged_attention`; shapes as in its api):
     attend(q, kv_pages, page_table, cu_q_lens, kv_lens, *, scale, sliding_window, soft_cap, max_q_len, work) -> [T, N, H].
     plan_work(cu_q_lens, kv_lens, *, num_tokens, max_q_len): what the layers of a step share; its class names its `backend`. Takes
         fixed_tiles too where the row says so.
-    make_planner(...), in place of plan_work, where the row says `plans_on_host`: arguments as `mosaic_sm90.planner.Planner.make`.
+    make_planner(...), in place of plan_work, where the row says `plans_on_host`: arguments as `work_planner.WorkPlanner.make`.
 
 Rotary write (`kernels.rotary_write`):
     lacks(*, head_dim, dtype) -> str | None: what the backend or the device can't do.

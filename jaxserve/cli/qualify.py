@@ -43,7 +43,8 @@ def model_asked() -> tuple[Any, str, Any] | None:
     from jaxserve.config import EngineConfig
     from jaxserve.models.loading import find_model
 
-    config = EngineConfig(**{name: flags.FLAGS[name].value for name in _OF_MODEL})
+    given: dict[str, Any] = {name: flags.FLAGS[name].value for name in _OF_MODEL}
+    config = EngineConfig(**given)
     files = find_model(_MODEL.value)
     return files.config, files.dtype(config.dtype), config
 

@@ -119,7 +119,7 @@ def plan_work(
 def host_planner(backend: str) -> Callable[..., Any] | None:
     """What makes the planner of a compiled shape, for a backend whose work is planned on the host; None for the others.
 
-    Arguments and methods as `mosaic_sm90.planner.Planner.make`. Raises ValueError if `backend` is "auto" or unknown.
+    Arguments and methods as `work_planner.WorkPlanner.make`. Raises ValueError if `backend` is "auto" or unknown.
     """
     row = ATTENTION[backend]
     return row.functions.make_planner if row.plans_on_host else None

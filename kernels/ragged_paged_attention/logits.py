@@ -14,6 +14,10 @@ from jax import lax
 from kernels import gpu
 
 ROWS = 64  # of a tile: what one warpgroup computes
+# Logit of a key that a row does not see, and where a row's running maximum starts. Both finite, so that no inf - inf arises, and
+# far apart, so that exp2(MASKED - maximum) is exactly 0 even for a row that has seen nothing yet.
+MASKED = -1e30
+FIRST_MAXIMUM = -1e29
 LOG2E = math.log2(math.e)
 LEAST_UNIT = 1e-6  # below it a scale is multiplied in at once
 THREAD_COLUMN = 0b110  # a thread of the WGMMA layout has columns 8 i + c and 8 i + c + 1, c being 0, 2, 4 or 6

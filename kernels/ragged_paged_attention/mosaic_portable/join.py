@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from kernels import gpu, gpu_threads
 from kernels.gpu_threads import Rows
 from kernels.ragged_paged_attention.logits import ROWS
-from kernels.ragged_paged_attention.mosaic_portable import state as states
+from kernels.ragged_paged_attention.mosaic_portable import softmax_state
 from kernels.ragged_paged_attention.mosaic_portable.kernel import STATS
 from kernels.ragged_paged_attention.work_list import GROUP_FIELDS
 
@@ -82,10 +82,10 @@ def _join_group(refs: _Refs, K: int, split_rows: int, piece, head, seq, first, c
 
     def fold(i, carry):
         state, following = carry
-        return states.join(state, following), load(i + 1)
+        return softmax_state.join(state, following), load(i + 1)
 
-    state, _ = lax.fori_loop(0, count, fold, (states.empty(1, width), load(0)))
-    (rows,) = states.output(state)
+    state, _ = lax.fori_loop(0, count, fold, (softmax_state.empty(1, width), load(0)))
+    (rows,) = softmax_state.output(state)
     token = refs.cu_q_lens[seq]
     limit = (refs.cu_q_lens[seq + 1] - token) * (N // K)
     to = Rows(token * N + head * (N // K), limit, piece * width, group=N // K, stride=N)

@@ -26,10 +26,9 @@ from jax.experimental import pallas as pl
 from kernels import gpu, gpu_threads
 from kernels.gpu_threads import Rows
 from kernels.ragged_paged_attention.geometry import Geometry, Item, items_of_cta, load_item
-from kernels.ragged_paged_attention.logits import ROWS, mask_logits, scale_logits, spread
-from kernels.ragged_paged_attention.mosaic_portable import state as states
-from kernels.ragged_paged_attention.mosaic_portable.tiles import block_positions
-from kernels.ragged_paged_attention.mosaic_sm90.softmax_state import MASKED
+from kernels.ragged_paged_attention.logits import MASKED, ROWS, mask_logits, scale_logits, spread
+from kernels.ragged_paged_attention.mosaic_portable import softmax_state
+from kernels.ragged_paged_attention.mosaic_portable.tiles import UNSPLIT_CHUNK, block_positions
 from kernels.ragged_paged_attention.work_list import BLOCK
 
 STATS = 16  # columns of a partial result behind its accumulator: 8 of the maximum, 8 of the total
@@ -111,7 +110,7 @@ def _item_rows(g: Geometry, refs: _Refs, index, _) -> None:
     def _():
         here = load_item(g, refs, index)  # again, rather than kept in registers through the walk  # pyright: ignore[reportArgumentType]
         heads = g.num_kv_heads * g.group
-        for i, piece in enumerate(states.output(state)):
+        for i, piece in enumerate(softmax_state.output(state)):
             row, width = here.token * heads + here.head * g.group, piece.shape[1]
             rows = Rows(row, _num_rows(g, here), i * width, group=g.group, stride=heads)
             gpu_threads.store_rows(piece.astype(refs.out.dtype), refs.out, rows)
@@ -148,9 +147,9 @@ def _walk(g: Geometry, refs: _Refs, index, item: Item, first, end):
     stored, also where a chunk was planned and there is no KV: its partial result will be asked for."""
     H, size = refs.q_smem.shape[1], refs.kv_smem.shape[2]
     width = gpu_threads.tile_columns(H)
-    empty = functools.partial(states.empty, H // width, width)
+    empty = functools.partial(softmax_state.empty, H // width, width)
     fold = functools.partial(_fold_block, g, refs, item, end)
-    if g.chunk_blocks >= _NEVER:
+    if g.chunk_blocks * BLOCK >= UNSPLIT_CHUNK:
         return lax.fori_loop(first, end, fold, empty())
     chunk_blocks = g.chunk_blocks * (BLOCK // size)
 
@@ -161,7 +160,7 @@ def _walk(g: Geometry, refs: _Refs, index, item: Item, first, end):
         if g.split_rows:
             _store_partial(g, refs, index, c, state)
 
-        return states.join(joined, state), stop
+        return softmax_state.join(joined, state), stop
 
     end_chunk = lax.div(end + (chunk_blocks - 1), jnp.int32(chunk_blocks))
     first_chunk = lax.div(first, jnp.int32(chunk_blocks))
@@ -169,9 +168,6 @@ def _walk(g: Geometry, refs: _Refs, index, item: Item, first, end):
         first_chunk = jnp.where(item.slot >= 0, item.first_chunk, first_chunk)
         end_chunk = jnp.where(item.slot >= 0, item.end_chunk, end_chunk)
     return lax.fori_loop(first_chunk, end_chunk, chunk, (empty(), first))[0]
-
-
-_NEVER = 1 << 16  # blocks of a chunk, from which on no sequence has a second one
 
 
 def _fold_block(g: Geometry, refs: _Refs, item: Item, end, block, state):
@@ -200,7 +196,7 @@ def _scores(refs: _Refs, slot):
     """f32[64, block]: queries times keys."""
     H, size = refs.q_smem.shape[1], refs.kv_smem.shape[2]
     width = gpu_threads.tile_columns(H)
-    x = states.zeros(size)
+    x = softmax_state.zeros(size)
     for column in range(0, H, width):
         columns = pl.ds(column, width)
         q = gpu.load(refs.q_smem.at[:, columns], layout=gpu.MMA_LHS)

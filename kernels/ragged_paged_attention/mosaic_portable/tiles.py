@@ -1,4 +1,4 @@
-"""The sizes of the portable kernel, and its planner: the work lists of `mosaic_sm90`, cut for tiles of one warpgroup."""
+"""The sizes of the portable kernel, and its planner: work lists cut for tiles of one warpgroup."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import jax
 
 from kernels import gpu
 from kernels.ragged_paged_attention.logits import ROWS
-from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
 from kernels.ragged_paged_attention.work_list import BLOCK
+from kernels.ragged_paged_attention.work_planner import WorkPlanner
 
 LARGE_HEAD = 128  # past it sequences are not split: registers hold no second accumulator
-_WHOLE = 1 << 24  # positions: a chunk that no sequence passes
+UNSPLIT_CHUNK = 1 << 24  # positions: a chunk that no sequence passes
 _REGISTERS = 256  # of a thread, at most
 
 
@@ -61,28 +61,27 @@ def block_positions(head_dim: int) -> int:
     return BLOCK if head_dim <= 64 else BLOCK // 2
 
 
-class PortablePlanner(Planner):
+class PortablePlanner(WorkPlanner):
     """The planner of one compiled shape for the portable kernel."""
 
-    tiles: Tiles  # pyright: ignore[reportIncompatibleVariableOverride]
+    tiles: Tiles
 
     @classmethod
     def make(cls, *, head_dim: int, num_ctas: int | None = None, tiles: Any = None, **sizes: Any) -> PortablePlanner:
-        """Arguments as `Planner.make`. num_ctas: None is as many as the device runs at once. tiles: of this module.
+        """Arguments as `WorkPlanner.make`. num_ctas: None is as many as the device runs at once. tiles: of this module.
 
         Raises ValueError for tiles of another kernel, and for those that need more shared memory than the device has.
         """
         if tiles is None:
-            tiles = Tiles(chunk=Tiles.chunk if head_dim <= LARGE_HEAD else _WHOLE)
+            tiles = Tiles(chunk=Tiles.chunk if head_dim <= LARGE_HEAD else UNSPLIT_CHUNK)
         if not isinstance(tiles, Tiles):
             raise ValueError(f"{tiles=} must be a Tiles of mosaic_portable ({Tiles()}, say), or None, which chooses one")
         if num_ctas is None:
             num_ctas = gpu.num_sms() * tiles.blocks_per_sm(head_dim)
         sizes |= {"head_dim": head_dim, "num_ctas": num_ctas, "tiles": tiles}
-        return super().make(**sizes)  # pyright: ignore[reportReturnType]
+        return super().make(**sizes)
 
     def check_smem(self, head_dim: int) -> None:
-        """ValueError if a CTA of these tiles needs more shared memory than the device has."""
         self.tiles.check_smem(head_dim)
 
     def work(self, packed: jax.Array) -> PortableWork:

@@ -19,9 +19,8 @@ from kernels.ragged_paged_attention.geometry import (
     load_item,
     num_blocks,
 )
-from kernels.ragged_paged_attention.logits import again, mask_logits, scale_logits, spread, tile_rows
+from kernels.ragged_paged_attention.logits import MASKED, again, mask_logits, scale_logits, spread, tile_rows
 from kernels.ragged_paged_attention.mosaic_sm90 import softmax_state
-from kernels.ragged_paged_attention.mosaic_sm90.softmax_state import MASKED
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
 from kernels.ragged_paged_attention.work_list import BLOCK
 

@@ -9,12 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels import gpu
-from kernels.ragged_paged_attention.logits import ROWS, spread
-
-# Logit of a key that a row does not see, and where a row's running maximum starts. Both finite, so that no inf - inf arises, and
-# far apart, so that exp2(MASKED - maximum) is exactly 0 even for a row that has seen nothing yet.
-MASKED = -1e30
-FIRST_MAXIMUM = -1e29
+from kernels.ragged_paged_attention.logits import FIRST_MAXIMUM, ROWS, spread
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 

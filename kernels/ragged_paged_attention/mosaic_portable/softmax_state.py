@@ -1,6 +1,6 @@
 """The state of an online softmax whose accumulator is in pieces of columns, and the join of two states.
 
-As `mosaic_sm90.softmax_state`, whose constants it has: (pieces of f32[64, width] each, maximum f32[64], total f32[64]), maxima in
+As `mosaic_sm90.softmax_state`: (pieces of f32[64, width] each, maximum f32[64], total f32[64]), maxima in
 units of log2. The kernel holds all pieces of a head; a block of the join holds one.
 """
 
@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels import gpu
-from kernels.ragged_paged_attention.logits import ROWS, spread
-from kernels.ragged_paged_attention.mosaic_sm90.softmax_state import FIRST_MAXIMUM
+from kernels.ragged_paged_attention.logits import FIRST_MAXIMUM, ROWS, spread
 
 State = tuple[tuple[jax.Array, ...], jax.Array, jax.Array]
 
