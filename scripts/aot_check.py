@@ -30,8 +30,8 @@ from absl import app, flags
 
 from jaxserve.cli.common.command import run_command
 from scripts.aot.compiled_report import CompiledReport, Kernel
+from scripts.aot.compiler import TARGETS, Compiler, arch_of, compilers, smem_limit_of, use_no_device
 from scripts.aot.roofline import Roofline
-from scripts.aot.sm90_compile import TARGETS, Compiler, arch_of, compilers, smem_limit_of, use_no_device
 from scripts.aot.verdicts import ATTENTION, bits_faults, gib, kernel_faults, loop_faults, mib, variant_faults
 
 _MODELS = flags.DEFINE_list(

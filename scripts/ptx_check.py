@@ -23,7 +23,7 @@ from typing import Any
 from absl import app, flags
 
 from jaxserve.cli.common.command import run_command
-from scripts.aot.sm90_compile import TARGETS, Compiler, arch_of, compilers, use_no_device
+from scripts.aot.compiler import TARGETS, Compiler, arch_of, compilers, use_no_device
 
 _CASES = flags.DEFINE_list(
     "cases", ["all"], "all, few, or names of cases (kernels/*/cases.py); of the portable kernels they begin with 'portable '."

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scripts.aot.compiled_report import CompiledReport
-from scripts.aot.sm90_compile import device_of
+from scripts.aot.compiler import device_of
 from scripts.aot.verdicts import ATTENTION, EXPERTS, JOIN, PORTABLE_ATTENTION, PORTABLE_EXPERTS, PORTABLE_JOIN
 
 # Head shapes of Qwen3 0.6B, 4B and 8B, 32B, 30B-A3B, and of SmolLM2: (query heads, KV heads, head_dim).

@@ -14,8 +14,8 @@ from typing import Any
 
 from jaxserve.cli.common.bench_models import RANDOM
 from scripts.aot.compiled_report import CompiledReport
+from scripts.aot.compiler import Compiler, arch_of, device_of, smem_limit_of, target_fact
 from scripts.aot.equal_bits import order_faults
-from scripts.aot.sm90_compile import Compiler, arch_of, device_of, smem_limit_of, target_fact
 from scripts.aot.verdicts import (
     ATTENTION_OP,
     PORTABLE_OP,

@@ -21,7 +21,7 @@ from jaxserve import BucketPlan
 from jaxserve.cli.common.bench_models import RANDOM
 from jaxserve.cli.common.timed_run import serve
 from jaxserve.workloads.workload import Workload, WorkloadRequest, nano_vllm
-from scripts.aot.sm90_compile import TARGETS, target_fact, target_of, thunk_text
+from scripts.aot.compiler import TARGETS, target_fact, target_of, thunk_text
 from scripts.gpu.attention import backend as attention_backend
 from scripts.gpu.device_rates import Rates, measure
 from scripts.gpu.figures import Figures

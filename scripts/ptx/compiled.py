@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scripts.aot.sm90_compile import Compiler, arch_of
+from scripts.aot.compiler import Compiler, arch_of
 from scripts.ptx.launch import Launch, parse_launch
 from scripts.ptx.program import Program, parse
 

@@ -12,7 +12,7 @@ from kernels.ragged_paged_attention.cases import Batch, Case
 from kernels.ragged_paged_attention.mosaic_portable.kernel import STATS
 from kernels.ragged_paged_attention.mosaic_portable.tiles import LARGE_HEAD, PortablePlanner, Tiles
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
-from scripts.aot.sm90_compile import device_of
+from scripts.aot.compiler import device_of
 from scripts.ptx.attention import CHUNK, AttentionPtx, Shape, nothing
 from scripts.ptx.compiled import PORTABLE_ATTENTION, PORTABLE_JOIN, KernelCompiler, array
 

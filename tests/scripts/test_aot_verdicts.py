@@ -8,8 +8,8 @@ import pytest
 from jaxserve import EngineConfig
 from jaxserve.execution.resolved_config import resolve_config
 from scripts.aot.compiled_report import CompiledReport, Instruction, Kernel, Thunk
+from scripts.aot.compiler import Compiler, target_of
 from scripts.aot.kernels import KernelCase
-from scripts.aot.sm90_compile import Compiler, target_of
 from scripts.aot.step import AbstractStep, check_step, read_config, split_fraction
 from scripts.aot.verdicts import (
     ATTENTION,
