@@ -30,7 +30,7 @@ ROW_TILE = 16  # rows that a CPU computes at once where bits must not follow the
 
 
 def model_functions(model: Decoder, config: EngineConfig, moe_backend: str, rotary_backend: str) -> ModelFunctions:
-    """The model taken apart for programs as the config wants them on JAX's default device. The backends are those that are chosen."""
+    """The model taken apart for programs as the config wants them on JAX's default device. The backends are chosen ones."""
     tiled = config.deterministic == "always" and jax.default_backend() == "cpu"
     return ModelFunctions(model, moe_backend, RowTiles(ROW_TILE) if tiled else whole, rotary_backend)
 

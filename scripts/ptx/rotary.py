@@ -9,7 +9,7 @@ import numpy as np
 
 from kernels.rotary_write import rotary_write
 from kernels.rotary_write.cases import EPS, Batch, Case, build, faults
-from scripts.aot.sm90_compile import device_of
+from scripts.aot.compiler import device_of
 from scripts.ptx.attention import nothing
 from scripts.ptx.compiled import Kernel, KernelCompiler, array
 from scripts.ptx.machine import run
