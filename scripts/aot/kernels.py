@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from scripts.aot.compiled_report import CompiledReport
@@ -84,6 +84,7 @@ def kernel_cases(num_sms: int, device_kind: str) -> list[KernelCase]:
 
 # Head shapes for the portable kernel alone: of Phi-3, Llama 2 7B, Gemma 2 9B and Gemma 3 4B.
 PORTABLE_HEADS = {"phi3": (32, 32, 96), "llama2": (32, 32, 128), "gemma2": (16, 8, 256), "gemma3": (8, 4, 256)}
+ALL_HEADS = {**HEADS, **PORTABLE_HEADS}
 
 
 def few_portable_cases(target: str) -> list[KernelCase]:
@@ -122,33 +123,59 @@ def portable_case(
 ) -> KernelCase:
     """Ragged paged attention by the portable kernel, of one head shape in one bucket."""
     from kernels import gpu
-    from kernels.ragged_paged_attention import ragged_paged_attention
     from kernels.ragged_paged_attention.mosaic_portable.tiles import PortablePlanner
 
-    (N, K, H), (T, S, max_q_len) = {**HEADS, **PORTABLE_HEADS}[heads], SHAPES[shape]
     with gpu.assume(device_of(target)):
-        planner = PortablePlanner.make(
-            num_tokens=T,
-            num_seqs=S,
-            max_q_len=max_q_len,
-            num_query_heads=N,
-            num_kv_heads=K,
-            head_dim=H,
-            max_kv_len=_MAX_KV_LEN,
-            split_q_len=max_q_len if shape == "drafts" else 1,
-            sliding_window=options.get("sliding_window"),
-        )
+        planner = PortablePlanner.make(**_planned(heads, shape, options))
+    case = _case(planner, heads, shape, page_size, dtype, options, backend="mosaic_portable")
+    kernels = (PORTABLE_ATTENTION, PORTABLE_JOIN) if planner.shape.num_slots else (PORTABLE_ATTENTION,)
+    return replace(case, name=f"portable {case.name}", kernels=kernels, same_bits="")
+
+
+def attention_case(
+    heads: str, shape: str, num_sms: int, device_kind: str, *, page_size: int = 64, dtype: str = "bfloat16", **options: Any
+) -> KernelCase:
+    """Ragged paged attention by the Hopper kernel, of one head shape in one bucket."""
+    from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
+    from kernels.ragged_paged_attention.mosaic_sm90.tiles import choose_tiles
+
+    (N, K, H), max_q_len = HEADS[heads], SHAPES[shape][2]
+    tiles = choose_tiles(head_dim=H, group=N // K, max_q_len=max_q_len, device_kind=device_kind)
+    planner = Planner.make(**_planned(heads, shape, options), num_ctas=num_sms, tiles=tiles)
+    return _case(planner, heads, shape, page_size, dtype, options, backend="mosaic_sm90")
+
+
+def _planned(heads: str, shape: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What a planner of either kernel is made from."""
+    (N, K, H), (T, S, max_q_len) = ALL_HEADS[heads], SHAPES[shape]
+    return {
+        "num_tokens": T,
+        "num_seqs": S,
+        "max_q_len": max_q_len,
+        "num_query_heads": N,
+        "num_kv_heads": K,
+        "head_dim": H,
+        "max_kv_len": _MAX_KV_LEN,
+        "split_q_len": max_q_len if shape == "drafts" else 1,
+        "sliding_window": options.get("sliding_window"),
+    }
+
+
+def _case(planner: Any, heads: str, shape: str, page_size: int, dtype: str, options: dict[str, Any], *, backend: str) -> KernelCase:
+    """Attention of a backend on work that was planned; it calls both kernels for Hopper."""
+    from kernels.ragged_paged_attention import ragged_paged_attention
+
+    (N, K, H), (T, S, max_q_len) = ALL_HEADS[heads], SHAPES[shape]
 
     def function(q, kv_pages, page_table, cu_q_lens, kv_lens, packed):
         return ragged_paged_attention(
             q, kv_pages, page_table, cu_q_lens, kv_lens,
-            max_q_len=max_q_len, backend="mosaic_portable", work=planner.work(packed), **options,
+            max_q_len=max_q_len, backend=backend, work=planner.work(packed), **options,
         )  # fmt: skip
 
     args = _attention_args(T, S, N, K, H, page_size, dtype, planner.size)
     what = _describe(heads, N, K, H, page_size, dtype, options)
-    kernels = (PORTABLE_ATTENTION, PORTABLE_JOIN) if planner.shape.num_slots else (PORTABLE_ATTENTION,)
-    return KernelCase(f"portable attention {shape} {what}", function, args, kernels)
+    return KernelCase(f"attention {shape} {what}", function, args, (ATTENTION, JOIN), what)
 
 
 def _attention_args(T: int, S: int, N: int, K: int, H: int, page_size: int, dtype: str, work: int) -> tuple[Any, ...]:
@@ -182,38 +209,3 @@ def experts_case(num_tokens: int, in_dim: int, out_dim: int, backend: str = "mos
     args = (S((num_tokens, in_dim), jnp.bfloat16), S((num_tokens, 8), jnp.int32), w, S((), jnp.int32))
     name, kernel = ("", EXPERTS) if backend == "mosaic_sm90" else ("portable ", PORTABLE_EXPERTS)
     return KernelCase(f"{name}experts 30b-a3b {in_dim}x{out_dim} T={num_tokens}", experts, args, (kernel,))
-
-
-def attention_case(
-    heads: str, shape: str, num_sms: int, device_kind: str, *, page_size: int = 64, dtype: str = "bfloat16", **options: Any
-) -> KernelCase:
-    """Ragged paged attention of one head shape in one bucket."""
-    from kernels.ragged_paged_attention import ragged_paged_attention
-    from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
-    from kernels.ragged_paged_attention.mosaic_sm90.tiles import choose_tiles
-
-    (N, K, H), (T, S, max_q_len) = HEADS[heads], SHAPES[shape]
-    tiles = choose_tiles(head_dim=H, group=N // K, max_q_len=max_q_len, device_kind=device_kind)
-    planner = Planner.make(
-        num_tokens=T,
-        num_seqs=S,
-        max_q_len=max_q_len,
-        num_query_heads=N,
-        num_kv_heads=K,
-        head_dim=H,
-        max_kv_len=_MAX_KV_LEN,
-        split_q_len=max_q_len if shape == "drafts" else 1,
-        sliding_window=options.get("sliding_window"),
-        num_ctas=num_sms,
-        tiles=tiles,
-    )
-
-    def function(q, kv_pages, page_table, cu_q_lens, kv_lens, packed):
-        return ragged_paged_attention(
-            q, kv_pages, page_table, cu_q_lens, kv_lens,
-            max_q_len=max_q_len, backend="mosaic_sm90", work=planner.work(packed), **options,
-        )  # fmt: skip
-
-    args = _attention_args(T, S, N, K, H, page_size, dtype, planner.size)
-    what = _describe(heads, N, K, H, page_size, dtype, options)
-    return KernelCase(f"attention {shape} {what}", function, args, (ATTENTION, JOIN), what)

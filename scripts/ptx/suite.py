@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,6 @@ SPLIT_Q_LEN = 9  # query tokens of a sequence whose KV may be split
 LONGER = 70  # positions by which a plan passes the KV: a block and more that is not there
 PREFIX = "portable "  # of the cases that the portable kernels run
 ROTARY = "rotary "  # of the cases of the rotary write, which is one for all GPUs
-FEW_PORTABLE = tuple(PREFIX + name for name in ("gpu-decodes-0.6b", "gpu-head_256-window-soft_cap", "bfloat16_deep"))
-FEW_ROTARY = tuple(ROTARY + name for name in ("qwen3", "head_96_norm"))
-FEW = ("gpu-decodes-0.6b", "gpu-window-soft_cap", "gpu-pass_by-8b", "bfloat16_deep")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,40 +57,33 @@ class Program:
     demanded: frozenset[str]  # kernels whose every line these batches are to reach
 
 
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """What some kernels are run on. programs: of each case's name, what makes its programs. few: names of cases, those of
+    `--cases=few`. only_hopper: whether other GPUs lack the kernels."""
+
+    programs: dict[str, Sequence[Callable[[KernelCompiler], Program]]]
+    few: Sequence[str]
+    only_hopper: bool = False
+
+
+def suites(*, hopper: bool) -> list[Suite]:
+    """Those of an architecture."""
+    return [suite for suite in SUITES if hopper or not suite.only_hopper]
+
+
 def case_names(*, hopper: bool) -> list[str]:
-    """The cases that are run: those of the portable kernels, and on Hopper also those of the kernels for it."""
-    experts = [case.name for case in experts_cases.CASES if case.dtype != "float32"]
-    portable = [PREFIX + name for name in (*(case.name for case in (*INTERPRETED, *PORTABLE)), *experts)]
-    rotary = [ROTARY + case.name for case in rotary_cases.CASES]
-    return [*(case.name for case in INTERPRETED), *experts, *portable, *rotary] if hopper else [*portable, *rotary]
+    """The cases that are run on an architecture."""
+    return [name for suite in suites(hopper=hopper) for name in suite.programs]
 
 
 def programs(compiler: KernelCompiler, names: Sequence[str] | None = None) -> Iterator[Program]:
     """Compiles one after the other. names: of cases, or "few"; None is all."""
-    known = case_names(hopper=compiler.hopper)
-    names = (
-        known
-        if names is None
-        else [name for name in (*FEW, *FEW_PORTABLE, *FEW_ROTARY) if name in known]
-        if "few" in names
-        else names
-    )
-    for case in INTERPRETED:
-        if case.name in names:
-            yield attention_program(compiler, case)
-    for case in experts_cases.CASES:
-        if case.name in names:
-            for rows in (64, 128):
-                yield experts_program(compiler, case, rows)
-    for case in (*INTERPRETED, *PORTABLE):
-        if PREFIX + case.name in names:
-            yield attention_program(compiler, case, PortablePtx, PREFIX)
-    for case in experts_cases.CASES:
-        if PREFIX + case.name in names:
-            yield experts_program(compiler, case, 64, "mosaic_portable", PREFIX)
-    for case in rotary_cases.CASES:
-        if ROTARY + case.name in names:
-            yield rotary_program(compiler, case)
+    for suite in suites(hopper=compiler.hopper):
+        wanted = suite.few if names is not None and "few" in names else names
+        for name, makers in suite.programs.items():
+            if wanted is None or name in wanted:
+                yield from (make(compiler) for make in makers)
 
 
 def attention_program(compiler: KernelCompiler, case: Case, ptx_of: type[AttentionPtx] = AttentionPtx, prefix: str = "") -> Program:
@@ -177,3 +168,49 @@ def rotary_program(compiler: KernelCompiler, case: rotary_cases.Case) -> Program
         return Program(ROTARY + case.name, kernels, tuple(runs), with_kernels, frozenset(kernels))
 
     return with_kernels({compiled.kernel.name: compiled.kernel})
+
+
+def _suite(
+    prefix: str,
+    ptx_of: type[AttentionPtx],
+    cases: Sequence[Case],
+    backend: str,
+    tile_rows: Sequence[int],
+    few: Sequence[str],
+    *,
+    only_hopper: bool = False,
+) -> Suite:
+    """Attention's cases, and those of the grouped matmul in tiles of so many rows."""
+    found: dict[str, list[Callable[[KernelCompiler], Program]]] = {}
+    for case in cases:
+        found[prefix + case.name] = [partial(attention_program, case=case, ptx_of=ptx_of, prefix=prefix)]
+    for case in experts_cases.CASES:
+        if case.dtype != "float32":
+            make = partial(experts_program, case=case, backend=backend, prefix=prefix)
+            found[prefix + case.name] = [partial(make, rows=rows) for rows in tile_rows]
+    return Suite(found, [prefix + name for name in few], only_hopper)
+
+
+SUITES = (
+    _suite(
+        "",
+        AttentionPtx,
+        INTERPRETED,
+        "mosaic_sm90",
+        (64, 128),
+        ("gpu-decodes-0.6b", "gpu-window-soft_cap", "gpu-pass_by-8b", "bfloat16_deep"),
+        only_hopper=True,
+    ),
+    _suite(
+        PREFIX,
+        PortablePtx,
+        (*INTERPRETED, *PORTABLE),
+        "mosaic_portable",
+        (64,),
+        ("gpu-decodes-0.6b", "gpu-head_256-window-soft_cap", "bfloat16_deep"),
+    ),
+    Suite(
+        {ROTARY + case.name: [partial(rotary_program, case=case)] for case in rotary_cases.CASES},
+        [ROTARY + name for name in ("qwen3", "head_96_norm")],
+    ),
+)
