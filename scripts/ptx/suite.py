@@ -181,7 +181,7 @@ def _suite(
     only_hopper: bool = False,
 ) -> Suite:
     """Attention's cases, and those of the grouped matmul in tiles of so many rows."""
-    found: dict[str, list[Callable[[KernelCompiler], Program]]] = {}
+    found: dict[str, Sequence[Callable[[KernelCompiler], Program]]] = {}
     for case in cases:
         found[prefix + case.name] = [partial(attention_program, case=case, ptx_of=ptx_of, prefix=prefix)]
     for case in experts_cases.CASES:
