@@ -21,6 +21,7 @@ import numpy as np
 
 from scripts.ptx.mutations import Mutation
 from scripts.ptx.program import PtxError
+from scripts.ptx.rotary import RotaryRun
 from scripts.ptx.suite import Program as Suite
 from scripts.ptx.suite import Run
 
@@ -140,7 +141,7 @@ class Trial:
         return None, None
 
 
-def broken(run: Run, seed: int, limit: float) -> str | None:
+def broken(run: Run | RotaryRun, seed: int, limit: float) -> str | None:
     """The rule that a run breaks, without places; None if none. limit: seconds of the processor after which it is taken to hang."""
     try:
         with _at_most(limit):
