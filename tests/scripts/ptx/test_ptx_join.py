@@ -4,12 +4,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from scripts import ptx_check
 from scripts.ptx.compiled import JOIN, Kernel
 from scripts.ptx.coverage import Coverage
 from scripts.ptx.launch import Launch, Tensor
 from scripts.ptx.machine import run
 from scripts.ptx.program import parse
+from scripts.ptx.report import Report, check_program
 from scripts.ptx.suite import Program, Run
 from tests.scripts.ptx.snippets import RECORDED
 
@@ -74,7 +74,7 @@ def arrays() -> tuple[list[np.ndarray], np.ndarray]:
     return [out, acc, stats, work, np.array([0, ROWS // HEADS], np.int32)], want.reshape(ROWS // HEADS, HEADS, H)
 
 
-def report_of(ptx: str) -> ptx_check.Report:
+def report_of(ptx: str) -> Report:
     """What ptx_check says of a join."""
     given, want = arrays()
     kernels = {JOIN: Kernel(JOIN, parse(ptx), LAUNCH)}
@@ -86,8 +86,8 @@ def report_of(ptx: str) -> ptx_check.Report:
 
         return Program("recorded", kernels, (Run("join", once, want, tolerance=0.02),), with_kernels, frozenset())
 
-    report = ptx_check.Report()
-    ptx_check.check_program(with_kernels(kernels), SEEDS, Coverage(), report)
+    report = Report()
+    check_program(with_kernels(kernels), SEEDS, Coverage(), report)
     return report
 
 
