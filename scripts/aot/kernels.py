@@ -14,7 +14,7 @@ from typing import Any
 
 from scripts.aot.compiled_report import CompiledReport
 from scripts.aot.compiler import device_of
-from scripts.aot.verdicts import ATTENTION, EXPERTS, JOIN, PORTABLE_ATTENTION, PORTABLE_EXPERTS, PORTABLE_JOIN
+from scripts.aot.verdicts import ATTENTION, EXPERTS, JOIN, PORTABLE_ATTENTION, PORTABLE_EXPERTS, PORTABLE_JOIN, ROTARY_WRITE
 
 # Head shapes of Qwen3 0.6B, 4B and 8B, 32B, 30B-A3B, and of SmolLM2: (query heads, KV heads, head_dim).
 HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "32b": (64, 8, 128), "30b-a3b": (32, 4, 128), "smollm2": (9, 3, 64)}
@@ -83,6 +83,7 @@ def kernel_cases(num_sms: int, device_kind: str) -> list[KernelCase]:
 
 
 # Head shapes for the portable kernel alone: of Phi-3, Llama 2 7B, Gemma 2 9B and Gemma 3 4B.
+ROTARY_NORMS = ("0.6b", "8b", "32b", "30b-a3b", "gemma3")  # whose query and key heads are normed
 PORTABLE_HEADS = {"phi3": (32, 32, 96), "llama2": (32, 32, 128), "gemma2": (16, 8, 256), "gemma3": (8, 4, 256)}
 ALL_HEADS = {**HEADS, **PORTABLE_HEADS}
 
@@ -96,6 +97,7 @@ def few_portable_cases(target: str) -> list[KernelCase]:
         case("0.6b", "mixed", page_size=16, **WINDOW_AND_CAP),
         case("gemma2", "mixed", page_size=16, **WINDOW_AND_CAP),
         experts_case(EXPERTS_TOKENS[0], *EXPERTS_30B_A3B[0], backend="mosaic_portable"),
+        *(rotary_case(target, heads) for heads in ("0.6b", "smollm2", "phi3", "gemma3")),
     ]
 
 
@@ -114,6 +116,7 @@ def portable_cases(target: str) -> list[KernelCase]:
             for shape in ("decode", "mixed")
         ),
         *(experts_case(T, *matrix, backend="mosaic_portable") for T in EXPERTS_TOKENS for matrix in EXPERTS_30B_A3B),
+        *(rotary_case(target, heads, dtype="float16") for heads in ("8b", "32b", "30b-a3b", "smollm2", "llama2", "gemma2")),
     ]
     return list({case.name: case for case in cases}.values())
 
@@ -209,3 +212,27 @@ def experts_case(num_tokens: int, in_dim: int, out_dim: int, backend: str = "mos
     args = (S((num_tokens, in_dim), jnp.bfloat16), S((num_tokens, 8), jnp.int32), w, S((), jnp.int32))
     name, kernel = ("", EXPERTS) if backend == "mosaic_sm90" else ("portable ", PORTABLE_EXPERTS)
     return KernelCase(f"{name}experts 30b-a3b {in_dim}x{out_dim} T={num_tokens}", experts, args, (kernel,))
+
+
+def rotary_case(target: str, heads: str, *, dtype: str = "bfloat16") -> KernelCase:
+    """The rotary write of a mixed bucket, with norms where the model of these heads has them."""
+    import jax
+
+    from kernels import gpu
+    from kernels.rotary_write import rotary_write
+
+    (N, K, H), (T, *_) = ALL_HEADS[heads], SHAPES["mixed"]
+    norms = 2 if heads in ROTARY_NORMS else 0
+
+    def function(qkv, kv_pages, cos, sin, slot_mapping, *scales):
+        write = functools.partial(rotary_write, qkv, kv_pages, cos, sin, slot_mapping, eps=1e-6, backend="mosaic")
+        with gpu.assume(device_of(target)):
+            return write(q_scale=scales[0], k_scale=scales[1]) if scales else write()
+
+    def array(*shape: int, dtype: Any = dtype) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    angles = array(T, H // 2, dtype="float32")
+    args = (array(T, N + 2 * K, H), array(_NUM_PAGES, 2, K, 64, H), angles, angles, array(T, dtype="int32"))
+    name = f"rotary write {_describe(heads, N, K, H, 64, dtype, {'norm': bool(norms)})}"
+    return KernelCase(name, function, (*args, *[array(H)] * norms), (ROTARY_WRITE,))

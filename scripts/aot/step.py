@@ -19,6 +19,7 @@ from scripts.aot.equal_bits import order_faults
 from scripts.aot.verdicts import (
     ATTENTION_OP,
     PORTABLE_OP,
+    ROTARY_OP,
     MemoryFit,
     StepDemands,
     body_faults,
@@ -204,9 +205,10 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
         temp_bytes=reserve,
     )
     attention = OPS.get(config.attention_backend)
+    rotary = ROTARY_OP if attention is not None and programs.functions.rotary_backend == "mosaic" else None
     faults: list[str] = []
     for report in bodies.values():
-        faults += body_faults(report, demands, attention)
+        faults += body_faults(report, demands, attention, rotary)
     for report in (*tops.values(), score):
         faults += head_faults(report, demands)
     faults += update_faults(update, demands)

@@ -18,6 +18,7 @@ EXPERTS = "grouped_matmul_mosaic_gpu_kernel"
 PORTABLE_OP = "ragged_paged_attention_mosaic_portable/portable_attention/"
 PORTABLE_ATTENTION, PORTABLE_JOIN = "portable_attention_mosaic_gpu_kernel", "portable_join_mosaic_gpu_kernel"
 PORTABLE_EXPERTS = "portable_grouped_matmul_mosaic_gpu_kernel"
+ROTARY_OP, ROTARY_WRITE = "rotary_write_mosaic/rotary_write/", "rotary_write_mosaic_gpu_kernel"
 LOADING_WARPGROUPS = {ATTENTION: 1}  # of a block: those that compute nothing
 # Of our kernels: the PTX features (compiled_report.PTX_FEATURES) without which one is the slow variant.
 FEATURES = {
@@ -27,6 +28,7 @@ FEATURES = {
     PORTABLE_ATTENTION: ("cp.async", "mma.sync"),
     PORTABLE_JOIN: (),
     PORTABLE_EXPERTS: ("cp.async", "mma.sync"),
+    ROTARY_WRITE: (),
 }
 
 
@@ -44,15 +46,17 @@ class StepDemands:
     temp_bytes: int
 
 
-def body_faults(report: CompiledReport, demands: StepDemands, attention_kernel: str | None) -> list[str]:
+def body_faults(
+    report: CompiledReport, demands: StepDemands, attention_kernel: str | None, rotary_kernel: str | None = None
+) -> list[str]:
     """Faults of a body program. attention_kernel: the op that must do every layer's attention (part of its op_name); None where
-    the attention backend is XLA's, which runs loops outside the graph."""
+    the attention backend is XLA's, which runs loops outside the graph. rotary_kernel: the same of the write before it."""
     faults = program_faults(report, demands) if attention_kernel else _memory_faults(report, demands)
-    if attention_kernel:
-        calls = [i.op_name for i in report.mosaic_calls if attention_kernel in i.op_name]
+    for kernel in filter(None, (attention_kernel, rotary_kernel)):
+        calls = [i.op_name for i in report.mosaic_calls if kernel in i.op_name]
         if len(calls) != demands.num_layers:
             faults.append(
-                f"{len(calls)} Mosaic calls named {attention_kernel!r} for {demands.num_layers} layers; "
+                f"{len(calls)} Mosaic calls named {kernel!r} for {demands.num_layers} layers; "
                 f"Mosaic calls: {sorted({i.op_name for i in report.mosaic_calls}) or 'none'}"
             )
     if report.alias_bytes < demands.pool_bytes:
