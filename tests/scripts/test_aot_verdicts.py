@@ -66,6 +66,12 @@ def test_faults_of_a_body(change, message):
     assert message in fault and fault.startswith("body: ")
 
 
+def test_a_body_must_run_the_rotary_write_once_a_layer():
+    body = dataclasses.replace(good_body(), instructions=[*good_body().instructions, call("rotary"), call("rotary")])
+    assert body_faults(body, DEMANDS, "decode", "rotary") == []
+    assert body_faults(good_body(), DEMANDS, "decode", "rotary") != []
+
+
 def kernel(name: str, *uses: str) -> Kernel:
     return dataclasses.replace(KERNEL, name=name, uses=uses)
 
