@@ -83,9 +83,9 @@ def kernel_cases(num_sms: int, device_kind: str) -> list[KernelCase]:
 
 
 # Head shapes for the portable kernel alone: of Phi-3, Llama 2 7B, Gemma 2 9B and Gemma 3 4B.
-ROTARY_NORMS = ("0.6b", "8b", "32b", "30b-a3b", "gemma3")  # whose query and key heads are normed
 PORTABLE_HEADS = {"phi3": (32, 32, 96), "llama2": (32, 32, 128), "gemma2": (16, 8, 256), "gemma3": (8, 4, 256)}
 ALL_HEADS = {**HEADS, **PORTABLE_HEADS}
+ROTARY_NORMS = ("0.6b", "8b", "32b", "30b-a3b", "gemma3")  # whose query and key heads are normed
 
 
 def few_portable_cases(target: str) -> list[KernelCase]:
