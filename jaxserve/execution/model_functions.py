@@ -96,7 +96,8 @@ def _attend_heads(
     """The same from heads as they are projected. backend: of kernels.rotary_write."""
     q_scale, k_scale, eps = norms or (None, None, 0.0)
     scales = {"q_scale": q_scale, "k_scale": k_scale, "eps": eps}
-    q, kv = rotary_write(qkv, kv, *rope, context.slot_mapping, **scales, backend=backend)
+    cos, sin = rope
+    q, kv = rotary_write(qkv, kv, cos, sin, context.slot_mapping, **scales, backend=backend)
     return _attend_pages(sliding_window, kv, context, q)
 
 

@@ -59,7 +59,7 @@ class Batch:
     k_scale: np.ndarray | None
 
     @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Without the scales."""
         return self.qkv, self.kv_pages, self.cos, self.sin, self.slot_mapping
 

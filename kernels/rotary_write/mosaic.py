@@ -62,7 +62,8 @@ def rotary_write(
     scales = () if q_scale is None or k_scale is None else (q_scale.reshape(1, H), k_scale.reshape(1, H))
 
     def rotary_write(*args):
-        refs = _Refs(*args) if scales else _Refs(*args[:5], None, None, args[5])
+        *inputs, q = args
+        refs = _Refs._make((*inputs, q) if scales else (*inputs, None, None, q))
         _rows(refs, tile, N, K, page_size, eps)
 
     pages = jax.new_ref(kv_pages.reshape(-1, H))

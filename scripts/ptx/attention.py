@@ -12,6 +12,7 @@ from kernels.ragged_paged_attention import ragged_paged_attention
 from kernels.ragged_paged_attention.cases import Batch, Case, build
 from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS, Tiles, choose_tiles
+from kernels.ragged_paged_attention.work_planner import WorkPlanner
 from scripts.ptx.compiled import ATTENTION, JOIN, Kernel, KernelCompiler, array
 from scripts.ptx.machine import run
 from scripts.ptx.program import PtxError
@@ -61,7 +62,7 @@ class AttentionPtx:
     """The kernels of one program and what plans for it."""
 
     kernels: dict[str, Kernel]
-    planner: Planner
+    planner: WorkPlanner
     case: Case
     shape: Shape
 

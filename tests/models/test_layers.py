@@ -70,7 +70,8 @@ def test_a_layer_given_attend_heads_computes_what_it_does_with_attend(golden):
 
     def attend_heads(qkv, rope, norms):
         q_scale, k_scale, eps = norms or (None, None, 0.0)
-        return rotary_write(qkv, pages, *rope, slots, q_scale=q_scale, k_scale=k_scale, eps=eps)
+        cos, sin = rope
+        return rotary_write(qkv, pages, cos, sin, slots, q_scale=q_scale, k_scale=k_scale, eps=eps)
 
     rope = model.rope(jnp.arange(T))
     want = jax.jit(lambda x: layer(x, rope, attend))(x)

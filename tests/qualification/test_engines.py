@@ -234,10 +234,14 @@ def test_the_command_tries_a_models_shapes_for_its_engine(fake, starts, tmp_path
     assert done.returncode == 0, done.stderr
     assert starts() == 1 and sum(v["backend"] == "bent" for v in json.loads(done.stdout)["verdicts"]) == 2
     card(fake())
-    options = {"skip_tokenizer_init": True, "num_pages": 8, "page_size": 16, "max_model_len": 64, "compilation_cache_dir": ""}
-    jaxserve.LLM(tmp_path / "model", dtype="float32", **options).close()
+
+    def start(page_size: int) -> None:
+        options = {"num_pages": 8, "page_size": page_size, "max_model_len": 64, "compilation_cache_dir": ""}
+        jaxserve.LLM(tmp_path / "model", dtype="float32", skip_tokenizer_init=True, **options).close()
+
+    start(16)
     assert starts() == 1
-    jaxserve.LLM(tmp_path / "model", dtype="float32", **options | {"page_size": 32}).close()
+    start(32)
     assert starts() == 2, "or the test could not fail"
 
 

@@ -180,8 +180,13 @@ def bits_by_rows(map_rows):
     layout = EditLayout(64, vocab)
     table, history = np.zeros((most, layout.num_columns), np.int32), np.zeros((most, 64), np.int32)
     for i in range(most):
-        penalties = {"repetition_penalty": 1.2 + i / 97, "frequency_penalty": i / 71 - 0.3, "presence_penalty": 1.1}
-        params = SamplingParams(temperature=0, logit_bias={3: 0.7}, **penalties)
+        params = SamplingParams(
+            temperature=0,
+            logit_bias={3: 0.7},
+            repetition_penalty=1.2 + i / 97,
+            frequency_penalty=i / 71 - 0.3,
+            presence_penalty=1.1,
+        )
         row = layout.pack(i, params, rng.integers(0, 30, 40).tolist(), 10)
         history[i], table[i] = row[1:65], row[65:]
     logits = rng.normal(size=(most, vocab)).astype(np.float32) * 3

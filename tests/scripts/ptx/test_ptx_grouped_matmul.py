@@ -93,6 +93,7 @@ def test_a_mutation_is_caught_or_nobody_misses_it():
 
 def test_wrong_values_are_faults():
     (run_it,) = suite({EXPERTS: KERNEL}).runs
+    assert isinstance(run_it, Run)
     out = run_it.want.astype(np.float32)
     assert not run_it.faults(out)
     out[0, 0, 0] += 2 * run_it.tolerance * (1 + abs(out[0, 0, 0]))
