@@ -91,7 +91,8 @@ class Engine:
         if config.warm_up == "all":
             self.runner.warm_up()
         if self._warm_up is not None:
-            list(self.runner.run_empty_steps(self._warm_up.first))  # not waited for: the caller has other things to set up
+            if not self.runner.num_deleted_weights():  # or else the next step says so
+                list(self.runner.run_empty_steps(self._warm_up.first))  # not waited for: the caller has other things to set up
             self._warm_up.start()
 
     def _make_host_state(self, num_pages: int | None = None) -> None:

@@ -23,9 +23,9 @@ HEAD_DIMS = (64, 96, 128, 256)
 def lacks(*, head_dim: int, dtype: Any) -> str | None:
     """What the kernel lacks for this model, or this device for the kernel, in words; None if it can."""
     if head_dim not in HEAD_DIMS:
-        return f"head_dim {', '.join(map(str, HEAD_DIMS))}, found {head_dim}"
+        return f"head_dim={head_dim}: it has {', '.join(map(str, HEAD_DIMS))}"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"bfloat16 or float16, found {jnp.dtype(dtype).name}"
+        return f"{jnp.dtype(dtype).name}: it has bfloat16 and float16"
     missing = None if gpu.is_interpreted() else gpu.missing_for_mma()
     return None if missing is None else f"a device: it needs {missing}"
 

@@ -103,8 +103,8 @@ def test_auto_is_xla_without_a_gpu_and_where_the_kernel_is_left_out(monkeypatch)
     [
         (None, (128, "bfloat16"), "mosaic can't do a device: it needs a GPU of compute capability 8.0 or more, found cpu"),
         ((7, 5), (128, "bfloat16"), r"needs compute capability 8.0 or more, found 7.5"),
-        ((8, 0), (80, "bfloat16"), "mosaic can't do head_dim 64, 96, 128, 256, found 80; use backend='xla'"),
-        ((8, 0), (128, "float32"), "mosaic can't do bfloat16 or float16, found float32"),
+        ((8, 0), (80, "bfloat16"), "mosaic can't do head_dim=80: it has 64, 96, 128, 256; use backend='xla'"),
+        ((8, 0), (128, "float32"), "mosaic can't do float32: it has bfloat16 and float16"),
     ],
 )
 def test_what_the_kernel_lacks(device, shape, message):

@@ -1,3 +1,9 @@
+import contextlib
+import dataclasses
+import functools
+from types import SimpleNamespace
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -6,11 +12,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxserve.execution import model_functions
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.models.config import RopeConfig
 from jaxserve.models.layers import FEW_ROWS, RMSNorm, SparseMLP, causal_attention, matmul_transposed
-from kernels.kv_cache import write_kv
-from kernels.rotary_write import rotary_write
+from kernels import gpu
 from tests.goldens.golden import load_golden
 
 
@@ -54,28 +60,29 @@ def test_softmax_of_bf16_scores_is_float32():
     assert float(got[0, 1, 0, 0]) == pytest.approx(1 / (1 + np.exp(-1.5625)), abs=0.003)
 
 
+@pytest.mark.parametrize("backend", ["xla", "mosaic"])
 @pytest.mark.parametrize("golden", ["qwen3_tied", "llama"])
-def test_a_layer_given_attend_heads_computes_what_it_does_with_attend(golden):
-    """With norms of heads and without: queries, keys and values are the same, bit for bit."""
-    config = ModelConfig.from_hf(load_golden(golden).config_path)
+def test_a_step_with_the_rotary_write_computes_what_it_does_without(golden, backend, monkeypatch):
+    """With norms of heads and without: the step's queries, keys and values are the same, bit for bit."""
+    config = dataclasses.replace(ModelConfig.from_hf(load_golden(golden).config_path), head_dim=64)
     model = Decoder(config, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
     layer, T, page_size = model.layers[0], 6, 4
     assert (layer.attention.norms is not None) == config.qk_norm
+    for i, norm in enumerate((layer.attention.q_norm, layer.attention.k_norm)):
+        if norm is not None:
+            norm.scale[...] = 1 + jax.random.normal(jax.random.key(7 + i), norm.scale.shape, jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (T, config.hidden_size)).astype(jnp.bfloat16)
     pages = jnp.zeros((3, 2, config.num_kv_heads, page_size, config.head_dim), jnp.bfloat16)
     slots = jnp.array([3, 0, 11, 5, 12 + 4, 7], jnp.int32)
 
-    def attend(q, k, v):
-        return q, write_kv(pages, k, v, slots)
-
-    def attend_heads(qkv, rope, norms):
-        q_scale, k_scale, eps = norms or (None, None, 0.0)
-        cos, sin = rope
-        return rotary_write(qkv, pages, cos, sin, slots, q_scale=q_scale, k_scale=k_scale, eps=eps)
-
+    context: Any = SimpleNamespace(slot_mapping=slots)
+    monkeypatch.setattr(model_functions, "_attend_pages", lambda window, kv, context, q: (q, kv))
+    attend = functools.partial(model_functions._attend, None, pages, context)
+    attend_heads = functools.partial(model_functions._attend_heads, backend, None, pages, context)
     rope = model.rope(jnp.arange(T))
     want = jax.jit(lambda x: layer(x, rope, attend))(x)
-    got = jax.jit(lambda x: layer(x, rope, attend, attend_heads=attend_heads))(x)
+    with gpu.interpreted() if backend == "mosaic" else contextlib.nullcontext():
+        got = jax.jit(lambda x: layer(x, rope, attend, attend_heads=attend_heads))(x)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
