@@ -16,6 +16,8 @@ from scripts.aot.verdicts import (
     ATTENTION_OP,
     EXPERTS,
     JOIN,
+    ROTARY_OP,
+    ROTARY_WRITE,
     StepDemands,
     body_faults,
     head_faults,
@@ -89,7 +91,9 @@ class CompilerOf:
     """Stands in for the compiler: every body becomes this report, heads and the rest are good."""
 
     def __init__(self, body: CompiledReport, mosaic_kernels: list[Kernel]):
-        self.body, self.mosaic_kernels = body, mosaic_kernels
+        writes = [call(ROTARY_OP.strip("/"))] * (len(body.instructions) // 2)  # beside attention and join of each layer
+        self.body = dataclasses.replace(body, instructions=[*body.instructions, *writes])
+        self.mosaic_kernels = [*mosaic_kernels, kernel(ROTARY_WRITE)]
 
     def compile(self, name, function, args, **options):
         head = dataclasses.replace(good_body(), instructions=[], thunks=[*good_body().thunks[: 1 + 2 * (name != "state update")]])
