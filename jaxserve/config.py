@@ -162,6 +162,13 @@ class EngineConfig:
             help="Of weights and activations; auto: the checkpoint's own (bfloat16 for quantised GGUF).",
         ),
     )
+    tensor_parallel_size: int = _option(
+        1,
+        Count(
+            group=_NAMES,
+            help="Devices that share the model: heads, columns of the MLP, experts and the vocabulary are cut over them.",
+        ),
+    )
     max_model_len: int | None = _option(
         None,
         Count(

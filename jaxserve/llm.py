@@ -22,6 +22,7 @@ from jaxserve.engine.description import EngineDescription
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.kernel_choice import qualify_kernels
 from jaxserve.engine.progress import ProgressBar
+from jaxserve.engine.sharding import model_shards
 from jaxserve.models import GenerationDefaults, ModelConfig
 from jaxserve.models.loading import LoadedModel, adopt_model, check_tokenizer_choice, find_model, load_files
 from jaxserve.moved import forward
@@ -45,6 +46,8 @@ from jaxserve.text.text_outputs import TextOutputs
 from jaxserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # not at run time, when this module warns of the names that were defined here
+    from jax.sharding import Mesh
+
     from jaxserve.text.prompts import Message, Prompt
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -60,6 +63,8 @@ class LLM:
       tokenizer: where the tokenizer lies, or a Tokenizer, if it is not the model's own.
       skip_tokenizer_init: load no tokenizer; prompts are token ids then, and texts stay empty.
       revision: of a Hugging Face id.
+      mesh: a `jax.sharding.Mesh` with an axis "tp", whose devices share the model; without it they are the first
+        `tensor_parallel_size`.
       options: every field of `EngineConfig` (dtype, max_model_len, max_num_seqs, max_num_batched_tokens, page_size, num_pages,
         gpu_memory_utilization, enable_prefix_caching, enable_chunked_prefill, scheduling_policy, seed, bucket_plan, ...).
         warm_up="all" also reads the tokenizer's vocabulary for forms (structured_outputs), which otherwise the first form does.
@@ -76,22 +81,32 @@ class LLM:
         skip_tokenizer_init: bool = False,
         *,
         revision: str | None = None,
+        mesh: Mesh | None = None,
         **options: Any,
     ):
         config = engine_config(options)
         check_tokenizer_choice(tokenizer, skip_tokenizer_init)
         files = find_model(model, revision=revision)
-        # On a card that nobody has tried: before the weights, while JAX has not taken the device's memory.
-        qualify_kernels(files.config, files.dtype(config.dtype), config, ask_jax=False)
+        shards = None
+        if config.tensor_parallel_size == 1 and mesh is None:
+            # On a card that nobody has tried: before the weights, while JAX has not taken the device's memory.
+            qualify_kernels(files.config, files.dtype(config.dtype), config, ask_jax=False)
+        else:
+            shards, config = model_shards(files.config, config, mesh)
         loaded = load_files(
-            files, tokenizer=tokenizer, skip_tokenizer_init=skip_tokenizer_init, dtype=config.dtype, transposed=None
+            files,
+            tokenizer=tokenizer,
+            skip_tokenizer_init=skip_tokenizer_init,
+            dtype=config.dtype,
+            transposed=None,
+            shards=shards,
         )
-        self._set_up(loaded, config)
+        self._set_up(loaded, config, mesh)
 
-    def _set_up(self, loaded: LoadedModel, config: EngineConfig) -> None:
+    def _set_up(self, loaded: LoadedModel, config: EngineConfig, mesh: Mesh | None) -> None:
         self.tokenizer: Tokenizer | None = loaded.tokenizer
         self.generation_defaults: GenerationDefaults = loaded.defaults
-        self.engine: Engine = Engine(loaded.module, config, eos_token_ids=loaded.defaults.eos_token_ids)
+        self.engine: Engine = Engine(loaded.module, config, eos_token_ids=loaded.defaults.eos_token_ids, mesh=mesh)
         self._texts = TextOutputs(self.tokenizer, self.engine.finish)
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that grew and were not yielded yet
         self._runs = itertools.count()
@@ -108,6 +123,7 @@ class LLM:
         config: ModelConfig | Mapping[str, Any] | str | Path | None = None,
         *,
         tokenizer: str | Path | Tokenizer | None = None,
+        mesh: Mesh | None = None,
         **options: Any,
     ) -> LLM:
         """An LLM on weights that are already in this process, such as a trainer's.
@@ -119,6 +135,8 @@ class LLM:
             On a CPU `LLM(path)` decodes up to twice as fast: it lays its weights out anew; `models.transpose_kernels` does it here.
           config: the model's, or its Hugging Face config as a dict or a folder; a `Decoder` brings its own.
           tokenizer: a Tokenizer, or where it lies; None: prompts are token ids, and texts stay empty.
+          mesh: as for `LLM`; it may be the trainer's. Arrays that lie on its devices as the engine needs them are shared too; the
+            others are copied once, and how many is logged.
           options: as for `LLM`. dtype="auto" is the weights' own.
 
         Raises:
@@ -126,8 +144,10 @@ class LLM:
           TypeError: an option that does not exist.
         """
         engine_options = engine_config(options)
+        shards_of = lambda model: model_shards(model, engine_options, mesh)[0]  # noqa: E731
+        loaded = adopt_model(params, config, tokenizer=tokenizer, dtype=engine_options.dtype, shards_of=shards_of)
         llm = cls.__new__(cls)
-        llm._set_up(adopt_model(params, config, tokenizer=tokenizer, dtype=engine_options.dtype), engine_options)
+        llm._set_up(loaded, engine_options, mesh)
         return llm
 
     def update_params(self, params: Any, in_flight: str = "refuse") -> None:

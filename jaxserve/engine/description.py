@@ -17,10 +17,10 @@ class EngineDescription:
     """What was decided when an engine was made. str() of it is the line in the log.
 
     model: its architecture. model_shape: layers, widths, heads and experts by name. dtype: of weights and activations.
-    weight_bytes: of all weights. device, platform: as JAX calls them. attention_backend, rotary_backend, moe_backend: the kernels
-    that run; rotary_backend is "xla" beside an XLA attention, moe_backend None without experts. deterministic: what bits may
-    depend on. qualification: what the card's check of our kernels found, in a line. verdicts: the same as data, None where there
-    was no check.
+    tensor_parallel_size: devices that share the model; bytes are those of one of them. weight_bytes: of all weights. device,
+    platform: as JAX calls them. attention_backend, rotary_backend, moe_backend: the kernels that run; rotary_backend is "xla"
+    beside an XLA attention, moe_backend None without experts. deterministic: what bits may depend on. qualification: what the
+    card's check of our kernels found, in a line. verdicts: the same as data, None where there was no check.
     page_size: tokens of a KV page. kv_tokens: that the pool holds. kv_bytes: of the pool. num_speculative_tokens: drafts of a step,
     0 without speculation. bucket_plan: its shapes, in a line. num_programs: that it has.
     """
@@ -28,6 +28,7 @@ class EngineDescription:
     model: str
     model_shape: dict[str, int]
     dtype: str
+    tensor_parallel_size: int
     weight_bytes: int
     device: str
     platform: str
@@ -55,8 +56,9 @@ class EngineDescription:
     def __str__(self) -> str:
         rotary = "" if self.rotary_backend == "xla" else f"rotary write: {self.rotary_backend}; "
         moe = "" if self.moe_backend is None else f"experts: {self.moe_backend}; "
+        devices = "" if self.tensor_parallel_size == 1 else f"devices: {self.tensor_parallel_size}; "
         return (
-            f"attention: {self.attention_backend}; {rotary}{moe}deterministic: {self.deterministic}; "
+            f"{devices}attention: {self.attention_backend}; {rotary}{moe}deterministic: {self.deterministic}; "
             f"KV pool: {self.num_pages} pages of {self.page_size} tokens ({self.kv_bytes / 2**20:.0f} MiB); "
             f"steps of up to {self.max_num_batched_tokens} tokens and {self.max_num_seqs} sequences, "
             f"requests of up to {self.max_model_len} tokens; buckets: {self.bucket_plan}; "
@@ -73,6 +75,7 @@ def describe(programs: Programs, kernels: KernelChoice) -> EngineDescription:
         model=model.architecture,
         model_shape=model_shape(model),
         dtype=str(functions.dtype),
+        tensor_parallel_size=functions.shard.size,
         weight_bytes=functions.num_bytes,
         device=device.device_kind,
         platform=device.platform,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxserve.batching.packer import BatchPacker
 from jaxserve.config import EngineConfig
@@ -27,6 +28,7 @@ from jaxserve.engine.kernel_choice import KernelChoice, choose_kernels
 from jaxserve.engine.live_requests import LiveRequests
 from jaxserve.engine.pipeline import StepPipeline
 from jaxserve.engine.resolution import model_functions, resolve, step_budget
+from jaxserve.engine.sharding import local_config, model_shards
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.weights import WeightsAndSleep
 from jaxserve.execution.compilation import compile_counts, use_persistent_cache
@@ -36,6 +38,8 @@ from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.execution.runner import Runner
 from jaxserve.execution.warm_up import BackgroundWarmUp
 from jaxserve.models import Decoder
+from jaxserve.models.shard_placement import shard_model
+from jaxserve.models.shards import ShardedModel
 from jaxserve.outputs import RequestMetrics
 from jaxserve.request import EngineOutput, Request, RequestStatus
 from jaxserve.sampling.prompt_scores import scores_of
@@ -55,17 +59,29 @@ class Engine:
     Args:
       model: a `jaxserve.models.Decoder` with its weights in place; its arrays are used as they are, not copied.
       config: what to build; None fields are decided from the model and the device.
+      mesh: the devices to run on, those of its axis "tp"; None: as many of the first as `config.tensor_parallel_size` says. A model
+        of one device is cut for several; arrays that lie on them as they are needed are shared.
       eos_token_ids: ids that end a request unless it says ignore_eos.
 
     Raises:
       ValueError: a limit that can't be met (pool too small for a request of max_model_len, a bucket plan too small, ...).
     """
 
-    def __init__(self, model: Decoder, config: EngineConfig | None = None, *, eos_token_ids: Iterable[int] | None = None):
+    def __init__(
+        self,
+        model: Decoder | ShardedModel,
+        config: EngineConfig | None = None,
+        *,
+        eos_token_ids: Iterable[int] | None = None,
+        mesh: Mesh | None = None,
+    ):
         config = config or EngineConfig()
         use_persistent_cache(config.compilation_cache_dir)
         compile_counts()  # from here on they are counted
-        self.kernels: KernelChoice = choose_kernels(model.config, weights_dtype(model), config)
+        shards, config = model_shards(model.config, config, mesh)
+        if shards is not None and not isinstance(model, ShardedModel):
+            model = shard_model(model, shards)
+        self.kernels: KernelChoice = choose_kernels(local_config(model), weights_dtype(model), config)
         functions = model_functions(model, config, self.kernels.moe, self.kernels.rotary)
         self.config: ResolvedConfig = resolve(functions, config, self.kernels.attention)
         programs = Programs(functions, self.config)
@@ -353,7 +369,7 @@ class Engine:
 
     # -- weights and memory
 
-    def read_weights(self, path: str | Path) -> Decoder:
+    def read_weights(self, path: str | Path) -> Decoder | ShardedModel:
         """Another checkpoint of the same model, laid out so that `update_params` converts nothing. Any thread may call this.
 
         Raises:

@@ -85,6 +85,8 @@ class StepMeasurer:
         from jaxserve.execution.programs import Programs
         from jaxserve.execution.runner import Runner
 
+        if config.tensor_parallel_size != 1:
+            raise NotImplementedError(f"tensor_parallel_size={config.tensor_parallel_size}: profiles are of one device")
         kernels = choose_kernels(model.config, weights_dtype(model), config)
         functions = model_functions(model, config, kernels.moe, kernels.rotary)
         limits = resolve(functions, config, kernels.attention).scheduler

@@ -21,6 +21,7 @@ from jaxserve.models.row_tiles import RowTiles, whole
 
 if TYPE_CHECKING:
     from jaxserve.models import Decoder, ModelConfig
+    from jaxserve.models.shards import ShardedModel
     from jaxserve.scheduling.step_budget import StepBudget
     from jaxserve.step_times.fitted import StepTimeModel
 
@@ -29,30 +30,34 @@ logger: logging.Logger = logging.getLogger("jaxserve")
 ROW_TILE = 16  # rows that a CPU computes at once where bits must not follow the bucket
 
 
-def model_functions(model: Decoder, config: EngineConfig, moe_backend: str, rotary_backend: str) -> ModelFunctions:
+def model_functions(model: Decoder | ShardedModel, config: EngineConfig, moe_backend: str, rotary_backend: str) -> ModelFunctions:
     """The model taken apart for programs as the config wants them on JAX's default device. The backends are chosen ones."""
     tiled = config.deterministic == "always" and jax.default_backend() == "cpu"
     return ModelFunctions(model, moe_backend, RowTiles(ROW_TILE) if tiled else whole, rotary_backend)
 
 
 def resolve(functions: ModelFunctions, config: EngineConfig, attention_backend: str) -> ResolvedConfig:
-    """The config with everything decided for this model on JAX's default device. attention_backend: that is chosen, never "auto".
+    """The config with everything decided for this model on its devices, of which the fullest counts. attention_backend: that is
+    chosen, never "auto".
 
     On a device that states its memory, the largest programs are compiled first, from shapes alone, to learn what they need beside
     weights and pages. Raises ValueError and NotImplementedError as `resolve_config`.
     """
-    device = jax.devices()[0]
-    stats = device.memory_stats() or {}
-    limit = stats.get("bytes_limit")
+    shards = functions.shards
+    devices = jax.devices()[:1] if shards is None else list(shards.mesh.devices.flat)
+    stats = [device.memory_stats() or {} for device in devices]
+    limit = min((s["bytes_limit"] for s in stats if "bytes_limit" in s), default=None)
+    in_use = max(s.get("bytes_in_use", 0) for s in stats)
     decide = functools.partial(
         resolve_config,
         config,
         functions.model_config,
         kv_dtype=functions.dtype,
-        platform=device.platform,
+        platform=devices[0].platform,
         device_limit=limit,
         attention_backend=attention_backend,
-        weight_bytes=max(functions.num_bytes, stats.get("bytes_in_use", 0)),  # what else the process holds is not ours to use
+        weight_bytes=max(functions.num_bytes, in_use),  # what else the process holds is not ours to use
+        local=None if shards is None else shards.local,
     )
     resolved = decide()
     if limit is not None and config.num_pages is None:

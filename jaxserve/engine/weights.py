@@ -14,6 +14,8 @@ import jax
 from jaxserve.execution.runner import Runner
 from jaxserve.models import Decoder
 from jaxserve.models.adoption import fit, placed
+from jaxserve.models.shard_placement import place_cut
+from jaxserve.models.shards import ShardedModel
 from jaxserve.models.trainer_keys import is_transposed
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
@@ -28,7 +30,7 @@ class WeightsAndSleep:
         self._runner = runner
         self.is_asleep: bool = False
 
-    def read(self, path: str | Path, dtype: str) -> Decoder:
+    def read(self, path: str | Path, dtype: str) -> Decoder | ShardedModel:
         """As `Engine.read_weights`."""
         from jaxserve.models import loading  # late: it imports the tokenizers library, which an engine does without
 
@@ -40,7 +42,8 @@ class WeightsAndSleep:
         if in_flight not in IN_FLIGHT:
             raise ValueError(f"{in_flight=} must be one of {', '.join(IN_FLIGHT)}")
         functions = self._runner.programs.functions
-        fitted = fit(weights, functions.model_config, dict(zip(functions.paths, functions.abstract, strict=True)))
+        fitted = fit(weights, functions.model_config, dict(zip(functions.paths, functions.plain, strict=True)))
+        shards = functions.shards
         drain()
         num_begun = scheduler.num_begun
         if num_begun and in_flight == "refuse":
@@ -49,7 +52,7 @@ class WeightsAndSleep:
                 "in_flight='recompute' or 'keep'"
             )
         try:
-            self._runner.set_weights(placed(fitted, jax.devices()[0]))
+            self._runner.set_weights(placed(fitted, jax.devices()[0]) if shards is None else place_cut(fitted, shards))
         finally:  # whatever came of it, the old weights' KV is not to be hit
             scheduler.change_weights(self._runner.weights_version, recompute=in_flight == "recompute")
 

@@ -53,7 +53,7 @@ def body(
     drafts = rows.drafts
     model = functions.module(functions.body_indices, weights)
     embedded = tokens if drafts is None else jnp.maximum(tokens, 0)  # a draft may be none
-    x = model.embed(embedded)
+    x = model.embed(embedded, functions.shard)
     # Behind a barrier, or every layer's fusions compute the angles and look up the slots again.
     rope, slot_mapping = lax.optimization_barrier((functions.map_rows(model.rope, context.positions), context.slot_mapping))
     context = replace(context, slot_mapping=slot_mapping)

@@ -53,8 +53,8 @@ class DeviceState:
     rows: RowState
 
 
-def abstract_state(config: ResolvedConfig, proposer: Proposer | None) -> DeviceState:
-    """The shapes and dtypes of an engine's state; nothing is allocated."""
+def abstract_state(config: ResolvedConfig, proposer: Proposer | None, num_devices: int = 1) -> DeviceState:
+    """The shapes and dtypes of an engine's state; nothing is allocated. num_devices: over which the KV heads are cut."""
     struct: Any = jax.ShapeDtypeStruct
     num_seqs, layout = config.scheduler.max_num_seqs, EditLayout(config.scheduler.max_model_len, config.model.vocab_size)
     drafts = None
@@ -73,22 +73,24 @@ def abstract_state(config: ResolvedConfig, proposer: Proposer | None) -> DeviceS
         drafts=drafts,
     )
     pages = config.pages
+    all_heads = replace(pages, num_kv_heads=pages.num_kv_heads * num_devices)
     return DeviceState(
-        kv_pages=[struct(pages.layer(config.cache.num_pages), pages.dtype)] * pages.num_layers,
+        kv_pages=[struct(all_heads.layer(config.cache.num_pages), pages.dtype)] * pages.num_layers,
         step_hidden=struct((config.plan.buckets[-1].tokens, config.model.hidden_size), pages.dtype),
         rows=rows,
     )
 
 
 def new_state(abstract: DeviceState, proposer: Proposer | None) -> DeviceState:
-    """A state of these shapes on the device: zeros, no drafts, and the proposer's own as it begins."""
-    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), replace_rows(abstract, drafts=None))
+    """A state of these shapes (and shardings) on the device: zeros, no drafts, and the proposer's own as it begins."""
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), replace_rows(abstract, drafts=None))
     shapes = abstract.rows.drafts
     if shapes is None:
         return state
     assert proposer is not None
-    probs = None if shapes.probs is None else jnp.zeros(shapes.probs.shape, shapes.probs.dtype)
-    drafts = DraftState(jnp.full(shapes.drafts.shape, NO_DRAFT, jnp.int32), probs, proposer.init_state())
+    probs = None if shapes.probs is None else jnp.zeros(shapes.probs.shape, shapes.probs.dtype, device=shapes.probs.sharding)
+    nothing = jnp.full(shapes.drafts.shape, NO_DRAFT, jnp.int32, device=shapes.drafts.sharding)
+    drafts = DraftState(nothing, probs, proposer.init_state())
     return replace_rows(state, drafts=drafts)
 
 

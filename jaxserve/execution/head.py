@@ -18,6 +18,7 @@ from jax import lax
 from jaxserve.execution.body import HeadInputs
 from jaxserve.execution.device_state import DraftState, RowState
 from jaxserve.execution.model_functions import ModelFunctions
+from jaxserve.models.layers import vocabulary_logits
 from jaxserve.sampling import logit_edits, sampler, scoring
 from jaxserve.sampling.sampler import TokenLogprobs
 from jaxserve.speculative import rejection, verify
@@ -98,8 +99,9 @@ def drafting_head(
 
 
 def _logits(functions: ModelFunctions, weights: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:  # f32[rows, V]
-    model = functions.module(functions.head_indices, weights)
-    return functions.map_rows(lambda x: model.logits(model.final_norm(x)), hidden)
+    model, shard = functions.module(functions.head_indices, weights), functions.shard
+    logits = functions.map_rows(lambda x: model.logits(model.final_norm(x)), hidden)
+    return logits if shard.is_alone else shard.gather(logits, 1)[:, : functions.model_config.vocab_size]
 
 
 def _edit(
@@ -149,6 +151,11 @@ def score(
     def score_rows(hidden: jax.Array, tokens: jax.Array) -> TokenLogprobs:
         x = model.final_norm(hidden)
         with jax.named_scope("score"):
+            if not functions.shard.is_alone:
+                logits = functions.shard.gather(vocabulary_logits(x, vocab_weight, vocab_axis), 1)
+                logits = logits[:, : functions.model_config.vocab_size]
+                n = min(max_logprobs, logits.shape[1])
+                return sampler.token_logprobs(logits, tokens, n, with_top=packed[0] != 0, dtype=jnp.float32)
             return scoring.score(x, vocab_weight, vocab_axis, tokens, packed[0] != 0, max_logprobs=max_logprobs)
 
     scored = functions.map_rows(score_rows, step_hidden[packed[1 : 1 + C]], packed[1 + C :])

@@ -6,6 +6,7 @@ Owns which weights a body takes and which a head. Knows nothing of steps, hosts 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from flax import nnx
 from jaxserve.batching.context import StepContext
 from jaxserve.models import Decoder, ModelConfig, named_leaves
 from jaxserve.models.row_tiles import MapRows, whole
+from jaxserve.models.shards import ModelShards, ShardedModel
+from jaxserve.parallel.shard import ALONE, Shard
 from kernels.backends import ATTENTION
 from kernels.kv_cache import write_kv
 from kernels.ragged_paged_attention import ragged_paged_attention
@@ -23,32 +26,57 @@ from kernels.rotary_write import rotary_write
 HEAD_PATHS = ("final_norm/", "lm_head/")  # what the head reads of the model, beside a tied embedding
 
 
-def weights_dtype(model: Decoder) -> Any:
+def weights_dtype(model: Decoder | ShardedModel) -> Any:
     """Of a model's weights and activations."""
+    model = model.module if isinstance(model, ShardedModel) else model
     return jax.tree.leaves(nnx.state(model))[0].dtype
+
+
+def _device_bytes(x: jax.ShapeDtypeStruct) -> int:
+    """That one device holds of it."""
+    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+    return math.prod(shape) * x.dtype.itemsize
 
 
 class ModelFunctions:
     """A Flax module taken apart once: its weights as a flat list, and what runs with such lists.
 
     `nnx.jit` and graph definitions as arguments cost 0.5 to 11 ms of host time a call; a flat list into a plain jit costs 0.1.
+
+    Of a `ShardedModel` the functions are one device's, to be traced inside `shard_map`; the weights are those of all devices.
     """
 
-    def __init__(self, model: Decoder, moe_backend: str = "auto", map_rows: MapRows = whole, rotary_backend: str = "xla"):
+    def __init__(
+        self,
+        model: Decoder | ShardedModel,
+        moe_backend: str = "auto",
+        map_rows: MapRows = whole,
+        rotary_backend: str = "xla",
+    ):
+        self.shards: ModelShards | None = model.shards if isinstance(model, ShardedModel) else None
+        self.shard: Shard = ALONE if self.shards is None else self.shards.shard
         self.moe_backend = moe_backend  # of kernels.grouped_matmul
         self.rotary_backend = rotary_backend  # of kernels.rotary_write, beside an attention of ours
         self.map_rows = map_rows  # how rows are computed
-        graphdef, state = nnx.split(model)
+        module = model.module if isinstance(model, ShardedModel) else model
+        graphdef, state = nnx.split(module)
         self.graphdef: nnx.GraphDef[Decoder] = graphdef
         weights, treedef = jax.tree.flatten(state)
         self.treedef: Any = treedef
-        self.paths: list[str] = list(named_leaves(model))
+        self.paths: list[str] = list(named_leaves(module))
         self.weights: list[Any] = weights
+        if isinstance(model, ShardedModel):
+            self.weights = [model.weights[path] for path in self.paths]
         self.model_config: ModelConfig = model.config
         self.dtype: Any = weights_dtype(model)
-        self.num_bytes: int = sum(x.size * x.dtype.itemsize for x in weights)  # abstract weights have no nbytes
-        self.abstract: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights]
-        tied = model.lm_head is None
+        self.plain: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights]  # as one device's
+        self.abstract: list[jax.ShapeDtypeStruct] = self.plain  # as programs take them
+        if self.shards is not None:
+            form = {"dtype": self.dtype, "transposed": module.is_transposed}
+            plain, cut = self.shards.plain(**form), self.shards.abstract(**form)
+            self.plain, self.abstract = [plain[path] for path in self.paths], [cut[path] for path in self.paths]
+        self.num_bytes: int = sum(map(_device_bytes, self.abstract))
+        tied = module.lm_head is None
         head = HEAD_PATHS + (("embed_tokens/",) if tied else ())
         self.head_indices: list[int] = [i for i, p in enumerate(self.paths) if p.startswith(head)]
         self.body_indices: list[int] = [i for i, p in enumerate(self.paths) if not p.startswith(HEAD_PATHS)]
@@ -78,6 +106,7 @@ class ModelFunctions:
                     num_tokens=context.cu_q_lens[-1],
                     moe_backend=self.moe_backend,
                     map_rows=self.map_rows,
+                    shard=self.shard,
                     attend_heads=None if self.rotary_backend == "xla" or ATTENTION[context.backend].plain_xla else heads,
                 )
 

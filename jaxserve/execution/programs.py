@@ -23,6 +23,7 @@ from jaxserve.execution.body import HeadInputs, body
 from jaxserve.execution.device_state import DeviceState, abstract_state, update_rows
 from jaxserve.execution.head import Masks, drafting_head, head, score
 from jaxserve.execution.memory import reserve_bytes
+from jaxserve.execution.mesh_programs import REPLICATED, on_mesh, run_on_mesh, state_on_mesh, state_specs
 from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.sampling import rows as sampling_rows
@@ -75,6 +76,7 @@ class ProgramSpec(NamedTuple):
     function: Callable[..., Any]
     donated: tuple[int, ...]  # argument numbers
     args: tuple[Any, ...]  # abstract
+    results: Any = REPLICATED  # where they lie on a mesh, as `shard_map` takes it
 
 
 class Programs:
@@ -122,7 +124,14 @@ class Programs:
         return self._compiled[key]
 
     def spec(self, key: ProgramKey) -> ProgramSpec:
-        """What the program of one of `keys` is compiled from."""
+        """What the program of one of `keys` is compiled from: on a mesh, one device's function inside a `shard_map` over it."""
+        spec = self._local_spec(key)
+        if self.functions.shards is None:
+            return spec
+        mesh = self.functions.shards.mesh
+        return spec._replace(function=run_on_mesh(spec.function, mesh, spec.args, spec.results), args=on_mesh(spec.args, mesh))
+
+    def _local_spec(self, key: ProgramKey) -> ProgramSpec:
         if isinstance(key, Bucket):
             return self._body_spec(key)
         if key == "score":
@@ -136,7 +145,8 @@ class Programs:
         """(body weights, DeviceState, packed) -> (DeviceState, HeadInputs)."""
         layout, reader = self.layouts[bucket], self.proposer if isinstance(self.proposer, BodyReader) else None
         function = functools.partial(body, self.functions, layout, self.config.attention_backend, reader)
-        return ProgramSpec(function, (1,), (self._weights(self.functions.body_indices), self.state, _i32(layout.size)))
+        args = self._weights(self.functions.body_indices), self.state, _i32(layout.size)
+        return ProgramSpec(function, (1,), args, (state_specs(), REPLICATED))
 
     def _head_spec(self, rows: int, with_logprobs: bool) -> ProgramSpec:
         """(head weights, RowState, HeadInputs, Masks) -> (RowState, what the host fetches)."""
@@ -178,7 +188,10 @@ class Programs:
     @functools.cached_property
     def state(self) -> DeviceState:
         """The abstract state that the programs share."""
-        return abstract_state(self.config, self.proposer)
+        shards = self.functions.shards
+        if shards is None:
+            return abstract_state(self.config, self.proposer)
+        return state_on_mesh(abstract_state(self.config, self.proposer, shards.size), shards.mesh)
 
     @property
     def draft_bytes(self) -> int:
@@ -226,7 +239,7 @@ def _planners(config: ResolvedConfig, bucket: Bucket) -> dict[int | None, Any]:
     make_planner = host_planner(config.attention_backend)
     if make_planner is None:
         return {}
-    model = config.model
+    model = config.local
     num_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
     make = functools.partial(
         make_planner,

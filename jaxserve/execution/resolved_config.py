@@ -25,10 +25,11 @@ class ResolvedConfig:
 
     engine: EngineConfig
     model: ModelConfig
+    local: ModelConfig  # what one device computes with; the model itself where there is one
     scheduler: SchedulerConfig
     cache: CacheConfig
     plan: BucketPlan
-    pages: PageShape
+    pages: PageShape  # of one device
     attention_backend: str  # never "auto"
 
     @property
@@ -47,7 +48,7 @@ class ResolvedConfig:
 
     @property
     def pool_bytes(self) -> int:
-        """Of the KV pages of all layers."""
+        """Of the KV pages of all layers, on one device."""
         return self.cache.num_pages * self.pages.page_bytes
 
 
@@ -61,8 +62,9 @@ def resolve_config(
     weight_bytes: int,
     temp_bytes: int = 0,
     attention_backend: str | None = None,  # what "auto" is on this device; None: "xla"
+    local: ModelConfig | None = None,  # what one of several devices computes with
 ) -> ResolvedConfig:
-    """All limits decided, for this model on this device.
+    """All limits decided, for this model on this device. Bytes are those of one device.
 
     Raises:
       ValueError: limits that contradict each other, the bucket plan, the model or the memory; what deterministic="always" can't be
@@ -74,12 +76,9 @@ def resolve_config(
     budget, max_num_seqs = _step_limits(config, given_plan, model)
     plan = _checked_plan(config, given_plan, budget, max_num_seqs, on_gpu=platform == "gpu")
     page_size = config.page_size or DEFAULT_PAGE_SIZE
-    pages = PageShape(model.num_layers, model.num_kv_heads, page_size, model.head_dim, kv_dtype)
-    longest = config.max_model_len or model.max_position_embeddings
-    require(
-        longest <= model.max_position_embeddings,
-        f"max_model_len={longest} must not exceed the model's max_position_embeddings={model.max_position_embeddings}",
-    )
+    local = model if local is None else local
+    pages = PageShape(model.num_layers, local.num_kv_heads, page_size, model.head_dim, kv_dtype)
+    longest = _longest_request(config, model)
     edit_bytes = max_num_seqs * EditLayout(longest, model.vocab_size).row_bytes
     num_pages = config.num_pages or decide_num_pages(
         pages,
@@ -105,12 +104,20 @@ def resolve_config(
     return ResolvedConfig(
         engine=config,
         model=model,
+        local=local,
         scheduler=_scheduler_config(config, longest, budget, max_num_seqs),
         cache=cache,
         plan=plan,
         pages=pages,
         attention_backend=attention_backend,
     )
+
+
+def _longest_request(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens that a request may have, but for the pool."""
+    longest, most = config.max_model_len or model.max_position_embeddings, model.max_position_embeddings
+    require(longest <= most, f"max_model_len={longest} must not exceed the model's max_position_embeddings={most}")
+    return longest
 
 
 def _check_always(config: EngineConfig, model: ModelConfig, attention_backend: str, platform: str) -> None:

@@ -109,7 +109,7 @@ class Runner:
         held = self.programs.functions.weights
         if self.has_weights:
             for i, weight in enumerate(held):
-                held[i] = jax.device_put(weight, jax.devices()[0])
+                held[i] = jax.device_put(weight, self.programs.functions.abstract[i].sharding or jax.devices()[0])
             self._share_weights()
         self._allocate()
 
@@ -172,7 +172,9 @@ class Runner:
 
     def _make_no_masks(self, rows: int) -> Masks:
         """What a head of so many rows takes where no grammar is: on the device once and for all."""
-        return jax.device_put(Masks(np.zeros((rows, self.programs.num_mask_words), np.int32), np.False_))  # pyright: ignore[reportArgumentType]
+        masks = Masks(np.zeros((rows, self.programs.num_mask_words), np.int32), np.False_)  # pyright: ignore[reportArgumentType]
+        wanted = self.programs.spec((rows, False)).args[-1]
+        return jax.device_put(masks, None if wanted.given.sharding is None else jax.tree.map(lambda x: x.sharding, wanted))
 
     def _update_rows(self, page_updates: np.ndarray, edit_rows: Sequence[np.ndarray]) -> None:
         """page_updates i32[m, 3]: (row, column, page); as many calls of the update program as either list takes."""

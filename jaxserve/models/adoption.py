@@ -6,7 +6,6 @@ nothing of engines or files.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +32,13 @@ class Fitted:
     shapes: list[tuple[int, ...]]  # of the parts, [in, out] or [out]
     turned: list[bool]  # whether each array is [out, in]
     target_turned: bool  # whether the target is [out, in]
+
+    @property
+    def is_as_given(self) -> bool:
+        """Whether it is one array, of the right shape, orientation and dtype."""
+        if len(self.arrays) > 1 or self.turned[0] != self.target_turned:
+            return False
+        return (self.arrays[0].shape, self.arrays[0].dtype) == (self.target.shape, self.target.dtype)
 
 
 def flat_weights(weights: Any) -> dict[str, Any]:
@@ -122,11 +128,10 @@ def placed(fitted: Sequence[Fitted], device: Any) -> Iterator[jax.Array]:
     """
     for leaf in fitted:
         arrays = [_on_device(x, device) for x in leaf.arrays]
-        if len(arrays) == 1 and (arrays[0].shape, arrays[0].dtype) == (leaf.target.shape, leaf.target.dtype):
-            if leaf.turned[0] == leaf.target_turned:
-                yield arrays[0]
-                continue
-        yield _made_of(arrays, tuple(leaf.shapes), tuple(leaf.turned), leaf.target_turned, leaf.target.dtype)
+        if leaf.is_as_given:
+            yield arrays[0]
+        else:
+            yield _made_of(arrays, tuple(leaf.shapes), tuple(leaf.turned), leaf.target_turned, leaf.target.dtype)
 
 
 def _on_device(x: Any, device: Any) -> jax.Array:
@@ -137,10 +142,19 @@ def _on_device(x: Any, device: Any) -> jax.Array:
     return jax.device_put(x, device)
 
 
-@functools.partial(jax.jit, static_argnames=("shapes", "turned", "target_turned", "dtype"))
-def _made_of(
-    arrays: list[jax.Array], shapes: tuple[tuple[int, ...], ...], turned: tuple[bool, ...], target_turned: bool, dtype: Any
-) -> jax.Array:
+def made_of(
+    arrays: Sequence[Any],
+    shapes: tuple[tuple[int, ...], ...],
+    turned: tuple[bool, ...],
+    target_turned: bool,
+    dtype: Any,
+    library: Any = jnp,  # jax.numpy or numpy
+) -> Any:
+    """One weight of its arrays, as `Fitted` has them."""
     straight = [x.T if t else x for x, t in zip(arrays, turned, strict=True)]
-    made = jnp.concatenate([x.reshape(s).astype(dtype) for x, s in zip(straight, shapes, strict=True)], axis=-1)
+    parts = [x.reshape(s).astype(dtype) for x, s in zip(straight, shapes, strict=True)]
+    made = library.concatenate(parts, axis=-1)
     return made.T if target_turned else made
+
+
+_made_of = jax.jit(made_of, static_argnames=("shapes", "turned", "target_turned", "dtype"))

@@ -30,6 +30,7 @@ from jaxserve.models.layers import (
     vocabulary_logits,
 )
 from jaxserve.models.rope import rope_cos_sin
+from jaxserve.parallel.shard import ALONE, Shard
 from kernels.checks import Shapes
 
 
@@ -64,11 +65,12 @@ class Decoder(nnx.Module):
         """The module with ShapeDtypeStructs for weights: nothing is allocated or compiled."""
         return nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), param_dtype=param_dtype))
 
-    def embed(self, token_ids: jax.Array) -> jax.Array:  # i32[...] -> [..., D]
-        """What the first layer takes. Raises ValueError if token_ids are not integers."""
+    def embed(self, token_ids: jax.Array, shard: Shard = ALONE) -> jax.Array:  # i32[...] -> [..., D]
+        """What the first layer takes. shard: whose part of the vocabulary the table is. Raises ValueError if token_ids are not
+        integers."""
         Shapes().check("token_ids", token_ids, "...", int)
         with jax.named_scope("embed"):
-            return self.embed_tokens(token_ids)
+            return self.embed_tokens(token_ids, shard)
 
     def rope(self, positions: jax.Array) -> RopeAngles:  # i32[...] -> cos, sin f32[..., H/2]
         """What every layer needs of the positions, computed once a step. Raises ValueError if positions are not integers."""

@@ -20,6 +20,7 @@ from flax import nnx
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.row_tiles import MapRows, RowTiles, whole
+from jaxserve.parallel.shard import ALONE, Shard
 from kernels.checks import Shapes
 from kernels.grouped_matmul import combine_rows, gather_rows, grouped_matmul, plan_groups
 from kernels.rotary_write.xla import rms_normalize, split_heads
@@ -38,14 +39,14 @@ FEW_ROWS = {2: 16, 4: 64}  # by bytes a number: rows up to which XLA:CPU is fast
 
 
 class Linear(nnx.Module):
-    """x[..., in] @ kernel[in, out] (+ bias[out])."""
+    """x[..., in] @ kernel[in, out] (+ bias[out]). shard: whose part of the rows the kernel is; the bias is added to the sum."""
 
     def __init__(self, in_dim: int, out_dim: int, *, use_bias: bool, rngs: nnx.Rngs, param_dtype: Any):
         self.kernel: nnx.Param[jax.Array] = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), (in_dim, out_dim), param_dtype))
         self.bias: nnx.Param[jax.Array] | None = nnx.Param(jnp.zeros((out_dim,), param_dtype)) if use_bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = x @ self.kernel[...]
+    def __call__(self, x: jax.Array, shard: Shard = ALONE) -> jax.Array:
+        y = shard.sum(x @ self.kernel[...])
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -56,8 +57,8 @@ class TransposedLinear(nnx.Module):
         self.weight: nnx.Param[jax.Array] = nnx.Param(weight)
         self.bias: nnx.Param[jax.Array] | None = bias
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = matmul_transposed(x, self.weight[...])
+    def __call__(self, x: jax.Array, shard: Shard = ALONE) -> jax.Array:
+        y = shard.sum(matmul_transposed(x, self.weight[...]))
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -89,8 +90,8 @@ class Embedding(nnx.Module):
         table = INIT_STD * jax.random.normal(rngs.params(), (vocab_size, dim), param_dtype)
         self.embedding: nnx.Param[jax.Array] = nnx.Param(table)
 
-    def __call__(self, token_ids: jax.Array) -> jax.Array:  # i32[...] -> [..., D]
-        return self.embedding[...][token_ids]
+    def __call__(self, token_ids: jax.Array, shard: Shard = ALONE) -> jax.Array:  # i32[...] -> [..., D]
+        return shard.look_up(self.embedding[...], token_ids)
 
 
 def vocabulary_logits(
@@ -150,10 +151,10 @@ class Attention(nnx.Module):
         with jax.named_scope("rope"):
             return split_heads(qkv, self.num_kv_heads, *rope, q_scale, k_scale, eps=eps)
 
-    def output(self, o: jax.Array) -> jax.Array:  # [..., N, H] -> [..., D]
+    def output(self, o: jax.Array, shard: Shard = ALONE) -> jax.Array:  # [..., N, H] -> [..., D]
         """The output projection of all heads."""
         with jax.named_scope("o_proj"):
-            return self.o_proj(o.reshape(*o.shape[:-2], self.num_heads * self.head_dim))
+            return self.o_proj(o.reshape(*o.shape[:-2], self.num_heads * self.head_dim), shard)
 
 
 class SwiGLU(nnx.Module):
@@ -164,8 +165,8 @@ class SwiGLU(nnx.Module):
         self.gate_up_proj: AnyLinear = Linear(D, 2 * F, use_bias=config.mlp_bias, rngs=rngs, param_dtype=param_dtype)
         self.down_proj: AnyLinear = Linear(F, D, use_bias=config.mlp_bias, rngs=rngs, param_dtype=param_dtype)
 
-    def __call__(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
-        return self.down_proj(_silu_gated(self.gate_up_proj(x)))
+    def __call__(self, x: jax.Array, shard: Shard = ALONE) -> jax.Array:  # [..., D] -> [..., D]
+        return self.down_proj(_silu_gated(self.gate_up_proj(x)), shard)
 
 
 class StackedLinear(nnx.Module):
@@ -206,18 +207,23 @@ class SparseMLP(nnx.Module):
         num_tokens: jax.Array | None = None,  # i32[]
         backend: str = "auto",
         map_rows: MapRows = whole,
+        shard: Shard = ALONE,
     ) -> jax.Array:  # [..., D]
         """num_tokens: tokens from here on, in the order of x, are padding: they reach no expert and get zeros. backend: of
-        kernels.grouped_matmul. map_rows: how rows are computed; tiles of the grouped matmul have one size then too."""
+        kernels.grouped_matmul. map_rows: how rows are computed; tiles of the grouped matmul have one size then too. shard: whose
+        part of the experts' weights these are."""
         tokens = x.reshape(-1, x.shape[-1])
         gate_up, down = self.gate_up_proj.kernel[...], self.down_proj.kernel[...]
         weights, experts = map_rows(self.route, tokens, num_rows=num_tokens)
         plan = functools.partial(plan_groups, num_tokens=num_tokens, backend=backend)
+        if not shard.is_alone:
+            experts = experts - shard.start(len(gate_up))
+            plan = functools.partial(plan, num_groups=len(gate_up) * shard.size)
         groups = plan(experts, (gate_up, down), block_rows=map_rows.rows if isinstance(map_rows, RowTiles) else None)
         hidden = map_rows(_silu_gated, grouped_matmul(gather_rows(tokens, groups), gate_up, groups))
         y = grouped_matmul(hidden, down, groups)
         combine = lambda row, weights: combine_rows(y, dataclasses.replace(groups, row=row), weights)  # noqa: E731
-        return map_rows(combine, groups.row, weights, num_rows=num_tokens).reshape(x.shape)
+        return shard.sum(map_rows(combine, groups.row, weights, num_rows=num_tokens)).reshape(x.shape)
 
 
 def _silu_gated(gate_up: jax.Array) -> jax.Array:  # [..., 2F] -> [..., F]
@@ -246,10 +252,12 @@ class DecoderLayer(nnx.Module):
         moe_backend: str = "auto",
         map_rows: MapRows = whole,
         attend_heads: AttendHeads | None = None,
+        shard: Shard = ALONE,
     ) -> tuple[jax.Array, Any]:
         """The layer's output, [..., D], and the kv that attend returned. num_tokens and moe_backend: what `SparseMLP` is told;
         a dense layer computes its padding like anything else. map_rows: how all but attention is computed, over x[T, D].
-        attend_heads: what is called in place of attend, where it is given.
+        attend_heads: what is called in place of attend, where it is given. shard: whose part of the layer this is; x is whole on
+        every device.
 
         Raises ValueError if x's last axis is not D, or the angles' not H / 2.
         """
@@ -271,23 +279,24 @@ class DecoderLayer(nnx.Module):
                 with jax.named_scope("attend"):
                     o, kv = attend(q, k, v)
         if isinstance(self.mlp, SwiGLU):
-            return map_rows(self._finish, x, o, num_rows=num_tokens), kv
-        x, normed = map_rows(self._add_attention, x, o, num_rows=num_tokens)
+            return map_rows(functools.partial(self._finish, shard=shard), x, o, num_rows=num_tokens), kv
+        x, normed = map_rows(functools.partial(self._add_attention, shard=shard), x, o, num_rows=num_tokens)
         with jax.named_scope("mlp"):
-            return x + self.mlp(normed, num_tokens, moe_backend, map_rows), kv
+            return x + self.mlp(normed, num_tokens, moe_backend, map_rows, shard), kv
 
-    def _add_attention(self, x: jax.Array, o: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _add_attention(self, x: jax.Array, o: jax.Array, *, shard: Shard) -> tuple[jax.Array, jax.Array]:
         """x[..., D] with the attention's output o[..., N, H] in it, and its norm for the MLP."""
         with jax.named_scope("attention"):
-            x = x + self.attention.output(o)
+            x = x + self.attention.output(o, shard)
         with jax.named_scope("mlp"):
             return x, self.mlp_norm(x)
 
-    def _finish(self, x: jax.Array, o: jax.Array) -> jax.Array:
+    def _finish(self, x: jax.Array, o: jax.Array, *, shard: Shard) -> jax.Array:
         """The layer's output, where the MLP is dense."""
-        x, normed = self._add_attention(x, o)
+        assert isinstance(self.mlp, SwiGLU)
+        x, normed = self._add_attention(x, o, shard=shard)
         with jax.named_scope("mlp"):
-            return x + self.mlp(normed)
+            return x + self.mlp(normed, shard)
 
 
 def causal_attention(

@@ -26,6 +26,7 @@ from jaxserve.models import (
     with_leaves,
 )
 from jaxserve.models.config import DTYPES
+from jaxserve.models.shards import ModelShards, ShardedModel
 from jaxserve.text.pretrained import require_vocabulary
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -36,7 +37,7 @@ logger: logging.Logger = logging.getLogger("jaxserve")
 class LoadedModel:
     """A checkpoint in memory. tokenizer: None where it was not asked for."""
 
-    module: Decoder
+    module: Decoder | ShardedModel
     config: ModelConfig
     defaults: GenerationDefaults
     tokenizer: Tokenizer | None
@@ -133,8 +134,11 @@ def load_files(
     dtype: str = "auto",
     transposed: bool | None = False,
     progress: bool = False,
+    shards: ModelShards | None = None,
 ) -> LoadedModel:
-    """`load_model` of files that were found. Arguments and errors are its."""
+    """`load_model` of files that were found. Arguments and errors are its. shards: how the weights lie on several devices."""
+    from jaxserve.models.shard_placement import shard_model
+
     config = files.config
     transposed = is_best_transposed() if transposed is None else transposed
     with _tokenizer_of(files.path, tokenizer, skip_tokenizer_init) as found:
@@ -143,6 +147,8 @@ def load_files(
             module = transpose_kernels(module) if transposed else module
         else:
             module = load_weights(files.reader, config, dtype=dtype, transposed=transposed, progress=progress)
+        if shards is not None:
+            module = shard_model(module, shards)
         return LoadedModel(module, config, files.defaults, found.result())
 
 
@@ -218,11 +224,14 @@ def adopt_model(
     *,
     tokenizer: str | Path | Tokenizer | None = None,
     dtype: str = "auto",
+    shards_of: Callable[[ModelConfig], ModelShards | None] = lambda config: None,
 ) -> LoadedModel:
-    """A model from weights that are in this process already. Arguments and errors are those of `LLM.from_params`."""
+    """A model from weights that are in this process already. Arguments and errors are those of `LLM.from_params`. shards_of: how
+    a model lies on several devices; None: it is on the default device."""
     import jax
 
     from jaxserve.models.adoption import common_dtype, fit, flat_weights, placed
+    from jaxserve.models.shard_placement import place_cut
     from jaxserve.models.trainer_keys import is_transposed
 
     if config is None and isinstance(weights, Decoder):
@@ -239,9 +248,15 @@ def adopt_model(
     if is_transposed(flat_weights(weights)):
         lay_out_for_device(abstract)
     wanted = named_leaves(abstract)
-    leaves = dict(zip(wanted, placed(fit(weights, config, wanted), jax.devices()[0]), strict=True))
+    fitted, shards = fit(weights, config, wanted), shards_of(config)
+    if shards is None:
+        module = with_leaves(abstract, dict(zip(wanted, placed(fitted, jax.devices()[0]), strict=True)))
+    else:
+        dtype, transposed = fitted[0].target.dtype, abstract.is_transposed
+        leaves = dict(zip(wanted, place_cut(fitted, shards), strict=True))
+        module = ShardedModel(shards, shards.module(dtype, transposed=transposed), leaves)
     found = tokenizer if isinstance(tokenizer, Tokenizer) or tokenizer is None else Tokenizer.from_id(tokenizer)
-    return LoadedModel(with_leaves(abstract, leaves), config, defaults, found)
+    return LoadedModel(module, config, defaults, found)
 
 
 def lay_out_for_device(module: Decoder) -> Decoder:

@@ -13,7 +13,7 @@ import numpy as np
 from kernels.backends import GROUPED_MATMUL
 from kernels.checks import Shapes
 from kernels.grouped_matmul import xla
-from kernels.grouped_matmul.layout import ROW_ALIGN, Groups, lay_out
+from kernels.grouped_matmul.layout import ELSEWHERE, ROW_ALIGN, Groups, lay_out
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -25,6 +25,7 @@ def plan_groups(
     num_tokens: jax.Array | None = None,  # i32[]
     backend: str = "auto",
     block_rows: int | None = None,
+    num_groups: int | None = None,
 ) -> Groups:
     """The layout of a batch whose token t chose the groups group_ids[t], for products with all of `weights`.
 
@@ -36,6 +37,8 @@ def plan_groups(
     on every GPU from compute capability 8.0 on, where they can take these weights, otherwise "xla".
     block_rows: most rows of a tile, for "xla", a multiple of 8; the same for every T, it keeps a row's bits from depending on T.
     None: the backend's choice by T, k and E.
+    num_groups: groups in all, where `weights` holds E of them and the others are elsewhere. A choice outside of [0, E) is one of
+    those then: it gets no row and adds nothing to its token. None: there are no others.
 
     Raises:
         ValueError: an argument's shape, dtype or value is wrong.
@@ -49,7 +52,7 @@ def plan_groups(
     T, k, E = (shapes[letter] for letter in ("T", "k", "E"))
     if weights[0].dtype.name not in DTYPES:
         raise ValueError(f"{weights[0].dtype=} must be one dtype of {', '.join(DTYPES)}")
-    if k > E:
+    if k > (num_groups or E):
         raise ValueError(f"{group_ids.shape=} has {k} choices a token among {E} groups: they can't differ")
     if num_tokens is not None:
         shapes.check("num_tokens", num_tokens, "", jnp.int32)
@@ -58,9 +61,11 @@ def plan_groups(
         raise ValueError(
             f"{block_rows=} must be a positive multiple of {ROW_ALIGN}, or None, and None with Mosaic's backends ({backend=})"
         )
-    rows = block_rows or GROUPED_MATMUL[backend].functions.block_rows(T, k, E)
+    rows = block_rows or GROUPED_MATMUL[backend].functions.block_rows(T, k, num_groups or E)
     with jax.named_scope("plan_groups"):
-        return lay_out(group_ids, E, num_tokens=num_tokens, block_rows=rows, backend=backend)
+        if num_groups is not None:
+            group_ids = jnp.where((group_ids >= 0) & (group_ids < E), group_ids, ELSEWHERE)
+        return lay_out(group_ids, E, num_tokens=num_tokens, block_rows=rows, backend=backend, some_elsewhere=num_groups is not None)
 
 
 def gather_rows(x: jax.Array, groups: Groups) -> jax.Array:  # [T, D] -> [M, D]

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 ROW_ALIGN = 8  # what a TMA into swizzled shared memory needs; and XLA:CPU is slow at fewer rows
+ELSEWHERE = -1  # a choice of a group whose matrix is not here
 
 
 @jax.tree_util.register_dataclass
@@ -18,7 +19,7 @@ ROW_ALIGN = 8  # what a TMA into swizzled shared memory needs; and XLA:CPU is sl
 class Groups:
     """The layout of one batch: T tokens with k choices each among E groups, M rows, W tiles."""
 
-    row: jax.Array  # i32[T, k], the row of each choice; M or more for a choice of padding
+    row: jax.Array  # i32[T, k], the row of each choice; M or more for a choice of padding, or of a group elsewhere
     token: jax.Array  # i32[M], the token of each row; T for a row of no token
     starts: jax.Array  # i32[E], a group's first row
     sizes: jax.Array  # i32[E], its rows
@@ -42,8 +43,10 @@ def lay_out(
     num_tokens: jax.Array | None,  # i32[]
     block_rows: int,
     backend: str,
+    some_elsewhere: bool = False,
 ) -> Groups:
-    """The layout of a batch. A token's k choices must differ from each other, as those of a top-k do.
+    """The layout of a batch. A token's k choices must differ from each other, as those of a top-k do; some_elsewhere: those that
+    are not ELSEWHERE, which get no rows.
 
     num_tokens: tokens from here on are padding and get no rows; None is all are real. block_rows: most rows of a tile, a multiple
     of ROW_ALIGN. O(T * k * E) compares and a cumulative sum over [T, E], no sort.
@@ -60,9 +63,9 @@ def lay_out(
 
     place = starts + through - hits  # [T, E]
     choice = jnp.arange(T * k, dtype=jnp.int32).reshape(T, k)
-    row = jnp.where(
-        real[:, None], jnp.take_along_axis(place, group_ids, axis=1), M + choice
-    )  # distinct, so that scatters are plain
+    has_row = real[:, None] & (group_ids != ELSEWHERE) if some_elsewhere else real[:, None]
+    here = jnp.maximum(group_ids, 0) if some_elsewhere else group_ids
+    row = jnp.where(has_row, jnp.take_along_axis(place, here, axis=1), M + choice)  # distinct, so that scatters are plain
     token = jnp.full(M, T, jnp.int32).at[row].set(choice // k, mode="drop", unique_indices=True)
 
     ends = jnp.cumsum(-(-sizes // R))  # tiles up to and including each group

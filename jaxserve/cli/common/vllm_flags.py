@@ -19,6 +19,7 @@ OURS = {
     "sc": "speculative_config",
     "shutdown_timeout": "grace",
     "disable_uvicorn_access_log": "noaccess_log",
+    "tp": "tensor_parallel_size",
 }
 
 
@@ -39,13 +40,13 @@ class Missing:
 
 _DEVICES = (
     Missing(
-        "an engine has one device; run a server a device behind `jaxserve router`",
-        "tensor_parallel_size tp pipeline_parallel_size pp data_parallel_size dp decode_context_parallel_size dcp "
+        "an engine is one process, whose devices --tensor_parallel_size counts; run several behind `jaxserve router`",
+        "pipeline_parallel_size pp data_parallel_size dp decode_context_parallel_size dcp "
         "prefill_context_parallel_size pcp nnodes n data_parallel_size_local dpl",
         accepts=("1",),
     ),
     Missing(
-        "an engine has one device, and nothing to divide over several",
+        "an engine is one process, whose devices share the model by --tensor_parallel_size alone",
         "data_parallel_rank dpn data_parallel_start_rank dpr data_parallel_address dpa data_parallel_rpc_port dpp "
         "data_parallel_backend dpb data_parallel_supervisor_port dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s "
         "dp_supervisor_probe_failure_threshold dp_sync_interval node_rank r master_addr master_port distributed_executor_backend "
@@ -53,10 +54,11 @@ _DEVICES = (
         "dcp_kv_cache_interleave_size dcp_comm_backend eplb_config expert_placement_strategy elastic_ep_max_dp_size "
         "fault_tolerance_config ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold max_parallel_loading_workers",
         switches="data_parallel_hybrid_lb dph data_parallel_external_lb dpe data_parallel_multi_port_external_lb dpm "
-        "enable_expert_parallel ep enable_ep_weight_filter enable_eplb enable_elastic_ep enable_fault_tolerance enable_dbo "
+        "enable_ep_weight_filter enable_eplb enable_elastic_ep enable_fault_tolerance enable_dbo "
         "enable_hc_sp enable_batch_sharded_sampling dcp_q_replicate headless ray_workers_use_nsight",
         granted="disable_custom_all_reduce disable_nccl_for_dp_synchronization",
     ),
+    Missing("experts are cut over the devices of --tensor_parallel_size", granted="enable_expert_parallel ep"),
     Missing("an engine is one worker, in the server's process", "worker_cls", accepts=("auto",)),
     Missing(
         "weights of a trainer come by /update_weights_from_path, or in Python by LLM.update_params",

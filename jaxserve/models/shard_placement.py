@@ -1,0 +1,87 @@
+"""Puts weights that are in memory onto the devices of a mesh, and takes them back as one device would hold them.
+
+Owns when a trainer's array is used as it lies. models/adoption.py says which arrays a weight is made of.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.models.adoption import Fitted, fit, made_of
+from jaxserve.models.decoder import Decoder, named_leaves
+from jaxserve.models.shards import ModelShards, ShardedModel
+
+logger: logging.Logger = logging.getLogger("jaxserve")
+
+
+def shard_model(model: Decoder, shards: ModelShards) -> ShardedModel:
+    """The model of one device, on a mesh: its weights are cut one at a time and stay where they are."""
+    leaves = named_leaves(model)
+    dtype, transposed = next(iter(leaves.values())).dtype, model.is_transposed
+    plain = shards.plain(dtype, transposed=transposed)
+    weights = dict(zip(plain, place_cut(fit(model, model.config, plain), shards), strict=True))
+    return ShardedModel(shards, shards.module(dtype, transposed=transposed), weights)
+
+
+def place_cut(fitted: Sequence[Fitted], shards: ModelShards) -> Iterator[jax.Array]:
+    """Yields each weight as the mesh's devices hold it: the trainer's own array where that lies so, else a new one. How many were
+    new is logged."""
+    num_new = 0
+    for leaf in fitted:
+        layout = shards.layout(leaf.path, len(leaf.target.shape))
+        sharding = shards.sharding(layout)
+        only = leaf.arrays[0]
+        fits = leaf.is_as_given and layout.is_plain and isinstance(only, jax.Array)
+        if fits and only.sharding.is_equivalent_to(sharding, only.ndim):
+            yield only
+            continue
+        num_new += 1
+        if all(isinstance(x, np.ndarray) for x in leaf.arrays):
+            made = made_of(leaf.arrays, tuple(leaf.shapes), tuple(leaf.turned), leaf.target_turned, leaf.target.dtype, np)
+            host = layout.cut(made)
+            yield jax.make_array_from_callback(host.shape, sharding, lambda index, host=host: host[index])
+        else:
+            arrays = [_on_mesh(x, shards) for x in leaf.arrays]
+            how = (tuple(leaf.shapes), tuple(leaf.turned), leaf.target_turned, leaf.target.dtype, layout.axis, sharding)
+            yield _cutter(*how)(arrays, None if layout.is_plain else layout.filled)
+    if num_new:
+        logger.info("%d of %d weights were copied to lie as %d devices need them", num_new, len(fitted), shards.size)
+
+
+@functools.lru_cache(maxsize=256)  # of a model's distinct weights
+def _cutter(shapes: Any, turned: Any, target_turned: bool, dtype: Any, axis: int | None, sharding: NamedSharding) -> Any:
+    def cut(arrays: list[jax.Array], places: jax.Array | None) -> jax.Array:
+        made = made_of(arrays, shapes, turned, target_turned, dtype)
+        return made if places is None else jnp.take(made, places, axis=axis, mode="fill", fill_value=0)
+
+    return jax.jit(cut, out_shardings=sharding)
+
+
+def _on_mesh(x: Any, shards: ModelShards) -> jax.Array:
+    """x on the mesh's devices: in parts as it lies, if it lies on them, else whole on each."""
+    spec = PartitionSpec()
+    if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding):
+        theirs = x.sharding.mesh
+        if isinstance(theirs, Mesh) and list(theirs.devices.flat) == list(shards.mesh.devices.flat):
+            spec = PartitionSpec(*(_ours(entry, shards.mesh.axis_names) for entry in x.sharding.spec))
+    return jax.device_put(x, NamedSharding(shards.mesh, spec))
+
+
+def _ours(entry: Any, axes: Sequence[str]) -> Any:
+    """An entry of a PartitionSpec without the axes of one device that our mesh does not have."""
+    names = [name for name in (entry if isinstance(entry, tuple) else (entry,)) if name in axes]
+    return names[0] if names else None
+
+
+def plain_weights(weights: Mapping[str, jax.Array], shards: ModelShards) -> Iterator[tuple[str, np.ndarray]]:
+    """(path, the weight as one device would hold it), on the host and one at a time: for saving."""
+    for path, weight in weights.items():
+        yield path, shards.layout(path, weight.ndim).joined(np.asarray(weight))

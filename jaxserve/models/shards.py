@@ -1,0 +1,169 @@
+"""A model over the devices of a mesh: what one device computes with, and how each weight is cut.
+
+Owns the numbers behind models/shard_rules.py. A query head lies beside the key and value head that it reads. Where there are more
+devices than KV heads, these are repeated; where sizes do not divide, there are heads, experts and entries of the vocabulary made
+of zeros, which add nothing. Knows nothing of engines or files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import Decoder, named_leaves, transpose_kernels
+from jaxserve.models.shard_rules import rule_of
+from jaxserve.parallel.layout import Layout
+from jaxserve.parallel.mesh import AXIS
+from jaxserve.parallel.shard import Shard
+
+VOCAB_BLOCK = 128  # a device's part of the vocabulary is a multiple of it, as sampling takes the vocabulary in such blocks
+
+
+@dataclass(frozen=True)
+class HeadPlaces:
+    """Which heads each device has, -1 for one of zeros: device i the i-th part of each array."""
+
+    queries: np.ndarray  # i64[query heads of all devices]; of equally many for each place of kv, in its order
+    kv: np.ndarray  # i64[KV heads of all devices]
+
+
+def place_heads(num_heads: int, num_kv_heads: int, num_devices: int) -> HeadPlaces:
+    """Whole groups of heads on each device while there are KV heads for all; else each KV head as often as it takes, its query
+    heads shared out over its copies."""
+    N, K, n = num_heads, num_kv_heads, num_devices
+    copies = 1 if K >= n else math.lcm(K, n) // K
+    kv = np.repeat(np.arange(K), copies)
+    kv = np.concatenate([kv, np.full(-len(kv) % n, -1)])
+    group = N // K
+    share = -(-group // copies)
+    queries = np.full((len(kv), share), -1)
+    for k in range(K):
+        heads = np.full(copies * share, -1)
+        heads[:group] = np.arange(k * group, (k + 1) * group)
+        queries[kv == k] = heads.reshape(copies, share)
+    return HeadPlaces(queries.reshape(-1), kv)
+
+
+def _entries(heads: np.ndarray, size: int, first: int = 0) -> np.ndarray:
+    """Of [..., heads]: the entries of each head, `size` of them; the first head's begin at `first`."""
+    entries = first + heads[..., None] * size + np.arange(size)
+    return np.where(heads[..., None] < 0, -1, entries).reshape(*heads.shape[:-1], -1)
+
+
+class ModelShards:
+    """How a model lies on a mesh.
+
+    Raises:
+      ValueError: what must divide does not: intermediate_size where layers are dense.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: Mesh):
+        self.config: ModelConfig = config
+        self.mesh: Mesh = mesh
+        self.size: int = mesh.size
+        self.shard: Shard = Shard(AXIS, mesh.size)
+        F, n = config.intermediate_size, mesh.size
+        if F % n and len(config.sparse_layers) < config.num_layers:
+            raise ValueError(f"tensor_parallel_size={n} must divide the model's intermediate_size={F}")
+        self._heads = place_heads(config.num_heads, config.num_kv_heads, n)
+
+    @cached_property
+    def local(self) -> ModelConfig:
+        """What one device computes with: its heads, its columns of the MLP, its part of the vocabulary. The experts are those of
+        the router, all of them; their weights are a device's own."""
+        n = self.size
+        return replace(
+            self.config,
+            num_heads=len(self._heads.queries) // n,
+            num_kv_heads=len(self._heads.kv) // n,
+            intermediate_size=self.config.intermediate_size // n,
+            vocab_size=self.vocab_size // n,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the vocabulary on all devices, those of zeros included."""
+        return -(-self.config.vocab_size // (VOCAB_BLOCK * self.size)) * VOCAB_BLOCK * self.size
+
+    def layout(self, path: str, num_axes: int) -> Layout:
+        """How the weight `path` is cut."""
+        rule = rule_of(path, num_axes)
+        if rule == "replicated":
+            return Layout()
+        if rule == "experts":
+            return Layout(0, self._padded(self.config.num_experts))
+        turned = path.endswith(("/weight", "/embedding"))
+        columns = num_axes - 1 if not turned else 0
+        rows = 0 if not turned else 1
+        places: dict[str, tuple[int, Callable[[], np.ndarray]]] = {
+            "qkv": (columns, self._qkv_columns),
+            "gate_up": (columns, self._gate_up_columns),
+            "row": (rows, self._attention_rows if "/attention/" in path else lambda: np.arange(self.config.intermediate_size)),
+            "vocab": (columns, self._vocabulary),
+        }
+        axis, make = places[rule]
+        return Layout(axis, make())
+
+    def _qkv_columns(self) -> np.ndarray:
+        N, K, H = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        queries, kv = self._heads.queries.reshape(self.size, -1), self._heads.kv.reshape(self.size, -1)
+        parts = [_entries(queries, H), _entries(kv, H, N * H), _entries(kv, H, (N + K) * H)]
+        return np.concatenate(parts, axis=1).reshape(-1)
+
+    def _gate_up_columns(self) -> np.ndarray:
+        gate = np.arange(self.config.intermediate_size).reshape(self.size, -1)
+        return np.concatenate([gate, gate + self.config.intermediate_size], axis=1).reshape(-1)
+
+    def _attention_rows(self) -> np.ndarray:
+        return _entries(self._heads.queries, self.config.head_dim)
+
+    def _vocabulary(self) -> np.ndarray:
+        ids = np.arange(self.vocab_size)
+        return np.where(ids < self.config.vocab_size, ids, -1)
+
+    def _padded(self, count: int) -> np.ndarray:
+        return np.concatenate([np.arange(count), np.full(-count % self.size, -1)])
+
+    def sharding(self, layout: Layout) -> NamedSharding:
+        """Of the cut array."""
+        return NamedSharding(self.mesh, layout.spec)
+
+    def module(self, dtype: Any, *, transposed: bool) -> Decoder:
+        """The decoder that one device runs, abstract."""
+        module = Decoder.abstract(self.local, dtype)
+        return transpose_kernels(module) if transposed else module
+
+    def plain(self, dtype: Any, *, transposed: bool) -> dict[str, jax.ShapeDtypeStruct]:
+        """{path: shape and dtype} of the whole model's weights, as one device would hold them."""
+        module = Decoder.abstract(self.config, dtype)
+        return named_leaves(transpose_kernels(module) if transposed else module)
+
+    def abstract(self, dtype: Any, *, transposed: bool) -> dict[str, jax.ShapeDtypeStruct]:
+        """{path: shape, dtype and sharding} of the cut weights, those of all devices together."""
+        cut = {}
+        for path, leaf in self.plain(dtype, transposed=transposed).items():
+            layout = self.layout(path, len(leaf.shape))
+            cut[path] = jax.ShapeDtypeStruct(layout.shape(leaf.shape), leaf.dtype, sharding=self.sharding(layout))
+        return cut
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A decoder whose weights lie on the devices of a mesh."""
+
+    shards: ModelShards
+    module: Decoder  # one device's, abstract
+    weights: Mapping[str, jax.Array]  # {path: cut array}
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the whole model."""
+        return self.shards.config

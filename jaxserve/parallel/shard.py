@@ -1,0 +1,61 @@
+"""What code that runs on one device of several asks of the others, inside `shard_map`.
+
+A layer, a head or a sampler is written for one device's part, and says with a `Shard` where parts meet. `ALONE` stands for a
+device that has the whole: its methods return what they are given, and nothing is added to the program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One device of `size` along the mesh's `axis`."""
+
+    axis: str | None = None
+    size: int = 1
+
+    @property
+    def is_alone(self) -> bool:
+        return self.axis is None
+
+    def start(self, count: int) -> jax.Array | int:
+        """Where this device's `count` entries begin among those of all."""
+        return 0 if self.axis is None else lax.axis_index(self.axis) * count
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """The sum over all devices."""
+        return x if self.axis is None else lax.psum(x, self.axis)
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """The largest of all devices."""
+        return x if self.axis is None else lax.pmax(x, self.axis)
+
+    def any(self, x: jax.Array) -> jax.Array:
+        """bool: whether it is true on any device."""
+        return x if self.axis is None else lax.pmax(x.astype(jnp.int32), self.axis) > 0
+
+    def gather(self, x: jax.Array, axis: int) -> jax.Array:
+        """The parts of all devices, one after the other along an axis."""
+        return x if self.axis is None else lax.all_gather(x, self.axis, axis=axis, tiled=True)
+
+    def own(self, ids: jax.Array, count: int) -> jax.Array:
+        """ids among the `count` entries of this device: from 0, and `count` (past the end) for an entry of another's."""
+        if self.axis is None:
+            return ids
+        own = ids - self.start(count)
+        return jnp.where((own >= 0) & (own < count), own, count)
+
+    def look_up(self, table: jax.Array, ids: jax.Array) -> jax.Array:  # [n, D], i32[...] -> [..., D]
+        """Rows of a table whose parts lie one after the other on the devices."""
+        if self.axis is None:
+            return table[ids]
+        return self.sum(table.at[self.own(ids, len(table))].get(mode="fill", fill_value=0))
+
+
+ALONE = Shard()

@@ -1,0 +1,66 @@
+"""Engines on 2, 4 and 8 devices answer as on one, compile nothing after warm-up, and their programs hold what they should."""
+
+import functools
+import re
+
+import jax
+import pytest
+
+from jaxserve.execution.compilation import compile_counts
+from tests.dummy import Ask, dummy_model
+from tests.parallel.models import GREEDY, MODELS, PROMPTS, answers, assert_like_one_device, engine_of
+from tests.selection import slow_unless
+
+FAST = {("odd_groups_tied", 4), ("mqa_biases", 8), ("experts_and_dense", 2)}
+ASKS = [Ask(prompt, GREEDY) for prompt in PROMPTS]
+
+
+@functools.cache
+def of_one_device(name: str, transposed: bool) -> dict:
+    return answers(engine_of(dummy_model(config=MODELS[name], transposed=transposed), 1), ASKS)
+
+
+@pytest.mark.parametrize("transposed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", slow_unless(lambda x: x in FAST, [(name, tp) for name in MODELS for tp in (2, 4, 8)]), ids=str)
+def test_answers_are_those_of_one_device(case, transposed):
+    name, tp = case
+    engine = engine_of(dummy_model(config=MODELS[name], transposed=transposed), tp)
+    assert_like_one_device(answers(engine, ASKS), of_one_device(name, transposed))
+
+
+def test_nothing_compiles_after_warm_up():
+    engine = engine_of(dummy_model(), 2, warm_up="all")
+    before = compile_counts().programs
+    answers(engine, ASKS)
+    assert compile_counts().programs == before
+
+
+@pytest.mark.parametrize("name", ["experts", pytest.param("gqa", marks=pytest.mark.slow)])
+def test_a_body_has_two_reductions_a_layer_and_copies_no_page(name):
+    engine = engine_of(dummy_model(config=MODELS[name]), 4)
+    programs = engine.runner.programs
+    text = programs.get(engine.config.plan.buckets[-1]).as_text()
+    layers = engine.config.model.num_layers
+    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 2 * layers + 1, "two a layer, and that of the embedding"
+    assert not re.search(r" (all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text)
+    pages = engine.runner.state.kv_pages[0]
+    shape = ",".join(map(str, pages.sharding.shard_shape(pages.shape)))
+    assert shape in text and not re.search(rf"\[{shape}\]\S* copy\(", text)
+    before = [x.unsafe_buffer_pointer() for page in engine.runner.state.kv_pages for x in shards_of(page)]
+    answers(engine, ASKS[:1])
+    assert [x.unsafe_buffer_pointer() for page in engine.runner.state.kv_pages for x in shards_of(page)] == before
+
+
+def shards_of(x: jax.Array) -> list[jax.Array]:
+    return [shard.data for shard in x.addressable_shards]
+
+
+def test_a_device_holds_its_part_of_weights_and_pages():
+    engine = engine_of(dummy_model(), 4)
+    held = dict(zip(engine.runner.programs.functions.paths, engine.runner.programs.functions.weights, strict=True))
+    assert {len(x.sharding.device_set) for x in held.values()} == {4}
+    assert held["layers/0/mlp/gate_up_proj/kernel"].addressable_shards[0].data.shape == (32, 2 * 48 // 4)
+    assert held["lm_head/kernel"].addressable_shards[0].data.shape == (32, 128)
+    assert engine.runner.state.kv_pages[0].addressable_shards[0].data.shape == (64, 2, 1, 4, 8)  # each KV head twice
+    assert engine.config.pages.page_bytes == 2 * 2 * 4 * 8 * 4
+    assert engine.description.tensor_parallel_size == 4 and engine.describe().startswith("devices: 4; ")
