@@ -18,7 +18,6 @@ from jax import lax
 from jaxserve.execution.body import HeadInputs
 from jaxserve.execution.device_state import DraftState, RowState
 from jaxserve.execution.model_functions import ModelFunctions
-from jaxserve.models.layers import vocabulary_logits
 from jaxserve.sampling import logit_edits, sampler, scoring
 from jaxserve.sampling.sampler import TokenLogprobs
 from jaxserve.speculative import rejection, verify
@@ -28,7 +27,7 @@ from jaxserve.speculative.proposer import NO_DRAFT, Proposer, Seen
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Masks:
-    """The tokens that grammars allow each logits row of a head."""
+    """The tokens that grammars allow each logits row of a head; on several devices each has the part of its vocabulary."""
 
     allowed: jax.Array  # i32[num_rows, ceil(V / 32)]: a bit a token
     given: jax.Array  # bool[]: whether any grammar is; `allowed` is not read otherwise
@@ -48,7 +47,7 @@ def head(
     seq_rows, asked = inputs.seq_rows[:num_rows], sampler.unpack_rows(inputs.sampling[:num_rows])
     logits = _logits(functions, weights, inputs.hidden[:num_rows])
     edit = _edit(functions, seq_rows, asked, rows.edits, rows.history)
-    sampled = _sample(logits, asked, max_logprobs, masks, edit, map_rows=functions.map_rows)
+    sampled = _sample(logits, asked, max_logprobs, masks, edit, map_rows=functions.map_rows, shard=functions.shard)
     last_tokens = rows.last_tokens.at[seq_rows].set(sampled.tokens, mode="drop")
     history = logit_edits.remember(rows.history, seq_rows, asked.position, sampled.tokens)
     return replace(rows, last_tokens=last_tokens, history=history), sampler.pack_sampled(sampled)
@@ -82,7 +81,7 @@ def drafting_head(
         proposal = None if state.probs is None else verify.probs_after(is_draft, seq_rows, state.probs)
         draw = functools.partial(rejection.draw_token, drafts=verify.drafts_after(is_draft, tokens), proposal=proposal)
     edit = _edit(functions, seq_rows, asked, rows.edits, history)
-    sampled = _sample(logits, asked, max_logprobs, masks, edit, draw=draw, map_rows=functions.map_rows)
+    sampled = _sample(logits, asked, max_logprobs, masks, edit, draw=draw, map_rows=functions.map_rows, shard=functions.shard)
     with jax.named_scope("verify"):
         delivered = verify.delivered(is_draft, tokens, sampled.tokens, sampled.bad_logits)
         last = jnp.where(verify.last_delivered(is_draft, delivered), seq_rows, num_seqs)
@@ -99,9 +98,10 @@ def drafting_head(
 
 
 def _logits(functions: ModelFunctions, weights: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:  # f32[rows, V]
+    """Of several devices each has its part of the vocabulary, and -inf past its end."""
     model, shard = functions.module(functions.head_indices, weights), functions.shard
     logits = functions.map_rows(lambda x: model.logits(model.final_norm(x)), hidden)
-    return logits if shard.is_alone else shard.gather(logits, 1)[:, : functions.model_config.vocab_size]
+    return scoring.mask_past_end(logits, functions.model_config.vocab_size, shard)
 
 
 def _edit(
@@ -115,11 +115,12 @@ def _edit(
         table=edits,
         history=history,
         map_rows=functions.map_rows,
+        shard=functions.shard,
     )
 
 
 def _sample(logits, asked, max_logprobs, masks: Masks, edit, **how: Any) -> sampler.Sampled:
-    """`sampler.sample` of what grammars allow. how: its draw and map_rows."""
+    """`sampler.sample` of what grammars allow. how: its draw, map_rows and shard."""
     edited = (asked.edits != 0).any()
 
     def forbid(logits):
@@ -151,12 +152,8 @@ def score(
     def score_rows(hidden: jax.Array, tokens: jax.Array) -> TokenLogprobs:
         x = model.final_norm(hidden)
         with jax.named_scope("score"):
-            if not functions.shard.is_alone:
-                logits = functions.shard.gather(vocabulary_logits(x, vocab_weight, vocab_axis), 1)
-                logits = logits[:, : functions.model_config.vocab_size]
-                n = min(max_logprobs, logits.shape[1])
-                return sampler.token_logprobs(logits, tokens, n, with_top=packed[0] != 0, dtype=jnp.float32)
-            return scoring.score(x, vocab_weight, vocab_axis, tokens, packed[0] != 0, max_logprobs=max_logprobs)
+            how = {"vocab_size": functions.model_config.vocab_size, "shard": functions.shard}
+            return scoring.score(x, vocab_weight, vocab_axis, tokens, packed[0] != 0, max_logprobs=max_logprobs, **how)
 
     scored = functions.map_rows(score_rows, step_hidden[packed[1 : 1 + C]], packed[1 + C :])
     return scoring.pack_scored(scored)

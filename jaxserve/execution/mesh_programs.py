@@ -29,6 +29,12 @@ def on_mesh(args: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, _spec(x))), args)
 
 
+def last_axis_on_mesh(x: Any, mesh: Mesh) -> Any:
+    """The abstract x, cut along its last axis."""
+    spec = PartitionSpec(*[None] * (len(x.shape) - 1), AXIS)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+
 def _spec(x: Any) -> PartitionSpec:
     return REPLICATED if x.sharding is None else x.sharding.spec
 

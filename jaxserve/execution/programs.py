@@ -23,7 +23,7 @@ from jaxserve.execution.body import HeadInputs, body
 from jaxserve.execution.device_state import DeviceState, abstract_state, update_rows
 from jaxserve.execution.head import Masks, drafting_head, head, score
 from jaxserve.execution.memory import reserve_bytes
-from jaxserve.execution.mesh_programs import REPLICATED, on_mesh, run_on_mesh, state_on_mesh, state_specs
+from jaxserve.execution.mesh_programs import REPLICATED, last_axis_on_mesh, on_mesh, run_on_mesh, state_on_mesh, state_specs
 from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.sampling import rows as sampling_rows
@@ -76,7 +76,6 @@ class ProgramSpec(NamedTuple):
     function: Callable[..., Any]
     donated: tuple[int, ...]  # argument numbers
     args: tuple[Any, ...]  # abstract
-    results: Any = REPLICATED  # where they lie on a mesh, as `shard_map` takes it
 
 
 class Programs:
@@ -128,8 +127,8 @@ class Programs:
         spec = self._local_spec(key)
         if self.functions.shards is None:
             return spec
-        mesh = self.functions.shards.mesh
-        return spec._replace(function=run_on_mesh(spec.function, mesh, spec.args, spec.results), args=on_mesh(spec.args, mesh))
+        mesh, results = self.functions.shards.mesh, (state_specs(), REPLICATED) if isinstance(key, Bucket) else REPLICATED
+        return spec._replace(function=run_on_mesh(spec.function, mesh, spec.args, results), args=on_mesh(spec.args, mesh))
 
     def _local_spec(self, key: ProgramKey) -> ProgramSpec:
         if isinstance(key, Bucket):
@@ -145,8 +144,7 @@ class Programs:
         """(body weights, DeviceState, packed) -> (DeviceState, HeadInputs)."""
         layout, reader = self.layouts[bucket], self.proposer if isinstance(self.proposer, BodyReader) else None
         function = functools.partial(body, self.functions, layout, self.config.attention_backend, reader)
-        args = self._weights(self.functions.body_indices), self.state, _i32(layout.size)
-        return ProgramSpec(function, (1,), args, (state_specs(), REPLICATED))
+        return ProgramSpec(function, (1,), (self._weights(self.functions.body_indices), self.state, _i32(layout.size)))
 
     def _head_spec(self, rows: int, with_logprobs: bool) -> ProgramSpec:
         """(head weights, RowState, HeadInputs, Masks) -> (RowState, what the host fetches)."""
@@ -155,7 +153,9 @@ class Programs:
         inputs = HeadInputs(hidden, _i32(R), None if self.proposer is None else _i32(R), _i32(R, sampling_rows.NUM_COLUMNS))
         given: Any = jax.ShapeDtypeStruct((), jnp.bool_)
         masks = Masks(_i32(rows, self.num_mask_words), given)
-        shape = rows, MAX_LOGPROBS if with_logprobs else 0
+        if self.functions.shards is not None:
+            masks = Masks(last_axis_on_mesh(masks.allowed, self.functions.shards.mesh), given)
+        shape = rows, min(MAX_LOGPROBS, self.config.model.vocab_size) if with_logprobs else 0
         if self.proposer is None:
             function = functools.partial(head, self.functions, *shape)
         else:
@@ -182,8 +182,9 @@ class Programs:
 
     @property
     def num_mask_words(self) -> int:
-        """int32 words of a logits row's mask."""
-        return num_mask_words(self.config.model.vocab_size)
+        """int32 words of a logits row's mask, those of several devices one after the other."""
+        shards = self.functions.shards
+        return num_mask_words(self.config.model.vocab_size if shards is None else shards.vocab_size)
 
     @functools.cached_property
     def state(self) -> DeviceState:

@@ -36,6 +36,10 @@ class Shard:
         """The largest of all devices."""
         return x if self.axis is None else lax.pmax(x, self.axis)
 
+    def sum_in_order(self, x: jax.Array) -> jax.Array:
+        """The sum over all devices, from the first to the last."""
+        return x if self.axis is None else self.gather(x[None], 0).sum(0)
+
     def any(self, x: jax.Array) -> jax.Array:
         """bool: whether it is true on any device."""
         return x if self.axis is None else lax.pmax(x.astype(jnp.int32), self.axis) > 0
@@ -50,6 +54,27 @@ class Shard:
             return ids
         own = ids - self.start(count)
         return jnp.where((own >= 0) & (own < count), own, count)
+
+    def ids(self, count: int) -> jax.Array:  # i32[count]
+        """The numbers of this device's `count` entries among those of all."""
+        ids = jnp.arange(count, dtype=jnp.int32)
+        return ids if self.axis is None else ids + self.start(count)
+
+    def part(self, x: jax.Array, axis: int, count: int) -> jax.Array:
+        """This device's `count` entries of an x that every device has; zeros past its end."""
+        if self.axis is None:
+            return x
+        padding = [(0, 0)] * x.ndim
+        padding[axis] = (0, count * self.size - x.shape[axis])
+        return lax.dynamic_slice_in_dim(jnp.pad(x, padding), self.start(count), count, axis)
+
+    def pick(self, x: jax.Array, ids: jax.Array) -> jax.Array:  # [R, n], i32[R] -> [R]
+        """An entry of each row of an x whose last axis lies one part after the other on the devices."""
+        if self.axis is None:
+            return jnp.take_along_axis(x, ids[:, None], 1)[:, 0]
+        own, n = self.own(ids, x.shape[1])[:, None], x.shape[1]
+        found = jnp.take_along_axis(x, jnp.minimum(own, n - 1), 1)
+        return self.sum(jnp.where(own < n, found, 0)[:, 0])
 
     def look_up(self, table: jax.Array, ids: jax.Array) -> jax.Array:  # [n, D], i32[...] -> [..., D]
         """Rows of a table whose parts lie one after the other on the devices."""

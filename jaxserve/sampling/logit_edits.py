@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.models.row_tiles import MapRows, whole
+from jaxserve.parallel.shard import ALONE, Shard
 from jaxserve.sampling import edit_rows as layout
 from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
@@ -41,16 +42,18 @@ def edit(
     table: jax.Array,  # i32[S, edit_rows.EditLayout.num_columns]
     history: jax.Array,  # i32[S, L]
     map_rows: MapRows = whole,
+    shard: Shard = ALONE,
 ) -> jax.Array:  # f32[R, V]
     """The logits with each row's edits applied. Rows without edits are unchanged. A kind of edit that no row has is skipped.
 
     map_rows: how penalties are computed. The other edits are exact in any shape: a bias is one addition, and masks set -inf.
+    shard: the device, where each has a part of the vocabulary, a multiple of 32; `logits` is its part.
     """
     rows = table.at[seq_rows].get(mode="fill", fill_value=0)
 
     def apply(kind: int, function, logits: jax.Array) -> jax.Array:
         wanted = (kinds & kind) != 0
-        return lax.cond(wanted.any(), partial(function, wanted=wanted, rows=rows), lambda x: x, logits)
+        return lax.cond(wanted.any(), partial(function, wanted=wanted, rows=rows, shard=shard), lambda x: x, logits)
 
     logits = apply(layout.BIAS, _add_bias, logits)
     looking_back = {"seq_rows": seq_rows, "positions": positions, "history": history}
@@ -67,9 +70,10 @@ def _row_numbers(logits: jax.Array) -> jax.Array:  # i32[R, 1]
     return jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
 
 
-def _add_bias(logits: jax.Array, *, wanted: jax.Array, rows: jax.Array) -> jax.Array:
+def _add_bias(logits: jax.Array, *, wanted: jax.Array, rows: jax.Array, shard: Shard) -> jax.Array:
     ids, values = rows[:, layout.BIAS_IDS : layout.BIAS_VALUES], _real(rows[:, layout.BIAS_VALUES : layout.WORDS])
-    ids = jnp.where(wanted[:, None] & (ids >= 0), ids, logits.shape[1])  # past the end: dropped
+    V = logits.shape[1]
+    ids = jnp.where(wanted[:, None] & (ids >= 0), shard.own(ids, V), V)  # past the end: dropped
     return logits.at[_row_numbers(logits), ids].add(values, mode="drop")
 
 
@@ -82,9 +86,10 @@ def _penalise(
     positions: jax.Array,
     history: jax.Array,
     map_rows: MapRows = whole,
+    shard: Shard = ALONE,
 ) -> jax.Array:
     """Applies the three penalties to the tokens that occurred, in rows that want it."""
-    counts = _count(logits.shape, wanted, seq_rows, rows[:, layout.NUM_PROMPT], positions, history)
+    counts = _count(logits.shape, wanted, seq_rows, rows[:, layout.NUM_PROMPT], positions, history, shard)
     penalties = [_real(rows[:, i]) for i in (layout.PRESENCE, layout.FREQUENCY, layout.REPETITION)]
     return jnp.where(wanted[:, None], map_rows(_penalise_counted, logits, counts, *penalties), logits)
 
@@ -112,6 +117,7 @@ def _count(
     num_prompt: jax.Array,  # i32[R]
     positions: jax.Array,  # i32[R]
     history: jax.Array,  # i32[S, L]
+    shard: Shard,
 ) -> jax.Array:  # i32[R, V]
     """How often each token occurs in a row's output, plus _IN_PROMPT where its prompt has it.
 
@@ -124,7 +130,7 @@ def _count(
 
     def count_span(counts: jax.Array, start: int, end: int) -> jax.Array:
         at = jnp.arange(start, end, dtype=jnp.int32)[None]
-        ids = history.at[seq_rows[:, None], at].get(mode="fill", fill_value=0)
+        ids = shard.own(history.at[seq_rows[:, None], at].get(mode="fill", fill_value=0), V)
         of_prompt = wanted[:, None] & (at < num_prompt[:, None])
         of_output = wanted[:, None] & (at >= num_prompt[:, None]) & (at < positions[:, None])
         counts = counts.at[numbers, jnp.where(of_prompt, ids, V)].max(_IN_PROMPT, mode="drop")
@@ -148,9 +154,10 @@ def apply_masks(
     return jnp.where(bits.reshape(R, -1)[:, :V] == 1, logits, -jnp.inf)
 
 
-def _forbid_others(logits: jax.Array, *, wanted: jax.Array, rows: jax.Array) -> jax.Array:
+def _forbid_others(logits: jax.Array, *, wanted: jax.Array, rows: jax.Array, shard: Shard) -> jax.Array:
     """Forbids all ids that are not in a row's bit set of allowed ones."""
-    return apply_masks(logits, jnp.where(wanted[:, None], rows[:, layout.ALLOWED_BITS :], -1))
+    allowed = shard.part(rows[:, layout.ALLOWED_BITS :], 1, layout.num_mask_words(logits.shape[1]))
+    return apply_masks(logits, jnp.where(wanted[:, None], allowed, -1))
 
 
 def _forbid_last_of_words(
@@ -161,6 +168,7 @@ def _forbid_last_of_words(
     seq_rows: jax.Array,
     positions: jax.Array,
     history: jax.Array,
+    shard: Shard,
 ) -> jax.Array:
     """Forbids the last token of each bad word whose earlier tokens are the end of the output."""
     words = rows[:, layout.WORDS : layout.ALLOWED_BITS].reshape(-1, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
@@ -170,5 +178,6 @@ def _forbid_last_of_words(
     tail = jnp.where(in_output, tail, -2)  # matches no token of a word: a prompt's tokens are no part of one
     begin, last = words[:, :, :-1], words[:, :, -1]
     complete = ((begin < 0) | (begin == tail[:, None])).all(-1)
-    ids = jnp.where(wanted[:, None] & complete & (last >= 0), last, logits.shape[1])
+    V = logits.shape[1]
+    ids = jnp.where(wanted[:, None] & complete & (last >= 0), shard.own(last, V), V)
     return logits.at[_row_numbers(logits), ids].set(-jnp.inf, mode="drop")

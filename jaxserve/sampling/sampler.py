@@ -37,6 +37,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.models.row_tiles import MapRows, whole
+from jaxserve.parallel.shard import ALONE, Shard
+from jaxserve.sampling import across_shards
 from jaxserve.sampling import rows as layout
 
 BLOCK = 128  # vocabulary entries a block
@@ -122,8 +124,9 @@ def sample(
     max_logprobs: int = 0,
     edit: Callable[[jax.Array], jax.Array] | None = None,
     edit_wanted: jax.Array | None = None,
-    draw: Callable[[jax.Array, SamplingRows], jax.Array] | None = None,
+    draw: Callable[[jax.Array, SamplingRows, Shard], jax.Array] | None = None,
     map_rows: MapRows = whole,
+    shard: Shard = ALONE,
 ) -> Sampled:
     """Samples one token for each row, by its own parameters. The order of operations is at the top of this file.
 
@@ -135,6 +138,8 @@ def sample(
     edit_wanted: bool[], whether to run `edit`. None: it runs if any row has edits.
     draw: draws the tokens of random rows from their filtered weights, in place of `draw_token`. Traced with 64-bit types enabled.
     map_rows: how exponentials and their sums are computed.
+    shard: the device, where each has a part of the vocabulary, a multiple of BLOCK with -inf past the vocabulary's end. `logits`
+      is its part, `edit` edits that part, and the results are the same on every device.
 
     Raises:
       TypeError: logits are not float32.
@@ -142,24 +147,25 @@ def sample(
     if logits.dtype != jnp.float32:
         raise TypeError(f"logits.dtype={logits.dtype} must be float32: ask the matmul for it (preferred_element_type)")
     with jax.named_scope("process_logits"):
-        blocks = in_blocks(process_logits(logits, rows, edit, edit_wanted), -jnp.inf)
+        blocks = in_blocks(process_logits(logits, rows, edit, edit_wanted, shard), -jnp.inf)
     with jax.named_scope("greedy"):
         maxima = blocks.max(-1)
-        bad = jnp.isnan(blocks).any((-1, -2)) | ~jnp.isfinite(maxima.max(-1))  # XLA:CPU's max may ignore a NaN
-        greedy = first_highest(blocks, maxima)
+        bad = jnp.isnan(blocks).any((-1, -2))  # XLA:CPU's max may ignore a NaN
+        highest, greedy, bad = across_shards.best(maxima.max(-1), first_highest(blocks, maxima), bad, blocks[0].size, shard)
+        bad |= ~jnp.isfinite(highest)
     random = (rows.temperature > 0) & ~bad
     with jax.named_scope("draw"):
         drawn, by_sort = lax.cond(
             random.any(),
-            lambda: _draw(blocks, maxima, rows, random, draw or draw_token, map_rows),
+            lambda: _draw(blocks, maxima, highest, rows, random, draw or draw_token, map_rows, shard),
             lambda: (greedy, jnp.zeros_like(random)),
         )
     tokens = jnp.where(random, drawn, jnp.where(bad, 0, greedy))
     if not max_logprobs:
         return Sampled(tokens, bad, by_sort, None)
     with jax.named_scope("logprobs"):
-        n = min(max_logprobs, logits.shape[1])
-        return Sampled(tokens, bad, by_sort, token_logprobs(logits, tokens, n, map_rows=map_rows))
+        n = min(max_logprobs, logits.shape[1] * shard.size)
+        return Sampled(tokens, bad, by_sort, token_logprobs(logits, tokens, n, map_rows=map_rows, shard=shard))
 
 
 def process_logits(
@@ -167,12 +173,13 @@ def process_logits(
     rows: SamplingRows,
     edit: Callable[[jax.Array], jax.Array] | None = None,
     edit_wanted: jax.Array | None = None,
+    shard: Shard = ALONE,
 ) -> jax.Array:  # f32[R, V]
     """Applies what can change a greedy row's token: min_tokens, and the edits that rows have (see `sample`)."""
     R, V = logits.shape
     ids = rows.suppress_ids
     forbidden = (rows.position < rows.suppress_until)[:, None] & (ids >= 0)
-    ids = jnp.where(forbidden, ids, V)  # past the end: dropped
+    ids = jnp.where(forbidden, shard.own(ids, V), V)  # past the end: dropped
     logits = logits.at[jnp.arange(R, dtype=jnp.int32)[:, None], ids].set(-jnp.inf, mode="drop")
     if edit is None:
         return logits
@@ -219,44 +226,57 @@ def unsigned_zero(x: jax.Array) -> jax.Array:
 def _draw(
     logits: jax.Array,  # f32[R, B, BLOCK]
     maxima: jax.Array,  # f32[R, B]
+    highest: jax.Array,  # f32[R]; of all devices
     rows: SamplingRows,
     random: jax.Array,  # bool[R]; the other rows' results are not used
-    draw: Callable[[jax.Array, SamplingRows], jax.Array],
+    draw: Callable[[jax.Array, SamplingRows, Shard], jax.Array],
     map_rows: MapRows,
+    shard: Shard,
 ) -> tuple[jax.Array, jax.Array]:  # i32[R] tokens, bool[R] which rows needed the sort
-    N = logits[0].size  # the vocabulary and its padding
+    count = logits[0].size
+    N = count * shard.size  # the vocabulary and its padding
     with jax.enable_x64(True):  # other dtypes below are spelled out or follow their operands
-        weights = map_rows(_weights, logits, maxima.max(-1), jnp.where(random, rows.temperature, 1.0), rows.min_p)
-        total = _cumulative(weights)[:, -1]
+        weights = map_rows(_weights, logits, highest, jnp.where(random, rows.temperature, 1.0), rows.min_p)
+        total = shard.sum(_cumulative(weights)[:, -1])
         k = jnp.where((rows.top_k > 0) & (rows.top_k < N), rows.top_k, N)
         filtered = random & ((k < N) | (rows.top_p < 1))
         value, last_id, by_sort = lax.cond(
             filtered.any(),
-            lambda: _last_kept(logits, maxima, weights, total, k, rows.top_p, filtered),
+            lambda: _last_kept(logits, maxima, weights, total, k, rows.top_p, filtered, shard),
             lambda: (jnp.full_like(rows.top_p, -jnp.inf), jnp.full_like(k, N), jnp.zeros_like(filtered)),
         )
-        ids = jnp.arange(N, dtype=jnp.int32).reshape(logits.shape[1:])
+        ids = shard.ids(count).reshape(logits.shape[1:])
         value, last_id = value[:, None, None], last_id[:, None, None]
         kept = jnp.where((logits > value) | ((logits == value) & (ids <= last_id)), weights, 0)
-        return draw(kept, rows), by_sort
+        return draw(kept, rows, shard), by_sort
 
 
 def draw_token(
     weights: jax.Array,  # i32[R, B, BLOCK]: of each token, 2**30 for the likeliest and 0 for what filters dropped
     rows: SamplingRows,
+    shard: Shard = ALONE,
 ) -> jax.Array:  # i32[R]
     """Draws one token for each row, with probabilities in proportion to the weights."""
-    return invert_cdf(weights, uniform(rows))
+    return invert_cdf(weights, uniform(rows), shard)
 
 
 def invert_cdf(
     weights: jax.Array,  # i32[R, B, BLOCK]
     at: jax.Array,  # f64[R]; in [0, 1)
+    shard: Shard = ALONE,
 ) -> jax.Array:  # i32[R]
     """The token of each row at which the sum of weights, in vocabulary order, passes the share `at` of their total."""
     cumulative = _cumulative(weights)
-    target = jnp.floor(at * cumulative[:, -1]).astype(jnp.int64)  # below the total, which is below 2**53
-    return _locate(weights, cumulative, target)
+    target = jnp.floor(at * shard.sum(cumulative[:, -1])).astype(jnp.int64)  # below the total, which is below 2**53
+    return _locate_across(weights, cumulative, target, shard)
+
+
+def _locate_across(weights: jax.Array, cumulative: jax.Array, target: jax.Array, shard: Shard) -> jax.Array:
+    """`_locate` among the weights of all devices."""
+    if shard.is_alone:
+        return _locate(weights, cumulative, target)
+    own, mine = across_shards.split_target(cumulative[:, -1], target, shard)
+    return shard.sum(jnp.where(mine, _locate(weights, cumulative, own) + shard.start(weights[0].size), 0))
 
 
 def _weights(
@@ -312,20 +332,20 @@ def _last_kept(
     k: jax.Array,  # i32[R]; B * BLOCK is off
     top_p: jax.Array,  # f32[R]
     filtered: jax.Array,  # bool[R]
+    shard: Shard,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # f32[R], i32[R], bool[R]
     """(value, id) of the last entry that top_k and top_p keep, in the order (value down, id up), and which rows needed the sort. A
     row that is not filtered keeps all entries."""
-    R, N = logits.shape[0], logits[0].size
-    weights = weights.reshape(R, N)
+    R, count = logits.shape[0], logits[0].size
+    N = count * shard.size
+    weights = weights.reshape(R, count)
 
-    def cut(values, ids):
+    def cut(values, ids, ordered):
         n = ids.shape[1]  # all of the vocabulary or its likeliest
-        ordered = jnp.take_along_axis(weights, ids, 1)
         ordered = in_blocks(jnp.where(jnp.arange(n, dtype=jnp.int32) < k[:, None], ordered, 0), 0)
         cumulative = _cumulative(ordered)
         held = cumulative[:, -1]
-        mass = jnp.where(k < N, held, total)
-        target = jnp.maximum(jnp.ceil(top_p.astype(jnp.float64) * mass).astype(jnp.int64), 1) - 1
+        target = _last_of(jnp.where(k < N, held, total), top_p)
         last = jnp.minimum(_locate(ordered, cumulative, target), n - 1)[:, None]
         decided = (k <= n) | (held == total) | ((k == N) & (held > target))
         value, last_id = jnp.take_along_axis(values, last, 1)[:, 0], jnp.take_along_axis(ids, last, 1)[:, 0]
@@ -334,11 +354,52 @@ def _last_kept(
     def by_sort():
         ids = lax.broadcasted_iota(jnp.int32, (R, N), 1)
         negated, ids = lax.sort((-logits.reshape(R, N), ids), num_keys=1, is_stable=True)
-        return cut(-negated, ids)[:2]
+        return cut(-negated, ids, jnp.take_along_axis(weights, ids, 1))[:2]
 
-    value, last_id, undecided = cut(*_likeliest(logits, maxima, min(NUM_CANDIDATES, N)))
-    value, last_id = lax.cond(undecided.any(), by_sort, lambda: (value, last_id))
+    def by_bisection():
+        value, last_id = _last_across(logits.reshape(R, count), weights, total, k, top_p, shard)
+        return jnp.where(filtered, value, -jnp.inf), jnp.where(filtered, last_id, N)
+
+    values, ids = _likeliest(logits, maxima, min(NUM_CANDIDATES, count))
+    ordered = jnp.take_along_axis(weights, ids, 1)
+    values, ids, ordered = across_shards.likeliest(values, ids, (ordered,), min(NUM_CANDIDATES, N), count, shard)
+    value, last_id, undecided = cut(values, ids, ordered)
+    all_entries = by_sort if shard.is_alone else by_bisection
+    value, last_id = lax.cond(undecided.any(), all_entries, lambda: (value, last_id))
     return value, last_id, undecided
+
+
+def _last_of(mass: jax.Array, top_p: jax.Array) -> jax.Array:  # i64[R], f32[R] -> i64[R]
+    """The place of the last unit of the mass that top_p keeps."""
+    return jnp.maximum(jnp.ceil(top_p.astype(jnp.float64) * mass).astype(jnp.int64), 1) - 1
+
+
+def _last_across(
+    logits: jax.Array,  # f32[R, n]
+    weights: jax.Array,  # i32[R, n]
+    total: jax.Array,  # i64[R]
+    k: jax.Array,  # i32[R]
+    top_p: jax.Array,  # f32[R]
+    shard: Shard,
+) -> tuple[jax.Array, jax.Array]:  # f32[R], i32[R]
+    """(value, id) of the last entry that top_k and top_p keep of a vocabulary that lies on several devices, without a sort."""
+    count = logits.shape[1]
+    keys, ids = across_shards.as_ordered(logits), shard.ids(count)
+
+    def place(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(key, id) of the entry at which the sum passes the target, in the order (value down, id up)."""
+        key, above = across_shards.threshold(keys, weights, target, shard)
+        equal = in_blocks(jnp.where(keys == key[:, None], weights, 0), 0)
+        return key, _locate_across(equal, _cumulative(equal), target - above, shard)
+
+    key, last_id = place(jnp.ones_like(weights), k.astype(jnp.int64) - 1)
+    key, last_id = key[:, None], last_id[:, None]
+    limited = (k < count * shard.size)[:, None]
+    dropped = limited & ((keys < key) | ((keys == key) & (ids > last_id)))
+    weights = jnp.where(dropped, 0, weights)
+    mass = jnp.where(limited[:, 0], shard.sum(weights.sum(1, dtype=jnp.int64)), total)
+    key, last_id = place(weights, _last_of(mass, top_p))
+    return across_shards.from_ordered(key), last_id
 
 
 def token_logprobs(
@@ -349,8 +410,9 @@ def token_logprobs(
     with_top: jax.Array | None = None,  # bool[]; None is always
     dtype: Any = jnp.float64,
     map_rows: MapRows = whole,
+    shard: Shard = ALONE,
 ) -> TokenLogprobs:
-    """Log-probability and rank of each row's token, and the n likeliest tokens.
+    """Log-probability and rank of each row's token, and the n likeliest tokens. shard: as `sample`.
 
     with_top: whether the likeliest are wanted; without it their values are not valid.
     dtype: of the exponentials. Their sums over blocks are float64 in any case. map_rows: how they are computed.
@@ -358,22 +420,26 @@ def token_logprobs(
 
     def log_of_mass(blocks: jax.Array, highest: jax.Array) -> jax.Array:
         mass = jnp.exp(blocks - highest[:, None, None]).sum(-1, dtype=dtype).sum(-1, dtype=jnp.float64)
-        return jnp.log(mass).astype(jnp.float32)
+        return jnp.log(shard.sum_in_order(mass)).astype(jnp.float32)
 
+    V = logits.shape[1]
     blocks = in_blocks(logits, -jnp.inf)
     maxima = blocks.max(-1)
-    highest = maxima.max(-1)
+    highest = shard.max(maxima.max(-1))
     with jax.enable_x64(True):
         log_mass = map_rows(log_of_mass, blocks, highest)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], 1)
-    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    chosen = shard.pick(logits, tokens)[:, None]
+    ids = shard.ids(V)
     ahead = (logits > chosen) | ((logits == chosen) & (ids < tokens[:, None]))
-    top = partial(_likeliest, blocks, maxima, n)
+
+    def top() -> tuple[jax.Array, ...]:
+        return across_shards.likeliest(*_likeliest(blocks, maxima, min(n, V)), (), n, V, shard)
+
     nothing = jnp.zeros((len(tokens), n), jnp.float32), jnp.zeros((len(tokens), n), jnp.int32)
     values, top_ids = top() if with_top is None else lax.cond(with_top, top, lambda: nothing)
     return TokenLogprobs(
         logprobs=chosen[:, 0] - highest - log_mass,
-        ranks=1 + ahead.sum(-1, dtype=jnp.int32),
+        ranks=1 + shard.sum(ahead.sum(-1, dtype=jnp.int32)),
         top_ids=top_ids,
         top_logprobs=values - highest[:, None] - log_mass[:, None],
     )

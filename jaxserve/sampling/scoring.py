@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.models.layers import vocabulary_logits
+from jaxserve.parallel.shard import ALONE, Shard
+from jaxserve.sampling import across_shards
 from jaxserve.sampling.sampler import BLOCK, TokenLogprobs, token_logprobs, unsigned_zero
 
 SCORED_AT_ONCE = 2048  # vocabulary entries whose logits a CPU holds at once; a multiple of BLOCK
@@ -28,18 +30,31 @@ def score(
     with_top: jax.Array,  # bool[]
     *,
     max_logprobs: int,
+    vocab_size: int | None = None,
+    shard: Shard = ALONE,
 ) -> TokenLogprobs:
     """Log-probability and rank of each token by its own row and, if with_top, the likeliest tokens (without it they are not valid).
 
     Values are computed as `sampler.sample` does, except that exponentials are float32: a prompt has many tokens, and no draw
     depends on the last bit here. A row's values depend neither on other rows nor on with_top.
+
+    shard: the device, where each has a part of the vocabulary: `weight` is its part, of whole BLOCKs, and what is past vocab_size
+      in all of them counts as none.
     """
-    n = min(max_logprobs, weight.shape[vocab_axis])
-    at_once = partial(_score_at_once, vocab_axis=vocab_axis, n=n)
+    vocabulary = weight.shape[vocab_axis] * shard.size if vocab_size is None else vocab_size
+    how = {"vocab_axis": vocab_axis, "n": min(max_logprobs, vocabulary), "vocab_size": vocabulary, "shard": shard}
+    at_once = partial(_score_at_once, **how)
     if weight.shape[vocab_axis] <= SCORED_AT_ONCE:
         return at_once(x, weight, tokens, with_top)
-    in_blocks = partial(_score_in_blocks, vocab_axis=vocab_axis, n=n)
+    in_blocks = partial(_score_in_blocks, **how)
     return lax.platform_dependent(x, weight, tokens, with_top, cpu=in_blocks, default=at_once)
+
+
+def mask_past_end(logits: jax.Array, vocab_size: int, shard: Shard) -> jax.Array:
+    """A device's part of the logits, -inf for entries that are past the vocabulary's end."""
+    if shard.is_alone:
+        return logits
+    return jnp.where(shard.ids(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
 
 
 def pack_scored(scored: TokenLogprobs) -> jax.Array:  # i32[C, 2 + 2N]
@@ -50,31 +65,51 @@ def pack_scored(scored: TokenLogprobs) -> jax.Array:  # i32[C, 2 + 2N]
 
 
 def _score_at_once(
-    x: jax.Array, weight: jax.Array, tokens: jax.Array, with_top: jax.Array, *, vocab_axis: int, n: int
+    x: jax.Array,
+    weight: jax.Array,
+    tokens: jax.Array,
+    with_top: jax.Array,
+    *,
+    vocab_axis: int,
+    n: int,
+    vocab_size: int,
+    shard: Shard,
 ) -> TokenLogprobs:
-    logits = vocabulary_logits(x, weight, vocab_axis)
-    return token_logprobs(logits, tokens, n, with_top=with_top, dtype=jnp.float32)
+    logits = mask_past_end(vocabulary_logits(x, weight, vocab_axis), vocab_size, shard)
+    return token_logprobs(logits, tokens, n, with_top=with_top, dtype=jnp.float32, shard=shard)
 
 
 def _score_in_blocks(
-    x: jax.Array, weight: jax.Array, tokens: jax.Array, with_top: jax.Array, *, vocab_axis: int, n: int
+    x: jax.Array,
+    weight: jax.Array,
+    tokens: jax.Array,
+    with_top: jax.Array,
+    *,
+    vocab_axis: int,
+    n: int,
+    vocab_size: int,
+    shard: Shard,
 ) -> TokenLogprobs:
     C, V, block = len(tokens), weight.shape[vocab_axis], SCORED_AT_ONCE
     assert C <= block, "more tokens than a block has entries"
     # Ranks need the tokens' own logits first. A product in the shape of a block gives the same bits as the block itself will.
-    own = jnp.take(weight, jnp.resize(tokens, (block,)), axis=vocab_axis, mode="clip")
-    chosen = jnp.diagonal(vocabulary_logits(x, own, vocab_axis))[:, None]
+    local = shard.own(tokens, V)
+    own = jnp.take(weight, jnp.resize(local, (block,)), axis=vocab_axis, mode="clip")
+    chosen = jnp.diagonal(vocabulary_logits(x, own, vocab_axis))
+    chosen = (chosen if shard.is_alone else shard.sum(jnp.where(local < V, chosen, 0)))[:, None]
+    first = shard.start(V)  # of this device's entries
 
     def add_block(state: tuple[jax.Array, ...], i: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
         highest, mass, ahead, values, value_ids = state
         start = jnp.minimum(i * block, V - block)  # the last block begins among the entries of the one before it
         ids = start + jnp.arange(block, dtype=jnp.int32)
         logits = vocabulary_logits(x, lax.dynamic_slice_in_dim(weight, start, block, vocab_axis), vocab_axis)
-        logits = jnp.where(ids >= i * block, logits, -jnp.inf)
+        real = ids >= i * block
+        logits = jnp.where(real if shard.is_alone else real & (first + ids < vocab_size), logits, -jnp.inf)
         before, highest = highest, jnp.maximum(highest, logits.max(-1))
         masses = jnp.exp(logits - highest[:, None]).reshape(C, -1, BLOCK).sum(-1)
         mass = mass * jnp.exp(before - highest) + masses.sum(-1)
-        ahead += ((logits > chosen) | ((logits == chosen) & (ids < tokens[:, None]))).sum(-1, dtype=jnp.int32)
+        ahead += ((logits > chosen) | ((logits == chosen) & (first + ids < tokens[:, None]))).sum(-1, dtype=jnp.int32)
 
         def merge() -> tuple[jax.Array, jax.Array]:  # the leaders so far come first, so that among equals the lower id leads
             merged, place = lax.top_k(jnp.concatenate([values, unsigned_zero(logits)], axis=1), n)
@@ -88,11 +123,15 @@ def _score_in_blocks(
     zeros, none = jnp.zeros(C, jnp.int32), jnp.full((C, n), -jnp.inf)
     state = jnp.full(C, lowest), jnp.zeros(C, jnp.float32), zeros, none, jnp.zeros((C, n), jnp.int32)
     state, _ = lax.scan(add_block, state, jnp.arange(-(-V // block), dtype=jnp.int32))
-    highest, mass, ahead, values, value_ids = state
+    part_highest, part_mass, ahead, values, value_ids = state
+    highest, mass = shard.max(part_highest), part_mass
+    if not shard.is_alone:
+        mass = shard.sum_in_order(part_mass * jnp.exp(part_highest - highest))
+        values, value_ids = across_shards.likeliest(values, value_ids, (), n, V, shard)
     log_mass = jnp.log(mass)
     return TokenLogprobs(
         logprobs=chosen[:, 0] - highest - log_mass,
-        ranks=1 + ahead,
+        ranks=1 + shard.sum(ahead),
         top_ids=value_ids,
         top_logprobs=values - highest[:, None] - log_mass[:, None],
     )

@@ -21,6 +21,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxserve.parallel.shard import ALONE, Shard
 from jaxserve.sampling import sampler
 from jaxserve.sampling.sampler import SamplingRows
 from jaxserve.speculative.proposer import NO_DRAFT
@@ -31,6 +32,7 @@ ACCEPTANCE_STREAM = 1  # of sampler.uniform; what is drawn has the first, and wh
 def draw_token(
     weights: jax.Array,  # i32[R, B, BLOCK]: the target, as sampler.draw_token takes it
     rows: SamplingRows,
+    shard: Shard = ALONE,
     *,
     drafts: jax.Array,  # i32[R]; NO_DRAFT where there is none
     proposal: jax.Array | None,  # f32[R, V]: the probabilities with which each draft was drawn; None: they are point masses
@@ -39,24 +41,24 @@ def draw_token(
 
     A row's token depends on its weights, its draft and that draft's proposal, and (seed, sample index, position) only; without a
     draft it is sampler.draw_token's. In integers, like the weights: the proposal is scaled to the target's total, so that no sum
-    depends on its order. Greedy rows never come here: their draft stands if it equals the argmax.
+    depends on its order. Greedy rows never come here: their draft stands if it equals the argmax. shard: the device, where each has
+    the weights of a part of the vocabulary; it has all of the proposal.
     """
     R, N = weights.shape[0], weights[0].size
-    total = weights.sum((1, 2), dtype=jnp.int64)[:, None, None]
+    total = shard.sum(weights.sum((1, 2), dtype=jnp.int64))[:, None, None]
     if proposal is None:
-        ids = jnp.arange(N, dtype=jnp.int32).reshape(weights.shape[1:])
+        ids = shard.ids(N).reshape(weights.shape[1:])
         proposed = jnp.where(ids == drafts[:, None, None], total, 0)
     else:
-        shares = sampler.in_blocks(proposal, 0.0).astype(jnp.float64)
+        shares = sampler.in_blocks(shard.part(proposal, 1, N), 0.0).astype(jnp.float64)
         proposed = jnp.where((drafts == NO_DRAFT)[:, None, None], 0, jnp.round(shares * total).astype(jnp.int64))
-    at_draft = jnp.maximum(drafts, 0)[:, None]
-    of_draft = partial(jnp.take_along_axis, indices=at_draft, axis=1)
+    of_draft = partial(shard.pick, ids=jnp.maximum(drafts, 0))
     stands = _stands(
-        of_draft(weights.reshape(R, N))[:, 0],
-        of_draft(proposed.reshape(R, N))[:, 0],
+        of_draft(weights.reshape(R, N)),
+        of_draft(proposed.reshape(R, N)),
         sampler.uniform(rows, ACCEPTANCE_STREAM),
     )
-    other = sampler.invert_cdf(_residual(weights, proposed), sampler.uniform(rows))
+    other = sampler.invert_cdf(_residual(weights, proposed, shard), sampler.uniform(rows), shard)
     return jnp.where(stands & (drafts != NO_DRAFT), drafts, other)
 
 
@@ -71,7 +73,8 @@ def _stands(
 def _residual(
     weights: jax.Array,  # i32[R, B, BLOCK]
     proposed: jax.Array,  # i64[R, B, BLOCK]
+    shard: Shard,
 ) -> jax.Array:  # i32[R, B, BLOCK]
     """What the target has over the proposal; all of the target where rounding leaves nothing."""
     residual = jnp.maximum(weights - proposed, 0).astype(jnp.int32)
-    return jnp.where((residual > 0).any((1, 2), keepdims=True), residual, weights)
+    return jnp.where(shard.any((residual > 0).any((1, 2), keepdims=True)), residual, weights)

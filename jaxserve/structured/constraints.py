@@ -26,7 +26,7 @@ class Constraints:
     """The constrained requests of one engine.
 
     Args:
-      vocab_size: V.
+      vocab_size: V, or more: masks have bits for so many tokens.
       max_rows: most logits rows of a step.
     """
 

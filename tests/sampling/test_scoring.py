@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.parallel.shard import ALONE
 from jaxserve.sampling import scoring
 from jaxserve.sampling.rows import ScoredRows, unpack_scored
 from tests.sampling.test_sampling import likeliest_first
@@ -63,9 +64,8 @@ def test_blocks_say_what_all_logits_say_of_real_numbers(vocab_axis, dtype):
     best = np.asarray(x, np.float64) @ np.moveaxis(np.asarray(weight, np.float64), vocab_axis, 1)
     tokens = np.concatenate([best.argmax(-1)[:128], rng.integers(0, V, 128)]).astype(np.int32)
     arguments = x, weight, jnp.asarray(tokens), jnp.asarray(True)
-    blocks, at_once = (
-        jax.jit(partial(f, vocab_axis=vocab_axis, n=TOP))(*arguments) for f in (scoring._score_in_blocks, scoring._score_at_once)
-    )
+    how = {"vocab_axis": vocab_axis, "n": TOP, "vocab_size": V, "shard": ALONE}
+    blocks, at_once = (jax.jit(partial(f, **how))(*arguments) for f in (scoring._score_in_blocks, scoring._score_at_once))
     np.testing.assert_allclose(blocks.logprobs, at_once.logprobs, rtol=1e-5, atol=2e-5)
     np.testing.assert_allclose(blocks.top_logprobs, at_once.top_logprobs, rtol=1e-5, atol=2e-5)
     assert blocks.ranks[:128].tolist() == [1] * 128

@@ -92,7 +92,7 @@ def as_point_masses(*args, proposal, right=rejection.draw_token, **options):
 
 WRONG: dict[str, tuple[Any, str, Callable]] = {
     "every draft stands": (rejection, "_stands", lambda weight, proposed, at: weight > 0),
-    "rejected: from the target": (rejection, "_residual", lambda weights, proposed: weights),
+    "rejected: from the target": (rejection, "_residual", lambda weights, proposed, shard: weights),
     "another draft's proposal": (verify, "probs_after", of_first_drafts),
     "the proposal is not looked at": (rejection, "draw_token", as_point_masses),  # distributed alike, but fewer stand
 }

@@ -42,7 +42,7 @@ PROPOSALS = {  # f64[V, V]: what follows each token
 }
 
 
-def not_renormalised(weights, proposed):
+def not_renormalised(weights, proposed, shard):
     """The residual as it stands, in which what is missing falls to the last token."""
     residual = jnp.maximum(weights - proposed, 0)
     return residual.at[:, 0, V - 1].add(weights.sum((1, 2), dtype=jnp.int64) - residual.sum((1, 2)))
@@ -52,9 +52,9 @@ RULES = {  # what replaces functions of the module
     "right": {},
     "every draft stands": {"_stands": lambda weight, proposed, at: at < 1},
     "the target's weight alone decides": {"_stands": lambda weight, proposed, at: at * 2.0**30 < weight},
-    "rejected: from the target": {"_residual": lambda weights, proposed: weights},
+    "rejected: from the target": {"_residual": lambda weights, proposed, shard: weights},
     "rejected: not renormalised": {"_residual": not_renormalised},
-    "rejected: the difference's size": {"_residual": lambda weights, proposed: jnp.abs(weights - proposed)},
+    "rejected: the difference's size": {"_residual": lambda weights, proposed, shard: jnp.abs(weights - proposed)},
     "one random number for both": {"ACCEPTANCE_STREAM": None},
 }
 
