@@ -120,6 +120,11 @@ class SafetensorsReader:
     def read(self, key: str) -> np.ndarray:
         return self._files[key].get_tensor(key)
 
+    def read_part(self, key: str, axis: int, start: int, stop: int) -> np.ndarray:
+        """Entries of the tensor along an axis; nothing else of it is read."""
+        piece = self._files[key].get_slice(key)
+        return piece[start:stop] if axis == 0 else piece[:, start:stop]
+
     def _open(self, path: Path) -> Any:
         if not path.is_file():
             raise WeightsError(f"{path.name} is absent, but {INDEX_NAME} names it")

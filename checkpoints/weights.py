@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -42,6 +42,15 @@ class Reader(Protocol):
         ...
 
 
+@runtime_checkable
+class PartReader(Reader, Protocol):
+    """A Reader whose tensors need not be read whole."""
+
+    def read_part(self, key: str, axis: int, start: int, stop: int) -> np.ndarray:
+        """The tensor's entries from start to stop along axis 0 or 1, as `read` gives all of it."""
+        ...
+
+
 @dataclass(frozen=True)
 class Source:
     """Where one parameter comes from: the checkpoint tensors `keys`, turned into one array by `convert`.
@@ -54,11 +63,26 @@ class Source:
     convert: Callable[[list[np.ndarray]], np.ndarray]
 
 
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """How a parameter is cut over devices: entry i of it, along `axis`, is entry places[i] of the uncut one, or zeros where that is
+    -1. Devices have equally many entries, in the order of `places`.
+
+    stored_axis: the tensors' axis that becomes `axis`, along which several are one after the other. None: an entry is made of whole
+      tensors, equally many each (experts that have a tensor each).
+    """
+
+    axis: int
+    places: np.ndarray  # i64
+    stored_axis: int | None
+
+
 def load_weights(
     reader: Reader,
     abstract: Mapping[str, jax.ShapeDtypeStruct],
     table: Mapping[str, Source],
     *,
+    cuts: Mapping[str, Cut] | None = None,
     ignore: Sequence[str] = (),
     progress: bool | Progress = False,
 ) -> dict[str, jax.Array]:
@@ -68,6 +92,8 @@ def load_weights(
       reader: the checkpoint (SafetensorsReader, GGUFReader, or anything with their methods).
       abstract: path -> shape, dtype and sharding (None: the default device) of each parameter.
       table: path -> Source, for exactly the paths of `abstract`.
+      cuts: path -> Cut, of the parameters that are cut over devices. Their shapes in `abstract` are the uncut ones, their shardings
+        those of what is loaded. From a `PartReader` only the parts of this process's devices are read.
       ignore: regular expressions; checkpoint tensors that one of them matches in full may go unused.
       progress: True shows a bar on stderr; a callable is told (path, number loaded, number in all) after each parameter.
 
@@ -91,7 +117,7 @@ def load_weights(
     report = _progress_bar(len(table)) if progress is True else (progress or None)
     loaded = {}
     for path, target in abstract.items():
-        loaded[path] = _load_one(reader, table[path], target)
+        loaded[path] = _load_one(reader, table[path], target, (cuts or {}).get(path))
         if report is not None:
             report(path, len(loaded), len(table))
     return loaded
@@ -139,9 +165,14 @@ def _converted_shape(convert: Callable[[list[np.ndarray]], np.ndarray], shapes: 
     return convert([np.broadcast_to(np.zeros((), np.int8), shape) for shape in shapes]).shape
 
 
-def _load_one(reader: Reader, source: Source, target: jax.ShapeDtypeStruct) -> jax.Array:
+def _load_one(reader: Reader, source: Source, target: jax.ShapeDtypeStruct, cut: Cut | None) -> jax.Array:
     import jax  # here, so that reading a tokenizer or a config does without it
 
+    if cut is not None:
+        shape = (*target.shape[: cut.axis], len(cut.places), *target.shape[cut.axis + 1 :])
+        whole = _whole(reader, source)
+        part = lambda index: _part(whole, source, target, cut, index)  # noqa: E731
+        return jax.make_array_from_callback(shape, _of(target), part).block_until_ready()
     host = source.convert([reader.read(key) for key in source.keys])
     host = np.ascontiguousarray(host.astype(target.dtype, copy=False))
     if target.sharding is None:
@@ -149,6 +180,71 @@ def _load_one(reader: Reader, source: Source, target: jax.ShapeDtypeStruct) -> j
     else:
         array = jax.make_array_from_callback(target.shape, target.sharding, lambda index: host[index])
     return array.block_until_ready()  # so that the host copies of two parameters never live at once
+
+
+def _of(target: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
+    if target.sharding is None:
+        raise ValueError(f"a parameter of shape {target.shape} is cut, and has no sharding")
+    return target.sharding
+
+
+def _whole(reader: Reader, source: Source) -> PartReader:
+    """The reader, or where it can't read parts one of this parameter's tensors, in memory."""
+    return reader if isinstance(reader, PartReader) else _InMemory({key: reader.read(key) for key in source.keys})
+
+
+class _InMemory:
+    """A PartReader of tensors that are read."""
+
+    def __init__(self, tensors: dict[str, np.ndarray]):
+        self._tensors = tensors
+
+    def keys(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self._tensors[key].shape
+
+    def dtype(self, key: str) -> str:
+        return self._tensors[key].dtype.name
+
+    def read(self, key: str) -> np.ndarray:
+        return self._tensors[key]
+
+    def read_part(self, key: str, axis: int, start: int, stop: int) -> np.ndarray:
+        return self._tensors[key][(slice(None),) * axis + (slice(start, stop),)]
+
+
+def _part(reader: PartReader, source: Source, target: jax.ShapeDtypeStruct, cut: Cut, index: tuple[slice, ...]) -> np.ndarray:
+    """One device's part of a parameter."""
+    places = cut.places[index[cut.axis]]
+    if cut.stored_axis is None:
+        each = len(source.keys) // target.shape[cut.axis]
+        keys = [key for place in places if place >= 0 for key in source.keys[place * each : (place + 1) * each]]
+        host = np.zeros((len(places), *target.shape[1:]), target.dtype)
+        if keys:
+            host[places >= 0] = source.convert([reader.read(key) for key in keys])
+        return host
+    host = source.convert([_joined(reader, source.keys, cut.stored_axis, places)])
+    return np.ascontiguousarray(host.astype(target.dtype, copy=False))
+
+
+def _joined(reader: PartReader, keys: Sequence[str], axis: int, places: np.ndarray) -> np.ndarray:
+    """The entries `places` of tensors that are one after the other along an axis, zeros for -1."""
+    ends = np.cumsum([reader.shape(key)[axis] for key in keys])
+    tensor = np.where(places < 0, -1, np.searchsorted(ends, places, side="right"))
+    breaks = np.flatnonzero((np.diff(tensor) != 0) | ((tensor[1:] >= 0) & (np.diff(places) != 1))) + 1
+    parts: list[np.ndarray | int] = []  # a number: so many zeros
+    for run in np.split(np.arange(len(places)), breaks):
+        at = int(tensor[run[0]])
+        if at < 0:
+            parts.append(len(run))
+        else:
+            start = int(places[run[0]] - (ends[at - 1] if at else 0))
+            parts.append(reader.read_part(keys[at], axis, start, start + len(run)))
+    shape, dtype = list(reader.shape(keys[0])), next((x.dtype for x in parts if isinstance(x, np.ndarray)), np.float32)
+    zeros = [np.zeros((*shape[:axis], x, *shape[axis + 1 :]), dtype) if isinstance(x, int) else x for x in parts]
+    return zeros[0] if len(zeros) == 1 else np.concatenate(zeros, axis)
 
 
 def _progress_bar(total: int) -> Progress:

@@ -97,7 +97,7 @@ class Engine:
         self.eos_token_ids: frozenset[int] = frozenset(self.config.model.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.stats: EngineStats = EngineStats()
         self._weights = WeightsAndSleep(self.runner)
-        self._constraints = Constraints(32 * programs.num_mask_words, self.config.plan.max_head_rows)
+        self._constraints = Constraints(self.config.model.vocab_size, self.config.plan.max_head_rows)
         self._requests = LiveRequests(self._constraints)
         self._numbers = itertools.count()
         self._step_budget = step_budget(self.config)

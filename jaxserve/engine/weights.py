@@ -5,7 +5,7 @@ Owns whether the engine is asleep. Which weights fit the model is models/adoptio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import jax
 from jaxserve.execution.runner import Runner
 from jaxserve.models import Decoder
 from jaxserve.models.adoption import fit, placed
-from jaxserve.models.shard_placement import place_cut
+from jaxserve.models.shard_placement import matching, place_cut
 from jaxserve.models.shards import ShardedModel
 from jaxserve.models.trainer_keys import is_transposed
 from jaxserve.scheduling.page_pool import PagePool
@@ -34,16 +34,15 @@ class WeightsAndSleep:
         """As `Engine.read_weights`."""
         from jaxserve.models import loading  # late: it imports the tokenizers library, which an engine does without
 
-        transposed = is_transposed(self._runner.programs.functions.paths)
-        return loading.load_model(path, skip_tokenizer_init=True, dtype=dtype, transposed=transposed).module
+        functions = self._runner.programs.functions
+        how: dict[str, Any] = {"transposed": is_transposed(functions.paths), "shards": functions.shards}
+        return loading.load_files(loading.find_model(path), skip_tokenizer_init=True, dtype=dtype, **how).module
 
     def update(self, weights: Any, in_flight: str, scheduler: Scheduler, drain: Callable[[], None]) -> None:
         """As `Engine.update_params`. drain: waits for the steps in flight."""
         if in_flight not in IN_FLIGHT:
             raise ValueError(f"{in_flight=} must be one of {', '.join(IN_FLIGHT)}")
-        functions = self._runner.programs.functions
-        fitted = fit(weights, functions.model_config, dict(zip(functions.paths, functions.plain, strict=True)))
-        shards = functions.shards
+        placed = self._placed(weights)
         drain()
         num_begun = scheduler.num_begun
         if num_begun and in_flight == "refuse":
@@ -52,9 +51,19 @@ class WeightsAndSleep:
                 "in_flight='recompute' or 'keep'"
             )
         try:
-            self._runner.set_weights(placed(fitted, jax.devices()[0]) if shards is None else place_cut(fitted, shards))
+            self._runner.set_weights(placed)
         finally:  # whatever came of it, the old weights' KV is not to be hit
             scheduler.change_weights(self._runner.weights_version, recompute=in_flight == "recompute")
+
+    def _placed(self, weights: Any) -> Iterator[jax.Array]:
+        """The new weights, checked, and each placed when it is asked for."""
+        functions = self._runner.programs.functions
+        shards = functions.shards
+        if isinstance(weights, ShardedModel):
+            abstract = dict(zip(functions.paths, functions.abstract, strict=True))
+            return iter(matching(weights, abstract))
+        fitted = fit(weights, functions.model_config, dict(zip(functions.paths, functions.plain, strict=True)))
+        return placed(fitted, jax.devices()[0]) if shards is None else place_cut(fitted, shards)
 
     def sleep(self, level: int, num_unfinished: int, pool: PagePool) -> None:
         """As `Engine.sleep`. num_unfinished: requests that are not delivered to their end."""

@@ -153,7 +153,7 @@ class Runner:
         """
         inputs, out = body.inputs, None
         if inputs.head_rows:
-            masks = self._no_masks(inputs.head_rows) if allowed is None else Masks(allowed[: inputs.head_rows], np.True_)  # pyright: ignore[reportArgumentType]
+            masks = self._no_masks(inputs.head_rows) if allowed is None else self._masks(allowed[: inputs.head_rows])
             head = self.programs.get((inputs.head_rows, inputs.with_logprobs))
             rows, out = head(self.head_weights, self.state.rows, body.head_inputs, masks)
             self.state = replace(self.state, rows=rows)
@@ -169,6 +169,12 @@ class Runner:
     def _start_fetching(self, out: jax.Array) -> None:
         if not self._on_cpu:  # where `out` is host memory already, and asking costs 50 us
             out.copy_to_host_async()
+
+    def _masks(self, allowed: np.ndarray) -> Masks:
+        missing = self.programs.num_mask_words - allowed.shape[1]  # of a vocabulary that is padded for several devices
+        if missing:
+            allowed = np.pad(allowed, ((0, 0), (0, missing)))
+        return Masks(allowed, np.True_)  # pyright: ignore[reportArgumentType]
 
     def _make_no_masks(self, rows: int) -> Masks:
         """What a head of so many rows takes where no grammar is: on the device once and for all."""

@@ -137,18 +137,18 @@ def load_files(
     shards: ModelShards | None = None,
 ) -> LoadedModel:
     """`load_model` of files that were found. Arguments and errors are its. shards: how the weights lie on several devices."""
-    from jaxserve.models.shard_placement import shard_model
-
     config = files.config
     transposed = is_best_transposed() if transposed is None else transposed
     with _tokenizer_of(files.path, tokenizer, skip_tokenizer_init) as found:
-        if files.reader is None:
+        if files.reader is None and shards is not None:
+            module = load_version_cut(files.path, shards, dtype=dtype, transposed=transposed)
+        elif files.reader is None:
             module = load_version(files.path, config, dtype=dtype)
             module = transpose_kernels(module) if transposed else module
+        elif shards is not None:
+            module = load_weights_cut(files.reader, shards, dtype=dtype, transposed=transposed, progress=progress)
         else:
             module = load_weights(files.reader, config, dtype=dtype, transposed=transposed, progress=progress)
-        if shards is not None:
-            module = shard_model(module, shards)
         return LoadedModel(module, config, files.defaults, found.result())
 
 
@@ -216,6 +216,45 @@ def load_version(version: Path, config: ModelConfig, *, dtype: str = "auto") -> 
 
     abstract = Decoder.abstract(config, weight_dtype(config, dtype))
     return with_leaves(abstract, orbax.load(version, named_leaves(abstract)))
+
+
+def load_weights_cut(
+    reader: Any, shards: ModelShards, *, dtype: str = "auto", transposed: bool = False, progress: bool = False
+) -> ShardedModel:
+    """`load_weights` onto several devices: each device's part is read, and placed there."""
+    import jax
+
+    from checkpoints.weights import load_weights
+
+    config, dtype = shards.config, weight_dtype(shards.config, dtype)
+    table, plain = key_table(config, reader.keys(), transposed=transposed), shards.plain(dtype, transposed=transposed)
+    cuts, targets = {}, {}
+    for path, leaf in plain.items():
+        first = table[path].keys[0]
+        cut = shards.cut(path, len(leaf.shape), stacked=first in reader.keys() and len(reader.shape(first)) == 3)
+        sharding = shards.sharding(shards.layout(path, len(leaf.shape)))
+        targets[path] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        cuts |= {} if cut is None else {path: cut}
+    leaves = load_weights(reader, targets, table, cuts=cuts, ignore=ignorable_keys(config), progress=progress)
+    return ShardedModel(shards, shards.module(dtype, transposed=transposed), leaves)
+
+
+def load_version_cut(version: Path, shards: ModelShards, *, dtype: str = "auto", transposed: bool = False) -> ShardedModel:
+    """`load_version` onto several devices. They read equal parts, which are then put in order on the devices, one weight at a
+    time."""
+    from checkpoints import orbax
+    from jaxserve.models.adoption import fit
+    from jaxserve.models.shard_placement import place_cut
+
+    dtype = weight_dtype(shards.config, dtype)
+    read = orbax.load(version, shards.spread(shards.plain(dtype, transposed=False)))
+    wanted = shards.plain(dtype, transposed=transposed)
+    fitted, leaves = fit(read, shards.config, wanted), {}
+    for path, leaf in zip(wanted, fitted, strict=True):
+        read.clear()
+        leaves[path] = next(place_cut([leaf], shards))
+        leaf.arrays.clear()
+    return ShardedModel(shards, shards.module(dtype, transposed=transposed), leaves)
 
 
 def adopt_model(

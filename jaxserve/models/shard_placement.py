@@ -81,7 +81,24 @@ def _ours(entry: Any, axes: Sequence[str]) -> Any:
     return names[0] if names else None
 
 
-def plain_weights(weights: Mapping[str, jax.Array], shards: ModelShards) -> Iterator[tuple[str, np.ndarray]]:
+def matching(model: ShardedModel, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """The model's cut weights, in the order of `abstract`. ValueError where they are not of its shapes, dtypes and shardings."""
+    for path, wanted in abstract.items():
+        found = model.weights.get(path)
+        if found is None or (found.shape, found.dtype, found.sharding) != (wanted.shape, wanted.dtype, wanted.sharding):
+            here = f"{wanted.dtype}{list(wanted.shape)}, {wanted.sharding}"
+            raise ValueError(
+                f"these weights are cut for other devices or another model: {path} is {_shown(found)}, not {here}: read them with "
+                "this engine's read_weights, or give them uncut"
+            )
+    return [model.weights[path] for path in abstract]
+
+
+def _shown(x: jax.Array | None) -> str:
+    return "missing" if x is None else f"{x.dtype}{list(x.shape)}, {x.sharding}"
+
+
+def plain_weights(model: ShardedModel) -> Iterator[tuple[str, np.ndarray]]:
     """(path, the weight as one device would hold it), on the host and one at a time: for saving."""
-    for path, weight in weights.items():
-        yield path, shards.layout(path, weight.ndim).joined(np.asarray(weight))
+    for path, weight in model.weights.items():
+        yield path, model.shards.layout(path, weight.ndim).joined(np.asarray(weight))

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from checkpoints.weights import Cut
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder, named_leaves, transpose_kernels
 from jaxserve.models.shard_rules import rule_of
@@ -112,6 +113,15 @@ class ModelShards:
         axis, make = places[rule]
         return Layout(axis, make())
 
+    def cut(self, path: str, num_axes: int, stacked: bool) -> Cut | None:
+        """The layout as a checkpoint's loader takes it, None for what every device has. stacked: all experts are in one tensor."""
+        layout = self.layout(path, num_axes)
+        if layout.axis is None:
+            return None
+        rule = rule_of(path, num_axes)
+        stored = 1 if rule == "row" else 0  # of [out, in], or of [V, D]
+        return Cut(layout.axis, layout.places, None if rule == "experts" and not stacked else stored)
+
     def _qkv_columns(self) -> np.ndarray:
         N, K, H = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         queries, kv = self._heads.queries.reshape(self.size, -1), self._heads.kv.reshape(self.size, -1)
@@ -145,6 +155,15 @@ class ModelShards:
         """{path: shape and dtype} of the whole model's weights, as one device would hold them."""
         module = Decoder.abstract(self.config, dtype)
         return named_leaves(transpose_kernels(module) if transposed else module)
+
+    def spread(self, plain: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+        """The uncut weights with a sharding each: in equal parts along the axis that is cut, or whole where that has none."""
+        found = {}
+        for path, leaf in plain.items():
+            axis = self.layout(path, len(leaf.shape)).axis
+            even = Layout(axis) if axis is not None and leaf.shape[axis] % self.size == 0 else Layout()
+            found[path] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding(even))
+        return found
 
     def abstract(self, dtype: Any, *, transposed: bool) -> dict[str, jax.ShapeDtypeStruct]:
         """{path: shape, dtype and sharding} of the cut weights, those of all devices together."""

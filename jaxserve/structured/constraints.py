@@ -26,7 +26,7 @@ class Constraints:
     """The constrained requests of one engine.
 
     Args:
-      vocab_size: V, or more: masks have bits for so many tokens.
+      vocab_size: V.
       max_rows: most logits rows of a step.
     """
 
