@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels.backends import assumed_platform
+
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 SMEM = plgpu.SMEM
 Barrier = plgpu.Barrier
@@ -37,6 +39,7 @@ wgmma_wait = plgpu.wgmma_wait
 
 WGMMA = plgpu.Layout.WGMMA  # a warpgroup's accumulator: 64 rows, 16 a warp
 WGMMA_ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each of its rows
+WGMMA_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # a value for each of its columns
 # What mma.sync multiplies in a block of four warps: a left operand in 64 rows, 16 a warp, and a right one, which every warp holds.
 # Its sum lies as a wgmma's does. (bfloat16 and float16 have equal layouts.)
 MMA_LHS, MMA_RHS = plgpu.Layout.MMA_LHS(jnp.bfloat16), plgpu.Layout.MMA_RHS(jnp.bfloat16)
@@ -93,7 +96,7 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
 def assume(device: Device) -> Iterator[None]:
     """Inside, kernels are traced and lowered for this GPU, whatever this machine has: to compile where there is none. One process
     should assume one compute capability: what JAX keeps of a traced kernel doesn't name it."""
-    token = _assumed.set(device)
+    token, platform = _assumed.set(device), assumed_platform.set("gpu")
     infer_arch = mosaic_utils._infer_arch
     mosaic_utils._infer_arch = lambda: device.capability  # without a device Mosaic takes every GPU for a Hopper GPU
     try:
@@ -101,6 +104,7 @@ def assume(device: Device) -> Iterator[None]:
     finally:
         mosaic_utils._infer_arch = infer_arch
         _assumed.reset(token)
+        assumed_platform.reset(platform)
 
 
 def assume_sm90(num_sms: int, device_kind: str) -> contextlib.AbstractContextManager[None]:

@@ -78,6 +78,17 @@ def barrier() -> None:
     sync()  # pyright: ignore[reportCallIssue]
 
 
+def order_before_tma() -> None:
+    """What this thread has read of shared memory may be overwritten by a TMA once it has arrived at a barrier after this."""
+
+    @plgpu.inline_mgpu()
+    def fence(_):
+        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+    if not gpu.is_interpreted():
+        fence()  # pyright: ignore[reportCallIssue]
+
+
 def copy_rows(source: Any, target: Any, rows: Rows) -> None:
     """Begins copying rows of `source` (GMEM) to `target` (SMEM [n, columns]) by cp.async. A row that is none is filled with zeros,
     and nothing is read. Columns and where they begin are multiples of 8. Raises ValueError for what is not of 16 bits."""

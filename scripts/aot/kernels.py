@@ -14,13 +14,33 @@ from typing import Any
 
 from scripts.aot.compiled_report import CompiledReport
 from scripts.aot.compiler import device_of
-from scripts.aot.verdicts import ATTENTION, EXPERTS, JOIN, PORTABLE_ATTENTION, PORTABLE_EXPERTS, PORTABLE_JOIN, ROTARY_WRITE
+from scripts.aot.verdicts import (
+    ATTENTION,
+    EXPERTS,
+    FUSED_MATMUL,
+    JOIN,
+    PORTABLE_ATTENTION,
+    PORTABLE_EXPERTS,
+    PORTABLE_JOIN,
+    ROTARY_WRITE,
+)
 
 # Head shapes of Qwen3 0.6B, 4B and 8B, 32B, 30B-A3B, and of SmolLM2: (query heads, KV heads, head_dim).
 HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "32b": (64, 8, 128), "30b-a3b": (32, 4, 128), "smollm2": (9, 3, 64)}
 SHAPES = {"decode": (64, 64, 1), "mixed": (2048, 128, 2048), "drafts": (80, 16, 5)}  # (T, S, max_q_len)
 EXPERTS_30B_A3B = ((2048, 1536), (768, 2048))  # [in, out] of an expert's gate and up, and of its down projection
 EXPERTS_TOKENS = (8, 64, 256, 2048)  # 0.5, 4, 16 and 128 rows an expert
+# [D, F] of what is multiplied with norm and gate, or added to a residual: (name of the model, which) -> rows, columns, step.
+FUSED = {
+    "0.6b qkv": (1024, 4096, "norm"),
+    "0.6b gate_up": (1024, 6144, "gate"),
+    "0.6b o": (2048, 1024, "residual"),
+    "8b qkv": (4096, 6144, "norm"),
+    "8b gate_up": (4096, 24576, "gate"),
+    "8b down": (12288, 4096, "residual"),
+    "smollm2 qkv": (576, 960, "norm"),
+}
+FUSED_TOKENS = (8, 256, 2048)
 WINDOW_AND_CAP: dict[str, Any] = {"sliding_window": 4096, "soft_cap": 50.0}
 _MAX_KV_LEN, _NUM_PAGES = 32768, 4096
 
@@ -53,6 +73,8 @@ def few_cases(num_sms: int, device_kind: str) -> list[KernelCase]:
         attention_case("8b", "decode", num_sms, device_kind, page_size=128),  # a row's bits are those of the mixed bucket
         attention_case("0.6b", "mixed", num_sms, device_kind, page_size=16, **WINDOW_AND_CAP),
         experts_case(EXPERTS_TOKENS[0], *EXPERTS_30B_A3B[0]),
+        fused_case("0.6b qkv", FUSED_TOKENS[0]),
+        fused_case("8b gate_up", FUSED_TOKENS[-1]),
     ]
 
 
@@ -78,6 +100,7 @@ def kernel_cases(num_sms: int, device_kind: str) -> list[KernelCase]:
         attention("8b", "drafts"),
         attention("32b", "drafts"),  # 40 rows
         *(experts_case(num_tokens, *matrix) for num_tokens in EXPERTS_TOKENS for matrix in EXPERTS_30B_A3B),
+        *(fused_case(name, num_tokens) for name in FUSED for num_tokens in FUSED_TOKENS),
     ]
     return list({case.name: case for case in cases}.values())
 
@@ -196,16 +219,39 @@ def _describe(heads: str, N: int, K: int, H: int, page_size: int, dtype: str, op
     return f"{heads} ({N}/{K}x{H}, page {page_size}, {dtype}{text})"
 
 
+def fused_case(name: str, num_tokens: int) -> KernelCase:
+    """One of FUSED."""
+    import jax
+
+    from kernels.fused_matmul import fused_matmul
+
+    D, F, step = FUSED[name]
+
+    def product(x, w, other):
+        beside = {"residual": other} if step == "residual" else {"scale": other, "eps": 1e-6, "gated": step == "gate"}
+        return fused_matmul(x, w, **beside, backend="mosaic_sm90")
+
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, "bfloat16")
+
+    other = array(num_tokens, F) if step == "residual" else array(D)
+    case = f"fused matmul {name} {D}x{F} T={num_tokens} ({step})"
+    return KernelCase(case, product, (array(num_tokens, D), array(D, F), other), (FUSED_MATMUL,))
+
+
 def experts_case(num_tokens: int, in_dim: int, out_dim: int, backend: str = "mosaic_sm90") -> KernelCase:
-    """One grouped matmul of 30B-A3B's experts, 8 of 128 a token, with its plan on the device."""
+    """One grouped matmul of 30B-A3B's experts, 8 of 128 a token, with its plan on the device; that of gates and what they gate with
+    the gate, where the backend does both at once."""
     import jax
     import jax.numpy as jnp
 
     from kernels.grouped_matmul import gather_rows, grouped_matmul, plan_groups
 
+    gated = (in_dim, out_dim) == EXPERTS_30B_A3B[0] and backend == "mosaic_sm90"
+
     def experts(x, group_ids, w, num_real):
         groups = plan_groups(group_ids, [w], num_tokens=num_real, backend=backend)
-        return grouped_matmul(gather_rows(x, groups), w, groups)
+        return grouped_matmul(gather_rows(x, groups), w, groups, gated=gated)
 
     S = jax.ShapeDtypeStruct
     w = S((128, in_dim, out_dim), jnp.bfloat16)

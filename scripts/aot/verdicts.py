@@ -18,8 +18,9 @@ EXPERTS = "grouped_matmul_mosaic_gpu_kernel"
 PORTABLE_OP = "ragged_paged_attention_mosaic_portable/portable_attention/"
 PORTABLE_ATTENTION, PORTABLE_JOIN = "portable_attention_mosaic_gpu_kernel", "portable_join_mosaic_gpu_kernel"
 PORTABLE_EXPERTS = "portable_grouped_matmul_mosaic_gpu_kernel"
+FUSED_OP, FUSED_MATMUL = "fused_matmul_mosaic_sm90/fused_matmul/", "fused_matmul_mosaic_gpu_kernel"
 ROTARY_OP, ROTARY_WRITE = "rotary_write_mosaic/rotary_write/", "rotary_write_mosaic_gpu_kernel"
-LOADING_WARPGROUPS = {ATTENTION: 1}  # of a block: those that compute nothing
+LOADING_WARPGROUPS = {ATTENTION: 1, FUSED_MATMUL: 1}  # of a block: those that compute nothing
 # Of our kernels: the PTX features (compiled_report.PTX_FEATURES) without which one is the slow variant.
 FEATURES = {
     ATTENTION: ("TMA", "wgmma from registers"),
@@ -29,6 +30,7 @@ FEATURES = {
     PORTABLE_JOIN: (),
     PORTABLE_EXPERTS: ("cp.async", "mma.sync"),
     ROTARY_WRITE: (),
+    FUSED_MATMUL: ("TMA", "wgmma from registers"),
 }
 
 
@@ -47,16 +49,17 @@ class StepDemands:
 
 
 def body_faults(
-    report: CompiledReport, demands: StepDemands, attention_kernel: str | None, rotary_kernel: str | None = None
+    report: CompiledReport, demands: StepDemands, attention_kernel: str | None, others: Mapping[str, int] | None = None
 ) -> list[str]:
     """Faults of a body program. attention_kernel: the op that must do every layer's attention (part of its op_name); None where
-    the attention backend is XLA's, which runs loops outside the graph. rotary_kernel: the same of the write before it."""
+    the attention backend is XLA's, which runs loops outside the graph. others: how often other ops must be called."""
     faults = program_faults(report, demands) if attention_kernel else _memory_faults(report, demands)
-    for kernel in filter(None, (attention_kernel, rotary_kernel)):
+    demanded = {attention_kernel: demands.num_layers} if attention_kernel else {}
+    for kernel, wanted in {**demanded, **(others or {})}.items():
         calls = [i.op_name for i in report.mosaic_calls if kernel in i.op_name]
-        if len(calls) != demands.num_layers:
+        if len(calls) != wanted:
             faults.append(
-                f"{len(calls)} Mosaic calls named {kernel!r} for {demands.num_layers} layers; "
+                f"{len(calls)} Mosaic calls named {kernel!r}, not {wanted}, of {demands.num_layers} layers; "
                 f"Mosaic calls: {sorted({i.op_name for i in report.mosaic_calls}) or 'none'}"
             )
     if report.alias_bytes < demands.pool_bytes:

@@ -8,11 +8,14 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.fused_matmul import cases as fused_cases
+from kernels.fused_matmul.tiles import COLUMNS, Tiles
 from kernels.grouped_matmul import cases as experts_cases
 from kernels.ragged_paged_attention.cases import Batch, Case, Heads
 from scripts.ptx.attention import AttentionPtx, Shape, padded, shape_of
 from scripts.ptx.compiled import KernelCompiler
 from scripts.ptx.experts import ExpertsPtx
+from scripts.ptx.fused import FusedPtx
 from scripts.ptx.portable import PortablePtx
 
 HEADS = (Heads(4, 1, 128), Heads(2, 1, 128), Heads(8, 1, 128), Heads(3, 1, 64))  # of Qwen3 8B, 0.6B and 32B, of SmolLM2
@@ -41,6 +44,8 @@ def agreements(compiler: KernelCompiler, *, few: bool) -> Iterator[Agreement]:
         return
     for heads in HEADS[:1] if few else HEADS:
         yield decode_and_prefill(compiler, heads)
+    for norm, gated in ((True, False),) if few else ((True, False), (True, True), (False, False)):
+        yield fused_tiles(compiler, norm=norm, gated=gated)
     if not few:
         yield from (buckets(compiler, heads) for heads in HEADS[:2])
         yield tile_sizes(compiler)
@@ -75,6 +80,22 @@ def buckets(compiler: KernelCompiler, heads: Heads) -> Agreement:
         out, _ = AttentionPtx.compile(compiler, case, shape).run(padded(case, shape))
         outputs.append((f"the bucket of {tokens} tokens", out[:8].tobytes()))
     return Agreement(f"buckets of {_name(heads)}", tuple(outputs))
+
+
+def fused_tiles(compiler: KernelCompiler, *, norm: bool, gated: bool) -> Agreement:
+    """Eight rows of a fused matmul: alone and among others, in every number of columns that a tile may have."""
+    case = fused_cases.Case("rows", 200, 320, 512, norm=norm, residual=not gated, gated=gated)
+    batch = fused_cases.build(case)
+    few = dataclasses.replace(batch, x=batch.x[:8], residual=None if batch.residual is None else batch.residual[:8])
+    blocks = 2 if gated else 1
+    wanted = [(200, 2, 128, 2), (200, 2, 32, blocks), (200, 1, 64, blocks), *((8, 1, columns, blocks) for columns in COLUMNS)]
+    outputs = []
+    for rows, consumers, columns, blocks in wanted:
+        tiles = Tiles(consumers, columns, blocks, 3, gated)
+        program = FusedPtx.compile(compiler, dataclasses.replace(case, T=rows), tiles)
+        out, _ = program.run(batch if rows > 8 else few)
+        outputs.append((f"{tiles}, {rows} rows", out[:8].tobytes()))
+    return Agreement(f"tiles of the fused matmul{' with norm' if norm else ''}{', gated' if gated else ''}", tuple(outputs))
 
 
 def tile_sizes(compiler: KernelCompiler) -> Agreement:

@@ -13,9 +13,10 @@ from scripts.ptx.program import Program, parse
 
 ATTENTION, JOIN, EXPERTS = "ragged_paged_attention", "join_partial_results", "grouped_matmul"
 PORTABLE_ATTENTION, PORTABLE_JOIN, PORTABLE_EXPERTS = "portable_attention", "portable_join", "portable_grouped_matmul"
-ROTARY_WRITE = "rotary_write"
+ROTARY_WRITE, FUSED_MATMUL = "rotary_write", "fused_matmul"
 _NAMES = (
     ROTARY_WRITE,
+    FUSED_MATMUL,
     PORTABLE_ATTENTION,
     PORTABLE_JOIN,
     PORTABLE_EXPERTS,

@@ -13,6 +13,7 @@ from kernels.backends import GROUPED_MATMUL
 from kernels.grouped_matmul import gather_rows
 from kernels.grouped_matmul.cases import Batch, Case
 from kernels.grouped_matmul.layout import Groups, lay_out
+from scripts.ptx.attention import nothing
 from scripts.ptx.compiled import Kernel, KernelCompiler
 from scripts.ptx.machine import run
 from scripts.ptx.program import PtxError
@@ -38,7 +39,7 @@ class ExpertsPtx:
         groups = jax.eval_shape(lambda ids: _lay_out(ids, case, None, rows, backend), ids)
 
         def product(x: Any, w: Any, groups: Any) -> Any:
-            return functions.matmul(x, w, groups)
+            return functions.matmul(x, w, groups, gated=True) if case.gated else functions.matmul(x, w, groups)
 
         array = jax.ShapeDtypeStruct
         args = (array((groups.num_rows, case.D), case.dtype), array((case.E, case.D, case.F), case.dtype), groups)
@@ -46,11 +47,11 @@ class ExpertsPtx:
         return cls(kernel, case, rows, backend)
 
     def run(self, batch: Batch, *, seed: int = 0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """(every token's products [T, k, F], 0 for padding; the instructions that ran)."""
+        """(every token's products [T, k, F], or [T, k, F / 2], 0 for padding; the instructions that ran)."""
         groups = _lay_out(batch.group_ids, self.case, batch.num_tokens, self.block_rows, self.backend)
         table = [np.asarray(x) for x in (groups.tile_group, groups.tile_row, groups.tile_rows)]
         x, w = np.asarray(gather_rows(batch.x, groups)), np.asarray(batch.w)
-        out = np.frombuffer(b"\xff" * (len(x) * w.shape[2] * w.itemsize), w.dtype).reshape(len(x), w.shape[2])
+        out = nothing((len(x), w.shape[2] // (2 if batch.gated else 1)), w.dtype)
         try:
             result = run(self.kernel.program, self.kernel.launch, [*table, x, w, out], seed=seed)
         except PtxError as error:

@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from kernels.backends import GROUPED_MATMUL
+from kernels.fused_matmul import cases as fused_cases
+from kernels.fused_matmul.tiles import Tiles
 from kernels.grouped_matmul import cases as experts_cases
 from kernels.ragged_paged_attention import cases as attention_cases
 from kernels.ragged_paged_attention.cases import INTERPRETED, PORTABLE, Case
@@ -18,12 +21,14 @@ from kernels.rotary_write import cases as rotary_cases
 from scripts.ptx.attention import AttentionPtx, padded, shape_of
 from scripts.ptx.compiled import JOIN, PORTABLE_JOIN, Kernel, KernelCompiler
 from scripts.ptx.experts import ExpertsPtx
+from scripts.ptx.fused import FusedPtx
 from scripts.ptx.portable import PortablePtx
 from scripts.ptx.rotary import RotaryPtx, RotaryRun
 
 SPLIT_Q_LEN = 9  # query tokens of a sequence whose KV may be split
 LONGER = 70  # positions by which a plan passes the KV: a block and more that is not there
 PREFIX = "portable "  # of the cases that the portable kernels run
+FUSED = "fused "  # of the cases of the fused matmul
 ROTARY = "rotary "  # of the cases of the rotary write, which is one for all GPUs
 
 
@@ -170,6 +175,43 @@ def rotary_program(compiler: KernelCompiler, case: rotary_cases.Case) -> Program
     return with_kernels({compiled.kernel.name: compiled.kernel})
 
 
+def fused_program(compiler: KernelCompiler, case: fused_cases.Case, tiles: Tiles | None = None) -> Program:
+    """The program of a case of the fused matmul. tiles: None is what the kernel chooses."""
+    compiled, batch = FusedPtx.compile(compiler, case, tiles), fused_cases.build(case)
+    want = fused_cases.expected(case, batch)
+    tolerance = fused_cases.TOLERANCE[case.dtype] * np.abs(want).max()
+    name = FUSED + case.name + (f" in {tiles}" if tiles else "")
+
+    def with_kernels(kernels: dict[str, Kernel]) -> Program:
+        ptx = dataclasses.replace(compiled, kernel=next(iter(kernels.values())))
+        return Program(name, kernels, (Run(name, _bind(ptx.run, batch), want, tolerance),), with_kernels, frozenset(kernels))
+
+    return with_kernels({compiled.kernel.name: compiled.kernel})
+
+
+def _fused_suite() -> Suite:
+    """Every case in the tiles that the kernel chooses, and some in others."""
+    cases = {case.name: case for case in fused_cases.CASES if case.dtype == "bfloat16"}
+    found: dict[str, Sequence[Callable[[KernelCompiler], Program]]] = {}
+    for name, case in cases.items():
+        others = [tiles for of, tiles in FUSED_TILES if of == name]
+        found[FUSED + name] = [partial(fused_program, case=case, tiles=tiles) for tiles in (None, *others)]
+    return Suite(found, [FUSED + name for name in ("gate_up", "prefill_qkv", "down")], only_hopper=True)
+
+
+# Two consumers, small and large blocks, and rings that a tile fills several times.
+FUSED_TILES = (
+    ("qkv", Tiles(1, 32, 1, 2)),
+    ("gate_up", Tiles(1, 32, 2, 2, gated=True)),
+    ("deep_down", Tiles(1, 32, 1, 3)),
+    ("o_bias", Tiles(2, 32, 1, 2)),
+    ("prefill_qkv", Tiles(2, 64, 2, 2)),
+    ("prefill_gate_up", Tiles(2, 128, 2, 2, gated=True)),
+    ("prefill_gate_up", Tiles(2, 64, 2, 3, gated=True)),
+    ("prefill_down", Tiles(2, 128, 1, 2)),
+)
+
+
 def _suite(
     prefix: str,
     ptx_of: type[AttentionPtx],
@@ -185,7 +227,7 @@ def _suite(
     for case in cases:
         found[prefix + case.name] = [partial(attention_program, case=case, ptx_of=ptx_of, prefix=prefix)]
     for case in experts_cases.CASES:
-        if case.dtype != "float32":
+        if case.dtype != "float32" and (GROUPED_MATMUL[backend].fuses_gate or not case.gated):
             make = partial(experts_program, case=case, backend=backend, prefix=prefix)
             found[prefix + case.name] = [partial(make, rows=rows) for rows in tile_rows]
     return Suite(found, [prefix + name for name in few], only_hopper)
@@ -209,6 +251,7 @@ SUITES = (
         (64,),
         ("gpu-decodes-0.6b", "gpu-head_256-window-soft_cap", "bfloat16_deep"),
     ),
+    _fused_suite(),
     Suite(
         {ROTARY + case.name: [partial(rotary_program, case=case)] for case in rotary_cases.CASES},
         [ROTARY + name for name in ("qwen3", "head_96_norm")],

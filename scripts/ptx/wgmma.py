@@ -39,20 +39,21 @@ def operand_places(descriptor: int, rows: int, transposed: bool) -> np.ndarray: 
     pattern = _PATTERN[descriptor >> 62 & 3]
     if descriptor >> 49 & 7:
         raise PtxError(f"a wgmma descriptor with a base offset is not known: {descriptor:#x}")
-    if pattern != 128:
+    if pattern not in (128, 64):
         raise PtxError(f"a wgmma operand with a swizzle of {pattern} bytes is not known: {descriptor:#x}")
-    return start + _places(start % 1024, leading, stride, rows, transposed)
+    return start + _places(start % 1024, leading, stride, rows, transposed, pattern)
 
 
 @functools.cache
-def _places(phase: int, leading: int, stride: int, rows: int, transposed: bool) -> np.ndarray:
-    """Offsets from the start, which is `phase` bytes into the swizzle's pattern of 1024."""
+def _places(phase: int, leading: int, stride: int, rows: int, transposed: bool, width: int) -> np.ndarray:
+    """Offsets from the start, which is `phase` bytes into 1024. width: bytes of a row of the swizzle's pattern."""
     i, k = np.arange(rows)[:, None], np.arange(DEPTH)
-    if transposed:  # 64 elements along i are 128 bytes; 8 of k a core matrix
-        plain = i // 64 * leading + k // 8 * stride + k % 8 * 128 + i % 64 * 2
+    if transposed:  # as many elements along i as the width has; 8 of k a core matrix
+        elements = width // 2
+        plain = i // elements * leading + k // 8 * stride + k % 8 * width + i % elements * 2
     else:
-        plain = i // 8 * stride + i % 8 * 128 + k * 2
-    return swizzled(phase + plain, 128) - phase
+        plain = i // 8 * stride + i % 8 * width + k * 2
+    return swizzled(phase + plain, width) - phase
 
 
 def floats(bits: np.ndarray, kind: str) -> np.ndarray:

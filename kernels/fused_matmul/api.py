@@ -1,0 +1,77 @@
+"""The entry to the fused matmul: it checks the arguments and looks up the backend.
+
+Owns the contract and its errors. The backends are the rows of `kernels.backends.FUSED_MATMUL`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+
+from kernels.backends import FUSED_MATMUL, current_platform
+from kernels.checks import Shapes
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def fused_matmul(
+    x: jax.Array,  # [T, D]
+    w: jax.Array,  # [D, F]
+    *,
+    scale: jax.Array | None = None,  # [D]
+    eps: float = 0.0,
+    bias: jax.Array | None = None,  # [F]
+    residual: jax.Array | None = None,  # [T, F]
+    gated: bool = False,
+    backend: str = "auto",
+) -> jax.Array:  # [T, F], or [T, F / 2] where gated; x.dtype
+    """x @ w, and what a layer does before and after it, in one step: with a scale, rows are normed before (RMSNorm,
+    arXiv:1910.07467: divided by the root of their mean square plus eps, times the scale); bias and residual are added; where gated,
+    the result is silu(its first half of columns) times the second half (SwiGLU, arXiv:2002.05202).
+
+    Sums are float32. How often a value is rounded on its way is the backend's: "xla" rounds where a model does that has these steps
+    one by one, "mosaic_sm90" only what it multiplies, and the result. With it, a row's bits do not depend on the other rows, nor
+    on how many there are.
+
+    backend: one of `kernels.backends.FUSED_MATMUL.names`; "auto" is "mosaic_sm90" on a Hopper GPU that can take these weights, else
+    "xla". Differentiable with "xla" alone.
+
+    Raises:
+        ValueError: an argument's shape, dtype or value is wrong.
+        NotImplementedError: the backend can't; the message says what it lacks.
+    """
+    shapes = Shapes()
+    shapes.check("x", x, "T D")
+    shapes.check("w", w, "D F", x.dtype)
+    if x.dtype.name not in DTYPES:
+        raise ValueError(f"{x.dtype=} must be one of {', '.join(DTYPES)}")
+    for name, array, axes in (("scale", scale, "D"), ("bias", bias, "F"), ("residual", residual, "T F")):
+        if array is not None:
+            shapes.check(name, array, axes, x.dtype)
+    if gated and w.shape[1] % 2:
+        raise ValueError(f"{w.shape=} has {w.shape[1]} columns; must be gates and as many that they gate")
+    if gated and residual is not None:
+        raise ValueError("residual must be None where gated: it would be added before the gate")
+    name = resolve_backend(backend, [(w.shape[0], w.shape[1], gated)], x.dtype)
+    with jax.named_scope(f"fused_matmul_{name}"):
+        return FUSED_MATMUL[name].functions.matmul(x, w, scale, bias, residual, eps=eps, gated=gated)
+
+
+def resolve_backend(backend: str, weights: Sequence[tuple[int, int, bool]], dtype: Any, left_out: Collection[str] = ()) -> str:
+    """The backend that runs all of `weights`: (D, F, gated) of each. left_out: backends that "auto" must not take on this device.
+
+    Raises: ValueError, NotImplementedError as `fused_matmul` does.
+    """
+    FUSED_MATMUL.check(backend)
+    rows = [FUSED_MATMUL[backend]] if backend != "auto" else FUSED_MATMUL.automatic(current_platform())
+    lacks = None
+    for row in rows:
+        if backend == "auto" and row.name in left_out:
+            continue
+        each = (row.functions.lacks(depth=D, num_columns=F, gated=gated, dtype=dtype) for D, F, gated in weights)
+        lacks = next(filter(None, each), None)
+        if lacks is None:
+            return row.name
+    raise NotImplementedError(f"{rows[-1].name} can't do {lacks}; use backend='xla'")
