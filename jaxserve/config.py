@@ -21,10 +21,11 @@ from jaxserve.scheduling import config as scheduling
 from jaxserve.scheduling import policies
 from jaxserve.scheduling.config import check_power_of_two, check_within_budget, require
 from jaxserve.speculative.config import SpeculativeConfig
-from kernels.backends import ATTENTION, GROUPED_MATMUL
+from kernels.backends import ATTENTION, FUSED_MATMUL, GROUPED_MATMUL
 
 WARM_UPS = ("all", "background", "first_use")
 BACKENDS = ATTENTION.names
+MATMUL_BACKENDS = FUSED_MATMUL.names  # of dense matmuls with norm and gate
 MOE_BACKENDS = GROUPED_MATMUL.names  # of a mixture of experts' matmuls
 DETERMINISTIC = ("auto", "bucket", "always")
 
@@ -288,6 +289,14 @@ class EngineConfig:
             group=_NAMES,
             choices=BACKENDS,
             help="Of attention; auto: mosaic_sm90 on Hopper, mosaic_portable from sm_80 on, where they fit, else xla.",
+        ),
+    )
+    matmul_backend: str = _option(
+        "auto",
+        Option(
+            group=_NAMES,
+            choices=MATMUL_BACKENDS,
+            help="Of dense matmuls with norm and gate (kernels/fused_matmul); auto: mosaic_sm90 on Hopper in bfloat16, else xla.",
         ),
     )
     moe_backend: str = _option(

@@ -1,7 +1,7 @@
 """The backends of each kernel, one row each. To add a backend, write its module and add its row.
 
-Imports nothing outside the standard library, so that a command can offer the names without importing jax. A row's module is
-imported when the backend is first used. What a module defines depends on the kernel:
+Imports nothing outside the standard library before a backend is used, so that a command can offer the names without importing jax.
+A row's module is imported when the backend is first used. What a module defines depends on the kernel:
 
 Attention (`kernels.ragged_paged_attention`; shapes as in its api):
     lacks(*, num_query_heads, num_kv_heads, head_dim, page_size, dtype) -> str | None: what the backend or the device can't do.
@@ -14,17 +14,31 @@ Rotary write (`kernels.rotary_write`):
     lacks(*, head_dim, dtype) -> str | None: what the backend or the device can't do.
     rotary_write(qkv, kv_pages, cos, sin, slot_mapping, q_scale, k_scale, *, eps) -> (q [T, N, H], kv_pages).
 
+Fused matmul (`kernels.fused_matmul`):
+    lacks(*, depth, num_columns, gated, dtype) -> str | None: what the backend or the device can't do.
+    matmul(x, w, scale, bias, residual, *, eps, gated) -> [T, F], or [T, F / 2].
+
 Grouped matmul (`kernels.grouped_matmul`):
     lacks(w) -> str | None: what these weights [E, D, F] or the device lack.
     block_rows(num_tokens, num_choices, num_groups) -> int: rows of a tile.
-    matmul(x, w, groups) -> [M, F].
+    matmul(x, w, groups) -> [M, F]. Takes gated=True too, -> [M, F / 2], where the row says so.
 """
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import importlib
 from typing import Any
+
+assumed_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("assumed_platform", default=None)
+
+
+def current_platform() -> str:
+    """The platform on which "auto" chooses: of JAX's default device, or the one that `gpu.assume` has set."""
+    import jax
+
+    return assumed_platform.get() or jax.default_backend()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +51,7 @@ class Backend:
     platforms: tuple[str, ...] | None = None  # of JAX, on which "auto" considers it; None is every one
     plans_on_host: bool = False  # whether the work of a step is planned in numpy, before the step is dispatched
     fixed_tiles: bool = False  # whether plan_work takes fixed_tiles=True: of one size for every shape of a step
+    fuses_gate: bool = False  # whether matmul takes gated=True
     plain_xla: bool = False  # no kernel of ours: "auto" may take it on a card where nothing has been qualified
 
     @property
@@ -95,9 +110,13 @@ ROTARY_WRITE = Backends(
     Backend("xla", "kernels.rotary_write.xla", automatic=True, plain_xla=True),
     Backend("mosaic", "kernels.rotary_write.mosaic", automatic=True, platforms=("gpu",)),
 )
+FUSED_MATMUL = Backends(
+    Backend("xla", "kernels.fused_matmul.xla", automatic=True, plain_xla=True),
+    Backend("mosaic_sm90", "kernels.fused_matmul.mosaic_sm90", automatic=True, platforms=("gpu",)),
+)
 GROUPED_MATMUL = Backends(
     Backend("reference", "kernels.grouped_matmul.reference", plain_xla=True),
     Backend("xla", "kernels.grouped_matmul.xla", automatic=True, plain_xla=True),
     Backend("mosaic_portable", "kernels.grouped_matmul.mosaic_portable", automatic=True),
-    Backend("mosaic_sm90", "kernels.grouped_matmul.mosaic_sm90", automatic=True),
+    Backend("mosaic_sm90", "kernels.grouped_matmul.mosaic_sm90", automatic=True, fuses_gate=True),
 )

@@ -102,7 +102,7 @@ def make_engine(
     c, programs = engine.config, engine.runner.programs
     shapes = (c.scheduler.max_num_seqs, c.max_pages_per_seq, c.cache.page_size, c.cache.num_pages, c.plan.max_head_rows)
     shapes += (c.speculative and replace(c.speculative, adaptive=True),)  # the lengths are the host's choice
-    shapes += (c.attention_backend, c.engine.moe_backend, c.engine.deterministic)
+    shapes += (c.attention_backend, c.engine.matmul_backend, c.engine.moe_backend, c.engine.deterministic)
     shapes += (tuple(programs.functions.paths),)
     shared = _compiled.setdefault((c.model, c.pages.dtype, shapes), {})  # weights are a program's arguments
     if compile_anew in ("bodies", "heads"):

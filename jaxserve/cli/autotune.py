@@ -141,7 +141,7 @@ class Tuner:
     def measured(self, settings: Sequence[Setting], rounds: int) -> list[tuple[Setting, list[float]]]:
         """The objective of each round of each, on a real engine, the whole workload; by turns, so that a slow minute falls on all.
         What decides a run's speed besides the setting is in its key. Engines are made anew: several would share the memory."""
-        names = "dtype", "attention_backend", "moe_backend", "deterministic"
+        names = "dtype", "attention_backend", "matmul_backend", "moe_backend", "deterministic"
         options = {name: engine_options()[name] for name in names}
         where = f"measured on {versions()['device']}, {', '.join(f'{k}={v}' for k, v in options.items())}"
         found: dict[Setting, list[float]] = {setting: [] for setting in settings}

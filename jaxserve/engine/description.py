@@ -18,9 +18,9 @@ class EngineDescription:
 
     model: its architecture. model_shape: layers, widths, heads and experts by name. dtype: of weights and activations.
     tensor_parallel_size: devices that share the model; bytes are those of one of them. weight_bytes: of all weights. device,
-    platform: as JAX calls them. attention_backend, rotary_backend, moe_backend: the kernels that run; rotary_backend is "xla"
-    beside an XLA attention, moe_backend None without experts. deterministic: what bits may depend on. qualification: what the
-    card's check of our kernels found, in a line. verdicts: the same as data, None where there was no check.
+    platform: as JAX calls them. attention_backend, rotary_backend, matmul_backend, moe_backend: the kernels that run;
+    rotary_backend is "xla" beside an XLA attention, moe_backend None without experts. deterministic: what bits may depend on.
+    qualification: what the card's check of our kernels found, in a line. verdicts: the same as data, None where there was no check.
     page_size: tokens of a KV page. kv_tokens: that the pool holds. kv_bytes: of the pool. num_speculative_tokens: drafts of a step,
     0 without speculation. bucket_plan: its shapes, in a line. num_programs: that it has.
     """
@@ -34,6 +34,7 @@ class EngineDescription:
     platform: str
     attention_backend: str
     rotary_backend: str
+    matmul_backend: str
     moe_backend: str | None
     deterministic: str
     qualification: str
@@ -55,10 +56,11 @@ class EngineDescription:
 
     def __str__(self) -> str:
         rotary = "" if self.rotary_backend == "xla" else f"rotary write: {self.rotary_backend}; "
+        matmul = "" if self.matmul_backend == "xla" else f"matmuls: {self.matmul_backend}; "
         moe = "" if self.moe_backend is None else f"experts: {self.moe_backend}; "
         devices = "" if self.tensor_parallel_size == 1 else f"devices: {self.tensor_parallel_size}; "
         return (
-            f"{devices}attention: {self.attention_backend}; {rotary}{moe}deterministic: {self.deterministic}; "
+            f"{devices}attention: {self.attention_backend}; {rotary}{matmul}{moe}deterministic: {self.deterministic}; "
             f"KV pool: {self.num_pages} pages of {self.page_size} tokens ({self.kv_bytes / 2**20:.0f} MiB); "
             f"steps of up to {self.max_num_batched_tokens} tokens and {self.max_num_seqs} sequences, "
             f"requests of up to {self.max_model_len} tokens; buckets: {self.bucket_plan}; "
@@ -80,8 +82,9 @@ def describe(programs: Programs, kernels: KernelChoice) -> EngineDescription:
         device=device.device_kind,
         platform=device.platform,
         attention_backend=config.attention_backend,
-        rotary_backend=kernels.rotary,
-        moe_backend=kernels.moe if model.sparse_layers else None,
+        rotary_backend=kernels.layer.rotary,
+        matmul_backend=kernels.layer.matmul,
+        moe_backend=kernels.layer.moe if model.sparse_layers else None,
         deterministic=config.deterministic,
         qualification=kernels.said,
         verdicts=None if qualification is None else qualification.as_dict(),

@@ -82,7 +82,7 @@ class Engine:
         if shards is not None and not isinstance(model, ShardedModel):
             model = shard_model(model, shards)
         self.kernels: KernelChoice = choose_kernels(local_config(model), weights_dtype(model), config)
-        functions = model_functions(model, config, self.kernels.moe, self.kernels.rotary)
+        functions = model_functions(model, config, self.kernels.layer)
         self.config: ResolvedConfig = resolve(functions, config, self.kernels.attention)
         programs = Programs(functions, self.config)
         self._warm_up: BackgroundWarmUp | None = None

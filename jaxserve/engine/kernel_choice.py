@@ -12,11 +12,13 @@ import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.resolution import check_options
+from jaxserve.execution.model_functions import LayerKernels
 from jaxserve.models import ModelConfig
 from jaxserve.qualification.card import find_card
 from jaxserve.qualification.qualify import Qualification, qualify
 from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE
 from kernels.backends import ATTENTION
+from kernels.fused_matmul import resolve_backend as resolve_fused_matmul
 from kernels.grouped_matmul import resolve_backend as resolve_grouped_matmul
 from kernels.qualification.plan import Ask, Plan
 from kernels.ragged_paged_attention import resolve_backend as resolve_attention
@@ -29,12 +31,11 @@ NO_CARD, SKIPPED = "none: no GPU here", "skipped"
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """What an engine runs. moe: "auto" where the model has no experts. rotary: what writes keys and values, "xla" beside an XLA
-    attention. qualification: None where none was asked for."""
+    """What an engine runs. layer: beside the attention; its rotary is "xla" where the attention is. qualification: None where none
+    was asked for."""
 
     attention: str
-    moe: str
-    rotary: str = "xla"
+    layer: LayerKernels
     qualification: Qualification | None = None
     skipped: bool = False
 
@@ -67,6 +68,7 @@ def kernel_plan(model: ModelConfig, dtype: Any, config: EngineConfig, platform: 
     asks = {
         "attention": Ask(config.attention_backend, attention),
         "rotary_write": Ask("auto" if _may_be_ours(config.attention_backend) else "xla", heads | {"norm": model.qk_norm}),
+        "fused_matmul": Ask(config.matmul_backend, {"weights": _fused_weights(model, config), "dtype": dtype}),
         "grouped_matmul": Ask(config.moe_backend, experts if model.sparse_layers else None),
     }
     return Plan(asks, platform=platform, small=platform != "gpu")
@@ -101,20 +103,22 @@ def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig) -> Kern
     if config.attention_backend != "auto":  # what it lacks is said before kernels are tried
         resolve_attention_here()
     qualification = qualify_kernels(model, dtype, config, ask_jax=True)
-    left_out: dict[str, dict[str, str]] = {"attention": {}, "rotary_write": {}, "grouped_matmul": {}}
+    asked = {"attention": config.attention_backend, "fused_matmul": config.matmul_backend, "grouped_matmul": config.moe_backend}
+    left_out: dict[str, dict[str, str]] = {kernel: {} for kernel in (*asked, "rotary_write")}
     if qualification is not None:
         left_out = {kernel: qualification.left_out(kernel) for kernel in left_out}
-        asked = {"attention": config.attention_backend, "grouped_matmul": config.moe_backend}
         _say(qualification, left_out, asked)
     attention = resolve_attention_here(left_out=left_out["attention"])
     rotary = "xla"
     if not ATTENTION[attention].plain_xla:
         rotary = resolve_rotary_write("auto", head_dim=model.head_dim, dtype=dtype, left_out=left_out["rotary_write"])
+    matmul = resolve_fused_matmul(config.matmul_backend, _fused_weights(model, config), dtype, left_out["fused_matmul"])
     moe = config.moe_backend
     if moe == "auto" and model.sparse_layers:
-        weights: list[Any] = [jax.ShapeDtypeStruct((model.num_experts, *product), dtype) for product in _products(model)]
-        moe = resolve_grouped_matmul(moe, weights, left_out["grouped_matmul"])
-    return KernelChoice(attention, moe, rotary, qualification, config.skip_qualification)
+        experts: list[Any] = [jax.ShapeDtypeStruct((model.num_experts, D, F), dtype) for D, F, _ in _products(model)]
+        moe = resolve_grouped_matmul(moe, experts, left_out["grouped_matmul"])
+    layer = LayerKernels(moe, rotary, matmul, fuse_residuals=config.deterministic == "always")
+    return KernelChoice(attention, layer, qualification, config.skip_qualification)
 
 
 def _may_be_ours(attention_backend: str) -> bool:
@@ -132,7 +136,18 @@ def _say(qualification: Qualification, left_out: dict[str, dict[str, str]], aske
             logger.warning("%s runs on %s as asked, of which the qualification says: %s", kernel, backend, why)
 
 
-def _products(model: ModelConfig) -> list[list[int]]:
-    """[D, F] of each matrix product of an expert."""
+def _fused_weights(model: ModelConfig, config: EngineConfig) -> list[tuple[int, int, bool]]:
+    """(rows, columns, gated) of each matrix that is multiplied together with what stands around it."""
+    D, F, heads = model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim
+    dense = len(model.sparse_layers) < model.num_layers
+    found = [(D, heads + 2 * model.num_kv_heads * model.head_dim, False)]
+    found += [(D, 2 * F, True)] if dense else []
+    if config.deterministic == "always":
+        found += [(heads, D, False)] + ([(F, D, False)] if dense else [])
+    return found
+
+
+def _products(model: ModelConfig) -> list[tuple[int, int, bool]]:
+    """(D, F, gated) of each matrix product of an expert."""
     D, F = model.hidden_size, model.moe_intermediate_size
-    return [[D, 2 * F], [F, D]]
+    return [(D, 2 * F, True), (F, D, False)]

@@ -88,7 +88,7 @@ class StepMeasurer:
         if config.tensor_parallel_size != 1:
             raise NotImplementedError(f"tensor_parallel_size={config.tensor_parallel_size}: profiles are of one device")
         kernels = choose_kernels(model.config, weights_dtype(model), config)
-        functions = model_functions(model, config, kernels.moe, kernels.rotary)
+        functions = model_functions(model, config, kernels.layer)
         limits = resolve(functions, config, kernels.attention).scheduler
         self.levels: list[int]
         plan, self.levels = grid_plan(limits.max_num_seqs, limits.max_num_batched_tokens, multiple)

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
-from jaxserve.execution.model_functions import ModelFunctions
+from jaxserve.execution.model_functions import LayerKernels, ModelFunctions
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.resolved_config import ResolvedConfig, resolve_config
 from jaxserve.models.row_tiles import RowTiles, whole
+from kernels.backends import current_platform
 
 if TYPE_CHECKING:
     from jaxserve.models import Decoder, ModelConfig
@@ -30,10 +31,10 @@ logger: logging.Logger = logging.getLogger("jaxserve")
 ROW_TILE = 16  # rows that a CPU computes at once where bits must not follow the bucket
 
 
-def model_functions(model: Decoder | ShardedModel, config: EngineConfig, moe_backend: str, rotary_backend: str) -> ModelFunctions:
-    """The model taken apart for programs as the config wants them on JAX's default device. The backends are chosen ones."""
-    tiled = config.deterministic == "always" and jax.default_backend() == "cpu"
-    return ModelFunctions(model, moe_backend, RowTiles(ROW_TILE) if tiled else whole, rotary_backend)
+def model_functions(model: Decoder | ShardedModel, config: EngineConfig, kernels: LayerKernels) -> ModelFunctions:
+    """The model taken apart for programs as the config wants them on JAX's default device. kernels: chosen ones."""
+    tiled = config.deterministic == "always" and current_platform() == "cpu"
+    return ModelFunctions(model, kernels, RowTiles(ROW_TILE) if tiled else whole)
 
 
 def resolve(functions: ModelFunctions, config: EngineConfig, attention_backend: str) -> ResolvedConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,10 +16,12 @@ from flax import nnx
 
 from jaxserve.batching.context import StepContext
 from jaxserve.models import Decoder, ModelConfig, named_leaves
+from jaxserve.models.layers import Fused
 from jaxserve.models.row_tiles import MapRows, whole
 from jaxserve.models.shards import ModelShards, ShardedModel
 from jaxserve.parallel.shard import ALONE, Shard
-from kernels.backends import ATTENTION
+from kernels.backends import ATTENTION, FUSED_MATMUL
+from kernels.fused_matmul import fused_matmul
 from kernels.kv_cache import write_kv
 from kernels.ragged_paged_attention import ragged_paged_attention
 from kernels.rotary_write import rotary_write
@@ -38,6 +41,25 @@ def _device_bytes(x: jax.ShapeDtypeStruct) -> int:
     return math.prod(shape) * x.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class LayerKernels:
+    """Backends of a layer's kernels beside its attention. moe: of kernels.grouped_matmul; "auto" where there are no experts.
+    rotary: of kernels.rotary_write, beside an attention of ours. matmul: of kernels.fused_matmul. fuse_residuals: whether that also
+    adds to the residual stream, where it is a kernel of ours: a matter of bits."""
+
+    moe: str = "auto"
+    rotary: str = "xla"
+    matmul: str = "xla"
+    fuse_residuals: bool = False
+
+    @property
+    def fused(self) -> Fused | None:
+        """For a layer."""
+        if FUSED_MATMUL[self.matmul].plain_xla:
+            return None
+        return Fused(functools.partial(fused_matmul, backend=self.matmul), self.fuse_residuals)
+
+
 class ModelFunctions:
     """A Flax module taken apart once: its weights as a flat list, and what runs with such lists.
 
@@ -46,17 +68,10 @@ class ModelFunctions:
     Of a `ShardedModel` the functions are one device's, to be traced inside `shard_map`; the weights are those of all devices.
     """
 
-    def __init__(
-        self,
-        model: Decoder | ShardedModel,
-        moe_backend: str = "auto",
-        map_rows: MapRows = whole,
-        rotary_backend: str = "xla",
-    ):
+    def __init__(self, model: Decoder | ShardedModel, kernels: LayerKernels | None = None, map_rows: MapRows = whole):
         self.shards: ModelShards | None = model.shards if isinstance(model, ShardedModel) else None
         self.shard: Shard = ALONE if self.shards is None else self.shards.shard
-        self.moe_backend = moe_backend  # of kernels.grouped_matmul
-        self.rotary_backend = rotary_backend  # of kernels.rotary_write, beside an attention of ours
+        self.kernels: LayerKernels = kernels or LayerKernels()
         self.map_rows = map_rows  # how rows are computed
         module = model.module if isinstance(model, ShardedModel) else model
         graphdef, state = nnx.split(module)
@@ -93,21 +108,23 @@ class ModelFunctions:
         """One decoder layer over paged KV, as a call of an inner jit: layers of one structure are traced and lowered once."""
         graphdef, state = nnx.split(layer)
         weights, treedef = jax.tree.flatten(state)
+        kernels = self.kernels
         if graphdef not in self._layer_functions:
 
             def run_layer(weights, x, rope, kv, context):
                 layer = nnx.merge(graphdef, jax.tree.unflatten(treedef, weights))
                 attend = functools.partial(_attend, layer.sliding_window, kv, context)
-                heads = functools.partial(_attend_heads, self.rotary_backend, layer.sliding_window, kv, context)
+                heads = functools.partial(_attend_heads, kernels.rotary, layer.sliding_window, kv, context)
                 return layer(
                     x,
                     rope,
                     attend,
                     num_tokens=context.cu_q_lens[-1],
-                    moe_backend=self.moe_backend,
+                    moe_backend=kernels.moe,
                     map_rows=self.map_rows,
                     shard=self.shard,
-                    attend_heads=None if self.rotary_backend == "xla" or ATTENTION[context.backend].plain_xla else heads,
+                    fused=kernels.fused,
+                    attend_heads=None if kernels.rotary == "xla" or ATTENTION[context.backend].plain_xla else heads,
                 )
 
             self._layer_functions[graphdef] = jax.jit(run_layer)

@@ -43,10 +43,12 @@ SCORE_ROWS = 256  # most logits rows that the score program holds at once
 
 # On a GPU: matmuls go to cuBLASLt and sorts stay kernels of XLA's own. Both then need no device to be chosen by, so that a compile
 # without one (scripts.aot_check) gives the card's program, and both can be captured in a CUDA graph. Nothing is computed twice to
-# save memory: where weights and pages take more than 0.8 of the device, XLA would do so in every layer, and could save nothing.
+# save memory: where weights and pages take more than 0.8 of the device, XLA would do so in every layer, and could save nothing. Nor
+# to save a copy: a matmul whose rows are both kept and read would be run once for each.
 GPU_COMPILER_OPTIONS: dict[str, bool | int | str] = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_enable_cub_radix_sort": False,
+    "xla_gpu_enable_dynamic_slice_fusion": False,
     "xla_disable_hlo_passes": "rematerialization",
 }
 
@@ -55,6 +57,7 @@ GPU_COMPILER_OPTIONS: dict[str, bool | int | str] = {
 # `aot_check --deterministic=always` reads from the compiled programs whether it came out so.
 GPU_ALWAYS_OPTIONS: dict[str, bool | int | str] = {
     "xla_gpu_enable_cub_radix_sort": False,
+    "xla_gpu_enable_dynamic_slice_fusion": False,
     "xla_gpu_enable_triton_gemm": True,
     "xla_gpu_cublas_fallback": False,
     "xla_gpu_experimental_force_split_k": 1,

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.row_tiles import MapRows, RowTiles, whole
 from jaxserve.parallel.shard import ALONE, Shard
 from kernels.checks import Shapes
+from kernels.fused_matmul.xla import silu_gated
 from kernels.grouped_matmul import combine_rows, gather_rows, grouped_matmul, plan_groups
 from kernels.rotary_write.xla import rms_normalize, split_heads
 
@@ -33,6 +34,15 @@ RopeAngles = tuple[jax.Array, jax.Array]  # cos, sin: f32[..., H/2]
 # keys and rotates them itself. norms: (q_scale[H], k_scale[H], eps), or None for a model without.
 HeadNorms = tuple[jax.Array, jax.Array, float] | None
 AttendHeads = Callable[[jax.Array, RopeAngles, HeadNorms], tuple[jax.Array, Any]]
+
+
+class Fused(NamedTuple):
+    """Matmuls of x[T, D] together with what stands around them. matmul: kernels.fused_matmul of some backend; it takes the norms
+    before a layer's projections and the gate of its MLP. residuals: the additions to the residual stream too."""
+
+    matmul: Callable[..., jax.Array]
+    residuals: bool = False
+
 
 INIT_STD = 0.02
 FEW_ROWS = {2: 16, 4: 64}  # by bytes a number: rows up to which XLA:CPU is faster with the weight on the left (benchmarks/cpu)
@@ -132,10 +142,11 @@ class Attention(nnx.Module):
         self.q_norm: RMSNorm | None = RMSNorm(H, config.rms_norm_eps, param_dtype=param_dtype) if config.qk_norm else None
         self.k_norm: RMSNorm | None = RMSNorm(H, config.rms_norm_eps, param_dtype=param_dtype) if config.qk_norm else None
 
-    def heads(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., N + 2K, H]
-        """Query, key and value heads as they are projected."""
+    def heads(self, x: jax.Array, norm: RMSNorm, fused: Fused | None = None) -> jax.Array:  # [..., D] -> [..., N + 2K, H]
+        """Query, key and value heads as they are projected from the normed rows."""
         with jax.named_scope("qkv"):
-            return self.qkv_proj(x).reshape(*x.shape[:-1], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+            qkv = normed_linear(norm, self.qkv_proj, x, fused)
+            return qkv.reshape(*x.shape[:-1], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
 
     @property
     def norms(self) -> HeadNorms:
@@ -144,17 +155,19 @@ class Attention(nnx.Module):
             return None
         return self.q_norm.scale[...], self.k_norm.scale[...], self.q_norm.eps
 
-    def project(self, x: jax.Array, rope: RopeAngles) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q[..., N, H], k[..., K, H] and v[..., K, H] of x[..., D]."""
-        qkv = self.heads(x)
+    def project(self, x: jax.Array, norm: RMSNorm, rope: RopeAngles) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q[..., N, H], k[..., K, H] and v[..., K, H] of x[..., D], normed first."""
+        qkv = self.heads(x, norm)
         q_scale, k_scale, eps = self.norms or (None, None, 0.0)
         with jax.named_scope("rope"):
             return split_heads(qkv, self.num_kv_heads, *rope, q_scale, k_scale, eps=eps)
 
-    def output(self, o: jax.Array, shard: Shard = ALONE) -> jax.Array:  # [..., N, H] -> [..., D]
-        """The output projection of all heads."""
+    def add_output(
+        self, x: jax.Array, o: jax.Array, fused: Fused | None = None, shard: Shard = ALONE
+    ) -> jax.Array:  # [..., D], [..., N, H] -> [..., D]
+        """x with the output projection of all heads added."""
         with jax.named_scope("o_proj"):
-            return self.o_proj(o.reshape(*o.shape[:-2], self.num_heads * self.head_dim), shard)
+            return linear_onto(x, self.o_proj, o.reshape(*o.shape[:-2], self.num_heads * self.head_dim), fused, shard)
 
 
 class SwiGLU(nnx.Module):
@@ -165,8 +178,11 @@ class SwiGLU(nnx.Module):
         self.gate_up_proj: AnyLinear = Linear(D, 2 * F, use_bias=config.mlp_bias, rngs=rngs, param_dtype=param_dtype)
         self.down_proj: AnyLinear = Linear(F, D, use_bias=config.mlp_bias, rngs=rngs, param_dtype=param_dtype)
 
-    def __call__(self, x: jax.Array, shard: Shard = ALONE) -> jax.Array:  # [..., D] -> [..., D]
-        return self.down_proj(_silu_gated(self.gate_up_proj(x)), shard)
+    def add(
+        self, x: jax.Array, norm: RMSNorm, fused: Fused | None = None, shard: Shard = ALONE
+    ) -> jax.Array:  # [..., D] -> [..., D]
+        """x with the MLP of the normed rows added."""
+        return linear_onto(x, self.down_proj, normed_linear(norm, self.gate_up_proj, x, fused, gated=True), fused, shard)
 
 
 class StackedLinear(nnx.Module):
@@ -220,15 +236,40 @@ class SparseMLP(nnx.Module):
             experts = experts - shard.start(len(gate_up))
             plan = functools.partial(plan, num_groups=len(gate_up) * shard.size)
         groups = plan(experts, (gate_up, down), block_rows=map_rows.rows if isinstance(map_rows, RowTiles) else None)
-        hidden = map_rows(_silu_gated, grouped_matmul(gather_rows(tokens, groups), gate_up, groups))
+        rows = gather_rows(tokens, groups)
+        if map_rows is whole:
+            hidden = grouped_matmul(rows, gate_up, groups, gated=True)
+        else:
+            hidden = map_rows(silu_gated, grouped_matmul(rows, gate_up, groups))
         y = grouped_matmul(hidden, down, groups)
         combine = lambda row, weights: combine_rows(y, dataclasses.replace(groups, row=row), weights)  # noqa: E731
         return shard.sum(map_rows(combine, groups.row, weights, num_rows=num_tokens)).reshape(x.shape)
 
 
-def _silu_gated(gate_up: jax.Array) -> jax.Array:  # [..., 2F] -> [..., F]
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate_up.dtype)
+def normed_linear(norm: RMSNorm, linear: AnyLinear, x: jax.Array, fused: Fused | None, *, gated: bool = False) -> jax.Array:
+    """linear(norm(x)); where gated, silu of its first half of columns times the second half."""
+    if fused is None:
+        y = linear(norm(x))
+        return silu_gated(y) if gated else y
+    kernel, bias = _matrix(linear)
+    return fused.matmul(x, kernel, bias=bias, scale=norm.scale[...], eps=norm.eps, gated=gated)
+
+
+def linear_onto(
+    residual: jax.Array, linear: AnyLinear, x: jax.Array, fused: Fused | None = None, shard: Shard = ALONE
+) -> jax.Array:
+    """residual + linear(x), which is the sum over all shards of their products."""
+    if fused is None or not fused.residuals or not shard.is_alone:
+        return residual + linear(x, shard)
+    kernel, bias = _matrix(linear)
+    return fused.matmul(x, kernel, bias=bias, residual=residual)
+
+
+def _matrix(linear: AnyLinear) -> tuple[jax.Array, jax.Array | None]:
+    """[in, out], and its bias."""
+    if not isinstance(linear, Linear):
+        raise NotImplementedError("a fused matmul needs the kernel [in, out]; this model's lie transposed, for a CPU")
+    return linear.kernel[...], None if linear.bias is None else linear.bias[...]
 
 
 class DecoderLayer(nnx.Module):
@@ -252,12 +293,13 @@ class DecoderLayer(nnx.Module):
         moe_backend: str = "auto",
         map_rows: MapRows = whole,
         attend_heads: AttendHeads | None = None,
+        fused: Fused | None = None,
         shard: Shard = ALONE,
     ) -> tuple[jax.Array, Any]:
         """The layer's output, [..., D], and the kv that attend returned. num_tokens and moe_backend: what `SparseMLP` is told;
         a dense layer computes its padding like anything else. map_rows: how all but attention is computed, over x[T, D].
-        attend_heads: what is called in place of attend, where it is given. shard: whose part of the layer this is; x is whole on
-        every device.
+        attend_heads: what is called in place of attend, where it is given. fused: what computes the matmuls of x[T, D] in place of
+        the norms, matrices and gates one by one. shard: whose part of the layer this is; x is whole on every device.
 
         Raises ValueError if x's last axis is not D, or the angles' not H / 2.
         """
@@ -267,11 +309,11 @@ class DecoderLayer(nnx.Module):
             shapes.check(name, angle, "... half_H", jnp.float32)
 
         def project(x: jax.Array, *rope: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            return self.attention.project(self.attention_norm(x), (rope[0], rope[1]))
+            return self.attention.project(x, self.attention_norm, (rope[0], rope[1]))
 
         with jax.named_scope("attention"):
             if attend_heads is not None:
-                qkv = map_rows(lambda x: self.attention.heads(self.attention_norm(x)), x, num_rows=num_tokens)
+                qkv = map_rows(lambda x: self.attention.heads(x, self.attention_norm, fused), x, num_rows=num_tokens)
                 with jax.named_scope("attend"):
                     o, kv = attend_heads(qkv, rope, self.attention.norms)
             else:
@@ -279,24 +321,25 @@ class DecoderLayer(nnx.Module):
                 with jax.named_scope("attend"):
                     o, kv = attend(q, k, v)
         if isinstance(self.mlp, SwiGLU):
-            return map_rows(functools.partial(self._finish, shard=shard), x, o, num_rows=num_tokens), kv
-        x, normed = map_rows(functools.partial(self._add_attention, shard=shard), x, o, num_rows=num_tokens)
+            return map_rows(functools.partial(self._finish, fused, shard), x, o, num_rows=num_tokens), kv
+        x, normed = map_rows(functools.partial(self._add_attention, fused, shard), x, o, num_rows=num_tokens)
         with jax.named_scope("mlp"):
             return x + self.mlp(normed, num_tokens, moe_backend, map_rows, shard), kv
 
-    def _add_attention(self, x: jax.Array, o: jax.Array, *, shard: Shard) -> tuple[jax.Array, jax.Array]:
-        """x[..., D] with the attention's output o[..., N, H] in it, and its norm for the MLP."""
+    def _add_attention(self, fused: Fused | None, shard: Shard, x: jax.Array, o: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x[..., D] with the attention's output o[..., N, H] in it, and its norm for the experts."""
         with jax.named_scope("attention"):
-            x = x + self.attention.output(o, shard)
+            x = self.attention.add_output(x, o, fused, shard)
         with jax.named_scope("mlp"):
             return x, self.mlp_norm(x)
 
-    def _finish(self, x: jax.Array, o: jax.Array, *, shard: Shard) -> jax.Array:
+    def _finish(self, fused: Fused | None, shard: Shard, x: jax.Array, o: jax.Array) -> jax.Array:
         """The layer's output, where the MLP is dense."""
         assert isinstance(self.mlp, SwiGLU)
-        x, normed = self._add_attention(x, o, shard=shard)
+        with jax.named_scope("attention"):
+            x = self.attention.add_output(x, o, fused, shard)
         with jax.named_scope("mlp"):
-            return x + self.mlp(normed, shard)
+            return self.mlp.add(x, self.mlp_norm, fused, shard)
 
 
 def causal_attention(

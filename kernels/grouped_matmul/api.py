@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.backends import GROUPED_MATMUL
+from kernels.backends import GROUPED_MATMUL, current_platform
 from kernels.checks import Shapes
+from kernels.fused_matmul.xla import silu_gated
 from kernels.grouped_matmul import xla
 from kernels.grouped_matmul.layout import ELSEWHERE, ROW_ALIGN, Groups, lay_out
 
@@ -79,8 +80,13 @@ def grouped_matmul(
     x: jax.Array,  # [M, D]
     w: jax.Array,  # [E, D, F]
     groups: Groups,
-) -> jax.Array:  # [M, F], x.dtype
+    *,
+    gated: bool = False,
+) -> jax.Array:  # [M, F], or [M, F / 2] where gated; x.dtype
     """Each row times its group's matrix, summed in float32. Rows that belong to no token may hold anything.
+
+    Where gated, the result is silu(the first half of the columns) times the second half (SwiGLU, arXiv:2002.05202). A backend that
+    does it in one kernel does not round the products before.
 
     Matrices of groups without rows are not read. For a given M, a row's result depends on the row and its matrix alone, not on the
     rest of the batch. Differentiable in x and w; every backend uses the gradient of "xla".
@@ -93,8 +99,14 @@ def grouped_matmul(
     if x.dtype != w.dtype:
         raise ValueError(f"{x.dtype=} and {w.dtype=} must be the same")
     resolve_backend(groups.backend, [w])
+    if gated and shapes["F"] % 2:
+        raise ValueError(f"{w.shape=} has {shapes['F']} columns; must be gates and as many that they gate")
     with jax.named_scope(f"grouped_matmul_{groups.backend}"):
-        return _matmul(x, w, groups)
+        if not gated:
+            return _matmul(x, w, groups)
+        if GROUPED_MATMUL[groups.backend].fuses_gate:
+            return _gated_matmul(x, w, groups)
+        return silu_gated(_matmul(x, w, groups))
 
 
 def combine_rows(
@@ -136,6 +148,23 @@ def _backward(saved, dy):
 _matmul.defvjp(_forward, _backward)
 
 
+@jax.custom_vjp
+def _gated_matmul(x: jax.Array, w: jax.Array, groups: Groups) -> jax.Array:
+    return GROUPED_MATMUL[groups.backend].functions.matmul(x, w, groups, gated=True)
+
+
+def _gated_forward(x, w, groups):
+    return _gated_matmul(x, w, groups), (x, w, groups)
+
+
+def _gated_backward(saved, dy):
+    _, vjp = jax.vjp(silu_gated, xla.matmul(*saved))  # the products again, which the kernel has not kept
+    return _backward(saved, *vjp(dy))
+
+
+_gated_matmul.defvjp(_gated_forward, _gated_backward)
+
+
 def resolve_backend(backend: str, weights: Sequence[jax.Array], left_out: Collection[str] = ()) -> str:
     """The backend that runs: "auto" is the preferred one that can take all of `weights` [., D, F], of which only shapes and dtypes
     are used. left_out: backends that "auto" must not take on this device.
@@ -143,7 +172,7 @@ def resolve_backend(backend: str, weights: Sequence[jax.Array], left_out: Collec
     Raises: ValueError, NotImplementedError as `plan_groups` does.
     """
     GROUPED_MATMUL.check(backend)
-    rows = [GROUPED_MATMUL[backend]] if backend != "auto" else GROUPED_MATMUL.automatic(jax.default_backend())
+    rows = [GROUPED_MATMUL[backend]] if backend != "auto" else GROUPED_MATMUL.automatic(current_platform())
     rows = [row for row in rows if backend != "auto" or row.name not in left_out]
     for row in rows:
         lacks = next(filter(None, map(row.functions.lacks, weights)), None)

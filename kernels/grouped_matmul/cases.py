@@ -16,7 +16,7 @@ TOLERANCE = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
 @dataclasses.dataclass(frozen=True)
 class Case:
     """T tokens (num_tokens of them real) with k choices each among E groups, of which only the first `active` are ever chosen;
-    skewed: one group gets a choice of every token."""
+    skewed: one group gets a choice of every token. gated: the first half of the columns are gates."""
 
     name: str
     T: int
@@ -28,6 +28,7 @@ class Case:
     active: int | None = None
     skewed: bool = False
     dtype: str = "float32"
+    gated: bool = False
 
 
 CASES = (
@@ -51,6 +52,9 @@ CASES = (
     # Deep enough that every slot of a ring of four blocks of 64 columns is filled three times; tiles of 64 rows and of 128.
     Case("bfloat16_deep", 9, 2, 3, D=768, num_tokens=8, dtype="bfloat16"),
     Case("float16_deep", 130, 1, 1, D=768, num_tokens=129, dtype="float16"),
+    Case("gated", 12, 2, 5, F=64, num_tokens=11, gated=True),
+    Case("bfloat16_gated", 21, 2, 5, F=256, num_tokens=20, dtype="bfloat16", gated=True),
+    Case("bfloat16_gated_deep", 130, 1, 2, D=768, num_tokens=129, dtype="bfloat16", gated=True),
 )
 
 
@@ -61,6 +65,7 @@ class Batch:
     w: jax.Array  # [E, D, F]: NaN in matrices that no real token chose
     group_ids: jax.Array  # i32[T, k]
     num_tokens: jax.Array | None  # i32[]
+    gated: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def build(case: Case, seed: int = 0) -> Batch:
@@ -76,10 +81,10 @@ def build(case: Case, seed: int = 0) -> Batch:
     x[real:] = np.nan
     w[np.setdiff1d(np.arange(case.E), ids[:real])] = np.nan
     num_tokens = None if case.num_tokens is None else jnp.int32(case.num_tokens)
-    return Batch(jnp.asarray(x, case.dtype), jnp.asarray(w, case.dtype), jnp.asarray(ids), num_tokens)
+    return Batch(jnp.asarray(x, case.dtype), jnp.asarray(w, case.dtype), jnp.asarray(ids), num_tokens, case.gated)
 
 
-def expected(batch: Batch) -> np.ndarray:  # float64 [T, k, F]
+def expected(batch: Batch) -> np.ndarray:  # float64 [T, k, F], or [T, k, F / 2] where gated
     """Every token's products, token by token; 0 for padding."""
     x, w, ids = (
         np.asarray(a).astype(np.float64 if a.dtype != jnp.int32 else np.int32) for a in (batch.x, batch.w, batch.group_ids)
@@ -89,4 +94,7 @@ def expected(batch: Batch) -> np.ndarray:  # float64 [T, k, F]
     for t in range(real):
         for j, group in enumerate(ids[t]):
             out[t, j] = x[t] @ w[group]
-    return out
+    if not batch.gated:
+        return out
+    gate, up = np.split(out, 2, axis=2)
+    return gate / (1 + np.exp(-gate)) * up

@@ -66,9 +66,11 @@ def matmul(
     w: jax.Array,  # [E, D, F]
     groups: Groups,
     *,
+    gated: bool = False,
     config: Config | None = None,
-) -> jax.Array:  # [M, F]
-    """Rows of no group may hold anything, NaN included. See api for the arguments."""
+) -> jax.Array:  # [M, F], or [M, F / 2]
+    """Rows of no group may hold anything, NaN included. See api for the arguments. Where gated, a CTA has half a block of gates and
+    half a block of what they gate."""
     config = config or Config(block_rows=groups.block_rows)
     M, F = x.shape[0], w.shape[2]
     R, C = config.block_rows, config.block_columns
@@ -76,28 +78,31 @@ def matmul(
         raise ValueError(f"{config} is not for tiles of {groups.block_rows} rows")
 
     def grouped_matmul(*refs):
-        _tile(config, *refs)
+        _tile(config, gated, *refs)
 
+    made = 2 if gated else 1  # columns of the weights for one of the result
     return gpu.kernel(
         grouped_matmul,
-        out_type=jax.ShapeDtypeStruct((M, F), x.dtype),
+        out_type=jax.ShapeDtypeStruct((M, F // made), x.dtype),
         grid={"tile": groups.tile_group.shape[0], "column": F // C},
-        scratch_types=[gpu.SMEM((R, C), x.dtype, transforms=gpu.SWIZZLED)],
+        scratch_types=[gpu.SMEM((R, C // made), x.dtype, transforms=gpu.SWIZZLED)],
     )(groups.tile_group, groups.tile_row, groups.tile_rows, x, w)
 
 
 def _tile(
     config: Config,
+    gated: bool,
     tile_group,  # GMEM i32[W]
     tile_row,  # GMEM i32[W]
     tile_rows,  # GMEM i32[W]
     x,  # GMEM [M, D]
     w,  # GMEM [E, D, F]
-    out,  # GMEM [M, F]
-    staged,  # SMEM [block_rows, block_columns]
+    out,  # GMEM [M, F], or [M, F / 2]
+    staged,  # SMEM [block_rows, block_columns], or half the columns
 ) -> None:
     """One CTA: a tile's rows times block_columns columns of its group's matrix."""
-    R, C, K = config.block_rows, config.block_columns, config.block_k
+    (R, C), K = staged.shape, config.block_k
+    blocks = config.block_columns // C
     tile, column = jax.lax.axis_index("tile"), jax.lax.axis_index("column")
     num_rows = tile_rows[tile]
 
@@ -105,23 +110,32 @@ def _tile(
     def _():
         row = pl.multiple_of(tile_row[tile], ROW_ALIGN)
 
-        def accumulate(acc):
-            def step(_, x_block, w_block):
-                gpu.wgmma(acc, x_block, w_block)
-                gpu.wgmma_wait(1)  # the step before has read its blocks, which the pipeline loads into next
+        def accumulate(*accs):
+            def step(_, x_block, *w_blocks):
+                for acc, w_block in zip(accs, w_blocks, strict=True):
+                    gpu.wgmma(acc, x_block, w_block)
+                gpu.wgmma_wait(blocks)  # the step before has read its blocks, which the pipeline loads into next
 
+            def columns(block):  # of the weights: those of the gates, then those of what they gate
+                return column + block * (out.shape[1] // C)
+
+            w_specs = [
+                gpu.BlockSpec((K, C), lambda k, b=b: (k, columns(b)), delay_release=1, transforms=gpu.SWIZZLED)
+                for b in range(blocks)
+            ]
+            matrix = w.at[tile_group[tile]]
             gpu.emit_pipeline(
                 step,
                 grid=(x.shape[1] // K,),
-                in_specs=[  # delay_release: a block is still being read when the next step's wgmma is issued
-                    gpu.BlockSpec((R, K), lambda k: (0, k), delay_release=1, transforms=gpu.SWIZZLED),
-                    gpu.BlockSpec((K, C), lambda k: (k, column), delay_release=1, transforms=gpu.SWIZZLED),
-                ],
+                # delay_release: a block is still being read when the next step's wgmma is issued
+                in_specs=[gpu.BlockSpec((R, K), lambda k: (0, k), delay_release=1, transforms=gpu.SWIZZLED), *w_specs],
                 max_concurrent_steps=config.stages,
-            )(x.at[pl.ds(row, R)], w.at[tile_group[tile]])
-            return acc[...]
+            )(x.at[pl.ds(row, R)], *[matrix] * blocks)
+            return [acc[...] for acc in accs]
 
-        staged[...] = pl.run_scoped(accumulate, gpu.ACC((R, C))).astype(staged.dtype)
+        sums = pl.run_scoped(accumulate, *[gpu.ACC((R, C))] * blocks)
+        y = sums[0] / (1 + jnp.exp(-sums[0])) * sums[1] if gated else sums[0]
+        staged[...] = y.astype(staged.dtype)
         gpu.commit_smem()
         _store_rows(staged, out, row, num_rows, pl.ds(column * C, C))
         gpu.wait_smem_to_gmem(0, wait_read_only=True)

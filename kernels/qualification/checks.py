@@ -15,7 +15,7 @@ import numpy as np
 
 from kernels import gpu
 from kernels.backends import Backend
-from kernels.qualification import attention, grouped_matmul, rotary_write
+from kernels.qualification import attention, fused_matmul, grouped_matmul, rotary_write
 from kernels.qualification.plan import (
     DIFFERS,
     ERROR,
@@ -69,7 +69,12 @@ class Check(Protocol):
 
 
 # Modules with `checks(shapes, small)`.
-CHECKS: dict[str, Any] = {"attention": attention, "rotary_write": rotary_write, "grouped_matmul": grouped_matmul}
+CHECKS: dict[str, Any] = {
+    "attention": attention,
+    "rotary_write": rotary_write,
+    "fused_matmul": fused_matmul,
+    "grouped_matmul": grouped_matmul,
+}
 
 
 def run_unit(plan: Plan, unit: Unit, begin: Callable[[str], None] = lambda name: None) -> Verdict:

@@ -19,8 +19,8 @@ from kernels.grouped_matmul import gather_rows, grouped_matmul, plan_groups
 from kernels.grouped_matmul.cases import CASES, TOLERANCE, Batch, Case, build
 
 _NAMED = {case.name: case for case in CASES}
-_HARD = ("bfloat16_sizes", "bfloat16_nothing", "bfloat16_deep", "float16_deep")
-_SMALL = ("bfloat16", "float16")
+_HARD = ("bfloat16_sizes", "bfloat16_nothing", "bfloat16_deep", "float16_deep", "bfloat16_gated_deep")
+_SMALL = ("bfloat16", "float16", "bfloat16_gated")
 _LARGE = Case("large", 512, 4, 16, D=1024, F=256, num_tokens=509, active=13, skewed=True, dtype="bfloat16")
 _MOST_EXPERTS = 8  # of a model's: every one more is the same code on other rows
 
@@ -69,14 +69,14 @@ class GroupedMatmulCheck:
 
     def _products(self, batch: Batch, backend: str) -> jax.Array:
         groups = plan_groups(batch.group_ids, [batch.w], num_tokens=batch.num_tokens, backend=backend)
-        y = grouped_matmul(gather_rows(batch.x, groups), batch.w, groups)
+        y = grouped_matmul(gather_rows(batch.x, groups), batch.w, groups, gated=batch.gated)
         return y.at[groups.row].get(mode="fill", fill_value=0)
 
 
 def checks(shapes: Mapping[str, Any] | None, few: bool) -> list[GroupedMatmulCheck]:
     """The batches that every card is asked, or those of a model.
 
-    shapes: num_experts, num_choices (of a token), products (a list of [D, F]) and dtype. few: what an interpreter can run in
+    shapes: num_experts, num_choices (of a token), products (a list of [D, F, gated]) and dtype. few: what an interpreter can run in
     seconds.
     """
     if shapes is None:
@@ -84,8 +84,9 @@ def checks(shapes: Mapping[str, Any] | None, few: bool) -> list[GroupedMatmulChe
         return [GroupedMatmulCheck(case) for case in cases]
     experts, made = min(shapes["num_experts"], _MOST_EXPERTS), []
     choices = min(shapes["num_choices"], experts)
-    for D, F in shapes["products"]:
+    for D, F, gated in shapes["products"]:
         for what, T in [("decodes", 6)] if few else [("decodes", 8), ("prefill", 512)]:
             name = f"{what} of the model, {D} x {F}"
-            made.append(GroupedMatmulCheck(Case(name, T, choices, experts, D=D, F=F, num_tokens=T - 1, dtype=shapes["dtype"])))
+            case = Case(name, T, choices, experts, D=D, F=F, num_tokens=T - 1, dtype=shapes["dtype"], gated=gated)
+            made.append(GroupedMatmulCheck(case))
     return made

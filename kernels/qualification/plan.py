@@ -11,9 +11,14 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kernels.backends import ATTENTION, GROUPED_MATMUL, ROTARY_WRITE, Backend, Backends
+from kernels.backends import ATTENTION, FUSED_MATMUL, GROUPED_MATMUL, ROTARY_WRITE, Backend, Backends
 
-TABLES: dict[str, Backends] = {"attention": ATTENTION, "rotary_write": ROTARY_WRITE, "grouped_matmul": GROUPED_MATMUL}
+TABLES: dict[str, Backends] = {
+    "attention": ATTENTION,
+    "rotary_write": ROTARY_WRITE,
+    "fused_matmul": FUSED_MATMUL,
+    "grouped_matmul": GROUPED_MATMUL,
+}
 
 PASSED = "passed"
 NOT_MEANT = "not meant"  # the backend lacks something for this device or these shapes: "auto" passes it over by itself

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from kernels.backends import ATTENTION
+from kernels.backends import ATTENTION, current_platform
 from kernels.checks import Shapes
 
 logger = logging.getLogger("jaxserve")
@@ -160,7 +160,7 @@ def _resolve(backend: str, *, without_work: bool = False, left_out: Collection[s
             raise NotImplementedError(f"{backend} can't do {lacks}; use backend='xla'")
         return backend
     passed_over: list[tuple[str, str]] = []
-    for row in ATTENTION.automatic(jax.default_backend()):
+    for row in ATTENTION.automatic(current_platform()):
         if row.name in left_out:
             continue
         lacks = row.functions.lacks(**shapes)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels.backends import ROTARY_WRITE
+from kernels.backends import ROTARY_WRITE, current_platform
 from kernels.checks import Shapes
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -79,7 +79,7 @@ def resolve_backend(backend: str, *, head_dim: int, dtype: Any, left_out: Collec
     Raises: ValueError, NotImplementedError as `rotary_write` does.
     """
     ROTARY_WRITE.check(backend)
-    rows = [ROTARY_WRITE[backend]] if backend != "auto" else ROTARY_WRITE.automatic(jax.default_backend())
+    rows = [ROTARY_WRITE[backend]] if backend != "auto" else ROTARY_WRITE.automatic(current_platform())
     lacks = None
     for row in rows:
         if backend == "auto" and row.name in left_out:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from scripts.aot.compiler import Compiler, arch_of, device_of, smem_limit_of, ta
 from scripts.aot.equal_bits import order_faults
 from scripts.aot.verdicts import (
     ATTENTION_OP,
+    FUSED_OP,
     PORTABLE_OP,
     ROTARY_OP,
     MemoryFit,
@@ -80,34 +81,20 @@ class AbstractStep:
         import jax.numpy as jnp
 
         from jaxserve.config import EngineConfig
-        from jaxserve.execution.model_functions import ModelFunctions
+        from jaxserve.engine.kernel_choice import choose_kernels
+        from jaxserve.engine.resolution import model_functions
         from jaxserve.execution.programs import Programs
         from jaxserve.execution.resolved_config import resolve_config
         from jaxserve.models import Decoder
-        from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE
         from kernels import gpu
-        from kernels.backends import ATTENTION, ROTARY_WRITE
-        from kernels.ragged_paged_attention import resolve_backend
 
         config = EngineConfig(**options)
         dtype = (model.dtype or "bfloat16") if config.dtype == "auto" else config.dtype
-        functions = ModelFunctions(Decoder.abstract(model, jnp.dtype(dtype)))
         device = int(target_fact(target, "device_memory_size"))
         limit = int(memory_fraction * device)
-        shapes = {
-            "num_query_heads": model.num_heads,
-            "num_kv_heads": model.num_kv_heads,
-            "head_dim": model.head_dim,
-            "page_size": config.page_size or DEFAULT_PAGE_SIZE,
-            "dtype": functions.dtype,
-        }
         with gpu.assume(device_of(target)):
-            wanted = config.attention_backend
-            if wanted == "auto":  # resolve_backend asks the device at hand what that is, where it should be the assumed one
-                wanted = next(row.name for row in ATTENTION.automatic("gpu") if row.functions.lacks(**shapes) is None)
-            backend = resolve_backend(wanted, **shapes)
-            rows, heads = ROTARY_WRITE.automatic("gpu"), {"head_dim": model.head_dim, "dtype": functions.dtype}
-            functions.rotary_backend = next(row.name for row in rows if row.functions.lacks(**heads) is None)
+            kernels = choose_kernels(model, jnp.dtype(dtype), replace(config, skip_qualification=True))
+            functions = model_functions(Decoder.abstract(model, jnp.dtype(dtype)), config, kernels.layer)
             resolve = functools.partial(
                 resolve_config,
                 config,
@@ -115,7 +102,7 @@ class AbstractStep:
                 kv_dtype=functions.dtype,
                 platform="gpu",
                 device_limit=limit,
-                attention_backend=backend,
+                attention_backend=kernels.attention,
                 weight_bytes=functions.num_bytes,
             )
             return cls(Programs(functions, resolve()), resolve, device, limit, target)
@@ -205,10 +192,10 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
         temp_bytes=reserve,
     )
     attention = OPS.get(config.attention_backend)
-    rotary = ROTARY_OP if attention is not None and programs.functions.rotary_backend == "mosaic" else None
+    others = _calls(programs.functions.kernels, config.model) if attention is not None else {}
     faults: list[str] = []
     for report in bodies.values():
-        faults += body_faults(report, demands, attention, rotary)
+        faults += body_faults(report, demands, attention, others)
     for report in (*tops.values(), score):
         faults += head_faults(report, demands)
     faults += update_faults(update, demands)
@@ -219,13 +206,25 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
         faults += kernel_faults(ours, smem_limit=smem_limit_of(step.target), where=report.name, arch=arch_of(step.target))
     reports = [*bodies.values(), *beside]
     if config.deterministic == "always":  # a row is computed in any of the bodies, and sampled in any of the heads
-        for same in (list(bodies.values()), list(tops.values())):
-            faults += order_faults({report.name: report.order for report in same if report.order is not None})
+        kernels = programs.functions.kernels
+        for same, ours in ((bodies, kernels.matmul == "mosaic_sm90" and kernels.fuse_residuals), (tops, False)):
+            orders = {report.name: report.order for report in same.values() if report.order is not None}
+            faults += order_faults(orders, ours=ours)
     try:
         fit = step.fit(reserve)
     except ValueError as error:  # the engine's own words
         return StepResult(reports, None, [*faults, str(error)], config)
     return StepResult(reports, fit, faults + fit.faults, config)
+
+
+def _calls(kernels: Any, model: Any) -> dict[str, int]:
+    """How often a body calls a kernel of ours beside attention and experts."""
+    found, dense = {}, model.num_layers - len(model.sparse_layers)
+    if kernels.rotary == "mosaic":
+        found[ROTARY_OP] = model.num_layers
+    if kernels.matmul == "mosaic_sm90":  # qkv_proj and gate_up_proj; o_proj and down_proj with what they are added to
+        found[FUSED_OP] = (model.num_layers + dense) * (2 if kernels.fuse_residuals else 1)
+    return found
 
 
 def _compile(

@@ -120,7 +120,7 @@ def test_the_file_makes_an_engine(work):
     assert done.returncode == 0, done.stderr
     state = json.loads((work / "measured_state.json").read_text())
     keys = [key for key in state["results"] if ": measured" in key]
-    where = "measured on cpu, dtype=auto, attention_backend=auto, moe_backend=auto, deterministic=auto, round"
+    where = "measured on cpu, dtype=auto, attention_backend=auto, matmul_backend=auto, moe_backend=auto, deterministic=auto, round"
     assert [key.partition(": ")[2] for key in keys] == [f"{where} 1"] * 2 and keys[0] != keys[1]
     assert {"code", "async_scheduling", "prefix_caching"} <= set(state["settings"]) and "revision" not in state["settings"]
     assert done.stdout.count(" measured: ") == 2

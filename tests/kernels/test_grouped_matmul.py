@@ -23,7 +23,7 @@ QUICK_RUNS = [run if run[0].name in QUICK else pytest.param(*run, marks=pytest.m
 def products(batch, backend):
     """[T, k, F]: every token's products, taken out of the rows; zero for padding."""
     groups = plan_groups(batch.group_ids, [batch.w], num_tokens=batch.num_tokens, backend=backend)
-    y = grouped_matmul(gather_rows(batch.x, groups), batch.w, groups)
+    y = grouped_matmul(gather_rows(batch.x, groups), batch.w, groups, gated=batch.gated)
     return y.at[groups.row].get(mode="fill", fill_value=0)
 
 
@@ -144,6 +144,22 @@ def test_gradients_are_those_of_a_dense_mixture():
     np.testing.assert_allclose(have[0], want[0], rtol=1e-5)
     for a, b in zip(have[1], want[1], strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
+
+
+def test_the_gradient_of_a_gated_kernel_is_that_of_xla():
+    """The kernel keeps no products: they are computed again."""
+    batch = build(NAMED["bfloat16_gated"])
+    x, w = jnp.nan_to_num(batch.x), jnp.nan_to_num(batch.w)
+    probe = jnp.asarray(np.random.default_rng(3).standard_normal((*batch.group_ids.shape, w.shape[2] // 2)), jnp.float32)
+
+    def loss(x, w, backend):
+        return (products(dataclasses.replace(batch, x=x, w=w), backend).astype(jnp.float32) * probe).sum()
+
+    want = jax.jit(jax.grad(functools.partial(loss, backend="xla"), argnums=(0, 1)))(x, w)
+    with gpu.interpreted():
+        have = jax.jit(jax.grad(functools.partial(loss, backend="mosaic_sm90"), argnums=(0, 1)))(x, w)
+    for a, b in zip(have, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
 def test_combine_weighs_in_float32_and_leaves_padding_zero():

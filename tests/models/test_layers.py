@@ -17,6 +17,7 @@ from jaxserve.models import Decoder, ModelConfig
 from jaxserve.models.config import RopeConfig
 from jaxserve.models.layers import FEW_ROWS, RMSNorm, SparseMLP, causal_attention, matmul_transposed
 from kernels import gpu
+from kernels.rotary_write.xla import split_heads
 from tests.goldens.golden import load_golden
 
 
@@ -85,6 +86,40 @@ def test_a_step_with_the_rotary_write_computes_what_it_does_without(golden, back
         got = jax.jit(lambda x: layer(x, rope, attend, attend_heads=attend_heads))(x)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+@pytest.mark.parametrize("residuals", [False, True])
+@pytest.mark.parametrize("golden", ["qwen3_tied", "qwen2", "qwen3_moe"])
+def test_a_layer_with_fused_matmuls_computes_what_it_does_without(golden, residuals):
+    """Dense with and without biases, and sparse; each against the layer in float32 with the same weights, to which it is as near as
+    the layer that computes step by step."""
+    config = ModelConfig.from_hf(load_golden(golden).config_path)
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    config = dataclasses.replace(config, hidden_size=64, intermediate_size=128, **heads)
+    model = Decoder(config, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    layer = model.layers[0]
+    for i, leaf in enumerate(jax.tree.leaves(nnx.state(layer), is_leaf=lambda x: isinstance(x, nnx.Param))):
+        noise = jax.random.normal(jax.random.key(i), leaf.get_value().shape, jnp.float32)
+        leaf.set_value((leaf.get_value() + (0.3 if leaf.get_value().ndim == 1 else 0.1) * noise).astype(jnp.bfloat16))
+    x = (3 * jax.random.normal(jax.random.key(9), (11, 64))).astype(jnp.bfloat16)
+    rope = model.rope(jnp.arange(11))
+    attend = lambda q, k, v: (causal_attention(q[None], k[None], v[None])[0], None)  # noqa: E731
+    wide = nnx.merge(nnx.graphdef(layer), jax.tree.map(lambda y: y.astype(jnp.float32), nnx.state(layer)))
+    want = np.asarray(jax.jit(lambda x: wide(x, rope, attend)[0])(x.astype(jnp.float32)))
+    plain = np.asarray(jax.jit(lambda x: layer(x, rope, attend)[0])(x), np.float32)
+    fused = model_functions.LayerKernels(matmul="mosaic_sm90", fuse_residuals=residuals).fused
+    attend_heads = functools.partial(_attend_plain_heads, config.num_kv_heads)
+    with gpu.interpreted():
+        got = jax.jit(lambda x: layer(x, rope, attend, attend_heads=attend_heads, fused=fused)[0])(x)
+    error = np.abs(np.asarray(got, np.float32) - want).max()
+    assert error <= 1.5 * np.abs(plain - want).max()
+
+
+def _attend_plain_heads(num_kv_heads, qkv, rope, norms):
+    q_scale, k_scale, eps = norms or (None, None, 0.0)
+    cos, sin = rope
+    q, k, v = split_heads(qkv, num_kv_heads, cos, sin, q_scale, k_scale, eps=eps)
+    return causal_attention(q[None], k[None], v[None])[0], None
 
 
 def test_padding_reaches_no_expert_and_leading_axes_are_free():

@@ -38,7 +38,7 @@ MODEL = {
     "sliding_windows": [None, 20],
     "num_drafts": 2,
 }
-EXPERTS = {"num_experts": 12, "num_choices": 2, "products": [[64, 256], [128, 64]], "dtype": "float16"}
+EXPERTS = {"num_experts": 12, "num_choices": 2, "products": [[64, 256, True], [128, 64, False]], "dtype": "float16"}
 SMALL = Plan({"attention": Ask(), "grouped_matmul": Ask()}, platform="cpu", small=True)
 
 

@@ -126,10 +126,10 @@ def test_experts_that_fail_run_on_the_next_row(card, fake):
         kernel_choice.choose_kernels, dataclasses.replace(CONFIG, **sparse), "float32", jaxserve.EngineConfig()
     )
     card(None, card=None)
-    assert choose().moe == "twin"
+    assert choose().layer.moe == "twin"
     card(fake(bent="wrong", twin="segv", mosaic_sm90="lacks"))
     chosen = choose()
-    assert (chosen.attention, chosen.moe) == ("right", "xla")
+    assert (chosen.attention, chosen.layer.moe) == ("right", "xla")
     assert "grouped_matmul twin LEFT OUT, crashed: a batch: signal SIGSEGV" in chosen.said
 
 

@@ -167,11 +167,15 @@ _STEPS = (
         switches="jit_monitor_verbose",
     ),
     Missing(
-        "--attention_backend and --moe_backend choose kernels; XLA makes the rest",
+        "--attention_backend, --matmul_backend and --moe_backend choose kernels; XLA makes the rest",
         "attention_config ac kernel_config ir_op_priority sparse_indexer_topk_backend",
         switches="enable_flashinfer_autotune",
     ),
-    Missing("--attention_backend and --moe_backend choose kernels; XLA makes the rest", "linear_backend", accepts=("auto",)),
+    Missing(
+        "--attention_backend, --matmul_backend and --moe_backend choose kernels; XLA makes the rest",
+        "linear_backend",
+        accepts=("auto",),
+    ),
     Missing("there is no cascade attention to disable", granted="disable_cascade_attn disable_cascade_attention"),
     Missing("`jaxserve autotune` chooses limits for a workload", "performance_mode", accepts=("balanced",)),
     Missing("--async_scheduling (on) schedules a step ahead", "num_scheduler_steps", accepts=("1",)),

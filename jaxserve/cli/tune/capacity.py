@@ -105,7 +105,7 @@ class Simulated:
     settings: dict[str, Any]  # what a rate depends on beside limits and plan
 
     def __init__(self):
-        own = "dtype", "attention_backend", "moe_backend", "deterministic"
+        own = "dtype", "attention_backend", "matmul_backend", "moe_backend", "deterministic"
         refuse_options("a profile's steps took their times from its own run", *own)
         machine = replace(read_machine(), objective=None)
         profile = digest(Path(str(engine_options()["step_times"])).read_bytes())
@@ -138,7 +138,7 @@ class Analytic:
             "--gpu's steps have their own times, 16 bits a weight, no drafts, prefix caching where prompts are given, "
             "and are scheduled ahead where there is one stage",
             *("step_times", "dtype", "enable_prefix_caching", "async_scheduling", "speculative_config"),
-            *("attention_backend", "moe_backend", "deterministic"),
+            *("attention_backend", "matmul_backend", "moe_backend", "deterministic"),
         )
         given = engine_options()
         self._deployment = Deployment.named(flags.FLAGS.model, gpu, _TP.value, _PP.value, gpus_per_node=_NODE.value)
@@ -173,7 +173,7 @@ class Analytic:
 
 # What a rate depends on besides limits and plan.
 REAL_OPTIONS = ("page_size", "num_pages", "gpu_memory_utilization", "dtype", "enable_prefix_caching", "async_scheduling")
-REAL_OPTIONS += ("attention_backend", "moe_backend", "deterministic", "speculative_config")
+REAL_OPTIONS += ("attention_backend", "matmul_backend", "moe_backend", "deterministic", "speculative_config")
 
 
 class Real:

@@ -1,0 +1,84 @@
+"""Batches of the fused matmul that a card is asked to compute, and what the reference makes of them.
+
+The kernel's own cases with every step before and after the product, rings that are filled several times and one large batch. For a
+model, its own matrices at few rows and at many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.backends import Backend
+from kernels.fused_matmul import fused_matmul
+from kernels.fused_matmul.cases import CASES, EPS, TOLERANCE, Batch, Case, build, expected
+
+_NAMED = {case.name: case for case in CASES}
+_HARD = ("qkv_bias", "gate_up_bias", "o_bias", "deep", "prefill_gate_up", "prefill_down")
+_SMALL = ("qkv", "gate_up", "down")
+_LARGE = Case("large", 1000, 1024, 2048, norm=True, gated=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedMatmulCheck:
+    """A case of the kernel's."""
+
+    case: Case
+
+    @property
+    def name(self) -> str:
+        return self.case.name
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.case.dtype]
+
+    def lacks(self, row: Backend) -> str | None:
+        """As the row's own `lacks`."""
+        c = self.case
+        return row.functions.lacks(depth=c.D, num_columns=c.F, gated=c.gated, dtype=c.dtype)
+
+    def make(self) -> Batch:
+        """See cases.build."""
+        return build(self.case)
+
+    def program(self, row: Backend, batch: Batch) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
+        """[T, F], or [T, F / 2] where gated."""
+
+        def product(x, w, options):
+            return fused_matmul(x, w, eps=EPS, gated=self.case.gated, backend=row.name, **options)
+
+        return product, jax.tree.map(jnp.asarray, (batch.x, batch.w, batch.options))
+
+    def owned(self, values: np.ndarray) -> np.ndarray:
+        """All of them."""
+        return values
+
+    def reference(self, batch: Batch) -> np.ndarray:
+        """float64."""
+        return expected(self.case, batch)
+
+    def error(self, got: np.ndarray, want: np.ndarray) -> float:
+        """The largest difference, over the largest value."""
+        return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+def checks(shapes: Mapping[str, Any] | None, few: bool) -> list[FusedMatmulCheck]:
+    """The batches that every card is asked, or those of a model.
+
+    shapes: weights (a list of [D, F, gated]) and dtype. few: what an interpreter can run in seconds.
+    """
+    if shapes is None:
+        cases = [_NAMED[name] for name in _SMALL] if few else [*(_NAMED[name] for name in _HARD), _LARGE]
+        return [FusedMatmulCheck(case) for case in cases]
+    made = []
+    for D, F, gated in shapes["weights"]:
+        for what, T in [("decodes", 8)] if few else [("decodes", 8), ("prefill", 512)]:
+            name, options = f"{what} of the model, {D} x {F}", {"norm": True, "gated": gated}
+            made.append(FusedMatmulCheck(Case(name, T, D, F, dtype=shapes["dtype"], **options)))
+    return made
