@@ -22,9 +22,10 @@ from jaxserve.engine.description import EngineDescription
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.kernel_choice import qualify_kernels
 from jaxserve.engine.progress import ProgressBar
-from jaxserve.engine.sharding import model_shards
+from jaxserve.engine.sharding import check_sharding, model_shards
 from jaxserve.models import GenerationDefaults, ModelConfig
 from jaxserve.models.loading import LoadedModel, adopt_model, check_tokenizer_choice, find_model, load_files
+from jaxserve.models.shards import local_config
 from jaxserve.moved import forward
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
 from jaxserve.request import Request
@@ -87,12 +88,13 @@ class LLM:
         config = engine_config(options)
         check_tokenizer_choice(tokenizer, skip_tokenizer_init)
         files = find_model(model, revision=revision)
-        shards = None
-        if config.tensor_parallel_size == 1 and mesh is None:
+        check_sharding(config)
+        if mesh is None:
             # On a card that nobody has tried: before the weights, while JAX has not taken the device's memory.
-            qualify_kernels(files.config, files.dtype(config.dtype), config, ask_jax=False)
-        else:
-            shards, config = model_shards(files.config, config, mesh)
+            several = config.tensor_parallel_size > 1
+            part = local_config(files.config, config.tensor_parallel_size) if several else files.config
+            qualify_kernels(part, files.dtype(config.dtype), config, ask_jax=False)
+        shards, config = model_shards(files.config, config, mesh)
         loaded = load_files(
             files,
             tokenizer=tokenizer,

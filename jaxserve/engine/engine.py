@@ -28,7 +28,7 @@ from jaxserve.engine.kernel_choice import KernelChoice, choose_kernels
 from jaxserve.engine.live_requests import LiveRequests
 from jaxserve.engine.pipeline import StepPipeline
 from jaxserve.engine.resolution import model_functions, resolve, step_budget
-from jaxserve.engine.sharding import local_config, model_shards
+from jaxserve.engine.sharding import local_part, model_shards
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.weights import WeightsAndSleep
 from jaxserve.execution.compilation import compile_counts, use_persistent_cache
@@ -81,7 +81,7 @@ class Engine:
         shards, config = model_shards(model.config, config, mesh)
         if shards is not None and not isinstance(model, ShardedModel):
             model = shard_model(model, shards)
-        self.kernels: KernelChoice = choose_kernels(local_config(model), weights_dtype(model), config)
+        self.kernels: KernelChoice = choose_kernels(local_part(model), weights_dtype(model), config)
         functions = model_functions(model, config, self.kernels.layer)
         self.config: ResolvedConfig = resolve(functions, config, self.kernels.attention)
         programs = Programs(functions, self.config)

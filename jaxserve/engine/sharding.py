@@ -27,11 +27,14 @@ def model_shards(model: ModelConfig, config: EngineConfig, mesh: Mesh | None = N
     if made is None:
         return None, config
     config = replace(config, tensor_parallel_size=made.size)
-    _check_options(config)
+    check_sharding(config)
     return ModelShards(model, made), config
 
 
-def _check_options(config: EngineConfig) -> None:
+def check_sharding(config: EngineConfig) -> None:
+    """NotImplementedError for an option that can't be had beside the config's tensor_parallel_size."""
+    if config.tensor_parallel_size == 1:
+        return
     several = f"tensor_parallel_size={config.tensor_parallel_size}"
     if config.deterministic == "always":
         raise NotImplementedError(f"deterministic='always' is for one device, and {several}: use 'bucket', or one device")
@@ -39,6 +42,6 @@ def _check_options(config: EngineConfig) -> None:
         raise NotImplementedError(f"tbt_slo_ms={config.tbt_slo_ms} needs a profile, which is of one device, and {several}")
 
 
-def local_config(model: Decoder | ShardedModel) -> ModelConfig:
+def local_part(model: Decoder | ShardedModel) -> ModelConfig:
     """What one device computes with."""
     return model.shards.local if isinstance(model, ShardedModel) else model.config

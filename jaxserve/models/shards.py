@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -59,40 +58,41 @@ def _entries(heads: np.ndarray, size: int, first: int = 0) -> np.ndarray:
     return np.where(heads[..., None] < 0, -1, entries).reshape(*heads.shape[:-1], -1)
 
 
-class ModelShards:
-    """How a model lies on a mesh.
+def local_config(config: ModelConfig, num_devices: int) -> ModelConfig:
+    """What one device computes with: its heads, its columns of the MLP, its part of the vocabulary. The experts are those of the
+    router, all of them; their weights are a device's own.
 
     Raises:
       ValueError: what must divide does not: intermediate_size where layers are dense.
     """
+    F, n = config.intermediate_size, num_devices
+    if F % n and len(config.sparse_layers) < config.num_layers:
+        raise ValueError(f"tensor_parallel_size={n} must divide the model's intermediate_size={F}")
+    heads = place_heads(config.num_heads, config.num_kv_heads, n)
+    return replace(
+        config,
+        num_heads=len(heads.queries) // n,
+        num_kv_heads=len(heads.kv) // n,
+        intermediate_size=F // n,
+        vocab_size=-(-config.vocab_size // (VOCAB_BLOCK * n)) * VOCAB_BLOCK,
+    )
+
+
+class ModelShards:
+    """How a model lies on a mesh. Raises ValueError as `local_config`."""
 
     def __init__(self, config: ModelConfig, mesh: Mesh):
         self.config: ModelConfig = config
         self.mesh: Mesh = mesh
         self.size: int = mesh.size
         self.shard: Shard = Shard(AXIS, mesh.size)
-        F, n = config.intermediate_size, mesh.size
-        if F % n and len(config.sparse_layers) < config.num_layers:
-            raise ValueError(f"tensor_parallel_size={n} must divide the model's intermediate_size={F}")
-        self._heads = place_heads(config.num_heads, config.num_kv_heads, n)
-
-    @cached_property
-    def local(self) -> ModelConfig:
-        """What one device computes with: its heads, its columns of the MLP, its part of the vocabulary. The experts are those of
-        the router, all of them; their weights are a device's own."""
-        n = self.size
-        return replace(
-            self.config,
-            num_heads=len(self._heads.queries) // n,
-            num_kv_heads=len(self._heads.kv) // n,
-            intermediate_size=self.config.intermediate_size // n,
-            vocab_size=self.vocab_size // n,
-        )
+        self.local: ModelConfig = local_config(config, mesh.size)  # what one device computes with
+        self._heads = place_heads(config.num_heads, config.num_kv_heads, mesh.size)
 
     @property
     def vocab_size(self) -> int:
         """Entries of the vocabulary on all devices, those of zeros included."""
-        return -(-self.config.vocab_size // (VOCAB_BLOCK * self.size)) * VOCAB_BLOCK * self.size
+        return self.local.vocab_size * self.size
 
     def layout(self, path: str, num_axes: int) -> Layout:
         """How the weight `path` is cut."""

@@ -157,7 +157,7 @@ def sample(
     with jax.named_scope("draw"):
         drawn, by_sort = lax.cond(
             random.any(),
-            lambda: _draw(blocks, maxima, highest, rows, random, draw or draw_token, map_rows, shard),
+            lambda: _draw(blocks, maxima, None if shard.is_alone else highest, rows, random, draw or draw_token, map_rows, shard),
             lambda: (greedy, jnp.zeros_like(random)),
         )
     tokens = jnp.where(random, drawn, jnp.where(bad, 0, greedy))
@@ -226,7 +226,7 @@ def unsigned_zero(x: jax.Array) -> jax.Array:
 def _draw(
     logits: jax.Array,  # f32[R, B, BLOCK]
     maxima: jax.Array,  # f32[R, B]
-    highest: jax.Array,  # f32[R]; of all devices
+    highest: jax.Array | None,  # f32[R]; of all devices; None: of these logits
     rows: SamplingRows,
     random: jax.Array,  # bool[R]; the other rows' results are not used
     draw: Callable[[jax.Array, SamplingRows, Shard], jax.Array],
@@ -236,6 +236,7 @@ def _draw(
     count = logits[0].size
     N = count * shard.size  # the vocabulary and its padding
     with jax.enable_x64(True):  # other dtypes below are spelled out or follow their operands
+        highest = maxima.max(-1) if highest is None else highest
         weights = map_rows(_weights, logits, highest, jnp.where(random, rows.temperature, 1.0), rows.min_p)
         total = shard.sum(_cumulative(weights)[:, -1])
         k = jnp.where((rows.top_k > 0) & (rows.top_k < N), rows.top_k, N)
