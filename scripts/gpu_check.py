@@ -1,6 +1,6 @@
 """What this project claims about a GPU, measured on the one at hand: the attention kernel, then the engine.
 
-    python -m scripts.gpu_check --part=kernels      rates, parity, decode, prefill, mixed, peers, tuning: 9 minutes at most
+    python -m scripts.gpu_check --part=kernels      rates, parity, decode, prefill, mixed, peers, tuning, matmuls: 9 minutes
     python -m scripts.gpu_check --part=engine       steps, workload, transformers, start-up, graphs: 9 minutes at most
     python -m scripts.gpu_check --part=kernels --resume=FILE      what the run that wrote FILE had no time for
     python -m scripts.gpu_check --dry_run           both on a CPU with tiny shapes: every path, no figure that means anything
@@ -202,6 +202,7 @@ PARTS: dict[str, dict[str, Section]] = {
         "mixed": Section(Late("attention", "mixed"), 30, by_point=True),
         "cudnn": Section(Late("peers", "cudnn"), 40, by_point=True),
         "tune": Section(Late("attention", "tune"), 80),
+        "matmuls": Section(Late("matmuls", "matmuls"), 80, by_point=True),
         "torch": Section(Late("peers", "torch_attention"), 60, torch=True, by_point=True),
     },
     "engine": {

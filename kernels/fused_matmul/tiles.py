@@ -84,15 +84,21 @@ class Tiles:
 def choose_tiles(num_rows: int, depth: int, num_columns: int, *, gated: bool, num_sms: int) -> Tiles:
     """The tiles that the estimate prefers: large ones where there are many rows, and where there are few, as many as keep the SMs
     at work. Raises ValueError if no tile fits."""
+    found = fitting_tiles(num_rows, num_columns, gated=gated)
+    if not found:
+        raise ValueError(f"{num_columns=} must be a multiple of {COLUMNS[0] * (2 if gated else 1)}")
+    return min(found, key=lambda tiles: tiles.cycles(num_rows, depth, num_columns, num_sms))
+
+
+def fitting_tiles(num_rows: int, num_columns: int, *, gated: bool) -> list[Tiles]:
+    """All tiles of a product, each with as many stages as fit; two consumers where one does not hold all rows."""
     found = []
     for consumers in (2, 1):
         for columns in COLUMNS:
             for blocks in (2,) if gated else (1, 2):
                 if num_columns % (columns * blocks) == 0 and (consumers == 1 or num_rows > ROWS):
                     found.append(_deepest(consumers, columns, blocks, gated))
-    if not found:
-        raise ValueError(f"{num_columns=} must be a multiple of {COLUMNS[0] * (2 if gated else 1)}")
-    return min(found, key=lambda tiles: tiles.cycles(num_rows, depth, num_columns, num_sms))
+    return found
 
 
 def _deepest(consumers: int, columns: int, blocks: int, gated: bool) -> Tiles:

@@ -14,11 +14,22 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from kernels.fused_matmul import cases as fused_cases
+from kernels.fused_matmul.tiles import Tiles
 from kernels.ragged_paged_attention.cases import Case, Heads
-from scripts.ptx.compiled import ATTENTION, EXPERTS, JOIN, PORTABLE_ATTENTION, PORTABLE_EXPERTS, PORTABLE_JOIN, KernelCompiler
+from scripts.ptx.compiled import (
+    ATTENTION,
+    EXPERTS,
+    FUSED_MATMUL,
+    JOIN,
+    PORTABLE_ATTENTION,
+    PORTABLE_EXPERTS,
+    PORTABLE_JOIN,
+    KernelCompiler,
+)
 from scripts.ptx.mutations import Mutation, mutations
 from scripts.ptx.portable import PortablePtx
-from scripts.ptx.suite import PREFIX, attention_program, programs
+from scripts.ptx.suite import FUSED, PREFIX, attention_program, fused_program, programs
 from scripts.ptx.suite import Program as Suite
 from scripts.ptx.trial import ALL_SEEDS, Log, Trial, Tried
 
@@ -26,6 +37,9 @@ from scripts.ptx.trial import ALL_SEEDS, Log, Trial, Tried
 # that the second one meets the store of the first; pages in several copies.
 _SEQS = ((8, 200), (5, 65), (8, 8), (1, 64), (8, 60), (8, 40), (7, 30), (8, 64), (8, 20))
 WHOLE_TILE = Case("whole_tile", _SEQS, Heads(8, 1, 64), 16, "bfloat16", max_q_len=8)
+# Two consumers, the second one's tile not full; norm, bias and residual; several tiles to a CTA, each of which fills the ring more
+# than once.
+STEPS, STEPS_TILES = fused_cases.Case("steps", 72, 192, 256, norm=True, bias=True, residual=True), Tiles(2, 32, 1, 2)
 # A kernel, and the case that it runs; the first ones are for Hopper. The other case of attention has two consumers, and pages in
 # one copy; that of the grouped matmul has tiles that are not full.
 SUBJECTS = (
@@ -34,6 +48,8 @@ SUBJECTS = (
     (JOIN, "whole_tile"),
     (ATTENTION, "whole_tile"),
     (ATTENTION, "gpu-pass_by-8b"),
+    (FUSED_MATMUL, FUSED + STEPS.name),
+    (FUSED_MATMUL, FUSED + "gate_up"),
 )
 PORTABLE_SUBJECTS = (
     (PORTABLE_EXPERTS, "portable bfloat16_deep"),
@@ -77,6 +93,8 @@ def _suite(compiler: KernelCompiler, case: str) -> Suite:
         return attention_program(compiler, WHOLE_TILE)
     if case == PREFIX + WHOLE_TILE.name:
         return attention_program(compiler, WHOLE_TILE, PortablePtx, PREFIX)
+    if case == FUSED + STEPS.name:
+        return fused_program(compiler, STEPS, STEPS_TILES)
     return next(iter(programs(compiler, [case])))
 
 
