@@ -311,6 +311,14 @@ class EngineConfig:
             "preemption and prefix hits, among steps of one bucket; always: the bucket neither; auto: bucket.",
         ),
     )
+    graph_collectives: bool = _option(
+        False,
+        Switch(
+            group=_PROGRAMS,
+            help="On several GPUs: CUDA graphs hold the sums over devices too, so that a program is one graph. Otherwise they run "
+            "between graphs.",
+        ),
+    )
     skip_qualification: bool = _option(
         False,
         Switch(

@@ -88,8 +88,8 @@ class LLM:
         config = engine_config(options)
         check_tokenizer_choice(tokenizer, skip_tokenizer_init)
         files = find_model(model, revision=revision)
-        check_sharding(config)
         if mesh is None:
+            check_sharding(config)
             # On a card that nobody has tried: before the weights, while JAX has not taken the device's memory.
             several = config.tensor_parallel_size > 1
             part = local_config(files.config, config.tensor_parallel_size) if several else files.config

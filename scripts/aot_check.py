@@ -12,8 +12,9 @@ is then 1:
 register spills or too much shared memory in our kernels, or local memory or an emptied L1 cache in a loop of theirs; kernels that
 must agree in every bit and do other float operations; a body that does not run the fast attention kernel once a layer; a body
 or head that is not one CUDA graph; a copy of KV pages; more temporary memory than the plan sets aside; a pool that does not fit.
-With --deterministic=always also a matmul in another tile than the others, with a split K or in cuBLAS, and a sum of floats whose
-operations differ between bodies, or between heads.
+With --tensor_parallel_size also a body that does not sum over the devices twice a layer; programs are one graph with
+--graph_collectives, and many without. With --deterministic=always also a matmul in another tile than the others, with a split K or
+in cuBLAS, and a sum of floats whose operations differ between bodies, or between heads.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ _BACKEND = flags.DEFINE_enum(
     None,
     ["auto", "mosaic_sm90", "mosaic_portable", "xla"],
     "Which attention the step runs; default: mosaic_sm90 on Hopper, else mosaic_portable.",
+)
+_DEVICES = flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that share a model; figures are of one of them.", lower_bound=1)
+_GRAPH_COLLECTIVES = flags.DEFINE_bool(
+    "graph_collectives", False, "As of an engine: sums over devices are in the CUDA graphs, and a program must be one."
 )
 _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Most tokens of a request; default: the model's.", lower_bound=1)
 _MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Most sequences at once (default 128).", lower_bound=1)
@@ -157,9 +162,12 @@ def check_model(name: str, memory_fraction: float, compiler: Compiler) -> dict[s
         "attention_backend": _BACKEND.value or ("mosaic_sm90" if is_hopper(compiler.target) else "mosaic_portable"),
         "speculative_config": _SPECULATION.value,
         "deterministic": _DETERMINISTIC.value,
+        "tensor_parallel_size": _DEVICES.value,
+        "graph_collectives": _GRAPH_COLLECTIVES.value,
     }
     try:
-        step = AbstractStep.make(read_config(name), options, compiler.target, memory_fraction)
+        mesh = compiler.mesh if _DEVICES.value > 1 else None
+        step = AbstractStep.make(read_config(name), options, compiler.target, memory_fraction, mesh)
         buckets = step.select(_BUCKETS.value) if _BUCKETS.value else step.default_buckets()
     except (ValueError, NotImplementedError) as error:  # the answer to the question, in the engine's own words
         return {"model": name, "faults": [str(error)], "programs": []}
@@ -190,7 +198,7 @@ def check_model(name: str, memory_fraction: float, compiler: Compiler) -> dict[s
 
 def check_target(target: str, models: list[tuple[str, float]]) -> list[dict[str, Any]]:
     """Kernels and models on one target."""
-    compiler = Compiler(target, Path(_DUMP.value) / target if _DUMP.value else None)
+    compiler = Compiler(target, Path(_DUMP.value) / target if _DUMP.value else None, _DEVICES.value)
     results = [{"target": target, **check_kernels(compiler)}] if _KERNELS.value != "none" else []
     results += [{"target": target, **check_model(*model, compiler)} for model in models]
     if not _DUMP.value:

@@ -25,6 +25,7 @@ def model_shards(model: ModelConfig, config: EngineConfig, mesh: Mesh | None = N
     """
     made = make_mesh(config.tensor_parallel_size, mesh)
     if made is None:
+        check_sharding(config)
         return None, config
     config = replace(config, tensor_parallel_size=made.size)
     check_sharding(config)
@@ -32,8 +33,10 @@ def model_shards(model: ModelConfig, config: EngineConfig, mesh: Mesh | None = N
 
 
 def check_sharding(config: EngineConfig) -> None:
-    """NotImplementedError for an option that can't be had beside the config's tensor_parallel_size."""
+    """NotImplementedError, or ValueError, for an option that can't be had beside the config's tensor_parallel_size."""
     if config.tensor_parallel_size == 1:
+        if config.graph_collectives:
+            raise ValueError("graph_collectives=True is of several devices, and tensor_parallel_size=1: leave it out")
         return
     several = f"tensor_parallel_size={config.tensor_parallel_size}"
     if config.deterministic == "always":

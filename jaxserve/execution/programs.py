@@ -68,9 +68,16 @@ GPU_ALWAYS_OPTIONS: dict[str, bool | int | str] = {
 }
 
 
-def gpu_compiler_options(deterministic: str) -> dict[str, Any]:
-    """XLA's options for a GPU. deterministic: "bucket" or "always"."""
-    return GPU_ALWAYS_OPTIONS if deterministic == "always" else GPU_COMPILER_OPTIONS
+# What a CUDA graph may hold where it holds sums over devices. XLA's own choice leaves these out, and with them every conditional
+# that has one. Graphs with collectives have been seen to be recorded anew at every run and to hang (openxla/xla#35360,
+# marin-community/marin#8277); none of ours has run.
+GRAPH_COLLECTIVES = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
+
+
+def gpu_compiler_options(deterministic: str, graph_collectives: bool = False) -> dict[str, Any]:
+    """XLA's options for a GPU. deterministic: "bucket" or "always". graph_collectives: as EngineConfig's."""
+    options = GPU_ALWAYS_OPTIONS if deterministic == "always" else GPU_COMPILER_OPTIONS
+    return options | ({"xla_gpu_enable_command_buffer": GRAPH_COLLECTIVES} if graph_collectives else {})
 
 
 class ProgramSpec(NamedTuple):
@@ -210,7 +217,9 @@ class Programs:
 
     def _compile(self, key: ProgramKey) -> Any:
         start, spec = time.perf_counter(), self.spec(key)
-        options = gpu_compiler_options(self.config.deterministic) if jax.default_backend() == "gpu" else None
+        options = None
+        if jax.default_backend() == "gpu":
+            options = gpu_compiler_options(self.config.deterministic, self.config.engine.graph_collectives)
         compiled = jax.jit(spec.function, donate_argnums=spec.donated).lower(*spec.args).compile(compiler_options=options)
         logger.info("compiled %s in %.1f s", name_of(key), time.perf_counter() - start)
         return compiled

@@ -99,8 +99,7 @@ def resolve_config(
     cache = CacheConfig(page_size=page_size, num_pages=num_pages, enable_prefix_caching=config.enable_prefix_caching)
     if attention_backend is None:
         attention_backend = "xla" if config.attention_backend == "auto" else config.attention_backend
-    if config.deterministic == "always":
-        _check_always(config, model, attention_backend, platform)
+    _check_platform(config, model, attention_backend, platform)
     return ResolvedConfig(
         engine=config,
         model=model,
@@ -118,6 +117,14 @@ def _longest_request(config: EngineConfig, model: ModelConfig) -> int:
     longest, most = config.max_model_len or model.max_position_embeddings, model.max_position_embeddings
     require(longest <= most, f"max_model_len={longest} must not exceed the model's max_position_embeddings={most}")
     return longest
+
+
+def _check_platform(config: EngineConfig, model: ModelConfig, attention_backend: str, platform: str) -> None:
+    """ValueError, or NotImplementedError, for options that this platform's programs can't have."""
+    said = f"graph_collectives=True is of GPUs' programs, and the platform is {platform!r}: leave it out"
+    require(not config.graph_collectives or platform == "gpu", said)
+    if config.deterministic == "always":
+        _check_always(config, model, attention_backend, platform)
 
 
 def _check_always(config: EngineConfig, model: ModelConfig, attention_backend: str, platform: str) -> None:

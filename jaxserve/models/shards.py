@@ -180,7 +180,7 @@ class ShardedModel:
 
     shards: ModelShards
     module: Decoder  # one device's, abstract
-    weights: Mapping[str, jax.Array]  # {path: cut array}
+    weights: Mapping[str, Any]  # {path: cut array}, or its shape, dtype and sharding
 
     @property
     def config(self) -> ModelConfig:

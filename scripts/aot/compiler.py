@@ -120,12 +120,14 @@ def make_noting_cuda(root: Path, log: Path) -> None:
 
 
 class Compiler:
-    """Compiles for one target; everything it dumps lies in `folder`, which outlives it."""
+    """Compiles for one target, or for `num_devices` such that are joined by NVLink; everything it dumps lies in `folder`, which
+    outlives it."""
 
-    def __init__(self, target: str = "h100", folder: Path | None = None):
+    def __init__(self, target: str = "h100", folder: Path | None = None, num_devices: int = 1):
         if target not in TARGETS:
             raise ValueError(f"{target=} must be one of {', '.join(TARGETS)}")
         self.target = target
+        self.num_devices = num_devices
         self.folder = folder or Path(tempfile.mkdtemp(prefix="jaxserve-aot-"))
         self.mosaic_kernels: list[Kernel] = []  # of all programs so far: a kernel is compiled once a process
         make_noting_cuda(self.folder / "cuda", self.folder / "ptxas")
@@ -147,7 +149,7 @@ class Compiler:
 
     @functools.cached_property
     def mesh(self) -> Any:
-        """A mesh of one such device, which does not exist."""
+        """A mesh of such devices, which do not exist."""
         import jax
         import numpy as np
         from jax.experimental import topologies
@@ -155,8 +157,10 @@ class Compiler:
 
         jax.devices()  # registers the plugins
         config = TARGETS[self.target].read_text()
-        topology = topologies.get_topology_desc(platform="cuda", topology_name="", topology="1x1x1", target_config=config)
-        return Mesh(np.array(topology.devices), ("x",), axis_types=(AxisType.Auto,))
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology_name="", topology=f"1x1x{self.num_devices}", target_config=config
+        )
+        return Mesh(np.array(topology.devices), ("tp",), axis_types=(AxisType.Auto,))
 
     def compile(
         self,
@@ -167,7 +171,8 @@ class Compiler:
         donate: tuple[int, ...] = (),
         options: Mapping[str, Any] | None = None,
     ) -> CompiledReport:
-        """Compiles function(*args), args being ShapeDtypeStructs in any pytree. Whatever the compiler raises passes."""
+        """Compiles function(*args), args being ShapeDtypeStructs in any pytree; without a sharding every device has them whole.
+        Whatever the compiler raises passes."""
         start = time.perf_counter()
         return self.finish(name, self.lower(function, args, donate=donate), options=options, start=start)
 
@@ -184,7 +189,7 @@ class Compiler:
         os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1"
         os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(self.folder / "cuda")
         sharding = NamedSharding(self.mesh, PartitionSpec())
-        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args))
+        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or sharding), tuple(args))
         # The mesh is how Pallas learns what it compiles for, the SMs how our own kernels do.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), gpu.assume(device_of(self.target)):
             return jax.jit(function, donate_argnums=donate).trace(*args).lower(lowering_platforms=("cuda",))

@@ -72,8 +72,9 @@ class AbstractStep:
     target: str
 
     @classmethod
-    def make(cls, model: Any, options: dict[str, Any], target: str, memory_fraction: float) -> AbstractStep:
+    def make(cls, model: Any, options: dict[str, Any], target: str, memory_fraction: float, mesh: Any = None) -> AbstractStep:
         """model: a ModelConfig. options: EngineConfig's. memory_fraction: the share of the device that the process may allocate.
+        mesh: of the devices that share the model, where the options ask for several.
 
         Raises ValueError as `resolve_config`: limits that contradict each other or the memory; NotImplementedError for an
         attention backend that can't.
@@ -83,18 +84,25 @@ class AbstractStep:
         from jaxserve.config import EngineConfig
         from jaxserve.engine.kernel_choice import choose_kernels
         from jaxserve.engine.resolution import model_functions
+        from jaxserve.engine.sharding import model_shards
         from jaxserve.execution.programs import Programs
         from jaxserve.execution.resolved_config import resolve_config
         from jaxserve.models import Decoder
+        from jaxserve.models.shards import ShardedModel
         from kernels import gpu
 
-        config = EngineConfig(**options)
+        shards, config = model_shards(model, EngineConfig(**options), mesh)
         dtype = (model.dtype or "bfloat16") if config.dtype == "auto" else config.dtype
         device = int(target_fact(target, "device_memory_size"))
         limit = int(memory_fraction * device)
         with gpu.assume(device_of(target)):
-            kernels = choose_kernels(model, jnp.dtype(dtype), replace(config, skip_qualification=True))
-            functions = model_functions(Decoder.abstract(model, jnp.dtype(dtype)), config, kernels.layer)
+            if shards is None:
+                local, whole = model, Decoder.abstract(model, jnp.dtype(dtype))
+            else:
+                form: dict[str, Any] = {"dtype": jnp.dtype(dtype), "transposed": False}
+                local, whole = shards.local, ShardedModel(shards, shards.module(**form), shards.abstract(**form))
+            kernels = choose_kernels(local, jnp.dtype(dtype), replace(config, skip_qualification=True))
+            functions = model_functions(whole, config, kernels.layer)
             resolve = functools.partial(
                 resolve_config,
                 config,
@@ -104,6 +112,7 @@ class AbstractStep:
                 device_limit=limit,
                 attention_backend=kernels.attention,
                 weight_bytes=functions.num_bytes,
+                local=local,
             )
             return cls(Programs(functions, resolve()), resolve, device, limit, target)
 
@@ -173,13 +182,14 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
     The largest body, the largest head and scoring decide how much memory the plan must set aside.
     """
     from jaxserve.execution.memory import reserve_bytes
-    from jaxserve.execution.programs import ProgramKey, name_of
+    from jaxserve.execution.programs import ProgramKey, gpu_compiler_options, name_of
 
     plan, config, programs = step.config.plan, step.config, step.programs
     heads = [(plan.head_rows[0], False), (plan.max_head_rows, True)]
 
     def compile_one(key: ProgramKey) -> CompiledReport:
-        return _compile(compiler, on_report, name_of(key), config.deterministic, *programs.spec(key))
+        options = gpu_compiler_options(config.deterministic, config.engine.graph_collectives)
+        return _compile(compiler, on_report, name_of(key), options, *programs.spec(key))
 
     bodies = {b: compile_one(b) for b in dict.fromkeys([*buckets, plan.buckets[-1]])}
     tops = {h: compile_one(h) for h in dict.fromkeys(heads)}
@@ -190,6 +200,8 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
         kv_layer_shape=config.pages.layer(config.cache.num_pages),
         pool_bytes=config.pool_bytes,
         temp_bytes=reserve,
+        num_sums=0 if programs.functions.shards is None else 2 * config.pages.num_layers + 1,
+        one_graph=programs.functions.shards is None or config.engine.graph_collectives,
     )
     attention = OPS.get(config.attention_backend)
     others = _calls(programs.functions.kernels, config.model) if attention is not None else {}
@@ -228,10 +240,8 @@ def _calls(kernels: Any, model: Any) -> dict[str, int]:
 
 
 def _compile(
-    compiler: Compiler, on_report: Any, name: str, deterministic: str, function: Any, donate: tuple[int, ...], args: Any
+    compiler: Compiler, on_report: Any, name: str, options: Any, function: Any, donate: tuple[int, ...], args: Any
 ) -> CompiledReport:
-    from jaxserve.execution.programs import gpu_compiler_options
-
-    report = compiler.compile(name, function, args, donate=donate, options=gpu_compiler_options(deterministic))
+    report = compiler.compile(name, function, args, donate=donate, options=options)
     on_report(report)
     return report

@@ -39,13 +39,16 @@ class StepDemands:
     """What the programs of one plan are held to. Bytes.
 
     num_layers: attention calls that a body makes. kv_layer_shape: of one layer's pages. pool_bytes: of all pages, which a body must
-    update in place. temp_bytes: what the plan set aside for programs.
+    update in place. temp_bytes: what the plan set aside for programs. num_sums: over devices, that a body makes. one_graph: whether
+    a program must be one CUDA graph, which it can't be where sums over devices run outside.
     """
 
     num_layers: int
     kv_layer_shape: tuple[int, ...]
     pool_bytes: int
     temp_bytes: int
+    num_sums: int = 0
+    one_graph: bool = True
 
 
 def body_faults(
@@ -64,6 +67,9 @@ def body_faults(
             )
     if report.alias_bytes < demands.pool_bytes:
         faults.append(f"{report.alias_bytes} bytes are updated in place, the KV pages take {demands.pool_bytes}")
+    sums = sum(i.opcode in ("all-reduce", "all-reduce-start") for i in report.instructions)
+    if sums != demands.num_sums:
+        faults.append(f"{sums} sums over devices; must be {demands.num_sums}, two a layer and that of the embedding")
     copies = report.copies_of(demands.kv_layer_shape)
     if copies:
         faults.append(f"{len(copies)} copies of a layer's KV pages: {', '.join(i.name for i in copies[:4])}")
@@ -84,9 +90,9 @@ def update_faults(report: CompiledReport, demands: StepDemands) -> list[str]:
 
 
 def program_faults(report: CompiledReport, demands: StepDemands) -> list[str]:
-    """Faults of any program: one CUDA graph, nothing beside it, and no more memory than was set aside."""
+    """Faults of any program: one CUDA graph where it can be, nothing beside it, and no more memory than was set aside."""
     faults = []
-    if report.num_graphs != 1 or report.outside:
+    if demands.one_graph and (report.num_graphs != 1 or report.outside):
         outside = ", ".join(f"{n} {kind}" for kind, n in sorted(report.outside.items())) or "nothing"
         faults.append(f"{report.num_graphs} command buffers and {outside} outside them; must be one that holds everything")
     return faults + _memory_faults(report, demands)

@@ -70,6 +70,18 @@ def test_faults_of_a_body(change, message):
     assert message in fault and fault.startswith("body: ")
 
 
+def test_a_body_of_several_devices_sums_twice_a_layer_and_may_be_several_graphs():
+    sums = [Instruction(f"sum.{i}", "all-reduce-start", (), (), "", "") for i in range(5)]
+    body = dataclasses.replace(good_body(), instructions=[*good_body().instructions, *sums])
+    several = dataclasses.replace(DEMANDS, num_sums=5)
+    assert body_faults(body, several, "decode") == []
+    assert "5 sums over devices; must be 0" in body_faults(body, DEMANDS, "decode")[0]
+    assert "0 sums over devices; must be 5" in body_faults(good_body(), several, "decode")[0]
+    cut = dataclasses.replace(body, thunks=[*body.thunks, Thunk("AllReduce", "", False)])
+    assert "must be one that holds everything" in body_faults(cut, several, "decode")[0]
+    assert body_faults(cut, dataclasses.replace(several, one_graph=False), "decode") == []
+
+
 def test_a_body_must_run_the_rotary_write_once_a_layer():
     body = dataclasses.replace(good_body(), instructions=[*good_body().instructions, call("rotary"), call("rotary")])
     assert body_faults(body, DEMANDS, "decode", {"rotary": 2}) == []

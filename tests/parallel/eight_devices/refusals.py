@@ -18,6 +18,8 @@ from tests.parallel.models import GREEDY, PROMPTS, answers, engine_of
     [
         ({"tensor_parallel_size": 9}, ValueError, "tensor_parallel_size=9 needs 9 devices, and this process has 8"),
         ({"tensor_parallel_size": 5}, ValueError, "tensor_parallel_size=5 must divide the model's intermediate_size=48"),
+        ({"tensor_parallel_size": 2, "graph_collectives": True}, ValueError, "graph_collectives=True is of GPUs' programs"),
+        ({"graph_collectives": True}, ValueError, "graph_collectives=True is of several devices, and tensor_parallel_size=1"),
         ({"tensor_parallel_size": 2, "deterministic": "always"}, NotImplementedError, "deterministic='always' is for one device"),
     ],
 )
