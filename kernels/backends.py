@@ -22,6 +22,7 @@ Grouped matmul (`kernels.grouped_matmul`):
     lacks(w) -> str | None: what these weights [E, D, F] or the device lack.
     block_rows(num_tokens, num_choices, num_groups) -> int: rows of a tile.
     matmul(x, w, groups) -> [M, F]. Takes gated=True too, -> [M, F / 2], where the row says so.
+    lay_out(...), where the row says `lays_out`: arguments and result as of `layout.lay_out`, which lays out for the others.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Backend:
     plans_on_host: bool = False  # whether the work of a step is planned in numpy, before the step is dispatched
     fixed_tiles: bool = False  # whether plan_work takes fixed_tiles=True: of one size for every shape of a step
     fuses_gate: bool = False  # whether matmul takes gated=True
+    lays_out: bool = False  # whether a batch's layout is the module's own, in place of the one that all share
     plain_xla: bool = False  # no kernel of ours: "auto" may take it on a card where nothing has been qualified
 
     @property
@@ -117,6 +119,6 @@ FUSED_MATMUL = Backends(
 GROUPED_MATMUL = Backends(
     Backend("reference", "kernels.grouped_matmul.reference", plain_xla=True),
     Backend("xla", "kernels.grouped_matmul.xla", automatic=True, plain_xla=True),
-    Backend("mosaic_portable", "kernels.grouped_matmul.mosaic_portable", automatic=True),
-    Backend("mosaic_sm90", "kernels.grouped_matmul.mosaic_sm90", automatic=True, fuses_gate=True),
+    Backend("mosaic_portable", "kernels.grouped_matmul.mosaic_portable", automatic=True, lays_out=True),
+    Backend("mosaic_sm90", "kernels.grouped_matmul.mosaic_sm90", automatic=True, fuses_gate=True, lays_out=True),
 )

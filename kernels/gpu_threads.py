@@ -1,5 +1,5 @@
 """What Pallas has no words for, written a thread at a time in Mosaic: cp.async of rows, fragments of mma.sync, stores of some rows,
-loads and stores of rows that lie anywhere.
+loads and stores of rows and of single values that lie anywhere.
 
 For kernels of one warpgroup that must run where there is no TMA. Beside `gpu` the only module that names what may change between
 JAX versions. Shared memory of these functions has `tiles(columns)` as its transforms.
@@ -70,6 +70,9 @@ def tiles(columns: int) -> tuple[Any, ...]:
 
 def barrier() -> None:
     """All threads of the block have come here, and see what the others wrote to shared memory before."""
+
+    if gpu.is_interpreted():  # a block is one thread there
+        return
 
     @plgpu.inline_mgpu()
     def sync(_):
@@ -242,10 +245,11 @@ def across(x: Any, columns: int, tile: RowTile) -> Any:
 
 
 def load_rows(source: Any, rows: Any, column: int, columns: int, tile: RowTile) -> Any:
-    """[rows, columns] of `source` (GMEM [n, c]): for each of i32[rows] that row of it, from `column` on. Where the number is
-    negative the values are any that `source` has. Columns are multiples of VECTOR."""
+    """[rows, columns] of `source` (GMEM or SMEM [n, c]): for each of i32[rows] that row of it, from `column` on. Where the number
+    is negative the values are any that `source` has. Columns are multiples of VECTOR."""
     if gpu.is_interpreted():
-        return jnp.stack([source[jnp.maximum(rows[i], 0), pl.ds(column, columns)] for i in range(tile.rows)])
+        # A barrier, as a kernel's loads are: else XLA fuses them with what follows, and rounds that in other places.
+        return lax.optimization_barrier(source[...][jnp.maximum(rows, 0), column : column + columns])
     kind = plgpu.ShapeDtypeStruct((tile.rows, columns), source.dtype, layout=tile.layout())
 
     @plgpu.inline_mgpu(arg_types=(_REF(), tile.layout(1)), return_type=kind)
@@ -259,21 +263,23 @@ def load_rows(source: Any, rows: Any, column: int, columns: int, tile: RowTile) 
         for i, at in enumerate(np.ndindex(registers.shape)):
             pointer = mosaic_utils.getelementptr(base, [i * tile.lanes * VECTOR], element)
             registers[at] = llvm.load(vector_type, pointer, alignment=min(alignment, 16))
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+        is_signed = True if isinstance(element, ir.IntegerType) else None
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
 
     return load(source, rows)  # pyright: ignore[reportCallIssue]
 
 
 def load_values(source: Any, at: Any, tile: RowTile) -> Any:
-    """i32[rows] of `source` (GMEM i32[n]): for each of i32[rows], which are all in it, that value of it."""
+    """i32[rows] of `source` (GMEM or SMEM, i32 of any shape): for each of i32[rows], which are all in it, that value of it, counted
+    through all axes."""
     if gpu.is_interpreted():
-        return jnp.stack([source[at[i]] for i in range(tile.rows)])
+        return source[...].ravel()[at]
     kind = plgpu.ShapeDtypeStruct((tile.rows,), source.dtype, layout=tile.layout(1))
 
     @plgpu.inline_mgpu(arg_types=(_REF(), tile.layout(1)), return_type=kind)
     def load(_, source, at):
         element = ir.MemRefType(source.type).element_type
-        pointer = mosaic_utils.getelementptr(_global_pointer(source), [_scalar(at)], element)
+        pointer = mosaic_utils.getelementptr(_pointer(source), [_scalar(at)], element)
         value = vector.broadcast(ir.VectorType.get((1,), element), llvm.load(element, pointer))
         registers = np.full(at.registers.shape, value, object)
         return mgpu.FragmentedArray(_registers=registers, _layout=at.layout, _is_signed=at.is_signed)
@@ -305,12 +311,51 @@ def save_rows(x: Any, target: Any, rows: Any, column: int, tile: RowTile) -> Non
     save(x, target, rows)  # pyright: ignore[reportCallIssue]
 
 
+def save_values(x: Any, target: Any, at: Any, tile: RowTile) -> None:
+    """Stores each of x i32[rows] to `target` (GMEM i32[n]), to the place of i32[rows], or nowhere where that is negative."""
+    if gpu.is_interpreted():
+        return _save_interpreted(x, target, at)
+
+    @plgpu.inline_mgpu(arg_types=(tile.layout(1), _REF(), tile.layout(1)))
+    def save(_, x, target, at):
+        place, (register,) = _scalar(at), x.registers.flat
+        pointer = mosaic_utils.getelementptr(_pointer(target), [place], x.mlir_dtype)
+        _store_vector(register, pointer, arith.cmpi(arith.CmpIPredicate.sge, place, _i32(0)))
+
+    save(x, target, at)  # pyright: ignore[reportCallIssue]
+
+
+def share_values(x: Any, target: Any, at: Any, tile: RowTile) -> None:
+    """Stores each of x i32[rows] to `target` (SMEM i32[n, c]), to the place of i32[rows], which are all in it, counted through both
+    axes. Others see them after a `barrier`."""
+    if gpu.is_interpreted():
+        return _save_interpreted(x, target, at)
+
+    @plgpu.inline_mgpu(arg_types=(tile.layout(1), _REF(), tile.layout(1)))
+    def save(_, x, target, at):
+        llvm.store(_scalar(x), mosaic_utils.getelementptr(_pointer(target), [_scalar(at)], x.mlir_dtype))
+
+    save(x, target, at)  # pyright: ignore[reportCallIssue]
+
+
+def _save_interpreted(x: Any, target: Any, at: Any) -> None:
+    """One value after the other."""
+
+    def save(i: Any, _: None) -> None:
+        @pl.when(at[i] >= 0)
+        def _():
+            place = (at[i],) if len(target.shape) == 1 else (at[i] // target.shape[1], at[i] % target.shape[1])
+            target[place] = x[i]
+
+    lax.fori_loop(0, x.shape[0], save, None)
+
+
 def _row_pointer(ref: Any, row: Any, column: int, tile: RowTile) -> Any:
     """Where this thread's first columns of a row of `ref`, counted from `column` on, lie."""
     ref_type, i64 = ir.MemRefType(ref.type), ir.IntegerType.get_signless(64)
     lane = arith.addi(arith.muli(arith.remui(_thread(), _i32(tile.lanes)), _i32(VECTOR)), _i32(column))
     at = arith.muli(arith.extsi(i64, row), mosaic_utils.c(ref_type.shape[-1], i64))
-    return mosaic_utils.getelementptr(_global_pointer(ref), [arith.addi(at, arith.extsi(i64, lane))], ref_type.element_type)
+    return mosaic_utils.getelementptr(_pointer(ref), [arith.addi(at, arith.extsi(i64, lane))], ref_type.element_type)
 
 
 def _scalar(x: Any) -> Any:
@@ -338,6 +383,10 @@ def _thread() -> Any:
 
 def _below(x: Any, limit: Any) -> Any:
     return arith.cmpi(arith.CmpIPredicate.slt, x, limit)
+
+
+def _pointer(ref: Any) -> Any:
+    return mosaic_utils.memref_ptr(ref) if mosaic_utils.is_smem_ref(ref) else _global_pointer(ref)
 
 
 def _global_pointer(ref: Any) -> Any:

@@ -66,7 +66,8 @@ def plan_groups(
     with jax.named_scope("plan_groups"):
         if num_groups is not None:
             group_ids = jnp.where((group_ids >= 0) & (group_ids < E), group_ids, ELSEWHERE)
-        return lay_out(group_ids, E, num_tokens=num_tokens, block_rows=rows, backend=backend, some_elsewhere=num_groups is not None)
+        plan = GROUPED_MATMUL[backend].functions.lay_out if GROUPED_MATMUL[backend].lays_out else lay_out
+        return plan(group_ids, E, num_tokens=num_tokens, block_rows=rows, backend=backend, some_elsewhere=num_groups is not None)
 
 
 def gather_rows(x: jax.Array, groups: Groups) -> jax.Array:  # [T, D] -> [M, D]

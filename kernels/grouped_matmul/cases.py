@@ -57,6 +57,12 @@ CASES = (
     Case("bfloat16_gated_deep", 130, 1, 2, D=768, num_tokens=129, dtype="bfloat16", gated=True),
 )
 
+# For the layout alone: more groups than a thread block has threads, and more blocks of choices than a thread loads counts at once.
+LAYOUTS = (
+    Case("many_groups", 40, 8, 150, num_tokens=37),
+    Case("many_blocks", 1040, 8, 20, num_tokens=1033),
+)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

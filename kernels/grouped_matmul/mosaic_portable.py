@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from kernels import gpu, gpu_threads
 from kernels.gpu_threads import Rows
 from kernels.grouped_matmul.layout import Groups
+from kernels.grouped_matmul.mosaic_layout import lay_out as lay_out
 
 ROWS = 64  # of a tile: what one warpgroup computes
 PIECE = 64  # columns of an accumulator's piece, and of x at a time

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 
 from kernels import gpu
 from kernels.grouped_matmul.layout import ROW_ALIGN, Groups
+from kernels.grouped_matmul.mosaic_layout import lay_out as lay_out
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from scripts.aot.verdicts import (
     EXPERTS,
     FUSED_MATMUL,
     JOIN,
+    LAYOUT,
     PORTABLE_ATTENTION,
     PORTABLE_EXPERTS,
     PORTABLE_JOIN,
@@ -257,7 +258,7 @@ def experts_case(num_tokens: int, in_dim: int, out_dim: int, backend: str = "mos
     w = S((128, in_dim, out_dim), jnp.bfloat16)
     args = (S((num_tokens, in_dim), jnp.bfloat16), S((num_tokens, 8), jnp.int32), w, S((), jnp.int32))
     name, kernel = ("", EXPERTS) if backend == "mosaic_sm90" else ("portable ", PORTABLE_EXPERTS)
-    return KernelCase(f"{name}experts 30b-a3b {in_dim}x{out_dim} T={num_tokens}", experts, args, (kernel,))
+    return KernelCase(f"{name}experts 30b-a3b {in_dim}x{out_dim} T={num_tokens}", experts, args, (LAYOUT, kernel))
 
 
 def rotary_case(target: str, heads: str, *, dtype: str = "bfloat16") -> KernelCase:

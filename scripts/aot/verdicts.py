@@ -20,6 +20,7 @@ PORTABLE_ATTENTION, PORTABLE_JOIN = "portable_attention_mosaic_gpu_kernel", "por
 PORTABLE_EXPERTS = "portable_grouped_matmul_mosaic_gpu_kernel"
 FUSED_OP, FUSED_MATMUL = "fused_matmul_mosaic_sm90/fused_matmul/", "fused_matmul_mosaic_gpu_kernel"
 ROTARY_OP, ROTARY_WRITE = "rotary_write_mosaic/rotary_write/", "rotary_write_mosaic_gpu_kernel"
+LAYOUT = "lay_out_groups_mosaic_gpu_kernel"
 LOADING_WARPGROUPS = {ATTENTION: 1, FUSED_MATMUL: 1}  # of a block: those that compute nothing
 # Of our kernels: the PTX features (compiled_report.PTX_FEATURES) without which one is the slow variant.
 FEATURES = {
@@ -31,6 +32,7 @@ FEATURES = {
     PORTABLE_EXPERTS: ("cp.async", "mma.sync"),
     ROTARY_WRITE: (),
     FUSED_MATMUL: ("TMA", "wgmma from registers"),
+    LAYOUT: (),
 }
 
 

@@ -185,14 +185,15 @@ def _multiply(i: Instruction, modifiers: list[str]) -> Iterator[Step]:
         return _plain(i, lambda a, b: a.astype(DTYPES[wide]) * b.astype(DTYPES[wide]), [t, t], wide)
     if modifiers[0] == "hi":
         t = _type(i, modifiers[1:])
-        return _plain(i, _high64 if t == "u64" else _high32, [t, t], t)
+        return _plain(i, _high64 if t == "u64" else _high, [t, t], t)
     t = _type(i, modifiers, also=("lo", "rn"))
     return _plain(i, np.multiply, [t, t], t)
 
 
-def _high32(a, b):
-    wide = np.int64 if a.dtype == np.int32 else np.uint64
-    return ((a.astype(wide) * b.astype(wide)) >> wide(32)).astype(a.dtype)
+def _high(a, b):
+    """Of 16 or 32 bits."""
+    wide = np.int64 if a.dtype.kind == "i" else np.uint64
+    return ((a.astype(wide) * b.astype(wide)) >> wide(8 * a.itemsize)).astype(a.dtype)
 
 
 def _high64(a, b):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from scripts.ptx.attention import AttentionPtx, padded, shape_of
 from scripts.ptx.compiled import JOIN, PORTABLE_JOIN, Kernel, KernelCompiler
 from scripts.ptx.experts import ExpertsPtx
 from scripts.ptx.fused import FusedPtx
+from scripts.ptx.layout import LayoutPtx, LayoutRun, batches
 from scripts.ptx.portable import PortablePtx
 from scripts.ptx.rotary import RotaryPtx, RotaryRun
 
@@ -30,6 +31,7 @@ LONGER = 70  # positions by which a plan passes the KV: a block and more that is
 PREFIX = "portable "  # of the cases that the portable kernels run
 FUSED = "fused "  # of the cases of the fused matmul
 ROTARY = "rotary "  # of the cases of the rotary write, which is one for all GPUs
+LAYOUT = "layout "  # of the cases of the grouped matmul's layout, which is one for all GPUs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +53,16 @@ class Run:
         return faults if np.isnan(rest).all() else [*faults, f"{self.name}: rows that nobody owns are written"]
 
 
+AnyRun: TypeAlias = Run | RotaryRun | LayoutRun
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """One compiled program: its kernels, and its batches."""
 
     name: str
     kernels: dict[str, Kernel]
-    runs: tuple[Run | RotaryRun, ...]
+    runs: tuple[AnyRun, ...]
     with_kernels: Callable[[dict[str, Kernel]], Program]  # the same batches with other kernels
     demanded: frozenset[str]  # kernels whose every line these batches are to reach
 
@@ -189,6 +194,18 @@ def fused_program(compiler: KernelCompiler, case: fused_cases.Case, tiles: Tiles
     return with_kernels({compiled.kernel.name: compiled.kernel})
 
 
+def layout_program(compiler: KernelCompiler, case: experts_cases.Case) -> Program:
+    """The program that lays out a case of the grouped matmul."""
+    compiled = LayoutPtx.compile(compiler, case)
+
+    def with_kernels(kernels: dict[str, Kernel]) -> Program:
+        ptx = dataclasses.replace(compiled, kernel=next(iter(kernels.values())))
+        runs = (LayoutRun(f"{LAYOUT}{case.name}, batch {i}", ptx, batch) for i, batch in enumerate(batches(case)))
+        return Program(LAYOUT + case.name, kernels, tuple(runs), with_kernels, frozenset(kernels))
+
+    return with_kernels({compiled.kernel.name: compiled.kernel})
+
+
 def _fused_suite() -> Suite:
     """Every case in the tiles that the kernel chooses, and some in others."""
     cases = {case.name: case for case in fused_cases.CASES if case.dtype == "bfloat16"}
@@ -255,5 +272,13 @@ SUITES = (
     Suite(
         {ROTARY + case.name: [partial(rotary_program, case=case)] for case in rotary_cases.CASES},
         [ROTARY + name for name in ("qwen3", "head_96_norm")],
+    ),
+    Suite(
+        {
+            LAYOUT + case.name: [partial(layout_program, case=case)]
+            for case in (*experts_cases.CASES, *experts_cases.LAYOUTS)
+            if case.dtype == "float32"  # the others are no different here
+        },
+        [LAYOUT + "padding", LAYOUT + "many_groups"],
     ),
 )

@@ -21,9 +21,8 @@ import numpy as np
 
 from scripts.ptx.mutations import Mutation
 from scripts.ptx.program import PtxError
-from scripts.ptx.rotary import RotaryRun
+from scripts.ptx.suite import AnyRun
 from scripts.ptx.suite import Program as Suite
-from scripts.ptx.suite import Run
 
 SEEDS = (0, 1)  # schedules in which a mutation may be caught
 ALL_SEEDS = (0, 1, 2, 3, 4)  # one of each kind: those that a claim of redundancy stands on
@@ -141,7 +140,7 @@ class Trial:
         return None, None
 
 
-def broken(run: Run | RotaryRun, seed: int, limit: float) -> str | None:
+def broken(run: AnyRun, seed: int, limit: float) -> str | None:
     """The rule that a run breaks, without places; None if none. limit: seconds of the processor after which it is taken to hang."""
     try:
         with _at_most(limit):

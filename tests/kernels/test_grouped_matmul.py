@@ -3,14 +3,24 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kernels import gpu
-from kernels.grouped_matmul import combine_rows, gather_rows, grouped_matmul, layout, mosaic_portable, mosaic_sm90, plan_groups
-from kernels.grouped_matmul.cases import CASES, TOLERANCE, build, expected
+from kernels.grouped_matmul import (
+    combine_rows,
+    gather_rows,
+    grouped_matmul,
+    layout,
+    mosaic_layout,
+    mosaic_portable,
+    mosaic_sm90,
+    plan_groups,
+)
+from kernels.grouped_matmul.cases import CASES, LAYOUTS, TOLERANCE, build, expected
 from tests.selection import slow_unless
 
 NAMED = {case.name: case for case in CASES}
@@ -85,6 +95,25 @@ def test_the_layout_keeps_its_promises(case, block_rows):
     assert sorted(covered) == sorted(owned)
     assert (np.diff(g["tile_row"][:n]) > 0).all()
     assert (g["tile_row"] % layout.ROW_ALIGN == 0).all() and (g["tile_row"] + block_rows <= M).all()
+
+
+LAID_OUT = [case for case in CASES if case.dtype == "float32"] + [case for case in LAYOUTS if case.T < 100]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("case", slow_unless(lambda case: case.name == "one_of_many", LAID_OUT), ids=lambda c: c.name)
+def test_the_kernel_lays_out_the_same(case, elsewhere):
+    """Every integer, and without races; elsewhere: every third choice is of a group that is not here."""
+    batch = build(case)
+    ids = batch.group_ids
+    if elsewhere:
+        ids = jnp.where(jnp.arange(ids.size).reshape(ids.shape) % 3 == 1, layout.ELSEWHERE, ids)
+    options = {"num_tokens": batch.num_tokens, "block_rows": 64, "backend": "mosaic_sm90", "some_elsewhere": elsewhere}
+    with gpu.interpreted(detect_races=True):
+        have = jax.jit(lambda ids: mosaic_layout.lay_out(ids, case.E, **options))(ids)
+        jax.block_until_ready(have)
+        assert not gpu.races_found()
+    chex.assert_trees_all_equal(have, layout.lay_out(ids, case.E, **options))
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 5), (6, 3, 4), (24, 2, 3), (2, 2, 9)])
@@ -211,18 +240,23 @@ def test_bad_plans_are_refused(change, error, message):
         plan_groups(given.pop("ids"), given.pop("weights"), **given)
 
 
+def planned(ids, weights, **options):
+    """What is planned, abstractly: this machine need not have the device."""
+    return jax.eval_shape(lambda ids: plan_groups(ids, weights, **options), ids)
+
+
 def test_auto_is_the_kernel_where_it_can_be():
     ids, small, whole = jnp.zeros((3, 1), jnp.int32), jnp.zeros((2, 8, 16), jnp.bfloat16), jnp.zeros((2, 64, 128), jnp.bfloat16)
     assert plan_groups(ids, [whole]).backend == "xla"  # on this CPU
     with gpu.assume_sm90(132, "NVIDIA H100 80GB HBM3"):
-        assert plan_groups(ids, [whole]).backend == "mosaic_sm90"
-        assert plan_groups(ids, [whole, small]).backend == plan_groups(ids, [whole.astype(jnp.float32)]).backend == "xla"
+        assert planned(ids, [whole]).backend == "mosaic_sm90"
+        assert planned(ids, [whole, small]).backend == planned(ids, [whole.astype(jnp.float32)]).backend == "xla"
 
 
 def test_auto_on_other_gpus_is_the_portable_kernel():
     ids, whole = jnp.zeros((3, 1), jnp.int32), jnp.zeros((2, 64, 128), jnp.bfloat16)
     with gpu.assume(gpu.Device(108, "NVIDIA A100-SXM4-80GB", (8, 0))):
-        groups = plan_groups(ids, [whole])
+        groups = planned(ids, [whole])
         assert (groups.backend, groups.block_rows) == ("mosaic_portable", mosaic_portable.ROWS)
         out = jax.eval_shape(grouped_matmul, jnp.zeros((groups.num_rows, 64), jnp.bfloat16), whole, groups)
         assert (out.shape, out.dtype) == ((groups.num_rows, 128), jnp.bfloat16)

@@ -30,6 +30,7 @@ CASES = {
     "mul.lo.s32 %r12, %r10, %r11;": X * Y,
     "mul.hi.s32 %r12, %r10, %r11;": ((X.view(S).astype(np.int64) * Y.view(S)) >> 32).astype(S).view(np.uint32),
     "mul.hi.u32 %r12, %r10, %r11;": ((X.astype(np.uint64) * Y) >> np.uint64(32)).astype(np.uint32),
+    "mov.b32 {%rs1, %rs2}, %r10; mul.hi.u16 %rs3, %rs1, %rs2; cvt.u32.u16 %r12, %rs3;": ((X & 65535) * (X >> 16)) >> 16,
     "mad.lo.s32 %r12, %r10, 3, %r11;": X * np.uint32(3) + Y,
     "max.s32 %r12, %r10, %r11;": np.maximum(X.view(S), Y.view(S)).view(np.uint32),
     "min.u32 %r12, %r10, %r11;": np.minimum(X, Y),
