@@ -10,7 +10,7 @@ ISA 9.0, whose headings the code follows.
     ampere          mma.sync, cp.async
     memory          bytes, bounds, alignment, swizzle             shadow      the race detector and the proxies
     barriers        mbarriers and their phases                    machine     thread blocks, schedules
-    compiled        our kernels' PTX                              attention, experts, rotary    our kernels' cases
+    compiled        our kernels' PTX                              attention, experts, layout, rotary    our kernels' cases
     suite, agreement                                              report      what is run with what, what was found
     mutations       programs with one synchronisation less        trial, survivors    what catches them, why others are redundant
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class Run:
         return faults if np.isnan(rest).all() else [*faults, f"{self.name}: rows that nobody owns are written"]
 
 
-AnyRun: TypeAlias = Run | RotaryRun | LayoutRun
+type AnyRun = Run | RotaryRun | LayoutRun
 
 
 @dataclasses.dataclass(frozen=True)
