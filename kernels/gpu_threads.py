@@ -248,7 +248,7 @@ def load_rows(source: Any, rows: Any, column: int, columns: int, tile: RowTile) 
     """[rows, columns] of `source` (GMEM or SMEM [n, c]): for each of i32[rows] that row of it, from `column` on. Where the number
     is negative the values are any that `source` has. Columns are multiples of VECTOR."""
     if gpu.is_interpreted():
-        # A barrier, as a kernel's loads are: else XLA fuses them with what follows, and rounds that in other places.
+        # XLA is not to fuse a load with what follows, which could move its roundings.
         return lax.optimization_barrier(source[...][jnp.maximum(rows, 0), column : column + columns])
     kind = plgpu.ShapeDtypeStruct((tile.rows, columns), source.dtype, layout=tile.layout())
 
