@@ -1,0 +1,74 @@
+"""Which kernels an engine takes on which GPU; none is at hand, so the GPU is assumed."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+import jaxserve
+from jaxserve.engine import kernel_choice
+from jaxserve.engine.kernel_choice import choose_kernels
+from kernels import gpu
+from tests.dummy import CONFIG
+
+HOPPER = gpu.Device(132, "NVIDIA H100 80GB HBM3", (9, 0))
+AMPERE = gpu.Device(108, "NVIDIA A100-SXM4-80GB", (8, 0))
+MODEL = dataclasses.replace(CONFIG, hidden_size=128, intermediate_size=256, num_heads=4, num_kv_heads=2, head_dim=64)
+SPARSE = {"sparse_layers": (0, 1), "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 128}
+
+
+def choose(device, dtype="bfloat16", model=MODEL, **options):
+    config = jaxserve.EngineConfig(**{"skip_qualification": True} | options)
+    with gpu.assume(device):
+        return choose_kernels(model, dtype, config)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "found"),
+    [
+        (HOPPER, "bfloat16", ("mosaic_sm90", "mosaic", "mosaic_sm90")),
+        (HOPPER, "float16", ("mosaic_sm90", "mosaic", "xla")),
+        (HOPPER, "float32", ("xla", "xla", "xla")),
+        (AMPERE, "bfloat16", ("mosaic_portable", "mosaic", "xla")),
+    ],
+)
+def test_auto(device, dtype, found):
+    chosen = choose(device, dtype)
+    assert (chosen.attention, chosen.layer.rotary, chosen.layer.matmul) == found
+    assert chosen.layer.moe == "auto" and not chosen.layer.fuse_residuals
+
+
+def test_a_backend_that_is_named():
+    assert choose(HOPPER, matmul_backend="xla").layer.matmul == "xla"
+    assert choose(HOPPER, attention_backend="xla").layer.rotary == "xla"
+    with pytest.raises(NotImplementedError, match="mosaic_sm90 can't do a device: it needs compute capability 9.0, found 8.0"):
+        choose(AMPERE, matmul_backend="mosaic_sm90")
+    with pytest.raises(NotImplementedError, match="mosaic_sm90 can't do float16: it has bfloat16; use backend='xla'"):
+        choose(HOPPER, "float16", matmul_backend="mosaic_sm90")
+    odd = dataclasses.replace(MODEL, intermediate_size=200)
+    assert choose(HOPPER, model=odd).layer.matmul == "xla"
+
+
+def test_a_mixture_of_experts():
+    sparse = dataclasses.replace(MODEL, **SPARSE)
+    assert choose(HOPPER, model=sparse).layer.moe == "mosaic_sm90"
+    assert choose(AMPERE, model=sparse).layer.moe == "mosaic_portable"
+    # Its dense matrices are the attention's: those of an MLP that no layer has do not count.
+    assert choose(HOPPER, model=dataclasses.replace(sparse, intermediate_size=200)).layer.matmul == "mosaic_sm90"
+
+
+def test_always_adds_to_the_residual_stream_in_the_kernel_and_needs_those_matrices_too():
+    assert choose(HOPPER, deterministic="always").layer.fuse_residuals
+    odd = dataclasses.replace(MODEL, num_heads=3, num_kv_heads=3, head_dim=96, hidden_size=192)  # o_proj [288, 192]
+    assert choose(HOPPER, model=odd).layer.matmul == "mosaic_sm90"
+    assert choose(HOPPER, model=odd, deterministic="always").layer.matmul == "xla"
+
+
+def test_what_the_qualification_leaves_out_is_passed_over(monkeypatch):
+    left_out = {"attention": {}, "rotary_write": {"mosaic": "hung"}, "fused_matmul": {"mosaic_sm90": "bits differ"}}
+    found = SimpleNamespace(left_out=lambda kernel: left_out.get(kernel, {}))
+    monkeypatch.setattr(kernel_choice, "qualify_kernels", lambda *_, **__: found)
+    chosen = choose(HOPPER)
+    assert (chosen.attention, chosen.layer.rotary, chosen.layer.matmul) == ("mosaic_sm90", "xla", "xla")
+    left_out["attention"] = {"mosaic_sm90": "wrong values"}
+    assert choose(HOPPER).attention == "mosaic_portable"
