@@ -155,9 +155,11 @@ class Attention(nnx.Module):
             return None
         return self.q_norm.scale[...], self.k_norm.scale[...], self.q_norm.eps
 
-    def project(self, x: jax.Array, norm: RMSNorm, rope: RopeAngles) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(
+        self, x: jax.Array, norm: RMSNorm, rope: RopeAngles, fused: Fused | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q[..., N, H], k[..., K, H] and v[..., K, H] of x[..., D], normed first."""
-        qkv = self.heads(x, norm)
+        qkv = self.heads(x, norm, fused)
         q_scale, k_scale, eps = self.norms or (None, None, 0.0)
         with jax.named_scope("rope"):
             return split_heads(qkv, self.num_kv_heads, *rope, q_scale, k_scale, eps=eps)
@@ -309,7 +311,7 @@ class DecoderLayer(nnx.Module):
             shapes.check(name, angle, "... half_H", jnp.float32)
 
         def project(x: jax.Array, *rope: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            return self.attention.project(x, self.attention_norm, (rope[0], rope[1]))
+            return self.attention.project(x, self.attention_norm, (rope[0], rope[1]), fused)
 
         with jax.named_scope("attention"):
             if attend_heads is not None:

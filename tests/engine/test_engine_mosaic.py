@@ -1,10 +1,12 @@
-"""The engine on the Mosaic attention kernel, interpreted: work lists planned by the packer, carried by the step's upload."""
+"""The engine on the Mosaic kernels, interpreted: work lists planned by the packer, carried by the step's upload, and all that stands
+between one attention and the next."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve import BucketPlan, Engine, EngineConfig, SamplingParams
+from jaxserve.engine import kernel_choice
 from jaxserve.models import Decoder, ModelConfig, RopeConfig, named_leaves, with_leaves
 from kernels import gpu
 
@@ -25,7 +27,7 @@ CONFIG = ModelConfig(
     tie_word_embeddings=False,
 )
 DRAFTS = {"num_speculative_tokens": 2, "adaptive": False}
-PROMPTS = {"a": list(range(1, 23)), "b": [5, 9, 3]}
+PROMPTS = {"a": list(range(1, 23)), "b": [48, 53, 34]}  # the likeliest token is e**0.5 times as likely as the next one, or more
 # The interpreter multiplies with numpy, which warns of the NaN that stands in slots and rows that nobody reads.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 
@@ -41,7 +43,7 @@ def model() -> Decoder:
     return with_leaves(abstract, leaves)
 
 
-def tokens_and_logprobs(backend: str, speculative: dict | None = None) -> dict[str, list[tuple[int, float]]]:
+def tokens_and_logprobs(backend: str, speculative: dict | None = None, **options: str) -> dict[str, list[tuple[int, float]]]:
     """What each prompt is answered with, two requests sharing the steps: a chunked prompt beside decodes, or beside drafts."""
     plan = BucketPlan(decode=(2,), mixed=((16, 2),), head_rows=(2,))
     params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=0)
@@ -56,9 +58,11 @@ def tokens_and_logprobs(backend: str, speculative: dict | None = None) -> dict[s
         speculative_config=speculative,
         attention_backend=backend,
         compilation_cache_dir="",
+        **options,
     )
     engine = Engine(model(), config, eos_token_ids=())
     assert f"attention: {backend};" in engine.describe()
+    assert f"matmuls: {options.get('matmul_backend')};" in engine.describe() or not options
     for name, prompt in PROMPTS.items():
         engine.add_request(name, prompt, params)
     answers: dict[str, list[tuple[int, float]]] = {name: [] for name in PROMPTS}
@@ -79,6 +83,18 @@ def test_interpreted_mosaic_answers_as_xla_does(speculative):
     with gpu.interpreted():
         got = tokens_and_logprobs("mosaic_sm90", speculative)
     want = tokens_and_logprobs("xla", speculative)
+    for name in PROMPTS:
+        assert [token for token, _ in got[name]] == [token for token, _ in want[name]]
+        np.testing.assert_allclose([p for _, p in got[name]], [p for _, p in want[name]], atol=0.1)
+
+
+@pytest.mark.slow
+def test_a_whole_step_of_interpreted_kernels_answers_as_xla_does(monkeypatch):
+    """Attention, rotary write and the matmuls with norm and gate."""
+    monkeypatch.setattr(kernel_choice, "resolve_rotary_write", lambda *_, **__: "mosaic")
+    with gpu.interpreted():
+        got = tokens_and_logprobs("mosaic_sm90", matmul_backend="mosaic_sm90")
+    want = tokens_and_logprobs("xla")
     for name in PROMPTS:
         assert [token for token, _ in got[name]] == [token for token, _ in want[name]]
         np.testing.assert_allclose([p for _, p in got[name]], [p for _, p in want[name]], atol=0.1)
