@@ -105,7 +105,7 @@ class LLM:
         )
         self._set_up(loaded, config, mesh)
 
-    def _set_up(self, loaded: LoadedModel, config: EngineConfig, mesh: Mesh | None) -> None:
+    def _set_up(self, loaded: LoadedModel[Any], config: EngineConfig, mesh: Mesh | None) -> None:
         self.tokenizer: Tokenizer | None = loaded.tokenizer
         self.generation_defaults: GenerationDefaults = loaded.defaults
         self.engine: Engine = Engine(loaded.module, config, eos_token_ids=loaded.defaults.eos_token_ids, mesh=mesh)

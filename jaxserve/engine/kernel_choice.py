@@ -89,7 +89,7 @@ def qualify_kernels(model: ModelConfig, dtype: Any, config: EngineConfig, *, ask
 def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig) -> KernelChoice:
     """The backends of an engine's kernels on JAX's default device, of which none is "auto" (but moe without experts).
 
-    Raises: NotImplementedError for an attention backend that was named and can't; as `qualify_kernels`.
+    Raises: NotImplementedError for a backend of attention or matmuls that was named and can't; as `qualify_kernels`.
     """
     resolve_attention_here = functools.partial(
         resolve_attention,
@@ -100,8 +100,11 @@ def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig) -> Kern
         page_size=config.page_size or DEFAULT_PAGE_SIZE,
         dtype=dtype,
     )
-    if config.attention_backend != "auto":  # what it lacks is said before kernels are tried
-        resolve_attention_here()
+    weights = [(D, F, step.startswith("gate")) for D, F, step in _fused_weights(model, config)]
+    resolve_matmul_here = functools.partial(resolve_fused_matmul, config.matmul_backend, weights, dtype)
+    for named, resolve_here in ((config.attention_backend, resolve_attention_here), (config.matmul_backend, resolve_matmul_here)):
+        if named != "auto":  # what it lacks is said before kernels are tried
+            resolve_here()
     qualification = qualify_kernels(model, dtype, config, ask_jax=True)
     asked = {"attention": config.attention_backend, "fused_matmul": config.matmul_backend, "grouped_matmul": config.moe_backend}
     left_out: dict[str, dict[str, str]] = {kernel: {} for kernel in (*asked, "rotary_write")}
@@ -112,7 +115,7 @@ def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig) -> Kern
     rotary = "xla"
     if not ATTENTION[attention].plain_xla:
         rotary = resolve_rotary_write("auto", head_dim=model.head_dim, dtype=dtype, left_out=left_out["rotary_write"])
-    matmul = resolve_fused_matmul(config.matmul_backend, _fused_weights(model, config), dtype, left_out["fused_matmul"])
+    matmul = resolve_matmul_here(left_out=left_out["fused_matmul"])
     moe = config.moe_backend
     if moe == "auto" and model.sparse_layers:
         experts: list[Any] = [jax.ShapeDtypeStruct((model.num_experts, D, F), dtype) for D, F, _ in _products(model)]
@@ -136,14 +139,20 @@ def _say(qualification: Qualification, left_out: dict[str, dict[str, str]], aske
             logger.warning("%s runs on %s as asked, of which the qualification says: %s", kernel, backend, why)
 
 
-def _fused_weights(model: ModelConfig, config: EngineConfig) -> list[tuple[int, int, bool]]:
-    """(rows, columns, gated) of each matrix that is multiplied together with what stands around it."""
+def _fused_weights(model: ModelConfig, config: EngineConfig) -> list[tuple[int, int, str]]:
+    """(rows, columns, what stands around it) of each matrix that is multiplied together with that: "norm", "gate" (and norm) or
+    "residual", and "+bias"."""
     D, F, heads = model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim
     dense = len(model.sparse_layers) < model.num_layers
-    found = [(D, heads + 2 * model.num_kv_heads * model.head_dim, False)]
-    found += [(D, 2 * F, True)] if dense else []
+
+    def step(what: str, has_bias: bool) -> str:
+        return what + ("+bias" if has_bias else "")
+
+    found = [(D, heads + 2 * model.num_kv_heads * model.head_dim, step("norm", model.qkv_bias))]
+    found += [(D, 2 * F, step("gate", model.mlp_bias))] if dense else []
     if config.deterministic == "always":
-        found += [(heads, D, False)] + ([(F, D, False)] if dense else [])
+        found += [(heads, D, step("residual", model.o_bias))]
+        found += [(F, D, step("residual", model.mlp_bias))] if dense else []
     return found
 
 

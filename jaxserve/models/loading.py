@@ -34,10 +34,10 @@ logger: logging.Logger = logging.getLogger("jaxserve")
 
 
 @dataclass(frozen=True)
-class LoadedModel:
+class LoadedModel[Module: Decoder | ShardedModel]:
     """A checkpoint in memory. tokenizer: None where it was not asked for."""
 
-    module: Decoder | ShardedModel
+    module: Module
     config: ModelConfig
     defaults: GenerationDefaults
     tokenizer: Tokenizer | None
@@ -70,7 +70,7 @@ def load_model(
     revision: str | None = None,
     transposed: bool | None = False,
     progress: bool = False,
-) -> LoadedModel:
+) -> LoadedModel[Decoder]:
     """Loads a checkpoint: a Hugging Face folder or id, a GGUF file, or a folder that `jaxserve convert` made (Orbax).
 
     tokenizer: its folder, file or id, or a Tokenizer. None: the model's own.
@@ -135,7 +135,7 @@ def load_files(
     transposed: bool | None = False,
     progress: bool = False,
     shards: ModelShards | None = None,
-) -> LoadedModel:
+) -> LoadedModel[Any]:
     """`load_model` of files that were found. Arguments and errors are its. shards: how the weights lie on several devices."""
     config = files.config
     transposed = is_best_transposed() if transposed is None else transposed
@@ -264,7 +264,7 @@ def adopt_model(
     tokenizer: str | Path | Tokenizer | None = None,
     dtype: str = "auto",
     shards_of: Callable[[ModelConfig], ModelShards | None] = lambda config: None,
-) -> LoadedModel:
+) -> LoadedModel[Any]:
     """A model from weights that are in this process already. Arguments and errors are those of `LLM.from_params`. shards_of: how
     a model lies on several devices; None: it is on the default device."""
     import jax

@@ -11,7 +11,7 @@ ROWS = 64  # of a consumer: what one warpgroup computes
 BLOCK_K = 64  # of the sum: what one stage holds
 COLUMNS = (32, 64, 128)  # of a block
 # What the choice weighs, in cycles of an SM: of a stage's wgmmas, of reading it from the L2 cache, of a tile's end. Estimates.
-_CYCLES_A_COLUMN = 2  # 64 rows x 64 of the sum x 1 column: 4,096 multiply-adds a cycle would take 1; loads and waits beside it
+_CYCLES_A_COLUMN = 2  # 64 rows x 64 of the sum x 1 column, at 2,048 multiply-adds a cycle
 _BYTES_A_CYCLE = 48
 _CYCLES_A_TILE = 1500
 _RESERVED_BYTES = 2048  # barriers, and alignment of the buffers

@@ -1,7 +1,7 @@
 """Batches of the fused matmul that a card is asked to compute, and what the reference makes of them.
 
 The kernel's own cases with every step before and after the product, rings that are filled several times and one large batch. For a
-model, its own matrices at few rows and at many.
+model, its own matrices in every tile that its buckets may have.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels import gpu
 from kernels.backends import Backend
 from kernels.fused_matmul import fused_matmul
 from kernels.fused_matmul.cases import CASES, EPS, TOLERANCE, Batch, Case, build, expected
+from kernels.fused_matmul.mosaic_sm90 import lacks
+from kernels.fused_matmul.tiles import Tiles, choose_tiles
 
 _NAMED = {case.name: case for case in CASES}
 _HARD = ("qkv_bias", "gate_up_bias", "o_bias", "deep", "prefill_gate_up", "prefill_down")
 _SMALL = ("qkv", "gate_up", "down")
+_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _LARGE = Case("large", 1000, 1024, 2048, norm=True, gated=True)
 
 
@@ -71,14 +75,26 @@ class FusedMatmulCheck:
 def checks(shapes: Mapping[str, Any] | None, few: bool) -> list[FusedMatmulCheck]:
     """The batches that every card is asked, or those of a model.
 
-    shapes: weights (a list of [D, F, gated]) and dtype. few: what an interpreter can run in seconds.
+    shapes: weights (a list of [D, F, step]; step is "norm", "gate" or "residual", or one of these with "+bias") and dtype. few:
+    what an interpreter can run in seconds; else as many rows as it takes for every tile that buckets of up to 2,048 tokens have.
     """
     if shapes is None:
         cases = [_NAMED[name] for name in _SMALL] if few else [*(_NAMED[name] for name in _HARD), _LARGE]
         return [FusedMatmulCheck(case) for case in cases]
     made = []
-    for D, F, gated in shapes["weights"]:
-        for what, T in [("decodes", 8)] if few else [("decodes", 8), ("prefill", 512)]:
-            name, options = f"{what} of the model, {D} x {F}", {"norm": True, "gated": gated}
-            made.append(FusedMatmulCheck(Case(name, T, D, F, dtype=shapes["dtype"], **options)))
+    for D, F, step in shapes["weights"]:
+        what, _, bias = step.partition("+")
+        options = {"norm": what != "residual", "gated": what == "gate", "residual": what == "residual", "bias": bool(bias)}
+        for T in (8,) if few else _rows_of_every_tile(D, F, gated=options["gated"]):
+            case = Case(f"{step} of the model, {T} x {D} x {F}", T, D, F, dtype=shapes["dtype"], **options)
+            made.append(FusedMatmulCheck(case))
     return made
+
+
+def _rows_of_every_tile(D: int, F: int, *, gated: bool) -> list[int]:
+    """Numbers of rows that get different tiles on this device."""
+    first: dict[Tiles, int] = {}
+    if lacks(depth=D, num_columns=F, gated=gated, dtype="bfloat16") is None:
+        for T in _ROWS:
+            first.setdefault(choose_tiles(T, D, F, gated=gated, num_sms=gpu.num_sms()), T)
+    return list(first.values()) or [_ROWS[0]]

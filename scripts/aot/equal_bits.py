@@ -88,6 +88,8 @@ def order_faults(programs: Mapping[str, SummedInOrder], *, ours: bool = False) -
     configs = {gemm.config for program in programs.values() for gemm in program.gemms}
     if len(configs) > 1:
         faults.append(f"matmuls in {len(configs)} configurations: {'; '.join(sorted(configs))}")
+    if configs and ours:
+        faults.append("XLA multiplies beside our kernels")
     if not configs and not ours:
         faults.append("no matmul was found: the text of HLO has changed")
     seen: dict[tuple[str, int], dict[frozenset, str]] = {}

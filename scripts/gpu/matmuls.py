@@ -17,14 +17,18 @@ import numpy as np
 from scripts.gpu.device_rates import Rates, measure
 from scripts.gpu.figures import Figures
 
-# (D, F, gated) of a model's projections with their norm; the last one is a dry run's.
+# (D, F, what stands around it) of a model's projections: their norm, norm and gate, or the residual; the last one is a dry run's.
 MATRICES = {
-    "0.6b qkv": (1024, 4096, False),
-    "0.6b gate_up": (1024, 6144, True),
-    "8b qkv": (4096, 6144, False),
-    "8b gate_up": (4096, 24576, True),
-    "tiny": (128, 128, True),
+    "0.6b qkv": (1024, 4096, "norm"),
+    "0.6b gate_up": (1024, 6144, "gate"),
+    "0.6b o": (2048, 1024, "residual"),
+    "0.6b down": (3072, 1024, "residual"),
+    "8b qkv": (4096, 6144, "norm"),
+    "8b gate_up": (4096, 24576, "gate"),
+    "8b down": (12288, 4096, "residual"),
+    "tiny": (128, 128, "gate"),
 }
+TILED = ("0.6b qkv", "0.6b gate_up")  # of which every tile is timed
 TOKENS = (8, 64, 256, 2048)
 _BYTES = 256 << 20  # of the weights of a program
 _EPS = 1e-6
@@ -32,10 +36,11 @@ _EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What both sides multiply: rows [T, D], their norm's scale, and several matrices of one shape."""
+    """What both sides multiply: rows [T, D], their norm's scale or what is added [T, F], and several matrices of one shape."""
 
     x: Any
     scale: Any
+    residual: Any
     weights: tuple[Any, ...]
     gated: bool
 
@@ -45,13 +50,15 @@ class Rows:
         import jax
         import jax.numpy as jnp
 
-        D, F, gated = MATRICES[name]
+        D, F, step = MATRICES[name]
         count = 2 if dry_run else max(2, _BYTES // (2 * D * F))
         rng = np.random.default_rng(0)
         x = jnp.asarray(rng.standard_normal((max(TOKENS), D))[:num_rows], jnp.bfloat16)
-        scale = jnp.asarray(1 + 0.1 * rng.standard_normal(D), jnp.bfloat16)
+        is_residual = step == "residual"
+        scale = None if is_residual else jnp.asarray(1 + 0.1 * rng.standard_normal(D), jnp.bfloat16)
+        residual = jnp.asarray(rng.standard_normal((num_rows, F)), jnp.bfloat16) if is_residual else None
         draw = jax.jit(lambda key: (jax.random.normal(key, (D, F)) * D**-0.5).astype(jnp.bfloat16))
-        return cls(x, scale, tuple(draw(jax.random.key(i)) for i in range(count)), gated)
+        return cls(x, scale, residual, tuple(draw(jax.random.key(i)) for i in range(count)), step == "gate")
 
     def program(self, matmul: Callable[..., Any]) -> Any:
         """One compiled program of all products; matmul: of `kernels.fused_matmul`'s backends."""
@@ -59,12 +66,14 @@ class Rows:
 
         from jaxserve.execution.programs import GPU_COMPILER_OPTIONS
 
-        def products(x, scale, weights):
-            return [matmul(x, w, scale, None, None, eps=_EPS, gated=self.gated) for w in weights]
+        @jax.jit  # outlined: one kernel is compiled, not one for each matrix
+        def product(w, x, scale, residual):
+            return matmul(x, w, scale, None, residual, eps=_EPS, gated=self.gated)
 
-        lowered = jax.jit(products).lower(self.x, self.scale, self.weights)
+        arguments = self.weights, self.x, self.scale, self.residual
+        lowered = jax.jit(lambda weights, *rest: [product(w, *rest) for w in weights]).lower(*arguments)
         on_gpu = jax.default_backend() == "gpu"
-        return functools.partial(lowered.compile(GPU_COMPILER_OPTIONS if on_gpu else None), self.x, self.scale, self.weights)
+        return functools.partial(lowered.compile(GPU_COMPILER_OPTIONS if on_gpu else None), *arguments)
 
 
 def matmuls(figures: Figures) -> None:
@@ -78,7 +87,7 @@ def matmuls(figures: Figures) -> None:
         for T in tokens:
             for name in names:
                 figures.attempt(f"matmul {name} T={T}", _against_xla, figures, rates, name, T)
-        for name in names[:2]:
+        for name in names if figures.dry_run else TILED:
             figures.attempt(f"tiles {name}", _tiles, figures, name, tokens)
 
 
@@ -86,7 +95,7 @@ def _against_xla(figures: Figures, rates: Rates, name: str, T: int) -> None:
     from kernels.fused_matmul import mosaic_sm90, xla
 
     rows = Rows.make(name, T, dry_run=figures.dry_run)
-    ours, theirs = (_seconds(figures, rows, matmul) for matmul in (mosaic_sm90.matmul, xla.matmul))
+    ours, theirs = (_seconds(figures, rows, rows.program(matmul)) for matmul in (mosaic_sm90.matmul, xla.matmul))
     D, F, _ = MATRICES[name]
     moved, done = 2 * D * F, 2 * T * D * F
     shares = {"of_copy_rate": moved / ours / rates.copy, "of_matmul_rate": done / ours / rates.matmul}
@@ -100,23 +109,23 @@ def _tiles(figures: Figures, name: str, tokens: tuple[int, ...]) -> None:
     from kernels.fused_matmul import mosaic_sm90
     from kernels.fused_matmul.tiles import choose_tiles, fitting_tiles
 
-    (D, F, gated), outputs = MATRICES[name], {}
+    (D, F, step), outputs = MATRICES[name], {}
+    gated = step == "gate"
     for T in dict.fromkeys((tokens[0], tokens[-1])):
         rows = Rows.make(name, T, dry_run=figures.dry_run)
         chosen = choose_tiles(T, D, F, gated=gated, num_sms=gpu.num_sms())
         for tiles in fitting_tiles(T, F, gated=gated):
-            matmul = functools.partial(mosaic_sm90.matmul, tiles=tiles)
-            seconds = _seconds(figures, rows, matmul)
+            program = rows.program(functools.partial(mosaic_sm90.matmul, tiles=tiles))
+            seconds = _seconds(figures, rows, program)
             estimate = tiles.cycles(T, D, F, gpu.num_sms())
             figures.record(f"tiles {name} T={T} {tiles}", 1e6 * seconds, "us", cycles=estimate, chosen=tiles == chosen)
-            outputs[T, tiles] = np.asarray(rows.program(matmul)()[0])[: tokens[0]].tobytes()
+            outputs[T, tiles] = np.asarray(program()[0])[: tokens[0]].tobytes()
     differ = len({*outputs.values()}) - 1
     figures.record(f"tiles {name}", len(outputs), "tilings", others=differ, verdict="FAIL" if differ else "pass")
 
 
-def _seconds(figures: Figures, rows: Rows, matmul: Callable[..., Any]) -> float:
+def _seconds(figures: Figures, rows: Rows, program: Callable[[], Any]) -> float:
     """Of one product."""
     import jax
 
-    program = rows.program(matmul)
     return figures.seconds_per_call(lambda i: program(), jax.block_until_ready) / len(rows.weights)

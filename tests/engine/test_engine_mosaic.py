@@ -1,5 +1,7 @@
-"""The engine on the Mosaic kernels, interpreted: work lists planned by the packer, carried by the step's upload, and all that stands
-between one attention and the next."""
+"""The engine on the Mosaic kernels, interpreted: work lists planned by the packer, carried by the step's upload, and all that
+stands between one attention and the next."""
+
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +45,7 @@ def model() -> Decoder:
     return with_leaves(abstract, leaves)
 
 
-def tokens_and_logprobs(backend: str, speculative: dict | None = None, **options: str) -> dict[str, list[tuple[int, float]]]:
+def tokens_and_logprobs(backend: str, speculative: dict | None = None, **options: Any) -> dict[str, list[tuple[int, float]]]:
     """What each prompt is answered with, two requests sharing the steps: a chunked prompt beside decodes, or beside drafts."""
     plan = BucketPlan(decode=(2,), mixed=((16, 2),), head_rows=(2,))
     params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=0)

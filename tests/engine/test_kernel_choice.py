@@ -2,6 +2,7 @@
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,9 @@ MODEL = dataclasses.replace(CONFIG, hidden_size=128, intermediate_size=256, num_
 SPARSE = {"sparse_layers": (0, 1), "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 128}
 
 
-def choose(device, dtype="bfloat16", model=MODEL, **options):
-    config = jaxserve.EngineConfig(**{"skip_qualification": True} | options)
+def choose(device, dtype="bfloat16", model=MODEL, **options: Any):
+    options = {"skip_qualification": True} | options
+    config = jaxserve.EngineConfig(**options)
     with gpu.assume(device):
         return choose_kernels(model, dtype, config)
 

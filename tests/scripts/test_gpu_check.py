@@ -223,7 +223,7 @@ def test_parity_that_was_not_finished_is_a_failure():
         ("decode,prefill", "9", {"device": 91.3, "decode": 331.6, "prefill": 525.0}),
         ("decode", "2", {"device": 40.0, "decode": 105.0}),
         ("", "9", {"device": 40.0, "parity": 150.0}),
-        ("", "30", {"device": 121.0, "parity": 486.8}),
+        ("", "30", {"device": 106.6, "parity": 425.0}),
     ],
 )
 def test_time_to_spare_goes_to_the_sections_that_are_left(sections, minutes, caps, tmp_path, monkeypatch):
