@@ -33,7 +33,7 @@ from jaxserve.cli.common.command import run_command
 from scripts.aot.compiled_report import CompiledReport, Kernel
 from scripts.aot.compiler import TARGETS, Compiler, arch_of, compilers, smem_limit_of, use_no_device
 from scripts.aot.roofline import Roofline
-from scripts.aot.verdicts import ATTENTION, bits_faults, gib, kernel_faults, loop_faults, mib, variant_faults
+from scripts.aot.verdicts import ATTENTION, FUSED_MATMUL, bits_faults, gib, kernel_faults, loop_faults, mib, variant_faults
 
 _MODELS = flags.DEFINE_list(
     "model",
@@ -140,7 +140,7 @@ def check_kernels(compiler: Compiler) -> dict[str, Any]:
         faults += loop_faults(report.rooflines, case.name)
         for r in report.rooflines:
             print(main_loop(r), flush=True)
-            if case.same_bits and r.kernel == ATTENTION:
+            if case.same_bits and r.kernel in (ATTENTION, FUSED_MATMUL):
                 same_bits[case.same_bits][case.name] = r
         results.append(report.as_json())
     faults += [fault for rooflines in same_bits.values() for fault in bits_faults(rooflines)]

@@ -49,7 +49,7 @@ _MAX_KV_LEN, _NUM_PAGES = 32768, 4096
 @dataclass(frozen=True)
 class KernelCase:
     """function(*args), args being ShapeDtypeStructs. kernels: the Mosaic kernels that it must call, once each. same_bits: the
-    attention of all cases in which this is equal gives a row equal bits."""
+    attention, or fused matmul, of all cases in which this is equal gives a row equal bits."""
 
     name: str
     function: Callable
@@ -237,7 +237,8 @@ def fused_case(name: str, num_tokens: int) -> KernelCase:
 
     other = array(num_tokens, F) if step == "residual" else array(D)
     case = f"fused matmul {name} {D}x{F} T={num_tokens} ({step})"
-    return KernelCase(case, product, (array(num_tokens, D), array(D, F), other), (FUSED_MATMUL,))
+    same_bits = f"fused matmul with {'no norm' if step == 'residual' else 'a norm'}"
+    return KernelCase(case, product, (array(num_tokens, D), array(D, F), other), (FUSED_MATMUL,), same_bits)
 
 
 def experts_case(num_tokens: int, in_dim: int, out_dim: int, backend: str = "mosaic_sm90") -> KernelCase:

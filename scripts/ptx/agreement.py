@@ -83,7 +83,7 @@ def buckets(compiler: KernelCompiler, heads: Heads) -> Agreement:
 
 
 def fused_tiles(compiler: KernelCompiler, *, norm: bool, gated: bool) -> Agreement:
-    """Eight rows of a fused matmul: alone and among others, in every number of columns that a tile may have."""
+    """Eight rows of a fused matmul, alone and among others: two consumers and one, every number of columns of a block."""
     case = fused_cases.Case("rows", 200, 320, 512, norm=norm, residual=not gated, gated=gated)
     batch = fused_cases.build(case)
     few = dataclasses.replace(batch, x=batch.x[:8], residual=None if batch.residual is None else batch.residual[:8])

@@ -89,3 +89,8 @@ def test_programs_without_any_matmul_prove_nothing():
     nothing = read_program("HloModule empty", [])
     assert order_faults({"a": nothing, "b": nothing}) == ["no matmul was found: the text of HLO has changed"]
     assert order_faults({"a": nothing, "b": nothing}, ours=True) == []
+
+
+def test_a_matmul_of_xlas_beside_ours_is_a_fault():
+    both = read_program(HLO, [PTX])
+    assert order_faults({"a": both}) == [] and order_faults({"a": both}, ours=True) == ["XLA multiplies beside our kernels"]
