@@ -265,6 +265,7 @@ def test_no_more_pages_than_the_sequences_could_use():
 def test_a_cpu_gives_a_quarter_of_its_memory_and_a_pool_of_at_most_one_gib(monkeypatch):
     monkeypatch.setattr(memory, "cpu_memory_bytes", lambda: 64 * GIB)
     assert pages_of(None, max_model_len=10**6) == GIB // PAGE_BYTES
+    assert pages_of(None, max_model_len=10**6, num_devices=8) == GIB // 8 // PAGE_BYTES, "virtual devices share a memory"
     monkeypatch.setattr(memory, "cpu_memory_bytes", lambda: 400 * PAGE_BYTES)
     assert pages_of(None, max_model_len=10**6, utilization=0.5) == 50
 

@@ -63,16 +63,18 @@ def decide_num_pages(
     device_limit: int | None,  # bytes; None on a device that does not say (a CPU)
     weight_bytes: int,
     temp_bytes: int,
+    num_devices: int = 1,
 ) -> int:
     """The pool's size in pages: (utilization * limit - weights - temp) / page bytes, and never more than max_num_seqs requests of
-    max_model_len could use. On a CPU the limit is a quarter of the memory, of which the pool takes at most CPU_POOL_BYTES.
+    max_model_len could use. On a CPU the limit is a quarter of the memory, of which the pool takes at most CPU_POOL_BYTES;
+    `num_devices` there share one memory.
 
     Raises:
       ValueError: not one page fits.
     """
     most = max_num_seqs * math.ceil(max_model_len / pages.page_size)
     if device_limit is None:
-        room = min(CPU_POOL_BYTES, int(utilization * cpu_memory_bytes() / 4))
+        room = min(CPU_POOL_BYTES, int(utilization * cpu_memory_bytes() / 4)) // num_devices
     else:
         room = int(utilization * device_limit) - weight_bytes - temp_bytes
     fit = room // pages.page_bytes

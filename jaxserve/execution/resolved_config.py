@@ -88,6 +88,7 @@ def resolve_config(
         device_limit=device_limit,
         weight_bytes=weight_bytes,
         temp_bytes=temp_bytes + edit_bytes,
+        num_devices=config.tensor_parallel_size,
     )
     if num_pages * page_size < longest:
         require(
