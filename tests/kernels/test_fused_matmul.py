@@ -13,9 +13,12 @@ from kernels.backends import FUSED_MATMUL
 from kernels.fused_matmul import cases, fused_matmul, mosaic_sm90, resolve_backend
 from kernels.fused_matmul.cases import CASES, EPS, Batch, Case, build, faults
 from kernels.fused_matmul.tiles import ROWS, Tiles, choose_tiles
+from tests.selection import slow_unless
 
 OPTIMISED = True
 NAMED = {case.name: case for case in CASES}
+KERNEL_CASES = [case for case in CASES if case.dtype == "bfloat16"]
+QUICK = {"one_row", "qkv_bias", "gate_up_bias", "o_bias", "deep"}
 HOPPER = gpu.Device(132, "NVIDIA H100 80GB HBM3", (9, 0))
 
 
@@ -43,7 +46,7 @@ def test_xla_computes_what_the_reference_does(case, dtype):
     assert not faults(case, batch, run(case, batch, "xla"))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.dtype == "bfloat16"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_unless(lambda case: case.name in QUICK, KERNEL_CASES), ids=lambda case: case.name)
 def test_the_kernel_interpreted_computes_what_the_reference_does(case):
     batch = build(case)
     with gpu.interpreted(detect_races=True):
@@ -51,7 +54,9 @@ def test_the_kernel_interpreted_computes_what_the_reference_does(case):
         assert not gpu.races_found()
 
 
-@pytest.mark.parametrize("name", ["prefill_qkv", "prefill_gate_up", "prefill_down"])
+@pytest.mark.parametrize(
+    "name", slow_unless(lambda name: name == "prefill_qkv", ["prefill_qkv", "prefill_gate_up", "prefill_down"])
+)
 def test_a_row_has_equal_bits_in_every_batch_and_tile(name):
     """The PTX is held to the same (scripts.ptx_check); this is the interpreted kernel."""
     case = NAMED[name]

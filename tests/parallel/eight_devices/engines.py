@@ -11,7 +11,7 @@ from tests.dummy import Ask, dummy_model
 from tests.parallel.models import GREEDY, MODELS, PROMPTS, answers, assert_like_one_device, engine_of
 from tests.selection import slow_unless
 
-FAST = {("odd_groups_tied", 4), ("mqa_biases", 8), ("experts_and_dense", 2)}
+FAST = {("odd_groups_tied", 4)}
 ASKS = [Ask(prompt, GREEDY) for prompt in PROMPTS]
 
 

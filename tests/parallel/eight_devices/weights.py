@@ -65,7 +65,7 @@ class Watched(SafetensorsReader):
         return x
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", slow_unless(lambda x: x[0] != "mistral", GOLDENS), ids=str)
 def test_what_is_read_in_parts_is_the_whole_cut(case, transposed):
     name, tp = case
@@ -90,7 +90,7 @@ def test_cut_and_joined_again(name):
             np.testing.assert_array_equal(weight, np.asarray(leaves[path]), err_msg=path)
 
 
-@pytest.mark.parametrize("name", ["odd_groups_tied", "experts"])
+@pytest.mark.parametrize("name", ["odd_groups_tied", pytest.param("experts", marks=pytest.mark.slow)])
 def test_a_checkpoint_of_four_devices_is_restored_on_two_and_on_one(tmp_path: Path, name):
     model = dummy_model(config=MODELS[name])
     saved = orbax.save(tmp_path / "checkpoint", dict(plain_weights(shard_model(model, shards_of(MODELS[name], 4)))))
@@ -104,6 +104,7 @@ def test_a_checkpoint_of_four_devices_is_restored_on_two_and_on_one(tmp_path: Pa
     assert all((np.asarray(whole[path]) == np.asarray(leaf)).all() for path, leaf in named_leaves(model).items())
 
 
+@pytest.mark.slow
 def test_an_llm_reads_and_answers_on_four_devices():
     folder = load_golden("qwen3_moe").weights
     options: dict[str, Any] = {**SETTINGS, "num_pages": 64, "max_model_len": 48, "dtype": "float32"}
@@ -157,6 +158,7 @@ def test_weights_come_back_from_sleep():
     assert engine.runner.programs.functions.weights[0].sharding.device_set == set(jax.devices()[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_a_trainers_arrays_are_used_as_they_lie_where_they_lie_so(kind, caplog):
     caplog.set_level("INFO", logger="jaxserve")
