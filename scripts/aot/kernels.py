@@ -31,11 +31,12 @@ HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "32b": (64, 8, 128), "30b-a3b
 SHAPES = {"decode": (64, 64, 1), "mixed": (2048, 128, 2048), "drafts": (80, 16, 5)}  # (T, S, max_q_len)
 EXPERTS_30B_A3B = ((2048, 1536), (768, 2048))  # [in, out] of an expert's gate and up, and of its down projection
 EXPERTS_TOKENS = (8, 64, 256, 2048)  # 0.5, 4, 16 and 128 rows an expert
-# [D, F] of what is multiplied with norm and gate, or added to a residual: (name of the model, which) -> rows, columns, step.
+# A model's matrix -> [D, F], and what it is multiplied together with: the norm, norm and gate, or what the product is added to.
 FUSED = {
     "0.6b qkv": (1024, 4096, "norm"),
     "0.6b gate_up": (1024, 6144, "gate"),
     "0.6b o": (2048, 1024, "residual"),
+    "0.6b down": (3072, 1024, "residual"),
     "8b qkv": (4096, 6144, "norm"),
     "8b gate_up": (4096, 24576, "gate"),
     "8b down": (12288, 4096, "residual"),

@@ -14,20 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from scripts.aot.kernels import FUSED
 from scripts.gpu.device_rates import Rates, measure
 from scripts.gpu.figures import Figures
 
-# (D, F, what stands around it) of a model's projections: their norm, norm and gate, or the residual; the last one is a dry run's.
-MATRICES = {
-    "0.6b qkv": (1024, 4096, "norm"),
-    "0.6b gate_up": (1024, 6144, "gate"),
-    "0.6b o": (2048, 1024, "residual"),
-    "0.6b down": (3072, 1024, "residual"),
-    "8b qkv": (4096, 6144, "norm"),
-    "8b gate_up": (4096, 24576, "gate"),
-    "8b down": (12288, 4096, "residual"),
-    "tiny": (128, 128, "gate"),
-}
+MATRICES = FUSED | {"tiny": (128, 128, "gate")}  # the last one is a dry run's
 TILED = ("0.6b qkv", "0.6b gate_up")  # of which every tile is timed
 TOKENS = (8, 64, 256, 2048)
 _BYTES = 256 << 20  # of the weights of a program
