@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import importlib
+from collections.abc import Callable, Collection
 from typing import Any
 
 assumed_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("assumed_platform", default=None)
@@ -88,6 +89,24 @@ class Backends:
     def automatic(self, platform: str) -> list[Backend]:
         """The rows among which "auto" chooses on a JAX platform, the preferred one first."""
         return [row for row in reversed(self.rows.values()) if row.automatic and platform in (row.platforms or (platform,))]
+
+    def resolve(self, backend: str, lacks: Callable[[Backend], str | None], left_out: Collection[str] = ()) -> str:
+        """The row that runs: the one of that name, or for "auto" the preferred one that lacks nothing. lacks(row): what it can't
+        do, in words. left_out: rows that "auto" must not take.
+
+        Raises: ValueError as `check`; NotImplementedError where what is left lacks something.
+        """
+        self.check(backend)
+        if backend != "auto":
+            rows = [self.rows[backend]]
+        else:
+            rows = [row for row in self.automatic(current_platform()) if row.name not in left_out]
+        found = {row.name: lacks(row) for row in rows}
+        for name, lacking in found.items():
+            if lacking is None:
+                return name
+        name, lacking = list(found.items())[-1]
+        raise NotImplementedError(f"{name} can't do {lacking}; use backend='xla'")
 
 
 ATTENTION = Backends(

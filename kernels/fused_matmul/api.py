@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from kernels.backends import FUSED_MATMUL, current_platform
+from kernels.backends import FUSED_MATMUL, Backend
 from kernels.checks import Shapes
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -64,14 +64,9 @@ def resolve_backend(backend: str, weights: Sequence[tuple[int, int, bool]], dtyp
 
     Raises: ValueError, NotImplementedError as `fused_matmul` does.
     """
-    FUSED_MATMUL.check(backend)
-    rows = [FUSED_MATMUL[backend]] if backend != "auto" else FUSED_MATMUL.automatic(current_platform())
-    lacks = None
-    for row in rows:
-        if backend == "auto" and row.name in left_out:
-            continue
+
+    def lacks(row: Backend) -> str | None:
         each = (row.functions.lacks(depth=D, num_columns=F, gated=gated, dtype=dtype) for D, F, gated in weights)
-        lacks = next(filter(None, each), None)
-        if lacks is None:
-            return row.name
-    raise NotImplementedError(f"{rows[-1].name} can't do {lacks}; use backend='xla'")
+        return next(filter(None, each), None)
+
+    return FUSED_MATMUL.resolve(backend, lacks, left_out)

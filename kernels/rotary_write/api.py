@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels.backends import ROTARY_WRITE, current_platform
+from kernels.backends import ROTARY_WRITE
 from kernels.checks import Shapes
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -78,13 +78,4 @@ def resolve_backend(backend: str, *, head_dim: int, dtype: Any, left_out: Collec
 
     Raises: ValueError, NotImplementedError as `rotary_write` does.
     """
-    ROTARY_WRITE.check(backend)
-    rows = [ROTARY_WRITE[backend]] if backend != "auto" else ROTARY_WRITE.automatic(current_platform())
-    lacks = None
-    for row in rows:
-        if backend == "auto" and row.name in left_out:
-            continue
-        lacks = row.functions.lacks(head_dim=head_dim, dtype=dtype)
-        if lacks is None:
-            return row.name
-    raise NotImplementedError(f"{rows[-1].name} can't do {lacks}; use backend='xla'")
+    return ROTARY_WRITE.resolve(backend, lambda row: row.functions.lacks(head_dim=head_dim, dtype=dtype), left_out)
