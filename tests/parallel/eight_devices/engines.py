@@ -28,6 +28,7 @@ def test_answers_are_those_of_one_device(case, transposed):
     assert_like_one_device(answers(engine, ASKS), of_one_device(name, transposed))
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warm_up():
     engine = engine_of(dummy_model(), 2, warm_up="all")
     before = compile_counts().programs

@@ -38,7 +38,8 @@ def test_a_mesh_has_one_axis_that_counts():
         model_shards(CONFIG, EngineConfig(tensor_parallel_size=4), Mesh(devices[:2], ("tp",)))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_an_engine_runs_on_the_devices_of_a_mesh(kind):
     devices = jax.devices()[3:1:-1]
     mesh = Mesh(np.array(devices).reshape(1, 2), ("replica", "tp"), axis_types=(kind, kind))
