@@ -36,7 +36,7 @@ def test_weights_are_read_beside_the_steps(llm, folder, monkeypatch):
     """And only their path crosses to the engine's side."""
     from jaxserve.models import loading as model_loader
 
-    load, read = model_loader.load_model, []
+    load, read = model_loader.load_files, []
 
     def while_it_steps(*args, **kwargs):
         wanted, deadline = llm.engine.stats.num_steps + 3, time.monotonic() + 60
@@ -54,7 +54,7 @@ def test_weights_are_read_beside_the_steps(llm, folder, monkeypatch):
                 await anext(stream)
                 with pytest.raises(FileNotFoundError):
                     await engine.update_weights_from_path("/nothing/there")
-                monkeypatch.setattr(model_loader, "load_model", while_it_steps)
+                monkeypatch.setattr(model_loader, "load_files", while_it_steps)
                 await engine.update_weights_from_path(folder, in_flight="keep")
                 assert not stream.finished
                 held = llm.engine.runner.programs.functions.weights
@@ -71,7 +71,7 @@ def test_one_checkpoint_is_read_at_a_time(llm, folder, monkeypatch):
     """And shutting down leaves no thread behind that reads one."""
     from jaxserve.models import loading as model_loader
 
-    load, begun, go_on = model_loader.load_model, asyncio.Event(), threading.Event()
+    load, begun, go_on = model_loader.load_files, asyncio.Event(), threading.Event()
 
     async def main():
         loop = asyncio.get_running_loop()
@@ -81,7 +81,7 @@ def test_one_checkpoint_is_read_at_a_time(llm, folder, monkeypatch):
             assert go_on.wait(120)
             return load(*args, **kwargs)
 
-        monkeypatch.setattr(model_loader, "load_model", held)
+        monkeypatch.setattr(model_loader, "load_files", held)
         async with AsyncLLM(llm) as engine:
             first = asyncio.create_task(engine.update_weights_from_path(folder))
             await begun.wait()
