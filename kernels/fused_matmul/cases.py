@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 from jax import numpy as jnp
@@ -73,11 +74,16 @@ def build(case: Case, seed: int = 0) -> Batch:
     x = rng.standard_normal((case.T, case.D)) * rng.uniform(0.2, 3, (case.T, 1))
     if case.norm:
         x[-1] *= 200
-    w = (rng.standard_normal((case.D, case.F)) / np.sqrt(case.D)).astype(dtype)
+    w = _matrix(case.D, case.F, dtype, seed)
     scale = (1 + 0.3 * rng.standard_normal(case.D)).astype(dtype) if case.norm else None
     bias = rng.standard_normal(case.F).astype(dtype) if case.bias else None
     residual = (rng.standard_normal((case.T, case.F)) * 2).astype(dtype) if case.residual else None
     return Batch(x.astype(dtype), w, scale, bias, residual)
+
+
+@functools.lru_cache(maxsize=1)  # a model's are large, and the same for several numbers of rows
+def _matrix(D: int, F: int, dtype: np.dtype, seed: int) -> np.ndarray:
+    return (np.random.default_rng(seed + 1).standard_normal((D, F), np.float32) / np.sqrt(np.float32(D))).astype(dtype)
 
 
 def expected(case: Case, batch: Batch) -> np.ndarray:
