@@ -128,7 +128,7 @@ def load(version: str | os.PathLike[str], abstract: Mapping[str, jax.ShapeDtypeS
     if problems:
         lines = "\n  ".join(sorted(problems))
         raise WeightsError(f"the checkpoint does not fit the model ({len(problems)} problems):\n  {lines}")
-    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     wanted = {
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or default) for path, leaf in abstract.items()
     }

@@ -4,6 +4,10 @@ from jaxserve.engine.beam_search import BeamSearchOutput as BeamSearchOutput
 from jaxserve.engine.beam_search import BeamSearchParams as BeamSearchParams
 from jaxserve.engine.description import EngineDescription as EngineDescription
 from jaxserve.engine.engine import Engine as Engine
+from jaxserve.engine.follower import follow as follow
+from jaxserve.hosts.group import HostGroup as HostGroup
+from jaxserve.hosts.joining import join_hosts as join_hosts
+from jaxserve.hosts.pulse import HostLostError as HostLostError
 from jaxserve.llm import LLM as LLM
 from jaxserve.models import named_leaves as named_leaves
 from jaxserve.models.config import ModelConfig as ModelConfig

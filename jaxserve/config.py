@@ -385,6 +385,15 @@ def options() -> dict[str, tuple[Field[Any], Option]]:
     return {each.name: (each, each.metadata["option"]) for each in fields(EngineConfig)}
 
 
+def engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    """EngineConfig from keyword options. TypeError names an unknown one and lists those that exist."""
+    known = [f.name for f in fields(EngineConfig)]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise TypeError(f"unknown option {', '.join(unknown)}; options are {', '.join(known)}")
+    return EngineConfig(**options)
+
+
 def _described() -> str:
     """The table as a docstring's Args."""
     lines = ["Args:"]

@@ -12,16 +12,16 @@ import logging
 import numbers
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, engine_config
 from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.engine.description import EngineDescription
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.kernel_choice import qualify_kernels
 from jaxserve.engine.progress import ProgressBar
+from jaxserve.engine.runner_setup import check_hosts
 from jaxserve.engine.sharding import check_sharding, model_shards
 from jaxserve.models import GenerationDefaults, ModelConfig
 from jaxserve.models.loading import LoadedModel, adopt_model, check_tokenizer_choice, find_model, load_files
@@ -49,6 +49,7 @@ from jaxserve.text.tokenizer import Tokenizer
 if TYPE_CHECKING:  # not at run time, when this module warns of the names that were defined here
     from jax.sharding import Mesh
 
+    from jaxserve.hosts.group import HostGroup
     from jaxserve.text.prompts import Message, Prompt
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -66,6 +67,7 @@ class LLM:
       revision: of a Hugging Face id.
       mesh: a `jax.sharding.Mesh` with an axis "tp", whose devices share the model; without it they are the first
         `tensor_parallel_size`.
+      hosts: what `join_hosts` returned on host 0 of several processes, whose devices all share the model; the others call `follow`.
       options: every field of `EngineConfig` (dtype, max_model_len, max_num_seqs, max_num_batched_tokens, page_size, num_pages,
         gpu_memory_utilization, enable_prefix_caching, enable_chunked_prefill, scheduling_policy, seed, bucket_plan, ...).
         warm_up="all" also reads the tokenizer's vocabulary for forms (structured_outputs), which otherwise the first form does.
@@ -83,6 +85,7 @@ class LLM:
         *,
         revision: str | None = None,
         mesh: Mesh | None = None,
+        hosts: HostGroup | None = None,
         **options: Any,
     ):
         config = engine_config(options)
@@ -94,7 +97,9 @@ class LLM:
             several = config.tensor_parallel_size > 1
             part = local_config(files.config, config.tensor_parallel_size) if several else files.config
             qualify_kernels(part, files.dtype(config.dtype), config, ask_jax=False)
-        shards, config = model_shards(files.config, config, mesh)
+        if hosts is not None:
+            check_hosts(hosts, files.config, config)
+        shards, config = model_shards(files.config, config, mesh, hosts)
         loaded = load_files(
             files,
             tokenizer=tokenizer,
@@ -103,12 +108,12 @@ class LLM:
             transposed=None,
             shards=shards,
         )
-        self._set_up(loaded, config, mesh)
+        self._set_up(loaded, config, mesh, hosts)
 
-    def _set_up(self, loaded: LoadedModel[Any], config: EngineConfig, mesh: Mesh | None) -> None:
+    def _set_up(self, loaded: LoadedModel[Any], config: EngineConfig, mesh: Mesh | None, hosts: HostGroup | None = None) -> None:
         self.tokenizer: Tokenizer | None = loaded.tokenizer
         self.generation_defaults: GenerationDefaults = loaded.defaults
-        self.engine: Engine = Engine(loaded.module, config, eos_token_ids=loaded.defaults.eos_token_ids, mesh=mesh)
+        self.engine: Engine = Engine(loaded.module, config, eos_token_ids=loaded.defaults.eos_token_ids, mesh=mesh, hosts=hosts)
         self._texts = TextOutputs(self.tokenizer, self.engine.finish)
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that grew and were not yielded yet
         self._runs = itertools.count()
@@ -463,15 +468,6 @@ def _score_output(output: RequestOutput) -> ScoreOutput:
         raise RuntimeError(f"request {output.request_id}: {sample.stop_reason}")
     assert scores is not None and not scores.wanted
     return ScoreOutput(output.prompt, output.prompt_token_ids[scores.first :], scores.logprobs, scores.first)
-
-
-def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """EngineConfig from keyword options. TypeError names an unknown one and lists those that exist."""
-    known = [f.name for f in fields(EngineConfig)]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise TypeError(f"unknown option {', '.join(unknown)}; options are {', '.join(known)}")
-    return EngineConfig(**options)
 
 
 def _refused(request_id: str, prompt: TokenizedPrompt, message: str) -> RequestOutput:

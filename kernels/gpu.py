@@ -151,7 +151,7 @@ def capability() -> tuple[int, int] | None:
     assumed = _assumed.get()
     if assumed is not None:
         return assumed.capability
-    found = getattr(jax.devices()[0], "compute_capability", "") if jax.devices()[0].platform == "gpu" else ""
+    found = getattr(jax.local_devices()[0], "compute_capability", "") if jax.local_devices()[0].platform == "gpu" else ""
     major, dot, minor = found.partition(".")
     return (int(major), int(minor)) if dot and major.isdigit() and minor.isdigit() else None
 
@@ -174,7 +174,7 @@ def missing_for_mma() -> str | None:
 
 
 def _is_gpu() -> bool:
-    return _assumed.get() is not None or jax.devices()[0].platform == "gpu"
+    return _assumed.get() is not None or jax.local_devices()[0].platform == "gpu"
 
 
 def _found() -> str:
@@ -182,7 +182,7 @@ def _found() -> str:
     if _is_gpu():
         found = capability()
         return f"{'unknown' if found is None else '.'.join(map(str, found))} ({device_kind()})"
-    return jax.devices()[0].platform
+    return jax.local_devices()[0].platform
 
 
 def max_smem_bytes() -> int:
@@ -196,7 +196,7 @@ def num_sms() -> int:
     if is_interpreted():
         return 2
     assumed = _assumed.get()
-    return jax.devices()[0].core_count if assumed is None else assumed.num_sms
+    return jax.local_devices()[0].core_count if assumed is None else assumed.num_sms
 
 
 def device_kind() -> str:
@@ -204,4 +204,4 @@ def device_kind() -> str:
     if is_interpreted():
         return "interpreted"
     assumed = _assumed.get()
-    return jax.devices()[0].device_kind if assumed is None else assumed.kind
+    return jax.local_devices()[0].device_kind if assumed is None else assumed.kind

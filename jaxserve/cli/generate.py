@@ -32,6 +32,7 @@ from absl import app, flags
 
 from jaxserve.cli.common.command import refuse_bad_input, run_command, without_collecting
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
+from jaxserve.cli.common.hosts import lead_or_follow
 from jaxserve.sampling_params import SamplingParams
 
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
@@ -259,8 +260,9 @@ def show(record: dict[str, Any], output: Any, file: TextIO | None) -> None:
         print(completion.stop_reason if completion.finish_reason == "error" else result, flush=True)
 
 
-def serve(prompts: list[tuple[dict[str, Any], dict[str, Any]]], num_done: int, num_bytes: int) -> int:
-    """Shows the result of each prompt from number `num_done` on; how many failed. num_bytes: of the output file, what stays."""
+def serve(prompts: list[tuple[dict[str, Any], dict[str, Any]]], num_done: int, num_bytes: int, hosts: Any) -> int:
+    """Shows the result of each prompt from number `num_done` on; how many failed. num_bytes: of the output file, what stays. hosts:
+    the group that this process leads, or None."""
     with contextlib.ExitStack() as stack:
         with refuse_bad_input(), without_collecting():
             from jaxserve import LLM
@@ -269,7 +271,7 @@ def serve(prompts: list[tuple[dict[str, Any], dict[str, Any]]], num_done: int, n
             # Opened first, so that a path that can't be written costs no time; emptied last, so that a mistake costs no results.
             file = stack.enter_context(open(_OUTPUT.value, "a", encoding="utf-8")) if _OUTPUT.value else None
             try:
-                llm = LLM(flags.FLAGS.model, _TOKENIZER.value, _SKIP_TOKENIZER.value, **engine_options())
+                llm = LLM(flags.FLAGS.model, _TOKENIZER.value, _SKIP_TOKENIZER.value, **engine_options(), hosts=hosts)
             except NoTokenizerError as error:
                 advice = "--tokenizer says where one lies; with --skip_tokenizer_init prompts are token ids"
                 raise ValueError(f"{error.__cause__} ({advice})") from error
@@ -286,6 +288,7 @@ def main() -> None:
     if _RESUME.value and not _OUTPUT.value:
         raise app.UsageError("--resume needs --output, the file to go on with")
     with refuse_bad_input():
+        hosts = lead_or_follow(flags.FLAGS.model, engine_options())
         prompts = read_prompts()
     check_flags(prompts)
     copied = only_copied([record for record, _ in prompts])
@@ -297,7 +300,7 @@ def main() -> None:
             num_done, num_failed, num_bytes = finished_results(_OUTPUT.value, [record for record, _ in prompts])
         print(f"{num_done} of {len(prompts)} prompts are done already", file=sys.stderr)
     if num_done < len(prompts):
-        num_failed += serve(prompts, num_done, num_bytes)
+        num_failed += serve(prompts, num_done, num_bytes, hosts)
     if num_failed:
         print(f"{num_failed} of {len(prompts)} prompts failed; their finish_reason is 'error'", file=sys.stderr)
         sys.exit(1)

@@ -16,6 +16,7 @@ from absl import flags
 from jaxserve.cli.common import http_server
 from jaxserve.cli.common.command import refuse_bad_input, run_command, without_collecting
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
+from jaxserve.cli.common.hosts import end_when_a_host_is_lost, lead_or_follow
 from jaxserve.serving.options import MAX_FAILURES, MAX_WAITING, ServerOptions
 
 _NAMES = flags.DEFINE_list("served_model_name", [], "What clients call the model; by default as --model does.")
@@ -52,9 +53,11 @@ def make_application() -> Any:
         max_body_bytes=http_server.MAX_BODY.value,
     )
     try:
-        llm = LLM(flags.FLAGS.model, _TOKENIZER.value, **engine_options())
+        hosts = lead_or_follow(flags.FLAGS.model, engine_options())
+        llm = LLM(flags.FLAGS.model, _TOKENIZER.value, **engine_options(), hosts=hosts)
     except NoTokenizerError as error:
         raise ValueError(f"{error.__cause__} (--tokenizer says where one lies)") from error
+    end_when_a_host_is_lost(llm)
     engine = AsyncLLM(llm, max_waiting=_MAX_WAITING.value, request_timeout=_TIMEOUT.value, max_failures=_MAX_FAILURES.value)
     return make_app(engine, options)
 

@@ -71,7 +71,7 @@ class EngineDescription:
 def describe(programs: Programs, kernels: KernelChoice) -> EngineDescription:
     """The description of an engine that runs these programs."""
     config, functions = programs.config, programs.functions
-    device, qualification = jax.devices()[0], kernels.qualification
+    device, qualification = jax.local_devices()[0], kernels.qualification
     model = config.model
     return EngineDescription(
         model=model.architecture,

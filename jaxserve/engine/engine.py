@@ -24,21 +24,19 @@ from jaxserve.engine.admission import check_arrival, check_future, check_ids, ch
 from jaxserve.engine.demand_log import DemandWriter
 from jaxserve.engine.description import EngineDescription, describe
 from jaxserve.engine.grammar_following import GrammarFollower
-from jaxserve.engine.kernel_choice import KernelChoice, choose_kernels
+from jaxserve.engine.kernel_choice import KernelChoice
 from jaxserve.engine.live_requests import LiveRequests
 from jaxserve.engine.pipeline import StepPipeline
-from jaxserve.engine.resolution import model_functions, resolve, step_budget
-from jaxserve.engine.sharding import local_part, model_shards
+from jaxserve.engine.resolution import step_budget
+from jaxserve.engine.runner_setup import set_up_runner
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.weights import WeightsAndSleep
-from jaxserve.execution.compilation import compile_counts, use_persistent_cache
-from jaxserve.execution.model_functions import weights_dtype
-from jaxserve.execution.programs import Programs
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.execution.runner import Runner
 from jaxserve.execution.warm_up import BackgroundWarmUp
+from jaxserve.hosts.group import HostGroup
+from jaxserve.hosts.pulse import HostLostError
 from jaxserve.models import Decoder
-from jaxserve.models.shard_placement import shard_model
 from jaxserve.models.shards import ShardedModel
 from jaxserve.outputs import RequestMetrics
 from jaxserve.request import EngineOutput, Request, RequestStatus
@@ -61,6 +59,8 @@ class Engine:
       config: what to build; None fields are decided from the model and the device.
       mesh: the devices to run on, those of its axis "tp"; None: as many of the first as `config.tensor_parallel_size` says. A model
         of one device is cut for several; arrays that lie on them as they are needed are shared.
+      hosts: the group of processes whose devices share the model, and of which this one leads; the others make a `Follower` of
+        the same model and config.
       eos_token_ids: ids that end a request unless it says ignore_eos.
 
     Raises:
@@ -74,29 +74,19 @@ class Engine:
         *,
         eos_token_ids: Iterable[int] | None = None,
         mesh: Mesh | None = None,
+        hosts: HostGroup | None = None,
     ):
         config = config or EngineConfig()
-        use_persistent_cache(config.compilation_cache_dir)
-        compile_counts()  # from here on they are counted
-        shards, config = model_shards(model.config, config, mesh)
-        if shards is not None and not isinstance(model, ShardedModel):
-            model = shard_model(model, shards)
-        self.kernels: KernelChoice = choose_kernels(local_part(model), weights_dtype(model), config)
-        functions = model_functions(model, config, self.kernels.layer)
-        self.config: ResolvedConfig = resolve(functions, config, self.kernels.attention)
-        programs = Programs(functions, self.config)
-        self._warm_up: BackgroundWarmUp | None = None
-        if config.warm_up == "all":  # from shapes, before the pool takes the memory that compiling may need
-            for key in programs.keys:
-                programs.get(key)
-        elif config.warm_up == "background":
-            self._warm_up = BackgroundWarmUp(programs, self.has_unfinished_requests)
-            self._warm_up.compile_first()
-        self.runner: Runner = Runner(programs)
+        setup = set_up_runner(model, config, mesh, hosts, self.has_unfinished_requests)
+        self.kernels: KernelChoice = setup.kernels
+        self.config: ResolvedConfig = setup.config
+        self.runner: Runner = setup.runner
+        self._hosts = hosts
+        self._warm_up: BackgroundWarmUp | None = setup.warm_up
         self.is_paused: bool = False
         self.eos_token_ids: frozenset[int] = frozenset(self.config.model.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.stats: EngineStats = EngineStats()
-        self._weights = WeightsAndSleep(self.runner)
+        self._weights = WeightsAndSleep(self.runner, hosts)
         self._constraints = Constraints(self.config.model.vocab_size, self.config.plan.max_head_rows)
         self._requests = LiveRequests(self._constraints)
         self._numbers = itertools.count()
@@ -340,6 +330,11 @@ class Engine:
         if self._warm_up is not None:
             self._warm_up.on_progress = call
 
+    def on_lost(self, call: Callable[[HostLostError], None]) -> None:
+        """Calls this, on a thread of the group's, when a host is lost with which the engine shares its devices."""
+        if self._hosts is not None:
+            self._hosts.on_lost(call)
+
     def drain(self) -> None:
         """Waits for the steps in flight; what they bring is delivered by the next `step`. Exceptions as in `step`."""
         with self._whole_or_nothing():
@@ -448,3 +443,5 @@ class Engine:
         if self._demand_log is not None:
             self._demand_log.close()
             self._demand_log = self.pipeline.demand_log = None
+        if self._hosts is not None and self._hosts.lost is None:
+            self._hosts.dismiss()

@@ -96,7 +96,7 @@ class StepMeasurer:
         self.programs: Programs = Programs(functions, self.config)
         self.runner: Runner = Runner(self.programs)
         self.min_seconds = min_seconds
-        self.device: str = jax.devices()[0].device_kind
+        self.device: str = jax.local_devices()[0].device_kind
         self.compile_seconds: dict[Bucket, float] = {}
         self._visits: dict[tuple[StepShape, int], list[float]] = {}
 

@@ -17,6 +17,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.execution.model_functions import LayerKernels, ModelFunctions
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.resolved_config import ResolvedConfig, resolve_config
+from jaxserve.hosts.group import HostGroup
 from jaxserve.models.row_tiles import RowTiles, whole
 from kernels.backends import current_platform
 
@@ -37,18 +38,23 @@ def model_functions(model: Decoder | ShardedModel, config: EngineConfig, kernels
     return ModelFunctions(model, kernels, RowTiles(ROW_TILE) if tiled else whole)
 
 
-def resolve(functions: ModelFunctions, config: EngineConfig, attention_backend: str) -> ResolvedConfig:
+def resolve(
+    functions: ModelFunctions, config: EngineConfig, attention_backend: str, hosts: HostGroup | None = None
+) -> ResolvedConfig:
     """The config with everything decided for this model on its devices, of which the fullest counts. attention_backend: that is
-    chosen, never "auto".
+    chosen, never "auto". hosts: the group whose fullest device counts.
 
     On a device that states its memory, the largest programs are compiled first, from shapes alone, to learn what they need beside
     weights and pages. Raises ValueError and NotImplementedError as `resolve_config`.
     """
     shards = functions.shards
-    devices = jax.devices()[:1] if shards is None else list(shards.mesh.devices.flat)
+    devices = jax.local_devices()[:1] if shards is None else shards.mesh.local_devices  # of others no memory is known here
     stats = [device.memory_stats() or {} for device in devices]
     limit = min((s["bytes_limit"] for s in stats if "bytes_limit" in s), default=None)
     in_use = max(s.get("bytes_in_use", 0) for s in stats)
+    if hosts is not None:
+        limits, used = zip(*hosts.exchange((limit, in_use)), strict=True)
+        limit, in_use = min((x for x in limits if x is not None), default=None), max(used)
     decide = functools.partial(
         resolve_config,
         config,

@@ -10,20 +10,23 @@ from dataclasses import replace
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
+from jaxserve.hosts.group import HostGroup
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.models.shards import ModelShards, ShardedModel
 from jaxserve.parallel.mesh import make_mesh
 
 
-def model_shards(model: ModelConfig, config: EngineConfig, mesh: Mesh | None = None) -> tuple[ModelShards | None, EngineConfig]:
+def model_shards(
+    model: ModelConfig, config: EngineConfig, mesh: Mesh | None = None, hosts: HostGroup | None = None
+) -> tuple[ModelShards | None, EngineConfig]:
     """How the model lies on the devices that the config or the mesh asks for, None for JAX's default device alone; and the config
-    with their number in it.
+    with their number in it. hosts: the group whose devices all share the model.
 
     Raises:
       ValueError: as `make_mesh` and `ModelShards`.
       NotImplementedError: an option that an engine of several devices does not have; the message names it.
     """
-    made = make_mesh(config.tensor_parallel_size, mesh)
+    made = make_mesh(config.tensor_parallel_size, mesh, all_hosts=hosts is not None)
     if made is None:
         check_sharding(config)
         return None, config

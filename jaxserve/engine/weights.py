@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 
+from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.execution.runner import Runner
+from jaxserve.hosts.group import HostGroup
 from jaxserve.models import Decoder
 from jaxserve.models.adoption import fit, placed
 from jaxserve.models.shard_placement import matching, place_cut
@@ -23,25 +25,39 @@ from jaxserve.scheduling.scheduler import Scheduler
 IN_FLIGHT = ("refuse", "recompute", "keep")  # what becomes of requests that have begun when the weights change
 
 
+def read_weights(functions: ModelFunctions, path: str | Path, dtype: str) -> Decoder | ShardedModel:
+    """A checkpoint's weights, as these functions take them. Raises as `models.loading.load_model`."""
+    from jaxserve.models import loading  # late: it imports the tokenizers library, which an engine does without
+
+    how: dict[str, Any] = {"transposed": is_transposed(functions.paths), "shards": functions.shards}
+    return loading.load_files(loading.find_model(path), skip_tokenizer_init=True, dtype=dtype, **how).module
+
+
 class WeightsAndSleep:
     """What changes a runner's weights and frees its memory."""
 
-    def __init__(self, runner: Runner):
+    def __init__(self, runner: Runner, hosts: HostGroup | None = None):
         self._runner = runner
+        self._hosts = hosts
+        self._last_read: Decoder | ShardedModel | None = None  # which the other hosts have read too
         self.is_asleep: bool = False
 
     def read(self, path: str | Path, dtype: str) -> Decoder | ShardedModel:
         """As `Engine.read_weights`."""
-        from jaxserve.models import loading  # late: it imports the tokenizers library, which an engine does without
-
-        functions = self._runner.programs.functions
-        how: dict[str, Any] = {"transposed": is_transposed(functions.paths), "shards": functions.shards}
-        return loading.load_files(loading.find_model(path), skip_tokenizer_init=True, dtype=dtype, **how).module
+        if self._hosts is not None:
+            self._hosts.send(("read_weights", (str(path), dtype)))
+        self._last_read = read = read_weights(self._runner.programs.functions, path, dtype)
+        return read
 
     def update(self, weights: Any, in_flight: str, scheduler: Scheduler, drain: Callable[[], None]) -> None:
         """As `Engine.update_params`. drain: waits for the steps in flight."""
         if in_flight not in IN_FLIGHT:
             raise ValueError(f"{in_flight=} must be one of {', '.join(IN_FLIGHT)}")
+        if self._hosts is not None and weights is not self._last_read:
+            raise NotImplementedError(
+                f"with {self._hosts.num_hosts} hosts update_params takes what the last read_weights returned, which all hosts have "
+                "read: weights in the memory of one process do not reach the others"
+            )
         placed = self._placed(weights)
         drain()
         num_begun = scheduler.num_begun
@@ -50,20 +66,29 @@ class WeightsAndSleep:
                 f"{num_begun} requests are in flight: finish or abort them first, or call update_params with "
                 "in_flight='recompute' or 'keep'"
             )
+        if self._hosts is not None:
+            self._check_readers(self._hosts)
         try:
             self._runner.set_weights(placed)
         finally:  # whatever came of it, the old weights' KV is not to be hit
             scheduler.change_weights(self._runner.weights_version, recompute=in_flight == "recompute")
+
+    def _check_readers(self, hosts: HostGroup) -> None:
+        """The other hosts take what they have read, unless one could not read it."""
+        hosts.send(("use_weights", ()))
+        errors = {host_id: error for host_id, error in enumerate(hosts.exchange(None)) if error is not None}
+        self._last_read = None
+        if errors:
+            raise ValueError("; ".join(f"host {host_id} could not read the weights: {error}" for host_id, error in errors.items()))
 
     def _placed(self, weights: Any) -> Iterator[jax.Array]:
         """The new weights, checked, and each placed when it is asked for."""
         functions = self._runner.programs.functions
         shards = functions.shards
         if isinstance(weights, ShardedModel):
-            abstract = dict(zip(functions.paths, functions.abstract, strict=True))
-            return iter(matching(weights, abstract))
+            return iter(matching(weights, functions.by_path))
         fitted = fit(weights, functions.model_config, dict(zip(functions.paths, functions.plain, strict=True)))
-        return placed(fitted, jax.devices()[0]) if shards is None else place_cut(fitted, shards)
+        return placed(fitted, jax.local_devices()[0]) if shards is None else place_cut(fitted, shards)
 
     def sleep(self, level: int, num_unfinished: int, pool: PagePool) -> None:
         """As `Engine.sleep`. num_unfinished: requests that are not delivered to their end."""

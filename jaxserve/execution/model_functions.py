@@ -97,6 +97,11 @@ class ModelFunctions:
         self.body_indices: list[int] = [i for i, p in enumerate(self.paths) if not p.startswith(HEAD_PATHS)]
         self._layer_functions: dict[Any, Callable] = {}
 
+    @property
+    def by_path(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """{path: weight} as programs take them, abstract."""
+        return dict(zip(self.paths, self.abstract, strict=True))
+
     def module(self, indices: Sequence[int], weights: Sequence[jax.Array]) -> Any:
         """The module with these weights in place; the others are abstract and must not be used."""
         full: list[Any] = list(self.abstract)

@@ -105,7 +105,9 @@ class Programs:
         }
         self.proposer: Proposer | None = make_proposer(config.speculative)
         self.edit_layout: EditLayout = EditLayout(config.scheduler.max_model_len, config.model.vocab_size)
+        self.num_compiling: int = 0  # programs that are being compiled now
         self._compiled: dict[ProgramKey, Any] = {}
+        self._counted = threading.Lock()
         self._locks: defaultdict[ProgramKey, threading.Lock] = defaultdict(threading.Lock)  # held while one is compiled
 
     @property
@@ -129,7 +131,13 @@ class Programs:
         if key not in self._compiled:
             with self._locks[key]:
                 if key not in self._compiled:
-                    self._compiled[key] = self._compile(key)
+                    with self._counted:
+                        self.num_compiling += 1
+                    try:
+                        self._compiled[key] = self._compile(key)
+                    finally:
+                        with self._counted:
+                            self.num_compiling -= 1
         return self._compiled[key]
 
     def spec(self, key: ProgramKey) -> ProgramSpec:

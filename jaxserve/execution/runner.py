@@ -19,8 +19,10 @@ from jaxserve.buckets.plan import Bucket
 from jaxserve.execution.body import HeadInputs
 from jaxserve.execution.device_state import DeviceState, new_state
 from jaxserve.execution.head import Masks
+from jaxserve.execution.placing import to_device, to_host
 from jaxserve.execution.programs import UPDATE_BATCH, ProgramKey, Programs
 from jaxserve.execution.resolved_config import ResolvedConfig
+from jaxserve.parallel.mesh import spans_hosts
 from jaxserve.sampling.rows import SampledRows, ScoredRows, unpack_sampled, unpack_scored
 
 
@@ -57,6 +59,8 @@ class Runner:
         self.config: ResolvedConfig = programs.config
         self.has_weights: bool = True
         self._share_weights()
+        shards = programs.functions.shards
+        self._alone = shards is None or not spans_hosts(shards.mesh)  # its devices are all of this process
         self._on_cpu = jax.default_backend() == "cpu"
         self.score_rows: int = programs.score_rows
         self.weights_version: int = 0
@@ -100,7 +104,7 @@ class Runner:
         """Frees the KV pages and the rest of the state, and lets go of the weights, which move to the host's memory or are gone."""
         keep_weights = keep_weights and self.has_weights
         held = self.programs.functions.weights
-        held[:] = [np.array(weight) if keep_weights else None for weight in held]
+        held[:] = [to_host(weight) if keep_weights else None for weight in held]
         self.body_weights, self.head_weights, self.has_weights = [], [], keep_weights
         self._free()
 
@@ -109,7 +113,7 @@ class Runner:
         held = self.programs.functions.weights
         if self.has_weights:
             for i, weight in enumerate(held):
-                held[i] = jax.device_put(weight, self.programs.functions.abstract[i].sharding or jax.devices()[0])
+                held[i] = to_device(weight, self.programs.functions.abstract[i])
             self._share_weights()
         self._allocate()
 
@@ -174,13 +178,15 @@ class Runner:
         missing = self.programs.num_mask_words - allowed.shape[1]  # of a vocabulary that is padded for several devices
         if missing:
             allowed = np.pad(allowed, ((0, 0), (0, missing)))
-        return Masks(allowed, np.True_)  # pyright: ignore[reportArgumentType]
+        masks = Masks(allowed, np.True_)  # pyright: ignore[reportArgumentType]
+        if self._alone:
+            return masks
+        return jax.tree.map(to_device, masks, self.programs.spec((len(allowed), False)).args[-1])
 
     def _make_no_masks(self, rows: int) -> Masks:
         """What a head of so many rows takes where no grammar is: on the device once and for all."""
         masks = Masks(np.zeros((rows, self.programs.num_mask_words), np.int32), np.False_)  # pyright: ignore[reportArgumentType]
-        wanted = self.programs.spec((rows, False)).args[-1]
-        return jax.device_put(masks, None if wanted.given.sharding is None else jax.tree.map(lambda x: x.sharding, wanted))
+        return jax.tree.map(to_device, masks, self.programs.spec((rows, False)).args[-1])
 
     def _update_rows(self, page_updates: np.ndarray, edit_rows: Sequence[np.ndarray]) -> None:
         """page_updates i32[m, 3]: (row, column, page); as many calls of the update program as either list takes."""

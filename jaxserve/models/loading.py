@@ -289,7 +289,7 @@ def adopt_model(
     wanted = named_leaves(abstract)
     fitted, shards = fit(weights, config, wanted), shards_of(config)
     if shards is None:
-        module = with_leaves(abstract, dict(zip(wanted, placed(fitted, jax.devices()[0]), strict=True)))
+        module = with_leaves(abstract, dict(zip(wanted, placed(fitted, jax.local_devices()[0]), strict=True)))
     else:
         dtype, transposed = fitted[0].target.dtype, abstract.is_transposed
         leaves = dict(zip(wanted, place_cut(fitted, shards), strict=True))

@@ -14,11 +14,12 @@ from jax.sharding import AxisType, Mesh
 AXIS = "tp"  # heads, columns of the MLP, experts and the vocabulary are cut along it
 
 
-def make_mesh(tensor_parallel_size: int = 1, mesh: Mesh | None = None) -> Mesh | None:
+def make_mesh(tensor_parallel_size: int = 1, mesh: Mesh | None = None, *, all_hosts: bool = False) -> Mesh | None:
     """A mesh of axis "tp" over the first devices, or over those of a user's mesh. None: JAX's default device alone.
 
     mesh: has an axis "tp", and no other of more than one device. Its devices are used in its order; of what kind its axes are
       (explicit, auto) does not matter.
+    all_hosts: the devices are those of all processes of this one's group, and none of them is without one.
 
     Raises:
       ValueError: more devices than there are, a mesh without the axis, or one of another size than tensor_parallel_size says (1
@@ -26,7 +27,10 @@ def make_mesh(tensor_parallel_size: int = 1, mesh: Mesh | None = None) -> Mesh |
       NotImplementedError: a mesh with another axis of more than one device, or with devices of another process.
     """
     if mesh is None:
-        return None if tensor_parallel_size == 1 else Mesh(_first_devices(tensor_parallel_size), (AXIS,), axis_types=_AUTO)
+        if tensor_parallel_size == 1 and not all_hosts:
+            return None
+        found = _devices_of_all(tensor_parallel_size) if all_hosts else _first_devices(tensor_parallel_size)
+        return Mesh(found, (AXIS,), axis_types=_AUTO)
     shape = dict(mesh.shape)
     shown = ", ".join(f"{name}={size}" for name, size in shape.items())
     if AXIS not in shape:
@@ -40,12 +44,40 @@ def make_mesh(tensor_parallel_size: int = 1, mesh: Mesh | None = None) -> Mesh |
             f"mesh has the axes {shown}; an engine runs on {AXIS!r} alone: give a mesh of one replica's devices"
         )
     devices = mesh.devices.reshape(-1)
-    if any(d.process_index != jax.process_index() for d in devices):
-        raise NotImplementedError("mesh has devices of another process; an engine runs in one process")
-    return None if list(devices) == jax.devices()[:1] else Mesh(devices, (AXIS,), axis_types=_AUTO)
+    made = Mesh(devices, (AXIS,), axis_types=_AUTO)
+    if all_hosts:
+        _check_hosts(devices, f"the mesh, with the axes {shown},")
+        return made
+    if spans_hosts(made):
+        raise NotImplementedError("mesh has devices of another process: join_hosts() makes the group that runs such an engine")
+    return None if list(devices) == jax.local_devices()[:1] else made
+
+
+def spans_hosts(mesh: Mesh) -> bool:
+    """Whether some of its devices belong to other processes."""
+    return any(d.process_index != jax.process_index() for d in mesh.devices.flat)
 
 
 _AUTO = (AxisType.Auto,)
+
+
+def _devices_of_all(count: int) -> np.ndarray:
+    """`count` devices of all processes, as many of each."""
+    devices, num_hosts = jax.devices(), jax.process_count()
+    here = f"{num_hosts} hosts with {len(devices)} devices"
+    if count % num_hosts or count > len(devices):
+        raise ValueError(f"tensor_parallel_size={count} must be a multiple of the number of hosts, and there are {here}")
+    of_host = [[d for d in devices if d.process_index == host_id][: count // num_hosts] for host_id in range(num_hosts)]
+    found = [device for of_one in of_host for device in of_one]
+    if len(found) < count:
+        raise ValueError(f"tensor_parallel_size={count} takes {count // num_hosts} devices of each host; there are {here}")
+    return np.array(found)
+
+
+def _check_hosts(devices: np.ndarray, what: str) -> None:
+    idle = set(range(jax.process_count())) - {d.process_index for d in devices}
+    if idle:
+        raise ValueError(f"{what} leaves host {min(idle)} without a device: all hosts of a group take part")
 
 
 def _first_devices(count: int) -> np.ndarray:

@@ -67,7 +67,7 @@ def find_card(*, ask_jax: bool) -> Card | None:
     if ask_jax:
         import jax
 
-        device = jax.devices()[0]
+        device = jax.local_devices()[0]
         if device.platform != "gpu":
             return None
         if len(found) != 1:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from jaxserve.execution.compilation import compile_counts
+from jaxserve.hosts.pulse import HostLostError
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import EngineOutput
 from jaxserve.scheduling.schedule import SchedulerStats
@@ -68,7 +69,14 @@ class _ProgramCompiled:
     """From the thread that compiles programs behind the steps: the counts have changed."""
 
 
-Command = Add | Abort | Call | Stop | _Compiled | _Loaded | _ProgramCompiled
+@dataclass(frozen=True, slots=True)
+class _HostLost:
+    """From the group of processes that the engine's devices belong to: why it can run no more steps."""
+
+    why: str
+
+
+Command = Add | Abort | Call | Stop | _Compiled | _Loaded | _ProgramCompiled | _HostLost
 CALLS = ("pause", "resume", "reset_prefix_cache", "sleep", "wake_up", "update_weights_from_path")
 
 
@@ -133,6 +141,7 @@ class EngineLoop:
 
     def start(self) -> None:
         self.engine.on_compiled(lambda: self.send(_ProgramCompiled()))
+        self.engine.on_lost(lambda error: self.send(_HostLost(str(error))))
         self._thread.start()
 
     def send(self, command: Command) -> None:
@@ -184,6 +193,8 @@ class EngineLoop:
                 self._abort(command.request_ids)
             elif isinstance(command, _ProgramCompiled):
                 self._has_news = True
+            elif isinstance(command, _HostLost):
+                self._break(command.why)
             elif isinstance(command, _Compiled):
                 self._settle(command.request_id)
             elif isinstance(command, _Loaded):
@@ -285,9 +296,17 @@ class EngineLoop:
         self._num_failures += 1
         self._failures_in_a_row += 1
         self._fail_all(FailedError, f"a step of the engine failed: {error!r}")
-        if self._failures_in_a_row >= self._max_failures:
-            self._broken = f"{self._failures_in_a_row} steps in a row failed, the last with {error!r}"
-            logger.error("%s: no more requests are taken", self._broken)
+        if isinstance(error, HostLostError):
+            self._break(str(error))
+        elif self._failures_in_a_row >= self._max_failures:
+            self._break(f"{self._failures_in_a_row} steps in a row failed, the last with {error!r}")
+
+    def _break(self, why: str) -> None:
+        """The engine runs no more steps."""
+        if self._broken is None:
+            self._broken, self._has_news = why, True
+            logger.error("%s: no more requests are taken", why)
+            self._fail_all(FailedError, why)
 
     def _fail_all(self, kind: type[RequestError], message: str) -> None:
         request_ids = list(self._open)

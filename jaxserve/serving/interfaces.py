@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.stats import EngineStats
+from jaxserve.hosts.pulse import HostLostError
 from jaxserve.request import EngineOutput, Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.config import CacheConfig, SchedulerConfig
@@ -99,6 +100,8 @@ class ServedEngine(Protocol):
     def step(self) -> list[EngineOutput]: ...
 
     def on_compiled(self, call: Callable[[], None]) -> None: ...
+
+    def on_lost(self, call: Callable[[HostLostError], None]) -> None: ...
 
     def reset_prefix_cache(self) -> bool: ...
 

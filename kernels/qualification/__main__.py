@@ -32,7 +32,7 @@ def _try_all(text: str, say: Any) -> int:
     from kernels.qualification.plan import ERROR, Plan
 
     plan, verdicts = Plan.from_json(text)
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     if plan.platform == "gpu" and device.platform != "gpu" and not plan.interpreted:
         print(f"JAX has no GPU here, its device is {device}", file=sys.stderr)
         return 1

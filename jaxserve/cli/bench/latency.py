@@ -41,7 +41,7 @@ define_engine_flags(model="tiny-qwen3", warm_up="all")
 def make_engine() -> Any:
     """An engine for one batch of this size, unless the flags say otherwise, warmed up."""
     from jaxserve import Engine
-    from jaxserve.llm import engine_config
+    from jaxserve.config import engine_config
 
     options = engine_options() | {"warm_up": "all"}
     if options["max_num_seqs"] is None and options["bucket_plan"] is None:

@@ -77,7 +77,7 @@ define_engine_flags(model="tiny-qwen3", warm_up="all")
 def make_engine() -> Any:
     """A warmed-up engine of the flags."""
     from jaxserve import Engine
-    from jaxserve.llm import engine_config
+    from jaxserve.config import engine_config
 
     options: dict[str, Any] = engine_options() | {"warm_up": "all"}
     model = bench_model(flags.FLAGS.model, str(options["dtype"]), options["max_model_len"])

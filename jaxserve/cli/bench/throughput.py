@@ -41,7 +41,7 @@ define_engine_flags(model="tiny-qwen3", warm_up="all")
 def make_engines() -> dict[str, Any]:
     """An engine for each setting to compare, warmed up; they share the model's weights, and have pools of one size."""
     from jaxserve import Engine
-    from jaxserve.llm import engine_config
+    from jaxserve.config import engine_config
 
     options: dict[str, Any] = engine_options() | {"warm_up": "all"}
     model = bench_model(flags.FLAGS.model, options["dtype"])

@@ -33,7 +33,7 @@ def versions() -> dict[str, Any]:
     import jax
     import jaxlib.version
 
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     return {
         "device": device.device_kind,
         "platform": device.platform,

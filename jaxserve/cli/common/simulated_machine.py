@@ -118,7 +118,7 @@ def make_engine(
     objective: seconds that a step with decodes may take, by a dynamic budget from --step_times; None: none.
     """
     from jaxserve import Engine
-    from jaxserve.llm import engine_config
+    from jaxserve.config import engine_config
 
     own = {"num_pages": num_pages, "page_size": page_size, "deterministic": deterministic}
     options = engine_options() | {"warm_up": "all"} | {name: value for name, value in own.items() if value is not None}

@@ -46,9 +46,9 @@ def measured() -> Any:
     """A StepTimeModel of this machine."""
     import jax
 
+    from jaxserve.config import engine_config
     from jaxserve.engine.measure import StepMeasurer
     from jaxserve.engine.resolution import model_shape
-    from jaxserve.llm import engine_config
 
     logging.getLogger("jaxserve").setLevel(logging.WARNING)  # or it names every program
     start = time.perf_counter()

@@ -1,0 +1,87 @@
+"""What an engine runs on, made from a model and a config: kernels chosen, everything decided, programs, and a runner.
+
+Owns the order in which that is made, the same on every host of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib import metadata
+
+from jax.sharding import Mesh
+
+from jaxserve.config import EngineConfig, File, options
+from jaxserve.engine.kernel_choice import KernelChoice, choose_kernels
+from jaxserve.engine.resolution import model_functions, resolve
+from jaxserve.engine.sharding import local_part, model_shards
+from jaxserve.execution.compilation import compile_counts, use_persistent_cache
+from jaxserve.execution.leading_runner import LeadingRunner
+from jaxserve.execution.model_functions import weights_dtype
+from jaxserve.execution.programs import Programs
+from jaxserve.execution.resolved_config import ResolvedConfig
+from jaxserve.execution.runner import Runner
+from jaxserve.execution.warm_up import BackgroundWarmUp
+from jaxserve.hosts.group import HostGroup
+from jaxserve.models import Decoder, ModelConfig
+from jaxserve.models.shard_placement import shard_model
+from jaxserve.models.shards import ShardedModel
+
+# Which files of a host's own may say. What they decide is compared.
+_OWN_OPTIONS = ("compilation_cache_dir", "demand_log", "step_times", "bucket_plan")
+
+
+@dataclass(frozen=True)
+class RunnerSetup:
+    """A runner and what was decided for it. warm_up: of the programs behind the steps, where the config wants that."""
+
+    kernels: KernelChoice
+    config: ResolvedConfig
+    runner: Runner
+    warm_up: BackgroundWarmUp | None
+
+
+def set_up_runner(
+    model: Decoder | ShardedModel,
+    config: EngineConfig,
+    mesh: Mesh | None,
+    hosts: HostGroup | None,
+    is_busy: Callable[[], bool],  # whether requests run; called on the compiling thread
+) -> RunnerSetup:
+    """Arguments and errors as those of `Engine`; ValueError too where hosts disagree."""
+    use_persistent_cache(config.compilation_cache_dir)
+    compile_counts()  # from here on they are counted
+    shards, config = model_shards(model.config, config, mesh, hosts)
+    if shards is not None and not isinstance(model, ShardedModel):
+        model = shard_model(model, shards)
+    kernels = choose_kernels(local_part(model), weights_dtype(model), config)
+    functions = model_functions(model, config, kernels.layer)
+    resolved = resolve(functions, config, kernels.attention, hosts)
+    programs = Programs(functions, resolved)
+    if hosts is not None:
+        _check_decisions(hosts, resolved, kernels)
+        hosts.is_compiling = lambda: programs.num_compiling > 0
+    warm_up: BackgroundWarmUp | None = None
+    if config.warm_up == "all":  # from shapes, before the pool takes the memory that compiling may need
+        for key in programs.keys:
+            programs.get(key)
+    elif config.warm_up == "background":
+        warm_up = BackgroundWarmUp(programs, is_busy)
+        warm_up.compile_first()
+    runner = LeadingRunner(programs, hosts) if hosts is not None and hosts.leads else Runner(programs)
+    return RunnerSetup(kernels, resolved, runner, warm_up)
+
+
+def check_hosts(hosts: HostGroup, model: ModelConfig, config: EngineConfig) -> None:
+    """All hosts must have the same versions, model and options, those that name files of their own aside: ValueError if not, on
+    every host. All of them call it, before anything that takes long."""
+    facts = {name: metadata.version(name) for name in ("jaxserve", "jax", "jaxlib", "flax")}
+    facts |= {f"the model's {field.name}": getattr(model, field.name) for field in fields(model)}
+    facts |= {name: str(getattr(config, name)) for name, (_, option) in options().items() if not isinstance(option, File)}
+    hosts.agree({name: value for name, value in facts.items() if name not in _OWN_OPTIONS})
+
+
+def _check_decisions(hosts: HostGroup, config: ResolvedConfig, kernels: KernelChoice) -> None:
+    """The same of what was decided from them and the devices."""
+    decided = {"num_pages": config.cache.num_pages, "buckets": str(config.plan), "max_model_len": config.scheduler.max_model_len}
+    hosts.agree({**decided, "attention": kernels.attention, "kernels of a layer": str(kernels.layer)})

@@ -1,0 +1,116 @@
+"""The runner of host 0, where an engine's devices belong to several processes.
+
+Owns that the others run what this one runs: every command is sent to them before it begins here, once, whatever it calls itself.
+Owns the waits for a step too, which end when a host is lost or a step stands still.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.batching.layout import StepInputs
+from jaxserve.execution.programs import ProgramKey, Programs
+from jaxserve.execution.runner import BodyHandle, Runner, StepHandle
+from jaxserve.hosts.group import HostGroup
+from jaxserve.sampling.rows import SampledRows, ScoredRows
+
+STEP_SECONDS = 10.0  # in which a step that was dispatched must end, while no host compiles
+_SPIN_SECONDS = 0.002  # of a wait, in which it looks often
+_SHORT_NAP, _LONG_NAP = 20e-6, 500e-6  # between two looks, in seconds
+
+
+class LeadingRunner(Runner):
+    """A Runner whose commands the followers of `hosts` run too. Raises HostLostError from every method that needs them."""
+
+    def __init__(self, programs: Programs, hosts: HostGroup):
+        self._hosts = hosts
+        self._depth = 0  # of commands within commands
+        super().__init__(programs)
+
+    @contextlib.contextmanager
+    def _together(self, command: str, *args: Any) -> Iterator[None]:
+        """What runs in here, the followers run too, by a method of their runners. Where it breaks off here, they may have gone on:
+        then the group is at its end."""
+        if self._depth:
+            yield
+            return
+        self._hosts.send((command, args))
+        self._depth += 1
+        try:
+            with self._hosts.at_work():
+                yield
+        except BaseException as error:
+            raise self._hosts.lost or self._hosts.fail(f"broke off in {command} ({error!r})") from error
+        finally:
+            self._depth -= 1
+
+    def reset(self) -> None:
+        if self._hosts.lost is None:
+            with self._together("reset"):
+                super().reset()
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        with self._together("sleep", keep_weights):
+            super().sleep(keep_weights=keep_weights)
+
+    def wake_up(self) -> None:
+        with self._together("wake_up"):
+            super().wake_up()
+
+    def warm_up(self, progress: Callable[[list], Iterable] = iter) -> None:
+        with self._together("warm_up"):
+            super().warm_up(progress)
+
+    def run_empty_steps(self, keys: Sequence[ProgramKey]) -> Iterator[StepHandle]:
+        with self._together("run_empty_steps", list(keys)):
+            handles = list(super().run_empty_steps(keys))
+        return iter(handles)
+
+    def dispatch_body(self, inputs: StepInputs) -> BodyHandle:
+        with self._together("dispatch_body", inputs):
+            return super().dispatch_body(inputs)
+
+    def dispatch_head(self, body: BodyHandle, allowed: np.ndarray | None = None) -> StepHandle:
+        masks = None if allowed is None else allowed[: body.inputs.head_rows]
+        with self._together("dispatch_head", masks):
+            return super().dispatch_head(body, masks)
+
+    def fetch(self, handle: StepHandle) -> SampledRows | None:
+        with self._waiting_for(handle):
+            return super().fetch(handle)
+
+    def fetch_scores(self, handle: StepHandle) -> ScoredRows:
+        with self._waiting_for(handle):
+            return super().fetch_scores(handle)
+
+    @contextlib.contextmanager
+    def _waiting_for(self, handle: StepHandle) -> Iterator[None]:
+        """What runs in here finds the step's arrays there. An error of XLA's is a HostLostError where a host is lost."""
+        try:
+            with self._hosts.at_work():
+                self._await([handle.done, *handle.scored])
+                yield
+        except jax.errors.JaxRuntimeError as error:
+            raise self._hosts.why_broken(error) from error
+
+    def _await(self, arrays: list[jax.Array]) -> None:
+        """Until all are there: never inside a call of XLA's, which would not come back from a host that is lost."""
+        started = last_excuse = time.monotonic()
+        while not all(array.is_ready() for array in arrays):  # pyright: ignore[reportAttributeAccessIssue]
+            now = time.monotonic()
+            if now - started < _SPIN_SECONDS:
+                time.sleep(_SHORT_NAP)
+                continue
+            self._hosts.check()
+            if self._hosts.someone_compiles():
+                last_excuse = now
+            if now - last_excuse > STEP_SECONDS:
+                behind = self._hosts.behind()
+                raise self._hosts.fail(f"did not end a step in {STEP_SECONDS:g} s", 0 if behind is None else behind)
+            time.sleep(_LONG_NAP)

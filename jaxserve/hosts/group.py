@@ -1,0 +1,229 @@
+"""The processes of one engine, as each of them sees the group: what host 0 tells the others, what all agree on, who is lost.
+
+Owns the connections and what a lost host means for this process: every wait of the group's ends with a HostLostError, and where
+one does not come back in time, the process ends. Knows nothing of JAX.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from jaxserve.hosts.pulse import Beat, HostLostError, Pulse
+
+logger: logging.Logger = logging.getLogger("jaxserve")
+
+POLL_SECONDS = 0.25  # between two looks at who is lost, while this process waits for a message
+LEAVE_SECONDS = 10.0  # that host 0 waits for the others at its end
+GRACE_SECONDS = 3.0  # that a step has to come back when a host is lost, before the process is ended
+
+
+class HostGroup:
+    """One process of a group: `host_id` of `num_hosts`. `join_hosts` makes it. Host 0 leads.
+
+    Messages are Python values that pickle takes; both ends of a connection have shown that they know the group's key.
+    """
+
+    def __init__(
+        self,
+        host_id: int,
+        num_hosts: int,
+        commands: Mapping[int, Connection],
+        pulses: Mapping[int, Connection],
+        leave: Callable[[], None] = lambda: None,
+    ):
+        """commands, pulses: a connection of each kind to each other host that this one speaks to. leave: called where the process
+        ends in good order."""
+        self.host_id: int = host_id
+        self.num_hosts: int = num_hosts
+        self.lost: HostLostError | None = None  # who, once somebody is
+        self.num_commands: int = 0  # sent by host 0; carried out by the others
+        self.is_compiling: Callable[[], bool] = lambda: False  # of this process: a runner says
+        self._commands = dict(commands)
+        self._inside = 0  # how many do what a lost host might never let end
+        self._outside = threading.Condition()
+        self._told: list[Callable[[HostLostError], None]] = []
+        self._leave = leave
+        self._sending = threading.Lock()
+        self._pulse = Pulse(pulses, lambda: Beat(self.num_commands, self.is_compiling()), self._on_lost)
+        self._pulse.start()
+        atexit.register(self.close)
+
+    @property
+    def leads(self) -> bool:
+        return self.host_id == 0
+
+    # -- what is said
+
+    def send(self, message: Any) -> None:
+        """From host 0 to all others, in the order of calls; any thread may call it. Raises HostLostError."""
+        self.check()
+        payload = _dumps(message)
+        try:
+            with self._sending:
+                self.num_commands += 1
+                for connection in self._commands.values():
+                    connection.send_bytes(payload)
+        except OSError as error:
+            raise self._lost_within(error) from error
+
+    def dismiss(self) -> None:
+        """From host 0 to all others: there is nothing more to follow."""
+        self.send(None)
+
+    def receive(self) -> Any:
+        """The next message of host 0's, waited for. Raises HostLostError."""
+        return self._receive_from(0)
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """Every host's value, in their order; all hosts call it, at the same place of what they do. Raises HostLostError."""
+        if not self.leads:
+            self._send_to(0, mine)
+            values = self._receive_from(0)
+            if values is None:  # dismissed
+                raise HostLostError(0, "has ended")
+            return values
+        values = [mine, *(self._receive_from(host_id) for host_id in range(1, self.num_hosts))]
+        for host_id in self._commands:
+            self._send_to(host_id, values)
+        return values
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """All hosts must have the same facts. ValueError, on every host, with each one that differs and whose value is which."""
+        everybodys = self.exchange(dict(facts))
+        first, differing = everybodys[0], []
+        for host_id, theirs in enumerate(everybodys):
+            for name in first.keys() | theirs.keys():
+                if first.get(name) != theirs.get(name):
+                    differing.append(f"{name} is {first.get(name)} on host 0 and {theirs.get(name)} on host {host_id}")
+        if differing:
+            raise ValueError("hosts disagree: " + "; ".join(sorted(differing)) + ". Start them with the same model and flags")
+
+    def _send_to(self, host_id: int, message: Any) -> None:
+        self.check()
+        try:
+            self._commands[host_id].send_bytes(_dumps(message))
+        except OSError as error:
+            raise self._lost_within(error) from error
+
+    def _receive_from(self, host_id: int) -> Any:
+        connection = self._commands[host_id]
+        try:
+            while not connection.poll(POLL_SECONDS):
+                self.check()
+            return connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._lost_within(error) from error
+
+    # -- who is lost
+
+    def check(self) -> None:
+        """Raises HostLostError if a host is lost."""
+        if self.lost is not None:
+            raise self.lost
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Around what may never come back if a host is lost. If it does not, in GRACE_SECONDS from then, the process is ended."""
+        with self._outside:
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._outside:
+                self._inside -= 1
+                self._outside.notify_all()
+
+    def behind(self) -> int | None:
+        """Of host 0: the host that has carried out fewest commands, if one has carried out fewer than were sent."""
+        done = {host_id: beat.num_commands for host_id, beat in self._pulse.beats.items()}
+        slowest = min(done, key=lambda host_id: done[host_id])
+        return slowest if done[slowest] < self.num_commands else None
+
+    def someone_compiles(self) -> bool:
+        """Whether this host or, by their last beats, one that it hears is compiling."""
+        return self.is_compiling() or any(beat.is_compiling for beat in self._pulse.beats.values())
+
+    def fail(self, why: str, host_id: int | None = None) -> HostLostError:
+        """The group can't go on, for the fault of a host (None: this one). All hosts are told. Returns the error, to be raised."""
+        error = HostLostError(self.host_id if host_id is None else host_id, why)
+        self._pulse.fail(error)
+        return error
+
+    def on_lost(self, call: Callable[[HostLostError], None]) -> None:
+        """Calls this when a host is lost, on a thread of the group's."""
+        self._told.append(call)
+        if self.lost is not None:
+            call(self.lost)
+
+    def _on_lost(self, error: HostLostError) -> None:
+        self.lost = error
+        logger.error("%s", error)
+        for connection in self._commands.values():  # a thread that sends or waits there goes on
+            _shut_down(connection)
+        for call in self._told:
+            call(error)
+        if error.host_id == 0 and not self.leads:  # JAX is about to abort this process: its coordinator was there
+            _end_process(error)
+        with self._outside:
+            came_back = self._outside.wait_for(lambda: not self._inside, GRACE_SECONDS)
+        if not came_back:
+            logger.critical("host %d: a step does not come back since then, so that the process ends", self.host_id)
+            _end_process(error)
+
+    def why_broken(self, error: Exception) -> Exception:
+        """The HostLostError behind an error of a step's, if a host is lost; else the error."""
+        return self._await_lost() or error
+
+    def _lost_within(self, error: Exception, host_id: int | None = None) -> HostLostError:
+        """Why a connection broke: the pulse knows in a moment."""
+        return self._await_lost() or HostLostError(0 if host_id is None else host_id, f"has ended ({error!r})")
+
+    def _await_lost(self) -> HostLostError | None:
+        deadline = time.monotonic() + GRACE_SECONDS
+        while self.lost is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.lost
+
+    def close(self) -> None:
+        """Ends this process's part: what runs at its end if nobody called it before. Host 0 is the last to go, since JAX aborts the
+        others without it."""
+        atexit.unregister(self.close)
+        if self.lost is not None:  # JAX's own farewell would wait
+            _end_process(self.lost)
+        if self.leads:
+            with contextlib.suppress(HostLostError):
+                self.dismiss()
+            self._pulse.await_byes(LEAVE_SECONDS)
+            self._pulse.close()
+            self._leave()
+        else:
+            self._leave()
+            self._pulse.close()
+
+
+def _dumps(message: Any) -> bytes:
+    import pickle
+
+    return pickle.dumps(message, protocol=5)
+
+
+def _shut_down(connection: Connection) -> None:
+    try:
+        with socket.socket(fileno=os.dup(connection.fileno())) as other:
+            other.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+
+
+def _end_process(error: HostLostError) -> None:
+    logging.shutdown()
+    os._exit(error.exit_code)

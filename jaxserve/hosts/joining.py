@@ -1,0 +1,217 @@
+"""How a process joins its group: from what was given, or from the environment of SLURM, Open MPI or LeaderWorkerSet.
+
+Owns how the processes meet: host 0 listens where all were told, until all have come. Then all call `jax.distributed.initialize`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+from jaxserve.hosts.group import HostGroup
+
+logger: logging.Logger = logging.getLogger("jaxserve")
+
+JOIN_SECONDS = 30  # that all hosts have to come together
+PORT = 9911  # of the coordinator, where only its host is known
+
+
+def join_hosts(
+    num_hosts: int | None = None,
+    host_id: int | None = None,
+    coordinator: str | None = None,
+    *,
+    timeout: float = JOIN_SECONDS,
+) -> HostGroup:
+    """This process's place in a group of processes that run one engine. Call it before anything else of JAX's.
+
+    Args:
+      num_hosts, host_id: how many processes there are, and which this is; host 0 leads.
+      coordinator: "ADDRESS:PORT" on host 0, where all meet. The port must be free there. Host 0 listens on it until all have come,
+        and then on one that the system chooses.
+      timeout: seconds that all hosts have to come.
+
+    What is None is read from the environment: LeaderWorkerSet's (LWS_LEADER_ADDRESS, LWS_GROUP_SIZE, LWS_WORKER_INDEX), or SLURM's
+    or Open MPI's, as `jax.distributed.initialize` reads them. Whoever knows the group's key (JAXSERVE_HOSTS_KEY, the same on all
+    hosts) may join, and then run code on the hosts: without one keep the ports in a private network.
+
+    Raises:
+      ValueError: something is missing and the environment does not have it either, or is out of range.
+      TimeoutError: not all hosts came in time; the message says who is missing, or where they were to meet.
+    """
+    place = _place({"num_hosts": num_hosts, "host_id": host_id, "coordinator": coordinator}, os.environ, timeout)
+    meet = _await_followers if place.host_id == 0 else _reach_leader
+    commands, pulses, jax_port = meet(place, timeout)
+    _initialize_jax(place, jax_port)
+    logger.info("host %d of %d is in its group (%s)", place.host_id, place.num_hosts, place.coordinator)
+    return HostGroup(place.host_id, place.num_hosts, commands, pulses, leave=_leave)
+
+
+@dataclass(frozen=True)
+class _Place:
+    num_hosts: int
+    host_id: int
+    coordinator: str
+    local_device_ids: Any = None  # of JAX's, where a process is to see some of the devices alone
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.coordinator.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+def _place(given: Mapping[str, Any], environ: Mapping[str, str], timeout: float) -> _Place:
+    """What is given, filled up from the environment, and checked."""
+    found = _of_leader_worker_set(environ)
+    place = {name: found.get(name) if value is None else value for name, value in given.items()}
+    local_device_ids = None
+    missing = [name for name, value in place.items() if value is None]
+    if missing and any(name in environ for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE")):
+        from jax._src.clusters import ClusterEnv  # has no public name
+
+        detected = ClusterEnv.auto_detect_unset_distributed_params(
+            place["coordinator"], place["num_hosts"], place["host_id"], None, None, int(timeout)
+        )
+        place["coordinator"], place["num_hosts"], place["host_id"], local_device_ids = detected
+        missing = [name for name, value in place.items() if value is None]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} must be given where neither SLURM, Open MPI nor LeaderWorkerSet says it: num_hosts=2, "
+            "host_id=0, coordinator='ADDRESS:PORT' of host 0"
+        )
+    num_hosts, host_id, address = place["num_hosts"], place["host_id"], place["coordinator"]
+    if num_hosts < 2:
+        raise ValueError(f"{num_hosts=} must be at least 2; one process needs no group")
+    if not 0 <= host_id < num_hosts:
+        raise ValueError(f"{host_id=} must be in [0, {num_hosts - 1}], with {num_hosts=}")
+    if not (":" in address and address.rpartition(":")[2].isdecimal()):
+        raise ValueError(f"coordinator={address!r} must be ADDRESS:PORT of host 0")
+    return _Place(num_hosts, host_id, address, local_device_ids)
+
+
+def _of_leader_worker_set(environ: Mapping[str, str]) -> dict[str, Any]:
+    if "LWS_LEADER_ADDRESS" not in environ:
+        return {}
+    address = environ["LWS_LEADER_ADDRESS"]
+    found: dict[str, Any] = {"coordinator": address if ":" in address else f"{address}:{PORT}"}
+    for ours, theirs in (("num_hosts", "LWS_GROUP_SIZE"), ("host_id", "LWS_WORKER_INDEX")):
+        if theirs in environ:
+            found[ours] = int(environ[theirs])
+    return found
+
+
+def _key() -> bytes:
+    return os.environ.get("JAXSERVE_HOSTS_KEY", "jaxserve").encode()
+
+
+Met = tuple[
+    dict[int, Connection], dict[int, Connection], int
+]  # connections for commands, for pulses; the port of JAX's coordinator
+
+
+def _await_followers(place: _Place, timeout: float) -> Met:
+    """Host 0: two connections of each other host."""
+    connections: dict[str, dict[int, Connection]] = {"commands": {}, "pulse": {}}
+    others, deadline = set(range(1, place.num_hosts)), time.monotonic() + timeout
+    try:
+        listener = Listener(("", place.address[1]), backlog=2 * place.num_hosts, authkey=_key())
+    except OSError as error:
+        raise ValueError(f"coordinator={place.coordinator!r}: host 0 can't listen there: {error}") from error
+    with listener:
+        listening: socket.socket = listener._listener._socket  # pyright: ignore[reportAttributeAccessIssue]
+        while any(kind.keys() != others for kind in connections.values()):
+            listening.settimeout(max(deadline - time.monotonic(), 0.01))
+            try:
+                connection = listener.accept()
+                host_id, num_hosts, kind = connection.recv()
+            except TimeoutError:
+                absent = ", ".join(map(str, sorted(others - (connections["commands"].keys() & connections["pulse"].keys()))))
+                raise TimeoutError(
+                    f"host 0 waited {timeout:g} s at {place.coordinator} for host {absent} of {place.num_hosts}: are they "
+                    "started, with this coordinator and the same JAXSERVE_HOSTS_KEY, and can they reach it?"
+                ) from None
+            except (OSError, EOFError, AuthenticationError) as error:  # somebody else's knock
+                logger.log(
+                    logging.WARNING if isinstance(error, AuthenticationError) else logging.DEBUG,
+                    "host 0: a connection that is no host's: %r",
+                    error,
+                )
+                continue
+            if num_hosts != place.num_hosts or host_id in connections[kind] or host_id not in others:
+                raise ValueError(
+                    f"host {host_id} of {num_hosts} came to host 0 of {place.num_hosts}, where {sorted(connections[kind])} are: "
+                    "every host needs an id of its own, and the same num_hosts"
+                )
+            connections[kind][host_id] = _without_delay(connection)
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    for connection in connections["commands"].values():
+        connection.send(port)
+    return connections["commands"], connections["pulse"], port
+
+
+def _reach_leader(place: _Place, timeout: float) -> Met:
+    """Another host: two connections to host 0, tried until it listens."""
+    deadline = time.monotonic() + timeout
+    found: dict[str, Connection] = {}
+    for kind in ("commands", "pulse"):
+        while kind not in found:
+            try:
+                with socket.create_connection(place.address, timeout=max(deadline - time.monotonic(), 0.01)):
+                    pass  # a host that is not there is found out here, where it takes no longer
+                found[kind] = _without_delay(Client(place.address, "AF_INET", authkey=_key()))
+                found[kind].send((place.host_id, place.num_hosts, kind))
+            except (OSError, EOFError, AuthenticationError) as error:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"host {place.host_id} of {place.num_hosts} found no host 0 at {place.coordinator} in {timeout:g} s "
+                        f"({error!r}): is it started, its address right, the port open there, and JAXSERVE_HOSTS_KEY the same?"
+                    ) from error
+                time.sleep(0.1)
+    try:
+        if not found["commands"].poll(max(deadline - time.monotonic(), 0) + timeout):
+            raise TimeoutError(f"host 0 at {place.coordinator} still waits for others after {timeout:g} s")
+        port = found["commands"].recv()
+    except (EOFError, OSError) as error:
+        raise TimeoutError(f"host 0 at {place.coordinator} gave up: its log says for whom it waited ({error!r})") from error
+    return {0: found["commands"]}, {0: found["pulse"]}, port
+
+
+def _initialize_jax(place: _Place, port: int) -> None:
+    """JAX's own group, by which devices of all hosts are known and collectives run."""
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_recoverability", True)  # or JAX ends every process when one is lost, without a word to clients
+    host = place.address[0]
+    jax.distributed.initialize(
+        f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        place.num_hosts,
+        place.host_id,
+        local_device_ids=place.local_device_ids,
+        cluster_detection_method="deactivate",
+        initialization_timeout=JOIN_SECONDS,
+        heartbeat_timeout_seconds=10,
+        shutdown_timeout_seconds=10,
+    )
+
+
+def _leave() -> None:
+    import jax
+
+    jax.distributed.shutdown()
+
+
+def _without_delay(connection: Any) -> Connection:
+    """A small message is not to wait for more."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as other:
+        other.settimeout(None)
+        other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection

@@ -1,0 +1,121 @@
+"""A host of a group as a process of its own, for tests: `python -m tests.hosts.program '{"host_id": 0, ...}'`.
+
+Fields: host_id, num_hosts and coordinator (without them: one process), scenario (a function below), and its arguments. Host 0
+prints what it found as one line of JSON, the last.
+"""
+
+import hashlib
+import json
+import sys
+from typing import Any
+
+import numpy as np
+
+from jaxserve import (
+    LLM,
+    Engine,
+    EngineConfig,
+    HostGroup,
+    HostLostError,
+    SamplingParams,
+    StructuredOutputsParams,
+    follow,
+    join_hosts,
+)
+from jaxserve.engine.follower import Follower
+from jaxserve.execution.compilation import compile_counts
+from tests.dummy import ONE_BUCKET, SETTINGS, VOCAB, Answer, dummy_model
+from tests.parallel.models import MODELS
+
+
+def whole_llm(hosts: HostGroup | None, folder: str, other: str, **options: Any) -> Any:
+    """Everything that travels to the other hosts: steps, masks, sleep, weights."""
+    if hosts is not None and not hosts.leads:
+        follow(folder, hosts=hosts, **options)
+        return None
+    llm = LLM(folder, hosts=hosts, **options)
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    form = greedy.with_(structured_outputs=StructuredOutputsParams(regex="[x-z]{3}"), ignore_eos=False)
+    compiled = compile_counts().programs
+
+    def texts(*prompts: str, params: SamplingParams = greedy) -> list[str]:
+        return [output.outputs[0].text for output in llm.generate(list(prompts), params, use_tqdm=False)]
+
+    found = {"greedy": texts("a", "k"), "form": texts("w", params=form)}
+    llm.sleep()
+    llm.wake_up()
+    found["awake"] = texts("b")
+    llm.update_params(llm.engine.read_weights(other))
+    found["other weights"] = texts("c")
+    for wrong in (other + "-gone", other):
+        try:
+            llm.update_params(llm.engine.read_weights(wrong) if wrong != other else dummy_model())
+        except (FileNotFoundError, NotImplementedError, ValueError) as error:
+            found[f"refused {len(found)}"] = f"{type(error).__name__}: {error}"
+    found["after refusals"] = texts("d")
+    found["compiled"] = compile_counts().programs - compiled
+    llm.close()
+    return found
+
+
+def random_requests(
+    hosts: HostGroup | None, model: str, tp: int, count: int, seed: int = 0, stop_after: int = 0, wait: bool = False
+) -> Any:
+    """`count` requests of all kinds, at most 40 at a time, in a pool that is too small for them; a digest of their answers.
+
+    stop_after: prints "ready" after so many steps. wait: goes on for ever, and prints who is lost."""
+    settings = {**SETTINGS, "num_pages": 64, "bucket_plan": ONE_BUCKET, "tensor_parallel_size": tp}
+    weights, config = dummy_model(config=MODELS[model]), EngineConfig(**settings)
+    if hosts is not None and not hosts.leads:
+        Follower(weights, config, hosts=hosts).run()
+        return None
+    engine = Engine(weights, config, eos_token_ids=(0,), hosts=hosts)
+    rng = np.random.default_rng(seed)
+    answers: dict[str, Answer] = {}
+    num_steps, made = 0, 0
+    while made < count or engine.has_unfinished_requests():
+        while (made < count or wait) and len(engine._requests) < 40:
+            prompt = rng.integers(1, VOCAB, int(rng.integers(1, 40))).tolist()
+            params = SamplingParams(
+                temperature=float(rng.choice([0, 0.7, 1.3])),
+                top_p=float(rng.choice([1, 0.8])),
+                top_k=int(rng.choice([0, 5])),
+                repetition_penalty=float(rng.choice([1, 1.2])),
+                logprobs=int(rng.integers(0, 3)) or None,
+                max_tokens=int(rng.integers(1, 12)),
+                seed=int(rng.integers(2**31)),
+                n=int(rng.choice([1, 1, 1, 2])),
+            )
+            answers |= {r.request_id: Answer() for r in engine.add_request(str(made), prompt, params)}
+            made += 1
+        try:
+            for output in engine.step():
+                answers[output.request.request_id].take(output)
+        except HostLostError as error:
+            print("lost:", error, flush=True)
+            raise
+        num_steps += 1
+        if num_steps == stop_after:
+            print("ready", flush=True)
+    assert engine.pool.num_free_pages == engine.pool.num_pages
+    tokens = {name: answer.tokens for name, answer in answers.items()}
+    logprobs = {name: [sorted(x.items()) for x in answer.logprobs] for name, answer in answers.items()}
+    engine.close()
+    digest = lambda x: hashlib.sha256(json.dumps(x, default=float).encode()).hexdigest()  # noqa: E731
+    return {"tokens": digest(tokens), "bits": digest(logprobs), "steps": num_steps}
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    scenario = globals()[asked.pop("scenario")]
+    place = {name: asked.pop(name) for name in ("host_id", "num_hosts", "coordinator") if name in asked}
+    hosts = join_hosts(**place) if place else None
+    found = scenario(hosts, **asked)
+    if found is not None:
+        print(json.dumps(found), flush=True)
+    if hosts is not None:
+        hosts.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Engines whose devices belong to several processes, here with CPU devices: they answer as one process does, and when a host is
+lost everybody is told in time."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import alphabet_model
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_pages": 64}
+OPTIONS |= {"bucket_plan": {"format": "jaxserve-bucket-plan-1", "decode": [], "mixed": [[16, 4]], "head_rows": [4]}}
+OPTIONS |= {"tensor_parallel_size": 2, "warm_up": "all", "compilation_cache_dir": ""}
+IN_TIME = 15.0  # seconds from a loss to the last host's end
+
+
+def start(num_hosts: int, num_devices: int, **asked: Any) -> list[subprocess.Popen]:
+    """The processes of a group, or one alone, with so many devices each."""
+    env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}", "JAX_PLATFORMS": "cpu"}
+    with socket.create_server(("", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    places = [{"host_id": i, "num_hosts": num_hosts, "coordinator": address} for i in range(num_hosts)] if num_hosts > 1 else [{}]
+    command = [sys.executable, "-m", "tests.hosts.program"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return [subprocess.Popen([*command, json.dumps(asked | place)], cwd=ROOT, env=env, **pipes) for place in places]
+
+
+def found(processes: list[subprocess.Popen]) -> Any:
+    """What host 0 found, once all have ended well."""
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output[-4000:]
+    return json.loads(outputs[0].strip().splitlines()[-1])
+
+
+@pytest.fixture
+def started():
+    processes: list[subprocess.Popen] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_an_llm_on_two_hosts(tmp_path, started):
+    """Its texts can be predicted; steps, masks, sleep and weights reach the other host; nothing is compiled after warm-up."""
+    by_twos = alphabet_model.weights()
+    by_twos["lm_head.weight"] = np.roll(by_twos["lm_head.weight"], 1, axis=0)
+    folder, other = str(alphabet_model.save(tmp_path / "model")), str(alphabet_model.save(tmp_path / "other", tensors=by_twos))
+    started += start(2, 1, scenario="whole_llm", folder=folder, other=other, **OPTIONS)
+    answers = found(started)
+    assert answers["greedy"] == ["bcde", "lmno"] and answers["form"] == ["xyz"]
+    assert answers["awake"] == ["cdef"] and answers["other weights"] == ["egik"] and answers["after refusals"] == ["fhjl"]
+    assert "FileNotFoundError" in answers["refused 4"] and "NotImplementedError: with 2 hosts update_params" in answers["refused 5"]
+    assert answers["compiled"] == 0
+
+
+@pytest.mark.slow
+def test_hosts_that_differ_are_told_so_before_weights_are_read(tmp_path, started):
+    folder = str(alphabet_model.save(tmp_path / "model"))
+    asked = {"scenario": "whole_llm", "folder": folder, "other": folder, **OPTIONS}
+    started += start(2, 1, **asked)
+    started[1].kill()
+    place = json.loads(started[1].args[-1])  # pyright: ignore[reportIndexIssue, reportAttributeAccessIssue]
+    env = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.hosts.program", json.dumps(place | {"max_num_seqs": 2})]
+    started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    for process in (started[0], started[2]):
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode and "hosts disagree: max_num_seqs is 4 on host 0 and 2 on host 1" in output, output[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_hosts", "num_devices", "model"), [(2, 1, "odd_groups_tied"), (2, 2, "gqa"), (4, 1, "experts")])
+def test_random_requests_are_answered_as_in_one_process(num_hosts, num_devices, model, started):
+    """With preemption, samples, filters and penalties; HOST_REQUESTS says how many (figures in docs/parallel.md)."""
+    count, tp = int(os.environ.get("HOST_REQUESTS", 200)), num_hosts * num_devices
+    asked = {"scenario": "random_requests", "model": model, "tp": tp, "count": count}
+    started += start(num_hosts, num_devices, **asked)
+    several = found(started)
+    one = found(start(1, tp, **asked))
+    assert several["tokens"] == one["tokens"] and several["bits"] == one["bits"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_lost_host_ends_all_in_time(number, victim, started):
+    started += start(2, 1, scenario="random_requests", model="gqa", tp=2, count=1, stop_after=30, wait=True)
+    output = started[0].stdout
+    assert output is not None
+    while "ready" not in (line := output.readline()):
+        assert line, "host 0 has ended"
+    os.kill(started[victim].pid, number)
+    lost_at = time.monotonic()
+    survivor = started[1 - victim]
+    text, _ = survivor.communicate(timeout=60)
+    assert time.monotonic() - lost_at < IN_TIME
+    assert survivor.returncode == 100 + victim or (victim == 0 and survivor.returncode == -signal.SIGABRT), text[-3000:]
+    if victim == 1:
+        why = "has ended" if number == signal.SIGKILL else "was not heard for 8 s"
+        assert f"lost: host 1 {why}" in text

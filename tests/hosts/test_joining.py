@@ -1,0 +1,102 @@
+"""Where a process takes its place from, and what it says when that is missing, wrong, or nobody answers."""
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from multiprocessing.connection import Client
+
+import pytest
+
+from jaxserve.hosts import joining
+from jaxserve.hosts.joining import join_hosts
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch):
+    for name in os.environ:
+        if name.startswith(("LWS_", "SLURM_", "OMPI_", "PMIX_")):
+            monkeypatch.delenv(name)
+
+
+def test_the_environment_of_a_leader_worker_set(monkeypatch):
+    for name, value in {"LWS_LEADER_ADDRESS": "leader.svc", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3"}.items():
+        monkeypatch.setenv(name, value)
+    nothing = {"num_hosts": None, "host_id": None, "coordinator": None}
+    assert joining._place(nothing, os.environ, 1) == joining._Place(4, 3, "leader.svc:9911")
+    with pytest.raises(ValueError, match=r"host_id=3 must be in \[0, 1\], with num_hosts=2"):  # what is given wins
+        join_hosts(num_hosts=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "num_hosts, host_id, coordinator must be given where neither SLURM"),
+        ({"num_hosts": 2, "host_id": 0}, "^coordinator must be given"),
+        ({"num_hosts": 1, "host_id": 0, "coordinator": "a:1"}, "num_hosts=1 must be at least 2"),
+        ({"num_hosts": 2, "host_id": 2, "coordinator": "a:1"}, r"host_id=2 must be in \[0, 1\]"),
+        ({"num_hosts": 2, "host_id": 1, "coordinator": "a"}, "coordinator='a' must be ADDRESS:PORT"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        join_hosts(**given)
+
+
+def test_slurm_is_read_as_jax_reads_it(monkeypatch):
+    said = {"JOB_ID": "7", "NTASKS": "4", "PROCID": "2", "LOCALID": "1", "STEP_NODELIST": "gpu[3-4]", "JOB_NUM_NODES": "2"}
+    for name, value in said.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    place = joining._place({"num_hosts": None, "host_id": None, "coordinator": None}, os.environ, 1)
+    assert (place.num_hosts, place.host_id, place.local_device_ids) == (4, 2, [1]) and place.coordinator.startswith("gpu3:")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def test_a_coordinator_that_does_not_answer_is_named():
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(TimeoutError, match=f"host 1 of 2 found no host 0 at {address} in 0.3 s .*: is it started"):
+        join_hosts(2, 1, address, timeout=0.3)
+
+
+def test_hosts_that_do_not_come_are_named_and_a_stranger_is_not_taken_for_one():
+    port = free_port()
+
+    def knock() -> None:
+        time.sleep(0.2)
+        socket.create_connection(("127.0.0.1", port)).close()
+        with contextlib.suppress(OSError, EOFError, multiprocessing.AuthenticationError):
+            Client(("127.0.0.1", port), authkey=b"another key")
+
+    stranger = threading.Thread(target=knock)
+    stranger.start()
+    with pytest.raises(TimeoutError, match=r"host 0 waited 1 s at 127.0.0.1:\d+ for host 1, 2 of 3: are they started"):
+        join_hosts(3, 0, f"127.0.0.1:{port}", timeout=1)
+    stranger.join()
+
+
+def test_two_hosts_with_one_id_or_another_count_are_refused():
+    port = free_port()
+    place = joining._Place(3, 1, f"127.0.0.1:{port}")
+    other = threading.Thread(target=lambda: [_quietly(joining._reach_leader, place, 1.0) for _ in range(2)])
+    other.start()
+    with pytest.raises(ValueError, match="host 1 of 3 came to host 0 of 2, where"):
+        join_hosts(2, 0, f"127.0.0.1:{port}", timeout=5)
+    other.join()
+
+
+def _quietly(call, *args) -> None:
+    with contextlib.suppress(TimeoutError):
+        call(*args)
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"coordinator='{address}': host 0 can't listen there"):
+            join_hosts(2, 0, address, timeout=1)
