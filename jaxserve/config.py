@@ -302,6 +302,15 @@ class EngineConfig:
     moe_backend: str = _option(
         "auto", Option(group=_NAMES, choices=MOE_BACKENDS, help="Of a mixture of experts' matmuls (kernels/grouped_matmul).")
     )
+    num_threads: int | None = _option(
+        None,
+        Option(
+            group=_PROGRAMS,
+            help="Threads that compute the kernels for CPUs, of all engines of a process: the last one to start decides. XLA's own "
+            "threads are not counted.",
+            unset="the CPUs that the process may use",
+        ),
+    )
     deterministic: str = _option(
         "auto",
         Option(

@@ -16,7 +16,8 @@ Rotary write (`kernels.rotary_write`):
 
 Fused matmul (`kernels.fused_matmul`):
     lacks(*, depth, num_columns, gated, dtype) -> str | None: what the backend or the device can't do.
-    matmul(x, w, scale, bias, residual, *, eps, gated) -> [T, F], or [T, F / 2].
+    matmul(x, w, scale, bias, residual, *, eps, gated) -> [T, F], or [T, F / 2]. Takes transposed and dtype too where the row says
+        `any_layout`.
 
 Grouped matmul (`kernels.grouped_matmul`):
     lacks(w) -> str | None: what these weights [E, D, F] or the device lack.
@@ -54,6 +55,9 @@ class Backend:
     plans_on_host: bool = False  # whether the work of a step is planned in numpy, before the step is dispatched
     fixed_tiles: bool = False  # whether plan_work takes fixed_tiles=True: of one size for every shape of a step
     fuses_gate: bool = False  # whether matmul takes gated=True
+    any_layout: bool = False  # whether matmul takes transposed=True and dtype=
+    adds_residuals: bool = False  # whether additions to the residual stream are always its own too
+    row_exact: bool = False  # whether a row's bits depend on the row alone, whatever the shapes that a program is compiled for
     lays_out: bool = False  # whether a batch's layout is the module's own, in place of the one that all share
     plain_xla: bool = False  # no kernel of ours: "auto" may take it on a card where nothing has been qualified
 
@@ -112,6 +116,7 @@ class Backends:
 ATTENTION = Backends(
     Backend("reference", "kernels.ragged_paged_attention.reference", plain_xla=True),
     Backend("xla", "kernels.ragged_paged_attention.xla", automatic=True, fixed_tiles=True, plain_xla=True),
+    Backend("cpu", "kernels.ragged_paged_attention.cpu", automatic=True, platforms=("cpu",), fixed_tiles=True, row_exact=True),
     Backend(
         "mosaic_portable",
         "kernels.ragged_paged_attention.mosaic_portable.attend",
@@ -129,10 +134,20 @@ ATTENTION = Backends(
 )
 ROTARY_WRITE = Backends(
     Backend("xla", "kernels.rotary_write.xla", automatic=True, plain_xla=True),
+    Backend("cpu", "kernels.rotary_write.cpu", automatic=True, platforms=("cpu",), row_exact=True),
     Backend("mosaic", "kernels.rotary_write.mosaic", automatic=True, platforms=("gpu",)),
 )
 FUSED_MATMUL = Backends(
-    Backend("xla", "kernels.fused_matmul.xla", automatic=True, plain_xla=True),
+    Backend("xla", "kernels.fused_matmul.xla", automatic=True, any_layout=True, plain_xla=True),
+    Backend(
+        "cpu",
+        "kernels.fused_matmul.cpu",
+        automatic=True,
+        platforms=("cpu",),
+        any_layout=True,
+        adds_residuals=True,
+        row_exact=True,
+    ),
     Backend("mosaic_sm90", "kernels.fused_matmul.mosaic_sm90", automatic=True, platforms=("gpu",)),
 )
 GROUPED_MATMUL = Backends(

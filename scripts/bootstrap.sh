@@ -117,7 +117,13 @@ install() {
     esac
 }
 
-current && exit 0
+# The kernels for CPUs are compiled anew where their sources have changed: seconds, or nothing. Without a compiler XLA computes.
+finish() {
+    [ "$venv" != .venv ] || "$venv/bin/python" kernels/cpu/build.py
+    exit 0
+}
+
+current && finish
 find_python
 
 # The lock belongs to descriptor 9, which this shell and its children hold until they end. flock(1) isn't everywhere; fcntl is.
@@ -128,7 +134,7 @@ try: fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
 except OSError:
     sys.stderr.write('jaxserve: another set-up of $venv is running; waiting for it\n')
     fcntl.flock(9, fcntl.LOCK_EX)"
-current && exit 0
+current && finish
 
 started=$(date +%s)
 if [ "$(head -n 1 "$venv/stamp" 2>/dev/null)" = "$(wanted | head -n 1)" ] && usable; then
@@ -151,3 +157,4 @@ if ! install; then
 fi
 mv "$venv/stamp.new" "$venv/stamp"
 say "$venv is ready ($(($(date +%s) - started)) s)"
+finish

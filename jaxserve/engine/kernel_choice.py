@@ -18,6 +18,7 @@ from jaxserve.qualification.card import find_card
 from jaxserve.qualification.qualify import Qualification, qualify
 from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE
 from kernels.backends import ATTENTION
+from kernels.cpu import library
 from kernels.fused_matmul import resolve_backend as resolve_fused_matmul
 from kernels.grouped_matmul import resolve_backend as resolve_grouped_matmul
 from kernels.qualification.plan import Ask, Plan
@@ -111,6 +112,8 @@ def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig) -> Kern
     if qualification is not None:
         left_out = {kernel: qualification.left_out(kernel) for kernel in left_out}
         _say(qualification, left_out, asked)
+    if config.tensor_parallel_size > 1:  # devices that are threads of one CPU would wait for one another's
+        left_out = {kernel: {**said, "cpu": "several devices"} for kernel, said in left_out.items()}
     attention = resolve_attention_here(left_out=left_out["attention"])
     rotary = "xla"
     if not ATTENTION[attention].plain_xla:
@@ -120,6 +123,8 @@ def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig) -> Kern
     if moe == "auto" and model.sparse_layers:
         experts: list[Any] = [jax.ShapeDtypeStruct((model.num_experts, D, F), dtype) for D, F, _ in _products(model)]
         moe = resolve_grouped_matmul(moe, experts, left_out["grouped_matmul"])
+    if "cpu" in (attention, rotary, matmul, moe):
+        library.set_num_threads(config.num_threads)
     layer = LayerKernels(moe, rotary, matmul, fuse_residuals=config.deterministic == "always")
     return KernelChoice(attention, layer, qualification, config.skip_qualification)
 

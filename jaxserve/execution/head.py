@@ -18,6 +18,7 @@ from jax import lax
 from jaxserve.execution.body import HeadInputs
 from jaxserve.execution.device_state import DraftState, RowState
 from jaxserve.execution.model_functions import ModelFunctions
+from jaxserve.models.row_tiles import whole
 from jaxserve.sampling import logit_edits, sampler, scoring
 from jaxserve.sampling.sampler import TokenLogprobs
 from jaxserve.speculative import rejection, verify
@@ -100,7 +101,8 @@ def drafting_head(
 def _logits(functions: ModelFunctions, weights: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:  # f32[rows, V]
     """Of several devices each has its part of the vocabulary, and -inf past its end."""
     model, shard = functions.module(functions.head_indices, weights), functions.shard
-    logits = functions.map_rows(lambda x: model.logits(model.final_norm(x)), hidden)
+    map_rows = whole if functions.is_row_exact else functions.map_rows
+    logits = map_rows(lambda x: model.normed_logits(x, functions.kernels.fused), hidden)
     return scoring.mask_past_end(logits, functions.model_config.vocab_size, shard)
 
 

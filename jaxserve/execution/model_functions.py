@@ -16,11 +16,11 @@ from flax import nnx
 
 from jaxserve.batching.context import StepContext
 from jaxserve.models import Decoder, ModelConfig, named_leaves
-from jaxserve.models.layers import Fused
+from jaxserve.models.layers import Fused, SwiGLU
 from jaxserve.models.row_tiles import MapRows, whole
 from jaxserve.models.shards import ModelShards, ShardedModel
 from jaxserve.parallel.shard import ALONE, Shard
-from kernels.backends import ATTENTION, FUSED_MATMUL
+from kernels.backends import ATTENTION, FUSED_MATMUL, ROTARY_WRITE
 from kernels.fused_matmul import fused_matmul
 from kernels.kv_cache import write_kv
 from kernels.ragged_paged_attention import ragged_paged_attention
@@ -55,9 +55,11 @@ class LayerKernels:
     @property
     def fused(self) -> Fused | None:
         """For a layer."""
-        if FUSED_MATMUL[self.matmul].plain_xla:
+        row = FUSED_MATMUL[self.matmul]
+        if row.plain_xla:
             return None
-        return Fused(functools.partial(fused_matmul, backend=self.matmul), self.fuse_residuals)
+        residuals = self.fuse_residuals or row.adds_residuals
+        return Fused(functools.partial(fused_matmul, backend=self.matmul), residuals, row.any_layout)
 
 
 class ModelFunctions:
@@ -109,6 +111,16 @@ class ModelFunctions:
             full[i] = weight
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, full))
 
+    def layer_rows(self, attention: str, *, sparse: bool) -> MapRows:
+        """How a layer computes rows: as they are where each of its kernels gives a row bits of its own. attention: the backend."""
+        exact = ATTENTION[attention].row_exact and ROTARY_WRITE[self.kernels.rotary].row_exact and not sparse
+        return whole if exact and self.is_row_exact else self.map_rows
+
+    @property
+    def is_row_exact(self) -> bool:
+        """Whether matmuls, the head's too, give a row bits that depend on it alone."""
+        return FUSED_MATMUL[self.kernels.matmul].row_exact and self.shards is None
+
     def layer(self, layer: Any, x: jax.Array, rope: Any, kv: jax.Array, context: StepContext) -> tuple[jax.Array, jax.Array]:
         """One decoder layer over paged KV, as a call of an inner jit: layers of one structure are traced and lowered once."""
         graphdef, state = nnx.split(layer)
@@ -126,7 +138,7 @@ class ModelFunctions:
                     attend,
                     num_tokens=context.cu_q_lens[-1],
                     moe_backend=kernels.moe,
-                    map_rows=self.map_rows,
+                    map_rows=self.layer_rows(context.backend, sparse=not isinstance(layer.mlp, SwiGLU)),
                     shard=self.shard,
                     fused=kernels.fused,
                     attend_heads=None if kernels.rotary == "xla" or ATTENTION[context.backend].plain_xla else heads,

@@ -20,6 +20,7 @@ from jaxserve.models.layers import (
     AnyLinear,
     DecoderLayer,
     Embedding,
+    Fused,
     Linear,
     RMSNorm,
     RopeAngles,
@@ -77,6 +78,15 @@ class Decoder(nnx.Module):
         Shapes().check("positions", positions, "...", int)
         with jax.named_scope("rope_angles"):
             return rope_cos_sin(self.config.rope, self.config.head_dim, positions)
+
+    def normed_logits(self, x: jax.Array, fused: Fused | None = None) -> jax.Array:  # [T, D] -> f32[T, V]
+        """Logits of what the last layer gives. fused: what computes the norm and the matmul as one, where it takes any layout."""
+        if fused is None or not fused.any_layout:
+            return self.logits(self.final_norm(x))
+        with jax.named_scope("logits"):
+            weight, vocab_axis = self.head_weight()
+            how = {"scale": self.final_norm.scale[...], "eps": self.final_norm.eps, "dtype": jnp.float32}
+            return fused.matmul(x, weight, **how, transposed=vocab_axis == 0)
 
     def logits(self, x: jax.Array) -> jax.Array:  # [..., D] -> f32[..., V]
         """Logits of normed hidden states, accumulated and returned in float32 whatever the weights' dtype.

@@ -38,10 +38,12 @@ AttendHeads = Callable[[jax.Array, RopeAngles, HeadNorms], tuple[jax.Array, Any]
 
 class Fused(NamedTuple):
     """Matmuls of x[T, D] together with what stands around them. matmul: kernels.fused_matmul of some backend; it takes the norms
-    before a layer's projections and the gate of its MLP. residuals: the additions to the residual stream too."""
+    before a layer's projections and the gate of its MLP. residuals: the additions to the residual stream too. any_layout: it takes
+    matrices [out, in] and the head's too, whose products stay float32."""
 
     matmul: Callable[..., jax.Array]
     residuals: bool = False
+    any_layout: bool = False
 
 
 INIT_STD = 0.02
@@ -253,8 +255,8 @@ def normed_linear(norm: RMSNorm, linear: AnyLinear, x: jax.Array, fused: Fused |
     if fused is None:
         y = linear(norm(x))
         return silu_gated(y) if gated else y
-    kernel, bias = _matrix(linear)
-    return fused.matmul(x, kernel, bias=bias, scale=norm.scale[...], eps=norm.eps, gated=gated)
+    kernel, layout = _matrix(linear)
+    return fused.matmul(x, kernel, **layout, scale=norm.scale[...], eps=norm.eps, gated=gated)
 
 
 def linear_onto(
@@ -263,15 +265,16 @@ def linear_onto(
     """residual + linear(x), which is the sum over all shards of their products."""
     if fused is None or not fused.residuals or not shard.is_alone:
         return residual + linear(x, shard)
-    kernel, bias = _matrix(linear)
-    return fused.matmul(x, kernel, bias=bias, residual=residual)
+    kernel, layout = _matrix(linear)
+    return fused.matmul(x, kernel, **layout, residual=residual)
 
 
-def _matrix(linear: AnyLinear) -> tuple[jax.Array, jax.Array | None]:
-    """[in, out], and its bias."""
-    if not isinstance(linear, Linear):
-        raise NotImplementedError("a fused matmul needs the kernel [in, out]; this model's lie transposed, for a CPU")
-    return linear.kernel[...], None if linear.bias is None else linear.bias[...]
+def _matrix(linear: AnyLinear) -> tuple[jax.Array, dict[str, Any]]:
+    """The matrix as it lies; how it lies, and its bias, as arguments of a fused matmul."""
+    bias = None if linear.bias is None else linear.bias[...]
+    if isinstance(linear, TransposedLinear):
+        return linear.weight[...], {"bias": bias, "transposed": True}
+    return linear.kernel[...], {"bias": bias}
 
 
 class DecoderLayer(nnx.Module):

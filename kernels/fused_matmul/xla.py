@@ -17,16 +17,19 @@ def lacks(*, depth: int, num_columns: int, gated: bool, dtype: Any) -> str | Non
 
 def matmul(
     x: jax.Array,  # [T, D]
-    w: jax.Array,  # [D, F]
+    w: jax.Array,  # [D, F], or [F, D] where transposed
     scale: jax.Array | None,  # [D]
     bias: jax.Array | None,  # [F]
     residual: jax.Array | None,  # [T, F]
     *,
     eps: float,
     gated: bool,
+    transposed: bool = False,
+    dtype: Any = None,
 ) -> jax.Array:  # [T, F], or [T, F / 2]
     """See api.fused_matmul."""
-    y = (x if scale is None else rms_normalize(x, eps) * scale) @ w
+    x = x if scale is None else rms_normalize(x, eps) * scale
+    y = jax.lax.dot_general(x, w, (((1,), (1 if transposed else 0,)), ((), ())), preferred_element_type=dtype)
     y = y if bias is None else y + bias
     y = y if residual is None else y + residual
     return silu_gated(y) if gated else y

@@ -12,19 +12,28 @@ from kernels import gpu
 from kernels.backends import FUSED_MATMUL
 from kernels.fused_matmul import cases, fused_matmul, mosaic_sm90, resolve_backend
 from kernels.fused_matmul.cases import CASES, EPS, Batch, Case, build, faults
+from kernels.cpu import library
 from kernels.fused_matmul.tiles import ROWS, Tiles, choose_tiles
+from tests.kernels.cpu_levels import at_level, needs_library
 from tests.selection import slow_unless
 
 OPTIMISED = True
 NAMED = {case.name: case for case in CASES}
 KERNEL_CASES = [case for case in CASES if case.dtype == "bfloat16"]
 QUICK = {"one_row", "qkv_bias", "gate_up_bias", "o_bias", "deep"}
+ODD_CASES = (
+    Case("odd", 7, 37, 33, norm=True, bias=True, residual=True),
+    Case("odd_gate", 13, 100, 70, norm=True, bias=True, gated=True),
+    Case("tiny", 1, 3, 2),
+)
 HOPPER = gpu.Device(132, "NVIDIA H100 80GB HBM3", (9, 0))
 
 
-def run(case: Case, batch: Batch, backend: str) -> np.ndarray:
-    product = jax.jit(functools.partial(fused_matmul, eps=EPS, gated=case.gated, backend=backend))
-    return np.asarray(product(jnp.asarray(batch.x), jnp.asarray(batch.w), **jax.tree.map(jnp.asarray, batch.options)))
+def run(case: Case, batch: Batch, backend: str, *, transposed: bool = False, dtype: str | None = None) -> np.ndarray:
+    layout = {"transposed": transposed, "dtype": dtype}
+    product = jax.jit(functools.partial(fused_matmul, eps=EPS, gated=case.gated, backend=backend, **layout))
+    w = jnp.asarray(batch.w.T if transposed else batch.w)
+    return np.asarray(product(jnp.asarray(batch.x), w, **jax.tree.map(jnp.asarray, batch.options)))
 
 
 def in_tiles(case: Case, batch: Batch, tiles: Tiles) -> np.ndarray:
@@ -44,6 +53,46 @@ def test_xla_computes_what_the_reference_does(case, dtype):
     case = dataclasses.replace(case, dtype=dtype)
     batch = build(case)
     assert not faults(case, batch, run(case, batch, "xla"))
+
+
+@needs_library
+@pytest.mark.parametrize("level", library.LEVELS[1:])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["in_out", "out_in"])
+def test_cpu_computes_what_the_reference_does(level, dtype, transposed):
+    """Every case, on each instruction set that this CPU has; and those whose sizes are no multiple of anything."""
+    with at_level(level):
+        for case in (*CASES, *ODD_CASES):
+            case = dataclasses.replace(case, dtype=dtype)
+            batch = build(case)
+            assert not faults(case, batch, run(case, batch, "cpu", transposed=transposed)), case.name
+
+
+@needs_library
+@pytest.mark.parametrize("level", library.LEVELS[1:])
+@pytest.mark.parametrize("name", ["qkv_bias", "prefill_gate_up", "prefill_down", "float32"])
+def test_cpu_gives_a_row_equal_bits_in_every_batch(name, level):
+    """Alone and among others, by one thread and by several, from a matrix that lies either way."""
+    case = NAMED[name]
+    batch = build(case)
+    with at_level(level):
+        whole = run(case, batch, "cpu", transposed=True)
+        np.testing.assert_array_equal(bits(run(case, batch, "cpu")), bits(whole))
+        for some in ([case.T - 1, 3, 1], [0], list(range(case.T))[::-1]):
+            residual = None if batch.residual is None else batch.residual[some]
+            few = dataclasses.replace(batch, x=batch.x[some], residual=residual)
+            np.testing.assert_array_equal(bits(run(case, few, "cpu", transposed=True)), bits(whole[some]))
+
+
+@needs_library
+@pytest.mark.parametrize("backend", ["xla", "cpu"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_sums_of_bfloat16_stay_float32(backend, transposed):
+    case = NAMED["qkv"]
+    batch = build(case)
+    out = run(case, batch, backend, transposed=transposed, dtype="float32")
+    assert out.dtype == np.float32 and not faults(case, batch, out)
+    assert (bits(out) & 0xFFFF).any(), "no sum has more digits than a bfloat16"
 
 
 @pytest.mark.parametrize("case", slow_unless(lambda case: case.name in QUICK, KERNEL_CASES), ids=lambda case: case.name)
@@ -140,7 +189,8 @@ def test_tiles_that_do_not_divide_the_matrix():
 
 def test_auto_is_xla_without_a_hopper_gpu_and_where_the_kernel_is_left_out():
     weights = [(1024, 4096, False), (1024, 6144, True)]
-    assert resolve_backend("auto", weights, "bfloat16") == "xla"
+    assert resolve_backend("auto", weights, "bfloat16") == ("xla" if library.load() is None else "cpu")
+    assert resolve_backend("auto", weights, "bfloat16", left_out=["cpu"]) == "xla"
     with gpu.assume(HOPPER):
         assert resolve_backend("auto", weights, "bfloat16") == "mosaic_sm90"
         assert resolve_backend("auto", weights, "bfloat16", left_out=["mosaic_sm90"]) == "xla"
@@ -176,7 +226,9 @@ def test_what_the_kernel_lacks(device, weight, dtype, message):
         ({"w": jnp.zeros((128, 63)), "gated": True}, "has 63 columns; must be gates and as many that they gate"),
         ({"residual": jnp.zeros((8, 64)), "gated": True}, "residual must be None where gated"),
         ({"x": jnp.zeros((8, 128), jnp.int32), "w": jnp.zeros((128, 64), jnp.int32)}, "must be one of bfloat16, float16, float32"),
-        ({"backend": "cuda"}, "backend='cuda' must be one of auto, xla, mosaic_sm90"),
+        ({"backend": "cuda"}, "backend='cuda' must be one of auto, xla, cpu, mosaic_sm90"),
+        ({"w": jnp.zeros((64, 64)), "transposed": True}, r"w is .*must be float32\[F, D\] with D=128"),
+        ({"dtype": "bfloat16"}, "dtype=bfloat16 must be float32, as x is, or float32"),
     ],
 )
 def test_callers_mistakes_are_value_errors(changes, message):
@@ -184,8 +236,27 @@ def test_callers_mistakes_are_value_errors(changes, message):
         fused_matmul(**{"x": jnp.zeros((8, 128)), "w": jnp.zeros((128, 64)), **changes})
 
 
+def test_float32_sums_are_of_plain_products():
+    with pytest.raises(ValueError, match="dtype=float32 is of plain and normed products"):
+        fused_matmul(jnp.zeros((8, 64), "bfloat16"), jnp.zeros((64, 32), "bfloat16"), gated=True, dtype="float32")
+    with gpu.assume(HOPPER), pytest.raises(NotImplementedError, match=r"mosaic_sm90 can't do weights \[F, D\]"):
+        fused_matmul(jnp.zeros((8, 64), "bfloat16"), jnp.zeros((64, 64), "bfloat16"), transposed=True, backend="mosaic_sm90")
+
+
+def test_cpu_says_what_it_lacks(monkeypatch):
+    if library.load() is not None:
+        with pytest.raises(NotImplementedError, match="cpu can't do float16: it has bfloat16 and float32; use backend='xla'"):
+            resolve_backend("cpu", [(64, 64, False)], "float16")
+    with gpu.assume(HOPPER), pytest.raises(NotImplementedError, match="cpu can't do a device: it needs a CPU, found gpu"):
+        resolve_backend("cpu", [(64, 64, False)], "bfloat16")
+    monkeypatch.setattr(library, "load", lambda: None)
+    with pytest.raises(NotImplementedError, match="it needs the library that kernels/cpu/build.py makes"):
+        resolve_backend("cpu", [(64, 64, False)], "bfloat16")
+    assert resolve_backend("auto", [(64, 64, False)], "bfloat16") == "xla"
+
+
 def test_every_backend_and_every_step_is_tried_by_the_cases():
-    assert set(FUSED_MATMUL.rows) == {"xla", "mosaic_sm90"}
+    assert set(FUSED_MATMUL.rows) == {"xla", "cpu", "mosaic_sm90"}
     for step in ("norm", "bias", "residual", "gated"):
         assert any(getattr(case, step) for case in CASES) and not all(getattr(case, step) for case in CASES)
     assert max(case.D for case in CASES if case.T <= 16) // 64 > 2 * 8  # a ring of eight stages is filled twice

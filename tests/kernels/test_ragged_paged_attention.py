@@ -9,9 +9,10 @@ import pytest
 
 from kernels.ragged_paged_attention import plan_work, ragged_paged_attention
 from kernels.ragged_paged_attention.cases import CASES, HEADS, TOLERANCE, Case, build, expected
+from tests.kernels.cpu_levels import needs_library
 from tests.selection import slow_unless
 
-BACKENDS = ("reference", "xla")
+BACKENDS = ("reference", "xla", pytest.param("cpu", marks=needs_library))
 QUICK = {  # make test has these cases alone
     *("edges-tiny-float32", "page_12", "decodes", "drafts"),
     *("window_30", "soft_cap-bfloat16", "scale-window-soft_cap-float16", "gpu-fills_the_pool"),
@@ -21,6 +22,8 @@ QUICK = {  # make test has these cases alone
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", slow_unless(lambda case: case.name in QUICK, CASES), ids=lambda case: case.name)
 def test_matches_unpaged_float64(case, backend):
+    if backend == "cpu" and case.dtype == "float16":
+        pytest.skip("needs another backend: cpu has bfloat16 and float32")
     batch = build(case)
     out = jax.jit(functools.partial(ragged_paged_attention, backend=backend, **case.options))(*batch.arrays)
     want = expected(case, batch)
@@ -33,15 +36,15 @@ def test_matches_unpaged_float64(case, backend):
 class Pool:
     """Three long sequences in one pool; runs any layout of chunks of them in one compiled shape."""
 
-    def __init__(self, heads, dtype, *, T, S, max_q_len, sliding_window=None, kv_lens=(300, 90, 515), page_size=16):
+    def __init__(self, heads, dtype, *, T, S, max_q_len, sliding_window=None, kv_lens=(300, 90, 515), page_size=16, backend="xla"):
         self.T, self.S, self.page_size, self.kv_lens = T, S, page_size, kv_lens
         whole = Case("pool", tuple((n, n) for n in kv_lens), heads=heads, dtype=dtype, page_size=page_size, padding_seqs=0)
         self.batch = build(whole)
-        options = {"max_q_len": max_q_len, "sliding_window": sliding_window, "backend": "xla"}
+        options = {"max_q_len": max_q_len, "sliding_window": sliding_window, "backend": backend}
 
         @jax.jit
         def run(*arrays):
-            work = plan_work(arrays[3], arrays[4], num_tokens=T, max_q_len=max_q_len, backend="xla")
+            work = plan_work(arrays[3], arrays[4], num_tokens=T, max_q_len=max_q_len, backend=backend)
             return ragged_paged_attention(*arrays, work=work, **options)
 
         self.run = run
@@ -91,10 +94,11 @@ def random_layout(pool: Pool, rng, *, max_q_len) -> list[tuple[int, int, int]]:
         pytest.param("tiny", "float32", 20, 20, 1, None, id="decodes"),
     ],
 )
-def test_bits_of_a_row_depend_on_its_sequence_alone(heads, dtype, T, S, max_q_len, sliding_window):
+@pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=needs_library)])
+def test_bits_of_a_row_depend_on_its_sequence_alone(heads, dtype, T, S, max_q_len, sliding_window, backend):
     """One compiled shape; rows as decodes and in chunks of any cut, alone and in company, at any place in the batch."""
     rng = np.random.default_rng(0)
-    pool = Pool(HEADS[heads], dtype, T=T, S=S, max_q_len=max_q_len, sliding_window=sliding_window)
+    pool = Pool(HEADS[heads], dtype, T=T, S=S, max_q_len=max_q_len, sliding_window=sliding_window, backend=backend)
     if max_q_len == 1:
         watched = [(0, 299), (0, 17), (2, 514), (2, 128), (1, 0)]
     else:
@@ -221,8 +225,9 @@ def arguments(**changes):
         ({"sliding_window": 0}, "sliding_window=0"),
         ({"soft_cap": 0.0}, "soft_cap=0.0"),
         ({"scale": float("nan")}, "scale=nan"),
-        ({"backend": "triton"}, "auto, reference, xla, mosaic_portable, mosaic_sm90"),
-        ({"work": ()}, "was not planned"),
+        ({"backend": "triton"}, "auto, reference, xla, cpu, mosaic_portable, mosaic_sm90"),
+        ({"work": (), "backend": "xla"}, "was not planned"),
+        pytest.param({"work": (), "backend": "cpu"}, "was not planned", marks=needs_library),
         ({"work": (), "backend": "reference"}, "planned for another backend"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",

@@ -1,5 +1,6 @@
 """rotary_write: every backend against float64, equal bits of both, rows that depend on nothing else, no copy, and its errors."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -10,8 +11,10 @@ import pytest
 
 from kernels import gpu
 from kernels.backends import ROTARY_WRITE
+from kernels.cpu import library
 from kernels.rotary_write import cases, resolve_backend, rotary_write
 from kernels.rotary_write.cases import CASES, EPS, Batch, Case, build, faults
+from tests.kernels.cpu_levels import at_level, needs_library
 from tests.selection import slow_unless
 
 OPTIMISED = True
@@ -37,6 +40,16 @@ def test_xla_computes_what_the_reference_does(case, dtype):
     assert not faults(batch, *run(batch, "xla"), dtype)
 
 
+@needs_library
+@pytest.mark.parametrize("level", library.LEVELS[1:])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_cpu_computes_what_the_reference_does(level, dtype):
+    with at_level(level):
+        for case in (*CASES, Case("tiny", 5, 4, 2, 8, 4, norm=True), Case("odd", 3, 2, 1, 34, 16)):
+            batch = build(dataclasses.replace(case, dtype=dtype))
+            assert not faults(batch, *run(batch, "cpu"), dtype), case.name
+
+
 @pytest.mark.parametrize("case", slow_unless(lambda case: case.dtype == "bfloat16", CASES), ids=lambda case: case.name)
 def test_the_kernel_interpreted_has_the_bits_of_xla(case):
     """Queries of padding tokens too, but for what a NaN looks like. (Not optimised, XLA:CPU rounds a float16 elsewhere.)"""
@@ -50,14 +63,15 @@ def test_the_kernel_interpreted_has_the_bits_of_xla(case):
     np.testing.assert_array_equal(bits(pages), bits(want_pages))
 
 
-def test_a_row_has_equal_bits_in_every_batch():
+@pytest.mark.parametrize("backend", ["mosaic", pytest.param("cpu", marks=needs_library)])
+def test_a_row_has_equal_bits_in_every_batch(backend):
     """Token 0 alone, in another place, and among others: tiles begin elsewhere."""
     batch = build(dataclasses.replace(NAMED["odd_heads"], norm=True, padding=0))
     order = np.array([3, 1, 0, 2])
     others = {name: getattr(batch, name)[order] for name in ("qkv", "cos", "sin", "slot_mapping")}
-    with gpu.interpreted():
-        queries, pages = run(batch, "mosaic")
-        moved_queries, moved_pages = run(dataclasses.replace(batch, **others), "mosaic")
+    with gpu.interpreted() if backend == "mosaic" else contextlib.nullcontext():
+        queries, pages = run(batch, backend)
+        moved_queries, moved_pages = run(dataclasses.replace(batch, **others), backend)
     np.testing.assert_array_equal(bits(queries[order]), bits(moved_queries))
     for slot in batch.slot_mapping[order]:
         at = slot // batch.kv_pages.shape[3], slice(None), slice(None), slot % batch.kv_pages.shape[3]
@@ -80,9 +94,12 @@ def test_the_cases_see_a_fault(fault):
     assert faults(batch, queries, pages, "bfloat16")
 
 
-def test_donated_pages_are_not_copied():
+@pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=needs_library)])
+def test_donated_pages_are_not_copied(backend):
     batch = build(Case("large", 4, 2, 1, 64, 16, num_pages=500))
-    compiled = jax.jit(rotary_write, donate_argnums=1).lower(*map(jnp.asarray, batch.arrays)).compile()
+    compiled = (
+        jax.jit(functools.partial(rotary_write, backend=backend), donate_argnums=1).lower(*map(jnp.asarray, batch.arrays)).compile()
+    )
     memory = compiled.memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes == batch.kv_pages.nbytes
@@ -90,7 +107,8 @@ def test_donated_pages_are_not_copied():
 
 
 def test_auto_is_xla_without_a_gpu_and_where_the_kernel_is_left_out(monkeypatch):
-    assert resolve_backend("auto", head_dim=128, dtype="bfloat16") == "xla"
+    assert resolve_backend("auto", head_dim=128, dtype="bfloat16", left_out=["cpu"]) == "xla"
+    assert resolve_backend("auto", head_dim=128, dtype="bfloat16") == ("xla" if library.load() is None else "cpu")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with gpu.assume(gpu.Device(108, "NVIDIA A100", (8, 0))):
         assert resolve_backend("auto", head_dim=128, dtype="bfloat16") == "mosaic"
@@ -130,7 +148,7 @@ def test_what_the_kernel_lacks(device, shape, message):
         ({"slot_mapping": jnp.zeros(8)}, "slot_mapping is float32"),
         ({"q_scale": None}, "q_scale is None and the other one is not: give both or neither"),
         ({"k_scale": jnp.zeros(64, "bfloat16")}, r"k_scale is bfloat16\(64,\); must be bfloat16\[H\] with H=128"),
-        ({"backend": "cuda"}, "backend='cuda' must be one of auto, xla, mosaic"),
+        ({"backend": "cuda"}, "backend='cuda' must be one of auto, xla, cpu, mosaic"),
     ],
 )
 def test_callers_mistakes_are_value_errors(changes, message):
@@ -141,7 +159,7 @@ def test_callers_mistakes_are_value_errors(changes, message):
 
 
 def test_every_automatic_backend_is_tried_by_the_cases():
-    assert set(ROTARY_WRITE.rows) == {"xla", "mosaic"}
+    assert set(ROTARY_WRITE.rows) == {"xla", "cpu", "mosaic"}
     assert {case.H for case in CASES} == {64, 96, 128, 256}
     assert {case.page_size for case in CASES} >= {16, 32, 64, 128}
     assert cases.TOLERANCE.keys() == {"bfloat16", "float16", "float32"}

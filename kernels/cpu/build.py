@@ -1,0 +1,116 @@
+"""Compiles the kernels for CPUs into one shared library beside this file: `python kernels/cpu/build.py`, seconds with any g++.
+
+Owns the compiler's flags. With nothing changed it returns at once. Where the platform, a compiler or jaxlib's headers are missing,
+it says so and builds nothing: the "xla" backends run then. Imports nothing of jaxserve or JAX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+KERNELS = FOLDER.parent
+LIBRARY = FOLDER / "libjaxserve_cpu.so"
+
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma")
+ISAS = {"avx2": ("-mavx2", "-mfma"), "avx512": AVX512, "avx512bf16": (*AVX512, "-mavx512bf16")}
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-Wall", "-Wextra", "-Wno-psabi")
+SHARED_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+
+
+def sources() -> list[Path]:
+    """Everything that the library is made from."""
+    return sorted([*KERNELS.glob("*/cpu.cc"), *FOLDER.glob("*.cc"), *FOLDER.glob("*.h"), Path(__file__).resolve()])
+
+
+def headers() -> Path | None:
+    """jaxlib's folder of headers; None where jaxlib is not installed."""
+    spec = importlib.util.find_spec("jaxlib")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(spec.submodule_search_locations[0]) / "include"
+    return folder if (folder / "xla/ffi/api/ffi.h").is_file() else None
+
+
+def compiler() -> str | None:
+    """$CXX, or the first of g++ and clang++ that there is."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
+def missing() -> str | None:
+    """What keeps the library from being built here, in words; None if nothing does."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return f"Linux on x86-64, found {sys.platform} on {platform.machine()}"
+    if compiler() is None:
+        return "a C++ compiler (Debian, Ubuntu: apt install g++)"
+    return None if headers() is not None else "jaxlib, for its headers"
+
+
+def fingerprint() -> str:
+    """Of what the library would be made from now: sources, headers and compiler."""
+    digest = hashlib.sha256()
+    for path in [*sources(), *sorted((headers() or FOLDER).glob("xla/ffi/api/*.h"))]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    version = subprocess.run([compiler() or "", "--version"], capture_output=True, text=True, check=True).stdout
+    return hashlib.sha256(digest.digest() + version.encode()).hexdigest()
+
+
+def compile_library(output: Path, *extra: str) -> None:
+    """Compiles and links. extra: more flags of both, such as those of a sanitizer. Raises RuntimeError with what the compiler
+    said."""
+    include, cxx = headers(), compiler()
+    assert include is not None and cxx is not None
+    root = ("-I", str(KERNELS.parent), "-isystem", str(include))
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = []
+        for source in sorted(KERNELS.glob("*/cpu.cc")):
+            for isa, flags in ISAS.items():
+                target = Path(folder) / f"{source.parent.name}_{isa}.o"
+                jobs.append([*FLAGS, *flags, f"-DJAXSERVE_ISA={isa}", *root, *extra, "-c", str(source), "-o", str(target)])
+        for source in sorted(FOLDER.glob("*.cc")):
+            jobs.append([*SHARED_FLAGS, *root, *extra, "-c", str(source), "-o", str(Path(folder) / f"{source.stem}.o")])
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda job: _run(cxx, *job), jobs))
+        objects = sorted(map(str, Path(folder).glob("*.o")))
+        unfinished = output.with_suffix(f".{os.getpid()}.tmp")
+        _run(cxx, "-shared", "-pthread", *extra, *objects, "-o", str(unfinished))
+        unfinished.replace(output)  # another process may have the old one open
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+
+
+def build() -> bool:
+    """Makes the library what its sources say. Whether there is one now."""
+    lacking = missing()
+    if lacking is not None:
+        print(f"jaxserve: no kernels for CPUs are built: that needs {lacking}", file=sys.stderr)
+        return False
+    wanted = fingerprint()
+    if not (LIBRARY.is_file() and wanted.encode() in LIBRARY.read_bytes()):
+        compile_library(LIBRARY, f'-DJAXSERVE_FINGERPRINT="{wanted}"')
+    return True
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.parse_args()
+    build()
+
+
+if __name__ == "__main__":
+    main()

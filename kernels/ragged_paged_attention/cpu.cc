@@ -1,0 +1,280 @@
+// Ragged paged attention for CPUs: one pass over a sequence's pages for a tile of its queries and all query heads of a KV head.
+//
+// A tile is some consecutive tokens of one sequence. The softmax is online (arXiv:1805.02867) over CHUNK positions at a time and
+// starts afresh at multiples of SPLIT; the states of splits are joined in order, by `join`. An item of the pool is a tile and a KV
+// head, or where there are few of those, one split of them. Splits and chunks begin at multiples from position 0, and a chunk of which
+// a row sees nothing leaves its state as it was. So a row's bits depend on its own sequence alone.
+
+#include "kernels/cpu/calls.h"
+#include "kernels/cpu/dot.h"
+#include "kernels/cpu/pool.h"
+#include "kernels/cpu/simd.h"
+
+namespace jaxserve {
+namespace JAXSERVE_ISA {
+namespace {
+
+constexpr int CHUNK = 128;
+constexpr int SPLIT = 512;
+constexpr int TILE_ROWS = 32;  // about as many: tokens times query heads of a KV head
+// Logit of a key that a row does not see, and where a maximum starts. Finite, so that no inf - inf arises, and far apart, so that
+// exp(MASKED - maximum) is 0 even for a row that has seen nothing.
+constexpr float MASKED = -1e30f, FIRST_MAXIMUM = -1e29f;
+
+struct Tile {
+  int seq, token, count, position;  // of the first token: its row of q, and where it stands
+};
+
+struct State {  // of the M rows of a tile and head
+  float *maximum, *total, *sums;  // [M], [M], [M, H]
+  State(float* values, int64_t M) : maximum(values), total(values + M), sums(values + 2 * M) {}
+  static int64_t size(int64_t M, int64_t H) { return M * (2 + H); }
+};
+
+// sums[m, h...] += weights[m] . values for ROWS rows, positions first to last, VECS vectors of the head from h on.
+template <int R, int VECS, typename T>
+void add_values(const float* weights, const T* const* values, int first, int last, int64_t h, int64_t H, float* sums) {
+  Vec acc[R][VECS];
+  for (int r = 0; r < R; r++) {
+    for (int v = 0; v < VECS; v++) acc[r][v] = load(sums + r * H + h + v * W);
+  }
+  for (int j = first; j < last; j++) {
+    Vec value[VECS];
+    for (int v = 0; v < VECS; v++) value[v] = load(values[j] + h + v * W);
+    for (int r = 0; r < R; r++) {
+      Vec weight = set1(weights[r * CHUNK + j]);
+      for (int v = 0; v < VECS; v++) acc[r][v] = fma(weight, value[v], acc[r][v]);
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    for (int v = 0; v < VECS; v++) store(sums + r * H + h + v * W, acc[r][v]);
+  }
+}
+
+template <int R, typename T>
+void add_rows(const float* weights, const T* const* values, int first, int last, int64_t H, float* sums) {
+  int64_t h = 0;
+  for (; h + 4 * W <= H; h += 4 * W) add_values<R, 4>(weights, values, first, last, h, H, sums);
+  for (; h + W <= H; h += W) add_values<R, 1>(weights, values, first, last, h, H, sums);
+  if (h == H) return;
+  const int n = static_cast<int>(H - h);
+  for (int r = 0; r < R; r++) {
+    Vec acc = load_first(sums + r * H + h, n);
+    for (int j = first; j < last; j++) acc = fma(set1(weights[r * CHUNK + j]), load_first(values[j] + h, n), acc);
+    store_first(sums + r * H + h, acc, n);
+  }
+}
+
+template <typename T>
+struct Walk {
+  const Attention& a;
+  int64_t G;         // query heads of a KV head
+  const Tile* tiles;
+
+  int64_t rows(const Tile& tile) const { return tile.count * G; }
+  int end(const Tile& tile) const { return tile.position + tile.count; }
+  int begin(const Tile& tile) const {
+    const int64_t first = a.window > 0 ? tile.position - a.window + 1 : 0;
+    return first > 0 ? static_cast<int>(first) : 0;
+  }
+
+  // The positions of a chunk in the pages: keys and values of positions first to last - 1.
+  void find(const Tile& tile, int64_t head, int chunk, int first, int last, const T** keys, const T** values) const {
+    const int32_t* pages = a.page_table + tile.seq * a.table_width;
+    const int64_t page_values = a.page_size * a.H;
+    for (int j = first; j < last; j++) {
+      const int position = chunk + j;
+      const int64_t page = pages[position / a.page_size];
+      const T* start = static_cast<const T*>(a.kv_pages) + (page * 2 * a.K + head) * page_values;
+      keys[j] = start + (position % a.page_size) * a.H;
+      values[j] = keys[j] + a.K * page_values;
+    }
+  }
+
+  // Logits of a row to weights: exp(logit - maximum), where the row's maximum may rise. Sums so far shrink with it.
+  void soften(float* logits, int first, int last, int64_t position, int chunk, float* maximum, float* total, float* sums) const {
+    const int64_t unseen = a.window > 0 ? position - a.window + 1 - chunk : 0;
+    const int from = unseen > first ? static_cast<int>(unseen < last ? unseen : last) : first;
+    const int until = position + 1 - chunk < last ? static_cast<int>(position + 1 - chunk) : last;
+    for (int j = 0; j < from; j++) logits[j] = MASKED;
+    for (int j = until < from ? from : until; j < CHUNK; j++) logits[j] = MASKED;
+    Vec highest = set1(*maximum);
+    for (int j = 0; j < CHUNK; j += W) {
+      Vec x = load(logits + j);
+      if (a.soft_cap > 0) {  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
+        Vec e = exp(mul(x, set1(2 * a.scale / a.soft_cap)));
+        Vec capped = mul(set1(a.soft_cap), sub(set1(1.0f), div(set1(2.0f), add(e, set1(1.0f)))));
+        x = select_above(x, MASKED, capped);
+      } else {
+        x = select_above(x, MASKED, mul(x, set1(a.scale)));
+      }
+      store(logits + j, x);
+      highest = max(x, highest);
+    }
+    float lanes[W], top = *maximum;
+    store(lanes, highest);
+    for (float lane : lanes) top = lane > top ? lane : top;
+    Vec shrink = exp(set1(*maximum - top)), sum_of_weights = zero();
+    for (int j = 0; j < CHUNK; j += W) {
+      Vec weight = exp(sub(load(logits + j), set1(top)));
+      store(logits + j, weight);
+      sum_of_weights = add(sum_of_weights, weight);
+    }
+    float factor[W];
+    store(factor, shrink);
+    *total = *total * factor[0] + sum(sum_of_weights);
+    *maximum = top;
+    if (factor[0] != 1.0f) {
+      for_lanes(a.H, [&](int64_t h, int n) { store_n(sums + h, mul(load_n(sums + h, n), shrink), n); });
+    }
+  }
+
+  // The state of a tile's rows over the positions of a split. work: rows of q [M, H], then logits [M, CHUNK].
+  void walk_split(const Tile& tile, int64_t head, int split, T* q, float* logits, State state) const {
+    const int64_t M = rows(tile);
+    for (int64_t m = 0; m < M; m++) {
+      const int64_t token = tile.token + m / G, query_head = head * G + m % G;
+      memcpy(q + m * a.H, static_cast<const T*>(a.q) + (token * a.N + query_head) * a.H, a.H * sizeof(T));
+      state.maximum[m] = FIRST_MAXIMUM, state.total[m] = 0;
+    }
+    memset(state.sums, 0, M * a.H * sizeof(float));
+    const int last_position = end(tile) < split + SPLIT ? end(tile) : split + SPLIT;
+    const int first_position = begin(tile) > split ? begin(tile) : split;
+    const T *keys[CHUNK], *values[CHUNK];
+    for (int chunk = first_position / CHUNK * CHUNK; chunk < last_position; chunk += CHUNK) {
+      const int first = first_position > chunk ? first_position - chunk : 0;
+      const int last = last_position - chunk < CHUNK ? last_position - chunk : CHUNK;
+      find(tile, head, chunk, first, last, keys, values);
+      for (int j = first; j < last; j += 4) {
+        const T* column[4];
+        float sums[ROWS * 4];
+        for (int i = 0; i < 4; i++) column[i] = keys[j + i < last ? j + i : last - 1];
+        for (int64_t m = 0; m < M; m += ROWS) {
+          const int n = static_cast<int>(M - m < ROWS ? M - m : ROWS);
+          dot_rows(q + m * a.H, a.H, n, column, a.H, sums, 4, static_cast<const T*>(nullptr));
+          for (int r = 0; r < n; r++) {
+            for (int i = 0; i < 4 && j + i < last; i++) logits[(m + r) * CHUNK + j + i] = sums[r * 4 + i];
+          }
+        }
+      }
+      for (int64_t m = 0; m < M; m++) {
+        float* own = logits + m * CHUNK;
+        soften(own, first, last, tile.position + m / G, chunk, state.maximum + m, state.total + m, state.sums + m * a.H);
+      }
+      int64_t m = 0;
+      for (; m + 4 <= M; m += 4) add_rows<4>(logits + m * CHUNK, values, first, last, a.H, state.sums + m * a.H);
+      for (; m < M; m++) add_rows<1>(logits + m * CHUNK, values, first, last, a.H, state.sums + m * a.H);
+    }
+  }
+
+  // Adds the state of a later split to that of the ones before.
+  void join(State into, State from, int64_t M) const {
+    for (int64_t m = 0; m < M; m++) {
+      const float top = from.maximum[m] > into.maximum[m] ? from.maximum[m] : into.maximum[m];
+      float factors[2][W];
+      Vec a_factor = exp(set1(into.maximum[m] - top)), b_factor = exp(set1(from.maximum[m] - top));
+      store(factors[0], a_factor), store(factors[1], b_factor);
+      into.total[m] = into.total[m] * factors[0][0] + from.total[m] * factors[1][0];
+      into.maximum[m] = top;
+      float *sums = into.sums + m * a.H, *others = from.sums + m * a.H;
+      for_lanes(a.H, [&](int64_t h, int n) {
+        store_n(sums + h, fma(load_n(others + h, n), b_factor, mul(load_n(sums + h, n), a_factor)), n);
+      });
+    }
+  }
+
+  void write(const Tile& tile, int64_t head, State state) const {
+    for (int64_t m = 0; m < rows(tile); m++) {
+      T* out = static_cast<T*>(a.out) + ((tile.token + m / G) * a.N + head * G + m % G) * a.H;
+      const Vec total = set1(state.total[m] > 0 ? state.total[m] : 1.0f);
+      for_lanes(a.H, [&](int64_t h, int n) { store_n(out + h, div(load_n(state.sums + m * a.H + h, n), total), n); });
+    }
+  }
+
+  // All splits of a tile and head.
+  void whole(const Tile& tile, int64_t head) const {
+    const int64_t M = rows(tile), size = State::size(M, a.H);
+    Scratch<T> q(M * a.H);
+    Scratch<float> memory(M * CHUNK + 2 * size);
+    State into(memory.values + M * CHUNK, M), from(memory.values + M * CHUNK + size, M);
+    const int first = begin(tile) / SPLIT * SPLIT;
+    for (int split = first; split < end(tile); split += SPLIT) {
+      walk_split(tile, head, split, q.values, memory.values, split == first ? into : from);
+      if (split != first) join(into, from, M);
+    }
+    write(tile, head, into);
+  }
+
+  // One split of a tile and head, and what joins them.
+  void part(const Tile& tile, int64_t head, int split, State state) const {
+    Scratch<T> q(rows(tile) * a.H);
+    Scratch<float> logits(rows(tile) * CHUNK);
+    walk_split(tile, head, split, q.values, logits.values, state);
+  }
+};
+
+// The tiles of a step. Returns how many.
+int64_t cut(const Attention& a, int tokens, Tile* tiles) {
+  int64_t count = 0;
+  for (int64_t s = 0; s < a.S; s++) {
+    const int q_len = a.cu_q_lens[s + 1] - a.cu_q_lens[s];
+    for (int i = 0; i < q_len; i += tokens) {
+      const int n = q_len - i < tokens ? q_len - i : tokens;
+      tiles[count++] = {static_cast<int>(s), a.cu_q_lens[s] + i, n, a.kv_lens[s] - q_len + i};
+    }
+  }
+  return count;
+}
+
+template <typename T>
+void run(const Attention& a) {
+  const int64_t G = a.N / a.K;
+  Scratch<Tile> tiles(a.T);
+  const int64_t count = cut(a, static_cast<int>(G < TILE_ROWS ? TILE_ROWS / G : 1), tiles.values);
+  const int64_t last = a.cu_q_lens[a.S];
+  memset(static_cast<T*>(a.out) + last * a.N * a.H, 0, (a.T - last) * a.N * a.H * sizeof(T));
+  Walk<T> walk{a, G, tiles.values};
+  if (count * a.K >= 4 * num_threads()) {
+    auto item = [&](int64_t i) { walk.whole(tiles.values[i / a.K], i % a.K); };
+    return for_each(count * a.K, item);
+  }
+  // Few: their splits are items. `place` is where the states of a tile's splits begin.
+  Scratch<int64_t> place(count + 1);
+  int64_t splits = 0, largest = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const Tile& tile = tiles.values[i];
+    place.values[i] = splits;
+    splits += (walk.end(tile) + SPLIT - 1) / SPLIT - walk.begin(tile) / SPLIT;
+    largest = walk.rows(tile) > largest ? walk.rows(tile) : largest;
+  }
+  place.values[count] = splits;
+  const int64_t size = State::size(largest, a.H);
+  Scratch<float> memory(splits * a.K * size);
+  auto state = [&](int64_t split, int64_t head, const Tile& tile) {
+    return State(memory.values + (split * a.K + head) * size, walk.rows(tile));
+  };
+  auto part = [&](int64_t item) {
+    const int64_t split = item / a.K, head = item % a.K;
+    int64_t i = 0;
+    while (place.values[i + 1] <= split) i++;
+    const Tile& tile = tiles.values[i];
+    const int64_t first = (walk.begin(tile) / SPLIT + split - place.values[i]) * SPLIT;
+    walk.part(tile, head, static_cast<int>(first), state(split, head, tile));
+  };
+  for_each(splits * a.K, part);
+  for (int64_t i = 0; i < count; i++) {
+    const Tile& tile = tiles.values[i];
+    for (int64_t head = 0; head < a.K; head++) {
+      State into = state(place.values[i], head, tile);
+      for (int64_t s = place.values[i] + 1; s < place.values[i + 1]; s++) walk.join(into, state(s, head, tile), walk.rows(tile));
+      walk.write(tile, head, into);
+    }
+  }
+}
+
+}  // namespace
+
+void attend(const Attention& a) { a.dtype == Dtype::kFloat32 ? run<float>(a) : run<bf16>(a); }
+
+}  // namespace JAXSERVE_ISA
+}  // namespace jaxserve
