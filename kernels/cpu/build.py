@@ -30,7 +30,7 @@ SHARED_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-
 
 def sources() -> list[Path]:
     """Everything that the library is made from."""
-    return sorted([*KERNELS.glob("*/cpu.cc"), *FOLDER.glob("*.cc"), *FOLDER.glob("*.h"), Path(__file__).resolve()])
+    return sorted([*KERNELS.glob("*/*.cc"), *KERNELS.glob("*/*.h"), Path(__file__).resolve()])
 
 
 def headers() -> Path | None:

@@ -12,9 +12,10 @@ namespace jaxserve {
 #define DECLARE(isa)                       \
   namespace isa {                          \
   void matmul(const Matmul&);              \
+  void grouped_matmul(const GroupedMatmul&); \
   void attend(const Attention&);           \
   void rotary_write(const RotaryWrite&);   \
-  constexpr Kernels kernels{matmul, attend, rotary_write}; \
+  constexpr Kernels kernels{matmul, grouped_matmul, attend, rotary_write}; \
   }
 DECLARE(avx2)
 DECLARE(avx512)
@@ -49,6 +50,19 @@ ffi::Error matmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs rest, f
   m.eps = eps, m.gated = gated, m.transposed = transposed, m.dtype = dtype_of(x);
   m.float32_out = m.dtype != Dtype::kFloat32 && dtype_of(*out) == Dtype::kFloat32;
   KERNELS[level]->matmul(m);
+  return ffi::Error::Success();
+}
+
+ffi::Error grouped_matmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> tile_group, ffi::Buffer<ffi::S32> tile_row,
+                          ffi::Buffer<ffi::S32> tile_rows, ffi::Buffer<ffi::S32> num_tiles, ffi::Result<ffi::AnyBuffer> out,
+                          bool gated) {
+  GroupedMatmul g{};
+  Matmul& m = g.product;
+  m.x = x.untyped_data(), m.w = w.untyped_data(), m.out = out->untyped_data();
+  m.D = w.dimensions()[1], m.F = w.dimensions()[2], m.gated = gated, m.dtype = dtype_of(x);
+  g.tile_group = tile_group.typed_data(), g.tile_row = tile_row.typed_data(), g.tile_rows = tile_rows.typed_data();
+  g.num_tiles = num_tiles.typed_data();
+  KERNELS[level]->grouped_matmul(g);
   return ffi::Error::Success();
 }
 
@@ -122,6 +136,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_cpu_fused_matmul, jaxserve::matmul,
                                   .Attr<float>("eps")
                                   .Attr<bool>("gated")
                                   .Attr<bool>("transposed"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_cpu_grouped_matmul, jaxserve::grouped_matmul,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("gated"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_cpu_attend, jaxserve::attend,
                               ffi::Ffi::Bind()

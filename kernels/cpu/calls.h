@@ -24,6 +24,14 @@ struct Matmul {  // kernels/fused_matmul/api.py
   Dtype dtype;
 };
 
+struct GroupedMatmul {  // kernels/grouped_matmul/layout.py
+  Matmul product;             // of all rows, its w of all groups, one after the other
+  const int32_t* tile_group;  // [W]
+  const int32_t* tile_row;    // [W]
+  const int32_t* tile_rows;   // [W]
+  const int32_t* num_tiles;   // []
+};
+
 struct Attention {  // kernels/ragged_paged_attention/api.py
   const void* q;              // [T, N, H]
   const void* kv_pages;       // [num_pages, 2, K, page_size, H]
@@ -52,6 +60,7 @@ struct RotaryWrite {  // kernels/rotary_write/api.py
 
 struct Kernels {  // of one instruction set
   void (*matmul)(const Matmul&);
+  void (*grouped_matmul)(const GroupedMatmul&);
   void (*attend)(const Attention&);
   void (*rotary_write)(const RotaryWrite&);
 };

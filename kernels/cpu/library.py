@@ -20,8 +20,9 @@ import jax
 logger: logging.Logger = logging.getLogger("jaxserve")
 
 PATH: Path = Path(__file__).parent / "libjaxserve_cpu.so"
+QUOTA: Path = Path("/sys/fs/cgroup/cpu.max")  # of this process's control group, as a container sees it
 LEVELS: tuple[str, ...] = ("none", "avx2", "avx512", "avx512bf16")  # instruction sets that kernels are compiled for
-TARGETS: tuple[str, ...] = ("fused_matmul", "attend", "rotary_write")
+TARGETS: tuple[str, ...] = ("fused_matmul", "grouped_matmul", "attend", "rotary_write")
 
 
 @functools.cache
@@ -86,7 +87,7 @@ def available_threads() -> int:
     """CPUs that this process may use: those that it may run on, and no more than its control group's quota pays for."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = QUOTA.read_text().split()
     except (OSError, ValueError):
         return allowed
     return allowed if quota == "max" else max(1, min(allowed, math.ceil(int(quota) / int(period))))

@@ -34,14 +34,14 @@ def fused_matmul(
     arXiv:1910.07467: divided by the root of their mean square plus eps, times the scale); bias and residual are added; where gated,
     the result is silu(its first half of columns) times the second half (SwiGLU, arXiv:2002.05202).
 
-    Sums are float32. How often a value is rounded on its way is the backend's: "xla" and "cpu" round where a model does that has these steps
-    one by one, "mosaic_sm90" only what it multiplies, and the result. With "cpu" and "mosaic_sm90" a row's bits do not depend on the
-    other rows, nor on how many there are.
+    Sums are float32. How often a value is rounded on its way is the backend's: "xla" and "cpu" round where a model does that has
+    these steps one by one, "mosaic_sm90" only what it multiplies, and the result. With "cpu" and "mosaic_sm90" a row's bits do not
+    depend on the other rows, nor on how many there are.
 
-    transposed: w is [F, D], as `models.transpose_kernels` lays it. dtype: of the result, x's or float32, which is then the sums as they
-    are, of a plain product or a normed one. None: x's. Both are for "xla" and "cpu".
-    backend: one of `kernels.backends.FUSED_MATMUL.names`; "auto" is "mosaic_sm90" on a Hopper GPU that can take these weights, "cpu"
-    on a CPU that has the library of kernels, else "xla". Differentiable with "xla" alone.
+    transposed: w is [F, D], as a CPU reads it fastest. dtype: of the result; None: x's. float32 keeps the sums as they are, of a
+    plain product or a normed one. Both are for "xla" and "cpu".
+    backend: one of `kernels.backends.FUSED_MATMUL.names`; "auto" is "mosaic_sm90" on a Hopper GPU that can take these weights,
+    "cpu" on a CPU where the library of kernels is, else "xla". Differentiable with "xla" alone.
 
     Raises:
         ValueError: an argument's shape, dtype or value is wrong.

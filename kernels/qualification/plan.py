@@ -120,7 +120,8 @@ class Plan:
         for row in table.automatic(self.platform) if name == "auto" else [table[name]]:
             if row.plain_xla:
                 return
-            yield row
+            if row.platforms != ("cpu",):  # a kernel for CPUs is no card's
+                yield row
 
     def units(self, kernel: str, row: Backend) -> Iterator[Unit]:
         """What a backend must pass."""

@@ -27,6 +27,7 @@ from tests.workload import SMALL_POOL, requests
 
 OPTIMISED = True
 ALWAYS: dict[str, Any] = {"deterministic": "always"}
+XLA: dict[str, Any] = {"attention_backend": "xla", "matmul_backend": "xla"}  # where bits follow the shapes unless something is done
 BIASED = dataclasses.replace(CONFIG, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=False, tie_word_embeddings=True)
 MODELS = {"dense": CONFIG, "biased": BIASED, "experts": SPARSE}
 KINDS = [(name, dtype, transposed) for name in MODELS for dtype in ("float32", "bfloat16") for transposed in (True, False)]
@@ -129,13 +130,13 @@ def differs_when_broken(**settings) -> bool:
 
 @pytest.mark.slow
 def test_found_out_where_nothing_is_fixed():
-    assert differs_when_broken(deterministic="bucket")
+    assert differs_when_broken(deterministic="bucket", **XLA)
 
 
 @pytest.mark.slow
 def test_found_out_where_rows_are_computed_at_once(monkeypatch):
     monkeypatch.setattr(RowTiles, "__call__", lambda self, f, *xs, num_rows=None: row_tiles.whole(f, *xs))
-    assert differs_when_broken(**ALWAYS)
+    assert differs_when_broken(**ALWAYS, **XLA)
 
 
 @pytest.mark.slow
@@ -144,7 +145,7 @@ def test_found_out_where_attention_follows_the_bucket(monkeypatch):
     monkeypatch.setattr(
         jaxserve.execution.body, "plan_work", lambda *args, fixed_tiles, **kwargs: plan_work(*args, fixed_tiles=False, **kwargs)
     )
-    assert differs_when_broken(**ALWAYS)
+    assert differs_when_broken(**ALWAYS, **XLA)
 
 
 # -- what it can't be had with

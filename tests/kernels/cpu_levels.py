@@ -6,8 +6,10 @@ import pytest
 
 from kernels.cpu import library
 
+AUTO: str = "xla" if library.load() is None else "cpu"  # what "auto" is on this machine without a GPU
+
 needs_library = pytest.mark.skipif(
-    not library.PATH.is_file(), reason="needs the library of kernels for CPUs (a C++ compiler; kernels/cpu/build.py)"
+    library.load() is None, reason="needs the library of kernels for CPUs (a C++ compiler; kernels/cpu/build.py)"
 )
 
 

@@ -16,6 +16,7 @@ from kernels.grouped_matmul import gather_rows, grouped_matmul, plan_groups
 from kernels.grouped_matmul import xla as grouped_xla
 from kernels.ragged_paged_attention import host_planner, plan_work, ragged_paged_attention, resolve_backend, xla
 from kernels.ragged_paged_attention.cases import CASES, build
+from tests.kernels.cpu_levels import AUTO
 
 ROOT = Path(__file__).parents[2]
 MODEL = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "dtype": jnp.float32}
@@ -31,8 +32,8 @@ def doubled(lacks: str | None = None) -> SimpleNamespace:
 
 
 def test_the_config_offers_every_row():
-    assert config.BACKENDS == ATTENTION.names == ("auto", "reference", "xla", "mosaic_portable", "mosaic_sm90")
-    assert config.MOE_BACKENDS == GROUPED_MATMUL.names == ("auto", "reference", "xla", "mosaic_portable", "mosaic_sm90")
+    assert config.BACKENDS == ATTENTION.names == ("auto", "reference", "xla", "cpu", "mosaic_portable", "mosaic_sm90")
+    assert config.MOE_BACKENDS == GROUPED_MATMUL.names == ("auto", "reference", "xla", "cpu", "mosaic_portable", "mosaic_sm90")
 
 
 def test_a_row_is_all_that_a_new_attention_needs(monkeypatch):
@@ -52,11 +53,11 @@ def test_a_row_is_all_that_a_new_attention_needs(monkeypatch):
 
 def test_a_row_that_lacks_something_is_passed_over_or_refused(monkeypatch):
     monkeypatch.setitem(ATTENTION.rows, "doubled", Backend("doubled", doubled("odd head_dims"), automatic=True))
-    assert resolve_backend("auto", **MODEL) == "xla"
+    assert resolve_backend("auto", **MODEL) == AUTO
     with pytest.raises(NotImplementedError, match="doubled can't do odd head_dims; use backend='xla'"):
         resolve_backend("doubled", **MODEL)
     monkeypatch.setitem(ATTENTION.rows, "elsewhere", Backend("elsewhere", doubled(), automatic=True, platforms=("tpu",)))
-    assert resolve_backend("auto", **MODEL) == "xla"
+    assert resolve_backend("auto", **MODEL) == AUTO
 
 
 def test_a_row_that_plans_on_the_host_is_asked_for_its_planner(monkeypatch):
@@ -68,7 +69,7 @@ def test_a_row_that_plans_on_the_host_is_asked_for_its_planner(monkeypatch):
     with pytest.raises(NotImplementedError, match="doubled can't plan on the device"):
         plan_work(jnp.zeros(2, jnp.int32), jnp.ones(1, jnp.int32), num_tokens=1, backend="doubled")
     with pytest.raises(
-        ValueError, match="backend='tripled' must be one of auto, reference, xla, mosaic_portable, mosaic_sm90, doubled"
+        ValueError, match="backend='tripled' must be one of auto, reference, xla, cpu, mosaic_portable, mosaic_sm90, doubled"
     ):
         host_planner("tripled")
 

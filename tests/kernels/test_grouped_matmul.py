@@ -21,10 +21,12 @@ from kernels.grouped_matmul import (
     plan_groups,
 )
 from kernels.grouped_matmul.cases import CASES, LAYOUTS, TOLERANCE, build, expected
+from tests.kernels.cpu_levels import AUTO
 from tests.selection import slow_unless
 
 NAMED = {case.name: case for case in CASES}
 RUNS = [(case, backend) for case in CASES for backend in ("reference", "xla")]
+RUNS += [(case, "cpu") for case in CASES if case.dtype != "float16" and AUTO == "cpu"]
 RUNS += [(case, "mosaic_sm90") for case in CASES if case.dtype != "float32"]
 QUICK = {"one_token", "nothing", "padding", "few_active", "bfloat16", "float16"}  # make test has these cases alone
 QUICK_RUNS = [run if run[0].name in QUICK else pytest.param(*run, marks=pytest.mark.slow) for run in RUNS]
@@ -247,7 +249,7 @@ def planned(ids, weights, **options):
 
 def test_auto_is_the_kernel_where_it_can_be():
     ids, small, whole = jnp.zeros((3, 1), jnp.int32), jnp.zeros((2, 8, 16), jnp.bfloat16), jnp.zeros((2, 64, 128), jnp.bfloat16)
-    assert plan_groups(ids, [whole]).backend == "xla"  # on this CPU
+    assert plan_groups(ids, [whole]).backend == AUTO
     with gpu.assume_sm90(132, "NVIDIA H100 80GB HBM3"):
         assert planned(ids, [whole]).backend == "mosaic_sm90"
         assert planned(ids, [whole, small]).backend == planned(ids, [whole.astype(jnp.float32)]).backend == "xla"

@@ -1,0 +1,159 @@
+"""The library of the kernels for CPUs: its threads, its build, when it is loaded, and what sanitizers say of it."""
+
+import functools
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.cpu import library
+from kernels.fused_matmul import fused_matmul
+from tests.kernels.cpu_levels import needs_library
+
+ROOT = Path(__file__).parents[2]
+build = importlib.import_module("kernels.cpu.build")
+
+
+@functools.partial(jax.jit, static_argnames="backend")
+def product(x, w, backend="cpu"):
+    return fused_matmul(x, w, transposed=True, gated=True, backend=backend)
+
+
+@functools.cache
+def operands() -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.standard_normal((40, 192)), jnp.float32), jnp.asarray(rng.standard_normal((640, 192)), jnp.float32)
+
+
+@needs_library
+def test_the_number_of_threads_changes_no_bit():
+    x, w = operands()
+    np.testing.assert_allclose(product(x, w), product(x, w, backend="xla"), rtol=2e-4, atol=2e-3)
+    want = np.asarray(product(x, w))
+    try:
+        for count in (1, 3, 2, 5):
+            library.set_num_threads(count)
+            np.testing.assert_array_equal(product(x, w), want)
+    finally:
+        library.set_num_threads(None)
+
+
+@needs_library
+def test_engines_on_several_threads_share_the_pool():
+    """Who finds the pool taken computes alone: nobody waits, nothing is computed twice."""
+    x, w = operands()
+    want, wrong = np.asarray(product(x, w)), []
+
+    def run():
+        for _ in range(200):
+            if not np.array_equal(product(x, w), want):
+                wrong.append(threading.get_ident())
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+def test_a_number_of_threads_below_one_is_refused():
+    with pytest.raises(ValueError, match="num_threads=0 must be at least 1, or None"):
+        library.set_num_threads(0)
+
+
+@pytest.mark.parametrize(("quota", "count"), [("max 100000", 4), ("150000 100000", 2), ("50000 100000", 1), ("900000 100000", 4)])
+def test_threads_follow_the_control_group(tmp_path, monkeypatch, quota, count):
+    (tmp_path / "cpu.max").write_text(quota + "\n")
+    monkeypatch.setattr(library, "QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+    assert library.available_threads() == count
+
+
+def test_importing_jaxserve_does_not_load_it():
+    code = "import jaxserve; jaxserve.EngineConfig; print('libjaxserve_cpu' in open('/proc/self/maps').read())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_without_a_compiler_nothing_is_built(monkeypatch, capsys):
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    if sys.platform == "linux":
+        assert build.build() is False
+        assert "that needs a C++ compiler" in capsys.readouterr().err
+
+
+@needs_library
+def test_the_library_is_what_its_sources_say(monkeypatch):
+    """Built once: a second build finds it as it should be, and another source would be another library."""
+    if build.missing():
+        pytest.skip(f"needs {build.missing()}")
+    monkeypatch.setattr(build, "compile_library", lambda *_: pytest.fail("built anew: run make setup"))
+    assert build.build()
+    before = build.fingerprint()
+    monkeypatch.setattr(build, "sources", lambda: [ROOT / "BUILD.md"])
+    assert build.fingerprint() != before
+
+
+RUN_CASES = """
+import dataclasses, sys
+from pathlib import Path
+from kernels.cpu import library
+library.PATH = Path(sys.argv[1])
+import jax, numpy as np
+from tests.kernels import test_fused_matmul, test_grouped_matmul, test_ragged_paged_attention, test_rotary_write
+from kernels.ragged_paged_attention.cases import CASES
+for level in library.LEVELS[1 : 1 + library.LEVELS.index(library.level())]:
+    for transposed in (False, True):
+        test_fused_matmul.test_cpu_computes_what_the_reference_does(level, "bfloat16", transposed)
+        test_fused_matmul.test_cpu_computes_what_the_reference_does(level, "float32", transposed)
+    test_rotary_write.test_cpu_computes_what_the_reference_does(level, "bfloat16")
+    with library.use_level(level):
+        for case in CASES:
+            if case.dtype != "float16":
+                test_ragged_paged_attention.test_matches_unpaged_float64(case, "cpu")
+        for case in test_grouped_matmul.CASES:
+            if case.dtype != "float16":
+                test_grouped_matmul.test_products_are_right_and_nothing_else_is_read(case, "cpu")
+print("ran", level)
+"""
+
+
+def needs_sanitizer(name: str) -> str:
+    """The path of a sanitizer's runtime; skips where there is none."""
+    if build.missing() or shutil.which("g++") is None:
+        pytest.skip(f"needs {build.missing() or 'g++'}")
+    path = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+    return path if os.path.isabs(path) else pytest.skip(f"needs {name}")
+
+
+@pytest.mark.slow
+def test_the_cases_touch_no_memory_but_their_own(tmp_path):
+    """AddressSanitizer and UndefinedBehaviorSanitizer over every kernel's cases, on each instruction set."""
+    runtime = needs_sanitizer("libasan.so")
+    sanitized = tmp_path / "libsanitized.so"
+    build.compile_library(sanitized, "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
+    options = "detect_leaks=0:detect_odr_violation=0"
+    env = os.environ | {"LD_PRELOAD": runtime, "ASAN_OPTIONS": options, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", RUN_CASES, str(sanitized)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0 and done.stdout.startswith("ran"), done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_the_pool_has_no_races(tmp_path):
+    """ThreadSanitizer over the pool: several callers, more and fewer threads, workers that park and wake."""
+    needs_sanitizer("libtsan.so")
+    program, source = tmp_path / "pool_test", Path(__file__).with_name("cpu_pool_test.cc")
+    flags = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread", "-I", str(ROOT)]
+    subprocess.run(["g++", *flags, str(source), str(ROOT / "kernels/cpu/pool.cc"), "-o", str(program)], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout == "right\n", done.stderr[-3000:]
