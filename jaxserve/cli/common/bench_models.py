@@ -48,6 +48,12 @@ QWEN3_8B: dict[str, Any] = QWEN3_0_6B | {
     "intermediate_size": 12288,
     "tie_word_embeddings": False,
 }
+QWEN3_32B: dict[str, Any] = QWEN3_8B | {
+    "hidden_size": 5120,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "intermediate_size": 25600,
+}
 QWEN3_30B_A3B: dict[str, Any] = QWEN3_0_6B | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -64,13 +70,22 @@ QWEN3_30B_A3B: dict[str, Any] = QWEN3_0_6B | {
     "mlp_only_layers": [],
     "tie_word_embeddings": False,
 }
+QWEN3_235B_A22B: dict[str, Any] = QWEN3_30B_A3B | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+}
 RANDOM = {
     "tiny-qwen3": TINY_QWEN3,
     "tiny-qwen3-moe": TINY_QWEN3_MOE,
     "tiny-small-head": TINY_SMALL_HEAD,
     "qwen3-0.6b": QWEN3_0_6B,
     "qwen3-8b": QWEN3_8B,
+    "qwen3-32b": QWEN3_32B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "qwen3-235b-a22b": QWEN3_235B_A22B,
 }
 
 
