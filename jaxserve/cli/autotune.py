@@ -160,12 +160,15 @@ class Tuner:
             return self.plan(setting, len(self.workload.requests), bar.update)
 
     def config(self, setting: Setting) -> dict[str, Any]:
-        """The options of an engine with this setting, for the limits that it was tuned under."""
+        """The options of an engine with this setting, for the limits and the devices that it was tuned under."""
+        from jaxserve.step_times.fitted import DEVICES
+
         machine, options = self.machine(setting), {k: v for k, v in asdict(setting).items() if k != "plan"}
         plan = json.loads(self.whole_plan(setting).to_json(workload=self.workload.name))
         limits = machine.limits
         options |= {"batching_policy": limits.policy, "scheduling_policy": limits.order, "enable_chunked_prefill": limits.chunked}
         options |= {"enable_mixed_steps": limits.mixed}
+        options |= {name: machine.step_times.about.get(name, unsaid) for name, unsaid in DEVICES.items()}
         if (level := machine.step_times.about.get("deterministic")) is not None:
             options["deterministic"] = level
         options |= {"async_scheduling": machine.async_scheduling, "enable_prefix_caching": machine.prefix_caching}

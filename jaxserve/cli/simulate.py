@@ -3,10 +3,10 @@ r"""What a number of GPUs would make of a workload: the real scheduler, page poo
     jaxserve simulate --model=qwen3-8b --gpu=h100 --replicas=4 --workload=random --num_requests=2000 --request_rate=40
     jaxserve simulate --model=qwen3-8b --gpu=h100 --workload=trace --dataset_path=azure_conv_2023.csv.gz \
         --arrivals_from_trace --repeat=24
-    jaxserve simulate --model=falcon-180b --gpu=a100-80gb --tp=4 --pp=2 --gpus_per_node=4 --max_num_batched_tokens=512
+    jaxserve simulate --model=falcon-180b --gpu=a100-80gb --tensor_parallel_size=4 --pp=2 --gpus_per_node=4 --max_num_batched_tokens=512
 
 --model: a name in jaxserve/step_times/model_shapes.py, or a folder whose config.json the engine can read. Nothing is computed and
-no device is needed. Steps run in the buckets of --bucket_plan, as an engine's do. Step times come from datasheets
+no device is needed. Steps run in the buckets of --bucket_plan, in as many commands as the engine's programs have. Step times come from datasheets
 (jaxserve/step_times/hardware.py says from where); how far they are from measured kernels, scripts.validate_simulator says.
 """
 
@@ -29,7 +29,8 @@ from jaxserve.workloads.latency import METRICS, parse_objectives
 
 _MODEL = flags.DEFINE_string("model", "qwen3-8b", "Its shape: a known name, or a folder with a config.json.")
 _GPU = flags.DEFINE_string("gpu", "h100", "One of jaxserve/step_times/hardware.py's.")
-_TP = flags.DEFINE_integer("tp", 1, "GPUs that share each layer.", lower_bound=1)
+_TP = define_option("tensor_parallel_size", 1)
+_GRAPHS = define_option("graph_collectives", False)
 _PP = flags.DEFINE_integer("pp", 1, "Pipeline stages.", lower_bound=1)
 _NODE = flags.DEFINE_integer("gpus_per_node", 8, "100 Gb/s Ethernet joins nodes.", lower_bound=1)
 _REPLICAS = flags.DEFINE_integer("replicas", 1, "Engines behind the router.", lower_bound=1)
@@ -80,11 +81,13 @@ def make_cluster() -> tuple[Any, Any, list[Any]]:
     """(the deployment, a function that makes a replica, the replicas made so far) of the flags."""
     from jaxserve.simulation.pipeline import make_replica
     from jaxserve.step_times.analytic import Deployment
+    from jaxserve.step_times.commands import programs_of
     from jaxserve.step_times.hardware import GPUS
 
     if _GPU.value not in GPUS:
         raise app.UsageError(f"--gpu={_GPU.value} is not known; choose from {', '.join(GPUS)}")
-    deployment = Deployment(read_shape(_MODEL.value), GPUS[_GPU.value], _TP.value, _PP.value, _NODE.value)
+    programs = programs_of(_TP.value, _GRAPHS.value)
+    deployment = Deployment(read_shape(_MODEL.value), GPUS[_GPU.value], _TP.value, _PP.value, _NODE.value, programs=programs)
     limits = SchedulerConfig(
         max_model_len=_MAX_LEN.value,
         max_num_batched_tokens=_BUDGET.value,

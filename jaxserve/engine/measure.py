@@ -70,7 +70,7 @@ class StepMeasurer:
     """Runs steps on the programs of one model.
 
     Args:
-      model: a `jaxserve.models.Decoder`.
+      model: a `jaxserve.models.Decoder`; cut for several devices as an engine cuts it, where the config asks for them.
       config: the engine's limits; its bucket_plan is replaced by the grid.
       multiple: bucket sizes are multiples of it.
       min_seconds: that a visit of a point lasts at least.
@@ -81,13 +81,16 @@ class StepMeasurer:
 
         from jaxserve.engine.kernel_choice import choose_kernels
         from jaxserve.engine.resolution import model_functions, resolve
+        from jaxserve.engine.sharding import local_part, model_shards
         from jaxserve.execution.model_functions import weights_dtype
         from jaxserve.execution.programs import Programs
         from jaxserve.execution.runner import Runner
+        from jaxserve.models.shard_placement import shard_model
 
-        if config.tensor_parallel_size != 1:
-            raise NotImplementedError(f"tensor_parallel_size={config.tensor_parallel_size}: profiles are of one device")
-        kernels = choose_kernels(model.config, weights_dtype(model), config)
+        shards, config = model_shards(model.config, config)
+        if shards is not None:
+            model = shard_model(model, shards)
+        kernels = choose_kernels(local_part(model), weights_dtype(model), config)
         functions = model_functions(model, config, kernels.layer)
         limits = resolve(functions, config, kernels.attention).scheduler
         self.levels: list[int]

@@ -102,7 +102,7 @@ def model_shape(config: ModelConfig) -> dict[str, int]:
 
 def step_budget(config: ResolvedConfig) -> StepBudget | None:
     """The dynamic budget that the config asks for; a warning if no step meets its objective. ValueError if the profile
-    can't be used, or not with these pages, or is of a model of another shape or of another `deterministic` (where it says so)."""
+    can't be used, or not with these pages, or is of a model of another shape, of another `deterministic` (where it says so) or of other devices."""
     if config.engine.tbt_slo_ms is None:
         return None
     from jaxserve.scheduling.step_budget import StepBudget
@@ -115,7 +115,7 @@ def step_budget(config: ResolvedConfig) -> StepBudget | None:
 
 def _read_step_times(config: ResolvedConfig) -> StepTimeModel:
     """The profile that the config names. ValueError if it can't be used with it."""
-    from jaxserve.step_times.fitted import StepTimeModel
+    from jaxserve.step_times.fitted import DEVICES, StepTimeModel
 
     assert config.engine.step_times is not None
     step_times = StepTimeModel.load(config.engine.step_times)
@@ -126,6 +126,7 @@ def _read_step_times(config: ResolvedConfig) -> StepTimeModel:
         raise ValueError(
             f"step_times was profiled with deterministic={level!r}, not {config.deterministic!r}: profile again with that"
         )
+    step_times.check_devices({name: getattr(config.engine, name) for name in DEVICES})
     shape, profiled = model_shape(config.model), step_times.about.get("model_shape", {})
     others = [f"{name}={size} (here {shape.get(name)})" for name, size in profiled.items() if size != shape.get(name)]
     if others:

@@ -44,8 +44,6 @@ def check_sharding(config: EngineConfig) -> None:
     several = f"tensor_parallel_size={config.tensor_parallel_size}"
     if config.deterministic == "always":
         raise NotImplementedError(f"deterministic='always' is for one device, and {several}: use 'bucket', or one device")
-    if config.tbt_slo_ms is not None:
-        raise NotImplementedError(f"tbt_slo_ms={config.tbt_slo_ms} needs a profile, which is of one device, and {several}")
 
 
 def local_part(model: Decoder | ShardedModel) -> ModelConfig:

@@ -1,7 +1,8 @@
 """Step times of named models on named GPUs, by arithmetic: for machines that nobody has at hand.
 
 Owns the list of a layer's operators, how tensor and pipeline parallelism cut them, and the memory that is left for KV. Constants
-are hardware.py's, formulas operators.py's, and what measures a real machine is engine/measure.py.
+are hardware.py's, formulas operators.py's, the engine's own commands commands.py's, and what measures a real machine is
+engine/measure.py.
 
 A step's time is affine in what it attends to, as a measured StepTimeModel's is:
 
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.buckets.plan import Bucket
+from jaxserve.step_times.commands import Commands, EnginePrograms
 from jaxserve.step_times.hardware import (
     ACTIVATION_SHARE,
     ADD_SHARE,
@@ -28,7 +30,9 @@ from jaxserve.step_times.hardware import (
     ETHERNET_100G,
     GPU,
     GPUS,
+    HOST_LAUNCH_SECONDS,
     KERNEL_SECONDS,
+    LAUNCH_SECONDS,
     NORM_SHARE,
     ROPE_SHARE,
     Link,
@@ -44,7 +48,8 @@ _ATTENTION_KERNELS = 2  # the kernel, and the join of split sequences
 class Deployment:
     """A model on GPUs: `pp` stages of `tp` GPUs each, in nodes of `gpus_per_node`.
 
-    network: between nodes. Tensor parallelism runs over NVLink where its group holds all ranks, over PCIe where a node does, and
+    programs: how many commands a step is, of this engine's programs; None: a kernel an operator, as in the systems of publications,
+    which gather logits too. network: between nodes. Tensor parallelism runs over NVLink where its group holds all ranks, over PCIe where a node does, and
     otherwise over both; so do sends between stages.
 
     Raises:
@@ -57,6 +62,7 @@ class Deployment:
     pp: int = 1
     gpus_per_node: int = 8
     network: Link = ETHERNET_100G
+    programs: EnginePrograms | None = None
 
     def __post_init__(self) -> None:
         model, tp, pp = self.model, self.tp, self.pp
@@ -113,10 +119,12 @@ class Deployment:
         return send_seconds(num_tokens * self.model.hidden_size * BYTES, link)
 
     def weight_bytes(self, stage: int) -> float:
-        """Of one GPU of a stage."""
+        """Of one GPU of a stage, what several have of the KV projections and the router counted on each."""
         m, first, last = self.model, stage == 0, stage == self.pp - 1
         embeddings = first + last - (m.tied and first and last)
-        return BYTES * (self.layers[stage] * m.layer_weights + embeddings * m.embedding_weights) / self.tp
+        copies = 2 * m.hidden_size * m.head_dim * (self.tp * self.kv_heads - m.num_kv_heads)
+        copies += (self.tp - 1) * m.hidden_size * m.num_experts
+        return BYTES * (self.layers[stage] * (m.layer_weights + copies) + embeddings * m.embedding_weights) / self.tp
 
     def num_pages(self, page_size: int, max_num_batched_tokens: int, memory_utilization: float = 0.9) -> int:
         """KV pages that fit the fullest stage, beside its weights and the activations of the largest step. ValueError if none does.
@@ -152,7 +160,15 @@ class AnalyticStepTimes:
         self.deployment = deployment
         self.stage = stage
         self.page_size = page_size
-        self.host_seconds = host_seconds
+        self.commands: Commands | None = None
+        self._head_commands: Commands | None = None
+        if (programs := deployment.programs) is not None:
+            num_layers, tp = deployment.layers[stage], deployment.tp
+            self.commands = programs.body(deployment.model, num_layers, tp, has_embedding=stage == 0)
+            self._head_commands = programs.head(tp)
+            is_last = stage == deployment.pp - 1
+            host_seconds += HOST_LAUNCH_SECONDS * (self.commands.launches + is_last * self._head_commands.launches)
+        self.host_seconds: float = host_seconds
         self.window: int | None = deployment.model.window
         self._num_layers = deployment.layers[stage]
         self._bases: dict[int, float] = {}
@@ -216,12 +232,23 @@ class AnalyticStepTimes:
         """A step of T tokens that attends to nothing; with the embedding's rows in the first stage."""
         seconds = self._bases.get(T)
         if seconds is None:
-            d = self.deployment
+            d, commands = self.deployment, self.commands
             seconds = self._num_layers * sum(self.operators(T).values())
             if self.stage == 0:
                 seconds += stream_seconds(d.gpu, 2 * T * d.model.hidden_size * BYTES)
+            if commands is not None:  # in place of a kernel an operator; the sum of the embedding is no layer's
+                num_kernels = self._num_layers * self.num_kernels + (self.stage == 0)
+                seconds += _launch_seconds(commands) - num_kernels * KERNEL_SECONDS
+                seconds += d.all_reduce_seconds(T) if self.stage == 0 else 0.0
             self._bases[T] = seconds
         return seconds
+
+    @property
+    def num_kernels(self) -> int:
+        """Kernels of one layer's `operators`, each with its launch: one each but two norms, two adds and two of attention; an
+        all-reduce is none."""
+        m = self.deployment.model
+        return (1 if m.parallel_block else 2) + 8 + (6 if m.num_experts else 3)
 
     def body_seconds(self, bucket: Bucket, kv_tokens: Any = 0, pairs: Any = 0) -> Any:
         """Seconds of a body; kv_tokens and pairs may be arrays."""
@@ -237,16 +264,28 @@ class AnalyticStepTimes:
             return 0.0
         seconds = self._heads.get(rows)
         if seconds is None:
-            d, m, gpu = self.deployment, self.deployment.model, self.deployment.gpu
+            d, m, gpu, commands = self.deployment, self.deployment.model, self.deployment.gpu, self._head_commands
+            columns = -(-m.vocab_size // d.tp)
             seconds = stream_seconds(gpu, 2 * rows * m.hidden_size * BYTES, NORM_SHARE)
-            seconds += matmul_seconds(gpu, rows, -(-m.vocab_size // d.tp), m.hidden_size)
-            seconds += 3 * stream_seconds(gpu, rows * m.vocab_size * 4)
+            seconds += matmul_seconds(gpu, rows, columns, m.hidden_size)
+            if commands is None:
+                seconds += 3 * stream_seconds(gpu, rows * m.vocab_size * 4)
+                joined = m.vocab_size * 4
+            else:  # logits are never gathered: three numbers a row are
+                seconds += 3 * (stream_seconds(gpu, rows * columns * 4) - KERNEL_SECONDS)
+                seconds += _launch_seconds(commands) - 2 * KERNEL_SECONDS
+                joined = d.tp * 3 * 4
             if d.tp > 1:  # an all-gather is half of an all-reduce
                 links, nodes = d._tp_links
-                seconds += all_reduce_seconds(rows * m.vocab_size * 4, d.tp, links, nodes) / 2
+                seconds += all_reduce_seconds(rows * joined, d.tp, links, nodes) / 2
             self._heads[rows] = seconds
         return seconds
 
     def seconds(self, bucket: Bucket, head_rows: int, kv_tokens: float, pairs: float) -> float:
         """Seconds of one step on the device."""
         return float(self.body_seconds(bucket, kv_tokens, pairs)) + self.head_seconds(head_rows)
+
+
+def _launch_seconds(commands: Commands) -> float:
+    """What a program's commands take on the device beyond their work; a sum's latency is in its own time."""
+    return (commands.nodes + commands.outside) * KERNEL_SECONDS + commands.launches * LAUNCH_SECONDS

@@ -25,6 +25,8 @@ import numpy as np
 
 from jaxserve.buckets.plan import Bucket
 
+# What a profile that does not say it was measured with: the engine's options of devices, one device.
+DEVICES: dict[str, Any] = {"tensor_parallel_size": 1, "graph_collectives": False}
 NEIGHBOURS = 2  # buckets on either side that a bucket's KV and pair terms are the median over
 
 _FORMAT = "jaxserve-step-times-1"
@@ -188,6 +190,16 @@ class StepTimeModel:
     def temp_bytes(self, bucket: Bucket) -> int:
         """Temporary memory of the body's program."""
         return int(self._row(bucket)[4])
+
+    def check_devices(self, options: Mapping[str, Any]) -> None:
+        """ValueError if it was measured on other devices than an engine's options say, of which those of DEVICES are looked at."""
+        for name, unsaid in DEVICES.items():
+            measured, asked = self.about.get(name, unsaid), options.get(name, unsaid)
+            if measured != asked:
+                raise ValueError(
+                    f"the profile of step times was measured with {name}={measured}, not {asked}: give {name}={measured}, or profile "
+                    "again with `jaxserve tune profile`"
+                )
 
     def error(self, points: Iterable[StepPoint]) -> dict[str, float]:
         """Relative errors |predicted / measured - 1| over `points`, in quiet moments: median, p90, max, and how many there are."""

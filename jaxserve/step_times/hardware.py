@@ -23,6 +23,11 @@ ATTENTION_SHARE = 0.6
 # Seconds from one kernel's start to the next one's in a CUDA graph, beyond its work: ramp up and down, what an almost empty kernel
 # lasts (2 us, V), and the gap between two nodes (0.5 us: "Getting Started with CUDA Graphs", NVIDIA, 2019: 3.4 us for 2.9).
 KERNEL_SECONDS = 2.5e-6
+# What a launch costs the device beyond a node of a graph: kernels launched one by one are 0.9 us apart there, 0.5 us in a graph.
+LAUNCH_SECONDS: float = 0.4e-6
+# What a launch costs the host, a graph's or a kernel's. Of a graph: 2.5 us and 1 ns a node ("Constant Time Launch for
+# Straight-Line CUDA Graphs", NVIDIA, 2024). Of a kernel or a collective the same is an assumption.
+HOST_LAUNCH_SECONDS: float = 2.5e-6
 
 
 @dataclass(frozen=True)

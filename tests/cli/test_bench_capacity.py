@@ -233,7 +233,7 @@ def test_trials_of_another_workload_are_not_taken_for_ours(tmp_path):
         (["--slo_ms=50", "--gpu=h1000", "--model=qwen3-8b"], "'h1000' is not known"),
         pytest.param([], "give --slo_ms", marks=pytest.mark.slow),
         (["--slo_ms=50", "--batching_policy=orca"], "--batching_policy: --policies says"),
-        (["--slo_ms=50", "--real", "--tp=2", "--pp=2"], "--tp, --pp: they are of --gpu"),
+        (["--slo_ms=50", "--real", "--tp=2", "--pp=2"], "--pp: they are of --gpu"),
         (["--slo_ms=50", "--gpu=h100", "--noenable_prefix_caching", "--dtype=float32"], "--dtype, --enable_prefix_caching: --gpu"),
         (
             ["--slo_ms=50", "--gpu=h100", "--noasync_scheduling", "--speculative_config={}"],

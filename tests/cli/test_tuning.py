@@ -61,6 +61,7 @@ def test_profile(work):
     assert about["fitted"] == {"date": about["date"], "revision": about["revision"]} and about["cpu_cores"] == os.cpu_count()
     assert about["model_shape"] == model_shape(ModelConfig.from_hf(alphabet_model.CONFIG))
     assert about["deterministic"] == "bucket"
+    assert about["tensor_parallel_size"] == 1 and about["graph_collectives"] is False
     assert {p["head_rows"] for p in about["points"]} > {0} and all(p["head_rows"] for p in about["held_out"])
 
 
@@ -261,6 +262,7 @@ BAD = [
     ("tune buckets", (STEPS, *TRACE), "empty", "empty.csv has no request: give a file with a line for each"),
     ("tune buckets", (STEPS, *TRACE, "--num_requests=50"), "trace", "trace.csv has 21 requests, 50 were asked for"),
     ("tune buckets", (STEPS, *TRACE, "--deterministic=always"), "", "deterministic='always' is not the profile's 'bucket'"),
+    ("tune buckets", (STEPS, *TRACE, "--tp=2"), "", "measured with tensor_parallel_size=1, not 2: give tensor_parallel_size=1"),
     ("tune buckets", (STEPS, '--speculative_config={{"method": "ngram"}}'), "", "--speculative_config: steps with drafts"),
     ("tune buckets", (STEPS, "--config={work}/drafts.json"), "", "speculative_config of --config: steps with drafts"),
     ("tune buckets", (STEPS, "--bucket_plan=x"), "", "--bucket_plan: a plan is made here"),

@@ -70,6 +70,20 @@ def test_a_profile_of_other_bits_is_refused(tmp_path):
         make_engine(dummy_model(), **settings)
 
 
+def test_a_profile_of_other_devices_is_refused(tmp_path):
+    """By their number and by what graphs hold; one that does not say is of one device."""
+    path = str(tmp_path / "steps.json")
+    for about, message in (
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2, not 1: give tensor_parallel_size=2, or profile again"),
+        ({"tensor_parallel_size": 1, "graph_collectives": True}, "graph_collectives=True, not False: give graph_collectives=True"),
+    ):
+        replace(MODEL, about=about).save(path)
+        with pytest.raises(ValueError, match=f"was measured with {message}"):
+            make_engine(dummy_model(), bucket_plan=PLAN, tbt_slo_ms=20, step_times=path)
+    with pytest.raises(ValueError, match="measured with tensor_parallel_size=1, not 4"):
+        MODEL.check_devices({"tensor_parallel_size": 4})
+
+
 def test_an_objective_that_no_step_meets_is_warned_of(steps, caplog):
     with caplog.at_level(logging.WARNING, logger="jaxserve"):
         make_engine(dummy_model(), bucket_plan=PLAN, tbt_slo_ms=20, step_times=steps).close()

@@ -29,17 +29,17 @@ def read_machine() -> Any:
 
 def machine_of(profile: str, given: dict[str, Any]) -> Any:
     """The Machine of a profile's file. given: engine options, which win over the profile's limits. ValueError if it is of another
-    model; a line on stderr if it predicts badly."""
+    model or of other devices; a line on stderr if it predicts badly."""
     from jaxserve.simulation.tuning import Machine
     from jaxserve.step_times.fitted import StepTimeModel
 
     refuse_options("steps with drafts have no predicted times; leave speculation off", "speculative_config")
-    refuse_options("a profile's steps ran on one device", "tensor_parallel_size")
     refuse_options("the pool is the profile's, or --num_pages", "gpu_memory_utilization")
     step_times = StepTimeModel.load(profile)
     about = step_times.about
     if about.get("model") not in (None, flags.FLAGS.model):
         raise ValueError(f"{profile} is of model {about['model']}, not --model={flags.FLAGS.model}: give that, or profile again")
+    step_times.check_devices(given)
     error = about.get("held_out_error", {}).get("median", 0.0)
     if error > GOOD_ERROR:
         print(

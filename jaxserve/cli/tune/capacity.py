@@ -2,7 +2,7 @@ r"""The highest request rate that meets an objective of latency, for each batchi
 
     jaxserve tune capacity --step_times=steps.json --workload=openchat_sharegpt4 --num_prompts=1280 --slo_ms=100,500 \
         --policies=sarathi:512,dynamic:2048,prefill_first,orca --seeds=3 --json=capacity.json --plot=capacity.png
-    jaxserve tune capacity --gpu=h100 --model=qwen3-32b --tp=2 --max_model_len=8192 --workload=openchat_sharegpt4 \
+    jaxserve tune capacity --gpu=h100 --model=qwen3-32b --tensor_parallel_size=2 --max_model_len=8192 --workload=openchat_sharegpt4 \
         --num_prompts=1280 --slo_ms=50 --policies=sarathi:512,sarathi:2048,prefill_first
     jaxserve tune capacity --real --max_model_len=512 --workload=random --num_prompts=1280 --random_input_len=64 \
         --random_output_len=32 --slo_ms=50
@@ -53,7 +53,6 @@ _PRECISION = flags.DEFINE_float("precision", 0.02, "Relative distance of neighbo
 _START = flags.DEFINE_float("start_rate", 1.0, "Where the search begins, requests a second.")
 _REAL = flags.DEFINE_bool("real", False, "Serve on a real engine instead of in virtual time.")
 _GPU = flags.DEFINE_string("gpu", None, "Analytic step times of this GPU (jaxserve/step_times/hardware.py) for a named --model.")
-_TP = flags.DEFINE_integer("tp", 1, "With --gpu: GPUs that share each layer.", lower_bound=1)
 _PP = flags.DEFINE_integer("pp", 1, "With --gpu: pipeline stages.", lower_bound=1)
 _NODE = flags.DEFINE_integer("gpus_per_node", 8, "With --gpu: 100 Gb/s Ethernet joins nodes.", lower_bound=1)
 _PLOT = flags.DEFINE_string("plot", None, "Draw the capacities to this PNG.")
@@ -133,6 +132,7 @@ class Analytic:
 
     def __init__(self, gpu: str):
         from jaxserve.step_times.analytic import Deployment
+        from jaxserve.step_times.commands import programs_of
 
         refuse_options(
             "--gpu's steps have their own times, 16 bits a weight, no drafts, prefix caching where prompts are given, "
@@ -141,7 +141,10 @@ class Analytic:
             *("attention_backend", "matmul_backend", "moe_backend", "deterministic"),
         )
         given = engine_options()
-        self._deployment = Deployment.named(flags.FLAGS.model, gpu, _TP.value, _PP.value, gpus_per_node=_NODE.value)
+        tp = given["tensor_parallel_size"]
+        self._deployment = Deployment.named(
+            flags.FLAGS.model, gpu, tp, _PP.value, gpus_per_node=_NODE.value, programs=programs_of(tp, given["graph_collectives"])
+        )
         self.limits: Any = limits_of(given, {})
         self._page_size = given["page_size"] or DEFAULT_PAGE_SIZE
         self._num_pages, self._utilization = given["num_pages"], given["gpu_memory_utilization"]
@@ -153,6 +156,7 @@ class Analytic:
             "machine": str(self._deployment),
             "page_size": self._page_size,
             "gpus_per_node": _NODE.value,
+            "graph_collectives": given["graph_collectives"],
         }
         self.settings |= {"num_pages": self._num_pages, "gpu_memory_utilization": self._utilization}
 
@@ -173,7 +177,7 @@ class Analytic:
 
 # What a rate depends on besides limits and plan.
 REAL_OPTIONS = ("page_size", "num_pages", "gpu_memory_utilization", "dtype", "enable_prefix_caching", "async_scheduling")
-REAL_OPTIONS += ("attention_backend", "matmul_backend", "moe_backend", "deterministic", "speculative_config")
+REAL_OPTIONS += ("tensor_parallel_size", "graph_collectives", "attention_backend", "matmul_backend", "moe_backend", "deterministic", "speculative_config")
 
 
 class Real:
@@ -267,7 +271,7 @@ def main() -> None:
     refuse_flags("--policies says how steps are composed", "batching_policy")
     refuse_flags("rates are searched", "request_rate", "arrivals_from_trace")
     if not _GPU.value:
-        refuse_flags("they are of --gpu", "tp", "pp", "gpus_per_node")
+        refuse_flags("they are of --gpu", "pp", "gpus_per_node")
     if _GPU.value or _REAL.value:
         refuse_flags("it is of plans for --step_times", "multiple")
     with refuse_bad_input():

@@ -49,10 +49,10 @@ def measured() -> Any:
     from jaxserve.config import engine_config
     from jaxserve.engine.measure import StepMeasurer
     from jaxserve.engine.resolution import model_shape
+    from jaxserve.step_times.fitted import DEVICES
 
     logging.getLogger("jaxserve").setLevel(logging.WARNING)  # or it names every program
     start = time.perf_counter()
-    refuse_options("a profile is of one device", "tensor_parallel_size")
     refuse_options("compile seconds are measured, and a cache would hide them", "compilation_cache_dir")
     options: dict[str, Any] = engine_options() | {"compilation_cache_dir": ""}
     model = bench_model(flags.FLAGS.model, str(options["dtype"]), options["max_model_len"])
@@ -78,6 +78,7 @@ def measured() -> Any:
         "max_model_len": limits.max_model_len,
         "num_pages": measurer.config.cache.num_pages,
         "deterministic": measurer.config.deterministic,
+        **{name: getattr(measurer.config.engine, name) for name in DEVICES},
         "multiple": multiple,
         "fit_error": fitted.error(points),
         "held_out_error": fitted.error(held_out),

@@ -2,12 +2,15 @@
 
 import functools
 import re
+from dataclasses import replace
 
 import jax
 import pytest
 
+from jaxserve import EngineConfig
+from jaxserve.engine.measure import StepMeasurer
 from jaxserve.execution.compilation import compile_counts
-from tests.dummy import Ask, dummy_model
+from tests.dummy import SETTINGS, Ask, dummy_model
 from tests.parallel.models import GREEDY, MODELS, PROMPTS, answers, assert_like_one_device, engine_of
 from tests.selection import slow_unless
 
@@ -65,3 +68,20 @@ def test_a_device_holds_its_part_of_weights_and_pages():
     assert engine.runner.state.kv_pages[0].addressable_shards[0].data.shape == (64, 2, 1, 4, 8)  # each KV head twice
     assert engine.config.pages.page_bytes == 2 * 2 * 4 * 8 * 4
     assert engine.description.tensor_parallel_size == 4 and engine.describe().startswith("devices: 4; ")
+
+
+@pytest.mark.slow
+def test_a_profile_of_several_devices_is_measured_and_budgets_their_steps(tmp_path):
+    """Steps run on two devices; the profile is of two, and an engine on one refuses it."""
+    config = EngineConfig(**{**SETTINGS, "num_pages": 64, "max_model_len": 64, "tensor_parallel_size": 2})
+    measurer = StepMeasurer(dummy_model(), config, multiple=4, min_seconds=0.001)
+    fitted, points = measurer.run(rounds=1, max_buckets=16)
+    pages = measurer.runner.state.kv_pages[0]
+    assert len(pages.sharding.device_set) == 2 and fitted.error(points)["num_points"] == len(points) > 8
+    path = tmp_path / "steps.json"
+    replace(fitted, about={"tensor_parallel_size": measurer.config.engine.tensor_parallel_size}).save(path)
+    options = {"tbt_slo_ms": 60_000, "step_times": str(path), "page_size": SETTINGS["page_size"]}
+    found = answers(engine_of(dummy_model(), 2, **options), ASKS)
+    assert_like_one_device(found, of_one_device("gqa", False))
+    with pytest.raises(ValueError, match="measured with tensor_parallel_size=2, not 1: give tensor_parallel_size=2"):
+        engine_of(dummy_model(), 1, **options)
