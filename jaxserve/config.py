@@ -21,12 +21,13 @@ from jaxserve.scheduling import config as scheduling
 from jaxserve.scheduling import policies
 from jaxserve.scheduling.config import check_power_of_two, check_within_budget, require
 from jaxserve.speculative.config import SpeculativeConfig
-from kernels.backends import ATTENTION, FUSED_MATMUL, GROUPED_MATMUL
+from kernels.backends import ALL_REDUCE, ATTENTION, FUSED_MATMUL, GROUPED_MATMUL
 
 WARM_UPS = ("all", "background", "first_use")
 BACKENDS = ATTENTION.names
 MATMUL_BACKENDS = FUSED_MATMUL.names  # of dense matmuls with norm and gate
 MOE_BACKENDS = GROUPED_MATMUL.names  # of a mixture of experts' matmuls
+ALL_REDUCE_BACKENDS = ALL_REDUCE.names  # of sums over devices
 DETERMINISTIC = ("auto", "bucket", "always")
 
 
@@ -327,6 +328,15 @@ class EngineConfig:
             group=_PROGRAMS,
             help="On several GPUs: CUDA graphs hold the sums over devices too, so that a program is one graph. Otherwise they run "
             "between graphs.",
+        ),
+    )
+    all_reduce_backend: str = _option(
+        "auto",
+        Option(
+            group=_PROGRAMS,
+            choices=ALL_REDUCE_BACKENDS,
+            help="Of sums over several devices; auto: xla. mosaic: messages of a decode are read over NVLink and added in one order "
+            "by a kernel for Hopper, which no card has run; xla sums larger ones.",
         ),
     )
     skip_qualification: bool = _option(

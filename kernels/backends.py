@@ -24,6 +24,11 @@ Grouped matmul (`kernels.grouped_matmul`):
     block_rows(num_tokens, num_choices, num_groups) -> int: rows of a tile.
     matmul(x, w, groups) -> [M, F]. Takes gated=True too, -> [M, F / 2], where the row says so.
     lay_out(...), where the row says `lays_out`: arguments and result as of `layout.lay_out`, which lays out for the others.
+
+All-reduce (`kernels.all_reduce`):
+    lacks() -> str | None: what the device can't do.
+    fits(shape, dtype, num_devices) -> bool: whether it is for such a message; "xla" sums others.
+    all_reduce(x, *, axis, num_devices) -> x's shape.
 """
 
 from __future__ import annotations
@@ -149,6 +154,10 @@ FUSED_MATMUL = Backends(
         row_exact=True,
     ),
     Backend("mosaic_sm90", "kernels.fused_matmul.mosaic_sm90", automatic=True, platforms=("gpu",)),
+)
+ALL_REDUCE = Backends(  # "auto" takes no kernel of ours: no card has run it
+    Backend("xla", "kernels.all_reduce.xla", automatic=True, plain_xla=True),
+    Backend("mosaic", "kernels.all_reduce.mosaic", platforms=("gpu",)),
 )
 GROUPED_MATMUL = Backends(
     Backend("reference", "kernels.grouped_matmul.reference", plain_xla=True),

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -32,6 +33,9 @@ emit_pipeline = plgpu.emit_pipeline
 layout_cast = plgpu.layout_cast
 load = plgpu.load
 mma = plgpu.mma
+remote_ref = plgpu.remote_ref
+semaphore_signal = pl.semaphore_signal
+semaphore_wait = pl.semaphore_wait
 set_max_registers = plgpu.set_max_registers
 wait_smem_to_gmem = plgpu.wait_smem_to_gmem
 wgmma = plgpu.wgmma
@@ -43,6 +47,7 @@ WGMMA_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # a value for each of its columns
 # What mma.sync multiplies in a block of four warps: a left operand in 64 rows, 16 a warp, and a right one, which every warp holds.
 # Its sum lies as a wgmma's does. (bfloat16 and float16 have equal layouts.)
 MMA_LHS, MMA_RHS = plgpu.Layout.MMA_LHS(jnp.bfloat16), plgpu.Layout.MMA_RHS(jnp.bfloat16)
+SEMAPHORE: Any = plgpu.SemaphoreType.REGULAR  # of each thread block
 # What wgmma reads: 16-bit tiles of 8 rows by 128 bytes. (The transforms do implement what pyright misses.)
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
@@ -144,6 +149,11 @@ def kernel(body: Any, *, out_type: Any, grid: dict[str, int], scratch_types: Any
         interpret=_interpret.get(),
         **threads,
     )
+
+
+def strided(size: int, vector: int) -> Any:
+    """The layout of an array [size] in a warpgroup's registers: each thread has `vector` neighbouring entries at a time."""
+    return plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
 
 
 def capability() -> tuple[int, int] | None:

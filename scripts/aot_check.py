@@ -55,6 +55,7 @@ _DEVICES = flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that share a
 _GRAPH_COLLECTIVES = flags.DEFINE_bool(
     "graph_collectives", False, "As of an engine: sums over devices are in the CUDA graphs, and a program must be one."
 )
+_ALL_REDUCE = flags.DEFINE_enum("all_reduce_backend", "auto", ["auto", "xla", "mosaic"], "As of an engine of several devices.")
 _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Most tokens of a request; default: the model's.", lower_bound=1)
 _MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Most sequences at once (default 128).", lower_bound=1)
 _BUDGET = flags.DEFINE_integer("max_num_batched_tokens", None, "Token budget of a step (default 2048).", lower_bound=1)
@@ -164,6 +165,7 @@ def check_model(name: str, memory_fraction: float, compiler: Compiler) -> dict[s
         "deterministic": _DETERMINISTIC.value,
         "tensor_parallel_size": _DEVICES.value,
         "graph_collectives": _GRAPH_COLLECTIVES.value,
+        "all_reduce_backend": _ALL_REDUCE.value,
     }
     try:
         mesh = compiler.mesh if _DEVICES.value > 1 else None

@@ -14,6 +14,7 @@ from jaxserve.hosts.group import HostGroup
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.models.shards import ModelShards, ShardedModel
 from jaxserve.parallel.mesh import make_mesh
+from kernels.all_reduce import resolve_backend as resolve_all_reduce
 
 
 def model_shards(
@@ -32,7 +33,19 @@ def model_shards(
         return None, config
     config = replace(config, tensor_parallel_size=made.size)
     check_sharding(config)
-    return ModelShards(model, made), config
+    return ModelShards(model, made, _all_reduce(config.all_reduce_backend, made)), config
+
+
+def _all_reduce(backend: str, mesh: Mesh) -> str:
+    """The backend of sums over the mesh. NotImplementedError, ValueError where a kernel can't."""
+    found = resolve_all_reduce(backend)
+    ids, processes = ([getattr(device, name) for device in mesh.devices.flat] for name in ("id", "process_index"))
+    if found == "mosaic" and (ids != list(range(mesh.size)) or len(set(processes)) > 1):
+        raise NotImplementedError(
+            f"all_reduce_backend='mosaic' needs the first {mesh.size} devices of one process, in their order, and the mesh has the "
+            f"devices {ids} of processes {sorted(set(processes))}: use 'xla'"
+        )
+    return found
 
 
 def check_sharding(config: EngineConfig) -> None:
@@ -40,6 +53,9 @@ def check_sharding(config: EngineConfig) -> None:
     if config.tensor_parallel_size == 1:
         if config.graph_collectives:
             raise ValueError("graph_collectives=True is of several devices, and tensor_parallel_size=1: leave it out")
+        if config.all_reduce_backend != "auto":
+            given = f"all_reduce_backend={config.all_reduce_backend!r}"
+            raise ValueError(f"{given} is of several devices, and tensor_parallel_size=1: leave it out")
         return
     several = f"tensor_parallel_size={config.tensor_parallel_size}"
     if config.deterministic == "always":

@@ -79,13 +79,13 @@ def local_config(config: ModelConfig, num_devices: int) -> ModelConfig:
 
 
 class ModelShards:
-    """How a model lies on a mesh. Raises ValueError as `local_config`."""
+    """How a model lies on a mesh. all_reduce: the backend of sums over it. Raises ValueError as `local_config`."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh):
+    def __init__(self, config: ModelConfig, mesh: Mesh, all_reduce: str = "xla"):
         self.config: ModelConfig = config
         self.mesh: Mesh = mesh
         self.size: int = mesh.size
-        self.shard: Shard = Shard(AXIS, mesh.size)
+        self.shard: Shard = Shard(AXIS, mesh.size, all_reduce)
         self.local: ModelConfig = local_config(config, mesh.size)  # what one device computes with
         self._heads = place_heads(config.num_heads, config.num_kv_heads, mesh.size)
 

@@ -12,13 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels.all_reduce import all_reduce
+
 
 @dataclass(frozen=True)
 class Shard:
-    """One device of `size` along the mesh's `axis`."""
+    """One device of `size` along the mesh's `axis`. all_reduce: the backend of its sums (kernels/all_reduce)."""
 
     axis: str | None = None
     size: int = 1
+    all_reduce: str = "xla"
 
     @property
     def is_alone(self) -> bool:
@@ -30,7 +33,7 @@ class Shard:
 
     def sum(self, x: jax.Array) -> jax.Array:
         """The sum over all devices."""
-        return x if self.axis is None else lax.psum(x, self.axis)
+        return x if self.axis is None else all_reduce(x, axis=self.axis, num_devices=self.size, backend=self.all_reduce)
 
     def max(self, x: jax.Array) -> jax.Array:
         """The largest of all devices."""

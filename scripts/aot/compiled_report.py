@@ -33,6 +33,7 @@ PTX_FEATURES = {  # of the instructions that make a kernel a fast one, on Hopper
     "setmaxnreg": re.compile(r"\bsetmaxnreg\b"),
     "cp.async": re.compile(r"\bcp\.async\.c[ag]\."),
     "mma.sync": re.compile(r"\bmma\.sync\b"),
+    "signals to other devices": re.compile(r"\bred\.release\.sys\b"),
 }
 _SETMAXNREG = re.compile(r"\bsetmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32\s+(\d+)")
 _MAXNTID = re.compile(r"^\.(?:maxntid|reqntid)\s+([\d, ]+)", re.M)

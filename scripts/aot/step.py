@@ -91,11 +91,12 @@ class AbstractStep:
         from jaxserve.models.shards import ShardedModel
         from kernels import gpu
 
-        shards, config = model_shards(model, EngineConfig(**options), mesh)
+        config = EngineConfig(**options)
         dtype = (model.dtype or "bfloat16") if config.dtype == "auto" else config.dtype
         device = int(target_fact(target, "device_memory_size"))
         limit = int(memory_fraction * device)
         with gpu.assume(device_of(target)):
+            shards, config = model_shards(model, config, mesh)
             if shards is None:
                 local, whole = model, Decoder.abstract(model, jnp.dtype(dtype))
             else:

@@ -21,6 +21,7 @@ PORTABLE_EXPERTS = "portable_grouped_matmul_mosaic_gpu_kernel"
 FUSED_OP, FUSED_MATMUL = "fused_matmul_mosaic_sm90/fused_matmul/", "fused_matmul_mosaic_gpu_kernel"
 ROTARY_OP, ROTARY_WRITE = "rotary_write_mosaic/rotary_write/", "rotary_write_mosaic_gpu_kernel"
 LAYOUT = "lay_out_groups_mosaic_gpu_kernel"
+ALL_REDUCE_OP, ALL_REDUCE = "all_reduce_mosaic/one_shot_all_reduce/", "one_shot_all_reduce_mosaic_gpu_kernel"
 LOADING_WARPGROUPS = {ATTENTION: 1, FUSED_MATMUL: 1}  # of a block: those that compute nothing
 # Of our kernels: the PTX features (compiled_report.PTX_FEATURES) without which one is the slow variant.
 FEATURES = {
@@ -33,6 +34,7 @@ FEATURES = {
     ROTARY_WRITE: (),
     FUSED_MATMUL: ("TMA", "wgmma from registers"),
     LAYOUT: (),
+    ALL_REDUCE: ("signals to other devices",),
 }
 
 
@@ -70,6 +72,7 @@ def body_faults(
     if report.alias_bytes < demands.pool_bytes:
         faults.append(f"{report.alias_bytes} bytes are updated in place, the KV pages take {demands.pool_bytes}")
     sums = sum(i.opcode in ("all-reduce", "all-reduce-start") for i in report.instructions)
+    sums += sum(ALL_REDUCE_OP in i.op_name for i in report.mosaic_calls)
     if sums != demands.num_sums:
         faults.append(f"{sums} sums over devices; must be {demands.num_sums}, two a layer and that of the embedding")
     copies = report.copies_of(demands.kv_layer_shape)

@@ -9,6 +9,7 @@ from jaxserve import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.sharding import model_shards
 from jaxserve.parallel.mesh import make_mesh
+from kernels import gpu
 from tests.dummy import CONFIG, SETTINGS, Ask, dummy_model
 from tests.parallel.models import GREEDY, PROMPTS, answers, engine_of
 
@@ -20,6 +21,8 @@ from tests.parallel.models import GREEDY, PROMPTS, answers, engine_of
         ({"tensor_parallel_size": 5}, ValueError, "tensor_parallel_size=5 must divide the model's intermediate_size=48"),
         ({"tensor_parallel_size": 2, "graph_collectives": True}, ValueError, "graph_collectives=True is of GPUs' programs"),
         ({"graph_collectives": True}, ValueError, "graph_collectives=True is of several devices, and tensor_parallel_size=1"),
+        ({"tensor_parallel_size": 2, "all_reduce_backend": "mosaic"}, NotImplementedError, "compute capability 9.0, found cpu"),
+        ({"all_reduce_backend": "xla"}, ValueError, "all_reduce_backend='xla' is of several devices, and tensor_parallel_size=1"),
         ({"tensor_parallel_size": 2, "deterministic": "always"}, NotImplementedError, "deterministic='always' is for one device"),
     ],
 )
@@ -36,6 +39,17 @@ def test_a_mesh_has_one_axis_that_counts():
         make_mesh(1, Mesh(devices, ("x",)))
     with pytest.raises(ValueError, match="tensor_parallel_size=4 contradicts the mesh, whose axis 'tp' has 2"):
         model_shards(CONFIG, EngineConfig(tensor_parallel_size=4), Mesh(devices[:2], ("tp",)))
+
+
+def test_the_kernel_of_sums_is_for_the_first_devices_in_their_order():
+    """JAX numbers the devices of a kernel so."""
+    devices = np.array(jax.devices())
+    config = EngineConfig(tensor_parallel_size=2, all_reduce_backend="mosaic")
+    with gpu.assume_sm90(132, "NVIDIA H100 80GB HBM3"):
+        shards, _ = model_shards(CONFIG, config, Mesh(devices[:2], ("tp",)))
+        assert shards is not None and shards.shard.all_reduce == "mosaic"
+        with pytest.raises(NotImplementedError, match=r"the mesh has the devices \[3, 2\] of processes \[0\]: use 'xla'"):
+            model_shards(CONFIG, config, Mesh(devices[3:1:-1], ("tp",)))
 
 
 @pytest.mark.slow
