@@ -38,7 +38,7 @@ from jaxserve.step_times.hardware import (
     Link,
 )
 from jaxserve.step_times.model_shapes import MODELS, ModelShape
-from jaxserve.step_times.operators import BYTES, all_reduce_seconds, matmul_seconds, send_seconds, stream_seconds
+from jaxserve.step_times.operators import BYTES, all_gather_seconds, all_reduce_seconds, matmul_seconds, send_seconds, stream_seconds
 
 HOST_SECONDS = 0.15e-3  # schedule + pack + update with 256 running (scripts.bench_scheduler, benchmarks/cpu)
 _ATTENTION_KERNELS = 2  # the kernel, and the join of split sequences
@@ -49,7 +49,9 @@ class Deployment:
     """A model on GPUs: `pp` stages of `tp` GPUs each, in nodes of `gpus_per_node`.
 
     programs: how many commands a step is, of this engine's programs; None: a kernel an operator, as in the systems of publications,
-    which gather logits too. network: between nodes. Tensor parallelism runs over NVLink where its group holds all ranks, over PCIe where a node does, and
+    which gather logits too. attention_groups: a stage's GPUs attend in so many groups, each to requests of its own with pages of its
+    own, and the attention is cut over a group; the rest of a layer is cut over all, for the tokens of all. Requests are taken to be
+    spread evenly. No engine of ours does this. network: between nodes. Tensor parallelism runs over NVLink where its group holds all ranks, over PCIe where a node does, and
     otherwise over both; so do sends between stages.
 
     Raises:
@@ -63,11 +65,14 @@ class Deployment:
     gpus_per_node: int = 8
     network: Link = ETHERNET_100G
     programs: EnginePrograms | None = None
+    attention_groups: int = 1
 
     def __post_init__(self) -> None:
         model, tp, pp = self.model, self.tp, self.pp
         if tp < 1 or pp < 1 or self.gpus_per_node < 1:
             raise ValueError(f"{tp=}, {pp=} and gpus_per_node={self.gpus_per_node} must be >= 1")
+        if self.attention_groups < 1 or tp % self.attention_groups:
+            raise ValueError(f"attention_groups={self.attention_groups} must divide {tp=}")
         if model.num_heads % tp or max(tp, model.num_kv_heads) % min(tp, model.num_kv_heads):
             raise ValueError(f"{model.name} has {model.num_heads} heads and {model.num_kv_heads} KV heads, not cut evenly by {tp=}")
         if pp > model.num_layers:
@@ -91,9 +96,14 @@ class Deployment:
         return tuple(each + (stage >= self.pp - more) for stage in range(self.pp))
 
     @property
+    def attention_tp(self) -> int:
+        """GPUs over which one request's attention is cut."""
+        return self.tp // self.attention_groups
+
+    @property
     def kv_heads(self) -> int:
         """KV heads a GPU; beyond a rank each they are copied."""
-        return max(1, self.model.num_kv_heads // self.tp)
+        return max(1, self.model.num_kv_heads // self.attention_tp)
 
     @property
     def _tp_links(self) -> tuple[tuple[Link, ...], int]:
@@ -107,6 +117,16 @@ class Deployment:
         links, nodes = self._tp_links
         return all_reduce_seconds(num_tokens * self.model.hidden_size * BYTES, self.tp, links, nodes)
 
+    def attention_sum_seconds(self, num_tokens: int) -> float:
+        """The sum behind the attention; with several groups each group's, and then each GPU gets the tokens of the other groups."""
+        if self.attention_groups == 1:
+            return self.all_reduce_seconds(num_tokens)
+        links, nodes = self._tp_links
+        row, groups = self.model.hidden_size * BYTES, self.attention_groups
+        own = -(-num_tokens // groups)
+        gathered = all_gather_seconds(num_tokens * row, groups, links, nodes)
+        return all_reduce_seconds(own * row, self.attention_tp, links, nodes) + gathered
+
     def send_seconds(self, num_tokens: int, stage: int = 0) -> float:
         """[num_tokens, D] from `stage` to the next. Ranks send a part each, over one link between nodes. GPUs are numbered stage by
         stage and fill nodes and NVLink groups in that order; the slowest link that a rank needs counts."""
@@ -119,11 +139,11 @@ class Deployment:
         return send_seconds(num_tokens * self.model.hidden_size * BYTES, link)
 
     def weight_bytes(self, stage: int) -> float:
-        """Of one GPU of a stage, what several have of the KV projections and the router counted on each."""
+        """Of one GPU of a stage; what several have of the attention and the router counts on each."""
         m, first, last = self.model, stage == 0, stage == self.pp - 1
         embeddings = first + last - (m.tied and first and last)
-        copies = 2 * m.hidden_size * m.head_dim * (self.tp * self.kv_heads - m.num_kv_heads)
-        copies += (self.tp - 1) * m.hidden_size * m.num_experts
+        copies = 2 * m.hidden_size * m.head_dim * (self.attention_tp * self.kv_heads - m.num_kv_heads) * self.attention_groups
+        copies += (self.attention_groups - 1) * m.attention_weights + (self.tp - 1) * m.hidden_size * m.num_experts
         return BYTES * (self.layers[stage] * (m.layer_weights + copies) + embeddings * m.embedding_weights) / self.tp
 
     def num_pages(self, page_size: int, max_num_batched_tokens: int, memory_utilization: float = 0.9) -> int:
@@ -139,7 +159,7 @@ class Deployment:
         if min(fits) < 1:
             need = max(self.weight_bytes(stage) for stage in range(self.pp)) / 2**30
             raise ValueError(f"{self}: {need:.1f} GiB of weights a GPU leave no room for KV; raise tp or pp")
-        return min(fits)
+        return min(fits) * self.attention_groups
 
     def stages(self, page_size: int = 16, host_seconds: float = HOST_SECONDS) -> tuple[AnalyticStepTimes, ...]:
         """The step times of each pipeline stage."""
@@ -164,7 +184,9 @@ class AnalyticStepTimes:
         self._head_commands: Commands | None = None
         if (programs := deployment.programs) is not None:
             num_layers, tp = deployment.layers[stage], deployment.tp
-            self.commands = programs.body(deployment.model, num_layers, tp, has_embedding=stage == 0)
+            self.commands = programs.body(
+                deployment.model, num_layers, tp, has_embedding=stage == 0, attention_groups=deployment.attention_groups
+            )
             self._head_commands = programs.head(tp)
             is_last = stage == deployment.pp - 1
             host_seconds += HOST_LAUNCH_SECONDS * (self.commands.launches + is_last * self._head_commands.launches)
@@ -176,9 +198,9 @@ class AnalyticStepTimes:
 
     @cached_property
     def per_kv_token(self) -> float:
-        """Seconds a position that a decode reads."""
+        """Seconds a position that a decode reads; a group's GPUs read those of its own requests."""
         d = self.deployment
-        num_bytes = self._num_layers * 2 * d.kv_heads * d.model.head_dim * BYTES
+        num_bytes = self._num_layers * 2 * d.kv_heads * d.model.head_dim * BYTES / d.attention_groups
         return num_bytes / (d.gpu.bandwidth * BANDWIDTH_SHARE)
 
     @cached_property
@@ -190,17 +212,18 @@ class AnalyticStepTimes:
     def operators(self, T: int) -> dict[str, float]:
         """Seconds of each operator of one layer but attention proper, for T tokens; launches are in them."""
         d, m, gpu = self.deployment, self.deployment.model, self.deployment.gpu
-        D, tp, qkv = m.hidden_size, d.tp, (m.num_heads // d.tp + 2 * d.kv_heads) * m.head_dim
+        D, tp, own = m.hidden_size, d.attention_tp, -(-T // d.attention_groups)  # tokens that a group attends for
+        qkv = (m.num_heads // tp + 2 * d.kv_heads) * m.head_dim
         rotated, norms = qkv - d.kv_heads * m.head_dim, 1 if m.parallel_block else 2
         return {
             "norms": norms * stream_seconds(gpu, 2 * T * D * BYTES, NORM_SHARE),
-            "qkv": matmul_seconds(gpu, T, qkv, D),
-            "rope": stream_seconds(gpu, 2 * T * rotated * BYTES, ROPE_SHARE),
-            "kv_write": stream_seconds(gpu, 4 * T * d.kv_heads * m.head_dim * BYTES),
+            "qkv": matmul_seconds(gpu, own, qkv, D),
+            "rope": stream_seconds(gpu, 2 * own * rotated * BYTES, ROPE_SHARE),
+            "kv_write": stream_seconds(gpu, 4 * own * d.kv_heads * m.head_dim * BYTES),
             "attention_launches": _ATTENTION_KERNELS * KERNEL_SECONDS,
-            "o": matmul_seconds(gpu, T, D, m.num_heads // tp * m.head_dim),
+            "o": matmul_seconds(gpu, own, D, m.num_heads // tp * m.head_dim),
             "add": 2 * stream_seconds(gpu, 3 * T * D * BYTES, ADD_SHARE),
-            "all_reduce": norms * d.all_reduce_seconds(T),
+            "all_reduce": (d.attention_sum_seconds(T) if norms == 2 else 0.0) + d.all_reduce_seconds(T),
             **(self._experts(T) if m.num_experts else self._mlp(T)),
         }
 
@@ -265,19 +288,17 @@ class AnalyticStepTimes:
         seconds = self._heads.get(rows)
         if seconds is None:
             d, m, gpu, commands = self.deployment, self.deployment.model, self.deployment.gpu, self._head_commands
-            columns = -(-m.vocab_size // d.tp)
+            columns, (links, nodes) = -(-m.vocab_size // d.tp), d._tp_links
             seconds = stream_seconds(gpu, 2 * rows * m.hidden_size * BYTES, NORM_SHARE)
             seconds += matmul_seconds(gpu, rows, columns, m.hidden_size)
             if commands is None:
                 seconds += 3 * stream_seconds(gpu, rows * m.vocab_size * 4)
-                joined = m.vocab_size * 4
+                # An all-gather is half of an all-reduce.
+                seconds += all_reduce_seconds(rows * m.vocab_size * 4, d.tp, links, nodes) / 2
             else:  # logits are never gathered: three numbers a row are
                 seconds += 3 * (stream_seconds(gpu, rows * columns * 4) - KERNEL_SECONDS)
                 seconds += _launch_seconds(commands) - 2 * KERNEL_SECONDS
-                joined = d.tp * 3 * 4
-            if d.tp > 1:  # an all-gather is half of an all-reduce
-                links, nodes = d._tp_links
-                seconds += all_reduce_seconds(rows * joined, d.tp, links, nodes) / 2
+                seconds += all_gather_seconds(rows * d.tp * 3 * 4, d.tp, links, nodes)
             self._heads[rows] = seconds
         return seconds
 

@@ -24,7 +24,7 @@ class LayerCommands:
 
 # On one device, and on several, where the sum parts a matmul from what it is added to.
 _DENSE = LayerCommands(5, 2), LayerCommands(6, 3)
-_EXPERTS = LayerCommands(5, 12), LayerCommands(6, 15)
+_EXPERTS = LayerCommands(5, 12), LayerCommands(6, 12)  # of a decode; a mixed step's have up to three more
 _BODY = 22  # before and behind the layers: the packed inputs taken apart, the embedding, angles, the rows of the head
 _HEAD = 30  # of a step that samples greedily: what the branches of other steps hold is not run
 
@@ -47,12 +47,13 @@ class EnginePrograms:
 
     graph_collectives: bool = False
 
-    def body(self, model: ModelShape, num_layers: int, tp: int, *, has_embedding: bool) -> Commands:
-        """The body of a stage of so many layers."""
+    def body(self, model: ModelShape, num_layers: int, tp: int, *, has_embedding: bool, attention_groups: int = 1) -> Commands:
+        """The body of a stage of so many layers. attention_groups: as `Deployment`'s; with several a layer gathers tokens too, which
+        is counted as a sum."""
         layer = (_EXPERTS if model.num_experts else _DENSE)[tp > 1]
         if tp == 1:
             return Commands(1, num_layers * (layer.attention + layer.mlp) + _BODY, 0, 0, 1)
-        sums = 2 * num_layers + has_embedding
+        sums = (2 + (attention_groups > 1)) * num_layers + has_embedding
         if self.graph_collectives:
             return Commands(1, num_layers * (layer.attention + layer.mlp) + _BODY, 0, sums, 1)
         parts = [part for part in (layer.attention, layer.mlp) if part >= LEAST_GRAPH]

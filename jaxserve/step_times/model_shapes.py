@@ -63,11 +63,15 @@ class ModelShape:
         )
 
     @property
+    def attention_weights(self) -> int:
+        """Numbers in the matrices of a layer's attention."""
+        return self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+
+    @property
     def layer_weights(self) -> int:
         """Numbers in a layer's matrices (norms are nothing beside them)."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         mlp = (3 if self.gated else 2) * self.hidden_size * self.ffn_size
-        return attention + max(1, self.num_experts) * mlp + self.num_experts * self.hidden_size
+        return self.attention_weights + max(1, self.num_experts) * mlp + self.num_experts * self.hidden_size
 
     @property
     def embedding_weights(self) -> int:
@@ -108,6 +112,10 @@ MODELS: dict[str, ModelShape] = {
         _qwen3("qwen3-32b", 64, 5120, 64, 8, 25_600),
         ModelShape(
             name="qwen3-30b-a3b", num_layers=48, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128, ffn_size=768,
+            vocab_size=151_936, num_experts=128, num_experts_per_token=8,
+        ),
+        ModelShape(
+            name="qwen3-235b-a22b", num_layers=94, hidden_size=4096, num_heads=64, num_kv_heads=4, head_dim=128, ffn_size=1536,
             vocab_size=151_936, num_experts=128, num_experts_per_token=8,
         ),
     )

@@ -60,9 +60,18 @@ def all_reduce_seconds(num_bytes: float, ranks: int, links: Sequence[Link], node
 
     links: that of a hop inside a node, and that of a hop between nodes where there is one; the slowest bounds the bandwidth.
     """
+    return _ring_seconds(num_bytes, ranks, 2 * (ranks - 1), links, nodes)
+
+
+def all_gather_seconds(num_bytes: float, ranks: int, links: Sequence[Link], nodes: int = 1) -> float:
+    """`num_bytes` together, of which every rank has a part and gets all: half the steps of an all-reduce. Else as there."""
+    return _ring_seconds(num_bytes, ranks, ranks - 1, links, nodes)
+
+
+def _ring_seconds(num_bytes: float, ranks: int, steps: int, links: Sequence[Link], nodes: int) -> float:
+    """So many steps of a ring, in each of which every rank sends a part."""
     if ranks == 1:
         return 0.0
-    steps = 2 * (ranks - 1)
     between = min(steps, 2 * nodes) if nodes > 1 else 0
     slowest = min(link.rate for link in links)
     rates = min(slowest * NCCL_LL_SHARE, NCCL_LL_RATE), slowest
