@@ -8,6 +8,7 @@ JAX's own: every device's part is there. The one behind it is the kernel's: a pa
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,6 +47,14 @@ def block_size(dtype: Any) -> int:
     return THREADS * _VECTOR_BYTES // jnp.dtype(dtype).itemsize
 
 
+def in_order(part: Callable[[int], Any], num_devices: int) -> Any:
+    """f32: part(0) + part(1) + ..., in this order."""
+    total = part(0).astype(jnp.float32)
+    for device in range(1, num_devices):
+        total = total + part(device).astype(jnp.float32)
+    return total
+
+
 def all_reduce(x: jax.Array, *, axis: str, num_devices: int) -> jax.Array:
     """See api.all_reduce; x is one that fits."""
     columns = block_size(x.dtype)
@@ -54,11 +63,10 @@ def all_reduce(x: jax.Array, *, axis: str, num_devices: int) -> jax.Array:
 
     def one_shot_all_reduce(x_ref, y_ref, done):  # [blocks, columns] both
         block = lax.axis_index("block")
-        total = None
-        for device in range(num_devices):
-            part = gpu.load(gpu.remote_ref(x_ref, jnp.int32(device)).at[block], layout=layout).astype(jnp.float32)
-            total = part if total is None else total + part
-        assert total is not None
+        total = in_order(
+            lambda device: gpu.load(gpu.remote_ref(x_ref, jnp.int32(device)).at[block], layout=layout),
+            num_devices,
+        )
         y_ref[block] = total.astype(y_ref.dtype)
         # Every device's block of this number arrives at every device, and waits for all of them.
         for device in range(num_devices):

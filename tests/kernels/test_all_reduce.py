@@ -1,14 +1,15 @@
-"""Which backend sums a message, what is refused, and that the specification adds in its one order. tests/parallel sums on devices,
-and the PTX of the kernel is run by tests/scripts."""
+"""Which backend sums a message, what is refused, and that the kernel and the specification add in one order. Its compilation is
+aot_check's; sums on devices are tests/parallel's."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxserve.parallel.shard import ALONE, Shard
 from kernels import gpu
-from kernels.all_reduce import all_reduce, reference, resolve_backend
+from kernels.all_reduce import all_reduce, mosaic, reference, resolve_backend
 from kernels.all_reduce.cases import CASES, build
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -41,6 +42,19 @@ def test_auto_is_xla_everywhere_and_a_device_that_can_not_is_told_what_it_lacks(
     with pytest.raises(ValueError, match="backend='nccl' must be one of auto, xla, mosaic"):
         all_reduce(np.zeros(4), axis="tp", num_devices=2, backend="nccl")
     assert ALONE.sum(3) == 3
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.kernel], ids=lambda case: case.name)
+def test_the_kernel_adds_as_the_specification_does(case):
+    """Bit for bit, and each part once: only a card can say that they are the other devices'."""
+    parts, read = build(case), []
+
+    def part(device: int) -> jax.Array:
+        read.append(device)
+        return jnp.asarray(parts[device])
+
+    found = np.asarray(mosaic.in_order(part, case.num_devices).astype(parts.dtype))
+    assert (found == reference.all_reduce(parts)).all() and read == list(range(case.num_devices))
 
 
 def test_the_specification_adds_from_the_first_device_to_the_last():
