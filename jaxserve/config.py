@@ -335,8 +335,8 @@ class EngineConfig:
         Option(
             group=_PROGRAMS,
             choices=ALL_REDUCE_BACKENDS,
-            help="Of sums over several devices; auto: xla. mosaic: messages of a decode are read over NVLink and added in one order "
-            "by a kernel for Hopper, which no card has run; xla sums larger ones.",
+            help="Of sums over several devices; auto: xla. mosaic: messages of a decode are read over NVLink and added in one "
+            "order by a kernel for Hopper, which no card has run; xla sums larger ones.",
         ),
     )
     skip_qualification: bool = _option(

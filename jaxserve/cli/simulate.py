@@ -3,11 +3,13 @@ r"""What a number of GPUs would make of a workload: the real scheduler, page poo
     jaxserve simulate --model=qwen3-8b --gpu=h100 --replicas=4 --workload=random --num_requests=2000 --request_rate=40
     jaxserve simulate --model=qwen3-8b --gpu=h100 --workload=trace --dataset_path=azure_conv_2023.csv.gz \
         --arrivals_from_trace --repeat=24
-    jaxserve simulate --model=falcon-180b --gpu=a100-80gb --tensor_parallel_size=4 --pp=2 --gpus_per_node=4 --max_num_batched_tokens=512
+    jaxserve simulate --model=falcon-180b --gpu=a100-80gb --tensor_parallel_size=4 --pp=2 --gpus_per_node=4 \
+        --max_num_batched_tokens=512
 
 --model: a name in jaxserve/step_times/model_shapes.py, or a folder whose config.json the engine can read. Nothing is computed and
-no device is needed. Steps run in the buckets of --bucket_plan, in as many commands as the engine's programs have. Step times come from datasheets
-(jaxserve/step_times/hardware.py says from where); how far they are from measured kernels, scripts.validate_simulator says.
+no device is needed. Steps run in the buckets of --bucket_plan, in as many commands as the engine's programs have. Step times come
+from datasheets (jaxserve/step_times/hardware.py says from where); how far they are from measured kernels,
+scripts.validate_simulator says.
 """
 
 from __future__ import annotations

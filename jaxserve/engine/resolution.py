@@ -102,7 +102,8 @@ def model_shape(config: ModelConfig) -> dict[str, int]:
 
 def step_budget(config: ResolvedConfig) -> StepBudget | None:
     """The dynamic budget that the config asks for; a warning if no step meets its objective. ValueError if the profile
-    can't be used, or not with these pages, or is of a model of another shape, of another `deterministic` (where it says so) or of other devices."""
+    can't be used, or not with these pages, or is of a model of another shape, of another `deterministic` (where it says so) or of
+    other devices."""
     if config.engine.tbt_slo_ms is None:
         return None
     from jaxserve.scheduling.step_budget import StepBudget

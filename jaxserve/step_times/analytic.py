@@ -38,7 +38,14 @@ from jaxserve.step_times.hardware import (
     Link,
 )
 from jaxserve.step_times.model_shapes import MODELS, ModelShape
-from jaxserve.step_times.operators import BYTES, all_gather_seconds, all_reduce_seconds, matmul_seconds, send_seconds, stream_seconds
+from jaxserve.step_times.operators import (
+    BYTES,
+    all_gather_seconds,
+    all_reduce_seconds,
+    matmul_seconds,
+    send_seconds,
+    stream_seconds,
+)
 
 HOST_SECONDS = 0.15e-3  # schedule + pack + update with 256 running (scripts.bench_scheduler, benchmarks/cpu)
 _ATTENTION_KERNELS = 2  # the kernel, and the join of split sequences
@@ -49,10 +56,10 @@ class Deployment:
     """A model on GPUs: `pp` stages of `tp` GPUs each, in nodes of `gpus_per_node`.
 
     programs: how many commands a step is, of this engine's programs; None: a kernel an operator, as in the systems of publications,
-    which gather logits too. attention_groups: a stage's GPUs attend in so many groups, each to requests of its own with pages of its
-    own, and the attention is cut over a group; the rest of a layer is cut over all, for the tokens of all. Requests are taken to be
-    spread evenly. No engine of ours does this. network: between nodes. Tensor parallelism runs over NVLink where its group holds all ranks, over PCIe where a node does, and
-    otherwise over both; so do sends between stages.
+    which gather logits too. attention_groups: a stage's GPUs attend in so many groups, each to requests of its own with pages of
+    its own, and the attention is cut over a group; the rest of a layer is cut over all, for the tokens of all. Requests are taken
+    to be spread evenly. No engine of ours does this. network: between nodes. Tensor parallelism runs over NVLink where its group
+    holds all ranks, over PCIe where a node does, and otherwise over both; so do sends between stages.
 
     Raises:
       ValueError: the model can't be cut so, or its weights leave no room (num_pages).

@@ -1,4 +1,4 @@
-"""How many commands this engine's programs are on a GPU: kernels, CUDA graphs, and sums over the devices of a tensor-parallel group.
+"""How many commands this engine's programs are on a GPU: kernels, CUDA graphs, and sums over devices.
 
 Owns the counts. They were read off programs that were compiled for H100s and H200s (benchmarks/results/aot_tp.json, with which the
 tests compare them), and no card has run them. What a command takes is hardware.py's.
@@ -48,8 +48,8 @@ class EnginePrograms:
     graph_collectives: bool = False
 
     def body(self, model: ModelShape, num_layers: int, tp: int, *, has_embedding: bool, attention_groups: int = 1) -> Commands:
-        """The body of a stage of so many layers. attention_groups: as `Deployment`'s; with several a layer gathers tokens too, which
-        is counted as a sum."""
+        """The body of a stage of so many layers. attention_groups: as `Deployment`'s; with several a layer gathers tokens too, and
+        that counts as a sum."""
         layer = (_EXPERTS if model.num_experts else _DENSE)[tp > 1]
         if tp == 1:
             return Commands(1, num_layers * (layer.attention + layer.mlp) + _BODY, 0, 0, 1)

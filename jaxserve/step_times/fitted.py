@@ -26,7 +26,7 @@ import numpy as np
 from jaxserve.buckets.plan import Bucket
 
 # What a profile that does not say it was measured with: the engine's options of devices, one device.
-DEVICES: dict[str, Any] = {"tensor_parallel_size": 1, "graph_collectives": False}
+DEVICES: dict[str, Any] = {"tensor_parallel_size": 1, "graph_collectives": False, "all_reduce_backend": "auto"}
 NEIGHBOURS = 2  # buckets on either side that a bucket's KV and pair terms are the median over
 
 _FORMAT = "jaxserve-step-times-1"
@@ -197,8 +197,8 @@ class StepTimeModel:
             measured, asked = self.about.get(name, unsaid), options.get(name, unsaid)
             if measured != asked:
                 raise ValueError(
-                    f"the profile of step times was measured with {name}={measured}, not {asked}: give {name}={measured}, or profile "
-                    "again with `jaxserve tune profile`"
+                    f"the profile of step times was measured with {name}={measured}, not {asked}: give {name}={measured}, or "
+                    "profile again with `jaxserve tune profile`"
                 )
 
     def error(self, points: Iterable[StepPoint]) -> dict[str, float]:

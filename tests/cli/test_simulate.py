@@ -40,7 +40,15 @@ def test_more_replicas_serve_more(tmp_path):
         rates.append(result["request_throughput"])
         assert result["gpus"] == replicas == len(result["busy_share"]) and 0 < result["request_goodput"] < rates[-1]
     assert rates[1] == pytest.approx(3 * rates[0], rel=0.1)
-    done = run("simulate", "--model=falcon-180b", "--gpu=a100-80gb", "--tensor_parallel_size=4", "--pp=2", "--repeat=2", "--gpus_per_node=4")
+    done = run(
+        "simulate",
+        "--model=falcon-180b",
+        "--gpu=a100-80gb",
+        "--tensor_parallel_size=4",
+        "--pp=2",
+        "--repeat=2",
+        "--gpus_per_node=4",
+    )
     assert done.returncode == 0 and "8 GPUs, 32 requests in" in done.stdout and "stages: pb1" in done.stdout, done.stderr
 
 

@@ -14,7 +14,7 @@ from jaxserve.step_times.hardware import GPUS, HOST_LAUNCH_SECONDS, KERNEL_SECON
 from jaxserve.step_times.model_shapes import MODELS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-COMPILED = [result for result in json.loads((RESULTS / "aot_tp.json").read_text())["results"]]
+COMPILED = json.loads((RESULTS / "aot_tp.json").read_text())["results"]
 SUMS = ("AllReduce", "AllGather")
 MARKS = ("AsyncStart", "AsyncDone", "PartitionId")  # of a thunk sequence, that start no kernel
 

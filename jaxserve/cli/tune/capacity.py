@@ -2,8 +2,8 @@ r"""The highest request rate that meets an objective of latency, for each batchi
 
     jaxserve tune capacity --step_times=steps.json --workload=openchat_sharegpt4 --num_prompts=1280 --slo_ms=100,500 \
         --policies=sarathi:512,dynamic:2048,prefill_first,orca --seeds=3 --json=capacity.json --plot=capacity.png
-    jaxserve tune capacity --gpu=h100 --model=qwen3-32b --tensor_parallel_size=2 --max_model_len=8192 --workload=openchat_sharegpt4 \
-        --num_prompts=1280 --slo_ms=50 --policies=sarathi:512,sarathi:2048,prefill_first
+    jaxserve tune capacity --gpu=h100 --model=qwen3-32b --tensor_parallel_size=2 --max_model_len=8192 \
+        --workload=openchat_sharegpt4 --num_prompts=1280 --slo_ms=50 --policies=sarathi:512,sarathi:2048,prefill_first
     jaxserve tune capacity --real --max_model_len=512 --workload=random --num_prompts=1280 --random_input_len=64 \
         --random_output_len=32 --slo_ms=50
 
@@ -138,7 +138,7 @@ class Analytic:
             "--gpu's steps have their own times, 16 bits a weight, no drafts, prefix caching where prompts are given, "
             "and are scheduled ahead where there is one stage",
             *("step_times", "dtype", "enable_prefix_caching", "async_scheduling", "speculative_config"),
-            *("attention_backend", "matmul_backend", "moe_backend", "deterministic"),
+            *("attention_backend", "matmul_backend", "moe_backend", "all_reduce_backend", "deterministic"),
         )
         given = engine_options()
         tp = given["tensor_parallel_size"]
@@ -177,7 +177,8 @@ class Analytic:
 
 # What a rate depends on besides limits and plan.
 REAL_OPTIONS = ("page_size", "num_pages", "gpu_memory_utilization", "dtype", "enable_prefix_caching", "async_scheduling")
-REAL_OPTIONS += ("tensor_parallel_size", "graph_collectives", "attention_backend", "matmul_backend", "moe_backend", "deterministic", "speculative_config")
+REAL_OPTIONS += ("tensor_parallel_size", "graph_collectives", "all_reduce_backend", "deterministic", "speculative_config")
+REAL_OPTIONS += ("attention_backend", "matmul_backend", "moe_backend")
 
 
 class Real:
