@@ -4,7 +4,8 @@
     python -m scripts.ptx_check --cases=few                     nine cases, 2 schedules: two to three minutes
     python -m scripts.ptx_check --cases=gpu-mixed-8b --seeds=8
     python -m scripts.ptx_check --target=a100                   the portable kernels, as they are for sm_80
-    python -m scripts.ptx_check --mutations --log=FILE          takes out each synchronising instruction in turn; FILE: to continue
+    python -m scripts.ptx_check --log=FILE                      goes on where a run with the same FILE was interrupted
+    python -m scripts.ptx_check --mutations --log=FILE          takes out each synchronising instruction in turn
 
 Runs in the environment that `make setup-aot` makes. The kernels are compiled for `--target` as `aot_check` compiles them;
 scripts/ptx runs what Mosaic made. On a target that is no Hopper GPU these are the portable kernels alone. Faults are listed, and
@@ -24,6 +25,7 @@ from absl import app, flags
 
 from jaxserve.cli.common.command import run_command
 from scripts.aot.compiler import TARGETS, Compiler, arch_of, compilers, use_no_device
+from scripts.ptx.log import Log
 from scripts.ptx.report import Report, check_program
 
 _CASES = flags.DEFINE_list(
@@ -33,7 +35,9 @@ _SEEDS = flags.DEFINE_integer("seeds", None, "Schedules of each batch; default: 
 _MUTATIONS = flags.DEFINE_bool(
     "mutations", False, "Instead: take out each synchronising instruction; one that nobody misses is listed."
 )
-_LOG = flags.DEFINE_string("log", None, "With --mutations: lines of JSON, one a trial; what this file has is not run again.")
+_LOG = flags.DEFINE_string(
+    "log", None, "Lines of JSON, one a batch and schedule, or a mutation; what this file has is not run again."
+)
 _TARGET = flags.DEFINE_enum("target", "h100", sorted(TARGETS), "Which GPU to compile for.")
 _VERBOSE = flags.DEFINE_bool("verbose", False, "List every line that no case reaches, and every mutation.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
@@ -69,11 +73,10 @@ def check_agreements(compiler: Any, *, few: bool, report: Report) -> list[str]:
 def check_mutations(compiler: Any, report: Report) -> list[dict[str, Any]]:
     """The table of mutations; a survivor without a reason is a fault."""
     from scripts.ptx import survivors
-    from scripts.ptx.trial import Log
 
     table = []
     cases = None if _CASES.value == ["all"] else _CASES.value
-    for kernel, outcomes in survivors.outcomes(compiler, cases, Log(_LOG.value)):
+    for kernel, outcomes in survivors.outcomes(compiler, cases, report.log):
         print(survivors.summary(kernel, outcomes), flush=True)
         for outcome in outcomes:
             if _VERBOSE.value and outcome.caught is None:
@@ -109,11 +112,9 @@ def main() -> None:
     names, sets = case_names(hopper=hopper), {"all", "few"}
     if _MUTATIONS.value:
         names, sets = list(dict.fromkeys(case for _, case in subjects(hopper=hopper))), {"all"}
-    elif _LOG.value:
-        raise app.UsageError("--log is for --mutations")
     if set(_CASES.value) - sets - {*names} or len(_CASES.value) > 1 and sets & set(_CASES.value):
         raise app.UsageError(f"--cases={','.join(_CASES.value)}: must be {', '.join(sorted(sets))}, or of {', '.join(names)}")
-    start, report = time.perf_counter(), Report()
+    start, report = time.perf_counter(), Report(_TARGET.value, Log(_LOG.value))
     compiler = Compiler(_TARGET.value)
     try:
         kernels = KernelCompiler(compiler)

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
+import json
 import time
 from typing import Any
+
+import numpy as np
+
+from jaxserve.qualification.card import revision
+from scripts.ptx.log import Log, digest_of, interpreter
+from scripts.ptx.program import PtxError
 
 
 @dataclasses.dataclass
 class Report:
-    """What was found so far."""
+    """What was found so far. target: which GPU the programs are compiled for. log: what has run, here or in a run before."""
 
+    target: str = ""
+    log: Log = dataclasses.field(default_factory=lambda: Log(None))
     faults: list[str] = dataclasses.field(default_factory=list)
     programs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
@@ -20,28 +31,62 @@ class Report:
 
 
 def check_program(program: Any, seeds: int, coverage: Any, report: Report) -> None:
-    """Every batch of a program in every schedule."""
-    from scripts.ptx.program import PtxError
-
-    start, before = time.perf_counter(), len(report.faults)
+    """Every batch of a program in every schedule. What the report's log has of the same PTX is not run again."""
+    before, ran = len(report.faults), []
     for run in program.runs:
         outputs = set()
         for seed in range(seeds):
-            try:
-                out, covered = run.run(seed)
-            except PtxError as error:
-                report.fault(f"{run.name}: {error}")
+            entry = _entry(program, run, seed, report)
+            ran.append(entry)
+            for fault in entry["faults"]:
+                report.fault(fault)
+            if entry["output"] is None:
                 break
-            outputs.add(out.tobytes())
-            for kernel, lines in covered.items():
+            outputs.add(entry["output"])
+            for kernel, lines in entry["lines"].items():
                 demanded = kernel in program.demanded
-                coverage.add(kernel, program.kernels[kernel].program, lines, demanded=demanded)
-            if seed == 0:
-                for fault in run.faults(out):
-                    report.fault(fault)
+                coverage.add(kernel, program.kernels[kernel].program, _unpacked(lines), demanded=demanded)
         if len(outputs) > 1:
             report.fault(f"{run.name}: {len(outputs)} different outputs in {seeds} schedules")
-    seconds, faults = time.perf_counter() - start, len(report.faults) - before
-    print(f"{program.name}: {len(program.runs)} batches, {seeds} schedules each: {faults} faults; {seconds:.1f} s", flush=True)
+    seconds, faults = sum(entry["seconds"] for entry in ran), len(report.faults) - before
+    targets = sorted({entry["target"] for entry in ran})
+    where = f" (the same PTX, for {', '.join(targets)})" if targets != [report.target] else ""
+    print(
+        f"{program.name}: {len(program.runs)} batches, {seeds} schedules each: {faults} faults; {seconds:.1f} s{where}", flush=True
+    )
     result = {"name": program.name, "batches": [run.name for run in program.runs], "seeds": seeds, "faults": faults}
-    report.programs.append({**result, "seconds": round(seconds, 1)})
+    report.programs.append({**result, "ptx": digest_of(program.kernels), "ran_for": targets, "seconds": round(seconds, 1)})
+
+
+def _entry(program: Any, run: Any, seed: int, report: Report) -> dict[str, Any]:
+    """One batch in one schedule: what is wrong, a hash of the output (None: it came to no end), and the lines of each kernel that ran.
+    Values are looked at in the first schedule: others must have the same bits."""
+    key = hashlib.sha256(json.dumps([_source(), digest_of(program.kernels), run.name, seed]).encode()).hexdigest()[:32]
+    if (entry := report.log.find(key)) is not None:
+        return entry
+    start, output, lines = time.perf_counter(), None, {}
+    try:
+        out, covered = run.run(seed)
+    except PtxError as error:
+        faults = [f"{run.name}: {error}"]
+    else:
+        faults, output = run.faults(out) if seed == 0 else [], hashlib.sha256(out.tobytes()).hexdigest()
+        lines = {kernel: _packed(reached) for kernel, reached in covered.items()}
+    seconds = round(time.perf_counter() - start, 2)
+    noted = {"batch": run.name, "seed": seed, "target": report.target, "faults": faults, "output": output, "lines": lines}
+    return report.log.add(key, **noted, seconds=seconds)
+
+
+@functools.cache
+def _source() -> tuple[str, str]:
+    """Hashes of what makes batches and runs them: of the kernels' source, and of the interpreter's."""
+    return revision(), interpreter({"survivors.py", "agreement.py", "coverage.py", "mutations.py", "trial.py"})
+
+
+def _packed(reached: np.ndarray) -> list[Any]:
+    """bool[n] as (n, hexadecimal)."""
+    return [len(reached), np.packbits(reached).tobytes().hex()]
+
+
+def _unpacked(lines: list[Any]) -> np.ndarray:
+    return np.unpackbits(np.frombuffer(bytes.fromhex(lines[1]), np.uint8), count=lines[0]).astype(bool)

@@ -27,11 +27,12 @@ from scripts.ptx.compiled import (
     PORTABLE_JOIN,
     KernelCompiler,
 )
+from scripts.ptx.log import Log
 from scripts.ptx.mutations import Mutation, mutations
 from scripts.ptx.portable import PortablePtx
 from scripts.ptx.suite import FUSED, PREFIX, attention_program, fused_program, programs
 from scripts.ptx.suite import Program as Suite
-from scripts.ptx.trial import ALL_SEEDS, Log, Trial, Tried
+from scripts.ptx.trial import ALL_SEEDS, Trial, Tried
 
 # One consumer whose 64 rows are all used, so that every warp's accesses count; several items to a CTA that write their own rows, so
 # that the second one meets the store of the first; pages in several copies.

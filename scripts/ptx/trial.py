@@ -1,4 +1,4 @@
-"""Runs changed programs of one kernel on few batches, the quickest first, until one breaks; keeps in a file what was found.
+"""Runs changed programs of one kernel on few batches, the quickest first, until one breaks.
 
 A change is caught if a batch, in some schedule, breaks a rule or computes something wrong. A program that takes ten times as long
 as the unchanged one, and more, is taken to hang: in time of the processor, whatever else the machine does.
@@ -14,11 +14,11 @@ import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from scripts.ptx.log import Log, interpreter, text_of
 from scripts.ptx.mutations import Mutation
 from scripts.ptx.program import PtxError
 from scripts.ptx.suite import AnyRun
@@ -27,33 +27,6 @@ from scripts.ptx.suite import Program as Suite
 SEEDS = (0, 1)  # schedules in which a mutation may be caught
 ALL_SEEDS = (0, 1, 2, 3, 4)  # one of each kind: those that a claim of redundancy stands on
 HANGS, LEAST = 10, 20.0  # times what the unchanged program takes, plus seconds of the processor
-
-
-class Log:
-    """What was tried, as lines of JSON. A file that is there already is continued: what it has is not run again."""
-
-    def __init__(self, path: str | None):
-        self._path = Path(path) if path else None
-        self._known: dict[str, dict[str, Any]] = {}
-        text = self._path.read_text() if self._path and self._path.exists() else ""
-        self._begun = "" if text.endswith("\n") or not text else "\n"  # behind half a line of a run that was killed
-        for line in text.splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                entry = json.loads(line)
-                self._known[entry["key"]] = entry
-
-    def find(self, key: str) -> dict[str, Any] | None:
-        """What was noted of this; None if nothing."""
-        return self._known.get(key)
-
-    def add(self, key: str, **noted: Any) -> dict[str, Any]:
-        """Notes it, and returns the whole entry."""
-        entry = self._known[key] = {"key": key, **noted}
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(self._begun + json.dumps(entry) + "\n")
-            self._begun = ""
-        return entry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,8 +142,6 @@ def _at_most(seconds: float) -> Iterator[None]:
 
 def _version(suite: Suite, kernel: str) -> str:
     """A hash of the kernel's PTX, of the batches' names, and of the interpreter's files."""
-    text = "\n".join(i.text for i in suite.kernels[kernel].program.instructions)
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    aside = {"survivors.py", "agreement.py", "coverage.py"}  # what a change of these finds is the same
-    code = [path.read_text() for path in files if path.name not in aside]
-    return hashlib.sha256("\n".join([kernel, suite.name, text, *code]).encode()).hexdigest()
+    aside = {"survivors.py", "agreement.py", "coverage.py", "report.py"}  # what a change of these finds is the same
+    names = [kernel, suite.name, text_of(suite.kernels[kernel].program), interpreter(aside)]
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from scripts.ptx.compiled import Kernel
+from scripts.ptx.log import Log
 from scripts.ptx.machine import run
 from scripts.ptx.suite import Program, Run
 from scripts.ptx.survivors import PASSED, TOGETHER, UNREACHED, of_suite
-from scripts.ptx.trial import Log, Trial, broken
+from scripts.ptx.trial import Trial, broken
 from tests.scripts.ptx.snippets import launch, only, program, zeros
 
 WRITE = only(0, "st.shared.b32 [%rd2], %r0;")
