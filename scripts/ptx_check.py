@@ -35,9 +35,7 @@ _SEEDS = flags.DEFINE_integer("seeds", None, "Schedules of each batch; default: 
 _MUTATIONS = flags.DEFINE_bool(
     "mutations", False, "Instead: take out each synchronising instruction; one that nobody misses is listed."
 )
-_LOG = flags.DEFINE_string(
-    "log", None, "Lines of JSON, one a batch and schedule, or a mutation; what this file has is not run again."
-)
+_LOG = flags.DEFINE_string("log", None, "Lines of JSON: batches in a schedule, mutations. What this file has is not run again.")
 _TARGET = flags.DEFINE_enum("target", "h100", sorted(TARGETS), "Which GPU to compile for.")
 _VERBOSE = flags.DEFINE_bool("verbose", False, "List every line that no case reaches, and every mutation.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")

@@ -59,7 +59,7 @@ def check_program(program: Any, seeds: int, coverage: Any, report: Report) -> No
 
 
 def _entry(program: Any, run: Any, seed: int, report: Report) -> dict[str, Any]:
-    """One batch in one schedule: what is wrong, a hash of the output (None: it came to no end), and the lines of each kernel that ran.
+    """One batch in one schedule: what is wrong, a hash of the output (None: it came to no end), the lines of each kernel that ran.
     Values are looked at in the first schedule: others must have the same bits."""
     key = hashlib.sha256(json.dumps([_source(), digest_of(program.kernels), run.name, seed]).encode()).hexdigest()[:32]
     if (entry := report.log.find(key)) is not None:

@@ -14,7 +14,6 @@ import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
