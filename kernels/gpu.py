@@ -39,6 +39,7 @@ semaphore_wait = pl.semaphore_wait
 set_max_registers = plgpu.set_max_registers
 wait_smem_to_gmem = plgpu.wait_smem_to_gmem
 wgmma = plgpu.wgmma
+wgmma_accumulator_load = plgpu.wgmma_accumulator_load
 wgmma_wait = plgpu.wgmma_wait
 
 WGMMA = plgpu.Layout.WGMMA  # a warpgroup's accumulator: 64 rows, 16 a warp

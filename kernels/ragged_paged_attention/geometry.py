@@ -59,9 +59,9 @@ class Item(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """The kernel's arguments in GMEM. W items, M = slots * K."""
+    """The kernel's arguments in GMEM. M = slots * K, G = N // K."""
 
-    q: Any  # [T, N, H]
+    q: Any  # [T, N, H]; for Hopper [T, K, G, H]
     kv_pages: Any  # [num_pages, 2, K, page_size, H]
     page_table: Any  # i32[S, P]
     cu_q_lens: Any  # i32[S+1]

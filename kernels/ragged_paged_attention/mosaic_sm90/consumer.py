@@ -24,6 +24,8 @@ from kernels.ragged_paged_attention.mosaic_sm90 import softmax_state
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
 from kernels.ragged_paged_attention.work_list import BLOCK
 
+PARTS = 8  # of a row's total: columns of which each of the row's four threads has two, as of all columns of a block
+
 
 def consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:
     """Computes every item's rows. `me`: which consumer this is."""
@@ -77,7 +79,8 @@ def _walk(g: Geometry, refs: Refs, smem: Scratch, me, index, item: Item, positio
     def chunk(c, carry):
         joined, begin, slot, x = carry
         stop = jnp.maximum(begin, jnp.minimum((c + 1) * g.chunk_blocks, end))
-        state, slot, x = lax.fori_loop(begin, stop, fold, (softmax_state.empty(head_dim), slot, x))
+        (acc, maximum, totals), slot, x = lax.fori_loop(begin, stop, fold, (_empty(head_dim), slot, x))
+        state = acc, maximum, totals.sum(axis=1)
         if g.split_rows:
 
             @pl.when(jnp.logical_and(item.slot >= 0, me == 0))
@@ -95,6 +98,13 @@ def _walk(g: Geometry, refs: Refs, smem: Scratch, me, index, item: Item, positio
     carry = (softmax_state.empty(head_dim), item.first_block, slot, x)
     state, _, slot, _ = lax.fori_loop(first_chunk, end_chunk, chunk, carry)
     return state, slot
+
+
+def _empty(head_dim: int):
+    """`softmax_state.empty`, with a row's total in PARTS parts. A thread adds up its own until the chunk ends, so that a block has no
+    exchange between threads but that of the maxima."""
+    acc, maximum, _ = softmax_state.empty(head_dim)
+    return acc, maximum, gpu.layout_cast(jnp.zeros((ROWS, PARTS), jnp.float32), gpu.WGMMA)
 
 
 def _next_slot(g: Geometry, slot):
@@ -138,12 +148,13 @@ def _fold_block(g: Geometry, smem: Scratch, me, item: Item, position, end, block
         (acc, *stats), weights = _softmax(g, position, block, state, x)
         return acc, stats, weights.astype(smem.kv.dtype)
 
-    def add_values(acc, stats, weights):
-        return _add_weighted_values(g, smem, me, acc, weights, slot), *stats
+    def add_values(scores, acc, stats, weights):
+        acc, following_x = _add_weighted_values(g, smem, me, acc, weights, slot, scores)
+        return (acc, *stats), following_x
 
     def beside_the_softmax(scores):
         compute_next(scores)
-        return add_values(*softmax()), scores[...]
+        return add_values(scores, *softmax())
 
     _clean_tail(g, smem, me, item, block, slot)
     if g.consumers == 1:
@@ -155,7 +166,7 @@ def _fold_block(g: Geometry, smem: Scratch, me, item: Item, position, end, block
 
         def beside_the_values(scores):
             compute_next(scores)
-            return add_values(*weighted), scores[...]
+            return add_values(scores, *weighted)
 
         state, x = pl.run_scoped(beside_the_values, gpu.ACC((ROWS, BLOCK), jnp.float32))
     gpu.barrier_arrive(smem.kv_empty.at[slot])
@@ -164,21 +175,31 @@ def _fold_block(g: Geometry, smem: Scratch, me, item: Item, position, end, block
 
 def _softmax(g: Geometry, position, block, state, x):
     """(the state with the block's weights in it but not yet its values; those weights, f32[64, BLOCK])."""
-    acc, maximum, total = state
+    acc, maximum, totals = state
     x, unit = scale_logits(x, scale=g.scale, soft_cap=g.soft_cap)
     seen = {"group": g.group, "tokens": g.tokens, "sliding_window": g.sliding_window}
     x = mask_logits(x, MASKED / unit, begin=block * BLOCK, position=position, **seen)
     new_maximum = jnp.maximum(maximum, x.max(axis=1) * unit)
     shrink = jnp.exp2(maximum - new_maximum)
     weights = jnp.exp2(x * unit - spread(new_maximum, x))
-    return (acc * spread(shrink, acc), new_maximum, total * shrink + weights.sum(axis=1)), weights
+    parts = [weights[:, column : column + PARTS] for column in range(0, BLOCK, PARTS)]
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return (acc * spread(shrink, acc), new_maximum, totals * spread(shrink, totals) + parts[0]), weights
 
 
-def _add_weighted_values(g: Geometry, smem: Scratch, me, acc, weights, slot):
-    """acc + weights @ values: on the device with the weights in registers and in place; the interpreter has neither."""
+def _add_weighted_values(g: Geometry, smem: Scratch, me, acc, weights, slot, scores):
+    """(acc + weights @ values, the scores that were begun before): on the device with the weights in registers and in place; the
+    interpreter has neither. Scores are taken while the values are still being multiplied."""
     values = smem.kv.at[slot, 1]
     if not g.interpreted:
-        return pl.run_state(lambda ref: gpu.wgmma(ref, weights, values))(gpu.ACC.init(acc))
+
+        def add(refs):
+            added, taken = refs
+            gpu.wgmma(added, weights, values)
+            taken[...] = gpu.wgmma_accumulator_load(scores, wait_n=1)
+
+        return pl.run_state(add)((gpu.ACC.init(acc), gpu.layout_cast(jnp.zeros(scores.shape, jnp.float32), gpu.WGMMA)))
     smem.weights.at[me][...] = weights
     gpu.commit_smem()
 
@@ -186,7 +207,7 @@ def _add_weighted_values(g: Geometry, smem: Scratch, me, acc, weights, slot):
         gpu.wgmma(ref, smem.weights.at[me], values)
         return ref[...]
 
-    return acc + pl.run_scoped(product, gpu.ACC(acc.shape, jnp.float32))
+    return acc + pl.run_scoped(product, gpu.ACC(acc.shape, jnp.float32)), scores[...]
 
 
 def _clean_tail(g: Geometry, smem: Scratch, me, item: Item, block, slot) -> None:

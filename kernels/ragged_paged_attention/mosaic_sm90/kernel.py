@@ -83,7 +83,7 @@ def run_items(
         grid={"cta": num_ctas},
         scratch_types=list(scratch.values()),
         warpgroups=C + 1,
-    )(q, kv_pages, page_table, cu_q_lens, kv_lens, work)
+    )(q.reshape(len(q), g.num_kv_heads, g.group, H), kv_pages, page_table, cu_q_lens, kv_lens, work)
     return (results[0], (results[1], results[2])) if splits else (results[0], None)
 
 
@@ -97,7 +97,7 @@ def _scratch(g: Geometry, H: int, dtype: Any, *, splits: bool) -> dict[str, Any]
         "q": swizzled,
         "kv": gpu.SMEM((g.stages, 2, BLOCK, H), dtype, transforms=gpu.SWIZZLED),
         "out": tile,
-        "q_full": gpu.Barrier(num_arrivals=C * g.tokens),
+        "q_full": gpu.Barrier(num_arrivals=C * (g.tokens if g.interpreted else 1)),
         "q_empty": gpu.Barrier(num_arrivals=C),
         "kv_full": gpu.Barrier(num_arrivals=2 * BLOCK // g.copy_rows, num_barriers=g.stages),
         "kv_empty": gpu.Barrier(num_arrivals=C, num_barriers=g.stages),

@@ -19,7 +19,7 @@ def produce(g: Geometry, refs: Refs, smem: Scratch) -> None:
     def item_loads(index, count):
         item = load_item(g, refs, index)
         gpu.barrier_wait(smem.q_empty)
-        lax.fori_loop(0, g.tokens, functools.partial(_load_tokens, g, refs, smem, item), None)
+        _load_queries(g, refs, smem, item)
         item = load_item(g, refs, index)  # again, rather than kept in registers: a producer beside two consumers has few
 
         def load_block(block, count):
@@ -47,13 +47,23 @@ def produce(g: Geometry, refs: Refs, smem: Scratch) -> None:
         gpu.barrier_wait(smem.kv_empty.at[slot])
 
 
-def _load_tokens(g: Geometry, refs: Refs, smem: Scratch, item: Item, t, _) -> None:
-    """The query heads of each consumer's token t; past the item's last token that one again, to be ignored."""
-    last = jnp.maximum(item.num_tokens - 1, 0)
+def _load_queries(g: Geometry, refs: Refs, smem: Scratch, item: Item) -> None:
+    """The query heads of each consumer's tokens, a copy each. Past the item's last token come those of other sequences, and past the
+    end of q zeros: rows that nobody stores."""
     for consumer in range(g.consumers):
-        token = item.token + jnp.minimum(consumer * g.tokens + t, last)
-        heads = refs.q.at[token, pl.ds(item.head * g.group, g.group)]
-        gpu.copy_gmem_to_smem(heads, smem.q_loaded.at[consumer, pl.ds(t * g.group, g.group)], smem.q_full)
+        first = item.token + consumer * g.tokens
+        if g.interpreted:
+            lax.fori_loop(0, g.tokens, functools.partial(_load_token, g, refs, smem, item, consumer, first), None)
+        else:
+            rows = smem.q_loaded.at[consumer, pl.ds(0, g.tokens * g.group)]
+            heads = refs.q.at[pl.ds(first, g.tokens), item.head]
+            gpu.copy_gmem_to_smem(heads, rows.reshape((g.tokens, g.group, rows.shape[-1])), smem.q_full)
+
+
+def _load_token(g: Geometry, refs: Refs, smem: Scratch, item: Item, consumer: int, first, t, _) -> None:
+    """One token's query heads, for the interpreter: it can't reshape shared memory, nor pass the end of an array."""
+    token = jnp.minimum(first + t, refs.q.shape[0] - 1)
+    gpu.copy_gmem_to_smem(refs.q.at[token, item.head], smem.q_loaded.at[consumer, pl.ds(t * g.group, g.group)], smem.q_full)
 
 
 def _load_rows(g: Geometry, refs: Refs, smem: Scratch, item: Item, block, slot, row, num_rows: int) -> None:
