@@ -7,13 +7,17 @@ import functools
 import hashlib
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxserve.qualification.card import revision
+import kernels
 from scripts.ptx.log import Log, digest_of, interpreter
 from scripts.ptx.program import PtxError
+
+# Modules of the kernels that make the batches of cases, and their work lists. The rest of a kernel is in its PTX.
+_BATCHES = ("cases.py", "work_list.py", "work_planner.py", "planner.py", "layout.py", "mosaic_layout.py", "reference.py")
 
 
 @dataclasses.dataclass
@@ -79,8 +83,10 @@ def _entry(program: Any, run: Any, seed: int, report: Report) -> dict[str, Any]:
 
 @functools.cache
 def _source() -> tuple[str, str]:
-    """Hashes of what makes batches and runs them: of the kernels' source, and of the interpreter's."""
-    return revision(), interpreter({"survivors.py", "agreement.py", "coverage.py", "mutations.py", "trial.py"})
+    """Hashes of what makes batches and runs them: of the modules of the kernels that do, and of the interpreter's."""
+    paths = sorted(path for path in Path(kernels.__file__).parent.rglob("*.py") if path.name in _BATCHES)
+    batches = hashlib.sha256("\0".join(path.read_text() for path in paths).encode()).hexdigest()
+    return batches, interpreter({"survivors.py", "agreement.py", "coverage.py", "mutations.py", "trial.py", "suite.py"})
 
 
 def _packed(reached: np.ndarray) -> list[Any]:

@@ -27,6 +27,7 @@ from scripts.ptx.portable import PortablePtx
 from scripts.ptx.rotary import RotaryPtx, RotaryRun
 
 SPLIT_Q_LEN = 9  # query tokens of a sequence whose KV may be split
+MOST_CONSUMERS = 3  # of an item
 LONGER = 70  # positions by which a plan passes the KV: a block and more that is not there
 PREFIX = "portable "  # of the cases that the portable kernels run
 FUSED = "fused "  # of the cases of the fused matmul
@@ -133,7 +134,7 @@ def _more(case: Case) -> list[tuple[tuple[tuple[int, int], ...], int]]:
     if case.max_q_len is not None:
         return [(tails, 0), (((case.max_q_len, 200), (1, 129), (2, 64)), LONGER)]
     half = _half(case)
-    more = min(half, 48)
+    whole, more = MOST_CONSUMERS * half, min(half, 48)
     several = ((min(SPLIT_Q_LEN, half), 300), (3, 200), (2, 150), (1, 400))  # split, with more tokens than one
     pass_by = (
         (half + more, BLOCK + more),
@@ -141,6 +142,7 @@ def _more(case: Case) -> list[tuple[tuple[tuple[int, int], ...], int]]:
         (2 * half - 1, 2 * half + BLOCK),
         (1, 129),
         (2 * half, 2 * half + 33),
+        *(((whole - 1, whole + BLOCK), (whole, whole + 33)) if case.heads.H <= 64 else ()),  # a third consumer's rows
     )
     # Items of one block each, all of which have a tail to clean, several to a CTA: one consumer may be an item ahead of the other.
     short = tuple((half + k, half + k) for k in (1, 3, 5, 7, 2, 4))

@@ -112,7 +112,7 @@ def test_a_call_outside_of_jit_plans_for_itself(monkeypatch, case):
 def test_a_second_consumer_of_the_cases_has_rows(case):
     planner = planner_of(case, build(case))
     tokens = planner.tiles.consumer_tokens(case.heads.N // case.heads.K, planner.shape.max_q_len)
-    assert (planner.tiles.consumers == 2) == (max(q_len for q_len, _ in case.seqs) > tokens)
+    assert (planner.tiles.consumers > 1) == (max(q_len for q_len, _ in case.seqs) > tokens)
 
 
 def test_the_cases_go_round_every_ring_twice():
@@ -321,17 +321,21 @@ def test_work_of_other_shapes_is_refused():
 
 
 def test_tiles_check_themselves():
-    for wrong in ({"consumers": 3}, {"stages": 2}, {"chunk": 100}):
+    for wrong in ({"consumers": 4}, {"stages": 2}, {"chunk": 100}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Tiles(**{"consumers": 1, "stages": 3, **wrong})
     with pytest.raises(ValueError, match="shared memory"):
         Tiles(consumers=2, stages=4).check_smem(128, splits=True)
+    with pytest.raises(ValueError, match="shared memory"):
+        Tiles(consumers=3, stages=3).check_smem(128, splits=False)
 
 
 def test_a_second_consumer_where_one_does_not_hold_every_query():
     for group, max_q_len in itertools.product((1, 2, 3, 4, 8, 9, 64), (1, 2, 4, 5, 7, 8, 9, 16, 64, 65, 2048)):
         tiles = choose_tiles(head_dim=128, group=group, max_q_len=max_q_len, device_kind="")
         assert (tiles.consumers == 2) == (max_q_len > tiles.consumer_tokens(group, max_q_len)), (group, max_q_len)
+        wanted = min(3, -(-max_q_len // tiles.consumer_tokens(group, max_q_len)))
+        assert choose_tiles(head_dim=64, group=group, max_q_len=max_q_len, device_kind="").consumers == wanted
     drafts = tile_candidates(AttentionBatch.make((64, 8, 128), [(5, 300)], num_pages=5))  # 40 rows
     assert drafts[0] == Tiles(consumers=1, stages=4) and all(tiles.consumers == 1 for tiles in drafts)
 

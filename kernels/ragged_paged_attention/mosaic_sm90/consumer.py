@@ -101,8 +101,8 @@ def _walk(g: Geometry, refs: Refs, smem: Scratch, me, index, item: Item, positio
 
 
 def _empty(head_dim: int):
-    """`softmax_state.empty`, with a row's total in PARTS parts. A thread adds up its own until the chunk ends, so that a block has no
-    exchange between threads but that of the maxima."""
+    """`softmax_state.empty`, with a row's total in PARTS parts. A thread adds up its own until the chunk ends, so that in a block
+    threads exchange maxima alone."""
     acc, maximum, _ = softmax_state.empty(head_dim)
     return acc, maximum, gpu.layout_cast(jnp.zeros((ROWS, PARTS), jnp.float32), gpu.WGMMA)
 
@@ -233,7 +233,7 @@ def _clean_tail(g: Geometry, smem: Scratch, me, item: Item, block, slot) -> None
                 gpu.barrier_arrive(smem.clean.at[slot])
 
         if g.consumers > 1:
-            pl.when(me == 1)(lambda: gpu.barrier_wait(smem.clean.at[slot]))
+            pl.when(me > 0)(lambda: gpu.barrier_wait(smem.clean.at[slot]))
 
 
 def _pass_by(g: Geometry, smem: Scratch, me, item: Item, block, slot):

@@ -3,7 +3,7 @@
 It computes the items of a work list. `work_list` makes the list, `combine` joins the partial results of split sequences, `tiles`
 chooses the sizes. The two halves of the kernel are `producer` and `consumer`.
 
-A CTA is one or two consumer warpgroups, which compute, and a producer warpgroup, which issues every load. A consumer's tile is
+A CTA is one to three consumer warpgroups, which compute, and a producer warpgroup, which issues every load. A consumer's tile is
 64 rows: row r is query token r // G of the tile and head r % G of the KV head's group, so a page is read once a KV head. Keys and
 values come through a ring of `stages` slots of 64 positions that runs on across items: the next item's first blocks load while
 this one's last are computed. The softmax is online (Milakov and Gimelshein, arXiv:1805.02867) and starts afresh at every `chunk`
@@ -12,12 +12,12 @@ positions; the chunks' states are joined in order, by the tile itself, or throug
 Barriers, who arrives and who waits:
 - q_full: the loads of an item's queries arrive; consumers wait. q_empty: a consumer that has copied its rows; the producer waits.
 - kv_full[slot]: the loads of a block arrive; consumers wait. kv_empty[slot]: a consumer done with the block; the producer waits.
-- clean[slot]: consumer 0 when it has zeroed the values past a sequence's end; consumer 1 waits. One a slot, because consumer 0 may
-  be blocks and an item ahead: the ring is what holds the two together.
+- clean[slot]: consumer 0 when it has zeroed the values past a sequence's end; the others wait. One a slot, because consumer 0 may
+  be blocks and an item ahead: the ring is what holds them together.
 
 The scores of a block are computed a block ahead, so that a softmax never waits for them (FlashAttention-3, arXiv:2407.08608,
-section 3.2). One consumer computes them beside the softmax of the block before. Two have no registers for that: each computes them
-with that block's weighted values, and one's softmax runs beside the other's wgmmas.
+section 3.2). One consumer computes them beside the softmax of the block before. Several have no registers for that: each computes
+them with that block's weighted values, and one's softmax runs beside another's wgmmas.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def run_items(
         @pl.when(warpgroup == C)
         def _():
             if C > 1 and not g.interpreted:
-                gpu.set_max_registers(REGISTERS[1], action="decrease")
+                gpu.set_max_registers(REGISTERS[C][1], action="decrease")
             produce(g, refs, smem)
 
         @pl.when(warpgroup < C)
         def _():
             if C > 1 and not g.interpreted:
-                gpu.set_max_registers(REGISTERS[0], action="increase")
+                gpu.set_max_registers(REGISTERS[C][0], action="increase")
             consume(g, refs, smem, warpgroup)
 
     out_type = [jax.ShapeDtypeStruct(q.shape, dtype)]

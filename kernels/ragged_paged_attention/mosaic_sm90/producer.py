@@ -48,8 +48,8 @@ def produce(g: Geometry, refs: Refs, smem: Scratch) -> None:
 
 
 def _load_queries(g: Geometry, refs: Refs, smem: Scratch, item: Item) -> None:
-    """The query heads of each consumer's tokens, a copy each. Past the item's last token come those of other sequences, and past the
-    end of q zeros: rows that nobody stores."""
+    """The query heads of each consumer's tokens, a copy each. Past the item's last token come those of other sequences, and past
+    the end of q zeros: rows that nobody stores."""
     for consumer in range(g.consumers):
         first = item.token + consumer * g.tokens
         if g.interpreted:

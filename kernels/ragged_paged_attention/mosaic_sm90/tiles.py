@@ -15,11 +15,12 @@ from kernels.ragged_paged_attention.logits import ROWS
 from kernels.ragged_paged_attention.work_list import BLOCK
 
 TUNED = Path(__file__).with_name("tuned")
-# With two consumers, warpgroups trade registers (setmaxnreg) within what their block has at launch, not what the SM has: one that
-# asks for more than the others gave up waits for ever. (Of a consumer, of the producer), a thread, in multiples of 8.
-LAUNCH_REGISTERS = gpu.MAX_REGISTERS // (3 * 128) // 8 * 8
-REGISTERS = (240, 24)
-assert 2 * REGISTERS[0] + REGISTERS[1] <= 3 * LAUNCH_REGISTERS
+# Where several consumers compute, warpgroups trade registers (setmaxnreg) within what their block has at launch, not what the SM
+# has: one that asks for more than the others gave up waits for ever. Consumers -> registers a thread (of a consumer, of the
+# producer), in multiples of 8.
+REGISTERS = {2: (240, 24), 3: (160, 24)}
+for _consumers, (_consumer, _producer) in REGISTERS.items():
+    assert _consumers * _consumer + _producer <= (_consumers + 1) * (gpu.MAX_REGISTERS // ((_consumers + 1) * 128) // 8 * 8)
 _RESERVED_BYTES = 2048  # barriers, and alignment of the buffers
 
 
@@ -37,8 +38,8 @@ class Tiles:
     chunk: int = 512
 
     def __post_init__(self):
-        if self.consumers not in (1, 2):
-            raise ValueError(f"tiles: consumers={self.consumers} must be 1 or 2")
+        if self.consumers not in (1, *REGISTERS):
+            raise ValueError(f"tiles: consumers={self.consumers} must be 1, 2 or 3")
         if self.stages < 3:
             raise ValueError(f"tiles: stages={self.stages} must be at least 3")
         if self.chunk < BLOCK or self.chunk % BLOCK:
@@ -67,14 +68,17 @@ class Tiles:
 
 def choose_tiles(*, head_dim: int, group: int, max_q_len: int, device_kind: str) -> Tiles:
     """The tuned tiles of this device where there are any, else: one consumer where its rows hold every query (decodes, drafts), and
-    as many stages as fit. A second consumer halves the KV traffic from the L2 cache of a prefill and would have no rows there."""
+    as many stages as fit. A second consumer halves the KV traffic from the L2 cache of a prefill and would have no rows there. At
+    head_dim 64 a third one has the registers that it needs."""
     decode = max_q_len * group <= ROWS
     tuned = _tuned(device_kind).get(f"head_dim={head_dim} {'decode' if decode else 'prefill'}")
     if tuned is not None:
         return Tiles(**tuned)
     if decode:
         return Tiles(consumers=1, stages=4 if head_dim > 64 else 8)
-    return Tiles(consumers=2, stages=3 if head_dim > 64 else 6)
+    if head_dim > 64:
+        return Tiles(consumers=2, stages=3)
+    return Tiles(consumers=min(3, -(-max_q_len // (ROWS // group))), stages=6)
 
 
 @functools.cache
