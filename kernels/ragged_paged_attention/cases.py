@@ -118,6 +118,7 @@ INTERPRETED = (
     # Long enough that every slot of a ring of three blocks, and of the join's ring, is filled three times.
     Case("gpu-long-decodes", ((1, 640), (1, 600), (1, 577)), Heads(2, 1, 64), 64, "bfloat16", max_q_len=1),
     Case("gpu-long-mixed", ((20, 640), (9, 70), (1, 1)), Heads(4, 1, 64), 64, "bfloat16"),
+    Case("gpu-long-mixed-8b", ((20, 640), (9, 70), (1, 1)), small("qwen3_8b", 1), 64, "bfloat16"),
     # Scales that are multiplied in with the maximum's subtraction, and ones that can't be.
     Case("gpu-scale-window", CHUNKS, Heads(4, 1, 64), 64, "bfloat16", scale=0.5, sliding_window=70),
     Case("gpu-scale-negative", MIXED, Heads(4, 1, 64), 64, "bfloat16", scale=-0.1),

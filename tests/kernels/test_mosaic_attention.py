@@ -117,7 +117,11 @@ def test_a_second_consumer_of_the_cases_has_rows(case):
 
 def test_the_cases_go_round_every_ring_twice():
     """Every slot is filled a third time: a fault in how it is freed shows then."""
-    blocks, items, partials = {1: 0, 2: 0}, {1: 0, 2: 0}, 0  # most of any CTA, by its consumers; most of any group
+    blocks, items, partials = (
+        dict.fromkeys((1, 2, 3), 0),
+        dict.fromkeys((1, 2, 3), 0),
+        0,
+    )  # most of any CTA, by its consumers; most of any group
     for case in INTERPRETED:
         batch = build(case)
         planner = planner_of(case, batch, split_q_len=4 if "drafts" in case.name else 1)
@@ -192,7 +196,7 @@ def test_a_plan_may_pass_the_kv(name):
     planner, q_lens, kv_lens = planner_of(case, batch), np.diff(batch.cu_q_lens), np.asarray(batch.kv_lens)
     longer = planner.plan(q_lens, np.where(q_lens > 0, np.minimum(kv_lens + 70, planner.shape.max_kv_len), kv_lens))
     begin, stop, _ = work_list._planned_extents(planner.shape, longer, q_lens, kv_lens)
-    assert planner.tiles.consumers == 2 and (begin == stop).any()
+    assert planner.tiles.consumers > 1 and (begin == stop).any()
     run, n = attention(planner, case), int(batch.cu_q_lens[-1])
     exact = run(batch.arrays, planner.plan(q_lens, kv_lens))
     assert run(batch.arrays, longer)[:n].tobytes() == exact[:n].tobytes()
