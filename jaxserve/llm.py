@@ -91,12 +91,13 @@ class LLM:
         config = engine_config(options)
         check_tokenizer_choice(tokenizer, skip_tokenizer_init)
         files = find_model(model, revision=revision)
+        qualification = None
         if mesh is None:
             check_sharding(config)
             # On a card that nobody has tried: before the weights, while JAX has not taken the device's memory.
             several = config.tensor_parallel_size > 1
             part = local_config(files.config, config.tensor_parallel_size) if several else files.config
-            qualify_kernels(part, files.dtype(config.dtype), config, ask_jax=False)
+            qualification = qualify_kernels(part, files.dtype(config.dtype), config, ask_jax=False)
         if hosts is not None:
             check_hosts(hosts, files.config, config)
         shards, config = model_shards(files.config, config, mesh, hosts)
@@ -108,12 +109,12 @@ class LLM:
             transposed=None,
             shards=shards,
         )
-        self._set_up(loaded, config, mesh, hosts)
+        self._set_up(loaded, config, mesh=mesh, hosts=hosts, qualification=qualification)
 
-    def _set_up(self, loaded: LoadedModel[Any], config: EngineConfig, mesh: Mesh | None, hosts: HostGroup | None = None) -> None:
+    def _set_up(self, loaded: LoadedModel[Any], config: EngineConfig, **of_engine: Any) -> None:
         self.tokenizer: Tokenizer | None = loaded.tokenizer
         self.generation_defaults: GenerationDefaults = loaded.defaults
-        self.engine: Engine = Engine(loaded.module, config, eos_token_ids=loaded.defaults.eos_token_ids, mesh=mesh, hosts=hosts)
+        self.engine: Engine = Engine(loaded.module, config, eos_token_ids=loaded.defaults.eos_token_ids, **of_engine)
         self._texts = TextOutputs(self.tokenizer, self.engine.finish)
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that grew and were not yielded yet
         self._runs = itertools.count()
@@ -154,7 +155,7 @@ class LLM:
         shards_of = lambda model: model_shards(model, engine_options, mesh)[0]  # noqa: E731
         loaded = adopt_model(params, config, tokenizer=tokenizer, dtype=engine_options.dtype, shards_of=shards_of)
         llm = cls.__new__(cls)
-        llm._set_up(loaded, engine_options, mesh)
+        llm._set_up(loaded, engine_options, mesh=mesh)
         return llm
 
     def update_params(self, params: Any, in_flight: str = "refuse") -> None:

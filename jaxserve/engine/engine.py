@@ -39,6 +39,7 @@ from jaxserve.hosts.pulse import HostLostError
 from jaxserve.models import Decoder
 from jaxserve.models.shards import ShardedModel
 from jaxserve.outputs import RequestMetrics
+from jaxserve.qualification.qualify import Qualification
 from jaxserve.request import EngineOutput, Request, RequestStatus
 from jaxserve.sampling.prompt_scores import scores_of
 from jaxserve.sampling_params import SamplingParams
@@ -62,6 +63,7 @@ class Engine:
       hosts: the group of processes whose devices share the model, and of which this one leads; the others make a `Follower` of
         the same model and config.
       eos_token_ids: ids that end a request unless it says ignore_eos.
+      qualification: what `qualify_kernels` found before the weights were read; it is not tried again.
 
     Raises:
       ValueError: a limit that can't be met (pool too small for a request of max_model_len, a bucket plan too small, ...).
@@ -75,9 +77,10 @@ class Engine:
         eos_token_ids: Iterable[int] | None = None,
         mesh: Mesh | None = None,
         hosts: HostGroup | None = None,
+        qualification: Qualification | None = None,
     ):
         config = config or EngineConfig()
-        setup = set_up_runner(model, config, mesh, hosts, self.has_unfinished_requests)
+        setup = set_up_runner(model, config, mesh, hosts, self.has_unfinished_requests, qualification)
         self.kernels: KernelChoice = setup.kernels
         self.config: ResolvedConfig = setup.config
         self.runner: Runner = setup.runner

@@ -75,20 +75,29 @@ def kernel_plan(model: ModelConfig, dtype: Any, config: EngineConfig, platform: 
     return Plan(asks, platform=platform, small=platform != "gpu")
 
 
-def qualify_kernels(model: ModelConfig, dtype: Any, config: EngineConfig, *, ask_jax: bool) -> Qualification | None:
+def qualify_kernels(
+    model: ModelConfig, dtype: Any, config: EngineConfig, *, ask_jax: bool, tried: Qualification | None = None
+) -> Qualification | None:
     """The verdict of this machine's card on the kernels of an engine, tried now where there is none; None without a GPU, or where
-    the config skips it. ask_jax: see `find_card`. Raises as `check_options`, before anything is tried."""
+    the config skips it. ask_jax: see `find_card`. tried: what this start has found before, which is not tried twice where it is of
+    the same card and plan. Raises as `check_options`, before anything is tried."""
     if config.skip_qualification:
         return None
     card = find_card(ask_jax=ask_jax)
     if card is None:
         return None
     check_options(config, model, dtype, card.platform)
-    return qualify(card, kernel_plan(model, dtype, config, card.platform))
+    plan = kernel_plan(model, dtype, config, card.platform)
+    if tried is not None and (tried.card, tried.plan) == (card, plan):
+        return tried
+    return qualify(card, plan)
 
 
-def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig) -> KernelChoice:
+def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig, tried: Qualification | None = None) -> KernelChoice:
     """The backends of an engine's kernels on JAX's default device, of which none is "auto" (but moe without experts).
+
+    Args:
+      tried: see `qualify_kernels`.
 
     Raises: NotImplementedError for a backend of attention or matmuls that was named and can't; as `qualify_kernels`.
     """
@@ -106,7 +115,7 @@ def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig) -> Kern
     for named, resolve_here in ((config.attention_backend, resolve_attention_here), (config.matmul_backend, resolve_matmul_here)):
         if named != "auto":  # what it lacks is said before kernels are tried
             resolve_here()
-    qualification = qualify_kernels(model, dtype, config, ask_jax=True)
+    qualification = qualify_kernels(model, dtype, config, ask_jax=True, tried=tried)
     asked = {"attention": config.attention_backend, "fused_matmul": config.matmul_backend, "grouped_matmul": config.moe_backend}
     left_out: dict[str, dict[str, str]] = {kernel: {} for kernel in (*asked, "rotary_write")}
     if qualification is not None:

@@ -26,6 +26,7 @@ from jaxserve.hosts.group import HostGroup
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.models.shard_placement import shard_model
 from jaxserve.models.shards import ShardedModel
+from jaxserve.qualification.qualify import Qualification
 
 # Which files of a host's own may say. What they decide is compared.
 _OWN_OPTIONS = ("compilation_cache_dir", "demand_log", "step_times", "bucket_plan")
@@ -47,6 +48,7 @@ def set_up_runner(
     mesh: Mesh | None,
     hosts: HostGroup | None,
     is_busy: Callable[[], bool],  # whether requests run; called on the compiling thread
+    qualification: Qualification | None = None,
 ) -> RunnerSetup:
     """Arguments and errors as those of `Engine`; ValueError too where hosts disagree."""
     use_persistent_cache(config.compilation_cache_dir)
@@ -54,7 +56,7 @@ def set_up_runner(
     shards, config = model_shards(model.config, config, mesh, hosts)
     if shards is not None and not isinstance(model, ShardedModel):
         model = shard_model(model, shards)
-    kernels = choose_kernels(local_part(model), weights_dtype(model), config)
+    kernels = choose_kernels(local_part(model), weights_dtype(model), config, qualification)
     functions = model_functions(model, config, kernels.layer)
     resolved = resolve(functions, config, kernels.attention, hosts)
     programs = Programs(functions, resolved)

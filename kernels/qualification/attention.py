@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -48,17 +48,9 @@ _LARGE = (
 class AttentionCheck:
     """A case of the kernel's. split_q_len: most query tokens of a sequence whose KV may be split, 1 + drafts."""
 
+    tolerances: ClassVar[Mapping[str, float]] = TOLERANCE
     case: Case
     split_q_len: int = 1
-
-    @property
-    def name(self) -> str:
-        return self.case.name
-
-    @property
-    def tolerance(self) -> float:
-        """The cases' own."""
-        return TOLERANCE[self.case.dtype]
 
     def lacks(self, row: Backend) -> str | None:
         """As the row's own `lacks`."""

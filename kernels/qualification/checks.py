@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -32,15 +32,25 @@ from kernels.qualification.plan import (
 )
 
 
-class Check(Protocol):
-    """A batch of a kernel."""
+class NamedCase(Protocol):
+    """What is asked of a kernel's case here."""
 
     @property
     def name(self) -> str: ...
 
     @property
-    def tolerance(self) -> float:
-        """Most error, as `error` has it."""
+    def dtype(self) -> str: ...
+
+
+class Check(Protocol):
+    """A batch of a kernel."""
+
+    @property
+    def case(self) -> NamedCase: ...
+
+    @property
+    def tolerances(self) -> Mapping[str, float]:
+        """Of each dtype the most error, as `error` has it."""
         ...
 
     def lacks(self, row: Backend) -> str | None:
@@ -88,7 +98,7 @@ def run_unit(plan: Plan, unit: Unit, begin: Callable[[str], None] = lambda name:
             result, reason = NOT_MEANT, str(lacking[0])
         for check, lacks in zip(checks, lacking, strict=True):
             if lacks is None and result == PASSED:
-                begin(check.name)
+                begin(check.case.name)
                 result, reason = run_check(check, row)
     return Verdict(unit.kernel, unit.backend, result, reason, round(time.perf_counter() - start, 2))
 
@@ -99,29 +109,29 @@ def run_check(check: Check, row: Backend) -> tuple[str, str]:
         batch = check.make()
         want = check.reference(batch)
     except Exception as error:  # of XLA's own programs: it says nothing of the kernel
-        return (NO_MEMORY if _is_memory(error) else NOT_TRIED), f"{check.name}: no reference: {_in_a_line(error)}"
+        return (NO_MEMORY if _is_memory(error) else NOT_TRIED), f"{check.case.name}: no reference: {_in_a_line(error)}"
     try:
         function, arguments = check.program(row, batch)
         program = jax.jit(function).lower(*arguments).compile()
     except Exception as error:  # whatever a tracer, Mosaic, ptxas or XLA raises
-        return (NO_MEMORY if _is_memory(error) else UNCOMPILED), f"{check.name}: {_in_a_line(error)}"
+        return (NO_MEMORY if _is_memory(error) else UNCOMPILED), f"{check.case.name}: {_in_a_line(error)}"
     try:
         got, again = (check.owned(np.asarray(program(*arguments))) for _ in range(2))
     except Exception as error:
-        return (NO_MEMORY if _is_memory(error) else ERROR), f"{check.name}: {_in_a_line(error)}"
+        return (NO_MEMORY if _is_memory(error) else ERROR), f"{check.case.name}: {_in_a_line(error)}"
     return compare(check, got, again, want)
 
 
 def compare(check: Check, got: np.ndarray, again: np.ndarray, want: np.ndarray) -> tuple[str, str]:
     """(result, reason) of two runs and what they should have been."""
-    wide = np.asarray(got, np.float64)
+    wide, tolerance = np.asarray(got, np.float64), check.tolerances[check.case.dtype]
     if not np.isfinite(wide).all():
-        return WRONG, f"{check.name}: {int((~np.isfinite(wide)).sum())} of {wide.size} values are not finite"
+        return WRONG, f"{check.case.name}: {int((~np.isfinite(wide)).sum())} of {wide.size} values are not finite"
     error = check.error(wide, np.asarray(want, np.float64)) if wide.size else 0.0
-    if not error <= check.tolerance:
-        return WRONG, f"{check.name}: off by {error:.2g}, at most {check.tolerance:.2g} is right"
+    if not error <= tolerance:
+        return WRONG, f"{check.case.name}: off by {error:.2g}, at most {tolerance:.2g} is right"
     if (differ := num_differing(got, again)) > 0:
-        return DIFFERS, f"{check.name}: {differ} of {wide.size} values differ between two runs"
+        return DIFFERS, f"{check.case.name}: {differ} of {wide.size} values differ between two runs"
     return PASSED, ""
 
 

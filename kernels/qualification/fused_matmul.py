@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +32,8 @@ _LARGE = Case("large", 1000, 1024, 2048, norm=True, gated=True)
 class FusedMatmulCheck:
     """A case of the kernel's."""
 
+    tolerances: ClassVar[Mapping[str, float]] = TOLERANCE
     case: Case
-
-    @property
-    def name(self) -> str:
-        return self.case.name
-
-    @property
-    def tolerance(self) -> float:
-        return TOLERANCE[self.case.dtype]
 
     def lacks(self, row: Backend) -> str | None:
         """As the row's own `lacks`."""

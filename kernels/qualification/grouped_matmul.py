@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +29,8 @@ _MOST_EXPERTS = 8  # of a model's: every one more is the same code on other rows
 class GroupedMatmulCheck:
     """A case of the kernel's."""
 
+    tolerances: ClassVar[Mapping[str, float]] = TOLERANCE
     case: Case
-
-    @property
-    def name(self) -> str:
-        return self.case.name
-
-    @property
-    def tolerance(self) -> float:
-        return TOLERANCE[self.case.dtype]
 
     def lacks(self, row: Backend) -> str | None:
         """As the row's own `lacks`."""

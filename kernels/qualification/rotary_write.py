@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +27,8 @@ _LARGE = Case("large", 1000, 16, 8, 128, 64, padding=77, num_pages=20)
 class RotaryWriteCheck:
     """A case of the kernel's, with finite numbers everywhere."""
 
+    tolerances: ClassVar[Mapping[str, float]] = TOLERANCE
     case: Case
-
-    @property
-    def name(self) -> str:
-        return self.case.name
-
-    @property
-    def tolerance(self) -> float:
-        return TOLERANCE[self.case.dtype]
 
     def lacks(self, row: Backend) -> str | None:
         """As the row's own `lacks`."""

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,13 +94,18 @@ def test_the_batches_have_what_breaks_kernels():
     assert {"bfloat16_sizes", "bfloat16_deep"} <= {case.name for case in grouped}
 
 
+class Numbers(NamedTuple):
+    name: str = "numbers"
+    dtype: str = "float32"
+
+
 @dataclasses.dataclass(frozen=True)
 class Faulty:
     """A batch of 8 numbers, and a program of it."""
 
+    tolerances: ClassVar = {"float32": 1e-3}
     function: Callable[..., Any]
-    name: str = "numbers"
-    tolerance: float = 1e-3
+    case: Numbers = Numbers()
 
     def lacks(self, row):
         return row.functions

@@ -163,14 +163,17 @@ def test_a_model_from_files_is_asked_about_before_jax_takes_the_device(tmp_path)
     assert done.stdout.splitlines()[-1] == "[(False, False), (True, True)]"
 
 
-def test_what_was_found_before_the_weights_is_not_asked_again(card, fake, starts, tmp_path):
-    """Nor where it can't be kept."""
+@pytest.mark.parametrize("behaviour", slow_unless(lambda name: name == "memory", ["wrong", "memory"]))
+def test_what_was_found_before_the_weights_is_not_asked_again(card, fake, starts, tmp_path, behaviour):
+    """Nor where it can't be kept, nor where there was no memory, of which there is less once the weights are read."""
     alphabet_model.save(tmp_path / "model")
-    card(fake(bent="wrong"))
+    right, taken = ("memory", "xla") if behaviour == "memory" else ("pass", "right")
+    card(fake(bent=behaviour, right=right))
     (tmp_path / "cache").write_text("in the way")
     options = {"skip_tokenizer_init": True, "num_pages": 8, "page_size": 16, "max_model_len": 64, "compilation_cache_dir": ""}
     llm = jaxserve.LLM(tmp_path / "model", **options)
-    assert llm.engine.config.attention_backend == "right" and starts() == 1
+    assert llm.engine.config.attention_backend == taken and starts() == 1
+    assert llm.describe().qualification.startswith("kernels on Fake 3000")
 
 
 def test_the_server_says_what_was_found(card, fake):
