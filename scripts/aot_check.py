@@ -33,7 +33,17 @@ from jaxserve.cli.common.command import run_command
 from scripts.aot.compiled_report import CompiledReport, Kernel
 from scripts.aot.compiler import TARGETS, Compiler, arch_of, compilers, smem_limit_of, use_no_device
 from scripts.aot.roofline import Roofline
-from scripts.aot.verdicts import ATTENTION, FUSED_MATMUL, bits_faults, gib, kernel_faults, loop_faults, mib, variant_faults
+from scripts.aot.verdicts import (
+    ATTENTION,
+    FUSED_MATMUL,
+    PORTABLE_ATTENTION,
+    bits_faults,
+    gib,
+    kernel_faults,
+    loop_faults,
+    mib,
+    variant_faults,
+)
 
 _MODELS = flags.DEFINE_list(
     "model",
@@ -43,7 +53,12 @@ _MODELS = flags.DEFINE_list(
 )
 _TARGETS = flags.DEFINE_list("target", ["h100"], f"Which GPUs, of {', '.join(TARGETS)}.")
 _BUCKETS = flags.DEFINE_list("buckets", [], "Buckets to compile: 8 (decode), 256x128 (mixed), or all; default: two of the plan.")
-_KERNELS = flags.DEFINE_enum("kernels", "all", ["none", "few", "all"], "Which cases of our own kernels to compile too.")
+_KERNELS = flags.DEFINE_enum(
+    "kernels",
+    "all",
+    ["none", "few", "attention", "all"],
+    "Which cases of our own kernels to compile too; attention: those of the attention that the target runs by itself.",
+)
 _DTYPE = flags.DEFINE_enum("dtype", "auto", ["auto", "bfloat16", "float16", "float32"], "Of weights and activations.")
 _BACKEND = flags.DEFINE_enum(
     "attention_backend",
@@ -126,6 +141,9 @@ def check_kernels(compiler: Compiler) -> dict[str, Any]:
     cases = (few_portable_cases if few else portable_cases)(compiler.target)
     if is_hopper(compiler.target):
         cases = (few_cases if few else kernel_cases)(compiler.num_sms, compiler.fact("name")) + cases
+    if _KERNELS.value == "attention":
+        wanted = ATTENTION if is_hopper(compiler.target) else PORTABLE_ATTENTION
+        cases = [case for case in cases if wanted in case.kernels]
     for case in cases:
         try:
             report = compiler.compile(case.name, case.function, case.args, options=GPU_COMPILER_OPTIONS)
