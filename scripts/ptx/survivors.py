@@ -25,12 +25,13 @@ from scripts.ptx.compiled import (
     PORTABLE_ATTENTION,
     PORTABLE_EXPERTS,
     PORTABLE_JOIN,
+    ROTARY_WRITE,
     KernelCompiler,
 )
 from scripts.ptx.log import Log
 from scripts.ptx.mutations import Mutation, mutations
 from scripts.ptx.portable import PortablePtx
-from scripts.ptx.suite import FUSED, PREFIX, attention_program, fused_program, programs
+from scripts.ptx.suite import FUSED, PREFIX, ROTARY, attention_program, fused_program, programs
 from scripts.ptx.suite import Program as Suite
 from scripts.ptx.trial import ALL_SEEDS, Trial, Tried
 
@@ -56,6 +57,7 @@ PORTABLE_SUBJECTS = (
     (PORTABLE_EXPERTS, "portable bfloat16_deep"),
     (PORTABLE_JOIN, "portable whole_tile"),
     (PORTABLE_ATTENTION, "portable whole_tile"),
+    (ROTARY_WRITE, ROTARY + "qwen3"),
 )
 UNREACHED = "no batch of this case reaches it"
 TOGETHER = "redundant, all of these at once: what is left orders the same"
