@@ -190,7 +190,7 @@ def test_a_threshold_is_within_the_budget(work, shares):
 def test_bad_files(work):
     (work / "bad.json").write_text('{"max_num_seq": 3}')
     done = run("bench throughput", f"--model={work / 'model'}", f"--config={work / 'bad.json'}")
-    assert done.returncode == 1 and "found max_num_seq; they are async_scheduling" in done.stderr
+    assert done.returncode == 1 and "found max_num_seq; they are all_reduce_backend" in done.stderr
     (work / "bad.json").write_text("[1]")
     done = run("bench throughput", f"--model={work / 'model'}", f"--config={work / 'bad.json'}")
     assert done.returncode == 1 and "must be a JSON object of engine options, found a list" in done.stderr
