@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import numpy as np
@@ -43,15 +43,12 @@ class NamedCase(Protocol):
 
 
 class Check(Protocol):
-    """A batch of a kernel."""
+    """A batch of a kernel. tolerances: of each dtype the most error, as `error` has it."""
+
+    tolerances: ClassVar[Mapping[str, float]]
 
     @property
     def case(self) -> NamedCase: ...
-
-    @property
-    def tolerances(self) -> Mapping[str, float]:
-        """Of each dtype the most error, as `error` has it."""
-        ...
 
     def lacks(self, row: Backend) -> str | None:
         """What a backend lacks for it."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -103,7 +103,7 @@ class Numbers(NamedTuple):
 class Faulty:
     """A batch of 8 numbers, and a program of it."""
 
-    tolerances: ClassVar = {"float32": 1e-3}
+    tolerances: ClassVar[Mapping[str, float]] = {"float32": 1e-3}
     function: Callable[..., Any]
     case: Numbers = Numbers()
 
