@@ -289,7 +289,8 @@ class EngineConfig:
         Option(
             group=_NAMES,
             choices=BACKENDS,
-            help="Of attention; auto: mosaic_sm90 on Hopper, mosaic_portable from sm_80 on, cpu on one CPU, where they fit, else xla.",
+            help="Of attention; auto: mosaic_sm90 on Hopper, mosaic_portable from sm_80 on, cpu on one CPU, where they fit, else "
+            "xla.",
         ),
     )
     matmul_backend: str = _option(
@@ -297,8 +298,8 @@ class EngineConfig:
         Option(
             group=_NAMES,
             choices=MATMUL_BACKENDS,
-            help="Of dense matmuls with norm and gate (kernels/fused_matmul); auto: mosaic_sm90 on Hopper in bfloat16, cpu on one CPU, "
-            "else xla.",
+            help="Of dense matmuls with norm and gate (kernels/fused_matmul); auto: mosaic_sm90 on Hopper in bfloat16, cpu on one "
+            "CPU, else xla.",
         ),
     )
     moe_backend: str = _option(

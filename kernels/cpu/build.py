@@ -24,7 +24,18 @@ LIBRARY = FOLDER / "libjaxserve_cpu.so"
 
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma")
 ISAS = {"avx2": ("-mavx2", "-mfma"), "avx512": AVX512, "avx512bf16": (*AVX512, "-mavx512bf16")}
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-Wall", "-Wextra", "-Wno-psabi")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+)
 SHARED_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 
 

@@ -164,7 +164,7 @@ INLINE void store_n(T* p, Vec x, int n) {
 // What a value of T keeps of x.
 INLINE Vec rounded(Vec x, const float*) { return x; }
 
-// exp(x) to 2 ulp, 0 below -87.3. By Cody and Waite's reduction to [-ln 2 / 2, ln 2 / 2], and Cephes' polynomial (expf).
+// exp(x) to 2 ulp, 0 below -87.3, exp(88) above 88, NaN of NaN. By Cody and Waite's reduction to [-ln 2 / 2, ln 2 / 2], and Cephes' polynomial (expf).
 INLINE Vec exp(Vec x) {
   Vec clamped = min(max(x, set1(-87.3f)), set1(88.0f));
   Vec n = floor(fma(clamped, set1(1.44269504088896341f), set1(0.5f)));
@@ -178,9 +178,11 @@ INLINE Vec exp(Vec x) {
   y = add(fma(y, mul(r, r), r), set1(1.0f));
   y = mul(y, power_of_two(n));
 #ifdef __AVX512F__
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, set1(-87.3f), _CMP_NLT_UQ), y);
+  y = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, set1(-87.3f), _CMP_NLT_UQ), y);
+  return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x);
 #else
-  return _mm256_and_ps(y, _mm256_cmp_ps(x, set1(-87.3f), _CMP_NLT_UQ));
+  y = _mm256_and_ps(y, _mm256_cmp_ps(x, set1(-87.3f), _CMP_NLT_UQ));
+  return _mm256_blendv_ps(y, x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
 #endif
 }
 

@@ -56,9 +56,9 @@ def test_xla_computes_what_the_reference_does(case, dtype):
 
 
 @needs_library
-@pytest.mark.parametrize("level", library.LEVELS[1:])
+@pytest.mark.parametrize("level", slow_unless(lambda level: level == library.level(), library.LEVELS[1:]))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("transposed", [False, True], ids=["in_out", "out_in"])
+@pytest.mark.parametrize("transposed", slow_unless(bool, [False, True]), ids=["in_out", "out_in"])
 def test_cpu_computes_what_the_reference_does(level, dtype, transposed):
     """Every case, on each instruction set that this CPU has; and those whose sizes are no multiple of anything."""
     with at_level(level):
@@ -69,7 +69,7 @@ def test_cpu_computes_what_the_reference_does(level, dtype, transposed):
 
 
 @needs_library
-@pytest.mark.parametrize("level", library.LEVELS[1:])
+@pytest.mark.parametrize("level", slow_unless(lambda level: level == library.level(), library.LEVELS[1:]))
 @pytest.mark.parametrize("name", ["qkv_bias", "prefill_gate_up", "prefill_down", "float32"])
 def test_cpu_gives_a_row_equal_bits_in_every_batch(name, level):
     """Alone and among others, by one thread and by several, from a matrix that lies either way."""

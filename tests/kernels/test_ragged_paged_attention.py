@@ -33,6 +33,20 @@ def test_matches_unpaged_float64(case, backend):
     np.testing.assert_array_equal(np.asarray(out, np.float64)[len(want) :], 0)  # rows that nobody owns
 
 
+@pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=needs_library)])
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_a_nan_among_the_keys_of_a_sequence_is_not_hidden(backend, soft_cap):
+    """A broken model is found out by its logits; other sequences are untouched."""
+    case = Case("two", ((1, 40), (1, 30)), heads=HEADS["tiny"], dtype="float32")
+    batch = build(case)
+    kv_pages = np.array(batch.kv_pages)
+    page = np.asarray(batch.page_table)[0, 0]
+    kv_pages[page, 0, :, 3] = np.nan
+    q, _, *rest = batch.arrays
+    out = np.asarray(ragged_paged_attention(q, jnp.asarray(kv_pages), *rest, backend=backend, soft_cap=soft_cap))
+    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+
+
 class Pool:
     """Three long sequences in one pool; runs any layout of chunks of them in one compiled shape."""
 
