@@ -61,7 +61,7 @@ def level() -> str:
 @contextmanager
 def use_level(name: str) -> Iterator[None]:
     """For tests: kernels use this instruction set meanwhile. Raises ValueError if it is not one of this CPU's."""
-    library = load()
+    library: Any = load()
     before = -1 if library is None or name not in LEVELS else library.jaxserve_cpu_use_level(LEVELS.index(name))
     if before < 0:
         raise ValueError(f"{name=} must be one of {', '.join(LEVELS[1:])} that this CPU has")
