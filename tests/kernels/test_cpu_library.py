@@ -140,7 +140,7 @@ def test_the_cases_touch_no_memory_but_their_own(tmp_path):
     """AddressSanitizer and UndefinedBehaviorSanitizer over every kernel's cases, on each instruction set."""
     runtime = needs_sanitizer("libasan.so")
     sanitized = tmp_path / "libsanitized.so"
-    build.compile_library(sanitized, "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
+    build.compile_library(sanitized, "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1")
     options = "detect_leaks=0:detect_odr_violation=0"
     env = os.environ | {"LD_PRELOAD": runtime, "ASAN_OPTIONS": options, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", RUN_CASES, str(sanitized)]
