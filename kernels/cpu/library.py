@@ -61,14 +61,14 @@ def level() -> str:
 @contextmanager
 def use_level(name: str) -> Iterator[None]:
     """For tests: kernels use this instruction set meanwhile. Raises ValueError if it is not one of this CPU's."""
-    library: Any = load()
-    before = -1 if library is None or name not in LEVELS else library.jaxserve_cpu_use_level(LEVELS.index(name))
-    if before < 0:
+    use = getattr(load(), "jaxserve_cpu_use_level", None)
+    before = use(LEVELS.index(name)) if use is not None and name in LEVELS else -1
+    if use is None or before < 0:
         raise ValueError(f"{name=} must be one of {', '.join(LEVELS[1:])} that this CPU has")
     try:
         yield
     finally:
-        library.jaxserve_cpu_use_level(before)
+        use(before)
 
 
 def set_num_threads(num_threads: int | None) -> None:
