@@ -12,18 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxserve.config import EngineConfig
 from jaxserve.execution.model_functions import LayerKernels, ModelFunctions
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.resolved_config import ResolvedConfig, resolve_config
 from jaxserve.hosts.group import HostGroup
+from jaxserve.models import transpose_kernels
 from jaxserve.models.row_tiles import RowTiles, whole
+from jaxserve.models.shard_placement import transpose_sharded
+from jaxserve.models.shards import ShardedModel
 from kernels.backends import current_platform
 
 if TYPE_CHECKING:
     from jaxserve.models import Decoder, ModelConfig
-    from jaxserve.models.shards import ShardedModel
     from jaxserve.scheduling.step_budget import StepBudget
     from jaxserve.step_times.fitted import StepTimeModel
 
@@ -33,8 +36,17 @@ ROW_TILE = 16  # rows that a CPU computes at once where bits must not follow the
 
 
 def model_functions(model: Decoder | ShardedModel, config: EngineConfig, kernels: LayerKernels) -> ModelFunctions:
-    """The model taken apart for programs as the config wants them on JAX's default device. kernels: chosen ones."""
+    """The model taken apart for programs as the config wants them on JAX's default device. kernels: chosen ones.
+
+    Where bits must not follow shapes, a CPU computes with transposed weights, of which it makes copies unless the model has them:
+    with the weight on the left a column's bits do not depend on how many columns there are.
+    """
     tiled = config.deterministic == "always" and current_platform() == "cpu"
+    if tiled:
+        if isinstance(model, ShardedModel):
+            model = transpose_sharded(model)
+        elif not model.is_transposed:
+            model = transpose_kernels(nnx.clone(model))
     return ModelFunctions(model, kernels, RowTiles(ROW_TILE) if tiled else whole)
 
 

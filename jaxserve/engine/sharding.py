@@ -33,7 +33,8 @@ def model_shards(
         return None, config
     config = replace(config, tensor_parallel_size=made.size)
     check_sharding(config)
-    return ModelShards(model, made, _all_reduce(config.all_reduce_backend, made)), config
+    whole_sums = config.deterministic == "always"
+    return ModelShards(model, made, _all_reduce(config.all_reduce_backend, made), whole_sums=whole_sums), config
 
 
 def _all_reduce(backend: str, mesh: Mesh) -> str:
@@ -58,8 +59,6 @@ def check_sharding(config: EngineConfig) -> None:
             raise ValueError(f"{given} is of several devices, and tensor_parallel_size=1: leave it out")
         return
     several = f"tensor_parallel_size={config.tensor_parallel_size}"
-    if config.deterministic == "always":
-        raise NotImplementedError(f"deterministic='always' is for one device, and {several}: use 'bucket', or one device")
 
 
 def local_part(model: Decoder | ShardedModel) -> ModelConfig:

@@ -18,7 +18,7 @@ from jax import lax
 from jaxserve.execution.body import HeadInputs
 from jaxserve.execution.device_state import DraftState, RowState
 from jaxserve.execution.model_functions import ModelFunctions
-from jaxserve.models.row_tiles import whole
+from jaxserve.models.row_tiles import RowTiles, whole
 from jaxserve.sampling import logit_edits, sampler, scoring
 from jaxserve.sampling.sampler import TokenLogprobs
 from jaxserve.speculative import rejection, verify
@@ -154,8 +154,9 @@ def score(
     def score_rows(hidden: jax.Array, tokens: jax.Array) -> TokenLogprobs:
         x = model.final_norm(hidden)
         with jax.named_scope("score"):
-            how = {"vocab_size": functions.model_config.vocab_size, "shard": functions.shard}
-            return scoring.score(x, vocab_weight, vocab_axis, tokens, packed[0] != 0, max_logprobs=max_logprobs, **how)
+            how: dict[str, Any] = {"vocab_size": functions.model_config.vocab_size, "shard": functions.shard}
+            how |= {"max_logprobs": max_logprobs, "one_shape": isinstance(functions.map_rows, RowTiles)}
+            return scoring.score(x, vocab_weight, vocab_axis, tokens, packed[0] != 0, **how)
 
     scored = functions.map_rows(score_rows, step_hidden[packed[1 : 1 + C]], packed[1 + C :])
     return scoring.pack_scored(scored)

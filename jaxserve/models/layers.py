@@ -51,14 +51,14 @@ FEW_ROWS = {2: 16, 4: 64}  # by bytes a number: rows up to which XLA:CPU is fast
 
 
 class Linear(nnx.Module):
-    """x[..., in] @ kernel[in, out] (+ bias[out]). shard: whose part of the rows the kernel is; the bias is added to the sum."""
+    """x[..., in] @ kernel[in, out] (+ bias[out]). join: makes the product of those of all devices, before the bias is added."""
 
     def __init__(self, in_dim: int, out_dim: int, *, use_bias: bool, rngs: nnx.Rngs, param_dtype: Any):
         self.kernel: nnx.Param[jax.Array] = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), (in_dim, out_dim), param_dtype))
         self.bias: nnx.Param[jax.Array] | None = nnx.Param(jnp.zeros((out_dim,), param_dtype)) if use_bias else None
 
-    def __call__(self, x: jax.Array, shard: Shard = ALONE) -> jax.Array:
-        y = shard.sum(x @ self.kernel[...])
+    def __call__(self, x: jax.Array, join: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
+        y = join(x @ self.kernel[...])
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -69,8 +69,8 @@ class TransposedLinear(nnx.Module):
         self.weight: nnx.Param[jax.Array] = nnx.Param(weight)
         self.bias: nnx.Param[jax.Array] | None = bias
 
-    def __call__(self, x: jax.Array, shard: Shard = ALONE) -> jax.Array:
-        y = shard.sum(matmul_transposed(x, self.weight[...]))
+    def __call__(self, x: jax.Array, join: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
+        y = join(matmul_transposed(x, self.weight[...]))
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -139,6 +139,8 @@ class Attention(nnx.Module):
         self.num_heads: int = N
         self.num_kv_heads: int = K
         self.head_dim: int = H
+        self.group_size: int = N // K  # query heads of a KV head that are computed together; more than N / K: `fill_groups`
+        self.query_places: tuple[int, ...] | None = None  # where the model's query heads are among those of all devices, by number
         self.qkv_proj: AnyLinear = Linear(D, (N + 2 * K) * H, use_bias=config.qkv_bias, rngs=rngs, param_dtype=param_dtype)
         self.o_proj: AnyLinear = Linear(N * H, D, use_bias=config.o_bias, rngs=rngs, param_dtype=param_dtype)
         self.q_norm: RMSNorm | None = RMSNorm(H, config.rms_norm_eps, param_dtype=param_dtype) if config.qk_norm else None
@@ -166,12 +168,32 @@ class Attention(nnx.Module):
         with jax.named_scope("rope"):
             return split_heads(qkv, self.num_kv_heads, *rope, q_scale, k_scale, eps=eps)
 
+    def fill_groups(self, q: jax.Array) -> jax.Array:  # [..., N, H] -> [..., K * group_size, H]
+        """Query heads with zeros for those of a KV head that are on other devices: attention has one shape a KV head then."""
+        K, H, share = self.num_kv_heads, self.head_dim, self.num_heads // self.num_kv_heads
+        if share == self.group_size:
+            return q
+        groups = q.reshape(*q.shape[:-2], K, share, H)
+        padding = [(0, 0)] * (groups.ndim - 2) + [(0, self.group_size - share), (0, 0)]
+        return jnp.pad(groups, padding).reshape(*q.shape[:-2], -1, H)
+
+    def empty_groups(self, o: jax.Array) -> jax.Array:  # [..., K * group_size, H] -> [..., N, H]
+        """The way back."""
+        K, H, share = self.num_kv_heads, self.head_dim, self.num_heads // self.num_kv_heads
+        if share == self.group_size:
+            return o
+        return o.reshape(*o.shape[:-2], K, self.group_size, H)[..., :share, :].reshape(*o.shape[:-2], -1, H)
+
     def add_output(
         self, x: jax.Array, o: jax.Array, fused: Fused | None = None, shard: Shard = ALONE
     ) -> jax.Array:  # [..., D], [..., N, H] -> [..., D]
         """x with the output projection of all heads added."""
         with jax.named_scope("o_proj"):
-            return linear_onto(x, self.o_proj, o.reshape(*o.shape[:-2], self.num_heads * self.head_dim), fused, shard)
+            heads = shard.columns(o.reshape(*o.shape[:-2], self.num_heads * self.head_dim))
+            if shard.whole_sums and self.query_places != tuple(range(self.num_heads * shard.size)):
+                heads = heads.reshape(*o.shape[:-2], -1, self.head_dim)[..., jnp.array(self.query_places), :]
+                heads = heads.reshape(*o.shape[:-2], -1)
+            return linear_onto(x, self.o_proj, heads, fused, shard)
 
 
 class SwiGLU(nnx.Module):
@@ -186,7 +208,8 @@ class SwiGLU(nnx.Module):
         self, x: jax.Array, norm: RMSNorm, fused: Fused | None = None, shard: Shard = ALONE
     ) -> jax.Array:  # [..., D] -> [..., D]
         """x with the MLP of the normed rows added."""
-        return linear_onto(x, self.down_proj, normed_linear(norm, self.gate_up_proj, x, fused, gated=True), fused, shard)
+        hidden = shard.columns(normed_linear(norm, self.gate_up_proj, x, fused, gated=True))
+        return linear_onto(x, self.down_proj, hidden, fused, shard)
 
 
 class StackedLinear(nnx.Module):
@@ -246,8 +269,11 @@ class SparseMLP(nnx.Module):
         else:
             hidden = map_rows(silu_gated, grouped_matmul(rows, gate_up, groups))
         y = grouped_matmul(hidden, down, groups)
-        combine = lambda row, weights: combine_rows(y, dataclasses.replace(groups, row=row), weights)  # noqa: E731
-        return shard.sum(map_rows(combine, groups.row, weights, num_rows=num_tokens)).reshape(x.shape)
+        # Where bits must not follow shapes, a token's rows come from all devices and are summed in the order of its choices on each.
+        join = None if map_rows is whole else lambda *rows: jax.lax.optimization_barrier((shard.only(rows[0]), shard.any(rows[1])))
+        combine = lambda row, weights: combine_rows(y, dataclasses.replace(groups, row=row), weights, join)  # noqa: E731
+        combined = map_rows(combine, groups.row, weights, num_rows=num_tokens)
+        return (combined if join else shard.sum(combined)).reshape(x.shape)
 
 
 def normed_linear(norm: RMSNorm, linear: AnyLinear, x: jax.Array, fused: Fused | None, *, gated: bool = False) -> jax.Array:
@@ -262,11 +288,15 @@ def normed_linear(norm: RMSNorm, linear: AnyLinear, x: jax.Array, fused: Fused |
 def linear_onto(
     residual: jax.Array, linear: AnyLinear, x: jax.Array, fused: Fused | None = None, shard: Shard = ALONE
 ) -> jax.Array:
-    """residual + linear(x), which is the sum over all shards of their products."""
-    if fused is None or not fused.residuals or not shard.is_alone:
-        return residual + linear(x, shard)
+    """residual + linear(x), whose matrix is cut over the shards. x: what the shard has of it, or all where sums are whole."""
+    D = residual.shape[-1]
+    if fused is None or not fused.residuals:
+        return residual + linear(x, lambda y: shard.product(y, D))
     kernel, layout = _matrix(linear)
-    return fused.matmul(x, kernel, **layout, residual=residual)
+    num_columns = kernel.shape[0 if "transposed" in layout else 1]
+    part = lambda x: shard.part(x, x.ndim - 1, num_columns)  # noqa: E731
+    layout["bias"] = None if layout["bias"] is None else part(layout["bias"])
+    return shard.columns(fused.matmul(x, kernel, **layout, residual=part(residual)), D)
 
 
 def _matrix(linear: AnyLinear) -> tuple[jax.Array, dict[str, Any]]:
@@ -324,7 +354,8 @@ class DecoderLayer(nnx.Module):
             else:
                 q, k, v = map_rows(project, x, *rope, num_rows=num_tokens)
                 with jax.named_scope("attend"):
-                    o, kv = attend(q, k, v)
+                    o, kv = attend(self.attention.fill_groups(q), k, v)
+                    o = self.attention.empty_groups(o)
         if isinstance(self.mlp, SwiGLU):
             return map_rows(functools.partial(self._finish, fused, shard), x, o, num_rows=num_tokens), kv
         x, normed = map_rows(functools.partial(self._add_attention, fused, shard), x, o, num_rows=num_tokens)

@@ -31,6 +31,20 @@ def shard_model(model: Decoder, shards: ModelShards) -> ShardedModel:
     return ShardedModel(shards, shards.module(dtype, transposed=transposed), weights)
 
 
+def transpose_sharded(model: ShardedModel) -> ShardedModel:
+    """The model with its dense kernels laid out as `transpose_kernels` does; those that lie so already are shared."""
+    if model.module.is_transposed:
+        return model
+    shards, weights = model.shards, {}
+    dtype = next(iter(model.weights.values())).dtype
+    for path, leaf in shards.plain(dtype, transposed=True).items():
+        weights[path] = model.weights.get(path)
+        if weights[path] is None:
+            turn = jax.jit(jnp.transpose, out_shardings=shards.sharding(shards.layout(path, len(leaf.shape))))
+            weights[path] = turn(model.weights[path.removesuffix("weight") + "kernel"])
+    return ShardedModel(shards, shards.module(dtype, transposed=True), weights)
+
+
 def place_cut(fitted: Sequence[Fitted], shards: ModelShards) -> Iterator[jax.Array]:
     """Yields each weight as the mesh's devices hold it: the trainer's own array where that lies so, else a new one. How many were
     new is logged."""

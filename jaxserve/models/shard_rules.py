@@ -5,6 +5,7 @@ The paths are `Decoder`'s, kernels [in, out] or transposed weights [out, in]. Wh
   qkv         a device has whole query heads and the key and value heads that they read: columns of each, fused
   gate_up     the same columns of gate and of up, fused
   row         the rows that belong to the device's heads or columns; results are summed over devices
+  output      in place of row where sums must be whole: columns, and all rows; results are put side by side
   experts     whole experts; results are summed over devices
   vocab       entries of the vocabulary
   replicated  every device has all of it
@@ -15,7 +16,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-Rule = Literal["qkv", "gate_up", "row", "experts", "vocab", "replicated"]
+Rule = Literal["qkv", "gate_up", "row", "output", "experts", "vocab", "replicated"]
 
 _LAYER = r"layers/\d+"
 # (a path, how many axes the weight has where that matters, the rule); patterns match in full, tried in order.
@@ -34,9 +35,10 @@ RULES: tuple[tuple[str, int | None, Rule], ...] = (
 _COMPILED: list[tuple[re.Pattern[str], int | None, Rule]] = [(re.compile(path), axes, rule) for path, axes, rule in RULES]
 
 
-def rule_of(path: str, num_axes: int) -> Rule:
-    """The rule of a weight. KeyError for a path that the table does not have: a new kind of weight needs a row."""
+def rule_of(path: str, num_axes: int, *, whole_sums: bool = False) -> Rule:
+    """The rule of a weight. whole_sums: as `Shard`'s. KeyError for a path that the table does not have: a new kind of weight needs
+    a row."""
     for pattern, axes, rule in _COMPILED:
         if axes in (None, num_axes) and pattern.fullmatch(path):
-            return rule
+            return "output" if rule == "row" and whole_sums else rule
     raise KeyError(f"no rule says how {path} is cut over devices")

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from checkpoints.weights import Cut
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder, named_leaves, transpose_kernels
-from jaxserve.models.shard_rules import rule_of
+from jaxserve.models.shard_rules import Rule, rule_of
 from jaxserve.parallel.layout import Layout
 from jaxserve.parallel.mesh import AXIS
 from jaxserve.parallel.shard import Shard
@@ -79,13 +79,14 @@ def local_config(config: ModelConfig, num_devices: int) -> ModelConfig:
 
 
 class ModelShards:
-    """How a model lies on a mesh. all_reduce: the backend of sums over it. Raises ValueError as `local_config`."""
+    """How a model lies on a mesh. all_reduce: the backend of sums over it. whole_sums: as `Shard`'s. Raises ValueError as
+    `local_config`."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, all_reduce: str = "xla"):
+    def __init__(self, config: ModelConfig, mesh: Mesh, all_reduce: str = "xla", *, whole_sums: bool = False):
         self.config: ModelConfig = config
         self.mesh: Mesh = mesh
         self.size: int = mesh.size
-        self.shard: Shard = Shard(AXIS, mesh.size, all_reduce)
+        self.shard: Shard = Shard(AXIS, mesh.size, all_reduce, whole_sums)
         self.local: ModelConfig = local_config(config, mesh.size)  # what one device computes with
         self._heads = place_heads(config.num_heads, config.num_kv_heads, mesh.size)
 
@@ -94,9 +95,13 @@ class ModelShards:
         """Entries of the vocabulary on all devices, those of zeros included."""
         return self.local.vocab_size * self.size
 
+    def rule(self, path: str, num_axes: int) -> Rule:
+        """Of models/shard_rules.py."""
+        return rule_of(path, num_axes, whole_sums=self.shard.whole_sums)
+
     def layout(self, path: str, num_axes: int) -> Layout:
         """How the weight `path` is cut."""
-        rule = rule_of(path, num_axes)
+        rule = self.rule(path, num_axes)
         if rule == "replicated":
             return Layout()
         if rule == "experts":
@@ -108,6 +113,7 @@ class ModelShards:
             "qkv": (columns, self._qkv_columns),
             "gate_up": (columns, self._gate_up_columns),
             "row": (rows, self._attention_rows if "/attention/" in path else lambda: np.arange(self.config.intermediate_size)),
+            "output": (columns, lambda: self._padded(self.config.hidden_size)),
             "vocab": (columns, self._vocabulary),
         }
         axis, make = places[rule]
@@ -118,7 +124,7 @@ class ModelShards:
         layout = self.layout(path, num_axes)
         if layout.axis is None:
             return None
-        rule = rule_of(path, num_axes)
+        rule = self.rule(path, num_axes)
         stored = 1 if rule == "row" else 0  # of [out, in], or of [V, D]
         return Cut(layout.axis, layout.places, None if rule == "experts" and not stacked else stored)
 
@@ -149,6 +155,11 @@ class ModelShards:
     def module(self, dtype: Any, *, transposed: bool) -> Decoder:
         """The decoder that one device runs, abstract."""
         module = Decoder.abstract(self.local, dtype)
+        if self.shard.whole_sums:
+            queries = self._heads.queries
+            for layer in module.layers:
+                layer.attention.group_size = self.config.num_heads // self.config.num_kv_heads
+                layer.attention.query_places = tuple(np.argsort(queries, stable=True)[(queries < 0).sum() :].tolist())
         return transpose_kernels(module) if transposed else module
 
     def plain(self, dtype: Any, *, transposed: bool) -> dict[str, jax.ShapeDtypeStruct]:

@@ -17,11 +17,13 @@ from kernels.all_reduce import all_reduce
 
 @dataclass(frozen=True)
 class Shard:
-    """One device of `size` along the mesh's `axis`. all_reduce: the backend of its sums (kernels/all_reduce)."""
+    """One device of `size` along the mesh's `axis`. all_reduce: the backend of its sums (kernels/all_reduce). whole_sums: no device
+    has a part of a matrix product's sums: matrices are cut along their columns alone, so that no float is summed over devices."""
 
     axis: str | None = None
     size: int = 1
     all_reduce: str = "xla"
+    whole_sums: bool = False
 
     @property
     def is_alone(self) -> bool:
@@ -39,10 +41,6 @@ class Shard:
         """The largest of all devices."""
         return x if self.axis is None else lax.pmax(x, self.axis)
 
-    def sum_in_order(self, x: jax.Array) -> jax.Array:
-        """The sum over all devices, from the first to the last."""
-        return x if self.axis is None else self.gather(x[None], 0).sum(0)
-
     def any(self, x: jax.Array) -> jax.Array:
         """bool: whether it is true on any device."""
         return x if self.axis is None else lax.pmax(x.astype(jnp.int32), self.axis) > 0
@@ -50,6 +48,25 @@ class Shard:
     def gather(self, x: jax.Array, axis: int) -> jax.Array:
         """The parts of all devices, one after the other along an axis."""
         return x if self.axis is None else lax.all_gather(x, self.axis, axis=axis, tiled=True)
+
+    def columns(self, x: jax.Array, count: int | None = None) -> jax.Array:  # [..., n] -> [..., count]
+        """Where sums are whole, the columns of all devices' x, the first `count` of them. Else x."""
+        if not self.whole_sums:
+            return x
+        return self.gather(x, x.ndim - 1)[..., :count]
+
+    def product(self, y: jax.Array, num_columns: int) -> jax.Array:
+        """[..., num_columns] of a product with this device's part of a matrix: summed over all devices, or, where sums are whole,
+        their columns side by side."""
+        return self.columns(y, num_columns) if self.whole_sums else self.sum(y)
+
+    def only(self, x: jax.Array) -> jax.Array:  # floats
+        """The x of the one device where it is not 0 (each element may be another's), to the last bit: it is summed as integers, in
+        which -0 is not 0."""
+        if self.axis is None:
+            return x
+        bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+        return lax.bitcast_convert_type(self.sum(bits), jnp.float32).astype(x.dtype)
 
     def own(self, ids: jax.Array, count: int) -> jax.Array:
         """ids among the `count` entries of this device: from 0, and `count` (past the end) for an entry of another's."""
@@ -71,19 +88,19 @@ class Shard:
         padding[axis] = (0, count * self.size - x.shape[axis])
         return lax.dynamic_slice_in_dim(jnp.pad(x, padding), self.start(count), count, axis)
 
-    def pick(self, x: jax.Array, ids: jax.Array) -> jax.Array:  # [R, n], i32[R] -> [R]
+    def pick(self, x: jax.Array, ids: jax.Array) -> jax.Array:  # f32[R, n], i32[R] -> f32[R]
         """An entry of each row of an x whose last axis lies one part after the other on the devices."""
         if self.axis is None:
             return jnp.take_along_axis(x, ids[:, None], 1)[:, 0]
         own, n = self.own(ids, x.shape[1])[:, None], x.shape[1]
         found = jnp.take_along_axis(x, jnp.minimum(own, n - 1), 1)
-        return self.sum(jnp.where(own < n, found, 0)[:, 0])
+        return self.only(jnp.where(own < n, found, 0)[:, 0])
 
     def look_up(self, table: jax.Array, ids: jax.Array) -> jax.Array:  # [n, D], i32[...] -> [..., D]
         """Rows of a table whose parts lie one after the other on the devices."""
         if self.axis is None:
             return table[ids]
-        return self.sum(table.at[self.own(ids, len(table))].get(mode="fill", fill_value=0))
+        return self.only(table.at[self.own(ids, len(table))].get(mode="fill", fill_value=0))
 
 
 ALONE = Shard()

@@ -44,6 +44,7 @@ from jaxserve.sampling import rows as layout
 BLOCK = 128  # vocabulary entries a block
 NUM_CANDIDATES = 256  # likeliest entries that are looked at before the whole vocabulary is sorted
 _UNIT = 2**30  # the integer weight of a row's likeliest entry
+_MASS_UNIT = 2.0**44  # by which the likeliest entry counts in a sum of probabilities: 2**18 such entries fit 63 bits
 
 
 @jax.tree_util.register_dataclass
@@ -403,6 +404,14 @@ def _last_across(
     return across_shards.from_ordered(key), last_id
 
 
+def log_of_mass(masses: jax.Array, shard: Shard = ALONE) -> jax.Array:  # [R, B] -> f32[R]
+    """The logarithm of the sum of masses, each at most BLOCK, over all blocks of all devices. It is a sum of integers, units of
+    2**-44 of the likeliest entry's mass, so that neither the order nor how blocks lie on devices counts. Traced with 64-bit types
+    enabled. The sum must be at least about 1, and a vocabulary at most 2**18 entries."""
+    units = jnp.round(masses.astype(jnp.float64) * _MASS_UNIT).astype(jnp.int64)
+    return jnp.log(shard.sum(units.sum(-1)).astype(jnp.float64) / _MASS_UNIT).astype(jnp.float32)
+
+
 def token_logprobs(
     logits: jax.Array,  # f32[R, V]
     tokens: jax.Array,  # i32[R]
@@ -419,16 +428,15 @@ def token_logprobs(
     dtype: of the exponentials. Their sums over blocks are float64 in any case. map_rows: how they are computed.
     """
 
-    def log_of_mass(blocks: jax.Array, highest: jax.Array) -> jax.Array:
-        mass = jnp.exp(blocks - highest[:, None, None]).sum(-1, dtype=dtype).sum(-1, dtype=jnp.float64)
-        return jnp.log(shard.sum_in_order(mass)).astype(jnp.float32)
+    def masses(blocks: jax.Array, highest: jax.Array) -> jax.Array:
+        return jnp.exp(blocks - highest[:, None, None]).sum(-1, dtype=dtype)
 
     V = logits.shape[1]
     blocks = in_blocks(logits, -jnp.inf)
     maxima = blocks.max(-1)
     highest = shard.max(maxima.max(-1))
     with jax.enable_x64(True):
-        log_mass = map_rows(log_of_mass, blocks, highest)
+        log_mass = log_of_mass(map_rows(masses, blocks, highest), shard)
     chosen = shard.pick(logits, tokens)[:, None]
     ids = shard.ids(V)
     ahead = (logits > chosen) | ((logits == chosen) & (ids < tokens[:, None]))

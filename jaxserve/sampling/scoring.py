@@ -1,7 +1,7 @@
 """Log-probabilities and ranks of given tokens, from hidden rows and the head's weight.
 
-Owns how much of the logits exists at once. On a CPU the vocabulary is taken in blocks, whose logits stay in its cache, with a
-running maximum and sum of exponentials (Milakov and Gimelshein, arXiv:1805.02867). As one array the logits would be written to
+Owns how much of the logits exists at once. On a CPU the vocabulary is taken in blocks, whose logits stay in its cache, with the
+highest logit and the sum of exponentials of each 128 entries, put together at the end. As one array the logits would be written to
 memory and read three times, which takes as long as the matmul. On other devices they are one array, [C, V], since a CUDA graph
 holds no loop. Knows nothing of prompts, steps or modules.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,9 +19,10 @@ from jax import lax
 from jaxserve.models.layers import vocabulary_logits
 from jaxserve.parallel.shard import ALONE, Shard
 from jaxserve.sampling import across_shards
-from jaxserve.sampling.sampler import BLOCK, TokenLogprobs, token_logprobs, unsigned_zero
+from jaxserve.sampling.sampler import BLOCK, TokenLogprobs, log_of_mass, token_logprobs, unsigned_zero
 
 SCORED_AT_ONCE = 2048  # vocabulary entries whose logits a CPU holds at once; a multiple of BLOCK
+LARGE_VOCABULARY = 16 * SCORED_AT_ONCE  # from here on a device has so many entries, of up to 16 devices
 
 
 def score(
@@ -31,6 +34,7 @@ def score(
     *,
     max_logprobs: int,
     vocab_size: int | None = None,
+    one_shape: bool = False,
     shard: Shard = ALONE,
 ) -> TokenLogprobs:
     """Log-probability and rank of each token by its own row and, if with_top, the likeliest tokens (without it they are not valid).
@@ -38,15 +42,17 @@ def score(
     Values are computed as `sampler.sample` does, except that exponentials are float32: a prompt has many tokens, and no draw
     depends on the last bit here. A row's values depend neither on other rows nor on with_top.
 
+    one_shape: on a CPU, blocks are as large whatever part of the vocabulary a device has, so that bits do not depend on it.
     shard: the device, where each has a part of the vocabulary: `weight` is its part, of whole BLOCKs, and what is past vocab_size
       in all of them counts as none.
     """
     vocabulary = weight.shape[vocab_axis] * shard.size if vocab_size is None else vocab_size
     how = {"vocab_axis": vocab_axis, "n": min(max_logprobs, vocabulary), "vocab_size": vocabulary, "shard": shard}
     at_once = partial(_score_at_once, **how)
-    if weight.shape[vocab_axis] <= SCORED_AT_ONCE:
+    if weight.shape[vocab_axis] <= SCORED_AT_ONCE and not one_shape:
         return at_once(x, weight, tokens, with_top)
-    in_blocks = partial(_score_in_blocks, **how)
+    block = BLOCK if one_shape and vocabulary < LARGE_VOCABULARY else SCORED_AT_ONCE
+    in_blocks = partial(_score_in_blocks, block=block, **how)
     return lax.platform_dependent(x, weight, tokens, with_top, cpu=in_blocks, default=at_once)
 
 
@@ -88,27 +94,30 @@ def _score_in_blocks(
     vocab_axis: int,
     n: int,
     vocab_size: int,
+    block: int,
     shard: Shard,
 ) -> TokenLogprobs:
-    C, V, block = len(tokens), weight.shape[vocab_axis], SCORED_AT_ONCE
+    C, V = len(tokens), weight.shape[vocab_axis]
     assert C <= block, "more tokens than a block has entries"
+    if block > V:
+        weight = jnp.pad(weight, [(0, block - V if axis == vocab_axis else 0) for axis in range(2)])
     # Ranks need the tokens' own logits first. A product in the shape of a block gives the same bits as the block itself will.
     local = shard.own(tokens, V)
     own = jnp.take(weight, jnp.resize(local, (block,)), axis=vocab_axis, mode="clip")
     chosen = jnp.diagonal(vocabulary_logits(x, own, vocab_axis))
-    chosen = (chosen if shard.is_alone else shard.sum(jnp.where(local < V, chosen, 0)))[:, None]
+    chosen = (chosen if shard.is_alone else shard.only(jnp.where(local < V, chosen, 0)))[:, None]
     first = shard.start(V)  # of this device's entries
 
-    def add_block(state: tuple[jax.Array, ...], i: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
-        highest, mass, ahead, values, value_ids = state
-        start = jnp.minimum(i * block, V - block)  # the last block begins among the entries of the one before it
-        ids = start + jnp.arange(block, dtype=jnp.int32)
+    def add_block(state: tuple[jax.Array, ...], i: jax.Array) -> tuple[tuple[jax.Array, ...], Any]:
+        ahead, values, value_ids = state
+        start = jnp.minimum(i * block, max(V - block, 0))  # the last block begins among the entries of the one before it
         logits = vocabulary_logits(x, lax.dynamic_slice_in_dim(weight, start, block, vocab_axis), vocab_axis)
-        real = ids >= i * block
-        logits = jnp.where(real if shard.is_alone else real & (first + ids < vocab_size), logits, -jnp.inf)
-        before, highest = highest, jnp.maximum(highest, logits.max(-1))
-        masses = jnp.exp(logits - highest[:, None]).reshape(C, -1, BLOCK).sum(-1)
-        mass = mass * jnp.exp(before - highest) + masses.sum(-1)
+        if V > block and V % BLOCK:  # groups of BLOCK begin at its multiples in the last block too
+            skip = (i * block - start) % BLOCK
+            logits = lax.dynamic_slice_in_dim(jnp.pad(logits, ((0, 0), (0, BLOCK))), skip, block, 1)
+            start = start + skip
+        ids = start + jnp.arange(block, dtype=jnp.int32)
+        logits = jnp.where((ids >= i * block) & (ids < V) & (first + ids < vocab_size), logits, -jnp.inf)
         ahead += ((logits > chosen) | ((logits == chosen) & (first + ids < tokens[:, None]))).sum(-1, dtype=jnp.int32)
 
         def merge() -> tuple[jax.Array, jax.Array]:  # the leaders so far come first, so that among equals the lower id leads
@@ -117,18 +126,19 @@ def _score_in_blocks(
             return merged, jnp.where(place < n, old_ids, start + place - n)
 
         values, value_ids = lax.cond(with_top, merge, lambda: (values, value_ids))
-        return (highest, mass, ahead, values, value_ids), None
+        groups = logits.reshape(C, -1, BLOCK)
+        maxima = jnp.maximum(groups.max(-1), jnp.finfo(jnp.float32).min)  # finite, so that no difference to it is NaN
+        return (ahead, values, value_ids), (maxima, jnp.exp(groups - maxima[:, :, None]).sum(-1))
 
-    lowest = jnp.finfo(jnp.float32).min  # finite, so that no difference to it is NaN
-    zeros, none = jnp.zeros(C, jnp.int32), jnp.full((C, n), -jnp.inf)
-    state = jnp.full(C, lowest), jnp.zeros(C, jnp.float32), zeros, none, jnp.zeros((C, n), jnp.int32)
-    state, _ = lax.scan(add_block, state, jnp.arange(-(-V // block), dtype=jnp.int32))
-    part_highest, part_mass, ahead, values, value_ids = state
-    highest, mass = shard.max(part_highest), part_mass
-    if not shard.is_alone:
-        mass = shard.sum_in_order(part_mass * jnp.exp(part_highest - highest))
-        values, value_ids = across_shards.likeliest(values, value_ids, (), n, V, shard)
-    log_mass = jnp.log(mass)
+    state = jnp.zeros(C, jnp.int32), jnp.full((C, n), -jnp.inf), jnp.zeros((C, n), jnp.int32)
+    state, parts = lax.scan(add_block, state, jnp.arange(-(-V // block), dtype=jnp.int32))
+    ahead, values, value_ids = state
+    maxima, masses = (part.transpose(1, 0, 2).reshape(C, -1) for part in parts)
+    highest = shard.max(maxima.max(-1))
+    with jax.enable_x64(True):
+        below = (maxima - highest[:, None]).astype(jnp.float64)
+        log_mass = log_of_mass(masses.astype(jnp.float64) * jnp.exp(below), shard)
+    values, value_ids = across_shards.likeliest(values, value_ids, (), n, V, shard)
     return TokenLogprobs(
         logprobs=chosen[:, 0] - highest - log_mass,
         ranks=1 + shard.sum(ahead),

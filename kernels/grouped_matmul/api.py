@@ -4,7 +4,7 @@ Owns the contract and its errors. The backends are the rows of `kernels.backends
 `plan_groups` (where rows stand), `gather_rows`, any number of `grouped_matmul`s, `combine_rows`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -114,8 +114,12 @@ def combine_rows(
     y: jax.Array,  # [M, D]
     groups: Groups,
     weights: jax.Array,  # f32[T, k]
+    join: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]] | None = None,
 ) -> jax.Array:  # [T, D], y.dtype
     """The weighted sum of each token's rows, in float32 and in the order of its choices; zero for padding.
+
+    join: (rows [T, k, D], whether each is here bool[T, k]; zeros where not) -> the same of all groups, where some are elsewhere and
+    their rows are to be part of the sum.
 
     Raises ValueError if a shape differs from what was planned, or the weights are not float32.
     """
@@ -124,9 +128,11 @@ def combine_rows(
     shapes.check("y", y, "M D")
     shapes.check("weights", weights, "T k", jnp.float32)
     with jax.named_scope("combine_rows"):
-        rows = y.at[groups.row].get(mode="fill", fill_value=0).astype(jnp.float32)  # [T, k, D]
-        weights = jnp.where(groups.row < groups.num_rows, weights, 0)  # padding's may be NaN
-        return (rows * weights[:, :, None]).sum(axis=1).astype(y.dtype)
+        rows, here = y.at[groups.row].get(mode="fill", fill_value=0), groups.row < groups.num_rows  # [T, k, D]
+        if join is not None:
+            rows, here = join(rows, here)
+        weights = jnp.where(here, weights, 0)  # padding's may be NaN
+        return (rows.astype(jnp.float32) * weights[:, :, None]).sum(axis=1).astype(y.dtype)
 
 
 @jax.custom_vjp
