@@ -17,7 +17,7 @@ from jaxserve.models import ModelConfig
 from jaxserve.qualification.card import find_card
 from jaxserve.qualification.qualify import Qualification, qualify
 from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE
-from kernels.backends import ATTENTION
+from kernels.backends import ATTENTION, FUSED_MATMUL, current_platform
 from kernels.cpu import library
 from kernels.fused_matmul import resolve_backend as resolve_fused_matmul
 from kernels.grouped_matmul import resolve_backend as resolve_grouped_matmul
@@ -128,6 +128,8 @@ def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig, tried: 
     if not ATTENTION[attention].plain_xla:
         rotary = resolve_rotary_write("auto", head_dim=model.head_dim, dtype=dtype, left_out=left_out["rotary_write"])
     matmul = resolve_matmul_here(left_out=left_out["fused_matmul"])
+    if current_platform() == "gpu" and FUSED_MATMUL[matmul].plain_xla:
+        _check_whole_sums(config, model, dtype)
     moe = config.moe_backend
     if moe == "auto" and model.sparse_layers:
         experts: list[Any] = [jax.ShapeDtypeStruct((model.num_experts, D, F), dtype) for D, F, _ in _products(model)]
@@ -136,6 +138,16 @@ def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig, tried: 
         library.set_num_threads(config.num_threads)
     layer = LayerKernels(moe, rotary, matmul, fuse_residuals=config.deterministic == "always")
     return KernelChoice(attention, layer, qualification, config.skip_qualification)
+
+
+def _check_whole_sums(config: EngineConfig, model: ModelConfig, dtype: Any) -> None:
+    """NotImplementedError where several GPUs would need equal bits of XLA's matmuls, each of whose widths is another program."""
+    if config.deterministic == "always" and config.tensor_parallel_size > 1:
+        shapes = ", ".join(f"[{D}, {F}]" for D, F, _ in _fused_weights(model, config))
+        raise NotImplementedError(
+            f"deterministic='always' with tensor_parallel_size={config.tensor_parallel_size} needs matmul_backend='mosaic_sm90' on "
+            f"GPUs, and it can't be had here for {jnp.dtype(dtype).name} {shapes}: use 'bucket', or one device"
+        )
 
 
 def _may_be_ours(attention_backend: str) -> bool:
@@ -154,9 +166,9 @@ def _say(qualification: Qualification, left_out: dict[str, dict[str, str]], aske
 
 
 def _fused_weights(model: ModelConfig, config: EngineConfig) -> list[tuple[int, int, str]]:
-    """(rows, columns, what stands around it) of each matrix that is multiplied together with that: "norm", "gate" (and norm) or
+    """Of what one of the config's devices computes with: (rows, columns, what stands around it) of each matrix that is multiplied together with that: "norm", "gate" (and norm) or
     "residual", and "+bias"."""
-    D, F, heads = model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim
+    D, F, heads, n = model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim, config.tensor_parallel_size
     dense = len(model.sparse_layers) < model.num_layers
 
     def step(what: str, has_bias: bool) -> str:
@@ -165,8 +177,9 @@ def _fused_weights(model: ModelConfig, config: EngineConfig) -> list[tuple[int, 
     found = [(D, heads + 2 * model.num_kv_heads * model.head_dim, step("norm", model.qkv_bias))]
     found += [(D, 2 * F, step("gate", model.mlp_bias))] if dense else []
     if config.deterministic == "always":
-        found += [(heads, D, step("residual", model.o_bias))]
-        found += [(F, D, step("residual", model.mlp_bias))] if dense else []
+        columns = -(-D // n)  # which have all rows
+        found += [(heads * n, columns, step("residual", model.o_bias))]
+        found += [(F * n, columns, step("residual", model.mlp_bias))] if dense else []
     return found
 
 

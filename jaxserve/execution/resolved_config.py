@@ -141,6 +141,11 @@ def _check_always(config: EngineConfig, model: ModelConfig, attention_backend: s
         raise NotImplementedError(
             f"{always} needs attention_backend='mosaic_sm90' on a GPU, found {attention_backend!r}: use 'bucket'"
         )
+    if on_gpu and model.num_kv_heads % config.tensor_parallel_size:
+        raise NotImplementedError(
+            f"{always} on GPUs needs whole groups of heads on each: num_kv_heads={model.num_kv_heads} is no multiple of "
+            f"tensor_parallel_size={config.tensor_parallel_size}; use fewer devices, or 'bucket'"
+        )
     require(
         on_gpu or ATTENTION[attention_backend].fixed_tiles,
         f"attention_backend={attention_backend!r} follows the bucket, which {always} rules out: use 'auto' or 'xla'",

@@ -196,12 +196,14 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
     tops = {h: compile_one(h) for h in dict.fromkeys(heads)}
     score, update = compile_one("score"), compile_one("update")
     reserve = reserve_bytes(r.temp_bytes for r in (bodies[plan.buckets[-1]], tops[heads[-1]], score))
+    shard = programs.functions.shard
     demands = StepDemands(
         num_layers=config.pages.num_layers,
         kv_layer_shape=config.pages.layer(config.cache.num_pages),
         pool_bytes=config.pool_bytes,
         temp_bytes=reserve,
-        num_sums=0 if programs.functions.shards is None else 2 * config.pages.num_layers + 1,
+        num_sums=0 if shard.is_alone else 1 if shard.whole_sums else 2 * config.pages.num_layers + 1,
+        num_gathers=4 * config.pages.num_layers if shard.whole_sums else 0,
         one_graph=programs.functions.shards is None or config.engine.graph_collectives,
     )
     attention = OPS.get(config.attention_backend)

@@ -43,8 +43,8 @@ class StepDemands:
     """What the programs of one plan are held to. Bytes.
 
     num_layers: attention calls that a body makes. kv_layer_shape: of one layer's pages. pool_bytes: of all pages, which a body must
-    update in place. temp_bytes: what the plan set aside for programs. num_sums: over devices, that a body makes. one_graph: whether
-    a program must be one CUDA graph, which it can't be where sums over devices run outside.
+    update in place. temp_bytes: what the plan set aside for programs. num_sums, num_gathers: over devices, that a body makes. one_graph:
+    whether a program must be one CUDA graph, which it can't be where sums over devices run outside.
     """
 
     num_layers: int
@@ -52,6 +52,7 @@ class StepDemands:
     pool_bytes: int
     temp_bytes: int
     num_sums: int = 0
+    num_gathers: int = 0
     one_graph: bool = True
 
 
@@ -74,7 +75,10 @@ def body_faults(
     sums = sum(i.opcode in ("all-reduce", "all-reduce-start") for i in report.instructions)
     sums += sum(ALL_REDUCE_OP in i.op_name for i in report.mosaic_calls)
     if sums != demands.num_sums:
-        faults.append(f"{sums} sums over devices; must be {demands.num_sums}, two a layer and that of the embedding")
+        faults.append(f"{sums} sums over devices; must be {demands.num_sums}, those of the layers and that of the embedding")
+    gathers = sum(i.opcode in ("all-gather", "all-gather-start") for i in report.instructions)
+    if gathers != demands.num_gathers:
+        faults.append(f"{gathers} gathers over devices; must be {demands.num_gathers}")
     copies = report.copies_of(demands.kv_layer_shape)
     if copies:
         faults.append(f"{len(copies)} copies of a layer's KV pages: {', '.join(i.name for i in copies[:4])}")

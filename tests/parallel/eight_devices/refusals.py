@@ -23,7 +23,6 @@ from tests.parallel.models import GREEDY, PROMPTS, answers, engine_of
         ({"graph_collectives": True}, ValueError, "graph_collectives=True is of several devices, and tensor_parallel_size=1"),
         ({"tensor_parallel_size": 2, "all_reduce_backend": "mosaic"}, NotImplementedError, "compute capability 9.0, found cpu"),
         ({"all_reduce_backend": "xla"}, ValueError, "all_reduce_backend='xla' is of several devices, and tensor_parallel_size=1"),
-        ({"tensor_parallel_size": 2, "deterministic": "always"}, NotImplementedError, "deterministic='always' is for one device"),
     ],
 )
 def test_options_that_can_not_be_had(settings, kind, message):
