@@ -166,8 +166,8 @@ def _say(qualification: Qualification, left_out: dict[str, dict[str, str]], aske
 
 
 def _fused_weights(model: ModelConfig, config: EngineConfig) -> list[tuple[int, int, str]]:
-    """Of what one of the config's devices computes with: (rows, columns, what stands around it) of each matrix that is multiplied together with that: "norm", "gate" (and norm) or
-    "residual", and "+bias"."""
+    """(rows, columns, what stands around it) of each matrix of a device that is multiplied together with that: "norm", "gate" (and
+    norm) or "residual", and "+bias"."""
     D, F, heads, n = model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim, config.tensor_parallel_size
     dense = len(model.sparse_layers) < model.num_layers
 

@@ -40,7 +40,7 @@ class RowTiles:
 
         def tile(i: jax.Array, out: Any) -> Any:
             rows = lax.optimization_barrier(tuple(lax.dynamic_slice_in_dim(x, i * R, R) for x in padded))
-            # One barrier each: around both results of a top_k XLA makes them one again, and its compiler for several devices aborts.
+            # One barrier each: of one around both results of a top_k XLA's compiler for several devices aborts.
             y = jax.tree.map(lax.optimization_barrier, f(*rows))
             return jax.tree.map(lambda all_rows, rows: lax.dynamic_update_slice_in_dim(all_rows, rows, i * R, 0), out, y)
 

@@ -44,7 +44,7 @@ from jaxserve.sampling import rows as layout
 BLOCK = 128  # vocabulary entries a block
 NUM_CANDIDATES = 256  # likeliest entries that are looked at before the whole vocabulary is sorted
 _UNIT = 2**30  # the integer weight of a row's likeliest entry
-_MASS_UNIT = 2.0**44  # by which the likeliest entry counts in a sum of probabilities: 2**18 such entries fit 63 bits
+_MASS_UNIT = 2.0**44  # by which the likeliest entry counts in a sum of probabilities: as many as 2**19 - 1 such entries fit 63 bits
 
 
 @jax.tree_util.register_dataclass
@@ -406,10 +406,11 @@ def _last_across(
 
 def log_of_mass(masses: jax.Array, shard: Shard = ALONE) -> jax.Array:  # [R, B] -> f32[R]
     """The logarithm of the sum of masses, each at most BLOCK, over all blocks of all devices. It is a sum of integers, units of
-    2**-44 of the likeliest entry's mass, so that neither the order nor how blocks lie on devices counts. Traced with 64-bit types
-    enabled. The sum must be at least about 1, and a vocabulary at most 2**18 entries."""
+    2**-44 of the likeliest entry's mass, so that neither the order nor the blocks' devices count. NaN where a mass is. Traced
+    with 64-bit types enabled. The sum must be at least about 1, and a vocabulary have less than 2**19 entries."""
     units = jnp.round(masses.astype(jnp.float64) * _MASS_UNIT).astype(jnp.int64)
-    return jnp.log(shard.sum(units.sum(-1)).astype(jnp.float64) / _MASS_UNIT).astype(jnp.float32)
+    total, bad = shard.sum(jnp.stack([units.sum(-1), jnp.isnan(masses).any(-1).astype(jnp.int64)]))
+    return jnp.where(bad > 0, jnp.nan, jnp.log(total.astype(jnp.float64) / _MASS_UNIT)).astype(jnp.float32)
 
 
 def token_logprobs(

@@ -9,7 +9,6 @@ holds no loop. Knows nothing of prompts, steps or modules.
 from __future__ import annotations
 
 from functools import partial
-
 from typing import Any
 
 import jax

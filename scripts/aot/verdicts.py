@@ -43,8 +43,8 @@ class StepDemands:
     """What the programs of one plan are held to. Bytes.
 
     num_layers: attention calls that a body makes. kv_layer_shape: of one layer's pages. pool_bytes: of all pages, which a body must
-    update in place. temp_bytes: what the plan set aside for programs. num_sums, num_gathers: over devices, that a body makes. one_graph:
-    whether a program must be one CUDA graph, which it can't be where sums over devices run outside.
+    update in place. temp_bytes: what the plan set aside for programs. num_sums, num_gathers: over devices, that a body makes.
+    one_graph: whether a program must be one CUDA graph, which it can't be where sums over devices run outside.
     """
 
     num_layers: int

@@ -182,6 +182,12 @@ def test_refused_on_a_gpu(config, backend, message):
     assert resolve_on_gpu(config, backend, "bucket").deterministic == "bucket"
 
 
+def test_refused_on_gpus_that_share_a_group_of_heads():
+    with pytest.raises(NotImplementedError, match="num_kv_heads=2 is no multiple of tensor_parallel_size=4"):
+        resolve_on_gpu(CONFIG, "mosaic_sm90", "always", tensor_parallel_size=4)
+    assert resolve_on_gpu(CONFIG, "mosaic_sm90", "always", tensor_parallel_size=2).deterministic == "always"
+
+
 def test_a_gpu_has_compiler_options_for_it():
     assert resolve_on_gpu(CONFIG, "mosaic_sm90", "always").deterministic == "always"
     assert gpu_compiler_options("always")["xla_gpu_experimental_force_split_k"] == 1
@@ -194,9 +200,9 @@ def test_refused_on_other_devices():
     assert resolve_on_gpu(CONFIG, "xla", "bucket", platform="tpu").deterministic == "bucket"
 
 
-def resolve_on_gpu(config, backend, deterministic, platform="gpu"):
+def resolve_on_gpu(config, backend, deterministic, platform="gpu", tensor_parallel_size=1):
     return resolve_config(
-        EngineConfig(deterministic=deterministic, num_pages=64, page_size=64),
+        EngineConfig(deterministic=deterministic, num_pages=64, page_size=64, tensor_parallel_size=tensor_parallel_size),
         config,
         kv_dtype=np.float16,
         platform=platform,

@@ -66,6 +66,16 @@ def test_always_adds_to_the_residual_stream_in_the_kernel_and_needs_those_matric
     assert choose(HOPPER, model=odd, deterministic="always").layer.matmul == "xla"
 
 
+def test_always_on_several_gpus_needs_the_kernel():
+    """And columns of o_proj and down_proj that it can do: 128 of 32 devices are 4 each."""
+    several: dict[str, Any] = {"deterministic": "always", "tensor_parallel_size": 2}
+    assert choose(HOPPER, **several).layer.fuse_residuals
+    for lacks in ({"dtype": "float16"}, {"matmul_backend": "xla"}, {"tensor_parallel_size": 32}):
+        with pytest.raises(NotImplementedError, match="needs matmul_backend='mosaic_sm90' on GPUs"):
+            choose(HOPPER, **(several | lacks))
+    assert choose(HOPPER, "float16", tensor_parallel_size=2).layer.matmul == "xla"
+
+
 def test_what_the_qualification_leaves_out_is_passed_over(monkeypatch):
     left_out = {"attention": {}, "rotary_write": {"mosaic": "hung"}, "fused_matmul": {"mosaic_sm90": "bits differ"}}
     found = SimpleNamespace(left_out=lambda kernel: left_out.get(kernel, {}))

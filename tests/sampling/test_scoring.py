@@ -65,7 +65,8 @@ def test_blocks_say_what_all_logits_say_of_real_numbers(vocab_axis, dtype):
     tokens = np.concatenate([best.argmax(-1)[:128], rng.integers(0, V, 128)]).astype(np.int32)
     arguments = x, weight, jnp.asarray(tokens), jnp.asarray(True)
     how = {"vocab_axis": vocab_axis, "n": TOP, "vocab_size": V, "shard": ALONE}
-    blocks, at_once = (jax.jit(partial(f, **how))(*arguments) for f in (scoring._score_in_blocks, scoring._score_at_once))
+    by_block = partial(scoring._score_in_blocks, block=scoring.SCORED_AT_ONCE)
+    blocks, at_once = (jax.jit(partial(f, **how))(*arguments) for f in (by_block, scoring._score_at_once))
     np.testing.assert_allclose(blocks.logprobs, at_once.logprobs, rtol=1e-5, atol=2e-5)
     np.testing.assert_allclose(blocks.top_logprobs, at_once.top_logprobs, rtol=1e-5, atol=2e-5)
     assert blocks.ranks[:128].tolist() == [1] * 128

@@ -80,6 +80,10 @@ def test_a_body_of_several_devices_sums_twice_a_layer_and_may_be_several_graphs(
     ours = [call(f"all_reduce_mosaic/one_shot_all_reduce/{i}") for i in range(2)]
     mixed = dataclasses.replace(good_body(), instructions=[*good_body().instructions, *sums[:3], *ours])
     assert body_faults(mixed, several, "decode") == [], "a kernel of ours sums too"
+    gathers = [Instruction(f"gather.{i}", "all-gather", (), (), "", "") for i in range(8)]
+    whole = dataclasses.replace(good_body(), instructions=[*good_body().instructions, *gathers])
+    assert body_faults(whole, dataclasses.replace(DEMANDS, num_gathers=8), "decode") == []
+    assert "8 gathers over devices; must be 0" in body_faults(whole, DEMANDS, "decode")[0]
     cut = dataclasses.replace(body, thunks=[*body.thunks, Thunk("AllReduce", "", False)])
     assert "must be one that holds everything" in body_faults(cut, several, "decode")[0]
     assert body_faults(cut, dataclasses.replace(several, one_graph=False), "decode") == []

@@ -65,7 +65,8 @@ def test_a_layer_of_two_and_four_devices_gives_equal_bits_and_sums_nothing_over_
     for tp in (2, 4):
         model = shard_model(dummy_model(transposed=True), ModelShards(CONFIG, make_mesh(tp), whole_sums=True))
         functions = ModelFunctions(model, map_rows=RowTiles(16))
-        run = jax.jit(run_on_mesh(functools.partial(first_layer, functions), make_mesh(tp), (functions.abstract, jax.ShapeDtypeStruct(x.shape, x.dtype)), P()))
+        args = functions.abstract, jax.ShapeDtypeStruct(x.shape, x.dtype)
+        run = jax.jit(run_on_mesh(functools.partial(first_layer, functions), make_mesh(tp), args, P()))
         compiled = run.lower(functions.weights, x).compile()
         found.append(np.asarray(compiled(functions.weights, x)))
         assert collectives(compiled.as_text()) == {"all-gather": 4}
