@@ -429,15 +429,17 @@ def token_logprobs(
     dtype: of the exponentials. Their sums over blocks are float64 in any case. map_rows: how they are computed.
     """
 
-    def masses(blocks: jax.Array, highest: jax.Array) -> jax.Array:
-        return jnp.exp(blocks - highest[:, None, None]).sum(-1, dtype=dtype)
+    def masses(block: jax.Array, highest: jax.Array) -> jax.Array:
+        return jnp.exp(block - highest[:, None]).sum(-1, dtype=dtype)
 
     V = logits.shape[1]
     blocks = in_blocks(logits, -jnp.inf)
     maxima = blocks.max(-1)
     highest = shard.max(maxima.max(-1))
     with jax.enable_x64(True):
-        log_mass = log_of_mass(map_rows(masses, blocks, highest), shard)
+        # Each block is a row: exponentials are computed in one shape then, however much of the vocabulary a device has.
+        of_blocks = map_rows(masses, blocks.reshape(-1, BLOCK), jnp.repeat(highest, blocks.shape[1]))
+        log_mass = log_of_mass(of_blocks.reshape(blocks.shape[:2]), shard)
     chosen = shard.pick(logits, tokens)[:, None]
     ids = shard.ids(V)
     ahead = (logits > chosen) | ((logits == chosen) & (ids < tokens[:, None]))

@@ -24,7 +24,7 @@ from jaxserve.models.shard_placement import shard_model
 from jaxserve.models.shards import ModelShards
 from jaxserve.parallel.mesh import AXIS, make_mesh
 from jaxserve.parallel.shard import Shard
-from jaxserve.sampling import scoring
+from jaxserve.sampling import sampler, scoring
 from tests import dummy
 from tests.dummy import CONFIG, ONE_BUCKET, Answer, Ask, differences, dummy_model, make_engine, serve, serve_alone
 from tests.parallel.models import GREEDY, MODELS, PROMPTS, answers, engine_of
@@ -158,6 +158,27 @@ def test_scores_have_the_bits_of_one_device(V, one_shape):
     logits = x.astype(np.float64) @ weight.astype(np.float64).T
     exact = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     np.testing.assert_allclose(one[0], exact[np.arange(16), tokens], atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("V", [300, 5000])
+def test_logprobs_have_the_bits_of_one_device(V):
+    rng = np.random.default_rng(0)
+    logits, tokens = (2 * rng.standard_normal((200, V))).astype(np.float32), rng.integers(0, V, 200).astype(np.int32)
+
+    def logprobs(tp: int) -> list[np.ndarray]:
+        of = functools.partial(sampler.token_logprobs, n=4, map_rows=RowTiles(16))
+        if tp == 1:
+            return jax.tree.leaves(jax.jit(of)(logits, tokens))
+        of = functools.partial(of, shard=Shard(AXIS, tp))
+        on_mesh = jax.shard_map(of, mesh=make_mesh(tp), in_specs=(P(None, AXIS), P()), out_specs=P(), check_vma=False)
+        padded = np.pad(logits, ((0, 0), (0, -V % (128 * tp))), constant_values=-np.inf)
+        return jax.tree.leaves(jax.jit(on_mesh)(padded, tokens))
+
+    one = logprobs(1)
+    for tp in (2, 4, 8):
+        for found, expected in zip(logprobs(tp), one, strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 # -- the checks can fail
