@@ -58,7 +58,6 @@ def check_sharding(config: EngineConfig) -> None:
             given = f"all_reduce_backend={config.all_reduce_backend!r}"
             raise ValueError(f"{given} is of several devices, and tensor_parallel_size=1: leave it out")
         return
-    several = f"tensor_parallel_size={config.tensor_parallel_size}"
 
 
 def local_part(model: Decoder | ShardedModel) -> ModelConfig:
