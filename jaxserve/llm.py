@@ -141,7 +141,7 @@ class LLM:
             Llama, transformers' names in Flax or torch: models/trainer_keys.py); or a pytree or flat dict with such paths. Arrays
             of the right dtype, layout and device are shared, not copied; don't donate them before `update_params` brought others.
             On a CPU `LLM(path)` decodes up to twice as fast: it lays its weights out anew; `models.transpose_kernels` does it here.
-            With deterministic="always" an engine on a CPU copies dense weights that do not lie so.
+            With deterministic="always" and XLA's matmuls an engine on a CPU copies dense weights that do not lie so.
           config: the model's, or its Hugging Face config as a dict or a folder; a `Decoder` brings its own.
           tokenizer: a Tokenizer, or where it lies; None: prompts are token ids, and texts stay empty.
           mesh: as for `LLM`; it may be the trainer's. Arrays that lie on its devices as the engine needs them are shared too; the

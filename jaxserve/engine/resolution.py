@@ -23,7 +23,7 @@ from jaxserve.models import transpose_kernels
 from jaxserve.models.row_tiles import RowTiles, whole
 from jaxserve.models.shard_placement import transpose_sharded
 from jaxserve.models.shards import ShardedModel
-from kernels.backends import current_platform
+from kernels.backends import FUSED_MATMUL, current_platform
 
 if TYPE_CHECKING:
     from jaxserve.models import Decoder, ModelConfig
@@ -38,11 +38,11 @@ ROW_TILE = 16  # rows that a CPU computes at once where bits must not follow the
 def model_functions(model: Decoder | ShardedModel, config: EngineConfig, kernels: LayerKernels) -> ModelFunctions:
     """The model taken apart for programs as the config wants them on JAX's default device. kernels: chosen ones.
 
-    Where bits must not follow shapes, a CPU computes with transposed weights, of which it makes copies unless the model has them:
-    with the weight on the left a column's bits do not depend on how many columns there are.
+    Where bits must not follow shapes, XLA computes on a CPU with transposed weights, of which it makes copies unless the model has
+    them: with the weight on the left a column's bits do not depend on how many columns there are.
     """
     tiled = config.deterministic == "always" and current_platform() == "cpu"
-    if tiled:
+    if tiled and FUSED_MATMUL[kernels.matmul].plain_xla:
         if isinstance(model, ShardedModel):
             model = transpose_sharded(model)
         elif not model.is_transposed:

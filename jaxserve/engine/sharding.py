@@ -57,7 +57,6 @@ def check_sharding(config: EngineConfig) -> None:
         if config.all_reduce_backend != "auto":
             given = f"all_reduce_backend={config.all_reduce_backend!r}"
             raise ValueError(f"{given} is of several devices, and tensor_parallel_size=1: leave it out")
-        return
 
 
 def local_part(model: Decoder | ShardedModel) -> ModelConfig:

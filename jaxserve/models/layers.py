@@ -270,7 +270,8 @@ class SparseMLP(nnx.Module):
             hidden = map_rows(silu_gated, grouped_matmul(rows, gate_up, groups))
         y = grouped_matmul(hidden, down, groups)
         # Where bits must not follow shapes, each device has a token's rows of all and sums them in the order of its choices.
-        join = None if map_rows is whole else lambda *rows: jax.lax.optimization_barrier((shard.only(rows[0]), shard.any(rows[1])))
+        separate = map_rows is whole and not shard.whole_sums
+        join = None if separate else lambda *rows: jax.lax.optimization_barrier((shard.only(rows[0]), shard.any(rows[1])))
         combine = lambda row, weights: combine_rows(y, dataclasses.replace(groups, row=row), weights, join)  # noqa: E731
         combined = map_rows(combine, groups.row, weights, num_rows=num_tokens)
         return (combined if join else shard.sum(combined)).reshape(x.shape)

@@ -31,7 +31,7 @@ from tests.parallel.models import GREEDY, MODELS, PROMPTS, answers, engine_of
 from tests.workload import requests
 
 OPTIMISED = True
-ALWAYS: dict[str, Any] = {"deterministic": "always"}
+ALWAYS: dict[str, Any] = {"deterministic": "always", "attention_backend": "xla", "matmul_backend": "xla", "moe_backend": "xla"}
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=10, ignore_eos=True, logprobs=3, repetition_penalty=1.2)
 ASKS = [*(Ask(prompt, GREEDY) for prompt in PROMPTS[:3]), Ask(PROMPTS[1], DRAWN)]
 CASES = [
