@@ -40,6 +40,9 @@ class Scheduler:
       pool: the KV pages; the scheduler is their only user.
       step_budget: chooses how many tokens a step with decodes may hold. None: always max_num_batched_tokens.
       draft_lengths: chooses how many drafts each decode verifies. None: speculation is off.
+      hides_in_flight: steps are micro-batches of a pipeline: the requests of one that is in flight are in no other until its tokens
+        are taken in, as in the engines of the pipeline-parallel literature (Orca, section 4.2; Sarathi-Serve, section 3.3). So a
+        request stays with those that it was first scheduled with, as new ones join them and old ones end.
 
     Raises:
       ValueError: a step budget with a policy that doesn't cut prompts or mix steps.
@@ -51,8 +54,11 @@ class Scheduler:
         pool: PagePool,
         step_budget: StepBudget | None = None,
         draft_lengths: DraftLengthChooser | None = None,
+        *,
+        hides_in_flight: bool = False,
     ):
         self.config = config
+        self.hides_in_flight = hides_in_flight
         self.policy: BatchingPolicy = resolve_policy(config)
         if step_budget is not None and not (self.policy.chunked and self.policy.mixed):
             raise ValueError("a dynamic budget cuts prompts to what decodes leave: it needs chunked prefill and mixed steps")
@@ -66,6 +72,7 @@ class Scheduler:
         self._num_updates = 0
         self._num_scheduled_tokens = 0
         self._all = np.ones(config.max_num_seqs, bool)
+        self._num_holding = np.zeros(config.max_num_seqs, np.int32)  # micro-batches in flight that hold the row
 
     # Requests come and go
 
@@ -174,8 +181,15 @@ class Scheduler:
         """The next step, or None if nothing can be computed before tokens in flight come back (or nothing is left to do)."""
         if not self.requests.by_id:
             return None
-        step = self.composer.compose()
-        return None if step is None else self._assemble(*step)
+        if not self.hides_in_flight:
+            step = self.composer.compose()
+            return None if step is None else self._assemble(*step)
+        with self.rows.hiding(self._num_holding > 0):
+            step = self.composer.compose()
+        schedule = None if step is None else self._assemble(*step)
+        if schedule is not None:
+            self._num_holding[schedule.rows] += 1
+        return schedule
 
     def _assemble(self, decodes: Decodes, chunks: Chunks) -> Schedule:
         requests, rows, starts, q_lens, samples = join(decodes, chunks, self.rows.requests_at(decodes.rows), self._all)
@@ -214,6 +228,8 @@ class Scheduler:
         """
         assert schedule.step_id == self._num_updates, f"step {self._num_updates} comes before {schedule.step_id}"
         self._num_updates += 1
+        if self.hides_in_flight:
+            self._num_holding[schedule.rows] -= 1
         return self.intake.take(schedule, sampled) if counts is None else self.intake.take_drafted(schedule, sampled, counts)
 
     # Steps that need no composing (a simulator's)
@@ -239,4 +255,5 @@ class Scheduler:
         """Asserts that no request, page or row is lost or held twice. For tests: O(everything)."""
         assert 0 <= self.num_steps_in_flight
         assert self.num_steps_in_flight or not any(request.num_in_flight for request in self.requests.by_id.values())
+        assert (self._num_holding == 0).all() or self.num_steps_in_flight and (self._num_holding >= 0).all()
         self.requests.check_invariants()

@@ -1,8 +1,7 @@
 """Pipeline parallelism in virtual time: stages that each run one micro-batch, and what time they lose to waiting.
 
 Owns the micro-batches in flight (each its own schedule of the real scheduler, at most one a stage), the stages' times, and the
-account of bubbles. Requests of a micro-batch in flight are in no other until it returns, as in the engines of the pipeline-parallel
-literature (Orca, section 4.2; Sarathi-Serve, section 3.3).
+account of bubbles. The scheduler keeps the requests of a micro-batch in flight out of every other until it returns.
 """
 
 from __future__ import annotations
@@ -155,8 +154,7 @@ class PipelineReplica(SimulatedEngine):
     """An engine of several stages. stages: step times of each, the last one's head included. send_seconds: (num_tokens, stage) ->
     seconds from that stage to the next. A dynamic budget holds for steps of prompts alone too, which others' decodes wait behind.
 
-    There is one scheduler, and whatever it schedules while a micro-batch is in flight is another micro-batch: a request stays with
-    those that it was first scheduled with, as new ones join them and old ones end.
+    There is one scheduler, and whatever it schedules while a micro-batch is in flight is another micro-batch.
     """
 
     now: float
@@ -174,13 +172,12 @@ class PipelineReplica(SimulatedEngine):
         objective: float | None = None,
     ):
         gaps, options = LongestGaps(tuple(stages), send_seconds), {"prefix_caching": prefix_caching, "objective": objective}
-        super().__init__(records, plan, gaps, limits, num_pages, budget_every_step=True, **options)
+        super().__init__(records, plan, gaps, limits, num_pages, budget_every_step=True, hides_in_flight=True, **options)
         self.stages: tuple[StepTimes, ...] = gaps.stages
         self._gaps = gaps
         self._free = [0.0] * len(stages)  # when each stage has ended its last micro-batch
         self._in_flight: deque[tuple[Schedule, float]] = deque()
         self._may_run = False  # whether all that happened since the last turn is that a micro-batch was sent
-        self._hidden = np.zeros(limits.max_num_seqs, np.int32)  # micro-batches in flight that hold the row
         self._starts, self._seconds, self._sends = array("d"), array("d"), array("d")  # a micro-batch after the other
 
     @property
@@ -207,10 +204,10 @@ class PipelineReplica(SimulatedEngine):
             return True
         flying = self._in_flight
         if flying and flying[0][1] <= self.now:
-            self._take_back(*flying.popleft())
+            self._update(*flying.popleft())
             return True
         if len(flying) < len(self.stages):
-            schedule = self._schedule()
+            schedule = self.scheduler.schedule()
             if schedule is not None:
                 flying.append((schedule, self._dispatch(schedule)))
                 self._may_run = True
@@ -222,11 +219,6 @@ class PipelineReplica(SimulatedEngine):
                 return True
         self.now = max(self.now, flying[0][1])
         return True
-
-    def _schedule(self) -> Schedule | None:
-        """The scheduler's next step of those requests that no micro-batch in flight holds."""
-        with self.scheduler.rows.hiding(self._hidden > 0):
-            return self.scheduler.schedule()
 
     def _dispatch(self, schedule: Schedule) -> float:
         """Sends a micro-batch down the stages; when its tokens are there. The next is scheduled when the first stage is free."""
@@ -245,13 +237,8 @@ class PipelineReplica(SimulatedEngine):
         self._starts.extend(starts)
         self._seconds.extend(seconds)
         self._sends.extend(sends)
-        self._hidden[schedule.rows] += 1
         self.now = self._free[0]
         return self._free[-1]
-
-    def _take_back(self, schedule: Schedule, end: float) -> None:
-        self._hidden[schedule.rows] -= 1
-        self._update(schedule, end)
 
     def _run_of_decodes(self, until: float) -> bool:
         """Several rounds of the micro-batches in flight at once where they are certain; False, and nothing done, where they are

@@ -38,7 +38,7 @@ class SimulatedEngine(ABC):
     """What replicas share: a scheduler, its requests as rows of the workload, and the records.
 
     plan, step_times, limits, num_pages, objective: as `replay`'s. prefix_caching: whether prompts with token ids share pages.
-    budget_every_step: as StepBudget's every_step.
+    budget_every_step: as StepBudget's every_step. hides_in_flight: as Scheduler's.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class SimulatedEngine(ABC):
         prefix_caching: bool,
         objective: float | None = None,
         budget_every_step: bool = False,
+        hides_in_flight: bool = False,
     ):
         plan.check(limits.max_num_seqs, limits.max_num_batched_tokens)
         budget = None
@@ -61,7 +62,8 @@ class SimulatedEngine(ABC):
         self.records = records
         self.plan = plan
         self.step_times = step_times
-        self.scheduler: Scheduler = Scheduler(limits, PagePool(num_pages, step_times.page_size, prefix_caching), budget)
+        pool = PagePool(num_pages, step_times.page_size, prefix_caching)
+        self.scheduler: Scheduler = Scheduler(limits, pool, budget, hides_in_flight=hides_in_flight)
         self.steps: StepRecords = StepRecords()
         self.now: float = 0.0  # of the host: whatever arrived by now is known to the next schedule
         self._rows: list[int] = []  # of the workload, in order of adding

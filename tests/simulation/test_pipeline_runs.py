@@ -59,7 +59,7 @@ def state(replica: PipelineReplica) -> tuple[Any, ...]:
     scheduler, rows = replica.scheduler, replica.scheduler.rows
     names = ("num_computed", "prefill_end", "num_known", "limit", "capacity", "num_uploaded", "generation")
     return (
-        (replica.now, replica._last_update, list(replica._free), replica._hidden.tolist()),
+        (replica.now, replica._last_update, list(replica._free), replica.scheduler._num_holding.tolist()),
         [(b.step_id, b.rows.tolist(), b.starts.tolist(), b.generations.tolist(), end) for b, end in replica._in_flight],
         [getattr(rows, name)[rows.order].tolist() for name in names],
         [(r.request_id, list(r.token_ids)) for r in scheduler.running],
