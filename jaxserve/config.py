@@ -171,6 +171,14 @@ class EngineConfig:
             help="Devices that share the model: heads, columns of the MLP, experts and the vocabulary are cut over them.",
         ),
     )
+    pipeline_parallel_size: int = _option(
+        1,
+        Count(
+            group=_NAMES,
+            help="Stages of a pipeline, each with its layers on devices of its own (tensor_parallel_size of them) and one "
+            "micro-batch in flight.",
+        ),
+    )
     max_model_len: int | None = _option(
         None,
         Count(

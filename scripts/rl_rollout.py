@@ -159,7 +159,7 @@ def main() -> None:
     llm = LLM.from_params(model, dtype=_DTYPE.value, seed=_SEED.value, bucket_plan=plan())
     update, logprobs = make_trainer(model)
     records = train(llm, model, update, logprobs)
-    shared = {id(x) for x in llm.engine.runner.body_weights} <= {id(x) for x in named_leaves(model).values()}
+    shared = {id(x) for x in llm.engine.runner.programs.functions.weights} <= {id(x) for x in named_leaves(model).values()}
     rows = differences(model, logprobs)
     rewards = [r["reward"] for r in records]
     for row in rows:

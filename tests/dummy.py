@@ -18,6 +18,8 @@ from flax import nnx
 
 from jaxserve import BucketPlan, Engine, EngineConfig, EngineOutput, Request, SamplingParams
 from jaxserve.buckets.plan import Bucket
+from jaxserve.execution.pipeline_runner import PipelineRunner
+from jaxserve.execution.runner import Runner
 from jaxserve.models import Decoder, ModelConfig, RopeConfig, named_leaves, transpose_kernels, with_leaves
 from jaxserve.scheduling.schedule import Schedule, SchedulerStats
 from tests.scheduler_state import has_unfinished, hash_of, ref_count
@@ -102,30 +104,37 @@ def make_engine(
     c, programs = engine.config, engine.runner.programs
     shapes = (c.scheduler.max_num_seqs, c.max_pages_per_seq, c.cache.page_size, c.cache.num_pages, c.plan.max_head_rows)
     shapes += (c.speculative and replace(c.speculative, adaptive=True),)  # the lengths are the host's choice
-    shapes += (c.attention_backend, c.engine.matmul_backend, c.engine.moe_backend, c.engine.deterministic)
+    shapes += (len(stages(engine)), c.attention_backend, c.engine.matmul_backend, c.engine.moe_backend, c.engine.deterministic)
     shapes += (tuple(programs.functions.paths),)
-    shared = _compiled.setdefault((c.model, c.pages.dtype, shapes), {})  # weights are a program's arguments
-    if compile_anew in ("bodies", "heads"):
-        programs._compiled = {k: program for k, program in shared.items() if isinstance(k, Bucket) == (compile_anew == "heads")}
-    elif compile_anew != "all":
-        programs._compiled = shared
+    for stage, runner in enumerate(stages(engine)):
+        programs = runner.programs
+        shared = _compiled.setdefault((c.model, c.pages.dtype, shapes, stage), {})  # weights are a program's arguments
+        if compile_anew in ("bodies", "heads"):
+            programs._compiled = {k: made for k, made in shared.items() if isinstance(k, Bucket) == (compile_anew == "heads")}
+        elif compile_anew != "all":
+            programs._compiled = shared
     if pool_pages is not None:
         engine._make_host_state(pool_pages)
-    # What stands at a row without an owner means nothing.
-    runner = engine.runner
-    drafts = runner.state.rows.drafts
-    rows = replace(
-        runner.state.rows,
-        page_table=jnp.full_like(runner.state.rows.page_table, -1),
-        num_computed=jnp.full_like(runner.state.rows.num_computed, 11),
-        last_tokens=jnp.full_like(runner.state.rows.last_tokens, 22),
-        history=jnp.full_like(runner.state.rows.history, 33),
-        edits=jnp.full_like(runner.state.rows.edits, 44),
-        drafts=drafts and replace(drafts, drafts=jnp.full_like(drafts.drafts, 5)),
-    )
-    runner.state = replace(runner.state, step_hidden=jnp.full_like(runner.state.step_hidden, jnp.nan), rows=rows)
+    for runner in stages(engine):
+        _spoil_unowned(runner)
     poison(engine)
     return engine
+
+
+def stages(engine: Engine) -> list[Runner]:
+    """The runner of each stage of its pipeline, or the only one."""
+    return engine.runner.stages if isinstance(engine.runner, PipelineRunner) else [engine.runner]
+
+
+def _spoil_unowned(runner: Runner) -> None:
+    """What stands at a row without an owner means nothing."""
+    rows, step_hidden = runner.state.rows, runner.state.step_hidden
+    drafts, fills = rows.drafts, {"page_table": -1, "num_computed": 11, "last_tokens": 22, "history": 33, "edits": 44}
+    held = {name: getattr(rows, name) for name in fills}
+    spoilt = {name: x if x is None else jnp.full_like(x, fills[name]) for name, x in held.items()}
+    rows = replace(rows, **spoilt, drafts=drafts and replace(drafts, drafts=jnp.full_like(drafts.drafts, 5)))
+    hidden = step_hidden if step_hidden is None else jnp.full_like(step_hidden, jnp.nan)
+    runner.state = replace(runner.state, step_hidden=hidden, rows=rows)
 
 
 def forget() -> None:
@@ -150,8 +159,8 @@ def poison(engine: Engine) -> None:
         owned = np.array(rows.pages(row), np.int32)
         position = np.arange(len(owned) * cache.page_size).reshape(len(owned), cache.page_size)
         slots[owned] |= position >= rows.num_computed[row]
-    runner = engine.runner
-    runner.state = replace(runner.state, kv_pages=_fill_with_nan(runner.state.kv_pages, slots))
+    for runner in stages(engine):
+        runner.state = replace(runner.state, kv_pages=_fill_with_nan(runner.state.kv_pages, slots))
 
 
 @dataclass(frozen=True)

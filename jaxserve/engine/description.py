@@ -9,7 +9,7 @@ import jax
 
 from jaxserve.engine.kernel_choice import KernelChoice
 from jaxserve.engine.resolution import model_shape
-from jaxserve.execution.programs import Programs
+from jaxserve.execution.pipeline_programs import AnyPrograms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,18 +17,21 @@ class EngineDescription:
     """What was decided when an engine was made. str() of it is the line in the log.
 
     model: its architecture. model_shape: layers, widths, heads and experts by name. dtype: of weights and activations.
-    tensor_parallel_size: devices that share the model; bytes are those of one of them. weight_bytes: of all weights. device,
-    platform: as JAX calls them. attention_backend, rotary_backend, matmul_backend, moe_backend: the kernels that run;
-    rotary_backend is "xla" beside an XLA attention, moe_backend None without experts. deterministic: what bits may depend on.
+    tensor_parallel_size: devices that share the model, or a stage of it; bytes are those of one of them. pipeline_parallel_size:
+    stages. weight_bytes: of all weights, or of the fullest stage's. device, platform: as JAX calls them. attention_backend,
+    rotary_backend, matmul_backend, moe_backend: the kernels that run; rotary_backend is "xla" beside an XLA attention, moe_backend
+    None without experts. deterministic: what bits may depend on.
     qualification: what the card's check of our kernels found, in a line. verdicts: the same as data, None where there was no check.
-    page_size: tokens of a KV page. kv_tokens: that the pool holds. kv_bytes: of the pool. num_speculative_tokens: drafts of a step,
-    0 without speculation. bucket_plan: its shapes, in a line. num_programs: that it has.
+    page_size: tokens of a KV page. kv_tokens: that the pool holds. kv_bytes: of the pool, or of the part of it that the stage with
+    the least room for pages has. num_speculative_tokens: drafts of a step, 0 without speculation. bucket_plan: its shapes, in a
+    line. num_programs: that it has.
     """
 
     model: str
     model_shape: dict[str, int]
     dtype: str
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     weight_bytes: int
     device: str
     platform: str
@@ -59,8 +62,9 @@ class EngineDescription:
         matmul = "" if self.matmul_backend == "xla" else f"matmuls: {self.matmul_backend}; "
         moe = "" if self.moe_backend is None else f"experts: {self.moe_backend}; "
         devices = "" if self.tensor_parallel_size == 1 else f"devices: {self.tensor_parallel_size}; "
+        stages = "" if self.pipeline_parallel_size == 1 else f"stages: {self.pipeline_parallel_size}; "
         return (
-            f"{devices}attention: {self.attention_backend}; {rotary}{matmul}{moe}deterministic: {self.deterministic}; "
+            f"{stages}{devices}attention: {self.attention_backend}; {rotary}{matmul}{moe}deterministic: {self.deterministic}; "
             f"KV pool: {self.num_pages} pages of {self.page_size} tokens ({self.kv_bytes / 2**20:.0f} MiB); "
             f"steps of up to {self.max_num_batched_tokens} tokens and {self.max_num_seqs} sequences, "
             f"requests of up to {self.max_model_len} tokens; buckets: {self.bucket_plan}; "
@@ -68,7 +72,7 @@ class EngineDescription:
         )
 
 
-def describe(programs: Programs, kernels: KernelChoice) -> EngineDescription:
+def describe(programs: AnyPrograms, kernels: KernelChoice) -> EngineDescription:
     """The description of an engine that runs these programs."""
     config, functions = programs.config, programs.functions
     device, qualification = jax.local_devices()[0], kernels.qualification
@@ -78,7 +82,8 @@ def describe(programs: Programs, kernels: KernelChoice) -> EngineDescription:
         model_shape=model_shape(model),
         dtype=str(functions.dtype),
         tensor_parallel_size=functions.shard.size,
-        weight_bytes=functions.num_bytes,
+        pipeline_parallel_size=len(functions.stages),
+        weight_bytes=max(stage.num_bytes for stage in functions.stages),
         device=device.device_kind,
         platform=device.platform,
         attention_backend=config.attention_backend,

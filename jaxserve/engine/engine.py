@@ -31,8 +31,10 @@ from jaxserve.engine.resolution import step_budget
 from jaxserve.engine.runner_setup import set_up_runner
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.weights import WeightsAndSleep
+from jaxserve.execution.pipeline_runner import PipelineRunner
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.execution.runner import Runner
+from jaxserve.execution.stage_clock import StageClock
 from jaxserve.execution.warm_up import BackgroundWarmUp
 from jaxserve.hosts.group import HostGroup
 from jaxserve.hosts.pulse import HostLostError
@@ -43,6 +45,7 @@ from jaxserve.qualification.qualify import Qualification
 from jaxserve.request import EngineOutput, Request, RequestStatus
 from jaxserve.sampling.prompt_scores import scores_of
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.bubbles import Bubbles
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.speculative.draft_lengths import DraftLengths
@@ -83,14 +86,16 @@ class Engine:
         setup = set_up_runner(model, config, mesh, hosts, self.has_unfinished_requests, qualification)
         self.kernels: KernelChoice = setup.kernels
         self.config: ResolvedConfig = setup.config
-        self.runner: Runner = setup.runner
+        self.runner: Runner | PipelineRunner = setup.runner
         self._hosts = hosts
         self._warm_up: BackgroundWarmUp | None = setup.warm_up
         self.is_paused: bool = False
         self.eos_token_ids: frozenset[int] = frozenset(self.config.model.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.stats: EngineStats = EngineStats()
         self._weights = WeightsAndSleep(self.runner, hosts)
-        self._constraints = Constraints(self.config.model.vocab_size, self.config.plan.max_head_rows)
+        stages = self.config.engine.pipeline_parallel_size
+        self._clock = StageClock(stages) if stages > 1 else None
+        self._constraints = Constraints(self.config.model.vocab_size, self.config.plan.max_head_rows, max(2, stages))
         self._requests = LiveRequests(self._constraints)
         self._numbers = itertools.count()
         self._step_budget = step_budget(self.config)
@@ -118,7 +123,8 @@ class Engine:
                 speculative.num_speculative_tokens,
                 speculative.adaptive,
             )
-        self.scheduler: Scheduler = Scheduler(limits, self.pool, self._step_budget, self._draft_lengths)
+        stages, is_async = self.config.engine.pipeline_parallel_size, self.config.engine.async_scheduling
+        self.scheduler: Scheduler = Scheduler(limits, self.pool, self._step_budget, self._draft_lengths, hides_in_flight=stages > 1)
         shapes = plan if self._warm_up is None else self._warm_up.shapes
         self.packer: BatchPacker = BatchPacker(
             shapes, programs.layouts, limits.max_num_seqs, programs.edit_layout, keeps_history=speculative is not None
@@ -132,7 +138,8 @@ class Engine:
             stats=self.stats,
             draft_lengths=self._draft_lengths,
             demand_log=self._demand_log,
-            max_in_flight=1 if self.config.engine.async_scheduling else 0,
+            max_in_flight=max(1, stages - 1) if is_async else 0,
+            clock=self._clock,
         )
 
     # -- requests in
@@ -300,6 +307,11 @@ class Engine:
         """What the card's check of our kernels found, or that it was skipped, in a line; None on a CPU."""
         return self.kernels.said if self.kernels.skipped or self.kernels.qualification is not None else None
 
+    @property
+    def bubbles(self) -> Bubbles | None:
+        """Seconds that a pipeline's stages have waited so far, by the simulator's kinds; None with one stage."""
+        return None if self._clock is None else self._clock.bubbles
+
     # -- the step
 
     def step(self) -> list[EngineOutput]:
@@ -357,6 +369,8 @@ class Engine:
             self._constraints.clear()
             self._make_host_state()
             self.runner.reset()
+            if self._clock is not None:
+                self._clock.reset()
             num_deleted = self.runner.num_deleted_weights()
             if num_deleted and isinstance(error, Exception):
                 raise RuntimeError(
@@ -443,6 +457,8 @@ class Engine:
         self.abort(self._requests.ids)
         self.drain()
         self.pipeline.undelivered.clear()
+        if self._clock is not None:
+            self._clock.close()
         if self._demand_log is not None:
             self._demand_log.close()
             self._demand_log = self.pipeline.demand_log = None

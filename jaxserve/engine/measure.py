@@ -87,6 +87,8 @@ class StepMeasurer:
         from jaxserve.execution.runner import Runner
         from jaxserve.models.shard_placement import shard_model
 
+        if config.pipeline_parallel_size != 1:
+            raise NotImplementedError(f"pipeline_parallel_size={config.pipeline_parallel_size}: profiles are of one stage")
         shards, config = model_shards(model.config, config)
         if shards is not None:
             model = shard_model(model, shards)

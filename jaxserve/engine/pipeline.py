@@ -20,7 +20,9 @@ from jaxserve.engine.grammar_following import GrammarFollower
 from jaxserve.engine.live_requests import LiveRequests
 from jaxserve.engine.stats import EngineStats, tokens_of
 from jaxserve.engine.step_outputs import outputs_of
+from jaxserve.execution.pipeline_runner import PipelineRunner
 from jaxserve.execution.runner import Runner, StepHandle
+from jaxserve.execution.stage_clock import StageClock
 from jaxserve.request import EngineOutput, Request
 from jaxserve.sampling.edit_rows import kinds_of
 from jaxserve.sampling.prompt_scores import ScoreSpan, deliver, pack_spans, spans_of
@@ -46,9 +48,13 @@ class StepInFlight:
 
 @dataclass
 class StepPipeline:
-    """Runs the steps of one scheduler on one runner, `max_in_flight` at a time between two calls of `step`."""
+    """Runs the steps of one scheduler on one runner, `max_in_flight` at a time between two calls of `step`.
 
-    runner: Runner
+    On a pipeline, where the scheduler hides what is in flight, a step is a micro-batch. `max_in_flight` is one less than there are
+    stages then: as many as stages are in flight while `step` waits for the oldest.
+    """
+
+    runner: Runner | PipelineRunner
     scheduler: Scheduler
     packer: BatchPacker
     grammars: GrammarFollower
@@ -57,6 +63,7 @@ class StepPipeline:
     draft_lengths: DraftLengths | None
     demand_log: DemandWriter | None
     max_in_flight: int
+    clock: StageClock | None = None  # of a pipeline
 
     def __post_init__(self) -> None:
         self.in_flight: deque[StepInFlight] = deque()
@@ -73,18 +80,22 @@ class StepPipeline:
         body = self.runner.dispatch_body(inputs)
         masks = None
         if inputs.head_rows and self.grammars.constrains(schedule):
-            self.collect(in_hand=schedule)  # masks follow from all tokens before; this delays the head alone
+            if not self.scheduler.hides_in_flight:  # else the tokens before are here, of those whom this step holds
+                self.collect(in_hand=schedule)  # masks follow from all tokens before; this delays the head alone
             masks = self.grammars.masks(schedule, None if self.draft_lengths is None else self.draft_lengths.proposed)
         handle = self.runner.dispatch_head(body, masks)
+        if self.clock is not None:
+            self.clock.watch(handle.stages, dispatched_at, schedule.num_tokens > schedule.num_decodes)
         self.in_flight.append(StepInFlight(schedule, spans, dispatched_at, handle))
         self.collect(keep=self.max_in_flight)
         return self._deliver()
 
     def _finish_all(self) -> list[EngineOutput]:
-        """A step without a schedule: nothing new starts."""
+        """A step without a schedule: nothing new starts. On a pipeline the requests of the oldest micro-batch can be scheduled
+        again when it is back, so that no other is waited for."""
         if not self.in_flight:
             self._poll_grammars(GRAMMAR_WAIT)
-        self.collect()
+        self.collect(keep=max(0, len(self.in_flight) - 1))
         return self._deliver()
 
     def collect(self, *, keep: int = 0, in_hand: Schedule | None = None) -> None:

@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxserve.config import EngineConfig
 from jaxserve.execution.model_functions import LayerKernels, ModelFunctions
-from jaxserve.execution.programs import Programs
+from jaxserve.execution.pipeline_programs import make_programs
 from jaxserve.execution.resolved_config import ResolvedConfig, resolve_config
 from jaxserve.hosts.group import HostGroup
 from jaxserve.models import transpose_kernels
@@ -53,34 +53,43 @@ def model_functions(model: Decoder | ShardedModel, config: EngineConfig, kernels
 def resolve(
     functions: ModelFunctions, config: EngineConfig, attention_backend: str, hosts: HostGroup | None = None
 ) -> ResolvedConfig:
-    """The config with everything decided for this model on its devices, of which the fullest counts. attention_backend: that is
-    chosen, never "auto". hosts: the group whose fullest device counts.
+    """The config with everything decided for this model on its devices, of which the fullest counts; of a pipeline's stages, the
+    one that has room for the fewest pages. attention_backend: that is chosen, never "auto". hosts: the group whose fullest device
+    counts.
 
     On a device that states its memory, the largest programs are compiled first, from shapes alone, to learn what they need beside
     weights and pages. Raises ValueError and NotImplementedError as `resolve_config`.
     """
     shards = functions.shards
-    devices = jax.local_devices()[:1] if shards is None else shards.mesh.local_devices  # of others no memory is known here
-    stats = [device.memory_stats() or {} for device in devices]
-    limit = min((s["bytes_limit"] for s in stats if "bytes_limit" in s), default=None)
-    in_use = max(s.get("bytes_in_use", 0) for s in stats)
+    # Of other processes' devices no memory is known here.
+    devices = [jax.local_devices()[:1]] if shards is None else [mesh.local_devices for mesh in shards.meshes]
+    stats = [[device.memory_stats() or {} for device in each] for each in devices]
+    limit = min((s["bytes_limit"] for each in stats for s in each if "bytes_limit" in s), default=None)
+    in_use = [max(s.get("bytes_in_use", 0) for s in each) for each in stats]  # of each stage's devices
     if hosts is not None:
-        limits, used = zip(*hosts.exchange((limit, in_use)), strict=True)
-        limit, in_use = min((x for x in limits if x is not None), default=None), max(used)
-    decide = functools.partial(
+        limits, used = zip(*hosts.exchange((limit, max(in_use))), strict=True)
+        limit, in_use = min((x for x in limits if x is not None), default=None), [max(used)]
+    decide_stage = functools.partial(
         resolve_config,
         config,
         functions.model_config,
         kv_dtype=functions.dtype,
-        platform=devices[0].platform,
+        platform=devices[0][0].platform,
         device_limit=limit,
         attention_backend=attention_backend,
-        weight_bytes=max(functions.num_bytes, in_use),  # what else the process holds is not ours to use
         local=None if shards is None else shards.local,
     )
+
+    def decide(temp_bytes: int = 0) -> ResolvedConfig:
+        found = []
+        for stage, used in zip(functions.stages, in_use, strict=True):
+            weight_bytes = max(stage.num_bytes, used)  # what else the process holds is not ours to use
+            found.append(decide_stage(num_layers=len(stage.layers), weight_bytes=weight_bytes, temp_bytes=temp_bytes))
+        return min(found, key=lambda resolved: resolved.cache.num_pages)
+
     resolved = decide()
     if limit is not None and config.num_pages is None:
-        programs = Programs(functions, resolved)
+        programs = make_programs(functions, resolved)
         resolved = decide(temp_bytes=programs.largest_temp_bytes() + programs.draft_bytes)
     return resolved
 

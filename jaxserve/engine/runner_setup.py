@@ -18,6 +18,8 @@ from jaxserve.engine.sharding import local_part, model_shards
 from jaxserve.execution.compilation import compile_counts, use_persistent_cache
 from jaxserve.execution.leading_runner import LeadingRunner
 from jaxserve.execution.model_functions import weights_dtype
+from jaxserve.execution.pipeline_programs import make_programs
+from jaxserve.execution.pipeline_runner import PipelineRunner, make_runner
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.execution.runner import Runner
@@ -38,7 +40,7 @@ class RunnerSetup:
 
     kernels: KernelChoice
     config: ResolvedConfig
-    runner: Runner
+    runner: Runner | PipelineRunner
     warm_up: BackgroundWarmUp | None
 
 
@@ -59,7 +61,7 @@ def set_up_runner(
     kernels = choose_kernels(local_part(model), weights_dtype(model), config, qualification)
     functions = model_functions(model, config, kernels.layer)
     resolved = resolve(functions, config, kernels.attention, hosts)
-    programs = Programs(functions, resolved)
+    programs = make_programs(functions, resolved)
     if hosts is not None:
         _check_decisions(hosts, resolved, kernels)
         hosts.is_compiling = lambda: programs.num_compiling > 0
@@ -70,7 +72,10 @@ def set_up_runner(
     elif config.warm_up == "background":
         warm_up = BackgroundWarmUp(programs, is_busy)
         warm_up.compile_first()
-    runner = LeadingRunner(programs, hosts) if hosts is not None and hosts.leads else Runner(programs)
+    if hosts is not None and hosts.leads and isinstance(programs, Programs):  # stages are all of one process
+        runner = LeadingRunner(programs, hosts)
+    else:
+        runner = make_runner(programs)
     return RunnerSetup(kernels, resolved, runner, warm_up)
 
 

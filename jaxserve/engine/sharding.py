@@ -1,6 +1,7 @@
 """Over which devices an engine's model is cut, and what of its options such an engine does not do yet.
 
-Owns the refusals of options beside tensor_parallel_size. The mesh is parallel/mesh.py's, the cut models/shards.py's.
+Owns the refusals of options beside tensor_parallel_size and pipeline_parallel_size. The meshes are parallel/mesh.py's, the cut
+models/shards.py's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.hosts.group import HostGroup
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.models.shards import ModelShards, ShardedModel
-from jaxserve.parallel.mesh import make_mesh
+from jaxserve.parallel.mesh import stage_meshes
 from kernels.all_reduce import resolve_backend as resolve_all_reduce
 
 
@@ -21,20 +22,21 @@ def model_shards(
     model: ModelConfig, config: EngineConfig, mesh: Mesh | None = None, hosts: HostGroup | None = None
 ) -> tuple[ModelShards | None, EngineConfig]:
     """How the model lies on the devices that the config or the mesh asks for, None for JAX's default device alone; and the config
-    with their number in it. hosts: the group whose devices all share the model.
+    with their number and that of the stages in it. hosts: the group whose devices all share the model.
 
     Raises:
-      ValueError: as `make_mesh` and `ModelShards`.
+      ValueError: as `stage_meshes` and `ModelShards`.
       NotImplementedError: an option that an engine of several devices does not have; the message names it.
     """
-    made = make_mesh(config.tensor_parallel_size, mesh, all_hosts=hosts is not None)
-    if made is None:
+    meshes = stage_meshes(config.pipeline_parallel_size, config.tensor_parallel_size, mesh, all_hosts=hosts is not None)
+    if not meshes:
         check_sharding(config)
         return None, config
-    config = replace(config, tensor_parallel_size=made.size)
+    config = replace(config, tensor_parallel_size=meshes[0].size, pipeline_parallel_size=len(meshes))
     check_sharding(config)
     whole_sums = config.deterministic == "always"
-    return ModelShards(model, made, _all_reduce(config.all_reduce_backend, made), whole_sums=whole_sums), config
+    all_reduce = [_all_reduce(config.all_reduce_backend, each) for each in meshes]
+    return ModelShards(model, meshes[0], all_reduce[0], whole_sums=whole_sums, later=meshes[1:]), config
 
 
 def _all_reduce(backend: str, mesh: Mesh) -> str:
@@ -50,13 +52,24 @@ def _all_reduce(backend: str, mesh: Mesh) -> str:
 
 
 def check_sharding(config: EngineConfig) -> None:
-    """NotImplementedError, or ValueError, for an option that can't be had beside the config's tensor_parallel_size."""
+    """NotImplementedError, or ValueError, for an option that can't be had beside the config's tensor_parallel_size and
+    pipeline_parallel_size."""
+    if config.pipeline_parallel_size > 1:
+        _check_stages(config)
     if config.tensor_parallel_size == 1:
         if config.graph_collectives:
             raise ValueError("graph_collectives=True is of several devices, and tensor_parallel_size=1: leave it out")
         if config.all_reduce_backend != "auto":
             given = f"all_reduce_backend={config.all_reduce_backend!r}"
             raise ValueError(f"{given} is of several devices, and tensor_parallel_size=1: leave it out")
+
+
+def _check_stages(config: EngineConfig) -> None:
+    stages = f"pipeline_parallel_size={config.pipeline_parallel_size}"
+    if config.speculative_config is not None:
+        raise NotImplementedError(f"speculative_config: drafts are not verified over stages, and {stages}: leave one of them out")
+    if config.tbt_slo_ms is not None:
+        raise NotImplementedError(f"tbt_slo_ms={config.tbt_slo_ms} needs a profile, which is of one stage, and {stages}")
 
 
 def local_part(model: Decoder | ShardedModel) -> ModelConfig:

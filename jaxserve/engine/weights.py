@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxserve.execution.model_functions import ModelFunctions
+from jaxserve.execution.pipeline_runner import PipelineRunner
 from jaxserve.execution.runner import Runner
 from jaxserve.hosts.group import HostGroup
 from jaxserve.models import Decoder
@@ -36,7 +37,7 @@ def read_weights(functions: ModelFunctions, path: str | Path, dtype: str) -> Dec
 class WeightsAndSleep:
     """What changes a runner's weights and frees its memory."""
 
-    def __init__(self, runner: Runner, hosts: HostGroup | None = None):
+    def __init__(self, runner: Runner | PipelineRunner, hosts: HostGroup | None = None):
         self._runner = runner
         self._hosts = hosts
         self._last_read: Decoder | ShardedModel | None = None  # which the other hosts have read too

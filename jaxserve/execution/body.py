@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,33 +43,40 @@ def body(
     weights: Sequence[jax.Array],
     state: DeviceState,
     packed: jax.Array,  # i32[layout.size]
-) -> tuple[DeviceState, HeadInputs]:
-    """Runs one bucket: writes the KV of its tokens, and brings the rows' page tables and lengths up to date."""
+    hidden: jax.Array | None = None,  # [T, D]: of the stage before, if there is one
+) -> tuple[DeviceState, HeadInputs | jax.Array]:
+    """Runs one bucket: writes the KV of its tokens, and brings the rows' page tables and lengths up to date. A stage of a pipeline
+    runs its own layers; but for the last one it returns the hidden rows [T, D] of all tokens, for the next."""
     names = list(layout.fields)
     with jax.named_scope("unpack"):
         # Unpacked once, behind a barrier: commands of a CUDA graph whose buffers move are recorded again.
         fields = dict(zip(names, lax.optimization_barrier(tuple(layout.unpack(packed)[n] for n in names)), strict=True))
         fixed_tiles = isinstance(functions.map_rows, RowTiles)
-        context, tokens, rows = _context(layout, backend, fixed_tiles, fields, state.kv_pages[0].shape[0], state.rows)
+        context, seq, rows = _context(layout, backend, fixed_tiles, fields, state.kv_pages[0].shape[0], state.rows)
+        tokens = _tokens(fields, seq, state.rows) if functions.is_first else None
     drafts = rows.drafts
     model = functions.module(functions.body_indices, weights)
-    embedded = tokens if drafts is None else jnp.maximum(tokens, 0)  # a draft may be none
-    x = model.embed(embedded, functions.shard)
+    embedded = tokens if tokens is None or drafts is None else jnp.maximum(tokens, 0)  # a draft may be none
+    x: Any = hidden if embedded is None else model.embed(embedded, functions.shard)
     # Behind a barrier, or every layer's fusions compute the angles and look up the slots again.
     rope, slot_mapping = lax.optimization_barrier((functions.map_rows(model.rope, context.positions), context.slot_mapping))
     context = replace(context, slot_mapping=slot_mapping)
     written = []
     with jax.named_scope("layers"):
-        for layer, kv in zip(model.layers, state.kv_pages, strict=True):
-            x, kv = functions.layer(layer, x, rope, kv, context)
+        for i, kv in zip(functions.layers, state.kv_pages, strict=True):
+            x, kv = functions.layer(model.layers[i], x, rope, kv, context)
             written.append(kv)
+    if not functions.is_last:
+        return DeviceState(written, state.step_hidden, rows), x
     with jax.named_scope("gather_rows"):
         at = fields["logits_tokens"]
         sampling = fields["sampling"].at[:, POSITION].set(context.positions[at] + 1)
+        assert state.step_hidden is not None
         step_hidden = lax.dynamic_update_slice(state.step_hidden, x, (0, 0))  # in place: the program that scores has one shape
-        head_inputs = HeadInputs(x[at], fields["logits_rows"], None if drafts is None else tokens[at], sampling)
+        before = None if tokens is None or drafts is None else tokens[at]
+        head_inputs = HeadInputs(x[at], fields["logits_rows"], before, sampling)
     if reader is not None:
-        assert drafts is not None
+        assert drafts is not None and embedded is not None
         with jax.named_scope("read_body"):
             own = reader.read_body(drafts.proposer, Ran(embedded, fields["seq_rows"], context, x))
         rows = replace(rows, drafts=replace(drafts, proposer=own))
@@ -83,7 +91,8 @@ def _context(
     num_pages: int,
     state: RowState,
 ) -> tuple[StepContext, jax.Array, RowState]:
-    """Where each token stands. Returns (StepContext, token ids i32[T], the state with page tables and lengths up to date)."""
+    """Where each token stands. Returns (StepContext, the sequence of each token i32[T], the state with page tables and lengths up
+    to date)."""
     T, S, page_size = layout.bucket.tokens, layout.bucket.seqs, layout.page_size
     rows, q_lens = fields["seq_rows"], fields["q_lens"]
     update = fields["page_updates"]
@@ -98,13 +107,6 @@ def _context(
     seq = jnp.minimum((t[:, None] >= cu_q_lens[None, 1:]).sum(1, dtype=jnp.int32), S - 1)
     real = t < cu_q_lens[-1]
     positions = jnp.where(real, starts[seq] + t - cu_q_lens[seq], 0)
-    sampled = state.last_tokens.at[rows].get(mode="fill", fill_value=0)
-    if state.drafts is None:
-        from_device = sampled[seq]
-    else:
-        known_next = jnp.concatenate([sampled[:, None], state.drafts.drafts.at[rows].get(mode="fill", fill_value=NO_DRAFT)], 1)
-        from_device = known_next[seq, jnp.maximum(FROM_DEVICE - fields["token_ids"], 0)]
-    tokens = jnp.where(fields["token_ids"] < 0, from_device, fields["token_ids"])
     table = page_table.at[rows].get(mode="fill", fill_value=0)
     page = table[seq, positions // page_size]
     slots = jnp.where(real, page * page_size + positions % page_size, num_pages * page_size + t)
@@ -115,4 +117,17 @@ def _context(
         shape = {"num_tokens": T, "max_q_len": max_q_len}
         work = plan_work(cu_q_lens, kv_lens, **shape, backend=backend, fixed_tiles=fixed_tiles)
     context = StepContext(positions, slots, table, cu_q_lens, kv_lens, work, max_q_len=max_q_len, backend=backend)
-    return context, tokens, replace(state, page_table=page_table, num_computed=num_computed)
+    return context, seq, replace(state, page_table=page_table, num_computed=num_computed)
+
+
+def _tokens(fields: dict[str, jax.Array], seq: jax.Array, state: RowState) -> jax.Array:  # i32[T]
+    """The ids of the step's tokens: those that the host sent, and those that the device sampled or drafted. seq: of each token."""
+    rows = fields["seq_rows"]
+    assert state.last_tokens is not None
+    sampled = state.last_tokens.at[rows].get(mode="fill", fill_value=0)
+    if state.drafts is None:
+        from_device = sampled[seq]
+    else:
+        known_next = jnp.concatenate([sampled[:, None], state.drafts.drafts.at[rows].get(mode="fill", fill_value=NO_DRAFT)], 1)
+        from_device = known_next[seq, jnp.maximum(FROM_DEVICE - fields["token_ids"], 0)]
+    return jnp.where(fields["token_ids"] < 0, from_device, fields["token_ids"])

@@ -33,13 +33,17 @@ class DraftState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RowState:
-    """What the device keeps of each sequence row, S = max_num_seqs of them. At a row that nobody owns anything may stand."""
+    """What the device keeps of each sequence row, S = max_num_seqs of them. At a row that nobody owns anything may stand.
+
+    Of a pipeline's stages the first has last_tokens, as they were when the last micro-batch was taken back, and the last one has
+    last_tokens, history and edits.
+    """
 
     page_table: jax.Array  # i32[S, P]
     num_computed: jax.Array  # i32[S]: tokens whose KV is written
-    last_tokens: jax.Array  # i32[S]: the last sampled token
-    history: jax.Array  # i32[S, max_model_len]: token ids, of rows that look back on them
-    edits: jax.Array  # i32[S, columns of edit_rows]
+    last_tokens: jax.Array | None  # i32[S]: the last sampled token
+    history: jax.Array | None  # i32[S, max_model_len]: token ids, of rows that look back on them
+    edits: jax.Array | None  # i32[S, columns of edit_rows]
     drafts: DraftState | None  # None: speculation is off
 
 
@@ -49,12 +53,21 @@ class DeviceState:
     """All that the device keeps from step to step, beside the weights."""
 
     kv_pages: list[jax.Array]  # a layer: [num_pages, 2, K, page_size, H]
-    step_hidden: jax.Array  # [tokens of the largest bucket, D]: hidden rows of the last step's tokens
+    step_hidden: jax.Array | None  # [tokens of the largest bucket, D]: hidden rows of the last step's tokens; of a last stage
     rows: RowState
 
 
-def abstract_state(config: ResolvedConfig, proposer: Proposer | None, num_devices: int = 1) -> DeviceState:
-    """The shapes and dtypes of an engine's state; nothing is allocated. num_devices: over which the KV heads are cut."""
+def abstract_state(
+    config: ResolvedConfig,
+    proposer: Proposer | None,
+    num_devices: int = 1,
+    *,
+    num_layers: int | None = None,
+    is_first: bool = True,
+    is_last: bool = True,
+) -> DeviceState:
+    """The shapes and dtypes of an engine's state; nothing is allocated. num_devices: over which the KV heads are cut. num_layers,
+    is_first, is_last: of a pipeline's stage; its layers, and whether it is the first and the last one."""
     struct: Any = jax.ShapeDtypeStruct
     num_seqs, layout = config.scheduler.max_num_seqs, EditLayout(config.scheduler.max_model_len, config.model.vocab_size)
     drafts = None
@@ -67,16 +80,16 @@ def abstract_state(config: ResolvedConfig, proposer: Proposer | None, num_device
     rows = RowState(
         page_table=struct((num_seqs, config.max_pages_per_seq), jnp.int32),
         num_computed=struct((num_seqs,), jnp.int32),
-        last_tokens=struct((num_seqs,), jnp.int32),
-        history=struct((num_seqs, layout.max_model_len), jnp.int32),
-        edits=struct((num_seqs, layout.num_columns), jnp.int32),
+        last_tokens=struct((num_seqs,), jnp.int32) if is_first or is_last else None,
+        history=struct((num_seqs, layout.max_model_len), jnp.int32) if is_last else None,
+        edits=struct((num_seqs, layout.num_columns), jnp.int32) if is_last else None,
         drafts=drafts,
     )
     pages = config.pages
     all_heads = replace(pages, num_kv_heads=pages.num_kv_heads * num_devices)
     return DeviceState(
-        kv_pages=[struct(all_heads.layer(config.cache.num_pages), pages.dtype)] * pages.num_layers,
-        step_hidden=struct((config.plan.buckets[-1].tokens, config.model.hidden_size), pages.dtype),
+        kv_pages=[struct(all_heads.layer(config.cache.num_pages), pages.dtype)] * (num_layers or pages.num_layers),
+        step_hidden=struct((config.plan.buckets[-1].tokens, config.model.hidden_size), pages.dtype) if is_last else None,
         rows=rows,
     )
 
@@ -105,11 +118,14 @@ def update_rows(
     edit_row: jax.Array,  # i32[1 + max_model_len + columns], as EditLayout.pack makes it
 ) -> RowState:
     """Writes what has no room in a step's own upload: page-table entries, and one row of history and edits at a request's
-    admission. Rows past the end change nothing."""
+    admission. Rows past the end change nothing. A stage that keeps neither history nor edits takes the page-table entries."""
+    page_table = rows.page_table.at[page_updates[:, 0], page_updates[:, 1]].set(page_updates[:, 2], mode="drop")
+    if rows.history is None or rows.edits is None:
+        return replace(rows, page_table=page_table)
     row, end = edit_row[0], 1 + rows.history.shape[1]
     return replace(
         rows,
-        page_table=rows.page_table.at[page_updates[:, 0], page_updates[:, 1]].set(page_updates[:, 2], mode="drop"),
+        page_table=page_table,
         history=rows.history.at[row].set(edit_row[1:end], mode="drop"),
         edits=rows.edits.at[row].set(edit_row[end:], mode="drop"),
     )

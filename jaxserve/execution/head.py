@@ -47,6 +47,7 @@ def head(
     i32[num_rows, columns of sampler.pack_sampled]."""
     seq_rows, asked = inputs.seq_rows[:num_rows], sampler.unpack_rows(inputs.sampling[:num_rows])
     logits = _logits(functions, weights, inputs.hidden[:num_rows])
+    assert rows.last_tokens is not None and rows.history is not None and rows.edits is not None  # a last stage's
     edit = _edit(functions, seq_rows, asked, rows.edits, rows.history)
     sampled = _sample(logits, asked, max_logprobs, masks, edit, map_rows=functions.map_rows, shard=functions.shard)
     last_tokens = rows.last_tokens.at[seq_rows].set(sampled.tokens, mode="drop")
@@ -68,6 +69,7 @@ def drafting_head(
     """`head` where speculation is on: the rows that follow a sequence's first are its drafts', which are verified here, and new
     drafts are proposed. `rows.num_computed` comes as if every draft stood. What the host fetches has K columns of drafts more."""
     seq_rows, asked = inputs.seq_rows[:num_rows], sampler.unpack_rows(inputs.sampling[:num_rows])
+    assert rows.last_tokens is not None and rows.history is not None and rows.edits is not None
     state, num_seqs = rows.drafts, len(rows.last_tokens)  # num_seqs as a sequence row: nobody's
     assert inputs.tokens is not None and state is not None
     with jax.named_scope("drafts"):

@@ -5,6 +5,7 @@ Owns which weights a body takes and which a head. Knows nothing of steps, hosts 
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -13,12 +14,14 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.batching.context import StepContext
 from jaxserve.models import Decoder, ModelConfig, named_leaves
 from jaxserve.models.layers import Fused, SwiGLU
 from jaxserve.models.row_tiles import MapRows, whole
 from jaxserve.models.shards import ModelShards, ShardedModel
+from jaxserve.models.stages import stage_of
 from jaxserve.parallel.shard import ALONE, Shard
 from kernels.backends import ATTENTION, FUSED_MATMUL, ROTARY_WRITE
 from kernels.fused_matmul import fused_matmul
@@ -92,17 +95,46 @@ class ModelFunctions:
             form = {"dtype": self.dtype, "transposed": module.is_transposed}
             plain, cut = self.shards.plain(**form), self.shards.abstract(**form)
             self.plain, self.abstract = [plain[path] for path in self.paths], [cut[path] for path in self.paths]
-        self.num_bytes: int = sum(map(_device_bytes, self.abstract))
         tied = module.lm_head is None
         head = HEAD_PATHS + (("embed_tokens/",) if tied else ())
         self.head_indices: list[int] = [i for i, p in enumerate(self.paths) if p.startswith(head)]
         self.body_indices: list[int] = [i for i, p in enumerate(self.paths) if not p.startswith(HEAD_PATHS)]
+        self.layers: range = range(self.model_config.num_layers)  # that are run
+        self.is_first: bool = True  # whether it begins with the embedding
+        self.is_last: bool = True  # whether it has the hidden rows that heads take
+        self.mesh: Mesh | None = None if self.shards is None else self.shards.meshes[0]
         self._layer_functions: dict[Any, Callable] = {}
 
     @property
     def by_path(self) -> dict[str, jax.ShapeDtypeStruct]:
         """{path: weight} as programs take them, abstract."""
         return dict(zip(self.paths, self.abstract, strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights that are run, on one device."""
+        return sum(_device_bytes(self.abstract[i]) for i in {*self.body_indices, *self.head_indices})
+
+    @property
+    def stages(self) -> list[ModelFunctions]:
+        """The functions of each stage of a pipeline: of its own layers and weights, which stay in one list. Of one stage: self."""
+        if self.shards is None or len(self.shards.meshes) == 1:
+            return [self]
+        return [self._stage(i, self.shards) for i in range(len(self.shards.meshes))]
+
+    def _stage(self, number: int, shards: ModelShards) -> ModelFunctions:
+        stage = copy.copy(self)
+        stage._layer_functions = {}
+        stage.layers, stage.mesh = shards.layers[number], shards.meshes[number]
+        stage.is_first, stage.is_last = number == 0, number == len(shards.meshes) - 1
+        stage.body_indices = [i for i in self.body_indices if stage_of(self.paths[i], shards.layers) == number]
+        stage.head_indices = self.head_indices if stage.is_last else []
+        stage.abstract = list(self.abstract)
+        for i in stage.head_indices:  # a tied embedding's copy too
+            leaf = self.abstract[i]
+            sharding = NamedSharding(stage.mesh, leaf.sharding.spec)
+            stage.abstract[i] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return stage
 
     def module(self, indices: Sequence[int], weights: Sequence[jax.Array]) -> Any:
         """The module with these weights in place; the others are abstract and must not be used."""

@@ -91,7 +91,8 @@ class ProgramSpec(NamedTuple):
 class Programs:
     """Programs of one model and plan, each compiled when first asked for and kept.
 
-    Keys: a Bucket for its body, (rows, with_logprobs) for a head, "score" and "update". What they run: `execution.body.body`,
+    Keys: a Bucket for its body, (rows, with_logprobs) for a head, "score" and "update". The functions may be those of a pipeline's
+    stage: heads and "score" are the last one's then. What they run: `execution.body.body`,
     `execution.head.head` (or `drafting_head`), `head.score` and `device_state.update_rows`. Donated is the state that each of
     them returns anew, never weights, nor what the host fetches.
     """
@@ -119,6 +120,8 @@ class Programs:
     def keys(self) -> list[ProgramKey]:
         """Every program of the plan."""
         plan = self.config.plan
+        if not self.functions.is_last:
+            return [*plan.buckets, "update"]
         return [*plan.buckets, *((rows, lp) for rows in plan.head_rows for lp in (False, True)), "score", "update"]
 
     def has(self, key: ProgramKey) -> bool:
@@ -142,10 +145,10 @@ class Programs:
 
     def spec(self, key: ProgramKey) -> ProgramSpec:
         """What the program of one of `keys` is compiled from: on a mesh, one device's function inside a `shard_map` over it."""
-        spec = self._local_spec(key)
-        if self.functions.shards is None:
+        spec, mesh = self._local_spec(key), self.functions.mesh
+        if mesh is None:
             return spec
-        mesh, results = self.functions.shards.mesh, (state_specs(), REPLICATED) if isinstance(key, Bucket) else REPLICATED
+        results = (state_specs(), REPLICATED) if isinstance(key, Bucket) else REPLICATED
         return spec._replace(function=run_on_mesh(spec.function, mesh, spec.args, results), args=on_mesh(spec.args, mesh))
 
     def _local_spec(self, key: ProgramKey) -> ProgramSpec:
@@ -159,10 +162,14 @@ class Programs:
         return self._head_spec(*key)
 
     def _body_spec(self, bucket: Bucket) -> ProgramSpec:
-        """(body weights, DeviceState, packed) -> (DeviceState, HeadInputs)."""
+        """(body weights, DeviceState, packed) -> (DeviceState, HeadInputs). A stage behind the first also takes hidden rows; one
+        before the last returns such instead."""
         layout, reader = self.layouts[bucket], self.proposer if isinstance(self.proposer, BodyReader) else None
         function = functools.partial(body, self.functions, layout, self.config.attention_backend, reader)
-        return ProgramSpec(function, (1,), (self._weights(self.functions.body_indices), self.state, _i32(layout.size)))
+        args = (self._weights(self.functions.body_indices), self.state, _i32(layout.size))
+        if not self.functions.is_first:
+            args += (jax.ShapeDtypeStruct((bucket.tokens, self.config.model.hidden_size), self.config.pages.dtype),)
+        return ProgramSpec(function, (1,), args)
 
     def _head_spec(self, rows: int, with_logprobs: bool) -> ProgramSpec:
         """(head weights, RowState, HeadInputs, Masks) -> (RowState, what the host fetches)."""
@@ -171,8 +178,8 @@ class Programs:
         inputs = HeadInputs(hidden, _i32(R), None if self.proposer is None else _i32(R), _i32(R, sampling_rows.NUM_COLUMNS))
         given: Any = jax.ShapeDtypeStruct((), jnp.bool_)
         masks = Masks(_i32(rows, self.num_mask_words), given)
-        if self.functions.shards is not None:
-            masks = Masks(last_axis_on_mesh(masks.allowed, self.functions.shards.mesh), given)
+        if self.functions.mesh is not None:
+            masks = Masks(last_axis_on_mesh(masks.allowed, self.functions.mesh), given)
         shape = rows, min(MAX_LOGPROBS, self.config.model.vocab_size) if with_logprobs else 0
         if self.proposer is None:
             function = functools.partial(head, self.functions, *shape)
@@ -207,10 +214,10 @@ class Programs:
     @functools.cached_property
     def state(self) -> DeviceState:
         """The abstract state that the programs share."""
-        shards = self.functions.shards
-        if shards is None:
-            return abstract_state(self.config, self.proposer)
-        return state_on_mesh(abstract_state(self.config, self.proposer, shards.size), shards.mesh)
+        functions = self.functions
+        stage = {"num_layers": len(functions.layers), "is_first": functions.is_first, "is_last": functions.is_last}
+        state = abstract_state(self.config, self.proposer, functions.shard.size, **stage)
+        return state if functions.mesh is None else state_on_mesh(state, functions.mesh)
 
     @property
     def draft_bytes(self) -> int:
@@ -220,7 +227,7 @@ class Programs:
     def largest_temp_bytes(self) -> int:
         """As much temporary memory as any program may need: see memory.reserve_bytes."""
         plan = self.config.plan
-        largest = [self.get(key) for key in (plan.buckets[-1], (plan.max_head_rows, True), "score")]
+        largest = [self.get(key) for key in (plan.buckets[-1], (plan.max_head_rows, True), "score") if key in self.keys]
         return reserve_bytes(program.memory_analysis().temp_size_in_bytes for program in largest)
 
     def _compile(self, key: ProgramKey) -> Any:

@@ -29,7 +29,7 @@ class ResolvedConfig:
     scheduler: SchedulerConfig
     cache: CacheConfig
     plan: BucketPlan
-    pages: PageShape  # of one device
+    pages: PageShape  # of one device; of a pipeline, in the stage that has the least room for them
     attention_backend: str  # never "auto"
 
     @property
@@ -63,6 +63,7 @@ def resolve_config(
     temp_bytes: int = 0,
     attention_backend: str | None = None,  # what "auto" is on this device; None: "xla"
     local: ModelConfig | None = None,  # what one of several devices computes with
+    num_layers: int | None = None,  # of the pipeline's stage that is asked about; None: all
 ) -> ResolvedConfig:
     """All limits decided, for this model on this device. Bytes are those of one device.
 
@@ -77,7 +78,7 @@ def resolve_config(
     plan = _checked_plan(config, given_plan, budget, max_num_seqs, on_gpu=platform == "gpu")
     page_size = config.page_size or DEFAULT_PAGE_SIZE
     local = model if local is None else local
-    pages = PageShape(model.num_layers, local.num_kv_heads, page_size, model.head_dim, kv_dtype)
+    pages = PageShape(num_layers or model.num_layers, local.num_kv_heads, page_size, model.head_dim, kv_dtype)
     longest = _longest_request(config, model)
     edit_bytes = max_num_seqs * EditLayout(longest, model.vocab_size).row_bytes
     num_pages = config.num_pages or decide_num_pages(
@@ -88,7 +89,7 @@ def resolve_config(
         device_limit=device_limit,
         weight_bytes=weight_bytes,
         temp_bytes=temp_bytes + edit_bytes,
-        num_devices=config.tensor_parallel_size,
+        num_devices=config.tensor_parallel_size * config.pipeline_parallel_size,
     )
     if num_pages * page_size < longest:
         require(

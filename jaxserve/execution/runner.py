@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -32,6 +32,7 @@ class BodyHandle:
 
     inputs: StepInputs
     head_inputs: HeadInputs
+    passed: tuple[jax.Array, ...] = ()  # hidden rows that a pipeline's stages hand on, [T, D] each
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class StepHandle:
     scored: list[jax.Array]  # i32[score_rows, columns] each
     done: jax.Array  # ready when the step is
     num_samples: int
+    last_tokens: jax.Array | None = None  # i32[S], of a pipeline: what its first stage takes when the step is fetched
+    stages: tuple[jax.Array, ...] = ()  # of a pipeline: each is ready when that stage is done
 
 
 class Runner:
@@ -58,42 +61,50 @@ class Runner:
         self.programs = programs
         self.config: ResolvedConfig = programs.config
         self.has_weights: bool = True
-        self._share_weights()
-        shards = programs.functions.shards
-        self._alone = shards is None or not spans_hosts(shards.mesh)  # its devices are all of this process
+        self.share_weights()
+        mesh = programs.functions.mesh
+        self._alone = mesh is None or not spans_hosts(mesh)  # its devices are all of this process
         self._on_cpu = jax.default_backend() == "cpu"
         self.score_rows: int = programs.score_rows
         self.weights_version: int = 0
         self._no_masks = functools.cache(self._make_no_masks)
-        self._allocate()
+        self.allocate()
 
-    def _share_weights(self) -> None:
+    def share_weights(self) -> None:
+        """Takes the weights as they are in `programs.functions.weights`; a tied embedding that lies on a pipeline's first stage is
+        copied to its last."""
         functions = self.programs.functions
         self.body_weights = [functions.weights[i] for i in functions.body_indices]
-        self.head_weights = [functions.weights[i] for i in functions.head_indices]
+        self.head_weights = [_on(functions.weights[i], functions.abstract[i].sharding) for i in functions.head_indices]
 
-    def _allocate(self) -> None:
+    def drop_weights(self) -> None:
+        """Lets go of the weights, but for those in `programs.functions.weights`."""
+        self.body_weights, self.head_weights = [], []
+
+    def allocate(self) -> None:
+        """State as new."""
         self.state = new_state(self.programs.state, self.programs.proposer)
 
-    def _free(self) -> None:
+    def free(self) -> None:
+        """Frees the state's memory."""
         for array in jax.tree.leaves(self.state):
             array.delete()
 
     def reset(self) -> None:
         """State as new: a step that broke off may have consumed some of it (donated buffers) or left an error in its place."""
-        self._free()
-        self._allocate()
+        self.free()
+        self.allocate()
 
     def set_weights(self, weights: Iterable[Any]) -> None:
         """New weights of the same shapes and dtypes, in the order of `functions.paths`. Each old one is let go as the next comes,
         so that what is converted on the way is never held twice as a whole."""
         held = self.programs.functions.weights
-        self.body_weights, self.head_weights = [], []
+        self.drop_weights()
         self.weights_version += 1
         self.has_weights = False  # until all have come
         for i, weight in enumerate(weights):
             held[i] = weight
-        self._share_weights()
+        self.share_weights()
         self.has_weights = True
 
     def num_deleted_weights(self) -> int:
@@ -105,8 +116,9 @@ class Runner:
         keep_weights = keep_weights and self.has_weights
         held = self.programs.functions.weights
         held[:] = [to_host(weight) if keep_weights else None for weight in held]
-        self.body_weights, self.head_weights, self.has_weights = [], [], keep_weights
-        self._free()
+        self.has_weights = keep_weights
+        self.drop_weights()
+        self.free()
 
     def wake_up(self) -> None:
         """State as new, and the weights on the device again, if there are any."""
@@ -114,29 +126,23 @@ class Runner:
         if self.has_weights:
             for i, weight in enumerate(held):
                 held[i] = to_device(weight, self.programs.functions.abstract[i])
-            self._share_weights()
-        self._allocate()
+            self.share_weights()
+        self.allocate()
 
     def warm_up(self, progress: Callable[[list], Iterable] = iter) -> None:
         """Compiles every program of the plan, then runs each on a step of nothing: once on a CPU, three times on a GPU, where a new
         program evicts live CUDA graphs and a program's first run skips its own."""
-        keys = self.programs.keys
-        for key in progress(keys):
-            self.programs.get(key)
-        no_updates = np.full((1, 3), (self.config.scheduler.max_num_seqs, 0, 0), np.int32)
-        for _ in range(3 if jax.default_backend() == "gpu" else 1):
-            self._update_rows(no_updates, [])
+        warm_up(self, progress)
+
+    def run_beside_steps(self) -> None:
+        """Runs the programs that not every step has, on nothing: the state's update, and scoring where heads are."""
+        self._update_rows(np.full((1, 3), (self.config.scheduler.max_num_seqs, 0, 0), np.int32), [])
+        if self.programs.functions.is_last:
             np.asarray(self._score(np.zeros(1 + 2 * self.score_rows, np.int32)))
-            for handle in self.run_empty_steps(keys):
-                self.fetch(handle)
 
     def run_empty_steps(self, keys: Sequence[ProgramKey]) -> Iterator[StepHandle]:
         """Dispatches steps of nothing, in which each of the bodies and heads of `keys` runs: a program's first run takes longer."""
-        buckets = [k for k in keys if isinstance(k, Bucket)]
-        heads = [k for k in keys if isinstance(k, tuple)]
-        for i in range(max(len(buckets), len(heads))):
-            bucket, (rows, with_logprobs) = buckets[i % len(buckets)], heads[i % len(heads)]
-            yield self.dispatch(StepInputs.padding(self.programs.layouts[bucket], rows, with_logprobs))
+        return empty_steps(self, keys)
 
     def dispatch(self, inputs: StepInputs) -> StepHandle:
         """Enqueues a whole step that no grammar constrains."""
@@ -144,10 +150,15 @@ class Runner:
 
     def dispatch_body(self, inputs: StepInputs) -> BodyHandle:
         """Enqueues a step's body and returns at once; it runs after all that was dispatched before it. Its head comes next."""
+        return BodyHandle(inputs, self.run_body(inputs))
+
+    def run_body(self, inputs: StepInputs, *hidden: jax.Array) -> Any:
+        """Enqueues a body: HeadInputs, or of a stage before a pipeline's last one hidden rows [T, D]. hidden: those of the stage
+        before, if there is one."""
         if len(inputs.extra_page_updates) or inputs.edit_rows:
             self._update_rows(inputs.extra_page_updates, inputs.edit_rows)
-        self.state, head_inputs = self.programs.get(inputs.bucket)(self.body_weights, self.state, inputs.packed)
-        return BodyHandle(inputs, head_inputs)
+        self.state, out = self.programs.get(inputs.bucket)(self.body_weights, self.state, inputs.packed, *hidden)
+        return out
 
     def dispatch_head(self, body: BodyHandle, allowed: np.ndarray | None = None) -> StepHandle:
         """Enqueues the head of the body that was dispatched last, if any sequence samples, and the scoring of its prompts.
@@ -211,3 +222,48 @@ class Runner:
     def fetch_scores(handle: StepHandle) -> ScoredRows:
         """Waits for the rows that a step scored; those of all batches in order, the last one's padding included."""
         return unpack_scored(np.concatenate([np.asarray(x) for x in handle.scored]))
+
+
+class AnyRunner(Protocol):
+    """What a warm-up needs of a runner of one stage or of several."""
+
+    programs: Any  # Programs, or PipelinePrograms
+
+    def dispatch(self, inputs: StepInputs) -> StepHandle:
+        """Enqueues a whole step that no grammar constrains."""
+        ...
+
+    def run_beside_steps(self) -> None:
+        """Runs the programs that not every step has, on nothing."""
+        ...
+
+    def fetch(self, handle: StepHandle) -> SampledRows | None:
+        """Waits for a step."""
+        ...
+
+
+def warm_up(runner: AnyRunner, progress: Callable[[list], Iterable]) -> None:
+    """As `Runner.warm_up`."""
+    keys = runner.programs.keys
+    for key in progress(keys):
+        runner.programs.get(key)
+    for _ in range(3 if jax.default_backend() == "gpu" else 1):
+        runner.run_beside_steps()
+        for handle in empty_steps(runner, keys):
+            runner.fetch(handle)
+
+
+def empty_steps(runner: AnyRunner, keys: Sequence[ProgramKey]) -> Iterator[StepHandle]:
+    """As `Runner.run_empty_steps`."""
+    buckets = [k for k in keys if isinstance(k, Bucket)]
+    heads = [k for k in keys if isinstance(k, tuple)]
+    for i in range(max(len(buckets), len(heads))):
+        bucket, (rows, with_logprobs) = buckets[i % len(buckets)], heads[i % len(heads)]
+        yield runner.dispatch(StepInputs.padding(runner.programs.layouts[bucket], rows, with_logprobs))
+
+
+def _on(weight: Any, sharding: Any) -> Any:
+    """The weight where it must lie; itself if it lies there."""
+    if sharding is None or not isinstance(weight, jax.Array) or weight.sharding.is_equivalent_to(sharding, weight.ndim):
+        return weight
+    return jax.device_put(weight, sharding)

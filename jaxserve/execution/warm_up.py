@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 
 from jaxserve.buckets.plan import Bucket, BucketPlan
-from jaxserve.execution.programs import ProgramKey, Programs, name_of
+from jaxserve.execution.pipeline_programs import AnyPrograms
+from jaxserve.execution.programs import ProgramKey, name_of
 from jaxserve.scheduling.config import resolve_policy
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -59,7 +60,7 @@ class CompiledShapes:
     """What a packer asks for shapes while programs are being compiled: the cheapest of those that are, and the plan's own choice,
     which is then compiled in line, where none of them is large enough."""
 
-    def __init__(self, programs: Programs):
+    def __init__(self, programs: AnyPrograms):
         self._programs, self._plan = programs, programs.config.plan
 
     def select(self, num_tokens: int, num_seqs: int, max_q_len: int) -> Bucket:
@@ -95,7 +96,7 @@ class BackgroundWarmUp:
     needs it none the less raises the error.
     """
 
-    def __init__(self, programs: Programs, is_busy: Callable[[], bool]):
+    def __init__(self, programs: AnyPrograms, is_busy: Callable[[], bool]):
         """is_busy: whether requests run; called on the compiling thread."""
         self._programs = programs
         self._is_busy = is_busy

@@ -232,7 +232,7 @@ def load_weights_cut(
     for path, leaf in plain.items():
         first = table[path].keys[0]
         cut = shards.cut(path, len(leaf.shape), stacked=first in reader.keys() and len(reader.shape(first)) == 3)
-        sharding = shards.sharding(shards.layout(path, len(leaf.shape)))
+        sharding = shards.sharding(path, shards.layout(path, len(leaf.shape)))
         targets[path] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         cuts |= {} if cut is None else {path: cut}
     leaves = load_weights(reader, targets, table, cuts=cuts, ignore=ignorable_keys(config), progress=progress)

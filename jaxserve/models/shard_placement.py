@@ -51,7 +51,7 @@ def place_cut(fitted: Sequence[Fitted], shards: ModelShards) -> Iterator[jax.Arr
     num_new = 0
     for leaf in fitted:
         layout = shards.layout(leaf.path, len(leaf.target.shape))
-        sharding = shards.sharding(layout)
+        sharding = shards.sharding(leaf.path, layout)
         only = leaf.arrays[0]
         fits = leaf.is_as_given and layout.is_plain and isinstance(only, jax.Array)
         if fits and only.sharding.is_equivalent_to(sharding, only.ndim):
@@ -63,11 +63,11 @@ def place_cut(fitted: Sequence[Fitted], shards: ModelShards) -> Iterator[jax.Arr
             host = layout.cut(made)
             yield jax.make_array_from_callback(host.shape, sharding, lambda index, host=host: host[index])
         else:
-            arrays = [_on_mesh(x, shards) for x in leaf.arrays]
+            arrays = [_on_mesh(x, shards.mesh_of(leaf.path)) for x in leaf.arrays]
             how = (tuple(leaf.shapes), tuple(leaf.turned), leaf.target_turned, leaf.target.dtype, layout.axis, sharding)
             yield _cutter(*how)(arrays, None if layout.is_plain else layout.filled)
     if num_new:
-        logger.info("%d of %d weights were copied to lie as %d devices need them", num_new, len(fitted), shards.size)
+        logger.info("%d of %d weights were copied to lie as %d devices need them", num_new, len(fitted), shards.num_devices)
 
 
 @functools.lru_cache(maxsize=256)  # of a model's distinct weights
@@ -79,14 +79,14 @@ def _cutter(shapes: Any, turned: Any, target_turned: bool, dtype: Any, axis: int
     return jax.jit(cut, out_shardings=sharding)
 
 
-def _on_mesh(x: Any, shards: ModelShards) -> jax.Array:
+def _on_mesh(x: Any, mesh: Mesh) -> jax.Array:
     """x on the mesh's devices: in parts as it lies, if it lies on them, else whole on each."""
     spec = PartitionSpec()
     if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding):
         theirs = x.sharding.mesh
-        if isinstance(theirs, Mesh) and list(theirs.devices.flat) == list(shards.mesh.devices.flat):
-            spec = PartitionSpec(*(_ours(entry, shards.mesh.axis_names) for entry in x.sharding.spec))
-    return jax.device_put(x, NamedSharding(shards.mesh, spec))
+        if isinstance(theirs, Mesh) and list(theirs.devices.flat) == list(mesh.devices.flat):
+            spec = PartitionSpec(*(_ours(entry, mesh.axis_names) for entry in x.sharding.spec))
+    return jax.device_put(x, NamedSharding(mesh, spec))
 
 
 def _ours(entry: Any, axes: Sequence[str]) -> Any:
@@ -99,13 +99,17 @@ def matching(model: ShardedModel, abstract: Mapping[str, jax.ShapeDtypeStruct]) 
     """The model's cut weights, in the order of `abstract`. ValueError where they are not of its shapes, dtypes and shardings."""
     for path, wanted in abstract.items():
         found = model.weights.get(path)
-        if found is None or (found.shape, found.dtype, found.sharding) != (wanted.shape, wanted.dtype, wanted.sharding):
+        if found is None or (found.shape, found.dtype) != (wanted.shape, wanted.dtype) or not _lies_as(found, wanted):
             here = f"{wanted.dtype}{list(wanted.shape)}, {wanted.sharding}"
             raise ValueError(
                 f"these weights are cut for other devices or another model: {path} is {_shown(found)}, not {here}: read them with "
                 "this engine's read_weights, or give them uncut"
             )
     return [model.weights[path] for path in abstract]
+
+
+def _lies_as(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> bool:
+    return x.sharding == wanted.sharding or wanted.sharding is not None and x.sharding.is_equivalent_to(wanted.sharding, x.ndim)
 
 
 def _shown(x: jax.Array | None) -> str:

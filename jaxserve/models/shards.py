@@ -1,4 +1,4 @@
-"""A model over the devices of a mesh: what one device computes with, and how each weight is cut.
+"""A model over the devices of a mesh, or of several: what one device computes with, and how each weight is cut.
 
 Owns the numbers behind models/shard_rules.py. A query head lies beside the key and value head that it reads. Where there are more
 devices than KV heads, these are repeated; where sizes do not divide, there are heads, experts and entries of the vocabulary made
@@ -8,7 +8,7 @@ of zeros, which add nothing. Knows nothing of engines or files.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +20,10 @@ from checkpoints.weights import Cut
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder, named_leaves, transpose_kernels
 from jaxserve.models.shard_rules import Rule, rule_of
+from jaxserve.models.stages import stage_layers, stage_of
 from jaxserve.parallel.layout import Layout
 from jaxserve.parallel.mesh import AXIS
-from jaxserve.parallel.shard import Shard
+from jaxserve.parallel.shard import ALONE, Shard
 
 VOCAB_BLOCK = 128  # a device's part of the vocabulary is a multiple of it, as sampling takes the vocabulary in such blocks
 
@@ -66,6 +67,8 @@ def local_config(config: ModelConfig, num_devices: int) -> ModelConfig:
       ValueError: what must divide does not: intermediate_size where layers are dense.
     """
     F, n = config.intermediate_size, num_devices
+    if n == 1:
+        return config
     if F % n and len(config.sparse_layers) < config.num_layers:
         raise ValueError(f"tensor_parallel_size={n} must divide the model's intermediate_size={F}")
     heads = place_heads(config.num_heads, config.num_kv_heads, n)
@@ -79,16 +82,29 @@ def local_config(config: ModelConfig, num_devices: int) -> ModelConfig:
 
 
 class ModelShards:
-    """How a model lies on a mesh. all_reduce: the backend of sums over it. whole_sums: as `Shard`'s. Raises ValueError as
-    `local_config`."""
+    """How a model lies on a mesh, or on one for each stage of a pipeline.
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, all_reduce: str = "xla", *, whole_sums: bool = False):
+    all_reduce: the backend of sums over a mesh. whole_sums: as `Shard`'s. later: the meshes of the stages behind the first, as large
+    as `mesh`. Each stage's weights are cut over its own.
+
+    Raises ValueError as `local_config` and `stage_layers`.
+    """
+
+    def __init__(
+        self, config: ModelConfig, mesh: Mesh, all_reduce: str = "xla", *, whole_sums: bool = False, later: Sequence[Mesh] = ()
+    ):
         self.config: ModelConfig = config
-        self.mesh: Mesh = mesh
-        self.size: int = mesh.size
-        self.shard: Shard = Shard(AXIS, mesh.size, all_reduce, whole_sums)
+        self.meshes: tuple[Mesh, ...] = (mesh, *later)
+        self.layers: tuple[range, ...] = stage_layers(config.num_layers, len(self.meshes))  # of each stage
+        self.size: int = mesh.size  # of a stage
+        self.shard: Shard = ALONE if mesh.size == 1 else Shard(AXIS, mesh.size, all_reduce, whole_sums)
         self.local: ModelConfig = local_config(config, mesh.size)  # what one device computes with
         self._heads = place_heads(config.num_heads, config.num_kv_heads, mesh.size)
+
+    @property
+    def num_devices(self) -> int:
+        """Of all stages."""
+        return self.size * len(self.meshes)
 
     @property
     def vocab_size(self) -> int:
@@ -102,7 +118,7 @@ class ModelShards:
     def layout(self, path: str, num_axes: int) -> Layout:
         """How the weight `path` is cut."""
         rule = self.rule(path, num_axes)
-        if rule == "replicated":
+        if rule == "replicated" or self.size == 1:
             return Layout()
         if rule == "experts":
             return Layout(0, self._padded(self.config.num_experts))
@@ -148,9 +164,13 @@ class ModelShards:
     def _padded(self, count: int) -> np.ndarray:
         return np.concatenate([np.arange(count), np.full(-count % self.size, -1)])
 
-    def sharding(self, layout: Layout) -> NamedSharding:
-        """Of the cut array."""
-        return NamedSharding(self.mesh, layout.spec)
+    def mesh_of(self, path: str) -> Mesh:
+        """The devices that hold the weight `path`."""
+        return self.meshes[stage_of(path, self.layers)]
+
+    def sharding(self, path: str, layout: Layout) -> NamedSharding:
+        """Of the weight `path`, cut."""
+        return NamedSharding(self.mesh_of(path), layout.spec)
 
     def module(self, dtype: Any, *, transposed: bool) -> Decoder:
         """The decoder that one device runs, abstract."""
@@ -173,7 +193,7 @@ class ModelShards:
         for path, leaf in plain.items():
             axis = self.layout(path, len(leaf.shape)).axis
             even = Layout(axis) if axis is not None and leaf.shape[axis] % self.size == 0 else Layout()
-            found[path] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding(even))
+            found[path] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding(path, even))
         return found
 
     def abstract(self, dtype: Any, *, transposed: bool) -> dict[str, jax.ShapeDtypeStruct]:
@@ -181,7 +201,7 @@ class ModelShards:
         cut = {}
         for path, leaf in self.plain(dtype, transposed=transposed).items():
             layout = self.layout(path, len(leaf.shape))
-            cut[path] = jax.ShapeDtypeStruct(layout.shape(leaf.shape), leaf.dtype, sharding=self.sharding(layout))
+            cut[path] = jax.ShapeDtypeStruct(layout.shape(leaf.shape), leaf.dtype, sharding=self.sharding(path, layout))
         return cut
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 AXIS = "tp"  # heads, columns of the MLP, experts and the vocabulary are cut along it
+STAGES = "pp"  # of a user's mesh: each entry of it is a stage of a pipeline, with a mesh of its own here
 
 
 def make_mesh(tensor_parallel_size: int = 1, mesh: Mesh | None = None, *, all_hosts: bool = False) -> Mesh | None:
@@ -58,6 +59,42 @@ def spans_hosts(mesh: Mesh) -> bool:
     return any(d.process_index != jax.process_index() for d in mesh.devices.flat)
 
 
+def stage_meshes(
+    pipeline_parallel_size: int = 1, tensor_parallel_size: int = 1, mesh: Mesh | None = None, *, all_hosts: bool = False
+) -> tuple[Mesh, ...]:
+    """A mesh of axis "tp" for each stage of a pipeline. One stage is `make_mesh`'s, and () where that is None: JAX's default device
+    alone. Stage s has the devices from s * tensor_parallel_size on.
+
+    mesh: as `make_mesh`'s; its axis "pp", if it has one, says which devices are which stage's. all_hosts: as
+      `make_mesh`'s, of one stage.
+
+    Raises:
+      ValueError: as `make_mesh`; a mesh whose axis "pp" is of another size than pipeline_parallel_size says (1 says nothing).
+      NotImplementedError: as `make_mesh`.
+    """
+    names = () if mesh is None else mesh.axis_names
+    num_stages = pipeline_parallel_size
+    if mesh is not None:
+        num_stages = dict(mesh.shape).get(STAGES, 1)
+        if pipeline_parallel_size not in (1, num_stages):
+            raise ValueError(
+                f"{pipeline_parallel_size=} contradicts the mesh, whose axis {STAGES!r} has {num_stages}: leave one of them out"
+            )
+    if num_stages == 1:
+        made = make_mesh(tensor_parallel_size, mesh, all_hosts=all_hosts)
+        return () if made is None else (made,)
+    if all_hosts:
+        raise NotImplementedError(f"{num_stages} stages: they are one process's devices, and the group has several")
+    if mesh is None:
+        devices = _first_devices(tensor_parallel_size, num_stages).reshape(num_stages, -1)
+        return tuple(Mesh(each, (AXIS,), axis_types=_AUTO) for each in devices)
+    axis, rest, found = names.index(STAGES), tuple(name for name in names if name != STAGES), []
+    for stage in range(num_stages):
+        part = Mesh(np.take(mesh.devices, stage, axis), rest)
+        found.append(make_mesh(tensor_parallel_size, part) or Mesh(part.devices.reshape(-1), (AXIS,), axis_types=_AUTO))
+    return tuple(found)
+
+
 _AUTO = (AxisType.Auto,)
 
 
@@ -80,11 +117,13 @@ def _check_hosts(devices: np.ndarray, what: str) -> None:
         raise ValueError(f"{what} leaves host {min(idle)} without a device: all hosts of a group take part")
 
 
-def _first_devices(count: int) -> np.ndarray:
+def _first_devices(count: int, num_stages: int = 1) -> np.ndarray:
     devices = jax.local_devices()
-    if count > len(devices):
+    if count * num_stages > len(devices):
         kinds = ", ".join(sorted({d.device_kind for d in devices}))
+        stages = "" if num_stages == 1 else f"pipeline_parallel_size={num_stages} with "
         raise ValueError(
-            f"tensor_parallel_size={count} needs {count} devices, and this process has {len(devices)} ({kinds}): lower it"
+            f"{stages}tensor_parallel_size={count} needs {count * num_stages} devices, and this process has {len(devices)} "
+            f"({kinds}): lower it"
         )
-    return np.array(devices[:count])
+    return np.array(devices[: count * num_stages])

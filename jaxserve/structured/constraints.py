@@ -28,10 +28,11 @@ class Constraints:
     Args:
       vocab_size: V.
       max_rows: most logits rows of a step.
+      max_in_flight: most steps whose masks are in use at once.
     """
 
-    def __init__(self, vocab_size: int, max_rows: int):
-        self._vocab_size, self._max_rows = vocab_size, max_rows
+    def __init__(self, vocab_size: int, max_rows: int, max_in_flight: int = 2):
+        self._vocab_size, self._max_rows, self._max_in_flight = vocab_size, max_rows, max_in_flight
         self._filler: MaskFiller | None = None  # made with the first grammar: it holds buffers and threads
         self._compiling: dict[Request, Future[Grammar]] = {}
         self._grammars: dict[Request, Grammar] = {}  # of requests without a state: a state takes memory, and many may wait
@@ -79,7 +80,7 @@ class Constraints:
         `advance` must have been given all tokens sampled before this step. Drafts of requests with forced tokens in flight are cut.
         """
         if self._filler is None:
-            self._filler = MaskFiller(self._vocab_size, self._max_rows)
+            self._filler = MaskFiller(self._vocab_size, self._max_rows, self._max_in_flight + 1)
         rows = {r: row for r, row in schedule.logits_rows.by_request(schedule) if r in self and not r.finished}
         drafts: dict[int, list[int]] = {}
         for request, seq_row, q_len in schedule.decodes() if schedule.num_drafts else ():

@@ -35,6 +35,7 @@ def server_flags() -> flags.FlagValues:
     flags.DEFINE_integer("num_pages", None, "", flag_values=known)
     flags.DEFINE_integer("seed", 0, "", flag_values=known)
     flags.DEFINE_integer("tensor_parallel_size", 1, "", flag_values=known)
+    flags.DEFINE_integer("pipeline_parallel_size", 1, "", flag_values=known)
     flags.DEFINE_multi_string("stop", [], "", flag_values=known)
     flags.DEFINE_bool("enable_prefix_caching", True, "", flag_values=known)
     flags.DEFINE_bool("access_log", True, "", flag_values=known)
@@ -75,7 +76,7 @@ def test_the_commands_are_listed_with_a_line_each():
         (("serve", "x", "--help=page_size"), "jaxserve serve: --help=page_size: --help takes no value"),
         (("help", "sevre"), "unknown command sevre; did you mean `jaxserve serve`?"),
         (("generate", "--model=x", "--max_tokens"), "--max_tokens needs a value"),
-        (("serve", "x", "--pipeline-parallel-size=2"), "an engine is one process, whose devices --tensor_parallel_size counts"),
+        (("serve", "x", "--data-parallel-size=2"), "an engine is one replica, whose devices --tensor_parallel_size and "),
         (("serve", "x", "--kv-cache-dtype", "fp8"), "--kv-cache-dtype=fp8: the KV cache has the weights' dtype"),
         (("serve", "x", "--enforce-eager"), "--enforce-eager is vLLM's: every step is a compiled program"),
     ],
@@ -248,8 +249,8 @@ def test_dashes_and_underscores_are_one_but_not_in_values():
         (("--disable-uvicorn-access-log",), {"access_log": False}),
         (("--speculative-config", '{"a": 1}'), {"speculative_config": '{"a": 1}'}),
         (("--device-memory-utilization=0.5",), {"gpu_memory_utilization": 0.5}),
-        (("--pipeline-parallel-size=1", "-pp", "1", "--seed=4"), {"seed": 4}),
-        (("-tp", "2"), {"tensor_parallel_size": 2}),
+        (("--data-parallel-size=1", "-dp", "1", "--seed=4"), {"seed": 4}),
+        (("-tp", "2", "-pp", "3"), {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}),
         (("--enable-auto-tool-choice", "--no-enable-lora", "--swap-space", "0"), {}),
     ],
 )
@@ -317,7 +318,7 @@ def test_commands_without_an_engine_know_nothing_of_vllm():
 def test_the_tables_are_told_as_markdown():
     text = vllm_flags.markdown()
     assert "| `--block-size` | `--page-size` |" in text
-    assert re.search(r"^\| `--pipeline-parallel-size`, `-pp`, .* \| `1` \| an engine is one process", text, re.MULTILINE)
+    assert re.search(r"^\| `--data-parallel-size`, `-dp`, .* \| `1` \| an engine is one replica", text, re.MULTILINE)
     assert not [name for name in vllm_flags.MISSING if f"-{name.replace('_', '-')}`" not in text]
 
 

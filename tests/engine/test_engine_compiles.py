@@ -11,7 +11,7 @@ from jaxserve import BucketPlan, Engine, SamplingParams
 from jaxserve.engine.pipeline import StepPipeline
 from jaxserve.execution.compilation import compile_counts
 from jaxserve.execution.runner import Runner
-from tests.dummy import ONE_BUCKET, SEVERAL_BUCKETS, VOCAB, Ask, add, assert_empty, dummy_model, make_engine, serve
+from tests.dummy import ONE_BUCKET, SEVERAL_BUCKETS, VOCAB, Ask, add, assert_empty, dummy_model, make_engine, serve, stages
 from tests.workload import requests
 
 
@@ -81,7 +81,7 @@ def test_first_use_compiles_what_is_needed_and_never_more_than_the_plan():
     plan = BucketPlan(decode=(6,), mixed=((24, 6),), head_rows=(6,))
     asks = requests(True)  # before the counting, since their stop ids come from another engine
     engine = make_engine(dummy_model(), compile_anew="all", bucket_plan=plan)
-    programs = engine.runner.programs
+    programs = stages(engine)[0].programs
     before = num_compiled()
     assert programs.num_compiled == 0
     serve(engine, [Ask([1, 2, 3], SamplingParams(max_tokens=1))])

@@ -23,6 +23,7 @@ from tests.dummy import (
     plain_logprobs,
     serve,
     serve_alone,
+    stages,
 )
 from tests.engine.dummy_runs import GREEDY, finish_all, greedy, prompts
 from tests.workload import alone, requests
@@ -244,7 +245,8 @@ def test_a_step_that_breaks_aborts_all_and_leaves_the_engine_usable(engine, wher
     for _ in range(3):
         engine.step()
     runner = engine.runner
-    dispatch, program = runner.dispatch_body, runner.programs.get
+    programs = stages(engine)[-1].programs
+    dispatch, program = runner.dispatch_body, programs.get
 
     def breaks(*args):
         if where == "after it":
@@ -259,7 +261,7 @@ def test_a_step_that_breaks_aborts_all_and_leaves_the_engine_usable(engine, wher
         return run
 
     if where == "inside it":
-        monkeypatch.setattr(runner.programs, "get", breaks_inside)
+        monkeypatch.setattr(programs, "get", breaks_inside)
     else:
         monkeypatch.setattr(runner, "fetch" if where == "in the fetch" else "dispatch_body", breaks)
     with pytest.raises(KeyboardInterrupt):

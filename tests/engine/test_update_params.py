@@ -367,7 +367,7 @@ def test_kernels_of_a_trainer_fill_an_engine_that_holds_them_transposed():
 
 def test_llm_on_params():
     llm = LLM.from_params(dummy_model(), **SETTINGS, bucket_plan=ONE_BUCKET)
-    assert {id(x) for x in llm.engine.runner.body_weights} <= {id(x) for x in leaves_of().values()}
+    assert {id(x) for x in llm.engine.runner.programs.functions.weights} <= {id(x) for x in leaves_of().values()}
 
     def tokens() -> list[int]:
         return llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids

@@ -1,5 +1,5 @@
 """The tests of eight_devices/ in processes of their own, as JAX must be told of virtual devices before it starts; and the suites of
-the engine once more, on two devices."""
+the engine once more, on two devices and on two stages."""
 
 import os
 import subprocess
@@ -17,6 +17,14 @@ SUITES = (
     "engine/test_engine_faults",
     "engine/test_beam_search",
     "speculative/test_engine_speculative",
+    "structured/test_constrained_engine",
+)
+
+ON_STAGES = (  # drafts are refused there, and nothing runs ahead of its tokens
+    "engine/test_engine_exactness",
+    "engine/test_engine_lifecycle",
+    "engine/test_engine_samples",
+    "engine/test_beam_search",
     "structured/test_constrained_engine",
 )
 
@@ -40,3 +48,9 @@ def test_on_eight_devices(name: str, request: pytest.FixtureRequest):
 @pytest.mark.parametrize("suite", SUITES)
 def test_an_engines_suite_on_two_devices(suite: str, request: pytest.FixtureRequest):
     run(request, suite, "-p", "tests.parallel.on_two_devices", f"tests/{suite}.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", ON_STAGES)
+def test_an_engines_suite_on_two_stages(suite: str, request: pytest.FixtureRequest):
+    run(request, suite, "-p", "tests.parallel.on_two_stages", f"tests/{suite}.py")

@@ -48,8 +48,8 @@ def _logprobs(config):
 def check_what_was_read(engine: Engine) -> int:
     """The reader has, where the target has its KV, the hidden row and the id of each token that was computed: by the module's own
     forward over the whole sequence. Returns how many."""
-    assert engine.runner.state.rows.drafts is not None
-    state, rows = engine.runner.state.rows.drafts.proposer, engine.scheduler.rows
+    assert dummy.stages(engine)[0].state.rows.drafts is not None
+    state, rows = dummy.stages(engine)[0].state.rows.drafts.proposer, engine.scheduler.rows
     page_size, num_checked = engine.config.cache.page_size, 0
     for request in (r for r in engine._requests if r.row >= 0):
         n, pages = int(rows.num_computed[request.row]), np.array(rows.pages(request.row))
@@ -73,7 +73,7 @@ def test_a_body_shows_every_token_that_it_runs(monkeypatch):
     engine = make_engine(monkeypatch, pool_pages=44)
     jax.clear_caches()  # of eager operations, which an engine before this one may have filled
     engine.runner.warm_up()
-    held = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(engine.runner.state.rows.drafts))
+    held = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(dummy.stages(engine)[0].state.rows.drafts))
     assert engine.runner.programs.draft_bytes == held, "what a pool beside it must leave room for"
     add_all(engine)
     before = num_compiled()

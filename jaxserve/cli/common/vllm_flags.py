@@ -20,6 +20,7 @@ OURS = {
     "shutdown_timeout": "grace",
     "disable_uvicorn_access_log": "noaccess_log",
     "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
     "nnodes": "num_hosts",
     "node_rank": "host_id",
     "r": "host_id",
@@ -44,13 +45,13 @@ class Missing:
 _DEVICES = (
     Missing("give --coordinator=ADDRESS:PORT, with --num_hosts and --host_id", "master_addr master_port"),
     Missing(
-        "an engine's devices are counted by --tensor_parallel_size; run several engines behind `jaxserve router`",
-        "pipeline_parallel_size pp data_parallel_size dp decode_context_parallel_size dcp "
-        "prefill_context_parallel_size pcp n data_parallel_size_local dpl",
+        "an engine's devices are counted by --tensor_parallel_size and --pipeline_parallel_size; run several engines behind "
+        "`jaxserve router`",
+        "data_parallel_size dp decode_context_parallel_size dcp prefill_context_parallel_size pcp n data_parallel_size_local dpl",
         accepts=("1",),
     ),
     Missing(
-        "an engine's devices share the model by --tensor_parallel_size alone",
+        "an engine's devices share the model by --tensor_parallel_size and --pipeline_parallel_size alone",
         "data_parallel_rank dpn data_parallel_start_rank dpr data_parallel_address dpa data_parallel_rpc_port dpp "
         "data_parallel_backend dpb data_parallel_supervisor_port dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s "
         "dp_supervisor_probe_failure_threshold dp_sync_interval distributed_executor_backend "

@@ -10,7 +10,7 @@ import pytest
 from jaxserve import EngineConfig
 from jaxserve.engine.measure import StepMeasurer
 from jaxserve.execution.compilation import compile_counts
-from tests.dummy import SETTINGS, Ask, dummy_model
+from tests.dummy import SETTINGS, Ask, dummy_model, stages
 from tests.parallel.models import GREEDY, MODELS, PROMPTS, answers, assert_like_one_device, engine_of
 from tests.selection import slow_unless
 
@@ -42,17 +42,17 @@ def test_nothing_compiles_after_warm_up():
 @pytest.mark.parametrize("name", ["experts", pytest.param("gqa", marks=pytest.mark.slow)])
 def test_a_body_has_two_reductions_a_layer_and_copies_no_page(name):
     engine = engine_of(dummy_model(config=MODELS[name]), 4)
-    programs = engine.runner.programs
+    programs = stages(engine)[0].programs
     text = programs.get(engine.config.plan.buckets[-1]).as_text()
     layers = engine.config.model.num_layers
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 2 * layers + 1, "two a layer, and that of the embedding"
     assert not re.search(r" (all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text)
-    pages = engine.runner.state.kv_pages[0]
+    pages = stages(engine)[0].state.kv_pages[0]
     shape = ",".join(map(str, pages.sharding.shard_shape(pages.shape)))
     assert shape in text and not re.search(rf"\[{shape}\]\S* copy\(", text)
-    before = [x.unsafe_buffer_pointer() for page in engine.runner.state.kv_pages for x in shards_of(page)]
+    before = [x.unsafe_buffer_pointer() for page in stages(engine)[0].state.kv_pages for x in shards_of(page)]
     answers(engine, ASKS[:1])
-    assert [x.unsafe_buffer_pointer() for page in engine.runner.state.kv_pages for x in shards_of(page)] == before
+    assert [x.unsafe_buffer_pointer() for page in stages(engine)[0].state.kv_pages for x in shards_of(page)] == before
 
 
 def shards_of(x: jax.Array) -> list[jax.Array]:
@@ -65,7 +65,7 @@ def test_a_device_holds_its_part_of_weights_and_pages():
     assert {len(x.sharding.device_set) for x in held.values()} == {4}
     assert held["layers/0/mlp/gate_up_proj/kernel"].addressable_shards[0].data.shape == (32, 2 * 48 // 4)
     assert held["lm_head/kernel"].addressable_shards[0].data.shape == (32, 128)
-    assert engine.runner.state.kv_pages[0].addressable_shards[0].data.shape == (64, 2, 1, 4, 8)  # each KV head twice
+    assert stages(engine)[0].state.kv_pages[0].addressable_shards[0].data.shape == (64, 2, 1, 4, 8)  # each KV head twice
     assert engine.config.pages.page_bytes == 2 * 2 * 4 * 8 * 4
     assert engine.description.tensor_parallel_size == 4 and engine.describe().startswith("devices: 4; ")
 

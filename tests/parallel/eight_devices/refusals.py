@@ -10,7 +10,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.sharding import model_shards
 from jaxserve.parallel.mesh import make_mesh
 from kernels import gpu
-from tests.dummy import CONFIG, SETTINGS, Ask, dummy_model
+from tests.dummy import CONFIG, SETTINGS, Ask, dummy_model, stages
 from tests.parallel.models import GREEDY, PROMPTS, answers, engine_of
 
 
@@ -58,6 +58,6 @@ def test_an_engine_runs_on_the_devices_of_a_mesh(kind):
     mesh = Mesh(np.array(devices).reshape(1, 2), ("replica", "tp"), axis_types=(kind, kind))
     engine = engine_of(dummy_model(), 1, mesh=mesh)
     assert engine.config.engine.tensor_parallel_size == 2
-    assert {s.device for s in engine.runner.state.kv_pages[0].addressable_shards} == set(devices)
+    assert {s.device for s in stages(engine)[0].state.kv_pages[0].addressable_shards} == set(devices)
     asks = [Ask(PROMPTS[1], GREEDY)]
     assert answers(engine, asks) == answers(engine_of(dummy_model(), 2), asks)

@@ -1,0 +1,351 @@
+"""Pipelines of 2 and 4 stages answer as one device, to the last bit, and schedule as the simulator says."""
+
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from checkpoints import orbax
+from jaxserve import LLM, BucketPlan, EngineConfig, SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.execution import programs
+from jaxserve.execution.body import HeadInputs, body
+from jaxserve.execution.compilation import compile_counts
+from jaxserve.execution.pipeline_runner import PipelineRunner
+from jaxserve.models import named_leaves
+from jaxserve.models.loading import load_version_cut
+from jaxserve.models.shard_placement import shard_model
+from jaxserve.models.shards import ModelShards
+from jaxserve.parallel.mesh import stage_meshes
+from jaxserve.scheduling.schedule import Schedule
+from jaxserve.simulation.pipeline import PipelineReplica
+from jaxserve.simulation.records import RequestRecords
+from jaxserve.simulation.replay import serve as simulate
+from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
+from jaxserve.workloads.workload import Workload, WorkloadRequest
+from tests.dummy import (
+    CONFIG,
+    ONE_BUCKET,
+    SETTINGS,
+    SEVERAL_BUCKETS,
+    TOKENS,
+    VOCAB,
+    Ask,
+    assert_empty,
+    differences,
+    dummy_model,
+    make_engine,
+    serve,
+)
+from tests.goldens.golden import load_golden
+from tests.parallel.models import GREEDY, MODELS, PROMPTS, answers, engine_of
+from tests.selection import slow_unless
+from tests.workload import SMALL_POOL, requests
+
+DEEP = dataclasses.replace(CONFIG, num_layers=5, sliding_windows=(None, 6, None, 6, None))
+TIED = dataclasses.replace(DEEP, tie_word_embeddings=True)
+EXPERTS = dataclasses.replace(MODELS["experts"], num_layers=5, sliding_windows=DEEP.sliding_windows, sparse_layers=(0, 1, 3))
+SHAPES = {"two_layers": CONFIG, "deep": DEEP, "tied": TIED, "experts": EXPERTS}
+SIZES = ((2, 1), (4, 1), (2, 2), (4, 2))
+CASES = [("two_layers", 2, 1), *((name, *size) for name in ("deep", "tied", "experts") for size in SIZES)]
+ASKS = [Ask(prompt, GREEDY) for prompt in PROMPTS]
+
+
+def staged(pp: int, tp: int = 1, config=DEEP, **settings: Any) -> Engine:
+    return engine_of(dummy_model(config=config), tp, pipeline_parallel_size=pp, **settings)
+
+
+def runner_of(engine: Engine) -> PipelineRunner:
+    assert isinstance(engine.runner, PipelineRunner)
+    return engine.runner
+
+
+@functools.cache
+def of_one_stage(name: str, tp: int) -> dict:
+    return answers(engine_of(dummy_model(config=SHAPES[name]), tp), ASKS)
+
+
+# -- results
+
+
+@pytest.mark.parametrize("case", slow_unless(lambda x: x == ("two_layers", 2, 1), CASES), ids=str)
+def test_answers_are_those_of_one_stage_to_the_last_bit(case):
+    name, pp, tp = case
+    assert differences(answers(staged(pp, tp, SHAPES[name]), ASKS), of_one_stage(name, tp)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pp", [2, 4])
+def test_every_parameter_preemptions_and_hits(pp):
+    """The workload of the exactness suite: all sampling parameters, scores of prompts, n > 1, chunks, hits, in a small pool."""
+    settings = {"bucket_plan": ONE_BUCKET, "pipeline_parallel_size": pp}
+    engine = make_engine(dummy_model(config=DEEP), pool_pages=SMALL_POOL[True], **settings)
+    run = serve(engine, requests(True))
+    expected = serve(make_engine(dummy_model(config=DEEP), bucket_plan=ONE_BUCKET), requests(True))
+    assert differences(run.answers, expected.answers) == []
+    assert run.stats.num_preemptions and run.stats.num_hit_tokens and run.num_chunks and run.num_mixed_steps
+
+
+# -- schedules
+
+
+def groups(schedules: list[Schedule]) -> list[tuple]:
+    """What is compared of each: who computes how many tokens from where."""
+    found = []
+    for s in schedules:
+        order = sorted(range(s.num_seqs), key=lambda i: s.requests[i].order)
+        found.append([(s.requests[i].order, int(s.starts[i]), int(s.q_lens[i])) for i in order])
+    return found
+
+
+def spied(scheduler: Any) -> list[Schedule]:
+    seen, schedule = [], scheduler.schedule
+    scheduler.schedule = lambda: [seen.append(made) for made in [schedule()] if made is not None] and seen[-1] or None
+    return seen
+
+
+@pytest.mark.parametrize(("pp", "seqs"), [(2, 6), pytest.param(4, 24, marks=pytest.mark.slow)])
+def test_the_engine_schedules_as_the_simulator(pp, seqs):
+    """Step by step. Of two stages in whatever time steps take, with preemptions. Of four where steps are alike and as many
+    micro-batches as stages can be had: else the simulator waits with the next until the first stage is free, when another may be
+    back to be joined with it, and the engine does not wait."""
+    unlike = small_pool = pp == 2
+    rng = np.random.default_rng(3)
+    work = [(int(rng.integers(1, 40)), int(rng.integers(1, 30))) for _ in range(24)]
+    plan = BucketPlan(mixed=((TOKENS, seqs),), head_rows=(seqs,))
+    settings = {"bucket_plan": plan, "max_num_seqs": seqs, "num_pages": 400, "enable_prefix_caching": False}
+    model = dummy_model(config=CONFIG if pp == 2 else DEEP)
+    engine = make_engine(model, pool_pages=40 if small_pool else 400, pipeline_parallel_size=pp, **settings)
+    seen = spied(engine.scheduler)
+    for i, (length, outputs) in enumerate(work):
+        prompt = rng.integers(1, VOCAB, length).tolist()
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True))
+    most_in_flight = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        most_in_flight = max(most_in_flight, engine.scheduler.num_steps_in_flight)
+    assert most_in_flight == pp - 1, "and one more while a step waits for the oldest"
+    config = engine.config
+    (bucket,), heads = config.plan.buckets, config.plan.head_rows
+
+    def stage(k: int) -> StepTimeModel:
+        base, each = (0.5 + k, 1e-3) if unlike else (1.0, 0.0)
+        times = BucketTimes(bucket.tokens, bucket.seqs, bucket.max_q_len, base, each, each)
+        return StepTimeModel((times,), ((heads[0], 0.0),), heads, config.cache.page_size)
+
+    records = RequestRecords(Workload("given", tuple(WorkloadRequest(*lengths) for lengths in work)))
+    send = (lambda tokens, _: 1e-3 * tokens) if unlike else (lambda *_: 0.0)
+    replica = PipelineReplica(
+        records, config.plan, [stage(k) for k in range(pp)], send, config.scheduler, engine.pool.num_pages, prefix_caching=False
+    )
+    replica._run_of_decodes = lambda until: False  # which are not scheduled one by one
+    expected = spied(replica.scheduler)
+    simulate(records, replica, None, None)
+    assert engine.scheduler.stats().num_preemptions == replica.stats.num_preemptions
+    assert small_pool == bool(replica.stats.num_preemptions)
+    assert groups(seen) == groups(expected)
+
+
+@pytest.mark.slow
+def test_at_most_one_micro_batch_a_request():
+    """Random requests come, are preempted and go away; all pages and rows are back in the end."""
+    rng = np.random.default_rng(8)
+    engine = make_engine(dummy_model(config=DEEP), pool_pages=30, bucket_plan=ONE_BUCKET, pipeline_parallel_size=4)
+    names, flying = [], set()
+    for step in range(400):
+        if step < 250 and rng.random() < 0.3:
+            names.append(str(step))
+            params = SamplingParams(temperature=float(rng.random() < 0.5), seed=step, max_tokens=int(rng.integers(1, 20)))
+            engine.add_request(names[-1], rng.integers(1, VOCAB, int(rng.integers(1, 50))).tolist(), params)
+        if names and rng.random() < 0.05:
+            engine.abort(str(rng.choice(names)))
+        engine.step()
+        engine.scheduler.check_invariants()
+        held = [r.request_id for s in engine.pipeline.in_flight for r in s.schedule.requests if not r.finished]
+        assert len(held) == len(set(held)), "a request is in two micro-batches"
+        flying.add(len(engine.pipeline.in_flight))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert engine.scheduler.stats().num_preemptions and flying == {0, 1, 2, 3}
+    assert_empty(engine)
+
+
+# -- time
+
+
+SHORT = GREEDY.with_(prompt_logprobs=None, max_tokens=4)
+
+
+def nap(x):
+    time.sleep(0.3)
+    return np.asarray(x)
+
+
+def slow_body(*args, **kwargs):
+    """A body whose device does nothing for a while at its end, which takes no core: the same on a busy machine."""
+    state, out = body(*args, **kwargs)
+    x = out.hidden if isinstance(out, HeadInputs) else out
+    x = jax.pure_callback(nap, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    return state, dataclasses.replace(out, hidden=x) if isinstance(out, HeadInputs) else x
+
+
+@pytest.mark.slow
+def test_stages_work_at_the_same_time(monkeypatch, record_property):
+    """The same micro-batches take half the time that they take one by one, and bubbles say why."""
+    monkeypatch.setattr(programs, "body", slow_body)
+    plan = BucketPlan(mixed=((16, 4),), head_rows=(4,))
+    limits = {"bucket_plan": plan, "max_num_seqs": 4, "max_num_batched_tokens": 16, "enable_prefix_caching": False}
+    engine = engine_of(dummy_model(), 1, pipeline_parallel_size=2, warm_up="all", **limits)
+    dispatch, seconds, shares = engine.runner.dispatch_head, {}, {}
+
+    def dispatch_and_wait(*args):
+        handle = dispatch(*args)
+        handle.done.block_until_ready()
+        return handle
+
+    found = []
+    for kind, how in (("first", dispatch), ("in flight", dispatch), ("in turn", dispatch_and_wait)):
+        monkeypatch.setattr(engine.runner, "dispatch_head", how)
+        before, start = engine.bubbles, time.monotonic()
+        found.append(answers(engine, [Ask([i + 1] * 8, SHORT) for i in range(4)]))
+        seconds[kind] = time.monotonic() - start
+        time.sleep(0.2)  # for the clock's threads
+        after = engine.bubbles
+        assert before is not None and after is not None
+        lost = after.pb1 + after.pb2 + after.pb3 - before.pb1 - before.pb2 - before.pb3
+        shares[kind] = lost / (lost + after.busy - before.busy)
+    assert found[0] == found[1] == found[2]
+    ratio = seconds["in turn"] / seconds["in flight"]
+    record_property("counted", f"two stages: {ratio:.2f} times the speed of one by one; bubbles {shares}")
+    assert ratio > 1.5 and shares["in flight"] < 0.3 < 0.4 < shares["in turn"]
+    engine.close()
+
+
+# -- what lies where
+
+
+def test_a_stage_holds_its_layers_alone():
+    engine = staged(4, config=TIED)
+    runner, devices = runner_of(engine), jax.devices()
+    assert [len(stage.state.kv_pages) for stage in runner.stages] == [2, 1, 1, 1]
+    for i, stage in enumerate(runner.stages):
+        arrays = [*stage.body_weights, *stage.head_weights, *jax.tree.leaves(stage.state)]
+        assert {d for x in arrays for d in x.sharding.device_set} == {devices[i]}
+    held = dict(zip(runner.programs.functions.paths, runner.programs.functions.weights, strict=True))
+    assert held["layers/1/mlp/down_proj/kernel"].devices() == {devices[0]}
+    assert held["layers/2/mlp/down_proj/kernel"].devices() == {devices[1]} and held["final_norm/scale"].devices() == {devices[3]}
+    first, last = runner.stages[0].state.rows, runner.stages[-1].state.rows
+    assert first.history is None and runner.stages[1].state.rows.last_tokens is None and last.history is not None
+    assert engine.config.pages.num_layers == 2 and engine.description.pipeline_parallel_size == 4
+    assert engine.describe().startswith("stages: 4; ")
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_warm_up():
+    engine = staged(2, 2, warm_up="all")
+    before = compile_counts().programs
+    answers(engine, ASKS)
+    assert compile_counts().programs == before
+
+
+@pytest.mark.slow
+def test_new_weights_and_sleep():
+    engine, other = staged(2, config=TIED), jax.tree.map(lambda x: x * 1.25, named_leaves(dummy_model(config=TIED)))
+    of_one = engine_of(dummy_model(config=TIED), 1)
+    of_one.update_params(other)
+    expected = answers(of_one, ASKS)
+    engine.update_params(other)
+    assert answers(engine, ASKS) == expected
+    before = compile_counts().programs
+    engine.sleep()
+    assert all(isinstance(x, np.ndarray) for x in runner_of(engine).programs.functions.weights)
+    engine.wake_up()
+    assert answers(engine, ASKS) == expected
+    engine.sleep(level=2)
+    engine.wake_up()
+    engine.update_params(named_leaves(dummy_model(config=TIED)))
+    assert answers(engine, ASKS) == of_one_stage("tied", 1)
+    assert compile_counts().programs == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(2, 1), (2, 2)], ids=str)
+def test_an_llm_reads_files_stage_by_stage(size, tmp_path):
+    golden = load_golden("qwen3_moe").weights
+    options: dict[str, Any] = {**SETTINGS, "num_pages": 64, "max_model_len": 48, "dtype": "float32"}
+    prompts = [{"prompt_token_ids": [5, 6, 7, 8, 9]}, {"prompt_token_ids": [3]}]
+
+    def tokens(folder, **sizes) -> list[list[int]]:
+        llm = LLM(folder, skip_tokenizer_init=True, **sizes, **options)
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+    sizes = dict(zip(("pipeline_parallel_size", "tensor_parallel_size"), size, strict=True))
+    assert tokens(golden, **sizes) == tokens(golden)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (4, 2)])
+def test_a_saved_version_is_read_stage_by_stage(pp, tp, tmp_path):
+    saved = orbax.save(tmp_path / "checkpoint", named_leaves(dummy_model(config=TIED)))
+    meshes = stage_meshes(pp, tp)
+    shards = ModelShards(TIED, meshes[0], later=meshes[1:])
+    for transposed in (False, True):
+        found = load_version_cut(saved, shards, dtype="float32", transposed=transposed)
+        engine = Engine(found, EngineConfig(**SETTINGS, pipeline_parallel_size=pp, tensor_parallel_size=tp))
+        assert {id(x) for x in engine.runner.programs.functions.weights} == {id(x) for x in found.weights.values()}
+        expected = shard_model(dummy_model(config=TIED, transposed=transposed), shards)
+        for path, weight in expected.weights.items():
+            other = found.weights[path]
+            assert weight.sharding.is_equivalent_to(other.sharding, weight.ndim) and (np.asarray(weight) == np.asarray(other)).all()
+        engine.update_params(expected)  # as it is, whoever placed it
+
+
+@pytest.mark.slow
+def test_bits_do_not_follow_the_bucket_over_stages():
+    settings = {"deterministic": "always", "bucket_plan": SEVERAL_BUCKETS}
+    of_one = answers(engine_of(dummy_model(), 1, **settings), ASKS)
+    assert differences(answers(staged(2, config=CONFIG, **settings), ASKS), of_one) == []
+
+
+# -- meshes, and what is refused
+
+
+def test_stages_are_entries_of_a_meshs_axis():
+    devices = np.array(jax.devices()[::-1][:4]).reshape(2, 2)
+    engine = engine_of(dummy_model(config=DEEP), 1, mesh=Mesh(devices.T, ("tp", "pp")))
+    held = [stage.state.kv_pages[0].sharding.device_set for stage in runner_of(engine).stages]
+    assert held == [set(stage) for stage in devices]
+    assert engine.config.engine.pipeline_parallel_size == engine.config.engine.tensor_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "axes", "kind", "message"),
+    [
+        (
+            {"pipeline_parallel_size": 3},
+            None,
+            ValueError,
+            "pipeline_parallel_size=3 needs a layer for each stage, and the model has 2",
+        ),
+        ({"pipeline_parallel_size": 9}, None, ValueError, "pipeline_parallel_size=9 with tensor_parallel_size=1 needs 9 devices"),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 8}, None, ValueError, "needs 16 devices, and this process has 8"),
+        ({"pipeline_parallel_size": 2}, ("pp", "tp", 4, 2), ValueError, "contradicts the mesh, whose axis 'pp' has 4"),
+        ({"pipeline_parallel_size": 2}, ("x", "tp", 1, 8), ValueError, "contradicts the mesh, whose axis 'pp' has 1"),
+        ({}, ("pp", "x", 2, 4), ValueError, "mesh has the axes x=4; it needs one named 'tp'"),
+        (
+            {"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            None,
+            NotImplementedError,
+            "speculative_config: drafts are not verified over stages, and pipeline_parallel_size=2",
+        ),
+    ],
+)
+def test_what_can_not_be_is_refused(settings, axes, kind, message):
+    mesh = None if axes is None else Mesh(np.array(jax.devices()).reshape(axes[2:]), axes[:2])
+    with pytest.raises(kind, match=message):
+        Engine(dummy_model(), EngineConfig(**SETTINGS, **settings), mesh=mesh)
