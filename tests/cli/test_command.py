@@ -76,7 +76,10 @@ def test_the_commands_are_listed_with_a_line_each():
         (("serve", "x", "--help=page_size"), "jaxserve serve: --help=page_size: --help takes no value"),
         (("help", "sevre"), "unknown command sevre; did you mean `jaxserve serve`?"),
         (("generate", "--model=x", "--max_tokens"), "--max_tokens needs a value"),
-        (("serve", "x", "--data-parallel-size=2"), "an engine is one replica, whose devices --tensor_parallel_size and "),
+        (
+            ("serve", "x", "--data-parallel-size=2"),
+            "an engine's devices are counted by --tensor_parallel_size and --pipeline_parallel_size",
+        ),
         (("serve", "x", "--kv-cache-dtype", "fp8"), "--kv-cache-dtype=fp8: the KV cache has the weights' dtype"),
         (("serve", "x", "--enforce-eager"), "--enforce-eager is vLLM's: every step is a compiled program"),
     ],
@@ -318,7 +321,7 @@ def test_commands_without_an_engine_know_nothing_of_vllm():
 def test_the_tables_are_told_as_markdown():
     text = vllm_flags.markdown()
     assert "| `--block-size` | `--page-size` |" in text
-    assert re.search(r"^\| `--data-parallel-size`, `-dp`, .* \| `1` \| an engine is one replica", text, re.MULTILINE)
+    assert re.search(r"^\| `--data-parallel-size`, `-dp`, .* \| `1` \| an engine's devices are counted", text, re.MULTILINE)
     assert not [name for name in vllm_flags.MISSING if f"-{name.replace('_', '-')}`" not in text]
 
 

@@ -48,8 +48,9 @@ def _logprobs(config):
 def check_what_was_read(engine: Engine) -> int:
     """The reader has, where the target has its KV, the hidden row and the id of each token that was computed: by the module's own
     forward over the whole sequence. Returns how many."""
-    assert dummy.stages(engine)[0].state.rows.drafts is not None
-    state, rows = dummy.stages(engine)[0].state.rows.drafts.proposer, engine.scheduler.rows
+    drafts = dummy.stages(engine)[0].state.rows.drafts
+    assert drafts is not None
+    state, rows = drafts.proposer, engine.scheduler.rows
     page_size, num_checked = engine.config.cache.page_size, 0
     for request in (r for r in engine._requests if r.row >= 0):
         n, pages = int(rows.num_computed[request.row]), np.array(rows.pages(request.row))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import time
 from typing import Any
 
 import jax
@@ -13,8 +12,6 @@ from jax.sharding import Mesh
 from checkpoints import orbax
 from jaxserve import LLM, BucketPlan, EngineConfig, SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.execution import programs
-from jaxserve.execution.body import HeadInputs, body
 from jaxserve.execution.compilation import compile_counts
 from jaxserve.execution.pipeline_runner import PipelineRunner
 from jaxserve.models import named_leaves
@@ -173,57 +170,6 @@ def test_at_most_one_micro_batch_a_request():
         engine.step()
     assert engine.scheduler.stats().num_preemptions and flying == {0, 1, 2, 3}
     assert_empty(engine)
-
-
-# -- time
-
-
-SHORT = GREEDY.with_(prompt_logprobs=None, max_tokens=4)
-
-
-def nap(x):
-    time.sleep(0.3)
-    return np.asarray(x)
-
-
-def slow_body(*args, **kwargs):
-    """A body whose device does nothing for a while at its end, which takes no core: the same on a busy machine."""
-    state, out = body(*args, **kwargs)
-    x = out.hidden if isinstance(out, HeadInputs) else out
-    x = jax.pure_callback(nap, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-    return state, dataclasses.replace(out, hidden=x) if isinstance(out, HeadInputs) else x
-
-
-@pytest.mark.slow
-def test_stages_work_at_the_same_time(monkeypatch, record_property):
-    """The same micro-batches take half the time that they take one by one, and bubbles say why."""
-    monkeypatch.setattr(programs, "body", slow_body)
-    plan = BucketPlan(mixed=((16, 4),), head_rows=(4,))
-    limits = {"bucket_plan": plan, "max_num_seqs": 4, "max_num_batched_tokens": 16, "enable_prefix_caching": False}
-    engine = engine_of(dummy_model(), 1, pipeline_parallel_size=2, warm_up="all", **limits)
-    dispatch, seconds, shares = engine.runner.dispatch_head, {}, {}
-
-    def dispatch_and_wait(*args):
-        handle = dispatch(*args)
-        handle.done.block_until_ready()
-        return handle
-
-    found = []
-    for kind, how in (("first", dispatch), ("in flight", dispatch), ("in turn", dispatch_and_wait)):
-        monkeypatch.setattr(engine.runner, "dispatch_head", how)
-        before, start = engine.bubbles, time.monotonic()
-        found.append(answers(engine, [Ask([i + 1] * 8, SHORT) for i in range(4)]))
-        seconds[kind] = time.monotonic() - start
-        time.sleep(0.2)  # for the clock's threads
-        after = engine.bubbles
-        assert before is not None and after is not None
-        lost = after.pb1 + after.pb2 + after.pb3 - before.pb1 - before.pb2 - before.pb3
-        shares[kind] = lost / (lost + after.busy - before.busy)
-    assert found[0] == found[1] == found[2]
-    ratio = seconds["in turn"] / seconds["in flight"]
-    record_property("counted", f"two stages: {ratio:.2f} times the speed of one by one; bubbles {shares}")
-    assert ratio > 1.5 and shares["in flight"] < 0.3 < 0.4 < shares["in turn"]
-    engine.close()
 
 
 # -- what lies where
