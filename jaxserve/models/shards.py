@@ -84,8 +84,8 @@ def local_config(config: ModelConfig, num_devices: int) -> ModelConfig:
 class ModelShards:
     """How a model lies on a mesh, or on one for each stage of a pipeline.
 
-    all_reduce: the backend of sums over a mesh. whole_sums: as `Shard`'s. later: the meshes of the stages behind the first, as large
-    as `mesh`. Each stage's weights are cut over its own.
+    all_reduce: the backend of sums over a mesh. whole_sums: as `Shard`'s. later: the meshes of the stages behind the first, as
+    large as `mesh`. Each stage's weights are cut over its own.
 
     Raises ValueError as `local_config` and `stage_layers`.
     """
