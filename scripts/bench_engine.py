@@ -75,7 +75,10 @@ def vllm_command(python: str, row: Row, model: str) -> list[str]:
     said = dict(RANDOM[model]) if model in RANDOM else dict(gguf.hf_config(gguf.GGUFReader(Path(model))))
     folder = Path(tempfile.mkdtemp(prefix="bench_engine_"))
     (folder / "config.json").write_text(json.dumps({"architectures": [names[said["model_type"]]], **said}))
-    return [python, "-m", "scripts.bench_vllm_cpu", str(folder), row.dtype, row.workload, str(row.max_num_seqs)]
+    return [
+        *(python, "-m", "scripts.bench_vllm_cpu", f"--folder={folder}", f"--dtype={row.dtype}"),
+        *(f"--workload={row.workload}", f"--max_num_seqs={row.max_num_seqs}"),
+    ]
 
 
 class Peer:

