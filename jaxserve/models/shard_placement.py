@@ -40,7 +40,7 @@ def transpose_sharded(model: ShardedModel) -> ShardedModel:
     for path, leaf in shards.plain(dtype, transposed=True).items():
         weights[path] = model.weights.get(path)
         if weights[path] is None:
-            turn = jax.jit(jnp.transpose, out_shardings=shards.sharding(shards.layout(path, len(leaf.shape))))
+            turn = jax.jit(jnp.transpose, out_shardings=shards.sharding(path, shards.layout(path, len(leaf.shape))))
             weights[path] = turn(model.weights[path.removesuffix("weight") + "kernel"])
     return ShardedModel(shards, shards.module(dtype, transposed=True), weights)
 

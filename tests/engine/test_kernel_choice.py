@@ -70,7 +70,8 @@ def test_always_on_several_gpus_needs_the_kernel():
     """And columns of o_proj and down_proj that it can do: 128 of 32 devices are 4 each."""
     several: dict[str, Any] = {"deterministic": "always", "tensor_parallel_size": 2}
     assert choose(HOPPER, **several).layer.fuse_residuals
-    for lacks in ({"dtype": "float16"}, {"matmul_backend": "xla"}, {"tensor_parallel_size": 32}):
+    lacking: tuple[dict[str, Any], ...] = ({"dtype": "float16"}, {"matmul_backend": "xla"}, {"tensor_parallel_size": 32})
+    for lacks in lacking:
         with pytest.raises(NotImplementedError, match="needs matmul_backend='mosaic_sm90' on GPUs"):
             choose(HOPPER, **(several | lacks))
     assert choose(HOPPER, "float16", tensor_parallel_size=2).layer.matmul == "xla"

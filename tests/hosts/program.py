@@ -41,7 +41,7 @@ def whole_llm(hosts: HostGroup | None, folder: str, other: str, **options: Any) 
     def texts(*prompts: str, params: SamplingParams = greedy) -> list[str]:
         return [output.outputs[0].text for output in llm.generate(list(prompts), params, use_tqdm=False)]
 
-    found = {"greedy": texts("a", "k"), "form": texts("w", params=form)}
+    found: dict[str, Any] = {"greedy": texts("a", "k"), "form": texts("w", params=form)}
     llm.sleep()
     llm.wake_up()
     found["awake"] = texts("b")

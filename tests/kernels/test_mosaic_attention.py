@@ -117,11 +117,9 @@ def test_a_second_consumer_of_the_cases_has_rows(case):
 
 def test_the_cases_go_round_every_ring_twice():
     """Every slot is filled a third time: a fault in how it is freed shows then."""
-    blocks, items, partials = (
-        dict.fromkeys((1, 2, 3), 0),
-        dict.fromkeys((1, 2, 3), 0),
-        0,
-    )  # most of any CTA, by its consumers; most of any group
+    blocks: dict[int, int] = {1: 0, 2: 0, 3: 0}  # most of any CTA, by its consumers
+    items: dict[int, int] = dict(blocks)
+    partials = 0  # most of any group
     for case in INTERPRETED:
         batch = build(case)
         planner = planner_of(case, batch, split_q_len=4 if "drafts" in case.name else 1)

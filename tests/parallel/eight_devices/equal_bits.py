@@ -94,7 +94,8 @@ def collectives(hlo: str) -> dict[str, int]:
 @pytest.mark.parametrize("name", ["gqa", "experts"])
 def test_a_body_sums_no_float_over_devices(name):
     engine = engine_of(dummy_model(config=MODELS[name]), 4, **ALWAYS)
-    text = engine.runner.programs.get(engine.config.plan.buckets[-1]).as_text()
+    program: Any = engine.runner.programs.get(engine.config.plan.buckets[-1])
+    text = program.as_text()
     kinds = re.findall(r" = \(?(\w+)\[\S* (?:\S+ )*all-reduce(?:-start)?\(", text)
     assert kinds and set(kinds) <= {"s32"}, "bits of the embedding, and of experts' rows"
     assert collectives(text)["all-gather"] == {"gqa": 4, "experts": 2}[name] * engine.config.model.num_layers
