@@ -79,14 +79,15 @@ def _place(given: Mapping[str, Any], environ: Mapping[str, str], timeout: float)
         detected = ClusterEnv.auto_detect_unset_distributed_params(
             place["coordinator"], place["num_hosts"], place["host_id"], None, None, int(timeout)
         )
-        place["coordinator"], place["num_hosts"], place["host_id"], local_device_ids = detected
+        *found_place, local_device_ids = detected
+        place = dict(zip(("coordinator", "num_hosts", "host_id"), found_place, strict=True))
         missing = [name for name, value in place.items() if value is None]
     if missing:
         raise ValueError(
             f"{', '.join(missing)} must be given where neither SLURM, Open MPI nor LeaderWorkerSet says it: num_hosts=2, "
             "host_id=0, coordinator='ADDRESS:PORT' of host 0"
         )
-    num_hosts, host_id, address = place["num_hosts"], place["host_id"], place["coordinator"]
+    num_hosts, host_id, address = int(place["num_hosts"]), int(place["host_id"]), str(place["coordinator"])
     if num_hosts < 2:
         raise ValueError(f"{num_hosts=} must be at least 2; one process needs no group")
     if not 0 <= host_id < num_hosts:

@@ -72,7 +72,7 @@ ffi::Error attend(ffi::AnyBuffer q, ffi::AnyBuffer kv_pages, ffi::Buffer<ffi::S3
   a.q = q.untyped_data(), a.kv_pages = kv_pages.untyped_data(), a.out = out->untyped_data();
   a.page_table = page_table.typed_data(), a.cu_q_lens = cu_q_lens.typed_data(), a.kv_lens = kv_lens.typed_data();
   a.T = q.dimensions()[0], a.N = q.dimensions()[1], a.H = q.dimensions()[2];
-  a.K = kv_pages.dimensions()[2], a.page_size = kv_pages.dimensions()[3];
+  a.num_pages = kv_pages.dimensions()[0], a.K = kv_pages.dimensions()[2], a.page_size = kv_pages.dimensions()[3];
   a.S = page_table.dimensions()[0], a.table_width = page_table.dimensions()[1];
   a.scale = scale, a.window = window, a.soft_cap = soft_cap, a.dtype = dtype_of(q);
   KERNELS[level]->attend(a);

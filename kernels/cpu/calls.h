@@ -39,7 +39,7 @@ struct Attention {  // kernels/ragged_paged_attention/api.py
   const int32_t* cu_q_lens;   // [S + 1]
   const int32_t* kv_lens;     // [S]
   void* out;                  // [T, N, H]
-  int64_t T, N, H, K, S, table_width, page_size;
+  int64_t T, N, H, K, S, table_width, num_pages, page_size;
   float scale;
   int64_t window;  // 0: none
   float soft_cap;  // 0: none

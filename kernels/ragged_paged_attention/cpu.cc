@@ -21,6 +21,9 @@ constexpr int TILE_ROWS = 32;  // about as many: tokens times query heads of a K
 // exp(MASKED - maximum) is 0 even for a row that has seen nothing.
 constexpr float MASKED = -1e30f, FIRST_MAXIMUM = -1e29f;
 
+// What a step says is within bounds when the host is right. Where it is wrong, the values are: no memory is touched that is not ours.
+int64_t clamp(int64_t x, int64_t least, int64_t most) { return x < least || most < least ? least : x > most ? most : x; }
+
 struct Tile {
   int seq, token, count, position;  // of the first token: its row of q, and where it stands
 };
@@ -84,7 +87,7 @@ struct Walk {
     const int64_t page_values = a.page_size * a.H;
     for (int j = first; j < last; j++) {
       const int position = chunk + j;
-      const int64_t page = pages[position / a.page_size];
+      const int64_t page = clamp(pages[clamp(position / a.page_size, 0, a.table_width - 1)], 0, a.num_pages - 1);
       const T* start = static_cast<const T*>(a.kv_pages) + (page * 2 * a.K + head) * page_values;
       keys[j] = start + (position % a.page_size) * a.H;
       values[j] = keys[j] + a.K * page_values;
@@ -213,15 +216,18 @@ struct Walk {
   }
 };
 
-// The tiles of a step. Returns how many.
+// The tiles of a step, in order of their tokens. Returns how many.
 int64_t cut(const Attention& a, int tokens, Tile* tiles) {
-  int64_t count = 0;
+  int64_t count = 0, at = 0;
   for (int64_t s = 0; s < a.S; s++) {
-    const int q_len = a.cu_q_lens[s + 1] - a.cu_q_lens[s];
+    at = clamp(a.cu_q_lens[s], at, a.T);
+    const int q_len = static_cast<int>(clamp(a.cu_q_lens[s + 1], at, a.T) - at);
     for (int i = 0; i < q_len; i += tokens) {
       const int n = q_len - i < tokens ? q_len - i : tokens;
-      tiles[count++] = {static_cast<int>(s), a.cu_q_lens[s] + i, n, a.kv_lens[s] - q_len + i};
+      const int64_t position = clamp(a.kv_lens[s] - q_len + i, 0, a.table_width * a.page_size - n);
+      tiles[count++] = {static_cast<int>(s), static_cast<int>(at + i), n, static_cast<int>(position)};
     }
+    at += q_len;
   }
   return count;
 }
@@ -231,7 +237,7 @@ void run(const Attention& a) {
   const int64_t G = a.N / a.K;
   Scratch<Tile> tiles(a.T);
   const int64_t count = cut(a, static_cast<int>(G < TILE_ROWS ? TILE_ROWS / G : 1), tiles.values);
-  const int64_t last = a.cu_q_lens[a.S];
+  const int64_t last = clamp(a.cu_q_lens[a.S], 0, a.T);
   memset(static_cast<T*>(a.out) + last * a.N * a.H, 0, (a.T - last) * a.N * a.H * sizeof(T));
   Walk<T> walk{a, G, tiles.values};
   if (count * a.K >= 4 * num_threads()) {

@@ -46,7 +46,7 @@ void run(const RotaryWrite& r) {
       rotate_head(r, heads + n * r.H, static_cast<const T*>(r.q_scale), cos, sin, out);
     }
     const int64_t slot = r.slots[t];
-    if (slot >= r.num_pages * r.page_size) return;  // padding
+    if (slot < 0 || slot >= r.num_pages * r.page_size) return;  // padding
     const int64_t offset = slot % r.page_size * r.H, page_values = r.page_size * r.H;
     T* page = static_cast<T*>(r.kv_pages) + slot / r.page_size * 2 * r.K * page_values + offset;
     for (int64_t k = 0; k < r.K; k++) {

@@ -97,7 +97,7 @@ H100 = ("NVIDIA H100 80GB HBM3", 9, 0)
 
 def test_the_library_says_which_card_this_is(machine, monkeypatch):
     library = machine(H100, H100)
-    monkeypatch.setattr(jax, "devices", lambda: pytest.fail("JAX must be left alone"))
+    monkeypatch.setattr(jax, "local_devices", lambda: pytest.fail("JAX must be left alone"))
     card = find_card(ask_jax=False)
     assert card is not None and library.open == 0
     assert (card.name, card.compute_capability, card.driver) == ("NVIDIA H100 80GB HBM3", "9.0", "550.54.15")
@@ -112,7 +112,7 @@ def device(name="NVIDIA L4", platform="gpu", capability="8.9", sms=58):
 
 def test_of_several_kinds_jax_says_which_is_its_own(machine, monkeypatch):
     machine(H100, ("NVIDIA L4", 8, 9), sms=(132, 58))
-    monkeypatch.setattr(jax, "devices", lambda: [device()])
+    monkeypatch.setattr(jax, "local_devices", lambda: [device()])
     assert find_card(ask_jax=False) is None
     card = find_card(ask_jax=True)
     assert card is not None and (card.name, card.compute_capability, card.driver) == ("NVIDIA L4", "8.9", "550.54.15")
@@ -121,7 +121,7 @@ def test_of_several_kinds_jax_says_which_is_its_own(machine, monkeypatch):
 
 def test_a_mig_slice_is_a_card_of_its_own(machine, monkeypatch):
     """By its SMs: the management library names the whole card."""
-    monkeypatch.setattr(jax, "devices", lambda: pytest.fail("JAX must be left alone"))
+    monkeypatch.setattr(jax, "local_devices", lambda: pytest.fail("JAX must be left alone"))
     machine(H100)
     whole = find_card(ask_jax=False)
     machine(H100, sms=(16,))
@@ -133,7 +133,7 @@ def test_a_mig_slice_is_a_card_of_its_own(machine, monkeypatch):
 @pytest.mark.parametrize("options", [{"sms": (16, 60)}, {"sms": ()}, *({"driver": f"cu{name}"} for name in ("Init", "DeviceGet"))])
 def test_of_several_slices_or_without_the_driver_jax_says_how_many_sms(machine, monkeypatch, options):
     machine(H100, **options)
-    monkeypatch.setattr(jax, "devices", lambda: [device("NVIDIA H100 80GB HBM3 MIG 3g.40gb", capability="9.0", sms=60)])
+    monkeypatch.setattr(jax, "local_devices", lambda: [device("NVIDIA H100 80GB HBM3 MIG 3g.40gb", capability="9.0", sms=60)])
     assert find_card(ask_jax=False) is None
     card = find_card(ask_jax=True)
     assert card is not None and card.num_sms == 60
@@ -195,7 +195,7 @@ def test_a_ptxas_of_cuda_root_comes_before_the_wheel_and_is_asked(installed, mon
 def test_both_ways_give_one_key(machine, monkeypatch):
     """Else what was found before the weights would be asked for again after them."""
     machine(H100)
-    monkeypatch.setattr(jax, "devices", lambda: [device("NVIDIA H100 80GB HBM3", capability="9.0")])
+    monkeypatch.setattr(jax, "local_devices", lambda: [device("NVIDIA H100 80GB HBM3", capability="9.0")])
     early, late = find_card(ask_jax=False), find_card(ask_jax=True)
     assert early is not None and late is not None and early == late and early.key == late.key
 
@@ -203,7 +203,7 @@ def test_both_ways_give_one_key(machine, monkeypatch):
 @pytest.mark.parametrize("fails", ["nvmlInit_v2", "nvmlDeviceGetCount_v2", "nvmlDeviceGetName"])
 def test_a_library_that_fails_leaves_the_answer_to_jax(machine, monkeypatch, fails):
     library = machine(H100, fails=fails)
-    monkeypatch.setattr(jax, "devices", lambda: [device()])
+    monkeypatch.setattr(jax, "local_devices", lambda: [device()])
     assert find_card(ask_jax=False) is None and library.open == 0
     card = find_card(ask_jax=True)
     assert card is not None and card.name == "NVIDIA L4"
@@ -222,7 +222,7 @@ def test_without_the_library_the_driver_is_read_from_the_system_or_unknown(machi
 @pytest.mark.parametrize("options", [{"plugin": False}, {"platforms": "cpu"}, {"platforms": "tpu,cpu"}])
 def test_no_card_where_jax_uses_none(machine, monkeypatch, options):
     machine(H100, **options)
-    monkeypatch.setattr(jax, "devices", lambda: pytest.fail("JAX must be left alone"))
+    monkeypatch.setattr(jax, "local_devices", lambda: pytest.fail("JAX must be left alone"))
     assert find_card(ask_jax=True) is None
 
 
@@ -235,7 +235,7 @@ def test_no_card_where_all_are_hidden(machine, monkeypatch, visible):
 
 def test_no_card_where_jax_has_taken_the_cpu(machine, monkeypatch):
     machine(H100)
-    monkeypatch.setattr(jax, "devices", lambda: [device("cpu", "cpu")])
+    monkeypatch.setattr(jax, "local_devices", lambda: [device("cpu", "cpu")])
     assert find_card(ask_jax=True) is None
 
 
