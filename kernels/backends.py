@@ -64,6 +64,7 @@ class Backend:
     adds_residuals: bool = False  # whether additions to the residual stream are always its own too
     row_exact: bool = False  # whether a row's bits depend on the row alone, whatever the shapes that a program is compiled for
     lays_out: bool = False  # whether a batch's layout is the module's own, in place of the one that all share
+    for_host: bool = False  # compiled for CPUs: no card is asked about it
     plain_xla: bool = False  # no kernel of ours: "auto" may take it on a card where nothing has been qualified
 
     @property
@@ -121,7 +122,15 @@ class Backends:
 ATTENTION = Backends(
     Backend("reference", "kernels.ragged_paged_attention.reference", plain_xla=True),
     Backend("xla", "kernels.ragged_paged_attention.xla", automatic=True, fixed_tiles=True, plain_xla=True),
-    Backend("cpu", "kernels.ragged_paged_attention.cpu", automatic=True, platforms=("cpu",), fixed_tiles=True, row_exact=True),
+    Backend(
+        "cpu",
+        "kernels.ragged_paged_attention.cpu",
+        automatic=True,
+        platforms=("cpu",),
+        fixed_tiles=True,
+        row_exact=True,
+        for_host=True,
+    ),
     Backend(
         "mosaic_portable",
         "kernels.ragged_paged_attention.mosaic_portable.attend",
@@ -139,7 +148,7 @@ ATTENTION = Backends(
 )
 ROTARY_WRITE = Backends(
     Backend("xla", "kernels.rotary_write.xla", automatic=True, plain_xla=True),
-    Backend("cpu", "kernels.rotary_write.cpu", automatic=True, platforms=("cpu",), row_exact=True),
+    Backend("cpu", "kernels.rotary_write.cpu", automatic=True, platforms=("cpu",), row_exact=True, for_host=True),
     Backend("mosaic", "kernels.rotary_write.mosaic", automatic=True, platforms=("gpu",)),
 )
 FUSED_MATMUL = Backends(
@@ -152,6 +161,7 @@ FUSED_MATMUL = Backends(
         any_layout=True,
         adds_residuals=True,
         row_exact=True,
+        for_host=True,
     ),
     Backend("mosaic_sm90", "kernels.fused_matmul.mosaic_sm90", automatic=True, platforms=("gpu",)),
 )
@@ -162,7 +172,7 @@ ALL_REDUCE = Backends(  # "auto" takes no kernel of ours: no card has run it
 GROUPED_MATMUL = Backends(
     Backend("reference", "kernels.grouped_matmul.reference", plain_xla=True),
     Backend("xla", "kernels.grouped_matmul.xla", automatic=True, plain_xla=True),
-    Backend("cpu", "kernels.grouped_matmul.cpu", automatic=True, platforms=("cpu",), fuses_gate=True),
+    Backend("cpu", "kernels.grouped_matmul.cpu", automatic=True, platforms=("cpu",), fuses_gate=True, for_host=True),
     Backend("mosaic_portable", "kernels.grouped_matmul.mosaic_portable", automatic=True, lays_out=True),
     Backend("mosaic_sm90", "kernels.grouped_matmul.mosaic_sm90", automatic=True, fuses_gate=True, lays_out=True),
 )

@@ -120,7 +120,7 @@ class Plan:
         for row in table.automatic(self.platform) if name == "auto" else [table[name]]:
             if row.plain_xla:
                 return
-            if row.platforms != ("cpu",):  # a kernel for CPUs is no card's
+            if not row.for_host:
                 yield row
 
     def units(self, kernel: str, row: Backend) -> Iterator[Unit]:

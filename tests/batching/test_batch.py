@@ -182,8 +182,9 @@ def context():
     def run(packed, page_table, num_computed, last_tokens):
         unread = jnp.zeros((MAX_SEQS, 1), jnp.int32)  # history and edits
         rows = RowState(page_table, num_computed, last_tokens, unread, unread, None)
-        context, tokens, rows = body._context(layout, "reference", False, layout.unpack(packed), NUM_PAGES, rows)
-        return context, tokens, rows.page_table, rows.num_computed
+        fields = layout.unpack(packed)
+        context, seq, after = body._context(layout, "reference", False, fields, NUM_PAGES, rows)
+        return context, body._tokens(fields, seq, rows), after.page_table, after.num_computed
 
     return layout, run
 

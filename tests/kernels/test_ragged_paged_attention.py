@@ -197,8 +197,8 @@ def test_shared_work_changes_no_bit():
 
     @jax.jit
     def both(*arrays):
-        work = plan_work(arrays[3], arrays[4], num_tokens=len(batch.q))
-        return ragged_paged_attention(*arrays), ragged_paged_attention(*arrays, work=work)
+        work = plan_work(arrays[3], arrays[4], num_tokens=len(batch.q), backend="xla")
+        return ragged_paged_attention(*arrays, backend="xla"), ragged_paged_attention(*arrays, work=work, backend="xla")
 
     alone, shared = both(*batch.arrays)
     np.testing.assert_array_equal(alone, shared)

@@ -102,9 +102,9 @@ def test_a_duplicate_id_is_refused(llm):
     ("options", "kind", "message"),
     [
         (
-            {"pipeline_parallel_size": 2, "quantization": "awq"},
+            {"data_parallel_size": 2, "quantization": "awq"},
             TypeError,
-            "unknown option pipeline_parallel_size, quantization; options are dtype",
+            "unknown option data_parallel_size, quantization; options are dtype",
         ),
         (
             {"max_num_seqs": 64, "max_num_batched_tokens": 32},

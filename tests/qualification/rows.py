@@ -6,10 +6,10 @@ For attention "auto" prefers "bent", which is wrong, to "right"; for grouped mat
 from kernels.backends import ATTENTION, GROUPED_MATMUL, Backend
 
 ROWS = {
-    "right": Backend("right", "kernels.ragged_paged_attention.xla", automatic=True, platforms=("cpu", "gpu")),
-    "bent": Backend("bent", "tests.qualification.bent", automatic=True, platforms=("cpu", "gpu")),
+    "right": Backend("right", "kernels.ragged_paged_attention.xla", automatic=True, platforms=("cpu",)),
+    "bent": Backend("bent", "tests.qualification.bent", automatic=True, platforms=("cpu",)),
 }
-GROUPED_ROWS = {"twin": Backend("twin", "kernels.grouped_matmul.xla", automatic=True, platforms=("cpu", "gpu"))}
+GROUPED_ROWS = {"twin": Backend("twin", "kernels.grouped_matmul.xla", automatic=True, platforms=("cpu",))}
 
 
 def install() -> None:
