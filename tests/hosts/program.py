@@ -59,12 +59,19 @@ def whole_llm(hosts: HostGroup | None, folder: str, other: str, **options: Any) 
 
 
 def random_requests(
-    hosts: HostGroup | None, model: str, tp: int, count: int, seed: int = 0, stop_after: int = 0, wait: bool = False
+    hosts: HostGroup | None,
+    model: str,
+    tp: int,
+    count: int,
+    deterministic: str = "bucket",
+    seed: int = 0,
+    stop_after: int = 0,
+    wait: bool = False,
 ) -> Any:
     """`count` requests of all kinds, at most 40 at a time, in a pool that is too small for them; a digest of their answers.
 
     stop_after: prints "ready" after so many steps. wait: goes on for ever, and prints who is lost."""
-    settings = {**SETTINGS, "num_pages": 64, "bucket_plan": ONE_BUCKET, "tensor_parallel_size": tp}
+    settings = {**SETTINGS, "num_pages": 64, "bucket_plan": ONE_BUCKET, "tensor_parallel_size": tp, "deterministic": deterministic}
     weights, config = dummy_model(config=MODELS[model]), EngineConfig(**settings)
     if hosts is not None and not hosts.leads:
         Follower(weights, config, hosts=hosts).run()

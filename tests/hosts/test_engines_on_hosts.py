@@ -80,11 +80,15 @@ def test_hosts_that_differ_are_told_so_before_weights_are_read(tmp_path, started
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_hosts", "num_devices", "model"), [(2, 1, "odd_groups_tied"), (2, 2, "gqa"), (4, 1, "experts")])
-def test_random_requests_are_answered_as_in_one_process(num_hosts, num_devices, model, started):
-    """With preemption, samples, filters and penalties; HOST_REQUESTS says how many (figures in docs/parallel.md)."""
+@pytest.mark.parametrize(
+    ("num_hosts", "num_devices", "model", "deterministic"),
+    [(2, 1, "odd_groups_tied", "bucket"), (2, 2, "gqa", "always"), (4, 1, "experts", "always")],
+)
+def test_random_requests_are_answered_as_in_one_process(num_hosts, num_devices, model, deterministic, started):
+    """To the last bit, with preemption, samples, filters and penalties; HOST_REQUESTS says how many. "bucket" promises that on two
+    devices alone: a sum of two has one order."""
     count, tp = int(os.environ.get("HOST_REQUESTS", 200)), num_hosts * num_devices
-    asked = {"scenario": "random_requests", "model": model, "tp": tp, "count": count}
+    asked = {"scenario": "random_requests", "model": model, "tp": tp, "count": count, "deterministic": deterministic}
     started += start(num_hosts, num_devices, **asked)
     several = found(started)
     one = found(start(1, tp, **asked))
