@@ -19,13 +19,11 @@ from jaxserve.config import EngineConfig, engine_config
 from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.engine.description import EngineDescription
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.kernel_choice import qualify_kernels
 from jaxserve.engine.progress import ProgressBar
-from jaxserve.engine.runner_setup import check_hosts
-from jaxserve.engine.sharding import check_sharding, model_shards
+from jaxserve.engine.runner_setup import prepare
+from jaxserve.engine.sharding import model_shards
 from jaxserve.models import GenerationDefaults, ModelConfig
 from jaxserve.models.loading import LoadedModel, adopt_model, check_tokenizer_choice, find_model, load_files
-from jaxserve.models.shards import local_config
 from jaxserve.moved import forward
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
 from jaxserve.request import Request
@@ -88,28 +86,22 @@ class LLM:
         hosts: HostGroup | None = None,
         **options: Any,
     ):
-        config = engine_config(options)
-        check_tokenizer_choice(tokenizer, skip_tokenizer_init)
-        files = find_model(model, revision=revision)
-        qualification = None
-        if mesh is None:
-            check_sharding(config)
-            # On a card that nobody has tried: before the weights, while JAX has not taken the device's memory.
-            several = config.tensor_parallel_size > 1
-            part = local_config(files.config, config.tensor_parallel_size) if several else files.config
-            qualification = qualify_kernels(part, files.dtype(config.dtype), config, ask_jax=False)
-        if hosts is not None:
-            check_hosts(hosts, files.config, config)
-        shards, config = model_shards(files.config, config, mesh, hosts)
-        loaded = load_files(
-            files,
-            tokenizer=tokenizer,
-            skip_tokenizer_init=skip_tokenizer_init,
-            dtype=config.dtype,
-            transposed=None,
-            shards=shards,
-        )
-        self._set_up(loaded, config, mesh=mesh, hosts=hosts, qualification=qualification)
+        if hosts is not None and not hosts.leads:
+            raise ValueError(f"host {hosts.host_id} follows: call jaxserve.follow(model, hosts=hosts, ...) there")
+        with contextlib.nullcontext() if hosts is None else hosts.told():
+            config = engine_config(options)
+            check_tokenizer_choice(tokenizer, skip_tokenizer_init)
+            files = find_model(model, revision=revision)
+            shards, config, qualification = prepare(files, config, mesh, hosts)
+            loaded = load_files(
+                files,
+                tokenizer=tokenizer,
+                skip_tokenizer_init=skip_tokenizer_init,
+                dtype=config.dtype,
+                transposed=None,
+                shards=shards,
+            )
+            self._set_up(loaded, config, mesh=mesh, hosts=hosts, qualification=qualification)
 
     def _set_up(self, loaded: LoadedModel[Any], config: EngineConfig, **of_engine: Any) -> None:
         self.tokenizer: Tokenizer | None = loaded.tokenizer

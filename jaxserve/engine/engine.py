@@ -462,5 +462,6 @@ class Engine:
         if self._demand_log is not None:
             self._demand_log.close()
             self._demand_log = self.pipeline.demand_log = None
-        if self._hosts is not None and self._hosts.lost is None:
-            self._hosts.dismiss()
+        if self._hosts is not None:
+            with contextlib.suppress(HostLostError):
+                self._hosts.dismiss()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,7 @@ from jax.sharding import Mesh
 
 from jaxserve.batching.layout import StepInputs
 from jaxserve.config import EngineConfig, engine_config
-from jaxserve.engine.runner_setup import check_hosts, set_up_runner
-from jaxserve.engine.sharding import model_shards
+from jaxserve.engine.runner_setup import prepare, set_up_runner
 from jaxserve.engine.weights import read_weights
 from jaxserve.execution.runner import BodyHandle
 from jaxserve.hosts.group import HostGroup
@@ -25,8 +25,11 @@ from jaxserve.hosts.pulse import HostLostError
 from jaxserve.models import Decoder
 from jaxserve.models.shard_placement import matching
 from jaxserve.models.shards import ShardedModel
+from jaxserve.qualification.qualify import Qualification
 
 logger: logging.Logger = logging.getLogger("jaxserve")
+
+BUSY_SECONDS = 0.5  # after a command, in which host 0 is taken to have requests
 
 
 def follow(model: str | Path, *, hosts: HostGroup, mesh: Mesh | None = None, revision: str | None = None, **options: Any) -> None:
@@ -44,18 +47,12 @@ def follow(model: str | Path, *, hosts: HostGroup, mesh: Mesh | None = None, rev
         raise ValueError("host 0 leads: make an LLM(model, hosts=hosts) there, and call follow() on the others")
     from jaxserve.models import loading  # late: it imports the tokenizers library
 
-    try:
+    with hosts.told():
         config = engine_config(options)
         files = loading.find_model(model, revision=revision)
-        check_hosts(hosts, files.config, config)
-        shards, config = model_shards(files.config, config, mesh, hosts)
+        shards, config, qualification = prepare(files, config, mesh, hosts)
         loaded = loading.load_files(files, skip_tokenizer_init=True, dtype=config.dtype, transposed=None, shards=shards)
-        follower = Follower(loaded.module, config, hosts=hosts, mesh=mesh)
-    except HostLostError:
-        raise
-    except Exception as error:
-        hosts.fail(f"failed: {error}")
-        raise
+        follower = Follower(loaded.module, config, hosts=hosts, mesh=mesh, qualification=qualification)
     follower.run()
 
 
@@ -66,13 +63,19 @@ class Follower:
     """
 
     def __init__(
-        self, model: Decoder | ShardedModel, config: EngineConfig | None = None, *, hosts: HostGroup, mesh: Mesh | None = None
+        self,
+        model: Decoder | ShardedModel,
+        config: EngineConfig | None = None,
+        *,
+        hosts: HostGroup,
+        mesh: Mesh | None = None,
+        qualification: Qualification | None = None,
     ):
-        setup = set_up_runner(model, config or EngineConfig(), mesh, hosts, lambda: False)
+        self._last_command = 0.0  # when one came, by time.monotonic
+        setup = set_up_runner(model, config or EngineConfig(), mesh, hosts, self._is_busy, qualification)
         self._hosts, self._runner, self._warm_up = hosts, setup.runner, setup.warm_up
-        hosts.is_compiling = lambda: self._runner.programs.num_compiling > 0
         self._body: BodyHandle | None = None  # whose head comes next
-        self._read: _Reading | None = None
+        self._read: tuple[int, _Reading] | None = None
         runner = self._runner
         self._commands: dict[str, Callable[..., Any]] = {
             "dispatch_body": self._dispatch_body,
@@ -88,12 +91,16 @@ class Follower:
         if self._warm_up is not None:
             self._warm_up.start()
 
+    def _is_busy(self) -> bool:
+        return time.monotonic() - self._last_command < BUSY_SECONDS
+
     def run(self) -> None:
         """Follows host 0 until it says that there is nothing more to do. Raises HostLostError; any other exception is told to the
         other hosts, whose steps end with it."""
         try:
             while (command := self._hosts.receive()) is not None:
                 name, args = command
+                self._last_command = time.monotonic()
                 with self._hosts.at_work():
                     self._commands[name](*args)
                 self._hosts.num_commands += 1
@@ -112,15 +119,17 @@ class Follower:
         assert self._body is not None
         self._runner.dispatch_head(self._body, allowed)
 
-    def _read_weights(self, path: str, dtype: str) -> None:
+    def _read_weights(self, number: int, path: str, dtype: str) -> None:
         """On a thread: steps go on meanwhile."""
         functions = self._runner.programs.functions
-        self._read = _Reading(lambda: read_weights(functions, path, dtype))
+        self._read = number, _Reading(lambda: read_weights(functions, path, dtype))
 
-    def _use_weights(self) -> None:
-        assert self._read is not None
+    def _use_weights(self, number: int) -> None:
         read, self._read = self._read, None
-        weights, error = read.result()
+        if read is None or read[0] != number:
+            weights, error = None, RuntimeError(f"they were let go of: read them again (number {number})")
+        else:
+            weights, error = read[1].result()
         if any(self._hosts.exchange(None if error is None else repr(error))):
             return
         assert isinstance(weights, ShardedModel)

@@ -90,7 +90,8 @@ def resolve(
     resolved = decide()
     if limit is not None and config.num_pages is None:
         programs = make_programs(functions, resolved)
-        resolved = decide(temp_bytes=programs.largest_temp_bytes() + programs.draft_bytes)
+        temp_bytes = programs.largest_temp_bytes() + programs.draft_bytes
+        resolved = decide(temp_bytes if hosts is None else max(hosts.exchange(temp_bytes)))  # compilers may choose otherwise there
     return resolved
 
 

@@ -12,9 +12,9 @@ from importlib import metadata
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, File, options
-from jaxserve.engine.kernel_choice import KernelChoice, choose_kernels
+from jaxserve.engine.kernel_choice import KernelChoice, choose_kernels, qualify_kernels
 from jaxserve.engine.resolution import model_functions, resolve
-from jaxserve.engine.sharding import local_part, model_shards
+from jaxserve.engine.sharding import check_sharding, local_part, model_shards
 from jaxserve.execution.compilation import compile_counts, use_persistent_cache
 from jaxserve.execution.leading_runner import LeadingRunner
 from jaxserve.execution.model_functions import weights_dtype
@@ -26,8 +26,9 @@ from jaxserve.execution.runner import Runner
 from jaxserve.execution.warm_up import BackgroundWarmUp
 from jaxserve.hosts.group import HostGroup
 from jaxserve.models import Decoder, ModelConfig
+from jaxserve.models.loading import ModelFiles
 from jaxserve.models.shard_placement import shard_model
-from jaxserve.models.shards import ShardedModel
+from jaxserve.models.shards import ModelShards, ShardedModel, local_config
 from jaxserve.qualification.qualify import Qualification
 
 # Which files of a host's own may say. What they decide is compared.
@@ -77,6 +78,23 @@ def set_up_runner(
     else:
         runner = make_runner(programs)
     return RunnerSetup(kernels, resolved, runner, warm_up)
+
+
+def prepare(
+    files: ModelFiles, config: EngineConfig, mesh: Mesh | None, hosts: HostGroup | None
+) -> tuple[ModelShards | None, EngineConfig, Qualification | None]:
+    """What comes before the weights: how they are cut, the config with the number of devices in it, and what this card's kernels
+    are worth, tried while JAX has not taken the device's memory. The same on every host. Errors as those of `Engine`."""
+    qualification = None
+    if mesh is None:
+        check_sharding(config)
+        several = config.tensor_parallel_size > 1
+        part = local_config(files.config, config.tensor_parallel_size) if several else files.config
+        qualification = qualify_kernels(part, files.dtype(config.dtype), config, ask_jax=False)
+    if hosts is not None:
+        check_hosts(hosts, files.config, config)
+    shards, config = model_shards(files.config, config, mesh, hosts)
+    return shards, config, qualification
 
 
 def check_hosts(hosts: HostGroup, model: ModelConfig, config: EngineConfig) -> None:

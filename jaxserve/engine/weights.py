@@ -5,6 +5,7 @@ Owns whether the engine is asleep. Which weights fit the model is models/adoptio
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,21 +41,29 @@ class WeightsAndSleep:
     def __init__(self, runner: Runner | PipelineRunner, hosts: HostGroup | None = None):
         self._runner = runner
         self._hosts = hosts
-        self._last_read: Decoder | ShardedModel | None = None  # which the other hosts have read too
+        self._last_read: tuple[Decoder | ShardedModel, int] | None = None  # with its number, by which the other hosts know theirs
+        self._num_reads = 0
+        self._reading = threading.Lock()
         self.is_asleep: bool = False
 
     def read(self, path: str | Path, dtype: str) -> Decoder | ShardedModel:
         """As `Engine.read_weights`."""
-        if self._hosts is not None:
-            self._hosts.send(("read_weights", (str(path), dtype)))
-        self._last_read = read = read_weights(self._runner.programs.functions, path, dtype)
-        return read
+        functions = self._runner.programs.functions
+        if self._hosts is None:
+            return read_weights(functions, path, dtype)
+        with self._reading:
+            self._last_read, self._num_reads = None, self._num_reads + 1
+            self._hosts.send(("read_weights", (self._num_reads, str(path), dtype)))
+            read = read_weights(functions, path, dtype)
+            self._last_read = read, self._num_reads
+            return read
 
     def update(self, weights: Any, in_flight: str, scheduler: Scheduler, drain: Callable[[], None]) -> None:
         """As `Engine.update_params`. drain: waits for the steps in flight."""
         if in_flight not in IN_FLIGHT:
             raise ValueError(f"{in_flight=} must be one of {', '.join(IN_FLIGHT)}")
-        if self._hosts is not None and weights is not self._last_read:
+        last = self._last_read
+        if self._hosts is not None and (last is None or weights is not last[0]):
             raise NotImplementedError(
                 f"with {self._hosts.num_hosts} hosts update_params takes what the last read_weights returned, which all hosts have "
                 "read: weights in the memory of one process do not reach the others"
@@ -67,17 +76,17 @@ class WeightsAndSleep:
                 f"{num_begun} requests are in flight: finish or abort them first, or call update_params with "
                 "in_flight='recompute' or 'keep'"
             )
-        if self._hosts is not None:
-            self._check_readers(self._hosts)
+        if self._hosts is not None and last is not None:
+            self._check_readers(self._hosts, last[1])
         try:
             self._runner.set_weights(placed)
         finally:  # whatever came of it, the old weights' KV is not to be hit
             scheduler.change_weights(self._runner.weights_version, recompute=in_flight == "recompute")
 
-    def _check_readers(self, hosts: HostGroup) -> None:
-        """The other hosts take what they have read, unless one could not read it."""
-        hosts.send(("use_weights", ()))
-        errors = {host_id: error for host_id, error in enumerate(hosts.exchange(None)) if error is not None}
+    def _check_readers(self, hosts: HostGroup, number: int) -> None:
+        """The other hosts take what they have read as this number, unless one could not read it: ValueError."""
+        answers = hosts.ask(("use_weights", (number,)), None)
+        errors = {host_id: error for host_id, error in enumerate(answers) if error is not None}
         self._last_read = None
         if errors:
             raise ValueError("; ".join(f"host {host_id} could not read the weights: {error}" for host_id, error in errors.items()))

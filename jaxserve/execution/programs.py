@@ -26,6 +26,7 @@ from jaxserve.execution.memory import reserve_bytes
 from jaxserve.execution.mesh_programs import REPLICATED, last_axis_on_mesh, on_mesh, run_on_mesh, state_on_mesh, state_specs
 from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.execution.resolved_config import ResolvedConfig
+from jaxserve.parallel.mesh import spans_hosts
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling.edit_rows import EditLayout, num_mask_words
 from jaxserve.sampling_params import MAX_LOGPROBS
@@ -74,9 +75,19 @@ GPU_ALWAYS_OPTIONS: dict[str, bool | int | str] = {
 GRAPH_COLLECTIVES = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
 
 
-def gpu_compiler_options(deterministic: str, graph_collectives: bool = False) -> dict[str, Any]:
-    """XLA's options for a GPU. deterministic: "bucket" or "always". graph_collectives: as EngineConfig's."""
+# Of a mesh with devices of several processes. Hosts do not time kernels for one another: one that finds its programs in its cache
+# would leave the others waiting. Who is stuck in a collective of NCCL's gives up. No card has run either.
+GPU_HOSTS_OPTIONS: dict[str, bool | int | str] = {
+    "xla_gpu_shard_autotuning": False,
+    "xla_gpu_nccl_termination_timeout_seconds": 10,
+}
+
+
+def gpu_compiler_options(deterministic: str, graph_collectives: bool = False, several_hosts: bool = False) -> dict[str, Any]:
+    """XLA's options for a GPU. deterministic: "bucket" or "always". graph_collectives: as EngineConfig's. several_hosts: whether
+    the program's devices belong to several processes."""
     options = GPU_ALWAYS_OPTIONS if deterministic == "always" else GPU_COMPILER_OPTIONS
+    options = options | (GPU_HOSTS_OPTIONS if several_hosts else {})
     return options | ({"xla_gpu_enable_command_buffer": GRAPH_COLLECTIVES} if graph_collectives else {})
 
 
@@ -234,7 +245,9 @@ class Programs:
         start, spec = time.perf_counter(), self.spec(key)
         options = None
         if jax.default_backend() == "gpu":
-            options = gpu_compiler_options(self.config.deterministic, self.config.engine.graph_collectives)
+            shards, engine = self.functions.shards, self.config.engine
+            several = shards is not None and any(map(spans_hosts, shards.meshes))
+            options = gpu_compiler_options(self.config.deterministic, engine.graph_collectives, several)
         compiled = jax.jit(spec.function, donate_argnums=spec.donated).lower(*spec.args).compile(compiler_options=options)
         logger.info("compiled %s in %.1f s", name_of(key), time.perf_counter() - start)
         return compiled

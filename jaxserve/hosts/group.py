@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -52,8 +53,10 @@ class HostGroup:
         self._outside = threading.Condition()
         self._told: list[Callable[[HostLostError], None]] = []
         self._leave = leave
-        self._sending = threading.Lock()
-        self._pulse = Pulse(pulses, lambda: Beat(self.num_commands, self.is_compiling()), self._on_lost)
+        self._speaking = threading.RLock()  # host 0: while it says something, and hears the answers if there are any
+        self._dismissed = False
+        self._losing = threading.Lock()
+        self._pulse = Pulse(host_id, pulses, lambda: Beat(self.num_commands, self.is_compiling()), self._on_lost)
         self._pulse.start()
         atexit.register(self.close)
 
@@ -66,9 +69,10 @@ class HostGroup:
     def send(self, message: Any) -> None:
         """From host 0 to all others, in the order of calls; any thread may call it. Raises HostLostError."""
         self.check()
+        self._dismissed = message is None
         payload = _dumps(message)
         try:
-            with self._sending:
+            with self._speaking:
                 self.num_commands += 1
                 for connection in self._commands.values():
                     connection.send_bytes(payload)
@@ -76,8 +80,9 @@ class HostGroup:
             raise self._lost_within(error) from error
 
     def dismiss(self) -> None:
-        """From host 0 to all others: there is nothing more to follow."""
-        self.send(None)
+        """From host 0 to all others: there is nothing more to follow. More often than once does no harm."""
+        if not self._dismissed:
+            self.send(None)
 
     def receive(self) -> Any:
         """The next message of host 0's, waited for. Raises HostLostError."""
@@ -91,10 +96,17 @@ class HostGroup:
             if values is None:  # dismissed
                 raise HostLostError(0, "has ended")
             return values
-        values = [mine, *(self._receive_from(host_id) for host_id in range(1, self.num_hosts))]
-        for host_id in self._commands:
-            self._send_to(host_id, values)
-        return values
+        with self._speaking:
+            values = [mine, *(self._receive_from(host_id) for host_id in range(1, self.num_hosts))]
+            for host_id in self._commands:
+                self._send_to(host_id, values)
+            return values
+
+    def ask(self, message: Any, mine: Any) -> list[Any]:
+        """From host 0 to all others, who answer with an `exchange`: every host's value. Raises HostLostError."""
+        with self._speaking:
+            self.send(message)
+            return self.exchange(mine)
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """All hosts must have the same facts. ValueError, on every host, with each one that differs and whose value is which."""
@@ -112,7 +124,7 @@ class HostGroup:
         try:
             self._commands[host_id].send_bytes(_dumps(message))
         except OSError as error:
-            raise self._lost_within(error) from error
+            raise self._lost_within(error, host_id) from error
 
     def _receive_from(self, host_id: int) -> Any:
         connection = self._commands[host_id]
@@ -121,7 +133,7 @@ class HostGroup:
                 self.check()
             return connection.recv()
         except (EOFError, OSError) as error:
-            raise self._lost_within(error) from error
+            raise self._lost_within(error, host_id) from error
 
     # -- who is lost
 
@@ -132,15 +144,28 @@ class HostGroup:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Around what may never come back if a host is lost. If it does not, in GRACE_SECONDS from then, the process is ended."""
+        """Around what may never come back if a host is lost. If it does not, in GRACE_SECONDS from then, the process is ended.
+        Raises HostLostError where one is lost already."""
         with self._outside:
             self._inside += 1
         try:
+            self.check()  # behind the count: who found the loss has seen it, or this sees the loss
             yield
         finally:
             with self._outside:
                 self._inside -= 1
                 self._outside.notify_all()
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Around what all hosts prepare: an error that ends it here is told to the others, who wait for this one."""
+        try:
+            yield
+        except HostLostError:
+            raise
+        except Exception as error:
+            self.fail(f"failed: {error}")
+            raise
 
     def behind(self) -> int | None:
         """Of host 0: the host that has carried out fewest commands, if one has carried out fewer than were sent."""
@@ -154,9 +179,15 @@ class HostGroup:
 
     def fail(self, why: str, host_id: int | None = None) -> HostLostError:
         """The group can't go on, for the fault of a host (None: this one). All hosts are told. Returns the error, to be raised."""
-        error = HostLostError(self.host_id if host_id is None else host_id, why)
+        error = self._lose(HostLostError(self.host_id if host_id is None else host_id, why))
         self._pulse.fail(error)
         return error
+
+    def _lose(self, error: HostLostError) -> HostLostError:
+        """The first error is the group's."""
+        with self._losing:
+            self.lost = self.lost or error
+            return self.lost
 
     def on_lost(self, call: Callable[[HostLostError], None]) -> None:
         """Calls this when a host is lost, on a thread of the group's."""
@@ -165,19 +196,22 @@ class HostGroup:
             call(self.lost)
 
     def _on_lost(self, error: HostLostError) -> None:
-        self.lost = error
+        error = self._lose(error)
         logger.error("%s", error)
         for connection in self._commands.values():  # a thread that sends or waits there goes on
             _shut_down(connection)
         for call in self._told:
-            call(error)
+            try:
+                call(error)
+            except Exception:
+                logger.exception("host %d: who is told of a lost host fails", self.host_id)
         if error.host_id == 0 and not self.leads:  # JAX is about to abort this process: its coordinator was there
-            _end_process(error)
+            end_process(error.exit_code)
         with self._outside:
             came_back = self._outside.wait_for(lambda: not self._inside, GRACE_SECONDS)
         if not came_back:
             logger.critical("host %d: a step does not come back since then, so that the process ends", self.host_id)
-            _end_process(error)
+            end_process(error.exit_code)
 
     def why_broken(self, error: Exception) -> Exception:
         """The HostLostError behind an error of a step's, if a host is lost; else the error."""
@@ -198,7 +232,7 @@ class HostGroup:
         others without it."""
         atexit.unregister(self.close)
         if self.lost is not None:  # JAX's own farewell would wait
-            _end_process(self.lost)
+            end_process(self.lost.exit_code)
         if self.leads:
             with contextlib.suppress(HostLostError):
                 self.dismiss()
@@ -224,6 +258,10 @@ def _shut_down(connection: Connection) -> None:
         pass
 
 
-def _end_process(error: HostLostError) -> None:
+def end_process(exit_code: int) -> None:
+    """At once, whatever hangs: no farewell of JAX's, but with what was printed."""
     logging.shutdown()
-    os._exit(error.exit_code)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)

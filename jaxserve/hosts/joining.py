@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 from jaxserve.hosts.group import HostGroup
@@ -20,6 +21,7 @@ from jaxserve.hosts.group import HostGroup
 logger: logging.Logger = logging.getLogger("jaxserve")
 
 JOIN_SECONDS = 30  # that all hosts have to come together
+HANDSHAKE_SECONDS = 2  # in which who connects must show that it knows the key
 PORT = 9911  # of the coordinator, where only its host is known
 
 
@@ -49,7 +51,7 @@ def join_hosts(
     place = _place({"num_hosts": num_hosts, "host_id": host_id, "coordinator": coordinator}, os.environ, timeout)
     meet = _await_followers if place.host_id == 0 else _reach_leader
     commands, pulses, jax_port = meet(place, timeout)
-    _initialize_jax(place, jax_port)
+    _initialize_jax(place, jax_port, timeout)
     logger.info("host %d of %d is in its group (%s)", place.host_id, place.num_hosts, place.coordinator)
     return HostGroup(place.host_id, place.num_hosts, commands, pulses, leave=_leave)
 
@@ -121,36 +123,38 @@ def _await_followers(place: _Place, timeout: float) -> Met:
     """Host 0: two connections of each other host."""
     connections: dict[str, dict[int, Connection]] = {"commands": {}, "pulse": {}}
     others, deadline = set(range(1, place.num_hosts)), time.monotonic() + timeout
+    both = socket.has_dualstack_ipv6()
+    family = {"family": socket.AF_INET6, "dualstack_ipv6": True} if both else {}
     try:
-        listener = Listener(("", place.address[1]), backlog=2 * place.num_hosts, authkey=_key())
+        listening = socket.create_server(("", place.address[1]), backlog=2 * place.num_hosts, **family)
     except OSError as error:
         raise ValueError(f"coordinator={place.coordinator!r}: host 0 can't listen there: {error}") from error
-    with listener:
-        listening: socket.socket = listener._listener._socket  # pyright: ignore[reportAttributeAccessIssue]
+    with listening:
         while any(kind.keys() != others for kind in connections.values()):
             listening.settimeout(max(deadline - time.monotonic(), 0.01))
             try:
-                connection = listener.accept()
-                host_id, num_hosts, kind = connection.recv()
+                accepted, _ = listening.accept()
             except TimeoutError:
                 absent = ", ".join(map(str, sorted(others - (connections["commands"].keys() & connections["pulse"].keys()))))
                 raise TimeoutError(
                     f"host 0 waited {timeout:g} s at {place.coordinator} for host {absent} of {place.num_hosts}: are they "
                     "started, with this coordinator and the same JAXSERVE_HOSTS_KEY, and can they reach it?"
                 ) from None
+            try:
+                connection = _wrapped(accepted)
+                deliver_challenge(connection, _key())
+                answer_challenge(connection, _key())
+                host_id, num_hosts, kind = connection.recv()
             except (OSError, EOFError, AuthenticationError) as error:  # somebody else's knock
-                logger.log(
-                    logging.WARNING if isinstance(error, AuthenticationError) else logging.DEBUG,
-                    "host 0: a connection that is no host's: %r",
-                    error,
-                )
+                level = logging.WARNING if isinstance(error, AuthenticationError) else logging.DEBUG
+                logger.log(level, "host 0: a connection that is no host's: %r", error)
                 continue
             if num_hosts != place.num_hosts or host_id in connections[kind] or host_id not in others:
                 raise ValueError(
                     f"host {host_id} of {num_hosts} came to host 0 of {place.num_hosts}, where {sorted(connections[kind])} are: "
                     "every host needs an id of its own, and the same num_hosts"
                 )
-            connections[kind][host_id] = _without_delay(connection)
+            connections[kind][host_id] = _patient(connection)
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     for connection in connections["commands"].values():
@@ -165,10 +169,11 @@ def _reach_leader(place: _Place, timeout: float) -> Met:
     for kind in ("commands", "pulse"):
         while kind not in found:
             try:
-                with socket.create_connection(place.address, timeout=max(deadline - time.monotonic(), 0.01)):
-                    pass  # a host that is not there is found out here, where it takes no longer
-                found[kind] = _without_delay(Client(place.address, "AF_INET", authkey=_key()))
-                found[kind].send((place.host_id, place.num_hosts, kind))
+                connection = _wrapped(socket.create_connection(place.address, timeout=max(deadline - time.monotonic(), 0.01)))
+                answer_challenge(connection, _key())
+                deliver_challenge(connection, _key())
+                connection.send((place.host_id, place.num_hosts, kind))
+                found[kind] = _patient(connection)
             except (OSError, EOFError, AuthenticationError) as error:
                 if time.monotonic() > deadline:
                     raise TimeoutError(
@@ -185,7 +190,7 @@ def _reach_leader(place: _Place, timeout: float) -> Met:
     return {0: found["commands"]}, {0: found["pulse"]}, port
 
 
-def _initialize_jax(place: _Place, port: int) -> None:
+def _initialize_jax(place: _Place, port: int, timeout: float) -> None:
     """JAX's own group, by which devices of all hosts are known and collectives run."""
     import jax
 
@@ -198,7 +203,7 @@ def _initialize_jax(place: _Place, port: int) -> None:
         place.host_id,
         local_device_ids=place.local_device_ids,
         cluster_detection_method="deactivate",
-        initialization_timeout=JOIN_SECONDS,
+        initialization_timeout=max(int(timeout), 1),
         heartbeat_timeout_seconds=10,
         shutdown_timeout_seconds=10,
     )
@@ -210,9 +215,16 @@ def _leave() -> None:
     jax.distributed.shutdown()
 
 
-def _without_delay(connection: Any) -> Connection:
-    """A small message is not to wait for more."""
+def _wrapped(accepted: socket.socket) -> Connection:
+    """A connection whose other end must speak within HANDSHAKE_SECONDS, until it is `_patient`. Small messages do not wait for
+    more."""
+    accepted.settimeout(None)
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HANDSHAKE_SECONDS, 0))
+    return Connection(accepted.detach())
+
+
+def _patient(connection: Connection) -> Connection:
     with socket.socket(fileno=os.dup(connection.fileno())) as other:
-        other.settimeout(None)
-        other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
     return connection

@@ -55,12 +55,16 @@ class Pulse:
     """Beats to and from `peers`: of host 0 all others, of the others host 0 alone.
 
     Args:
+      me: this host.
       peers: a connection to each, used by this object's thread alone.
       beat: what to say of this process; called on the thread.
       on_lost: called on the thread, once, with what was found.
     """
 
-    def __init__(self, peers: Mapping[int, Connection], beat: Callable[[], Beat], on_lost: Callable[[HostLostError], None]):
+    def __init__(
+        self, me: int, peers: Mapping[int, Connection], beat: Callable[[], Beat], on_lost: Callable[[HostLostError], None]
+    ):
+        self._me = me
         self._peers = dict(peers)
         self._beat, self._on_lost = beat, on_lost
         self._heard = dict.fromkeys(peers, time.monotonic())
@@ -90,6 +94,21 @@ class Pulse:
             self._thread.join(timeout=2 * BEAT_SECONDS)
 
     def _run(self) -> None:
+        try:
+            found = self._watch()
+        except Exception as error:  # a message that can't be read, say: nobody would watch from here on
+            logger.exception("the pulse of this host ends")
+            found = HostLostError(self._me, f"can't hear the others ({error!r})")
+        if found is None and self._to_say:
+            found = self._to_say[0]
+        if found is None:
+            self._say("bye")
+            return
+        self._say(_Lost(found.host_id, found.why))
+        self._on_lost(found)
+
+    def _watch(self) -> HostLostError | None:
+        """Until somebody is lost, or all is at its end."""
         found: HostLostError | None = None
         next_beat = 0.0
         while found is None and not self._ending.is_set() and self._peers:
@@ -100,11 +119,7 @@ class Pulse:
             found = self._hear(BEAT_SECONDS / 4) or self._silent()
             if self._to_say:
                 found = self._to_say[0]
-        if found is None:
-            self._say("bye")
-            return
-        self._say(_Lost(found.host_id, found.why))
-        self._on_lost(found)
+        return found
 
     def _say(self, what: object) -> None:
         for peer in self._peers.values():

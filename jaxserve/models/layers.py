@@ -291,7 +291,7 @@ def linear_onto(
 ) -> jax.Array:
     """residual + linear(x), whose matrix is cut over the shards. x: what the shard has of it, or all where sums are whole."""
     D = residual.shape[-1]
-    if fused is None or not fused.residuals:
+    if fused is None or not fused.residuals or not (shard.is_alone or shard.whole_sums):
         return residual + linear(x, lambda y: shard.product(y, D))
     kernel, layout = _matrix(linear)
     num_columns = kernel.shape[0 if "transposed" in layout else 1]

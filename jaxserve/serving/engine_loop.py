@@ -171,8 +171,10 @@ class EngineLoop:
             self._hand_over()
             if self._loading is not None:
                 self._loading.join()
-            self.engine.close()
-            self._grammars.close()
+            try:
+                self.engine.close()
+            finally:
+                self._grammars.close()
 
     def _can_step(self) -> bool:
         return not self._paused and self.engine.has_unfinished_requests()

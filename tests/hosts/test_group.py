@@ -35,7 +35,7 @@ def ended(monkeypatch) -> list[int]:
     monkeypatch.setattr(group, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(group, "GRACE_SECONDS", 0.3)
     codes: list[int] = []
-    monkeypatch.setattr(group, "_end_process", lambda error: codes.append(error.exit_code))
+    monkeypatch.setattr(group, "end_process", codes.append)
     return codes
 
 

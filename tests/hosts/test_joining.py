@@ -72,22 +72,37 @@ def test_hosts_that_do_not_come_are_named_and_a_stranger_is_not_taken_for_one():
         socket.create_connection(("127.0.0.1", port)).close()
         with contextlib.suppress(OSError, EOFError, multiprocessing.AuthenticationError):
             Client(("127.0.0.1", port), authkey=b"another key")
+        silent.append(socket.create_connection(("127.0.0.1", port)))  # a health check, say
 
+    silent: list[socket.socket] = []
     stranger = threading.Thread(target=knock)
     stranger.start()
     with pytest.raises(TimeoutError, match=r"host 0 waited 1 s at 127.0.0.1:\d+ for host 1, 2 of 3: are they started"):
         join_hosts(3, 0, f"127.0.0.1:{port}", timeout=1)
     stranger.join()
+    silent[0].close()
 
 
-def test_two_hosts_with_one_id_or_another_count_are_refused():
+def test_who_listens_and_says_nothing_is_not_host_0(monkeypatch):
+    monkeypatch.setattr(joining, "HANDSHAKE_SECONDS", 1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(TimeoutError, match=f"host 1 of 2 found no host 0 at {address} in 0.5 s"):
+            join_hosts(2, 1, address, timeout=0.5)
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3])
+def test_a_second_host_of_one_id_and_one_of_another_group_are_refused(num_hosts):
+    """Of three hosts two call themselves 1; or one that comes to two belongs to three."""
     port = free_port()
     place = joining._Place(3, 1, f"127.0.0.1:{port}")
-    other = threading.Thread(target=lambda: [_quietly(joining._reach_leader, place, 1.0) for _ in range(2)])
-    other.start()
-    with pytest.raises(ValueError, match="host 1 of 3 came to host 0 of 2, where"):
-        join_hosts(2, 0, f"127.0.0.1:{port}", timeout=5)
-    other.join()
+    others = [threading.Thread(target=_quietly, args=(joining._reach_leader, place, 1.0)) for _ in range(2)]
+    for other in others:
+        other.start()
+    with pytest.raises(ValueError, match=f"host 1 of 3 came to host 0 of {num_hosts}, where"):
+        join_hosts(num_hosts, 0, f"127.0.0.1:{port}", timeout=5)
+    for other in others:
+        other.join()
 
 
 def _quietly(call, *args) -> None:

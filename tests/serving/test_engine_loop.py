@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.hosts.pulse import HostLostError
 from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.messages import FailedError, UnavailableError
 from jaxserve.text.detokenizer import IncrementalDetokenizer
@@ -41,6 +42,43 @@ def test_a_step_that_raises_fails_what_runs_and_serves_on(llm, monkeypatch):
             assert await text_of(engine, ask("a")) == after("a", 8)
             assert engine.stats.num_failures == 1
             await pages_back(engine)
+
+    run(main())
+
+
+def test_a_lost_host_turns_health_red_though_nobody_asks_for_a_step(llm, monkeypatch):
+    told: list = []
+    monkeypatch.setattr(llm.engine, "on_lost", told.append)
+
+    async def main():
+        async with AsyncLLM(llm) as engine:
+            assert await text_of(engine, ask("a")) == after("a", 8)
+            told[0](HostLostError(3, "has ended"))
+            for _ in range(200):
+                await asyncio.sleep(0.01)
+                if engine.stats.broken:
+                    break
+            with pytest.raises(UnavailableError, match="host 3 has ended"):
+                engine.check_health()
+            with pytest.raises(UnavailableError, match="host 3 has ended"):
+                await text_of(engine, ask())
+
+    run(main())
+
+
+def test_a_step_without_a_host_is_the_last(llm, monkeypatch):
+    """One such failure is enough, whatever max_failures says."""
+
+    def fetch(handle: Any) -> None:
+        raise HostLostError(1, "was not heard for 8 s")
+
+    async def main():
+        async with AsyncLLM(llm, max_failures=3) as engine:
+            monkeypatch.setattr(llm.engine.runner, "fetch", fetch)
+            with pytest.raises(FailedError, match="host 1 was not heard for 8 s"):
+                await text_of(engine, ask())
+            with pytest.raises(UnavailableError, match="host 1 was not heard"):
+                engine.check_health()
 
     run(main())
 

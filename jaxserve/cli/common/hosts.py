@@ -70,13 +70,8 @@ def end_when_a_host_is_lost(llm: Any) -> None:
     """Of a server: it answers for RED_SECONDS that it is unhealthy, then it ends with an exit code that says which host it was."""
 
     def end(error: HostLostError) -> None:
-        threading.Timer(RED_SECONDS, _end, (error.exit_code,)).start()
+        from jaxserve.hosts.group import end_process
+
+        threading.Timer(RED_SECONDS, end_process, (error.exit_code,)).start()
 
     llm.engine.on_lost(end)
-
-
-def _end(exit_code: int) -> None:
-    import os
-
-    logging.shutdown()
-    os._exit(exit_code)

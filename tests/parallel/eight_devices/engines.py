@@ -10,6 +10,7 @@ import pytest
 from jaxserve import EngineConfig
 from jaxserve.engine.measure import StepMeasurer
 from jaxserve.execution.compilation import compile_counts
+from kernels.cpu import library
 from tests.dummy import SETTINGS, Ask, dummy_model, stages
 from tests.parallel.models import GREEDY, MODELS, PROMPTS, answers, assert_like_one_device, engine_of
 from tests.selection import slow_unless
@@ -85,3 +86,12 @@ def test_a_profile_of_several_devices_is_measured_and_budgets_their_steps(tmp_pa
     assert_like_one_device(found, of_one_device("gqa", False))
     with pytest.raises(ValueError, match="measured with tensor_parallel_size=2, not 1: give tensor_parallel_size=2"):
         engine_of(dummy_model(), 1, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(library.load() is None, reason="needs the library that kernels/cpu/build.py makes")
+def test_kernels_for_cpus_by_name_answer_as_on_one_device():
+    """ "auto" leaves them out on several devices; by name they compute, and what is cut is summed."""
+    name = "mqa_biases"
+    engine = engine_of(dummy_model(config=MODELS[name], transposed=True), 2, attention_backend="cpu", matmul_backend="cpu")
+    assert_like_one_device(answers(engine, ASKS), of_one_device(name, True))
