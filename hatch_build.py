@@ -23,6 +23,6 @@ class CpuKernels(BuildHookInterface):
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         if module.build():
-            build_data["artifacts"].append("/kernels/cpu/libjaxserve_cpu.so")
+            build_data["artifacts"].append("/kernels/cpu/libjaxserve_cpu.so.1")
             build_data["pure_python"] = False
             build_data["tag"] = "py3-none-linux_x86_64"

@@ -105,7 +105,7 @@ def make_engine(
     shapes = (c.scheduler.max_num_seqs, c.max_pages_per_seq, c.cache.page_size, c.cache.num_pages, c.plan.max_head_rows)
     shapes += (c.speculative and replace(c.speculative, adaptive=True),)  # the lengths are the host's choice
     shapes += (len(stages(engine)), c.attention_backend, c.engine.matmul_backend, c.engine.moe_backend, c.engine.deterministic)
-    shapes += (tuple(programs.functions.paths),)
+    shapes += (tuple(programs.functions.paths), c.engine.tensor_parallel_size, c.engine.pipeline_parallel_size)
     for stage, runner in enumerate(stages(engine)):
         programs = runner.programs
         shared = _compiled.setdefault((c.model, c.pages.dtype, shapes, stage), {})  # weights are a program's arguments

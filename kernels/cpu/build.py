@@ -20,7 +20,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 KERNELS = FOLDER.parent
-LIBRARY = FOLDER / "libjaxserve_cpu.so"
+LIBRARY = FOLDER / "libjaxserve_cpu.so.1"
 
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma")
 ISAS = {"avx2": ("-mavx2", "-mfma"), "avx512": AVX512, "avx512bf16": (*AVX512, "-mavx512bf16")}

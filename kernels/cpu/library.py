@@ -19,7 +19,7 @@ import jax
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
-PATH: Path = Path(__file__).parent / "libjaxserve_cpu.so"
+PATH: Path = Path(__file__).parent / "libjaxserve_cpu.so.1"
 QUOTA: Path = Path("/sys/fs/cgroup/cpu.max")  # of this process's control group, as a container sees it
 LEVELS: tuple[str, ...] = ("none", "avx2", "avx512", "avx512bf16")  # instruction sets that kernels are compiled for
 TARGETS: tuple[str, ...] = ("fused_matmul", "grouped_matmul", "attend", "rotary_write")

@@ -87,7 +87,7 @@ def test_hosts_that_differ_are_told_so_before_weights_are_read(tmp_path, started
 def test_random_requests_are_answered_as_in_one_process(num_hosts, num_devices, model, deterministic, started):
     """To the last bit, with preemption, samples, filters and penalties; HOST_REQUESTS says how many. "bucket" promises that on two
     devices alone: a sum of two has one order."""
-    count, tp = int(os.environ.get("HOST_REQUESTS", 200)), num_hosts * num_devices
+    count, tp = int(os.environ.get("HOST_REQUESTS", 60)), num_hosts * num_devices
     asked = {"scenario": "random_requests", "model": model, "tp": tp, "count": count, "deterministic": deterministic}
     started += start(num_hosts, num_devices, **asked)
     several = found(started)

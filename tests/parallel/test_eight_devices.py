@@ -53,4 +53,4 @@ def test_an_engines_suite_on_two_devices(suite: str, request: pytest.FixtureRequ
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", ON_STAGES)
 def test_an_engines_suite_on_two_stages(suite: str, request: pytest.FixtureRequest):
-    run(request, suite, "-p", "tests.parallel.on_two_stages", f"tests/{suite}.py")
+    run(request, suite, "-p", "tests.parallel.on_two_stages", "-k", "not with_drafts", f"tests/{suite}.py")
