@@ -23,7 +23,8 @@ from jaxserve.engine.progress import ProgressBar
 from jaxserve.engine.runner_setup import prepare
 from jaxserve.engine.sharding import model_shards
 from jaxserve.models import GenerationDefaults, ModelConfig
-from jaxserve.models.loading import LoadedModel, adopt_model, check_tokenizer_choice, find_model, load_files
+from jaxserve.models.files import find_model
+from jaxserve.models.loading import LoadedModel, adopt_model, check_tokenizer_choice, load_files
 from jaxserve.moved import forward
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
 from jaxserve.request import Request

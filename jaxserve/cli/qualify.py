@@ -41,7 +41,7 @@ def model_asked() -> tuple[Any, str, Any] | None:
         refuse_flags("of a model's shapes: give --model", *_OF_MODEL)
         return None
     from jaxserve.config import EngineConfig
-    from jaxserve.models.loading import find_model
+    from jaxserve.models.files import find_model
 
     given: dict[str, Any] = {name: flags.FLAGS[name].value for name in _OF_MODEL}
     config = EngineConfig(**given)

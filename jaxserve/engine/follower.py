@@ -23,6 +23,7 @@ from jaxserve.execution.runner import BodyHandle
 from jaxserve.hosts.group import HostGroup
 from jaxserve.hosts.pulse import HostLostError
 from jaxserve.models import Decoder
+from jaxserve.models.files import find_model
 from jaxserve.models.shard_placement import matching
 from jaxserve.models.shards import ShardedModel
 from jaxserve.qualification.qualify import Qualification
@@ -45,13 +46,13 @@ def follow(model: str | Path, *, hosts: HostGroup, mesh: Mesh | None = None, rev
     """
     if hosts.leads:
         raise ValueError("host 0 leads: make an LLM(model, hosts=hosts) there, and call follow() on the others")
-    from jaxserve.models import loading  # late: it imports the tokenizers library
+    from jaxserve.models.loading import load_files  # late: it imports the tokenizers library
 
     with hosts.told():
         config = engine_config(options)
-        files = loading.find_model(model, revision=revision)
+        files = find_model(model, revision=revision)
         shards, config, qualification = prepare(files, config, mesh, hosts)
-        loaded = loading.load_files(files, skip_tokenizer_init=True, dtype=config.dtype, transposed=None, shards=shards)
+        loaded = load_files(files, skip_tokenizer_init=True, dtype=config.dtype, transposed=None, shards=shards)
         follower = Follower(loaded.module, config, hosts=hosts, mesh=mesh, qualification=qualification)
     follower.run()
 

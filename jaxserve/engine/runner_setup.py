@@ -26,7 +26,7 @@ from jaxserve.execution.runner import Runner
 from jaxserve.execution.warm_up import BackgroundWarmUp
 from jaxserve.hosts.group import HostGroup
 from jaxserve.models import Decoder, ModelConfig
-from jaxserve.models.loading import ModelFiles
+from jaxserve.models.files import ModelFiles
 from jaxserve.models.shard_placement import shard_model
 from jaxserve.models.shards import ModelShards, ShardedModel, local_config
 from jaxserve.qualification.qualify import Qualification

@@ -18,6 +18,7 @@ from jaxserve.execution.runner import Runner
 from jaxserve.hosts.group import HostGroup
 from jaxserve.models import Decoder
 from jaxserve.models.adoption import fit, placed
+from jaxserve.models.files import find_model
 from jaxserve.models.shard_placement import matching, place_cut
 from jaxserve.models.shards import ShardedModel
 from jaxserve.models.trainer_keys import is_transposed
@@ -29,10 +30,10 @@ IN_FLIGHT = ("refuse", "recompute", "keep")  # what becomes of requests that hav
 
 def read_weights(functions: ModelFunctions, path: str | Path, dtype: str) -> Decoder | ShardedModel:
     """A checkpoint's weights, as these functions take them. Raises as `models.loading.load_model`."""
-    from jaxserve.models import loading  # late: it imports the tokenizers library, which an engine does without
+    from jaxserve.models.loading import load_files  # late: it imports the tokenizers library, which an engine does without
 
     how: dict[str, Any] = {"transposed": is_transposed(functions.paths), "shards": functions.shards}
-    return loading.load_files(loading.find_model(path), skip_tokenizer_init=True, dtype=dtype, **how).module
+    return load_files(find_model(path), skip_tokenizer_init=True, dtype=dtype, **how).module
 
 
 class WeightsAndSleep:

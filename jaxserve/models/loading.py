@@ -26,6 +26,7 @@ from jaxserve.models import (
     with_leaves,
 )
 from jaxserve.models.config import DTYPES
+from jaxserve.models.files import ModelFiles, find_model, weight_dtype
 from jaxserve.models.shards import ModelShards, ShardedModel
 from jaxserve.text.pretrained import require_vocabulary
 from jaxserve.text.tokenizer import Tokenizer
@@ -41,20 +42,6 @@ class LoadedModel[Module: Decoder | ShardedModel]:
     config: ModelConfig
     defaults: GenerationDefaults
     tokenizer: Tokenizer | None
-
-
-@dataclass(frozen=True)
-class ModelFiles:
-    """A checkpoint on disk, of which its config is read. reader: of its tensors; None for a version of an Orbax folder."""
-
-    path: Path
-    config: ModelConfig
-    defaults: GenerationDefaults
-    reader: Any
-
-    def dtype(self, wanted: str) -> str:
-        """Of the weights that `load_files(dtype=wanted)` gives."""
-        return weight_dtype(self.config, wanted)
 
 
 class NoTokenizerError(ValueError):
@@ -105,25 +92,6 @@ def check_tokenizer_choice(tokenizer: str | Path | Tokenizer | None, skip_tokeni
     """ValueError if a tokenizer is given, and none is to be loaded."""
     if skip_tokenizer_init and tokenizer is not None:
         raise ValueError(f"skip_tokenizer_init=True contradicts tokenizer={tokenizer!r}: leave one of them out")
-
-
-def find_model(model: str | Path, *, revision: str | None = None) -> ModelFiles:
-    """Where a checkpoint lies and what it says of itself. Reads no weight, leaves the device alone. Errors as `load_model`'s."""
-    from checkpoints import orbax
-    from checkpoints.huggingface import SafetensorsReader, resolve
-
-    path = resolve(model, revision=revision)
-    version = orbax.find_version(path)
-    if version is not None:
-        return ModelFiles(version, ModelConfig.from_hf(version), GenerationDefaults.from_hf(version), None)
-    if path.is_dir():
-        return ModelFiles(path, ModelConfig.from_hf(path), GenerationDefaults.from_hf(path), SafetensorsReader(path))
-    from checkpoints import gguf
-
-    reader = gguf.GGUFReader(path)
-    said = gguf.hf_config(reader)
-    defaults = GenerationDefaults.from_dicts(gguf.generation_config(reader), said)
-    return ModelFiles(path, ModelConfig.from_hf(said), defaults, reader)
 
 
 def load_files(
@@ -183,11 +151,6 @@ def _or_no_tokenizer[Source, Found](load: Callable[[Source], Found], source: Sou
         return load(source)
     except ValueError as error:
         raise NoTokenizerError(f"{error} (give tokenizer=, or skip_tokenizer_init=True to work with token ids)") from error
-
-
-def weight_dtype(config: ModelConfig, dtype: str) -> str:
-    """`dtype`, or where that is "auto" the config's own, bfloat16 if it names none."""
-    return (config.dtype or "bfloat16") if dtype == "auto" else dtype
 
 
 def load_weights(

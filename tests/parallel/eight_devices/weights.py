@@ -15,7 +15,8 @@ from jaxserve import LLM
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.compilation import compile_counts
 from jaxserve.models import Decoder, ModelConfig, named_leaves, transpose_kernels
-from jaxserve.models.loading import find_model, load_files, load_version_cut, load_weights, load_weights_cut
+from jaxserve.models.files import find_model
+from jaxserve.models.loading import load_files, load_version_cut, load_weights, load_weights_cut
 from jaxserve.models.shard_placement import plain_weights, shard_model
 from jaxserve.models.shards import ModelShards, ShardedModel
 from jaxserve.parallel.mesh import make_mesh

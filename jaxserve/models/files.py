@@ -1,0 +1,52 @@
+"""A checkpoint on disk: where it lies, and what it says of itself.
+
+Knows nothing of tokenizers or devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.generation_defaults import GenerationDefaults
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A checkpoint on disk, of which its config is read. reader: of its tensors; None for a version of an Orbax folder."""
+
+    path: Path
+    config: ModelConfig
+    defaults: GenerationDefaults
+    reader: Any
+
+    def dtype(self, wanted: str) -> str:
+        """Of the weights that `load_files(dtype=wanted)` gives."""
+        return weight_dtype(self.config, wanted)
+
+
+def find_model(model: str | Path, *, revision: str | None = None) -> ModelFiles:
+    """Where a checkpoint lies and what it says of itself. Reads no weight, leaves the device alone. Errors as those of
+    `loading.load_model`."""
+    from checkpoints import orbax
+    from checkpoints.huggingface import SafetensorsReader, resolve
+
+    path = resolve(model, revision=revision)
+    version = orbax.find_version(path)
+    if version is not None:
+        return ModelFiles(version, ModelConfig.from_hf(version), GenerationDefaults.from_hf(version), None)
+    if path.is_dir():
+        return ModelFiles(path, ModelConfig.from_hf(path), GenerationDefaults.from_hf(path), SafetensorsReader(path))
+    from checkpoints import gguf
+
+    reader = gguf.GGUFReader(path)
+    said = gguf.hf_config(reader)
+    defaults = GenerationDefaults.from_dicts(gguf.generation_config(reader), said)
+    return ModelFiles(path, ModelConfig.from_hf(said), defaults, reader)
+
+
+def weight_dtype(config: ModelConfig, dtype: str) -> str:
+    """`dtype`, or where that is "auto" the config's own, bfloat16 if it names none."""
+    return (config.dtype or "bfloat16") if dtype == "auto" else dtype
