@@ -328,7 +328,8 @@ class EngineConfig:
             group=_PROGRAMS,
             choices=DETERMINISTIC,
             help="What a request's tokens and log-probabilities do not depend on, to the last bit. bucket: the batch, chunking, "
-            "preemption and prefix hits, among steps of one bucket; always: the bucket neither; auto: bucket.",
+            "preemption and prefix hits, among steps of one bucket; always: the bucket neither; auto: always where it costs "
+            "nothing, which is for a dense model on one CPU that our kernels compute; else bucket.",
         ),
     )
     graph_collectives: bool = _option(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -101,17 +102,7 @@ def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig, tried: 
 
     Raises: NotImplementedError for a backend of attention or matmuls that was named and can't; as `qualify_kernels`.
     """
-    resolve_attention_here = functools.partial(
-        resolve_attention,
-        config.attention_backend,
-        num_query_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        page_size=config.page_size or DEFAULT_PAGE_SIZE,
-        dtype=dtype,
-    )
-    weights = [(D, F, step.startswith("gate")) for D, F, step in _fused_weights(model, config)]
-    resolve_matmul_here = functools.partial(resolve_fused_matmul, config.matmul_backend, weights, dtype)
+    resolve_attention_here, resolve_matmul_here = _resolvers(model, dtype, config)
     for named, resolve_here in ((config.attention_backend, resolve_attention_here), (config.matmul_backend, resolve_matmul_here)):
         if named != "auto":  # what it lacks is said before kernels are tried
             resolve_here()
@@ -138,6 +129,33 @@ def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig, tried: 
         library.set_num_threads(config.num_threads)
     layer = LayerKernels(moe, rotary, matmul, fuse_residuals=config.deterministic == "always")
     return KernelChoice(attention, layer, qualification, config.skip_qualification)
+
+
+def decide_deterministic(model: ModelConfig, dtype: Any, config: EngineConfig) -> EngineConfig:
+    """The config with deterministic="auto" decided: "always" where that costs nothing, which is where the kernels for CPUs compute
+    a dense model on one device; else "bucket". Errors as those of `choose_kernels`."""
+    if config.deterministic != "auto":
+        return config
+    always, bucket = replace(config, deterministic="always"), replace(config, deterministic="bucket")
+    is_sampled = config.speculative is None or config.speculative.acceptance == "sampled"
+    if current_platform() != "cpu" or config.tensor_parallel_size > 1 or model.sparse_layers or not is_sampled:
+        return bucket
+    return always if all(resolve_here() == "cpu" for resolve_here in _resolvers(model, dtype, always)) else bucket
+
+
+def _resolvers(model: ModelConfig, dtype: Any, config: EngineConfig) -> tuple[Callable[..., str], Callable[..., str]]:
+    """What decides the backends of attention and of the dense layers' matmuls. left_out: by name."""
+    attention = functools.partial(
+        resolve_attention,
+        config.attention_backend,
+        num_query_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        page_size=config.page_size or DEFAULT_PAGE_SIZE,
+        dtype=dtype,
+    )
+    weights = [(D, F, step.startswith("gate")) for D, F, step in _fused_weights(model, config)]
+    return attention, functools.partial(resolve_fused_matmul, config.matmul_backend, weights, dtype)
 
 
 def _check_whole_sums(config: EngineConfig, model: ModelConfig, dtype: Any) -> None:

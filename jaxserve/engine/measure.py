@@ -79,7 +79,7 @@ class StepMeasurer:
     def __init__(self, model: Any, config: EngineConfig, *, multiple: int, min_seconds: float = 0.1):
         import jax
 
-        from jaxserve.engine.kernel_choice import choose_kernels
+        from jaxserve.engine.kernel_choice import choose_kernels, decide_deterministic
         from jaxserve.engine.resolution import model_functions, resolve
         from jaxserve.engine.sharding import local_part, model_shards
         from jaxserve.execution.model_functions import weights_dtype
@@ -92,7 +92,9 @@ class StepMeasurer:
         shards, config = model_shards(model.config, config)
         if shards is not None:
             model = shard_model(model, shards)
-        kernels = choose_kernels(local_part(model), weights_dtype(model), config)
+        part, dtype = local_part(model), weights_dtype(model)
+        config = decide_deterministic(part, dtype, config)
+        kernels = choose_kernels(part, dtype, config)
         functions = model_functions(model, config, kernels.layer)
         limits = resolve(functions, config, kernels.attention).scheduler
         self.levels: list[int]

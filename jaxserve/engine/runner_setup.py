@@ -12,7 +12,7 @@ from importlib import metadata
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, File, options
-from jaxserve.engine.kernel_choice import KernelChoice, choose_kernels, qualify_kernels
+from jaxserve.engine.kernel_choice import KernelChoice, choose_kernels, decide_deterministic, qualify_kernels
 from jaxserve.engine.resolution import model_functions, resolve
 from jaxserve.engine.sharding import check_sharding, local_part, model_shards
 from jaxserve.execution.compilation import compile_counts, use_persistent_cache
@@ -59,7 +59,9 @@ def set_up_runner(
     shards, config = model_shards(model.config, config, mesh, hosts)
     if shards is not None and not isinstance(model, ShardedModel):
         model = shard_model(model, shards)
-    kernels = choose_kernels(local_part(model), weights_dtype(model), config, qualification)
+    part, dtype = local_part(model), weights_dtype(model)
+    config = decide_deterministic(part, dtype, config)
+    kernels = choose_kernels(part, dtype, config, qualification)
     functions = model_functions(model, config, kernels.layer)
     resolved = resolve(functions, config, kernels.attention, hosts)
     programs = make_programs(functions, resolved)

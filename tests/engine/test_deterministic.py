@@ -20,6 +20,7 @@ from jaxserve.execution.resolved_config import resolve_config
 from jaxserve.models import row_tiles
 from jaxserve.models.row_tiles import RowTiles
 from jaxserve.sampling import logit_edits
+from kernels.cpu import library
 from tests import dummy, workload
 from tests.dummy import CONFIG, ONE_BUCKET, SEQS, TOKENS, Ask, Run, differences, dummy_model, make_engine, serve, serve_alone
 from tests.engine.test_engine_experts import SPARSE
@@ -212,6 +213,13 @@ def resolve_on_gpu(config, backend, deterministic, platform="gpu", tensor_parall
     )
 
 
-def test_auto_is_bucket():
-    assert make_engine(dummy_model()).config.deterministic == "bucket"
+def test_auto_is_always_where_that_costs_nothing():
+    assert make_engine(dummy_model()).config.deterministic == ("always" if library.lacks() is None else "bucket")
+    assert make_engine(dummy_model(), **XLA).config.deterministic == "bucket"
+    assert make_engine(dummy_model(), attention_backend="xla").config.deterministic == "bucket"
+    assert make_engine(dummy_model(config=SPARSE)).config.deterministic == "bucket"
+    assert (
+        make_engine(dummy_model(), speculative_config={"num_speculative_tokens": 2, "acceptance": "rejection"}).config.deterministic
+        == "bucket"
+    )
     assert "deterministic: always" in make_engine(dummy_model(), **ALWAYS).describe()
