@@ -13,12 +13,15 @@ register spills or too much shared memory in our kernels, or local memory or an 
 must agree in every bit and do other float operations; a body that does not run the fast attention kernel once a layer; a body
 or head that is not one CUDA graph; a copy of KV pages; more temporary memory than the plan sets aside; a pool that does not fit.
 With --tensor_parallel_size also a body that does not sum over the devices twice a layer; programs are one graph with
---graph_collectives, and many without. With --deterministic=always also a matmul in another tile than the others, with a split K or
-in cuBLAS, and a sum of floats whose operations differ between bodies, or between heads.
+--graph_collectives, and many without. With --pipeline_parallel_size the programs of the first stage, of one in the middle
+and of the last one are held to this, each with its own layers, and the memory line says which stage bounds the pool. With
+--deterministic=always also a matmul in another tile than the others, with a split K or in cuBLAS, and a sum of floats whose
+operations differ between bodies, or between heads.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -67,6 +70,12 @@ _BACKEND = flags.DEFINE_enum(
     "Which attention the step runs; default: mosaic_sm90 on Hopper, else mosaic_portable.",
 )
 _DEVICES = flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that share a model; figures are of one of them.", lower_bound=1)
+_STAGES = flags.DEFINE_integer(
+    "pipeline_parallel_size",
+    1,
+    "Stages of a pipeline, of --tensor_parallel_size devices each: the first, one between and the last are compiled.",
+    lower_bound=1,
+)
 _GRAPH_COLLECTIVES = flags.DEFINE_bool(
     "graph_collectives", False, "As of an engine: sums over devices are in the CUDA graphs, and a program must be one."
 )
@@ -182,20 +191,21 @@ def check_model(name: str, memory_fraction: float, compiler: Compiler) -> dict[s
         "speculative_config": _SPECULATION.value,
         "deterministic": _DETERMINISTIC.value,
         "tensor_parallel_size": _DEVICES.value,
+        "pipeline_parallel_size": _STAGES.value,
         "graph_collectives": _GRAPH_COLLECTIVES.value,
         "all_reduce_backend": _ALL_REDUCE.value,
     }
     try:
-        mesh = compiler.mesh if _DEVICES.value > 1 else None
+        mesh = compiler.mesh if compiler.num_devices > 1 else None
         step = AbstractStep.make(read_config(name), options, compiler.target, memory_fraction, mesh)
         buckets = step.select(_BUCKETS.value) if _BUCKETS.value else step.default_buckets()
     except (ValueError, NotImplementedError) as error:  # the answer to the question, in the engine's own words
         return {"model": name, "faults": [str(error)], "programs": []}
-    weights, backend = gib(step.programs.functions.num_bytes), step.config.attention_backend
+    weights, backend = gib(max(stage.functions.num_bytes for stage in step.stages)), step.config.attention_backend
     print(f"-- {name} on {compiler.target}, attention on {backend}: weights {weights}, {step.config.plan}", flush=True)
 
-    def show(report: CompiledReport) -> None:
-        print(describe(report, step.config.pages.num_layers), flush=True)
+    def show(report: CompiledReport, num_layers: int) -> None:
+        print(describe(report, num_layers), flush=True)
         if _VERBOSE.value:
             print(table(report), flush=True)
 
@@ -210,15 +220,16 @@ def check_model(name: str, memory_fraction: float, compiler: Compiler) -> dict[s
     return {
         "model": name,
         "faults": result.faults,
-        "memory": None if result.fit is None else vars(result.fit),
-        "num_layers": step.config.pages.num_layers,
+        "memory": None if result.fit is None else dataclasses.asdict(result.fit),
+        "num_layers": step.config.model.num_layers,
         "programs": [report.as_json() for report in result.reports],
     }
 
 
 def check_target(target: str, models: list[tuple[str, float]]) -> list[dict[str, Any]]:
     """Kernels and models on one target."""
-    compiler = Compiler(target, Path(_DUMP.value) / target if _DUMP.value else None, _DEVICES.value)
+    folder = Path(_DUMP.value) / target if _DUMP.value else None
+    compiler = Compiler(target, folder, _DEVICES.value * _STAGES.value, _STAGES.value)
     results = [{"target": target, **check_kernels(compiler)}] if _KERNELS.value != "none" else []
     results += [{"target": target, **check_model(*model, compiler)} for model in models]
     if not _DUMP.value:

@@ -120,14 +120,15 @@ def make_noting_cuda(root: Path, log: Path) -> None:
 
 
 class Compiler:
-    """Compiles for one target, or for `num_devices` such that are joined by NVLink; everything it dumps lies in `folder`, which
-    outlives it."""
+    """Compiles for one target, or for `num_devices` such that are joined by NVLink, in `num_stages` groups of as many; everything
+    it dumps lies in `folder`, which outlives it."""
 
-    def __init__(self, target: str = "h100", folder: Path | None = None, num_devices: int = 1):
+    def __init__(self, target: str = "h100", folder: Path | None = None, num_devices: int = 1, num_stages: int = 1):
         if target not in TARGETS:
             raise ValueError(f"{target=} must be one of {', '.join(TARGETS)}")
         self.target = target
         self.num_devices = num_devices
+        self.num_stages = num_stages
         self.folder = folder or Path(tempfile.mkdtemp(prefix="jaxserve-aot-"))
         self.mosaic_kernels: list[Kernel] = []  # of all programs so far: a kernel is compiled once a process
         make_noting_cuda(self.folder / "cuda", self.folder / "ptxas")
@@ -149,7 +150,7 @@ class Compiler:
 
     @functools.cached_property
     def mesh(self) -> Any:
-        """A mesh of such devices, which do not exist."""
+        """A mesh of such devices, which do not exist; of a pipeline with an axis "pp" before "tp"."""
         import jax
         import numpy as np
         from jax.experimental import topologies
@@ -160,7 +161,10 @@ class Compiler:
         topology = topologies.get_topology_desc(
             platform="cuda", topology_name="", topology=f"1x1x{self.num_devices}", target_config=config
         )
-        return Mesh(np.array(topology.devices), ("tp",), axis_types=(AxisType.Auto,))
+        devices, axes = np.array(topology.devices), ("tp",)
+        if self.num_stages > 1:
+            devices, axes = devices.reshape(self.num_stages, -1), ("pp", "tp")
+        return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
 
     def compile(
         self,
@@ -172,7 +176,7 @@ class Compiler:
         options: Mapping[str, Any] | None = None,
     ) -> CompiledReport:
         """Compiles function(*args), args being ShapeDtypeStructs in any pytree; without a sharding every device has them whole.
-        Whatever the compiler raises passes."""
+        Those with a sharding share one mesh, for which it is compiled. Whatever the compiler raises passes."""
         start = time.perf_counter()
         return self.finish(name, self.lower(function, args, donate=donate), options=options, start=start)
 
@@ -188,10 +192,11 @@ class Compiler:
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
         os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1"
         os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(self.folder / "cuda")
-        sharding = NamedSharding(self.mesh, PartitionSpec())
+        mesh = next((x.sharding.mesh for x in jax.tree.leaves(tuple(args)) if x.sharding is not None), self.mesh)
+        sharding = NamedSharding(mesh, PartitionSpec())
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or sharding), tuple(args))
         # The mesh is how Pallas learns what it compiles for, the SMs how our own kernels do.
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), gpu.assume(device_of(self.target)):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), gpu.assume(device_of(self.target)):
             return jax.jit(function, donate_argnums=donate).trace(*args).lower(lowering_platforms=("cuda",))
 
     def finish(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from scripts.aot.verdicts import (
     PORTABLE_OP,
     ROTARY_OP,
     MemoryFit,
+    StageFit,
     StepDemands,
     body_faults,
     head_faults,
@@ -61,8 +62,8 @@ def split_fraction(model: str, default: float) -> tuple[str, float]:
 class AbstractStep:
     """A model and plan on a target: the programs, from shapes alone, and how the device's memory is shared out beside them.
 
-    resolve: (temp_bytes=what is set aside for programs) -> ResolvedConfig. programs: those of a config for which nothing was, as
-    the engine takes them to learn what they need.
+    resolve: (weight_bytes, num_layers and temp_bytes of a stage) -> ResolvedConfig. programs: those of a config for which nothing
+    was set aside, as the engine takes them to learn what they need.
     """
 
     programs: Any
@@ -74,7 +75,7 @@ class AbstractStep:
     @classmethod
     def make(cls, model: Any, options: dict[str, Any], target: str, memory_fraction: float, mesh: Any = None) -> AbstractStep:
         """model: a ModelConfig. options: EngineConfig's. memory_fraction: the share of the device that the process may allocate.
-        mesh: of the devices that share the model, where the options ask for several.
+        mesh: of the devices that share the model, where the options ask for several; with an axis "pp" where for stages.
 
         Raises ValueError as `resolve_config`: limits that contradict each other or the memory; NotImplementedError for an
         attention backend that can't.
@@ -85,7 +86,7 @@ class AbstractStep:
         from jaxserve.engine.kernel_choice import choose_kernels
         from jaxserve.engine.resolution import model_functions
         from jaxserve.engine.sharding import model_shards
-        from jaxserve.execution.programs import Programs
+        from jaxserve.execution.pipeline_programs import make_programs
         from jaxserve.execution.resolved_config import resolve_config
         from jaxserve.models import Decoder
         from jaxserve.models.shards import ShardedModel
@@ -112,14 +113,18 @@ class AbstractStep:
                 platform="gpu",
                 device_limit=limit,
                 attention_backend=kernels.attention,
-                weight_bytes=functions.num_bytes,
                 local=local,
             )
-            return cls(Programs(functions, resolve()), resolve, device, limit, target)
+            return cls(make_programs(functions, _tightest(_resolved(functions, resolve))), resolve, device, limit, target)
 
     @property
     def config(self) -> Any:
         return self.programs.config
+
+    @property
+    def stages(self) -> list[Any]:
+        """The programs of each stage of the pipeline; of one stage, all."""
+        return getattr(self.programs, "stages", [self.programs])
 
     def fit(self, reserve: int) -> MemoryFit:
         """The pool and the max_model_len that the engine takes once it knows that programs need `reserve` bytes.
@@ -129,14 +134,19 @@ class AbstractStep:
         from jaxserve.sampling.edit_rows import EditLayout
 
         reserve += self.programs.draft_bytes
-        config = self.resolve(temp_bytes=reserve)
+        found = _resolved(self.programs.functions, self.resolve, reserve)
+        config = _tightest(found)
         engine, limits, page_size = config.engine, config.scheduler, config.cache.page_size
         longest = engine.max_model_len or config.model.max_position_embeddings  # before the pool shortens it
+        stages = [
+            StageFit(len(stage.functions.layers), stage.functions.num_bytes, one.pages.page_bytes, one.cache.num_pages)
+            for stage, one in zip(self.stages, found, strict=True)
+        ]
         return MemoryFit(
             device=self.device_bytes,
             limit=self.limit_bytes,
             utilization=engine.gpu_memory_utilization,
-            weights=self.programs.functions.num_bytes,
+            weights=stages[found.index(config)].weights,
             reserve=reserve,
             edits=limits.max_num_seqs * EditLayout(limits.max_model_len, config.model.vocab_size).row_bytes,
             page=config.pages.page_bytes,
@@ -144,6 +154,7 @@ class AbstractStep:
             num_pages=config.cache.num_pages,
             wanted_pages=limits.max_num_seqs * math.ceil(longest / page_size),
             max_model_len=limits.max_model_len,
+            stages=tuple(stages) if len(stages) > 1 else (),
         )
 
     def select(self, names: Iterable[str]) -> list[Any]:
@@ -166,6 +177,18 @@ class AbstractStep:
         return [*decodes[:1], *drafts[-1:], plan.buckets[-1]]
 
 
+def _resolved(functions: Any, resolve: Callable[..., Any], temp_bytes: int = 0) -> list[Any]:
+    """The config as each stage would have it, `temp_bytes` set aside for programs."""
+    return [
+        resolve(weight_bytes=stage.num_bytes, num_layers=len(stage.layers), temp_bytes=temp_bytes) for stage in functions.stages
+    ]
+
+
+def _tightest(configs: Sequence[Any]) -> Any:
+    """Of stages: that with room for the fewest pages, which all of them then have."""
+    return min(configs, key=lambda config: config.cache.num_pages)
+
+
 @dataclass
 class StepResult:
     """fit: None where the engine would refuse to start, which is the last fault then."""
@@ -176,55 +199,42 @@ class StepResult:
     config: Any
 
 
-def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_report: Any = lambda report: None) -> StepResult:
-    """Compiles these buckets' bodies, the smallest and largest heads, scoring and the state's update, and says what is wrong with
-    them.
+@dataclass
+class StageReports:
+    """What became of a stage's programs. number: which one it is, programs: its own; heads and scoring are the last stage's."""
 
-    The largest body, the largest head and scoring decide how much memory the plan must set aside.
+    number: int
+    programs: Any
+    bodies: dict[Any, CompiledReport] = field(default_factory=dict)  # by bucket
+    heads: dict[Any, CompiledReport] = field(default_factory=dict)  # by rows and whether with log-probabilities
+    score: CompiledReport | None = None
+    update: CompiledReport | None = None
+
+    @property
+    def all(self) -> list[CompiledReport]:
+        beside = [report for report in (self.score, self.update) if report is not None]
+        return [*self.bodies.values(), *self.heads.values(), *beside]
+
+
+def check_step(
+    step: AbstractStep, compiler: Compiler, buckets: list[Any], on_report: Callable[[CompiledReport, int], None] = lambda *_: None
+) -> StepResult:
+    """Compiles these buckets' bodies, the smallest and largest heads, scoring and the state's update, and says what is wrong with
+    them. Of a pipeline: the programs of its first stage, of one in the middle and of the last one.
+
+    The largest body, the largest head and scoring decide how much memory the plan must set aside. on_report: is told of each
+    program, and how many layers its stage has.
     """
     from jaxserve.execution.memory import reserve_bytes
-    from jaxserve.execution.programs import ProgramKey, gpu_compiler_options, name_of
 
-    plan, config, programs = step.config.plan, step.config, step.programs
-    heads = [(plan.head_rows[0], False), (plan.max_head_rows, True)]
-
-    def compile_one(key: ProgramKey) -> CompiledReport:
-        options = gpu_compiler_options(config.deterministic, config.engine.graph_collectives)
-        return _compile(compiler, on_report, name_of(key), options, *programs.spec(key))
-
-    bodies = {b: compile_one(b) for b in dict.fromkeys([*buckets, plan.buckets[-1]])}
-    tops = {h: compile_one(h) for h in dict.fromkeys(heads)}
-    score, update = compile_one("score"), compile_one("update")
-    reserve = reserve_bytes(r.temp_bytes for r in (bodies[plan.buckets[-1]], tops[heads[-1]], score))
-    shard = programs.functions.shard
-    demands = StepDemands(
-        num_layers=config.pages.num_layers,
-        kv_layer_shape=config.pages.layer(config.cache.num_pages),
-        pool_bytes=config.pool_bytes,
-        temp_bytes=reserve,
-        num_sums=0 if shard.is_alone else 1 if shard.whole_sums else 2 * config.pages.num_layers + 1,
-        num_gathers=4 * config.pages.num_layers if shard.whole_sums else 0,
-        one_graph=programs.functions.shards is None or config.engine.graph_collectives,
-    )
-    attention = OPS.get(config.attention_backend)
-    others = _calls(programs.functions.kernels, config.model) if attention is not None else {}
-    faults: list[str] = []
-    for report in bodies.values():
-        faults += body_faults(report, demands, attention, others)
-    for report in (*tops.values(), score):
-        faults += head_faults(report, demands)
-    faults += update_faults(update, demands)
-    beside = [*tops.values(), score, update]
-    for report in (*bodies.values(), *beside):
-        ours = [k for k in report.kernels if k.source == "mosaic"]
-        faults += variant_faults(report, compiler.mosaic_kernels)
-        faults += kernel_faults(ours, smem_limit=smem_limit_of(step.target), where=report.name, arch=arch_of(step.target))
-    reports = [*bodies.values(), *beside]
-    if config.deterministic == "always":  # a row is computed in any of the bodies, and sampled in any of the heads
-        kernels = programs.functions.kernels
-        for same, ours in ((bodies, kernels.matmul == "mosaic_sm90" and kernels.fuse_residuals), (tops, False)):
-            orders = {report.name: report.order for report in same.values() if report.order is not None}
-            faults += order_faults(orders, ours=ours)
+    config, stages = step.config, []
+    for number in middle_and_ends(len(step.stages)):
+        stages.append(StageReports(number, step.stages[number]))
+        _compile_stage(stages[-1], step, compiler, buckets, on_report)
+    largest = [report for stage in stages for report in (stage.bodies[config.plan.buckets[-1]], *_last_of(stage))]
+    reserve = reserve_bytes(report.temp_bytes for report in largest)
+    faults = [fault for stage in stages for fault in _stage_faults(stage, step, compiler, reserve)]
+    reports = [report for stage in stages for report in stage.all]
     try:
         fit = step.fit(reserve)
     except ValueError as error:  # the engine's own words
@@ -232,19 +242,84 @@ def check_step(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_re
     return StepResult(reports, fit, faults + fit.faults, config)
 
 
-def _calls(kernels: Any, model: Any) -> dict[str, int]:
+def middle_and_ends(num_stages: int) -> list[int]:
+    """The stages whose programs differ: the first, one of those between, the last one. Of those between, the first has the most
+    layers."""
+    return list(dict.fromkeys([0, min(1, num_stages - 1), num_stages - 1]))
+
+
+def _last_of(stage: StageReports) -> list[CompiledReport]:
+    """The largest head and scoring, of a last stage."""
+    return [*list(stage.heads.values())[-1:], *([] if stage.score is None else [stage.score])]
+
+
+def _compile_stage(stage: StageReports, step: AbstractStep, compiler: Compiler, buckets: list[Any], on_report: Any) -> None:
+    from jaxserve.execution.programs import ProgramKey, gpu_compiler_options, name_of
+
+    config, programs = step.config, stage.programs
+    options = gpu_compiler_options(config.deterministic, config.engine.graph_collectives)
+    where = f" of stage {stage.number}" if len(step.stages) > 1 else ""
+
+    def compile_one(key: ProgramKey) -> CompiledReport:
+        function, donate, args = programs.spec(key)
+        report = compiler.compile(name_of(key) + where, function, args, donate=donate, options=options)
+        on_report(report, len(programs.functions.layers))
+        return report
+
+    plan = config.plan
+    stage.bodies = {b: compile_one(b) for b in dict.fromkeys([*buckets, plan.buckets[-1]])}
+    if programs.functions.is_last:
+        heads = [(plan.head_rows[0], False), (plan.max_head_rows, True)]
+        stage.heads = {h: compile_one(h) for h in dict.fromkeys(heads)}
+        stage.score = compile_one("score")
+    stage.update = compile_one("update")
+
+
+def _demands(functions: Any, config: Any, temp_bytes: int) -> StepDemands:
+    """What the programs of one stage are held to."""
+    shard, num_layers = functions.shard, len(functions.layers)
+    embedding = int(functions.is_first)
+    return StepDemands(
+        num_layers=num_layers,
+        kv_layer_shape=config.pages.layer(config.cache.num_pages),
+        pool_bytes=config.cache.num_pages * replace(config.pages, num_layers=num_layers).page_bytes,
+        temp_bytes=temp_bytes,
+        num_sums=0 if shard.is_alone else embedding if shard.whole_sums else 2 * num_layers + embedding,
+        num_gathers=4 * num_layers if shard.whole_sums else 0,
+        one_graph=shard.is_alone or config.engine.graph_collectives,
+    )
+
+
+def _stage_faults(stage: StageReports, step: AbstractStep, compiler: Compiler, reserve: int) -> list[str]:
+    """What is wrong with the programs of a stage. reserve: bytes that the plan sets aside for programs."""
+    config, functions = step.config, stage.programs.functions
+    demands, attention = _demands(functions, config, reserve), OPS.get(config.attention_backend)
+    others = _calls(functions, config.model) if attention is not None else {}
+    faults: list[str] = []
+    for report in stage.bodies.values():
+        faults += body_faults(report, demands, attention, others)
+    for report in (*stage.heads.values(), *([] if stage.score is None else [stage.score])):
+        faults += head_faults(report, demands)
+    assert stage.update is not None
+    faults += update_faults(stage.update, demands)
+    for report in stage.all:
+        ours = [k for k in report.kernels if k.source == "mosaic"]
+        faults += variant_faults(report, compiler.mosaic_kernels)
+        faults += kernel_faults(ours, smem_limit=smem_limit_of(step.target), where=report.name, arch=arch_of(step.target))
+    if config.deterministic == "always":  # a row is computed in any of the bodies, and sampled in any of the heads
+        kernels = functions.kernels
+        for same, ours in ((stage.bodies, kernels.matmul == "mosaic_sm90" and kernels.fuse_residuals), (stage.heads, False)):
+            orders = {report.name: report.order for report in same.values() if report.order is not None}
+            faults += order_faults(orders, ours=ours)
+    return faults
+
+
+def _calls(functions: Any, model: Any) -> dict[str, int]:
     """How often a body calls a kernel of ours beside attention and experts."""
-    found, dense = {}, model.num_layers - len(model.sparse_layers)
+    kernels, num_layers = functions.kernels, len(functions.layers)
+    found, dense = {}, num_layers - len(set(model.sparse_layers) & set(functions.layers))
     if kernels.rotary == "mosaic":
-        found[ROTARY_OP] = model.num_layers
+        found[ROTARY_OP] = num_layers
     if kernels.matmul == "mosaic_sm90":  # qkv_proj and gate_up_proj; o_proj and down_proj with what they are added to
-        found[FUSED_OP] = (model.num_layers + dense) * (2 if kernels.fuse_residuals else 1)
+        found[FUSED_OP] = (num_layers + dense) * (2 if kernels.fuse_residuals else 1)
     return found
-
-
-def _compile(
-    compiler: Compiler, on_report: Any, name: str, options: Any, function: Any, donate: tuple[int, ...], args: Any
-) -> CompiledReport:
-    report = compiler.compile(name, function, args, donate=donate, options=options)
-    on_report(report)
-    return report

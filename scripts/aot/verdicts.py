@@ -175,12 +175,24 @@ def _float_operations(r: Roofline, which: str) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
+class StageFit:
+    """A stage of a pipeline, on one of its devices. Bytes, except pages. page: of its own layers; room: as many pages as the pool
+    would have if all stages were like this one."""
+
+    num_layers: int
+    weights: int
+    page: int
+    room: int
+
+
+@dataclass(frozen=True)
 class MemoryFit:
     """How a model shares out a GPU's memory. Bytes, except pages and tokens.
 
     limit: what the process may allocate, utilization: the share of it that the engine takes, reserve: temporary memory of the
     largest programs and what drafts take, edits: what sequences' logit edits take. num_pages: pages of the pool; wanted_pages: more
-    than this many are never used. max_model_len: as asked for, else the model's or what the pool holds.
+    than this many are never used. max_model_len: as asked for, else the model's or what the pool holds. stages: of a pipeline;
+    weights and page are then those of the stage with the least room, whose num_pages all have.
     """
 
     device: int
@@ -194,6 +206,7 @@ class MemoryFit:
     num_pages: int
     wanted_pages: int
     max_model_len: int
+    stages: tuple[StageFit, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -216,7 +229,18 @@ class MemoryFit:
             f"{self.num_pages} pages of {self.page_size} tokens ({self.page / self.page_size / 1024:.1f} KiB a token) = "
             f"{self.num_tokens} tokens{capped}, "
             f"that is {self.num_tokens / self.max_model_len:.1f} requests of max_model_len={self.max_model_len}"
-        )
+        ) + self._shown_stages()
+
+    def _shown_stages(self) -> str:
+        """A line for each stage, and what bounds the pool."""
+        lines = []
+        for number, stage in enumerate(self.stages):
+            bound = " (bounds the pool)" if stage.room == self.num_pages < self.wanted_pages else ""
+            lines.append(
+                f"\n    stage {number}: {stage.num_layers} layers, weights {gib(stage.weights)}, KV pool "
+                f"{gib(self.num_pages * stage.page)}, room for {stage.room} pages{bound}"
+            )
+        return "".join(lines)
 
 
 def gib(num_bytes: float) -> str:
