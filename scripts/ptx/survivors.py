@@ -42,14 +42,15 @@ WHOLE_TILE = Case("whole_tile", _SEQS, Heads(8, 1, 64), 16, "bfloat16", max_q_le
 # Two consumers, the second one's tile not full; norm, bias and residual; several tiles to a CTA, each of which fills the ring more
 # than once.
 STEPS, STEPS_TILES = fused_cases.Case("steps", 72, 192, 256, norm=True, bias=True, residual=True), Tiles(2, 32, 1, 2)
-# A kernel, and the case that it runs; the first ones are for Hopper. The other case of attention has two consumers, and pages in
-# one copy; that of the grouped matmul has tiles that are not full.
+# A kernel, and the case that it runs; the first ones are for Hopper. The other cases of attention have two consumers and pages in
+# one copy, and three with pages in several; that of the grouped matmul has tiles that are not full.
 SUBJECTS = (
     (EXPERTS, "bfloat16_deep"),
     (EXPERTS, "bfloat16_sizes"),
     (JOIN, "whole_tile"),
     (ATTENTION, "whole_tile"),
     (ATTENTION, "gpu-pass_by-8b"),
+    (ATTENTION, "gpu-pass_by-window-soft_cap"),
     (FUSED_MATMUL, FUSED + STEPS.name),
     (FUSED_MATMUL, FUSED + "gate_up"),
 )
@@ -175,23 +176,28 @@ def _take_out(trial: Trial, group: list[Mutation], gone: list[Mutation], batches
 
 
 def _other(trial: Trial, change: Mutation, gone: Sequence[Mutation]) -> str | None:
-    """Which other instruction does what this one does: without both something is caught. None if there is no such one."""
-    instructions, cover = trial.suite.kernels[trial.kernel].program.instructions, trial.cover()
+    """Which other instruction does what this one does: without both something is caught. None if there is no such one. In few
+    batches and one schedule, or else in all of them: what a schedule's other barriers happen to order is not caught in it."""
+    instructions = trial.suite.kernels[trial.kernel].program.instructions
     near = [m for m in gone if instructions[m.index].opcode == instructions[change.index].opcode]
-    for other in sorted(near, key=lambda m: abs(m.index - change.index))[:2]:
-        caught = trial.catch([other, change], cover, (0,))
+    near = sorted(near, key=lambda m: abs(m.index - change.index))[:2]
+    for where in ((trial.cover(), (0,)), (trial.batches, ALL_SEEDS)):
+        for other in near:
+            caught = trial.catch([other, change], *where)
+            if caught is not None:
+                return f"{instructions[other.index]} does the same; without both: {caught}"
+        caught = trial.catch([*gone, change], *where)
         if caught is not None:
-            return f"{instructions[other.index]} does the same; without both: {caught}"
-    caught = trial.catch([*gone, change], cover, (0,))
-    if caught is None:
+            break
+    else:
         return None
     low, high = 0, len(gone)  # without `change` and the first `low` nothing is caught, with the first `high` something is
     while high - low > 1:
         middle = (low + high) // 2
-        found = trial.catch([*gone[:middle], change], cover, (0,))
+        found = trial.catch([*gone[:middle], change], *where)
         low, high, caught = (low, middle, found) if found else (middle, high, caught)
     other = gone[high - 1]
-    pair = trial.catch([other, change], cover, (0,))
+    pair = trial.catch([other, change], *where)
     without = "both" if pair else f"these and {high - 1} more"
     return f"{instructions[other.index]} does the same; without {without}: {pair or caught}"
 
