@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any
+import math
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -25,6 +26,10 @@ from jaxserve.simulation.records import RequestRecords
 from jaxserve.simulation.replay import serve as simulate
 from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
 from jaxserve.workloads.workload import Workload, WorkloadRequest
+from scripts.aot.compiled_report import CompiledReport, Instruction, Kernel, Thunk
+from scripts.aot.compiler import Compiler
+from scripts.aot.step import AbstractStep, check_step, read_config
+from scripts.aot.verdicts import ATTENTION, ATTENTION_OP, FUSED_MATMUL, FUSED_OP, ROTARY_OP, ROTARY_WRITE, StageFit
 from tests.dummy import (
     CONFIG,
     ONE_BUCKET,
@@ -295,3 +300,67 @@ def test_what_can_not_be_is_refused(settings, axes, kind, message):
     mesh = None if axes is None else Mesh(np.array(jax.devices()).reshape(axes[2:]), axes[:2])
     with pytest.raises(kind, match=message):
         Engine(dummy_model(), EngineConfig(**SETTINGS, **settings), mesh=mesh)
+
+
+class CompilerOf:
+    """Stands in for aot_check's compiler: a body calls its kernels once for each array of pages that it is given, sums twice for
+    each, and once more where nothing comes from a stage before."""
+
+    mosaic_kernels = (
+        Kernel(ATTENTION, "mosaic", "sm_90a", 200, 0, 0, 0, 1000, uses=("TMA", "wgmma from registers")),
+        Kernel(FUSED_MATMUL, "mosaic", "sm_90a", 200, 0, 0, 0, 1000, uses=("TMA", "wgmma from registers")),
+        Kernel(ROTARY_WRITE, "mosaic", "sm_90a", 200, 0, 0, 0, 1000),
+    )
+
+    def __init__(self, missing: str = ""):
+        self.missing = missing  # the program that lacks one sum
+        self.meshes: dict[str, Any] = {}  # of each program
+
+    def compile(self, name: str, function: Any, args: Any, *, donate: Any, options: Any) -> CompiledReport:
+        (mesh,) = {x.sharding.mesh for x in jax.tree.leaves(args)}
+        self.meshes[name] = mesh
+        report = CompiledReport(name, thunks=[Thunk("CommandBuffer", "", False)] if name[:5] != "state" else [])
+        if not name.startswith("body"):
+            return report
+        pages = args[1].kv_pages
+        calls = [ATTENTION_OP, ROTARY_OP, *[FUSED_OP] * 2] * len(pages)
+        sums = 2 * len(pages) + (len(args) == 3) - (name == self.missing)
+        instructions = [Instruction(f"{i}", "custom-call", (), (), op, "mosaic_gpu_v2") for i, op in enumerate(calls)]
+        instructions += [Instruction(f"{i}", "all-reduce", (), (), "", "") for i in range(sums)]
+        held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in pages)
+        return dataclasses.replace(report, instructions=instructions, alias_bytes=held)
+
+
+def aot_step(num_stages: int, **options: Any) -> AbstractStep:
+    """Qwen3-0.6B on stages of two H100s, as aot_check has it."""
+    mesh = Mesh(np.array(jax.devices()[: 2 * num_stages]).reshape(num_stages, 2), ("pp", "tp"))
+    given = {"pipeline_parallel_size": num_stages, "tensor_parallel_size": 2, "graph_collectives": True}
+    given |= {"dtype": "bfloat16", "attention_backend": "mosaic_sm90", "max_model_len": 2048, **options}
+    return AbstractStep.make(read_config("qwen3-0.6b"), given, "h100", 0.75, mesh)
+
+
+def test_aot_check_compiles_the_stages_whose_programs_differ():
+    step, compiler = aot_step(4), CompilerOf()
+    result = check_step(step, cast(Compiler, compiler), step.default_buckets()[:1])
+    assert result.faults == []
+    devices = jax.devices()
+    where = {name: list(mesh.devices.flat) for name, mesh in compiler.meshes.items()}
+    assert where["body decode(8,8) of stage 0"] == devices[:2] and where["body decode(8,8) of stage 1"] == devices[2:4]
+    assert where["head(8) of stage 3"] == where["score of stage 3"] == devices[6:]
+    assert len(where) == 3 * 3 + 3 and not any("head" in name or "stage 2" in name for name in where if "stage 3" not in name)
+    [fault] = check_step(step, cast(Compiler, CompilerOf("body decode(8,8) of stage 1")), step.default_buckets()[:1]).faults
+    assert fault == "body decode(8,8) of stage 1: 13 sums over devices; must be 14, those of the layers and that of the embedding"
+
+
+def test_the_stage_with_the_least_room_bounds_the_pool_that_aot_check_reports():
+    reserve, limit = 123 << 20, int(0.75 * 84_942_979_072)
+    fit = aot_step(3, gpu_memory_utilization=0.05).fit(reserve)
+    layer = 2 * (1024 * 4096 // 2 + 2048 * 1024 // 2 + 3 * 1024 * 3072 // 2 + 2 * 1024 + 2 * 128)  # bytes, of one of two devices
+    embedding, norm = 2 * 76_032 * 1024, 2 * 1024  # of 151,936 words, 152,064 with those of zeros
+    weights = [embedding + 10 * layer, 9 * layer, 9 * layer + norm + embedding]  # tied: the last stage has a copy
+    pages = [layers * 2 * 4 * 64 * 128 * 2 for layers in (10, 9, 9)]
+    room = [(int(0.05 * limit) - w - reserve - fit.edits) // page for w, page in zip(weights, pages, strict=True)]
+    assert list(fit.stages) == [StageFit(*one) for one in zip((10, 9, 9), weights, pages, room, strict=True)]
+    assert fit.num_pages == room[0] < min(room[1:]) and fit.weights == weights[0]
+    _, *lines = str(fit).splitlines()
+    assert lines[0].startswith("    stage 0: 10 layers") and ["bounds the pool" in line for line in lines] == [True, False, False]

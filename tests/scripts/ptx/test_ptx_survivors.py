@@ -22,15 +22,16 @@ RACE = "(reads, unordered with a write|writes, unordered with a read) by warp #"
 ENDLESS = "setp.eq.b32 %p1, 0, 0;\n$L:\n@%p1 bra $L;\n"
 
 
-def suite(body, want=32, calls=None):
-    """A program of two warps and one array that it writes, as ptx_check has them. calls: gets a seed each time it runs."""
+def suite(body, want=32, calls=None, blind=()):
+    """A program of two warps and one array that it writes, as ptx_check has them. calls: gets a seed each time it runs. blind:
+    seeds whose schedules order everything."""
     kernel = program(body, warps=2)
 
     def with_kernels(kernels):
         def once(seed):
             if calls is not None:
                 calls.append(seed)
-            result = run(kernels["k"].program, kernels["k"].launch, [zeros(1), zeros(32)], seed=seed)
+            result = run(kernel if seed in blind else kernels["k"].program, kernels["k"].launch, [zeros(1), zeros(32)], seed=seed)
             return result.arrays[1], {"k": result.covered}
 
         return Program("snippet", kernels, (Run("batch", once, np.arange(want), 1e-9),), with_kernels, frozenset())
@@ -53,6 +54,12 @@ def test_of_two_that_do_the_same_one_is_redundant_and_the_other_says_so():
     assert first == [None, TOGETHER]
     caught, reason = second
     assert caught is None and reason and re.search(f"bar.sync 0 does the same; without both: {RACE}", reason)
+
+
+def test_the_other_one_is_found_by_any_schedule():
+    body = WRITE + "bar.sync 0;\nadd.s32 %r7, %r0, 1;\nbar.sync 0;" + READ
+    ((_, _, reason),) = [o for o in found(body, blind=(0, 1)) if o[0] == "bar.sync removed" and o[2] != TOGETHER]
+    assert reason and re.search(f"bar.sync 0 does the same; without both: {RACE}", reason)
 
 
 def test_what_no_batch_reaches_is_not_called_redundant():
