@@ -199,11 +199,8 @@ class Compiler:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), gpu.assume(device_of(self.target)):
             return jax.jit(function, donate_argnums=donate).trace(*args).lower(lowering_platforms=("cuda",))
 
-    def finish(
-        self, name: str, lowered: Any, *, options: Mapping[str, Any] | None = None, start: float | None = None
-    ) -> CompiledReport:
-        """Compiles what `lower` made. start: when the work on it began, for the report's seconds."""
-        start = time.perf_counter() if start is None else start
+    def build(self, lowered: Any, *, options: Mapping[str, Any] | None = None) -> tuple[Any, Path]:
+        """Compiles what `lower` made, and reports nothing: jax's Compiled, and the folder of XLA's dump."""
         number = f"{len(list(self.folder.glob('hlo-*'))):03d}"
         dump = self.folder / f"hlo-{number}"
         dump.mkdir()
@@ -215,6 +212,14 @@ class Compiler:
                 "xla_dump_hlo_as_text": True,
             }
         )
+        return compiled, dump
+
+    def finish(
+        self, name: str, lowered: Any, *, options: Mapping[str, Any] | None = None, start: float | None = None
+    ) -> CompiledReport:
+        """Compiles what `lower` made. start: when the work on it began, for the report's seconds."""
+        start = time.perf_counter() if start is None else start
+        compiled, dump = self.build(lowered, options=options)
         memory, text = compiled.memory_analysis(), compiled.as_text()
         assert memory is not None and text is not None
         order = read_program(text, (path.read_text() for path in self._new_ptx()))

@@ -142,13 +142,28 @@ class _Warp:
         self.rounds: list[int] = []
 
 
+class _Step:
+    """An instruction as the model takes it. left: groups of wgmma that it leaves on their way, where it waits for others; unit:
+    what it takes for `busy` cycles, "" for none; tensor: cycles of the tensor cores; commits: whether it ends a group of wgmma."""
+
+    def __init__(self, i: Sass):
+        self.waits, self.read, self.write, self.stall = i.waits, i.read, i.write, max(i.stall, 1)
+        waits = i.opcode.startswith("WARPGROUP.DEPBAR")
+        self.left = int(i.operands.rpartition(",")[2].strip(), 16) if waits else None
+        self.unit = UNIT_OF.get(i.base, "")
+        self.busy = UNITS[self.unit] if self.unit else 0
+        self.tensor = _tensor_cycles(i)
+        self.commits = "gsb0" in i.operands
+        self.latency = LATENCY.get(i.base, OTHER_LATENCY)
+
+
 def cycles(way: list[Sass], warpgroups: int) -> float:
     """Cycles an iteration, on average once all warpgroups are under way."""
-    model, warps = _SubPartition(), [_Warp() for _ in range(warpgroups)]
+    model, warps, steps = _SubPartition(), [_Warp() for _ in range(warpgroups)], [_Step(i) for i in way]
     while min(len(warp.rounds) for warp in warps) < _ITERATIONS:
         # Of several that could issue, the one that has not for longest.
-        start, _, warp = min(((model.ready(warp, way), warp.issued, warp) for warp in warps), key=lambda one: one[:2])
-        model.issue(warp, way, start)
+        start, _, warp = min(((model.ready(warp, steps), warp.issued, warp) for warp in warps), key=lambda one: one[:2])
+        model.issue(warp, steps, start)
     first = warps[0].rounds
     return (first[_ITERATIONS - 1] - first[_WARMED_UP - 1]) / (_ITERATIONS - _WARMED_UP)
 
@@ -160,29 +175,30 @@ class _SubPartition:
         self.port, self.tensor = 0, 0
         self.units: dict[str, int] = defaultdict(int)
 
-    def ready(self, warp: _Warp, way: list[Sass]) -> int:
+    def ready(self, warp: _Warp, way: list[_Step]) -> int:
         """When the warp's next instruction can issue."""
         i = way[warp.at]
-        start = max(warp.time, self.port, *(warp.barriers[barrier] for barrier in i.waits), 0)
-        if i.opcode.startswith("WARPGROUP.DEPBAR"):
-            left = int(i.operands.rpartition(",")[2].strip(), 16)
-            start = max(start, ([0] * (left + 1) + warp.groups)[-1 - left] + WGMMA_SEEN)
-        return max(start, self.units[UNIT_OF.get(i.base, "")])
+        start = max(warp.time, self.port)
+        for barrier in i.waits:
+            start = max(start, warp.barriers[barrier])
+        if i.left is not None:
+            start = max(start, ([0] * (i.left + 1) + warp.groups)[-1 - i.left] + WGMMA_SEEN)
+        return max(start, self.units[i.unit]) if i.unit else start
 
-    def issue(self, warp: _Warp, way: list[Sass], start: int) -> None:
+    def issue(self, warp: _Warp, way: list[_Step], start: int) -> None:
         i = way[warp.at]
         self.port, warp.issued = start + 1, start
-        if i.base in UNIT_OF:
-            self.units[UNIT_OF[i.base]] = start + UNITS[UNIT_OF[i.base]]
-        if i.base == "HGMMA":
-            self.tensor = max(start + WGMMA_START, self.tensor) + _tensor_cycles(i)
-            if "gsb0" in i.operands:
+        if i.unit:
+            self.units[i.unit] = start + i.busy
+        if i.tensor:
+            self.tensor = max(start + WGMMA_START, self.tensor) + i.tensor
+            if i.commits:
                 warp.groups.append(self.tensor)
         if i.write is not None:
-            warp.barriers[i.write] = max(warp.barriers[i.write], start + LATENCY.get(i.base, OTHER_LATENCY))
+            warp.barriers[i.write] = max(warp.barriers[i.write], start + i.latency)
         if i.read is not None:
             warp.barriers[i.read] = max(warp.barriers[i.read], start + READ_LATENCY)
-        warp.time = start + max(i.stall, 1)
+        warp.time = start + i.stall
         warp.at += 1
         if warp.at == len(way):
             warp.at = 0

@@ -56,7 +56,7 @@ class KernelCompiler:
 
         lowered = self.compiler.lower(function, args)
         hashes = dict(_calls(lowered.as_text()))
-        self.compiler.finish(name, lowered, options=GPU_COMPILER_OPTIONS)
+        self.compiler.build(lowered, options=GPU_COMPILER_OPTIONS)
         new = [path for path in sorted(self.compiler.mosaic.glob("*.ptx")) if path.name not in self._read]
         self._read.update(path.name for path in new)
         for path in new:
