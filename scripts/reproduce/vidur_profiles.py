@@ -43,7 +43,7 @@ def compare(folder: Path) -> list[dict[str, Any]]:
         raise ValueError(f"no profile <gpu>_<model>_mlp.csv.gz in {folder}")
     rows = []
     for path in paths:
-        tokens, degrees, measured, predicted = _times(path)
+        tokens, degrees, measured, predicted = times_of(path)
         sizes = {"1-64": tokens <= 64, "65-512": (tokens > 64) & (tokens <= 512), "513-": tokens > 512}
         for name in ("layer", "matmuls", *OPERATORS):
             parts = OPERATORS if name == "layer" else MATMULS if name == "matmuls" else (name,)
@@ -67,7 +67,7 @@ def compare(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _times(path: Path) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
+def times_of(path: Path) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """(i64[n] tokens, i64[n] TP degrees, measured and predicted seconds f64[n] by operator) of a profile."""
     from jaxserve.step_times.analytic import Deployment
     from jaxserve.step_times.hardware import GPUS
