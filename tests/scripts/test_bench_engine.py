@@ -14,25 +14,23 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from jaxserve import BucketPlan, Engine, EngineConfig
 from jaxserve.execution.device_state import replace_rows
 from jaxserve.models.loading import random_model
-from scripts import bench_engine
+from scripts.bench import bare_step
 from jaxserve.cli.common.bench_models import TINY_QWEN3
 
-flags.FLAGS(["bench_engine", "--steps=20"])
 config = TINY_QWEN3 | {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 1000, "tie_word_embeddings": False}
 module = random_model(config, dtype="float32")
 plan = BucketPlan(decode=(2,), mixed=((64, 2),), head_rows=(2,))
 engine = Engine(module, EngineConfig(bucket_plan=plan, max_num_seqs=2, max_model_len=128, num_pages=8), eos_token_ids=())
-bare = bench_engine.BareStep(engine, 2)
+bare = bare_step.BareStep(engine, 2, 20)
 start = {"num_computed": jnp.zeros(2, jnp.int32), "last_tokens": jnp.array([5, 7], jnp.int32)}  # nothing is computed yet
 bare._state = replace_rows(bare._state, **start)
 bare._unread = jnp.array([5, 7], jnp.int32)
 drawn = [bare.run()[:2].tolist() for _ in range(6)]
 follows = np.asarray(jax.jit(module)(jnp.array(drawn).T)).argmax(-1)  # of each token, given those before it
-times = bench_engine.compare_step(engine, module, 2)
+times = bare_step.compare_step(engine, 2, 20)
 print(json.dumps({"drawn": drawn, "follows": follows.T.tolist(), "times": times}))
 """
 
