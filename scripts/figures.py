@@ -50,7 +50,7 @@ def engine_steps() -> dict[str, float]:
 
     compilations = []
 
-    def count(event: str, _seconds: float, **_about: str | int) -> None:
+    def count(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == COMPILED:
             compilations.append(event)
 

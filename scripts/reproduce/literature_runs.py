@@ -14,7 +14,7 @@ from jaxserve.buckets.unpadded import UnpaddedPlan
 from jaxserve.cli.common.tables import table
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.simulation.capacity import Objective, Spread, Trial, capacity
-from jaxserve.simulation.pipeline import replay_stages
+from jaxserve.simulation.pipeline import PipelineReplay, replay_stages
 from jaxserve.simulation.replay import Replay, replay
 from jaxserve.step_times.analytic import Deployment
 from jaxserve.step_times.hardware import ETHERNET_100G
@@ -73,8 +73,9 @@ def pipeline(folder: Path) -> tuple[str, dict[str, Any]]:
     for name, contender in (("Orca", orca(8)), ("Sarathi-Serve, 512 tokens", sarathi(512))):
         limits = contender.limits(8192)
         plan = UnpaddedPlan(limits.max_num_batched_tokens, limits.max_num_seqs)
-        panels[name] = run = replay_stages(Workload("figure 8", requests), plan, stages(FALCON), FALCON.send_seconds, limits, 4096)
-        account = run.bubbles
+        run = replay_stages(Workload("figure 8", requests), plan, stages(FALCON), FALCON.send_seconds, limits, 4096)
+        assert isinstance(run, PipelineReplay), "Falcon's machine has two stages"
+        panels[name], account = run, run.bubbles
         seconds = {kind: getattr(account, kind) for kind in ("pb1", "pb2", "pb3")}
         rows.append([name, *(1e3 * v for v in seconds.values()), 100 * account.share, 1e3 * run.duration])
         data[name] = seconds | {"share": account.share, "end": run.duration}

@@ -122,13 +122,14 @@ def draw(panels: Mapping[str, Sequence[Step]], path: Path, title: str) -> None:
     made, axes = figure()
     axis = axes[0][0]
     colours = {"decodes": "C0", "prompts": "C1", "both": "C2"}
-    for row, steps in enumerate(reversed(panels.values())):
+    names = list(reversed(list(panels)))
+    for row, steps in enumerate(panels[name] for name in names):
         for step in steps:
             kind = "decodes" if not step.chunk_tokens else "both" if step.decodes else "prompts"
             axis.barh(
                 row, step.end - step.start, left=step.start, height=0.7, color=colours[kind], edgecolor="white", linewidth=0.5
             )
-    axis.set(yticks=range(len(panels)), yticklabels=list(reversed(panels)), xlabel="time (s)", title=title)
+    axis.set(yticks=range(len(panels)), yticklabels=names, xlabel="time (s)", title=title)
     made.legend(
         handles=[Patch(color=c, label=f"a step of {k}") for k, c in colours.items()], loc="outside lower right", ncols=3, fontsize=7
     )

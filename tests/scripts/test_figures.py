@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 HERE = {"cpu": "one", "cpu_cores": 2}
 
 
-def line(figures, revision="abc", machine=HERE):
+def line(figures, revision: str | None = "abc", machine=HERE):
     return Line("2026-11-24T18:00:00+00:00", revision, machine, figures)
 
 

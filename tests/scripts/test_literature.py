@@ -25,7 +25,18 @@ YI = SETUPS["yi-34b"].machine
 class OneSecondAToken:
     """Step times by hand: a step lasts a second a token."""
 
-    page_size, host_seconds, window = 16, 0.0, None
+    page_size: int = 16
+    host_seconds: float = 0.0
+    window: int | None = None
+
+    def coefficients(self, bucket):
+        return np.array([bucket.tokens, 0.0, 0.0])
+
+    def body_seconds(self, bucket, kv_tokens=0, pairs=0):
+        return bucket.tokens
+
+    def head_seconds(self, rows):
+        return 0.0
 
     def seconds(self, bucket, head_rows, kv_tokens, pairs):
         return float(bucket.tokens)
