@@ -95,6 +95,13 @@ def test_drawn_counts_equal_steps():
     assert longest_gap(steps, "AB") == 1
 
 
+def test_chunks_before_the_last_one_are_no_tokens():
+    """C's first token comes with its second chunk, at 4: its gap is the 2 s to its decode, not the 3 s from its first chunk."""
+    ends, parts = (1.0, 4.0, 6.0), ("p0", "p1", "d")
+    steps = [Step(end - 1, end, {"C": part}, int(part == "d"), int(part != "d")) for end, part in zip(ends, parts, strict=True)]
+    assert longest_gap(steps, "C") == 2.0
+
+
 def test_parts_of_a_layer_are_its_operators():
     (stage,) = stages(YI)
     found = costs.parts(YI, 64, kv_tokens=64 * 1024)
