@@ -168,11 +168,13 @@ def _converted_shape(convert: Callable[[list[np.ndarray]], np.ndarray], shapes: 
 def _load_one(reader: Reader, source: Source, target: jax.ShapeDtypeStruct, cut: Cut | None) -> jax.Array:
     import jax  # here, so that reading a tokenizer or a config does without it
 
+    if target.sharding is not None and not target.sharding.addressable_devices:  # other processes' alone
+        shape = target.shape if cut is None else _cut_shape(target, cut)
+        return jax.make_array_from_single_device_arrays(shape, target.sharding, [], dtype=target.dtype)
     if cut is not None:
-        shape = (*target.shape[: cut.axis], len(cut.places), *target.shape[cut.axis + 1 :])
         whole = _whole(reader, source)
         part = lambda index: _part(whole, source, target, cut, index)  # noqa: E731
-        return jax.make_array_from_callback(shape, _of(target), part).block_until_ready()
+        return jax.make_array_from_callback(_cut_shape(target, cut), _of(target), part).block_until_ready()
     host = source.convert([reader.read(key) for key in source.keys])
     host = np.ascontiguousarray(host.astype(target.dtype, copy=False))
     if target.sharding is None:
@@ -180,6 +182,10 @@ def _load_one(reader: Reader, source: Source, target: jax.ShapeDtypeStruct, cut:
     else:
         array = jax.make_array_from_callback(target.shape, target.sharding, lambda index: host[index])
     return array.block_until_ready()  # so that the host copies of two parameters never live at once
+
+
+def _cut_shape(target: jax.ShapeDtypeStruct, cut: Cut) -> tuple[int, ...]:
+    return (*target.shape[: cut.axis], len(cut.places), *target.shape[cut.axis + 1 :])
 
 
 def _of(target: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:

@@ -34,6 +34,8 @@ class BatchPacker:
     Owns the host mirror of every row's sampling parameters, written once for each owner of the row.
 
     keeps_history: every row's tokens are to be on the device, and not only those that edits of its logits look back on.
+    sends_tokens: decodes bring their tokens, which are known: of a pipeline, which takes a micro-batch back before its requests are
+      in another one, and whose first stage has not sampled them.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class BatchPacker:
         edit_layout: EditLayout,
         *,
         keeps_history: bool = False,
+        sends_tokens: bool = False,
     ):
         self.plan = plan
         self.layouts = layouts
         self.edit_layout = edit_layout
         self.keeps_history = keeps_history
+        self.sends_tokens = sends_tokens
         self.work_lists: WorkLists = WorkLists()
         self._edit_rows: list[np.ndarray] = []  # of newcomers since the last `pack`
         self.sampling: np.ndarray = np.zeros((max_num_seqs, sampling_rows.NUM_COLUMNS), np.int32)
@@ -120,12 +124,14 @@ class BatchPacker:
             num_tokens=schedule.num_tokens,
         )
 
-    @staticmethod
-    def _pack_tokens(token_ids: np.ndarray, schedule: Schedule) -> None:
-        """Decodes read the device's last sampled token and its drafts; chunks bring theirs."""
+    def _pack_tokens(self, token_ids: np.ndarray, schedule: Schedule) -> None:
+        """Decodes read the device's last sampled token and its drafts, unless they are sent; chunks bring theirs."""
         d = schedule.num_decodes
         at = d + schedule.num_drafts
-        token_ids[:at] = FROM_DEVICE
+        if self.sends_tokens:
+            token_ids[:d] = [r.token_ids[start] for r, start in zip(schedule.requests[:d], schedule.starts[:d], strict=True)]
+        else:
+            token_ids[:at] = FROM_DEVICE
         if schedule.num_drafts:
             q_lens = schedule.q_lens[:d]
             token_ids[:at] -= np.arange(at, dtype=np.int32) - np.repeat(np.cumsum(q_lens) - q_lens, q_lens)

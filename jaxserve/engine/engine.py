@@ -31,9 +31,8 @@ from jaxserve.engine.resolution import step_budget
 from jaxserve.engine.runner_setup import set_up_runner
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.weights import WeightsAndSleep
-from jaxserve.execution.pipeline_runner import PipelineRunner
+from jaxserve.execution.leading_runner import AnyRunner
 from jaxserve.execution.resolved_config import ResolvedConfig
-from jaxserve.execution.runner import Runner
 from jaxserve.execution.stage_clock import StageClock
 from jaxserve.execution.warm_up import BackgroundWarmUp
 from jaxserve.hosts.group import HostGroup
@@ -86,7 +85,7 @@ class Engine:
         setup = set_up_runner(model, config, mesh, hosts, self.has_unfinished_requests, qualification)
         self.kernels: KernelChoice = setup.kernels
         self.config: ResolvedConfig = setup.config
-        self.runner: Runner | PipelineRunner = setup.runner
+        self.runner: AnyRunner = setup.runner
         self._hosts = hosts
         self._warm_up: BackgroundWarmUp | None = setup.warm_up
         self.is_paused: bool = False
@@ -127,7 +126,12 @@ class Engine:
         self.scheduler: Scheduler = Scheduler(limits, self.pool, self._step_budget, self._draft_lengths, hides_in_flight=stages > 1)
         shapes = plan if self._warm_up is None else self._warm_up.shapes
         self.packer: BatchPacker = BatchPacker(
-            shapes, programs.layouts, limits.max_num_seqs, programs.edit_layout, keeps_history=speculative is not None
+            shapes,
+            programs.layouts,
+            limits.max_num_seqs,
+            programs.edit_layout,
+            keeps_history=speculative is not None,
+            sends_tokens=stages > 1,
         )
         self.pipeline: StepPipeline = StepPipeline(
             runner=self.runner,

@@ -20,8 +20,8 @@ from jaxserve.engine.grammar_following import GrammarFollower
 from jaxserve.engine.live_requests import LiveRequests
 from jaxserve.engine.stats import EngineStats, tokens_of
 from jaxserve.engine.step_outputs import outputs_of
-from jaxserve.execution.pipeline_runner import PipelineRunner
-from jaxserve.execution.runner import Runner, StepHandle
+from jaxserve.execution.leading_runner import AnyRunner
+from jaxserve.execution.runner import StepHandle
 from jaxserve.execution.stage_clock import StageClock
 from jaxserve.request import EngineOutput, Request
 from jaxserve.sampling.edit_rows import kinds_of
@@ -54,7 +54,7 @@ class StepPipeline:
     stages then: as many as stages are in flight while `step` waits for the oldest.
     """
 
-    runner: Runner | PipelineRunner
+    runner: AnyRunner
     scheduler: Scheduler
     packer: BatchPacker
     grammars: GrammarFollower

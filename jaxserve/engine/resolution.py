@@ -61,20 +61,20 @@ def resolve(
     weights and pages. Raises ValueError and NotImplementedError as `resolve_config`.
     """
     shards = functions.shards
-    # Of other processes' devices no memory is known here.
+    # Of other processes' devices no memory is known here; a stage may have no others.
     devices = [jax.local_devices()[:1]] if shards is None else [mesh.local_devices for mesh in shards.meshes]
     stats = [[device.memory_stats() or {} for device in each] for each in devices]
     limit = min((s["bytes_limit"] for each in stats for s in each if "bytes_limit" in s), default=None)
-    in_use = [max(s.get("bytes_in_use", 0) for s in each) for each in stats]  # of each stage's devices
+    in_use = [max((s.get("bytes_in_use", 0) for s in each), default=0) for each in stats]  # of each stage's devices
     if hosts is not None:
-        limits, used = zip(*hosts.exchange((limit, max(in_use))), strict=True)
-        limit, in_use = min((x for x in limits if x is not None), default=None), [max(used)]
+        limits, used = zip(*hosts.exchange((limit, in_use)), strict=True)
+        limit, in_use = min((x for x in limits if x is not None), default=None), list(map(max, *used))
     decide_stage = functools.partial(
         resolve_config,
         config,
         functions.model_config,
         kv_dtype=functions.dtype,
-        platform=devices[0][0].platform,
+        platform=jax.local_devices()[0].platform,
         device_limit=limit,
         attention_backend=attention_backend,
         local=None if shards is None else shards.local,

@@ -5,6 +5,7 @@ Owns the order in which that is made, the same on every host of a group.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import metadata
@@ -16,13 +17,11 @@ from jaxserve.engine.kernel_choice import KernelChoice, choose_kernels, decide_d
 from jaxserve.engine.resolution import model_functions, resolve
 from jaxserve.engine.sharding import check_sharding, local_part, model_shards
 from jaxserve.execution.compilation import compile_counts, use_persistent_cache
-from jaxserve.execution.leading_runner import LeadingRunner
+from jaxserve.execution.leading_runner import AnyRunner, LeadingRunner
 from jaxserve.execution.model_functions import weights_dtype
 from jaxserve.execution.pipeline_programs import make_programs
-from jaxserve.execution.pipeline_runner import PipelineRunner, make_runner
-from jaxserve.execution.programs import Programs
+from jaxserve.execution.pipeline_runner import make_runner
 from jaxserve.execution.resolved_config import ResolvedConfig
-from jaxserve.execution.runner import Runner
 from jaxserve.execution.warm_up import BackgroundWarmUp
 from jaxserve.hosts.group import HostGroup
 from jaxserve.models import Decoder, ModelConfig
@@ -41,7 +40,7 @@ class RunnerSetup:
 
     kernels: KernelChoice
     config: ResolvedConfig
-    runner: Runner | PipelineRunner
+    runner: AnyRunner
     warm_up: BackgroundWarmUp | None
 
 
@@ -75,10 +74,10 @@ def set_up_runner(
     elif config.warm_up == "background":
         warm_up = BackgroundWarmUp(programs, is_busy)
         warm_up.compile_first()
-    if hosts is not None and hosts.leads and isinstance(programs, Programs):  # stages are all of one process
-        runner = LeadingRunner(programs, hosts)
-    else:
-        runner = make_runner(programs)
+    with contextlib.nullcontext() if hosts is None else hosts.at_work():
+        runner = make_runner(programs, hosts)
+    if hosts is not None and hosts.leads:
+        runner = LeadingRunner(runner, hosts)
     return RunnerSetup(kernels, resolved, runner, warm_up)
 
 

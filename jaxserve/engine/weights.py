@@ -12,9 +12,8 @@ from typing import Any
 
 import jax
 
+from jaxserve.execution.leading_runner import AnyRunner
 from jaxserve.execution.model_functions import ModelFunctions
-from jaxserve.execution.pipeline_runner import PipelineRunner
-from jaxserve.execution.runner import Runner
 from jaxserve.hosts.group import HostGroup
 from jaxserve.models import Decoder
 from jaxserve.models.adoption import fit, placed
@@ -39,7 +38,7 @@ def read_weights(functions: ModelFunctions, path: str | Path, dtype: str) -> Dec
 class WeightsAndSleep:
     """What changes a runner's weights and frees its memory."""
 
-    def __init__(self, runner: Runner | PipelineRunner, hosts: HostGroup | None = None):
+    def __init__(self, runner: AnyRunner, hosts: HostGroup | None = None):
         self._runner = runner
         self._hosts = hosts
         self._last_read: tuple[Decoder | ShardedModel, int] | None = None  # with its number, by which the other hosts know theirs

@@ -121,9 +121,11 @@ def _context(
 
 
 def _tokens(fields: dict[str, jax.Array], seq: jax.Array, state: RowState) -> jax.Array:  # i32[T]
-    """The ids of the step's tokens: those that the host sent, and those that the device sampled or drafted. seq: of each token."""
+    """The ids of the step's tokens: those that the host sent, and those that the device sampled or drafted. seq: of each token. To
+    a pipeline, whose first stage samples none, the host sends all."""
     rows = fields["seq_rows"]
-    assert state.last_tokens is not None
+    if state.last_tokens is None:
+        return fields["token_ids"]
     sampled = state.last_tokens.at[rows].get(mode="fill", fill_value=0)
     if state.drafts is None:
         from_device = sampled[seq]

@@ -35,8 +35,7 @@ class DraftState:
 class RowState:
     """What the device keeps of each sequence row, S = max_num_seqs of them. At a row that nobody owns anything may stand.
 
-    Of a pipeline's stages the first has last_tokens, as they were when the last micro-batch was taken back, and the last one has
-    last_tokens, history and edits.
+    Of a pipeline's stages the last one has last_tokens, history and edits.
     """
 
     page_table: jax.Array  # i32[S, P]
@@ -63,11 +62,10 @@ def abstract_state(
     num_devices: int = 1,
     *,
     num_layers: int | None = None,
-    is_first: bool = True,
     is_last: bool = True,
 ) -> DeviceState:
     """The shapes and dtypes of an engine's state; nothing is allocated. num_devices: over which the KV heads are cut. num_layers,
-    is_first, is_last: of a pipeline's stage; its layers, and whether it is the first and the last one."""
+    is_last: of a pipeline's stage; its layers, and whether it is the last one."""
     struct: Any = jax.ShapeDtypeStruct
     num_seqs, layout = config.scheduler.max_num_seqs, EditLayout(config.scheduler.max_model_len, config.model.vocab_size)
     drafts = None
@@ -80,7 +78,7 @@ def abstract_state(
     rows = RowState(
         page_table=struct((num_seqs, config.max_pages_per_seq), jnp.int32),
         num_computed=struct((num_seqs,), jnp.int32),
-        last_tokens=struct((num_seqs,), jnp.int32) if is_first or is_last else None,
+        last_tokens=struct((num_seqs,), jnp.int32) if is_last else None,
         history=struct((num_seqs, layout.max_model_len), jnp.int32) if is_last else None,
         edits=struct((num_seqs, layout.num_columns), jnp.int32) if is_last else None,
         drafts=drafts,

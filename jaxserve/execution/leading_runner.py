@@ -15,8 +15,11 @@ import jax
 import numpy as np
 
 from jaxserve.batching.layout import StepInputs
-from jaxserve.execution.programs import ProgramKey, Programs
-from jaxserve.execution.runner import BodyHandle, Runner, StepHandle
+from jaxserve.execution.pipeline_programs import AnyPrograms
+from jaxserve.execution.pipeline_runner import PipelineRunner
+from jaxserve.execution.programs import ProgramKey
+from jaxserve.execution.runner import BodyHandle, Runner, StepHandle, warm_up
+from jaxserve.execution.stage_reports import Result
 from jaxserve.hosts.group import HostGroup
 from jaxserve.sampling.rows import SampledRows, ScoredRows
 
@@ -25,13 +28,15 @@ _SPIN_SECONDS = 0.002  # of a wait, in which it looks often
 _SHORT_NAP, _LONG_NAP = 20e-6, 500e-6  # between two looks, in seconds
 
 
-class LeadingRunner(Runner):
-    """A Runner whose commands the followers of `hosts` run too. Raises HostLostError from every method that needs them."""
+class LeadingRunner:
+    """A runner whose commands the followers of `hosts` run too. Raises HostLostError from every method that needs them."""
 
-    def __init__(self, programs: Programs, hosts: HostGroup):
+    def __init__(self, runner: Runner | PipelineRunner, hosts: HostGroup):
+        self._runner = runner
         self._hosts = hosts
         self._depth = 0  # of commands within commands
-        super().__init__(programs)
+        self.programs: AnyPrograms = runner.programs
+        self.score_rows: int = runner.score_rows
 
     @contextlib.contextmanager
     def _together(self, command: str, *args: Any) -> Iterator[None]:
@@ -50,44 +55,87 @@ class LeadingRunner(Runner):
         finally:
             self._depth -= 1
 
-    def reset(self) -> None:
-        if self._hosts.lost is None:
-            with self._together("reset"):
-                super().reset()
+    # -- steps
 
-    def sleep(self, *, keep_weights: bool) -> None:
-        with self._together("sleep", keep_weights):
-            super().sleep(keep_weights=keep_weights)
-
-    def wake_up(self) -> None:
-        with self._together("wake_up"):
-            super().wake_up()
-
-    def warm_up(self, progress: Callable[[list], Iterable] = iter) -> None:
-        with self._together("warm_up"):
-            super().warm_up(progress)
-
-    def run_empty_steps(self, keys: Sequence[ProgramKey]) -> Iterator[StepHandle]:
-        with self._together("run_empty_steps", list(keys)):
-            handles = list(super().run_empty_steps(keys))
-        return iter(handles)
+    def dispatch(self, inputs: StepInputs) -> StepHandle:
+        """As `Runner.dispatch`."""
+        return self.dispatch_head(self.dispatch_body(inputs))
 
     def dispatch_body(self, inputs: StepInputs) -> BodyHandle:
+        """As `Runner.dispatch_body`."""
         with self._together("dispatch_body", inputs):
-            return super().dispatch_body(inputs)
+            return self._runner.dispatch_body(inputs)
 
     def dispatch_head(self, body: BodyHandle, allowed: np.ndarray | None = None) -> StepHandle:
+        """As `Runner.dispatch_head`."""
         masks = None if allowed is None else allowed[: body.inputs.head_rows]
         with self._together("dispatch_head", masks):
-            return super().dispatch_head(body, masks)
+            return self._runner.dispatch_head(body, masks)
 
     def fetch(self, handle: StepHandle) -> SampledRows | None:
+        """As `Runner.fetch`."""
         with self._waiting_for(handle):
-            return super().fetch(handle)
+            return self._runner.fetch(handle)
 
     def fetch_scores(self, handle: StepHandle) -> ScoredRows:
+        """As `Runner.fetch_scores`."""
         with self._waiting_for(handle):
-            return super().fetch_scores(handle)
+            return self._runner.fetch_scores(handle)
+
+    def warm_up(self, progress: Callable[[list], Iterable] = iter) -> None:
+        """As `Runner.warm_up`."""
+        with self._together("warm_up"):
+            warm_up(self, progress)
+
+    def run_beside_steps(self) -> None:
+        """As `Runner.run_beside_steps`, of a warm-up."""
+        assert self._depth, "the others run it as a part of their own warm-up"
+        self._runner.run_beside_steps()
+
+    def run_empty_steps(self, keys: Sequence[ProgramKey]) -> Iterator[StepHandle]:
+        """As `Runner.run_empty_steps`."""
+        with self._together("run_empty_steps", list(keys)):
+            handles = list(self._runner.run_empty_steps(keys))
+        return iter(handles)
+
+    # -- weights and memory
+
+    @property
+    def has_weights(self) -> bool:
+        """As `Runner.has_weights`."""
+        return self._runner.has_weights
+
+    @property
+    def weights_version(self) -> int:
+        """As `Runner.weights_version`."""
+        return self._runner.weights_version
+
+    def num_deleted_weights(self) -> int:
+        """As `Runner.num_deleted_weights`, of this process."""
+        return self._runner.num_deleted_weights()
+
+    def set_weights(self, weights: Iterable[Any]) -> None:
+        """As `Runner.set_weights`. The others have been told which they are."""
+        with self._hosts.at_work():
+            self._runner.set_weights(weights)
+
+    def reset(self) -> None:
+        """As `Runner.reset`; nothing where a host is lost."""
+        if self._hosts.lost is None:
+            with self._together("reset"):
+                self._runner.reset()
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """As `Runner.sleep`."""
+        with self._together("sleep", keep_weights):
+            self._runner.sleep(keep_weights=keep_weights)
+
+    def wake_up(self) -> None:
+        """As `Runner.wake_up`."""
+        with self._together("wake_up"):
+            self._runner.wake_up()
+
+    # -- waits
 
     @contextlib.contextmanager
     def _waiting_for(self, handle: StepHandle) -> Iterator[None]:
@@ -99,7 +147,7 @@ class LeadingRunner(Runner):
         except jax.errors.JaxRuntimeError as error:
             raise self._hosts.why_broken(error) from error
 
-    def _await(self, arrays: list[jax.Array]) -> None:
+    def _await(self, arrays: list[Result]) -> None:
         """Until all are there: never inside a call of XLA's, which would not come back from a host that is lost."""
         started = last_excuse = time.monotonic()
         while not all(array.is_ready() for array in arrays):  # pyright: ignore[reportAttributeAccessIssue]
@@ -114,3 +162,6 @@ class LeadingRunner(Runner):
                 behind = self._hosts.behind()
                 raise self._hosts.fail(f"did not end a step in {STEP_SECONDS:g} s", 0 if behind is None else behind)
             time.sleep(_LONG_NAP)
+
+
+AnyRunner = Runner | PipelineRunner | LeadingRunner

@@ -1,7 +1,7 @@
 """Runs steps on a pipeline: micro-batches that go down its stages one behind the other.
 
-Owns what passes between the stages: hidden rows from each to the next, and sampled tokens from the last to the first, both from
-device to device. A stage is a Runner of its own layers.
+Owns what passes between the stages, and which of them this process runs: those of which it has a device. A stage is a Runner of its
+own layers.
 """
 
 from __future__ import annotations
@@ -12,36 +12,41 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jaxserve.batching.layout import StepInputs
-from jaxserve.execution.device_state import replace_rows
-from jaxserve.execution.mesh_programs import REPLICATED
 from jaxserve.execution.pipeline_programs import AnyPrograms, PipelinePrograms
-from jaxserve.execution.placing import to_device
+from jaxserve.execution.placing import to_device, to_host
 from jaxserve.execution.programs import ProgramKey
-from jaxserve.execution.runner import BodyHandle, Runner, StepHandle, empty_steps, warm_up
+from jaxserve.execution.runner import BodyHandle, Runner, StepHandle, empty_steps, fetch_rows, warm_up
+from jaxserve.execution.stage_links import StageLink
+from jaxserve.execution.stage_reports import Result, StageReports
+from jaxserve.hosts.group import HostGroup
 from jaxserve.sampling.rows import SampledRows, ScoredRows
 
 
 class PipelineRunner:
     """As `Runner`, on the stages of a pipeline.
 
-    The first stage embeds the tokens that the last one has sampled. It learns them when a step is fetched, from a copy on its own
-    devices that was under way since the step's head. A step may therefore only hold requests whose last step was fetched. Were the
-    copy given to the first stage at once, its next body would wait for the last stage, and the stages would take turns.
+    A step's upload brings the tokens that the last stage has sampled. It may therefore only hold requests whose last step was
+    fetched.
+
+    Of several processes each runs the same commands, and dispatches the programs of its own stages. hosts: their group. What stages
+    make that host 0 has no device of is reported to it.
     """
 
-    def __init__(self, programs: PipelinePrograms):
+    def __init__(self, programs: PipelinePrograms, hosts: HostGroup | None = None):
         self.programs = programs
-        self.stages: list[Runner] = [Runner(stage) for stage in programs.stages]
         self.score_rows: int = programs.score_rows
-        meshes = [stage.functions.mesh for stage in programs.stages]
-        self._shardings = [NamedSharding(mesh, REPLICATED) for mesh in meshes if mesh is not None]
-
-    @property
-    def _last(self) -> Runner:
-        return self.stages[-1]
+        self.has_weights: bool = True
+        self.weights_version: int = 0
+        self._reports = None if hosts is None else StageReports(hosts, programs.meshes)
+        self._to_head = StageLink(programs.meshes[0], programs.meshes[-1])
+        self._num_steps = 0
+        copies = self._copies()
+        self._all: list[Runner | None] = [  # None: a stage of other processes
+            Runner(stage, copies) if programs.is_here(i) else None for i, stage in enumerate(programs.stages)
+        ]
+        self.stages: list[Runner] = [stage for stage in self._all if stage is not None]
 
     # -- steps
 
@@ -51,31 +56,48 @@ class PipelineRunner:
 
     def dispatch_body(self, inputs: StepInputs) -> BodyHandle:
         """Enqueues a step's body on every stage and returns at once. Its head comes next."""
-        out, passed = self.stages[0].run_body(inputs), []
-        for stage, sharding in zip(self.stages[1:], self._shardings[1:], strict=True):
-            passed.append(out)
-            out = stage.run_body(inputs, jax.device_put(out, sharding))
-        return BodyHandle(inputs, out, tuple(passed))
+        self._num_steps += 1
+        like, outs = self.programs.hidden(inputs.bucket), []
+        for i, stage in enumerate(self._all):
+            link = self.programs.links[i - 1] if i else None
+            hidden: Any = (link.send(outs[-1], like),) if link is not None and link.is_here else ()
+            outs.append(None if stage is None else stage.run_body(inputs, *hidden))
+        return BodyHandle(inputs, outs[-1], tuple(outs[:-1]))
 
     def dispatch_head(self, body: BodyHandle, allowed: np.ndarray | None = None) -> StepHandle:
-        """As `Runner.dispatch_head`, on the last stage. The tokens set off for the first one."""
-        handle = self._last.dispatch_head(body, allowed)
-        tokens = None
-        if handle.out is not None:
-            tokens = jax.device_put(self._last.state.rows.last_tokens, self._shardings[0])
-        return replace(handle, last_tokens=tokens, stages=(*body.passed, handle.done))
+        """As `Runner.dispatch_head`, on the last stage."""
+        last = self._all[-1]
+        handle = None if last is None else last.dispatch_head(body, allowed)
+        return self._with_reports(body, handle)
+
+    def _with_reports(self, body: BodyHandle, handle: StepHandle | None) -> StepHandle:
+        """The whole step. handle: of the last stage, if it is here. What is not comes by reports."""
+        step, inputs, end = self._num_steps, body.inputs, len(self._all) - 1
+        stages: list[Result | None] = [*body.passed, None if handle is None else handle.done]
+        if self._reports is not None:
+            for i, out in enumerate(body.passed):
+                if out is not None:
+                    self._reports.report(step, i, [out], with_values=False)
+                elif found := self._reports.expected(step, i, 1):
+                    stages[i] = found[0]
+            if handle is not None:
+                self._reports.report(step, end, [handle.done, *handle.scored], with_values=True)
+            elif found := self._reports.expected(step, end, 1 + len(inputs.score_spans)):
+                stages[end], *scored = found
+                handle = StepHandle(found[0] if inputs.head_rows else None, scored, found[0], inputs.num_samples)
+        here = tuple(stage for stage in stages if stage is not None)
+        if handle is None:  # nobody fetches it here
+            handle = StepHandle(None, [], here[-1], 0)
+        return replace(handle, stages=here)
 
     def fetch(self, handle: StepHandle) -> SampledRows | None:
-        """Waits for a step and returns its sampled rows; None where no sequence sampled. Steps are fetched in order."""
-        sampled = self._last.fetch(handle)
-        if handle.last_tokens is not None:
-            first = self.stages[0]
-            first.state = replace_rows(first.state, last_tokens=handle.last_tokens)
-        return sampled
+        """As `Runner.fetch`. Of a process that is not host 0 and has no device of the last stage: None."""
+        return fetch_rows(handle)
 
-    def fetch_scores(self, handle: StepHandle) -> ScoredRows:
+    @staticmethod
+    def fetch_scores(handle: StepHandle) -> ScoredRows:
         """As `Runner.fetch_scores`."""
-        return self._last.fetch_scores(handle)
+        return Runner.fetch_scores(handle)
 
     def warm_up(self, progress: Callable[[list], Iterable] = iter) -> None:
         """As `Runner.warm_up`."""
@@ -92,15 +114,23 @@ class PipelineRunner:
 
     # -- weights and memory
 
-    @property
-    def has_weights(self) -> bool:
-        """False after `sleep` without them, until `set_weights`."""
-        return self._last.has_weights
+    def _copies(self) -> dict[int, jax.Array]:
+        """{number: weight} of those of the first stage that the head takes too, on the last one: a tied embedding."""
+        functions, last, copies = self.programs.functions, self.programs.stages[-1].functions, {}
+        for i in last.head_indices:
+            if functions.abstract[i].sharding != last.abstract[i].sharding and self._to_head.is_here:
+                weight = functions.weights[i]
+                copies[i] = self._to_head.send(weight if self.programs.is_here(0) else None, functions.abstract[i])
+        return copies
 
-    @property
-    def weights_version(self) -> int:
-        """How often the weights were set."""
-        return self._last.weights_version
+    def _share_weights(self) -> None:
+        copies = self._copies()
+        for stage in self.stages:
+            stage.share_weights(copies)
+
+    def _free_weights(self) -> None:
+        for stage in self.stages:
+            stage.drop_weights()
 
     def reset(self) -> None:
         """As `Runner.reset`, on every stage."""
@@ -108,23 +138,29 @@ class PipelineRunner:
             stage.reset()
 
     def set_weights(self, weights: Iterable[Any]) -> None:
-        """As `Runner.set_weights`."""
-        for stage in self.stages[:-1]:
-            stage.drop_weights()
-        self._last.set_weights(weights)  # the list of weights is that of all stages
-        for stage in self.stages[:-1]:
-            stage.share_weights()
+        """As `Runner.set_weights`; the list of weights is that of all stages."""
+        self._free_weights()
+        self.weights_version += 1
+        self.has_weights = False  # until all have come
+        held = self.programs.functions.weights
+        for i, weight in enumerate(weights):
+            held[i] = weight
+        self._share_weights()
+        self.has_weights = True
 
     def num_deleted_weights(self) -> int:
         """As `Runner.num_deleted_weights`."""
-        return self._last.num_deleted_weights()
+        return self.stages[0].num_deleted_weights()
 
     def sleep(self, *, keep_weights: bool) -> None:
         """As `Runner.sleep`."""
-        for stage in self.stages[:-1]:
-            stage.drop_weights()
+        keep_weights = keep_weights and self.has_weights
+        held = self.programs.functions.weights
+        held[:] = [to_host(weight) if keep_weights else None for weight in held]
+        self.has_weights = keep_weights
+        self._free_weights()
+        for stage in self.stages:
             stage.free()
-        self._last.sleep(keep_weights=keep_weights)
 
     def wake_up(self) -> None:
         """As `Runner.wake_up`."""
@@ -132,12 +168,11 @@ class PipelineRunner:
         if self.has_weights:
             for i, weight in enumerate(functions.weights):
                 functions.weights[i] = to_device(weight, functions.abstract[i])
+            self._share_weights()
         for stage in self.stages:
-            if self.has_weights:
-                stage.share_weights()
             stage.allocate()
 
 
-def make_runner(programs: AnyPrograms) -> Runner | PipelineRunner:
-    """The runner of one stage, or of several."""
-    return PipelineRunner(programs) if isinstance(programs, PipelinePrograms) else Runner(programs)
+def make_runner(programs: AnyPrograms, hosts: HostGroup | None = None) -> Runner | PipelineRunner:
+    """The runner of one stage, or of several. hosts: the group of processes that share its devices."""
+    return PipelineRunner(programs, hosts) if isinstance(programs, PipelinePrograms) else Runner(programs)

@@ -24,7 +24,7 @@ def to_device(x: Any, abstract: jax.ShapeDtypeStruct) -> jax.Array:
     if isinstance(x, dict):
         assert sharding is not None
         parts = [jax.device_put(part, device) for device, part in x.items()]
-        return jax.make_array_from_single_device_arrays(abstract.shape, sharding, parts)
+        return jax.make_array_from_single_device_arrays(abstract.shape, sharding, parts, dtype=abstract.dtype)
     if sharding is None:
         return jax.device_put(x, jax.local_devices()[0])
-    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index], dtype=x.dtype)

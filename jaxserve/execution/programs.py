@@ -226,7 +226,7 @@ class Programs:
     def state(self) -> DeviceState:
         """The abstract state that the programs share."""
         functions = self.functions
-        stage = {"num_layers": len(functions.layers), "is_first": functions.is_first, "is_last": functions.is_last}
+        stage = {"num_layers": len(functions.layers), "is_last": functions.is_last}
         state = abstract_state(self.config, self.proposer, functions.shard.size, **stage)
         return state if functions.mesh is None else state_on_mesh(state, functions.mesh)
 

@@ -7,7 +7,7 @@ which they come.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from jaxserve.execution.head import Masks
 from jaxserve.execution.placing import to_device, to_host
 from jaxserve.execution.programs import UPDATE_BATCH, ProgramKey, Programs
 from jaxserve.execution.resolved_config import ResolvedConfig
+from jaxserve.execution.stage_reports import Result
 from jaxserve.parallel.mesh import spans_hosts
 from jaxserve.sampling.rows import SampledRows, ScoredRows, unpack_sampled, unpack_scored
 
@@ -31,20 +32,19 @@ class BodyHandle:
     """A step whose body is enqueued and whose head is not."""
 
     inputs: StepInputs
-    head_inputs: HeadInputs
-    passed: tuple[jax.Array, ...] = ()  # hidden rows that a pipeline's stages hand on, [T, D] each
+    head_inputs: HeadInputs | None  # None: of a pipeline whose last stage is on other hosts
+    passed: tuple[jax.Array | None, ...] = ()  # hidden rows [T, D] that a pipeline's stages hand on; None: on other hosts
 
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
     """A dispatched step. `out` is what the host fetches; None where no sequence sampled."""
 
-    out: jax.Array | None  # i32[logits rows of the head, columns]
-    scored: list[jax.Array]  # i32[score_rows, columns] each
-    done: jax.Array  # ready when the step is
+    out: Result | None  # i32[logits rows of the head, columns]
+    scored: Sequence[Result]  # i32[score_rows, columns] each
+    done: Result  # ready when the step is
     num_samples: int
-    last_tokens: jax.Array | None = None  # i32[S], of a pipeline: what its first stage takes when the step is fetched
-    stages: tuple[jax.Array, ...] = ()  # of a pipeline: each is ready when that stage is done
+    stages: tuple[Result, ...] = ()  # of a pipeline: each is ready when that stage is done
 
 
 class Runner:
@@ -57,11 +57,12 @@ class Runner:
     head_weights: list[Any]
     state: DeviceState
 
-    def __init__(self, programs: Programs):
+    def __init__(self, programs: Programs, copies: Mapping[int, jax.Array] | None = None):
+        """copies: as those of `share_weights`."""
         self.programs = programs
         self.config: ResolvedConfig = programs.config
         self.has_weights: bool = True
-        self.share_weights()
+        self.share_weights(copies)
         mesh = programs.functions.mesh
         self._alone = mesh is None or not spans_hosts(mesh)  # its devices are all of this process
         self._on_cpu = jax.default_backend() == "cpu"
@@ -70,12 +71,12 @@ class Runner:
         self._no_masks = functools.cache(self._make_no_masks)
         self.allocate()
 
-    def share_weights(self) -> None:
-        """Takes the weights as they are in `programs.functions.weights`; a tied embedding that lies on a pipeline's first stage is
-        copied to its last."""
+    def share_weights(self, copies: Mapping[int, jax.Array] | None = None) -> None:
+        """Takes the weights as they are in `programs.functions.weights`. copies: {number: weight} of those that the head takes in
+        their place."""
         functions = self.programs.functions
         self.body_weights = [functions.weights[i] for i in functions.body_indices]
-        self.head_weights = [_on(functions.weights[i], functions.abstract[i].sharding) for i in functions.head_indices]
+        self.head_weights = [(copies or {}).get(i, functions.weights[i]) for i in functions.head_indices]
 
     def drop_weights(self) -> None:
         """Lets go of the weights, but for those in `programs.functions.weights`."""
@@ -167,6 +168,7 @@ class Runner:
           stay as it is until the step is fetched.
         """
         inputs, out = body.inputs, None
+        assert body.head_inputs is not None
         if inputs.head_rows:
             masks = self._no_masks(inputs.head_rows) if allowed is None else self._masks(allowed[: inputs.head_rows])
             head = self.programs.get((inputs.head_rows, inputs.with_logprobs))
@@ -212,11 +214,8 @@ class Runner:
 
     def fetch(self, handle: StepHandle) -> SampledRows | None:
         """Waits for a step and returns its sampled rows; None where no sequence sampled."""
-        if handle.out is None:
-            handle.done.block_until_ready()
-            return None
         proposer = self.programs.proposer
-        return unpack_sampled(np.asarray(handle.out)[: handle.num_samples], proposer.num_drafts if proposer else 0)
+        return fetch_rows(handle, proposer.num_drafts if proposer else 0)
 
     @staticmethod
     def fetch_scores(handle: StepHandle) -> ScoredRows:
@@ -224,8 +223,16 @@ class Runner:
         return unpack_scored(np.concatenate([np.asarray(x) for x in handle.scored]))
 
 
-class AnyRunner(Protocol):
-    """What a warm-up needs of a runner of one stage or of several."""
+def fetch_rows(handle: StepHandle, num_drafts: int = 0) -> SampledRows | None:
+    """As `Runner.fetch`. num_drafts: of a head that drafts."""
+    if handle.out is None:
+        handle.done.block_until_ready()
+        return None
+    return unpack_sampled(np.asarray(handle.out)[: handle.num_samples], num_drafts)
+
+
+class WarmsUp(Protocol):
+    """What a warm-up needs of a runner, whose stages and processes may be one or several."""
 
     programs: Any  # Programs, or PipelinePrograms
 
@@ -242,7 +249,7 @@ class AnyRunner(Protocol):
         ...
 
 
-def warm_up(runner: AnyRunner, progress: Callable[[list], Iterable]) -> None:
+def warm_up(runner: WarmsUp, progress: Callable[[list], Iterable]) -> None:
     """As `Runner.warm_up`."""
     keys = runner.programs.keys
     for key in progress(keys):
@@ -253,17 +260,10 @@ def warm_up(runner: AnyRunner, progress: Callable[[list], Iterable]) -> None:
             runner.fetch(handle)
 
 
-def empty_steps(runner: AnyRunner, keys: Sequence[ProgramKey]) -> Iterator[StepHandle]:
+def empty_steps(runner: WarmsUp, keys: Sequence[ProgramKey]) -> Iterator[StepHandle]:
     """As `Runner.run_empty_steps`."""
     buckets = [k for k in keys if isinstance(k, Bucket)]
     heads = [k for k in keys if isinstance(k, tuple)]
     for i in range(max(len(buckets), len(heads))):
         bucket, (rows, with_logprobs) = buckets[i % len(buckets)], heads[i % len(heads)]
         yield runner.dispatch(StepInputs.padding(runner.programs.layouts[bucket], rows, with_logprobs))
-
-
-def _on(weight: Any, sharding: Any) -> Any:
-    """The weight where it must lie; itself if it lies there."""
-    if sharding is None or not isinstance(weight, jax.Array) or weight.sharding.is_equivalent_to(sharding, weight.ndim):
-        return weight
-    return jax.device_put(weight, sharding)

@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
+from jaxserve.execution.stage_reports import Result
 from jaxserve.scheduling.bubbles import Bubbles, bubbles
 
 FOLD = 4096  # micro-batches whose times are kept before they are added up
@@ -35,7 +35,7 @@ class StageClock:
         self._prefills: list[bool] = []
         self._ends: list[list[float]] = [[] for _ in range(self.num_stages)]
 
-    def watch(self, results: Sequence[jax.Array], dispatched_at: float, has_prompts: bool) -> None:
+    def watch(self, results: Sequence[Result], dispatched_at: float, has_prompts: bool) -> None:
         """A micro-batch is on its way. results: what each stage makes of it; dispatched_at: seconds of time.monotonic; has_prompts:
         whether it holds tokens of prompts."""
         if not self._queues:

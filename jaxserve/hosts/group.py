@@ -39,16 +39,19 @@ class HostGroup:
         num_hosts: int,
         commands: Mapping[int, Connection],
         pulses: Mapping[int, Connection],
+        reports: Mapping[int, Connection],
         leave: Callable[[], None] = lambda: None,
     ):
-        """commands, pulses: a connection of each kind to each other host that this one speaks to. leave: called where the process
-        ends in good order."""
+        """commands, pulses, reports: a connection of each kind to each other host that this one speaks to. leave: called where the
+        process ends in good order."""
         self.host_id: int = host_id
         self.num_hosts: int = num_hosts
         self.lost: HostLostError | None = None  # who, once somebody is
         self.num_commands: int = 0  # sent by host 0; carried out by the others
         self.is_compiling: Callable[[], bool] = lambda: False  # of this process: a runner says
         self._commands = dict(commands)
+        self._reports = dict(reports)
+        self._reporting = threading.Lock()
         self._inside = 0  # how many do what a lost host might never let end
         self._outside = threading.Condition()
         self._told: list[Callable[[HostLostError], None]] = []
@@ -107,6 +110,25 @@ class HostGroup:
         with self._speaking:
             self.send(message)
             return self.exchange(mine)
+
+    def report(self, message: Any) -> None:
+        """From another host to host 0, beside what else they say; any thread may call it. Raises HostLostError."""
+        self.check()
+        try:
+            with self._reporting:
+                self._reports[0].send_bytes(_dumps(message))
+        except OSError as error:
+            raise self._lost_within(error) from error
+
+    def on_reports(self, call: Callable[[Any], None]) -> None:
+        """On host 0: calls this with what other hosts report, on a thread for each of them, from now on."""
+        for connection in self._reports.values():
+            threading.Thread(target=self._hear_reports, args=(connection, call), name="jaxserve-reports", daemon=True).start()
+
+    def _hear_reports(self, connection: Connection, call: Callable[[Any], None]) -> None:
+        with contextlib.suppress(EOFError, OSError):  # the pulse says why
+            while True:
+                call(connection.recv())
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """All hosts must have the same facts. ValueError, on every host, with each one that differs and whose value is which."""
@@ -198,7 +220,7 @@ class HostGroup:
     def _on_lost(self, error: HostLostError) -> None:
         error = self._lose(error)
         logger.error("%s", error)
-        for connection in self._commands.values():  # a thread that sends or waits there goes on
+        for connection in (*self._commands.values(), *self._reports.values()):  # a thread that sends or waits there goes on
             _shut_down(connection)
         for call in self._told:
             try:

@@ -50,10 +50,10 @@ def join_hosts(
     """
     place = _place({"num_hosts": num_hosts, "host_id": host_id, "coordinator": coordinator}, os.environ, timeout)
     meet = _await_followers if place.host_id == 0 else _reach_leader
-    commands, pulses, jax_port = meet(place, timeout)
+    connections, jax_port = meet(place, timeout)
     _initialize_jax(place, jax_port, timeout)
     logger.info("host %d of %d is in its group (%s)", place.host_id, place.num_hosts, place.coordinator)
-    return HostGroup(place.host_id, place.num_hosts, commands, pulses, leave=_leave)
+    return HostGroup(place.host_id, place.num_hosts, *(connections[kind] for kind in KINDS), leave=_leave)
 
 
 @dataclass(frozen=True)
@@ -114,19 +114,19 @@ def _key() -> bytes:
     return os.environ.get("JAXSERVE_HOSTS_KEY", "jaxserve").encode()
 
 
-Met = tuple[
-    dict[int, Connection], dict[int, Connection], int
-]  # connections for commands, for pulses; the port of JAX's coordinator
+KINDS = ("commands", "pulse", "reports")  # of connections between host 0 and another host, one each
+
+Met = tuple[dict[str, dict[int, Connection]], int]  # {kind: connections}; the port of JAX's coordinator
 
 
 def _await_followers(place: _Place, timeout: float) -> Met:
-    """Host 0: two connections of each other host."""
-    connections: dict[str, dict[int, Connection]] = {"commands": {}, "pulse": {}}
+    """Host 0: a connection of each kind of each other host."""
+    connections: dict[str, dict[int, Connection]] = {kind: {} for kind in KINDS}
     others, deadline = set(range(1, place.num_hosts)), time.monotonic() + timeout
     both = socket.has_dualstack_ipv6()
     family = {"family": socket.AF_INET6, "dualstack_ipv6": True} if both else {}
     try:
-        listening = socket.create_server(("", place.address[1]), backlog=2 * place.num_hosts, **family)
+        listening = socket.create_server(("", place.address[1]), backlog=len(KINDS) * place.num_hosts, **family)
     except OSError as error:
         raise ValueError(f"coordinator={place.coordinator!r}: host 0 can't listen there: {error}") from error
     with listening:
@@ -135,7 +135,7 @@ def _await_followers(place: _Place, timeout: float) -> Met:
             try:
                 accepted, _ = listening.accept()
             except TimeoutError:
-                absent = ", ".join(map(str, sorted(others - (connections["commands"].keys() & connections["pulse"].keys()))))
+                absent = ", ".join(map(str, sorted(others - set.intersection(*map(set, connections.values())))))
                 raise TimeoutError(
                     f"host 0 waited {timeout:g} s at {place.coordinator} for host {absent} of {place.num_hosts}: are they "
                     "started, with this coordinator and the same JAXSERVE_HOSTS_KEY, and can they reach it?"
@@ -159,14 +159,14 @@ def _await_followers(place: _Place, timeout: float) -> Met:
         port = free.getsockname()[1]
     for connection in connections["commands"].values():
         connection.send(port)
-    return connections["commands"], connections["pulse"], port
+    return connections, port
 
 
 def _reach_leader(place: _Place, timeout: float) -> Met:
-    """Another host: two connections to host 0, tried until it listens."""
+    """Another host: a connection of each kind to host 0, tried until it listens."""
     deadline = time.monotonic() + timeout
     found: dict[str, Connection] = {}
-    for kind in ("commands", "pulse"):
+    for kind in KINDS:
         while kind not in found:
             try:
                 connection = _wrapped(socket.create_connection(place.address, timeout=max(deadline - time.monotonic(), 0.01)))
@@ -187,7 +187,7 @@ def _reach_leader(place: _Place, timeout: float) -> Met:
         port = found["commands"].recv()
     except (EOFError, OSError) as error:
         raise TimeoutError(f"host 0 at {place.coordinator} gave up: its log says for whom it waited ({error!r})") from error
-    return {0: found["commands"]}, {0: found["pulse"]}, port
+    return {kind: {0: connection} for kind, connection in found.items()}, port
 
 
 def _initialize_jax(place: _Place, port: int, timeout: float) -> None:

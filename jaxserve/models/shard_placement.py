@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.models.adoption import Fitted, fit, made_of
 from jaxserve.models.decoder import Decoder, named_leaves
 from jaxserve.models.shards import ModelShards, ShardedModel
+from jaxserve.parallel.mesh import is_here, spans_hosts
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
@@ -39,7 +41,9 @@ def transpose_sharded(model: ShardedModel) -> ShardedModel:
     dtype = next(iter(model.weights.values())).dtype
     for path, leaf in shards.plain(dtype, transposed=True).items():
         weights[path] = model.weights.get(path)
-        if weights[path] is None:
+        if weights[path] is None and not is_here(shards.mesh_of(path)):
+            weights[path] = _elsewhere(leaf.shape, leaf.dtype, shards, path)
+        elif weights[path] is None:
             turn = jax.jit(jnp.transpose, out_shardings=shards.sharding(path, shards.layout(path, len(leaf.shape))))
             weights[path] = turn(model.weights[path.removesuffix("weight") + "kernel"])
     return ShardedModel(shards, shards.module(dtype, transposed=True), weights)
@@ -52,12 +56,17 @@ def place_cut(fitted: Sequence[Fitted], shards: ModelShards) -> Iterator[jax.Arr
     for leaf in fitted:
         layout = shards.layout(leaf.path, len(leaf.target.shape))
         sharding = shards.sharding(leaf.path, layout)
+        if not is_here(shards.mesh_of(leaf.path)):
+            yield _elsewhere(leaf.target.shape, leaf.target.dtype, shards, leaf.path)
+            continue
         only = leaf.arrays[0]
         fits = leaf.is_as_given and layout.is_plain and isinstance(only, jax.Array)
         if fits and only.sharding.is_equivalent_to(sharding, only.ndim):
             yield only
             continue
         num_new += 1
+        if spans_hosts(shards.mesh_of(leaf.path)):  # where jax.device_put would ask all processes
+            leaf = replace(leaf, arrays=[np.asarray(x) for x in leaf.arrays])
         if all(isinstance(x, np.ndarray) for x in leaf.arrays):
             made = made_of(leaf.arrays, tuple(leaf.shapes), tuple(leaf.turned), leaf.target_turned, leaf.target.dtype, np)
             host = layout.cut(made)
@@ -68,6 +77,12 @@ def place_cut(fitted: Sequence[Fitted], shards: ModelShards) -> Iterator[jax.Arr
             yield _cutter(*how)(arrays, None if layout.is_plain else layout.filled)
     if num_new:
         logger.info("%d of %d weights were copied to lie as %d devices need them", num_new, len(fitted), shards.num_devices)
+
+
+def _elsewhere(plain: tuple[int, ...], dtype: Any, shards: ModelShards, path: str) -> jax.Array:
+    """The weight as a process knows it that has none of the devices of its stage: all but the values. plain: its shape, uncut."""
+    layout = shards.layout(path, len(plain))
+    return jax.make_array_from_single_device_arrays(layout.shape(plain), shards.sharding(path, layout), [], dtype=dtype)
 
 
 @functools.lru_cache(maxsize=256)  # of a model's distinct weights

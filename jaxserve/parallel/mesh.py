@@ -32,6 +32,15 @@ def make_mesh(tensor_parallel_size: int = 1, mesh: Mesh | None = None, *, all_ho
             return None
         found = _devices_of_all(tensor_parallel_size) if all_hosts else _first_devices(tensor_parallel_size)
         return Mesh(found, (AXIS,), axis_types=_AUTO)
+    made = _mesh_of(mesh, tensor_parallel_size, all_hosts)
+    if all_hosts:
+        _check_hosts(mesh)
+        return made
+    return None if list(made.devices) == jax.local_devices()[:1] else made
+
+
+def _mesh_of(mesh: Mesh, tensor_parallel_size: int, all_hosts: bool) -> Mesh:
+    """That of a user's mesh of one stage. Errors as `make_mesh`, but that hosts may have no device of it."""
     shape = dict(mesh.shape)
     shown = ", ".join(f"{name}={size}" for name, size in shape.items())
     if AXIS not in shape:
@@ -44,19 +53,20 @@ def make_mesh(tensor_parallel_size: int = 1, mesh: Mesh | None = None, *, all_ho
         raise NotImplementedError(
             f"mesh has the axes {shown}; an engine runs on {AXIS!r} alone: give a mesh of one replica's devices"
         )
-    devices = mesh.devices.reshape(-1)
-    made = Mesh(devices, (AXIS,), axis_types=_AUTO)
-    if all_hosts:
-        _check_hosts(devices, f"the mesh, with the axes {shown},")
-        return made
-    if spans_hosts(made):
+    made = Mesh(mesh.devices.reshape(-1), (AXIS,), axis_types=_AUTO)
+    if not all_hosts and spans_hosts(made):
         raise NotImplementedError("mesh has devices of another process: join_hosts() makes the group that runs such an engine")
-    return None if list(devices) == jax.local_devices()[:1] else made
+    return made
 
 
 def spans_hosts(mesh: Mesh) -> bool:
     """Whether some of its devices belong to other processes."""
     return any(d.process_index != jax.process_index() for d in mesh.devices.flat)
+
+
+def is_here(mesh: Mesh) -> bool:
+    """Whether some of its devices belong to this process."""
+    return any(d.process_index == jax.process_index() for d in mesh.devices.flat)
 
 
 def stage_meshes(
@@ -65,8 +75,8 @@ def stage_meshes(
     """A mesh of axis "tp" for each stage of a pipeline. One stage is `make_mesh`'s, and () where that is None: JAX's default device
     alone. Stage s has the devices from s * tensor_parallel_size on.
 
-    mesh: as `make_mesh`'s; its axis "pp", if it has one, says which devices are which stage's. all_hosts: as
-      `make_mesh`'s, of one stage.
+    mesh: as `make_mesh`'s; its axis "pp", if it has one, says which devices are which stage's. all_hosts: as `make_mesh`'s, of all
+      stages together: a stage's devices may be of one process or of several.
 
     Raises:
       ValueError: as `make_mesh`; a mesh whose axis "pp" is of another size than pipeline_parallel_size says (1 says nothing).
@@ -83,38 +93,43 @@ def stage_meshes(
     if num_stages == 1:
         made = make_mesh(tensor_parallel_size, mesh, all_hosts=all_hosts)
         return () if made is None else (made,)
-    if all_hosts:
-        raise NotImplementedError(f"{num_stages} stages: they are one process's devices, and the group has several")
     if mesh is None:
-        devices = _first_devices(tensor_parallel_size, num_stages).reshape(num_stages, -1)
-        return tuple(Mesh(each, (AXIS,), axis_types=_AUTO) for each in devices)
-    axis, rest, found = names.index(STAGES), tuple(name for name in names if name != STAGES), []
-    for stage in range(num_stages):
-        part = Mesh(np.take(mesh.devices, stage, axis), rest)
-        found.append(make_mesh(tensor_parallel_size, part) or Mesh(part.devices.reshape(-1), (AXIS,), axis_types=_AUTO))
-    return tuple(found)
+        found_devices = (_devices_of_all if all_hosts else _first_devices)(tensor_parallel_size, num_stages)
+        return tuple(Mesh(each, (AXIS,), axis_types=_AUTO) for each in found_devices.reshape(num_stages, -1))
+    axis, rest = names.index(STAGES), tuple(name for name in names if name != STAGES)
+    parts = [Mesh(np.take(mesh.devices, stage, axis), rest) for stage in range(num_stages)]
+    found = tuple(_mesh_of(part, tensor_parallel_size, all_hosts) for part in parts)
+    if all_hosts:
+        _check_hosts(mesh)
+    return found
 
 
 _AUTO = (AxisType.Auto,)
 
 
-def _devices_of_all(count: int) -> np.ndarray:
-    """`count` devices of all processes, as many of each."""
-    devices, num_hosts = jax.devices(), jax.process_count()
+def _devices_of_all(count: int, num_stages: int = 1) -> np.ndarray:
+    """`count` devices for each stage, as many of each process, the first process's first."""
+    devices, num_hosts, total = jax.devices(), jax.process_count(), count * num_stages
     here = f"{num_hosts} hosts with {len(devices)} devices"
-    if count % num_hosts or count > len(devices):
-        raise ValueError(f"tensor_parallel_size={count} must be a multiple of the number of hosts, and there are {here}")
-    of_host = [[d for d in devices if d.process_index == host_id][: count // num_hosts] for host_id in range(num_hosts)]
+    asked = f"tensor_parallel_size={count}"
+    if num_stages > 1:
+        asked = f"pipeline_parallel_size={num_stages} with {asked}, {total} devices,"
+    if total % num_hosts or total > len(devices):
+        raise ValueError(f"{asked} must be a multiple of the number of hosts, and there are {here}")
+    of_host = [[d for d in devices if d.process_index == host_id][: total // num_hosts] for host_id in range(num_hosts)]
     found = [device for of_one in of_host for device in of_one]
-    if len(found) < count:
-        raise ValueError(f"tensor_parallel_size={count} takes {count // num_hosts} devices of each host; there are {here}")
+    if len(found) < total:
+        raise ValueError(f"{asked} takes {total // num_hosts} devices of each host; there are {here}")
     return np.array(found)
 
 
-def _check_hosts(devices: np.ndarray, what: str) -> None:
-    idle = set(range(jax.process_count())) - {d.process_index for d in devices}
+def _check_hosts(mesh: Mesh) -> None:
+    idle = set(range(jax.process_count())) - {d.process_index for d in mesh.devices.flat}
     if idle:
-        raise ValueError(f"{what} leaves host {min(idle)} without a device: all hosts of a group take part")
+        shown = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+        raise ValueError(
+            f"the mesh, with the axes {shown}, leaves host {min(idle)} without a device: all hosts of a group take part"
+        )
 
 
 def _first_devices(count: int, num_stages: int = 1) -> np.ndarray:

@@ -9,7 +9,9 @@ import json
 import sys
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxserve import (
     LLM,
@@ -67,16 +69,21 @@ def random_requests(
     seed: int = 0,
     stop_after: int = 0,
     wait: bool = False,
+    pp: int = 1,
+    turned: bool = False,
 ) -> Any:
     """`count` requests of all kinds, at most 40 at a time, in a pool that is too small for them; a digest of their answers.
 
-    stop_after: prints "ready" after so many steps. wait: goes on for ever, and prints who is lost."""
-    settings = {**SETTINGS, "num_pages": 64, "bucket_plan": ONE_BUCKET, "tensor_parallel_size": tp, "deterministic": deterministic}
+    stop_after: prints "ready" after so many steps. wait: goes on for ever, and prints who is lost. turned: a mesh in which every
+    stage has a device of every host."""
+    settings = {**SETTINGS, "num_pages": 64, "bucket_plan": ONE_BUCKET, "deterministic": deterministic}
+    settings |= {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     weights, config = dummy_model(config=MODELS[model]), EngineConfig(**settings)
+    mesh = Mesh(np.array(jax.devices()).reshape(tp, pp), ("tp", "pp")) if turned else None
     if hosts is not None and not hosts.leads:
-        Follower(weights, config, hosts=hosts).run()
+        Follower(weights, config, hosts=hosts, mesh=mesh).run()
         return None
-    engine = Engine(weights, config, eos_token_ids=(0,), hosts=hosts)
+    engine = Engine(weights, config, eos_token_ids=(0,), hosts=hosts, mesh=mesh)
     rng = np.random.default_rng(seed)
     answers: dict[str, Answer] = {}
     num_steps, made = 0, 0
@@ -107,9 +114,12 @@ def random_requests(
     assert engine.pool.num_free_pages == engine.pool.num_pages
     tokens = {name: answer.tokens for name, answer in answers.items()}
     logprobs = {name: [sorted(x.items()) for x in answer.logprobs] for name, answer in answers.items()}
+    bubbles = engine.bubbles
     engine.close()
     digest = lambda x: hashlib.sha256(json.dumps(x, default=float).encode()).hexdigest()  # noqa: E731
-    return {"tokens": digest(tokens), "bits": digest(logprobs), "steps": num_steps}
+    scheduled = engine.scheduler.stats()
+    counts = {"steps": num_steps, "preemptions": scheduled.num_preemptions, "hits": scheduled.num_hit_tokens}
+    return {"tokens": digest(tokens), "bits": digest(logprobs), **counts, "busy": None if bubbles is None else bubbles.busy}
 
 
 def main() -> None:

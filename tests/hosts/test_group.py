@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.hosts import group, pulse
 from jaxserve.hosts.group import HostGroup
+from jaxserve.hosts.joining import KINDS
 from jaxserve.hosts.pulse import HostLostError
 
 
@@ -15,15 +16,14 @@ class Hosts:
     """A group whose processes are objects of this one. ended: (host id, exit code) of those that would have ended themselves."""
 
     def __init__(self, num_hosts: int):
-        self.pipes = {(kind, i): Pipe() for kind in ("commands", "pulse") for i in range(1, num_hosts)}
-        ends = lambda kind: {i: self.pipes[kind, i][0] for i in range(1, num_hosts)}  # noqa: E731
-        self.all = [HostGroup(0, num_hosts, ends("commands"), ends("pulse"))]
+        self.pipes = {(kind, i): Pipe() for kind in KINDS for i in range(1, num_hosts)}
+        self.all = [HostGroup(0, num_hosts, *({i: self.pipes[kind, i][0] for i in range(1, num_hosts)} for kind in KINDS))]
         for i in range(1, num_hosts):
-            self.all.append(HostGroup(i, num_hosts, {0: self.pipes["commands", i][1]}, {0: self.pipes["pulse", i][1]}))
+            self.all.append(HostGroup(i, num_hosts, *({0: self.pipes[kind, i][1]} for kind in KINDS)))
 
     def kill(self, host_id: int) -> None:
         """The others see its connections end, and it sees theirs."""
-        for kind in ("commands", "pulse"):
+        for kind in KINDS:
             group._shut_down(self.pipes[kind, host_id][0])
 
 
