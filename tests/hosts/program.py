@@ -4,6 +4,7 @@ Fields: host_id, num_hosts and coordinator (without them: one process), scenario
 prints what it found as one line of JSON, the last.
 """
 
+import dataclasses
 import hashlib
 import json
 import sys
@@ -70,6 +71,7 @@ def random_requests(
     stop_after: int = 0,
     wait: bool = False,
     pp: int = 1,
+    layers: int = 2,
     turned: bool = False,
 ) -> Any:
     """`count` requests of all kinds, at most 40 at a time, in a pool that is too small for them; a digest of their answers.
@@ -78,12 +80,14 @@ def random_requests(
     stage has a device of every host."""
     settings = {**SETTINGS, "num_pages": 64, "bucket_plan": ONE_BUCKET, "deterministic": deterministic}
     settings |= {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    weights, config = dummy_model(config=MODELS[model]), EngineConfig(**settings)
+    shape = dataclasses.replace(MODELS[model], num_layers=layers, sliding_windows=((None, 6) * layers)[:layers])
+    weights, config = dummy_model(config=shape), EngineConfig(**settings)
     mesh = Mesh(np.array(jax.devices()).reshape(tp, pp), ("tp", "pp")) if turned else None
     if hosts is not None and not hosts.leads:
         Follower(weights, config, hosts=hosts, mesh=mesh).run()
         return None
     engine = Engine(weights, config, eos_token_ids=(0,), hosts=hosts, mesh=mesh)
+    engine._make_host_state(24)  # of the pages
     rng = np.random.default_rng(seed)
     answers: dict[str, Answer] = {}
     num_steps, made = 0, 0
@@ -111,7 +115,7 @@ def random_requests(
         num_steps += 1
         if num_steps == stop_after:
             print("ready", flush=True)
-    assert engine.pool.num_free_pages == engine.pool.num_pages
+    assert engine.pool.num_free_pages == engine.pool.num_pages == 24
     tokens = {name: answer.tokens for name, answer in answers.items()}
     logprobs = {name: [sorted(x.items()) for x in answer.logprobs] for name, answer in answers.items()}
     bubbles = engine.bubbles
