@@ -67,8 +67,9 @@ def _tables() -> tuple[np.ndarray, np.ndarray]:
     return embedding, 0.5 * np.roll(embedding, 1, axis=0)
 
 
-def weights(poisoned: str = "") -> dict[str, np.ndarray]:
-    """The tensors under their Hugging Face names. The embeddings of the characters in `poisoned` are NaN."""
+def weights(poisoned: str = "", num_layers: int = 1) -> dict[str, np.ndarray]:
+    """The tensors under their Hugging Face names. The embeddings of the characters in `poisoned` are NaN. More than one layer need
+    `save(num_hidden_layers=...)`."""
     rng = np.random.default_rng(1)
 
     def draw(*shape: int) -> np.ndarray:
@@ -93,7 +94,7 @@ def weights(poisoned: str = "") -> dict[str, np.ndarray]:
         "model.embed_tokens.weight": embedding,
         "model.norm.weight": np.ones(HIDDEN, np.float32),
         "lm_head.weight": np.ascontiguousarray(head),
-        **{f"model.layers.0.{name}": tensor for name, tensor in layer.items()},
+        **{f"model.layers.{i}.{name}": tensor for i in range(num_layers) for name, tensor in layer.items()},
     }
 
 

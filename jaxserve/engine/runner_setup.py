@@ -74,6 +74,8 @@ def set_up_runner(
     elif config.warm_up == "background":
         warm_up = BackgroundWarmUp(programs, is_busy)
         warm_up.compile_first()
+    if hosts is not None:
+        hosts.exchange(None)  # whatever each had to compile, all are here before they first wait for one another in XLA
     with contextlib.nullcontext() if hosts is None else hosts.at_work():
         runner = make_runner(programs, hosts)
     if hosts is not None and hosts.leads:

@@ -42,6 +42,9 @@ class PipelineRunner:
         self._reports = None if hosts is None else StageReports(hosts, programs.meshes)
         self._to_head = StageLink(programs.meshes[0], programs.meshes[-1])
         self._num_steps = 0
+        for link in (*programs.links, self._to_head):
+            if link.is_here:
+                link.connect()
         copies = self._copies()
         self._all: list[Runner | None] = [  # None: a stage of other processes
             Runner(stage, copies) if programs.is_here(i) else None for i, stage in enumerate(programs.stages)

@@ -47,6 +47,16 @@ class StageLink:
             options = gpu_compiler_options("bucket", several_hosts=True) if jax.default_backend() == "gpu" else None
             self._compiled[like] = jax.jit(permute).lower(joined).compile(compiler_options=options)
 
+    def connect(self) -> None:
+        """The first transfer, of nothing: processes wait for one another there, and the libraries of collectives do so for 30 s at
+        most. All of them call it when all are here."""
+        if self._across:
+            like = jax.ShapeDtypeStruct((1, 1), np.float32)
+            zeros = np.zeros((1, 1), np.float32)
+            where = NamedSharding(self._source, PartitionSpec())
+            x = jax.make_array_from_callback((1, 1), where, lambda index: zeros[index]) if is_here(self._source) else None
+            self.send(x, like)
+
     def send(self, x: jax.Array | None, like: jax.ShapeDtypeStruct) -> jax.Array | None:
         """x on the second stage, without waiting. x may be None where this process has no device of the first, and what returns is
         None where it has none of the second. like: x, abstract."""

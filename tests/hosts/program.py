@@ -45,6 +45,9 @@ def whole_llm(hosts: HostGroup | None, folder: str, other: str, **options: Any) 
         return [output.outputs[0].text for output in llm.generate(list(prompts), params, use_tqdm=False)]
 
     found: dict[str, Any] = {"greedy": texts("a", "k"), "form": texts("w", params=form)}
+    scored = llm.generate({"prompt_token_ids": list(b"abz")}, greedy.with_(logprobs=1, prompt_logprobs=0), use_tqdm=False)[0]
+    found["logprobs"] = [[(token, x.logprob) for token, x in step.items()] for step in scored.outputs[0].logprobs or ()]
+    found["scores"] = [[(token, x.logprob) for token, x in (entry or {}).items()] for entry in scored.prompt_logprobs or ()]
     llm.sleep()
     llm.wake_up()
     found["awake"] = texts("b")

@@ -1,6 +1,7 @@
 """Engines whose devices belong to several processes, here with CPU devices: they answer as one process does, and when a host is
 lost everybody is told in time."""
 
+import functools
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests import alphabet_model
+from tests.selection import slow_unless
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_pages": 64}
@@ -51,17 +53,39 @@ def started():
         process.communicate()
 
 
-def test_an_llm_on_two_hosts(tmp_path, started):
-    """Its texts can be predicted; steps, masks, sleep and weights reach the other host; nothing is compiled after warm-up."""
-    by_twos = alphabet_model.weights()
-    by_twos["lm_head.weight"] = np.roll(by_twos["lm_head.weight"], 1, axis=0)
-    folder, other = str(alphabet_model.save(tmp_path / "model")), str(alphabet_model.save(tmp_path / "other", tensors=by_twos))
-    started += start(2, 1, scenario="whole_llm", folder=folder, other=other, **OPTIONS)
+LAYOUTS = {  # processes, devices of each, and the engine's
+    "two_devices": (2, 1, {"tensor_parallel_size": 2}),
+    "two_stages": (2, 1, {"pipeline_parallel_size": 2, "tensor_parallel_size": 1}),
+    "two_stages_of_two": (2, 2, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", slow_unless(lambda x: x == "two_stages", LAYOUTS), ids=str)
+def test_an_llm_on_two_hosts(layout, tmp_path, started):
+    """Its texts can be predicted; steps, masks, log-probabilities, scores, sleep and weights reach the other host and come back;
+    nothing is compiled after warm-up."""
+    num_hosts, num_devices, sizes = LAYOUTS[layout]
+    plain = alphabet_model.weights(num_layers=2)
+    by_twos = plain | {"lm_head.weight": np.roll(plain["lm_head.weight"], 1, axis=0)}
+    save = functools.partial(alphabet_model.save, num_hidden_layers=2)
+    folder, other = str(save(tmp_path / "model", tensors=plain)), str(save(tmp_path / "other", tensors=by_twos))
+    asked = {"scenario": "whole_llm", "folder": folder, "other": other, **OPTIONS, **sizes}
+    started += start(num_hosts, num_devices, **asked)
     answers = found(started)
     assert answers["greedy"] == ["bcde", "lmno"] and answers["form"] == ["xyz"]
     assert answers["awake"] == ["cdef"] and answers["other weights"] == ["egik"] and answers["after refusals"] == ["fhjl"]
-    assert "FileNotFoundError" in answers["refused 4"] and "NotImplementedError: with 2 hosts update_params" in answers["refused 5"]
+    assert "FileNotFoundError" in answers["refused 6"] and "NotImplementedError: with 2 hosts update_params" in answers["refused 7"]
     assert answers["compiled"] == 0
+    for after, ((token, logprob),) in zip(b"z{|}", answers["logprobs"], strict=True):
+        assert token == after + 1 and logprob == pytest.approx(logprob_of(token, after), abs=1e-5)
+    for token, after, ((scored, logprob),) in zip(b"bz", b"ab", answers["scores"][1:], strict=True):
+        assert scored == token and logprob == pytest.approx(logprob_of(token, after), abs=1e-5)
+
+
+def logprob_of(token: int, after: int) -> float:
+    """Of the model that says the alphabet, written down apart from it."""
+    logits = alphabet_model.logits(after).astype(np.float64)
+    return float(logits[token] - np.log(np.exp(logits).sum()))
 
 
 @pytest.mark.slow
@@ -87,19 +111,45 @@ def test_hosts_that_differ_are_told_so_before_weights_are_read(tmp_path, started
 def test_random_requests_are_answered_as_in_one_process(num_hosts, num_devices, model, deterministic, started):
     """To the last bit, with preemption, samples, filters and penalties; HOST_REQUESTS says how many. "bucket" promises that on two
     devices alone: a sum of two has one order."""
-    count, tp = int(os.environ.get("HOST_REQUESTS", 60)), num_hosts * num_devices
-    asked = {"scenario": "random_requests", "model": model, "tp": tp, "count": count, "deterministic": deterministic}
+    compare(started, num_hosts, num_devices, {"model": model, "tp": num_hosts * num_devices, "deterministic": deterministic})
+
+
+STAGED = {  # processes, devices of each, and the engine's: a stage's may be of one process or of several
+    "two": (2, 1, {"model": "odd_groups_tied", "tp": 1, "pp": 2}),
+    "two_of_two": (2, 2, {"model": "odd_groups_tied", "tp": 2, "pp": 2}),
+    "two_a_process": (2, 2, {"model": "experts", "tp": 1, "pp": 4, "layers": 5}),
+    "four": (4, 1, {"model": "gqa", "tp": 1, "pp": 4, "layers": 5}),
+    "two_processes_a_stage": (4, 1, {"model": "odd_groups_tied", "tp": 2, "pp": 2}),
+    "all_processes_in_each": (2, 2, {"model": "gqa", "tp": 2, "pp": 2, "turned": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", STAGED)
+def test_stages_of_several_processes_answer_as_those_of_one(layout, started):
+    """To the last bit and in as many steps, with preemptions and hits, and so as one stage does (tests/parallel)."""
+    num_hosts, num_devices, asked = STAGED[layout]
+    several = compare(started, num_hosts, num_devices, asked)
+    assert several["busy"] > 0 and several["preemptions"] and several["hits"]
+
+
+def compare(started: list[subprocess.Popen], num_hosts: int, num_devices: int, layout: dict) -> dict[str, Any]:
+    """What the processes found, which is what one process with as many devices finds."""
+    asked = {"scenario": "random_requests", "count": int(os.environ.get("HOST_REQUESTS", 60)), **layout}
     started += start(num_hosts, num_devices, **asked)
     several = found(started)
-    one = found(start(1, tp, **asked))
-    assert several["tokens"] == one["tokens"] and several["bits"] == one["bits"]
+    one = found(start(1, num_hosts * num_devices, **asked))
+    assert {name: x for name, x in several.items() if name != "busy"} == {name: x for name, x in one.items() if name != "busy"}
+    return several
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_lost_host_ends_all_in_time(number, victim, started):
-    started += start(2, 1, scenario="random_requests", model="gqa", tp=2, count=1, stop_after=30, wait=True)
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=("devices", "stages"))
+def test_a_lost_host_ends_all_in_time(number, victim, sizes, started):
+    tp, pp = sizes
+    started += start(2, 1, scenario="random_requests", model="gqa", tp=tp, pp=pp, count=1, stop_after=30, wait=True)
     output = started[0].stdout
     assert output is not None
     while "ready" not in (line := output.readline()):
