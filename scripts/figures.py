@@ -14,6 +14,7 @@ compiles: programs that warm-up compiles, and compilations while a workload is s
 from __future__ import annotations
 
 import datetime
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -131,9 +132,10 @@ def main() -> None:
     if _APPEND.value and set(_ONLY.value) != set(PARTS):
         raise app.UsageError("--append adds a line of all figures; leave --only out")
     figures: dict[str, float] = {}
+    load = round(os.getloadavg()[0], 1)  # before ours
     for name in tqdm([name for name in PARTS if name in _ONLY.value], leave=False):
         figures |= PARTS[name]()
-    about = versions()
+    about = versions() | {"load": load}
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     line = history.Line(now, revision(), {key: about[key] for key in history.MACHINE}, figures)
     path = Path(_HISTORY.value)

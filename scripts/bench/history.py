@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-MACHINE = ("cpu", "cpu_cores", "platform", "python", "jax", "jaxlib", "flax")  # of provenance.versions: no host, no path
+# Of provenance.versions, so that there is no host and no path; and how many processes wanted to run, over the last minute.
+MACHINE = ("cpu", "cpu_cores", "platform", "python", "jax", "jaxlib", "flax", "load")
 
 
 @dataclass(frozen=True)
