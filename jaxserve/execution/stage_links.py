@@ -1,7 +1,7 @@
 """From the devices of one stage of a pipeline to those of another: device i of the one sends to device i of the other.
 
-Owns how arrays travel: within a process by `jax.device_put`, and else by a program of one collective permute, which every process
-that has a device of either stage dispatches, in the same order.
+Owns how arrays travel: by `jax.device_put` where each sender and its receiver are of one process, and else by a program of one
+collective permute, which every process that has a device of either stage dispatches, in the same order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.execution.programs import gpu_compiler_options
-from jaxserve.parallel.mesh import AXIS, is_here, spans_hosts
+from jaxserve.parallel.mesh import AXIS, is_here
 
 _ENDS = "ends"  # of the mesh of both stages: who sends, who receives
 
@@ -26,7 +26,8 @@ class StageLink:
     def __init__(self, source: Mesh, target: Mesh):
         self._source, self._target = source, target
         self._mesh = Mesh(np.stack([source.devices, target.devices]), (_ENDS, AXIS), axis_types=(AxisType.Auto,) * 2)
-        self._across = spans_hosts(self._mesh)
+        self._pairs = dict(zip(source.devices.flat, target.devices.flat, strict=True))
+        self._across = any(a.process_index != b.process_index for a, b in self._pairs.items())
         self.is_here: bool = is_here(self._mesh)  # whether this process has a device of either stage
         self._compiled: dict[jax.ShapeDtypeStruct, Any] = {}
         self._compiling = threading.Lock()
@@ -61,7 +62,12 @@ class StageLink:
         """x on the second stage, without waiting. x may be None where this process has no device of the first, and what returns is
         None where it has none of the second. like: x, abstract."""
         if not self._across:
-            return jax.device_put(x, NamedSharding(self._target, _spec(like)))
+            assert x is not None
+            where = NamedSharding(self._target, _spec(like))
+            if x.is_fully_addressable:
+                return jax.device_put(x, where)
+            parts = [jax.device_put(shard.data, self._pairs[shard.device]) for shard in x.addressable_shards]
+            return jax.make_array_from_single_device_arrays(like.shape, where, parts)
         self.compile(like)
         shards = {} if x is None else {shard.device: shard.data for shard in x.addressable_shards}
         if like not in self._nothing:

@@ -40,6 +40,7 @@ class HostGroup:
         commands: Mapping[int, Connection],
         pulses: Mapping[int, Connection],
         reports: Mapping[int, Connection],
+        *,
         leave: Callable[[], None] = lambda: None,
     ):
         """commands, pulses, reports: a connection of each kind to each other host that this one speaks to. leave: called where the
