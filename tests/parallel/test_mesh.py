@@ -1,5 +1,7 @@
 """Meshes that an engine can't run on are refused with what to do, and options that several devices don't have."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ from jax.sharding import Mesh
 
 from jaxserve import LLM, EngineConfig
 from jaxserve.engine.sharding import model_shards
-from jaxserve.parallel.mesh import make_mesh
+from jaxserve.parallel.mesh import make_mesh, stage_meshes
 from tests.dummy import CONFIG
 
 
@@ -39,3 +41,21 @@ def test_a_missing_device_is_told_before_weights_are_read(tmp_path):
         model_shards(CONFIG, EngineConfig(tensor_parallel_size=99))
     with pytest.raises(ValueError, match="tensor_parallel_size=0 must be an integer >= 1"):
         LLM(tmp_path, tensor_parallel_size=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            (3, 1),
+            "pipeline_parallel_size=3 with tensor_parallel_size=1, 3 devices, must be a multiple of the number of hosts, and there",
+        ),
+        ((2, 4), "pipeline_parallel_size=2 with tensor_parallel_size=4, 8 devices, must be .* 2 hosts with 4 devices"),
+        ((1, 3), "^tensor_parallel_size=3 must be a multiple of the number of hosts"),
+    ],
+)
+def test_hosts_have_equally_many_of_all_stages_devices(sizes, message, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(process_index=i // 2) for i in range(4)])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=message):
+        stage_meshes(*sizes, all_hosts=True)
