@@ -345,8 +345,9 @@ class EngineConfig:
         Option(
             group=_PROGRAMS,
             choices=ALL_REDUCE_BACKENDS,
-            help="Of sums over several devices; auto: xla. mosaic: messages of a decode are read over NVLink and added in one "
-            "order by a kernel for Hopper, which no card has run; xla sums larger ones.",
+            help="Of sums over several devices; auto: in_order where CPU devices belong to several processes, else xla. in_order: "
+            "on CPUs, gathered and added from the first device to the last. mosaic: messages of a decode are read over NVLink and "
+            "added in one order by a kernel for Hopper, which no card has run; xla sums larger ones.",
         ),
     )
     skip_qualification: bool = _option(

@@ -167,6 +167,7 @@ FUSED_MATMUL = Backends(
 )
 ALL_REDUCE = Backends(  # "auto" takes no kernel of ours: no card has run it
     Backend("xla", "kernels.all_reduce.xla", automatic=True, plain_xla=True),
+    Backend("in_order", "kernels.all_reduce.in_order", platforms=("cpu",), plain_xla=True),
     Backend("mosaic", "kernels.all_reduce.mosaic", platforms=("gpu",)),
 )
 GROUPED_MATMUL = Backends(

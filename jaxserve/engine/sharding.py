@@ -40,9 +40,12 @@ def model_shards(
 
 
 def _all_reduce(backend: str, mesh: Mesh) -> str:
-    """The backend of sums over the mesh. NotImplementedError, ValueError where a kernel can't."""
-    found = resolve_all_reduce(backend)
+    """The backend of sums over the mesh; "auto" adds in one order on CPUs, however these are shared out over processes.
+    NotImplementedError, ValueError where a backend can't."""
     ids, processes = ([getattr(device, name) for device in mesh.devices.flat] for name in ("id", "process_index"))
+    if backend == "auto" and len(set(processes)) > 1 and mesh.devices.flat[0].platform == "cpu":
+        backend = "in_order"
+    found = resolve_all_reduce(backend)
     if found == "mosaic" and (ids != list(range(mesh.size)) or len(set(processes)) > 1):
         raise NotImplementedError(
             f"all_reduce_backend='mosaic' needs the first {mesh.size} devices of one process, in their order, and the mesh has the "

@@ -13,9 +13,11 @@ from kernels.backends import ALL_REDUCE
 def all_reduce(x: jax.Array, *, axis: str, num_devices: int, backend: str = "auto") -> jax.Array:
     """The sum of every device's x, on every device; called inside `shard_map` over a mesh of the one axis.
 
-    "xla" is `lax.psum`: on GPUs NCCL adds, in an order that follows the message's size. "mosaic" reads all parts and adds them in
-    float32 from the first device to the last, rounding once: an order that depends on nothing. A message that this kernel is not
-    for (`mosaic.fits`: its size, its dtype) is summed by "xla"; shapes decide that, when a program is traced.
+    "xla" is `lax.psum`. On GPUs NCCL adds, in an order that follows the message's size and the topology. On CPU devices of one
+    process XLA adds as "in_order" does; over processes gloo adds, around a ring.
+    "in_order" gathers all parts, on CPUs, and "mosaic" reads them, on Hopper. Both add in float32 from the first device to the
+    last, rounding once: an order that depends on nothing. A message that they are not for (`fits`: its size, its dtype, the
+    devices) is summed by "xla"; shapes decide that, when a program is traced.
 
     Args:
         x: any shape and dtype, the same on all devices.

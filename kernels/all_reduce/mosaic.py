@@ -8,7 +8,6 @@ JAX's own: every device's part is there. The one behind it is the kernel's: a pa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels import gpu
+from kernels.all_reduce.in_order import in_order
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 THREADS = 128
@@ -45,14 +45,6 @@ def fits(shape: tuple[int, ...], dtype: Any, num_devices: int) -> bool:
 def block_size(dtype: Any) -> int:
     """Entries of a thread block: a vector for each thread."""
     return THREADS * _VECTOR_BYTES // jnp.dtype(dtype).itemsize
-
-
-def in_order(part: Callable[[int], Any], num_devices: int) -> Any:
-    """f32: part(0) + part(1) + ..., in this order."""
-    total = part(0).astype(jnp.float32)
-    for device in range(1, num_devices):
-        total = total + part(device).astype(jnp.float32)
-    return total
 
 
 def all_reduce(x: jax.Array, *, axis: str, num_devices: int) -> jax.Array:

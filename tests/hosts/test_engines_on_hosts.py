@@ -105,42 +105,20 @@ def test_hosts_that_differ_are_told_so_before_weights_are_read(tmp_path, started
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_hosts", "num_devices", "model", "deterministic"),
-    [(2, 1, "odd_groups_tied", "bucket"), (2, 2, "gqa", "always"), (4, 1, "experts", "always")],
+    ("tp", "model", "deterministic"),
+    [(2, "odd_groups_tied", "bucket"), (4, "gqa", "bucket"), (4, "experts", "bucket"), (4, "gqa", "always")],
 )
-def test_random_requests_are_answered_as_in_one_process(num_hosts, num_devices, model, deterministic, started):
-    """To the last bit, with preemption, samples, filters and penalties; HOST_REQUESTS says how many. "bucket" promises that on two
-    devices alone: a sum of two has one order."""
-    compare(started, num_hosts, num_devices, {"model": model, "tp": num_hosts * num_devices, "deterministic": deterministic})
-
-
-STAGED = {  # processes, devices of each, and the engine's: a stage's may be of one process or of several
-    "two": (2, 1, {"model": "odd_groups_tied", "tp": 1, "pp": 2}),
-    "two_of_two": (2, 2, {"model": "odd_groups_tied", "tp": 2, "pp": 2}),
-    "two_a_process": (2, 2, {"model": "experts", "tp": 1, "pp": 4, "layers": 5}),
-    "four": (4, 1, {"model": "gqa", "tp": 1, "pp": 4, "layers": 5}),
-    "two_processes_a_stage": (4, 1, {"model": "odd_groups_tied", "tp": 2, "pp": 2}),
-    "all_processes_in_each": (2, 2, {"model": "gqa", "tp": 2, "pp": 2, "turned": True}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", STAGED)
-def test_stages_of_several_processes_answer_as_those_of_one(layout, started):
-    """To the last bit and in as many steps, with preemptions and hits, and so as one stage does (tests/parallel)."""
-    num_hosts, num_devices, asked = STAGED[layout]
-    several = compare(started, num_hosts, num_devices, asked)
-    assert several["busy"] > 0 and several["preemptions"] and several["hits"]
-
-
-def compare(started: list[subprocess.Popen], num_hosts: int, num_devices: int, layout: dict) -> dict[str, Any]:
-    """What the processes found, which is what one process with as many devices finds."""
-    asked = {"scenario": "random_requests", "count": int(os.environ.get("HOST_REQUESTS", 60)), **layout}
-    started += start(num_hosts, num_devices, **asked)
-    several = found(started)
-    one = found(start(1, num_hosts * num_devices, **asked))
-    assert {name: x for name, x in several.items() if name != "busy"} == {name: x for name, x in one.items() if name != "busy"}
-    return several
+def test_random_requests_are_answered_as_in_one_process(tp, model, deterministic, started):
+    """To the last bit, however the devices are shared out over processes (tp 4: 1x4 = 2x2 = 4x1), with preemption, samples, filters
+    and penalties. HOST_REQUESTS says how many."""
+    asked = {"scenario": "random_requests", "model": model, "tp": tp, "deterministic": deterministic}
+    asked["count"] = int(os.environ.get("HOST_REQUESTS", 60))
+    answers = {}
+    for num_hosts in (n for n in (1, 2, 4) if n <= tp):
+        processes = start(num_hosts, tp // num_hosts, **asked)
+        started += processes
+        answers[num_hosts] = found(processes)
+        assert answers[num_hosts] == answers[1], f"{num_hosts} processes"
 
 
 @pytest.mark.slow

@@ -32,14 +32,16 @@ def test_messages_that_are_not_for_the_kernel_are_xlas(case):
 
 
 def test_auto_is_xla_everywhere_and_a_device_that_can_not_is_told_what_it_lacks():
-    assert resolve_backend("auto") == "xla"
+    assert resolve_backend("auto") == "xla" and resolve_backend("in_order") == "in_order"
     with gpu.assume_sm90(132, H100):
         assert resolve_backend("auto") == "xla" and resolve_backend("mosaic") == "mosaic"
+        with pytest.raises(NotImplementedError, match="in_order can't do a device: it needs a CPU, found gpu"):
+            resolve_backend("in_order")
     with pytest.raises(NotImplementedError, match="mosaic can't do a device: it needs a GPU of compute capability 9.0, found cpu"):
         resolve_backend("mosaic")
     with gpu.interpreted(), pytest.raises(NotImplementedError, match="interpreter has no remote references"):
         resolve_backend("mosaic")
-    with pytest.raises(ValueError, match="backend='nccl' must be one of auto, xla, mosaic"):
+    with pytest.raises(ValueError, match="backend='nccl' must be one of auto, xla, in_order, mosaic"):
         all_reduce(jnp.zeros(4), axis="tp", num_devices=2, backend="nccl")
     assert ALONE.sum(jnp.ones(1)) == 1
 

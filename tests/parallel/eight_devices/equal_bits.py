@@ -1,5 +1,5 @@
 """`deterministic="always"` on several devices: tokens and log-probabilities are those of one device to the last bit, and each part
-that makes them so is found out where it is broken."""
+that makes them so is found out where it is broken. And the order of sums over the CPU devices of one process."""
 
 import functools
 import gc
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxserve.engine.resolution
@@ -25,6 +26,9 @@ from jaxserve.models.shards import ModelShards
 from jaxserve.parallel.mesh import AXIS, make_mesh
 from jaxserve.parallel.shard import Shard
 from jaxserve.sampling import sampler, scoring
+from kernels.all_reduce import all_reduce, reference
+from kernels.all_reduce.cases import CASES as SUMS
+from kernels.all_reduce.cases import build
 from tests import dummy
 from tests.dummy import CONFIG, ONE_BUCKET, Answer, Ask, differences, dummy_model, make_engine, serve, serve_alone
 from tests.parallel.models import GREEDY, MODELS, PROMPTS, answers, engine_of
@@ -88,6 +92,21 @@ def first_layer(functions: ModelFunctions, weights: list[jax.Array], x: jax.Arra
 
 def collectives(hlo: str) -> dict[str, int]:
     return Counter(re.findall(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(", hlo))
+
+
+@pytest.mark.parametrize("backend", ["xla", "in_order"])
+@pytest.mark.parametrize("case", [case for case in SUMS if case.num_devices in (4, 8)], ids=lambda case: case.name)
+def test_a_sum_over_cpu_devices_of_one_process_is_the_specifications(case, backend):
+    """XLA's own has the order of "in_order": what is gathered and added over several processes has the bits of one."""
+    mesh, parts = Mesh(np.array(jax.devices()[: case.num_devices]), ("tp",)), build(case)
+
+    def sum_of(part: jax.Array) -> jax.Array:  # [1, ...] of each device
+        return all_reduce(part[0], axis="tp", num_devices=case.num_devices, backend=backend)
+
+    on_mesh = jax.shard_map(sum_of, mesh=mesh, in_specs=P("tp"), out_specs=P(), check_vma=False)
+    found = np.asarray(jax.jit(on_mesh)(parts))
+    expected = reference.all_reduce(parts) if case.dtype != "int32" else parts.sum(0)
+    assert found.dtype == parts.dtype and (found == expected).all()
 
 
 @pytest.mark.slow
