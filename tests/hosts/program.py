@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import sys
+import time
 from typing import Any
 
 import jax
@@ -70,6 +71,7 @@ def random_requests(
     tp: int,
     count: int,
     deterministic: str = "bucket",
+    num_pages: int = 64,
     seed: int = 0,
     stop_after: int = 0,
     wait: bool = False,
@@ -77,15 +79,13 @@ def random_requests(
     layers: int = 2,
     turned: bool = False,
 ) -> Any:
-    """`count` requests of all kinds, at most 40 at a time, in a pool that is too small for them; a digest of their answers.
+    """`count` requests of all kinds, at most 40 at a time; a digest of their answers. How many
+    were made is said each 500 of them.
 
-    stop_after: prints "ready" after so many steps. wait: goes on for ever, and prints who is lost. turned: a mesh in which every
-    stage has a device of every host."""
-    settings = {**SETTINGS, "num_pages": 64, "bucket_plan": ONE_BUCKET, "deterministic": deterministic}
-    settings |= {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    shape = dataclasses.replace(MODELS[model], num_layers=layers, sliding_windows=((None, 6) * layers)[:layers])
-    weights, config = dummy_model(config=shape), EngineConfig(**settings)
-    mesh = Mesh(np.array(jax.devices()).reshape(tp, pp), ("tp", "pp")) if turned else None
+    stop_after: prints "ready" after so many steps. wait: goes on for ever, and prints who is lost."""
+    settings = {**SETTINGS, "num_pages": num_pages, "max_model_len": 64, "bucket_plan": ONE_BUCKET, "deterministic": deterministic}
+    settings["tensor_parallel_size"] = tp
+    weights, config = dummy_model(config=MODELS[model]), EngineConfig(**settings)
     if hosts is not None and not hosts.leads:
         Follower(weights, config, hosts=hosts, mesh=mesh).run()
         return None
@@ -93,7 +93,7 @@ def random_requests(
     engine._make_host_state(24)  # of the pages
     rng = np.random.default_rng(seed)
     answers: dict[str, Answer] = {}
-    num_steps, made = 0, 0
+    num_steps, made, started = 0, 0, time.time()
     while made < count or engine.has_unfinished_requests():
         while (made < count or wait) and len(engine._requests) < 40:
             prompt = rng.integers(1, VOCAB, int(rng.integers(1, 40))).tolist()
@@ -109,6 +109,8 @@ def random_requests(
             )
             answers |= {r.request_id: Answer() for r in engine.add_request(str(made), prompt, params)}
             made += 1
+            if made % 500 == 0:
+                print(f"{made} of {count} requests, {num_steps} steps, {time.time() - started:.0f} s", file=sys.stderr, flush=True)
         try:
             for output in engine.step():
                 answers[output.request.request_id].take(output)
@@ -121,12 +123,11 @@ def random_requests(
     assert engine.pool.num_free_pages == engine.pool.num_pages == 24
     tokens = {name: answer.tokens for name, answer in answers.items()}
     logprobs = {name: [sorted(x.items()) for x in answer.logprobs] for name, answer in answers.items()}
-    bubbles = engine.bubbles
+    preemptions = engine.scheduler.stats().num_preemptions
     engine.close()
     digest = lambda x: hashlib.sha256(json.dumps(x, default=float).encode()).hexdigest()  # noqa: E731
-    scheduled = engine.scheduler.stats()
-    counts = {"steps": num_steps, "preemptions": scheduled.num_preemptions, "hits": scheduled.num_hit_tokens}
-    return {"tokens": digest(tokens), "bits": digest(logprobs), **counts, "busy": None if bubbles is None else bubbles.busy}
+    counts = {"requests": made, "samples": len(answers), "tokens": sum(map(len, tokens.values())), "steps": num_steps}
+    return counts | {"answers": digest(tokens), "bits": digest(logprobs), "preemptions": preemptions}
 
 
 def main() -> None:

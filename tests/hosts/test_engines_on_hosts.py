@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 OPTIONS = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_pages": 64}
 OPTIONS |= {"bucket_plan": {"format": "jaxserve-bucket-plan-1", "decode": [], "mixed": [[16, 4]], "head_rows": [4]}}
 OPTIONS |= {"tensor_parallel_size": 2, "warm_up": "all", "compilation_cache_dir": ""}
+REQUESTS = int(os.environ.get("HOST_REQUESTS", 60))  # of the random ones
 IN_TIME = 15.0  # seconds from a loss to the last host's end
 
 
@@ -32,13 +33,15 @@ def start(num_hosts: int, num_devices: int, **asked: Any) -> list[subprocess.Pop
         address = f"127.0.0.1:{free.getsockname()[1]}"
     places = [{"host_id": i, "num_hosts": num_hosts, "coordinator": address} for i in range(num_hosts)] if num_hosts > 1 else [{}]
     command = [sys.executable, "-m", "tests.hosts.program"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    if REQUESTS > 1000:  # it takes long: with -s, progress is seen
+        pipes["stderr"] = None
     return [subprocess.Popen([*command, json.dumps(asked | place)], cwd=ROOT, env=env, **pipes) for place in places]
 
 
 def found(processes: list[subprocess.Popen]) -> Any:
     """What host 0 found, once all have ended well."""
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    outputs = [process.communicate(timeout=300 + REQUESTS)[0] for process in processes]
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output[-4000:]
     return json.loads(outputs[0].strip().splitlines()[-1])
@@ -103,22 +106,39 @@ def test_hosts_that_differ_are_told_so_before_weights_are_read(tmp_path, started
         assert process.returncode and "hosts disagree: max_num_seqs is 4 on host 0 and 2 on host 1" in output, output[-3000:]
 
 
+@functools.cache
+def random_answers_of_one_process(tp: int, model: str, deterministic: str) -> Any:
+    return found(start(1, tp, **random_requests(tp, model, deterministic)))
+
+
+def random_requests(tp: int, model: str, deterministic: str) -> dict[str, Any]:
+    asked = {"scenario": "random_requests", "model": model, "tp": tp, "deterministic": deterministic}
+    return asked | {"count": REQUESTS, "num_pages": 28}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tp", "model", "deterministic"),
-    [(2, "odd_groups_tied", "bucket"), (4, "gqa", "bucket"), (4, "experts", "bucket"), (4, "gqa", "always")],
+    ("layout", "model", "deterministic"),
+    [
+        ("2x1", "odd_groups_tied", "bucket"),
+        ("2x2", "gqa", "bucket"),
+        ("4x1", "gqa", "bucket"),
+        ("4x1", "experts", "bucket"),
+        ("2x2", "gqa", "always"),
+        ("4x1", "gqa", "always"),
+    ],
 )
-def test_random_requests_are_answered_as_in_one_process(tp, model, deterministic, started):
-    """To the last bit, however the devices are shared out over processes (tp 4: 1x4 = 2x2 = 4x1), with preemption, samples, filters
-    and penalties. HOST_REQUESTS says how many."""
-    asked = {"scenario": "random_requests", "model": model, "tp": tp, "deterministic": deterministic}
-    asked["count"] = int(os.environ.get("HOST_REQUESTS", 60))
-    answers = {}
-    for num_hosts in (n for n in (1, 2, 4) if n <= tp):
-        processes = start(num_hosts, tp // num_hosts, **asked)
-        started += processes
-        answers[num_hosts] = found(processes)
-        assert answers[num_hosts] == answers[1], f"{num_hosts} processes"
+def test_random_requests_are_answered_as_in_one_process(layout, model, deterministic, started):
+    """To the last bit, however the devices are shared out over processes (1x4 = 2x2 = 4x1), with preemption, samples, filters and
+    penalties. HOST_REQUESTS says how many requests."""
+    num_hosts, num_devices = map(int, layout.split("x"))
+    asked = num_hosts * num_devices, model, deterministic
+    one = random_answers_of_one_process(*asked)
+    began = time.monotonic()
+    started += start(num_hosts, num_devices, **random_requests(*asked))
+    several = found(started)
+    print(f"{layout} {model} {deterministic}: {several} in {time.monotonic() - began:.0f} s", flush=True)
+    assert several == one and several["preemptions"] > 0
 
 
 @pytest.mark.slow
