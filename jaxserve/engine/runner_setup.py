@@ -66,7 +66,7 @@ def set_up_runner(
     programs = make_programs(functions, resolved)
     if hosts is not None:
         _check_decisions(hosts, resolved, kernels)
-        hosts.is_compiling = lambda: programs.num_compiling > 0
+        hosts.awaits_compile = lambda: programs.num_awaited > 0
     warm_up: BackgroundWarmUp | None = None
     if config.warm_up == "all":  # from shapes, before the pool takes the memory that compiling may need
         for key in programs.keys:

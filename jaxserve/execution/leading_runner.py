@@ -23,7 +23,6 @@ from jaxserve.execution.stage_reports import Result
 from jaxserve.hosts.group import HostGroup
 from jaxserve.sampling.rows import SampledRows, ScoredRows
 
-STEP_SECONDS = 10.0  # in which a step that was dispatched must end, while no host compiles
 _SPIN_SECONDS = 0.002  # of a wait, in which it looks often
 _SHORT_NAP, _LONG_NAP = 20e-6, 500e-6  # between two looks, in seconds
 
@@ -39,16 +38,16 @@ class LeadingRunner:
         self.score_rows: int = runner.score_rows
 
     @contextlib.contextmanager
-    def _together(self, command: str, *args: Any) -> Iterator[None]:
+    def _together(self, command: str, *args: Any, timed: bool = False) -> Iterator[None]:
         """What runs in here, the followers run too, by a method of their runners. Where it breaks off here, they may have gone on:
-        then the group is at its end."""
+        then the group is at its end. timed: whether it is part of a step."""
         if self._depth:
             yield
             return
         self._hosts.send((command, args))
         self._depth += 1
         try:
-            with self._hosts.at_work():
+            with self._hosts.carrying_out(timed=timed):
                 yield
         except BaseException as error:
             raise self._hosts.lost or self._hosts.fail(f"broke off in {command} ({error!r})") from error
@@ -62,15 +61,14 @@ class LeadingRunner:
         return self.dispatch_head(self.dispatch_body(inputs))
 
     def dispatch_body(self, inputs: StepInputs) -> BodyHandle:
-        """As `Runner.dispatch_body`."""
-        with self._together("dispatch_body", inputs):
-            return self._runner.dispatch_body(inputs)
+        with self._together("dispatch_body", inputs, timed=True):
+            return super().dispatch_body(inputs)
 
     def dispatch_head(self, body: BodyHandle, allowed: np.ndarray | None = None) -> StepHandle:
         """As `Runner.dispatch_head`."""
         masks = None if allowed is None else allowed[: body.inputs.head_rows]
-        with self._together("dispatch_head", masks):
-            return self._runner.dispatch_head(body, masks)
+        with self._together("dispatch_head", masks, timed=True):
+            return super().dispatch_head(body, masks)
 
     def fetch(self, handle: StepHandle) -> SampledRows | None:
         """As `Runner.fetch`."""
@@ -141,26 +139,20 @@ class LeadingRunner:
     def _waiting_for(self, handle: StepHandle) -> Iterator[None]:
         """What runs in here finds the step's arrays there. An error of XLA's is a HostLostError where a host is lost."""
         try:
-            with self._hosts.at_work():
+            with self._hosts.at_work(timed=True):
                 self._await([handle.done, *handle.scored])
                 yield
         except jax.errors.JaxRuntimeError as error:
             raise self._hosts.why_broken(error) from error
 
-    def _await(self, arrays: list[Result]) -> None:
-        """Until all are there: never inside a call of XLA's, which would not come back from a host that is lost."""
-        started = last_excuse = time.monotonic()
+    def _await(self, arrays: list[jax.Array]) -> None:
+        """Until all are there, or a host is lost: never inside a call of XLA's, which would not come back from one."""
+        started = time.monotonic()
         while not all(array.is_ready() for array in arrays):  # pyright: ignore[reportAttributeAccessIssue]
-            now = time.monotonic()
-            if now - started < _SPIN_SECONDS:
+            if time.monotonic() - started < _SPIN_SECONDS:
                 time.sleep(_SHORT_NAP)
                 continue
             self._hosts.check()
-            if self._hosts.someone_compiles():
-                last_excuse = now
-            if now - last_excuse > STEP_SECONDS:
-                behind = self._hosts.behind()
-                raise self._hosts.fail(f"did not end a step in {STEP_SECONDS:g} s", 0 if behind is None else behind)
             time.sleep(_LONG_NAP)
 
 

@@ -74,9 +74,9 @@ class PipelinePrograms:
         return sum(map(self.has, self.keys))
 
     @property
-    def num_compiling(self) -> int:
-        """As `Programs.num_compiling`, of all stages."""
-        return sum(stage.num_compiling for stage in self.stages)
+    def num_awaited(self) -> int:
+        """As `Programs.num_awaited`, of all stages."""
+        return sum(stage.num_awaited for stage in self.stages)
 
     @property
     def score_rows(self) -> int:

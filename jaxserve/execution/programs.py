@@ -117,7 +117,7 @@ class Programs:
         }
         self.proposer: Proposer | None = make_proposer(config.speculative)
         self.edit_layout: EditLayout = EditLayout(config.scheduler.max_model_len, config.model.vocab_size)
-        self.num_compiling: int = 0  # programs that are being compiled now
+        self.num_awaited: int = 0  # calls of `get` that wait for a compile now
         self._compiled: dict[ProgramKey, Any] = {}
         self._counted = threading.Lock()
         self._locks: defaultdict[ProgramKey, threading.Lock] = defaultdict(threading.Lock)  # held while one is compiled
@@ -143,16 +143,20 @@ class Programs:
         """The program of one of `keys`, to be called with the arguments of its `spec`; compiled if it is not yet. Any thread may
         call it; where another compiles the same program already, this one waits for it."""
         if key not in self._compiled:
-            with self._locks[key]:
-                if key not in self._compiled:
-                    with self._counted:
-                        self.num_compiling += 1
-                    try:
-                        self._compiled[key] = self._compile(key)
-                    finally:
-                        with self._counted:
-                            self.num_compiling -= 1
+            with self._counted:
+                self.num_awaited += 1
+            try:
+                self.compile(key)
+            finally:
+                with self._counted:
+                    self.num_awaited -= 1
         return self._compiled[key]
+
+    def compile(self, key: ProgramKey) -> None:
+        """As `get`, behind what runs: nothing waits for the program."""
+        with self._locks[key]:
+            if key not in self._compiled:
+                self._compiled[key] = self._compile(key)
 
     def spec(self, key: ProgramKey) -> ProgramSpec:
         """What the program of one of `keys` is compiled from: on a mesh, one device's function inside a `shard_map` over it."""

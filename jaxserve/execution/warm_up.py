@@ -144,7 +144,7 @@ class BackgroundWarmUp:
             if self._stopping.is_set():
                 return
             try:
-                self._programs.get(key)
+                self._programs.compile(key)
             except Exception:
                 logger.exception("%s could not be compiled; a step that needs it will fail", name_of(key))
             self.on_progress()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from jaxserve.hosts import watchdog
 from jaxserve.hosts.pulse import Beat, HostLostError, Pulse
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -49,10 +50,10 @@ class HostGroup:
         self.num_hosts: int = num_hosts
         self.lost: HostLostError | None = None  # who, once somebody is
         self.num_commands: int = 0  # sent by host 0; carried out by the others
-        self.is_compiling: Callable[[], bool] = lambda: False  # of this process: a runner says
+        self.awaits_compile: Callable[[], bool] = lambda: False  # whether what this process runs waits for a program
         self._commands = dict(commands)
-        self._reports = dict(reports)
-        self._reporting = threading.Lock()
+        self._watchdog = watchdog.Watchdog()
+        self._carrying_out = 0  # of host 0: commands that were sent and have not ended here
         self._inside = 0  # how many do what a lost host might never let end
         self._outside = threading.Condition()
         self._told: list[Callable[[HostLostError], None]] = []
@@ -60,7 +61,8 @@ class HostGroup:
         self._speaking = threading.RLock()  # host 0: while it says something, and hears the answers if there are any
         self._dismissed = False
         self._losing = threading.Lock()
-        self._pulse = Pulse(host_id, pulses, lambda: Beat(self.num_commands, self.is_compiling()), self._on_lost)
+        beat = lambda: Beat(self.num_commands, self.awaits_compile())  # noqa: E731
+        self._pulse = Pulse(host_id, pulses, beat, self._on_lost, self._find_late if host_id == 0 else lambda: None)
         self._pulse.start()
         atexit.register(self.close)
 
@@ -166,18 +168,31 @@ class HostGroup:
             raise self.lost
 
     @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
+    def at_work(self, *, timed: bool = False) -> Iterator[None]:
         """Around what may never come back if a host is lost. If it does not, in GRACE_SECONDS from then, the process is ended.
-        Raises HostLostError where one is lost already."""
+        Raises HostLostError where one is lost already.
+
+        timed: of host 0: a host is lost, too, if this takes longer than STEP_SECONDS (watchdog.py)."""
         with self._outside:
             self._inside += 1
         try:
             self.check()  # behind the count: who found the loss has seen it, or this sees the loss
-            yield
+            with self._watchdog.timed() if timed else contextlib.nullcontext():
+                yield
         finally:
             with self._outside:
                 self._inside -= 1
                 self._outside.notify_all()
+
+    @contextlib.contextmanager
+    def carrying_out(self, *, timed: bool = False) -> Iterator[None]:
+        """Of host 0, around a command that it has sent: as `at_work`. Until it ends, host 0 counts as behind."""
+        self._carrying_out += 1
+        try:
+            with self.at_work(timed=timed):
+                yield
+        finally:
+            self._carrying_out -= 1
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
@@ -190,15 +205,15 @@ class HostGroup:
             self.fail(f"failed: {error}")
             raise
 
-    def behind(self) -> int | None:
-        """Of host 0: the host that has carried out fewest commands, if one has carried out fewer than were sent."""
-        done = {host_id: beat.num_commands for host_id, beat in self._pulse.beats.items()}
-        slowest = min(done, key=lambda host_id: done[host_id])
-        return slowest if done[slowest] < self.num_commands else None
-
-    def someone_compiles(self) -> bool:
-        """Whether this host or, by their last beats, one that it hears is compiling."""
-        return self.is_compiling() or any(beat.is_compiling for beat in self._pulse.beats.values())
+    def _find_late(self) -> HostLostError | None:
+        """Of host 0, on the pulse's thread: a step that does not end, as the fault of who has carried out fewest commands; of host
+        0 where nobody is behind it."""
+        beats = dict(self._pulse.beats)
+        awaits_compile = self.awaits_compile() or any(beat.awaits_compile for beat in beats.values())
+        if not self._watchdog.is_late(awaits_compile):
+            return None
+        done = {0: self.num_commands - self._carrying_out} | {host_id: beat.num_commands for host_id, beat in beats.items()}
+        return HostLostError(min(done, key=done.__getitem__), f"did not end a step in {watchdog.STEP_SECONDS:g} s")
 
     def fail(self, why: str, host_id: int | None = None) -> HostLostError:
         """The group can't go on, for the fault of a host (None: this one). All hosts are told. Returns the error, to be raised."""

@@ -5,8 +5,10 @@ Owns how the processes meet: host 0 listens where all were told, until all have 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import signal
 import socket
 import struct
 import time
@@ -194,6 +196,8 @@ def _initialize_jax(place: _Place, port: int, timeout: float) -> None:
     """JAX's own group, by which devices of all hosts are known and collectives run."""
     import jax
 
+    if place.host_id:
+        _delay_aborts()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_recoverability", True)  # or JAX ends every process when one is lost, without a word to clients
     host = place.address[0]
@@ -207,6 +211,16 @@ def _initialize_jax(place: _Place, port: int, timeout: float) -> None:
         heartbeat_timeout_seconds=10,
         shutdown_timeout_seconds=10,
     )
+
+
+def _delay_aborts() -> None:
+    """JAX aborts a process as soon as the connection to its coordinator, on host 0, breaks. Here the handler of SIGABRT is libc's
+    `sleep`, which takes the signal's number as seconds. For these 6 only the thread that aborts stands still, and the pulse ends
+    the process with the code that names host 0. JAX's client has a callback for that, but calling one of Python's raises
+    std::bad_cast (jaxlib 0.11.2)."""
+    libc = ctypes.CDLL(None)
+    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
 def _leave() -> None:

@@ -37,10 +37,11 @@ class HostLostError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a host says of itself. num_commands: that it has carried out. is_compiling: whether it may take long for that reason."""
+    """What a host says of itself. num_commands: that it has carried out. awaits_compile: whether what it runs waits for a
+    program."""
 
     num_commands: int
-    is_compiling: bool
+    awaits_compile: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +60,20 @@ class Pulse:
       peers: a connection to each, used by this object's thread alone.
       beat: what to say of this process; called on the thread.
       on_lost: called on the thread, once, with what was found.
+      look: called on the thread, some times a second: what this process finds by itself.
     """
 
     def __init__(
-        self, me: int, peers: Mapping[int, Connection], beat: Callable[[], Beat], on_lost: Callable[[HostLostError], None]
+        self,
+        me: int,
+        peers: Mapping[int, Connection],
+        beat: Callable[[], Beat],
+        on_lost: Callable[[HostLostError], None],
+        look: Callable[[], HostLostError | None] = lambda: None,
     ):
         self._me = me
         self._peers = dict(peers)
-        self._beat, self._on_lost = beat, on_lost
+        self._beat, self._on_lost, self._look = beat, on_lost, look
         self._heard = dict.fromkeys(peers, time.monotonic())
         self._ending = threading.Event()
         self._to_say: list[HostLostError] = []  # of this process itself
@@ -116,7 +123,7 @@ class Pulse:
             if now >= next_beat:
                 self._say(self._beat())
                 next_beat = now + BEAT_SECONDS
-            found = self._hear(BEAT_SECONDS / 4) or self._silent()
+            found = self._hear(BEAT_SECONDS / 4) or self._silent() or self._look()
             if self._to_say:
                 found = self._to_say[0]
         return found

@@ -77,6 +77,7 @@ class _HostLost:
 
 
 Command = Add | Abort | Call | Stop | _Compiled | _Loaded | _ProgramCompiled | _HostLost
+LAST_WORDS_SECONDS = 1.0  # after a host was lost, in which the engine's thread must hear of it
 CALLS = ("pause", "resume", "reset_prefix_cache", "sleep", "wake_up", "update_weights_from_path")
 
 
@@ -141,12 +142,31 @@ class EngineLoop:
 
     def start(self) -> None:
         self.engine.on_compiled(lambda: self.send(_ProgramCompiled()))
-        self.engine.on_lost(lambda error: self.send(_HostLost(str(error))))
+        self.engine.on_lost(lambda error: self._hear_of_loss(str(error)))
         self._thread.start()
 
     def send(self, command: Command) -> None:
         """Queues a command, which the engine's thread takes between two steps. Any thread may call this."""
         self._inbox.put(command)
+
+    def _hear_of_loss(self, why: str) -> None:
+        """On a thread of the group's. The engine's thread may stand in a step that never comes back."""
+        self.send(_HostLost(why))
+        last_words = threading.Timer(LAST_WORDS_SECONDS, self._speak_for_the_thread, (why,))
+        last_words.daemon = True
+        last_words.start()
+
+    def _speak_for_the_thread(self, why: str) -> None:
+        """Fails all requests, where the engine's thread has not heard of the loss: the group ends the process soon."""
+        if self._broken is not None:
+            return
+        self._broken, waiting = why, []
+        while not self._inbox.empty():
+            waiting.append(self._inbox.get())
+        for command in waiting:
+            self._inbox.put(command)
+        request_ids = [*self._open, *(command.request_id for command in waiting if isinstance(command, Add))]
+        self._deliver(Report([Failed(request_id, FailedError(why)) for request_id in request_ids], self.stats()))
 
     def join(self, timeout: float | None = None) -> bool:
         """Waits up to `timeout` seconds for the thread to end after a Stop. Returns whether it has ended."""

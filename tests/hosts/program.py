@@ -29,6 +29,7 @@ from jaxserve import (
 from jaxserve.engine.follower import Follower
 from jaxserve.execution.compilation import compile_counts
 from tests.dummy import ONE_BUCKET, SETTINGS, VOCAB, Answer, dummy_model
+from tests.hosts.stalls import stalled_step
 from tests.parallel.models import MODELS
 
 
@@ -132,7 +133,7 @@ def random_requests(
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
-    scenario = globals()[asked.pop("scenario")]
+    scenario = {f.__name__: f for f in (whole_llm, random_requests, stalled_step)}[asked.pop("scenario")]
     place = {name: asked.pop(name) for name in ("host_id", "num_hosts", "coordinator") if name in asked}
     hosts = join_hosts(**place) if place else None
     found = scenario(hosts, **asked)

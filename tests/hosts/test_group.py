@@ -1,12 +1,13 @@
 """Groups of hosts in one process, over pipes: what is said arrives, what must agree does, and who is lost is named."""
 
+import contextlib
 import threading
 import time
 from multiprocessing import Pipe
 
 import pytest
 
-from jaxserve.hosts import group, pulse
+from jaxserve.hosts import group, pulse, watchdog
 from jaxserve.hosts.group import HostGroup
 from jaxserve.hosts.joining import KINDS
 from jaxserve.hosts.pulse import HostLostError
@@ -166,14 +167,38 @@ def test_without_host_0_the_others_end_at_once(hosts, ended):
         assert eventually(lambda: 100 in ended)
 
 
-def test_who_is_behind(hosts):
+@pytest.mark.parametrize(("done", "in_a_command", "late"), [((5, 3), False, 2), ((5, 5), False, 0), ((5, 4), True, 0)])
+def test_a_step_that_does_not_end_is_the_fault_of_who_is_behind(hosts, ended, monkeypatch, done, in_a_command, late):
+    """Whatever blocks the thread that waits: here it does not look at the group at all."""
+    monkeypatch.setattr(watchdog, "STEP_SECONDS", 0.3)
     first, second, third = hosts(3)
     for _ in range(5):
         first.send("step")
-    second.num_commands, third.num_commands = 5, 3
-    assert eventually(lambda: first.behind() == 2)
-    third.num_commands = 5
-    assert eventually(lambda: first.behind() is None)
-    assert not first.someone_compiles()
-    third.is_compiling = lambda: True
-    assert eventually(first.someone_compiles)
+    second.num_commands, third.num_commands = done
+    began = time.monotonic()
+    with contextlib.suppress(HostLostError), first.carrying_out(timed=True) if in_a_command else first.at_work(timed=True):
+        assert eventually(lambda: 100 + late in ended)
+    assert f"host {late} did not end a step in 0.3 s" in str(first.lost) and time.monotonic() - began < 1.5
+    assert all(eventually(lambda host=host: host.lost is not None) for host in (second, third))
+
+
+def test_what_is_not_of_a_step_may_take_long(hosts, monkeypatch):
+    monkeypatch.setattr(watchdog, "STEP_SECONDS", 0.1)
+    first, _ = hosts(2)
+    with first.carrying_out():
+        time.sleep(0.5)
+    first.check()
+
+
+@pytest.mark.parametrize("compiling", [0, 1])
+def test_a_step_may_wait_for_a_compile_but_not_for_ever(hosts, monkeypatch, compiling):
+    monkeypatch.setattr(watchdog, "STEP_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog, "COMPILE_SECONDS", 1.0)
+    made = hosts(2)
+    with contextlib.suppress(HostLostError), made[0].at_work(timed=True):
+        made[compiling].awaits_compile = lambda: True
+        time.sleep(0.7)
+        made[0].check()
+        assert eventually(lambda: made[0].lost is not None)
+    with made[0]._watchdog.timed():  # nothing that ended is timed on
+        assert len(made[0]._watchdog._begun) == 1

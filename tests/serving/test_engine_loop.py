@@ -1,11 +1,13 @@
 """The engine's thread: steps that raise, texts that can't be made, and a bug of its own."""
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 
 from jaxserve.hosts.pulse import HostLostError
+from jaxserve.serving import engine_loop
 from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.messages import FailedError, UnavailableError
 from jaxserve.text.detokenizer import IncrementalDetokenizer
@@ -64,6 +66,40 @@ def test_a_lost_host_turns_health_red_though_nobody_asks_for_a_step(llm, monkeyp
                 await text_of(engine, ask())
 
     run(main())
+
+
+def test_all_are_told_of_a_lost_host_while_the_thread_stands_in_a_step(llm, monkeypatch):
+    """What runs, and what the thread has not even taken."""
+    told: list = []
+    monkeypatch.setattr(llm.engine, "on_lost", told.append)
+    monkeypatch.setattr(engine_loop, "LAST_WORDS_SECONDS", 0.1)
+    going_on, standing, fetch = threading.Event(), threading.Event(), llm.engine.runner.fetch
+
+    def stand_still(handle: Any) -> Any:
+        standing.set()
+        going_on.wait(10)
+        return fetch(handle)
+
+    async def main():
+        async with AsyncLLM(llm) as engine:
+            monkeypatch.setattr(llm.engine.runner, "fetch", stand_still)
+            asked = [asyncio.ensure_future(text_of(engine, ask("a")))]
+            while not standing.is_set():
+                await asyncio.sleep(0.01)
+            asked.append(asyncio.ensure_future(text_of(engine, ask("b"))))
+            await asyncio.sleep(0.05)
+            told[0](HostLostError(0, "did not end a step in 10 s"))
+            for each in await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5):
+                assert isinstance(each, FailedError) and "host 0 did not end a step in 10 s" in str(each)
+            assert not going_on.is_set()
+            with pytest.raises(UnavailableError, match="host 0 did not end a step"):
+                engine.check_health()
+            going_on.set()
+
+    try:
+        run(main())
+    finally:
+        going_on.set()
 
 
 def test_a_step_without_a_host_is_the_last(llm, monkeypatch):
