@@ -9,7 +9,9 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import metadata
+from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, File, options
@@ -24,12 +26,13 @@ from jaxserve.execution.pipeline_runner import make_runner
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.execution.warm_up import BackgroundWarmUp
 from jaxserve.hosts.group import HostGroup
-from jaxserve.models import Decoder, ModelConfig
+from jaxserve.models import Decoder
 from jaxserve.models.files import ModelFiles
 from jaxserve.models.shard_placement import shard_model
 from jaxserve.models.shards import ModelShards, ShardedModel, local_config
 from jaxserve.qualification.qualify import Qualification
 
+_PACKAGES = ("jaxserve", "jax", "jaxlib", "flax", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 # Which files of a host's own may say. What they decide is compared.
 _OWN_OPTIONS = ("compilation_cache_dir", "demand_log", "step_times", "bucket_plan")
 
@@ -95,21 +98,34 @@ def prepare(
         part = local_config(files.config, config.tensor_parallel_size) if several else files.config
         qualification = qualify_kernels(part, files.dtype(config.dtype), config, ask_jax=False)
     if hosts is not None:
-        check_hosts(hosts, files.config, config)
+        check_hosts(hosts, files, config)
     shards, config = model_shards(files.config, config, mesh, hosts)
     return shards, config, qualification
 
 
-def check_hosts(hosts: HostGroup, model: ModelConfig, config: EngineConfig) -> None:
+def check_hosts(hosts: HostGroup, files: ModelFiles, config: EngineConfig) -> None:
     """All hosts must have the same versions, model and options, those that name files of their own aside: ValueError if not, on
     every host. All of them call it, before anything that takes long."""
-    facts = {name: metadata.version(name) for name in ("jaxserve", "jax", "jaxlib", "flax")}
-    facts |= {f"the model's {field.name}": getattr(model, field.name) for field in fields(model)}
+    facts: dict[str, Any] = {name: _version(name) for name in _PACKAGES}
+    facts |= {f"the model's {field.name}": getattr(files.config, field.name) for field in fields(files.config)}
+    facts["the fingerprint of the weights' files"] = files.fingerprint()
     facts |= {name: str(getattr(config, name)) for name, (_, option) in options().items() if not isinstance(option, File)}
     hosts.agree({name: value for name, value in facts.items() if name not in _OWN_OPTIONS})
 
 
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def _check_decisions(hosts: HostGroup, config: ResolvedConfig, kernels: KernelChoice) -> None:
     """The same of what was decided from them and the devices."""
-    decided = {"num_pages": config.cache.num_pages, "buckets": str(config.plan), "max_model_len": config.scheduler.max_model_len}
+    decided: dict[str, Any] = {
+        "num_pages": config.cache.num_pages,
+        "buckets": str(config.plan),
+        "max_model_len": config.scheduler.max_model_len,
+    }
+    decided["device"] = jax.local_devices()[0].device_kind
     hosts.agree({**decided, "attention": kernels.attention, "kernels of a layer": str(kernels.layer)})

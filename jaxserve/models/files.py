@@ -5,12 +5,15 @@ Knows nothing of tokenizers or devices.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.generation_defaults import GenerationDefaults
+
+_SAMPLES, _SAMPLE_BYTES = 4, 4096  # of each file: at its beginning, in its midst, at its end
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,22 @@ class ModelFiles:
     def dtype(self, wanted: str) -> str:
         """Of the weights that `load_files(dtype=wanted)` gives."""
         return weight_dtype(self.config, wanted)
+
+    def fingerprint(self) -> str:
+        """Of the weights' files: twelve hex digits of their names, sizes and some of their bytes. Copies have the same,
+        checkpoints of one shape others, unless they differ between the samples alone. The folder's own name does not count."""
+        folder = self.path.is_dir()
+        pattern = "*.safetensors" if self.reader is not None else "**/*"
+        files = sorted(file for file in self.path.glob(pattern) if file.is_file()) if folder else [self.path]
+        found = hashlib.sha256()
+        for file in files:
+            size = file.stat().st_size
+            found.update(f"{file.relative_to(self.path) if folder else ''} {size}\n".encode())
+            with file.open("rb") as opened:
+                for part in range(_SAMPLES):
+                    opened.seek(part * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
+                    found.update(opened.read(_SAMPLE_BYTES))
+        return found.hexdigest()[:12]
 
 
 def find_model(model: str | Path, *, revision: str | None = None) -> ModelFiles:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from jaxserve import (
     LLM,
+    BucketPlan,
     Engine,
     EngineConfig,
     HostGroup,
@@ -28,7 +29,7 @@ from jaxserve import (
 )
 from jaxserve.engine.follower import Follower
 from jaxserve.execution.compilation import compile_counts
-from tests.dummy import ONE_BUCKET, SETTINGS, VOCAB, Answer, dummy_model
+from tests.dummy import SEQS, SETTINGS, VOCAB, Answer, dummy_model
 from tests.hosts.stalls import stalled_step
 from tests.parallel.models import MODELS
 
@@ -72,7 +73,7 @@ def random_requests(
     tp: int,
     count: int,
     deterministic: str = "bucket",
-    num_pages: int = 64,
+    num_seqs: int = SEQS,
     seed: int = 0,
     stop_after: int = 0,
     wait: bool = False,
@@ -80,12 +81,13 @@ def random_requests(
     layers: int = 2,
     turned: bool = False,
 ) -> Any:
-    """`count` requests of all kinds, at most 40 at a time; a digest of their answers. How many
+    """`count` requests of all kinds, at most seven times num_seqs at a time; a digest of their answers. How many
     were made is said each 500 of them.
 
     stop_after: prints "ready" after so many steps. wait: goes on for ever, and prints who is lost."""
-    settings = {**SETTINGS, "num_pages": num_pages, "max_model_len": 64, "bucket_plan": ONE_BUCKET, "deterministic": deterministic}
-    settings["tensor_parallel_size"] = tp
+    settings = {**SETTINGS, "max_model_len": 64, "deterministic": deterministic, "tensor_parallel_size": tp}
+    settings |= {"num_pages": 10 + 5 * num_seqs // 2, "max_num_seqs": num_seqs, "max_num_batched_tokens": 4 * num_seqs}
+    settings["bucket_plan"] = BucketPlan(mixed=((4 * num_seqs, num_seqs),), head_rows=(num_seqs,))
     weights, config = dummy_model(config=MODELS[model]), EngineConfig(**settings)
     if hosts is not None and not hosts.leads:
         Follower(weights, config, hosts=hosts, mesh=mesh).run()
@@ -96,7 +98,7 @@ def random_requests(
     answers: dict[str, Answer] = {}
     num_steps, made, started = 0, 0, time.time()
     while made < count or engine.has_unfinished_requests():
-        while (made < count or wait) and len(engine._requests) < 40:
+        while (made < count or wait) and len(engine._requests) < 7 * num_seqs:
             prompt = rng.integers(1, VOCAB, int(rng.integers(1, 40))).tolist()
             params = SamplingParams(
                 temperature=float(rng.choice([0, 0.7, 1.3])),

@@ -17,7 +17,7 @@ COMPILE = 13.0  # seconds: longer than a step may take
 
 
 def stalled_step(hosts: HostGroup, *, blocked: bool, compiling: str) -> Any:
-    """One request. blocked: its second step's dispatch stands still inside XLA on host 0, after "ready" is printed. compiling: on
+    """One request. blocked: behind its second token a dispatch stands still inside XLA on host 0; "ready" is printed. compiling: on
     host 1 a compile that takes long, "behind" the steps or "awaited" by the first of them; or "nothing"."""
     weights, config = dummy_model(), EngineConfig(**{**SETTINGS, "bucket_plan": ONE_BUCKET, "tensor_parallel_size": 2})
     if not hosts.leads:
@@ -27,11 +27,10 @@ def stalled_step(hosts: HostGroup, *, blocked: bool, compiling: str) -> Any:
         follower.run()
         return None
     engine = Engine(weights, config, eos_token_ids=(), hosts=hosts)
-    tokens, num_steps = 0, 0
-    engine.add_request("0", [1, 2, 3], SamplingParams(temperature=0, max_tokens=5))
+    tokens = 0
+    engine.add_request("0", [1, 2, 3], SamplingParams(temperature=0, max_tokens=8))
     while engine.has_unfinished_requests():
-        num_steps += 1
-        if blocked and num_steps == 2:
+        if blocked and tokens >= 2:
             Runner.run_body = _stand_still  # pyright: ignore[reportAttributeAccessIssue]
         tokens += sum(len(output.new_token_ids) for output in engine.step())
     engine.close()

@@ -93,17 +93,21 @@ def logprob_of(token: int, after: int) -> float:
 
 @pytest.mark.slow
 def test_hosts_that_differ_are_told_so_before_weights_are_read(tmp_path, started):
-    folder = str(alphabet_model.save(tmp_path / "model"))
+    """In an option, and in weights of one shape."""
+    by_twos = alphabet_model.weights()
+    by_twos["lm_head.weight"] = np.roll(by_twos["lm_head.weight"], 1, axis=0)
+    folder, other = str(alphabet_model.save(tmp_path / "model")), str(alphabet_model.save(tmp_path / "other", tensors=by_twos))
     asked = {"scenario": "whole_llm", "folder": folder, "other": folder, **OPTIONS}
     started += start(2, 1, **asked)
     started[1].kill()
     place = json.loads(started[1].args[-1])  # pyright: ignore[reportIndexIssue, reportAttributeAccessIssue]
     env = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.hosts.program", json.dumps(place | {"max_num_seqs": 2})]
+    command = [sys.executable, "-m", "tests.hosts.program", json.dumps(place | {"max_num_seqs": 2, "folder": other})]
     started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     for process in (started[0], started[2]):
         output = process.communicate(timeout=120)[0]
         assert process.returncode and "hosts disagree: max_num_seqs is 4 on host 0 and 2 on host 1" in output, output[-3000:]
+        assert "the fingerprint of the weights' files is" in output and "the model's" not in output, output[-3000:]
 
 
 @functools.cache
@@ -113,7 +117,7 @@ def random_answers_of_one_process(tp: int, model: str, deterministic: str) -> An
 
 def random_requests(tp: int, model: str, deterministic: str) -> dict[str, Any]:
     asked = {"scenario": "random_requests", "model": model, "tp": tp, "deterministic": deterministic}
-    return asked | {"count": REQUESTS, "num_pages": 28}
+    return asked | {"count": REQUESTS, "num_seqs": 6 if REQUESTS < 1000 else 128}
 
 
 @pytest.mark.slow
@@ -201,4 +205,4 @@ def test_a_step_that_waits_for_a_compile_is_not_lost(started):
     """Of 13 s on host 1, where a step has 10 s."""
     started += start(2, 1, scenario="stalled_step", blocked=False, compiling="awaited")
     began = time.monotonic()
-    assert found(started) == {"tokens": 5} and time.monotonic() - began > 13
+    assert found(started) == {"tokens": 8} and time.monotonic() - began > 13

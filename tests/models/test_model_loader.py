@@ -5,6 +5,7 @@ import pytest
 
 from checkpoints.weights import WeightsError
 from jaxserve.models import ModelConfig, named_leaves, transpose_kernels
+from jaxserve.models.files import find_model
 from jaxserve.models.loading import load_model, random_model
 from jaxserve.text.tokenizer import Tokenizer
 from tests import alphabet_model
@@ -108,3 +109,15 @@ def test_tokenizers(tmp_path, folder):
     assert there is not None and there.eos_token_id == SPECIALS[EOS]
     with pytest.raises(ValueError, match="skip_tokenizer_init=True contradicts tokenizer="):
         load_model(bare, tokenizer=given, skip_tokenizer_init=True)
+
+
+def test_a_fingerprint_tells_checkpoints_of_one_shape_apart(tmp_path):
+    """Copies have the same, wherever they lie; one byte at a file's end, or another file's name, make another."""
+    weights = alphabet_model.weights()
+    one, copy = (find_model(alphabet_model.save(tmp_path / name, tensors=weights)) for name in ("one", "copy"))
+    assert one.fingerprint() == copy.fingerprint() and len(one.fingerprint()) == 12
+    file = next(copy.path.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert one.fingerprint() != copy.fingerprint()
