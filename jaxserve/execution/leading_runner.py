@@ -61,14 +61,15 @@ class LeadingRunner:
         return self.dispatch_head(self.dispatch_body(inputs))
 
     def dispatch_body(self, inputs: StepInputs) -> BodyHandle:
+        """As `Runner.dispatch_body`."""
         with self._together("dispatch_body", inputs, timed=True):
-            return super().dispatch_body(inputs)
+            return self._runner.dispatch_body(inputs)
 
     def dispatch_head(self, body: BodyHandle, allowed: np.ndarray | None = None) -> StepHandle:
         """As `Runner.dispatch_head`."""
         masks = None if allowed is None else allowed[: body.inputs.head_rows]
         with self._together("dispatch_head", masks, timed=True):
-            return super().dispatch_head(body, masks)
+            return self._runner.dispatch_head(body, masks)
 
     def fetch(self, handle: StepHandle) -> SampledRows | None:
         """As `Runner.fetch`."""
@@ -145,7 +146,7 @@ class LeadingRunner:
         except jax.errors.JaxRuntimeError as error:
             raise self._hosts.why_broken(error) from error
 
-    def _await(self, arrays: list[jax.Array]) -> None:
+    def _await(self, arrays: list[Result]) -> None:
         """Until all are there, or a host is lost: never inside a call of XLA's, which would not come back from one."""
         started = time.monotonic()
         while not all(array.is_ready() for array in arrays):  # pyright: ignore[reportAttributeAccessIssue]

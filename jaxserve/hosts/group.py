@@ -52,6 +52,8 @@ class HostGroup:
         self.num_commands: int = 0  # sent by host 0; carried out by the others
         self.awaits_compile: Callable[[], bool] = lambda: False  # whether what this process runs waits for a program
         self._commands = dict(commands)
+        self._reports = dict(reports)
+        self._reporting = threading.Lock()
         self._watchdog = watchdog.Watchdog()
         self._carrying_out = 0  # of host 0: commands that were sent and have not ended here
         self._inside = 0  # how many do what a lost host might never let end

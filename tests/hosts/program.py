@@ -81,19 +81,23 @@ def random_requests(
     layers: int = 2,
     turned: bool = False,
 ) -> Any:
-    """`count` requests of all kinds, at most seven times num_seqs at a time; a digest of their answers. How many
-    were made is said each 500 of them.
+    """`count` requests of all kinds, num_seqs of them in a step and seven times as many at a time, in a pool that is too small for
+    them; a digest of their answers. How many were made is said each 500 of them.
 
-    stop_after: prints "ready" after so many steps. wait: goes on for ever, and prints who is lost."""
-    settings = {**SETTINGS, "max_model_len": 64, "deterministic": deterministic, "tensor_parallel_size": tp}
-    settings |= {"num_pages": 10 + 5 * num_seqs // 2, "max_num_seqs": num_seqs, "max_num_batched_tokens": 4 * num_seqs}
-    settings["bucket_plan"] = BucketPlan(mixed=((4 * num_seqs, num_seqs),), head_rows=(num_seqs,))
-    weights, config = dummy_model(config=MODELS[model]), EngineConfig(**settings)
+    stop_after: prints "ready" after so many steps. wait: goes on for ever, and prints who is lost. turned: a mesh in which every
+    stage has a device of every host."""
+    num_tokens = 4 * num_seqs
+    settings = {**SETTINGS, "deterministic": deterministic, "tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    settings |= {"max_model_len": 64, "max_num_seqs": num_seqs, "max_num_batched_tokens": num_tokens, "num_pages": 4 * num_seqs}
+    settings["bucket_plan"] = BucketPlan(mixed=((num_tokens, num_seqs),), head_rows=(num_seqs,))
+    shape = dataclasses.replace(MODELS[model], num_layers=layers, sliding_windows=((None, 6) * layers)[:layers])
+    weights, config = dummy_model(config=shape), EngineConfig(**settings)
+    mesh = Mesh(np.array(jax.devices()).reshape(tp, pp), ("tp", "pp")) if turned else None
     if hosts is not None and not hosts.leads:
         Follower(weights, config, hosts=hosts, mesh=mesh).run()
         return None
     engine = Engine(weights, config, eos_token_ids=(0,), hosts=hosts, mesh=mesh)
-    engine._make_host_state(24)  # of the pages
+    engine._make_host_state(10 + 5 * num_seqs // 2)  # of the pages
     rng = np.random.default_rng(seed)
     answers: dict[str, Answer] = {}
     num_steps, made, started = 0, 0, time.time()
@@ -123,14 +127,21 @@ def random_requests(
         num_steps += 1
         if num_steps == stop_after:
             print("ready", flush=True)
-    assert engine.pool.num_free_pages == engine.pool.num_pages == 24
+    assert engine.pool.num_free_pages == engine.pool.num_pages < 4 * num_seqs
     tokens = {name: answer.tokens for name, answer in answers.items()}
     logprobs = {name: [sorted(x.items()) for x in answer.logprobs] for name, answer in answers.items()}
-    preemptions = engine.scheduler.stats().num_preemptions
+    bubbles = engine.bubbles
     engine.close()
     digest = lambda x: hashlib.sha256(json.dumps(x, default=float).encode()).hexdigest()  # noqa: E731
-    counts = {"requests": made, "samples": len(answers), "tokens": sum(map(len, tokens.values())), "steps": num_steps}
-    return counts | {"answers": digest(tokens), "bits": digest(logprobs), "preemptions": preemptions}
+    scheduled = engine.scheduler.stats()
+    counts = {
+        "requests": made,
+        "samples": len(answers),
+        "steps": num_steps,
+        "preemptions": scheduled.num_preemptions,
+        "hits": scheduled.num_hit_tokens,
+    }
+    return {"tokens": digest(tokens), "bits": digest(logprobs), **counts, "busy": None if bubbles is None else bubbles.busy}
 
 
 def main() -> None:
