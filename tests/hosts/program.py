@@ -88,7 +88,12 @@ def random_requests(
     stage has a device of every host."""
     num_tokens = 4 * num_seqs
     settings = {**SETTINGS, "deterministic": deterministic, "tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    settings |= {"max_model_len": 64, "max_num_seqs": num_seqs, "max_num_batched_tokens": num_tokens, "num_pages": 4 * num_seqs}
+    settings |= {
+        "max_model_len": 64,
+        "max_num_seqs": num_seqs,
+        "max_num_batched_tokens": num_tokens,
+        "num_pages": 10 + 5 * num_seqs // 2,
+    }
     settings["bucket_plan"] = BucketPlan(mixed=((num_tokens, num_seqs),), head_rows=(num_seqs,))
     shape = dataclasses.replace(MODELS[model], num_layers=layers, sliding_windows=((None, 6) * layers)[:layers])
     weights, config = dummy_model(config=shape), EngineConfig(**settings)
@@ -97,7 +102,6 @@ def random_requests(
         Follower(weights, config, hosts=hosts, mesh=mesh).run()
         return None
     engine = Engine(weights, config, eos_token_ids=(0,), hosts=hosts, mesh=mesh)
-    engine._make_host_state(10 + 5 * num_seqs // 2)  # of the pages
     rng = np.random.default_rng(seed)
     answers: dict[str, Answer] = {}
     num_steps, made, started = 0, 0, time.time()
@@ -127,7 +131,7 @@ def random_requests(
         num_steps += 1
         if num_steps == stop_after:
             print("ready", flush=True)
-    assert engine.pool.num_free_pages == engine.pool.num_pages < 4 * num_seqs
+    assert engine.pool.num_free_pages == engine.pool.num_pages
     tokens = {name: answer.tokens for name, answer in answers.items()}
     logprobs = {name: [sorted(x.items()) for x in answer.logprobs] for name, answer in answers.items()}
     bubbles = engine.bubbles
@@ -146,7 +150,8 @@ def random_requests(
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
-    scenario = {f.__name__: f for f in (whole_llm, random_requests, stalled_step)}[asked.pop("scenario")]
+    scenarios: dict[str, Any] = {f.__name__: f for f in (whole_llm, random_requests, stalled_step)}
+    scenario = scenarios[asked.pop("scenario")]
     place = {name: asked.pop(name) for name in ("host_id", "num_hosts", "coordinator") if name in asked}
     hosts = join_hosts(**place) if place else None
     found = scenario(hosts, **asked)

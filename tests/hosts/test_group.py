@@ -18,9 +18,11 @@ class Hosts:
 
     def __init__(self, num_hosts: int):
         self.pipes = {(kind, i): Pipe() for kind in KINDS for i in range(1, num_hosts)}
-        self.all = [HostGroup(0, num_hosts, *({i: self.pipes[kind, i][0] for i in range(1, num_hosts)} for kind in KINDS))]
+        commands, pulses, reports = ({i: self.pipes[kind, i][0] for i in range(1, num_hosts)} for kind in KINDS)
+        self.all = [HostGroup(0, num_hosts, commands, pulses, reports)]
         for i in range(1, num_hosts):
-            self.all.append(HostGroup(i, num_hosts, *({0: self.pipes[kind, i][1]} for kind in KINDS)))
+            commands, pulses, reports = ({0: self.pipes[kind, i][1]} for kind in KINDS)
+            self.all.append(HostGroup(i, num_hosts, commands, pulses, reports))
 
     def kill(self, host_id: int) -> None:
         """The others see its connections end, and it sees theirs."""
