@@ -177,10 +177,9 @@ def test_a_step_that_does_not_end_is_the_fault_of_who_is_behind(hosts, ended, mo
     for _ in range(5):
         first.send("step")
     second.num_commands, third.num_commands = done
-    began = time.monotonic()
     with contextlib.suppress(HostLostError), first.carrying_out(timed=True) if in_a_command else first.at_work(timed=True):
         assert eventually(lambda: 100 + late in ended)
-    assert f"host {late} did not end a step in 0.3 s" in str(first.lost) and time.monotonic() - began < 1.5
+    assert f"host {late} did not end a step in 0.3 s" in str(first.lost)
     assert all(eventually(lambda host=host: host.lost is not None) for host in (second, third))
 
 
@@ -200,7 +199,7 @@ def test_a_step_may_wait_for_a_compile_but_not_for_ever(hosts, monkeypatch, comp
     with contextlib.suppress(HostLostError), made[0].at_work(timed=True):
         made[compiling].awaits_compile = lambda: True
         time.sleep(0.7)
-        made[0].check()
+        assert made[0].lost is None
         assert eventually(lambda: made[0].lost is not None)
     with made[0]._watchdog.timed():  # nothing that ended is timed on
         assert len(made[0]._watchdog._begun) == 1
