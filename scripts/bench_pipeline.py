@@ -1,4 +1,4 @@
-"""What micro-batches in flight on every stage of a pipeline gain over the same ones in turn, each stage with a process and a core.
+"""What micro-batches in flight on every stage gain over the same ones in turn, where each stage has a process and a core.
 
     python -m scripts.bench_pipeline --stages=2 --json=FILE.json
 
