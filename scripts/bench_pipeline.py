@@ -15,6 +15,7 @@ import os
 import socket
 import statistics
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from absl import flags
