@@ -125,7 +125,7 @@ def measure(engine: Any, setup: Setup) -> dict[str, Any]:
     ratios = [turn / flight for flight, turn in zip(*(times[kind] for kind in KINDS), strict=True)]
     return {
         "bench": "pipeline",
-        "model": setup.model,
+        "model": Path(setup.model).name,
         "stages": setup.stages,
         "group": setup.group,
         "seconds": {kind: round(statistics.median(times[kind]), 3) for kind in KINDS},
