@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxserve import BucketPlan, Engine, EngineConfig, EngineOutput, Request, SamplingParams
 from jaxserve.buckets.plan import Bucket
+from jaxserve.execution.leading_runner import LeadingRunner
 from jaxserve.execution.pipeline_runner import PipelineRunner
 from jaxserve.execution.runner import Runner
 from jaxserve.models import Decoder, ModelConfig, RopeConfig, named_leaves, transpose_kernels, with_leaves
@@ -123,6 +124,7 @@ def make_engine(
 
 def stages(engine: Engine) -> list[Runner]:
     """The runner of each stage of its pipeline, or the only one."""
+    assert not isinstance(engine.runner, LeadingRunner), "it has the stages of one process"
     return engine.runner.stages if isinstance(engine.runner, PipelineRunner) else [engine.runner]
 
 

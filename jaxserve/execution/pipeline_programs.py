@@ -48,9 +48,18 @@ class PipelinePrograms:
 
     def get(self, key: ProgramKey) -> tuple[Any, ...]:
         """The program of each stage that has it here, in the order of the stages; compiled if it is not yet."""
+        self._compile_links(key)
+        return tuple(stage.get(key) for stage in self._with(key))
+
+    def compile(self, key: ProgramKey) -> None:
+        """As `Programs.compile`, of every stage that has it here."""
+        self._compile_links(key)
+        for stage in self._with(key):
+            stage.compile(key)
+
+    def _compile_links(self, key: ProgramKey) -> None:
         for link in self._links_of(key):
             link.compile(self.hidden(key))
-        return tuple(stage.get(key) for stage in self._with(key))
 
     def is_here(self, stage: int) -> bool:
         """Whether this process has a device of the stage."""
