@@ -197,6 +197,14 @@ def test_a_stage_holds_its_layers_alone():
 
 
 @pytest.mark.slow
+def test_what_the_first_steps_do_not_need_is_compiled_behind_them():
+    engine = staged(2, warm_up="background", bucket_plan=SEVERAL_BUCKETS)
+    assert engine._warm_up is not None and engine.runner.programs.num_compiled < len(engine.runner.programs.keys)
+    assert answers(engine, ASKS) == of_one_stage("deep", 1)
+    assert engine._warm_up.wait(180) and engine.runner.programs.num_compiled == len(engine.runner.programs.keys)
+
+
+@pytest.mark.slow
 def test_nothing_compiles_after_warm_up():
     engine = staged(2, 2, warm_up="all")
     before = compile_counts().programs
