@@ -147,7 +147,8 @@ def _read_step_times(config: ResolvedConfig) -> StepTimeModel:
     level = step_times.about.get("deterministic", config.deterministic)
     if level != config.deterministic:
         raise ValueError(
-            f"step_times was profiled with deterministic={level!r}, not {config.deterministic!r}: profile again with that"
+            f"step_times was profiled with deterministic={level!r}, not {config.deterministic!r}: give deterministic={level!r}, or "
+            "profile again"
         )
     step_times.check_devices({name: getattr(config.engine, name) for name in DEVICES})
     shape, profiled = model_shape(config.model), step_times.about.get("model_shape", {})

@@ -62,12 +62,12 @@ def test_a_profile_of_other_bits_is_refused(tmp_path):
     path = str(tmp_path / "steps.json")
     settings: dict[str, Any] = {"bucket_plan": PLAN, "tbt_slo_ms": 20, "step_times": path}
     replace(MODEL, about={"deterministic": "bucket"}).save(path)
-    make_engine(dummy_model(), **settings).close()
-    with pytest.raises(ValueError, match="profiled with deterministic='bucket', not 'always': profile again"):
+    make_engine(dummy_model(), deterministic="bucket", **settings).close()
+    with pytest.raises(ValueError, match="deterministic='bucket', not 'always': give deterministic='bucket', or profile again"):
         make_engine(dummy_model(), deterministic="always", **settings)
     replace(MODEL, about={"deterministic": "always"}).save(path)
-    with pytest.raises(ValueError, match="profiled with deterministic='always', not 'bucket': profile again"):
-        make_engine(dummy_model(), **settings)
+    with pytest.raises(ValueError, match="deterministic='always', not 'bucket': give deterministic='always', or profile again"):
+        make_engine(dummy_model(), deterministic="bucket", **settings)
 
 
 def test_a_profile_of_other_devices_is_refused(tmp_path):
