@@ -108,7 +108,7 @@ class Follower:
         except HostLostError:
             raise
         except BaseException as error:
-            raise self._hosts.lost or self._hosts.fail(f"failed: {error!r}") from error
+            raise self._hosts.broke_off(error, f"failed: {error!r}") from error
         finally:
             if self._warm_up is not None:
                 self._warm_up.close()

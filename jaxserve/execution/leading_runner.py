@@ -50,7 +50,7 @@ class LeadingRunner:
             with self._hosts.carrying_out(timed=timed):
                 yield
         except BaseException as error:
-            raise self._hosts.lost or self._hosts.fail(f"broke off in {command} ({error!r})") from error
+            raise self._hosts.broke_off(error, f"broke off in {command} ({error!r})") from error
         finally:
             self._depth -= 1
 
@@ -143,7 +143,7 @@ class LeadingRunner:
             with self._hosts.at_work(timed=True):
                 self._await([handle.done, *handle.scored])
                 yield
-        except jax.errors.JaxRuntimeError as error:
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # of gloo's some are ValueErrors
             raise self._hosts.why_broken(error) from error
 
     def _await(self, arrays: list[Result]) -> None:

@@ -6,6 +6,7 @@ the stage before has done it and its own last one is done, so that a send counts
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -17,6 +18,7 @@ from jaxserve.execution.stage_reports import Result
 from jaxserve.scheduling.bubbles import Bubbles, bubbles
 
 FOLD = 4096  # micro-batches whose times are kept before they are added up
+CLOSE_SECONDS = 1.0
 
 
 class StageClock:
@@ -26,6 +28,7 @@ class StageClock:
         self.num_stages = num_stages
         self._lock = threading.Lock()
         self._queues: list[queue.SimpleQueue] = []
+        self._threads: list[threading.Thread] = []
         self._counted = Bubbles(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         self._forget()
 
@@ -52,7 +55,9 @@ class StageClock:
     def _start(self) -> None:
         self._queues = [queue.SimpleQueue() for _ in range(self.num_stages)]
         for i, each in enumerate(self._queues):
-            threading.Thread(target=self._wait, args=(each,), name=f"jaxserve-stage-{i}", daemon=True).start()
+            self._threads.append(threading.Thread(target=self._wait, args=(each,), name=f"jaxserve-stage-{i}", daemon=True))
+            self._threads[-1].start()
+        atexit.register(self.close)  # a thread that comes back from XLA while the interpreter goes would crash it
 
     def _wait(self, results: queue.SimpleQueue) -> None:
         while (item := results.get()) is not None:
@@ -105,7 +110,11 @@ class StageClock:
             self._forget()  # results under way go to lists that nobody reads
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads. Results that do not come, of hosts that are lost, are waited for CLOSE_SECONDS."""
         for each in self._queues:
             each.put(None)
-        self._queues = []
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._queues, self._threads = [], []
+        atexit.unregister(self.close)

@@ -25,6 +25,7 @@ logger: logging.Logger = logging.getLogger("jaxserve")
 
 POLL_SECONDS = 0.25  # between two looks at who is lost, while this process waits for a message
 LEAVE_SECONDS = 10.0  # that host 0 waits for the others at its end
+_COLLECTIVES = ("Gloo", "NCCL")  # in errors of XLA's that tell of a connection
 GRACE_SECONDS = 3.0  # that a step has to come back when a host is lost, before the process is ended
 
 
@@ -256,6 +257,13 @@ class HostGroup:
     def why_broken(self, error: Exception) -> Exception:
         """The HostLostError behind an error of a step's, if a host is lost; else the error."""
         return self._await_lost() or error
+
+    def broke_off(self, error: BaseException, why: str) -> HostLostError:
+        """Of a command that failed here: the host whose loss made it fail, which a collective may notice before the beat does; else
+        this one, and the others are told why."""
+        if any(name in str(error) for name in _COLLECTIVES):
+            self._await_lost()
+        return self.lost or self.fail(why)
 
     def _lost_within(self, error: Exception, host_id: int | None = None) -> HostLostError:
         """Why a connection broke: the pulse knows in a moment."""
