@@ -103,7 +103,7 @@ class StageReports:
                 values = [np.asarray(array) if with_values else _ready(array) for array in arrays]
                 self._hosts.report((step, stage, values))
             except Exception as error:
-                self._hosts.fail(f"broke off in step {step} of stage {stage} ({error!r})")
+                self._hosts.broke_off(error, f"broke off in step {step} of stage {stage} ({error!r})")
                 return
 
 
