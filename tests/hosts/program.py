@@ -126,7 +126,7 @@ def random_requests(
             for output in engine.step():
                 answers[output.request.request_id].take(output)
         except HostLostError as error:
-            print("lost:", error, flush=True)
+            print(f"lost: {error}\n", end="", flush=True)  # in one write: other threads have the same pipe
             raise
         num_steps += 1
         if num_steps == stop_after:
