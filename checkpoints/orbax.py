@@ -111,7 +111,8 @@ def stored(version: str | os.PathLike[str]) -> dict[str, jax.ShapeDtypeStruct]:
 def load(version: str | os.PathLike[str], abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """The weights of a version, cast to the dtypes of `abstract` and placed with its shardings, whatever they were saved with.
 
-    Each process and device reads only its own part. A leaf of `abstract` without a sharding goes to the default device.
+    Each process and device reads only its own part. A leaf of `abstract` without a sharding goes to the default device. Where
+    a sharding has no device of this process, an array without parts is returned.
 
     Raises:
       WeightsError: weights are missing, unused or of another shape, all listed; or the version can't be read.
@@ -132,8 +133,15 @@ def load(version: str | os.PathLike[str], abstract: Mapping[str, jax.ShapeDtypeS
     wanted = {
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or default) for path, leaf in abstract.items()
     }
-    tree: Any = ocp.load(_weights(version), _nested(wanted))
-    return {path: _at(tree, path) for path in abstract}
+    here = {path: leaf for path, leaf in wanted.items() if leaf.sharding.addressable_devices}
+    tree: Any = ocp.load(_weights(version), _nested({path: here.get(path, ocp.PLACEHOLDER) for path in wanted}))
+    return {path: _at(tree, path) if path in here else _without_parts(leaf) for path, leaf in wanted.items()}
+
+
+def _without_parts(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    import jax
+
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
 
 
 def _weights(version: str | os.PathLike[str]) -> str:

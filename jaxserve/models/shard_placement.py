@@ -65,8 +65,8 @@ def place_cut(fitted: Sequence[Fitted], shards: ModelShards) -> Iterator[jax.Arr
             yield only
             continue
         num_new += 1
-        if spans_hosts(shards.mesh_of(leaf.path)):  # where jax.device_put would ask all processes
-            leaf = replace(leaf, arrays=[np.asarray(x) for x in leaf.arrays])
+        if spans_hosts(shards.mesh_of(leaf.path)):  # where jax.device_put of what one process has would ask all processes
+            leaf = replace(leaf, arrays=[x if _is_of_several(x) else np.asarray(x) for x in leaf.arrays])
         if all(isinstance(x, np.ndarray) for x in leaf.arrays):
             made = made_of(leaf.arrays, tuple(leaf.shapes), tuple(leaf.turned), leaf.target_turned, leaf.target.dtype, np)
             host = layout.cut(made)
@@ -92,6 +92,11 @@ def _cutter(shapes: Any, turned: Any, target_turned: bool, dtype: Any, axis: int
         return made if places is None else jnp.take(made, places, axis=axis, mode="fill", fill_value=0)
 
     return jax.jit(cut, out_shardings=sharding)
+
+
+def _is_of_several(x: Any) -> bool:
+    """Whether several processes have parts of it."""
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
 def _on_mesh(x: Any, mesh: Mesh) -> jax.Array:

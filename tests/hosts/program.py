@@ -67,6 +67,25 @@ def whole_llm(hosts: HostGroup | None, folder: str, other: str, **options: Any) 
     return found
 
 
+def read_llm(hosts: HostGroup | None, path: str, prompts: list[list[int]], **options: Any) -> Any:
+    """Tokens and log-probabilities of greedy answers of what is read from `path`, and once more after the same weights are set."""
+    if hosts is not None and not hosts.leads:
+        follow(path, hosts=hosts, **options)
+        return None
+    llm = LLM(path, hosts=hosts, **options)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+
+    def answered() -> list[list[tuple[int, float]]]:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [[(t, x.logprob) for entry in output.outputs[0].logprobs or () for t, x in entry.items()] for output in outputs]
+
+    first = answered()
+    llm.update_params(llm.engine.read_weights(path))
+    again = answered()
+    llm.close()
+    return {"first": first, "again": again}
+
+
 def random_requests(
     hosts: HostGroup | None,
     model: str,
@@ -150,7 +169,7 @@ def random_requests(
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
-    scenarios: dict[str, Any] = {f.__name__: f for f in (whole_llm, random_requests, stalled_step)}
+    scenarios: dict[str, Any] = {f.__name__: f for f in (whole_llm, read_llm, random_requests, stalled_step)}
     scenario = scenarios[asked.pop("scenario")]
     place = {name: asked.pop(name) for name in ("host_id", "num_hosts", "coordinator") if name in asked}
     hosts = join_hosts(**place) if place else None

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests import alphabet_model
+from tests.checkpoints.gguf_files import write_gguf
 from tests.selection import slow_unless
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +90,30 @@ def logprob_of(token: int, after: int) -> float:
     """Of the model that says the alphabet, written down apart from it."""
     logits = alphabet_model.logits(after).astype(np.float64)
     return float(logits[token] - np.log(np.exp(logits).sum()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "layout"), [("gguf", "two_stages_of_two"), ("orbax", "two_stages_of_two"), ("orbax", "two_devices")]
+)
+def test_other_forms_of_files_on_two_hosts(form, layout, tmp_path, started):
+    """A llama with tied embeddings, which the last stage has a copy of: from a GGUF file, and from an Orbax folder made of it. It
+    answers as on one device."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "llama")
+    if form == "orbax":
+        command = [sys.executable, "-m", "jaxserve", "convert", f"--model={path}", f"--output={tmp_path / 'orbax'}"]
+        path, _ = tmp_path / "orbax", subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    num_hosts, num_devices, sizes = LAYOUTS[layout]
+    prompts = [np.random.default_rng(5).integers(4, 250, n).tolist() for n in (3, 17, 30)]
+    asked = {"scenario": "read_llm", "path": str(path), "prompts": prompts, **OPTIONS, "attention_backend": "xla"}
+    one = found(start(1, 1, **asked | {"tensor_parallel_size": 1}))
+    started += start(num_hosts, num_devices, **asked | sizes)
+    several = found(started)
+    for name in ("first", "again"):
+        for mine, others in zip(several[name], one[name], strict=True):
+            assert [token for token, _ in mine] == [token for token, _ in others]
+            np.testing.assert_allclose([x for _, x in mine], [x for _, x in others], atol=2e-5)
 
 
 @pytest.mark.slow
