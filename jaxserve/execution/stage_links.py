@@ -7,6 +7,7 @@ collective permute, which every process that has a device of either stage dispat
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxserve.execution.programs import gpu_compiler_options
 from jaxserve.parallel.mesh import AXIS, is_here
 
+LINK_OPTIONS = gpu_compiler_options("bucket", several_hosts=True)  # of XLA for GPUs
 _ENDS = "ends"  # of the mesh of both stages: who sends, who receives
 
 
@@ -42,11 +44,15 @@ class StageLink:
         with self._compiling:
             if self.has(like):
                 return
-            joined = self._joined(like)
-            spec = joined.sharding.spec  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-            permute = jax.shard_map(_to_second, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False)
-            options = gpu_compiler_options("bucket", several_hosts=True) if jax.default_backend() == "gpu" else None
+            permute, joined = self.program(like)
+            options = LINK_OPTIONS if jax.default_backend() == "gpu" else None
             self._compiled[like] = jax.jit(permute).lower(joined).compile(compiler_options=options)
+
+    def program(self, like: jax.ShapeDtypeStruct) -> tuple[Callable[[jax.Array], jax.Array], jax.ShapeDtypeStruct]:
+        """What passes arrays like this one between processes, and its abstract argument: one collective permute."""
+        joined = self._joined(like)
+        spec = joined.sharding.spec  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        return jax.shard_map(_to_second, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False), joined
 
     def connect(self) -> None:
         """The first transfer, of nothing: processes wait for one another there, and the libraries of collectives do so for 30 s at

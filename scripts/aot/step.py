@@ -27,6 +27,7 @@ from scripts.aot.verdicts import (
     body_faults,
     head_faults,
     kernel_faults,
+    link_faults,
     update_faults,
     variant_faults,
 )
@@ -220,7 +221,8 @@ def check_step(
     step: AbstractStep, compiler: Compiler, buckets: list[Any], on_report: Callable[[CompiledReport, int], None] = lambda *_: None
 ) -> StepResult:
     """Compiles these buckets' bodies, the smallest and largest heads, scoring and the state's update, and says what is wrong with
-    them. Of a pipeline: the programs of its first stage, of one in the middle and of the last one.
+    them. Of a pipeline: the programs of its first stage, of one in the middle and of the last one, and what passes hidden rows from
+    the first stage to the next where they belong to several processes.
 
     The largest body, the largest head and scoring decide how much memory the plan must set aside. on_report: is told of each
     program, and how many layers its stage has.
@@ -233,8 +235,10 @@ def check_step(
         _compile_stage(stages[-1], step, compiler, buckets, on_report)
     largest = [report for stage in stages for report in (stage.bodies[config.plan.buckets[-1]], *_last_of(stage))]
     reserve = reserve_bytes(report.temp_bytes for report in largest)
+    links = _compile_links(step, compiler, buckets, on_report)
     faults = [fault for stage in stages for fault in _stage_faults(stage, step, compiler, reserve)]
-    reports = [report for stage in stages for report in stage.all]
+    faults += [fault for report in links for fault in link_faults(report)]
+    reports = [*(report for stage in stages for report in stage.all), *links]
     try:
         fit = step.fit(reserve)
     except ValueError as error:  # the engine's own words
@@ -273,6 +277,18 @@ def _compile_stage(stage: StageReports, step: AbstractStep, compiler: Compiler, 
         stage.heads = {h: compile_one(h) for h in dict.fromkeys(heads)}
         stage.score = compile_one("score")
     stage.update = compile_one("update")
+
+
+def _compile_links(step: AbstractStep, compiler: Compiler, buckets: list[Any], on_report: Any) -> list[CompiledReport]:
+    from jaxserve.execution.programs import name_of
+    from jaxserve.execution.stage_links import LINK_OPTIONS
+
+    reports = []
+    for bucket in dict.fromkeys([*buckets, step.config.plan.buckets[-1]]) if len(step.stages) > 1 else ():
+        permute, rows = step.programs.links[0].program(step.programs.hidden(bucket))
+        reports.append(compiler.compile(f"rows of {name_of(bucket)} to stage 1", permute, [rows], options=LINK_OPTIONS))
+        on_report(reports[-1], 0)
+    return reports
 
 
 def _demands(functions: Any, config: Any, temp_bytes: int) -> StepDemands:

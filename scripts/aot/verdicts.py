@@ -98,6 +98,14 @@ def update_faults(report: CompiledReport, demands: StepDemands) -> list[str]:
     return [f"{report.name}: {fault}" for fault in faults]
 
 
+def link_faults(report: CompiledReport) -> list[str]:
+    """Faults of what passes hidden rows between the processes of two stages: one collective permute and no other command."""
+    if report.num_graphs == 0 and report.outside == {"CollectivePermute": 1}:
+        return []
+    outside = ", ".join(f"{n} {kind}" for kind, n in sorted(report.outside.items())) or "nothing"
+    return [f"{report.name}: runs {report.num_graphs} command buffers and {outside}; must be 1 CollectivePermute"]
+
+
 def program_faults(report: CompiledReport, demands: StepDemands) -> list[str]:
     """Faults of any program: one CUDA graph where it can be, nothing beside it, and no more memory than was set aside."""
     faults = []

@@ -24,6 +24,7 @@ from scripts.aot.verdicts import (
     body_faults,
     head_faults,
     kernel_faults,
+    link_faults,
     update_faults,
     variant_faults,
 )
@@ -167,6 +168,13 @@ def test_an_update_may_be_kernels_without_a_graph_and_nothing_else():
     assert update_faults(update, DEMANDS) == []
     assert "1 While" in update_faults(dataclasses.replace(update, thunks=[Thunk("While", "", False)]), DEMANDS)[0]
     assert "temporary memory" in update_faults(dataclasses.replace(update, temp_bytes=51), DEMANDS)[0]
+
+
+def test_a_link_of_two_stages_is_one_collective_permute():
+    link = CompiledReport("rows", thunks=[Thunk("CollectivePermute", "", False)])
+    assert link_faults(link) == []
+    for thunks in ([], [*link.thunks, Thunk("Kernel", "copy", False)], link.thunks * 2, [Thunk("CommandBuffer", "", False)]):
+        assert "must be 1 CollectivePermute" in link_faults(dataclasses.replace(link, thunks=thunks))[0]
 
 
 def test_auto_is_the_backend_of_the_target():
