@@ -179,6 +179,14 @@ class EngineConfig:
             "micro-batch in flight.",
         ),
     )
+    attention_groups: int = _option(
+        1,
+        Count(
+            group=_NAMES,
+            help="Groups in which the devices attend, each to requests of its own with KV pages of its own; it divides "
+            "tensor_parallel_size.",
+        ),
+    )
     max_model_len: int | None = _option(
         None,
         Count(
@@ -215,7 +223,7 @@ class EngineConfig:
         None,
         Count(
             group=_LIMITS,
-            help="KV pages of the pool.",
+            help="KV pages of the pool; of each group's, with attention_groups.",
             unset="as many as fit, and never more than max_num_seqs requests of max_model_len could use",
         ),
     )

@@ -76,6 +76,9 @@ _STAGES = flags.DEFINE_integer(
     "Stages of a pipeline, of --tensor_parallel_size devices each: the first, one between and the last are compiled.",
     lower_bound=1,
 )
+_GROUPS = flags.DEFINE_integer(
+    "attention_groups", 1, "As of an engine: groups in which the devices attend, each with a pool of its own.", lower_bound=1
+)
 _GRAPH_COLLECTIVES = flags.DEFINE_bool(
     "graph_collectives", False, "As of an engine: sums over devices are in the CUDA graphs, and a program must be one."
 )
@@ -192,6 +195,7 @@ def check_model(name: str, memory_fraction: float, compiler: Compiler) -> dict[s
         "deterministic": _DETERMINISTIC.value,
         "tensor_parallel_size": _DEVICES.value,
         "pipeline_parallel_size": _STAGES.value,
+        "attention_groups": _GROUPS.value,
         "graph_collectives": _GRAPH_COLLECTIVES.value,
         "all_reduce_backend": _ALL_REDUCE.value,
     }

@@ -107,6 +107,7 @@ def make_engine(
     shapes += (c.speculative and replace(c.speculative, adaptive=True),)  # the lengths are the host's choice
     shapes += (len(stages(engine)), c.attention_backend, c.engine.matmul_backend, c.engine.moe_backend, c.engine.deterministic)
     shapes += (tuple(programs.functions.paths), c.engine.tensor_parallel_size, c.engine.pipeline_parallel_size)
+    shapes += (c.engine.attention_groups,)
     for stage, runner in enumerate(stages(engine)):
         programs = runner.programs
         shared = _compiled.setdefault((c.model, c.pages.dtype, shapes, stage), {})  # weights are a program's arguments
@@ -146,21 +147,23 @@ def forget() -> None:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _fill_with_nan(kv_pages: list[jax.Array], slots: jax.Array) -> list[jax.Array]:  # slots: bool[num_pages, page_size]
-    return [jnp.where(slots[:, None, None, :, None], jnp.nan, kv) for kv in kv_pages]
+def _fill_with_nan(kv_pages: list[jax.Array], slots: jax.Array) -> list[jax.Array]:  # slots: bool[groups, num_pages, page_size]
+    heads = jnp.repeat(slots, kv_pages[0].shape[2] // len(slots), axis=0).swapaxes(0, 1)  # those of a group's devices
+    return [jnp.where(heads[:, None, :, :, None], jnp.nan, kv) for kv in kv_pages]
 
 
 def poison(engine: Engine) -> None:
     """NaN into every slot that no step may read from now on: pages that nobody owns and no prefix can hit, and of owned pages
     what no step dispatched so far has written. Enqueued behind the steps in flight, like any step."""
-    cache, pool, rows = engine.config.cache, engine.pool, engine.scheduler.rows
-    slots = np.ones((cache.num_pages, cache.page_size), bool)
-    for page in range(pool.num_pages):
-        slots[page] = not ref_count(pool, page) and hash_of(pool, page) is None
+    cache, pools, rows = engine.config.cache, engine.pools, engine.scheduler.rows
+    slots = np.ones((len(pools), cache.num_pages, cache.page_size), bool)
+    for group, pool in enumerate(pools):
+        for page in range(pool.num_pages):
+            slots[group, page] = not ref_count(pool, page) and hash_of(pool, page) is None
     for row in rows.order.tolist():
         owned = np.array(rows.pages(row), np.int32)
         position = np.arange(len(owned) * cache.page_size).reshape(len(owned), cache.page_size)
-        slots[owned] |= position >= rows.num_computed[row]
+        slots[row // rows.rows_per_group, owned] |= position >= rows.num_computed[row]
     for runner in stages(engine):
         runner.state = replace(runner.state, kv_pages=_fill_with_nan(runner.state.kv_pages, slots))
 

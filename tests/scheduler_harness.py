@@ -49,7 +49,8 @@ def solo(request: Request, max_model_len: int) -> tuple[list[int], str, int | No
 class FakeDevice:
     def __init__(self, scheduler: Scheduler):
         pool, rows = scheduler.pool, scheduler.rows
-        self.kv = np.full((pool.num_pages, pool.page_size), -1)
+        self.rows_per_group = rows.rows_per_group
+        self.kv = np.full((len(scheduler.pools), pool.num_pages, pool.page_size), -1)
         self.page_table = np.full(rows.page_table.shape, -1)
         self.kv_lens = np.zeros(len(rows.page_table), int)
         self.last_tokens = np.zeros(len(rows.page_table), int)
@@ -95,9 +96,9 @@ class FakeDevice:
         assert len(tokens) == q_len
         return start, tokens
 
-    def _slot(self, row: int, position: int) -> tuple[int, int]:
-        page_size = self.kv.shape[1]
-        return self.page_table[row, position // page_size], position % page_size
+    def _slot(self, row: int, position: int) -> tuple[int, int, int]:
+        page_size = self.kv.shape[2]
+        return row // self.rows_per_group, self.page_table[row, position // page_size], position % page_size
 
 
 class Proposed:
@@ -130,10 +131,11 @@ class Harness:
     ):
         config = {"max_model_len": 64, "max_num_batched_tokens": 32, "max_num_seqs": 8, **config}
         self.config = SchedulerConfig(**config)
-        self.pool = PagePool(num_pages, page_size, prefix_caching)
+        self.pools = [PagePool(num_pages, page_size, prefix_caching) for _ in range(self.config.num_groups)]
+        self.pool = self.pools[0]
         self.proposed = Proposed(self.config.max_num_seqs, max_rows)
         lengths: Any = self.proposed if num_drafts else None
-        self.scheduler = Scheduler(self.config, self.pool, step_budget, lengths)
+        self.scheduler = Scheduler(self.config, self.pool, step_budget, lengths, other_pools=self.pools[1:])
         self.device = FakeDevice(self.scheduler)
         self.depth = depth
         self.num_drafts = num_drafts
@@ -235,9 +237,10 @@ class Harness:
         self.assert_empty()
 
     def assert_empty(self) -> None:
-        scheduler, pool = self.scheduler, self.pool
+        scheduler = self.scheduler
         scheduler.check_invariants()
-        assert not scheduler.num_running and not scheduler.num_waiting and pool.num_free_pages == pool.num_pages
+        assert not scheduler.num_running and not scheduler.num_waiting
+        assert all(pool.num_free_pages == pool.num_pages for pool in self.pools)
         assert not scheduler.requests.by_id and not scheduler.requests.stop_ids
         assert not scheduler.requests.forced
         assert scheduler.rows.num_free == self.config.max_num_seqs and not any(scheduler.rows._requests)

@@ -34,6 +34,8 @@ class StepLayout:
 
     planners: by sliding window of the model's layers, what plans the step's attention on the host (a `Planner` of the kernels);
     none where the backend plans on the device.
+    num_groups: in which devices attend. Tokens and sequences are as many equal parts, with padding behind each; a group has a plan
+    of its own, and its pages' numbers are its own too.
     """
 
     bucket: Bucket
@@ -41,6 +43,7 @@ class StepLayout:
     page_size: int
     max_head_rows: int
     planners: Mapping[int | None, Any] = field(default_factory=dict, hash=False)
+    num_groups: int = 1
 
     @cached_property
     def num_updates(self) -> int:
@@ -61,7 +64,8 @@ class StepLayout:
             "logits_rows": (R,),  # the sequence row that each logits row samples for
             "sampling": (R, sampling_rows.NUM_COLUMNS),
         }
-        shapes |= {name: (planner.size,) for name, planner in self.work.values()}
+        groups = () if self.num_groups == 1 else (self.num_groups,)
+        shapes |= {name: (*groups, planner.size) for name, planner in self.work.values()}
         fields, offset = {}, 0
         for name, shape in shapes.items():
             size = math.prod(shape)
@@ -105,6 +109,7 @@ class StepInputs:
     extra_page_updates: np.ndarray
     edit_rows: list[np.ndarray]  # as EditLayout.pack makes them, one for each newly admitted request that edits its logits
     num_tokens: int
+    token_starts: np.ndarray | None = None  # where the tokens of each entry of the schedule begin; None: one after the other
     score_spans: list[np.ndarray] = field(default_factory=list)  # as prompt_scores.pack_spans makes them
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +29,28 @@ class ShapeChoice(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """How a schedule is shared out over groups of devices. n entries."""
+
+    of: np.ndarray  # intp[n]: the group of each entry
+    ranks: np.ndarray  # intp[n]: its place among those of its group
+    starts: np.ndarray  # intp[n]: where its tokens begin among those of its group
+    max_seqs: int  # of a group
+    max_tokens: int
+
+    @classmethod
+    def share(cls, schedule: Schedule, num_groups: int, rows_per_group: int) -> _Groups:
+        of = schedule.rows // rows_per_group
+        ranks, starts, sizes = np.zeros(len(of), np.intp), np.zeros(len(of), np.intp), np.zeros(num_groups, np.intp)
+        for group in range(num_groups):
+            own = np.flatnonzero(of == group)
+            ends = schedule.q_lens[own].cumsum()
+            ranks[own], starts[own] = np.arange(len(own)), ends - schedule.q_lens[own]
+            sizes[group] = ends[-1] if len(own) else 0
+        return cls(of, ranks, starts, int(np.bincount(of, minlength=num_groups).max()), int(sizes.max()))
+
+
 class BatchPacker:
     """Packs schedules into the buckets of one plan.
 
@@ -36,6 +59,7 @@ class BatchPacker:
     keeps_history: every row's tokens are to be on the device, and not only those that edits of its logits look back on.
     sends_tokens: decodes bring their tokens, which are known: of a pipeline, which takes a micro-batch back before its requests are
       in another one, and whose first stage has not sampled them.
+    num_groups: of devices, in which they attend.
     """
 
     def __init__(
@@ -47,7 +71,9 @@ class BatchPacker:
         *,
         keeps_history: bool = False,
         sends_tokens: bool = False,
+        num_groups: int = 1,
     ):
+        self.num_groups = num_groups
         self.plan = plan
         self.layouts = layouts
         self.edit_layout = edit_layout
@@ -88,25 +114,36 @@ class BatchPacker:
 
     def pack(self, schedule: Schedule) -> StepInputs:
         """The host arrays of one schedule, in the cheapest bucket that holds it."""
-        n, d = schedule.num_seqs, schedule.num_decodes
-        bucket = self.plan.select(schedule.num_tokens, n, schedule.max_q_len)
+        n, d, groups, starts = schedule.num_seqs, schedule.num_decodes, None, None
+        if self.num_groups == 1:
+            bucket = self.plan.select(schedule.num_tokens, n, schedule.max_q_len)
+        else:
+            groups = _Groups.share(schedule, self.num_groups, len(self.sampling) // self.num_groups)
+            demand = self.num_groups * groups.max_tokens, self.num_groups * groups.max_seqs
+            bucket = self.plan.select(*demand, schedule.max_q_len)
         layout = self.layouts[bucket]
         packed = layout.padding.copy()
         view = layout.unpack(packed)
-        view["seq_rows"][:n] = schedule.rows
-        view["q_lens"][:n] = schedule.q_lens
-        view["starts"][:d] = FROM_DEVICE
-        view["starts"][d:n] = schedule.starts[d:]
-        self._pack_tokens(view["token_ids"], schedule)
+        if groups is None:
+            view["seq_rows"][:n] = schedule.rows
+            view["q_lens"][:n] = schedule.q_lens
+            view["starts"][:d] = FROM_DEVICE
+            view["starts"][d:n] = schedule.starts[d:]
+            self._pack_tokens(view["token_ids"], schedule)
+        else:
+            starts = self._pack_groups(layout, view, schedule, groups)
 
         if layout.planners:
-            self.work_lists.fill(layout, view, schedule)
+            self.work_lists.fill(layout, view, schedule, None if groups is None else groups.of)
 
         updates, extra = schedule.page_updates[: layout.num_updates], schedule.page_updates[layout.num_updates :]
         view["page_updates"][: len(updates)] = updates
 
         edit_rows, self._edit_rows = self._edit_rows, []
         tokens, rows = schedule.logits_rows.tokens, schedule.logits_rows.rows
+        if starts is not None:
+            entries = schedule.logits_rows.entries
+            tokens = starts[entries] + schedule.q_lens[entries] - 1
         r = len(rows)
         view["logits_tokens"][:r] = tokens
         view["logits_rows"][:r] = rows
@@ -122,7 +159,24 @@ class BatchPacker:
             extra_page_updates=extra,
             edit_rows=edit_rows,
             num_tokens=schedule.num_tokens,
+            token_starts=starts,
         )
+
+    @staticmethod
+    def _pack_groups(layout: StepLayout, view: dict[str, np.ndarray], schedule: Schedule, groups: _Groups) -> np.ndarray:
+        """Writes tokens and sequences into the part of each entry's group. Returns where each entry's tokens begin, intp[n]."""
+        part, d = layout.bucket.part(layout.num_groups), schedule.num_decodes
+        assert not schedule.num_drafts, "drafts in groups"
+        seqs, starts = groups.of * part.seqs + groups.ranks, groups.of * part.tokens + groups.starts
+        view["seq_rows"][seqs] = schedule.rows
+        view["q_lens"][seqs] = schedule.q_lens
+        view["starts"][seqs[:d]] = FROM_DEVICE
+        view["starts"][seqs[d:]] = schedule.starts[d:]
+        view["token_ids"][starts[:d]] = FROM_DEVICE
+        for i in range(d, schedule.num_seqs):
+            at, q_len, first = int(starts[i]), int(schedule.q_lens[i]), int(schedule.starts[i])
+            view["token_ids"][at : at + q_len] = schedule.requests[i].token_ids[first : first + q_len]
+        return starts
 
     def _pack_tokens(self, token_ids: np.ndarray, schedule: Schedule) -> None:
         """Decodes read the device's last sampled token and its drafts, unless they are sent; chunks bring theirs."""

@@ -39,18 +39,44 @@ class _Planned:
 
 
 class WorkLists:
-    """The work lists of one packer's steps, of every bucket the last one planned."""
+    """The work lists of one packer's steps, of every bucket (and group of devices) the last one planned."""
 
     def __init__(self):
-        self._planned: dict[Bucket, _Planned] = {}
-        self.num_planned: int = 0  # steps for which lists were planned and not copied
+        self._planned: dict[tuple[Bucket, int], _Planned] = {}
+        self.num_planned: int = 0  # times that lists were planned and not copied
 
-    def fill(self, layout: StepLayout, view: dict[str, np.ndarray], schedule: Schedule) -> None:
-        """Writes the lists of a schedule into the fields of its packed array (`view`), which are zeros so far."""
+    def fill(
+        self,
+        layout: StepLayout,
+        view: dict[str, np.ndarray],
+        schedule: Schedule,
+        groups: np.ndarray | None = None,  # intp[n]: of each entry
+    ) -> None:
+        """Writes the lists of a schedule into the fields of its packed array (`view`), which are zeros so far; of devices that
+        attend in groups, a list for each."""
         q_lens = schedule.q_lens
         kv_lens, least = schedule.starts + q_lens, schedule.least_starts + q_lens
         ahead = schedule.num_decodes == schedule.num_seqs
-        planned = self._planned.get(layout.bucket) if ahead else None
+        if groups is None:
+            self._fill((layout.bucket, 0), layout, view, (q_lens, kv_lens, least), ahead=ahead)
+            return
+        for group in range(layout.num_groups):
+            own, part = groups == group, {name: view[name][group] for name, _ in layout.work.values()}
+            lens = q_lens[own], kv_lens[own], least[own]
+            if own.any():  # a list of zeros has no work
+                self._fill((layout.bucket, group), layout, part, lens, ahead=ahead)
+
+    def _fill(
+        self,
+        key: tuple[Bucket, int],
+        layout: StepLayout,
+        view: dict[str, np.ndarray],
+        lens: tuple[np.ndarray, np.ndarray, np.ndarray],  # of queries, of KV at most and at least, i32[n] each
+        *,
+        ahead: bool,
+    ) -> None:
+        q_lens, kv_lens, least = lens
+        planned = self._planned.get(key) if ahead else None
         if planned is not None and planned.serves(q_lens, kv_lens, least):
             for name, made in planned.lists.items():
                 view[name][:] = made
@@ -63,4 +89,4 @@ class WorkLists:
             planner.plan(q_lens, kv_lens, least_kv_lens=least, out=view[name])
         if ahead:
             lists = {name: view[name].copy() for name, _ in layout.work.values()}
-            self._planned[layout.bucket] = _Planned(q_lens.copy(), kv_lens, least, lists)
+            self._planned[key] = _Planned(q_lens.copy(), kv_lens, least, lists)

@@ -31,6 +31,14 @@ class Bucket:
         """Whether a step of this demand can run here."""
         return num_tokens <= self.tokens and num_seqs <= self.seqs and max_q_len <= self.max_q_len
 
+    def part(self, count: int) -> Bucket:
+        """One of `count` equal parts of its tokens and sequences: what a group of devices attends for. Steps whose groups each fit
+        it are those that fit the bucket with `count` times the largest group's demand."""
+        if count == 1:
+            return self
+        tokens = self.tokens // count
+        return Bucket(tokens, self.seqs // count, min(self.max_q_len, tokens))
+
     @property
     def is_mixed(self) -> bool:
         """Whether any sequence may bring all of its tokens."""
@@ -152,8 +160,15 @@ class BucketPlan:
         """(logits rows, with log-probabilities or not) of the smallest head for this. ValueError as `select_head_rows`."""
         return self.select_head_rows(num_rows), with_logprobs
 
-    def check(self, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int = 0) -> None:
-        """ValueError unless every step that a scheduler of these limits can make fits a bucket. num_drafts: 0 is no speculation."""
+    def check(self, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int = 0, num_groups: int = 1) -> None:
+        """ValueError unless every step that a scheduler of these limits can make fits a bucket. num_drafts: 0 is no speculation.
+        num_groups: of devices, into whose equal parts each bucket must divide."""
+        odd = [str(b) for b in self.buckets if b.tokens % num_groups or b.seqs % num_groups]
+        if odd:
+            raise ValueError(
+                f"attention_groups={num_groups} must divide the tokens and sequences of every bucket, and the plan has "
+                f"{', '.join(odd)}: leave bucket_plan out, or change these"
+            )
         fits = [t for t, s in self.mixed if s >= min(t, max_num_seqs)]
         seqs = max((s for t, s in self.mixed if t >= max_num_batched_tokens), default=0)
         if seqs and max(fits, default=0) < max_num_batched_tokens:

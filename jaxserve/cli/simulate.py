@@ -33,12 +33,7 @@ _MODEL = flags.DEFINE_string("model", "qwen3-8b", "Its shape: a known name, or a
 _GPU = flags.DEFINE_string("gpu", "h100", "One of jaxserve/step_times/hardware.py's.")
 _TP = define_option("tensor_parallel_size", 1)
 _GRAPHS = define_option("graph_collectives", False)
-_GROUPS = flags.DEFINE_integer(
-    "attention_groups",
-    1,
-    "A stage's GPUs attend in so many groups, each to its own requests (attention data parallelism; no engine of ours does it).",
-    lower_bound=1,
-)
+_GROUPS = define_option("attention_groups", 1)
 _PP = flags.DEFINE_integer("pp", 1, "Pipeline stages.", lower_bound=1)
 _NODE = flags.DEFINE_integer("gpus_per_node", 8, "100 Gb/s Ethernet joins nodes.", lower_bound=1)
 _REPLICAS = flags.DEFINE_integer("replicas", 1, "Engines behind the router.", lower_bound=1)

@@ -17,20 +17,21 @@ class EngineDescription:
     """What was decided when an engine was made. str() of it is the line in the log.
 
     model: its architecture. model_shape: layers, widths, heads and experts by name. dtype: of weights and activations.
-    tensor_parallel_size: devices that share the model, or a stage of it; bytes are those of one of them. pipeline_parallel_size:
-    stages. weight_bytes: of all weights, or of the fullest stage's. device, platform: as JAX calls them. attention_backend,
-    rotary_backend, matmul_backend, moe_backend: the kernels that run; rotary_backend is "xla" beside an XLA attention, moe_backend
-    None without experts. deterministic: what bits may depend on.
+    tensor_parallel_size: devices that share the model, or a stage of it; bytes are those of one of them. attention_groups: in which
+    they attend. pipeline_parallel_size: stages. weight_bytes: of all weights, or of the fullest stage's. device, platform: as JAX
+    calls them. attention_backend, rotary_backend, matmul_backend, moe_backend: the kernels that run; rotary_backend is "xla" beside
+    an XLA attention, moe_backend None without experts. deterministic: what bits may depend on.
     qualification: what the card's check of our kernels found, in a line. verdicts: the same as data, None where there was no check.
-    page_size: tokens of a KV page. kv_tokens: that the pool holds. kv_bytes: of the pool, or of the part of it that the stage with
-    the least room for pages has. num_speculative_tokens: drafts of a step, 0 without speculation. bucket_plan: its shapes, in a
-    line. num_programs: that it has.
+    page_size: tokens of a KV page. num_pages: of the pool, or of each group's. kv_tokens: that all of them hold. kv_bytes: of a
+    device's pages; of a pipeline, in the stage with the least room for them. num_speculative_tokens: drafts of a step, 0 without
+    speculation. bucket_plan: its shapes, in a line. num_programs: that it has.
     """
 
     model: str
     model_shape: dict[str, int]
     dtype: str
     tensor_parallel_size: int
+    attention_groups: int
     pipeline_parallel_size: int
     weight_bytes: int
     device: str
@@ -62,6 +63,7 @@ class EngineDescription:
         matmul = "" if self.matmul_backend == "xla" else f"matmuls: {self.matmul_backend}; "
         moe = "" if self.moe_backend is None else f"experts: {self.moe_backend}; "
         devices = "" if self.tensor_parallel_size == 1 else f"devices: {self.tensor_parallel_size}; "
+        devices += "" if self.attention_groups == 1 else f"attention groups: {self.attention_groups}; "
         stages = "" if self.pipeline_parallel_size == 1 else f"stages: {self.pipeline_parallel_size}; "
         return (
             f"{stages}{devices}attention: {self.attention_backend}; {rotary}{matmul}{moe}deterministic: {self.deterministic}; "
@@ -82,6 +84,7 @@ def describe(programs: AnyPrograms, kernels: KernelChoice) -> EngineDescription:
         model_shape=model_shape(model),
         dtype=str(functions.dtype),
         tensor_parallel_size=functions.shard.size,
+        attention_groups=functions.shard.groups,
         pipeline_parallel_size=len(functions.stages),
         weight_bytes=max(stage.num_bytes for stage in functions.stages),
         device=device.device_kind,
@@ -95,7 +98,7 @@ def describe(programs: AnyPrograms, kernels: KernelChoice) -> EngineDescription:
         verdicts=None if qualification is None else qualification.as_dict(),
         page_size=config.cache.page_size,
         num_pages=config.cache.num_pages,
-        kv_tokens=config.cache.num_pages * config.cache.page_size,
+        kv_tokens=config.cache.num_pages * config.cache.page_size * functions.shard.groups,
         kv_bytes=config.pool_bytes,
         max_model_len=config.scheduler.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,

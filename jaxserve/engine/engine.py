@@ -112,7 +112,9 @@ class Engine:
         """Scheduler, pool and all that goes by them, as new. num_pages: that may be handed out; None: all."""
         cache, limits, plan = self.config.cache, self.config.scheduler, self.config.plan
         speculative, programs = self.config.speculative, self.runner.programs
-        self.pool: PagePool = PagePool(num_pages or cache.num_pages, cache.page_size, cache.enable_prefix_caching)
+        pool = num_pages or cache.num_pages, cache.page_size, cache.enable_prefix_caching
+        self.pools: list[PagePool] = [PagePool(*pool) for _ in range(limits.num_groups)]  # of each group of devices
+        self.pool: PagePool = self.pools[0]
         self._draft_lengths: DraftLengths | None = None
         if speculative is not None:
             self._draft_lengths = DraftLengths(
@@ -123,7 +125,14 @@ class Engine:
                 speculative.adaptive,
             )
         stages, is_async = self.config.engine.pipeline_parallel_size, self.config.engine.async_scheduling
-        self.scheduler: Scheduler = Scheduler(limits, self.pool, self._step_budget, self._draft_lengths, hides_in_flight=stages > 1)
+        self.scheduler: Scheduler = Scheduler(
+            limits,
+            self.pool,
+            self._step_budget,
+            self._draft_lengths,
+            hides_in_flight=stages > 1,
+            other_pools=self.pools[1:],
+        )
         shapes = plan if self._warm_up is None else self._warm_up.shapes
         self.packer: BatchPacker = BatchPacker(
             shapes,
@@ -132,6 +141,7 @@ class Engine:
             programs.edit_layout,
             keeps_history=speculative is not None,
             sends_tokens=stages > 1,
+            num_groups=limits.num_groups,
         )
         self.pipeline: StepPipeline = StepPipeline(
             runner=self.runner,
@@ -433,7 +443,7 @@ class Engine:
           RuntimeError: requests are unfinished.
         """
         num_unfinished = max(len(self._requests), int(self.has_unfinished_requests()))
-        self._weights.sleep(level, num_unfinished, self.pool)
+        self._weights.sleep(level, num_unfinished, self.pools)
 
     def wake_up(self) -> None:
         """Ends `sleep`: KV pages as new and, after level 1, the weights on the device."""
@@ -452,7 +462,11 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while any request holds pages."""
-        return self.pool.reset()
+        if any(pool.num_free_pages != pool.num_pages for pool in self.pools):
+            return False
+        for pool in self.pools:
+            pool.reset()
+        return True
 
     def close(self) -> None:
         """Ends every request and closes the demand log. A program that is being compiled behind the steps is waited for."""

@@ -89,6 +89,8 @@ class StepMeasurer:
 
         if config.pipeline_parallel_size != 1:
             raise NotImplementedError(f"pipeline_parallel_size={config.pipeline_parallel_size}: profiles are of one stage")
+        if config.attention_groups != 1:
+            raise NotImplementedError(f"attention_groups={config.attention_groups}: profiles are of one group")
         shards, config = model_shards(model.config, config)
         if shards is not None:
             model = shard_model(model, shards)

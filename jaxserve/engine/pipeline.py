@@ -122,7 +122,7 @@ class StepPipeline:
             if request.metrics is not None and request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = time.monotonic()
         inputs = self.packer.pack(schedule)
-        spans = spans_of(schedule)
+        spans = spans_of(schedule, inputs.token_starts)
         if spans:
             inputs.score_spans.extend(pack_spans(spans, self.runner.score_rows))
         self.stats.add_step(schedule, inputs, speculates=self.draft_lengths is not None)

@@ -95,7 +95,7 @@ def prepare(
     if mesh is None:
         check_sharding(config)
         several = config.tensor_parallel_size > 1
-        part = local_config(files.config, config.tensor_parallel_size) if several else files.config
+        part = local_config(files.config, config.tensor_parallel_size, config.attention_groups) if several else files.config
         qualification = qualify_kernels(part, files.dtype(config.dtype), config, ask_jax=False)
     if hosts is not None:
         check_hosts(hosts, files, config)

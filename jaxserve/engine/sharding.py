@@ -15,6 +15,7 @@ from jaxserve.hosts.group import HostGroup
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.models.shards import ModelShards, ShardedModel
 from jaxserve.parallel.mesh import stage_meshes
+from jaxserve.scheduling.policies import BATCHING_POLICIES
 from kernels.all_reduce import resolve_backend as resolve_all_reduce
 
 
@@ -34,9 +35,14 @@ def model_shards(
         return None, config
     config = replace(config, tensor_parallel_size=meshes[0].size, pipeline_parallel_size=len(meshes))
     check_sharding(config)
+    if hosts is not None and config.attention_groups > 1:
+        raise NotImplementedError(
+            f"attention_groups={config.attention_groups} is of one process's devices, and there are {hosts.num_hosts} hosts"
+        )
     whole_sums = config.deterministic == "always"
     all_reduce = [_all_reduce(config.all_reduce_backend, each) for each in meshes]
-    return ModelShards(model, meshes[0], all_reduce[0], whole_sums=whole_sums, later=meshes[1:]), config
+    how = {"whole_sums": whole_sums, "groups": config.attention_groups}
+    return ModelShards(model, meshes[0], all_reduce[0], **how, later=meshes[1:]), config
 
 
 def _all_reduce(backend: str, mesh: Mesh) -> str:
@@ -56,9 +62,11 @@ def _all_reduce(backend: str, mesh: Mesh) -> str:
 
 def check_sharding(config: EngineConfig) -> None:
     """NotImplementedError, or ValueError, for an option that can't be had beside the config's tensor_parallel_size and
-    pipeline_parallel_size."""
+    pipeline_parallel_size, or beside its attention_groups."""
     if config.pipeline_parallel_size > 1:
         _check_stages(config)
+    if config.attention_groups > 1:
+        _check_groups(config)
     if config.tensor_parallel_size == 1:
         if config.graph_collectives:
             raise ValueError("graph_collectives=True is of several devices, and tensor_parallel_size=1: leave it out")
@@ -73,6 +81,28 @@ def _check_stages(config: EngineConfig) -> None:
         raise NotImplementedError(f"speculative_config: drafts are not verified over stages, and {stages}: leave one of them out")
     if config.tbt_slo_ms is not None:
         raise NotImplementedError(f"tbt_slo_ms={config.tbt_slo_ms} needs a profile, which is of one stage, and {stages}")
+
+
+def _check_groups(config: EngineConfig) -> None:
+    groups = f"attention_groups={config.attention_groups}"
+    if config.tensor_parallel_size % config.attention_groups:
+        raise ValueError(f"{groups} must divide tensor_parallel_size={config.tensor_parallel_size}")
+    refused = {
+        f"pipeline_parallel_size={config.pipeline_parallel_size}": config.pipeline_parallel_size > 1,
+        "speculative_config": config.speculative_config is not None,
+        f"tbt_slo_ms={config.tbt_slo_ms}": config.tbt_slo_ms is not None,
+        f"demand_log={str(config.demand_log)!r}": config.demand_log is not None,
+        "deterministic='always'": config.deterministic == "always",
+        "prompts that are not chunked": not _chunks_prompts(config),
+    }
+    for what, is_asked in refused.items():
+        if is_asked:
+            raise NotImplementedError(f"{what} can't be had with {groups}: leave one of them out")
+
+
+def _chunks_prompts(config: EngineConfig) -> bool:
+    chunked = config.enable_chunked_prefill
+    return BATCHING_POLICIES[config.batching_policy].chunked if chunked is None else chunked
 
 
 def local_part(model: Decoder | ShardedModel) -> ModelConfig:

@@ -6,7 +6,7 @@ Owns whether the engine is asleep. Which weights fit the model is models/adoptio
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +100,15 @@ class WeightsAndSleep:
         fitted = fit(weights, functions.model_config, dict(zip(functions.paths, functions.plain, strict=True)))
         return placed(fitted, jax.local_devices()[0]) if shards is None else place_cut(fitted, shards)
 
-    def sleep(self, level: int, num_unfinished: int, pool: PagePool) -> None:
+    def sleep(self, level: int, num_unfinished: int, pools: Sequence[PagePool]) -> None:
         """As `Engine.sleep`. num_unfinished: requests that are not delivered to their end."""
         if level not in (1, 2):
             raise ValueError(f"{level=} must be 1 (the weights move to the host) or 2 (they are let go)")
         if num_unfinished:
             raise RuntimeError(f"{num_unfinished} requests are unfinished: finish or abort them before sleep()")
         if not self.is_asleep:
-            pool.reset()
+            for pool in pools:
+                pool.reset()
             self._runner.sleep(keep_weights=level == 1)
             self.is_asleep = True
 

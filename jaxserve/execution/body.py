@@ -6,9 +6,10 @@ nothing of hosts, requests or compilation.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,11 @@ from jax import lax
 
 from jaxserve.batching.context import StepContext
 from jaxserve.batching.layout import FROM_DEVICE, StepLayout
+from jaxserve.buckets.plan import Bucket
 from jaxserve.execution.device_state import DeviceState, RowState
 from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.models.row_tiles import RowTiles
+from jaxserve.parallel.shard import Shard
 from jaxserve.sampling.rows import POSITION
 from jaxserve.speculative.proposer import NO_DRAFT, BodyReader, Ran
 from kernels.ragged_paged_attention import plan_work
@@ -52,7 +55,8 @@ def body(
         # Unpacked once, behind a barrier: commands of a CUDA graph whose buffers move are recorded again.
         fields = dict(zip(names, lax.optimization_barrier(tuple(layout.unpack(packed)[n] for n in names)), strict=True))
         fixed_tiles = isinstance(functions.map_rows, RowTiles)
-        context, seq, rows = _context(layout, backend, fixed_tiles, fields, state.kv_pages[0].shape[0], state.rows)
+        given = layout, backend, fixed_tiles, fields, state.kv_pages[0].shape[0], state.rows, functions.shard
+        context, seq, positions, rows = _context(*given)
         tokens = _tokens(fields, seq, state.rows) if functions.is_first else None
     drafts = rows.drafts
     model = functions.module(functions.body_indices, weights)
@@ -70,7 +74,7 @@ def body(
         return DeviceState(written, state.step_hidden, rows), x
     with jax.named_scope("gather_rows"):
         at = fields["logits_tokens"]
-        sampling = fields["sampling"].at[:, POSITION].set(context.positions[at] + 1)
+        sampling = fields["sampling"].at[:, POSITION].set(positions[at] + 1)
         assert state.step_hidden is not None
         step_hidden = lax.dynamic_update_slice(state.step_hidden, x, (0, 0))  # in place: the program that scores has one shape
         before = None if tokens is None or drafts is None else tokens[at]
@@ -90,34 +94,65 @@ def _context(
     fields: dict[str, jax.Array],  # of the upload
     num_pages: int,
     state: RowState,
-) -> tuple[StepContext, jax.Array, RowState]:
-    """Where each token stands. Returns (StepContext, the sequence of each token i32[T], the state with page tables and lengths up
-    to date)."""
-    T, S, page_size = layout.bucket.tokens, layout.bucket.seqs, layout.page_size
+    shard: Shard,
+) -> tuple[StepContext, jax.Array, jax.Array, RowState]:
+    """Where each token stands. Returns (StepContext, of every token its sequence and its position i32[T], the state with page
+    tables and lengths up to date)."""
+    part, page_size = layout.bucket.part(layout.num_groups), layout.page_size
     rows, q_lens = fields["seq_rows"], fields["q_lens"]
     update = fields["page_updates"]
     page_table = state.page_table.at[update[:, 0], update[:, 1]].set(update[:, 2], mode="drop")
-    cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
     known = state.num_computed.at[rows].get(mode="fill", fill_value=0)
     starts = jnp.where(fields["starts"] < 0, known, fields["starts"])
     kv_lens = jnp.where(q_lens > 0, starts + q_lens, 0)
     num_computed = state.num_computed.at[rows].set(kv_lens, mode="drop")
 
-    t = jnp.arange(T, dtype=jnp.int32)
-    seq = jnp.minimum((t[:, None] >= cu_q_lens[None, 1:]).sum(1, dtype=jnp.int32), S - 1)
-    real = t < cu_q_lens[-1]
-    positions = jnp.where(real, starts[seq] + t - cu_q_lens[seq], 0)
-    table = page_table.at[rows].get(mode="fill", fill_value=0)
-    page = table[seq, positions // page_size]
-    slots = jnp.where(real, page * page_size + positions % page_size, num_pages * page_size + t)
-    max_q_len = layout.bucket.max_q_len
+    own, seq, positions, num_tokens = _places(part, q_lens, starts, shard)
+    table = page_table.at[shard.own_rows(rows)].get(mode="fill", fill_value=0)
+    kv_lens = shard.own_rows(kv_lens)
+    page = table[own.seq, own.positions // page_size]
+    t = jnp.arange(part.tokens, dtype=jnp.int32)
+    slots = jnp.where(own.real, page * page_size + own.positions % page_size, num_pages * page_size + t)
     if layout.planners:
-        work = {str(window): planner.work(fields[name]) for window, (name, planner) in layout.work.items()}
+        lists = {name: fields[name] if shard.groups == 1 else shard.own_rows(fields[name])[0] for name, _ in layout.work.values()}
+        work = {str(window): planner.work(lists[name]) for window, (name, planner) in layout.work.items()}
     else:
-        shape = {"num_tokens": T, "max_q_len": max_q_len}
-        work = plan_work(cu_q_lens, kv_lens, **shape, backend=backend, fixed_tiles=fixed_tiles)
-    context = StepContext(positions, slots, table, cu_q_lens, kv_lens, work, max_q_len=max_q_len, backend=backend)
-    return context, seq, replace(state, page_table=page_table, num_computed=num_computed)
+        shape = {"num_tokens": part.tokens, "max_q_len": part.max_q_len}
+        work = plan_work(own.cu_q_lens, kv_lens, **shape, backend=backend, fixed_tiles=fixed_tiles)
+    context = StepContext(
+        own.positions, slots, table, own.cu_q_lens, kv_lens, num_tokens, work, max_q_len=part.max_q_len, backend=backend
+    )
+    return context, seq, positions, replace(state, page_table=page_table, num_computed=num_computed)
+
+
+class _Places(NamedTuple):
+    """Where T tokens stand, those of S sequences one after the other."""
+
+    cu_q_lens: jax.Array  # i32[S+1]
+    seq: jax.Array  # i32[T]
+    real: jax.Array  # bool[T]: not padding
+    positions: jax.Array  # i32[T]
+
+    @classmethod
+    def of(cls, T: int, q_lens: jax.Array, starts: jax.Array) -> _Places:  # i32[S] each
+        cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
+        t = jnp.arange(T, dtype=jnp.int32)
+        seq = jnp.minimum((t[:, None] >= cu_q_lens[None, 1:]).sum(1, dtype=jnp.int32), len(q_lens) - 1)
+        real = t < cu_q_lens[-1]
+        return cls(cu_q_lens, seq, real, jnp.where(real, starts[seq] + t - cu_q_lens[seq], 0))
+
+
+def _places(part: Bucket, q_lens: jax.Array, starts: jax.Array, shard: Shard) -> tuple[_Places, jax.Array, jax.Array, jax.Array]:
+    """(the places of the tokens of this device's group, of every token its sequence and position, tokens of each group: i32[] or
+    i32[groups]). part: the shape of a group."""
+    if shard.groups == 1:
+        own = _Places.of(part.tokens, q_lens, starts)
+        return own, own.seq, own.positions, own.cu_q_lens[-1]
+    shape = shard.groups, part.seqs
+    each = jax.vmap(functools.partial(_Places.of, part.tokens))(q_lens.reshape(shape), starts.reshape(shape))
+    firsts = jnp.arange(shard.groups, dtype=jnp.int32)[:, None] * part.seqs
+    own = jax.tree.map(lambda x: shard.own_rows(x)[0], each)
+    return own, (each.seq + firsts).reshape(-1), each.positions.reshape(-1), each.cu_q_lens[:, -1]
 
 
 def _tokens(fields: dict[str, jax.Array], seq: jax.Array, state: RowState) -> jax.Array:  # i32[T]

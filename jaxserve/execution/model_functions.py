@@ -168,7 +168,7 @@ class ModelFunctions:
                     x,
                     rope,
                     attend,
-                    num_tokens=context.cu_q_lens[-1],
+                    num_tokens=context.num_tokens,
                     moe_backend=kernels.moe,
                     map_rows=self.layer_rows(context.backend, sparse=not isinstance(layer.mlp, SwiGLU)),
                     shard=self.shard,

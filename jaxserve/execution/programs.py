@@ -111,9 +111,10 @@ class Programs:
     def __init__(self, functions: ModelFunctions, config: ResolvedConfig):
         self.functions = functions
         self.config = config
+        limits = config.scheduler
+        sizes = limits.max_num_seqs, config.cache.page_size, config.plan.max_head_rows
         self.layouts: dict[Bucket, StepLayout] = {
-            b: StepLayout(b, config.scheduler.max_num_seqs, config.cache.page_size, config.plan.max_head_rows, _planners(config, b))
-            for b in config.plan.buckets
+            b: StepLayout(b, *sizes, _planners(config, b), limits.num_groups) for b in config.plan.buckets
         }
         self.proposer: Proposer | None = make_proposer(config.speculative)
         self.edit_layout: EditLayout = EditLayout(config.scheduler.max_model_len, config.model.vocab_size)
@@ -284,7 +285,7 @@ def _planners(config: ResolvedConfig, bucket: Bucket) -> dict[int | None, Any]:
     make_planner = host_planner(config.attention_backend)
     if make_planner is None:
         return {}
-    model = config.local
+    model, bucket = config.local, bucket.part(config.scheduler.num_groups)
     num_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
     make = functools.partial(
         make_planner,

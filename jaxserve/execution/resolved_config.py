@@ -13,7 +13,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.execution.memory import PageShape, decide_num_pages
 from jaxserve.models import ModelConfig
 from jaxserve.sampling.edit_rows import EditLayout
-from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE, CacheConfig, SchedulerConfig, require, resolve_policy
+from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE, CacheConfig, SchedulerConfig, check_groups, require, resolve_policy
 from jaxserve.scheduling.policies import BATCHING_POLICIES
 from jaxserve.speculative.config import SpeculativeConfig
 from kernels.backends import ATTENTION
@@ -83,7 +83,7 @@ def resolve_config(
     edit_bytes = max_num_seqs * EditLayout(longest, model.vocab_size).row_bytes
     num_pages = config.num_pages or decide_num_pages(
         pages,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=-(-max_num_seqs // config.attention_groups),  # of which a device has pages
         max_model_len=longest,
         utilization=config.gpu_memory_utilization,
         device_limit=device_limit,
@@ -167,8 +167,10 @@ def _checked_plan(config: EngineConfig, plan: BucketPlan | None, budget: int, ma
     num_drafts = config.speculative.num_speculative_tokens if config.speculative is not None else 0
     if plan is None:
         sizes = {"min_tokens": 8, "max_draft_tokens": 256} if on_gpu else {"min_tokens": 2, "max_draft_tokens": 64}
+        least = 2 * config.attention_groups  # no group computes a single row
+        sizes["min_tokens"] = -(-sizes["min_tokens"] // least) * least
         plan = BucketPlan.default(max_num_seqs, budget, num_drafts=num_drafts, **sizes)
-    plan.check(max_num_seqs, budget, num_drafts)
+    plan.check(max_num_seqs, budget, num_drafts, config.attention_groups)
     return plan
 
 
@@ -183,6 +185,7 @@ def _scheduler_config(config: EngineConfig, max_model_len: int, budget: int, max
         chunked=config.enable_chunked_prefill,
         mixed=config.enable_mixed_steps,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
+        num_groups=config.attention_groups,
     )
     resolve_policy(scheduler)
     return scheduler
@@ -199,4 +202,5 @@ def _step_limits(config: EngineConfig, plan: BucketPlan | None, model: ModelConf
             budget = max(budget, config.max_model_len or model.max_position_embeddings)
     if seqs is None:
         seqs = min(SchedulerConfig.max_num_seqs, budget, *((plan.mixed[-1][1], plan.max_head_rows) if plan else ()))
+    check_groups(config.attention_groups, max_num_batched_tokens=budget, max_num_seqs=seqs)
     return budget, seqs

@@ -187,12 +187,14 @@ class Attention(nnx.Module):
     def add_output(
         self, x: jax.Array, o: jax.Array, fused: Fused | None = None, shard: Shard = ALONE
     ) -> jax.Array:  # [..., D], [..., N, H] -> [..., D]
-        """x with the output projection of all heads added."""
+        """x with the output projection of all heads added. o: of the shard's own rows."""
         with jax.named_scope("o_proj"):
             heads = shard.columns(o.reshape(*o.shape[:-2], self.num_heads * self.head_dim))
             if shard.whole_sums and self.query_places != tuple(range(self.num_heads * shard.size)):
                 heads = heads.reshape(*o.shape[:-2], -1, self.head_dim)[..., jnp.array(self.query_places), :]
                 heads = heads.reshape(*o.shape[:-2], -1)
+            if shard.groups > 1:
+                return x + self.o_proj(heads, shard.sum_rows)
             return linear_onto(x, self.o_proj, heads, fused, shard)
 
 
@@ -247,20 +249,24 @@ class SparseMLP(nnx.Module):
     def __call__(
         self,
         x: jax.Array,  # [..., D]
-        num_tokens: jax.Array | None = None,  # i32[]
+        num_tokens: jax.Array | None = None,  # i32[], or i32[groups]
         backend: str = "auto",
         map_rows: MapRows = whole,
         shard: Shard = ALONE,
     ) -> jax.Array:  # [..., D]
-        """num_tokens: tokens from here on, in the order of x, are padding: they reach no expert and get zeros. backend: of
-        kernels.grouped_matmul. map_rows: how rows are computed; tiles of the grouped matmul have one size then too. shard: whose
-        part of the experts' weights these are."""
+        """num_tokens: tokens from here on, in the order of x, are padding: they reach no expert and get zeros. Of a shard of
+        several groups, one number for each group's part of x. backend: of kernels.grouped_matmul. map_rows: how rows are computed;
+        tiles of the grouped matmul have one size then too. shard: whose part of the experts' weights these are."""
         tokens = x.reshape(-1, x.shape[-1])
         gate_up, down = self.gate_up_proj.kernel[...], self.down_proj.kernel[...]
+        padding = None
+        if num_tokens is not None and shard.groups > 1:
+            padding, num_tokens = _padding_of_parts(num_tokens, len(tokens)), None
         weights, experts = map_rows(self.route, tokens, num_rows=num_tokens)
         plan = functools.partial(plan_groups, num_tokens=num_tokens, backend=backend)
         if not shard.is_alone:
             experts = experts - shard.start(len(gate_up))
+            experts = experts if padding is None else jnp.where(padding[:, None], -1, experts)  # nobody's
             plan = functools.partial(plan, num_groups=len(gate_up) * shard.size)
         groups = plan(experts, (gate_up, down), block_rows=map_rows.rows if isinstance(map_rows, RowTiles) else None)
         rows = gather_rows(tokens, groups)
@@ -275,6 +281,12 @@ class SparseMLP(nnx.Module):
         combine = lambda row, weights: combine_rows(y, dataclasses.replace(groups, row=row), weights, join)  # noqa: E731
         combined = map_rows(combine, groups.row, weights, num_rows=num_tokens)
         return (combined if join else shard.sum(combined)).reshape(x.shape)
+
+
+def _padding_of_parts(num_tokens: jax.Array, T: int) -> jax.Array:  # i32[groups] -> bool[T]
+    """Which of T rows are padding, where they are equal parts with so many tokens each."""
+    groups = len(num_tokens)
+    return (jnp.arange(T // groups)[None] >= num_tokens[:, None]).reshape(T)
 
 
 def normed_linear(norm: RMSNorm, linear: AnyLinear, x: jax.Array, fused: Fused | None, *, gated: bool = False) -> jax.Array:
@@ -325,7 +337,7 @@ class DecoderLayer(nnx.Module):
         rope: RopeAngles,
         attend: Attend,
         *,
-        num_tokens: jax.Array | None = None,  # i32[]
+        num_tokens: jax.Array | None = None,  # i32[], or i32[groups]
         moe_backend: str = "auto",
         map_rows: MapRows = whole,
         attend_heads: AttendHeads | None = None,
@@ -335,7 +347,8 @@ class DecoderLayer(nnx.Module):
         """The layer's output, [..., D], and the kv that attend returned. num_tokens and moe_backend: what `SparseMLP` is told;
         a dense layer computes its padding like anything else. map_rows: how all but attention is computed, over x[T, D].
         attend_heads: what is called in place of attend, where it is given. fused: what computes the matmuls of x[T, D] in place of
-        the norms, matrices and gates one by one. shard: whose part of the layer this is; x is whole on every device.
+        the norms, matrices and gates one by one. shard: whose part of the layer this is; x is whole on every device. Where it
+        attends in groups, rope and what attend is given are of the rows of its own group alone.
 
         Raises ValueError if x's last axis is not D, or the angles' not H / 2.
         """
@@ -348,12 +361,13 @@ class DecoderLayer(nnx.Module):
             return self.attention.project(x, self.attention_norm, (rope[0], rope[1]), fused)
 
         with jax.named_scope("attention"):
+            own = shard.own_rows(x)
             if attend_heads is not None:
-                qkv = map_rows(lambda x: self.attention.heads(x, self.attention_norm, fused), x, num_rows=num_tokens)
+                qkv = map_rows(lambda x: self.attention.heads(x, self.attention_norm, fused), own, num_rows=num_tokens)
                 with jax.named_scope("attend"):
                     o, kv = attend_heads(qkv, rope, self.attention.norms)
             else:
-                q, k, v = map_rows(project, x, *rope, num_rows=num_tokens)
+                q, k, v = map_rows(project, own, *rope, num_rows=num_tokens)
                 with jax.named_scope("attend"):
                     o, kv = attend(self.attention.fill_groups(q), k, v)
                     o = self.attention.empty_groups(o)

@@ -59,9 +59,9 @@ def _entries(heads: np.ndarray, size: int, first: int = 0) -> np.ndarray:
     return np.where(heads[..., None] < 0, -1, entries).reshape(*heads.shape[:-1], -1)
 
 
-def local_config(config: ModelConfig, num_devices: int) -> ModelConfig:
+def local_config(config: ModelConfig, num_devices: int, attention_groups: int = 1) -> ModelConfig:
     """What one device computes with: its heads, its columns of the MLP, its part of the vocabulary. The experts are those of the
-    router, all of them; their weights are a device's own.
+    router, all of them; their weights are a device's own. attention_groups: each has all heads, cut over its devices.
 
     Raises:
       ValueError: what must divide does not: intermediate_size where layers are dense.
@@ -71,11 +71,12 @@ def local_config(config: ModelConfig, num_devices: int) -> ModelConfig:
         return config
     if F % n and len(config.sparse_layers) < config.num_layers:
         raise ValueError(f"tensor_parallel_size={n} must divide the model's intermediate_size={F}")
-    heads = place_heads(config.num_heads, config.num_kv_heads, n)
+    attending = n // attention_groups
+    heads = place_heads(config.num_heads, config.num_kv_heads, attending)
     return replace(
         config,
-        num_heads=len(heads.queries) // n,
-        num_kv_heads=len(heads.kv) // n,
+        num_heads=len(heads.queries) // attending,
+        num_kv_heads=len(heads.kv) // attending,
         intermediate_size=F // n,
         vocab_size=-(-config.vocab_size // (VOCAB_BLOCK * n)) * VOCAB_BLOCK,
     )
@@ -84,22 +85,31 @@ def local_config(config: ModelConfig, num_devices: int) -> ModelConfig:
 class ModelShards:
     """How a model lies on a mesh, or on one for each stage of a pipeline.
 
-    all_reduce: the backend of sums over a mesh. whole_sums: as `Shard`'s. later: the meshes of the stages behind the first, as
-    large as `mesh`. Each stage's weights are cut over its own.
+    all_reduce: the backend of sums over a mesh. whole_sums, groups: as `Shard`'s; each group has a copy of the attention's weights,
+    cut over its devices. later: the meshes of the stages behind the first, as large as `mesh`. Each stage's weights are cut over
+    its own.
 
     Raises ValueError as `local_config` and `stage_layers`.
     """
 
     def __init__(
-        self, config: ModelConfig, mesh: Mesh, all_reduce: str = "xla", *, whole_sums: bool = False, later: Sequence[Mesh] = ()
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        all_reduce: str = "xla",
+        *,
+        whole_sums: bool = False,
+        groups: int = 1,
+        later: Sequence[Mesh] = (),
     ):
         self.config: ModelConfig = config
         self.meshes: tuple[Mesh, ...] = (mesh, *later)
         self.layers: tuple[range, ...] = stage_layers(config.num_layers, len(self.meshes))  # of each stage
         self.size: int = mesh.size  # of a stage
-        self.shard: Shard = ALONE if mesh.size == 1 else Shard(AXIS, mesh.size, all_reduce, whole_sums)
-        self.local: ModelConfig = local_config(config, mesh.size)  # what one device computes with
-        self._heads = place_heads(config.num_heads, config.num_kv_heads, mesh.size)
+        self.shard: Shard = ALONE if mesh.size == 1 else Shard(AXIS, mesh.size, all_reduce, whole_sums, groups)
+        self.local: ModelConfig = local_config(config, mesh.size, groups)  # what one device computes with
+        heads = place_heads(config.num_heads, config.num_kv_heads, mesh.size // groups)
+        self._heads = HeadPlaces(np.tile(heads.queries, groups), np.tile(heads.kv, groups))
 
     @property
     def num_devices(self) -> int:

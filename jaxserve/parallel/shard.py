@@ -18,12 +18,15 @@ from kernels.all_reduce import all_reduce
 @dataclass(frozen=True)
 class Shard:
     """One device of `size` along the mesh's `axis`. all_reduce: the backend of its sums (kernels/all_reduce). whole_sums: no device
-    has a part of a matrix product's sums: matrices are cut along their columns alone, so that no float is summed over devices."""
+    has a part of a matrix product's sums: matrices are cut along their columns alone, so that no float is summed over devices.
+    groups: in which the devices attend, the first size / groups of them in the first. A step's rows are as many equal parts, and
+    each group attends for its own; all else is computed of all rows."""
 
     axis: str | None = None
     size: int = 1
     all_reduce: str = "xla"
     whole_sums: bool = False
+    groups: int = 1
 
     @property
     def is_alone(self) -> bool:
@@ -59,6 +62,26 @@ class Shard:
         """[..., num_columns] of a product with this device's part of a matrix: summed over all devices, or, where sums are whole,
         their columns side by side."""
         return self.columns(y, num_columns) if self.whole_sums else self.sum(y)
+
+    def own_rows(self, x: jax.Array) -> jax.Array:  # [T, ...] -> [T / groups, ...]
+        """The part of x that belongs to this device's group, of an x that every device has."""
+        if self.groups == 1:
+            return x
+        count = x.shape[0] // self.groups
+        return lax.dynamic_slice_in_dim(x, self._group * count, count)
+
+    def sum_rows(self, y: jax.Array) -> jax.Array:  # [T / groups, D] -> [T, D]
+        """The rows of all groups, each summed over the devices of its group. It is one sum over all devices, to which those of the
+        other groups add zeros: a row's floats are summed as in any other group."""
+        if self.groups == 1:
+            return self.sum(y)
+        count = y.shape[0]
+        rows = jnp.zeros((count * self.groups, *y.shape[1:]), y.dtype)
+        return self.sum(lax.dynamic_update_slice_in_dim(rows, y, self._group * count, 0))
+
+    @property
+    def _group(self) -> jax.Array:
+        return lax.axis_index(self.axis or "") // (self.size // self.groups)
 
     def only(self, x: jax.Array) -> jax.Array:  # floats
         """The x of the one device where it is not 0 (each element may be another's), to the last bit: it is summed as integers, in

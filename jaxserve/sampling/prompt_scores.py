@@ -29,19 +29,22 @@ class ScoreSpan:
     count: int
 
 
-def spans_of(schedule: Schedule) -> list[ScoreSpan]:
+def spans_of(
+    schedule: Schedule,
+    token_starts: np.ndarray | None = None,  # intp[n]: where the tokens of each entry begin; None: one after the other
+) -> list[ScoreSpan]:
     """The prompt positions that this step's chunks score. Call it once for each schedule: it advances `PromptScores.next`."""
-    spans, row = [], schedule.num_tokens - int(schedule.q_lens[schedule.num_decodes :].sum())
+    spans = []
+    starts = schedule.q_lens.cumsum() - schedule.q_lens if token_starts is None else token_starts
     for i in range(schedule.num_decodes, schedule.num_seqs):
         scores, q_len = schedule.requests[i].prompt_scores, int(schedule.q_lens[i])
         if scores is not None and scores.wanted:
-            start = int(schedule.starts[i])
+            start, row = int(schedule.starts[i]), int(starts[i])
             position, end = max(start + 1, scores.next), min(start + q_len + 1, len(scores.token_ids))
             assert position == scores.next, "positions before it were computed without being scored"
             if position < end:
                 spans.append(ScoreSpan(scores, position, row + position - 1 - start, end - position))
                 scores.next = end
-        row += q_len
     return spans
 
 

@@ -60,9 +60,11 @@ class SchedulerConfig:
     order: which request is admitted first, and preempted last.
     chunked, mixed: whether prompts are chunked, and whether a step mixes prompts and decodes. None: as the policy has it.
     long_prefill_token_threshold: most prompt tokens of one request in a step while another waits. 0: no cap.
+    num_groups: of devices, each of which attends to requests of its own. A group has an equal part of max_num_batched_tokens and of
+      the max_num_seqs rows, and pages of its own.
 
     Raises:
-      ValueError: a value out of its range.
+      ValueError: a value out of its range; groups that do not divide the limits.
     """
 
     max_model_len: int
@@ -73,6 +75,7 @@ class SchedulerConfig:
     chunked: bool | None = None
     mixed: bool | None = None
     long_prefill_token_threshold: int = 0
+    num_groups: int = 1
 
     def __post_init__(self) -> None:
         check_integer(
@@ -80,11 +83,20 @@ class SchedulerConfig:
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
+            num_groups=self.num_groups,
         )
+        check_groups(self.num_groups, max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=self.max_num_seqs)
         check_integer(0, long_prefill_token_threshold=self.long_prefill_token_threshold)
         check_within_budget(self.max_num_seqs, self.max_num_batched_tokens)
         require_one_of(tuple(BATCHING_POLICIES), policy=self.policy)
         require_one_of(ORDERS, order=self.order)
+
+
+def check_groups(num_groups: int, **limits: int) -> None:
+    """ValueError for a limit of a step that groups of devices can't have equal parts of."""
+    for name, size in limits.items():
+        must = f"must be a multiple of attention_groups={num_groups}: each has an equal part"
+        require(size % num_groups == 0, f"{name}={size} {must}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ the intake adds tokens (token_intake.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.config import SchedulerConfig
@@ -29,12 +29,12 @@ class RequestLifecycle:
     stop_ids: how many unfinished requests have each stop id.
     """
 
-    def __init__(self, config: SchedulerConfig, policy: BatchingPolicy, pool: PagePool):
+    def __init__(self, config: SchedulerConfig, policy: BatchingPolicy, pools: Sequence[PagePool]):
         self.config = config
         self.policy = policy
-        self.pool = pool
-        self.rows: SequenceRows = SequenceRows(config.max_num_seqs, config.max_model_len, pool.page_size)
-        self.pages: SequencePages = SequencePages(pool, self.rows)
+        self.pools = pools
+        self.rows: SequenceRows = SequenceRows(config.max_num_seqs, config.max_model_len, pools[0].page_size, len(pools))
+        self.pages: SequencePages = SequencePages(pools, self.rows)
         self.order_key: Callable[[Request], OrderKey] = ORDER_KEYS[config.order]
         self.queue: WaitingQueue = WaitingQueue(self.order_key)
         self.held: dict[str, Request] = {}
@@ -61,7 +61,7 @@ class RequestLifecycle:
 
     def check(self, request: Request) -> int:
         """As `Scheduler.check`."""
-        id_, num_prompt, config, pool = request.request_id, request.num_prompt_tokens, self.config, self.pool
+        id_, num_prompt, config, pool = request.request_id, request.num_prompt_tokens, self.config, self.pools[0]
         self._check_unused(request)
         if not num_prompt:
             raise ValueError(f"request {id_!r} has an empty prompt; give it one token at least")
@@ -112,16 +112,16 @@ class RequestLifecycle:
             if sample.status is RequestStatus.WAITING_FOR_PROMPT and self.held.pop(sample.request_id, None) is not None:
                 self._queue_or_hold(sample)
 
-    def start(self, request: Request, hit_pages: list[int], num_tokens: int) -> bool:
-        """Moves the first request of the queue to running, with a row and pages for `num_tokens` tokens. The first of them are
-        `hit_pages`. Returns False, and changes nothing, if there are too few pages."""
-        if not self.pages.admit(request, hit_pages, num_tokens):
+    def start(self, request: Request, hit_pages: list[int], num_tokens: int, group: int = 0) -> bool:
+        """Moves the first request of the queue to running, with a row of the group and pages for `num_tokens` tokens. The first of
+        them are `hit_pages`. Returns False, and changes nothing, if there are too few pages."""
+        if not self.pages.admit(request, hit_pages, num_tokens, group):
             return False
         popped = self.queue.pop()
         assert popped is request, f"{request.request_id} is not the next of the queue"
         request.status = RequestStatus.RUNNING
         if request.num_cached_tokens < 0:
-            request.num_cached_tokens = len(hit_pages) * self.pool.page_size
+            request.num_cached_tokens = len(hit_pages) * self.pages.page_size
         return True
 
     def preempt(self, request: Request) -> None:
@@ -150,7 +150,8 @@ class RequestLifecycle:
         else:
             self.queue.remove(request)
         if reason == "error":
-            self.pool.forget(self.pool.find(request.hash_chain[1:]))
+            for pool in self.pools:
+                pool.forget(pool.find(request.hash_chain[1:]))
         del self.by_id[request.request_id]
         self.forced.pop(request.request_id, None)
         for token in request.stop_ids:
@@ -167,7 +168,8 @@ class RequestLifecycle:
             for request in reversed(self.running):
                 self.preempt(request)
         self.rows.num_hashed[self.rows.order] = NEVER
-        self.pool.forget(range(self.pool.num_pages))
+        for pool in self.pools:
+            pool.forget(range(pool.num_pages))
         for request in self.by_id.values():
             self._set_weights_version(request, version)
             scores = request.prompt_scores
@@ -176,7 +178,7 @@ class RequestLifecycle:
 
     def _set_weights_version(self, request: Request, version: int) -> None:
         request.weights_version = version
-        if self.pool.enable_prefix_caching:
+        if self.pages.enable_prefix_caching:
             request.hash_chain = [root_hash(version, request.cache_salt)]
 
     @property
@@ -207,7 +209,9 @@ class RequestLifecycle:
         assert self.stop_ids == Counter(token for request in running + waiting for token in request.stop_ids)
         assert self.by_id or not self.rows.order.size
         self.rows.check_invariants()
-        self.pool.check_invariants([page for request in running for page in self.rows.pages(request.row)])
+        for group, pool in enumerate(self.pools):
+            rows = [request.row for request in running if self.pages.group_of(request.row) == group]
+            pool.check_invariants([page for row in rows for page in self.rows.pages(row)])
 
 
 def has_prompt(request: Request) -> bool:

@@ -37,7 +37,8 @@ class Scheduler:
 
     Args:
       config: the limits of a step and the policy.
-      pool: the KV pages; the scheduler is their only user.
+      pool: the KV pages; the scheduler is their only user. Of several groups of devices (`config.num_groups`), those of the first.
+      other_pools: the pages of the other groups, as many.
       step_budget: chooses how many tokens a step with decodes may hold. None: always max_num_batched_tokens.
       draft_lengths: chooses how many drafts each decode verifies. None: speculation is off.
       hides_in_flight: steps are micro-batches of a pipeline: the requests of one that is in flight are in no other until its tokens
@@ -45,7 +46,8 @@ class Scheduler:
         request stays with those that it was first scheduled with, as new ones join them and old ones end.
 
     Raises:
-      ValueError: a step budget with a policy that doesn't cut prompts or mix steps.
+      ValueError: a step budget with a policy that doesn't cut prompts or mix steps; another number of pools than of groups.
+      NotImplementedError: several groups with a policy that runs prompts whole, a step budget, drafts or micro-batches.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Scheduler:
         draft_lengths: DraftLengthChooser | None = None,
         *,
         hides_in_flight: bool = False,
+        other_pools: Sequence[PagePool] = (),
     ):
         self.config = config
         self.hides_in_flight = hides_in_flight
@@ -63,7 +66,12 @@ class Scheduler:
         if step_budget is not None and not (self.policy.chunked and self.policy.mixed):
             raise ValueError("a dynamic budget cuts prompts to what decodes leave: it needs chunked prefill and mixed steps")
         self.pool = pool
-        self.requests: RequestLifecycle = RequestLifecycle(config, self.policy, pool)
+        self.pools: tuple[PagePool, ...] = (pool, *other_pools)
+        if len(self.pools) != config.num_groups:
+            raise ValueError(f"{len(self.pools)} pools of pages for {config.num_groups} groups: each needs one")
+        if config.num_groups > 1 and (not self.policy.chunked or step_budget or draft_lengths or hides_in_flight):
+            raise NotImplementedError("attention in groups is for chunked prompts, without a dynamic budget, drafts or stages")
+        self.requests: RequestLifecycle = RequestLifecycle(config, self.policy, self.pools)
         self.rows: SequenceRows = self.requests.rows
         self.composer: StepComposer = StepComposer(self.requests, step_budget, draft_lengths)
         self.intake: TokenIntake = TokenIntake(self.requests)
@@ -169,8 +177,8 @@ class Scheduler:
             num_scheduled_tokens=self._num_scheduled_tokens,
             num_preemptions=self.requests.num_preemptions,
             num_discarded_rows=self.intake.num_discarded_rows,
-            num_queried_tokens=self.pool.num_queried_tokens,
-            num_hit_tokens=self.pool.num_hit_tokens,
+            num_queried_tokens=sum(pool.num_queried_tokens for pool in self.pools),
+            num_hit_tokens=sum(pool.num_hit_tokens for pool in self.pools),
             num_running=self.num_running,
             num_waiting=self.num_waiting,
         )

@@ -6,6 +6,8 @@ queue, budget or policy: the scheduler chooses which request to preempt when pag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from jaxserve.request import Request
@@ -14,23 +16,28 @@ from jaxserve.scheduling.sequence_rows import NEVER, SequenceRows
 
 
 class SequencePages:
-    """Pages taken from `pool` for the sequences in `rows`."""
+    """Pages for the sequences in `rows`, taken from the pool of each row's group: one of `pools`, which are alike."""
 
-    def __init__(self, pool: PagePool, rows: SequenceRows):
-        self.pool = pool
+    def __init__(self, pools: Sequence[PagePool], rows: SequenceRows):
+        self.pools = pools
         self.rows = rows
+        self.page_size: int = pools[0].page_size
+        self.enable_prefix_caching: bool = pools[0].enable_prefix_caching
 
     def num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.pool.page_size)
+        return -(-num_tokens // self.page_size)
 
-    def admit(self, request: Request, hits: list[int], num_tokens: int) -> bool:
-        """Takes a row for the request and pages for `num_tokens` tokens, the first of them `hits`. Returns False, and changes
-        nothing, if there are too few pages."""
-        pool = self.pool
+    def group_of(self, row: int) -> int:
+        return row // self.rows.rows_per_group
+
+    def admit(self, request: Request, hits: list[int], num_tokens: int, group: int = 0) -> bool:
+        """Takes a row of the group for the request, and pages for `num_tokens` tokens, the first of them `hits`. Returns False, and
+        changes nothing, if there are too few pages."""
+        pool = self.pools[group]
         pages = pool.allocate(self.num_pages(num_tokens) - len(hits), hits)
         if pages is None:
             return False
-        self.rows.take(request, pages, len(hits))
+        self.rows.take(request, pages, len(hits), group)
         if pool.enable_prefix_caching:
             pool.num_queried_tokens += len(request.token_ids)
             pool.num_hit_tokens += len(hits) * pool.page_size
@@ -41,14 +48,22 @@ class SequencePages:
         rows: np.ndarray,  # intp[n], distinct
     ) -> bool:
         """Adds one page to each of `rows`. Returns False, and changes nothing, if there are too few pages."""
-        pages = self.pool.allocate(len(rows))
-        if pages is not None:
-            self.rows.grow(rows, pages)
-        return pages is not None
+        parts = [rows]
+        if len(self.pools) > 1:
+            groups = rows // self.rows.rows_per_group
+            parts = [rows[groups == group] for group in range(len(self.pools))]
+        if any(len(part) > pool.num_free_pages for pool, part in zip(self.pools, parts, strict=True)):
+            return False
+        for pool, part in zip(self.pools, parts, strict=True):
+            pages = pool.allocate(len(part))
+            assert pages is not None
+            self.rows.grow(part, pages)
+        return True
 
     def release(self, request: Request) -> None:
         """Takes back the request's row and its references to pages."""
-        self.pool.free(self.rows.release(request))
+        pool = self.pools[self.group_of(request.row)]
+        pool.free(self.rows.release(request))
 
     def shareable(self, row: int) -> bool:
         """Whether all KV in the row's pages was computed with the present weights."""
@@ -63,9 +78,9 @@ class SequencePages:
         A page may be hit before its step has run. Steps run in order, and each writes its KV before it reads any, so the page is
         written by the time that it is read.
         """
-        if not self.pool.enable_prefix_caching:
+        if not self.enable_prefix_caching:
             return
-        state, page_size = self.rows, self.pool.page_size
+        state, page_size = self.rows, self.page_size
         num_full = np.minimum(state.num_known[rows], state.num_computed[rows]) // page_size
         num_hashed = state.num_hashed[rows]
         more = (num_full > num_hashed).nonzero()[0]
@@ -76,5 +91,6 @@ class SequencePages:
         for row, start, end in zip(rows.tolist(), starts, ends.tolist(), strict=True):
             request = state.request_at(row)
             extend_hash_chain(request.hash_chain, request.token_ids, page_size, end)
+            pool = self.pools[self.group_of(row)]
             for i in range(start, end):
-                self.pool.register(int(state.page_table[row, i]), request.hash_chain[i + 1])
+                pool.register(int(state.page_table[row, i]), request.hash_chain[i + 1])

@@ -17,7 +17,8 @@ NEVER = np.iinfo(np.int32).max  # a value of num_hashed: no page of the row will
 
 
 class SequenceRows:
-    """Arrays indexed by row, in [0, max_num_seqs). Values at a row without a request are stale. S is max_num_seqs.
+    """Arrays indexed by row, in [0, max_num_seqs). Values at a row without a request are stale. S is max_num_seqs. Where devices
+    attend in groups, the first S / num_groups rows are the first group's, and so on: a request's row says which group it is of.
 
     num_computed      i32[S]     tokens whose KV is written, or will be by a step already scheduled
     prefill_end       i32[S]     tokens known at admission or forced since: up to here the host uploads a row's tokens, after it
@@ -41,7 +42,7 @@ class SequenceRows:
     num_uploaded: np.ndarray
     num_hashed: np.ndarray
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, page_size: int):
+    def __init__(self, max_num_seqs: int, max_model_len: int, page_size: int, num_groups: int = 1):
         def numbers() -> np.ndarray:
             return np.zeros(max_num_seqs, np.int32)
 
@@ -52,16 +53,21 @@ class SequenceRows:
         self.page_table: np.ndarray = np.zeros((max_num_seqs, -(-max_model_len // page_size)), np.int32)
         self.order: np.ndarray = np.zeros(0, np.intp)
         self._requests: list[Request | None] = [None] * max_num_seqs
-        self._free = list(range(max_num_seqs))[::-1]
+        self.rows_per_group: int = max_num_seqs // num_groups
+        firsts = range(0, max_num_seqs, self.rows_per_group)
+        self._free = [list(range(first, first + self.rows_per_group))[::-1] for first in firsts]  # of each group
         self._gathered: tuple[bytes, list[Request]] = (b"", [])
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return sum(map(len, self._free))
 
-    def take(self, request: Request, pages: list[int], num_hit_pages: int) -> int:
-        """Gives `request` a row and its `pages`, of which the first `num_hit_pages` hold computed tokens already."""
-        row = self._free.pop()
+    def num_free_of(self, group: int) -> int:
+        return len(self._free[group])
+
+    def take(self, request: Request, pages: list[int], num_hit_pages: int, group: int = 0) -> int:
+        """Gives `request` a row of the group and its `pages`, of which the first `num_hit_pages` hold computed tokens already."""
+        row = self._free[group].pop()
         self._requests[row], request.row, request.rows = request, row, self
         num_known = len(request.token_ids)
         self.num_computed[row] = num_hit_pages * self.page_size
@@ -82,7 +88,7 @@ class SequenceRows:
         self._requests[row], request.row, request.rows = None, -1, None
         self.generation[row] += 1
         self.order = self.order[self.order != row]
-        self._free.append(row)
+        self._free[row // self.rows_per_group].append(row)
         self._gathered = (b"", [])
         return pages
 
@@ -156,8 +162,10 @@ class SequenceRows:
     def check_invariants(self) -> None:
         """Asserts that rows, owners and counters agree."""
         used = self.order.tolist()
-        assert len(set(used)) == len(used) and sorted(used + self._free) == list(range(len(self._requests)))
-        for row in self._free:
+        free = [row for rows in self._free for row in rows]
+        assert len(set(used)) == len(used) and sorted(used + free) == list(range(len(self._requests)))
+        assert all(row // self.rows_per_group == group for group, rows in enumerate(self._free) for row in rows)
+        for row in free:
             assert self._requests[row] is None
         for row in used:
             request = self.request_at(row)

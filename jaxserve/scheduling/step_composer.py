@@ -85,10 +85,11 @@ class StepComposer:
 
     def may_admit(self) -> bool:
         """Whether a row is free and the pool has enough pages for the first request of the queue, without prefix-cache hits."""
-        if not self._queue or not self._rows.num_free:
+        if not self._queue:
             return False
-        num_tokens = self._num_tokens_to_hold(self._queue.peek())
-        return self._pages.num_pages(num_tokens) <= self._pages.pool.num_free_pages
+        num_pages = self._pages.num_pages(self._num_tokens_to_hold(self._queue.peek()))
+        pools = enumerate(self._pages.pools)
+        return any(self._rows.num_free_of(group) and num_pages <= pool.num_free_pages for group, pool in pools)
 
     # Decodes and their drafts
 
@@ -129,14 +130,15 @@ class StepComposer:
         for request in requests:
             # A request may have been preempted before its turn. It preempts itself if no other is worse.
             while request.status is RequestStatus.RUNNING and not self._pages.grow(np.array([request.row])):
-                self.requests.preempt(self._choose_victim())
+                self.requests.preempt(self._choose_victim(self._pages.group_of(request.row)))
         return self.requests.num_preemptions > num_before
 
-    def _choose_victim(self) -> Request:
-        """The request to preempt. fcfs: the last admitted. priority: the latest arrival among those of the worst priority."""
-        if self._config.order == "fcfs":
-            return self._rows.request_at(int(self._rows.order[-1]))
-        return max(self.requests.running, key=self.requests.order_key)
+    def _choose_victim(self, group: int) -> Request:
+        """The request of the group to preempt. fcfs: the last admitted. priority: the latest arrival among those of the worst
+        priority."""
+        rows = self._rows
+        running = (rows.request_at(row) for row in rows.order[::-1].tolist() if self._pages.group_of(row) == group)
+        return next(running) if self._config.order == "fcfs" else max(running, key=self.requests.order_key)
 
     def _num_drafts(
         self,
@@ -175,18 +177,27 @@ class StepComposer:
         rows, queue, chunks = self._rows, self._queue, Chunks()
         partial = [] if decodes.rows is rows.order else self._partial_prompts()  # none where everyone decodes
         num_prompts = len(partial) + len(queue)
-        budget = self._budget(decodes.starts) - decodes.num_tokens
+        budgets = self._budgets(decodes)
         for row in partial:
-            known, computed = int(rows.prefill_end[row]), int(rows.num_computed[row])
-            num_tokens = self._chunk_size(known, computed, budget - chunks.num_tokens, num_prompts)
+            group, known, computed = self._pages.group_of(row), int(rows.prefill_end[row]), int(rows.num_computed[row])
+            num_tokens = self._chunk_size(known, computed, budgets[group], num_prompts)
             if num_tokens:
                 self._add_chunk(chunks, rows.request_at(row), num_tokens)
+                budgets[group] -= num_tokens
         if decodes.preempted and (decodes.num_tokens or chunks.requests):
             return chunks  # pages are short: no request is admitted, unless the step would be empty
-        while queue and rows.num_free and chunks.num_tokens < budget:
-            if not self._admit(queue.peek(), chunks, budget - chunks.num_tokens, num_prompts):
+        while queue and any(budget > 0 and rows.num_free_of(group) for group, budget in enumerate(budgets)):
+            if not self._admit(queue.peek(), chunks, budgets, num_prompts):
                 break
         return chunks
+
+    def _budgets(self, decodes: Decodes) -> list[int]:
+        """Tokens that the step may hold beside its decodes, of each group."""
+        budget, num_groups = self._budget(decodes.starts), self._config.num_groups
+        if num_groups == 1:
+            return [budget - decodes.num_tokens]
+        held = np.bincount(decodes.rows // self._rows.rows_per_group, minlength=num_groups)
+        return (budget // num_groups - held).tolist()
 
     def _partial_prompts(self) -> list[int]:
         """Rows whose prompt is not computed to its end, in running order."""
@@ -221,34 +232,63 @@ class StepComposer:
         """Tokens for which a request needs pages at its admission: all it knows, or all it may reach."""
         return request.max_total_tokens - 1 if self._policy.reserve_full else len(request.token_ids)
 
-    def _admit(self, request: Request, chunks: Chunks, budget: int, num_prompts: int) -> bool:
-        """Gives the request a row, pages for the tokens it knows (or for all it may reach) and a first chunk. Returns False, and
-        changes nothing, if there is no room for any of these."""
-        pool = self._pages.pool
-        if request.num_unfetched or not pool.num_free_pages:
-            return False  # tokens in flight must come back first, and it needs at least one page of its own
+    def _admit(self, request: Request, chunks: Chunks, budgets: list[int], num_prompts: int) -> bool:
+        """Gives the request a row, pages for the tokens it knows (or for all it may reach) and a first chunk, in the first group
+        that has room for them. Returns False, and changes nothing, if none has. budgets: tokens left to each group; that of its
+        group is lowered."""
+        if request.num_unfetched:
+            return False  # tokens in flight must come back first
         if self._policy.admit_only_when_idle and request.order >= self.batch_end:
             return False
-        hits = self._pages_of_others(request)
-        num_tokens = self._chunk_size(len(request.token_ids), len(hits) * pool.page_size, budget, num_prompts)
-        if not num_tokens or not self.requests.start(request, hits, self._num_tokens_to_hold(request)):
-            return False
-        self._add_chunk(chunks, request, num_tokens)
-        return True
+        for group, hits in self._groups_with_room(request, budgets):
+            num_computed = len(hits) * self._pages.page_size
+            num_tokens = self._chunk_size(len(request.token_ids), num_computed, budgets[group], num_prompts)
+            if num_tokens and self.requests.start(request, hits, self._num_tokens_to_hold(request), group):
+                self._add_chunk(chunks, request, num_tokens)
+                budgets[group] -= num_tokens
+                return True
+        return False
 
-    def _pages_of_others(self, request: Request) -> list[int]:
-        """Pages that already hold the first of its tokens: those that the prefix cache has, or those of another sample's prompt,
-        whichever are more. (Without a prefix cache only samples share.)"""
-        pool = self._pages.pool
+    def _groups_with_room(self, request: Request, budgets: list[int]) -> list[tuple[int, list[int]]]:
+        """(group, pages that hold the first of the request's tokens) of each group that has a row, a page and tokens left, best
+        first: most such pages, then fewest requests, then most free pages. Groups with an eighth more rows in use than the emptiest
+        come last: a step takes as long as its fullest group."""
+        rows, pools = self._rows, self._pages.pools
+        found = [
+            (group, self._pages_of_others(request, group))
+            for group, pool in enumerate(pools)
+            if budgets[group] > 0 and rows.num_free_of(group) and pool.num_free_pages
+        ]
+        if len(pools) == 1:
+            return found
+        most_free = max(rows.num_free_of(group) for group in range(len(pools)))
+
+        def rank(entry: tuple[int, list[int]]) -> tuple[int, int, int]:
+            group, hits = entry
+            num_free = rows.num_free_of(group)
+            is_full = most_free - num_free > rows.rows_per_group // 8
+            return 1 if is_full else -len(hits), -num_free, -pools[group].num_free_pages
+
+        return sorted(found, key=rank)
+
+    def _pages_of_others(self, request: Request, group: int) -> list[int]:
+        """Pages of the group that already hold the first of its tokens: those that the prefix cache has, or those of another
+        sample's prompt, whichever are more. (Without a prefix cache only samples share.)"""
+        pool = self._pages.pools[group]
         page_size, hits = pool.page_size, pool.match(request.hash_chain, request.token_ids)
         num_shared = min(request.num_prompt_tokens, len(request.token_ids) - 1) // page_size
         for sample in request.samples:
-            if len(hits) < num_shared and sample.row >= 0 and has_prompt(sample) and self._pages.shareable(sample.row):
+            if len(hits) < num_shared and self._shares_prompt(sample, group):
                 hits = sample.pages[:num_shared]
         scores = request.prompt_scores
         if scores is not None and scores.wanted:  # the token before each one that is scored must be computed
             hits = hits[: (scores.next - 1) // page_size]
         return hits
+
+    def _shares_prompt(self, sample: Request, group: int) -> bool:
+        """Whether the sample runs in the group, and the KV of its prompt there is of the present weights."""
+        row = sample.row
+        return row >= 0 and self._pages.group_of(row) == group and has_prompt(sample) and self._pages.shareable(row)
 
     def _add_chunk(self, chunks: Chunks, request: Request, num_tokens: int) -> None:
         """Adds the next `num_tokens` tokens of a prompt to the step, and hashes the pages that they fill. A step writes its KV

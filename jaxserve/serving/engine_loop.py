@@ -431,12 +431,12 @@ class EngineLoop:
     def stats(self) -> LoopStats:
         """The present counts. Call it on the engine's thread, or before that starts."""
         engine, scheduler, compiles = self.engine, self.engine.scheduler.stats(), compile_counts()
-        stats, pool, (preemptions, queries, hits) = engine.stats, engine.pool, self._lost
+        stats, pools, (preemptions, queries, hits) = engine.stats, engine.pools, self._lost
         return LoopStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            num_pages=pool.num_pages,
-            num_free_pages=pool.num_free_pages,
+            num_pages=sum(pool.num_pages for pool in pools),
+            num_free_pages=sum(pool.num_free_pages for pool in pools),
             num_steps=stats.num_steps,
             prompt_tokens=self._num_prompt_tokens,
             prefill_tokens=stats.prefill_tokens,

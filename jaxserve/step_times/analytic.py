@@ -56,10 +56,10 @@ class Deployment:
     """A model on GPUs: `pp` stages of `tp` GPUs each, in nodes of `gpus_per_node`.
 
     programs: how many commands a step is, of this engine's programs; None: a kernel an operator, as in the systems of publications,
-    which gather logits too. attention_groups: a stage's GPUs attend in so many groups, each to requests of its own with pages of
-    its own, and the attention is cut over a group; the rest of a layer is cut over all, for the tokens of all. Requests are taken
-    to be spread evenly. No engine of ours does this. network: between nodes. Tensor parallelism runs over NVLink where its group
-    holds all ranks, over PCIe where a node does, and otherwise over both; so do sends between stages.
+    which gather logits too. attention_groups: as the engine's option: a stage's GPUs attend in so many groups, each to requests of
+    its own with pages of its own, and the attention is cut over a group; the rest of a layer is cut over all, for the tokens of
+    all. Sums are over all. Requests are taken to be spread evenly. network: between nodes. Tensor parallelism runs over NVLink
+    where its group holds all ranks, over PCIe where a node does, and otherwise over both; so do sends between stages.
 
     Raises:
       ValueError: the model can't be cut so, or its weights leave no room (num_pages).
@@ -124,16 +124,6 @@ class Deployment:
         links, nodes = self._tp_links
         return all_reduce_seconds(num_tokens * self.model.hidden_size * BYTES, self.tp, links, nodes)
 
-    def attention_sum_seconds(self, num_tokens: int) -> float:
-        """The sum behind the attention; with several groups each group's, and then each GPU gets the tokens of the other groups."""
-        if self.attention_groups == 1:
-            return self.all_reduce_seconds(num_tokens)
-        links, nodes = self._tp_links
-        row, groups = self.model.hidden_size * BYTES, self.attention_groups
-        own = -(-num_tokens // groups)
-        gathered = all_gather_seconds(num_tokens * row, groups, links, nodes)
-        return all_reduce_seconds(own * row, self.attention_tp, links, nodes) + gathered
-
     def send_seconds(self, num_tokens: int, stage: int = 0) -> float:
         """[num_tokens, D] from `stage` to the next. Ranks send a part each, over one link between nodes. GPUs are numbered stage by
         stage and fill nodes and NVLink groups in that order; the slowest link that a rank needs counts."""
@@ -191,9 +181,7 @@ class AnalyticStepTimes:
         self._head_commands: Commands | None = None
         if (programs := deployment.programs) is not None:
             num_layers, tp = deployment.layers[stage], deployment.tp
-            self.commands = programs.body(
-                deployment.model, num_layers, tp, has_embedding=stage == 0, attention_groups=deployment.attention_groups
-            )
+            self.commands = programs.body(deployment.model, num_layers, tp, has_embedding=stage == 0)
             self._head_commands = programs.head(tp)
             is_last = stage == deployment.pp - 1
             host_seconds += HOST_LAUNCH_SECONDS * (self.commands.launches + is_last * self._head_commands.launches)
@@ -230,7 +218,7 @@ class AnalyticStepTimes:
             "attention_launches": _ATTENTION_KERNELS * KERNEL_SECONDS,
             "o": matmul_seconds(gpu, own, D, m.num_heads // tp * m.head_dim),
             "add": 2 * stream_seconds(gpu, 3 * T * D * BYTES, ADD_SHARE),
-            "all_reduce": (d.attention_sum_seconds(T) if norms == 2 else 0.0) + d.all_reduce_seconds(T),
+            "all_reduce": norms * d.all_reduce_seconds(T),
             **(self._experts(T) if m.num_experts else self._mlp(T)),
         }
 

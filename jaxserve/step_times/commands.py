@@ -47,13 +47,12 @@ class EnginePrograms:
 
     graph_collectives: bool = False
 
-    def body(self, model: ModelShape, num_layers: int, tp: int, *, has_embedding: bool, attention_groups: int = 1) -> Commands:
-        """The body of a stage of so many layers. attention_groups: as `Deployment`'s; with several a layer gathers tokens too, and
-        that counts as a sum."""
+    def body(self, model: ModelShape, num_layers: int, tp: int, *, has_embedding: bool) -> Commands:
+        """The body of a stage of so many layers."""
         layer = (_EXPERTS if model.num_experts else _DENSE)[tp > 1]
         if tp == 1:
             return Commands(1, num_layers * (layer.attention + layer.mlp) + _BODY, 0, 0, 1)
-        sums = (2 + (attention_groups > 1)) * num_layers + has_embedding
+        sums = 2 * num_layers + has_embedding
         if self.graph_collectives:
             return Commands(1, num_layers * (layer.attention + layer.mlp) + _BODY, 0, sums, 1)
         parts = [part for part in (layer.attention, layer.mlp) if part >= LEAST_GRAPH]

@@ -153,7 +153,8 @@ class AbstractStep:
             page=config.pages.page_bytes,
             page_size=page_size,
             num_pages=config.cache.num_pages,
-            wanted_pages=limits.max_num_seqs * math.ceil(longest / page_size),
+            wanted_pages=limits.max_num_seqs // limits.num_groups * math.ceil(longest / page_size),
+            num_pools=limits.num_groups,
             max_model_len=limits.max_model_len,
             stages=tuple(stages) if len(stages) > 1 else (),
         )

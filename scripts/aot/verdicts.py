@@ -198,8 +198,9 @@ class MemoryFit:
     """How a model shares out a GPU's memory. Bytes, except pages and tokens.
 
     limit: what the process may allocate, utilization: the share of it that the engine takes, reserve: temporary memory of the
-    largest programs and what drafts take, edits: what sequences' logit edits take. num_pages: pages of the pool; wanted_pages: more
-    than this many are never used. max_model_len: as asked for, else the model's or what the pool holds. stages: of a pipeline;
+    largest programs and what drafts take, edits: what sequences' logit edits take. num_pages: pages of a device; wanted_pages: more
+    than this many are never used. num_pools: groups of devices that attend, each with so many pages.
+    max_model_len: as asked for, else the model's or what the pool holds. stages: of a pipeline;
     weights and page are then those of the stage with the least room, whose num_pages all have.
     """
 
@@ -215,10 +216,12 @@ class MemoryFit:
     wanted_pages: int
     max_model_len: int
     stages: tuple[StageFit, ...] = ()
+    num_pools: int = 1
 
     @property
     def num_tokens(self) -> int:
-        return self.num_pages * self.page_size
+        """Of all pools."""
+        return self.num_pools * self.num_pages * self.page_size
 
     @property
     def faults(self) -> list[str]:
@@ -230,11 +233,12 @@ class MemoryFit:
 
     def __str__(self) -> str:
         pool = self.num_pages * self.page
+        pools = "" if self.num_pools == 1 else f"in each of {self.num_pools} groups "
         capped = " (no more would ever be used)" if self.num_pages >= self.wanted_pages else ""
         return (
             f"memory: {gib(self.device)} on the device, {gib(self.limit)} for the process, {self.utilization:g} of that for us: "
             f"weights {gib(self.weights)}, programs {gib(self.reserve)}, logit edits {gib(self.edits)}, KV pool {gib(pool)} = "
-            f"{self.num_pages} pages of {self.page_size} tokens ({self.page / self.page_size / 1024:.1f} KiB a token) = "
+            f"{pools}{self.num_pages} pages of {self.page_size} tokens ({self.page / self.page_size / 1024:.1f} KiB a token) = "
             f"{self.num_tokens} tokens{capped}, "
             f"that is {self.num_tokens / self.max_model_len:.1f} requests of max_model_len={self.max_model_len}"
         ) + self._shown_stages()

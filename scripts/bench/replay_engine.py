@@ -97,7 +97,7 @@ class ReplayEngine:
             SchedulerConfig(max_num_seqs=max_num_seqs, max_model_len=2**20, max_num_batched_tokens=max_num_seqs),
             CacheConfig(page_size=16, num_pages=1),
         )
-        self.stats, self.pool, self.scheduler = EngineStats(), PagePool(1, 16), ReplayScheduler(self)
+        self.stats, self.pools, self.scheduler = EngineStats(), [PagePool(1, 16)], ReplayScheduler(self)
 
     @property
     def num_requests(self) -> int:

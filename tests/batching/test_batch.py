@@ -11,6 +11,7 @@ from jaxserve.batching.work_lists import AHEAD
 from jaxserve.buckets.plan import BucketPlan
 from jaxserve.execution import body
 from jaxserve.execution.device_state import RowState
+from jaxserve.parallel.shard import ALONE
 from jaxserve.request import Request
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling.edit_rows import EditLayout
@@ -183,7 +184,7 @@ def context():
         unread = jnp.zeros((MAX_SEQS, 1), jnp.int32)  # history and edits
         rows = RowState(page_table, num_computed, last_tokens, unread, unread, None)
         fields = layout.unpack(packed)
-        context, seq, after = body._context(layout, "reference", False, fields, NUM_PAGES, rows)
+        context, seq, _, after = body._context(layout, "reference", False, fields, NUM_PAGES, rows, ALONE)
         return context, body._tokens(fields, seq, rows), after.page_table, after.num_computed
 
     return layout, run

@@ -94,3 +94,23 @@ def test_drafts_that_are_given_back(seed):
         planned += steps.run(true + in_flight, q_lens, least=true, true=true + accepted)
         true, in_flight = true + accepted + 1, q_lens - 1
     assert 10 < planned < 110
+
+
+def test_each_group_of_devices_has_lists_of_its_own():
+    """Two groups of 4 sequences: entries 0, 2 and 3 are the second's, entry 1 the first's. Then the first has none."""
+    planners = {window: Planner(window, S // 2, 1) for window in (None, 300)}
+    layout, lists = StepLayout(Bucket(S, S, 1), S, 16, S, planners, num_groups=2), WorkLists()
+    starts, groups = np.array([100, 400, 900, 1500], np.int32), np.array([1, 0, 1, 1])
+    for step, owners in enumerate((groups, groups, np.ones(4, int))):
+        q_lens = np.ones(4, np.int32)
+        schedule: Any = SimpleNamespace(q_lens=q_lens, starts=starts + step, least_starts=starts + step, num_seqs=4, num_decodes=4)
+        view = layout.unpack(layout.padding.copy())
+        lists.fill(layout, view, schedule, owners)
+        assert lists.num_planned == (2, 2, 3)[step]
+        for name, planner in layout.work.values():
+            for group in range(2):
+                own = owners == group
+                if own.any():
+                    check(planner.shape, q_lens[own], (starts + step + 1)[own], view[name][group])
+                else:
+                    assert not view[name][group].any()

@@ -65,7 +65,8 @@ def assert_covers(run: Run, engine: Engine, small_pool: bool) -> None:
     assert run.num_chunks > 0 or not policy.chunked
     if not policy.chunked:  # only a preempted request may have outgrown the budget
         assert all(r.num_preemptions for s in run.schedules for r, ends in zip(s.requests, s.samples, strict=True) if not ends)
-    assert (stats.num_preemptions > 0) == (small_pool and not policy.reserve_full)
+    if len(engine.pools) == 1:  # several hold more
+        assert (stats.num_preemptions > 0) == (small_pool and not policy.reserve_full)
     assert stats.num_hit_tokens > 0
     runs_ahead = engine.config.engine.async_scheduling and not engine.scheduler.hides_in_flight
     assert (stats.num_discarded_rows > 0) == runs_ahead

@@ -1,5 +1,5 @@
 """The tests of eight_devices/ in processes of their own, as JAX must be told of virtual devices before it starts; and the suites of
-the engine once more, on two devices and on two stages."""
+the engine once more, on two devices, on two stages and in two groups."""
 
 import os
 import subprocess
@@ -26,6 +26,14 @@ ON_STAGES = (  # drafts are refused there, and nothing runs ahead of its tokens
     "engine/test_engine_samples",
     "engine/test_beam_search",
     "structured/test_constrained_engine",
+)
+# Left out: prompts that are not chunked, drafts, budgets that are odd, and what a schedule of one group would have covered.
+ON_GROUPS = " and ".join(
+    f"not {name}"
+    for name in (
+        *("with_drafts", "whole_prompts", "orca-", "prefill_first", "request_level"),
+        *("chunks_of_any_size", "separate_steps", "hits_of_every_length"),
+    )
 )
 
 
@@ -54,3 +62,9 @@ def test_an_engines_suite_on_two_devices(suite: str, request: pytest.FixtureRequ
 @pytest.mark.parametrize("suite", ON_STAGES)
 def test_an_engines_suite_on_two_stages(suite: str, request: pytest.FixtureRequest):
     run(request, suite, "-p", "tests.parallel.on_two_stages", "-k", "not with_drafts", f"tests/{suite}.py")
+
+
+@pytest.mark.slow
+def test_an_engines_exactness_on_two_groups(request: pytest.FixtureRequest):
+    suite = "tests/engine/test_engine_exactness.py"
+    run(request, suite, "-p", "tests.parallel.on_two_groups", "-k", ON_GROUPS, suite)

@@ -34,7 +34,7 @@ def machine_of(profile: str, given: dict[str, Any]) -> Any:
     from jaxserve.step_times.fitted import StepTimeModel
 
     refuse_options("steps with drafts have no predicted times; leave speculation off", "speculative_config")
-    refuse_options("a profile's steps ran on one stage", "pipeline_parallel_size")
+    refuse_options("a profile's steps ran on one stage, in one group", "pipeline_parallel_size", "attention_groups")
     refuse_options("the pool is the profile's, or --num_pages", "gpu_memory_utilization")
     step_times = StepTimeModel.load(profile)
     about = step_times.about

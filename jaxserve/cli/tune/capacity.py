@@ -142,9 +142,8 @@ class Analytic:
         )
         given = engine_options()
         tp = given["tensor_parallel_size"]
-        self._deployment = Deployment.named(
-            flags.FLAGS.model, gpu, tp, _PP.value, gpus_per_node=_NODE.value, programs=programs_of(tp, given["graph_collectives"])
-        )
+        options = {"programs": programs_of(tp, given["graph_collectives"]), "attention_groups": given["attention_groups"]}
+        self._deployment = Deployment.named(flags.FLAGS.model, gpu, tp, _PP.value, gpus_per_node=_NODE.value, **options)
         self.limits: Any = limits_of(given, {})
         self._page_size = given["page_size"] or DEFAULT_PAGE_SIZE
         self._num_pages, self._utilization = given["num_pages"], given["gpu_memory_utilization"]
@@ -157,6 +156,7 @@ class Analytic:
             "page_size": self._page_size,
             "gpus_per_node": _NODE.value,
             "graph_collectives": given["graph_collectives"],
+            "attention_groups": given["attention_groups"],
         }
         self.settings |= {"num_pages": self._num_pages, "gpu_memory_utilization": self._utilization}
 
@@ -178,7 +178,7 @@ class Analytic:
 # What a rate depends on besides limits and plan.
 REAL_OPTIONS = ("page_size", "num_pages", "gpu_memory_utilization", "dtype", "enable_prefix_caching", "async_scheduling")
 REAL_OPTIONS += ("tensor_parallel_size", "graph_collectives", "all_reduce_backend", "deterministic", "speculative_config")
-REAL_OPTIONS += ("attention_backend", "matmul_backend", "moe_backend")
+REAL_OPTIONS += ("attention_groups", "attention_backend", "matmul_backend", "moe_backend")
 
 
 class Real:

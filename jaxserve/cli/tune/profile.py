@@ -53,7 +53,7 @@ def measured() -> Any:
 
     logging.getLogger("jaxserve").setLevel(logging.WARNING)  # or it names every program
     start = time.perf_counter()
-    refuse_options("a profile is of one stage", "pipeline_parallel_size")
+    refuse_options("a profile is of one stage, and of one group", "pipeline_parallel_size", "attention_groups")
     refuse_options("compile seconds are measured, and a cache would hide them", "compilation_cache_dir")
     options: dict[str, Any] = engine_options() | {"compilation_cache_dir": ""}
     model = bench_model(flags.FLAGS.model, str(options["dtype"]), options["max_model_len"])
