@@ -60,7 +60,7 @@ ON_THE_HOST = {
     ),
     "reservation_ignores_the_steps_token": Fault(StepComposer, "_decodes", "starts >= rows.capacity", "starts > rows.capacity"),
     "reservation_ignores_the_steps_chunk": Fault(
-        StepComposer, "_admit", "self._num_tokens_to_hold(request))", "self._num_tokens_to_hold(request) - num_tokens)"
+        StepComposer, "_admit", "self._num_tokens_to_hold(request)", "self._num_tokens_to_hold(request) - num_tokens"
     ),
     "last_row_of_the_batch": Fault(
         BatchPacker, "pack", 'view["logits_tokens"][:r] = tokens', 'view["logits_tokens"][:r] = schedule.num_tokens - 1'
