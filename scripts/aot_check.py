@@ -223,6 +223,7 @@ def check_model(name: str, memory_fraction: float, compiler: Compiler) -> dict[s
         print(result.fit, flush=True)
     return {
         "model": name,
+        **{option: options[option] for option in ("tensor_parallel_size", "graph_collectives", "attention_groups")},
         "faults": result.faults,
         "memory": None if result.fit is None else dataclasses.asdict(result.fit),
         "num_layers": step.config.model.num_layers,

@@ -167,8 +167,7 @@ def _checked_plan(config: EngineConfig, plan: BucketPlan | None, budget: int, ma
     num_drafts = config.speculative.num_speculative_tokens if config.speculative is not None else 0
     if plan is None:
         sizes = {"min_tokens": 8, "max_draft_tokens": 256} if on_gpu else {"min_tokens": 2, "max_draft_tokens": 64}
-        least = 2 * config.attention_groups  # no group computes a single row
-        sizes["min_tokens"] = -(-sizes["min_tokens"] // least) * least
+        sizes["min_tokens"] *= config.attention_groups  # no group computes one row, and on a GPU fewer than 8, which XLA pads
         plan = BucketPlan.default(max_num_seqs, budget, num_drafts=num_drafts, **sizes)
     plan.check(max_num_seqs, budget, num_drafts, config.attention_groups)
     return plan

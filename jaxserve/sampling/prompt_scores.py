@@ -35,6 +35,8 @@ def spans_of(
 ) -> list[ScoreSpan]:
     """The prompt positions that this step's chunks score. Call it once for each schedule: it advances `PromptScores.next`."""
     spans = []
+    if schedule.num_decodes == schedule.num_seqs:
+        return spans
     starts = schedule.q_lens.cumsum() - schedule.q_lens if token_starts is None else token_starts
     for i in range(schedule.num_decodes, schedule.num_seqs):
         scores, q_len = schedule.requests[i].prompt_scores, int(schedule.q_lens[i])

@@ -48,17 +48,19 @@ class SequencePages:
         rows: np.ndarray,  # intp[n], distinct
     ) -> bool:
         """Adds one page to each of `rows`. Returns False, and changes nothing, if there are too few pages."""
-        parts = [rows]
-        if len(self.pools) > 1:
-            groups = rows // self.rows.rows_per_group
-            parts = [rows[groups == group] for group in range(len(self.pools))]
+        if len(self.pools) == 1:
+            return self._grow(self.pools[0], rows)
+        groups = rows // self.rows.rows_per_group
+        parts = [rows[groups == group] for group in range(len(self.pools))]
         if any(len(part) > pool.num_free_pages for pool, part in zip(self.pools, parts, strict=True)):
             return False
-        for pool, part in zip(self.pools, parts, strict=True):
-            pages = pool.allocate(len(part))
-            assert pages is not None
-            self.rows.grow(part, pages)
-        return True
+        return all(self._grow(pool, part) for pool, part in zip(self.pools, parts, strict=True))
+
+    def _grow(self, pool: PagePool, rows: np.ndarray) -> bool:
+        pages = pool.allocate(len(rows))
+        if pages is not None:
+            self.rows.grow(rows, pages)
+        return pages is not None
 
     def release(self, request: Request) -> None:
         """Takes back the request's row and its references to pages."""

@@ -177,6 +177,8 @@ class StepComposer:
         rows, queue, chunks = self._rows, self._queue, Chunks()
         partial = [] if decodes.rows is rows.order else self._partial_prompts()  # none where everyone decodes
         num_prompts = len(partial) + len(queue)
+        if not num_prompts:
+            return chunks
         budgets = self._budgets(decodes)
         for row in partial:
             group, known, computed = self._pages.group_of(row), int(rows.prefill_end[row]), int(rows.num_computed[row])

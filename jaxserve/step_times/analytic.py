@@ -181,7 +181,8 @@ class AnalyticStepTimes:
         self._head_commands: Commands | None = None
         if (programs := deployment.programs) is not None:
             num_layers, tp = deployment.layers[stage], deployment.tp
-            self.commands = programs.body(deployment.model, num_layers, tp, has_embedding=stage == 0)
+            groups = deployment.attention_groups
+            self.commands = programs.body(deployment.model, num_layers, tp, has_embedding=stage == 0, attention_groups=groups)
             self._head_commands = programs.head(tp)
             is_last = stage == deployment.pp - 1
             host_seconds += HOST_LAUNCH_SECONDS * (self.commands.launches + is_last * self._head_commands.launches)

@@ -6,7 +6,7 @@ tests compare them), and no card has run them. What a command takes is hardware.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxserve.step_times.model_shapes import ModelShape
 
@@ -25,6 +25,7 @@ class LayerCommands:
 # On one device, and on several, where the sum parts a matmul from what it is added to.
 _DENSE = LayerCommands(5, 2), LayerCommands(6, 3)
 _EXPERTS = LayerCommands(5, 12), LayerCommands(6, 12)  # of a decode; a mixed step's have up to three more
+_IN_GROUPS = 2  # more of an attention in groups: a group's rows are taken out, and what it made of them put among zeros
 _BODY = 22  # before and behind the layers: the packed inputs taken apart, the embedding, angles, the rows of the head
 _HEAD = 30  # of a step that samples greedily: what the branches of other steps hold is not run
 
@@ -47,9 +48,11 @@ class EnginePrograms:
 
     graph_collectives: bool = False
 
-    def body(self, model: ModelShape, num_layers: int, tp: int, *, has_embedding: bool) -> Commands:
-        """The body of a stage of so many layers."""
+    def body(self, model: ModelShape, num_layers: int, tp: int, *, has_embedding: bool, attention_groups: int = 1) -> Commands:
+        """The body of a stage of so many layers. attention_groups: as the engine's option."""
         layer = (_EXPERTS if model.num_experts else _DENSE)[tp > 1]
+        if attention_groups > 1:
+            layer = replace(layer, attention=layer.attention + _IN_GROUPS)
         if tp == 1:
             return Commands(1, num_layers * (layer.attention + layer.mlp) + _BODY, 0, 0, 1)
         sums = 2 * num_layers + has_embedding
