@@ -27,12 +27,19 @@ ON_STAGES = (  # drafts are refused there, and nothing runs ahead of its tokens
     "engine/test_beam_search",
     "structured/test_constrained_engine",
 )
-# Left out: prompts that are not chunked, drafts, budgets that are odd, and what a schedule of one group would have covered.
-ON_GROUPS = " and ".join(
+IN_GROUPS = (
+    "engine/test_engine_exactness",
+    "engine/test_engine_lifecycle",
+    "engine/test_engine_samples",
+    "structured/test_constrained_engine",
+)
+# Left out: prompts that are not chunked, drafts, budgets that are odd, what a schedule of one group would have covered, and samples
+# that are all in one group.
+NOT_IN_GROUPS = " and ".join(
     f"not {name}"
     for name in (
         *("with_drafts", "whole_prompts", "orca-", "prefill_first", "request_level"),
-        *("chunks_of_any_size", "separate_steps", "hits_of_every_length"),
+        *("chunks_of_any_size", "separate_steps", "hits_of_every_length", "share_their_prompts_full_pages"),
     )
 )
 
@@ -65,6 +72,6 @@ def test_an_engines_suite_on_two_stages(suite: str, request: pytest.FixtureReque
 
 
 @pytest.mark.slow
-def test_an_engines_exactness_on_two_groups(request: pytest.FixtureRequest):
-    suite = "tests/engine/test_engine_exactness.py"
-    run(request, suite, "-p", "tests.parallel.on_two_groups", "-k", ON_GROUPS, suite)
+@pytest.mark.parametrize("suite", IN_GROUPS)
+def test_an_engines_suite_on_two_groups(suite: str, request: pytest.FixtureRequest):
+    run(request, suite, "-p", "tests.parallel.on_two_groups", "-k", NOT_IN_GROUPS, f"tests/{suite}.py")

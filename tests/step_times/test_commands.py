@@ -54,6 +54,8 @@ def test_counts_by_hand():
     assert within == Commands(graphs=1, nodes=36 * 9 + 22, outside=0, sums=73, launches=1)
     assert EnginePrograms().body(model, 36, 1, has_embedding=True) == Commands(1, 36 * 7 + 22, 0, 0, 1)
     assert EnginePrograms().body(model, 18, 2, has_embedding=False).sums == 36
+    grouped = EnginePrograms(True).body(model, 36, 2, has_embedding=True, attention_groups=2)
+    assert grouped == replace(within, nodes=36 * 11 + 22), "a group's rows are taken out, and put among zeros"
     with pytest.raises(ValueError, match="graph_collectives=True is of several devices, and tensor_parallel_size=1"):
         programs_of(1, True)
 
