@@ -93,11 +93,11 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
 
 
 def _cache_info(engine: AsyncLLM) -> dict[str, object]:
-    """The KV cache, under vLLM's names."""
-    cache = engine.config.cache
+    """The KV cache, under vLLM's names; of devices that attend in groups, all of theirs together."""
+    cache, num_groups = engine.config.cache, engine.config.scheduler.num_groups
     return {
         "block_size": cache.page_size,
-        "num_gpu_blocks": cache.num_pages,
+        "num_gpu_blocks": cache.num_pages * num_groups,
         "enable_prefix_caching": cache.enable_prefix_caching,
         "gpu_memory_utilization": engine.config.engine.gpu_memory_utilization,
     }

@@ -37,7 +37,7 @@ _COUNTERS = {  # name -> (field of LoopStats, help)
 _GAUGES = {
     "num_requests_running": ("num_running", "Samples that run."),
     "num_requests_waiting": ("num_waiting", "Samples that wait."),
-    "kv_pages": ("num_pages", "KV pages of the pool."),
+    "kv_pages": ("num_pages", "KV pages of all pools."),
     "programs_left_to_compile": ("num_programs_left", "Programs of the bucket plan that are not compiled yet."),
     "engine_paused": ("is_paused", "1 while paused."),
     "engine_sleep_state": ("is_asleep", "1 while asleep."),

@@ -2,20 +2,23 @@
 
 import functools
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
 
-from jaxserve import EngineConfig, SamplingParams
+from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.buckets.plan import BucketPlan
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.measure import StepMeasurer
 from jaxserve.execution.compilation import compile_counts
 from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
+from tests import alphabet_model
 from tests.dummy import SETTINGS, Answer, Ask, dummy_model, stages
 from tests.parallel.models import GREEDY, MODELS, PROMPTS, answers, assert_like_one_device, engine_of
 from tests.selection import slow_unless
+from tests.serving.http_server import serving
 
 ASKS = [Ask(prompt, GREEDY) for prompt in PROMPTS]
 LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "bucket_plan": BucketPlan(mixed=((32, 8),), head_rows=(8,))}
@@ -119,6 +122,37 @@ def test_nothing_compiles_after_warm_up_and_sleep_and_new_weights_change_no_answ
     before = compile_counts().programs
     assert answers(engine, ASKS) == first
     assert compile_counts().programs == before and engine.reset_prefix_cache()
+
+
+@pytest.mark.slow
+def test_a_server_answers_requests_of_both_groups(tmp_path):
+    """Of a model that goes on with the alphabet: three samples each, of which a group has rows for two. Its metrics count the pages
+    of both groups."""
+    plan = BucketPlan(mixed=((32, 4),), head_rows=(4,))
+    settings = {"bucket_plan": plan, "num_pages": 24, "page_size": 4, "max_model_len": 64, "compilation_cache_dir": ""}
+    llm = LLM(alphabet_model.save(tmp_path), tensor_parallel_size=2, attention_groups=2, **settings)
+    assert "devices: 2; attention groups: 2; " in llm.engine.describe()
+    groups, update = set(), llm.engine.scheduler.update
+
+    def watched(schedule, *args, **kwargs):
+        groups.update((schedule.rows // 2).tolist())
+        return update(schedule, *args, **kwargs)
+
+    llm.engine.scheduler.update = watched
+    with serving(llm) as server:
+
+        def answers_of(letter: str) -> list[str]:
+            body = {"model": "alphabet", "prompt": letter, "max_tokens": 8, "temperature": 0, "n": 3}
+            choices = server.client.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+            return [choice["text"] for choice in choices]
+
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(answers_of, "abcd"))
+        assert found == [[text] * 3 for text in ("bcdefghi", "cdefghij", "defghijk", "efghijkl")]
+        server.wait_idle()
+        assert groups == {0, 1} and server.engine.stats.num_free_pages == 48
+        assert 'num_gpu_blocks="48"' in server.client.get("/metrics").text
+    assert_all_free(llm.engine)
 
 
 def test_a_body_has_two_reductions_a_layer_and_copies_no_page():
