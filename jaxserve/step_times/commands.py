@@ -1,7 +1,7 @@
 """How many commands this engine's programs are on a GPU: kernels, CUDA graphs, and sums over devices.
 
-Owns the counts. They were read off programs that were compiled for H100s and H200s (benchmarks/results/aot_tp.json, with which the
-tests compare them), and no card has run them. What a command takes is hardware.py's.
+Owns the counts. They were read off programs that were compiled for H100s and H200s (benchmarks/results/aot_tp.json and
+aot_groups.json, with which the tests compare them), and no card has run them. What a command takes is hardware.py's.
 """
 
 from __future__ import annotations

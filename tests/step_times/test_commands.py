@@ -14,22 +14,28 @@ from jaxserve.step_times.hardware import GPUS, HOST_LAUNCH_SECONDS, KERNEL_SECON
 from jaxserve.step_times.model_shapes import MODELS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-COMPILED = json.loads((RESULTS / "aot_tp.json").read_text())["results"]
+COMPILED = [r for name in ("aot_tp", "aot_groups") for r in json.loads((RESULTS / f"{name}.json").read_text())["results"]]
 SUMS = ("AllReduce", "AllGather")
 MARKS = ("AsyncStart", "AsyncDone", "PartitionId")  # of a thunk sequence, that start no kernel
 
 
 def name_of(result: dict) -> str:
-    return f"{result['model']}, {result['target']}, {result['tensor_parallel_size']}, {result['graph_collectives']}"
+    how = (result[name] for name in ("model", "target", "tensor_parallel_size", "graph_collectives"))
+    return ", ".join(map(str, (*how, groups_of(result))))
+
+
+def groups_of(result: dict) -> int:
+    return result.get("attention_groups", 1)  # aot_tp.json is older than they are
 
 
 @pytest.mark.parametrize("result", COMPILED, ids=name_of)
 def test_counts_are_those_of_the_compiled_body(result):
-    """The body of 8 decodes: its sums exactly, its graphs and commands nearly."""
-    model, tp = MODELS[result["model"]], result["tensor_parallel_size"]
+    """The body of 8 decodes a group: its sums exactly, its graphs and commands nearly."""
+    model, tp, groups = MODELS[result["model"]], result["tensor_parallel_size"], groups_of(result)
     body, outside = result["programs"][0], Counter(result["programs"][0]["outside_graphs"])
-    assert body["name"] == "body decode(8,8)" and not result["faults"]
-    modelled = EnginePrograms(result["graph_collectives"]).body(model, model.num_layers, tp, has_embedding=True)
+    assert body["name"] == f"body decode({8 * groups},{8 * groups})" and not result["faults"]
+    programs = EnginePrograms(result["graph_collectives"])
+    modelled = programs.body(model, model.num_layers, tp, has_embedding=True, attention_groups=groups)
     sums = sum(body["commands"].get(kind, 0) for kind in SUMS)
     kernels = body["graph_commands"] + sum(outside.values()) - sums - sum(body["commands"].get(kind, 0) for kind in MARKS)
     assert modelled.sums == sums and abs(modelled.graphs - body["graphs"]) <= 1
@@ -41,7 +47,7 @@ def test_counts_are_those_of_the_compiled_body(result):
 @pytest.mark.parametrize("result", COMPILED, ids=name_of)
 def test_weights_of_a_device_are_those_of_the_compiled_engine(result):
     tp = result["tensor_parallel_size"]
-    modelled = Deployment.named(result["model"], result["target"], tp).weight_bytes(0)
+    modelled = Deployment.named(result["model"], result["target"], tp, attention_groups=groups_of(result)).weight_bytes(0)
     assert modelled == pytest.approx(result["memory"]["weights"], rel=0.001)
 
 
