@@ -19,6 +19,8 @@ struct Terms {
   INLINE Values read(const T* p) { return load(p); }
   INLINE Values read_first(const T* p, int n) { return load_first(p, n); }
   INLINE Vec add_product(Vec sum, Values a, Values b) { return fma(a, b, sum); }
+  INLINE Vec to_lanes(Values a) { return a; }
+  INLINE Values from_lanes(Vec a) { return a; }
 };
 
 #ifdef __AVX512BF16__
@@ -29,6 +31,8 @@ struct Terms<bf16> {
   INLINE Values read(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
   INLINE Values read_first(const bf16* p, int n) { return (__m512bh)_mm512_maskz_loadu_epi16((1u << n) - 1, p); }
   INLINE Vec add_product(Vec sum, Values a, Values b) { return _mm512_dpbf16_ps(sum, a, b); }
+  INLINE Vec to_lanes(Values a) { return (Vec)a; }  // a pair of values in each lane: moved, never computed with
+  INLINE Values from_lanes(Vec a) { return (Values)a; }
 };
 #endif
 

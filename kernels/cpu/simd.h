@@ -74,6 +74,24 @@ INLINE __m128 sum4(Vec a, Vec b, Vec c, Vec d) {
   return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
+// x[i] becomes lane i of each.
+INLINE void turn_lanes(Vec x[W]) {
+  __m512d y[W];
+  for (int i = 0; i < W; i += 4) {
+    __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(x[i], x[i + 1])), b = _mm512_castps_pd(_mm512_unpacklo_ps(x[i + 2], x[i + 3]));
+    __m512d c = _mm512_castps_pd(_mm512_unpackhi_ps(x[i], x[i + 1])), d = _mm512_castps_pd(_mm512_unpackhi_ps(x[i + 2], x[i + 3]));
+    y[i] = _mm512_unpacklo_pd(a, b), y[i + 1] = _mm512_unpackhi_pd(a, b);
+    y[i + 2] = _mm512_unpacklo_pd(c, d), y[i + 3] = _mm512_unpackhi_pd(c, d);
+  }
+  for (int i = 0; i < 4; i++) {  // 4 x 4 blocks of four lanes
+    Vec a = _mm512_castpd_ps(y[i]), b = _mm512_castpd_ps(y[i + 4]), c = _mm512_castpd_ps(y[i + 8]), d = _mm512_castpd_ps(y[i + 12]);
+    Vec ab = _mm512_shuffle_f32x4(a, b, 0x88), cd = _mm512_shuffle_f32x4(c, d, 0x88);  // blocks 0 and 2
+    x[i] = _mm512_shuffle_f32x4(ab, cd, 0x88), x[i + 8] = _mm512_shuffle_f32x4(ab, cd, 0xdd);
+    ab = _mm512_shuffle_f32x4(a, b, 0xdd), cd = _mm512_shuffle_f32x4(c, d, 0xdd);  // 1 and 3
+    x[i + 4] = _mm512_shuffle_f32x4(ab, cd, 0x88), x[i + 12] = _mm512_shuffle_f32x4(ab, cd, 0xdd);
+  }
+}
+
 #else  // AVX2, FMA
 
 using Vec = __m256;
@@ -120,6 +138,19 @@ INLINE Vec rounded(Vec x, const bf16*) { return _mm256_castsi256_ps(_mm256_slli_
 INLINE __m128 sum4(Vec a, Vec b, Vec c, Vec d) {
   Vec abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
   return _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1));
+}
+INLINE void turn_lanes(Vec x[W]) {
+  __m256d y[W];
+  for (int i = 0; i < W; i += 4) {
+    __m256d a = _mm256_castps_pd(_mm256_unpacklo_ps(x[i], x[i + 1])), b = _mm256_castps_pd(_mm256_unpacklo_ps(x[i + 2], x[i + 3]));
+    __m256d c = _mm256_castps_pd(_mm256_unpackhi_ps(x[i], x[i + 1])), d = _mm256_castps_pd(_mm256_unpackhi_ps(x[i + 2], x[i + 3]));
+    y[i] = _mm256_unpacklo_pd(a, b), y[i + 1] = _mm256_unpackhi_pd(a, b);
+    y[i + 2] = _mm256_unpacklo_pd(c, d), y[i + 3] = _mm256_unpackhi_pd(c, d);
+  }
+  for (int i = 0; i < 4; i++) {
+    Vec a = _mm256_castpd_ps(y[i]), b = _mm256_castpd_ps(y[i + 4]);
+    x[i] = _mm256_permute2f128_ps(a, b, 0x20), x[i + 4] = _mm256_permute2f128_ps(a, b, 0x31);
+  }
 }
 
 #endif

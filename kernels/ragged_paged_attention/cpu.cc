@@ -24,6 +24,11 @@ constexpr float MASKED = -1e30f, FIRST_MAXIMUM = -1e29f;
 // What a step says is within bounds when the host is right. Where it is wrong, the values are: no memory is touched that is not ours.
 int64_t clamp(int64_t x, int64_t least, int64_t most) { return x < least || most < least ? least : x > most ? most : x; }
 
+template <int R>
+struct Rows {
+  static constexpr int COUNT = R;
+};
+
 struct Tile {
   int seq, token, count, position;  // of the first token: its row of q, and where it stands
 };
@@ -68,6 +73,44 @@ void add_rows(const float* weights, const T* const* values, int first, int last,
   }
 }
 
+// logits[r * CHUNK + j] = q[r] . keys[j] for R rows and the positions of two vectors. Each is one sum along the head.
+template <int R, typename T>
+void score_rows(const float* q, const float* keys, int64_t depth, float* logits) {
+  using V = Terms<T>;
+  Vec acc[R][2];
+  for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = zero();
+  for (int64_t d = 0; d < depth; d++) {
+    const typename V::Values left = V::from_lanes(load(keys + 2 * d * W)), right = V::from_lanes(load(keys + (2 * d + 1) * W));
+    for (int r = 0; r < R; r++) {
+      const typename V::Values row = V::from_lanes(set1(q[r * depth + d]));
+      acc[r][0] = V::add_product(acc[r][0], row, left);
+      acc[r][1] = V::add_product(acc[r][1], row, right);
+    }
+  }
+  for (int r = 0; r < R; r++) store(logits + r * CHUNK, acc[r][0]), store(logits + r * CHUNK + W, acc[r][1]);
+}
+
+// f(m, constant number of rows from m on) for all M rows.
+template <typename F>
+INLINE void for_rows(int64_t M, F f) {
+  int64_t m = 0;
+  for (; m + ROWS <= M; m += ROWS) f(m, Rows<ROWS>());
+  switch (M - m) {
+    case 1:
+      return f(m, Rows<1>());
+#ifdef __AVX512F__
+    case 2:
+      return f(m, Rows<2>());
+    case 3:
+      return f(m, Rows<3>());
+    case 4:
+      return f(m, Rows<4>());
+    case 5:
+      return f(m, Rows<5>());
+#endif
+  }
+}
+
 template <typename T>
 struct Walk {
   const Attention& a;
@@ -81,16 +124,52 @@ struct Walk {
     return first > 0 ? static_cast<int>(first) : 0;
   }
 
-  // The positions of a chunk in the pages: keys and values of positions first to last - 1.
+  // The positions of a chunk in the pages: keys and values of positions first to last - 1, all of which are fetched from memory.
   void find(const Tile& tile, int64_t head, int chunk, int first, int last, const T** keys, const T** values) const {
     const int32_t* pages = a.page_table + tile.seq * a.table_width;
     const int64_t page_values = a.page_size * a.H;
-    for (int j = first; j < last; j++) {
-      const int position = chunk + j;
-      const int64_t page = clamp(pages[clamp(position / a.page_size, 0, a.table_width - 1)], 0, a.num_pages - 1);
-      const T* start = static_cast<const T*>(a.kv_pages) + (page * 2 * a.K + head) * page_values;
-      keys[j] = start + (position % a.page_size) * a.H;
-      values[j] = keys[j] + a.K * page_values;
+    for (int j = first; j < last;) {
+      const int64_t place = (chunk + j) / a.page_size, offset = (chunk + j) % a.page_size;
+      const int64_t page = clamp(pages[clamp(place, 0, a.table_width - 1)], 0, a.num_pages - 1);
+      const T* key = static_cast<const T*>(a.kv_pages) + (page * 2 * a.K + head) * page_values + offset * a.H;
+      const int page_end = a.page_size - offset < last - j ? j + static_cast<int>(a.page_size - offset) : last;
+      for (; j < page_end; j++, key += a.H) {
+        keys[j] = key, values[j] = key + a.K * page_values;
+        fetch(key);
+      }
+    }
+    for (int j = first; j < last; j++) fetch(values[j]);
+  }
+
+  void fetch(const T* row) const {
+    for (int64_t h = 0; h < a.H; h += 64 / sizeof(T)) _mm_prefetch(reinterpret_cast<const char*>(row + h), _MM_HINT_T0);
+  }
+
+  // Lanes that a row of q or of keys is, W values or pairs of values each time; the last are filled up with zeros.
+  int64_t depth() const { return (a.H + Terms<T>::COUNT - 1) / Terms<T>::COUNT * W; }
+  Vec lanes(const T* row, int64_t d) const {
+    using V = Terms<T>;
+    const int64_t h = d / W * V::COUNT;
+    return V::to_lanes(h + V::COUNT <= a.H ? V::read(row + h) : V::read_first(row + h, static_cast<int>(a.H - h)));
+  }
+
+  // The logits of positions first to last - 1 and of what lies about them in vectors, which nobody reads.
+  void score(const float* q, int64_t M, const T* const* keys, int first, int last, float* turned, float* logits) const {
+    for (int begin = first / (2 * W) * 2 * W; begin < last; begin += 2 * W) {
+      for (int64_t d = 0; d < depth(); d += W) {
+        for (int side = 0; side < 2; side++) {
+          Vec x[W];
+          for (int i = 0; i < W; i++) {
+            const int j = begin + side * W + i;
+            x[i] = lanes(keys[j < first ? first : j < last ? j : last - 1], d);
+          }
+          turn_lanes(x);
+          for (int i = 0; i < W; i++) store(turned + (2 * (d + i) + side) * W, x[i]);
+        }
+      }
+      for_rows(M, [&](int64_t m, auto rows) {
+        score_rows<decltype(rows)::COUNT, T>(q + m * depth(), turned, depth(), logits + m * CHUNK + begin);
+      });
     }
   }
 
@@ -99,10 +178,11 @@ struct Walk {
     const int64_t unseen = a.window > 0 ? position - a.window + 1 - chunk : 0;
     const int from = unseen > first ? static_cast<int>(unseen < last ? unseen : last) : first;
     const int until = position + 1 - chunk < last ? static_cast<int>(position + 1 - chunk) : last;
+    const int end = (last + W - 1) / W * W;
     for (int j = 0; j < from; j++) logits[j] = MASKED;
-    for (int j = until < from ? from : until; j < CHUNK; j++) logits[j] = MASKED;
+    for (int j = until < from ? from : until; j < end; j++) logits[j] = MASKED;
     Vec highest = set1(*maximum);
-    for (int j = 0; j < CHUNK; j += W) {
+    for (int j = 0; j < end; j += W) {
       Vec x = load(logits + j);
       if (a.soft_cap > 0) {  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
         Vec e = exp(mul(x, set1(2 * a.scale / a.soft_cap)));
@@ -118,7 +198,7 @@ struct Walk {
     store(lanes, highest);
     for (float lane : lanes) top = lane > top ? lane : top;
     Vec shrink = exp(set1(*maximum - top)), sum_of_weights = zero();
-    for (int j = 0; j < CHUNK; j += W) {
+    for (int j = 0; j < end; j += W) {
       Vec weight = exp(sub(load(logits + j), set1(top)));
       store(logits + j, weight);
       sum_of_weights = add(sum_of_weights, weight);
@@ -132,12 +212,17 @@ struct Walk {
     }
   }
 
-  // The state of a tile's rows over the positions of a split. work: rows of q [M, H], then logits [M, CHUNK].
-  void walk_split(const Tile& tile, int64_t head, int split, T* q, float* logits, State state) const {
+  // Floats that a walk works in: rows of q [M, depth], turned keys [depth, 2 W], logits [M, CHUNK].
+  int64_t work_size(int64_t M) const { return M * (depth() + CHUNK) + depth() * 2 * W; }
+
+  // The state of a tile's rows over the positions of a split.
+  void walk_split(const Tile& tile, int64_t head, int split, float* work, State state) const {
     const int64_t M = rows(tile);
+    float *q = work, *turned = q + M * depth(), *logits = turned + depth() * 2 * W;
     for (int64_t m = 0; m < M; m++) {
       const int64_t token = tile.token + m / G, query_head = head * G + m % G;
-      memcpy(q + m * a.H, static_cast<const T*>(a.q) + (token * a.N + query_head) * a.H, a.H * sizeof(T));
+      const T* row = static_cast<const T*>(a.q) + (token * a.N + query_head) * a.H;
+      for (int64_t d = 0; d < depth(); d += W) store(q + m * depth() + d, lanes(row, d));
       state.maximum[m] = FIRST_MAXIMUM, state.total[m] = 0;
     }
     memset(state.sums, 0, M * a.H * sizeof(float));
@@ -148,25 +233,14 @@ struct Walk {
       const int first = first_position > chunk ? first_position - chunk : 0;
       const int last = last_position - chunk < CHUNK ? last_position - chunk : CHUNK;
       find(tile, head, chunk, first, last, keys, values);
-      for (int j = first; j < last; j += 4) {
-        const T* column[4];
-        float sums[ROWS * 4];
-        for (int i = 0; i < 4; i++) column[i] = keys[j + i < last ? j + i : last - 1];
-        for (int64_t m = 0; m < M; m += ROWS) {
-          const int n = static_cast<int>(M - m < ROWS ? M - m : ROWS);
-          dot_rows(q + m * a.H, a.H, n, column, a.H, sums, 4, static_cast<const T*>(nullptr));
-          for (int r = 0; r < n; r++) {
-            for (int i = 0; i < 4 && j + i < last; i++) logits[(m + r) * CHUNK + j + i] = sums[r * 4 + i];
-          }
-        }
-      }
+      score(q, M, keys, first, last, turned, logits);
       for (int64_t m = 0; m < M; m++) {
         float* own = logits + m * CHUNK;
         soften(own, first, last, tile.position + m / G, chunk, state.maximum + m, state.total + m, state.sums + m * a.H);
       }
-      int64_t m = 0;
-      for (; m + 4 <= M; m += 4) add_rows<4>(logits + m * CHUNK, values, first, last, a.H, state.sums + m * a.H);
-      for (; m < M; m++) add_rows<1>(logits + m * CHUNK, values, first, last, a.H, state.sums + m * a.H);
+      for_rows(M, [&](int64_t m, auto rows) {
+        add_rows<decltype(rows)::COUNT>(logits + m * CHUNK, values, first, last, a.H, state.sums + m * a.H);
+      });
     }
   }
 
@@ -197,12 +271,11 @@ struct Walk {
   // All splits of a tile and head.
   void whole(const Tile& tile, int64_t head) const {
     const int64_t M = rows(tile), size = State::size(M, a.H);
-    Scratch<T> q(M * a.H);
-    Scratch<float> memory(M * CHUNK + 2 * size);
-    State into(memory.values + M * CHUNK, M), from(memory.values + M * CHUNK + size, M);
+    Scratch<float> memory(work_size(M) + 2 * size);
+    State into(memory.values + work_size(M), M), from(memory.values + work_size(M) + size, M);
     const int first = begin(tile) / SPLIT * SPLIT;
     for (int split = first; split < end(tile); split += SPLIT) {
-      walk_split(tile, head, split, q.values, memory.values, split == first ? into : from);
+      walk_split(tile, head, split, memory.values, split == first ? into : from);
       if (split != first) join(into, from, M);
     }
     write(tile, head, into);
@@ -210,9 +283,8 @@ struct Walk {
 
   // One split of a tile and head, and what joins them.
   void part(const Tile& tile, int64_t head, int split, State state) const {
-    Scratch<T> q(rows(tile) * a.H);
-    Scratch<float> logits(rows(tile) * CHUNK);
-    walk_split(tile, head, split, q.values, logits.values, state);
+    Scratch<float> work(work_size(rows(tile)));
+    walk_split(tile, head, split, work.values, state);
   }
 };
 
