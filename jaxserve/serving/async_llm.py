@@ -83,9 +83,9 @@ class AsyncLLM:
         self._call_ids, self._serials = itertools.count(), itertools.count()
         self._closing: str | None = None
         self._pools = ReadingPools()
-        self._max_characters: int | None = None  # of a prompt
+        self.max_prompt_characters: int | None = None  # that max_model_len tokens can have; None: no bound is known
         if llm.tokenizer is not None and (longest := llm.tokenizer.max_token_bytes) is not None:
-            self._max_characters = self.config.scheduler.max_model_len * longest
+            self.max_prompt_characters = self.config.scheduler.max_model_len * longest
 
     def start(self) -> None:
         """Starts the engine's thread, if it has not been started. Methods that need the engine do so too."""
@@ -154,8 +154,8 @@ class AsyncLLM:
             refused before it is tokenised.
         """
         tokenizer = self.get_tokenizer()
-        if self._max_characters is not None and len(text) > self._max_characters:
-            most = f"max_model_len={self.config.scheduler.max_model_len} tokens have {self._max_characters} at most"
+        if self.max_prompt_characters is not None and len(text) > self.max_prompt_characters:
+            most = f"max_model_len={self.config.scheduler.max_model_len} tokens have {self.max_prompt_characters} at most"
             raise ValueError(f"the prompt has {len(text)} characters; {most}")
         return tokenizer.encode(text, add_special_tokens)
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.serving.chat_protocol import Chat, ChatRequest
-from jaxserve.serving.generation import CallRecord, Served, chat_logprobs, open_stream, plain_prompt_logprobs, until_done
+from jaxserve.serving.generation import (
+    CallRecord,
+    Served,
+    chat_logprobs,
+    encode_prompt,
+    open_stream,
+    plain_prompt_logprobs,
+    until_done,
+)
 from jaxserve.serving.messages import Delta
-from jaxserve.serving.parsers import CallPart, Content, Notation, OutputParser, Piece, Reasoning
+from jaxserve.serving.parsers import END_THINK, THINK, CallPart, Content, Notation, OutputParser, Piece, Reasoning
 from jaxserve.serving.protocol import check_model
 from jaxserve.serving.responses import (
     AssistantMessage,
@@ -30,6 +39,7 @@ from jaxserve.serving.responses import (
 from jaxserve.serving.streaming import EventStream, unless_gone
 from jaxserve.serving.streams import Ask, RequestStream
 from jaxserve.serving.tool_forms import tool_form
+from jaxserve.text.tokenizer import Tokenizer
 
 
 def render(served: Served, body: Chat, *, with_tools: bool = True) -> str:
@@ -61,18 +71,21 @@ async def _complete(served: Served, body: ChatRequest, request: Request) -> Chat
 
 def _ask(served: Served, body: ChatRequest) -> Ask:
     engine = served.engine
+    notation, shows_tokens = served.notation, body.logprobs or body.return_token_ids
+    if body.include_reasoning is False and shows_tokens and notation.reasoning:
+        raise ValueError("include_reasoning=false: logprobs and return_token_ids would show the tokens of the reasoning")
     text = render(served, body, with_tools=bool(body.shown_tools))
-    form = tool_form(body, served.notation) or body.form
+    form = tool_form(body, notation) or body.form
     if form is not None:
-        form = replace(form, preamble=served.notation.preamble(text))
+        form = replace(form, preamble=notation.preamble(text))
     params = body.sampling_params(
         engine.default_sampling_params,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         form=form,
     )
-    ids = engine.encode_prompt(text, bool(body.add_special_tokens))  # by default only those that the template has written
-    return Ask(ids, engine.ready(params), text, body.priority or 0, body.cache_salt)
+    ids, kept = encode_prompt(served, body, text, bool(body.add_special_tokens))  # by default only those the template has written
+    return Ask(ids, engine.ready(params), kept, body.priority or 0, body.cache_salt)
 
 
 @dataclass
@@ -100,7 +113,7 @@ class _ChatSample:
         if content:
             made.content = content
         if reasoning:
-            made.reasoning_content = reasoning
+            made.reasoning = made.reasoning_content = reasoning
         if calls:
             made.tool_calls = calls
         return made
@@ -110,6 +123,32 @@ class _ChatSample:
             return CalledToolDelta(part.index, CalledFunction(arguments=part.arguments))
         self.call_ids.append(f"call_{uuid.uuid4().hex[:24]}")
         return CalledToolDelta(part.index, CalledFunction(part.name, part.arguments), self.call_ids[-1], "function")
+
+
+@dataclass
+class _Thought:
+    """Counts the tokens of a sample's reasoning, which end with the token `end`, and begin with `begin` where there is one."""
+
+    begin: int | None
+    end: int
+    thinking: bool
+    num_tokens: int = 0
+
+    def feed(self, token_ids: Iterable[int]) -> None:
+        for i in token_ids:
+            if i in (self.begin, self.end):
+                self.thinking = i == self.begin
+            else:
+                self.num_tokens += self.thinking
+
+
+def _thoughts(notation: Notation, tokenizer: Tokenizer, ask: Ask) -> list[_Thought]:
+    """One of each sample; none where the model does not reason, or where tokens do not say when."""
+    begin, end = map(tokenizer.backend.token_to_id, (THINK, END_THINK))
+    thinking = (ask.prompt or "").rstrip().endswith(THINK)
+    if not notation.reasoning or end is None or not (thinking or begin is not None):
+        return []
+    return [_Thought(begin, end, thinking) for _ in range(ask.params.n)]
 
 
 class _ChatAnswer:
@@ -124,25 +163,41 @@ class _ChatAnswer:
         notation = Notation(served.notation.reasoning, served.notation.tool_calls and bool(body.shown_tools))
         max_calls = 1 if body.parallel_tool_calls is False else None
         self._samples = [_ChatSample(OutputParser(notation, ask.prompt or "", max_calls)) for _ in range(ask.params.n)]
+        self._thoughts = _thoughts(notation, tokenizer, ask)
+        if self._thoughts:
+            self._record.reasoning_tokens = 0
+        self._prompt_token_ids = list(ask.prompt_token_ids) if body.return_token_ids else UNSET
+
+    def _read(self, delta: Delta) -> list[Piece]:
+        self._record.add(delta)
+        if self._thoughts:
+            self._thoughts[delta.index].feed(delta.token_ids)
+            self._record.reasoning_tokens = sum(thought.num_tokens for thought in self._thoughts)
+        pieces = self._samples[delta.index].read(delta)
+        return pieces if self._body.include_reasoning is not False else [p for p in pieces if not isinstance(p, Reasoning)]
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
-        return chat_logprobs(delta, self._body.top_logprobs or 0, self._bytes_of)
+        return chat_logprobs(delta, self._body.top_logprobs or 0, self._bytes_of, bool(self._body.return_tokens_as_token_ids))
 
     async def chunks(self) -> AsyncGenerator[ChatChunk]:
         body, record = self._body, self._record
         for_usage = None if body.include_usage else ChatChunk(id="", created=0, model="", choices=[]).usage  # null, or left out
         for i, sample in enumerate(self._samples):  # the role comes at once
             choice = ChatChunkChoice(i, sample.message_delta([]))
-            yield ChatChunk(**record.common, choices=[choice], usage=record.usage() if body.continuous_usage else for_usage)
+            first = ChatChunk(**record.common, choices=[choice], usage=record.usage() if body.continuous_usage else for_usage)
+            first.prompt_token_ids = UNSET if i else self._prompt_token_ids
+            yield first
         async for delta in self._stream:
-            record.add(delta)
             sample = self._samples[delta.index]
-            made = sample.message_delta(sample.read(delta))
+            made = sample.message_delta(self._read(delta))
             choice = ChatChunkChoice(delta.index, made, self._logprobs(delta))
             if delta.finish_reason:
                 choice.finish_reason = sample.finish_reason(delta.finish_reason)  # pyright: ignore[reportAttributeAccessIssue]
                 choice.stop_reason = delta.stop_reason
-            elif made == MessageDelta() and not (choice.logprobs or body.continuous_usage):
+            if body.return_token_ids:
+                choice.token_ids = list(delta.token_ids)
+            needed = delta.finish_reason or choice.logprobs or choice.token_ids or body.continuous_usage
+            if made == MessageDelta() and not needed:
                 continue  # a character or a mark that is not complete yet
             chunk = ChatChunk(**record.common, choices=[choice], usage=record.usage() if body.continuous_usage else for_usage)
             if delta.prompt_logprobs is not None:
@@ -155,10 +210,11 @@ class _ChatAnswer:
         pieces: list[list[Piece]] = [[] for _ in self._samples]
         logprobs: list[ChatLogprobs | None] = [ChatLogprobs([]) if self._body.logprobs else None for _ in self._samples]
         ends: dict[int, Delta] = {}
+        token_ids: list[list[int]] = [[] for _ in self._samples]
         prompt_logprobs = None
         async for delta in self._stream:
-            self._record.add(delta)
-            pieces[delta.index] += self._samples[delta.index].read(delta)
+            pieces[delta.index] += self._read(delta)
+            token_ids[delta.index] += delta.token_ids
             new, so_far = self._logprobs(delta), logprobs[delta.index]
             if new is not None and so_far is not None:
                 so_far.content += new.content
@@ -170,6 +226,10 @@ class _ChatAnswer:
             for i, sample in enumerate(self._samples)
         ]
         answer = ChatCompletion(**self._record.common, choices=choices, usage=self._record.usage())
+        if self._body.return_token_ids:
+            answer.prompt_token_ids = self._prompt_token_ids
+            for choice in choices:
+                choice.token_ids = token_ids[choice.index]
         if self._body.prompt_logprobs is not None:
             answer.prompt_logprobs = plain_prompt_logprobs(prompt_logprobs)
         return answer
@@ -185,7 +245,7 @@ def _message(pieces: list[Piece]) -> AssistantMessage:
         calls[part.index].function.arguments += part.arguments  # pyright: ignore[reportOperatorIssue]
     message = AssistantMessage(content if content or not calls else None)
     if reasoning:
-        message.reasoning_content = reasoning
+        message.reasoning = message.reasoning_content = reasoning
     if calls:
         message.tool_calls = list(calls.values())
     return message

@@ -64,6 +64,7 @@ class AssistantTurn(Model):
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = Field(None, description="What it thought before its content.")
+    reasoning: str | None = Field(None, description="The same, by vLLM's newer name.")
     tool_calls: list[ToolCall] | None = None
     refusal: None = None
     audio: None = None
@@ -73,6 +74,8 @@ class AssistantTurn(Model):
     def plain(self) -> dict[str, Any]:
         """As chat templates expect it: a tool call's arguments are no string, where they are JSON."""
         plain = {"content": ""} | self.model_dump(exclude_none=True)
+        if (reasoning := plain.pop("reasoning", None)) is not None:  # templates read the older name
+            plain.setdefault("reasoning_content", reasoning)
         for call in plain.get("tool_calls", ()):
             with contextlib.suppress(json.JSONDecodeError):  # what a model wrote may not be JSON; then it stays as it is
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
@@ -105,7 +108,8 @@ class NamedTool(Model):
     function: FunctionName
 
 
-RESERVED_VARIABLES = ("messages", "tools", "chat_template", "add_generation_prompt")  # that chat_template_kwargs must not hold
+# What chat_template_kwargs must not hold.
+RESERVED_VARIABLES = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 
 
 class Chat(Model):
@@ -115,6 +119,13 @@ class Chat(Model):
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template, as enable_thinking.")
     add_generation_prompt: bool | None = Field(None, description="End with the opening of the assistant's turn (true).")
+    continue_final_message: bool | None = Field(None, description="Go on with the last message; nothing follows it in the prompt.")
+
+    @model_validator(mode="after")
+    def _one_end(self):
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("give continue_final_message=true or add_generation_prompt=true, not both")
+        return self
 
     def template_variables(self, *, with_tools: bool = True) -> dict[str, Any]:
         given = dict(self.chat_template_kwargs or {})
@@ -123,6 +134,8 @@ class Chat(Model):
             raise ValueError(f"chat_template_kwargs must not hold {', '.join(sorted(taken))}")
         if self.tools and with_tools:
             given["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        if self.continue_final_message:
+            return given | {"add_generation_prompt": False, "continue_final_message": True}
         return given | {"add_generation_prompt": self.add_generation_prompt is not False}
 
 
@@ -153,6 +166,7 @@ class ChatRequest(GenerationRequest, Chat):
         None, description="Whether the tools are shown to the model (none), may be called (auto), or must be."
     )
     parallel_tool_calls: bool | None = Field(None, description="false: one tool call at most.")
+    include_reasoning: bool | None = Field(None, description="false: leave out what the model thinks before it answers.")
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")

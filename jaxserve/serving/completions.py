@@ -7,7 +7,15 @@ from collections.abc import AsyncGenerator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.serving.generation import CallRecord, Served, completion_logprobs, open_stream, plain_prompt_logprobs, until_done
+from jaxserve.serving.generation import (
+    CallRecord,
+    Served,
+    completion_logprobs,
+    encode_prompt,
+    open_stream,
+    plain_prompt_logprobs,
+    until_done,
+)
 from jaxserve.serving.messages import Delta
 from jaxserve.serving.protocol import CompletionRequest, check_model
 from jaxserve.serving.responses import Completion, CompletionChoice, encode
@@ -50,8 +58,7 @@ def _asks(served: Served, body: CompletionRequest) -> list[Ask]:
     params = engine.ready(params)
     asks = []
     for prompt in body.prompts:
-        text = prompt if isinstance(prompt, str) else None
-        ids = prompt if isinstance(prompt, list) else engine.encode_prompt(prompt, body.add_special_tokens is not False)
+        ids, text = encode_prompt(served, body, prompt, body.add_special_tokens is not False)
         if body.echo and text is None:
             text = engine.get_tokenizer().decode(ids)
         asks.append(Ask(ids, params, text, body.priority or 0, body.cache_salt))
@@ -79,17 +86,23 @@ class _CompletionAnswer:
             self._begun[index] = True
             if self._body.prompt_logprobs is not None:
                 choice.prompt_logprobs = plain_prompt_logprobs(delta.prompt_logprobs)
+            if self._body.return_token_ids:
+                choice.prompt_token_ids = list(ask.prompt_token_ids)
             if self._body.echo:
                 choice.text = (ask.prompt or "") + choice.text
                 if found is not None:
                     found = [*delta.prompt_logprobs, *found]
                     token_ids = ask.prompt_token_ids + token_ids
+        if self._body.return_token_ids:
+            choice.token_ids = list(delta.token_ids)
         if found is not None:
             num_top = self._body.logprobs or 0
             first = ""
             if found[:1] == [None] and self._tokenizer is not None:
                 first = self._tokenizer.decode(token_ids[:1], skip_special_tokens=False)
-            choice.logprobs, self._offsets[index] = completion_logprobs(token_ids, found, num_top, self._offsets[index], first)
+            as_ids = bool(self._body.return_tokens_as_token_ids)
+            made = completion_logprobs(token_ids, found, num_top, self._offsets[index], first, as_ids)
+            choice.logprobs, self._offsets[index] = made
         return choice
 
     async def chunks(self) -> AsyncGenerator[Completion]:
@@ -97,7 +110,7 @@ class _CompletionAnswer:
         async for delta in self._stream:
             record.add(delta)
             choice = self._choice(delta)
-            if not (choice.text or choice.finish_reason or choice.logprobs or body.continuous_usage):
+            if not (choice.text or choice.finish_reason or choice.logprobs or choice.token_ids or body.continuous_usage):
                 continue  # a character that is not complete yet
             chunk = Completion(**record.common, choices=[choice])
             if body.include_usage:
@@ -115,6 +128,8 @@ class _CompletionAnswer:
             if choice is not new:
                 choice.text += new.text
                 choice.finish_reason, choice.stop_reason = new.finish_reason, new.stop_reason
+                if new.token_ids:
+                    choice.token_ids += new.token_ids  # pyright: ignore[reportOperatorIssue]
                 if choice.logprobs is not None and new.logprobs is not None:
                     for name in ("text_offset", "token_logprobs", "tokens", "top_logprobs"):
                         getattr(choice.logprobs, name).extend(getattr(new.logprobs, name))

@@ -24,6 +24,7 @@ from jaxserve.serving.responses import (
     DONE,
     ChatLogprobs,
     CompletionLogprobs,
+    CompletionTokensDetails,
     PlainLogprob,
     PromptTokensDetails,
     TokenLogprob,
@@ -45,6 +46,35 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
+def encode_prompt(
+    served: Served, body: GenerationRequest, prompt: str | list[int], add_special_tokens: bool
+) -> tuple[list[int], str | None]:
+    """(token ids of a prompt, its text if one was given), cut to `truncate_prompt_tokens`. Raises ValueError for more than
+    max_model_len of those, and for a text that is too long and not to be cut."""
+    engine, keep = served.engine, body.truncate_prompt_tokens
+    text = prompt if isinstance(prompt, str) else None
+    if keep is None:
+        return (prompt if isinstance(prompt, list) else engine.encode_prompt(prompt, add_special_tokens)), text
+    longest, right = engine.config.scheduler.max_model_len, body.truncation_side == "right"
+    if keep > longest:
+        raise ValueError(f"truncate_prompt_tokens={keep} is more than max_model_len={longest}; give that at most, or -1")
+    keep = longest - 1 if keep == -1 else keep
+    if isinstance(prompt, list):
+        return _kept(prompt, keep, right), None
+    if engine.max_prompt_characters is not None:  # what is cut here is no part of the first or last max_model_len tokens
+        prompt = _kept(prompt, engine.max_prompt_characters, right)
+    ids = engine.encode_prompt(prompt, add_special_tokens)
+    if len(ids) <= keep:
+        return ids, text
+    ids = _kept(ids, keep, right)
+    return ids, engine.get_tokenizer().decode(ids, skip_special_tokens=False)
+
+
+def _kept[T: (str, list[int])](prompt: T, length: int, right: bool) -> T:
+    """As much of a prompt, cut on the right or else on the left."""
+    return prompt[:length] if right else prompt[-length:]
+
+
 @dataclass
 class CallRecord:
     """The tokens that a call has used so far, and the fields that its chunks have in common."""
@@ -55,6 +85,7 @@ class CallRecord:
     created: int = field(default_factory=lambda: int(time.time()))
     completion_tokens: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)  # by prompt
+    reasoning_tokens: int | None = None  # None: the model does not reason, or its marks are no tokens
 
     @classmethod
     def of(cls, prefix: str, model: str, stream: RequestStream, request_id: str) -> CallRecord:
@@ -66,7 +97,10 @@ class CallRecord:
 
     def usage(self) -> Usage:
         total = self.prompt_tokens + self.completion_tokens
-        return Usage(self.prompt_tokens, self.completion_tokens, total, PromptTokensDetails(sum(self.cached_tokens.values())))
+        usage = Usage(self.prompt_tokens, self.completion_tokens, total, PromptTokensDetails(sum(self.cached_tokens.values())))
+        if self.reasoning_tokens is not None:
+            usage.completion_tokens_details = CompletionTokensDetails(self.reasoning_tokens)
+        return usage
 
     @property
     def common(self) -> dict[str, Any]:
@@ -125,43 +159,53 @@ def completion_logprobs(
     num_top: int,
     offset: int,
     first: str = "",
+    as_ids: bool = False,
 ) -> tuple[CompletionLogprobs, int]:
     """(log-probabilities of tokens whose text begins at character `offset`, the character at which it ends).
 
-    An entry of `found` is None for the first token of a prompt, which has no log-probability. Its text is `first`.
+    An entry of `found` is None for the first token of a prompt, which has no log-probability. Its text is `first`. as_ids: tokens
+    are written as "token_id:N"; offsets are those of the text.
     """
     made = CompletionLogprobs([], [], [], [])
     for token_id, entry in zip(token_ids, found, strict=True):
         text = first if entry is None else entry[token_id].decoded_token or ""
-        made.tokens.append(text)
+        made.tokens.append(_token_id(token_id) if as_ids else text)
         made.text_offset.append(offset)
         made.token_logprobs.append(None if entry is None else finite(entry[token_id].logprob))
-        made.top_logprobs.append(None if entry is None else _by_text(token_id, entry, num_top))
+        made.top_logprobs.append(None if entry is None else _by_text(token_id, entry, num_top, as_ids))
         offset += len(text)
     return made, offset
 
 
-def _by_text(token_id: int, entry: Mapping[int, Logprob], num_top: int) -> dict[str, float]:
+def _token_id(token_id: int) -> str:
+    """A token in place of its text, as vLLM writes it."""
+    return f"token_id:{token_id}"
+
+
+def _by_text(token_id: int, entry: Mapping[int, Logprob], num_top: int, as_ids: bool) -> dict[str, float]:
     """Log-probabilities by text, of the likeliest tokens and of the token itself. Of two with one text the likelier counts."""
     found: dict[str, float] = {}
     for i, x in sorted(entry.items(), key=lambda item: item[1].rank or 0):
         if i == token_id or (x.rank or 0) <= num_top:
-            found.setdefault(x.decoded_token or "", finite(x.logprob))
+            found.setdefault(_token_id(i) if as_ids else x.decoded_token or "", finite(x.logprob))
     return found
 
 
-def chat_logprobs(delta: Delta, num_top: int, bytes_of: Mapping[int, bytes] | None) -> ChatLogprobs | None:
-    """A delta's log-probabilities in a chat's form. bytes_of: token id -> its bytes; None where tokens are not byte-level."""
+def chat_logprobs(delta: Delta, num_top: int, bytes_of: Mapping[int, bytes] | None, as_ids: bool = False) -> ChatLogprobs | None:
+    """A delta's log-probabilities in a chat's form. bytes_of: token id -> its bytes; None where tokens are not byte-level. as_ids:
+    tokens are written as "token_id:N"; their bytes stay."""
     if delta.logprobs is None:
         return None
-    return ChatLogprobs(
-        [_token_logprob(i, entry, num_top, bytes_of) for i, entry in zip(delta.token_ids, delta.logprobs, strict=True)]
-    )
+    entries = zip(delta.token_ids, delta.logprobs, strict=True)
+    return ChatLogprobs([_token_logprob(i, entry, num_top, bytes_of, as_ids) for i, entry in entries])
 
 
-def _token_logprob(token_id: int, entry: Mapping[int, Logprob], num_top: int, bytes_of: Mapping[int, bytes] | None) -> TokenLogprob:
+def _token_logprob(
+    token_id: int, entry: Mapping[int, Logprob], num_top: int, bytes_of: Mapping[int, bytes] | None, as_ids: bool
+) -> TokenLogprob:
     def said(i: int, x: Logprob) -> TopLogprob:
-        return TopLogprob(x.decoded_token or "", finite(x.logprob), None if bytes_of is None else list(bytes_of[i]))
+        token = _token_id(i) if as_ids else x.decoded_token or ""
+        return TopLogprob(token, finite(x.logprob), None if bytes_of is None else list(bytes_of[i]))
 
     of_it = said(token_id, entry[token_id])
     ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)

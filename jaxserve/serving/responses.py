@@ -37,11 +37,16 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+
+
 class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # of chats of models that reason
 
 
 class PlainLogprob(Struct):
@@ -72,6 +77,8 @@ class CompletionChoice(Struct):
     finish_reason: Literal["stop", "length", "error"] | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(Struct, kw_only=True):
@@ -128,6 +135,7 @@ class CalledToolDelta(Struct, omit_defaults=True):
 class AssistantMessage(Struct):
     content: str | None
     role: Literal["assistant"] = "assistant"
+    reasoning: str | UnsetType = UNSET  # vLLM's name of it now, and the older one
     reasoning_content: str | None | UnsetType = UNSET
     tool_calls: list[CalledTool] | UnsetType = UNSET
 
@@ -135,6 +143,7 @@ class AssistantMessage(Struct):
 class MessageDelta(Struct, omit_defaults=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CalledToolDelta] | UnsetType = UNSET
 
@@ -145,6 +154,7 @@ class ChatChoice(Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length", "tool_calls", "error"] | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(Struct, kw_only=True):
@@ -155,6 +165,7 @@ class ChatCompletion(Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
@@ -163,6 +174,7 @@ class ChatChunkChoice(Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length", "tool_calls", "error"] | None = None
     stop_reason: int | str | None | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(Struct, kw_only=True):
@@ -173,6 +185,7 @@ class ChatChunk(Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | None | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 # ---- the rest

@@ -42,13 +42,14 @@ class ChatTemplate:
         self.variables: frozenset[str] = frozenset(undeclared - environment.globals.keys())
         self._source, self._render = source, chat_template_utils.render_jinja_template
 
-    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], continue_final: bool = False) -> str:
         """The text of a conversation.
 
         Args:
           messages: dicts with "role" and "content" (a string, a list of {"type": "text", "text": ...} parts, which are joined by
             newlines, or None beside tool calls), and whatever else the template reads. A key whose value is None is left out.
           variables: what else the template reads, JSON values. `tools` and `documents` are None unless given.
+          continue_final: end with the text of the last message.
 
         Raises:
           ValueError: a malformed message (named by its index), a variable that is not JSON, or an error of the template itself
@@ -57,7 +58,11 @@ class ChatTemplate:
         if not messages:
             raise ValueError("messages is empty; a chat needs at least one message")
         plain = [_plain_message(i, message) for i, message in enumerate(messages)]
+        if continue_final and not plain[-1].get("content"):
+            raise ValueError(f"continue_final_message: message {len(plain) - 1} has no content to go on with")
         scope = {name: _plain(name, value) for name, value in variables.items()}
+        if continue_final:
+            scope["continue_final_message"] = True
         try:
             return self._text(plain, scope)
         except Exception as error:  # a template can raise anything: its own complaint, or a TypeError for a None it did not expect

@@ -157,6 +157,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         *,
         chat_template: str | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """The prompt that a conversation makes, as text.
@@ -167,19 +168,23 @@ class Tokenizer:
           add_generation_prompt: end with the opening of the assistant's turn.
           chat_template: the name of one of the model's templates, or Jinja source; by default "tool_use" where the model has one
             and `tools` are given, else "default".
+          continue_final_message: end with the text of the last message, so that the output goes on with it. Not with
+            add_generation_prompt.
           variables: what else the template reads, such as `tools` (a list of JSON schemas) or `enable_thinking`.
 
         Raises:
-          ValueError: no template, a malformed message (named by its index), a variable that the template does not read, or an
-            error of the template itself (with the first message that brings it about).
+          ValueError: two ends of the prompt, no template, a malformed message (named by its index), a variable that the template
+            does not read, or an error of the template itself (with the first message that brings it about).
         """
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message=True needs add_generation_prompt=False: a prompt has one end")
         template = self._template(chat_template, has_tools=bool(variables.get("tools")))
         unread = {name for name, value in variables.items() if value is not None} - template.variables
         if unread:
             reads = ", ".join(sorted(template.variables))
             raise ValueError(f"the chat template does not read {', '.join(sorted(unread))}; it reads {reads}")
         scope = self.special_tokens | variables | {"add_generation_prompt": add_generation_prompt}
-        return template.render(messages, scope)
+        return template.render(messages, scope, continue_final_message)
 
     def template_variables(self, chat_template: str | None = None) -> frozenset[str]:
         """The names that a chat template reads, as `apply_chat_template` takes them. ValueError where there is no such template."""
