@@ -55,7 +55,7 @@ def test_shutdown_ends_what_waits_to_be_read(llm, monkeypatch):
 
     async def main():
         engine = AsyncLLM(llm)
-        engine._max_characters = None  # or else it is refused at once
+        engine.max_prompt_characters = None  # or else it is refused at once
         tasks = [asyncio.create_task(texts(engine)) for _ in range(4)]
         while len(begun) < 2:
             await asyncio.sleep(0.001)

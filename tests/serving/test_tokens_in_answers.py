@@ -128,5 +128,5 @@ def test_reasoning_is_left_out(thinking):
 
 
 def test_reasoning_in_a_message_by_its_newer_name():
-    plain = AssistantTurn(role="assistant", content="c", reasoning="r").plain()
+    plain = AssistantTurn.model_validate({"role": "assistant", "content": "c", "reasoning": "r"}).plain()
     assert plain == {"role": "assistant", "content": "c", "reasoning_content": "r"}, "which templates read"

@@ -324,7 +324,7 @@ class CompilerOf:
         self.missing = missing  # the program that lacks one sum
         self.meshes: dict[str, Any] = {}  # of each program
 
-    def compile(self, name: str, function: Any, args: Any, *, donate: Any, options: Any) -> CompiledReport:
+    def compile(self, name: str, function: Any, args: Any, *, donate: Any = (), options: Any) -> CompiledReport:
         (mesh,) = {x.sharding.mesh for x in jax.tree.leaves(args)}
         self.meshes[name] = mesh
         report = CompiledReport(name, thunks=[Thunk("CommandBuffer", "", False)] if name[:5] != "state" else [])
