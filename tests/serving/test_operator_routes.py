@@ -104,7 +104,7 @@ def test_aborted_requests_are_counted(shared_llm, monkeypatch):
 
 def test_a_refused_call_counts_as_nothing(shared_llm):
     with serving(shared_llm) as server:
-        refusal(complete(server, [ids("a"), ids("a" * 300)], max_tokens=5))  # the first has begun by then
+        refusal(complete(server, [ids("a"), ids("a" * 300)], max_tokens=200))  # the first has begun by then
         server.wait_idle()
         ok(complete(server, "b", max_tokens=1))  # after it: all reports have come
         assert metric(server, "request_success_total", finished_reason="abort") == 0
