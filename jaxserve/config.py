@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.buckets.plan import BucketPlan
+from jaxserve.kv_store import spec as kv_stores
 from jaxserve.models import config as models
 from jaxserve.moved import forward
 from jaxserve.scheduling import config as scheduling
@@ -138,6 +139,18 @@ class Parsed(Option):
         pass  # by the class, when it is read
 
 
+@dataclass(frozen=True, kw_only=True)
+class KVStoreOption(Option):
+    """The tiers of a store of KV."""
+
+    @property
+    def must(self) -> str:
+        return kv_stores.FORMS
+
+    def check(self, name: str, value: Any) -> None:
+        kv_stores.parse_kv_store(value)
+
+
 def _option(default: Any, option: Option) -> Any:
     return field(default=default, metadata={"option": option})
 
@@ -238,6 +251,15 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = _option(
         scheduling.CacheConfig.enable_prefix_caching, Switch(group=_LIMITS, help="Requests share the KV pages of equal prefixes.")
+    )
+    kv_store: str | None = _option(
+        None,
+        KVStoreOption(
+            group=_LIMITS,
+            help="Where full KV pages are kept beyond the pool: 'host:4GiB', 'disk:FOLDER:100GiB', or one after the other with a "
+            "comma. Prompts that begin alike load them instead of being computed.",
+            unset="nowhere",
+        ),
     )
     enable_chunked_prefill: bool | None = _option(
         None,
@@ -403,6 +425,8 @@ class EngineConfig:
             f"tbt_slo_ms={self.tbt_slo_ms!r} and step_times={self.step_times!r} go together: "
             "an objective, and a profile to predict steps",
         )
+        said = "keeps pages by the prefix cache's hashes, and enable_prefix_caching is False: leave one of them out"
+        require(self.kv_store is None or self.enable_prefix_caching, f"kv_store={self.kv_store!r} {said}")
         # Read now: a bad file should not wait for the weights to load.
         object.__setattr__(self, "bucket_plan", _read_plan(self.bucket_plan))
         if self.step_times is not None:

@@ -102,7 +102,9 @@ class LLM:
                 transposed=None,
                 shards=shards,
             )
-            self._set_up(loaded, config, mesh=mesh, hosts=hosts, qualification=qualification)
+            weights_id = None if config.kv_store is None else files.fingerprint()
+            of_engine = {"hosts": hosts, "qualification": qualification, "weights_id": weights_id}
+            self._set_up(loaded, config, mesh=mesh, **of_engine)
 
     def _set_up(self, loaded: LoadedModel[Any], config: EngineConfig, **of_engine: Any) -> None:
         self.tokenizer: Tokenizer | None = loaded.tokenizer

@@ -25,6 +25,7 @@ class RequestStatus(enum.Enum):
     WAITING = "waiting"
     WAITING_FOR_GRAMMAR = "waiting_for_grammar"  # not admitted until its grammar is compiled; others pass it
     WAITING_FOR_PROMPT = "waiting_for_prompt"  # not admitted until another sample of its prompt has computed it; others pass it
+    WAITING_FOR_KV = "waiting_for_kv"  # not admitted until a store's pages are in the pool; others pass it
     RUNNING = "running"
     PREEMPTED = "preempted"  # waits again, to recompute prompt + output
     FINISHED = "finished"
@@ -75,6 +76,7 @@ class Request:
     num_forced_in_flight: int = 0  # tokens in flight that the host knew before they came back: they are in token_ids already
     hash_chain: list[bytes] = field(default_factory=list, repr=False)  # the root's hash, then one a full page, as far as hashed
     num_cached_tokens: int = -1  # prefix-cache hit at the first admission; -1 before it
+    kv_sought: bool = False  # whether, since it last ran, a store was asked for its pages
     num_preemptions: int = 0
     order: int = 0  # order of arrival at the scheduler
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"

@@ -94,14 +94,20 @@ _compiled: dict[Any, dict[Any, Any]] = {}  # programs by the shapes that all of 
 
 
 def make_engine(
-    model: Decoder, *, pool_pages: int | None = None, compile_anew: str = "", eos: int = EOS, **settings: Any
+    model: Decoder,
+    *,
+    pool_pages: int | None = None,
+    compile_anew: str = "",
+    eos: int = EOS,
+    weights_id: str | None = None,
+    **settings: Any,
 ) -> Engine:
     """An engine with SETTINGS, changed by `settings`.
 
     pool_pages: pages that the scheduler may hand out of the KV pool's. Programs are shared between engines of equal shapes, but
     for compile_anew: "bodies" or "heads" where what is traced has been changed, "all" where it is counted what compiles.
     """
-    engine = Engine(model, EngineConfig(**{**SETTINGS, **settings}), eos_token_ids=(eos,))
+    engine = Engine(model, EngineConfig(**{**SETTINGS, **settings}), eos_token_ids=(eos,), weights_id=weights_id)
     c, programs = engine.config, engine.runner.programs
     shapes = (c.scheduler.max_num_seqs, c.max_pages_per_seq, c.cache.page_size, c.cache.num_pages, c.plan.max_head_rows)
     shapes += (c.speculative and replace(c.speculative, adaptive=True),)  # the lengths are the host's choice

@@ -30,6 +30,7 @@ from jaxserve.engine.pipeline import StepPipeline
 from jaxserve.engine.resolution import step_budget
 from jaxserve.engine.runner_setup import set_up_runner
 from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.stored_pages import StoredPages, stored_pages
 from jaxserve.engine.weights import WeightsAndSleep
 from jaxserve.execution.leading_runner import AnyRunner
 from jaxserve.execution.resolved_config import ResolvedConfig
@@ -65,6 +66,7 @@ class Engine:
       hosts: the group of processes whose devices share the model, and of which this one leads; the others make a `Follower` of
         the same model and config.
       eos_token_ids: ids that end a request unless it says ignore_eos.
+      weights_id: what names the weights to the other engines of a kv_store. None: they can't use what this one saves there.
       qualification: what `qualify_kernels` found before the weights were read; it is not tried again.
 
     Raises:
@@ -80,6 +82,7 @@ class Engine:
         mesh: Mesh | None = None,
         hosts: HostGroup | None = None,
         qualification: Qualification | None = None,
+        weights_id: str | None = None,
     ):
         config = config or EngineConfig()
         setup = set_up_runner(model, config, mesh, hosts, self.has_unfinished_requests, qualification)
@@ -91,6 +94,7 @@ class Engine:
         self.is_paused: bool = False
         self.eos_token_ids: frozenset[int] = frozenset(self.config.model.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.stats: EngineStats = EngineStats()
+        self.stored_pages: StoredPages | None = stored_pages(self.config, self.runner, weights_id, self.stats)
         self._weights = WeightsAndSleep(self.runner, hosts)
         stages = self.config.engine.pipeline_parallel_size
         self._clock = StageClock(stages) if stages > 1 else None
@@ -154,7 +158,10 @@ class Engine:
             demand_log=self._demand_log,
             max_in_flight=max(1, stages - 1) if is_async else 0,
             clock=self._clock,
+            stored=self.stored_pages,
         )
+        if self.stored_pages is not None:
+            self.stored_pages.attach(self.pool, self.scheduler)
 
     # -- requests in
 
@@ -293,6 +300,7 @@ class Engine:
             self.scheduler.abort([r.request_id for r in group])
             for request in group:
                 self._requests.settle(request)
+        self._drop_loads()
         gone = set(ids)
         self.pipeline.drop_outputs(lambda request: request.parent_id in gone)
 
@@ -301,6 +309,7 @@ class Engine:
         if not request.finished:
             self.scheduler.finish(request, reason, stop_reason)
             self._requests.end(request)
+            self._drop_loads()
             self.pipeline.drop_outputs(lambda other: other is request)
 
     def has_unfinished_requests(self) -> bool:
@@ -421,6 +430,7 @@ class Engine:
           ValueError: leaves are missing, unknown, mis-shaped, of a wrong dtype or deleted; all are listed, and nothing has changed.
           RuntimeError: see in_flight; nothing has changed.
         """
+        self._drop_loads(all_of_them=True)
         self._weights.update(params, in_flight, self.scheduler, self.drain)
 
     def pause(self) -> None:
@@ -443,6 +453,7 @@ class Engine:
           RuntimeError: requests are unfinished.
         """
         num_unfinished = max(len(self._requests), int(self.has_unfinished_requests()))
+        self._drop_loads()
         self._weights.sleep(level, num_unfinished, self.pools)
 
     def wake_up(self) -> None:
@@ -462,11 +473,17 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while any request holds pages."""
+        self._drop_loads()
         if any(pool.num_free_pages != pool.num_pages for pool in self.pools):
             return False
         for pool in self.pools:
             pool.reset()
         return True
+
+    def _drop_loads(self, *, all_of_them: bool = False) -> None:
+        """Pages that are loaded for nobody, or for anybody, are free again."""
+        if self.stored_pages is not None:
+            self.stored_pages.drop_loads(all_of_them=all_of_them)
 
     def close(self) -> None:
         """Ends every request and closes the demand log. A program that is being compiled behind the steps is waited for."""
@@ -475,6 +492,8 @@ class Engine:
         self.abort(self._requests.ids)
         self.drain()
         self.pipeline.undelivered.clear()
+        if self.stored_pages is not None:
+            self.stored_pages.close()
         if self._clock is not None:
             self._clock.close()
         if self._demand_log is not None:

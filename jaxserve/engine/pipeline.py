@@ -20,6 +20,7 @@ from jaxserve.engine.grammar_following import GrammarFollower
 from jaxserve.engine.live_requests import LiveRequests
 from jaxserve.engine.stats import EngineStats, tokens_of
 from jaxserve.engine.step_outputs import outputs_of
+from jaxserve.engine.stored_pages import IDLE_WAIT, StoredPages
 from jaxserve.execution.leading_runner import AnyRunner
 from jaxserve.execution.runner import StepHandle
 from jaxserve.execution.stage_clock import StageClock
@@ -64,6 +65,7 @@ class StepPipeline:
     demand_log: DemandWriter | None
     max_in_flight: int
     clock: StageClock | None = None  # of a pipeline
+    stored: StoredPages | None = None  # None: there is no store of KV
 
     def __post_init__(self) -> None:
         self.in_flight: deque[StepInFlight] = deque()
@@ -72,6 +74,8 @@ class StepPipeline:
     def step(self, *, paused: bool) -> list[EngineOutput]:
         """Dispatches the next step, if there is one, and returns what has come back."""
         self._poll_grammars(0.0)
+        if self.stored is not None:
+            self.stored.poll()
         schedule = None if paused else self.scheduler.schedule()
         if schedule is None:
             return self._finish_all()
@@ -86,6 +90,8 @@ class StepPipeline:
         handle = self.runner.dispatch_head(body, masks)
         if self.clock is not None:
             self.clock.watch(handle.stages, dispatched_at, schedule.num_tokens > schedule.num_decodes)
+        if self.stored is not None:
+            self.stored.save()
         self.in_flight.append(StepInFlight(schedule, spans, dispatched_at, handle))
         self.collect(keep=self.max_in_flight)
         return self._deliver()
@@ -95,7 +101,11 @@ class StepPipeline:
         again when it is back, so that no other is waited for."""
         if not self.in_flight:
             self._poll_grammars(GRAMMAR_WAIT)
+            if self.stored is not None and self.stored.is_loading:
+                self.stored.poll(IDLE_WAIT)
         self.collect(keep=max(0, len(self.in_flight) - 1))
+        if self.stored is not None:
+            self.stored.save(rest=True)
         return self._deliver()
 
     def collect(self, *, keep: int = 0, in_hand: Schedule | None = None) -> None:
@@ -186,6 +196,8 @@ class StepPipeline:
             if kinds_of(request.params) or request.params.min_tokens or request in self.grammars:
                 message += ", or allowed_token_ids, bad words, min_tokens and structured_outputs together forbid every token"
             logger.error("request %s: %s", request.request_id, message)
+            if self.stored is not None:
+                self.stored.forget(request.hash_chain[1:])
             self.scheduler.finish(request, "error", message)
             outputs.append(EngineOutput(request, [], finish_reason="error", stop_reason=message))
             self.requests.end(request)

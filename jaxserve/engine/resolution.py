@@ -16,6 +16,7 @@ from flax import nnx
 
 from jaxserve.config import EngineConfig
 from jaxserve.execution.model_functions import LayerKernels, ModelFunctions
+from jaxserve.execution.page_transfer import transfer_bytes
 from jaxserve.execution.pipeline_programs import make_programs
 from jaxserve.execution.resolved_config import ResolvedConfig, resolve_config
 from jaxserve.hosts.group import HostGroup
@@ -91,6 +92,8 @@ def resolve(
     if limit is not None and config.num_pages is None:
         programs = make_programs(functions, resolved)
         temp_bytes = programs.largest_temp_bytes() + programs.draft_bytes
+        if config.kv_store is not None:
+            temp_bytes += transfer_bytes(resolved.pages.page_bytes)
         resolved = decide(temp_bytes if hosts is None else max(hosts.exchange(temp_bytes)))  # compilers may choose otherwise there
     return resolved
 

@@ -18,6 +18,8 @@ from jaxserve.parallel.mesh import stage_meshes
 from jaxserve.scheduling.policies import BATCHING_POLICIES
 from kernels.all_reduce import resolve_backend as resolve_all_reduce
 
+_NO_STORE = "kv_store keeps the pages of one device, and this engine has {}: leave kv_store out"
+
 
 def model_shards(
     model: ModelConfig, config: EngineConfig, mesh: Mesh | None = None, hosts: HostGroup | None = None
@@ -33,6 +35,8 @@ def model_shards(
     if not meshes:
         check_sharding(config)
         return None, config
+    if config.kv_store is not None:
+        raise NotImplementedError(_NO_STORE.format("a mesh" if mesh is not None else "several devices or processes"))
     config = replace(config, tensor_parallel_size=meshes[0].size, pipeline_parallel_size=len(meshes))
     check_sharding(config)
     if hosts is not None and config.attention_groups > 1:
@@ -63,6 +67,10 @@ def _all_reduce(backend: str, mesh: Mesh) -> str:
 def check_sharding(config: EngineConfig) -> None:
     """NotImplementedError, or ValueError, for an option that can't be had beside the config's tensor_parallel_size and
     pipeline_parallel_size, or beside its attention_groups."""
+    for name in ("tensor_parallel_size", "pipeline_parallel_size") if config.kv_store is not None else ():
+        size = getattr(config, name)
+        if size > 1:
+            raise NotImplementedError(_NO_STORE.format(f"{name}={size}"))
     if config.pipeline_parallel_size > 1:
         _check_stages(config)
     if config.attention_groups > 1:

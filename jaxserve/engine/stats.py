@@ -9,10 +9,25 @@ import numpy as np
 
 from jaxserve.batching.layout import StepInputs
 from jaxserve.buckets.padding import PaddingAccount
+from jaxserve.kv_store.tier import TierStats
 from jaxserve.outputs import Logprob
 from jaxserve.sampling.rows import SampledRows
 from jaxserve.scheduling.schedule import Schedule, StepResult
 from jaxserve.speculative.draft_lengths import DraftOutcome
+
+
+@dataclass
+class KVStoreStats:
+    """Counts of a store of KV since the engine was made. Tokens are those of whole pages.
+
+    num_queried_tokens: looked up in the store, behind what the prefix cache had. num_hit_tokens: of these, loaded.
+    num_failed_loads: that brought fewer pages than were found, or came too late. tiers: nearest first.
+    """
+
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_failed_loads: int = 0
+    tiers: tuple[TierStats, ...] = ()
 
 
 @dataclass
@@ -35,6 +50,7 @@ class EngineStats:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     steps_by_num_drafts: Counter[int] = field(default_factory=Counter)
+    kv_store: KVStoreStats | None = None  # None: there is none
 
     @property
     def draft_summary(self) -> str:

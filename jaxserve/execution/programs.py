@@ -25,6 +25,7 @@ from jaxserve.execution.head import Masks, drafting_head, head, score
 from jaxserve.execution.memory import reserve_bytes
 from jaxserve.execution.mesh_programs import REPLICATED, last_axis_on_mesh, on_mesh, run_on_mesh, state_on_mesh, state_specs
 from jaxserve.execution.model_functions import ModelFunctions
+from jaxserve.execution.page_transfer import TRANSFER_PAGES, put, take
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.parallel.mesh import spans_hosts
 from jaxserve.sampling import rows as sampling_rows
@@ -102,10 +103,10 @@ class ProgramSpec(NamedTuple):
 class Programs:
     """Programs of one model and plan, each compiled when first asked for and kept.
 
-    Keys: a Bucket for its body, (rows, with_logprobs) for a head, "score" and "update". The functions may be those of a pipeline's
-    stage: heads and "score" are the last one's then. What they run: `execution.body.body`,
-    `execution.head.head` (or `drafting_head`), `head.score` and `device_state.update_rows`. Donated is the state that each of
-    them returns anew, never weights, nor what the host fetches.
+    Keys: a Bucket for its body, (rows, with_logprobs) for a head, "score" and "update"; with a store of KV also "take" and "put".
+    The functions may be those of a pipeline's stage: heads and "score" are the last one's then. What they run:
+    `execution.body.body`, `execution.head.head` (or `drafting_head`), `head.score`, `device_state.update_rows` and page_transfer's.
+    Donated is the state that each of them returns anew, never weights, nor what the host fetches.
     """
 
     def __init__(self, functions: ModelFunctions, config: ResolvedConfig):
@@ -134,7 +135,8 @@ class Programs:
         plan = self.config.plan
         if not self.functions.is_last:
             return [*plan.buckets, "update"]
-        return [*plan.buckets, *((rows, lp) for rows in plan.head_rows for lp in (False, True)), "score", "update"]
+        transfers = ("take", "put") if self.config.engine.kv_store is not None else ()
+        return [*plan.buckets, *((rows, lp) for rows in plan.head_rows for lp in (False, True)), "score", "update", *transfers]
 
     def has(self, key: ProgramKey) -> bool:
         """Whether this program is compiled."""
@@ -174,7 +176,8 @@ class Programs:
             return self._score_spec()
         if key == "update":
             return self._update_spec()
-        assert not isinstance(key, str)
+        if isinstance(key, str):
+            return self._transfer_spec(key)
         return self._head_spec(*key)
 
     def _body_spec(self, bucket: Bucket) -> ProgramSpec:
@@ -212,6 +215,13 @@ class Programs:
     def _update_spec(self) -> ProgramSpec:
         """(RowState, page updates i32[UPDATE_BATCH, 3], one edit row) -> RowState."""
         return ProgramSpec(update_rows, (0,), (self.state.rows, _i32(UPDATE_BATCH, 3), _i32(*self.edit_layout.nothing.shape)))
+
+    def _transfer_spec(self, key: str) -> ProgramSpec:
+        """take: (KV pages, page ids) -> their KV; put: (KV pages, page ids, KV) -> KV pages. Both of TRANSFER_PAGES pages."""
+        pages, ids = self.state.kv_pages, _i32(TRANSFER_PAGES)
+        if key == "take":
+            return ProgramSpec(take, (), (pages, ids))
+        return ProgramSpec(put, (0,), (pages, ids, jax.eval_shape(take, pages, ids)))
 
     def _weights(self, indices: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
         return [self.functions.abstract[i] for i in indices]
@@ -263,7 +273,7 @@ def name_of(key: ProgramKey) -> str:
     if isinstance(key, Bucket):
         return f"body {key}"
     if isinstance(key, str):
-        return {"score": "score", "update": "state update"}[key]
+        return {"score": "score", "update": "state update", "take": "pages to the host", "put": "pages from the host"}[key]
     rows, with_logprobs = key
     return f"head({rows}{', logprobs' if with_logprobs else ''})"
 

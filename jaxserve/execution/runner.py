@@ -19,6 +19,7 @@ from jaxserve.buckets.plan import Bucket
 from jaxserve.execution.body import HeadInputs
 from jaxserve.execution.device_state import DeviceState, new_state
 from jaxserve.execution.head import Masks
+from jaxserve.execution.page_transfer import padded_ids
 from jaxserve.execution.placing import to_device, to_host
 from jaxserve.execution.programs import UPDATE_BATCH, ProgramKey, Programs
 from jaxserve.execution.resolved_config import ResolvedConfig
@@ -140,6 +141,8 @@ class Runner:
         self._update_rows(np.full((1, 3), (self.config.scheduler.max_num_seqs, 0, 0), np.int32), [])
         if self.programs.functions.is_last:
             np.asarray(self._score(np.zeros(1 + 2 * self.score_rows, np.int32)))
+        if "put" in self.programs.keys:
+            self.put_pages([], np.asarray(self.take_pages([])))
 
     def run_empty_steps(self, keys: Sequence[ProgramKey]) -> Iterator[StepHandle]:
         """Dispatches steps of nothing, in which each of the bodies and heads of `keys` runs: a program's first run takes longer."""
@@ -216,6 +219,22 @@ class Runner:
         """Waits for a step and returns its sampled rows; None where no sequence sampled."""
         proposer = self.programs.proposer
         return fetch_rows(handle, proposer.num_drafts if proposer else 0)
+
+    def take_pages(self, page_ids: Sequence[int]) -> jax.Array:
+        """[TRANSFER_PAGES, *PageLayout.shape]: the KV of at most so many pages, as the steps dispatched so far leave it, on its way
+        to the host. The pages may be used for other tokens at once."""
+        kv = self.programs.get("take")(self.state.kv_pages, padded_ids(page_ids, 0))
+        self._start_fetching(kv)
+        return kv
+
+    def put_pages(
+        self,
+        page_ids: Sequence[int],  # distinct
+        kv: np.ndarray,  # [TRANSFER_PAGES, *PageLayout.shape], not to be changed any more
+    ) -> None:
+        """Writes KV into at most so many pages, for the steps that are dispatched from now on."""
+        ids = padded_ids(page_ids, self.config.cache.num_pages)
+        self.state = replace(self.state, kv_pages=self.programs.get("put")(self.state.kv_pages, ids, kv))
 
     @staticmethod
     def fetch_scores(handle: StepHandle) -> ScoredRows:

@@ -49,7 +49,7 @@ def remaining_programs(plan: BucketPlan, keys: Iterable[ProgramKey], first: Iter
     rest = set(keys) - set(first)
     heads = [(rows, with_logprobs) for with_logprobs in (False, True) for rows in plan.head_rows]
     by_turns = [key for i in range(max(len(plan.buckets), len(heads))) for key in (*plan.buckets[i : i + 1], *heads[i : i + 1])]
-    return [key for key in (*by_turns, "score", "update") if key in rest]
+    return [key for key in (*by_turns, "score", "update", "take", "put") if key in rest]
 
 
 def _takes_any_prompt(bucket: Bucket) -> bool:

@@ -1,8 +1,8 @@
 """The life of a request between `add` and its end: queued, held, running, preempted, finished.
 
-Owns every unfinished request: those in the waiting queue, those held for a grammar or for another sample's prompt, and those
-running, with their rows and pages. It decides nothing. The composer chooses who is admitted or preempted (step_composer.py), and
-the intake adds tokens (token_intake.py).
+Owns every unfinished request: those in the waiting queue, those held for a grammar, for another sample's prompt or for a store's
+pages, and those running, with their rows and pages. It decides nothing. The composer chooses who is admitted or preempted
+(step_composer.py), and the intake adds tokens (token_intake.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RequestLifecycle:
 
     by_id: every unfinished request, by its id.
     queue: requests that wait for admission.
-    held: requests that wait for a grammar or for another sample's prompt, by id.
+    held: requests that wait for a grammar, for another sample's prompt or for a store's pages, by id.
     forced: requests with tokens in flight that the host knows already, by id.
     stop_ids: how many unfinished requests have each stop id.
     """
@@ -112,6 +112,20 @@ class RequestLifecycle:
             if sample.status is RequestStatus.WAITING_FOR_PROMPT and self.held.pop(sample.request_id, None) is not None:
                 self._queue_or_hold(sample)
 
+    def hold_for_kv(self, request: Request) -> None:
+        """The first request of the queue waits outside it until `release_from_kv`: a store's pages are on their way."""
+        popped = self.queue.pop()
+        assert popped is request, f"{request.request_id} is not the next of the queue"
+        request.status = RequestStatus.WAITING_FOR_KV
+        self.held[request.request_id] = request
+
+    def release_from_kv(self, request: Request) -> None:
+        """Back to its place in the queue, unless it has ended. Whether the pages came or not: what is not there is computed."""
+        if self.held.get(request.request_id) is request and request.status is RequestStatus.WAITING_FOR_KV:
+            del self.held[request.request_id]
+            request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+            self.queue.push(request)
+
     def start(self, request: Request, hit_pages: list[int], num_tokens: int, group: int = 0) -> bool:
         """Moves the first request of the queue to running, with a row of the group and pages for `num_tokens` tokens. The first of
         them are `hit_pages`. Returns False, and changes nothing, if there are too few pages."""
@@ -119,7 +133,7 @@ class RequestLifecycle:
             return False
         popped = self.queue.pop()
         assert popped is request, f"{request.request_id} is not the next of the queue"
-        request.status = RequestStatus.RUNNING
+        request.status, request.kv_sought = RequestStatus.RUNNING, False
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = len(hit_pages) * self.pages.page_size
         return True
@@ -179,7 +193,7 @@ class RequestLifecycle:
     def _set_weights_version(self, request: Request, version: int) -> None:
         request.weights_version = version
         if self.pages.enable_prefix_caching:
-            request.hash_chain = [root_hash(version, request.cache_salt)]
+            request.hash_chain = [root_hash(version, request.cache_salt, self.pages.pools[0].root_names)]
 
     @property
     def running(self) -> list[Request]:
@@ -188,7 +202,7 @@ class RequestLifecycle:
 
     @property
     def waiting(self) -> list[Request]:
-        """In the order in which they will be admitted. Those that wait for a grammar or a prompt come last."""
+        """In the order in which they will be admitted. Those that are held come last."""
         return [*self.queue, *self.held.values()]
 
     @property

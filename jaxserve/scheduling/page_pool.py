@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 
-def root_hash(weights_version: int, salt: str | None) -> bytes:
-    """The parent of a first page's hash: prefixes are shared only within equal roots."""
-    return hashlib.sha256(repr((weights_version, salt)).encode()).digest()
+def root_hash(weights_version: int, salt: str | None, names: tuple[str, str] = ("", "")) -> bytes:
+    """The parent of a first page's hash: prefixes are shared only within equal roots. names: as PagePool's root_names."""
+    return hashlib.sha256(repr((weights_version, salt, names[weights_version > 0])).encode()).digest()
 
 
 def page_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -49,6 +50,10 @@ class PagePool:
         self.num_free_pages: int = num_pages
         self.num_queried_tokens = 0  # tokens of admitted requests looked up in the prefix cache, and how many were found
         self.num_hit_tokens = 0
+        # What hashes mean outside this process: the KV of the first weights, and of those that replaced them.
+        self.root_names: tuple[str, str] = ("", "")
+        self.journal: list[tuple[int, bytes]] | None = None  # what `register` was given, for who saves pages; None: nobody does
+        self._leased: Counter[int] = Counter()
         self._ref_counts = array("i", [0]) * num_pages
         self._hashes: list[bytes | None] = [None] * num_pages
         self._page_of: dict[bytes, int] = {}
@@ -114,10 +119,29 @@ class PagePool:
             if refs[page] == 0:
                 self._link(page, after=self.num_pages if self._hashes[page] is None else self._prev[self.num_pages])
 
+    def lease(self, num_new_pages: int, hit_pages: Sequence[int] = ()) -> list[int] | None:
+        """As `allocate`, for pages that no sequence holds while KV is loaded into them. Ended by `end_lease`."""
+        pages = self.allocate(num_new_pages, hit_pages)
+        if pages is not None:
+            self._leased.update(pages)
+        return pages
+
+    def end_lease(self, pages: Sequence[int]) -> None:
+        """Gives back what `lease` returned. Pages that were registered meanwhile are cached, the others free."""
+        self._leased.subtract(pages)
+        self._leased = +self._leased
+        self.free(pages)
+
+    def holds(self, page: int, hash_: bytes) -> bool:
+        """Whether `page` is registered under this hash."""
+        return self._hashes[page] == hash_
+
     def register(self, page: int, hash_: bytes) -> None:
         """Registers `page`, which is full and in use, under its hash: from now on it may be hit."""
         assert self._ref_counts[page] > 0 and self._hashes[page] is None
         self._hashes[page] = hash_
+        if self.journal is not None:
+            self.journal.append((page, hash_))
         if self._page_of.setdefault(hash_, page) != page:
             self._duplicates.setdefault(hash_, []).append(page)
 
@@ -182,10 +206,10 @@ class PagePool:
         """Asserts that reference counts, free list and hash map agree with each other and with `owned`.
 
         Args:
-          owned: the pages of every owner, one after the other, a shared page once an owner.
+          owned: the pages of every sequence, one after the other, a shared page once a sequence. Leased pages come on top.
         """
         counts = [0] * self.num_pages
-        for page in owned:
+        for page in (*owned, *self._leased.elements()):
             counts[page] += 1
         assert counts == list(self._ref_counts), "reference counts differ from owners"
         free = self.free_pages()

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxserve.request import Request, RequestStatus
+from jaxserve.request import Request
 from jaxserve.scheduling.config import SchedulerConfig, resolve_policy
 from jaxserve.scheduling.lifecycle import RequestLifecycle
 from jaxserve.scheduling.page_pool import PagePool
@@ -101,6 +101,10 @@ class Scheduler:
         """The grammar of a request added with status WAITING_FOR_GRAMMAR is compiled: the request joins the queue, at its place."""
         self.requests.set_ready(request)
 
+    def kv_ready(self, request: Request) -> None:
+        """The pages that a request with status WAITING_FOR_KV waits for have come, or will not: it joins the queue again."""
+        self.requests.release_from_kv(request)
+
     def append_forced(self, request: Request, token_ids: Sequence[int], *, num_cut: int = 0) -> StepResult:
         """Appends output tokens that are forced (jump-forward decoding: SGLang, 2024). The request's next step computes them as a
         chunk and samples the token after them.
@@ -147,7 +151,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Request]:
-        """In the order in which they will be admitted. Those that wait for a grammar or a prompt come last."""
+        """In the order in which they will be admitted. Those that are held come last."""
         return self.requests.waiting
 
     @property
@@ -163,7 +167,7 @@ class Scheduler:
     @property
     def num_begun(self) -> int:
         """Unfinished requests that have run: those running, and those preempted."""
-        return self.num_running + sum(request.status is RequestStatus.PREEMPTED for request in self.requests.queue)
+        return self.num_running + sum(request.num_preemptions > 0 for request in self.requests.waiting)
 
     @property
     def num_steps_in_flight(self) -> int:

@@ -40,13 +40,25 @@ class DraftLengthChooser(Protocol):
         ...
 
 
+class KVLoads(Protocol):
+    """Loads pages from a store into the pool: `engine.stored_pages.StoredPages`."""
+
+    def begin(self, request: Request, hits: list[int], max_pages: int) -> bool:
+        """Whether pages behind `hits`, the first of the request's, are now on their way, or were already, so that it has to wait.
+        `Scheduler.kv_ready` ends the wait. max_pages: of the request's that may come from elsewhere, `hits` included."""
+        ...
+
+
 class StepComposer:
     """Composes steps of `requests`. It advances their counters, and takes rows and pages for them.
 
     max_step_tokens: max_num_batched_tokens, or less while larger buckets are not compiled.
     last_was_prefill: whether the last step held chunks.
     batch_end: under a policy that admits only when idle, requests of an `order` below this may still join the batch.
+    kv_loads: asked before a request is admitted. None: there is no store.
     """
+
+    kv_loads: KVLoads | None = None
 
     def __init__(
         self, requests: RequestLifecycle, step_budget: StepBudget | None = None, draft_lengths: DraftLengthChooser | None = None
@@ -237,12 +249,15 @@ class StepComposer:
     def _admit(self, request: Request, chunks: Chunks, budgets: list[int], num_prompts: int) -> bool:
         """Gives the request a row, pages for the tokens it knows (or for all it may reach) and a first chunk, in the first group
         that has room for them. Returns False, and changes nothing, if none has. budgets: tokens left to each group; that of its
-        group is lowered."""
+        group is lowered. A request whose pages a store has is taken from the queue instead."""
         if request.num_unfetched:
             return False  # tokens in flight must come back first
         if self._policy.admit_only_when_idle and request.order >= self.batch_end:
             return False
         for group, hits in self._groups_with_room(request, budgets):
+            if self.kv_loads is not None and self.kv_loads.begin(request, hits, self._max_shared(request)):
+                self.requests.hold_for_kv(request)
+                return True
             num_computed = len(hits) * self._pages.page_size
             num_tokens = self._chunk_size(len(request.token_ids), num_computed, budgets[group], num_prompts)
             if num_tokens and self.requests.start(request, hits, self._num_tokens_to_hold(request), group):
@@ -282,10 +297,15 @@ class StepComposer:
         for sample in request.samples:
             if len(hits) < num_shared and self._shares_prompt(sample, group):
                 hits = sample.pages[:num_shared]
-        scores = request.prompt_scores
-        if scores is not None and scores.wanted:  # the token before each one that is scored must be computed
-            hits = hits[: (scores.next - 1) // page_size]
-        return hits
+        return hits[: self._max_shared(request)]
+
+    def _max_shared(self, request: Request) -> int:
+        """How many of a request's pages may hold what others computed: all but its last token's. The token before each one that is
+        scored must be computed too."""
+        scores, num_tokens = request.prompt_scores, len(request.token_ids)
+        if scores is not None and scores.wanted:
+            num_tokens = min(num_tokens, scores.next)
+        return (num_tokens - 1) // self._pages.page_size
 
     def _shares_prompt(self, sample: Request, group: int) -> bool:
         """Whether the sample runs in the group, and the KV of its prompt there is of the present weights."""

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -454,6 +455,7 @@ class EngineLoop:
             num_compiles=compiles.programs,
             num_programs_left=engine.num_programs_left,
             compile_seconds=compiles.seconds,
+            kv_store=deepcopy(stats.kv_store),  # its store's thread goes on counting
             num_failures=self._num_failures,
             step_seconds=self._step_seconds,
             is_paused=self._paused,

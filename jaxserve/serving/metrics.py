@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from jaxserve.engine.stats import KVStoreStats
 from jaxserve.serving.messages import Aborted, Delta, Failed, LoopStats, Report, RequestError, RequestTotals
 
 PREFIX = "jaxserve:"
@@ -33,6 +34,21 @@ _COUNTERS = {  # name -> (field of LoopStats, help)
     "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Drafts that stood."),
     "compiles": ("num_compiles", "Programs compiled, or loaded from the persistent cache."),
     "compile_seconds": ("compile_seconds", "Time spent on them."),
+}
+_STORE = {  # name -> (field of KVStoreStats, help)
+    "external_prefix_cache_queries": ("num_queried_tokens", "Prompt tokens looked up in the store of KV."),
+    "external_prefix_cache_hits": ("num_hit_tokens", "Prompt tokens loaded from it."),
+    "kv_store_load_failures": ("num_failed_loads", "Loads from it that brought less than was found, or came too late."),
+}
+_TIERS = {  # field of TierStats -> (help, kind)
+    "pages_read": ("Pages read from a tier of the store of KV.", CounterMetricFamily),
+    "pages_written": ("Pages written to it.", CounterMetricFamily),
+    "bytes_read": ("Bytes of KV read from it.", CounterMetricFamily),
+    "bytes_written": ("Bytes of KV written to it.", CounterMetricFamily),
+    "read_seconds": ("Time of its reads.", CounterMetricFamily),
+    "write_seconds": ("Time of its writes.", CounterMetricFamily),
+    "num_failures": ("Reads and writes of it that failed.", CounterMetricFamily),
+    "bytes_held": ("Bytes that it holds.", GaugeMetricFamily),
 }
 _GAUGES = {
     "num_requests_running": ("num_running", "Samples that run."),
@@ -137,6 +153,8 @@ class Metrics(Collector):
         for bucket, num_steps in stats.steps_by_bucket.items():
             buckets.add_metric((self._model, bucket), float(num_steps))
         yield buckets
+        if stats.kv_store is not None:
+            yield from self._store(stats.kv_store)
         labels = ("model_name", "position")
         text = "Drafts that stood, by their place among a step's."
         positions = CounterMetricFamily(f"{PREFIX}spec_decode_num_accepted_tokens_per_pos", text, labels=labels)
@@ -155,6 +173,18 @@ class Metrics(Collector):
         info = GaugeMetricFamily(f"{PREFIX}cache_config_info", "1; the KV cache is in the labels.", labels=tuple(self._cache))
         info.add_metric(tuple(self._cache.values()), 1.0)
         yield info
+
+    def _store(self, stats: KVStoreStats) -> Iterator[Metric]:
+        """The counts of a store of KV and of each of its tiers."""
+        for name, (field, text) in _STORE.items():
+            counter = CounterMetricFamily(f"{PREFIX}{name}", text, labels=("model_name",))
+            counter.add_metric((self._model,), float(getattr(stats, field)))
+            yield counter
+        for name, (text, kind) in _TIERS.items():
+            metric = kind(f"{PREFIX}kv_store_{name}", text, labels=("model_name", "tier"))
+            for tier in stats.tiers:
+                metric.add_metric((self._model, tier.name), float(getattr(tier, name)))
+            yield metric
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("scheduling",),
     ("step_times",),
     ("models", "buckets"),
-    ("text", "workloads", "parallel", "hosts"),
+    ("text", "workloads", "parallel", "hosts", "kv_store"),
     ("request",),
     ("outputs", "sampling_params"),
     ("structured_outputs",),

@@ -136,7 +136,7 @@ _MEMORY = (
     Missing("give --num_pages or --gpu_memory_utilization", "kv_cache_memory_bytes"),
     Missing("XLA allocates the device's memory: see XLA_PYTHON_CLIENT_MEM_FRACTION", switches="enable_cumem_allocator"),
     Missing("preempted requests are computed again, so that nothing is swapped", "swap_space", accepts=("0",)),
-    Missing("preempted requests are computed again, so that nothing is swapped", "kv_offloading_size kv_offloading_backend"),
+    Missing("give --kv_store=host:4GiB, or disk:FOLDER:100GiB", "kv_offloading_size kv_offloading_backend"),
     Missing("weights lie on the device; take a smaller model or --dtype=bfloat16", "cpu_offload_gb", accepts=("0",)),
     Missing(
         "weights lie on the device; take a smaller model or --dtype=bfloat16",
@@ -145,7 +145,7 @@ _MEMORY = (
     Missing("pages are found by sha256", "prefix_caching_hash_algo", accepts=("sha256",)),
     Missing("prefixes are shared by whole pages, of --page_size tokens", "prefix_match_unit prefix_cache_retention_interval"),
     Missing(
-        "a request stays on one server; `jaxserve router` sends it where its prefix is cached",
+        "KV is kept by --kv_store; a request stays on one server, and `jaxserve router` sends it where its prefix is cached",
         "kv_transfer_config ec_transfer_config ec_manager_config",
     ),
     Missing("`jaxserve router` keeps its own account of prefixes", "kv_events_config"),

@@ -1,0 +1,222 @@
+"""KV that outlives its pages: what an engine saves to a store, and what it loads from there before it computes a prompt.
+
+Owns the loads and saves under way, and the leases of pages that are loaded. Pages and hashes are the pool's, the store is
+kv_store's, and the two programs that move pages are the runner's.
+
+Saves need no lease: `take_pages` is dispatched behind the steps that write the pages and before any that may reuse them, and the
+device runs in that order. So a page is saved if it is still registered under its hash when its batch is taken, and is left out if
+not.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.engine.stats import EngineStats, KVStoreStats
+from jaxserve.execution.page_transfer import MAX_SAVES, TRANSFER_PAGES
+from jaxserve.execution.resolved_config import ResolvedConfig
+from jaxserve.execution.runner import Runner
+from jaxserve.kv_store.spec import parse_kv_store
+from jaxserve.kv_store.store import Job, KVStore, make_store
+from jaxserve.kv_store.tier import PageLayout
+from jaxserve.request import Request
+from jaxserve.scheduling.page_pool import PagePool, extend_hash_chain
+from jaxserve.scheduling.scheduler import Scheduler
+
+logger: logging.Logger = logging.getLogger("jaxserve")
+
+LOAD_SECONDS = 5.0  # after which a load is given up and its tokens are computed
+IDLE_WAIT = 0.02  # seconds that an idle step waits for a load
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """Pages on their way into the pool. pages: the cached ones before them, and those that are loaded, all leased."""
+
+    hashes: list[bytes]
+    pages: list[int]
+    num_hits: int
+    owner: Request  # that asked
+    deadline: float  # of time.monotonic
+    waiting: list[Request] = field(default_factory=list)  # its owner, and others that need some of these pages
+
+
+class StoredPages:
+    """Loads and saves the pages of one engine. Only the engine's thread calls it.
+
+    load_seconds: after which a load is given up.
+    """
+
+    def __init__(self, store: KVStore, layout: PageLayout, runner: Runner, root_names: tuple[str, str], stats: KVStoreStats):
+        self.store = store
+        self.load_seconds: float = LOAD_SECONDS
+        self._layout, self._runner, self._root_names = layout, runner, root_names
+        self._stats = stats
+        stats.tiers = tuple(store.stats())
+
+    def attach(self, pool: PagePool, scheduler: Scheduler) -> None:
+        """Works for this pool and scheduler from now on, which are new. What was under way is forgotten."""
+        self._pool, self._scheduler = pool, scheduler
+        self._loads: dict[Job, _Load] = {}
+        self._loading: dict[bytes, _Load] = {}  # by each hash on its way
+        self._saves: dict[Job, list[bytes]] = {}
+        self._saving: set[bytes] = set()
+        self._unsaved: deque[tuple[int, bytes]] = deque()
+        pool.journal, pool.root_names = [], self._root_names
+        scheduler.composer.kv_loads = self
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether pages are on their way for a request."""
+        return bool(self._loads)
+
+    # -- loads
+
+    def begin(self, request: Request, hits: list[int], max_pages: int) -> bool:
+        """As `KVLoads.begin`."""
+        if request.kv_sought or len(hits) >= max_pages:
+            return False
+        pool, chain, num_hits = self._pool, request.hash_chain, len(hits)
+        extend_hash_chain(chain, request.token_ids, pool.page_size, num_hits + 1)
+        under_way = self._loading.get(chain[num_hits + 1])
+        if under_way is not None:
+            under_way.waiting.append(request)
+            return True
+        num_found = self.store.lookup(self._hashes_behind(request, num_hits, max_pages))
+        if not num_found:
+            request.kv_sought = True
+            self._stats.num_queried_tokens += (max_pages - num_hits) * pool.page_size
+            return False
+        if pool.num_free_pages < -(-len(request.token_ids) // pool.page_size) - num_hits:
+            return False  # it could not be admitted with them
+        pages = pool.lease(num_found, hits)
+        if pages is None:
+            return False
+        request.kv_sought = True
+        self._stats.num_queried_tokens += (max_pages - num_hits) * pool.page_size
+        hashes = chain[num_hits + 1 : num_hits + 1 + num_found]
+        num_rows = -(-num_found // TRANSFER_PAGES) * TRANSFER_PAGES
+        job = self.store.load(hashes, np.empty((num_rows, *self._layout.shape), self._layout.dtype))
+        load = _Load(hashes, pages, num_hits, request, time.monotonic() + self.load_seconds, [request])
+        self._loads[job] = load
+        self._loading.update(dict.fromkeys(hashes, load))
+        return True
+
+    def _hashes_behind(self, request: Request, num_hits: int, max_pages: int) -> Iterable[bytes]:
+        """The hashes of the request's pages from `num_hits` on, each made when it is asked for."""
+        for page in range(num_hits, max_pages):
+            extend_hash_chain(request.hash_chain, request.token_ids, self._pool.page_size, page + 1)
+            yield request.hash_chain[page + 1]
+
+    def poll(self, timeout: float = 0.0) -> None:
+        """Takes in what the store has done, at the latest after `timeout` seconds, and gives up loads that are late."""
+        for job, _ in self.store.poll(timeout):
+            if job in self._loads:
+                self._arrive(job)
+            self._saving.difference_update(self._saves.pop(job, ()))
+        if self._loads:
+            now = time.monotonic()
+            for job, load in list(self._loads.items()):
+                if now > load.deadline:
+                    self._warn_late(load)
+                    self._end(job)
+
+    def _arrive(self, job: Job) -> None:
+        """Writes loaded pages into the pool's, registers them, and lets their requests go on."""
+        load, num_pages, pool = self._loads[job], job.num_done, self._pool
+        self._drain_journal()
+        if all(request.finished for request in load.waiting):
+            self._end(job)
+            return
+        pages = load.pages[load.num_hits : load.num_hits + num_pages]
+        for start in range(0, num_pages, TRANSFER_PAGES):
+            self._runner.put_pages(pages[start : start + TRANSFER_PAGES], job.pages[start : start + TRANSFER_PAGES])
+        for page, hash_ in zip(pages, load.hashes, strict=False):  # as many as came
+            pool.register(page, hash_)
+        assert pool.journal is not None
+        pool.journal.clear()  # they are in the store
+        self._stats.num_hit_tokens += num_pages * pool.page_size
+        self._stats.num_failed_loads += num_pages < len(load.hashes)
+        self._end(job)
+
+    def _end(self, job: Job) -> None:
+        """The load is over, whatever came of it."""
+        load = self._loads.pop(job)
+        for hash_ in load.hashes:
+            del self._loading[hash_]
+        self._pool.end_lease(load.pages)
+        for request in load.waiting:
+            self._scheduler.kv_ready(request)
+
+    def _warn_late(self, load: _Load) -> None:
+        if not self._stats.num_failed_loads:
+            logger.warning(
+                "kv_store: %d pages did not come within %g s: their tokens are computed (further ones are counted, not logged)",
+                len(load.hashes),
+                self.load_seconds,
+            )
+        self._stats.num_failed_loads += 1
+
+    def drop_loads(self, *, all_of_them: bool) -> None:
+        """Gives up the loads that nobody waits for any more, or all of them; those who wait compute their tokens."""
+        for job, load in list(self._loads.items()):
+            if all_of_them or all(request.finished for request in load.waiting):
+                self._end(job)
+
+    # -- saves
+
+    def save(self, *, rest: bool = False) -> None:
+        """Begins to save pages that were registered, in whole batches. Every step that was scheduled must have been dispatched.
+        rest: a batch that is not full is saved too."""
+        self._drain_journal()
+        while len(self._unsaved) >= (1 if rest else TRANSFER_PAGES) and len(self._saves) < MAX_SAVES:
+            batch: dict[bytes, int] = {}
+            while self._unsaved and len(batch) < TRANSFER_PAGES:
+                page, hash_ = self._unsaved.popleft()
+                if self._pool.holds(page, hash_) and hash_ not in self._saving and not self.store.lookup([hash_]):
+                    batch[hash_] = page
+            if batch:
+                hashes = list(batch)
+                self._saves[self.store.save(hashes, self._runner.take_pages(list(batch.values())))] = hashes
+                self._saving.update(hashes)
+
+    def _drain_journal(self) -> None:
+        assert self._pool.journal is not None
+        self._unsaved.extend(self._pool.journal)
+        self._pool.journal.clear()
+
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        """The pages of these hashes are wrong: they are dropped from the store."""
+        self.store.forget(hashes)
+
+    def close(self) -> None:
+        """Ends the store, behind what is being saved."""
+        self.store.close()
+
+
+def stored_pages(config: ResolvedConfig, runner: object, weights_id: str | None, stats: EngineStats) -> StoredPages | None:
+    """What the option kv_store asks for; None: nothing.
+
+    weights_id: what names the weights to other engines; None: nobody else may use what this one saves. stats: get its counts.
+
+    Raises:
+      ValueError: a tier can't be had.
+    """
+    if config.engine.kv_store is None:
+        return None
+    assert isinstance(runner, Runner), "engines of several devices are refused"
+    pages, model = config.pages, config.model
+    layout = PageLayout(pages.num_layers, pages.num_kv_heads, pages.page_size, pages.head_dim, pages.dtype)
+    private = secrets.token_hex(16)
+    of_all = f"{model!r} {layout.name}"
+    names = f"{of_all} {weights_id or private}", f"{of_all} {private}"
+    store = make_store(parse_kv_store(config.engine.kv_store), layout)
+    stats.kv_store = KVStoreStats()
+    return StoredPages(store, layout, runner, names, stats.kv_store)

@@ -1,0 +1,67 @@
+"""A page as bytes: a header, then one section a KV head, so that whoever holds a part of the heads reads its part alone.
+
+Owns the format. A header names the layout and the page's hash, and has a digest of each section.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import numpy as np
+
+from jaxserve.kv_store.tier import PageLayout
+
+MAGIC = b"jaxserve KV 1\n"
+
+
+class BlobError(ValueError):
+    """Bytes that are no whole page, or not the one that was asked for."""
+
+
+class ForeignBlobError(BlobError):
+    """A page of another layout: somebody else may use it."""
+
+
+def pack_page(
+    layout: PageLayout,
+    hash_: bytes,
+    page: np.ndarray,  # PageLayout.shape
+) -> bytes:
+    """The page as bytes."""
+    sections = [np.ascontiguousarray(page[:, :, head]).tobytes() for head in range(layout.num_kv_heads)]
+    header = {"layout": layout.name, "hash": hash_.hex(), "sha256": [hashlib.sha256(section).hexdigest() for section in sections]}
+    return MAGIC + json.dumps(header).encode() + b"\n" + b"".join(sections)
+
+
+def unpack_page(
+    layout: PageLayout,
+    hash_: bytes,
+    blob: bytes,
+    out: np.ndarray,  # PageLayout.shape
+) -> None:
+    """Writes the page that `pack_page` made into `out`.
+
+    Raises:
+      BlobError: another format, layout or page, a wrong length, or a digest that differs.
+    """
+    end = blob.find(b"\n", len(MAGIC), len(MAGIC) + (1 << 20))
+    if not blob.startswith(MAGIC) or end < 0:
+        raise BlobError("no KV page of this version of jaxserve")
+    try:
+        header = json.loads(blob[len(MAGIC) : end])
+        said = header["layout"], header["hash"], list(header["sha256"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise BlobError(f"its header can't be read ({error!r})") from None
+    if said[0] != layout.name:
+        raise ForeignBlobError(f"a page of another layout: {said[0]}, not {layout.name}")
+    if said[1] != hash_.hex():
+        raise BlobError(f"another page, {said[1]}")
+    sections, size = memoryview(blob)[end + 1 :], layout.head_bytes
+    if len(sections) != layout.page_bytes or len(said[2]) != layout.num_kv_heads:
+        raise BlobError(f"{len(sections)} bytes of KV, not {layout.page_bytes}")
+    for head in range(layout.num_kv_heads):
+        section = sections[head * size : (head + 1) * size]
+        if hashlib.sha256(section).hexdigest() != said[2][head]:
+            raise BlobError(f"the digest of KV head {head} differs")
+        out[:, :, head] = np.frombuffer(section, out.dtype).reshape(out[:, :, head].shape)

@@ -1,0 +1,227 @@
+"""The store of pages that an engine asks: jobs that load and save pages by hash, and the thread that carries them out.
+
+Owns the interface, KVStore, and TieredStore, whose pages lie in one tier or in several. Knows nothing of devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxserve.kv_store.disk import DiskTier
+from jaxserve.kv_store.host import HostTier
+from jaxserve.kv_store.spec import TierSpec
+from jaxserve.kv_store.tier import PageLayout, Tier, TierStats
+
+logger: logging.Logger = logging.getLogger("jaxserve")
+
+CLOSE_SECONDS = 10.0  # in which pages that wait to be written are, when a store is closed
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """A load or a save that was asked for.
+
+    kind: "load" or "save"; the store's own are "forget" and "stop".
+    hashes: of consecutive pages.
+    pages: [at least as many as hashes, *PageLayout.shape]. A load writes them, a save reads them.
+    num_done: pages of a load that came, from the first on. What stands in the others is nothing.
+    """
+
+    kind: str
+    hashes: Sequence[bytes]
+    pages: Any = None
+    num_done: int = 0
+
+
+class KVStore(Protocol):
+    """Pages by hash. Calls return at once; what they begin ends in `poll`. One thread calls them."""
+
+    def lookup(self, hashes: Iterable[bytes]) -> int:
+        """How many of these, from the first on, the store seems to have. It asks for no hash behind the first that it lacks."""
+        ...
+
+    def load(
+        self,
+        hashes: Sequence[bytes],
+        into: np.ndarray,  # [at least as many, *PageLayout.shape]
+    ) -> Job:
+        """Begins to copy pages into `into`, which the job then owns."""
+        ...
+
+    def save(self, hashes: Sequence[bytes], pages: Any) -> Job:
+        """Begins to keep pages. pages: an array as that of `load`, of a device too, on which the store then waits."""
+        ...
+
+    def poll(self, timeout: float = 0.0) -> list[tuple[Job, bool]]:
+        """Jobs that have ended since the last call, each with whether all of its pages were loaded or kept. Waits up to `timeout`
+        seconds for the first."""
+        ...
+
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        """These pages are wrong: from now on they are not found."""
+        ...
+
+    def stats(self) -> list[TierStats]:
+        """The account of each tier, nearest first."""
+        ...
+
+    def close(self) -> None:
+        """Ends the store; what waits to be kept is, within a time limit."""
+        ...
+
+
+_LOADS_FIRST = {"load": 0, "save": 1, "forget": 1, "stop": 2}
+
+
+class TieredStore:
+    """Tiers, nearest first. A page is written to all of them, and read from the nearest that has it; those nearer get a copy."""
+
+    def __init__(self, tiers: Sequence[Tier]):
+        self._tiers = tuple(tiers)
+        self._jobs: queue.PriorityQueue[tuple[int, int, Job]] = queue.PriorityQueue()
+        self._ended: queue.SimpleQueue[tuple[Job, bool]] = queue.SimpleQueue()
+        self._numbers = itertools.count()
+        self._forgotten: set[bytes] = set()  # whose pages are not dropped yet
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._run, name="jaxserve-kv-store", daemon=True)
+        self._thread.start()
+
+    def lookup(self, hashes: Iterable[bytes]) -> int:
+        """As `KVStore.lookup`."""
+        found = 0
+        for hash_ in hashes:
+            if hash_ in self._forgotten or not any(tier.contains(hash_) for tier in self._tiers):
+                break
+            found += 1
+        return found
+
+    def load(
+        self,
+        hashes: Sequence[bytes],
+        into: np.ndarray,  # [at least as many, *PageLayout.shape]
+    ) -> Job:
+        """As `KVStore.load`. Loads come before saves."""
+        return self._begin(Job("load", hashes, into))
+
+    def save(self, hashes: Sequence[bytes], pages: Any) -> Job:
+        """As `KVStore.save`."""
+        return self._begin(Job("save", hashes, pages))
+
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        """As `KVStore.forget`."""
+        hashes = list(hashes)
+        self._forgotten.update(hashes)
+        self._begin(Job("forget", hashes))
+
+    def _begin(self, job: Job) -> Job:
+        self._jobs.put((_LOADS_FIRST[job.kind], next(self._numbers), job))
+        return job
+
+    def poll(self, timeout: float = 0.0) -> list[tuple[Job, bool]]:
+        """As `KVStore.poll`."""
+        ended = []
+        try:
+            if timeout:
+                ended.append(self._ended.get(timeout=timeout))
+            while True:
+                ended.append(self._ended.get_nowait())
+        except queue.Empty:
+            return ended
+
+    def stats(self) -> list[TierStats]:
+        """As `KVStore.stats`."""
+        return [tier.stats for tier in self._tiers]
+
+    def close(self) -> None:
+        """As `KVStore.close`."""
+        if self._thread.is_alive():
+            self._begin(Job("stop", ()))
+            self._thread.join(CLOSE_SECONDS)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()[2]).kind != "stop":
+            try:
+                if job.kind == "load":
+                    self._load(job)
+                elif job.kind == "save":
+                    ok = self._save(job)
+                    self._ended.put((job, ok))
+                else:
+                    self._drop(job)
+            except Exception as error:  # a page that fails is one that is not there
+                if not self._has_failed:
+                    logger.exception("kv_store: a %s failed: %r (further ones are not logged)", job.kind, error)
+                self._has_failed = True
+                self._ended.put((job, False))
+
+    def _load(self, job: Job) -> None:
+        copies: list[tuple[int, int]] = []  # (page, tiers that lack it)
+        for i, hash_ in enumerate(job.hashes):
+            level = self._read(hash_, job.pages[i])
+            if level is None:
+                break
+            job.num_done = i + 1
+            copies += [(i, level)] if level else []
+        self._ended.put((job, job.num_done == len(job.hashes)))
+        for i, level in copies:
+            self._write(job.hashes[i], job.pages[i], self._tiers[:level])
+
+    def _read(self, hash_: bytes, out: np.ndarray) -> int | None:
+        """Which tier has given the page; None: none has."""
+        if hash_ in self._forgotten:
+            return None
+        for level, tier in enumerate(self._tiers):
+            start = time.perf_counter()
+            if tier.contains(hash_) and tier.read(hash_, out):
+                stats = tier.stats
+                stats.pages_read += 1
+                stats.bytes_read += out.nbytes
+                stats.read_seconds += time.perf_counter() - start
+                return level
+        return None
+
+    def _save(self, job: Job) -> bool:
+        pages = np.asarray(job.pages)  # waits for the device
+        kept = [self._write(hash_, pages[i], self._tiers) for i, hash_ in enumerate(job.hashes) if hash_ not in self._forgotten]
+        job.pages = None
+        return all(kept)
+
+    def _write(self, hash_: bytes, page: np.ndarray, tiers: Sequence[Tier]) -> bool:
+        """Whether all of `tiers` keep the page."""
+        ok = True
+        for tier in tiers:
+            start = time.perf_counter()
+            if not tier.write(hash_, page):
+                ok = False
+                continue
+            tier.stats.pages_written += 1
+            tier.stats.bytes_written += page.nbytes
+            tier.stats.write_seconds += time.perf_counter() - start
+        return ok
+
+    def _drop(self, job: Job) -> None:
+        for hash_ in job.hashes:
+            for tier in self._tiers:
+                tier.forget(hash_)
+        self._forgotten.difference_update(job.hashes)
+
+
+def make_store(specs: Sequence[TierSpec], layout: PageLayout) -> TieredStore:
+    """The store that the option kv_store names, of pages of this layout. ValueError: a tier can't be had."""
+    return TieredStore(
+        [
+            HostTier(layout, spec.max_bytes) if spec.kind == "host" else DiskTier(layout, spec.folder, spec.max_bytes)
+            for spec in specs
+        ]
+    )

@@ -1,0 +1,374 @@
+"""Engines with a store of KV: answers are those of an engine without one, whatever the store does, and no page is lost."""
+
+import random
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve import EngineConfig, SamplingParams
+from jaxserve.engine.sharding import check_sharding
+from jaxserve.execution.compilation import compile_counts
+from jaxserve.kv_store.disk import DiskTier
+from jaxserve.kv_store.host import HostTier
+from jaxserve.kv_store.store import TieredStore
+from jaxserve.models import named_leaves, with_leaves
+from jaxserve.request import RequestStatus
+from tests.dummy import ONE_BUCKET, VOCAB, Ask, add, assert_empty, differences, dummy_model, make_engine, poison, serve
+
+HOST = "host:4MiB"  # 4,096 pages
+NAME = "weights of the tests"
+
+
+def prompt(n, seed=0):
+    return np.random.default_rng(seed).integers(1, VOCAB, n).tolist()
+
+
+def asks(*seeds, n=40, **params):
+    params = {"max_tokens": 9, "temperature": 1.0, "seed": 3, "ignore_eos": True, "logprobs": 1, **params}
+    return [Ask(prompt(n, seed), SamplingParams(**params)) for seed in seeds]
+
+
+def engine_with(store=HOST, **settings):
+    engine = make_engine(dummy_model(), bucket_plan=ONE_BUCKET, **{"kv_store": store, "pool_pages": 30, **settings})
+    if engine.stored_pages is not None:
+        engine.stored_pages.load_seconds = 60.0  # of a slow machine
+    return engine
+
+
+def settle(engine):
+    """Waits until all that was saved is kept."""
+    stored = engine.stored_pages
+    while stored._saves or stored._unsaved:
+        stored.save(rest=True)
+        stored.poll(10.0)
+
+
+def served(engine, wanted):
+    """The answers, once their pages are kept too."""
+    answers = serve(engine, wanted).answers
+    settle(engine)
+    return answers
+
+
+def expected(wanted):
+    return serve(make_engine(dummy_model(), bucket_plan=ONE_BUCKET), wanted).answers
+
+
+def hold_loads(engine):
+    """Loads that begin from now on never end. Returns what they were asked for."""
+    asked = []
+    engine.stored_pages.store.load = lambda hashes, into: asked.append((hashes, into)) or object()
+    return asked
+
+
+@pytest.fixture
+def closed():
+    """A list of engines that are closed at the end, their threads with them."""
+    engines = []
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+def test_pages_that_the_pool_has_lost_come_from_the_store(closed):
+    engine, wanted = engine_with(), asks(*range(6))
+    closed.append(engine)
+    assert differences(served(engine, wanted), expected(wanted)) == []
+    num_computed, num_cached = engine.stats.prefill_tokens, engine.pool.num_hit_tokens
+    assert differences(served(engine, wanted), expected(wanted)) == []
+    stats = engine.stats.kv_store
+    assert stats.num_hit_tokens > 6 * 20 and stats.num_failed_loads == 0
+    assert engine.pool.num_hit_tokens - num_cached >= 6 * 36 - 4 * 4, "a loaded page was lost before it was used"
+    assert engine.stats.prefill_tokens - num_computed <= 6 * 4 + 4 * 4
+    (tier,) = stats.tiers
+    assert tier.pages_read * 4 == stats.num_hit_tokens and tier.bytes_read == tier.pages_read * 1024
+
+
+def test_output_tokens_are_kept_for_the_next_turn(closed):
+    engine = engine_with()
+    closed.append(engine)
+    (first,) = asks(0)
+    answer = served(engine, [first])["0"].tokens
+    engine.reset_prefix_cache()
+    second = Ask(first.prompt + answer, first.params)
+    engine.add_request("x", second.prompt, second.params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert engine.stats.kv_store.num_hit_tokens == 48  # of 49 tokens
+
+
+def test_others_pass_a_request_that_waits_for_kv(closed):
+    engine = engine_with()
+    closed.append(engine)
+    served(engine, asks(0))
+    engine.reset_prefix_cache()
+    load, jobs = engine.stored_pages.store.load, hold_loads(engine)
+    (waits,), (passes,) = (add(engine, name, ask) for name, ask in zip("ab", asks(0, 1), strict=True))
+    engine.step()
+    assert waits.status is RequestStatus.WAITING_FOR_KV and passes.status is RequestStatus.RUNNING
+    assert waits in engine.scheduler.waiting and len(jobs) == 1
+    engine.scheduler.check_invariants()
+    (job,) = engine.stored_pages._loads
+    engine.stored_pages._loads[load(*jobs[0])] = engine.stored_pages._loads.pop(job)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert waits.num_cached_tokens == 36
+    assert_empty(engine)
+
+
+def test_requests_with_one_prefix_load_it_once(closed):
+    engine, wanted = engine_with(), asks(0, 0, 0, max_tokens=2)
+    closed.append(engine)
+    served(engine, wanted)
+    engine.reset_prefix_cache()
+    assert differences(served(engine, wanted), expected(wanted)) == []
+    assert engine.stats.kv_store.num_hit_tokens == 36
+
+
+def test_a_load_that_does_not_come_is_given_up(closed, caplog):
+    engine, wanted = engine_with(), asks(0)
+    closed.append(engine)
+    served(engine, wanted)
+    engine.reset_prefix_cache()
+    engine.stored_pages.load_seconds = 0.05
+    late = hold_loads(engine)
+    assert differences(serve(engine, wanted).answers, expected(wanted)) == []
+    assert late and engine.stats.kv_store.num_failed_loads == 1 and "did not come within 0.05 s" in caplog.text
+    assert engine.stats.kv_store.num_hit_tokens == 0
+
+
+@pytest.mark.parametrize("how", ["abort", "finish"])
+def test_an_ended_request_leaves_nothing_of_its_load(closed, how):
+    engine = engine_with()
+    closed.append(engine)
+    served(engine, asks(0))
+    engine.reset_prefix_cache()
+    hold_loads(engine)
+    (request,) = add(engine, "a", asks(0)[0])
+    engine.step()
+    assert request.status is RequestStatus.WAITING_FOR_KV and engine.pool.num_free_pages < 30
+    if how == "abort":
+        engine.abort("a")
+    else:
+        engine.finish(request, "stop")
+    assert_empty(engine)
+    del engine.stored_pages.store.load  # the next loads do
+    engine.sleep()
+    engine.wake_up()
+    poison(engine)
+    assert differences(served(engine, asks(0, 1)), expected(asks(0, 1))) == []
+
+
+def test_two_engines_share_a_folder_and_it_survives_restarts(tmp_path, closed):
+    wanted, store = asks(*range(4)), f"host:64KiB,disk:{tmp_path}:16MiB"
+    first = engine_with(store, weights_id=NAME)
+    closed.append(first)
+    served(first, wanted)
+    for name, num_hits in ((NAME, 4 * 36), ("others", 0), (None, 0)):
+        engine = engine_with(store, weights_id=name)
+        closed.append(engine)
+        assert differences(served(engine, wanted), expected(wanted)) == []
+        assert engine.stats.kv_store.num_hit_tokens == num_hits
+
+
+def other_weights():
+    leaves = {path: jnp.asarray(-np.asarray(x)) for path, x in named_leaves(dummy_model()).items()}
+    return with_leaves(dummy_model(), leaves)
+
+
+@pytest.mark.parametrize("in_flight", ["refuse", "recompute", "keep"])
+def test_no_page_of_old_weights_is_loaded(tmp_path, closed, in_flight):
+    """Also where another engine that was given other weights saved pages for its own."""
+    store, wanted = f"disk:{tmp_path}:16MiB", asks(0, 1)
+    engines = [engine_with(store, weights_id=NAME) for _ in range(2)]
+    closed += engines
+    for engine in engines:
+        served(engine, wanted)
+    engines[0].reset_prefix_cache()
+    if in_flight != "refuse":
+        hold_loads(engines[0])
+        add(engines[0], "x", asks(0)[0])
+        engines[0].step()
+        assert engines[0].stored_pages.is_loading
+    hits = engines[0].stats.kv_store.num_hit_tokens
+    engines[0].update_params(other_weights(), in_flight)
+    assert not engines[0].stored_pages.is_loading
+    engines[0].abort("x")
+    right = serve(make_engine(other_weights(), bucket_plan=ONE_BUCKET), wanted).answers
+    assert differences(served(engines[0], wanted), right) == []
+    assert engines[0].stats.kv_store.num_hit_tokens == hits
+    num_read = engines[1].stats.kv_store.tiers[0].pages_read
+    engines[1].update_params(dummy_model())  # its first update, as that of the other engine
+    assert differences(served(engines[1], wanted), expected(wanted)) == []
+    assert engines[1].stats.kv_store.tiers[0].pages_read == num_read
+
+
+def test_a_request_whose_logits_are_not_numbers_is_not_kept(closed):
+    """Its pages are dropped from the store as from the prefix cache."""
+    engine = engine_with()
+    closed.append(engine)
+    served(engine, asks(0))
+    (request,) = add(engine, "bad", asks(0)[0])
+    while request.status is not RequestStatus.RUNNING:
+        engine.step()
+    engine.runner.state = jax.tree.map(lambda x: x, engine.runner.state)
+    nan = [jnp.full_like(pages, jnp.nan) for pages in engine.runner.state.kv_pages]
+    engine.runner.state.kv_pages[:] = nan
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert request.finish_reason == "error"
+    assert engine.stored_pages.store.lookup(request.hash_chain[1:2]) == 0
+    engine._make_host_state(30)
+    engine.runner.reset()
+    assert differences(served(engine, asks(0)), expected(asks(0))) == []
+
+
+def test_requests_lose_nothing_by_a_step_that_breaks_off(closed):
+    engine, wanted = engine_with(), asks(0, 1)
+    closed.append(engine)
+    served(engine, wanted)
+    engine.reset_prefix_cache()
+    add(engine, "a", wanted[0])
+    engine.step()
+    fetch, engine.runner.fetch = engine.runner.fetch, None
+    with pytest.raises(TypeError):
+        for _ in range(50):
+            engine.step()
+    engine.runner.fetch = fetch
+    assert_empty(engine)
+    assert differences(served(engine, wanted), expected(wanted)) == []
+
+
+@pytest.mark.parametrize("pool_pages", [30, 14])
+def test_preempted_requests_load_what_they_had(closed, pool_pages):
+    wanted = [*asks(*range(3), n=20, max_tokens=26), *asks(4, n=9, prompt_logprobs=1)]
+    engine = engine_with(pool_pages=pool_pages)
+    closed.append(engine)
+    run = serve(engine, wanted)
+    assert differences(run.answers, expected(wanted)) == []
+    assert run.stats.num_preemptions or pool_pages > 14
+    settle(engine)
+    assert differences(serve(engine, wanted).answers, expected(wanted)) == []
+
+
+def test_scored_tokens_are_computed(closed):
+    engine, wanted = engine_with(), asks(0, prompt_logprobs=1)
+    closed.append(engine)
+    served(engine, asks(0))
+    engine.reset_prefix_cache()
+    assert differences(served(engine, wanted), expected(wanted)) == []
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_warm_up(closed):
+    engine = make_engine(
+        dummy_model(), bucket_plan=ONE_BUCKET, kv_store=HOST, pool_pages=30, warm_up="first_use", compile_anew="all"
+    )
+    closed.append(engine)
+    engine.runner.warm_up()
+    before = compile_counts().programs
+    engine.add_request("a", prompt(40), SamplingParams(max_tokens=5))
+    for _ in range(2):
+        while engine.has_unfinished_requests():
+            engine.step()
+        settle(engine)
+        engine.reset_prefix_cache()
+        engine.add_request("b", prompt(40), SamplingParams(max_tokens=5))
+    engine.abort("b")
+    assert compile_counts().programs == before
+
+
+def test_without_a_store_there_is_nothing_of_it():
+    engine = engine_with(None)
+    assert engine.stored_pages is None and engine.pool.journal is None and engine.stats.kv_store is None
+    assert not {"take", "put"} & set(engine.runner.programs.keys)
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_engines_of_several_devices_are_refused(name):
+    with pytest.raises(NotImplementedError, match=f"{name}=2: leave kv_store out"):
+        check_sharding(EngineConfig(kv_store=HOST, **{name: 2}))
+
+
+class Flaky:
+    """A tier that at random fails, lies about what it has, takes its time, or damages nothing but what it says was not read."""
+
+    def __init__(self, tier, seed):
+        self.tier, self.stats, self.random = tier, tier.stats, random.Random(seed)
+
+    def contains(self, hash_):
+        return self.tier.contains(hash_) if self.random.random() < 0.9 else self.random.random() < 0.5
+
+    def read(self, hash_, out):
+        what = self.random.random()
+        if what < 0.05:
+            raise OSError("by chance")
+        if what < 0.2:
+            out.fill(np.nan)
+            return False
+        time.sleep(0.003 * (what > 0.8))
+        return self.tier.read(hash_, out)
+
+    def write(self, hash_, page):
+        what = self.random.random()
+        if what < 0.05:
+            raise MemoryError("by chance")
+        return what > 0.1 and self.tier.write(hash_, page)
+
+    def forget(self, hash_):
+        self.tier.forget(hash_)
+
+
+def fuzz(closed, folder, num_requests, seed):
+    """Conversations whose turns come back at random, some aborted, with a store that fails at random."""
+    rng, engine = random.Random(seed), engine_with(pool_pages=40)
+    stored = engine.stored_pages
+    stored.store.close()
+    tiers = [HostTier(stored._layout, 100 << 10), DiskTier(stored._layout, folder, 400 << 10)]
+    stored.store, stored.load_seconds = TieredStore([Flaky(tier, seed) for tier in tiers]), 0.02
+    closed.append(engine)
+    conversations = [prompt(rng.randrange(3, 60), i) for i in range(12)]
+    params = {"temperature": 1.0, "ignore_eos": True}
+    wanted, kept, answers = {}, {}, {}
+    while len(wanted) < num_requests or engine.has_unfinished_requests():
+        for _ in range(rng.randrange(3)) if len(wanted) < num_requests else ():
+            c = rng.randrange(len(conversations))
+            turn = conversations[c][: rng.randrange(1, 1 + len(conversations[c]))]
+            name, ask = str(len(wanted)), Ask(turn, SamplingParams(max_tokens=rng.randrange(1, 12), seed=c, **params))
+            wanted[name] = ask
+            answers[name] = []
+            kept[name] = rng.random() > 0.1
+            add(engine, name, ask)
+        for output in engine.step():
+            answers[output.request.request_id] += output.new_token_ids
+        for name in [name for name, keep in kept.items() if not keep and rng.random() < 0.2]:
+            engine.abort(name)
+            del kept[name]
+        engine.scheduler.check_invariants()
+        poison(engine)
+    assert_empty(engine)
+    plain = make_engine(dummy_model(), bucket_plan=ONE_BUCKET)
+    for name in kept:
+        ask = wanted[name]
+        plain.add_request(name, ask.prompt, ask.params)
+    right = {name: [] for name in kept}
+    while plain.has_unfinished_requests():
+        for output in plain.step():
+            right[output.request.request_id] += output.new_token_ids
+    assert {name: answers[name] for name in kept if kept[name]} == {name: right[name] for name in kept if kept[name]}
+    assert engine.stats.kv_store.num_hit_tokens and engine.stats.kv_store.num_failed_loads
+    return engine
+
+
+def test_a_store_that_fails_at_random_changes_no_answer(closed, tmp_path):
+    fuzz(closed, tmp_path, 60, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_thousands_of_requests_and_a_store_that_fails_at_random(closed, tmp_path, seed):
+    engine = fuzz(closed, tmp_path, 1000, 10 + seed)
+    assert engine.scheduler.stats().num_preemptions

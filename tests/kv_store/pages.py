@@ -1,0 +1,21 @@
+"""Small pages for tests of stores."""
+
+import hashlib
+
+import numpy as np
+
+from jaxserve.kv_store.tier import PageLayout
+
+LAYOUT = PageLayout(num_layers=2, num_kv_heads=3, page_size=4, head_dim=8, dtype=np.dtype("float32"))
+
+
+def hash_of(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest()
+
+
+def page_of(number: int, layout: PageLayout = LAYOUT) -> np.ndarray:
+    return np.random.default_rng(number).standard_normal(layout.shape).astype(layout.dtype)
+
+
+def empty(num_pages: int | None = None) -> np.ndarray:
+    return np.full(LAYOUT.shape if num_pages is None else (num_pages, *LAYOUT.shape), np.nan, LAYOUT.dtype)

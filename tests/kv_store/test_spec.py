@@ -1,0 +1,35 @@
+"""The option kv_store."""
+
+import pytest
+
+from jaxserve import EngineConfig
+from jaxserve.kv_store.spec import TierSpec, parse_kv_store
+
+
+@pytest.mark.parametrize(
+    ("text", "tiers"),
+    [
+        ("host:4GiB", [TierSpec("host", 4 << 30)]),
+        ("host:1.5MB", [TierSpec("host", 1_500_000)]),
+        ("disk:/a:b/c:2TiB", [TierSpec("disk", 2 << 40, "/a:b/c")]),
+        ("host:7B,disk:kv:1KiB", [TierSpec("host", 7), TierSpec("disk", 1024, "kv")]),
+    ],
+)
+def test_tiers_are_read(text, tiers):
+    assert parse_kv_store(text) == tuple(tiers)
+    assert EngineConfig(kv_store=text).kv_store == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "host", "host:", "host:4", "host:4gib", "host:-1GiB", "host:0GiB", "host:/x:1GiB", "disk:1GiB", "disk::1GiB", "tape:1GiB"]
+    + ["host:1GiB,host:1GiB", "disk:/x:1GiB,host:1GiB", "host:1GiB,", 7],
+)
+def test_what_is_no_tier_is_named(text):
+    with pytest.raises(ValueError, match="kv_store="):
+        EngineConfig(kv_store=text)
+
+
+def test_pages_are_kept_by_the_hashes_of_the_prefix_cache():
+    with pytest.raises(ValueError, match="enable_prefix_caching is False"):
+        EngineConfig(kv_store="host:1GiB", enable_prefix_caching=False)

@@ -1,0 +1,164 @@
+"""Tiers: what was written is read bit for bit, within the bound, and what can't be used is not."""
+
+import errno
+import logging
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxserve.kv_store import disk
+from jaxserve.kv_store.blob import pack_page, unpack_page
+from jaxserve.kv_store.disk import DiskTier
+from jaxserve.kv_store.host import HostTier
+from jaxserve.kv_store.tier import PageLayout
+from tests.kv_store.pages import LAYOUT, empty, hash_of, page_of
+
+BLOB_BYTES = len(pack_page(LAYOUT, hash_of(0), page_of(0)))
+
+
+def disk_tier(folder, num_pages=100, layout=LAYOUT):
+    return DiskTier(layout, folder, num_pages * BLOB_BYTES)
+
+
+@pytest.fixture(params=["host", "disk"])
+def tier(request, tmp_path):
+    return HostTier(LAYOUT, 100 * LAYOUT.page_bytes) if request.param == "host" else disk_tier(tmp_path / "new" / "kv")
+
+
+def test_pages_come_back_bit_for_bit(tier):
+    for i in range(5):
+        assert not tier.contains(hash_of(i))
+        assert tier.write(hash_of(i), page_of(i))
+    for i in range(5):
+        out = empty()
+        assert tier.contains(hash_of(i)) and tier.read(hash_of(i), out)
+        np.testing.assert_array_equal(out, page_of(i))
+    tier.forget(hash_of(3))
+    tier.forget(hash_of(77))
+    assert not tier.contains(hash_of(3)) and not tier.read(hash_of(3), empty()) and tier.contains(hash_of(4))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+def test_a_blob_holds_any_dtype(dtype):
+    layout = PageLayout(2, 3, 4, 8, np.dtype(dtype))
+    page, out = page_of(1, layout), np.zeros(layout.shape, layout.dtype)
+    unpack_page(layout, hash_of(1), pack_page(layout, hash_of(1), page), out)
+    np.testing.assert_array_equal(out.view(np.uint8), page.view(np.uint8))
+
+
+def test_a_blob_has_a_section_for_each_kv_head():
+    """Whoever holds head 1 alone finds it at its place behind the header."""
+    page = page_of(0)
+    blob = pack_page(LAYOUT, hash_of(0), page)
+    start = len(blob) - LAYOUT.page_bytes + LAYOUT.head_bytes
+    assert blob[start : start + LAYOUT.head_bytes] == page[:, :, 1].tobytes()
+
+
+def test_the_host_tier_evicts_what_was_used_least_recently():
+    tier = HostTier(LAYOUT, 3 * LAYOUT.page_bytes + 1)
+    for i in range(3):
+        tier.write(hash_of(i), page_of(i))
+    tier.read(hash_of(0), empty())
+    tier.write(hash_of(3), page_of(3))
+    assert [tier.contains(hash_of(i)) for i in range(4)] == [True, False, True, True]
+    assert tier.stats.bytes_held == 3 * LAYOUT.page_bytes
+    tier.forget(hash_of(0))
+    tier.write(hash_of(4), page_of(4))
+    out = empty()
+    assert tier.read(hash_of(3), out) and (out == page_of(3)).all() and tier.contains(hash_of(2))
+
+
+def test_a_host_tier_must_hold_a_page():
+    with pytest.raises(ValueError, match=f"takes {LAYOUT.page_bytes}"):
+        HostTier(LAYOUT, LAYOUT.page_bytes - 1)
+
+
+def test_a_folder_stays_within_its_bound(tmp_path):
+    tier = disk_tier(tmp_path, 10)
+    for i in range(25):
+        tier.write(hash_of(i), page_of(i))
+        if tier.contains(hash_of(0)):
+            os.utime(tier._path(hash_of(i)), (i, i))  # used at second i
+            os.utime(tier._path(hash_of(0)))  # and this one just now
+        assert sum(file.stat().st_size for file in tmp_path.rglob("*.kv")) <= 10 * BLOB_BYTES
+    assert tier.contains(hash_of(0)) and tier.contains(hash_of(24)) and not tier.contains(hash_of(1))
+
+
+def test_a_folder_survives_restarts_and_is_shared(tmp_path):
+    one, other = disk_tier(tmp_path), disk_tier(tmp_path)
+    one.write(hash_of(1), page_of(1))
+    out = empty()
+    assert other.read(hash_of(1), out) and (out == page_of(1)).all()
+    assert disk_tier(tmp_path).stats.bytes_held == BLOB_BYTES
+
+
+def damage(kind, blob):
+    at = len(blob) - LAYOUT.page_bytes
+    return {
+        "a bit of the KV": blob[:-5] + bytes([blob[-5] ^ 1]) + blob[-4:],
+        "truncated": blob[:-1],
+        "header alone": blob[:at],
+        "empty": b"",
+        "not a blob": b"x" * len(blob),
+        "header that is no JSON": blob[:30] + b"\xff" + blob[31:],
+        "another page": pack_page(LAYOUT, hash_of(2), page_of(2)),
+        "longer": blob + b"0",
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["a bit of the KV", "truncated", "header alone", "empty", "not a blob", "header that is no JSON", "another page", "longer"],
+)
+def test_damaged_files_are_not_used_but_dropped(tmp_path, caplog, kind):
+    tier = disk_tier(tmp_path)
+    for i in (0, 1):
+        tier.write(hash_of(i), page_of(i))
+        path = tier._path(hash_of(i))
+        path.write_bytes(damage(kind, path.read_bytes()))
+    with caplog.at_level(logging.WARNING):
+        assert not tier.read(hash_of(0), empty()) and not tier.read(hash_of(1), empty())
+    assert [r.name for r in caplog.records] == ["jaxserve"] and "is not used" in caplog.text, "one line for all of them"
+    assert tier.stats.num_failures == 2 and not tier.contains(hash_of(0))
+    assert tier.write(hash_of(0), page_of(0)) and tier.read(hash_of(0), empty())
+
+
+def test_a_page_of_another_layout_is_left_to_its_owner(tmp_path, caplog):
+    theirs = disk_tier(tmp_path, layout=PageLayout(2, 3, 8, 4, np.dtype("float32")))
+    theirs.write(hash_of(0), page_of(0, theirs._layout))
+    tier = disk_tier(tmp_path)
+    assert not tier.read(hash_of(0), empty())
+    assert "another layout: L2 K3 P8 H4 float32, not L2 K3 P4 H8 float32" in caplog.text
+    assert theirs.read(hash_of(0), np.empty(theirs._layout.shape, np.float32))
+
+
+def test_a_full_disk_is_said_once_and_leaves_nothing_half_written(tmp_path, caplog, monkeypatch):
+    tier = disk_tier(tmp_path)
+    with monkeypatch.context() as patch:
+
+        def full(path, data):
+            path.touch()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(disk.Path, "write_bytes", full)
+        assert not tier.write(hash_of(0), page_of(0)) and not tier.write(hash_of(1), page_of(1))
+    assert caplog.text.count("No space left on device") == 1 and tier.stats.num_failures == 2
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert tier.write(hash_of(0), page_of(0)) and tier.read(hash_of(0), empty())
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file' can't be used"):
+        disk_tier(tmp_path / "file")
+
+
+def test_files_of_processes_that_died_are_removed(tmp_path):
+    old, new = tmp_path / f"a{disk.UNFINISHED}", tmp_path / f"b{disk.UNFINISHED}"
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (1, 1))
+    disk_tier(tmp_path)
+    assert new.exists() and not old.exists()
