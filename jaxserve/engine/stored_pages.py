@@ -24,7 +24,7 @@ from jaxserve.execution.page_transfer import MAX_SAVES, TRANSFER_PAGES
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.execution.runner import Runner
 from jaxserve.kv_store.spec import parse_kv_store
-from jaxserve.kv_store.store import Job, KVStore, make_store
+from jaxserve.kv_store.store import CLOSE_SECONDS, Job, KVStore, make_store
 from jaxserve.kv_store.tier import PageLayout
 from jaxserve.request import Request
 from jaxserve.scheduling.page_pool import PagePool, extend_hash_chain
@@ -197,7 +197,12 @@ class StoredPages:
         self.store.forget(hashes)
 
     def close(self) -> None:
-        """Ends the store, behind what is being saved."""
+        """Ends the store, behind what can be saved in CLOSE_SECONDS."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        self.save(rest=True)
+        while self._unsaved and time.monotonic() < deadline:
+            self.poll(IDLE_WAIT)
+            self.save(rest=True)
         self.store.close()
 
 

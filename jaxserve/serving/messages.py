@@ -171,7 +171,7 @@ class LoopStats:
     num_compiles: int = 0
     num_programs_left: int = 0  # of the bucket plan's, not compiled yet
     compile_seconds: float = 0.0
-    kv_store: KVStoreStats | None = None  # None: there is none
+    kv_store: KVStoreStats | None = None  # as of the last turn; None: there is none
     num_failures: int = 0  # steps that raised
     step_seconds: float | None = None  # of the step that this report follows
     is_paused: bool = False

@@ -1,0 +1,126 @@
+"""What a store of KV is worth, and what it costs: conversations larger than the pool, with the store and without it by turns.
+
+    python -m scripts.bench_kv_store --model=MODEL.gguf --kv_store=host:2GiB
+
+Two engines share the weights. Each round has new conversations, more than the pool holds. First all ask their first turn, one after
+the other (no prompt was seen before, so that nothing hits); then all ask their second turn: what was said, the answer, and a new
+question. Reported are the time to the first token of second turns, and the time of the first turns from end to end, whose ratio is
+what the store costs where nothing hits. Ratios are medians of the rounds'. All programs are compiled before.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from jaxserve.cli.common.bench_models import bench_model
+from jaxserve.cli.common.command import refuse_bad_input, run_command
+from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
+from jaxserve.cli.common.provenance import provenance, write_json
+
+_CONVERSATIONS = flags.DEFINE_integer("conversations", 6, "Conversations of a round.", lower_bound=1)
+_TURN = flags.DEFINE_integer("turn", 1024, "Tokens of a first turn's prompt.", lower_bound=2)
+_QUESTION = flags.DEFINE_integer("question", 32, "Tokens that a second turn adds to what was said.", lower_bound=1)
+_ANSWER = flags.DEFINE_integer("answer", 16, "Tokens of an answer.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds; one more comes before.", lower_bound=1)
+_JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
+define_engine_flags(model="tiny-qwen3", warm_up="all", kv_store="host:1GiB", max_num_seqs=4)
+
+
+def ask(engine: Any, name: str, prompt: list[int]) -> tuple[float, list[int]]:
+    """(seconds to the first token, the answer) of one request that runs alone."""
+    from jaxserve import SamplingParams
+
+    first, answer, start = 0.0, [], time.perf_counter()
+    engine.add_request(name, prompt, SamplingParams(max_tokens=_ANSWER.value, temperature=0, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            first = first or time.perf_counter() - start
+            answer += output.new_token_ids
+    return first, answer
+
+
+def one_round(engine: Any, prompts: list[list[int]], questions: list[list[int]]) -> tuple[float, list[float], list[list[int]]]:
+    """(seconds of all first turns, seconds to the first token of each second turn, all answers)."""
+    start = time.perf_counter()
+    first = [ask(engine, f"{i}/1", prompt)[1] for i, prompt in enumerate(prompts)]
+    elapsed = time.perf_counter() - start
+    second = [
+        ask(engine, f"{i}/2", prompt + answer + question)
+        for i, (prompt, answer, question) in enumerate(zip(prompts, first, questions, strict=True))
+    ]
+    return elapsed, [seconds for seconds, _ in second], first + [answer for _, answer in second]
+
+
+def main() -> None:
+    from jaxserve import Engine
+    from jaxserve.llm import engine_config
+
+    with refuse_bad_input():
+        options: dict[str, Any] = engine_options()
+        page_size = options["page_size"] or 64
+        longest = _TURN.value + 2 * _ANSWER.value + _QUESTION.value
+        pages = -(-longest // page_size)
+        options = {**options, "max_model_len": options["max_model_len"] or longest}
+        options["num_pages"] = options["num_pages"] or pages * max(1, _CONVERSATIONS.value // 2)
+        model = bench_model(flags.FLAGS.model, options["dtype"])
+        engines = {
+            name: Engine(model, engine_config(options | {"kv_store": store}), eos_token_ids=())
+            for name, store in (("off", None), ("on", options["kv_store"]))
+        }
+    print(engines["on"].describe(), file=sys.stderr)
+    rng = np.random.default_rng(0)
+    first: dict[str, list[float]] = {"off": [], "on": []}
+    ttft: dict[str, list[list[float]]] = {"off": [], "on": []}
+    for i in range(-1, _ROUNDS.value):
+        vocab_size, answers = engines["on"].config.model.vocab_size, {}
+        prompts = rng.integers(1, vocab_size, (_CONVERSATIONS.value, _TURN.value)).tolist()
+        questions = rng.integers(1, vocab_size, (_CONVERSATIONS.value, _QUESTION.value)).tolist()
+        for name in ("off", "on") if i % 2 else ("on", "off"):
+            elapsed, seconds, answers[name] = one_round(engines[name], prompts, questions)
+            if i >= 0:
+                first[name].append(elapsed)
+                ttft[name].append(seconds)
+        assert answers["on"] == answers["off"], "the store has changed an answer"
+    report(first, ttft, engines["on"].stats.kv_store)
+
+
+def report(first: dict[str, list[float]], ttft: dict[str, list[list[float]]], stats: Any) -> None:
+    """Prints one line, and writes the JSON."""
+    medians = {name: [statistics.median(seconds) for seconds in ttft[name]] for name in ttft}
+    faster = statistics.median(off / on for off, on in zip(medians["off"], medians["on"], strict=True))
+    slower = statistics.median(on / off for off, on in zip(first["off"], first["on"], strict=True))
+    off, on = (1e3 * statistics.median(medians[name]) for name in ("off", "on"))
+    print(
+        f"{flags.FLAGS.model}, {flags.FLAGS.kv_store}: median time to the first token of second turns {off:.1f} ms without the "
+        f"store, {on:.1f} ms with it ({faster:.2f} times as fast); first turns, which hit nothing, take {slower:.3f} times as long "
+        f"with it; {stats.num_hit_tokens} of {stats.num_queried_tokens} tokens hit"
+    )
+    write_json(
+        _JSON.value,
+        {
+            "benchmark": "kv_store",
+            "model": flags.FLAGS.model.rpartition("/")[2],
+            "conversations": _CONVERSATIONS.value,
+            "turn": _TURN.value,
+            "question": _QUESTION.value,
+            "answer": _ANSWER.value,
+            "seconds_first_turns": first,
+            "ttft_second_turns": ttft,
+            "ttft_ratio": faster,
+            "no_hit_ratio": slower,
+            "num_hit_tokens": stats.num_hit_tokens,
+            "num_queried_tokens": stats.num_queried_tokens,
+            "tiers": [vars(tier) for tier in stats.tiers],
+            **provenance(),
+        },
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

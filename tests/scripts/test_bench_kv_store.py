@@ -1,0 +1,24 @@
+"""scripts.bench_kv_store runs, its two engines answer alike, and second turns hit. How fast they are is no test's business."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.slow  # a command; tests/engine/test_stored_pages.py has the store
+
+
+def test_second_turns_hit(tmp_path):
+    flags = ["--rounds=2", "--conversations=4", "--turn=96", "--page_size=16", "--max_num_batched_tokens=64", "--max_num_seqs=2"]
+    environment = os.environ | {"JAXSERVE_CACHE": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "scripts.bench_kv_store", *flags, "--kv_store=host:64MiB", f"--json={tmp_path / 'out.json'}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["num_hit_tokens"] > 3 * 4 * 48 and result["tiers"][0]["pages_read"] * 16 == result["num_hit_tokens"]
+    assert [len(seconds) for seconds in result["ttft_second_turns"]["on"]] == [4, 4] and result["ttft_ratio"] > 0
