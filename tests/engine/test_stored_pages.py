@@ -162,6 +162,21 @@ def test_an_ended_request_leaves_nothing_of_its_load(closed, how):
     assert differences(served(engine, asks(0, 1)), expected(asks(0, 1))) == []
 
 
+def test_a_page_that_is_reused_before_it_is_saved_is_left_out(closed):
+    engine, wanted = engine_with(), asks(*range(6))
+    closed.append(engine)
+    stored, save = engine.stored_pages, engine.stored_pages.store.save
+    stored.store.save = lambda hashes, pages: object()  # saves that never end, so that pages queue up
+    assert differences(serve(engine, wanted).answers, expected(wanted)) == []
+    assert len(stored._unsaved) > engine.pool.num_pages, "some of these pages hold other tokens by now"
+    stored.store.save = save
+    stored._saves.clear()
+    settle(engine)
+    engine.reset_prefix_cache()
+    assert differences(served(engine, wanted), expected(wanted)) == []
+    assert engine.stats.kv_store.num_hit_tokens
+
+
 def test_two_engines_share_a_folder_and_it_survives_restarts(tmp_path, closed):
     wanted, store = asks(*range(4)), f"host:64KiB,disk:{tmp_path}:16MiB"
     first = engine_with(store, weights_id=NAME)
