@@ -76,13 +76,14 @@ def closed():
 def test_pages_that_the_pool_has_lost_come_from_the_store(closed):
     engine, wanted = engine_with(), asks(*range(6))
     closed.append(engine)
-    assert differences(served(engine, wanted), expected(wanted)) == []
-    num_computed, num_cached = engine.stats.prefill_tokens, engine.pool.num_hit_tokens
-    assert differences(served(engine, wanted), expected(wanted)) == []
+    for _ in range(2):
+        num_computed, num_cached = engine.stats.prefill_tokens, engine.pool.num_hit_tokens
+        for ask in wanted:  # one at a time: none is preempted
+            assert differences(served(engine, [ask]), expected([ask])) == []
     stats = engine.stats.kv_store
     assert stats.num_hit_tokens > 6 * 20 and stats.num_failed_loads == 0
-    assert engine.pool.num_hit_tokens - num_cached >= 6 * 36 - 4 * 4, "a loaded page was lost before it was used"
-    assert engine.stats.prefill_tokens - num_computed <= 6 * 4 + 4 * 4
+    assert engine.pool.num_hit_tokens - num_cached == 6 * 36, "a loaded page was lost before it was used"
+    assert engine.stats.prefill_tokens - num_computed == 6 * 4
     (tier,) = stats.tiers
     assert tier.pages_read * 4 == stats.num_hit_tokens and tier.bytes_read == tier.pages_read * 1024
 
@@ -179,11 +180,11 @@ def test_a_page_that_is_reused_before_it_is_saved_is_left_out(closed):
 
 def test_two_engines_share_a_folder_and_it_survives_restarts(tmp_path, closed):
     wanted, store = asks(*range(4)), f"host:64KiB,disk:{tmp_path}:16MiB"
-    first = engine_with(store, weights_id=NAME)
+    first = engine_with(store, weights_id=NAME, pool_pages=100)
     closed.append(first)
     served(first, wanted)
     for name, num_hits in ((NAME, 4 * 36), ("others", 0), (None, 0)):
-        engine = engine_with(store, weights_id=name)
+        engine = engine_with(store, weights_id=name, pool_pages=100)  # no request is preempted
         closed.append(engine)
         assert differences(served(engine, wanted), expected(wanted)) == []
         assert engine.stats.kv_store.num_hit_tokens == num_hits
