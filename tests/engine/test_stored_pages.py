@@ -2,18 +2,21 @@
 
 import random
 import time
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import EngineConfig, SamplingParams
+from jaxserve import Engine, SamplingParams
+from jaxserve.config import engine_config
 from jaxserve.engine.sharding import check_sharding
+from jaxserve.engine.stats import KVStoreStats
 from jaxserve.execution.compilation import compile_counts
 from jaxserve.kv_store.disk import DiskTier
 from jaxserve.kv_store.host import HostTier
 from jaxserve.kv_store.store import TieredStore
+from jaxserve.kv_store.tier import Tier
 from jaxserve.models import named_leaves, with_leaves
 from jaxserve.request import RequestStatus
 from tests.dummy import ONE_BUCKET, VOCAB, Ask, add, assert_empty, differences, dummy_model, make_engine, poison, serve
@@ -31,19 +34,30 @@ def asks(*seeds, n=40, **params):
     return [Ask(prompt(n, seed), SamplingParams(**params)) for seed in seeds]
 
 
-def engine_with(store=HOST, **settings):
+def engine_with(store: str | None = HOST, **settings):
     engine = make_engine(dummy_model(), bucket_plan=ONE_BUCKET, **{"kv_store": store, "pool_pages": 30, **settings})
     if engine.stored_pages is not None:
-        engine.stored_pages.load_seconds = 60.0  # of a slow machine
+        stored(engine).load_seconds = 60.0  # of a slow machine
     return engine
+
+
+def stored(engine: Engine) -> Any:
+    """What joins the engine to its store, opened up: tests hold its loads and saves back."""
+    assert engine.stored_pages is not None
+    return engine.stored_pages
+
+
+def counts(engine: Engine) -> KVStoreStats:
+    assert engine.stats.kv_store is not None
+    return engine.stats.kv_store
 
 
 def settle(engine):
     """Waits until all that was saved is kept."""
-    stored = engine.stored_pages
-    while stored._saves or stored._unsaved:
-        stored.save(rest=True)
-        stored.poll(10.0)
+    pages = stored(engine)
+    while pages._saves or pages._unsaved:
+        pages.save(rest=True)
+        pages.poll(10.0)
 
 
 def served(engine, wanted):
@@ -60,7 +74,7 @@ def expected(wanted):
 def hold_loads(engine):
     """Loads that begin from now on never end. Returns what they were asked for."""
     asked = []
-    engine.stored_pages.store.load = lambda hashes, into: asked.append((hashes, into)) or object()
+    stored(engine).store.load = lambda hashes, into: asked.append((hashes, into)) or object()
     return asked
 
 
@@ -80,7 +94,7 @@ def test_pages_that_the_pool_has_lost_come_from_the_store(closed):
         num_computed, num_cached = engine.stats.prefill_tokens, engine.pool.num_hit_tokens
         for ask in wanted:  # one at a time: none is preempted
             assert differences(served(engine, [ask]), expected([ask])) == []
-    stats = engine.stats.kv_store
+    stats = counts(engine)
     assert stats.num_hit_tokens > 6 * 20 and stats.num_failed_loads == 0
     assert engine.pool.num_hit_tokens - num_cached == 6 * 36, "a loaded page was lost before it was used"
     assert engine.stats.prefill_tokens - num_computed == 6 * 4
@@ -98,7 +112,7 @@ def test_output_tokens_are_kept_for_the_next_turn(closed):
     engine.add_request("x", second.prompt, second.params)
     while engine.has_unfinished_requests():
         engine.step()
-    assert engine.stats.kv_store.num_hit_tokens == 48  # of 49 tokens
+    assert counts(engine).num_hit_tokens == 48  # of 49 tokens
 
 
 def test_others_pass_a_request_that_waits_for_kv(closed):
@@ -106,14 +120,14 @@ def test_others_pass_a_request_that_waits_for_kv(closed):
     closed.append(engine)
     served(engine, asks(0))
     engine.reset_prefix_cache()
-    load, jobs = engine.stored_pages.store.load, hold_loads(engine)
+    load, jobs = stored(engine).store.load, hold_loads(engine)
     (waits,), (passes,) = (add(engine, name, ask) for name, ask in zip("ab", asks(0, 1), strict=True))
     engine.step()
     assert waits.status is RequestStatus.WAITING_FOR_KV and passes.status is RequestStatus.RUNNING
     assert waits in engine.scheduler.waiting and len(jobs) == 1
     engine.scheduler.check_invariants()
-    (job,) = engine.stored_pages._loads
-    engine.stored_pages._loads[load(*jobs[0])] = engine.stored_pages._loads.pop(job)
+    (job,) = stored(engine)._loads
+    stored(engine)._loads[load(*jobs[0])] = stored(engine)._loads.pop(job)
     while engine.has_unfinished_requests():
         engine.step()
     assert waits.num_cached_tokens == 36
@@ -126,7 +140,7 @@ def test_requests_with_one_prefix_load_it_once(closed):
     served(engine, wanted)
     engine.reset_prefix_cache()
     assert differences(served(engine, wanted), expected(wanted)) == []
-    assert engine.stats.kv_store.num_hit_tokens == 36
+    assert counts(engine).num_hit_tokens == 36
 
 
 def test_a_load_that_does_not_come_is_given_up(closed, caplog):
@@ -134,11 +148,11 @@ def test_a_load_that_does_not_come_is_given_up(closed, caplog):
     closed.append(engine)
     served(engine, wanted)
     engine.reset_prefix_cache()
-    engine.stored_pages.load_seconds = 0.05
+    stored(engine).load_seconds = 0.05
     late = hold_loads(engine)
     assert differences(serve(engine, wanted).answers, expected(wanted)) == []
-    assert late and engine.stats.kv_store.num_failed_loads == 1 and "did not come within 0.05 s" in caplog.text
-    assert engine.stats.kv_store.num_hit_tokens == 0
+    assert late and counts(engine).num_failed_loads == 1 and "did not come within 0.05 s" in caplog.text
+    assert counts(engine).num_hit_tokens == 0
 
 
 @pytest.mark.parametrize("how", ["abort", "finish"])
@@ -156,7 +170,7 @@ def test_an_ended_request_leaves_nothing_of_its_load(closed, how):
     else:
         engine.finish(request, "stop")
     assert_empty(engine)
-    del engine.stored_pages.store.load  # the next loads do
+    del stored(engine).store.load  # the next loads do
     engine.sleep()
     engine.wake_up()
     poison(engine)
@@ -166,16 +180,16 @@ def test_an_ended_request_leaves_nothing_of_its_load(closed, how):
 def test_a_page_that_is_reused_before_it_is_saved_is_left_out(closed):
     engine, wanted = engine_with(), asks(*range(6))
     closed.append(engine)
-    stored, save = engine.stored_pages, engine.stored_pages.store.save
-    stored.store.save = lambda hashes, pages: object()  # saves that never end, so that pages queue up
+    pages, save = stored(engine), stored(engine).store.save
+    pages.store.save = lambda hashes, kv: object()  # saves that never end, so that pages queue up
     assert differences(serve(engine, wanted).answers, expected(wanted)) == []
-    assert len(stored._unsaved) > engine.pool.num_pages, "some of these pages hold other tokens by now"
-    stored.store.save = save
-    stored._saves.clear()
+    assert len(pages._unsaved) > engine.pool.num_pages, "some of these pages hold other tokens by now"
+    pages.store.save = save
+    pages._saves.clear()
     settle(engine)
     engine.reset_prefix_cache()
     assert differences(served(engine, wanted), expected(wanted)) == []
-    assert engine.stats.kv_store.num_hit_tokens
+    assert counts(engine).num_hit_tokens
 
 
 def test_two_engines_share_a_folder_and_it_survives_restarts(tmp_path, closed):
@@ -187,7 +201,7 @@ def test_two_engines_share_a_folder_and_it_survives_restarts(tmp_path, closed):
         engine = engine_with(store, weights_id=name, pool_pages=100)  # no request is preempted
         closed.append(engine)
         assert differences(served(engine, wanted), expected(wanted)) == []
-        assert engine.stats.kv_store.num_hit_tokens == num_hits
+        assert counts(engine).num_hit_tokens == num_hits
 
 
 def other_weights():
@@ -208,18 +222,18 @@ def test_no_page_of_old_weights_is_loaded(tmp_path, closed, in_flight):
         hold_loads(engines[0])
         add(engines[0], "x", asks(0)[0])
         engines[0].step()
-        assert engines[0].stored_pages.is_loading
-    hits = engines[0].stats.kv_store.num_hit_tokens
+        assert stored(engines[0]).is_loading
+    hits = counts(engines[0]).num_hit_tokens
     engines[0].update_params(other_weights(), in_flight)
-    assert not engines[0].stored_pages.is_loading
+    assert not stored(engines[0]).is_loading
     engines[0].abort("x")
     right = serve(make_engine(other_weights(), bucket_plan=ONE_BUCKET), wanted).answers
     assert differences(served(engines[0], wanted), right) == []
-    assert engines[0].stats.kv_store.num_hit_tokens == hits
-    num_read = engines[1].stats.kv_store.tiers[0].pages_read
+    assert counts(engines[0]).num_hit_tokens == hits
+    num_read = counts(engines[1]).tiers[0].pages_read
     engines[1].update_params(dummy_model())  # its first update, as that of the other engine
     assert differences(served(engines[1], wanted), expected(wanted)) == []
-    assert engines[1].stats.kv_store.tiers[0].pages_read == num_read
+    assert counts(engines[1]).tiers[0].pages_read == num_read
 
 
 def test_a_request_whose_logits_are_not_numbers_is_not_kept(closed):
@@ -230,13 +244,12 @@ def test_a_request_whose_logits_are_not_numbers_is_not_kept(closed):
     (request,) = add(engine, "bad", asks(0)[0])
     while request.status is not RequestStatus.RUNNING:
         engine.step()
-    engine.runner.state = jax.tree.map(lambda x: x, engine.runner.state)
-    nan = [jnp.full_like(pages, jnp.nan) for pages in engine.runner.state.kv_pages]
-    engine.runner.state.kv_pages[:] = nan
+    runner: Any = engine.runner
+    runner.state.kv_pages[:] = [jnp.full_like(pages, jnp.nan) for pages in runner.state.kv_pages]
     while engine.has_unfinished_requests():
         engine.step()
     assert request.finish_reason == "error"
-    assert engine.stored_pages.store.lookup(request.hash_chain[1:2]) == 0
+    assert stored(engine).store.lookup(request.hash_chain[1:2]) == 0
     engine._make_host_state(30)
     engine.runner.reset()
     assert differences(served(engine, asks(0)), expected(asks(0))) == []
@@ -249,11 +262,12 @@ def test_requests_lose_nothing_by_a_step_that_breaks_off(closed):
     engine.reset_prefix_cache()
     add(engine, "a", wanted[0])
     engine.step()
-    fetch, engine.runner.fetch = engine.runner.fetch, None
+    runner: Any = engine.runner
+    fetch, runner.fetch = runner.fetch, None
     with pytest.raises(TypeError):
         for _ in range(50):
             engine.step()
-    engine.runner.fetch = fetch
+    runner.fetch = fetch
     assert_empty(engine)
     assert differences(served(engine, wanted), expected(wanted)) == []
 
@@ -306,10 +320,10 @@ def test_without_a_store_there_is_nothing_of_it():
 @pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_engines_of_several_devices_are_refused(name):
     with pytest.raises(NotImplementedError, match=f"{name}=2: leave kv_store out"):
-        check_sharding(EngineConfig(kv_store=HOST, **{name: 2}))
+        check_sharding(engine_config({"kv_store": HOST, name: 2}))
 
 
-class Flaky:
+class Flaky(Tier):
     """A tier that at random fails, lies about what it has, takes its time, or damages nothing but what it says was not read."""
 
     def __init__(self, tier, seed):
@@ -341,10 +355,10 @@ class Flaky:
 def fuzz(closed, folder, num_requests, seed):
     """Conversations whose turns come back at random, some aborted, with a store that fails at random."""
     rng, engine = random.Random(seed), engine_with(pool_pages=40)
-    stored = engine.stored_pages
-    stored.store.close()
-    tiers = [HostTier(stored._layout, 100 << 10), DiskTier(stored._layout, folder, 400 << 10)]
-    stored.store, stored.load_seconds = TieredStore([Flaky(tier, seed) for tier in tiers]), 0.02
+    pages = stored(engine)
+    pages.store.close()
+    tiers = [HostTier(pages._layout, 100 << 10), DiskTier(pages._layout, folder, 400 << 10)]
+    pages.store, pages.load_seconds = TieredStore([Flaky(tier, seed) for tier in tiers]), 0.02
     closed.append(engine)
     conversations = [prompt(rng.randrange(3, 60), i) for i in range(12)]
     params = {"temperature": 1.0, "ignore_eos": True}
@@ -375,7 +389,7 @@ def fuzz(closed, folder, num_requests, seed):
         for output in plain.step():
             right[output.request.request_id] += output.new_token_ids
     assert {name: answers[name] for name in kept if kept[name]} == {name: right[name] for name in kept if kept[name]}
-    assert engine.stats.kv_store.num_hit_tokens and engine.stats.kv_store.num_failed_loads
+    assert counts(engine).num_hit_tokens and counts(engine).num_failed_loads
     return engine
 
 
