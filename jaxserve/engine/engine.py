@@ -130,12 +130,7 @@ class Engine:
             )
         stages, is_async = self.config.engine.pipeline_parallel_size, self.config.engine.async_scheduling
         self.scheduler: Scheduler = Scheduler(
-            limits,
-            self.pool,
-            self._step_budget,
-            self._draft_lengths,
-            hides_in_flight=stages > 1,
-            other_pools=self.pools[1:],
+            limits, self.pool, self._step_budget, self._draft_lengths, hides_in_flight=stages > 1, other_pools=self.pools[1:]
         )
         shapes = plan if self._warm_up is None else self._warm_up.shapes
         self.packer: BatchPacker = BatchPacker(
@@ -474,11 +469,8 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while any request holds pages."""
         self._drop_loads()
-        if any(pool.num_free_pages != pool.num_pages for pool in self.pools):
-            return False
-        for pool in self.pools:
-            pool.reset()
-        return True
+        is_unused = all(pool.num_free_pages == pool.num_pages for pool in self.pools)
+        return is_unused and all(pool.reset() for pool in self.pools)
 
     def _drop_loads(self, *, all_of_them: bool = False) -> None:
         """Pages that are loaded for nobody, or for anybody, are free again."""
