@@ -76,7 +76,7 @@ bench-vllm: setup ## load our server with vLLM's own client, vllm-rs (from its w
 aot-check: setup-aot ## compile our kernels and the engine's step for Hopper, without a GPU (all of it: 20 minutes; ARGS=<flags> for a part)
 	@.venv-aot/bin/python -m scripts.aot_check $(or $(ARGS),--model=qwen3-0.6b$(comma)qwen3-8b$(comma)qwen3-30b-a3b@0.92 --target=h100$(comma)h200)
 
-ptx-check: setup-aot ## run our kernels' PTX on the CPU: races, fences, values (ARGS=--cases=few: 2 to 3 minutes; --target=a100; --mutations --log=FILE)
+ptx-check: setup-aot ## run our kernels' PTX on the CPU: races, fences, values (ARGS=--cases=few: 1.5 minutes of CPU time; --target=a100; --mutations --log=FILE)
 	@.venv-aot/bin/python -m scripts.ptx_check $(ARGS)
 
 lm-eval: setup setup-lm-eval ## lm-eval's scores of the demo's model through our server and in transformers: they must be equal

@@ -59,8 +59,9 @@ _BUCKETS = flags.DEFINE_list("buckets", [], "Buckets to compile: 8 (decode), 256
 _KERNELS = flags.DEFINE_enum(
     "kernels",
     "all",
-    ["none", "few", "attention", "all"],
-    "Which cases of our own kernels to compile too; attention: those of the attention that the target runs by itself.",
+    ["none", "few", "attention", "others", "all"],
+    "Which cases of our own kernels to compile too; attention: those of the attention that the target runs by itself; others: all "
+    "but these.",
 )
 _DTYPE = flags.DEFINE_enum("dtype", "auto", ["auto", "bfloat16", "float16", "float32"], "Of weights and activations.")
 _BACKEND = flags.DEFINE_enum(
@@ -153,9 +154,9 @@ def check_kernels(compiler: Compiler) -> dict[str, Any]:
     cases = (few_portable_cases if few else portable_cases)(compiler.target)
     if is_hopper(compiler.target):
         cases = (few_cases if few else kernel_cases)(compiler.num_sms, compiler.fact("name")) + cases
-    if _KERNELS.value == "attention":
-        wanted = ATTENTION if is_hopper(compiler.target) else PORTABLE_ATTENTION
-        cases = [case for case in cases if wanted in case.kernels]
+    if _KERNELS.value in ("attention", "others"):
+        attention = ATTENTION if is_hopper(compiler.target) else PORTABLE_ATTENTION
+        cases = [case for case in cases if (attention in case.kernels) == (_KERNELS.value == "attention")]
     for case in cases:
         try:
             report = compiler.compile(case.name, case.function, case.args, options=GPU_COMPILER_OPTIONS)

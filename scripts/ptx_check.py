@@ -1,7 +1,7 @@
 """Runs the PTX of our kernels on a CPU, without a GPU: their cases, in several schedules, against float64.
 
     make ptx-check                                              every case, 5 schedules
-    python -m scripts.ptx_check --cases=few                     nine cases, 2 schedules: two to three minutes
+    python -m scripts.ptx_check --cases=few                     thirteen cases, 2 schedules: 1.5 minutes of a core
     python -m scripts.ptx_check --cases=gpu-mixed-8b --seeds=8
     python -m scripts.ptx_check --target=a100                   the portable kernels, as they are for sm_80
     python -m scripts.ptx_check --log=FILE                      goes on where a run with the same FILE was interrupted

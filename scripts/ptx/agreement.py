@@ -45,7 +45,7 @@ def agreements(compiler: KernelCompiler, *, few: bool) -> Iterator[Agreement]:
     for heads in HEADS[:1] if few else HEADS:
         yield decode_and_prefill(compiler, heads)
     for norm, gated in ((True, False),) if few else ((True, False), (True, True), (False, False)):
-        yield fused_tiles(compiler, norm=norm, gated=gated)
+        yield fused_tiles(compiler, norm=norm, gated=gated, few=few)
     if not few:
         yield from (buckets(compiler, heads) for heads in HEADS[:2])
         yield tile_sizes(compiler)
@@ -82,18 +82,19 @@ def buckets(compiler: KernelCompiler, heads: Heads) -> Agreement:
     return Agreement(f"buckets of {_name(heads)}", tuple(outputs))
 
 
-def fused_tiles(compiler: KernelCompiler, *, norm: bool, gated: bool) -> Agreement:
-    """Eight rows of a fused matmul, alone and among others: two consumers and one, every number of columns of a block."""
+def fused_tiles(compiler: KernelCompiler, *, norm: bool, gated: bool, few: bool) -> Agreement:
+    """Eight rows of a fused matmul, alone and among others: two consumers and one, every number of columns of a block. few: two
+    consumers among others and one alone, in two of these numbers."""
     case = fused_cases.Case("rows", 200, 320, 512, norm=norm, residual=not gated, gated=gated)
     batch = fused_cases.build(case)
-    few = dataclasses.replace(batch, x=batch.x[:8], residual=None if batch.residual is None else batch.residual[:8])
+    alone = dataclasses.replace(batch, x=batch.x[:8], residual=None if batch.residual is None else batch.residual[:8])
     blocks = 2 if gated else 1
     wanted = [(200, 2, 128, 2), (200, 2, 32, blocks), (200, 1, 64, blocks), *((8, 1, columns, blocks) for columns in COLUMNS)]
     outputs = []
-    for rows, consumers, columns, blocks in wanted:
+    for rows, consumers, columns, blocks in (wanted[0], wanted[3]) if few else wanted:
         tiles = Tiles(consumers, columns, blocks, 3, gated)
         program = FusedPtx.compile(compiler, dataclasses.replace(case, T=rows), tiles)
-        out, _ = program.run(batch if rows > 8 else few)
+        out, _ = program.run(batch if rows > 8 else alone)
         outputs.append((f"{tiles}, {rows} rows", out[:8].tobytes()))
     return Agreement(f"tiles of the fused matmul{' with norm' if norm else ''}{', gated' if gated else ''}", tuple(outputs))
 

@@ -268,7 +268,7 @@ SUITES = (
         (*INTERPRETED, *PORTABLE),
         "mosaic_portable",
         (64,),
-        ("gpu-decodes-0.6b", "gpu-head_256-window-soft_cap", "bfloat16_deep"),
+        ("gpu-decodes-0.6b", "gpu-window-soft_cap", "bfloat16_deep"),
     ),
     _fused_suite(),
     Suite(
@@ -281,6 +281,6 @@ SUITES = (
             for case in (*experts_cases.CASES, *experts_cases.LAYOUTS)
             if case.dtype == "float32"  # the others are no different here
         },
-        [LAYOUT + "padding", LAYOUT + "many_groups"],
+        [LAYOUT + "many_groups"],
     ),
 )
