@@ -124,10 +124,12 @@ class MachineCode:
 
     @functools.cached_property
     def waiting(self) -> frozenset[int]:
-        """Blocks that are entered where a wait has timed out: they wait again, and go back to where it went on."""
+        """Blocks that are entered where a wait has timed out: they wait again, and go back to where it went on. One that a block
+        always leads to is no such block, but the wait itself."""
         waiting = set()
         for index, block in enumerate(self.blocks):
-            if index in block.following and self._repeats_a_wait({index}):
+            always = any(self.blocks[before].following == (index,) for before in self._before[index])
+            if index in block.following and self._repeats_a_wait({index}) and not always:
                 waiting |= {index, *(to for to in block.following if to != index and len(self.blocks[to].instructions) == 1)}
         return frozenset(waiting)
 

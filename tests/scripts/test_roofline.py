@@ -104,6 +104,26 @@ def test_loops_and_the_ways_round_them():
         machine_code.ways(outer)
 
 
+def test_a_wait_that_is_its_own_retry_lies_on_the_way():
+    """Where ptxas writes a wait once, as a loop to itself, every way round passes it once."""
+    machine_code = parse_sass(
+        code(
+            "-:-:-:Y:01 | MOV R1, R2 ",
+            ".L_x_0:",
+            "-:-:-:Y:01 | FADD R1, R1, R2 ",
+            ".L_x_1:",
+            "-:-:1:Y:02 | SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R3 ",
+            "1:-:-:Y:05 | @!P1 BRA `(.L_x_1) ",
+            "-:-:-:Y:01 | FMUL R1, R1, R2 ",
+            "-:-:-:Y:05 | @P0 BRA `(.L_x_0) ",
+            "-:-:-:Y:05 | EXIT ",
+        )
+    )
+    (loop,) = machine_code.loops
+    assert loop.innermost
+    assert [[i.base for i in way] for way in machine_code.ways(loop)] == [["FADD", "SYNCS", "BRA", "FMUL", "BRA"]]
+
+
 def way(*lines: str):
     (block,) = parse_sass(code(*lines)).blocks
     return list(block.instructions)
