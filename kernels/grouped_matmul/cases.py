@@ -54,7 +54,9 @@ CASES = (
     Case("float16_deep", 130, 1, 1, D=768, num_tokens=129, dtype="float16"),
     Case("gated", 12, 2, 5, F=64, num_tokens=11, gated=True),
     Case("bfloat16_gated", 21, 2, 5, F=256, num_tokens=20, dtype="bfloat16", gated=True),
-    Case("bfloat16_gated_deep", 130, 1, 2, D=768, num_tokens=129, dtype="bfloat16", gated=True),
+    # 247 rows: in tiles of 128 stored as 128, and 64, 32, 16 and 8.
+    Case("bfloat16_gated_sizes", 248, 1, 2, F=256, skewed=True, num_tokens=247, dtype="bfloat16", gated=True),
+    Case("bfloat16_gated_deep", 182, 1, 2, D=768, num_tokens=181, active=1, dtype="bfloat16", gated=True),  # 128, 32, 16, 8
 )
 
 # For the layout alone: more groups than a thread block has threads, and more blocks of choices than a thread loads counts at once.
