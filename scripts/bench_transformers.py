@@ -27,8 +27,8 @@ from absl import flags
 
 from jaxserve.cli.common.bench_models import RANDOM
 from jaxserve.cli.common.command import run_command
-from jaxserve.cli.transformers_answers import decoding_greedily, load
 from jaxserve.workloads.workload import WORKLOADS
+from scripts.bench.torch_model import make_model, versions
 
 if TYPE_CHECKING:
     import torch  # pyright: ignore[reportMissingImports]
@@ -40,22 +40,6 @@ _MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", 8, "Most sequences of a bat
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Timed runs.", lower_bound=1)
 _ON_DEMAND = flags.DEFINE_bool("on_demand", False, "Time one run for each line on stdin.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
-
-
-def make_model(name: str, dtype: str) -> Any:
-    """A transformers model that decodes greedily and never stops by itself. Random weights for a name of RANDOM."""
-    import torch  # pyright: ignore[reportMissingImports]
-    from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
-    from transformers.utils import logging  # pyright: ignore[reportMissingImports]
-
-    logging.disable_progress_bar()
-    if name not in RANDOM:
-        return decoding_greedily(load(name, dtype))
-    config = dict(RANDOM[name])
-    dtype = config["torch_dtype"] if dtype == "auto" else dtype
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(config.pop("model_type"), **config)
-    return decoding_greedily(AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)))
 
 
 def make_batches(
@@ -86,19 +70,6 @@ def run(model: Any, batches: list[tuple[torch.Tensor, torch.Tensor, int]], num_o
         assert generated.shape == (len(tokens), tokens.shape[1] + num_output)
     elapsed = time.perf_counter() - start
     return {"elapsed_time": elapsed, "output_tokens_per_second": num_output_tokens / elapsed}
-
-
-def versions() -> dict[str, Any]:
-    import torch  # pyright: ignore[reportMissingImports]
-    import transformers  # pyright: ignore[reportMissingImports]
-
-    return {
-        "device": "cpu",
-        "num_threads": torch.get_num_threads(),
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
 
 
 def main() -> None:

@@ -6,15 +6,18 @@ program is.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 
 def compare_step(engine: Any, batch: int, num_steps: int) -> dict[str, float]:
-    """The engine's decode step and a bare one in turn, at the same batch and KV lengths; medians in ms. num_steps: of each side, a
+    """The engine's decode step and a bare one in turn, at the same batch and KV lengths; medians in ms. Also the bytes that a step
+    must read, and how long reading them takes at the bandwidth of now. num_steps: of each side, a
     multiple of ten; the engine's context holds 40 more. ValueError where it is none.
 
     Ten steps at a time, so that dispatching ahead counts as it does in service; the last one is waited for, so that nobody's step
@@ -31,7 +34,7 @@ def compare_step(engine: Any, batch: int, num_steps: int) -> dict[str, float]:
         engine.add_request(f"step-{i}", rng.integers(0, engine.config.model.vocab_size, 32).tolist(), params)
     for _ in range(4):
         engine.step()
-    mine, its = [], []
+    mine, its, bandwidth = [], [], read_bandwidth()
     for _ in range(num_steps // 10):
         start = time.perf_counter()
         for _ in range(10):
@@ -46,7 +49,36 @@ def compare_step(engine: Any, batch: int, num_steps: int) -> dict[str, float]:
     engine.abort([f"step-{i}" for i in range(batch)])
     engine.drain()
     engine_ms, bare_ms = 1e3 * statistics.median(mine), 1e3 * statistics.median(its)
-    return {"engine_ms": engine_ms, "bare_ms": bare_ms, "ratio": engine_ms / bare_ms}
+    found = {"engine_ms": engine_ms, "bare_ms": bare_ms, "ratio": engine_ms / bare_ms}
+    num_bytes = step_bytes(engine, batch, 32 + 4 + num_steps // 2)
+    return found | {"bytes": num_bytes, "bytes_per_second": bandwidth, "reading_ms": 1e3 * num_bytes / bandwidth}
+
+
+def step_bytes(engine: Any, batch: int, num_positions: int) -> int:
+    """What a decode must read: all weights, but no embedding of its own, and the KV of so many positions of each sequence."""
+    import jax
+
+    weights = jax.tree.leaves((engine.runner.body_weights, engine.runner.head_weights))
+    num_bytes = sum(x.nbytes for x in {id(x): x for x in weights}.values())
+    model, pages = engine.config.model, engine.config.pages
+    if not model.tie_word_embeddings:
+        num_bytes -= model.vocab_size * model.hidden_size * weights[0].dtype.itemsize
+    return num_bytes + batch * num_positions * pages.page_bytes // pages.page_size
+
+
+def read_bandwidth(num_bytes: int = 1 << 28, repeats: int = 9) -> float:
+    """Bytes a second that all of this process's CPUs read from memory together: the best of some passes over an array that no cache
+    holds. Each CPU has a part, over which numpy runs with its vector instructions and without Python's lock."""
+    num_parts = len(os.sched_getaffinity(0))
+    parts = np.array_split(np.ones(num_bytes // 4, np.float32), num_parts)
+    with ThreadPoolExecutor(num_parts) as pool:
+
+        def seconds() -> float:
+            start = time.perf_counter()
+            list(pool.map(np.maximum.reduce, parts))
+            return time.perf_counter() - start
+
+        return num_bytes / min(seconds() for _ in range(repeats))
 
 
 class BareStep:

@@ -177,7 +177,8 @@ def transformers_generate(figures: Figures) -> None:
     import transformers  # pyright: ignore[reportMissingImports]
 
     from jaxserve.workloads.workload import nano_vllm
-    from scripts.bench_transformers import make_batches, make_model, run
+    from scripts.bench.torch_model import make_model
+    from scripts.bench_transformers import make_batches, run
 
     gpu = torch.cuda.is_available()
     if not gpu and not figures.dry_run:

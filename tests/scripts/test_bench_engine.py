@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxserve import BucketPlan, Engine, EngineConfig
 from jaxserve.execution.device_state import replace_rows
+from jaxserve.models.decoder import named_leaves
 from jaxserve.models.loading import random_model
 from scripts.bench import bare_step
 from jaxserve.cli.common.bench_models import TINY_QWEN3
@@ -31,7 +32,10 @@ bare._unread = jnp.array([5, 7], jnp.int32)
 drawn = [bare.run()[:2].tolist() for _ in range(6)]
 follows = np.asarray(jax.jit(module)(jnp.array(drawn).T)).argmax(-1)  # of each token, given those before it
 times = bare_step.compare_step(engine, 2, 20)
-print(json.dumps({"drawn": drawn, "follows": follows.T.tolist(), "times": times}))
+dense = sum(x.size for name, x in named_leaves(module).items() if "embed" not in name)
+expected = 4 * (dense + 2 * 10 * config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"])
+sizes = [bare_step.step_bytes(engine, 2, 10), expected]
+print(json.dumps({"drawn": drawn, "follows": follows.T.tolist(), "times": times, "sizes": sizes}))
 """
 
 
@@ -43,4 +47,6 @@ def test_a_bare_step_decodes(tmp_path):
     found = json.loads(done.stdout)
     assert found["drawn"][1:] == found["follows"][:-1] and len({tuple(row) for row in found["drawn"]}) == 6
     times = found["times"]
+    assert found["sizes"][0] == found["sizes"][1]
+    assert times["reading_ms"] == 1e3 * times["bytes"] / times["bytes_per_second"] > 0
     assert times["ratio"] == times["engine_ms"] / times["bare_ms"] > 0
