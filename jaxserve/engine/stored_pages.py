@@ -89,13 +89,13 @@ class StoredPages:
         if under_way is not None:
             under_way.waiting.append(request)
             return True
+        if pool.num_free_pages < -(-len(request.token_ids) // pool.page_size) - num_hits:
+            return False  # it could not be admitted with them
         num_found = self.store.lookup(self._hashes_behind(request, num_hits, max_pages))
         if not num_found:
             request.kv_sought = True
             self._stats.num_queried_tokens += (max_pages - num_hits) * pool.page_size
             return False
-        if pool.num_free_pages < -(-len(request.token_ids) // pool.page_size) - num_hits:
-            return False  # it could not be admitted with them
         pages = pool.lease(num_found, hits)
         if pages is None:
             return False

@@ -23,6 +23,7 @@ from jaxserve.hosts.group import HostGroup
 logger: logging.Logger = logging.getLogger("jaxserve")
 
 JOIN_SECONDS = 30  # that all hosts have to come together
+KEY = "JAXSERVE_HOSTS_KEY"  # in the environment, the same on all hosts
 HANDSHAKE_SECONDS = 2  # in which who connects must show that it knows the key
 PORT = 9911  # of the coordinator, where only its host is known
 
@@ -52,6 +53,12 @@ def join_hosts(
     """
     place = _place({"num_hosts": num_hosts, "host_id": host_id, "coordinator": coordinator}, os.environ, timeout)
     meet = _await_followers if place.host_id == 0 else _reach_leader
+    if KEY not in os.environ and place.address[0] not in ("localhost", "127.0.0.1", "::1"):
+        logger.warning(
+            "%s is not set: whoever reaches %s while hosts join may run code on them; set the same secret on all",
+            KEY,
+            place.coordinator,
+        )
     connections, jax_port = meet(place, timeout)
     _initialize_jax(place, jax_port, timeout)
     logger.info("host %d of %d is in its group (%s)", place.host_id, place.num_hosts, place.coordinator)
@@ -113,7 +120,7 @@ def _of_leader_worker_set(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _key() -> bytes:
-    return os.environ.get("JAXSERVE_HOSTS_KEY", "jaxserve").encode()
+    return os.environ.get(KEY, "jaxserve").encode()
 
 
 KINDS = ("commands", "pulse", "reports")  # of connections between host 0 and another host, one each

@@ -200,10 +200,16 @@ class StepComposer:
                 budgets[group] -= num_tokens
         if decodes.preempted and (decodes.num_tokens or chunks.requests):
             return chunks  # pages are short: no request is admitted, unless the step would be empty
-        while queue and any(budget > 0 and rows.num_free_of(group) for group, budget in enumerate(budgets)):
+        while queue and self._has_room(budgets):
             if not self._admit(queue.peek(), chunks, budgets, num_prompts):
                 break
         return chunks
+
+    def _has_room(self, budgets: list[int]) -> bool:
+        """Whether some group has tokens left, and a row beside those of requests that wait for KV: who loads pages can use them."""
+        num_loading = 0 if self.kv_loads is None else self.requests.num_waiting_for_kv
+        free = self._rows.num_free_of
+        return any(budget > 0 and free(group) > num_loading for group, budget in enumerate(budgets))
 
     def _budgets(self, decodes: Decodes) -> list[int]:
         """Tokens that the step may hold beside its decodes, of each group."""

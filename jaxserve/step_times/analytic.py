@@ -98,9 +98,9 @@ class Deployment:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers of each stage, as even as can be, the last ones longer."""
+        """Layers of each stage, as even as can be, the first ones longer, as the engine has them: the last one has the head."""
         each, more = divmod(self.model.num_layers, self.pp)
-        return tuple(each + (stage >= self.pp - more) for stage in range(self.pp))
+        return tuple(each + (stage < more) for stage in range(self.pp))
 
     @property
     def attention_tp(self) -> int:
@@ -182,7 +182,14 @@ class AnalyticStepTimes:
         if (programs := deployment.programs) is not None:
             num_layers, tp = deployment.layers[stage], deployment.tp
             groups = deployment.attention_groups
-            self.commands = programs.body(deployment.model, num_layers, tp, has_embedding=stage == 0, attention_groups=groups)
+            self.commands = programs.body(
+                deployment.model,
+                num_layers,
+                tp,
+                has_embedding=stage == 0,
+                has_head=stage == deployment.pp - 1,
+                attention_groups=groups,
+            )
             self._head_commands = programs.head(tp)
             is_last = stage == deployment.pp - 1
             host_seconds += HOST_LAUNCH_SECONDS * (self.commands.launches + is_last * self._head_commands.launches)

@@ -1,6 +1,6 @@
 """How many commands this engine's programs are on a GPU: kernels, CUDA graphs, and sums over devices.
 
-Owns the counts. They were read off programs that were compiled for H100s and H200s (benchmarks/results/aot_tp.json and
+Owns the counts. They were read off programs that were compiled for H100s and H200s (benchmarks/results/aot_tp.json, aot_pp.json and
 aot_groups.json, with which the tests compare them), and no card has run them. What a command takes is hardware.py's.
 """
 
@@ -26,7 +26,8 @@ class LayerCommands:
 _DENSE = LayerCommands(5, 2), LayerCommands(6, 3)
 _EXPERTS = LayerCommands(5, 12), LayerCommands(6, 12)  # of a decode; a mixed step's have up to three more
 _IN_GROUPS = 2  # more of an attention in groups: a group's rows are taken out, and what it made of them put among zeros
-_BODY = 22  # before and behind the layers: the packed inputs taken apart, the embedding, angles, the rows of the head
+_BODY = 14  # before the layers: the packed inputs taken apart, the embedding or what another stage sent, angles
+_ROWS = 8  # behind them, on the last stage: the rows of the head
 _HEAD = 30  # of a step that samples greedily: what the branches of other steps hold is not run
 
 
@@ -48,20 +49,31 @@ class EnginePrograms:
 
     graph_collectives: bool = False
 
-    def body(self, model: ModelShape, num_layers: int, tp: int, *, has_embedding: bool, attention_groups: int = 1) -> Commands:
-        """The body of a stage of so many layers. attention_groups: as the engine's option."""
+    def body(
+        self,
+        model: ModelShape,
+        num_layers: int,
+        tp: int,
+        *,
+        has_embedding: bool = True,
+        has_head: bool = True,
+        attention_groups: int = 1,
+    ) -> Commands:
+        """The body of a stage of so many layers: the first has the embedding, the last one the rows of the head. attention_groups:
+        as the engine's option."""
+        beside = _BODY + _ROWS * has_head
         layer = (_EXPERTS if model.num_experts else _DENSE)[tp > 1]
         if attention_groups > 1:
             layer = replace(layer, attention=layer.attention + _IN_GROUPS)
         if tp == 1:
-            return Commands(1, num_layers * (layer.attention + layer.mlp) + _BODY, 0, 0, 1)
+            return Commands(1, num_layers * (layer.attention + layer.mlp) + beside, 0, 0, 1)
         sums = 2 * num_layers + has_embedding
         if self.graph_collectives:
-            return Commands(1, num_layers * (layer.attention + layer.mlp) + _BODY, 0, sums, 1)
+            return Commands(1, num_layers * (layer.attention + layer.mlp) + beside, 0, sums, 1)
         parts = [part for part in (layer.attention, layer.mlp) if part >= LEAST_GRAPH]
         graphs = num_layers * len(parts) + 1 + has_embedding
         outside = num_layers * (layer.attention + layer.mlp - sum(parts))
-        return Commands(graphs, num_layers * sum(parts) + _BODY, outside, sums, graphs + outside + sums)
+        return Commands(graphs, num_layers * sum(parts) + beside, outside, sums, graphs + outside + sums)
 
     def head(self, tp: int) -> Commands:
         """A head: on several devices they join the best entry of each. `sums` is that one gathering."""

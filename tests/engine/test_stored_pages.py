@@ -19,7 +19,7 @@ from jaxserve.kv_store.store import TieredStore
 from jaxserve.kv_store.tier import Tier
 from jaxserve.models import named_leaves, with_leaves
 from jaxserve.request import RequestStatus
-from tests.dummy import ONE_BUCKET, VOCAB, Ask, add, assert_empty, differences, dummy_model, make_engine, poison, serve
+from tests.dummy import ONE_BUCKET, SEQS, VOCAB, Ask, add, assert_empty, differences, dummy_model, make_engine, poison, serve
 
 HOST = "host:4MiB"  # 4,096 pages
 NAME = "weights of the tests"
@@ -132,6 +132,26 @@ def test_others_pass_a_request_that_waits_for_kv(closed):
         engine.step()
     assert waits.num_cached_tokens == 36
     assert_empty(engine)
+
+
+def test_requests_that_load_leave_rows_and_pages_to_those_that_run(closed):
+    """Of eleven requests whose pages are kept, as many load as there are free rows: running ones are not preempted for them."""
+    engine, running, stored_before = engine_with(pool_pages=60), asks(20, 21, 22, 23, n=8, max_tokens=30), asks(*range(11))
+    closed.append(engine)
+    for ask in stored_before:
+        served(engine, [ask])
+    engine.reset_prefix_cache()
+    for i, ask in enumerate(running):
+        add(engine, f"runs-{i}", ask)
+    engine.step()
+    hold_loads(engine)
+    for i, ask in enumerate(stored_before):
+        add(engine, f"waits-{i}", ask)
+    for _ in range(20):
+        engine.step()
+    assert engine.scheduler.requests.num_waiting_for_kv == SEQS - len(running) == 2
+    assert engine.scheduler.stats().num_preemptions == 0
+    engine.abort([f"{kind}-{i}" for kind, n in (("runs", 4), ("waits", 11)) for i in range(n)])
 
 
 def test_requests_with_one_prefix_load_it_once(closed):
