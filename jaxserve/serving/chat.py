@@ -76,15 +76,15 @@ def _ask(served: Served, body: ChatRequest) -> Ask:
         raise ValueError("include_reasoning=false: logprobs and return_token_ids would show the tokens of the reasoning")
     text = render(served, body, with_tools=bool(body.shown_tools))
     form = tool_form(body, notation) or body.form
+    ids, kept = encode_prompt(served, body, text, bool(body.add_special_tokens))  # by default only those the template has written
     if form is not None:
-        form = replace(form, preamble=notation.preamble(text))
+        form = replace(form, preamble=notation.preamble(kept or "", body.continued))
     params = body.sampling_params(
         engine.default_sampling_params,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         form=form,
     )
-    ids, kept = encode_prompt(served, body, text, bool(body.add_special_tokens))  # by default only those the template has written
     return Ask(ids, engine.ready(params), kept, body.priority or 0, body.cache_salt)
 
 
@@ -127,25 +127,29 @@ class _ChatSample:
 
 @dataclass
 class _Thought:
-    """Counts the tokens of a sample's reasoning, which end with the token `end`, and begin with `begin` where there is one."""
+    """Counts the tokens of a sample's reasoning, which end with the token `end`, and begin with `begin` where there is one. What
+    comes behind is content."""
 
     begin: int | None
     end: int
     thinking: bool
+    ended: bool = False
     num_tokens: int = 0
 
     def feed(self, token_ids: Iterable[int]) -> None:
         for i in token_ids:
-            if i in (self.begin, self.end):
-                self.thinking = i == self.begin
+            if i == self.end:
+                self.thinking, self.ended = False, True
+            elif i == self.begin and not self.ended:
+                self.thinking = True
             else:
                 self.num_tokens += self.thinking
 
 
-def _thoughts(notation: Notation, tokenizer: Tokenizer, ask: Ask) -> list[_Thought]:
+def _thoughts(notation: Notation, tokenizer: Tokenizer, ask: Ask, continued: str) -> list[_Thought]:
     """One of each sample; none where the model does not reason, or where tokens do not say when."""
     begin, end = map(tokenizer.backend.token_to_id, (THINK, END_THINK))
-    thinking = (ask.prompt or "").rstrip().endswith(THINK)
+    thinking = notation.is_thinking(ask.prompt or "", continued)
     if not notation.reasoning or end is None or not (thinking or begin is not None):
         return []
     return [_Thought(begin, end, thinking) for _ in range(ask.params.n)]
@@ -162,8 +166,10 @@ class _ChatAnswer:
         (ask,) = stream.asks.values()
         notation = Notation(served.notation.reasoning, served.notation.tool_calls and bool(body.shown_tools))
         max_calls = 1 if body.parallel_tool_calls is False else None
-        self._samples = [_ChatSample(OutputParser(notation, ask.prompt or "", max_calls)) for _ in range(ask.params.n)]
-        self._thoughts = _thoughts(notation, tokenizer, ask)
+        self._samples = [
+            _ChatSample(OutputParser(notation, ask.prompt or "", max_calls, body.continued)) for _ in range(ask.params.n)
+        ]
+        self._thoughts = _thoughts(notation, tokenizer, ask, body.continued)
         if self._thoughts:
             self._record.reasoning_tokens = 0
         self._prompt_token_ids = list(ask.prompt_token_ids) if body.return_token_ids else UNSET

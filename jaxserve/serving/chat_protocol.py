@@ -127,6 +127,12 @@ class Chat(Model):
             raise ValueError("give continue_final_message=true or add_generation_prompt=true, not both")
         return self
 
+    @property
+    def continued(self) -> str:
+        """The text that the answer goes on with; "" where it begins a turn."""
+        content = self.messages[-1].content if self.continue_final_message else None
+        return "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
+
     def template_variables(self, *, with_tools: bool = True) -> dict[str, Any]:
         given = dict(self.chat_template_kwargs or {})
         taken = given.keys() & set(RESERVED_VARIABLES)

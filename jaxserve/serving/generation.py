@@ -66,8 +66,18 @@ def encode_prompt(
     ids = engine.encode_prompt(prompt, add_special_tokens)
     if len(ids) <= keep:
         return ids, text
-    ids = _kept(ids, keep, right)
+    plain = engine.encode_prompt(prompt, add_special_tokens=False)
+    head, tail = _around(plain, ids)
+    num_plain = keep - len(head) - len(tail)
+    ids = [*head, *_kept(plain, num_plain, right), *tail] if num_plain > 0 else _kept(ids, keep, right)
     return ids, engine.get_tokenizer().decode(ids, skip_special_tokens=False)
+
+
+def _around(plain: list[int], ids: list[int]) -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer put before and behind a text's own."""
+    num_special = len(ids) - len(plain)
+    begin = next((i for i in range(num_special + 1) if ids[i : i + len(plain)] == plain), 0)
+    return ids[:begin], ids[begin + len(plain) :]
 
 
 def _kept[T: (str, list[int])](prompt: T, length: int, right: bool) -> T:

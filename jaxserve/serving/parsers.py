@@ -51,13 +51,18 @@ class Notation:
         """The notations that occur in a chat template."""
         return cls(reasoning=END_THINK in chat_template, tool_calls=CALL in chat_template)
 
-    def preamble(self, prompt: str) -> tuple[str, str] | None:
+    def preamble(self, prompt: str, continued: str = "") -> tuple[str, str] | None:
         """The (begin, end) marks of reasoning that may come first after this rendered chat; None where no reasoning may. begin is
-        "" where the chat ends with <think>, so that reasoning must come."""
-        end = prompt.rstrip()
-        if not self.reasoning or end.endswith(END_THINK):
-            return None
-        return "" if end.endswith(THINK) else THINK, END_THINK
+        "" where the chat is within reasoning, so that it must go on. continued: as `is_thinking`'s."""
+        if self.is_thinking(prompt, continued):
+            return "", END_THINK
+        return (THINK, END_THINK) if self.reasoning and not continued and not prompt.rstrip().endswith(END_THINK) else None
+
+    def is_thinking(self, prompt: str, continued: str = "") -> bool:
+        """Whether what follows this rendered chat is reasoning. continued: the last message, if the output goes on with it."""
+        if continued:
+            return self.reasoning and continued.rfind(THINK) > continued.rfind(END_THINK)
+        return self.reasoning and prompt.rstrip().endswith(THINK)
 
 
 class OutputParser:
@@ -68,14 +73,15 @@ class OutputParser:
       notation: the notations to parse; any other text is content.
       prompt: the rendered chat; if it ends with <think>, the output begins with reasoning.
       max_calls: later calls are dropped.
+      continued: the last message of the chat, if the output goes on with it. Blanks at the output's begin are kept then.
     """
 
-    def __init__(self, notation: Notation, prompt: str = "", max_calls: int | None = None):
+    def __init__(self, notation: Notation, prompt: str = "", max_calls: int | None = None, continued: str = ""):
         self._notation, self._max_calls = notation, max_calls
         self._text = ""  # text that is not in a piece yet
-        thinking = notation.reasoning and prompt.rstrip().endswith(THINK)
-        self._state = "reasoning" if thinking else "start" if notation.reasoning else "content"
-        self._strip = True  # blanks before the next piece are left out
+        thinking = notation.is_thinking(prompt, continued)
+        self._state = "reasoning" if thinking else "start" if notation.reasoning and not continued else "content"
+        self._strip = not continued  # blanks before the next piece are left out
         self._blanks = ""  # blanks that were held back, and come before more text of the same kind
         self._call: _Call | None = None
         self.num_calls: int = 0

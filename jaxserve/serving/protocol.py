@@ -95,7 +95,9 @@ class GenerationRequest(Model):
     truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
         None, description="Keep so many tokens of the prompt, special ones included; -1: as many as leave room for one more."
     )
-    truncation_side: Literal["left", "right"] | None = Field(None, description="Where a prompt is cut; by default on the left.")
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where truncate_prompt_tokens cuts; by default on the left."
+    )
     add_special_tokens: bool | None = Field(None, description="Put the model's special tokens (often a BOS) around texts.")
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1, description="Lower is served first, if the server was told to.")
     cache_salt: Text | None = Field(None, description="Prompts share cached prefixes only under one salt.")

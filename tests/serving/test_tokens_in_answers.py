@@ -2,14 +2,16 @@
 counted or left out."""
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from jaxserve import LLM
 from jaxserve.serving.chat_protocol import AssistantTurn
 from tests import alphabet_model
-from tests.alphabet_model import VOCABULARY, after, ids
+from tests.alphabet_model import BOS, EOS, SPECIALS, VOCABULARY, after, ids
 from tests.serving.calls import chat, chunks, complete, ok, refusal
 from tests.serving.conftest import PLAN
 from tests.serving.http_server import serving
+from tests.serving.test_forms import NO_BLANKS
 
 PROMPT = ids("u:tea;A")  # of the chat "tea"
 
@@ -58,6 +60,21 @@ def test_prompts_are_cut(server, side, keep, kept, as_ids):
     assert choice["prompt_token_ids"] == ids(kept) and choice["text"] == kept + after(kept, 4)
 
 
+def test_what_the_tokenizer_puts_around_a_prompt_is_kept(server):
+    backend = server.engine.get_tokenizer().backend
+    before = backend.post_processor
+    backend.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", SPECIALS[BOS]), ("</s>", SPECIALS[EOS])]
+    )
+    try:
+        for side, kept in (("left", "ea"), ("right", "te")):
+            cut = {"truncate_prompt_tokens": 4, "truncation_side": side, "return_token_ids": True}
+            choice = ok(complete(server, "tea", **cut))["choices"][0]
+            assert choice["prompt_token_ids"] == [SPECIALS[BOS], *ids(kept), SPECIALS[EOS]]
+    finally:
+        backend.post_processor = before
+
+
 def test_a_chat_is_cut(server):
     answer = ok(chat(server, truncate_prompt_tokens=3, return_token_ids=True))
     assert answer["prompt_token_ids"] == PROMPT[-3:] and answer["choices"][0]["message"]["content"] == "BCDE"
@@ -76,6 +93,8 @@ def test_a_prompt_that_is_too_long_is_cut_to_leave_room(server):
 
 def test_a_last_message_is_gone_on_with(server):
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "klm "}]
+    blank = [said[0], {"role": "assistant", "content": chr(ord(" ") - 1)}]  # after which a blank comes
+    assert ok(chat(server, blank, continue_final_message=True))["choices"][0]["message"]["content"] == ' !"#'
     answer = ok(chat(server, said, continue_final_message=True, return_token_ids=True))
     assert answer["prompt_token_ids"] == ids("u:?;a:klm ") and answer["choices"][0]["message"]["content"] == after(" ", 4)
     assert "not both" in refusal(chat(server, said, continue_final_message=True, add_generation_prompt=True))["message"]
@@ -125,6 +144,21 @@ def test_reasoning_is_left_out(thinking):
     assert not any("reasoning" in delta for delta in streamed)
     for shown in ({"return_token_ids": True}, {"logprobs": True}):
         assert "would show the tokens" in refusal(ask(thinking, include_reasoning=False, **shown))["message"]
+
+
+def test_a_thought_is_gone_on_with(thinking):
+    """What comes behind an open <think> of the last message is reasoning, and a form applies behind its end."""
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>ab"}]
+    open_, closed = said, [said[0], {"role": "assistant", "content": "<think>ab</think>c"}]
+    asked = {"continue_final_message": True, "max_tokens": 4}
+    assert ok(chat(thinking, open_, **asked))["choices"][0]["message"]["reasoning"] == "cdef"
+    assert ok(chat(thinking, closed, **asked))["choices"][0]["message"] == {"role": "assistant", "content": "defg"}
+    form = {"structured_outputs": {"regex": "x{3}"}, "logit_bias": NO_BLANKS | {str(VOCABULARY - 1): 100}}
+    message = ok(chat(thinking, open_, **asked | form))["choices"][0]["message"]
+    assert message["content"] == "xxx" and "reasoning" not in message
+    assert (
+        ok(chat(thinking, closed, **asked | {"structured_outputs": {"regex": "x{3}"}}))["choices"][0]["message"]["content"] == "xxx"
+    )
 
 
 def test_reasoning_in_a_message_by_its_newer_name():

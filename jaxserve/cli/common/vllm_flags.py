@@ -233,7 +233,7 @@ _ANSWERS = (
     Missing("answers are the assistant's", "response_role", accepts=("assistant",)),
     Missing("the usage tells cached tokens always", granted="enable_prompt_tokens_details"),
     Missing("a request asks with stream_options.include_usage", switches="enable_force_include_usage"),
-    Missing("log-probabilities name a token by its text and its bytes", switches="return_tokens_as_token_ids"),
+    Missing("a request asks with return_tokens_as_token_ids", switches="return_tokens_as_token_ids"),
     Missing("each step's tokens are sent at once", "stream_interval", accepts=("1",)),
     Missing("answers have no system_fingerprint", "fingerprint_mode", accepts=("none",)),
     Missing("answers have no system_fingerprint", "fingerprint_value"),
