@@ -106,6 +106,12 @@ _VERBOSE = flags.DEFINE_bool("verbose", False, "List every kernel of every progr
 _DUMP = flags.DEFINE_string("dump", None, "Keep XLA's and Mosaic's dumps in this new folder.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 
+# Of the options, what a result says.
+OF_RESULT = (
+    *("tensor_parallel_size", "pipeline_parallel_size", "attention_groups"),
+    *("graph_collectives", "all_reduce_backend", "deterministic"),
+)
+
 
 def is_hopper(target: str) -> bool:
     return arch_of(target) == "sm_90a"
@@ -224,7 +230,7 @@ def check_model(name: str, memory_fraction: float, compiler: Compiler) -> dict[s
         print(result.fit, flush=True)
     return {
         "model": name,
-        **{option: options[option] for option in ("tensor_parallel_size", "graph_collectives", "attention_groups")},
+        **{option: options[option] for option in OF_RESULT},
         "faults": result.faults,
         "memory": None if result.fit is None else dataclasses.asdict(result.fit),
         "num_layers": step.config.model.num_layers,

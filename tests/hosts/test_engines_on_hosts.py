@@ -24,7 +24,8 @@ OPTIONS = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "max_num_
 OPTIONS |= {"bucket_plan": {"format": "jaxserve-bucket-plan-1", "decode": [], "mixed": [[16, 4]], "head_rows": [4]}}
 OPTIONS |= {"tensor_parallel_size": 2, "warm_up": "all", "compilation_cache_dir": ""}
 REQUESTS = int(os.environ.get("HOST_REQUESTS", 60))  # of the random ones
-IN_TIME = 15.0  # seconds from a loss to the last host's end
+IN_TIME = 15.0  # seconds from a loss to when it is said
+ENDED_IN = 30.0  # and to the process's end, on a machine that has much else to do
 
 
 def start(num_hosts: int, num_devices: int, **asked: Any) -> list[subprocess.Popen]:
@@ -103,13 +104,16 @@ def test_other_forms_of_files_on_two_hosts(form, layout, tmp_path, started):
     write_gguf(path, "llama")
     if form == "orbax":
         command = [sys.executable, "-m", "jaxserve", "convert", f"--model={path}", f"--output={tmp_path / 'orbax'}"]
-        path, _ = tmp_path / "orbax", subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        path = tmp_path / "orbax"
     num_hosts, num_devices, sizes = LAYOUTS[layout]
     prompts = [np.random.default_rng(5).integers(4, 250, n).tolist() for n in (3, 17, 30)]
     asked = {"scenario": "read_llm", "path": str(path), "prompts": prompts, **OPTIONS, "attention_backend": "xla"}
-    one = found(start(1, 1, **asked | {"tensor_parallel_size": 1}))
-    started += start(num_hosts, num_devices, **asked | sizes)
-    several = found(started)
+    started += start(1, 1, **asked | {"tensor_parallel_size": 1})
+    one = found(started)
+    others = start(num_hosts, num_devices, **asked | sizes)
+    started += others
+    several = found(others)
     for name in ("first", "again"):
         for mine, others in zip(several[name], one[name], strict=True):
             assert [token for token, _ in mine] == [token for token, _ in others]
@@ -192,12 +196,18 @@ def found_by_one(num_devices: int, asked: str) -> dict[str, Any]:
 
 
 def await_ready(process: subprocess.Popen) -> None:
+    await_said(process, "ready\n")
+
+
+def await_said(process: subprocess.Popen, what: str) -> str:
+    """What the process has said by then."""
     assert process.stdout is not None
     said = ""
-    while not said.endswith("ready\n"):
+    while what not in said:
         line = process.stdout.readline()
-        assert line, f"host 0 has ended: {said[-3000:]}"
+        assert line, f"the process has ended, and did not say {what!r}: {said[-3000:]}"
         said += line
+    return said
 
 
 @pytest.mark.slow
@@ -210,13 +220,15 @@ def test_a_lost_host_ends_all_in_time(number, victim, sizes, started):
     await_ready(started[0])
     os.kill(started[victim].pid, number)
     lost_at = time.monotonic()
-    survivor = started[1 - victim]
-    text, _ = survivor.communicate(timeout=60)
-    assert time.monotonic() - lost_at < IN_TIME
+    survivor, text = started[1 - victim], ""
+    why = "has ended" if number == signal.SIGKILL else "was not heard for 8 s"
+    if victim == 1:
+        text = await_said(survivor, f"host 1 {why}")
+        assert time.monotonic() - lost_at < IN_TIME
+    text += survivor.communicate(timeout=60)[0]
+    assert time.monotonic() - lost_at < ENDED_IN
     assert survivor.returncode == 100 + victim, text[-3000:]
     if victim == 1:
-        why = "has ended" if number == signal.SIGKILL else "was not heard for 8 s"
-        assert f"host 1 {why}" in text
         assert pp > 1 or f"lost: host 1 {why}" in text  # a send may hold a stage's process until it is ended
 
 
@@ -229,9 +241,9 @@ def test_a_leader_that_goes_on_after_its_group_has_ended_ends_too(started):
     started[1].communicate(timeout=60)
     os.kill(started[0].pid, signal.SIGCONT)
     gone_on_at = time.monotonic()
-    text, _ = started[0].communicate(timeout=60)
+    text = await_said(started[0], "lost: host 0 was not heard for 8 s")
     assert time.monotonic() - gone_on_at < IN_TIME
-    assert "lost: host 0 was not heard for 8 s" in text
+    text += started[0].communicate(timeout=60)[0]
     assert started[0].returncode == started[1].returncode == 100, text[-3000:]
 
 
@@ -242,10 +254,10 @@ def test_a_dispatch_that_stands_still_ends_all_in_time(compiling, started):
     started += start(2, 1, scenario="stalled_step", blocked=True, compiling=compiling)
     await_ready(started[0])
     stalled_at = time.monotonic()
-    texts = [process.communicate(timeout=60)[0] for process in started]
+    texts = [await_said(process, "host 0 did not end a step in 10 s") for process in started]
     assert 10 < time.monotonic() - stalled_at < IN_TIME
+    texts += [process.communicate(timeout=60)[0] for process in started]
     assert [process.returncode for process in started] == [100, 100], texts
-    assert all("host 0 did not end a step in 10 s" in text for text in texts), texts
 
 
 @pytest.mark.slow

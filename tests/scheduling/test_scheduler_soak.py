@@ -29,6 +29,8 @@ COMPOSITIONS = [
     {"policy": "request_level", "mixed": True},
     {"num_groups": 2},
     {"num_groups": 2, "mixed": False},
+    {"num_groups": 2, "policy": "prefill_first", "chunked": True},
+    {"num_groups": 2, "policy": "request_level", "chunked": True, "mixed": True},
 ]
 
 requests = st.fixed_dictionaries(

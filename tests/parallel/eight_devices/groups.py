@@ -175,13 +175,13 @@ def test_a_device_holds_its_groups_heads_and_its_part_of_the_rest():
     held = dict(zip(functions.paths, functions.weights, strict=True))
     parts = [np.asarray(s.data) for s in held["layers/0/attention/o_proj/kernel"].addressable_shards]
     assert parts[0].shape == (16, 32) and all((parts[i] == parts[i % 2]).all() for i in range(8))
-    assert (np.concatenate(parts[:2]) == dict_of(dummy_model(config=MODELS["experts_and_dense"]))).all()
+    assert (np.concatenate(parts[:2]) == o_proj_of(dummy_model(config=MODELS["experts_and_dense"]))).all()
     assert held["layers/0/mlp/gate_up_proj/kernel"].addressable_shards[0].data.shape == (32, 2 * 48 // 8)
     assert stages(engine)[0].state.kv_pages[0].addressable_shards[0].data.shape == (64, 2, 1, 4, 8)
     assert engine.description.kv_tokens == 4 * 64 * 4 and engine.description.attention_groups == 4
 
 
-def dict_of(model) -> np.ndarray:
+def o_proj_of(model) -> np.ndarray:
     return np.asarray(model.layers[0].attention.o_proj.kernel[...])
 
 
