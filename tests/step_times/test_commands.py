@@ -15,12 +15,13 @@ from jaxserve.step_times.model_shapes import MODELS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 COMPILED = [r for name in ("aot_tp", "aot_groups") for r in json.loads((RESULTS / f"{name}.json").read_text())["results"]]
+STAGED = json.loads((RESULTS / "aot_pp.json").read_text())["results"]
 SUMS = ("AllReduce", "AllGather")
 MARKS = ("AsyncStart", "AsyncDone", "PartitionId")  # of a thunk sequence, that start no kernel
 
 
 def name_of(result: dict) -> str:
-    how = (result[name] for name in ("model", "target", "tensor_parallel_size", "graph_collectives"))
+    how = (result.get(name, "") for name in ("model", "target", "tensor_parallel_size", "graph_collectives"))
     return ", ".join(map(str, (*how, groups_of(result))))
 
 
@@ -44,6 +45,21 @@ def test_counts_are_those_of_the_compiled_body(result):
     assert modelled.outside == pytest.approx(alone, abs=0.03 * kernels)
 
 
+@pytest.mark.parametrize("result", STAGED, ids=name_of)
+def test_counts_are_those_of_the_compiled_stages(result):
+    """The bodies of 8 decodes of the first stage and the last one."""
+    model, tp, pp = MODELS[result["model"]], result["tensor_parallel_size"], result["pipeline_parallel_size"]
+    layers = Deployment.named(result["model"], result["target"], tp, pp).layers
+    bodies = [p for p in result["programs"] if p["name"].startswith("body decode(8,8) of stage")]
+    assert len(bodies) == pp == 2
+    for stage, body in enumerate(bodies):
+        modelled = EnginePrograms().body(model, layers[stage], tp, has_embedding=stage == 0, has_head=stage == 1)
+        outside = Counter(body["outside_graphs"])
+        kernels = body["graph_commands"] + sum(n for kind, n in outside.items() if kind not in (*SUMS, *MARKS))
+        assert modelled.sums == sum(outside[kind] for kind in SUMS) and abs(modelled.graphs - body["graphs"]) <= 2
+        assert modelled.nodes + modelled.outside == pytest.approx(kernels, rel=0.03)
+
+
 @pytest.mark.parametrize("result", COMPILED, ids=name_of)
 def test_weights_of_a_device_are_those_of_the_compiled_engine(result):
     tp = result["tensor_parallel_size"]
@@ -60,6 +76,7 @@ def test_counts_by_hand():
     assert within == Commands(graphs=1, nodes=36 * 9 + 22, outside=0, sums=73, launches=1)
     assert EnginePrograms().body(model, 36, 1, has_embedding=True) == Commands(1, 36 * 7 + 22, 0, 0, 1)
     assert EnginePrograms().body(model, 18, 2, has_embedding=False).sums == 36
+    assert EnginePrograms().body(model, 18, 1, has_head=False).nodes == 18 * 7 + 14, "the rows of the head are the last stage's"
     grouped = EnginePrograms(True).body(model, 36, 2, has_embedding=True, attention_groups=2)
     assert grouped == replace(within, nodes=36 * 11 + 22), "a group's rows are taken out, and put among zeros"
     with pytest.raises(ValueError, match="graph_collectives=True is of several devices, and tensor_parallel_size=1"):
