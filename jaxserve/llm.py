@@ -22,6 +22,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.progress import ProgressBar
 from jaxserve.engine.runner_setup import prepare
 from jaxserve.engine.sharding import model_shards
+from jaxserve.kv_store.spec import outlives_process
 from jaxserve.models import GenerationDefaults, ModelConfig
 from jaxserve.models.files import find_model
 from jaxserve.models.loading import LoadedModel, adopt_model, check_tokenizer_choice, load_files
@@ -102,7 +103,7 @@ class LLM:
                 transposed=None,
                 shards=shards,
             )
-            weights_id = None if config.kv_store is None else files.fingerprint()
+            weights_id = files.digest() if config.kv_store is not None and outlives_process(config.kv_store) else None
             of_engine = {"hosts": hosts, "qualification": qualification, "weights_id": weights_id}
             self._set_up(loaded, config, mesh=mesh, **of_engine)
 

@@ -181,6 +181,8 @@ class StepPipeline:
             if output.finished:
                 self.grammars.settle_reason(output)
                 self.requests.end(output.request)
+                if self.stored is not None:
+                    self.stored.end(output.request)
 
     def _fail_bad_rows(self, schedule: Schedule, sampled: SampledRows) -> list[EngineOutput]:
         """Requests whose logits are not numbers end with finish_reason "error"; the others go on."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+import jaxserve
 from jaxserve.engine.stats import EngineStats, KVStoreStats
 from jaxserve.execution.page_transfer import MAX_SAVES, TRANSFER_PAGES
 from jaxserve.execution.resolved_config import ResolvedConfig
@@ -32,7 +33,9 @@ from jaxserve.scheduling.scheduler import Scheduler
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
-LOAD_SECONDS = 5.0  # after which a load is given up and its tokens are computed
+LOAD_SECONDS = 5.0  # after which a load is given up and tokens that have not come are computed
+MAX_USED = 1024  # chains whose use the store is not told yet
+UNSAVED_POOLS = 8  # pages that wait to be saved, in pools: those behind were used for other tokens long ago
 IDLE_WAIT = 0.02  # seconds that an idle step waits for a load
 
 
@@ -43,9 +46,8 @@ class _Load:
     hashes: list[bytes]
     pages: list[int]
     num_hits: int
-    owner: Request  # that asked
     deadline: float  # of time.monotonic
-    waiting: list[Request] = field(default_factory=list)  # its owner, and others that need some of these pages
+    waiting: list[Request] = field(default_factory=list)  # who asked, and others that need some of these pages
 
 
 class StoredPages:
@@ -60,15 +62,21 @@ class StoredPages:
         self._layout, self._runner, self._root_names = layout, runner, root_names
         self._stats = stats
         stats.tiers = tuple(store.stats())
+        self._loads: dict[Job, _Load] = {}
+        self._late: set[Job] = set()  # given up, but perhaps not ended in the store: until then no load begins behind them
+        self._has_warned_late = self._is_closed = False
 
     def attach(self, pool: PagePool, scheduler: Scheduler) -> None:
         """Works for this pool and scheduler from now on, which are new. What was under way is forgotten."""
+        for job in self._loads:
+            job.wanted = False
         self._pool, self._scheduler = pool, scheduler
-        self._loads: dict[Job, _Load] = {}
+        self._loads = {}
         self._loading: dict[bytes, _Load] = {}  # by each hash on its way
         self._saves: dict[Job, list[bytes]] = {}
         self._saving: set[bytes] = set()
-        self._unsaved: deque[tuple[int, bytes]] = deque()
+        self._used: deque[list[bytes]] = deque(maxlen=MAX_USED)  # chains of requests that ended
+        self._unsaved: deque[tuple[int, bytes]] = deque(maxlen=UNSAVED_POOLS * pool.num_pages)
         pool.journal, pool.root_names = [], self._root_names
         scheduler.composer.kv_loads = self
 
@@ -89,6 +97,8 @@ class StoredPages:
         if under_way is not None:
             under_way.waiting.append(request)
             return True
+        if self._late:
+            return False  # the store is slow: it would wait behind that load
         if pool.num_free_pages < -(-len(request.token_ids) // pool.page_size) - num_hits:
             return False  # it could not be admitted with them
         num_found = self.store.lookup(self._hashes_behind(request, num_hits, max_pages))
@@ -104,7 +114,7 @@ class StoredPages:
         hashes = chain[num_hits + 1 : num_hits + 1 + num_found]
         num_rows = -(-num_found // TRANSFER_PAGES) * TRANSFER_PAGES
         job = self.store.load(hashes, np.empty((num_rows, *self._layout.shape), self._layout.dtype))
-        load = _Load(hashes, pages, num_hits, request, time.monotonic() + self.load_seconds, [request])
+        load = _Load(hashes, pages, num_hits, time.monotonic() + self.load_seconds, [request])
         self._loads[job] = load
         self._loading.update(dict.fromkeys(hashes, load))
         return True
@@ -118,19 +128,27 @@ class StoredPages:
     def poll(self, timeout: float = 0.0) -> None:
         """Takes in what the store has done, at the latest after `timeout` seconds, and gives up loads that are late."""
         for job, _ in self.store.poll(timeout):
+            self._late.discard(job)
             if job in self._loads:
-                self._arrive(job)
+                self._arrive(job, job.num_done)
             self._saving.difference_update(self._saves.pop(job, ()))
         if self._loads:
             now = time.monotonic()
             for job, load in list(self._loads.items()):
                 if now > load.deadline:
                     self._warn_late(load)
-                    self._end(job)
+                    self._late.add(job)
+                    job.wanted = False
+                    for request in load.waiting:
+                        request.kv_sought = True  # none asks again until it has run: they would wait for one another's loads
+                    self._arrive(job, job.num_done)
 
-    def _arrive(self, job: Job) -> None:
-        """Writes loaded pages into the pool's, registers them, and lets their requests go on."""
-        load, num_pages, pool = self._loads[job], job.num_done, self._pool
+    def _arrive(self, job: Job, num_pages: int) -> None:
+        """Writes the first pages of a load into the pool's, registers them, and lets its requests go on.
+
+        The store may still write those behind, if the load is late.
+        """
+        load, pool = self._loads[job], self._pool
         self._drain_journal()
         if all(request.finished for request in load.waiting):
             self._end(job)
@@ -150,31 +168,39 @@ class StoredPages:
         """The load is over, whatever came of it."""
         load = self._loads.pop(job)
         for hash_ in load.hashes:
-            del self._loading[hash_]
+            if self._loading.get(hash_) is load:  # or else a later load has it too: of pages that the pool has forgotten meanwhile
+                del self._loading[hash_]
         self._pool.end_lease(load.pages)
         for request in load.waiting:
             self._scheduler.kv_ready(request)
 
+    def _give_up(self, job: Job) -> None:
+        """Nobody needs the load any more."""
+        job.wanted = False
+        self._end(job)
+
     def _warn_late(self, load: _Load) -> None:
-        if not self._stats.num_failed_loads:
+        if not self._has_warned_late:
+            self._has_warned_late = True
             logger.warning(
-                "kv_store: %d pages did not come within %g s: their tokens are computed (further ones are counted, not logged)",
+                "kv_store: %d pages did not come within %g s: the rest is computed (further loads are counted, not logged)",
                 len(load.hashes),
                 self.load_seconds,
             )
-        self._stats.num_failed_loads += 1
 
     def drop_loads(self, *, all_of_them: bool) -> None:
         """Gives up the loads that nobody waits for any more, or all of them; those who wait compute their tokens."""
         for job, load in list(self._loads.items()):
             if all_of_them or all(request.finished for request in load.waiting):
-                self._end(job)
+                self._give_up(job)
 
     # -- saves
 
     def save(self, *, rest: bool = False) -> None:
-        """Begins to save pages that were registered, in whole batches. Every step that was scheduled must have been dispatched.
-        rest: a batch that is not full is saved too."""
+        """Begins to save pages that were registered, TRANSFER_PAGES at a time, while less than MAX_SAVES batches are under way.
+
+        Every step that was scheduled must have been dispatched. rest: pages that are fewer than a batch do not wait for more.
+        """
         self._drain_journal()
         while len(self._unsaved) >= (1 if rest else TRANSFER_PAGES) and len(self._saves) < MAX_SAVES:
             batch: dict[bytes, int] = {}
@@ -186,6 +212,12 @@ class StoredPages:
                 hashes = list(batch)
                 self._saves[self.store.save(hashes, self._runner.take_pages(list(batch.values())))] = hashes
                 self._saving.update(hashes)
+        while self._used and len(self._unsaved) < TRANSFER_PAGES:  # behind the saves of their pages
+            self.store.touch(self._used.popleft())
+
+    def end(self, request: Request) -> None:
+        """The request has ended well: its pages are those that were used last."""
+        self._used.append(request.hash_chain[1:])
 
     def _drain_journal(self) -> None:
         assert self._pool.journal is not None
@@ -193,17 +225,26 @@ class StoredPages:
         self._pool.journal.clear()
 
     def forget(self, hashes: Iterable[bytes]) -> None:
-        """The pages of these hashes are wrong: they are dropped from the store."""
+        """The pages of these hashes are wrong: they are dropped from the store, and loads of them are given up."""
+        hashes = list(hashes)
         self.store.forget(hashes)
+        for job, load in list(self._loads.items()):
+            if not set(hashes).isdisjoint(load.hashes):
+                self._give_up(job)
 
     def close(self) -> None:
-        """Ends the store, behind what can be saved in CLOSE_SECONDS."""
+        """Ends the store, behind what can be saved in CLOSE_SECONDS. Does nothing when called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         deadline = time.monotonic() + CLOSE_SECONDS
         self.save(rest=True)
         while self._unsaved and time.monotonic() < deadline:
             self.poll(IDLE_WAIT)
             self.save(rest=True)
-        self.store.close()
+        num_lost = len(self._unsaved) + self.store.close(max(deadline - time.monotonic(), 0.0))
+        if num_lost:
+            logger.warning("kv_store: up to %d pages were not saved within %g s of the end", num_lost, CLOSE_SECONDS)
 
 
 def stored_pages(config: ResolvedConfig, runner: object, weights_id: str | None, stats: EngineStats) -> StoredPages | None:
@@ -220,7 +261,7 @@ def stored_pages(config: ResolvedConfig, runner: object, weights_id: str | None,
     pages, model = config.pages, config.model
     layout = PageLayout(pages.num_layers, pages.num_kv_heads, pages.page_size, pages.head_dim, pages.dtype)
     private = secrets.token_hex(16)
-    of_all = f"{model!r} {layout.name}"
+    of_all = f"jaxserve {jaxserve.__version__} {model!r} {layout.name}"
     names = f"{of_all} {weights_id or private}", f"{of_all} {private}"
     store = make_store(parse_kv_store(config.engine.kv_store), layout)
     stats.kv_store = KVStoreStats()

@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxserve.kv_store.tier import PageLayout
 
-MAGIC = b"jaxserve KV 1\n"
+FORMAT = b"jaxserve KV "  # of any version
+MAGIC = FORMAT + b"1\n"
 
 
 class BlobError(ValueError):
@@ -20,7 +21,7 @@ class BlobError(ValueError):
 
 
 class ForeignBlobError(BlobError):
-    """A page of another layout: somebody else may use it."""
+    """A page of another layout or version of the format: somebody else may use it."""
 
 
 def pack_page(
@@ -30,8 +31,17 @@ def pack_page(
 ) -> bytes:
     """The page as bytes."""
     sections = [np.ascontiguousarray(page[:, :, head]).tobytes() for head in range(layout.num_kv_heads)]
-    header = {"layout": layout.name, "hash": hash_.hex(), "sha256": [hashlib.sha256(section).hexdigest() for section in sections]}
-    return MAGIC + json.dumps(header).encode() + b"\n" + b"".join(sections)
+    return _header(layout, hash_, [hashlib.sha256(section).hexdigest() for section in sections]) + b"".join(sections)
+
+
+def blob_bytes(layout: PageLayout) -> int:
+    """Bytes of a packed page."""
+    size = hashlib.sha256().digest_size
+    return len(_header(layout, bytes(size), [bytes(size).hex()] * layout.num_kv_heads)) + layout.page_bytes
+
+
+def _header(layout: PageLayout, hash_: bytes, digests: list[str]) -> bytes:
+    return MAGIC + json.dumps({"layout": layout.name, "hash": hash_.hex(), "sha256": digests}).encode() + b"\n"
 
 
 def unpack_page(
@@ -45,6 +55,8 @@ def unpack_page(
     Raises:
       BlobError: another format, layout or page, a wrong length, or a digest that differs.
     """
+    if blob.startswith(FORMAT) and not blob.startswith(MAGIC):
+        raise ForeignBlobError(f"another version of the format: {blob[: len(MAGIC)]!r}")
     end = blob.find(b"\n", len(MAGIC), len(MAGIC) + (1 << 20))
     if not blob.startswith(MAGIC) or end < 0:
         raise BlobError("no KV page of this version of jaxserve")

@@ -1,7 +1,8 @@
 """Pages as files of a folder, which survive restarts and which several processes may share.
 
-Owns the folder: a file a page, written under another name and renamed when it is whole, and its bound. A file's time of change says
-when it was last used. Files that can't be used are dropped, but for those of another layout, which belong to somebody else.
+Owns the pages of the folder and their bound: a file a page, FOLDER/xx/HASH.kv, written under another name and renamed when it is
+whole. A file's time of change says when it was last used. Pages that can't be used are dropped, but for those of another layout or
+version, which belong to somebody else. Files of other names are neither counted nor touched.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from jaxserve.kv_store.blob import BlobError, ForeignBlobError, pack_page, unpack_page
+from jaxserve.kv_store.blob import BlobError, ForeignBlobError, blob_bytes, pack_page, unpack_page
 from jaxserve.kv_store.tier import PageLayout, TierStats
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -24,35 +26,44 @@ logger: logging.Logger = logging.getLogger("jaxserve")
 SUFFIX = ".kv"
 UNFINISHED = ".writing"
 UNFINISHED_SECONDS = 3600.0  # after which a file that is not whole was left behind by a process that died
+_FOLDER = re.compile(r"[0-9a-f]{2}")
+_PAGE = re.compile(r"[0-9a-f]{64}\.kv")
+_OURS = re.compile(r".+-[0-9]+-[0-9a-f]+-[0-9]+\.writing")  # what `_unfinished` names
 PRUNE_TO = 0.9  # of the bound: what is left when files are deleted for it
 
 
 class DiskTier:
     """Files of `folder`, which is made if need be, of about `max_bytes` together.
 
-    Each process deletes files when its own count passes the bound, the least recently used first, whoever wrote them.
+    Each process deletes pages when its own count passes the bound, the least recently used first, whoever wrote them. Which pages
+    there are is known from a walk at the start, from what this process does, and from `refresh`.
 
     Raises:
-      ValueError: the folder can't be made, read or written.
+      ValueError: the folder can't be made, read or written, or the bound is below a page.
     """
 
     def __init__(self, layout: PageLayout, folder: str | Path, max_bytes: int):
         self.stats: TierStats = TierStats("disk")
-        self._layout, self._folder, self._max_bytes = layout, Path(folder), max_bytes
+        if max_bytes < blob_bytes(layout):
+            raise ValueError(f"kv_store: a disk tier of {max_bytes} bytes can't hold a KV page, which takes {blob_bytes(layout)}")
+        self._layout, self._max_bytes = layout, max_bytes
         self._numbers = itertools.count()
         self._said: set[str] = set()
+        self._known: set[bytes] = set()  # replaced or changed on one thread, asked on any
         try:
+            self._folder = Path(folder).expanduser()
             self._folder.mkdir(parents=True, exist_ok=True)
             probe = self._unfinished()
             probe.write_bytes(b"")
             probe.unlink()
-            self.stats.bytes_held = sum(size for _, size, _ in self._files())
-        except OSError as error:
+            self._remove_unfinished()
+            self._know(self._files())
+        except (OSError, RuntimeError) as error:  # RuntimeError: "~" of nobody
             raise ValueError(f"kv_store: the folder {str(folder)!r} can't be used: {error}") from None
 
     def contains(self, hash_: bytes) -> bool:
         """As `Tier.contains`."""
-        return os.path.exists(self._path(hash_))
+        return hash_ in self._known
 
     def read(
         self,
@@ -65,15 +76,16 @@ class DiskTier:
             blob = path.read_bytes()
             unpack_page(self._layout, hash_, blob, out)
         except FileNotFoundError:
+            self._known.discard(hash_)
             return False  # deleted since, by another process
         except OSError as error:
             return self._fail("read", f"{path} can't be read ({error}): its tokens are computed")
         except BlobError as error:
-            if not isinstance(error, ForeignBlobError):
-                self._delete(path)
+            if isinstance(error, ForeignBlobError):
+                self._known.discard(hash_)
+            else:
+                self.forget(hash_)
             return self._fail("blob", f"{path} is not used: {error}; its tokens are computed")
-        with contextlib.suppress(OSError):
-            os.utime(path)
         return True
 
     def write(
@@ -84,16 +96,19 @@ class DiskTier:
         """As `Tier.write`; deletes other files where the bound is passed."""
         path, unfinished = self._path(hash_), self._unfinished()
         if path.exists():
+            self._known.add(hash_)
             return True
         blob = pack_page(self._layout, hash_, page)
         try:
             path.parent.mkdir(exist_ok=True)
             unfinished.write_bytes(blob)
+            _set_used(unfinished)
             os.replace(unfinished, path)
         except OSError as error:
             self._delete(unfinished)
             return self._fail("write", f"no page can be written to {self._folder} ({error}): pages are not kept there meanwhile")
         self._said.discard("write")
+        self._known.add(hash_)
         self.stats.bytes_held += len(blob)
         if self.stats.bytes_held > self._max_bytes:
             self._prune()
@@ -101,7 +116,17 @@ class DiskTier:
 
     def forget(self, hash_: bytes) -> None:
         """As `Tier.forget`."""
+        self._known.discard(hash_)
         self._delete(self._path(hash_))
+
+    def touch(self, hash_: bytes) -> None:
+        """As `Tier.touch`."""
+        _set_used(self._path(hash_))
+
+    def refresh(self) -> None:
+        """As `Tier.refresh`; the bytes of what others wrote are counted when this process prunes."""
+        with contextlib.suppress(OSError):
+            self._known = {_hash_of(path) for path in self._paths()}
 
     def _path(self, hash_: bytes) -> Path:
         name = hash_.hex()
@@ -110,32 +135,57 @@ class DiskTier:
     def _unfinished(self) -> Path:
         return self._folder / f"{os.uname().nodename}-{os.getpid()}-{id(self):x}-{next(self._numbers)}{UNFINISHED}"
 
-    def _files(self) -> Iterator[tuple[float, int, str]]:
-        """(time of last use, bytes, path) of every page. Unfinished files of processes that died are deleted on the way."""
-        for folder, _, names in os.walk(self._folder):
-            for name in names:
-                path = os.path.join(folder, name)
-                with contextlib.suppress(FileNotFoundError):
-                    found = os.stat(path)
-                    if name.endswith(SUFFIX):
-                        yield found.st_mtime, found.st_size, path
-                    elif name.endswith(UNFINISHED) and time.time() - found.st_mtime > UNFINISHED_SECONDS:
-                        os.unlink(path)
+    def _paths(self) -> Iterator[str]:
+        """Of every page."""
+        with os.scandir(self._folder) as folders:
+            names = [found.name for found in folders if _FOLDER.fullmatch(found.name) and found.is_dir(follow_symlinks=False)]
+        for name in names:
+            folder = os.path.join(self._folder, name)
+            yield from (os.path.join(folder, page) for page in os.listdir(folder) if _PAGE.fullmatch(page) and page[:2] == name)
+
+    def _files(self) -> list[tuple[int, int, str]]:
+        """(time of last use, bytes, path) of every page, the least recently used first."""
+        found = []
+        for path in self._paths():
+            with contextlib.suppress(FileNotFoundError):
+                stat = os.stat(path)
+                found.append((stat.st_mtime_ns, stat.st_size, path))
+        return sorted(found)
+
+    def _know(self, files: list[tuple[int, int, str]]) -> None:
+        self._known = {_hash_of(path) for _, _, path in files}
+        self.stats.bytes_held = sum(size for _, size, _ in files)
+
+    def _remove_unfinished(self) -> None:
+        """What processes that died have left."""
+        for path in self._folder.glob(f"*{UNFINISHED}"):
+            with contextlib.suppress(OSError):
+                if _OURS.fullmatch(path.name) and time.time() - path.stat().st_mtime > UNFINISHED_SECONDS:
+                    path.unlink()
 
     def _prune(self) -> None:
-        """Deletes the least recently used files, if those of all processes together pass the bound."""
-        files = sorted(self._files())
-        held = sum(size for _, size, _ in files)
-        for _, size, path in files if held > self._max_bytes else []:
-            if held <= PRUNE_TO * self._max_bytes:
-                break
-            self._delete(Path(path))
-            held -= size
-        self.stats.bytes_held = held
+        """Deletes the least recently used pages, if those of all processes together pass the bound."""
+        self._remove_unfinished()
+        files = self._files()
+        self._know(files)
+        if self.stats.bytes_held <= self._max_bytes:
+            return
+        for _, size, path in files[:-1]:
+            if self.stats.bytes_held <= PRUNE_TO * self._max_bytes:
+                return
+            if self._delete(Path(path)):
+                self._known.discard(_hash_of(path))
+                self.stats.bytes_held -= size
+        if self.stats.bytes_held > self._max_bytes:
+            self._fail("prune", f"pages of {self._folder} can't be deleted, so that it is over its bound")
 
-    def _delete(self, path: Path) -> None:
-        with contextlib.suppress(OSError):
-            path.unlink()
+    def _delete(self, path: Path) -> bool:
+        """Whether it is gone."""
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            return False
+        return True
 
     def _fail(self, kind: str, message: str) -> bool:
         """Counts a failure and logs the first one of its kind."""
@@ -144,3 +194,14 @@ class DiskTier:
             self._said.add(kind)
             logger.warning("kv_store: %s (further ones are counted, not logged)", message)
         return False
+
+
+def _set_used(path: Path) -> None:
+    """Now, by a clock that tells pages of one moment apart, which that of a file system may not."""
+    now = time.time_ns()
+    with contextlib.suppress(OSError):
+        os.utime(path, ns=(now, now))
+
+
+def _hash_of(path: str) -> bytes:
+    return bytes.fromhex(os.path.basename(path)[: -len(SUFFIX)])

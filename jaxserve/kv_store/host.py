@@ -5,6 +5,7 @@ Owns one array that holds all pages, whose memory the system gives when it is fi
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 
 import numpy as np
@@ -13,7 +14,7 @@ from jaxserve.kv_store.tier import PageLayout, TierStats
 
 
 class HostTier:
-    """As many pages as `max_bytes` hold. ValueError if that is none."""
+    """As many pages as `max_bytes` hold. ValueError if that is none, or more than the machine's memory."""
 
     def __init__(self, layout: PageLayout, max_bytes: int):
         num_pages = max_bytes // layout.page_bytes
@@ -21,7 +22,13 @@ class HostTier:
             raise ValueError(f"kv_store: a host tier of {max_bytes} bytes can't hold a KV page, which takes {layout.page_bytes}")
         self.stats: TierStats = TierStats("host")
         self._page_bytes = layout.page_bytes
-        self._pages = np.empty((num_pages, *layout.shape), layout.dtype)
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if max_bytes > memory:
+            raise ValueError(f"kv_store: a host tier of {max_bytes} bytes is more than the machine's memory, {memory}: give less")
+        try:
+            self._pages = np.empty((num_pages, *layout.shape), layout.dtype)
+        except MemoryError:
+            raise ValueError(f"kv_store: there is no memory for a host tier of {max_bytes} bytes: give it less") from None
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._free = list(range(num_pages))[::-1]
 
@@ -38,7 +45,6 @@ class HostTier:
         slot = self._slots.get(hash_)
         if slot is None:
             return False
-        self._slots.move_to_end(hash_)
         np.copyto(out, self._pages[slot])
         return True
 
@@ -56,6 +62,14 @@ class HostTier:
         self._slots[hash_] = slot  # only now: it is whole
         self.stats.bytes_held = len(self._slots) * self._page_bytes
         return True
+
+    def touch(self, hash_: bytes) -> None:
+        """As `Tier.touch`."""
+        if hash_ in self._slots:
+            self._slots.move_to_end(hash_)
+
+    def refresh(self) -> None:
+        """As `Tier.refresh`: nobody else writes here."""
 
     def forget(self, hash_: bytes) -> None:
         """As `Tier.forget`."""

@@ -32,6 +32,11 @@ def parse_kv_store(text: object) -> tuple[TierSpec, ...]:
     return tiers
 
 
+def outlives_process(text: str) -> bool:
+    """Whether other processes can find what this store keeps, so that the weights need a name. ValueError as `parse_kv_store`."""
+    return any(tier.kind == "disk" for tier in parse_kv_store(text))
+
+
 def _parse_tier(part: str, text: str) -> TierSpec:
     kind, _, rest = part.partition(":")
     folder, _, size = rest.rpartition(":")

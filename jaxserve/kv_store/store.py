@@ -5,11 +5,13 @@ Owns the interface, KVStore, and TieredStore, whose pages lie in one tier or in 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,22 +26,25 @@ from jaxserve.kv_store.tier import PageLayout, Tier, TierStats
 logger: logging.Logger = logging.getLogger("jaxserve")
 
 CLOSE_SECONDS = 10.0  # in which pages that wait to be written are, when a store is closed
+REFRESH_SECONDS = 5.0  # between looks for pages of other processes, which are taken when there is nothing else to do
 
 
 @dataclass(eq=False, slots=True)
 class Job:
     """A load or a save that was asked for.
 
-    kind: "load" or "save"; the store's own are "forget" and "stop".
+    kind: "load" or "save"; the store's own are "touch", "forget" and "stop".
     hashes: of consecutive pages.
     pages: [at least as many as hashes, *PageLayout.shape]. A load writes them, a save reads them.
-    num_done: pages of a load that came, from the first on. What stands in the others is nothing.
+    num_done: pages of a load that have come, from the first on. What stands in the others is nothing.
+    wanted: set to False by who asked and needs no more of a load, which then stops at the next page.
     """
 
     kind: str
     hashes: Sequence[bytes]
     pages: Any = None
     num_done: int = 0
+    wanted: bool = True
 
 
 class KVStore(Protocol):
@@ -58,12 +63,17 @@ class KVStore(Protocol):
         ...
 
     def save(self, hashes: Sequence[bytes], pages: Any) -> Job:
-        """Begins to keep pages. pages: an array as that of `load`, of a device too, on which the store then waits."""
+        """Begins to keep pages, as copies. Those of a chain are in order; the last of them are dropped first.
+        pages: an array as that of `load`; one of a device is waited for, but not here."""
         ...
 
     def poll(self, timeout: float = 0.0) -> list[tuple[Job, bool]]:
         """Jobs that have ended since the last call, each with whether all of its pages were loaded or kept. Waits up to `timeout`
         seconds for the first."""
+        ...
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """These pages of a chain were used, wherever they lay: behind all others the last of them is the first to go."""
         ...
 
     def forget(self, hashes: Iterable[bytes]) -> None:
@@ -74,12 +84,12 @@ class KVStore(Protocol):
         """The account of each tier, nearest first."""
         ...
 
-    def close(self) -> None:
-        """Ends the store; what waits to be kept is, within a time limit."""
+    def close(self, seconds: float = CLOSE_SECONDS) -> int:
+        """Ends the store; what waits to be kept is, within so many seconds. At most how many pages were not; 0 if called again."""
         ...
 
 
-_LOADS_FIRST = {"load": 0, "save": 1, "forget": 1, "stop": 2}
+_LOADS_FIRST = {"load": 0, "save": 1, "touch": 1, "forget": 1, "stop": 2}
 
 
 class TieredStore:
@@ -90,8 +100,12 @@ class TieredStore:
         self._jobs: queue.PriorityQueue[tuple[int, int, Job]] = queue.PriorityQueue()
         self._ended: queue.SimpleQueue[tuple[Job, bool]] = queue.SimpleQueue()
         self._numbers = itertools.count()
-        self._forgotten: set[bytes] = set()  # whose pages are not dropped yet
+        self._lock = threading.Lock()
+        self._forgotten: Counter[bytes] = Counter()  # how often, of pages that are not dropped yet; changed under the lock
+        self._saving = 0  # pages of the save that is carried out
         self._has_failed = False
+        self._is_closed = False
+        self._refresh_at = time.monotonic() + REFRESH_SECONDS
         self._thread = threading.Thread(target=self._run, name="jaxserve-kv-store", daemon=True)
         self._thread.start()
 
@@ -116,10 +130,15 @@ class TieredStore:
         """As `KVStore.save`."""
         return self._begin(Job("save", hashes, pages))
 
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """As `KVStore.touch`."""
+        self._begin(Job("touch", hashes))
+
     def forget(self, hashes: Iterable[bytes]) -> None:
         """As `KVStore.forget`."""
         hashes = list(hashes)
-        self._forgotten.update(hashes)
+        with self._lock:
+            self._forgotten.update(hashes)
         self._begin(Job("forget", hashes))
 
     def _begin(self, job: Job) -> Job:
@@ -141,41 +160,71 @@ class TieredStore:
         """As `KVStore.stats`."""
         return [tier.stats for tier in self._tiers]
 
-    def close(self) -> None:
+    def close(self, seconds: float = CLOSE_SECONDS) -> int:
         """As `KVStore.close`."""
-        if self._thread.is_alive():
-            self._begin(Job("stop", ()))
-            self._thread.join(CLOSE_SECONDS)
+        if self._is_closed:
+            return 0
+        self._is_closed = True
+        stop = self._begin(Job("stop", ()))
+        self._thread.join(seconds)
+        if not self._thread.is_alive():
+            return 0
+        num_lost = self._saving
+        with contextlib.suppress(queue.Empty):
+            while (job := self._jobs.get_nowait()[2]) is not stop:
+                num_lost += len(job.hashes) * (job.kind == "save")
+        self._begin(stop)  # behind the job that is carried out
+        return num_lost
 
     # -- the thread
 
+    def _next_job(self) -> Job:
+        """Waits for it. Meanwhile the tiers look for what others have written."""
+        while True:
+            wait = self._refresh_at - time.monotonic()
+            with contextlib.suppress(queue.Empty):
+                return self._jobs.get(timeout=wait)[2] if wait > 0 else self._jobs.get_nowait()[2]
+            for tier in self._tiers:
+                tier.refresh()
+            self._refresh_at = time.monotonic() + REFRESH_SECONDS
+
     def _run(self) -> None:
-        while (job := self._jobs.get()[2]).kind != "stop":
+        while (job := self._next_job()).kind != "stop":
             try:
                 if job.kind == "load":
                     self._load(job)
                 elif job.kind == "save":
-                    ok = self._save(job)
-                    self._ended.put((job, ok))
+                    self._ended.put((job, self._save(job)))
+                elif job.kind == "touch":
+                    self._touch(job.hashes)
                 else:
                     self._drop(job)
             except Exception as error:  # a page that fails is one that is not there
                 if not self._has_failed:
                     logger.exception("kv_store: a %s failed: %r (further ones are not logged)", job.kind, error)
-                self._has_failed = True
+                self._has_failed, self._saving = True, 0
                 self._ended.put((job, False))
 
     def _load(self, job: Job) -> None:
         copies: list[tuple[int, int]] = []  # (page, tiers that lack it)
         for i, hash_ in enumerate(job.hashes):
+            if not job.wanted:
+                break
             level = self._read(hash_, job.pages[i])
             if level is None:
                 break
             job.num_done = i + 1
             copies += [(i, level)] if level else []
         self._ended.put((job, job.num_done == len(job.hashes)))
-        for i, level in copies:
-            self._write(job.hashes[i], job.pages[i], self._tiers[:level])
+        for i, level in reversed(copies):
+            if job.wanted:
+                self._write(job.hashes[i], job.pages[i], self._tiers[:level])
+        self._touch(job.hashes[: job.num_done])
+
+    def _touch(self, hashes: Sequence[bytes]) -> None:
+        for hash_ in reversed(hashes):  # a chain without its first page is of no use: its last one goes first
+            for tier in self._tiers:
+                tier.touch(hash_)
 
     def _read(self, hash_: bytes, out: np.ndarray) -> int | None:
         """Which tier has given the page; None: none has."""
@@ -193,8 +242,10 @@ class TieredStore:
 
     def _save(self, job: Job) -> bool:
         pages = np.asarray(job.pages)  # waits for the device
-        kept = [self._write(hash_, pages[i], self._tiers) for i, hash_ in enumerate(job.hashes) if hash_ not in self._forgotten]
-        job.pages = None
+        self._saving = len(job.hashes)
+        last_first = reversed(list(enumerate(job.hashes)))  # as after a load
+        kept = [self._write(hash_, pages[i], self._tiers) for i, hash_ in last_first if hash_ not in self._forgotten]
+        job.pages, self._saving = None, 0
         return all(kept)
 
     def _write(self, hash_: bytes, page: np.ndarray, tiers: Sequence[Tier]) -> bool:
@@ -214,7 +265,9 @@ class TieredStore:
         for hash_ in job.hashes:
             for tier in self._tiers:
                 tier.forget(hash_)
-        self._forgotten.difference_update(job.hashes)
+        with self._lock:
+            self._forgotten.subtract(job.hashes)
+            self._forgotten = +self._forgotten
 
 
 def make_store(specs: Sequence[TierSpec], layout: PageLayout) -> TieredStore:

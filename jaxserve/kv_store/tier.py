@@ -64,7 +64,7 @@ class Tier(Protocol):
     stats: TierStats
 
     def contains(self, hash_: bytes) -> bool:
-        """Whether a page seems to be here; `read` may find it gone or unusable."""
+        """Whether a page seems to be here; `read` may find it gone or unusable. Asks no file."""
         ...
 
     def read(
@@ -81,6 +81,14 @@ class Tier(Protocol):
         page: np.ndarray,  # PageLayout.shape
     ) -> bool:
         """Keeps a copy of the page. False where it could not."""
+        ...
+
+    def touch(self, hash_: bytes) -> None:
+        """The page, if it is here, is the one that was used last. `read` alone says nothing of use."""
+        ...
+
+    def refresh(self) -> None:
+        """Looks for pages that other processes have written."""
         ...
 
     def forget(self, hash_: bytes) -> None:

@@ -32,18 +32,32 @@ class ModelFiles:
     def fingerprint(self) -> str:
         """Of the weights' files: twelve hex digits of their names, sizes and some of their bytes. Copies have the same,
         checkpoints of one shape others, unless they differ between the samples alone. The folder's own name does not count."""
-        folder = self.path.is_dir()
-        pattern = "*.safetensors" if self.reader is not None else "**/*"
-        files = sorted(file for file in self.path.glob(pattern) if file.is_file()) if folder else [self.path]
         found = hashlib.sha256()
-        for file in files:
+        for name, file in self._weight_files():
             size = file.stat().st_size
-            found.update(f"{file.relative_to(self.path) if folder else ''} {size}\n".encode())
+            found.update(f"{name} {size}\n".encode())
             with file.open("rb") as opened:
                 for part in range(_SAMPLES):
                     opened.seek(part * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
                     found.update(opened.read(_SAMPLE_BYTES))
         return found.hexdigest()[:12]
+
+    def digest(self) -> str:
+        """Of the weights' files: 64 hex digits of their names and every byte, which takes a read of the checkpoint. For what must
+        never be shared between weights that differ anywhere. The folder's own name does not count."""
+        found = hashlib.sha256()
+        for name, file in self._weight_files():
+            with file.open("rb") as opened:
+                found.update(f"{name} {hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
+        return found.hexdigest()
+
+    def _weight_files(self) -> list[tuple[str, Path]]:
+        """(name within the folder, path) of each file of weights, in order. A checkpoint of one file has no name."""
+        if not self.path.is_dir():
+            return [("", self.path)]
+        pattern = "*.safetensors" if self.reader is not None else "**/*"
+        files = sorted(file for file in self.path.glob(pattern) if file.is_file())
+        return [(str(file.relative_to(self.path)), file) for file in files]
 
 
 def find_model(model: str | Path, *, revision: str | None = None) -> ModelFiles:

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import Engine, SamplingParams
+from jaxserve import SamplingParams
 from jaxserve.config import engine_config
 from jaxserve.engine.sharding import check_sharding
-from jaxserve.engine.stats import KVStoreStats
 from jaxserve.execution.compilation import compile_counts
 from jaxserve.kv_store.disk import DiskTier
 from jaxserve.kv_store.host import HostTier
@@ -19,72 +18,22 @@ from jaxserve.kv_store.store import TieredStore
 from jaxserve.kv_store.tier import Tier
 from jaxserve.models import named_leaves, with_leaves
 from jaxserve.request import RequestStatus
-from tests.dummy import ONE_BUCKET, SEQS, VOCAB, Ask, add, assert_empty, differences, dummy_model, make_engine, poison, serve
-
-HOST = "host:4MiB"  # 4,096 pages
-NAME = "weights of the tests"
-
-
-def prompt(n, seed=0):
-    return np.random.default_rng(seed).integers(1, VOCAB, n).tolist()
-
-
-def asks(*seeds, n=40, **params):
-    params = {"max_tokens": 9, "temperature": 1.0, "seed": 3, "ignore_eos": True, "logprobs": 1, **params}
-    return [Ask(prompt(n, seed), SamplingParams(**params)) for seed in seeds]
-
-
-def engine_with(store: str | None = HOST, **settings):
-    engine = make_engine(dummy_model(), bucket_plan=ONE_BUCKET, **{"kv_store": store, "pool_pages": 30, **settings})
-    if engine.stored_pages is not None:
-        stored(engine).load_seconds = 60.0  # of a slow machine
-    return engine
-
-
-def stored(engine: Engine) -> Any:
-    """What joins the engine to its store, opened up: tests hold its loads and saves back."""
-    assert engine.stored_pages is not None
-    return engine.stored_pages
-
-
-def counts(engine: Engine) -> KVStoreStats:
-    assert engine.stats.kv_store is not None
-    return engine.stats.kv_store
-
-
-def settle(engine):
-    """Waits until all that was saved is kept."""
-    pages = stored(engine)
-    while pages._saves or pages._unsaved:
-        pages.save(rest=True)
-        pages.poll(10.0)
-
-
-def served(engine, wanted):
-    """The answers, once their pages are kept too."""
-    answers = serve(engine, wanted).answers
-    settle(engine)
-    return answers
-
-
-def expected(wanted):
-    return serve(make_engine(dummy_model(), bucket_plan=ONE_BUCKET), wanted).answers
-
-
-def hold_loads(engine):
-    """Loads that begin from now on never end. Returns what they were asked for."""
-    asked = []
-    stored(engine).store.load = lambda hashes, into: asked.append((hashes, into)) or object()
-    return asked
-
-
-@pytest.fixture
-def closed():
-    """A list of engines that are closed at the end, their threads with them."""
-    engines = []
-    yield engines
-    for engine in engines:
-        engine.close()
+from tests.dummy import ONE_BUCKET, SEQS, Ask, add, assert_empty, differences, dummy_model, make_engine, poison, serve
+from tests.engine.storing import (
+    HOST,
+    NAME,
+    asks,
+    counts,
+    engine_with,
+    expected,
+    hold_loads,
+    prompt,
+    run,
+    served,
+    settle,
+    stored,
+    wait_for,
+)
 
 
 def test_pages_that_the_pool_has_lost_come_from_the_store(closed):
@@ -110,8 +59,7 @@ def test_output_tokens_are_kept_for_the_next_turn(closed):
     engine.reset_prefix_cache()
     second = Ask(first.prompt + answer, first.params)
     engine.add_request("x", second.prompt, second.params)
-    while engine.has_unfinished_requests():
-        engine.step()
+    run(engine)
     assert counts(engine).num_hit_tokens == 48  # of 49 tokens
 
 
@@ -128,8 +76,7 @@ def test_others_pass_a_request_that_waits_for_kv(closed):
     engine.scheduler.check_invariants()
     (job,) = stored(engine)._loads
     stored(engine)._loads[load(*jobs[0])] = stored(engine)._loads.pop(job)
-    while engine.has_unfinished_requests():
-        engine.step()
+    run(engine)
     assert waits.num_cached_tokens == 36
     assert_empty(engine)
 
@@ -212,6 +159,21 @@ def test_a_page_that_is_reused_before_it_is_saved_is_left_out(closed):
     assert counts(engine).num_hit_tokens
 
 
+def test_a_conversation_loses_its_last_pages_first(closed):
+    """Of two, for one and a half of which there is room, the first keeps a beginning."""
+    engine = engine_with("host:16KiB")  # 16 pages
+    closed.append(engine)
+    chains = []
+    for ask in asks(0, 1):
+        (request,) = add(engine, "a", ask)
+        run(engine)
+        settle(engine)
+        chains.append(request.hash_chain[1:13])
+    store = stored(engine).store
+    wait_for(lambda: store._jobs.empty() and store.lookup(chains[1]) == 12)
+    assert store.lookup(chains[0]) == 4
+
+
 def test_two_engines_share_a_folder_and_it_survives_restarts(tmp_path, closed):
     wanted, store = asks(*range(4)), f"host:64KiB,disk:{tmp_path}:16MiB"
     first = engine_with(store, weights_id=NAME, pool_pages=100)
@@ -266,8 +228,7 @@ def test_a_request_whose_logits_are_not_numbers_is_not_kept(closed):
         engine.step()
     runner: Any = engine.runner
     runner.state.kv_pages[:] = [jnp.full_like(pages, jnp.nan) for pages in runner.state.kv_pages]
-    while engine.has_unfinished_requests():
-        engine.step()
+    run(engine)
     assert request.finish_reason == "error"
     assert stored(engine).store.lookup(request.hash_chain[1:2]) == 0
     engine._make_host_state(30)
@@ -297,11 +258,13 @@ def test_preempted_requests_load_what_they_had(closed, pool_pages):
     wanted = [*asks(*range(3), n=20, max_tokens=26), *asks(4, n=9, prompt_logprobs=1)]
     engine = engine_with(pool_pages=pool_pages)
     closed.append(engine)
-    run = serve(engine, wanted)
-    assert differences(run.answers, expected(wanted)) == []
-    assert run.stats.num_preemptions or pool_pages > 14
+    first = serve(engine, wanted)
+    assert differences(first.answers, expected(wanted)) == []
+    assert first.stats.num_preemptions or pool_pages > 14
     settle(engine)
+    engine.reset_prefix_cache()
     assert differences(serve(engine, wanted).answers, expected(wanted)) == []
+    assert counts(engine).num_hit_tokens
 
 
 def test_scored_tokens_are_computed(closed):
@@ -367,6 +330,12 @@ class Flaky(Tier):
         if what < 0.05:
             raise MemoryError("by chance")
         return what > 0.1 and self.tier.write(hash_, page)
+
+    def touch(self, hash_):
+        self.tier.touch(hash_)
+
+    def refresh(self):
+        self.tier.refresh()
 
     def forget(self, hash_):
         self.tier.forget(hash_)

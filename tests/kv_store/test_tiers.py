@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxserve.kv_store import disk
+from jaxserve.kv_store import disk, host
 from jaxserve.kv_store.blob import pack_page, unpack_page
 from jaxserve.kv_store.disk import DiskTier
 from jaxserve.kv_store.host import HostTier
@@ -61,6 +61,7 @@ def test_the_host_tier_evicts_what_was_used_least_recently():
     for i in range(3):
         tier.write(hash_of(i), page_of(i))
     tier.read(hash_of(0), empty())
+    tier.touch(hash_of(0))
     tier.write(hash_of(3), page_of(3))
     assert [tier.contains(hash_of(i)) for i in range(4)] == [True, False, True, True]
     assert tier.stats.bytes_held == 3 * LAYOUT.page_bytes
@@ -73,6 +74,66 @@ def test_the_host_tier_evicts_what_was_used_least_recently():
 def test_a_host_tier_must_hold_a_page():
     with pytest.raises(ValueError, match=f"takes {LAYOUT.page_bytes}"):
         HostTier(LAYOUT, LAYOUT.page_bytes - 1)
+
+
+def test_a_disk_tier_must_hold_a_page(tmp_path):
+    with pytest.raises(ValueError, match=f"takes {BLOB_BYTES}"):
+        DiskTier(LAYOUT, tmp_path, BLOB_BYTES - 1)
+    tier = DiskTier(LAYOUT, tmp_path, BLOB_BYTES)
+    for i in range(2):
+        assert tier.write(hash_of(i), page_of(i))
+    assert [tier.contains(hash_of(i)) for i in range(2)] == [False, True]
+
+
+def test_a_host_tier_beyond_the_memory_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="more than the machine's memory"):
+        HostTier(LAYOUT, 1 << 60)
+
+    def refuse(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(host.np, "empty", refuse)
+    with pytest.raises(ValueError, match="no memory for a host tier"):
+        HostTier(LAYOUT, 1 << 20)
+
+
+def test_files_of_others_are_neither_counted_nor_deleted(tmp_path):
+    name = hash_of(0).hex()
+    theirs = [tmp_path / name, tmp_path / "ab" / "notes.kv", tmp_path / "ab" / "cd" / f"{name}.kv", tmp_path / "letter.writing"]
+    theirs += [tmp_path / f"{name}.kv", tmp_path / "ab" / "host-1-a-0.writing", tmp_path / "zz" / f"{name}.kv"]
+    for path in theirs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * 9 * BLOB_BYTES)
+        os.utime(path, (1, 1))
+    tier = disk_tier(tmp_path, 3)
+    assert not tier.stats.bytes_held
+    for i in range(9):
+        tier.write(hash_of(i), page_of(i))
+    assert all(path.exists() for path in theirs) and tier.stats.bytes_held <= 3 * BLOB_BYTES and tier.contains(hash_of(8))
+
+
+def test_a_page_that_cannot_be_deleted_still_counts(tmp_path, monkeypatch, caplog):
+    tier = disk_tier(tmp_path, 3)
+    for i in range(3):
+        tier.write(hash_of(i), page_of(i))
+    with monkeypatch.context() as patch:
+
+        def refuse(*_, **__):
+            raise PermissionError("not yours")
+
+        patch.setattr(disk.Path, "unlink", refuse)
+        assert tier.write(hash_of(3), page_of(3)) and tier.stats.bytes_held == 4 * BLOB_BYTES
+    assert "over its bound" in caplog.text and all(tier.contains(hash_of(i)) for i in range(4))
+    tier.write(hash_of(4), page_of(4))
+    assert tier.stats.bytes_held <= 3 * BLOB_BYTES
+
+
+def test_home_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    disk_tier("~/kv").write(hash_of(0), page_of(0))
+    assert len(list((tmp_path / "kv").rglob("*.kv"))) == 1
+    with pytest.raises(ValueError, match="can't be used"):
+        disk_tier("~nobody-of-this-name/kv")
 
 
 def test_a_folder_stays_within_its_bound(tmp_path):
@@ -90,6 +151,9 @@ def test_a_folder_survives_restarts_and_is_shared(tmp_path):
     one, other = disk_tier(tmp_path), disk_tier(tmp_path)
     one.write(hash_of(1), page_of(1))
     out = empty()
+    assert not other.contains(hash_of(1))
+    other.refresh()
+    assert other.contains(hash_of(1))
     assert other.read(hash_of(1), out) and (out == page_of(1)).all()
     assert disk_tier(tmp_path).stats.bytes_held == BLOB_BYTES
 
@@ -134,6 +198,16 @@ def test_a_page_of_another_layout_is_left_to_its_owner(tmp_path, caplog):
     assert theirs.read(hash_of(0), np.empty(theirs._layout.shape, np.float32))
 
 
+def test_a_page_of_another_version_is_left_to_its_owner(tmp_path, caplog):
+    tier = disk_tier(tmp_path)
+    tier.write(hash_of(0), page_of(0))
+    path = tier._path(hash_of(0))
+    theirs = path.read_bytes().replace(b"jaxserve KV 1", b"jaxserve KV 2")
+    path.write_bytes(theirs)
+    assert not tier.read(hash_of(0), empty()) and not tier.contains(hash_of(0))
+    assert "another version" in caplog.text and path.read_bytes() == theirs
+
+
 def test_a_full_disk_is_said_once_and_leaves_nothing_half_written(tmp_path, caplog, monkeypatch):
     tier = disk_tier(tmp_path)
     with monkeypatch.context() as patch:
@@ -156,7 +230,8 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path):
 
 
 def test_files_of_processes_that_died_are_removed(tmp_path):
-    old, new = tmp_path / f"a{disk.UNFINISHED}", tmp_path / f"b{disk.UNFINISHED}"
+    tier = disk_tier(tmp_path)
+    old, new = tier._unfinished(), tier._unfinished()
     for path in (old, new):
         path.touch()
     os.utime(old, (1, 1))

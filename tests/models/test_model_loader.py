@@ -121,3 +121,15 @@ def test_a_fingerprint_tells_checkpoints_of_one_shape_apart(tmp_path):
     content[-1] ^= 1
     file.write_bytes(content)
     assert one.fingerprint() != copy.fingerprint()
+
+
+def test_a_digest_reads_every_byte(tmp_path):
+    """Two checkpoints that differ in one byte between a fingerprint's samples have one fingerprint and two digests."""
+    tensors = {**alphabet_model.weights(), "unused": np.zeros(1 << 17, np.float32)}
+    one, copy = (find_model(alphabet_model.save(tmp_path / name, tensors=tensors)) for name in ("one", "copy"))
+    assert one.digest() == copy.digest() and len(one.digest()) == 64
+    file = next(copy.path.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 6] ^= 1
+    file.write_bytes(content)
+    assert one.fingerprint() == copy.fingerprint() and one.digest() != copy.digest()

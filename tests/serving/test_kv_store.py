@@ -2,7 +2,9 @@
 
 import time
 
+import jaxserve
 from jaxserve import LLM, BucketPlan
+from jaxserve.models.files import find_model
 from tests.serving.calls import complete, ok
 from tests.serving.http_server import serving
 from tests.serving.test_operator_routes import metric
@@ -22,6 +24,8 @@ def test_what_was_kept_and_loaded_is_counted(folder, server, tmp_path):
     store = f"host:1MiB,disk:{tmp_path}:16MiB"
     llm = LLM(folder, kv_store=store, bucket_plan=PLAN, num_pages=96, page_size=4, compilation_cache_dir="")
     assert llm.engine.stored_pages is not None
+    shared, _ = llm.engine.pool.root_names
+    assert find_model(folder).digest() in shared and jaxserve.__version__ in shared, "what names pages in a folder"
     llm.engine.stored_pages.load_seconds = 60.0  # of a slow machine
     with serving(llm) as keeping:
         plain = ok(complete(server, PROMPT, max_tokens=8))["choices"][0]["text"]
