@@ -106,14 +106,15 @@ def prepare(
 def check_hosts(hosts: HostGroup, files: ModelFiles, config: EngineConfig) -> None:
     """All hosts must have the same versions, model and options, those that name files of their own aside: ValueError if not, on
     every host. All of them call it, before anything that takes long."""
-    facts: dict[str, Any] = {name: _version(name) for name in _PACKAGES}
+    facts: dict[str, Any] = {name: package_version(name) for name in _PACKAGES}
     facts |= {f"the model's {field.name}": getattr(files.config, field.name) for field in fields(files.config)}
     facts["the fingerprint of the weights' files"] = files.fingerprint()
     facts |= {name: str(getattr(config, name)) for name, (_, option) in options().items() if not isinstance(option, File)}
     hosts.agree({name: value for name, value in facts.items() if name not in _OWN_OPTIONS})
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """Of the installed distribution; None if there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-import jaxserve
+from jaxserve.engine.runner_setup import package_version
 from jaxserve.engine.stats import EngineStats, KVStoreStats
 from jaxserve.execution.page_transfer import MAX_SAVES, TRANSFER_PAGES
 from jaxserve.execution.resolved_config import ResolvedConfig
@@ -250,7 +250,8 @@ class StoredPages:
 def stored_pages(config: ResolvedConfig, runner: object, weights_id: str | None, stats: EngineStats) -> StoredPages | None:
     """What the option kv_store asks for; None: nothing.
 
-    weights_id: what names the weights to other engines; None: nobody else may use what this one saves. stats: get its counts.
+    weights_id: what names the weights to other engines; None: nobody else may use what this one saves. So it is too where
+      jaxserve is not installed, and has no version to name. stats: get its counts.
 
     Raises:
       ValueError: a tier can't be had.
@@ -261,8 +262,9 @@ def stored_pages(config: ResolvedConfig, runner: object, weights_id: str | None,
     pages, model = config.pages, config.model
     layout = PageLayout(pages.num_layers, pages.num_kv_heads, pages.page_size, pages.head_dim, pages.dtype)
     private = secrets.token_hex(16)
-    of_all = f"jaxserve {jaxserve.__version__} {model!r} {layout.name}"
-    names = f"{of_all} {weights_id or private}", f"{of_all} {private}"
+    of_all, version = f"{model!r} {layout.name}", package_version("jaxserve")
+    shared = f"jaxserve {version} {weights_id}" if weights_id and version else private
+    names = f"{of_all} {shared}", f"{of_all} {private}"
     store = make_store(parse_kv_store(config.engine.kv_store), layout)
     stats.kv_store = KVStoreStats()
     return StoredPages(store, layout, runner, names, stats.kv_store)

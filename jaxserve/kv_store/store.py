@@ -48,7 +48,8 @@ class Job:
 
 
 class KVStore(Protocol):
-    """Pages by hash. Calls return at once; what they begin ends in `poll`. One thread calls them."""
+    """Pages by hash. Calls return at once but for `close` and a `poll` with a timeout; what they begin ends in `poll`. One thread
+    calls them."""
 
     def lookup(self, hashes: Iterable[bytes]) -> int:
         """How many of these, from the first on, the store seems to have. It asks for no hash behind the first that it lacks."""
