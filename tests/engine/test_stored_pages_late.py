@@ -1,7 +1,6 @@
 """Loads and saves of a slow store: nobody waits for it longer than he must, and what is given up is done with."""
 
 import threading
-import time
 
 import pytest
 
@@ -9,7 +8,7 @@ from jaxserve.engine import stored_pages
 from jaxserve.kv_store.host import HostTier
 from jaxserve.request import RequestStatus
 from tests.dummy import add, assert_empty, serve
-from tests.engine.storing import asks, counts, engine_with, hold_loads, run, served, stored
+from tests.engine.storing import asks, counts, engine_with, hold_loads, run, served, stored, wait_for
 
 
 def test_loads_may_overlap(closed):
@@ -47,6 +46,12 @@ class Gated(HostTier):
         return super().read(hash_, out)
 
 
+def expire(engine):
+    """The time of the loads under way is over."""
+    for load in stored(engine)._loads.values():
+        object.__setattr__(load, "deadline", 0.0)
+
+
 @pytest.fixture
 def slow(closed):
     """An engine whose store gives three pages of a load at once and the others when its gate opens, and that gate's tier."""
@@ -64,32 +69,29 @@ def slow(closed):
 
 def test_what_has_come_of_a_late_load_is_used_and_the_rest_is_not_read(slow):
     engine, tier = slow
-    stored(engine).load_seconds = 0.5
     (request,) = add(engine, "a", asks(0)[0])
-    deadline = time.monotonic() + 120
-    while tier.num_begun < 4 and time.monotonic() < deadline:
-        engine.step()
+    engine.step()
+    wait_for(lambda: tier.num_begun == 4)
+    expire(engine)
     run(engine)
     assert request.num_cached_tokens == 3 * 4 and counts(engine).num_hit_tokens == 3 * 4
     assert counts(engine).num_failed_loads == 1
     (late,) = stored(engine)._late
     tier.gate.set()
-    while stored(engine)._late and time.monotonic() < deadline:
-        stored(engine).poll(1.0)
-    assert not stored(engine)._late and late.num_done == 4 and tier.num_begun == 4, "the page under way, and none behind it"
+    wait_for(lambda: stored(engine).poll() or not stored(engine)._late)
+    assert late.num_done == 4 and tier.num_begun == 4, "the page under way, and none behind it"
     assert_empty(engine)
 
 
 def test_nobody_waits_behind_a_late_load(slow):
     """Neither those who waited for it nor those who come while the store hangs begin another."""
     engine, tier = slow
-    stored(engine).load_seconds = 0.5
     waiting = [*add(engine, "a", asks(0)[0]), *add(engine, "b", asks(0)[0])]
     engine.step()
     assert {request.status for request in waiting} == {RequestStatus.WAITING_FOR_KV}
-    deadline = time.monotonic() + 120
-    while not stored(engine)._late and time.monotonic() < deadline:
-        stored(engine).poll(1.0)
+    expire(engine)
+    stored(engine).poll()
+    assert stored(engine)._late
     assert all(request.kv_sought for request in waiting)
     hold_loads(engine)  # would hang
     add(engine, "c", asks(1)[0])
@@ -98,8 +100,7 @@ def test_nobody_waits_behind_a_late_load(slow):
     run(engine)
     del stored(engine).store.load
     tier.gate.set()
-    while stored(engine)._late and time.monotonic() < deadline:
-        stored(engine).poll(1.0)
+    wait_for(lambda: stored(engine).poll() or not stored(engine)._late)
     engine.reset_prefix_cache()
     num_loaded = counts(engine).num_hit_tokens
     add(engine, "d", asks(1)[0])

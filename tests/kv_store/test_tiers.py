@@ -97,6 +97,16 @@ def test_a_host_tier_beyond_the_memory_is_refused(monkeypatch):
         HostTier(LAYOUT, 1 << 20)
 
 
+def test_folders_of_others_are_not_read(tmp_path, monkeypatch):
+    (tmp_path / "lost+found").mkdir()
+    listdir, listed = os.listdir, []
+    monkeypatch.setattr(disk.os, "listdir", lambda path: listed.append(path) or listdir(path))
+    tier = disk_tier(tmp_path)
+    tier.write(hash_of(0), page_of(0))
+    tier.refresh()
+    assert listed == [str(tier._path(hash_of(0)).parent)] and tier.contains(hash_of(0))
+
+
 def test_files_of_others_are_neither_counted_nor_deleted(tmp_path):
     name = hash_of(0).hex()
     theirs = [tmp_path / name, tmp_path / "ab" / "notes.kv", tmp_path / "ab" / "cd" / f"{name}.kv", tmp_path / "letter.writing"]
