@@ -1,0 +1,20 @@
+"""pytest in a process with eight virtual devices, as JAX must be told of them before it starts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_tests(request: pytest.FixtureRequest, name: str, *args: str) -> None:
+    """The tests of these that this run wants."""
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    marks = request.config.option.markexpr
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *args]
+    done = subprocess.run([*command, "-m", marks] if marks else command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    request.node.user_properties.append(("counted", f"{name}: {done.stdout.strip().splitlines()[-1]}"))
