@@ -303,7 +303,8 @@ class StepComposer:
         for sample in request.samples:
             if len(hits) < num_shared and self._shares_prompt(sample, group):
                 hits = sample.pages[:num_shared]
-        return hits[: self._max_shared(request)]
+        scores = request.prompt_scores
+        return hits[: self._max_shared(request)] if scores is not None and scores.wanted else hits
 
     def _max_shared(self, request: Request) -> int:
         """How many of a request's pages may hold what others computed: all but its last token's. The token before each one that is

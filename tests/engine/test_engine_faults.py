@@ -99,9 +99,9 @@ ON_THE_HOST = {
     "whole_prompt_hit": Fault(page_pool.PagePool, "match", "(len(token_ids) - 1) // self", "len(token_ids) // self"),
     "scored_prompt_read_from_the_cache": Fault(
         StepComposer,
-        "_pages_of_others",
-        "hits = hits[: (scores.next - 1) // page_size]",
-        "scores.next = max(scores.next, len(hits) * page_size + 1)",
+        "_max_shared",
+        "num_tokens = min(num_tokens, scores.next)",
+        "scores.next = max(scores.next, num_tokens)",
     ),
     "score_of_the_token_before": Fault(pipeline, "spans_of", "row + position - 1 - start", "row + position - start"),
     "page_hash_ignores_what_came_before": Fault(page_pool, "page_hash", "sha256(parent + ", "sha256("),
