@@ -39,3 +39,13 @@ def server(shared):
     """The module's server, which a test must leave idle, with all pages free."""
     yield shared
     shared.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory):
+    """A server whose chat template knows <think>, and opens it where `opening` says so; </think> is a token, <think> is not."""
+    template = alphabet_model.CHAT_TEMPLATE + "{# </think> #}"
+    folder = alphabet_model.save(tmp_path_factory.mktemp("thinking"), chat_template=template, added_tokens=["</think>"])
+    with serving(LLM(folder, bucket_plan=PLAN, num_pages=96, page_size=4, compilation_cache_dir="")) as server:
+        yield server
+        server.wait_idle()

@@ -13,13 +13,12 @@ import openai
 import pydantic
 import pytest
 
-from jaxserve import LLM, BucketPlan
+from jaxserve import BucketPlan
 from jaxserve.serving.async_llm import MAX_FORM
 from jaxserve.structured.grammars import GrammarCompiler
-from tests import alphabet_model
 from tests.alphabet_model import VOCABULARY, after
 from tests.serving.calls import chat, chunks, complete, ok, refusal
-from tests.serving.http_server import Server, serving
+from tests.serving.http_server import Server
 
 PLAN = BucketPlan(decode=(4,), mixed=((32, 4),), head_rows=(4,))
 
@@ -194,16 +193,6 @@ def test_too_large_a_form(server):
 
 
 # ---- behind reasoning
-
-
-@pytest.fixture(scope="module")
-def thinking(tmp_path_factory):
-    """A server whose chat template knows <think>, and opens it where `opening` says so; </think> is a token, <think> is not."""
-    template = alphabet_model.CHAT_TEMPLATE + "{# </think> #}"
-    folder = alphabet_model.save(tmp_path_factory.mktemp("thinking"), chat_template=template, added_tokens=["</think>"])
-    with serving(LLM(folder, bucket_plan=PLAN, num_pages=96, page_size=4, compilation_cache_dir="")) as server:
-        yield server
-        server.wait_idle()
 
 
 def test_a_form_is_of_the_content_and_not_of_the_reasoning(thinking):

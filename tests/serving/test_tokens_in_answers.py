@@ -4,13 +4,9 @@ counted or left out."""
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from jaxserve import LLM
 from jaxserve.serving.chat_protocol import AssistantTurn
-from tests import alphabet_model
 from tests.alphabet_model import BOS, EOS, SPECIALS, VOCABULARY, after, ids
 from tests.serving.calls import chat, chunks, complete, ok, refusal
-from tests.serving.conftest import PLAN
-from tests.serving.http_server import serving
 from tests.serving.test_forms import NO_BLANKS
 
 PROMPT = ids("u:tea;A")  # of the chat "tea"
@@ -104,16 +100,6 @@ def test_a_last_message_is_gone_on_with(server):
 
 
 # ---- reasoning
-
-
-@pytest.fixture(scope="module")
-def thinking(tmp_path_factory):
-    """Thinks from the prompt's <think> on; </think> is the vocabulary's last token."""
-    template = alphabet_model.CHAT_TEMPLATE + "{# </think> #}"
-    folder = alphabet_model.save(tmp_path_factory.mktemp("thinking"), chat_template=template, added_tokens=["</think>"])
-    with serving(LLM(folder, bucket_plan=PLAN, num_pages=96, page_size=4, compilation_cache_dir="")) as server:
-        yield server
-        server.wait_idle()
 
 
 def ask(server, **body):
