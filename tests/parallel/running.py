@@ -1,4 +1,8 @@
-"""pytest in a process with eight virtual devices, as JAX must be told of them before it starts."""
+"""pytest in a process with eight virtual devices, as JAX must be told of them before it starts.
+
+Each `test_*.py` beside this file is one such process or a few. They are many files because `--dist=loadfile` gives a file to one
+worker: one file of all would be the longest of the suite by far.
+"""
 
 import os
 import subprocess
@@ -18,3 +22,8 @@ def run_tests(request: pytest.FixtureRequest, name: str, *args: str) -> None:
     done = subprocess.run([*command, "-m", marks] if marks else command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     request.node.user_properties.append(("counted", f"{name}: {done.stdout.strip().splitlines()[-1]}"))
+
+
+def run_on_eight_devices(request: pytest.FixtureRequest, name: str) -> None:
+    """The tests of `eight_devices/<name>.py`."""
+    run_tests(request, name, f"tests/parallel/eight_devices/{name}.py")

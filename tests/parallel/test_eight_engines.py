@@ -1,0 +1,7 @@
+import pytest
+
+from tests.parallel.running import run_on_eight_devices
+
+
+def test_engines_on_eight_devices(request: pytest.FixtureRequest):
+    run_on_eight_devices(request, "engines")
