@@ -46,7 +46,8 @@ constexpr int ROWS = 2;  // 8, 4 and 1 of 16
 template <int R, typename T>
 void dot_tile(const T* x, int64_t row_stride, const T* const w[4], int64_t D, float* sums, int64_t stride, const T* next) {
   using V = Terms<T>;
-  Vec total[R][4];
+  Vec total[R][4];  // all loops over r are unrolled: in one that is not, the sums would lie in memory
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
     for (int c = 0; c < 4; c++) total[r][c] = zero();
   }
@@ -67,11 +68,13 @@ void dot_tile(const T* x, int64_t row_stride, const T* const w[4], int64_t D, fl
     const int n = static_cast<int>(D - k);
     typename V::Values column[4];
     for (int c = 0; c < 4; c++) column[c] = V::read_first(w[c] + k, n);
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       typename V::Values row = V::read_first(x + r * row_stride + k, n);
       for (int c = 0; c < 4; c++) total[r][c] = V::add_product(total[r][c], row, column[c]);
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++) _mm_storeu_ps(sums + r * stride, sum4(total[r][0], total[r][1], total[r][2], total[r][3]));
 }
 

@@ -5,6 +5,7 @@
 
 #include "kernels/cpu/calls.h"
 #include "kernels/cpu/dot.h"
+#include "kernels/cpu/pool.h"
 #include "kernels/cpu/simd.h"
 
 namespace jaxserve {
@@ -66,13 +67,14 @@ struct Product {
     Scratch<T> scratch(m.transposed ? 0 : (m.gated ? 2 : 1) * COLUMNS * m.D);
     const T* w = columns(first, count, scratch.values);
     const T* up = m.gated ? columns(width() + first, count, scratch.values + COLUMNS * m.D) : nullptr;
-    const bool more = m.transposed && first + 2 * COLUMNS <= width();
+    const int64_t ahead = num_threads() * COLUMNS;  // threads take blocks in turn: this one's next, most likely
+    const bool more = m.transposed && first + ahead + COLUMNS <= width();
     float sums[ROWS * COLUMNS], up_sums[ROWS * COLUMNS];
     for (int64_t row = 0; row < m.T; row += ROWS) {
       const int n = static_cast<int>(m.T - row < ROWS ? m.T - row : ROWS);
       const bool prefetch = more && row == 0;
-      block_sums(x + row * m.D, n, m.D, w, count, prefetch ? w + COLUMNS * m.D : nullptr, sums);
-      if (m.gated) block_sums(x + row * m.D, n, m.D, up, count, prefetch ? up + COLUMNS * m.D : nullptr, up_sums);
+      block_sums(x + row * m.D, n, m.D, w, count, prefetch ? w + ahead * m.D : nullptr, sums);
+      if (m.gated) block_sums(x + row * m.D, n, m.D, up, count, prefetch ? up + ahead * m.D : nullptr, up_sums);
       for (int r = 0; r < n; r++) finish(sums + r * COLUMNS, up_sums + r * COLUMNS, row + r, first, count);
     }
   }
