@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.config import EngineConfig, engine_config
 from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.engine.description import EngineDescription
+from jaxserve.engine.drafting import find_draft, load_draft, same_vocabulary
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.progress import ProgressBar
 from jaxserve.engine.runner_setup import prepare
@@ -95,6 +96,9 @@ class LLM:
             check_tokenizer_choice(tokenizer, skip_tokenizer_init)
             files = find_model(model, revision=revision)
             shards, config, qualification = prepare(files, config, mesh, hosts)
+            draft = find_draft(config, files.config)
+            if draft is not None and not skip_tokenizer_init:
+                tokenizer = same_vocabulary(draft, tokenizer or files.path)
             loaded = load_files(
                 files,
                 tokenizer=tokenizer,
@@ -105,7 +109,7 @@ class LLM:
             )
             weights_id = files.digest() if config.kv_store is not None and outlives_process(config.kv_store) else None
             of_engine = {"hosts": hosts, "qualification": qualification, "weights_id": weights_id}
-            self._set_up(loaded, config, mesh=mesh, **of_engine)
+            self._set_up(loaded, config, mesh=mesh, draft=load_draft(draft, loaded.module), **of_engine)
 
     def _set_up(self, loaded: LoadedModel[Any], config: EngineConfig, **of_engine: Any) -> None:
         self.tokenizer: Tokenizer | None = loaded.tokenizer
@@ -152,7 +156,10 @@ class LLM:
         shards_of = lambda model: model_shards(model, engine_options, mesh)[0]  # noqa: E731
         loaded = adopt_model(params, config, tokenizer=tokenizer, dtype=engine_options.dtype, shards_of=shards_of)
         llm = cls.__new__(cls)
-        llm._set_up(loaded, engine_options, mesh=mesh)
+        draft = find_draft(engine_options, loaded.config)
+        if draft is not None and loaded.tokenizer is not None:
+            same_vocabulary(draft, loaded.tokenizer)
+        llm._set_up(loaded, engine_options, mesh=mesh, draft=load_draft(draft, loaded.module))
         return llm
 
     def update_params(self, params: Any, in_flight: str = "refuse") -> None:

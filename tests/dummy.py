@@ -100,20 +100,22 @@ def make_engine(
     compile_anew: str = "",
     eos: int = EOS,
     weights_id: str | None = None,
+    draft: Any = None,
     **settings: Any,
 ) -> Engine:
     """An engine with SETTINGS, changed by `settings`.
 
+    draft: as `Engine`'s.
     pool_pages: pages that the scheduler may hand out of the KV pool's. Programs are shared between engines of equal shapes, but
     for compile_anew: "bodies" or "heads" where what is traced has been changed, "all" where it is counted what compiles.
     """
-    engine = Engine(model, EngineConfig(**{**SETTINGS, **settings}), eos_token_ids=(eos,), weights_id=weights_id)
+    engine = Engine(model, EngineConfig(**{**SETTINGS, **settings}), eos_token_ids=(eos,), weights_id=weights_id, draft=draft)
     c, programs = engine.config, engine.runner.programs
     shapes = (c.scheduler.max_num_seqs, c.max_pages_per_seq, c.cache.page_size, c.cache.num_pages, c.plan.max_head_rows)
     shapes += (c.speculative and replace(c.speculative, adaptive=True),)  # the lengths are the host's choice
     shapes += (len(stages(engine)), c.attention_backend, c.engine.matmul_backend, c.engine.moe_backend, c.engine.deterministic)
     shapes += (tuple(programs.functions.paths), c.engine.tensor_parallel_size, c.engine.pipeline_parallel_size)
-    shapes += (c.engine.attention_groups,)
+    shapes += (c.engine.attention_groups, None if draft is None else (draft.config, tuple(named_leaves(draft))))
     for stage, runner in enumerate(stages(engine)):
         programs = runner.programs
         shared = _compiled.setdefault((c.model, c.pages.dtype, shapes, stage), {})  # weights are a program's arguments

@@ -60,6 +60,7 @@ class BatchPacker:
     sends_tokens: decodes bring their tokens, which are known: of a pipeline, which takes a micro-batch back before its requests are
       in another one, and whose first stage has not sampled them.
     num_groups: of devices, in which they attend.
+    drafts: i32[max_num_seqs, K]: of each row, where the host makes them; None: the device does.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class BatchPacker:
         keeps_history: bool = False,
         sends_tokens: bool = False,
         num_groups: int = 1,
+        drafts: np.ndarray | None = None,
     ):
         self.num_groups = num_groups
+        self.drafts = drafts
         self.plan = plan
         self.layouts = layouts
         self.edit_layout = edit_layout
@@ -188,7 +191,11 @@ class BatchPacker:
             token_ids[:at] = FROM_DEVICE
         if schedule.num_drafts:
             q_lens = schedule.q_lens[:d]
-            token_ids[:at] -= np.arange(at, dtype=np.int32) - np.repeat(np.cumsum(q_lens) - q_lens, q_lens)
+            places = np.arange(at, dtype=np.int32) - np.repeat(np.cumsum(q_lens) - q_lens, q_lens)
+            token_ids[:at] -= places
+            if self.drafts is not None:
+                drafts = self.drafts[np.repeat(schedule.rows[:d], q_lens), np.maximum(places - 1, 0)]
+                token_ids[:at] = np.where((places > 0) & (drafts >= 0), drafts, token_ids[:at])
         for i in range(d, schedule.num_seqs):
             q_len, start = int(schedule.q_lens[i]), int(schedule.starts[i])
             token_ids[at : at + q_len] = schedule.requests[i].token_ids[start : start + q_len]

@@ -23,6 +23,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.admission import check_arrival, check_future, check_ids, check_kinds, check_priority
 from jaxserve.engine.demand_log import DemandWriter
 from jaxserve.engine.description import EngineDescription, describe
+from jaxserve.engine.drafting import make_drafting
 from jaxserve.engine.grammar_following import GrammarFollower
 from jaxserve.engine.kernel_choice import KernelChoice
 from jaxserve.engine.live_requests import LiveRequests
@@ -39,6 +40,7 @@ from jaxserve.execution.warm_up import BackgroundWarmUp
 from jaxserve.hosts.group import HostGroup
 from jaxserve.hosts.pulse import HostLostError
 from jaxserve.models import Decoder
+from jaxserve.models.eagle import EagleHead
 from jaxserve.models.shards import ShardedModel
 from jaxserve.outputs import RequestMetrics
 from jaxserve.qualification.qualify import Qualification
@@ -67,6 +69,7 @@ class Engine:
         the same model and config.
       eos_token_ids: ids that end a request unless it says ignore_eos.
       weights_id: what names the weights to the other engines of a kv_store. None: they can't use what this one saves there.
+      draft: the model that drafts, where `config.speculative_config` asks for one: of the same vocabulary and dtype.
       qualification: what `qualify_kernels` found before the weights were read; it is not tried again.
 
     Raises:
@@ -83,9 +86,10 @@ class Engine:
         hosts: HostGroup | None = None,
         qualification: Qualification | None = None,
         weights_id: str | None = None,
+        draft: Decoder | EagleHead | None = None,
     ):
         config = config or EngineConfig()
-        setup = set_up_runner(model, config, mesh, hosts, self.has_unfinished_requests, qualification)
+        setup = set_up_runner(model, config, mesh, hosts, self.has_unfinished_requests, qualification, draft)
         self.kernels: KernelChoice = setup.kernels
         self.config: ResolvedConfig = setup.config
         self.runner: AnyRunner = setup.runner
@@ -119,16 +123,9 @@ class Engine:
         pool = num_pages or cache.num_pages, cache.page_size, cache.enable_prefix_caching
         self.pools: list[PagePool] = [PagePool(*pool) for _ in range(limits.num_groups)]  # of each group of devices
         self.pool: PagePool = self.pools[0]
-        self._draft_lengths: DraftLengths | None = None
-        if speculative is not None:
-            self._draft_lengths = DraftLengths(
-                plan,
-                limits.max_num_seqs,
-                limits.max_num_batched_tokens,
-                speculative.num_speculative_tokens,
-                speculative.adaptive,
-            )
-        stages, is_async = self.config.engine.pipeline_parallel_size, self.config.engine.async_scheduling
+        lengths, host_drafts = make_drafting(self.config)
+        self._draft_lengths: DraftLengths | None = lengths
+        stages, is_async = self.config.engine.pipeline_parallel_size, self.config.engine.async_scheduling and not host_drafts
         self.scheduler: Scheduler = Scheduler(
             limits, self.pool, self._step_budget, self._draft_lengths, hides_in_flight=stages > 1, other_pools=self.pools[1:]
         )
@@ -141,6 +138,7 @@ class Engine:
             keeps_history=speculative is not None,
             sends_tokens=stages > 1,
             num_groups=limits.num_groups,
+            drafts=None if host_drafts is None or lengths is None else lengths.proposed,
         )
         self.pipeline: StepPipeline = StepPipeline(
             runner=self.runner,
@@ -154,6 +152,7 @@ class Engine:
             max_in_flight=max(1, stages - 1) if is_async else 0,
             clock=self._clock,
             stored=self.stored_pages,
+            host_drafts=host_drafts,
         )
         if self.stored_pages is not None:
             self.stored_pages.attach(self.pool, self.scheduler)

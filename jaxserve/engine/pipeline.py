@@ -31,6 +31,7 @@ from jaxserve.sampling.rows import SampledRows
 from jaxserve.scheduling.schedule import Schedule
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.speculative.draft_lengths import DraftLengths, DraftOutcome
+from jaxserve.speculative.suffix import SuffixDrafts
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
@@ -66,6 +67,7 @@ class StepPipeline:
     max_in_flight: int
     clock: StageClock | None = None  # of a pipeline
     stored: StoredPages | None = None  # None: there is no store of KV
+    host_drafts: SuffixDrafts | None = None  # None: the device drafts, or nobody. Steps must not overlap with it
 
     def __post_init__(self) -> None:
         self.in_flight: deque[StepInFlight] = deque()
@@ -157,6 +159,8 @@ class StepPipeline:
                 outputs += self._fail_bad_rows(schedule, sampled)
         result = self.scheduler.update(schedule, tokens, counts)
         self.stats.generated_tokens += len(result.requests)
+        if self.host_drafts is not None and self.draft_lengths is not None:
+            self.host_drafts.propose(schedule, self.draft_lengths.proposed)
         if draft_outcomes:
             self.stats.add_drafts(schedule, draft_outcomes, result)
         brought = outputs_of(schedule, result, sampled)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.config import EngineConfig
+from jaxserve.execution.draft_model import kv_bytes
 from jaxserve.execution.model_functions import LayerKernels, ModelFunctions
 from jaxserve.execution.page_transfer import transfer_bytes
 from jaxserve.execution.pipeline_programs import make_programs
@@ -24,6 +25,7 @@ from jaxserve.models import transpose_kernels
 from jaxserve.models.row_tiles import RowTiles, whole
 from jaxserve.models.shard_placement import transpose_sharded
 from jaxserve.models.shards import ShardedModel
+from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE
 from kernels.backends import FUSED_MATMUL, current_platform
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ def resolve(
     if hosts is not None:
         limits, used = zip(*hosts.exchange((limit, in_use)), strict=True)
         limit, in_use = min((x for x in limits if x is not None), default=None), list(map(max, *used))
+    draft_page_bytes = 0 if functions.draft is None else kv_bytes(functions.draft, 1, config.page_size or DEFAULT_PAGE_SIZE)
     decide_stage = functools.partial(
         resolve_config,
         config,
@@ -79,19 +82,21 @@ def resolve(
         device_limit=limit,
         attention_backend=attention_backend,
         local=None if shards is None else shards.local,
+        draft_page_bytes=draft_page_bytes,
     )
 
     def decide(temp_bytes: int = 0) -> ResolvedConfig:
         found = []
+        draft_weights = 0 if functions.draft is None else functions.draft.num_bytes
         for stage, used in zip(functions.stages, in_use, strict=True):
-            weight_bytes = max(stage.num_bytes, used)  # what else the process holds is not ours to use
+            weight_bytes = max(stage.num_bytes + draft_weights, used)  # what else the process holds is not ours to use
             found.append(decide_stage(num_layers=len(stage.layers), weight_bytes=weight_bytes, temp_bytes=temp_bytes))
         return min(found, key=lambda resolved: resolved.cache.num_pages)
 
     resolved = decide()
     if limit is not None and config.num_pages is None:
         programs = make_programs(functions, resolved)
-        temp_bytes = programs.largest_temp_bytes() + programs.draft_bytes
+        temp_bytes = programs.largest_temp_bytes() + programs.draft_bytes - resolved.cache.num_pages * draft_page_bytes
         if config.kv_store is not None:
             temp_bytes += transfer_bytes(resolved.pages.page_bytes)
         resolved = decide(temp_bytes if hosts is None else max(hosts.exchange(temp_bytes)))  # compilers may choose otherwise there

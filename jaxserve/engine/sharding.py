@@ -71,6 +71,11 @@ def check_sharding(config: EngineConfig) -> None:
         size = getattr(config, name)
         if size > 1:
             raise NotImplementedError(_NO_STORE.format(f"{name}={size}"))
+    if config.tensor_parallel_size > 1 and config.speculative is not None and config.speculative.model is not None:
+        raise NotImplementedError(
+            f"speculative_config: method={config.speculative.method!r} runs on one device, and "
+            f"tensor_parallel_size={config.tensor_parallel_size}: leave one of them out, or use method='ngram' or 'suffix'"
+        )
     if config.pipeline_parallel_size > 1:
         _check_stages(config)
     if config.attention_groups > 1:

@@ -50,7 +50,8 @@ def body(
 ) -> tuple[DeviceState, HeadInputs | jax.Array]:
     """Runs one bucket: writes the KV of its tokens, and brings the rows' page tables and lengths up to date. A stage of a pipeline
     runs its own layers; but for the last one it returns the hidden rows [T, D] of all tokens, for the next."""
-    names = list(layout.fields)
+    names, num_weights = list(layout.fields), len(functions.body_indices)
+    weights, own_weights = weights[:num_weights], weights[num_weights:]  # of the model, of what drafts for it
     with jax.named_scope("unpack"):
         # Unpacked once, behind a barrier: commands of a CUDA graph whose buffers move are recorded again.
         fields = dict(zip(names, lax.optimization_barrier(tuple(layout.unpack(packed)[n] for n in names)), strict=True))
@@ -65,9 +66,11 @@ def body(
     # Behind a barrier, or every layer's fusions compute the angles and look up the slots again.
     rope, slot_mapping = lax.optimization_barrier((functions.map_rows(model.rope, context.positions), context.slot_mapping))
     context = replace(context, slot_mapping=slot_mapping)
-    written = []
+    written, inputs = [], {}
     with jax.named_scope("layers"):
         for i, kv in zip(functions.layers, state.kv_pages, strict=True):
+            if reader is not None and i in reader.hidden_layers:
+                inputs[i] = x
             x, kv = functions.layer(model.layers[i], x, rope, kv, context)
             written.append(kv)
     if not functions.is_last:
@@ -82,7 +85,9 @@ def body(
     if reader is not None:
         assert drafts is not None and embedded is not None
         with jax.named_scope("read_body"):
-            own = reader.read_body(drafts.proposer, Ran(embedded, fields["seq_rows"], context, x))
+            read = jnp.concatenate([inputs[i] for i in reader.hidden_layers], -1) if reader.hidden_layers else None
+            ran = Ran(embedded, fields["seq_rows"], context, x, read, at)
+            own = reader.read_body(own_weights, drafts.proposer, ran)
         rows = replace(rows, drafts=replace(drafts, proposer=own))
     return DeviceState(written, step_hidden, rows), head_inputs
 

@@ -68,6 +68,8 @@ def drafting_head(
 ) -> tuple[RowState, jax.Array]:
     """`head` where speculation is on: the rows that follow a sequence's first are its drafts', which are verified here, and new
     drafts are proposed. `rows.num_computed` comes as if every draft stood. What the host fetches has K columns of drafts more."""
+    num_weights = len(functions.head_indices)
+    weights, own_weights = weights[:num_weights], weights[num_weights:]  # of the model, of the proposer
     seq_rows, asked = inputs.seq_rows[:num_rows], sampler.unpack_rows(inputs.sampling[:num_rows])
     assert rows.last_tokens is not None and rows.history is not None and rows.edits is not None
     state, num_seqs = rows.drafts, len(rows.last_tokens)  # num_seqs as a sequence row: nobody's
@@ -92,8 +94,9 @@ def drafting_head(
         num_computed = rows.num_computed.at[last].set(asked.position, mode="drop")
         history = logit_edits.remember(history, jnp.where(delivered, seq_rows, num_seqs), asked.position, sampled.tokens)
     with jax.named_scope("propose"):
-        seen = Seen(seq_rows=last, num_tokens=asked.position + 1, history=history, hidden=hidden, sampling=asked)
-        own, drafts, probs = proposer.propose(state.proposer, seen)
+        known = {"history": history, "hidden": hidden, "sampling": asked, "page_table": rows.page_table}
+        seen = Seen(seq_rows=last, num_tokens=asked.position + 1, **known)
+        own, drafts, probs = proposer.propose(own_weights, state.proposer, seen)
         kept = None if state.probs is None else state.probs.at[last].set(probs, mode="drop")
         state = DraftState(state.drafts.at[last].set(drafts, mode="drop"), kept, own)
     rows = replace(rows, num_computed=num_computed, last_tokens=last_tokens, history=history, drafts=state)
@@ -150,7 +153,7 @@ def score(
 ) -> jax.Array:
     """Log-probabilities of C tokens, each by one hidden row of the step: what the host fetches, i32[C, 2 + 2N]."""
     C = packed.size // 2
-    model = functions.module(functions.head_indices, weights)
+    model = functions.module(functions.head_indices, weights[: len(functions.head_indices)])
     vocab_weight, vocab_axis = model.head_weight()
 
     def score_rows(hidden: jax.Array, tokens: jax.Array) -> TokenLogprobs:

@@ -64,10 +64,11 @@ def decide_num_pages(
     weight_bytes: int,
     temp_bytes: int,
     num_devices: int = 1,
+    draft_page_bytes: int = 0,
 ) -> int:
-    """The pool's size in pages: (utilization * limit - weights - temp) / page bytes, and never more than max_num_seqs requests of
-    max_model_len could use. On a CPU the limit is a quarter of the memory, of which the pool takes at most CPU_POOL_BYTES;
-    `num_devices` there share one memory.
+    """The pool's size in pages: (utilization * limit - weights - temp) / page bytes, those of a draft's layers included, and never
+    more than max_num_seqs requests of max_model_len could use. On a CPU the limit is a quarter of the memory, of which the pool
+    takes at most CPU_POOL_BYTES; `num_devices` there share one memory.
 
     Raises:
       ValueError: not one page fits.
@@ -77,14 +78,15 @@ def decide_num_pages(
         room = min(CPU_POOL_BYTES, int(utilization * cpu_memory_bytes() / 4)) // num_devices
     else:
         room = int(utilization * device_limit) - weight_bytes - temp_bytes
-    fit = room // pages.page_bytes
+    page_bytes = pages.page_bytes + draft_page_bytes
+    fit = room // page_bytes
     if fit < 1:
         less = f"less weights {weight_bytes / 2**30:.2f} GiB and programs {temp_bytes / 2**30:.2f} GiB "
         limit = cpu_memory_bytes() / 4 if device_limit is None else device_limit
         raise ValueError(
             f"no KV page fits: gpu_memory_utilization={utilization} of {limit / 2**30:.1f} GiB "
             f"{'' if device_limit is None else less}leaves {room / 2**20:.0f} MiB, a page takes "
-            f"{pages.page_bytes / 2**20:.2f} MiB; raise gpu_memory_utilization, lower page_size or "
+            f"{page_bytes / 2**20:.2f} MiB; raise gpu_memory_utilization, lower page_size or "
             "max_num_batched_tokens, or take a smaller model"
         )
     return min(fit, most)

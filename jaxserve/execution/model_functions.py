@@ -102,6 +102,7 @@ class ModelFunctions:
         self.layers: range = range(self.model_config.num_layers)  # that are run
         self.is_first: bool = True  # whether it begins with the embedding
         self.is_last: bool = True  # whether it has the hidden rows that heads take
+        self.draft: Any = None  # what drafts for this model, taken apart: a ModelFunctions or an EagleFunctions
         self.mesh: Mesh | None = None if self.shards is None else self.shards.meshes[0]
         self._layer_functions: dict[Any, Callable] = {}
 
@@ -162,7 +163,7 @@ class ModelFunctions:
 
             def run_layer(weights, x, rope, kv, context):
                 layer = nnx.merge(graphdef, jax.tree.unflatten(treedef, weights))
-                attend = functools.partial(_attend, layer.sliding_window, kv, context)
+                attend = functools.partial(attend_paged, layer.sliding_window, kv, context)
                 heads = functools.partial(_attend_heads, kernels.rotary, layer.sliding_window, kv, context)
                 return layer(
                     x,
@@ -180,7 +181,7 @@ class ModelFunctions:
         return self._layer_functions[graphdef](weights, x, rope, kv, context)
 
 
-def _attend(sliding_window: int | None, kv: jax.Array, context: StepContext, q: jax.Array, k: jax.Array, v: jax.Array):
+def attend_paged(sliding_window: int | None, kv: jax.Array, context: StepContext, q: jax.Array, k: jax.Array, v: jax.Array):
     """Writes this step's keys and values, then attends over the pages."""
     return _attend_pages(sliding_window, write_kv(kv, k, v, context.slot_mapping), context, q)
 

@@ -21,6 +21,9 @@ from jaxserve.batching.layout import StepLayout
 from jaxserve.buckets.plan import Bucket
 from jaxserve.execution.body import HeadInputs, body
 from jaxserve.execution.device_state import DeviceState, abstract_state, update_rows
+from jaxserve.execution.draft_model import DraftModel, TakenApart
+from jaxserve.execution.draft_pages import DraftPages
+from jaxserve.execution.eagle import Eagle, EagleFunctions
 from jaxserve.execution.head import Masks, drafting_head, head, score
 from jaxserve.execution.memory import reserve_bytes
 from jaxserve.execution.mesh_programs import REPLICATED, last_axis_on_mesh, on_mesh, run_on_mesh, state_on_mesh, state_specs
@@ -31,9 +34,10 @@ from jaxserve.parallel.mesh import spans_hosts
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling.edit_rows import EditLayout, num_mask_words
 from jaxserve.sampling_params import MAX_LOGPROBS
-from jaxserve.speculative.config import SpeculativeConfig
 from jaxserve.speculative.ngram import NgramProposer
 from jaxserve.speculative.proposer import BodyReader, Proposer
+from jaxserve.speculative.suffix import HostDrafts
+from kernels.backends import ATTENTION
 from kernels.ragged_paged_attention import host_planner
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -117,7 +121,7 @@ class Programs:
         self.layouts: dict[Bucket, StepLayout] = {
             b: StepLayout(b, *sizes, _planners(config, b), limits.num_groups) for b in config.plan.buckets
         }
-        self.proposer: Proposer | None = make_proposer(config.speculative)
+        self.proposer: Proposer | None = make_proposer(config, functions)
         self.edit_layout: EditLayout = EditLayout(config.scheduler.max_model_len, config.model.vocab_size)
         self.num_awaited: int = 0  # calls of `get` that wait for a compile now
         self._compiled: dict[ProgramKey, Any] = {}
@@ -185,7 +189,8 @@ class Programs:
         before the last returns such instead."""
         layout, reader = self.layouts[bucket], self.proposer if isinstance(self.proposer, BodyReader) else None
         function = functools.partial(body, self.functions, layout, self.config.attention_backend, reader)
-        args = (self._weights(self.functions.body_indices), self.state, _i32(layout.size))
+        weights = self._weights(self.functions.body_indices) + ([] if reader is None else self._proposer_weights())
+        args = (weights, self.state, _i32(layout.size))
         if not self.functions.is_first:
             args += (jax.ShapeDtypeStruct((bucket.tokens, self.config.model.hidden_size), self.config.pages.dtype),)
         return ProgramSpec(function, (1,), args)
@@ -205,11 +210,11 @@ class Programs:
         else:
             assert self.config.speculative is not None
             function = functools.partial(drafting_head, self.functions, self.proposer, self.config.speculative.acceptance, *shape)
-        return ProgramSpec(function, (1,), (self._weights(self.functions.head_indices), self.state.rows, inputs, masks))
+        return ProgramSpec(function, (1,), (self._head_weights(), self.state.rows, inputs, masks))
 
     def _score_spec(self) -> ProgramSpec:
         """(head weights, step_hidden, packed spans) -> what the host fetches; of `score_rows` rows."""
-        args = self._weights(self.functions.head_indices), self.state.step_hidden, _i32(1 + 2 * self.score_rows)
+        args = self._head_weights(), self.state.step_hidden, _i32(1 + 2 * self.score_rows)
         return ProgramSpec(functools.partial(score, self.functions, MAX_LOGPROBS), (), args)
 
     def _update_spec(self) -> ProgramSpec:
@@ -222,6 +227,14 @@ class Programs:
         if key == "take":
             return ProgramSpec(take, (), (pages, ids))
         return ProgramSpec(put, (0,), (pages, ids, jax.eval_shape(take, pages, ids)))
+
+    def _head_weights(self) -> list[jax.ShapeDtypeStruct]:
+        """The model's, and behind them the proposer's."""
+        return self._weights(self.functions.head_indices) + self._proposer_weights()
+
+    def _proposer_weights(self) -> list[jax.ShapeDtypeStruct]:
+        """Its own, and those of the model that it shares."""
+        return [] if self.proposer is None else [*self.proposer.abstract, *self._weights(self.proposer.shared)]
 
     def _weights(self, indices: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
         return [self.functions.abstract[i] for i in indices]
@@ -282,12 +295,33 @@ def _i32(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def make_proposer(config: SpeculativeConfig | None) -> Proposer | None:
-    """What drafts, by `config`; None: nothing does."""
-    if config is None:
+def make_proposer(config: ResolvedConfig, functions: ModelFunctions) -> Proposer | None:
+    """What drafts for a model, by the config; None: nothing does."""
+    asked = config.speculative
+    if asked is None:
         return None
-    assert config.prompt_lookup_min is not None and config.prompt_lookup_max is not None
-    return NgramProposer(config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max)
+    if asked.method == "suffix":
+        return HostDrafts(asked.num_speculative_tokens)
+    if asked.method == "ngram":
+        assert asked.prompt_lookup_min is not None and asked.prompt_lookup_max is not None
+        return NgramProposer(asked.num_speculative_tokens, asked.prompt_lookup_min, asked.prompt_lookup_max)
+    if functions.draft is None:
+        raise ValueError(f"speculative_config: method={asked.method!r} needs a draft: LLM loads it, and Engine takes it as draft=")
+    cache, drafts, seqs = config.cache, asked.num_speculative_tokens, config.scheduler.max_num_seqs
+    backend = draft_attention(functions.draft, config.attention_backend, cache.page_size)
+    pages, draws = DraftPages(cache.num_pages, cache.page_size, seqs, drafts, backend), asked.acceptance == "rejection"
+    if isinstance(functions.draft, EagleFunctions):
+        return Eagle(functions.draft, functions, pages, draws, config.plan.max_head_rows)
+    return DraftModel(functions.draft, pages, draws)
+
+
+def draft_attention(draft: TakenApart, backend: str, page_size: int) -> str:
+    """The attention of a model that drafts beside a target with `backend`: the same, but "xla" where that is planned on the host,
+    who does not know which drafts stand, or can't do the draft's shapes."""
+    row, model = ATTENTION[backend], draft.model_config
+    heads = {"num_query_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    fits = not row.plans_on_host and row.functions.lacks(**heads, page_size=page_size, dtype=draft.dtype) is None
+    return backend if fits else "xla"
 
 
 def _planners(config: ResolvedConfig, bucket: Bucket) -> dict[int | None, Any]:

@@ -64,6 +64,7 @@ def resolve_config(
     attention_backend: str | None = None,  # what "auto" is on this device; None: "xla"
     local: ModelConfig | None = None,  # what one of several devices computes with
     num_layers: int | None = None,  # of the pipeline's stage that is asked about; None: all
+    draft_page_bytes: int = 0,  # that a page takes beside, in the layers of a model that drafts
 ) -> ResolvedConfig:
     """All limits decided, for this model on this device. Bytes are those of one device.
 
@@ -77,10 +78,9 @@ def resolve_config(
     budget, max_num_seqs = _step_limits(config, given_plan, model)
     plan = _checked_plan(config, given_plan, budget, max_num_seqs, on_gpu=platform == "gpu")
     page_size = config.page_size or DEFAULT_PAGE_SIZE
-    local = model if local is None else local
+    local = local or model
     pages = PageShape(num_layers or model.num_layers, local.num_kv_heads, page_size, model.head_dim, kv_dtype)
     longest = _longest_request(config, model)
-    edit_bytes = max_num_seqs * EditLayout(longest, model.vocab_size).row_bytes
     num_pages = config.num_pages or decide_num_pages(
         pages,
         max_num_seqs=-(-max_num_seqs // config.attention_groups),  # of which a device has pages
@@ -88,8 +88,9 @@ def resolve_config(
         utilization=config.gpu_memory_utilization,
         device_limit=device_limit,
         weight_bytes=weight_bytes,
-        temp_bytes=temp_bytes + edit_bytes,
+        temp_bytes=temp_bytes + max_num_seqs * EditLayout(longest, model.vocab_size).row_bytes,
         num_devices=config.tensor_parallel_size * config.pipeline_parallel_size,
+        draft_page_bytes=draft_page_bytes,
     )
     if num_pages * page_size < longest:
         require(
@@ -99,8 +100,7 @@ def resolve_config(
         )
         longest = num_pages * page_size
     cache = CacheConfig(page_size=page_size, num_pages=num_pages, enable_prefix_caching=config.enable_prefix_caching)
-    if attention_backend is None:
-        attention_backend = "xla" if config.attention_backend == "auto" else config.attention_backend
+    attention_backend = attention_backend or ("xla" if config.attention_backend == "auto" else config.attention_backend)
     _check_platform(config, model, attention_backend, platform)
     return ResolvedConfig(
         engine=config,

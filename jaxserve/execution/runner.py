@@ -26,6 +26,7 @@ from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.execution.stage_reports import Result
 from jaxserve.parallel.mesh import spans_hosts
 from jaxserve.sampling.rows import SampledRows, ScoredRows, unpack_sampled, unpack_scored
+from jaxserve.speculative.proposer import BodyReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,10 @@ class Runner:
         functions = self.programs.functions
         self.body_weights = [functions.weights[i] for i in functions.body_indices]
         self.head_weights = [(copies or {}).get(i, functions.weights[i]) for i in functions.head_indices]
+        if (proposer := self.programs.proposer) is not None:
+            own = [*proposer.weights, *(functions.weights[i] for i in proposer.shared)]
+            self.body_weights += own if isinstance(proposer, BodyReader) else []
+            self.head_weights += own
 
     def drop_weights(self) -> None:
         """Lets go of the weights, but for those in `programs.functions.weights`."""
@@ -114,7 +119,10 @@ class Runner:
         return sum(isinstance(x, jax.Array) and x.is_deleted() for x in self.programs.functions.weights)
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Frees the KV pages and the rest of the state, and lets go of the weights, which move to the host's memory or are gone."""
+        """Frees the KV pages and the rest of the state, and lets go of the weights, which move to the host's memory or are gone.
+        Those of a proposer move there in any case: nobody brings others."""
+        if (proposer := self.programs.proposer) is not None and isinstance(proposer.weights, list):
+            proposer.weights[:] = map(to_host, proposer.weights)
         keep_weights = keep_weights and self.has_weights
         held = self.programs.functions.weights
         held[:] = [to_host(weight) if keep_weights else None for weight in held]
@@ -125,6 +133,8 @@ class Runner:
     def wake_up(self) -> None:
         """State as new, and the weights on the device again, if there are any."""
         held = self.programs.functions.weights
+        if (proposer := self.programs.proposer) is not None and isinstance(proposer.weights, list):
+            proposer.weights[:] = map(to_device, proposer.weights, proposer.abstract)
         if self.has_weights:
             for i, weight in enumerate(held):
                 held[i] = to_device(weight, self.programs.functions.abstract[i])

@@ -153,7 +153,7 @@ def named_leaves(module: nnx.Module) -> dict[str, Any]:
     return {"/".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(module))}
 
 
-def with_leaves(module: Decoder, leaves: Mapping[str, Any]) -> Decoder:
+def with_leaves[Module: nnx.Module](module: Module, leaves: Mapping[str, Any]) -> Module:
     """A new module with the structure of `module` (abstract or not) and these weights, which are not copied.
 
     Raises:

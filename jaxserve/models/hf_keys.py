@@ -19,21 +19,21 @@ def key_table(config: ModelConfig, keys: Collection[str] = (), *, transposed: bo
     (the default, and what is published), or all experts' in one.
     transposed: the model's dense kernels are `.../weight` [out, in], as `transpose_kernels` makes them and checkpoints have them.
     """
-    table = {"embed_tokens/embedding": Source(("model.embed_tokens.weight",), _as_is)}
+    table = {"embed_tokens/embedding": Source(("model.embed_tokens.weight",), as_is)}
     for i in range(config.num_layers):
         table |= _layer_table(config, f"layers/{i}", f"model.layers.{i}", i in config.sparse_layers, transposed)
         if i in config.sparse_layers:
             table |= _experts_table(config, f"layers/{i}/mlp", f"model.layers.{i}.mlp", keys)
-    table["final_norm/scale"] = Source(("model.norm.weight",), _as_is)
+    table["final_norm/scale"] = Source(("model.norm.weight",), as_is)
     if not config.tie_word_embeddings:
-        table |= _linear("lm_head", ("lm_head.weight",), transposed)
+        table |= linear("lm_head", ("lm_head.weight",), transposed)
     return table
 
 
 def hf_tensors(config: ModelConfig, path: str, array: np.ndarray) -> dict[str, np.ndarray]:
     """The Hugging Face tensors that our weight `path` is made of, by name, in Hugging Face layout: `key_table` backwards. Views."""
     source = key_table(config)[path]
-    if source.convert is _as_is:
+    if source.convert is as_is:
         parts = [array]
     elif array.ndim == 3:  # [E, in, out]: each expert's matrix, or its gate and up by turns
         parts = [x.T for matrix in array for x in np.split(matrix, len(source.keys) // len(array), axis=-1)]
@@ -57,18 +57,27 @@ def ignorable_keys(config: ModelConfig) -> tuple[str, ...]:
     return (*patterns, r"lm_head\.weight") if config.tie_word_embeddings else patterns
 
 
-def _linear(path: str, keys: tuple[str, ...], transposed: bool) -> dict[str, Source]:
+def linear(path: str, keys: tuple[str, ...], transposed: bool = False) -> dict[str, Source]:
+    """Of a matrix, or several that are fused by columns, in the layout that `key_table` says."""
     return {f"{path}/weight": Source(keys, _fused_weight)} if transposed else {f"{path}/kernel": Source(keys, _fused_kernel)}
 
 
 def _layer_table(config: ModelConfig, ours: str, theirs: str, sparse: bool, transposed: bool) -> dict[str, Source]:
     table = {
-        f"{ours}/attention_norm/scale": Source((f"{theirs}.input_layernorm.weight",), _as_is),
-        f"{ours}/mlp_norm/scale": Source((f"{theirs}.post_attention_layernorm.weight",), _as_is),
+        f"{ours}/attention_norm/scale": Source((f"{theirs}.input_layernorm.weight",), as_is),
+        f"{ours}/mlp_norm/scale": Source((f"{theirs}.post_attention_layernorm.weight",), as_is),
     }
     if config.qk_norm:
-        table[f"{ours}/attention/q_norm/scale"] = Source((f"{theirs}.self_attn.q_norm.weight",), _as_is)
-        table[f"{ours}/attention/k_norm/scale"] = Source((f"{theirs}.self_attn.k_norm.weight",), _as_is)
+        table[f"{ours}/attention/q_norm/scale"] = Source((f"{theirs}.self_attn.q_norm.weight",), as_is)
+        table[f"{ours}/attention/k_norm/scale"] = Source((f"{theirs}.self_attn.k_norm.weight",), as_is)
+    return table | layer_linears(config, f"{ours}/", theirs, sparse=sparse, transposed=transposed)
+
+
+def layer_linears(
+    config: ModelConfig, prefix: str, theirs: str, *, sparse: bool = False, transposed: bool = False
+) -> dict[str, Source]:
+    """Of the matrices and biases of a layer, whose paths begin with `prefix` and whose keys with `theirs`."""
+    table: dict[str, Source] = {}
     linears = [
         ("attention/qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.qkv_bias),
         ("attention/o_proj", ("self_attn.o_proj",), config.o_bias),
@@ -79,10 +88,10 @@ def _layer_table(config: ModelConfig, ours: str, theirs: str, sparse: bool, tran
             ("mlp/down_proj", ("mlp.down_proj",), config.mlp_bias),
         ]
     for path, names, has_bias in linears:
-        table |= _linear(f"{ours}/{path}", tuple(f"{theirs}.{name}.weight" for name in names), transposed)
+        table |= linear(f"{prefix}{path}", tuple(f"{theirs}.{name}.weight" for name in names), transposed)
         if has_bias:
             biases = tuple(f"{theirs}.{name}.bias" for name in names)
-            table[f"{ours}/{path}/bias"] = Source(biases, _fused_bias)
+            table[f"{prefix}{path}/bias"] = Source(biases, _fused_bias)
     return table
 
 
@@ -103,7 +112,8 @@ def _experts_table(config: ModelConfig, ours: str, theirs: str, keys: Collection
     }
 
 
-def _as_is(arrays: list[np.ndarray]) -> np.ndarray:
+def as_is(arrays: list[np.ndarray]) -> np.ndarray:
+    """A tensor that is stored as it is used."""
     (array,) = arrays
     return array
 

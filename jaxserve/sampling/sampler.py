@@ -253,6 +253,22 @@ def _draw(
         return draw(kept, rows, shard), by_sort
 
 
+def draw_with_probs(logits: jax.Array, rows: SamplingRows, stream: int) -> tuple[jax.Array, jax.Array]:
+    """(a token of each row i32[R], the probabilities f32[R, V] that it was drawn with): as `sample` draws from logits f32[R, V], by
+    random numbers of `stream`. A greedy row's token has the probability 1."""
+    V = logits.shape[1]
+    blocks = in_blocks(process_logits(logits, rows), -jnp.inf)
+    maxima = blocks.max(-1)
+    greedy = first_highest(blocks, maxima)
+    random = rows.temperature > 0
+    weights, _ = _draw(blocks, maxima, None, rows, random, lambda kept, rows, shard: kept, whole, ALONE)
+    with jax.enable_x64(True):
+        tokens = jnp.where(random, invert_cdf(weights, uniform(rows, stream)), greedy)
+        shares = weights.reshape(len(logits), -1)[:, :V].astype(jnp.float64) / weights.sum((1, 2), dtype=jnp.int64)[:, None]
+        point = jnp.arange(V, dtype=jnp.int32)[None] == greedy[:, None]
+        return tokens, jnp.where(random[:, None], shares, point.astype(jnp.float64)).astype(jnp.float32)
+
+
 def draw_token(
     weights: jax.Array,  # i32[R, B, BLOCK]: of each token, 2**30 for the likeliest and 0 for what filters dropped
     rows: SamplingRows,

@@ -75,10 +75,22 @@ class DraftLengths:
     queueing that would let a few rows that copy slow down all others for nothing, as a batch ends with its slowest: then the least
     time per token is best, averaged over the rows, as long as it slows down no row by more than that average gains. The times are
     those of the engine's own steps. adaptive=False: always `num_drafts`.
+
+    on_host: whether the host writes `proposed` before it schedules, so that no row brings a draft that is none. Otherwise the
+    device has newer drafts than `proposed`, which is a step behind.
     """
 
-    def __init__(self, plan: BucketPlan, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int, adaptive: bool = True):
+    def __init__(
+        self,
+        plan: BucketPlan,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_drafts: int,
+        adaptive: bool = True,
+        on_host: bool = False,
+    ):
         self.plan = plan
+        self.on_host = on_host
         self.num_drafts = num_drafts
         self.adaptive = adaptive
         self.max_rows: int = plan.max_head_rows  # logits rows that a step may have
@@ -101,11 +113,17 @@ class DraftLengths:
         """explore: whether the step will hold decodes alone, so that `take_time` learns what it took: of the shapes that were not
         timed the smallest is then tried, as if it took no longer than smaller ones. Otherwise they are left out. queued: whether
         requests wait for a row."""
-        n = len(rows)
-        if not self.adaptive:
-            return np.full(n, self.num_drafts, np.int32)
-        rates = self.rates[rows]
+        chosen = self._choose(rows, explore, queued) if self.adaptive else np.full(len(rows), self.num_drafts, np.int32)
+        return np.minimum(chosen, self._num_known(rows)) if self.on_host else chosen
+
+    def _num_known(self, rows: np.ndarray) -> np.ndarray:  # i32[n]
+        return (self.proposed[rows] != NO_DRAFT).sum(1, dtype=np.int32)
+
+    def _choose(self, rows: np.ndarray, explore: bool, queued: bool) -> np.ndarray:
+        n, rates = len(rows), self.rates[rows]
         worth = rates >= LEAST_RATE
+        if self.on_host:
+            worth &= self._num_known(rows) > 0
         num_worth, best, length = int(worth.sum()), LEAST_GAIN, 0
         plain = self.times.get(self.shape(n, n, 1)) if num_worth else None
         if plain is None:
@@ -159,7 +177,8 @@ class DraftLengths:
         counted = np.array([not (request.finished or request.num_forced_in_flight) for request in schedule.requests[:d]], bool)
         rates = 1 - (1 - self.rates[decoding]) * (1 - MEMORY) ** right
         rates = np.where(right < np.maximum(planned, 1), rates * (1 - MEMORY), rates)
-        self.rates[decoding] = np.where(counted, rates, self.rates[decoding])
+        tried = counted & (self.proposed[decoding, 0] != NO_DRAFT) if self.on_host else counted
+        self.rates[decoding] = np.where(tried, rates, self.rates[decoding])
         if d:
             self._of_new += MEMORY_OF_NEW * (float(self.rates[decoding].mean()) - self._of_new)
         outcomes = []

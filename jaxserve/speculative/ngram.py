@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxserve.speculative.proposer import NO_DRAFT, Seen
+from jaxserve.speculative.proposer import NO_DRAFT, Seen, WithoutWeights
 
 
 @dataclass(frozen=True)
-class NgramProposer:
+class NgramProposer(WithoutWeights):
     """Of the longest n-gram, `most` to `least` tokens, that ends a sequence and occurred before."""
 
     num_drafts: int
@@ -27,7 +27,7 @@ class NgramProposer:
     def init_state(self) -> tuple[()]:
         return ()
 
-    def propose(self, state: tuple[()], seen: Seen) -> tuple[tuple[()], jax.Array, None]:
+    def propose(self, weights: tuple[()], state: tuple[()], seen: Seen) -> tuple[tuple[()], jax.Array, None]:
         tokens = seen.history.at[seen.seq_rows].get(mode="fill", fill_value=0)
         with jax.named_scope("ngram_lookup"):
             return state, lookup(tokens, seen.num_tokens, num_drafts=self.num_drafts, least=self.least, most=self.most), None

@@ -4,11 +4,13 @@ A method is a `Proposer`, named in config.METHODS and made by programs.make_prop
 Draft heads without attention: it also reads the hidden rows that the logits were made of. Draft models, and heads that attend over
 the sequence: `read_body` runs their layers over the tokens (or hidden rows) of each step, prompts included, and keeps their KV in
 pages of their own state, under the target's slots and page table, so that prefix hits and preemptions hold for it too; `propose`
-then goes on from there, one draft at a time, and keeps the drafts' KV aside, as there may be no page for it yet.
+then goes on from there, one draft at a time, and keeps the drafts' KV aside, as there may be no page for it yet. Weights are apart
+from the state: the programs are given them as they are given the target's, and return only the state anew.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,6 +38,7 @@ class Seen:
     history: jax.Array  # i32[S, L]: token ids of each sequence; past num_tokens anything
     hidden: jax.Array  # [R, D]
     sampling: SamplingRows  # of R rows
+    page_table: jax.Array  # i32[S, P]: the pages of each sequence, in which the tokens before the one just sampled have their slots
 
 
 @jax.tree_util.register_dataclass
@@ -48,6 +51,18 @@ class Ran:
     seq_rows: jax.Array  # i32[B]: the sequence row of each; S for padding
     context: StepContext  # where they stand: positions, slots, the page table of these sequences, lengths
     hidden: jax.Array  # [T, D]: the target's last hidden states, before its final norm
+    layer_inputs: jax.Array | None  # [T, n * D]: the inputs of the proposer's n hidden_layers, side by side; None where n is 0
+    logits_tokens: jax.Array  # i32[R]: which tokens the step's logits rows follow; 0 for padding
+
+
+class WithoutWeights:
+    """Of a proposer that computes with nothing but its state, which is the same for any number of pages."""
+
+    weights: tuple[()] = ()
+    abstract: tuple[()] = ()
+    shared: tuple[()] = ()
+    hidden_layers: tuple[()] = ()
+    page_bytes: int = 0
 
 
 class Proposer(Protocol):
@@ -64,12 +79,32 @@ class Proposer(Protocol):
         """Whether drafts are drawn, and `propose` says from what; it is kept where acceptance is "rejection"."""
         ...
 
-    def init_state(self) -> Any:
-        """What it keeps on the device, as a pytree of arrays: a draft model's weights and pages; () for nothing. Called again
-        after a sleep or a failed step; new arrays each time, since programs are given them for good (donated)."""
+    @property
+    def weights(self) -> Sequence[Any]:
+        """What it computes with, as it is; a list, whose entries a sleep moves to the host and back, or () for nothing."""
         ...
 
-    def propose(self, state: Any, seen: Seen) -> tuple[Any, jax.Array, jax.Array | None]:
+    @property
+    def abstract(self) -> Sequence[jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of `weights`."""
+        ...
+
+    @property
+    def shared(self) -> Sequence[int]:
+        """Which of the target's weights, by their number in ModelFunctions, it takes too: they come behind its own."""
+        ...
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of its state for each page of the target's pool."""
+        ...
+
+    def init_state(self) -> Any:
+        """What it keeps on the device, as a pytree of arrays, such as pages; () for nothing. Called again after a sleep or a failed
+        step; new arrays each time, since programs are given them for good (donated)."""
+        ...
+
+    def propose(self, weights: Any, state: Any, seen: Seen) -> tuple[Any, jax.Array, jax.Array | None]:
         """(the state; i32[R, K]: each row's drafts, the next token's first, NO_DRAFT where there is none; f32[R, K, V]: the
         probabilities that each draft was drawn with, given those before it, or None where `draws` is false)."""
         ...
@@ -79,6 +114,11 @@ class Proposer(Protocol):
 class BodyReader(Proposer, Protocol):
     """A proposer that also sees each step's body; traced at its end."""
 
-    def read_body(self, state: Any, ran: Ran) -> Any:
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The target's layers whose inputs it reads, in order."""
+        ...
+
+    def read_body(self, weights: Any, state: Any, ran: Ran) -> Any:
         """The state, which is donated."""
         ...

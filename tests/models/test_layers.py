@@ -79,7 +79,7 @@ def test_a_step_with_the_rotary_write_computes_what_it_does_without(golden, back
 
     context: Any = SimpleNamespace(slot_mapping=slots)
     monkeypatch.setattr(model_functions, "_attend_pages", lambda window, kv, context, q: (q, kv))
-    attend = functools.partial(model_functions._attend, None, pages, context)
+    attend = functools.partial(model_functions.attend_paged, None, pages, context)
     attend_heads = functools.partial(model_functions._attend_heads, backend, None, pages, context)
     rope = model.rope(jnp.arange(T))
     want = jax.jit(lambda x: layer(x, rope, attend))(x)

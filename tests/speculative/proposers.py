@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.sampling.sampler import uniform
-from jaxserve.speculative.proposer import DRAFT_STREAM, Ran, Seen
+from jaxserve.speculative.proposer import DRAFT_STREAM, Ran, Seen, WithoutWeights
 
 
 @dataclass(frozen=True, eq=False)
-class Markov:
+class Markov(WithoutWeights):
     """Each draft is drawn by the token before it."""
 
     num_drafts: int
@@ -25,7 +25,7 @@ class Markov:
     def init_state(self) -> Any:
         return {"matrix": jnp.asarray(self.matrix, jnp.float32)}
 
-    def propose(self, state: Any, seen: Seen) -> tuple[Any, jax.Array, jax.Array]:
+    def propose(self, weights: Any, state: Any, seen: Seen) -> tuple[Any, jax.Array, jax.Array]:
         last = seen.history.at[seen.seq_rows, seen.num_tokens - 1].get(mode="fill", fill_value=0)
         drafts, probs = [], []
         for j in range(self.num_drafts):
@@ -51,7 +51,7 @@ class Reader(Markov):
         pages = jnp.full((self.max_num_seqs, self.pages_per_seq), -1, jnp.int32)
         return super().init_state() | {"hidden": hidden, "tokens": jnp.full(self.num_slots, -1, jnp.int32), "pages": pages}
 
-    def read_body(self, state: Any, ran: Ran) -> Any:
+    def read_body(self, weights: Any, state: Any, ran: Ran) -> Any:
         slots = ran.context.slot_mapping
         return state | {
             "hidden": state["hidden"].at[slots].set(ran.hidden, mode="drop"),

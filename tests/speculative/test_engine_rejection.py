@@ -119,7 +119,7 @@ def test_outputs_are_distributed_as_the_models_own(rule, monkeypatch):
 @pytest.mark.parametrize("rule", slow_unless(lambda rule: rule == "right", ["right", *list(WRONG)[1:]]))
 def test_drafts_that_are_drawn(rule, monkeypatch, record_property):
     """The same of a proposer that draws: what it drew with travels with its drafts, or outputs or rates are others."""
-    monkeypatch.setattr(programs, "make_proposer", lambda config: Markov(2, MATRIX))
+    monkeypatch.setattr(programs, "make_proposer", lambda *_: Markov(2, MATRIX))
     engine = make_engine(rule, NGRAM | {"num_speculative_tokens": 2}, monkeypatch)
     num_requests = REQUESTS if rule in ("right", "another draft's proposal") else FEWER
     num_outputs = num_requests * SAMPLES

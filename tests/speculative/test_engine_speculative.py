@@ -36,6 +36,7 @@ CONFIG = replace(dummy.CONFIG, vocab_size=VOCAB)
 PLAN = BucketPlan(mixed=((TOKENS, SEQS),), head_rows=(TOKENS,))
 SEVERAL = BucketPlan(decode=(2,), mixed=((24, 6),), head_rows=(6, 24), draft=((1, 3), (4, 3)))
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 3, "suffix_decoding_max_spec_factor": 2.0, "adaptive": False}
 SMALL_POOL = 34
 OBJECT = {
     "type": "object",
@@ -161,12 +162,27 @@ def assert_drafted(engine: Engine) -> None:
 @pytest.mark.parametrize("asynchronous", slow_unless(bool, [True, False]), ids=["async", "sync"])
 @pytest.mark.parametrize("pool_pages", slow_unless(bool, [None, SMALL_POOL]), ids=["large_pool", "small_pool"])
 def test_the_output_is_that_without_drafts(compiler, expected, asynchronous, pool_pages):
-    on = make_engine(async_scheduling=asynchronous, pool_pages=pool_pages)
+    check_outputs(make_engine(async_scheduling=asynchronous, pool_pages=pool_pages), compiler, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool_pages", [None, SMALL_POOL], ids=["large_pool", "small_pool"])
+def test_drafts_that_the_host_makes_change_no_output(compiler, expected, pool_pages):
+    on = make_engine(SUFFIX, pool_pages=pool_pages)
+    assert on.pipeline.max_in_flight == 0, "the host knows all tokens when it drafts"
+    check_outputs(on, compiler, expected)
+    assert on.pipeline.host_drafts is not None and len(on.pipeline.host_drafts.cached) > 10
+    num_drafts = on.stats.num_draft_tokens
+    answers = serve(on, asks(compiler))  # by now their outputs are known
+    assert dummy.differences(answers, expected.answers) == [] and on.stats.num_draft_tokens - num_drafts > num_drafts
+
+
+def check_outputs(on: Engine, compiler: GrammarCompiler, expected: WithoutDrafts) -> None:
     answers = serve(on, asks(compiler))
     assert dummy.differences(answers, expected.answers) == []
     assert_drafted(on)
     stats = on.scheduler.stats()
-    assert stats.num_hit_tokens and bool(stats.num_preemptions) == (pool_pages is not None)
+    assert stats.num_hit_tokens and bool(stats.num_preemptions) == (on.pool.num_pages == SMALL_POOL)
     assert stats.num_steps < expected.num_steps
     reasons = {(answer.finish_reason, answer.stop_reason is None) for answer in answers.values()}
     assert reasons == {("length", True), ("stop", True), ("stop", False)}

@@ -63,6 +63,10 @@ def test_what_is_found(tokens, drafts):
     rows = np.array([1, 2], np.int32)  # the second is padding
     known = np.full(2, len(tokens), np.int32)
     sampling = unpack_rows(jnp.zeros((2, NUM_COLUMNS), jnp.int32))
-    seen = Seen(*map(jnp.asarray, (rows, known, history, np.zeros((2, 4), np.float32))), sampling=sampling)
-    state, found, probs = jax.jit(proposer.propose)(proposer.init_state(), seen)
+    seen = Seen(
+        *map(jnp.asarray, (rows, known, history, np.zeros((2, 4), np.float32))),
+        sampling=sampling,
+        page_table=jnp.zeros((2, 1), jnp.int32),
+    )
+    state, found, probs = jax.jit(proposer.propose)(proposer.weights, proposer.init_state(), seen)
     assert state == () and found[0].tolist() == drafts and probs is None and not proposer.draws

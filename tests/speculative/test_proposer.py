@@ -24,7 +24,7 @@ def make_engine(monkeypatch, **settings) -> Engine:
     pages, page_size = dummy.SETTINGS["num_pages"], dummy.SETTINGS["page_size"]
     matrix = np.random.default_rng(0).dirichlet([0.2] * VOCAB, VOCAB)
     reader = Reader(DRAFTS, matrix, pages * page_size, dummy.SEQS, dummy.SETTINGS["max_model_len"] // page_size, CONFIG.hidden_size)
-    monkeypatch.setattr(programs, "make_proposer", lambda config: reader)
+    monkeypatch.setattr(programs, "make_proposer", lambda *_: reader)
     settings = {"bucket_plan": PLAN, "speculative_config": SPECULATIVE, **settings}
     return dummy.make_engine(dummy.dummy_model(config=CONFIG), compile_anew="all", **settings)
 

@@ -1,0 +1,161 @@
+"""What an engine that speculates makes beside its model.
+
+Owns which host objects a method needs, and the model that drafts: found, checked against the target, and taken apart for programs.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.kernel_choice import choose_kernels
+from jaxserve.engine.resolution import model_functions
+from jaxserve.execution.eagle import EagleFunctions
+from jaxserve.execution.model_functions import LayerKernels, ModelFunctions, weights_dtype
+from jaxserve.execution.resolved_config import ResolvedConfig
+from jaxserve.models import Decoder, ModelConfig
+from jaxserve.models.eagle import EagleFiles, EagleHead, find_eagle, load_eagle
+from jaxserve.models.files import ModelFiles, find_model
+from jaxserve.speculative.draft_lengths import DraftLengths
+from jaxserve.speculative.suffix import SuffixDrafts
+from kernels.backends import current_platform
+
+if TYPE_CHECKING:
+    from jaxserve.text.tokenizer import Tokenizer
+
+logger: logging.Logger = logging.getLogger("jaxserve")
+
+EAGLE_VERSIONS = {"eagle": 1, "eagle3": 3}  # by method
+NUM_TEXTS = 256  # tokens whose texts are compared
+
+
+def make_drafting(config: ResolvedConfig) -> tuple[DraftLengths | None, SuffixDrafts | None]:
+    """Both as new; None for what the config does not ask for."""
+    speculative, limits = config.speculative, config.scheduler
+    if speculative is None:
+        return None, None
+    lengths = DraftLengths(
+        config.plan,
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        speculative.num_speculative_tokens,
+        speculative.adaptive,
+        on_host=speculative.drafts_on_host,
+    )
+    return lengths, SuffixDrafts(speculative, limits.max_num_seqs) if speculative.drafts_on_host else None
+
+
+def find_draft(config: EngineConfig, target: ModelConfig) -> ModelFiles | EagleFiles | None:
+    """The checkpoint that speculative_config names, checked against the target; None where it names none. No weight is read.
+
+    Raises: as `find_model` and `check_draft`, or `find_eagle`.
+    """
+    if config.speculative is None or config.speculative.model is None:
+        return None
+    if config.speculative.method in EAGLE_VERSIONS:
+        return find_eagle(config.speculative.model, target, version=EAGLE_VERSIONS[config.speculative.method])
+    files = find_model(config.speculative.model)
+    check_draft(config, target, files.config)
+    return files
+
+
+def same_vocabulary(draft: ModelFiles | EagleFiles, tokenizer: str | Path | Tokenizer) -> str | Path | Tokenizer:
+    """The target's tokenizer, once it is read and found to give tokens the texts that the draft's gives them; what was given where
+    the draft has no tokenizer, as EAGLE heads have none. tokenizer: the target's, or where it lies.
+
+    Raises: ValueError as `check_vocabulary`, or as `Tokenizer.from_id` for the target's.
+    """
+    if isinstance(draft, EagleFiles):
+        return tokenizer
+    from jaxserve.text.tokenizer import Tokenizer
+
+    try:
+        theirs = Tokenizer.from_id(draft.path)
+    except ValueError:
+        logger.warning("the draft at %s has no tokenizer: that its vocabulary is the target's is taken for granted", draft.path)
+        return tokenizer
+    ours = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_id(tokenizer)
+    check_vocabulary(draft.path, ours, theirs)
+    return ours
+
+
+def load_draft(files: ModelFiles | EagleFiles | None, target: Any) -> Decoder | EagleHead | None:
+    """The model of `find_draft`, in the dtype of the target module's weights; None if there is none. Errors as
+    `loading.load_model`'s, or `load_eagle`'s."""
+    if files is None:
+        return None
+    if isinstance(files, EagleFiles):
+        return load_eagle(files.reader, files.config, weights_dtype(target))
+    from jaxserve.models.loading import load_files  # late: it imports the tokenizers library
+
+    return load_files(files, skip_tokenizer_init=True, dtype=str(weights_dtype(target)), transposed=None).module
+
+
+def check_draft(config: EngineConfig, target: ModelConfig, draft: ModelConfig) -> None:
+    """ValueError if a model can't draft for the target."""
+    assert config.speculative is not None
+    longest = config.max_model_len or target.max_position_embeddings
+    faults = []
+    if draft.vocab_size != target.vocab_size:
+        faults.append(
+            f"its vocab_size is {draft.vocab_size}, the target's {target.vocab_size}: take a draft of the same vocabulary"
+        )
+    if draft.max_position_embeddings < longest:
+        faults.append(
+            f"its max_position_embeddings={draft.max_position_embeddings} is less than the {longest} tokens that a request may "
+            "have: lower max_model_len"
+        )
+    if faults:
+        raise ValueError(f"speculative_config: model={config.speculative.model!r} can't draft for this one: {'; '.join(faults)}")
+
+
+def check_vocabulary(model: Any, target: Tokenizer, draft: Tokenizer) -> None:
+    """ValueError if some of the tokens that are compared have other texts. model: what the draft is called."""
+    ours, theirs = target.token_bytes(), draft.token_bytes()
+    ids = np.unique(np.linspace(0, target.vocab_size - 1, NUM_TEXTS).astype(int)).tolist()
+    other = [i for i in ids if ours.get(i) != theirs.get(i)]
+    if other:
+        i = other[0]
+        raise ValueError(
+            f"speculative_config: model={model!r} has another vocabulary than the target: of {len(ids)} tokens that were compared "
+            f"{len(other)} have other texts, the first is {i}: {theirs.get(i)!r}, and {ours.get(i)!r} in the target"
+        )
+
+
+def draft_functions(draft: Decoder | EagleHead, config: EngineConfig, target: ModelFunctions) -> ModelFunctions | EagleFunctions:
+    """What drafts, taken apart for the programs of its target. On a CPU the layers of a draft model run our kernels as the target's
+    do. On a GPU they are XLA's, as no qualification has asked a card about their shapes. Those of an EAGLE head always are.
+
+    Raises:
+      NotImplementedError: the target lies on several devices.
+      ValueError: nothing asks for it; it is of another method; as `check_draft`; weights of another dtype.
+    """
+    if config.speculative is None or config.speculative.model is None:
+        raise ValueError("draft= is given, and speculative_config asks for no model: leave one of them out")
+    if target.shards is not None:
+        raise NotImplementedError("speculative_config: models that draft run on one device, and the target is cut for several")
+    method = config.speculative.method
+    version, given = EAGLE_VERSIONS.get(method), draft.config.version if isinstance(draft, EagleHead) else None
+    if version != given:
+        what = "a decoder" if given is None else f"an EAGLE-{given} head"
+        raise ValueError(f"speculative_config: {method=} and draft= is {what}: change one of them")
+    if isinstance(draft, EagleHead):
+        functions: ModelFunctions | EagleFunctions = EagleFunctions(draft)
+        if faults := draft.config.faults(target.model_config):
+            raise ValueError(f"this EAGLE-{version} head is not for this target: {'; '.join(faults)}")
+    else:
+        check_draft(config, target.model_config, draft.config)
+        kernels = LayerKernels(moe="xla")
+        if current_platform() == "cpu":
+            kernels = choose_kernels(draft.config, weights_dtype(draft), replace(config, skip_qualification=True)).layer
+        functions = model_functions(draft, config, kernels)
+    if functions.dtype != target.dtype:
+        raise ValueError(
+            f"speculative_config: the draft's weights are {functions.dtype}, the target's {target.dtype}: load both in one dtype"
+        )
+    return functions

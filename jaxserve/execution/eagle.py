@@ -1,0 +1,202 @@
+"""An EAGLE head as a proposer: what it reads of the target's bodies, its keys and values, and how it goes on from there.
+
+The head's sequence is one of pairs: the target's hidden state at a position and the token that followed it. A pair lies in the
+slot of its state's position, so that the slot of the last token is empty until the next one is known. A body makes the pairs of
+all tokens that it runs; the state before its first token is kept from the step before. After a hit of the prefix cache it is not
+known, and the pair at the end of the shared pages stays the one of the request that computed them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxserve.batching.context import StepContext
+from jaxserve.execution.draft_model import choose, kv_bytes, new_pages, spread
+from jaxserve.execution.draft_pages import DraftPages, LastRows
+from jaxserve.execution.model_functions import ModelFunctions, attend_paged
+from jaxserve.models import ModelConfig
+from jaxserve.models.eagle import EagleHead
+from jaxserve.speculative.proposer import Ran, Seen
+
+
+class EagleFunctions:
+    """A head taken apart: its weights as a flat list, and the module with such a list in it."""
+
+    def __init__(self, head: EagleHead):
+        self.graphdef, state = nnx.split(head)
+        self.weights, self.treedef = jax.tree.flatten(state)
+        self.abstract: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.weights]
+        self.config = head.config
+        self.model_config: ModelConfig = head.config.layer
+        self.dtype: Any = head.fc.kernel.get_value().dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights."""
+        return sum(x.size * x.dtype.itemsize for x in self.abstract)
+
+    def module(self, weights: list[jax.Array]) -> EagleHead:
+        """The head with these weights."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class EagleState:
+    """S sequence rows, R logits rows of a step."""
+
+    kv_pages: list[jax.Array]  # one: [total pages, 2, K, page_size, H]
+    of_rows: jax.Array  # [R, D]: the feature that each logits row of the last body was made with
+    kept: jax.Array  # [S, D]: the last feature of each sequence
+    kept_at: jax.Array  # i32[S]: its position; -1: there is none
+
+
+@dataclass(frozen=True, eq=False)
+class Eagle:
+    """Proposes what an EAGLE head says. draws: as DraftModel's."""
+
+    functions: EagleFunctions
+    target: ModelFunctions
+    pages: DraftPages
+    draws: bool
+    max_rows: int  # R
+
+    @property
+    def num_drafts(self) -> int:
+        return self.pages.num_drafts
+
+    @property
+    def weights(self) -> list[Any]:
+        return self.functions.weights
+
+    @property
+    def abstract(self) -> list[jax.ShapeDtypeStruct]:
+        return self.functions.abstract
+
+    @property
+    def shared(self) -> list[int]:
+        """The target's weights that it takes: the embedding, and with version 1 final norm and head."""
+        target = self.target
+        embedding = [] if self.functions.config.has_embedding else [target.paths.index("embed_tokens/embedding")]
+        return sorted({*embedding, *(target.head_indices if self.functions.config.version == 1 else ())})
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self.functions.config.hidden_layers
+
+    @property
+    def page_bytes(self) -> int:
+        return kv_bytes(self.functions, 1, self.pages.page_size)
+
+    def init_state(self) -> EagleState:
+        D, dtype, seqs = self.functions.model_config.hidden_size, self.functions.dtype, self.pages.max_num_seqs
+        rows, kept = jnp.zeros((self.max_rows, D), dtype), jnp.zeros((seqs, D), dtype)
+        return EagleState(new_pages(self.functions, self.pages), rows, kept, jnp.full(seqs, -1, jnp.int32))
+
+    def _modules(self, weights: list[jax.Array]) -> tuple[EagleHead, Any]:
+        """(the head, the target with what is shared of it in place)."""
+        n = len(self.weights)
+        return self.functions.module(weights[:n]), self.target.module(self.shared, weights[n:])
+
+    def _embed(self, head: EagleHead, target: Any, tokens: jax.Array) -> jax.Array:
+        return target.embed(tokens) if head.embed_tokens is None else head.embed_tokens(tokens)
+
+    @staticmethod
+    def _run(head: EagleHead, embedded: jax.Array, feature: jax.Array, kv: jax.Array, context: StepContext) -> Any:
+        """([T, D], the pages) of pairs that stand where the context says."""
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return attend_paged(None, kv, context, q, k, v)
+
+        with jax.named_scope("eagle"):
+            return head(embedded, feature, head.rope(context.positions), attend)
+
+    def read_body(self, weights: list[jax.Array], state: EagleState, ran: Ran) -> EagleState:
+        head, target = self._modules(weights)
+        states = ran.layer_inputs if head.config.version == 3 else target.final_norm(ran.hidden)
+        assert states is not None
+        feature = head.feature(states)
+        kept = state.kept.at[ran.seq_rows].get(mode="fill", fill_value=0)
+        kept_at = state.kept_at.at[ran.seq_rows].get(mode="fill", fill_value=-1)
+        pairs = _pairs(ran.context, kept_at, self.pages)
+        known = jnp.where(pairs.from_before[:, None], kept[pairs.seq], feature[jnp.maximum(pairs.token - 1, 0)])
+        embedded = self._embed(head, target, ran.tokens[pairs.token])
+        _, kv = self._run(head, embedded, known, state.kv_pages[0], self.pages.planned(pairs.context, len(known)))
+        # The last feature of each sequence, as if all drafts stood: `propose` puts that right.
+        q_lens = ran.context.cu_q_lens[1:] - ran.context.cu_q_lens[:-1]
+        rows = jnp.where(q_lens > 0, ran.seq_rows, len(state.kept))
+        last = feature[jnp.maximum(ran.context.cu_q_lens[1:] - 1, 0)]
+        return EagleState(
+            [kv],
+            feature[ran.logits_tokens],
+            state.kept.at[rows].set(last, mode="drop"),
+            state.kept_at.at[rows].set(ran.context.kv_lens - 1, mode="drop"),
+        )
+
+    def propose(self, weights: list[jax.Array], state: EagleState, seen: Seen) -> tuple[EagleState, jax.Array, jax.Array | None]:
+        head, target = self._modules(weights)
+        last = LastRows.of(seen)
+        is_real = last.seq_rows < len(seen.history)
+        feature, before = state.of_rows[last.order], jnp.maximum(last.positions - 1, 0)
+        (kv,), table = self.pages.branch(state.kv_pages, seen.page_table, last.seq_rows, before)
+
+        def draft(carry: tuple[jax.Array, jax.Array, jax.Array], j: jax.Array) -> Any:
+            kv, tokens, feature = carry
+            head, target = self._modules(weights)
+            context = self.pages.of_drafts(table, is_real, jnp.where(is_real, before + j, 0))
+            feature, kv = self._run(head, self._embed(head, target, tokens), feature, kv, context)
+            rows = replace(last.sampling, position=last.positions + 1 + j)
+            tokens, probs = choose(self._logits(head, target, feature), rows, self.draws)
+            return (kv, tokens, feature), (tokens, probs)
+
+        steps = jnp.arange(self.num_drafts, dtype=jnp.int32)
+        (kv, _, _), (drafts, probs) = lax.scan(draft, (kv, last.tokens, feature), steps)
+        kept = state.kept.at[last.seq_rows].set(feature, mode="drop")
+        kept_at = state.kept_at.at[last.seq_rows].set(before, mode="drop")
+        state = EagleState([kv], state.of_rows, kept, kept_at)
+        return state, *spread(last, drafts, probs, len(seen.seq_rows))
+
+    def _logits(self, head: EagleHead, target: Any, x: jax.Array) -> jax.Array:  # [B, D] -> f32[B, V]
+        """Over the target's vocabulary, -inf where the head knows no token."""
+        if head.lm_head is None or head.draft_ids is None:
+            return target.logits(x)
+        nothing = jnp.full((len(x), self.target.model_config.vocab_size), -jnp.inf, jnp.float32)
+        return nothing.at[:, head.draft_ids[...]].set(head.draft_logits(x))
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """The pairs of a body: T of them, padding behind."""
+
+    context: StepContext  # where they stand, not planned yet
+    seq: jax.Array  # i32[T]
+    token: jax.Array  # i32[T]: the place in the step of each pair's token, whose state is that of the place before
+    from_before: jax.Array  # bool[T]: but for these, whose state the step before has kept
+
+
+def _pairs(context: StepContext, kept_at: jax.Array, pages: DraftPages) -> _Pairs:  # i32[B]
+    """A sequence whose tokens begin at position p > 0 has pairs from p - 1 on, one that begins at 0 from there; both up to the last
+    token's. The pair at p - 1 is written only if its state was kept."""
+    T, size, cu = len(context.positions), pages.page_size, context.cu_q_lens
+    q_lens = cu[1:] - cu[:-1]
+    starts = context.kv_lens - q_lens
+    num_pairs = jnp.where(starts > 0, q_lens, jnp.maximum(q_lens - 1, 0))
+    ends = jnp.cumsum(num_pairs, dtype=jnp.int32)
+    t = jnp.arange(T, dtype=jnp.int32)
+    seq = jnp.minimum((t[:, None] >= ends[None]).sum(1, dtype=jnp.int32), len(q_lens) - 1)
+    real = t < ends[-1]
+    offset = t - (ends - num_pairs)[seq] + (starts == 0)[seq]  # of the pair's token among its sequence's
+    token = jnp.where(real, cu[seq] + offset, 0)
+    position = jnp.where(real, starts[seq] + offset - 1, 0)
+    from_before = real & (offset == 0)
+    written = real & (~from_before | (kept_at[seq] == position))
+    slots = jnp.where(written, context.page_table[seq, position // size] * size + position % size, pages.total * size + t)
+    cu_pairs = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    lens = {"cu_q_lens": cu_pairs, "kv_lens": jnp.where(num_pairs > 0, context.kv_lens - 1, 0)}
+    return _Pairs(replace(context, positions=position, slot_mapping=slots, num_tokens=ends[-1], **lens), seq, token, from_before)

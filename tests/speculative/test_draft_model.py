@@ -1,0 +1,220 @@
+"""A draft model in the engine: outputs are those without it, its KV is that of its own forward, and what can't draft is refused."""
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve import BucketPlan, Engine, EngineConfig, SamplingParams
+from jaxserve.engine.sharding import check_sharding
+from jaxserve.execution import draft_model, draft_pages
+from jaxserve.execution.draft_pages import DraftPages
+from jaxserve.models import Decoder
+from jaxserve.sampling import sampler
+from jaxserve.speculative.config import SpeculativeConfig
+from tests import dummy
+from tests.engine.test_engine_compiles import num_compiled
+from tests.sampling.test_sampling import chi_square_p
+from tests.selection import slow_unless
+from tests.speculative import test_engine_rejection as rejection_tests
+from tests.speculative import test_engine_speculative as speculative_tests
+from tests.speculative.drafts import NAMED, near, other
+from tests.speculative.test_engine_speculative import CONFIG, PLAN, SMALL_POOL, asks, serve
+
+compiler, expected, tokenizer = speculative_tests.compiler, speculative_tests.expected, speculative_tests.tokenizer
+
+
+@functools.cache
+def draft(name: str) -> Decoder:
+    return {"same": lambda: near(CONFIG, 0.0), "near": lambda: near(CONFIG), "other": lambda: other(CONFIG)}[name]()
+
+
+def make_engine(name: str = "near", **settings) -> Engine:
+    settings = {"bucket_plan": PLAN, "speculative_config": NAMED, **settings}
+    return dummy.make_engine(dummy.dummy_model(config=CONFIG), draft=draft(name), **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool_pages", [SMALL_POOL, None], ids=["small_pool", "large_pool"])
+def test_the_output_is_that_without_drafts(compiler, expected, pool_pages):
+    on = make_engine(pool_pages=pool_pages)
+    answers = serve(on, asks(compiler))
+    assert dummy.differences(answers, expected.answers) == []
+    assert 0 < on.stats.num_accepted_tokens < on.stats.num_draft_tokens, "few stand where tokens are forbidden or penalised"
+    stats = on.scheduler.stats()
+    assert stats.num_hit_tokens and bool(stats.num_preemptions) == (pool_pages is not None)
+
+
+@pytest.mark.parametrize("page_size", slow_unless(lambda size: size == 4, [4, 8]))
+def test_the_target_drafts_for_itself_and_is_always_right(page_size):
+    """Greedy and drawn, in chunks, from shared prefixes and after preemptions: whatever a draft's KV lacked would show."""
+    engine = make_engine("same", page_size=page_size, pool_pages=140 // page_size)
+    rng = np.random.default_rng(0)
+    shared = rng.integers(1, CONFIG.vocab_size, 17).tolist()
+    for i in range(10):
+        prompt = shared[: 17 - i % 3] + rng.integers(1, CONFIG.vocab_size, rng.integers(1, 30)).tolist()
+        params = SamplingParams(temperature=i % 3 / 2, top_k=7 * (i % 2), seed=i, max_tokens=25, ignore_eos=True)
+        engine.add_request(str(i), prompt, params)
+    while engine.has_unfinished_requests():
+        engine.step()
+        dummy.poison(engine)
+    stats = engine.stats
+    assert engine.scheduler.stats().num_preemptions and engine.scheduler.stats().num_hit_tokens
+    assert stats.num_draft_tokens > 100 and stats.num_accepted_tokens >= stats.num_draft_tokens - stats.num_drafts * 0.25 * 3
+    refused = stats.num_draft_tokens - stats.num_accepted_tokens
+    assert refused <= 0.02 * stats.num_draft_tokens + 2 * 10, "only behind an output's end"
+
+
+FAULTS = {
+    "drafts without the last page": (DraftPages, "branch", lambda right: without_copy),
+    "one position off": (draft_pages.LastRows, "of", lambda right: classmethod(lambda cls, seen: shifted(right(seen)))),
+    "prompts are not read": (draft_model.DraftModel, "read_body", lambda right: lambda self, weights, state, ran: state),
+}
+
+
+def without_copy(self, kv_pages, page_table, seq_rows, positions, right=DraftPages.branch):
+    return kv_pages, right(self, kv_pages, page_table, seq_rows, positions)[1]
+
+
+def shifted(last: draft_pages.LastRows) -> draft_pages.LastRows:
+    return replace(last, positions=last.positions + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_draft_with_a_fault_is_seldom_right(fault, monkeypatch):
+    """And the outputs stay what they are."""
+    owner, name, make = FAULTS[fault]
+    monkeypatch.setattr(owner, name, make(getattr(owner, name)))
+    engine = make_engine("same", compile_anew="all")
+    prompt = np.random.default_rng(0).integers(1, CONFIG.vocab_size, 30).tolist()
+    (request,) = engine.add_request("0", prompt, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert engine.stats.num_accepted_tokens < 0.6 * engine.stats.num_draft_tokens
+    logprobs = dummy.plain_logprobs(request.token_ids, config=CONFIG)
+    assert logprobs[len(prompt) - 1 : -1].argmax(-1).tolist() == request.token_ids[len(prompt) :]
+
+
+@pytest.mark.slow
+def test_a_draft_of_another_shape(expected):
+    on = make_engine("other")
+    assert dummy.differences(serve(on, asks()), expected.free) == []
+    assert on.stats.num_draft_tokens > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["sampled", "rejection"])
+def test_nothing_compiles_after_warm_up_nor_after_a_sleep(acceptance):
+    several = BucketPlan(decode=(2,), mixed=((24, 6),), head_rows=(6, 24), draft=((1, 3), (4, 3)))
+    engine = make_engine("near", compile_anew="all", bucket_plan=several, speculative_config={**NAMED, "acceptance": acceptance})
+    jax.clear_caches()  # of eager operations, which an engine before this one may have filled
+    engine.runner.warm_up()
+    held = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(dummy.stages(engine)[0].state.rows.drafts))
+    assert engine.runner.programs.draft_bytes == held
+    said = []
+    for sleep in (False, True, True):
+        if sleep:
+            engine.sleep()
+            engine.wake_up()
+        before = num_compiled()
+        requests = [
+            request
+            for i in range(8)
+            for request in engine.add_request(str(i), [1 + i, *range(30)], SamplingParams(temperature=i % 2, seed=i, max_tokens=20))
+        ]
+        while engine.has_unfinished_requests():
+            engine.step()
+        assert num_compiled() == before
+        said.append([request.token_ids for request in requests])
+    assert said[0] == said[1] == said[2] and engine.stats.num_accepted_tokens
+
+
+def test_drafts_are_distributed_as_the_model_that_drafts():
+    """What rejection is told of a draft is what it was drawn from: temperature, filters and all."""
+    rng, V, n = np.random.default_rng(2), 40, 4000
+    logits = jnp.asarray(np.repeat(rng.normal(0, 2, (1, V)).astype(np.float32), n, 0))
+    for temperature, top_k, top_p in ((1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (0.0, 0, 1.0)):
+        columns: list[Any] = [np.full(n, x, np.float32) for x in (temperature, top_p, 0)] + [np.full(n, top_k, np.int32)]
+        columns += [np.stack([np.arange(n), np.zeros(n)], 1).astype(np.uint32)]
+        columns += [np.zeros(n, np.int32), np.full(n, 9, np.int32), np.zeros(n, np.int32)]
+        columns += [np.full((n, 1), -1, np.int32), np.zeros(n, np.int32)]
+        rows = sampler.SamplingRows(*map(jnp.asarray, columns))
+        tokens, probs = map(np.asarray, jax.jit(lambda rows: sampler.draw_with_probs(logits, rows, 2))(rows))
+        order = np.argsort(-logits[0], kind="stable")
+        p = np.exp((logits[0] - logits[0].max()) / (temperature or 1e-9)).astype(np.float64)
+        p[order[top_k or V :]] = 0
+        p /= p.sum()
+        before = np.cumsum(p[order]) - p[order]
+        p[order[before >= top_p]] = 0
+        p /= p.sum()
+        np.testing.assert_allclose(probs[0], p, atol=1e-6)
+        kept = p > 0
+        assert np.isin(tokens, np.flatnonzero(kept)).all()
+        if kept.sum() > 1:
+            assert chi_square_p(np.bincount(tokens, minlength=V)[kept], p[kept] * n) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["right", *list(rejection_tests.WRONG)[1:]])
+def test_rejection_has_the_targets_distribution(rule, monkeypatch):
+    """As n-grams' and Markov's: the joint distribution of three tokens; and as many drafts stand as the two models agree."""
+    if rule in rejection_tests.WRONG:
+        monkeypatch.setattr(*rejection_tests.WRONG[rule])
+    config = rejection_tests.CONFIG
+    speculative = {**NAMED, "num_speculative_tokens": 2, "acceptance": "rejection"}
+    settings: dict[str, Any] = {"max_num_seqs": rejection_tests.SAMPLES, "max_num_batched_tokens": rejection_tests.TOKENS}
+    settings |= {"bucket_plan": rejection_tests.PLAN, "speculative_config": speculative}
+    engine = dummy.make_engine(dummy.dummy_model(config=config), draft=near(config, 0.3), compile_anew="heads", **settings)
+    num_requests = rejection_tests.REQUESTS if rule == "right" else rejection_tests.FEWER
+    monkeypatch.setitem(rejection_tests.PARAMS, "frequency_penalty", 0.0)
+    rejection_tests.next_probs.cache_clear()
+    counted = rejection_tests.counts(engine, num_requests)
+    p = chi_square_p(counted, rejection_tests.distribution() * num_requests * rejection_tests.SAMPLES)
+    rejection_tests.next_probs.cache_clear()
+    accepted = engine.stats.num_accepted_tokens / engine.stats.num_draft_tokens
+    assert 0.05 < accepted < 0.95
+    if rule == "right":
+        assert p > 1e-3
+    elif rule != "the proposal is not looked at":
+        assert p < 1e-6
+
+
+def test_what_can_not_draft_is_refused():
+    model = dummy.dummy_model(config=CONFIG)
+    engine = functools.partial(dummy.make_engine, model, bucket_plan=PLAN)
+    with pytest.raises(ValueError, match=r"can't draft for this one: its vocab_size is 99, the target's 260: take"):
+        engine(draft=dummy.dummy_model(config=replace(CONFIG, vocab_size=99)), speculative_config=NAMED)
+    with pytest.raises(
+        ValueError, match=r"its max_position_embeddings=40 is less than the \d+ tokens that a request may have: lower"
+    ):
+        engine(draft=dummy.dummy_model(config=replace(CONFIG, max_position_embeddings=40)), speculative_config=NAMED)
+    with pytest.raises(ValueError, match="the draft's weights are bfloat16, the target's float32"):
+        engine(draft=dummy.dummy_model("bfloat16", config=CONFIG), speculative_config=NAMED)
+    with pytest.raises(ValueError, match="method='draft_model' needs a draft: LLM loads it"):
+        engine(speculative_config=NAMED)
+    with pytest.raises(ValueError, match="draft= is given, and speculative_config asks for no model"):
+        engine(draft=model)
+    for field, message in (
+        ({"model": None}, "method='draft_model' needs model, the checkpoint that drafts, found None"),
+        ({"method": "ngram"}, "method='ngram' takes no model, found model='given'"),
+        ({"num_speculative_tokens": 0}, r"num_speculative_tokens=0 must be an integer in \[1, 64\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SpeculativeConfig.make({**NAMED, **field})
+    with pytest.raises(NotImplementedError, match="kv_store=.* keeps the target's pages, and not those of model='given'"):
+        EngineConfig(speculative_config=NAMED, kv_store="host:1GiB")
+    with pytest.raises(NotImplementedError, match="method='draft_model' runs on one device, and tensor_parallel_size=2"):
+        check_sharding(EngineConfig(speculative_config=NAMED, tensor_parallel_size=2))
+
+
+def test_a_row_has_pages_of_its_own_for_any_place_in_a_page():
+    for page_size, num_drafts in itertools.product((2, 4, 16), (1, 2, 3, 5, 16)):
+        pages = DraftPages(10, page_size, 3, num_drafts, "xla")
+        most = max((offset + num_drafts - 1) // page_size for offset in range(page_size))
+        assert pages.pages_per_row == most + 1 and pages.total == 10 + 3 * pages.pages_per_row
