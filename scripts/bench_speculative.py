@@ -32,6 +32,8 @@ _TASKS = flags.DEFINE_list("tasks", ["rewrite", "code", "chat"], "Which of rewri
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed pairs of runs.", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Most output tokens of each prompt.", lower_bound=2)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", lower_bound=0.0)
+_METHOD = flags.DEFINE_string("method", "ngram", "What drafts: a method of speculative_config.")
+_DRAFT_MODEL = flags.DEFINE_string("draft_model", None, "The checkpoint that drafts, of a method that has one.")
 _DRAFTS = flags.DEFINE_integer("num_speculative_tokens", 8, "Most drafts of a sequence and step.", lower_bound=1)
 _LOOKUP_MIN = flags.DEFINE_integer("prompt_lookup_min", None, "Fewest tokens that must recur.", lower_bound=1)
 _LOOKUP_MAX = flags.DEFINE_integer("prompt_lookup_max", None, "Most tokens that are looked for.", lower_bound=1)
@@ -160,8 +162,9 @@ def make_llms() -> dict[str, Any]:
     defaults["num_pages"] = 16 * defaults["max_num_seqs"] + 64  # of 64 tokens: room for every prompt in the prefix cache
     options |= {name: value for name, value in defaults.items() if options[name] is None}
     off = LLM(flags.FLAGS.model or str(fetch_or_exit()), **options)
-    speculation = {"method": "ngram", "num_speculative_tokens": _DRAFTS.value, "adaptive": _ADAPTIVE.value}
-    options["speculative_config"] = speculation | {"prompt_lookup_min": _LOOKUP_MIN.value, "prompt_lookup_max": _LOOKUP_MAX.value}
+    speculation = {"method": _METHOD.value, "num_speculative_tokens": _DRAFTS.value, "adaptive": _ADAPTIVE.value}
+    speculation |= {"model": _DRAFT_MODEL.value, "prompt_lookup_min": _LOOKUP_MIN.value, "prompt_lookup_max": _LOOKUP_MAX.value}
+    options["speculative_config"] = speculation
     functions = off.engine.runner.programs.functions
     weights = dict(zip(functions.paths, functions.weights, strict=True))
     return {"off": off, "on": LLM.from_params(weights, functions.model_config, tokenizer=off.tokenizer, **options)}

@@ -116,14 +116,14 @@ def check_draft(config: EngineConfig, target: ModelConfig, draft: ModelConfig) -
 
 def check_vocabulary(model: Any, target: Tokenizer, draft: Tokenizer) -> None:
     """ValueError if some of the tokens that are compared have other texts. model: what the draft is called."""
-    ours, theirs = target.token_bytes(), draft.token_bytes()
     ids = np.unique(np.linspace(0, target.vocab_size - 1, NUM_TEXTS).astype(int)).tolist()
-    other = [i for i in ids if ours.get(i) != theirs.get(i)]
+    ours, theirs = ([tokenizer.decode([i], skip_special_tokens=False) for i in ids] for tokenizer in (target, draft))
+    other = [i for i, our, their in zip(ids, ours, theirs, strict=True) if our != their]
     if other:
-        i = other[0]
+        first = ids.index(other[0])
         raise ValueError(
             f"speculative_config: model={model!r} has another vocabulary than the target: of {len(ids)} tokens that were compared "
-            f"{len(other)} have other texts, the first is {i}: {theirs.get(i)!r}, and {ours.get(i)!r} in the target"
+            f"{len(other)} have other texts, the first is {other[0]}: {theirs[first]!r}, and {ours[first]!r} in the target"
         )
 
 

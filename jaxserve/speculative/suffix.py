@@ -22,7 +22,7 @@ from jaxserve.scheduling.schedule import Schedule
 from jaxserve.speculative.config import SpeculativeConfig
 from jaxserve.speculative.proposer import NO_DRAFT, Seen, WithoutWeights
 
-MAX_OCCURRENCES = 16  # of a pair of tokens, that are kept: the most recent
+MAX_OCCURRENCES = 8  # of a pair of tokens, that are kept: the most recent
 _TEXT_BITS = 40  # an occurrence is one integer: number of the text << _TEXT_BITS | where it goes on
 
 
@@ -55,12 +55,12 @@ class SuffixIndex:
     """Where pairs of tokens occurred in some texts, which may grow and may be removed."""
 
     def __init__(self) -> None:
-        self.texts: dict[int, Sequence[int]] = {}
+        self.texts: dict[int, list[int]] = {}
         self.num_tokens: int = 0  # of all texts, as far as they are indexed
         self._indexed: dict[int, int] = {}  # tokens of each that are
         self._places: dict[tuple[int, int], list[int]] = {}
 
-    def extend(self, number: int, text: Sequence[int]) -> None:
+    def extend(self, number: int, text: list[int]) -> None:
         """Adds what `text` has beyond the tokens that are indexed under `number`. It is not copied."""
         self.texts[number] = text
         begin, end, base = self._indexed.get(number, 0), len(text), number << _TEXT_BITS
@@ -88,27 +88,52 @@ class SuffixIndex:
             else:
                 self._places.pop(pair, None)
 
-    def draft(self, tokens: Sequence[int], limits: Limits) -> Draft:
-        """What follows the longest suffix of `tokens` that occurs, at least two tokens long. Of several occurrences of that length
-        the most frequent token goes first, and those that have it decide on the next."""
+    def longest(self, tokens: Sequence[int], depth: int) -> Match:
+        """Where the longest suffix of `tokens` occurs, of two tokens at least and of `depth` at most."""
         n = len(tokens)
         places = self._places.get((tokens[-2], tokens[-1])) if n > 1 else None
         if places is None:
-            return NO_TOKENS
-        longest, best = 0, []
-        for place in places:
+            return Match(n, 0, [])
+        longest, best, tail, first = 2, [], list(tokens[-2:]), tokens[-2]
+        for place in reversed(places):
             number, end = place >> _TEXT_BITS, place & ((1 << _TEXT_BITS) - 1)
             text = self.texts[number]
-            if text is tokens and end == n:
+            if end < longest or text[end - longest] != first or text[end - longest : end] != tail:
+                continue  # a shorter match than others
+            if end == n and text is tokens:
                 continue  # the suffix itself
-            length, most = 2, min(limits.depth, end, n)
+            length, most = longest, min(depth, end, n)
             while length < most and text[end - 1 - length] == tokens[n - 1 - length]:
                 length += 1
             if length > longest:
-                longest, best = length, [(text, end, number)]
-            elif length == longest:
-                best.append((text, end, number))
-        return _most_frequent(best, limits.num_drafts(longest), limits.min_prob) if best else NO_TOKENS
+                longest, best, tail, first = length, [], list(tokens[n - length :]), tokens[n - length]
+            best.append((text, end, number))
+        return Match(n, longest, best)
+
+
+class Match(NamedTuple):
+    """Where the last tokens of a sequence occur. places: (text, where it goes on, its number), the most recent first."""
+
+    num_tokens: int  # of the sequence
+    length: int  # of the tokens that agree
+    places: list[tuple[list[int], int, int]]
+
+    def grown(self, tokens: Sequence[int], depth: int) -> Match | None:
+        """The match when the sequence has grown to `tokens`; None if none of the places goes on like that. Those that do are still
+        the longest."""
+        if not self.places:
+            return None
+        length, places = self.length, self.places
+        for token in tokens[self.num_tokens :]:
+            places = [(text, end + 1, number) for text, end, number in places if end < len(text) and text[end] == token]
+            if not places:
+                return None
+            length = min(length + 1, depth)
+        return Match(len(tokens), length, places)
+
+    def draft(self, limits: Limits) -> Draft:
+        """What follows. Of several places the most frequent token goes first, and those that have it decide on the next."""
+        return _most_frequent(self.places, limits.num_drafts(self.length), limits.min_prob) if self.places else NO_TOKENS
 
 
 class Limits(NamedTuple):
@@ -124,32 +149,57 @@ class Limits(NamedTuple):
         return min(self.most, int(self.factor * length), self.depth - 1)
 
 
-def _most_frequent(places: list[tuple[Sequence[int], int, int]], most: int, min_prob: float) -> Draft:
-    """A draft of at most so many tokens. places: (text, where it goes on, its number). A text that ends goes on with the draft."""
+def _most_frequent(places: list[tuple[list[int], int, int]], most: int, min_prob: float) -> Draft:
+    """A draft of at most so many tokens. places: as a Match's. A text that ends goes on with the draft, as LZ77's overlapping
+    copies do."""
     tokens: list[int] = []
     prob, score = 1.0, 0.0
-    for j in range(most):
+    while len(tokens) < most:
+        j = len(tokens)
+        if len(places) == 1:
+            text, end, number = places[0]
+            found = text[end + j : end + most]
+            if not found:
+                beyond = end + j - len(text)
+                found = tokens[beyond : beyond + most - j]
+            if not found:
+                break
+            tokens += found
+            score += prob * len(found)
+            continue
         found = [_token(text, end + j, tokens) for text, end, _ in places]
-        counts = Counter(token for token in found if token is not None)
-        if not counts:
-            break
-        token, count = max(reversed(counts.items()), key=lambda item: item[1])  # of equally many the most recent
-        prob *= count / len(found)
-        if prob < min_prob:
-            break
-        if count < len(found):
+        token = found[0]
+        count = found.count(token)
+        if token is None or count < len(found):
+            counts = Counter(token for token in found if token is not None)
+            if not counts:
+                break
+            token, count = max(counts.items(), key=lambda item: item[1])  # of equally many the most recent
+            prob *= count / len(found)
+            if prob < min_prob:
+                break
             places = [place for place, other in zip(places, found, strict=True) if other == token]
         tokens.append(token)
         score += prob
-    return Draft(tokens, score, places[-1][2])
+    return Draft(tokens, score, places[0][2])
 
 
-def _token(text: Sequence[int], place: int, drafts: list[int]) -> int | None:
-    """The token at this place: a text that ends goes on with what was drafted, as LZ77's overlapping copies do."""
+def _token(text: list[int], place: int, drafts: list[int]) -> int | None:
+    """The token at this place, in the draft behind the text's end; None behind both."""
     if place < len(text):
         return text[place]
     beyond = place - len(text)
     return drafts[beyond] if beyond < len(drafts) else None
+
+
+@dataclass(slots=True)
+class _Row:
+    """What is kept of a running request."""
+
+    request: Request
+    index: SuffixIndex  # of its own tokens
+    own: Match | None = None
+    others: Match | None = None  # among outputs of earlier requests
 
 
 class SuffixDrafts:
@@ -171,35 +221,41 @@ class SuffixDrafts:
         self.max_cached: int = config.suffix_decoding_max_cached_requests
         self.cached: OrderedDict[int, str | None] = OrderedDict()  # number of an output -> its salt; the least recently used first
         self.of_salt: dict[str | None, SuffixIndex] = {}
-        self._own: list[tuple[Request, SuffixIndex] | None] = [None] * max_num_seqs  # by row
+        self._rows: list[_Row | None] = [None] * max_num_seqs
         self._num_outputs = 0
 
     def propose(self, schedule: Schedule, proposed: np.ndarray) -> None:
         """Writes the drafts of the rows that a step sampled for into `proposed`, i32[max_num_seqs, K], and keeps the outputs of
         requests that have finished. To be called when the step's tokens are the requests'."""
+        rows, written, drafts, most = schedule.rows.tolist(), [], [], self.limits.most
         for i in schedule.samples.nonzero()[0].tolist():
-            request, row = schedule.requests[i], int(schedule.rows[i])
+            request, row = schedule.requests[i], rows[i]
             if request.finished:
-                self._own[row] = None
+                self._rows[row] = None
                 self._keep(request)
                 continue
             if request.row != row:
                 continue
             tokens = self.draft(request, row)
-            proposed[row, : len(tokens)] = tokens
-            proposed[row, len(tokens) :] = NO_DRAFT
+            written.append(row)
+            drafts.append(tokens + [NO_DRAFT] * (most - len(tokens)))
+        if written:
+            proposed[written] = drafts
 
     def draft(self, request: Request, row: int) -> list[int]:
         """What may follow the request's tokens, by its own and by earlier outputs of its salt; whichever promises more."""
-        own = self._own[row]
-        if own is None or own[0] is not request:
-            own = self._own[row] = request, SuffixIndex()
-        own[1].extend(0, request.token_ids)
-        best, others = own[1].draft(request.token_ids, self.limits), self.of_salt.get(request.cache_salt)
-        if others is not None:
-            other = others.draft(request.token_ids, self.limits)
+        kept, tokens, depth = self._rows[row], request.token_ids, self.limits.depth
+        if kept is None or kept.request is not request:
+            kept = self._rows[row] = _Row(request, SuffixIndex())
+        kept.index.extend(0, tokens)
+        kept.own = (kept.own and kept.own.grown(tokens, depth)) or kept.index.longest(tokens, depth)
+        best, others = kept.own.draft(self.limits), self.of_salt.get(request.cache_salt)
+        if others is not None:  # an output that ended meanwhile is looked at when no place goes on any more
+            kept.others = (kept.others and kept.others.grown(tokens, depth)) or others.longest(tokens, depth)
+            other = kept.others.draft(self.limits)
             if other.score > best.score:
-                self.cached.move_to_end(other.text)
+                if other.text in self.cached:
+                    self.cached.move_to_end(other.text)
                 best = other
         return best.tokens
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import BucketPlan, Engine, EngineConfig, SamplingParams
+from jaxserve import LLM, BucketPlan, Engine, EngineConfig, SamplingParams
 from jaxserve.engine.sharding import check_sharding
 from jaxserve.execution import draft_model, draft_pages
 from jaxserve.execution.draft_pages import DraftPages
 from jaxserve.models import Decoder
 from jaxserve.sampling import sampler
 from jaxserve.speculative.config import SpeculativeConfig
-from tests import dummy
+from tests import alphabet_model, dummy
 from tests.engine.test_engine_compiles import num_compiled
+from tests.goldens.golden import HERE
 from tests.sampling.test_sampling import chi_square_p
 from tests.selection import slow_unless
 from tests.speculative import test_engine_rejection as rejection_tests
@@ -211,6 +213,48 @@ def test_what_can_not_draft_is_refused():
         EngineConfig(speculative_config=NAMED, kv_store="host:1GiB")
     with pytest.raises(NotImplementedError, match="method='draft_model' runs on one device, and tensor_parallel_size=2"):
         check_sharding(EngineConfig(speculative_config=NAMED, tensor_parallel_size=2))
+
+
+@pytest.fixture(scope="module")
+def alphabets(tmp_path_factory):
+    """Folders: a target, a draft, and one whose tokenizer has two tokens in each other's place."""
+    folders = [alphabet_model.save(tmp_path_factory.mktemp(name)) for name in ("target", "draft", "other")]
+    file = folders[2] / "tokenizer.json"
+    said = json.loads(file.read_text())
+    vocabulary = said["model"]["vocab"]
+    first, second = (next(token for token, i in vocabulary.items() if i == wanted) for wanted in (65, 66))
+    vocabulary[first], vocabulary[second] = 66, 65
+    file.write_text(json.dumps(said))
+    return folders
+
+
+@pytest.mark.slow
+def test_an_llm_loads_what_drafts(alphabets):
+    speculative = {"method": "draft_model", "model": alphabets[1], "num_speculative_tokens": 4, "adaptive": False}
+    options = {"bucket_plan": BucketPlan(mixed=((24, 4),), head_rows=(24,)), "num_pages": 64, "page_size": 4}
+    llm = LLM(alphabets[0], speculative_config=speculative, compilation_cache_dir="", **options)
+    params = SamplingParams(temperature=0, max_tokens=21, ignore_eos=True)
+    (output,) = llm.generate(["a"], params, use_tqdm=False)
+    assert output.outputs[0].text == alphabet_model.after("a", 21)
+    assert llm.engine.stats.num_steps < 8 and llm.engine.stats.num_accepted_tokens > 12, "five tokens a step"
+    assert "% of" in llm.engine.stats.draft_summary
+    weights = dict(zip(*(getattr(llm.engine.runner.programs.functions, name) for name in ("paths", "weights")), strict=True))
+    config = llm.engine.config.model
+    again = LLM.from_params(weights, config, tokenizer=alphabets[0], speculative_config=speculative, **options)
+    assert again.generate(["a"], params, use_tqdm=False)[0].outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_another_vocabulary_is_refused_before_weights_are_read(alphabets, monkeypatch):
+    monkeypatch.setattr("jaxserve.llm.load_files", None)
+    speculative = {"method": "draft_model", "model": str(alphabets[2]), "num_speculative_tokens": 4}
+    with pytest.raises(
+        ValueError, match=r"another vocabulary than the target: of 256 tokens that were compared [12] have other texts"
+    ):
+        LLM(alphabets[0], speculative_config=speculative, compilation_cache_dir="")
+    with pytest.raises(ValueError, match="its vocab_size is 160, the target's 260"):
+        LLM(alphabets[0], speculative_config={**speculative, "model": HERE / "llama"}, compilation_cache_dir="")
+    with pytest.raises(FileNotFoundError, match="nowhere/at/all"):
+        LLM(alphabets[0], speculative_config={**speculative, "model": "nowhere/at/all"}, compilation_cache_dir="")
 
 
 def test_a_row_has_pages_of_its_own_for_any_place_in_a_page():

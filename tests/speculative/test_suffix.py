@@ -10,9 +10,13 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.schedule import Schedule
 from jaxserve.speculative.config import SpeculativeConfig
 from jaxserve.speculative.proposer import NO_DRAFT
-from jaxserve.speculative.suffix import MAX_OCCURRENCES, Limits, SuffixDrafts, SuffixIndex
+from jaxserve.speculative.suffix import MAX_OCCURRENCES, Draft, Limits, SuffixDrafts, SuffixIndex
 
 LIMITS = Limits(most=5, depth=24, factor=1.0, min_prob=0.1)
+
+
+def draft_of(index: SuffixIndex, tokens: list[int], limits: Limits = LIMITS) -> Draft:
+    return index.longest(tokens, limits.depth).draft(limits)
 
 
 def occurrences(texts: list[list[int]], tokens: list[int]) -> list[tuple[int, list[int]]]:
@@ -40,7 +44,7 @@ def test_a_draft_follows_the_longest_occurrences(seed):
         for end in range(1, len(text) + 1):  # as it grows
             index.extend(number, text[:end])
     tokens = rng.integers(0, 6, 30).tolist()
-    draft = index.draft(tokens, LIMITS)
+    draft = draft_of(index, tokens)
     found = [] if len(texts) > MAX_OCCURRENCES else occurrences(texts, tokens)
     if not found:
         assert not draft.tokens
@@ -60,14 +64,14 @@ def test_a_draft_follows_the_longest_occurrences(seed):
 def test_what_repeats_goes_on_and_what_is_seldom_does_not():
     index, period = SuffixIndex(), [1, 2, 3] * 4
     index.extend(0, period)
-    assert index.draft(period, LIMITS).tokens == [1, 2, 3, 1, 2], "a match that overlaps the end goes on in cycles"
-    assert index.draft(period, LIMITS._replace(factor=0.25)).tokens == [1, 2], "nine tokens match"
-    assert index.draft(period, LIMITS._replace(depth=3)).tokens == [1, 2], "a match of one token, and two drafts"
+    assert draft_of(index, period, LIMITS).tokens == [1, 2, 3, 1, 2], "a match that overlaps the end goes on in cycles"
+    assert draft_of(index, period, LIMITS._replace(factor=0.25)).tokens == [1, 2], "nine tokens match"
+    assert draft_of(index, period, LIMITS._replace(depth=3)).tokens == [1, 2], "a match of one token, and two drafts"
     forks = SuffixIndex()
     forks.extend(0, [7, 8, 1, 0, 7, 8, 1, 0, 7, 8, 2, 0, 7, 8, 3])
-    assert forks.draft([7, 8], LIMITS._replace(factor=9)) == ([1, 0, 7, 8, 2], pytest.approx(0.5 * 4 + 0.25), 0)
-    assert forks.draft([7, 8], LIMITS._replace(min_prob=0.6)).tokens == []
-    assert forks.draft([8], LIMITS).tokens == forks.draft([0, 0], LIMITS).tokens == forks.draft([], LIMITS).tokens == []
+    assert draft_of(forks, [7, 8], LIMITS._replace(factor=9)) == ([1, 0, 7, 8, 2], pytest.approx(0.5 * 4 + 0.25), 0)
+    assert draft_of(forks, [7, 8], LIMITS._replace(min_prob=0.6)).tokens == []
+    assert draft_of(forks, [8], LIMITS).tokens == draft_of(forks, [0, 0], LIMITS).tokens == draft_of(forks, [], LIMITS).tokens == []
 
 
 def make(**options) -> SuffixDrafts:
