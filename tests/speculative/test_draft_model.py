@@ -16,6 +16,7 @@ from jaxserve.engine.sharding import check_sharding
 from jaxserve.execution import draft_model, draft_pages
 from jaxserve.execution.draft_pages import DraftPages
 from jaxserve.models import Decoder
+from jaxserve.models.eagle import EagleHead
 from jaxserve.sampling import sampler
 from jaxserve.speculative.config import SpeculativeConfig
 from tests import alphabet_model, dummy
@@ -25,14 +26,16 @@ from tests.sampling.test_sampling import chi_square_p
 from tests.selection import slow_unless
 from tests.speculative import test_engine_rejection as rejection_tests
 from tests.speculative import test_engine_speculative as speculative_tests
-from tests.speculative.drafts import NAMED, near, other
+from tests.speculative.drafts import NAMED, eagle, near, other
 from tests.speculative.test_engine_speculative import CONFIG, PLAN, SMALL_POOL, asks, serve
 
 compiler, expected, tokenizer = speculative_tests.compiler, speculative_tests.expected, speculative_tests.tokenizer
 
 
 @functools.cache
-def draft(name: str) -> Decoder:
+def draft(name: str) -> Decoder | EagleHead:
+    if name.startswith("eagle"):
+        return eagle(CONFIG, 3 if name == "eagle3" else 1)
     return {"same": lambda: near(CONFIG, 0.0), "near": lambda: near(CONFIG), "other": lambda: other(CONFIG)}[name]()
 
 
@@ -90,17 +93,16 @@ def shifted(last: draft_pages.LastRows) -> draft_pages.LastRows:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_draft_with_a_fault_is_seldom_right(fault, monkeypatch):
-    """And the outputs stay what they are."""
+    """What `test_the_target_drafts_for_itself_and_is_always_right` would find."""
     owner, name, make = FAULTS[fault]
     monkeypatch.setattr(owner, name, make(getattr(owner, name)))
     engine = make_engine("same", compile_anew="all")
-    prompt = np.random.default_rng(0).integers(1, CONFIG.vocab_size, 30).tolist()
-    (request,) = engine.add_request("0", prompt, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    for i in range(3):
+        prompt = np.random.default_rng(i).integers(1, CONFIG.vocab_size, 30).tolist()
+        engine.add_request(str(i), prompt, SamplingParams(temperature=1, seed=i, max_tokens=40, ignore_eos=True))
     while engine.has_unfinished_requests():
         engine.step()
-    assert engine.stats.num_accepted_tokens < 0.6 * engine.stats.num_draft_tokens
-    logprobs = dummy.plain_logprobs(request.token_ids, config=CONFIG)
-    assert logprobs[len(prompt) - 1 : -1].argmax(-1).tolist() == request.token_ids[len(prompt) :]
+    assert engine.stats.num_accepted_tokens < 0.7 * engine.stats.num_draft_tokens
 
 
 @pytest.mark.slow
@@ -111,10 +113,13 @@ def test_a_draft_of_another_shape(expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("acceptance", ["sampled", "rejection"])
-def test_nothing_compiles_after_warm_up_nor_after_a_sleep(acceptance):
+@pytest.mark.parametrize(
+    ("name", "acceptance"), [("near", "sampled"), ("near", "rejection"), ("eagle3", "rejection"), ("eagle", "sampled")]
+)
+def test_nothing_compiles_after_warm_up_nor_after_a_sleep(name, acceptance):
     several = BucketPlan(decode=(2,), mixed=((24, 6),), head_rows=(6, 24), draft=((1, 3), (4, 3)))
-    engine = make_engine("near", compile_anew="all", bucket_plan=several, speculative_config={**NAMED, "acceptance": acceptance})
+    speculative = {**NAMED, "acceptance": acceptance} | ({} if name == "near" else {"method": name})
+    engine = make_engine(name, compile_anew="all", bucket_plan=several, speculative_config=speculative)
     jax.clear_caches()  # of eager operations, which an engine before this one may have filled
     engine.runner.warm_up()
     held = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(dummy.stages(engine)[0].state.rows.drafts))
@@ -134,7 +139,8 @@ def test_nothing_compiles_after_warm_up_nor_after_a_sleep(acceptance):
             engine.step()
         assert num_compiled() == before
         said.append([request.token_ids for request in requests])
-    assert said[0] == said[1] == said[2] and engine.stats.num_accepted_tokens
+    assert said[0] == said[1] == said[2] and engine.stats.num_draft_tokens
+    assert name != "near" or engine.stats.num_accepted_tokens
 
 
 def test_drafts_are_distributed_as_the_model_that_drafts():
