@@ -21,7 +21,7 @@ from jaxserve.execution.draft_model import choose, kv_bytes, new_pages, spread
 from jaxserve.execution.draft_pages import DraftPages, LastRows
 from jaxserve.execution.model_functions import ModelFunctions, attend_paged
 from jaxserve.models import ModelConfig
-from jaxserve.models.eagle import EagleHead
+from jaxserve.models.eagle import EagleConfig, EagleHead
 from jaxserve.speculative.proposer import Ran, Seen
 
 
@@ -29,10 +29,13 @@ class EagleFunctions:
     """A head taken apart: its weights as a flat list, and the module with such a list in it."""
 
     def __init__(self, head: EagleHead):
-        self.graphdef, state = nnx.split(head)
-        self.weights, self.treedef = jax.tree.flatten(state)
-        self.abstract: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.weights]
-        self.config = head.config
+        graphdef, state = nnx.split(head)
+        weights, treedef = jax.tree.flatten(state)
+        self.graphdef: nnx.GraphDef[EagleHead] = graphdef
+        self.treedef: Any = treedef
+        self.weights: list[Any] = weights
+        self.abstract: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights]
+        self.config: EagleConfig = head.config
         self.model_config: ModelConfig = head.config.layer
         self.dtype: Any = head.fc.kernel.get_value().dtype
 
