@@ -9,7 +9,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import numbers
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -39,6 +38,7 @@ from jaxserve.text.prompts import (
     for_engine,
     is_pair,
     one_each,
+    priority_of_each,
     require_tokenizer,
     tokenize,
     tokenize_chat,
@@ -217,7 +217,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        priority: int | Sequence[int] = 0,
+        priority: int | None | Sequence[int | None] = 0,
         on_error: str = "raise",
     ) -> list[RequestOutput]:
         """Completions of prompts, in their order.
@@ -227,7 +227,7 @@ class LLM:
             hold "cache_salt" too: prompts share cached prefixes only under one salt.
           sampling_params: one for all, or one each; None takes `get_default_sampling_params`.
           use_tqdm: a progress bar on stderr.
-          priority: lower is served first (scheduling_policy="priority"); one for all, or one each.
+          priority: lower is served first (scheduling_policy="priority"); one for all, or one each. None is 0.
           on_error: what becomes of prompts that can't be run. "raise": ValueError naming all of them, before anything runs; for
             that the whole call, its prompts without a form too, waits until its forms (structured_outputs) are compiled: nothing
             else tells whether they can be. What other streams have queued runs meanwhile. "return": their outputs have
@@ -249,7 +249,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: int | Sequence[int] = 0,
+        priority: int | None | Sequence[int | None] = 0,
         on_error: str = "raise",
     ) -> Outputs:
         """As `generate`, yielding (index of the prompt, its output so far) whenever a prompt's output has grown. A prompt's output
@@ -268,7 +268,7 @@ class LLM:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        priority: int | Sequence[int] = 0,
+        priority: int | None | Sequence[int | None] = 0,
         on_error: str = "raise",
     ) -> list[RequestOutput]:
         """Completions of one conversation, or of a list of conversations; see `generate` and `Tokenizer.apply_chat_template`.
@@ -287,7 +287,7 @@ class LLM:
         texts: Prompt | tuple[Prompt, Prompt] | Sequence[Prompt | tuple[Prompt, Prompt]],
         use_tqdm: bool = True,
         *,
-        priority: int | Sequence[int] = 0,
+        priority: int | None | Sequence[int | None] = 0,
     ) -> list[ScoreOutput]:
         """The log-probability of each token of given texts; nothing is generated.
 
@@ -350,7 +350,7 @@ class LLM:
         prompts: Sequence[Any],
         tokenize: Callable[..., TokenizedPrompt],  # of (prompt, tokenizer)
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: int | Sequence[int],
+        priority: int | None | Sequence[int | None],
         on_error: str,
     ) -> Outputs:
         """Everything that can be checked is, before `_run` is ready to start."""
@@ -360,7 +360,7 @@ class LLM:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
-        priorities = one_each("priority", priority, len(prompts), numbers.Integral)
+        priorities = priority_of_each(priority, len(prompts))
         run = next(self._runs)
         grammars: dict[int, Future[Grammar]] = {}
         ready: dict[int, TokenizedPrompt] = {}

@@ -9,6 +9,13 @@ from functools import cached_property
 from typing import Any
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+BACKENDS = {  # vLLM's name -> the kinds that it compiles, to the same outputs as llguidance, which compiles them here
+    "auto": KINDS,
+    "guidance": KINDS,
+    "xgrammar": KINDS,
+    "outlines": ("json", "regex", "choice", "json_object"),
+    "lm-format-enforcer": ("json", "regex", "choice", "json_object"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +28,19 @@ class StructuredOutputsParams:
     grammar: a context-free grammar, in llguidance's Lark or in GBNF.
     json_object: any JSON object.
     structural_tag: {"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}, as a dict or as JSON text: free text in
-      which a trigger starts one of the structures that begin with it. With "only_structures": true there is no other text than
-      blanks between them, and one at least; with "otherwise": a JSON schema, there is that or else JSON of the schema; with
-      "stop_after_first": true there is one structure at most, and nothing behind it.
+      which a trigger starts one of the structures that begin with it. Or {"format": {"type": ...}}, xgrammar's newer form:
+      const_string, json_schema, regex, any_text, sequence, or, optional, star, plus, tag, triggered_tags, tags_with_separator.
+      Beside structures, with "only_structures": true there is no other text than blanks between them, and one at least; with
+      "otherwise": a JSON schema, there is that or else JSON of the schema; with "stop_after_first": true there is one structure at
+      most, and nothing behind it.
 
     disable_any_whitespace: JSON without whitespace but what a string holds. whitespace_pattern: a regular expression for the
       whitespace between JSON's tokens. disable_additional_properties: objects have no properties but those their schema names.
+    backend: vLLM's name of a compiler. llguidance compiles everything here; BACKENDS says which names are taken: those that
+      mean the same outputs.
     preamble: (begin, end), marks between which anything may be said before the form begins, as ("<think>", "</think>"). Where begin
-      is "" the prompt has opened it, and the output must close it.
+      is "" the prompt has opened it, and the output must close it. max_preamble_tokens: most tokens between its marks; then its end
+      follows. The marks must be tokens. None of KINDS need be given beside it: anything may follow the preamble then.
 
     Raises:
       ValueError: none or several of KINDS, a value of the wrong type, or an option that its kind does not read.
@@ -43,15 +55,18 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    backend: str | None = None
     preamble: tuple[str, str] | None = None
+    max_preamble_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.json_object is False:
             object.__setattr__(self, "json_object", None)
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
-        if len(given) != 1:
+        if len(given) > 1 or not given and self.max_preamble_tokens is None:
             raise ValueError(f"structured_outputs must have exactly one of {', '.join(KINDS)}; got {', '.join(given) or 'none'}")
-        object.__setattr__(self, given[0], _CHECKS[given[0]](getattr(self, given[0])))
+        for kind in given:
+            object.__setattr__(self, kind, _CHECKS[kind](getattr(self, kind)))
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"structured_outputs: {name}={getattr(self, name)!r} must be True or False")
@@ -62,8 +77,16 @@ class StructuredOutputsParams:
         options = [name for name in _JSON_OPTIONS if getattr(self, name)]
         if options and self.kind not in ("json", "json_object"):
             raise ValueError(f"structured_outputs: {', '.join(options)} is for json, not for {self.kind}")
+        if self.backend is not None:
+            _check_backend(self.backend, self.kind)
+            object.__setattr__(self, "backend", None)  # so that equal forms are equal
         if self.preamble is not None:
             object.__setattr__(self, "preamble", _preamble(self.preamble))
+        if (most := self.max_preamble_tokens) is not None:
+            if not isinstance(most, int) or isinstance(most, bool) or most < 0:
+                raise ValueError(f"structured_outputs: max_preamble_tokens={most!r} must be an integer >= 0, or None")
+            if self.preamble is None:
+                raise ValueError(f"structured_outputs: max_preamble_tokens={most} needs a preamble")
 
     @classmethod
     def make(cls, given: StructuredOutputsParams | Mapping[str, Any]) -> StructuredOutputsParams:
@@ -80,8 +103,8 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which of KINDS it is."""
-        return next(kind for kind in KINDS if getattr(self, kind) is not None)
+        """Which of KINDS it is; "free" for none, where there is a max_preamble_tokens alone."""
+        return next((kind for kind in KINDS if getattr(self, kind) is not None), "free")
 
     @cached_property
     def key(self) -> str:
@@ -90,6 +113,13 @@ class StructuredOutputsParams:
 
     def __hash__(self) -> int:
         return hash(self.key)
+
+
+def _check_backend(backend: Any, kind: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"structured_outputs: backend={backend!r} must be one of {', '.join(BACKENDS)}")
+    if kind not in BACKENDS[backend]:
+        raise ValueError(f"structured_outputs: backend={backend!r} has no {kind}; leave it out, or give guidance")
 
 
 _OF_TAGS = {"type", "structures", "triggers", "only_structures", "otherwise", "stop_after_first"}
@@ -116,6 +146,10 @@ def _preamble(value: Any) -> tuple[str, str]:
 
 def _structural_tag(value: Any) -> dict[str, Any]:
     value = _parsed("structural_tag", value)
+    if isinstance(value, dict) and "format" in value:
+        if set(value) - {"type", "format"} or not isinstance(value["format"], dict):
+            raise ValueError("structured_outputs: structural_tag: beside 'format', an object, there may only be 'type'")
+        return value
     unknown = sorted(set(value) - _OF_TAGS) if isinstance(value, dict) else []
     if unknown:
         raise ValueError(f"structured_outputs: structural_tag: unknown fields {unknown}; it may have {sorted(_OF_TAGS)}")

@@ -13,10 +13,11 @@ from typing import Any
 
 from absl import flags
 
-from jaxserve.cli.common import http_server
+from jaxserve.cli.common import http_server, server_flags
 from jaxserve.cli.common.command import refuse_bad_input, run_command, without_collecting
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.cli.common.hosts import end_when_a_host_is_lost, lead_or_follow
+from jaxserve.serving.notations import CALLS, REASONING
 from jaxserve.serving.options import MAX_FAILURES, MAX_WAITING, ServerOptions
 
 _NAMES = flags.DEFINE_list("served_model_name", [], "What clients call the model; by default as --model does.")
@@ -26,16 +27,12 @@ _TIMEOUT = flags.DEFINE_float("request_timeout", None, "Seconds that a request m
 _MAX_FAILURES = flags.DEFINE_integer(
     "max_failures", MAX_FAILURES, "Steps that may fail in a row before /health is unhealthy.", lower_bound=1
 )
-_TOOLS = flags.DEFINE_enum("tool_call_parser", "auto", ["auto", "hermes", "none"], "auto: as the chat template has it.")
-_REASONING = flags.DEFINE_enum("reasoning_parser", "auto", ["auto", "qwen3", "none"], "auto: as the chat template has it.")
+_TOOLS = flags.DEFINE_enum("tool_call_parser", "auto", ["auto", "none", *CALLS], "auto: as the chat template has it.")
+_REASONING = flags.DEFINE_enum("reasoning_parser", "auto", ["auto", "none", *REASONING], "auto: as the chat template has it.")
 _CONTROL = flags.DEFINE_bool("enable_control", False, "Add /pause, /resume, /sleep, /update_weights_from_path, ...; needs a key.")
 flags.adopt_module_key_flags(http_server)
+flags.adopt_module_key_flags(server_flags)
 define_engine_flags(warm_up="background")  # no request should wait for a compiler, nor the port for all programs
-
-
-def chosen(value: str) -> bool | None:
-    """What a parser's flag says: on, off, or as the template has it."""
-    return None if value == "auto" else value != "none"
 
 
 def make_application() -> Any:
@@ -47,18 +44,28 @@ def make_application() -> Any:
     options = ServerOptions(
         names=tuple(_NAMES.value or [flags.FLAGS.model]),
         api_keys=http_server.api_keys(),
-        tool_calls=chosen(_TOOLS.value),
-        reasoning=chosen(_REASONING.value),
+        tool_call_parser=_TOOLS.value,
+        reasoning_parser=_REASONING.value,
         enable_control=_CONTROL.value,
         max_body_bytes=http_server.MAX_BODY.value,
+        **server_flags.answer_options(),
     )
+    template = server_flags.chat_template()
     try:
         hosts = lead_or_follow(flags.FLAGS.model, engine_options())
         llm = LLM(flags.FLAGS.model, _TOKENIZER.value, **engine_options(), hosts=hosts)
     except NoTokenizerError as error:
         raise ValueError(f"{error.__cause__} (--tokenizer says where one lies)") from error
     end_when_a_host_is_lost(llm)
-    engine = AsyncLLM(llm, max_waiting=_MAX_WAITING.value, request_timeout=_TIMEOUT.value, max_failures=_MAX_FAILURES.value)
+    if template is not None:
+        llm.get_tokenizer().chat_templates["default"] = template
+    engine = AsyncLLM(
+        llm,
+        max_waiting=_MAX_WAITING.value,
+        request_timeout=_TIMEOUT.value,
+        max_failures=_MAX_FAILURES.value,
+        default_sampling_params=server_flags.default_sampling_params(llm.get_default_sampling_params),
+    )
     return make_app(engine, options)
 
 

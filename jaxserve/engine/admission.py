@@ -50,7 +50,7 @@ def check_ids(prompt_token_ids: Sequence[int], params: SamplingParams, vocab_siz
         values = np.asarray(values, np.int64)
         bad = values[(values < 0) | (values >= vocab_size)]
         if bad.size:
-            raise ValueError(f"{name} token id {int(bad[0])} is out of the vocabulary [0, {vocab_size})")
+            raise ValueError(f"{name} token id {int(bad[0])} is out of vocabulary [0, {vocab_size})")
     stops = (frozenset() if params.ignore_eos else eos_token_ids) | set(params.stop_token_ids or ())
     if params.min_tokens and len(stops) > MAX_SUPPRESSED_IDS:
         raise ValueError(

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 
 from jaxserve.outputs import Logprob
 from jaxserve.sampling_params import MAX_LOGPROBS
 
-# (index of the prompt, token ids) of beams -> each one's likeliest next tokens, likeliest first
-Expand = Callable[[list[tuple[int, list[int]]]], list[dict[int, Logprob]]]
+Beam = tuple[int, list[int]]  # (index of the prompt, token ids)
+Expand = Callable[[list[Beam]], list[dict[int, Logprob]]]  # beams -> each one's likeliest next tokens, likeliest first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,21 @@ def score_of(beam: BeamSearchSequence, eos_token_ids: Collection[int], length_pe
 def search(
     prompts: Sequence[Sequence[int]], params: BeamSearchParams, eos_token_ids: Collection[int], expand: Expand
 ) -> list[list[BeamSearchSequence]]:
-    """The best beams of each prompt, best first.
+    """The best beams of each prompt, best first; `steps` with its questions answered by `expand`."""
+    under_way = steps(prompts, params, eos_token_ids)
+    try:
+        beams = next(under_way)
+        while True:
+            beams = under_way.send(expand(beams))
+    except StopIteration as end:
+        return end.value
+
+
+def steps(
+    prompts: Sequence[Sequence[int]], params: BeamSearchParams, eos_token_ids: Collection[int]
+) -> Generator[list[Beam], list[dict[int, Logprob]], list[list[BeamSearchSequence]]]:
+    """The search as a generator: it yields the beams of a step, is sent the likeliest next tokens of each, as `Expand` returns
+    them, and returns the best beams of each prompt, best first.
 
     A step extends each beam by its 2 * beam_width likeliest tokens. One that eos extends has ended; of the others the best
     beam_width go on. At the end those still under way compete with those that ended.
@@ -111,7 +125,7 @@ def search(
         live = [(i, beam.tokens) for i, one in enumerate(searches) for beam in one.live]
         if not live:
             break
-        candidates = iter(expand(live))
+        candidates = iter((yield live))
         for one in searches:
             extended = [_extend(beam, token, found) for beam in one.live for found in [next(candidates)] for token in found]
             one.ended += [beam for beam in extended if beam.tokens[-1] in eos_token_ids]

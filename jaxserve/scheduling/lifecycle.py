@@ -68,7 +68,8 @@ class RequestLifecycle:
         if num_prompt >= config.max_model_len:
             raise ValueError(
                 f"request {id_!r} has a prompt of {num_prompt} tokens, but max_model_len={config.max_model_len} must hold it and "
-                "one output token; shorten the prompt or raise max_model_len"
+                f"one output token: the model's maximum context length is {config.max_model_len} tokens; shorten the prompt or "
+                "raise max_model_len"
             )
         if not self.policy.chunked and num_prompt > config.max_num_batched_tokens:
             raise ValueError(

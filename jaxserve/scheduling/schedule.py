@@ -186,6 +186,7 @@ class SchedulerStats:
     num_queried_tokens: tokens of admitted requests that were looked up in the prefix cache. A request counts once an admission,
     however often admission was tried.
     num_hit_tokens: how many of them were found there.
+    num_held: of those waiting, requests that wait for a grammar, for another sample's prompt or for a store's pages.
     """
 
     num_steps: int
@@ -196,3 +197,4 @@ class SchedulerStats:
     num_hit_tokens: int
     num_running: int
     num_waiting: int
+    num_held: int = 0

@@ -185,6 +185,7 @@ class Scheduler:
             num_hit_tokens=sum(pool.num_hit_tokens for pool in self.pools),
             num_running=self.num_running,
             num_waiting=self.num_waiting,
+            num_held=len(self.requests.held),
         )
 
     # A step

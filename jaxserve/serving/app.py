@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
+import inspect
 import re
 from collections.abc import AsyncGenerator, Callable
 from importlib import resources
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from msgspec import UNSET
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
 
 from jaxserve.serving import tokens
@@ -28,10 +33,11 @@ from jaxserve.serving.control import control_routes
 from jaxserve.serving.errors import RefusedError, on_error
 from jaxserve.serving.generation import Served
 from jaxserve.serving.messages import RequestError, UnavailableError
-from jaxserve.serving.metrics import Metrics
-from jaxserve.serving.middleware import ApiKey, BodyLimit, LastResort, RequestLog
+from jaxserve.serving.metrics import PREFIX, VLLM_PREFIX, Metrics
+from jaxserve.serving.middleware import ApiKey, BodyLimit, LastResort, LoadReport, RequestLog, RootPath
+from jaxserve.serving.notations import CALLS, REASONING, chosen
 from jaxserve.serving.openapi import Limits, answers, publish
-from jaxserve.serving.options import ServerOptions
+from jaxserve.serving.options import CrossOrigin, ServerOptions
 from jaxserve.serving.parsers import Notation
 from jaxserve.serving.protocol import CompletionRequest, DetokenizeRequest, TokenizeCompletionRequest
 from jaxserve.serving.responses import (
@@ -54,8 +60,14 @@ GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 
 def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
     """The application. Its lifespan starts the engine, and shuts it down at the end."""
-    served = Served(engine, options.names, _notation(engine, options), options.patience)
-    metrics = Metrics(options.names[0], engine.stats, _cache_info(engine))
+    served = Served(engine, options, _notation(engine, options))
+    metrics = Metrics(
+        options.names[0],
+        engine.stats,
+        _cache_info(engine),
+        prefix=VLLM_PREFIX if options.vllm_metric_names else PREFIX,
+        num_refused=lambda: engine.num_refused,
+    )
     engine.listener = metrics.take
 
     @contextlib.asynccontextmanager
@@ -85,7 +97,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         options.names,
         engine.config.model.vocab_size,
         _template_variables(engine),
-        served.notation.tool_calls,
+        served.notation.tool_calls is not None,
         engine.config.scheduler.order == "priority",
     )
     publish(app, limits, with_key=bool(options.api_keys))
@@ -106,8 +118,8 @@ def _cache_info(engine: AsyncLLM) -> dict[str, object]:
 def _notation(engine: AsyncLLM, options: ServerOptions) -> Notation:
     templates = engine.tokenizer.chat_templates.values() if engine.tokenizer else ()
     found = Notation.of_template("\n".join(templates))
-    reasoning = found.reasoning if options.reasoning is None else options.reasoning
-    return Notation(reasoning, found.tool_calls if options.tool_calls is None else options.tool_calls)
+    reasoning = chosen("reasoning_parser", options.reasoning_parser, REASONING, found.reasoning)
+    return Notation(reasoning, chosen("tool_call_parser", options.tool_call_parser, CALLS, found.tool_calls))
 
 
 def _template_variables(engine: AsyncLLM) -> frozenset[str]:
@@ -118,12 +130,42 @@ def _template_variables(engine: AsyncLLM) -> frozenset[str]:
 
 
 def _middleware(options: ServerOptions, metrics: Metrics, paths) -> list[Middleware]:
+    cors = options.cross_origin
     return [
-        Middleware(RequestLog, paths=paths, count=metrics.count_http),
+        *map(_named_middleware, options.middleware),
+        *([] if cors is None else [_cors(cors)]),
+        *([Middleware(RootPath, root_path=options.root_path)] if options.root_path else []),
+        Middleware(RequestLog, paths=paths, count=metrics.count_http, answers_id=options.enable_request_id_headers),
         Middleware(ApiKey, keys=options.api_keys),
+        Middleware(LoadReport, load=metrics.load),
         Middleware(LastResort),
         Middleware(BodyLimit, max_bytes=options.max_body_bytes, max_seconds=options.body_seconds),
     ]
+
+
+def _cors(given: CrossOrigin) -> Middleware:
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=given.origins,
+        allow_methods=given.methods,
+        allow_headers=given.headers,
+        allow_credentials=given.credentials,
+    )
+
+
+def _named_middleware(name: str) -> Middleware:
+    """The middleware of that name. Raises ValueError where there is none."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"middleware={name!r} must name a class or an async function as module.name: {error}") from None
+    if isinstance(found, type):
+        made: Any = found
+        return Middleware(made)
+    if inspect.iscoroutinefunction(found):
+        return Middleware(BaseHTTPMiddleware, dispatch=found)
+    raise ValueError(f"middleware={name!r} is neither a class nor an async function")
 
 
 async def _nobody_listens(_: Request, __: Exception) -> Response:

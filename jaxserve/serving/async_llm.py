@@ -44,6 +44,7 @@ class AsyncLLM:
       request_timeout: seconds that a request may take in all, waiting included. None: any time.
       max_failures: as `EngineLoop`'s.
       listener: called with every Report, on the event loop; for metrics.
+      default_sampling_params: what requests change; None: what the model recommends.
 
     Call all methods on one event loop, the one that runs at the first call. Use it in an `async with`, or call `shutdown`.
 
@@ -59,13 +60,14 @@ class AsyncLLM:
         request_timeout: float | None = None,
         max_failures: int = MAX_FAILURES,
         listener: Callable[[Report], None] | None = None,
+        default_sampling_params: SamplingParams | None = None,
     ):
         if request_timeout is not None and not request_timeout > 0:
             raise ValueError(f"{request_timeout=} must be a number of seconds > 0, or None")
         if max_waiting < 0 or max_failures < 1:
             raise ValueError(f"{max_waiting=} must be at least 0 and {max_failures=} at least 1")
         self.tokenizer: Tokenizer | None = llm.tokenizer
-        self.default_sampling_params: SamplingParams = llm.get_default_sampling_params()
+        self.default_sampling_params: SamplingParams = default_sampling_params or llm.get_default_sampling_params()
         self.config: ServedConfig = llm.engine.config
         self.eos_token_ids: frozenset[int] = llm.engine.eos_token_ids
         self.qualification: str | None = llm.engine.qualification
@@ -155,8 +157,11 @@ class AsyncLLM:
         """
         tokenizer = self.get_tokenizer()
         if self.max_prompt_characters is not None and len(text) > self.max_prompt_characters:
-            most = f"max_model_len={self.config.scheduler.max_model_len} tokens have {self.max_prompt_characters} at most"
-            raise ValueError(f"the prompt has {len(text)} characters; {most}")
+            longest = self.config.scheduler.max_model_len
+            most = f"max_model_len={longest} tokens have {self.max_prompt_characters} at most"
+            raise ValueError(
+                f"the prompt has {len(text)} characters; the model's maximum context length is {longest} tokens; {most}"
+            )
         return tokenizer.encode(text, add_special_tokens)
 
     async def open(
@@ -341,6 +346,11 @@ class AsyncLLM:
         """Raises UnavailableError, with the reason, if new requests would be refused."""
         if self._closing or self.stats.broken:
             raise UnavailableError(self._closing or str(self.stats.broken))
+
+    @property
+    def num_refused(self) -> int:
+        """Calls that were refused with QueueFullError, since too many samples waited."""
+        return self._streams.num_refused
 
     @property
     def num_requests(self) -> int:

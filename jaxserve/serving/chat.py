@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.serving.beams import open_deltas
 from jaxserve.serving.chat_protocol import Chat, ChatRequest
 from jaxserve.serving.generation import (
     CallRecord,
     Served,
+    budgeted,
     chat_logprobs,
     encode_prompt,
-    open_stream,
     plain_prompt_logprobs,
+    request_id_of,
+    spaced,
     until_done,
 )
 from jaxserve.serving.messages import Delta
-from jaxserve.serving.parsers import END_THINK, THINK, CallPart, Content, Notation, OutputParser, Piece, Reasoning
+from jaxserve.serving.parsers import CallPart, Content, Notation, OutputParser, Piece, Reasoning
 from jaxserve.serving.protocol import check_model
 from jaxserve.serving.responses import (
     AssistantMessage,
@@ -37,15 +40,29 @@ from jaxserve.serving.responses import (
     encode,
 )
 from jaxserve.serving.streaming import EventStream, unless_gone
-from jaxserve.serving.streams import Ask, RequestStream
+from jaxserve.serving.streams import AnswerStream, Ask
 from jaxserve.serving.tool_forms import tool_form
 from jaxserve.text.tokenizer import Tokenizer
 
 
-def render(served: Served, body: Chat, *, with_tools: bool = True) -> str:
-    """The prompt of a chat, as text. Raises ValueError for what the model's template can't do."""
+def render(served: Served, body: Chat, *, with_tools: bool = True, effort: str | None = None) -> str:
+    """The prompt of a chat, as text. effort: OpenAI's reasoning_effort.
+
+    Raises:
+      ValueError: what the model's template can't do; a template of the request's own, which the server does not trust.
+    """
+    if body.chat_template is not None and not served.options.trust_request_chat_template:
+        raise ValueError("chat_template: this server renders no template of a request's own (--trust_request_chat_template)")
+    tokenizer = served.engine.get_tokenizer()
+    variables = body.template_variables(with_tools=with_tools, defaults=served.options.default_chat_template_kwargs)
+    if effort is not None:
+        asked = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        read = tokenizer.template_variables(body.chat_template) & asked.keys()
+        if not read:
+            raise ValueError("reasoning_effort: this model's chat template reads neither that nor enable_thinking")
+        variables = {name: asked[name] for name in read} | variables
     messages = [message.plain() for message in body.messages]
-    return served.engine.get_tokenizer().apply_chat_template(messages, **body.template_variables(with_tools=with_tools))
+    return tokenizer.apply_chat_template(messages, chat_template=body.chat_template, **variables)
 
 
 async def create_chat_completion(served: Served, body: ChatRequest, request: Request) -> Response:
@@ -53,20 +70,20 @@ async def create_chat_completion(served: Served, body: ChatRequest, request: Req
     check_model(body.model, served.names)
     if body.stream:
         stream = await unless_gone(request, _open(served, body, request))  # a form may take a while to compile
-        answer = _ChatAnswer(served, body, stream, request.state.request_id)
+        answer = _ChatAnswer(served, body, stream, request_id_of(request, body))
         return EventStream(until_done(answer.chunks(), stream), stream.close, served.patience)
     return Response(encode(await unless_gone(request, _complete(served, body, request))), media_type="application/json")
 
 
-async def _open(served: Served, body: ChatRequest, request: Request) -> RequestStream:
+async def _open(served: Served, body: ChatRequest, request: Request) -> AnswerStream:
     """Queues the request and returns its stream. Raises what refuses it."""
-    form_field = "tools" if body.form is None else body.form_field
-    return await open_stream(served, request, body, 1, lambda: [_ask(served, body)], form_field)
+    form_field = "tools" if body.form is None and not body.has_budget else body.form_field
+    return await open_deltas(served, request, body, 1, lambda: [_ask(served, body)], form_field)
 
 
 async def _complete(served: Served, body: ChatRequest, request: Request) -> ChatCompletion:
     async with await _open(served, body, request) as stream:
-        return await _ChatAnswer(served, body, stream, request.state.request_id).whole()
+        return await _ChatAnswer(served, body, stream, request_id_of(request, body)).whole()
 
 
 def _ask(served: Served, body: ChatRequest) -> Ask:
@@ -74,7 +91,7 @@ def _ask(served: Served, body: ChatRequest) -> Ask:
     notation, shows_tokens = served.notation, body.logprobs or body.return_token_ids
     if body.include_reasoning is False and shows_tokens and notation.reasoning:
         raise ValueError("include_reasoning=false: logprobs and return_token_ids would show the tokens of the reasoning")
-    text = render(served, body, with_tools=bool(body.shown_tools))
+    text = render(served, body, with_tools=bool(body.shown_tools), effort=body.reasoning_effort)
     form = tool_form(body, notation) or body.form
     ids, kept = encode_prompt(served, body, text, bool(body.add_special_tokens))  # by default only those the template has written
     if form is not None:
@@ -83,8 +100,11 @@ def _ask(served: Served, body: ChatRequest) -> Ask:
         engine.default_sampling_params,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        form=form,
+        form=budgeted(notation, form, body, kept or "", body.continued),
     )
+    marks = notation.for_tools(shown=bool(body.shown_tools), held=body.must_call).marks
+    if body.skip_special_tokens is None and any(map(engine.get_tokenizer().is_special, marks)):
+        params = params.with_(skip_special_tokens=False)
     return Ask(ids, engine.ready(params), kept, body.priority or 0, body.cache_salt)
 
 
@@ -93,6 +113,7 @@ class _ChatSample:
     """One choice, as far as it has come."""
 
     parser: OutputParser
+    role: str
     begun: bool = False
     call_ids: list[str] = field(default_factory=list)
 
@@ -106,7 +127,7 @@ class _ChatSample:
     def message_delta(self, pieces: list[Piece]) -> MessageDelta:
         made = MessageDelta()
         if not self.begun:
-            self.begun, made.role, made.content = True, "assistant", ""
+            self.begun, made.role, made.content = True, self.role, ""
         content = "".join(p.text for p in pieces if isinstance(p, Content))
         reasoning = "".join(p.text for p in pieces if isinstance(p, Reasoning))
         calls = [self._call_delta(p) for p in pieces if isinstance(p, CallPart)]
@@ -148,9 +169,11 @@ class _Thought:
 
 def _thoughts(notation: Notation, tokenizer: Tokenizer, ask: Ask, continued: str) -> list[_Thought]:
     """One of each sample; none where the model does not reason, or where tokens do not say when."""
-    begin, end = map(tokenizer.backend.token_to_id, (THINK, END_THINK))
+    if notation.reasoning is None:
+        return []
+    begin, end = (tokenizer.backend.token_to_id(marks[0]) for marks in (notation.reasoning.begin, notation.reasoning.end))
     thinking = notation.is_thinking(ask.prompt or "", continued)
-    if not notation.reasoning or end is None or not (thinking or begin is not None):
+    if end is None or not (thinking or begin is not None):
         return []
     return [_Thought(begin, end, thinking) for _ in range(ask.params.n)]
 
@@ -158,21 +181,28 @@ def _thoughts(notation: Notation, tokenizer: Tokenizer, ask: Ask, continued: str
 class _ChatAnswer:
     """The answer to one request: `whole`, or `chunks` for a stream."""
 
-    def __init__(self, served: Served, body: ChatRequest, stream: RequestStream, request_id: str):
+    def __init__(self, served: Served, body: ChatRequest, stream: AnswerStream, request_id: str):
         self._body, self._stream = body, stream
+        self._usage, self._continuous_usage = body.usage_of_stream(served.options.enable_force_include_usage)
+        self._as_ids = body.tokens_as_ids(served.options.return_tokens_as_token_ids)
+        self._role = body.role or served.options.response_role
+        self._echo = body.last_text if body.echo and body.role else ""
         tokenizer = served.engine.get_tokenizer()
         self._bytes_of: Mapping[int, bytes] | None = tokenizer.token_bytes() if tokenizer.is_byte_level else None
-        self._record = CallRecord.of("chatcmpl", body.model or served.names[0], stream, request_id)
+        self._record = CallRecord.of("chatcmpl", served, body, stream, request_id)
         (ask,) = stream.asks.values()
-        notation = Notation(served.notation.reasoning, served.notation.tool_calls and bool(body.shown_tools))
+        notation = served.notation.for_tools(shown=bool(body.shown_tools), held=body.must_call)
         max_calls = 1 if body.parallel_tool_calls is False else None
+        prompt = ask.prompt or ""
         self._samples = [
-            _ChatSample(OutputParser(notation, ask.prompt or "", max_calls, body.continued)) for _ in range(ask.params.n)
+            _ChatSample(OutputParser(notation, prompt, max_calls, body.continued, body.parameters), self._role)
+            for _ in range(ask.params.n)
         ]
         self._thoughts = _thoughts(notation, tokenizer, ask, body.continued)
         if self._thoughts:
             self._record.reasoning_tokens = 0
-        self._prompt_token_ids = list(ask.prompt_token_ids) if body.return_token_ids else UNSET
+        self._prompt_token_ids = list(ask.prompt_token_ids) if body.return_token_ids else None
+        self._prompt_text = ask.prompt if body.return_prompt_text else None
 
     def _read(self, delta: Delta) -> list[Piece]:
         self._record.add(delta)
@@ -183,17 +213,29 @@ class _ChatAnswer:
         return pieces if self._body.include_reasoning is not False else [p for p in pieces if not isinstance(p, Reasoning)]
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
-        return chat_logprobs(delta, self._body.top_logprobs or 0, self._bytes_of, bool(self._body.return_tokens_as_token_ids))
+        return chat_logprobs(delta, self._body.top_logprobs or 0, self._bytes_of, self._as_ids)
+
+    def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
+        usage = self._record.usage() if self._continuous_usage else None if self._usage else UNSET  # null, or left out
+        return ChatChunk(**self._record.common, choices=[choice], usage=usage)
+
+    def _first_chunks(self) -> Iterator[ChatChunk]:
+        """The role of each sample, which comes at once, and what the answer goes on with where that is asked for."""
+        for i, sample in enumerate(self._samples):
+            chunk = self._chunk(ChatChunkChoice(i, sample.message_delta([])))
+            if not i and self._prompt_token_ids is not None:
+                chunk.prompt_token_ids = self._prompt_token_ids
+            if not i and self._prompt_text is not None:
+                chunk.prompt_text = self._prompt_text
+            yield chunk
+        for i in range(len(self._samples) if self._echo else 0):
+            yield self._chunk(ChatChunkChoice(i, MessageDelta(content=self._echo)))
 
     async def chunks(self) -> AsyncGenerator[ChatChunk]:
-        body, record = self._body, self._record
-        for_usage = None if body.include_usage else ChatChunk(id="", created=0, model="", choices=[]).usage  # null, or left out
-        for i, sample in enumerate(self._samples):  # the role comes at once
-            choice = ChatChunkChoice(i, sample.message_delta([]))
-            first = ChatChunk(**record.common, choices=[choice], usage=record.usage() if body.continuous_usage else for_usage)
-            first.prompt_token_ids = UNSET if i else self._prompt_token_ids
+        body = self._body
+        for first in self._first_chunks():
             yield first
-        async for delta in self._stream:
+        async for delta in spaced(aiter(self._stream), body.stream_interval or 1):
             sample = self._samples[delta.index]
             made = sample.message_delta(self._read(delta))
             choice = ChatChunkChoice(delta.index, made, self._logprobs(delta))
@@ -202,15 +244,15 @@ class _ChatAnswer:
                 choice.stop_reason = delta.stop_reason
             if body.return_token_ids:
                 choice.token_ids = list(delta.token_ids)
-            needed = delta.finish_reason or choice.logprobs or choice.token_ids or body.continuous_usage
+            needed = delta.finish_reason or choice.logprobs or choice.token_ids or self._continuous_usage
             if made == MessageDelta() and not needed:
                 continue  # a character or a mark that is not complete yet
-            chunk = ChatChunk(**record.common, choices=[choice], usage=record.usage() if body.continuous_usage else for_usage)
+            chunk = self._chunk(choice)
             if delta.prompt_logprobs is not None:
                 chunk.prompt_logprobs = plain_prompt_logprobs(delta.prompt_logprobs)
             yield chunk
-        if body.include_usage:
-            yield ChatChunk(**record.common, choices=[], usage=record.usage())
+        if self._usage:
+            yield ChatChunk(**self._record.common, choices=[], usage=self._record.usage())
 
     async def whole(self) -> ChatCompletion:
         pieces: list[list[Piece]] = [[] for _ in self._samples]
@@ -228,17 +270,24 @@ class _ChatAnswer:
                 ends[delta.index] = delta
             prompt_logprobs = prompt_logprobs or delta.prompt_logprobs
         choices = [
-            ChatChoice(i, _message(pieces[i]), logprobs[i], sample.finish_reason(ends[i].finish_reason), ends[i].stop_reason)  # pyright: ignore[reportArgumentType]
+            ChatChoice(i, self._message(pieces[i]), logprobs[i], sample.finish_reason(ends[i].finish_reason), ends[i].stop_reason)  # pyright: ignore[reportArgumentType]
             for i, sample in enumerate(self._samples)
         ]
         answer = ChatCompletion(**self._record.common, choices=choices, usage=self._record.usage())
+        answer.prompt_token_ids, answer.prompt_text = self._prompt_token_ids, self._prompt_text
         if self._body.return_token_ids:
-            answer.prompt_token_ids = self._prompt_token_ids
             for choice in choices:
                 choice.token_ids = token_ids[choice.index]
         if self._body.prompt_logprobs is not None:
             answer.prompt_logprobs = plain_prompt_logprobs(prompt_logprobs)
         return answer
+
+    def _message(self, pieces: list[Piece]) -> AssistantMessage:
+        message = _message(pieces)
+        message.role = self._role
+        if self._echo:
+            message.content = self._echo + (message.content or "")
+        return message
 
 
 def _message(pieces: list[Piece]) -> AssistantMessage:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -109,6 +110,7 @@ class NamedTool(Model):
 
 
 # What chat_template_kwargs must not hold.
+NO_DEFAULTS: Mapping[str, Any] = {}
 RESERVED_VARIABLES = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 
 
@@ -120,6 +122,8 @@ class Chat(Model):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template, as enable_thinking.")
     add_generation_prompt: bool | None = Field(None, description="End with the opening of the assistant's turn (true).")
     continue_final_message: bool | None = Field(None, description="Go on with the last message; nothing follows it in the prompt.")
+    chat_template: Text | None = Field(None, description="Jinja source in place of the model's, if the server trusts that.")
+    documents: list[dict[str, str]] | None = Field(None, description="For chat templates that read documents.")
 
     @model_validator(mode="after")
     def _one_end(self):
@@ -130,14 +134,28 @@ class Chat(Model):
     @property
     def continued(self) -> str:
         """The text that the answer goes on with; "" where it begins a turn."""
-        content = self.messages[-1].content if self.continue_final_message else None
+        return self.last_text if self.continue_final_message else ""
+
+    @property
+    def last_text(self) -> str:
+        """The text of the last message."""
+        content = self.messages[-1].content
         return "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
 
-    def template_variables(self, *, with_tools: bool = True) -> dict[str, Any]:
-        given = dict(self.chat_template_kwargs or {})
+    @property
+    def role(self) -> str | None:
+        """The role in which the answer goes on; None where it begins a turn."""
+        ends_open = self.continue_final_message or self.add_generation_prompt is False
+        return self.messages[-1].role if ends_open else None
+
+    def template_variables(self, *, with_tools: bool = True, defaults: Mapping[str, Any] = NO_DEFAULTS) -> dict[str, Any]:
+        """What the chat template is given beside the messages. defaults: of variables that the request does not set."""
+        given = {**defaults, **(self.chat_template_kwargs or {})}
         taken = given.keys() & set(RESERVED_VARIABLES)
         if taken:
             raise ValueError(f"chat_template_kwargs must not hold {', '.join(sorted(taken))}")
+        if self.documents:
+            given["documents"] = self.documents
         if self.tools and with_tools:
             given["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
         if self.continue_final_message:
@@ -173,6 +191,11 @@ class ChatRequest(GenerationRequest, Chat):
     )
     parallel_tool_calls: bool | None = Field(None, description="false: one tool call at most.")
     include_reasoning: bool | None = Field(None, description="false: leave out what the model thinks before it answers.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="For chat templates that read it, or enable_thinking, which is true unless it is none."
+    )
+    echo: bool | None = Field(None, description="The answer begins with the message that it goes on with.")
+    return_prompt_text: bool | None = Field(None, description="Answer with the rendered prompt too.")
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
@@ -182,6 +205,16 @@ class ChatRequest(GenerationRequest, Chat):
         if {"max_tokens", "max_completion_tokens"} <= self.model_fields_set:
             raise ValueError("give max_tokens or max_completion_tokens, not both")
         return self
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """The JSON schema of each tool's parameters, by the tool's name."""
+        return {tool.function.name: tool.function.parameters or {} for tool in self.shown_tools}
 
     @property
     def shown_tools(self) -> list[Tool]:

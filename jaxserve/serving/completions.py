@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.serving.beams import open_deltas
 from jaxserve.serving.generation import (
     CallRecord,
     Served,
+    budgeted,
     completion_logprobs,
     encode_prompt,
-    open_stream,
     plain_prompt_logprobs,
+    request_id_of,
+    spaced,
     until_done,
 )
 from jaxserve.serving.messages import Delta
 from jaxserve.serving.protocol import CompletionRequest, check_model
 from jaxserve.serving.responses import Completion, CompletionChoice, encode
 from jaxserve.serving.streaming import EventStream, unless_gone
-from jaxserve.serving.streams import Ask, RequestStream
+from jaxserve.serving.streams import AnswerStream, Ask
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -30,48 +34,49 @@ async def create_completion(served: Served, body: CompletionRequest, request: Re
     check_model(body.model, served.names)
     if body.stream:
         stream = await unless_gone(request, _open(served, body, request))  # a form may take a while to compile
-        answer = _CompletionAnswer(served, body, stream, request.state.request_id)
+        answer = _CompletionAnswer(served, body, stream, request_id_of(request, body))
         return EventStream(until_done(answer.chunks(), stream), stream.close, served.patience)
     return Response(encode(await unless_gone(request, _complete(served, body, request))), media_type="application/json")
 
 
-async def _open(served: Served, body: CompletionRequest, request: Request) -> RequestStream:
+async def _open(served: Served, body: CompletionRequest, request: Request) -> AnswerStream:
     """Queues the request and returns its stream. Raises what refuses it."""
-    return await open_stream(served, request, body, len(body.prompts), lambda: _asks(served, body), body.form_field)
+    return await open_deltas(served, request, body, len(body.prompts), lambda: _asks(served, body), body.form_field)
 
 
 async def _complete(served: Served, body: CompletionRequest, request: Request) -> Completion:
     async with await _open(served, body, request) as stream:
-        return await _CompletionAnswer(served, body, stream, request.state.request_id).whole()
+        return await _CompletionAnswer(served, body, stream, request_id_of(request, body)).whole()
 
 
 def _asks(served: Served, body: CompletionRequest) -> list[Ask]:
     engine = served.engine
-    params = body.sampling_params(
-        engine.default_sampling_params,
-        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
-        logprobs=body.logprobs,
-        form=body.form,
-    )
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)  # 0: the one is left out of the answer
+    params = body.sampling_params(engine.default_sampling_params, max_tokens=max_tokens, logprobs=body.logprobs, form=body.form)
     if body.echo and body.logprobs is not None:
         params = params.with_(prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     params = engine.ready(params)
     asks = []
     for prompt in body.prompts:
         ids, text = encode_prompt(served, body, prompt, body.add_special_tokens is not False)
-        if body.echo and text is None:
-            text = engine.get_tokenizer().decode(ids)
-        asks.append(Ask(ids, params, text, body.priority or 0, body.cache_salt))
+        if text is None and (body.echo or body.has_budget):
+            text = engine.get_tokenizer().decode(ids, skip_special_tokens=False)
+        its = params
+        if body.has_budget:
+            its = params.with_(structured_outputs=budgeted(served.notation, body.form, body, text or ""))
+        asks.append(Ask(ids, its, text, body.priority or 0, body.cache_salt))
     return asks
 
 
 class _CompletionAnswer:
     """The answer to one request: `whole`, or `chunks` for a stream."""
 
-    def __init__(self, served: Served, body: CompletionRequest, stream: RequestStream, request_id: str):
+    def __init__(self, served: Served, body: CompletionRequest, stream: AnswerStream, request_id: str):
         self._body, self._stream = body, stream
         self._tokenizer = served.engine.tokenizer
-        self._record = CallRecord.of("cmpl", body.model or served.names[0], stream, request_id)
+        self._record = CallRecord.of("cmpl", served, body, stream, request_id)
+        self._usage, self._continuous_usage = body.usage_of_stream(served.options.enable_force_include_usage)
+        self._as_ids = body.tokens_as_ids(served.options.return_tokens_as_token_ids)
         self._prompt_index = {name: i for i, name in enumerate(stream.request_ids)}
         self._offsets = [0] * stream.num_samples  # where the text of each choice ends, in characters
         self._begun = [False] * stream.num_samples
@@ -100,28 +105,34 @@ class _CompletionAnswer:
             first = ""
             if found[:1] == [None] and self._tokenizer is not None:
                 first = self._tokenizer.decode(token_ids[:1], skip_special_tokens=False)
-            as_ids = bool(self._body.return_tokens_as_token_ids)
-            made = completion_logprobs(token_ids, found, num_top, self._offsets[index], first, as_ids)
+            made = completion_logprobs(token_ids, found, num_top, self._offsets[index], first, self._as_ids)
             choice.logprobs, self._offsets[index] = made
         return choice
 
-    async def chunks(self) -> AsyncGenerator[Completion]:
-        body, record = self._body, self._record
+    async def _deltas(self) -> AsyncGenerator[Delta]:
+        """What the answer is made of: with max_tokens=0 the token that the engine samples all the same is left out."""
         async for delta in self._stream:
+            if self._body.max_tokens == 0:
+                delta = replace(delta, text="", token_ids=[], logprobs=None if delta.logprobs is None else [])
+            yield delta
+
+    async def chunks(self) -> AsyncGenerator[Completion]:
+        record = self._record
+        async for delta in spaced(self._deltas(), self._body.stream_interval or 1):
             record.add(delta)
             choice = self._choice(delta)
-            if not (choice.text or choice.finish_reason or choice.logprobs or choice.token_ids or body.continuous_usage):
+            if not (choice.text or choice.finish_reason or choice.logprobs or choice.token_ids or self._continuous_usage):
                 continue  # a character that is not complete yet
             chunk = Completion(**record.common, choices=[choice])
-            if body.include_usage:
-                chunk.usage = record.usage() if body.continuous_usage else None
+            if self._usage:
+                chunk.usage = record.usage() if self._continuous_usage else None
             yield chunk
-        if body.include_usage:
+        if self._usage:
             yield Completion(**record.common, choices=[], usage=record.usage())
 
     async def whole(self) -> Completion:
         choices: dict[int, CompletionChoice] = {}
-        async for delta in self._stream:
+        async for delta in self._deltas():
             self._record.add(delta)
             new = self._choice(delta)
             choice = choices.setdefault(new.index, new)

@@ -134,7 +134,8 @@ class EngineLoop:
         self._paused = False
         self._broken: str | None = None
         self._failures_in_a_row = self._num_failures = 0
-        self._num_prompt_tokens = 0  # of requests that have begun
+        self._num_prompt_tokens = self._num_cached_tokens = 0  # of requests that have begun
+        self._sleep_level = 0
         self._lost = (0, 0, 0)  # the scheduler's counts from before a failed step, which replaces the scheduler
         self._step_seconds: float | None = None
         self._has_news = False  # whether stats changed without a step
@@ -344,6 +345,7 @@ class EngineLoop:
         if not request.begun:
             request.begun = True
             self._num_prompt_tokens += request.num_prompt_tokens
+            self._num_cached_tokens += output.num_cached_tokens or 0
         now = time.monotonic()
         for completion, sent in zip(output.outputs, request.samples, strict=True):
             ended = completion.finish_reason is not None
@@ -365,9 +367,17 @@ class EngineLoop:
             sent.time = now
             self._events.append(delta)
             if output.finished and all(s.finished for s in request.samples):
-                num_tokens, n = sum(s.num_tokens for s in request.samples), len(request.samples)
+                lengths = [s.num_tokens for s in request.samples]
                 delta.last = True
-                delta.totals = RequestTotals(request.num_prompt_tokens, num_tokens, n, request.max_tokens, output.metrics)
+                delta.totals = RequestTotals(
+                    request.num_prompt_tokens,
+                    sum(lengths),
+                    len(lengths),
+                    request.max_tokens,
+                    output.metrics,
+                    max(lengths),
+                    output.num_cached_tokens or 0,
+                )
                 del self._open[request_id]
 
     def _hand_over(self) -> None:
@@ -425,9 +435,11 @@ class EngineLoop:
 
     def _sleep(self, level: int) -> None:
         self.engine.sleep(level)
+        self._sleep_level = level
 
     def _wake_up(self) -> None:
         self.engine.wake_up()
+        self._sleep_level = 0
 
     def stats(self) -> LoopStats:
         """The present counts. Call it on the engine's thread, or before that starts."""
@@ -436,10 +448,12 @@ class EngineLoop:
         return LoopStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            num_held=scheduler.num_held,
             num_pages=sum(pool.num_pages for pool in pools),
             num_free_pages=sum(pool.num_free_pages for pool in pools),
             num_steps=stats.num_steps,
             prompt_tokens=self._num_prompt_tokens,
+            prompt_tokens_cached=self._num_cached_tokens,
             prefill_tokens=stats.prefill_tokens,
             generated_tokens=stats.generated_tokens,
             tokens_run=stats.padding.tokens,
@@ -460,6 +474,7 @@ class EngineLoop:
             step_seconds=self._step_seconds,
             is_paused=self._paused,
             is_asleep=engine.is_asleep,
+            sleep_level=self._sleep_level,
             broken=self._broken,
         )
 

@@ -106,11 +106,21 @@ def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
         param = next((str(part) for part in mistake["loc"][1:2]), "")
         if mistake["type"] == "json_invalid":
             param = ""
+        elif not param and (named := re.match(r"([a-z_]+)=", said)):  # of fields together
+            param = named[1]
         messages = by_param.setdefault(param, [])
         if said not in messages:
             messages.append(said)
-    lines = [f"{param}: {' / '.join(messages)}" if param else " / ".join(messages) for param, messages in by_param.items()]
+    lines = [
+        f"{param}: {' / '.join(messages)}" if param and not messages[0].startswith(f"{param}=") else " / ".join(messages)
+        for param, messages in by_param.items()
+    ]
     return next(iter(by_param)) or None, "; ".join(lines)
+
+
+def _line(param: str, messages: list[str]) -> str:
+    said = " / ".join(messages)
+    return f"{param}: {said}" if param and not said.startswith(f"{param}=") else said
 
 
 def _in_words(mistake: Mapping[str, Any]) -> str:

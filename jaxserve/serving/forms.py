@@ -5,11 +5,11 @@ Owns how both are written over HTTP. jaxserve.structured knows what a form means
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
-from jaxserve.serving.strict_model import Model
+from jaxserve.serving.strict_model import Model, Text
 from jaxserve.structured_outputs import KINDS, StructuredOutputsParams
 
 OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")  # that clients may give with KINDS
@@ -39,11 +39,48 @@ class JsonSchemaFormat(Model):
     json_schema: NamedSchema
 
 
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+class Structure(Model):
+    begin: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    end: str
 
 
-def form_of(response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> StructuredOutputsParams | None:
+class StructuralTagFormat(Model):
+    """vLLM's: free text with structures, or a `format` in xgrammar's form."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["format"], "properties": {"structures": {"type": "null"}, "triggers": {"type": "null"}}},
+                {"required": ["structures", "triggers"], "properties": {"format": {"type": "null"}}},
+            ]
+        }
+    )
+
+    type: Literal["structural_tag"]
+    structures: list[Structure] | None = None
+    triggers: list[Text] | None = None
+    format: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self):
+        self.form()  # refuses what is none
+        return self
+
+    def form(self) -> StructuredOutputsParams:
+        """The same as the engine takes it. Raises ValueError for what is neither kind."""
+        tag = self.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+        return StructuredOutputsParams(structural_tag=tag)
+
+
+AnyFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+ResponseFormat = Annotated[AnyFormat, Field(discriminator="type")]
+
+
+def form_of(response_format: AnyFormat | None) -> StructuredOutputsParams | None:
     """The form that a response_format asks for; None where it is plain text."""
+    if isinstance(response_format, StructuralTagFormat):
+        return response_format.form()
     if isinstance(response_format, JsonSchemaFormat):
         return StructuredOutputsParams(json=response_format.json_schema.schema_)
     return StructuredOutputsParams(json_object=True) if isinstance(response_format, JsonObjectFormat) else None
@@ -83,13 +120,19 @@ def _published() -> dict[str, Any]:
         "required": ["structures", "triggers"],
         "additionalProperties": False,
     }
+    newer = {
+        "type": "object",
+        "properties": {"type": {"const": "structural_tag"}, "format": {"type": "object", "properties": {"type": text}}},
+        "required": ["format"],
+        "additionalProperties": False,
+    }
     kinds = {
         "json": {"anyOf": [{"type": "object"}, {"type": "boolean"}, text], "description": "A JSON schema, or its text."},
         "regex": text | {"description": "Of Rust's regex crate: no look-around, no back-references."},
         "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1},
         "grammar": text | {"description": "llguidance's Lark, or GBNF."},
         "json_object": {"const": True},
-        "structural_tag": {"anyOf": [tag, text], "description": "Free text with structures, or its JSON as text."},
+        "structural_tag": {"anyOf": [tag, newer, text], "description": "Free text with structures, or its JSON as text."},
     }
     options = {
         "disable_any_whitespace": flag | {"description": "JSON without whitespace but what a string holds."},

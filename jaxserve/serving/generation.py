@@ -6,9 +6,10 @@ which clients read log-probabilities. Knows nothing of routes.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -18,6 +19,7 @@ from jaxserve.outputs import Logprob
 from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.errors import checking, describe
 from jaxserve.serving.messages import Delta
+from jaxserve.serving.options import ServerOptions
 from jaxserve.serving.parsers import Notation
 from jaxserve.serving.protocol import GenerationRequest
 from jaxserve.serving.responses import (
@@ -32,18 +34,30 @@ from jaxserve.serving.responses import (
     Usage,
     event,
 )
-from jaxserve.serving.streams import Ask, RequestStream
+from jaxserve.serving.streams import AnswerStream, Ask, RequestStream
+from jaxserve.structured_outputs import StructuredOutputsParams
+
+logger: logging.Logger = logging.getLogger("jaxserve")
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model that is served: its engine, its names, and the notations in which its chats are parsed."""
+    """A model that is served: its engine, the server's options, and the notations in which its chats are parsed."""
 
     engine: AsyncLLM
-    names: Sequence[str]
+    options: ServerOptions
     notation: Notation
-    patience: float  # seconds that a stream waits for its reader
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the model."""
+        return self.options.names
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a stream waits for its reader."""
+        return self.options.patience
 
 
 def encode_prompt(
@@ -85,6 +99,25 @@ def _kept[T: (str, list[int])](prompt: T, length: int, right: bool) -> T:
     return prompt[:length] if right else prompt[-length:]
 
 
+def budgeted(
+    notation: Notation, form: StructuredOutputsParams | None, body: GenerationRequest, prompt: str, continued: str = ""
+) -> StructuredOutputsParams | None:
+    """A form, or none, behind reasoning of `thinking_token_budget` tokens at most. prompt, continued: as `Notation.preamble`'s.
+
+    Raises:
+      ValueError: the model's chat template knows no reasoning.
+    """
+    if not body.has_budget:
+        return form
+    if not notation.reasoning:
+        raise ValueError("thinking_token_budget: this model's chat template knows no reasoning whose tokens could be counted")
+    preamble = notation.preamble(prompt, continued)
+    if preamble is None:  # no reasoning may follow
+        return form
+    counted = {"preamble": preamble, "max_preamble_tokens": body.thinking_token_budget}
+    return StructuredOutputsParams(**counted) if form is None else replace(form, **counted)
+
+
 @dataclass
 class CallRecord:
     """The tokens that a call has used so far, and the fields that its chunks have in common."""
@@ -96,10 +129,13 @@ class CallRecord:
     completion_tokens: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)  # by prompt
     reasoning_tokens: int | None = None  # None: the model does not reason, or its marks are no tokens
+    with_details: bool = False  # whether the usage says how many tokens of the prompts were cached
 
     @classmethod
-    def of(cls, prefix: str, model: str, stream: RequestStream, request_id: str) -> CallRecord:
-        return cls(f"{prefix}-{request_id}", model, sum(len(ask.prompt_token_ids) for ask in stream.asks.values()))
+    def of(cls, prefix: str, served: Served, body: GenerationRequest, stream: AnswerStream, request_id: str) -> CallRecord:
+        num_prompt_tokens = sum(len(ask.prompt_token_ids) for ask in stream.asks.values())
+        details = served.options.enable_prompt_tokens_details
+        return cls(f"{prefix}-{request_id}", body.model or served.names[0], num_prompt_tokens, with_details=details)
 
     def add(self, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)
@@ -107,7 +143,9 @@ class CallRecord:
 
     def usage(self) -> Usage:
         total = self.prompt_tokens + self.completion_tokens
-        usage = Usage(self.prompt_tokens, self.completion_tokens, total, PromptTokensDetails(sum(self.cached_tokens.values())))
+        usage = Usage(self.prompt_tokens, self.completion_tokens, total)
+        if self.with_details:
+            usage.prompt_tokens_details = PromptTokensDetails(sum(self.cached_tokens.values()))
         if self.reasoning_tokens is not None:
             usage.completion_tokens_details = CompletionTokensDetails(self.reasoning_tokens)
         return usage
@@ -136,14 +174,58 @@ async def open_stream(
     Raises:
       RefusedError, RequestError: the request is refused.
     """
-    engine, arrival = served.engine, time.monotonic()
+    arrival = time.monotonic()
     with checking(form_field):
-        size, num_samples = len(await request.body()), num_prompts * (body.n or engine.default_sampling_params.n)
-        asks = await engine.read(size, read, num_samples, timeout=body.timeout, arrival=arrival)
-        return await engine.open(asks, request.state.request_id, timeout=body.timeout, arrival=arrival)
+        asks = await read_asks(served, request, body, num_prompts, read, arrival)
+        return await served.engine.open(asks, request_id_of(request, body), timeout=body.timeout, arrival=arrival)
 
 
-async def until_done(chunks: AsyncIterator[Any], stream: RequestStream) -> AsyncGenerator[bytes]:
+async def read_asks(
+    served: Served, request: Request, body: GenerationRequest, num_prompts: int, read: Callable[[], list[Ask]], arrival: float
+) -> list[Ask]:
+    """The prompts of a request, read within its deadline. Raises as `open_stream`, and ValueError for a wrong one."""
+    engine = served.engine
+    size, num_samples = len(await request.body()), num_prompts * (body.n or engine.default_sampling_params.n)
+    asks = await engine.read(size, read, num_samples, timeout=body.timeout, arrival=arrival)
+    if served.options.enable_log_requests:
+        for ask in asks:
+            log_request(request_id_of(request, body), ask, served.options.max_log_len)
+    return asks
+
+
+def log_request(request_id: str, ask: Ask, max_log_len: int | None) -> None:
+    """A line of the log about a prompt. max_log_len: most of its characters, and of its token ids; None: all of them."""
+    prompt = ask.prompt if ask.prompt is None else ask.prompt[:max_log_len]
+    ids = ask.prompt_token_ids[:max_log_len]
+    logger.info("request %s: %d tokens, prompt %r, ids %s, %s", request_id, len(ask.prompt_token_ids), prompt, ids, ask.params)
+
+
+def request_id_of(request: Request, body: GenerationRequest) -> str:
+    """The request's name: the client's X-Request-Id, else the body's `request_id`, else a random one."""
+    return request.state.request_id if request.state.named_by_client else body.request_id or request.state.request_id
+
+
+async def spaced(deltas: AsyncIterator[Delta], interval: int) -> AsyncGenerator[Delta]:
+    """The deltas, those of a sample joined until they have `interval` tokens. A sample's first and last come at once."""
+    begun: set[tuple[str, int]] = set()
+    held: dict[tuple[str, int], Delta] = {}
+    async for delta in deltas:
+        sample = (delta.request_id, delta.index)
+        if sample in held:
+            delta = _joined(held.pop(sample), delta)
+        if sample in begun and delta.finish_reason is None and len(delta.token_ids) < interval:
+            held[sample] = delta
+            continue
+        begun.add(sample)
+        yield delta
+
+
+def _joined(first: Delta, then: Delta) -> Delta:
+    logprobs = None if then.logprobs is None else [*(first.logprobs or ()), *then.logprobs]
+    return replace(then, text=first.text + then.text, token_ids=first.token_ids + then.token_ids, logprobs=logprobs)
+
+
+async def until_done(chunks: AsyncIterator[Any], stream: AnswerStream) -> AsyncGenerator[bytes]:
     """Chunks as events, then OpenAI's end mark. An error becomes an event too, since the status has been sent by then."""
     async with stream:
         try:

@@ -89,13 +89,16 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class RequestTotals:
-    """Counts of a request that has ended. num_output_tokens: of all n samples. max_tokens: None where it was not given."""
+    """Counts of a request that has ended. num_output_tokens: of all n samples; max_output_tokens: of the longest. max_tokens: None
+    where it was not given. num_cached_tokens: of the prompt."""
 
     num_prompt_tokens: int
     num_output_tokens: int
     n: int
     max_tokens: int | None
     metrics: RequestMetrics | None
+    max_output_tokens: int = 0
+    num_cached_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -152,10 +155,12 @@ class LoopStats:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_held: int = 0  # of those waiting, as SchedulerStats'
     num_pages: int = 0
     num_free_pages: int = 0
     num_steps: int = 0
     prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0  # of prompt_tokens, those that the prefix cache had
     prefill_tokens: int = 0
     generated_tokens: int = 0
     tokens_run: int = 0
@@ -176,6 +181,7 @@ class LoopStats:
     step_seconds: float | None = None  # of the step that this report follows
     is_paused: bool = False
     is_asleep: bool = False
+    sleep_level: int = 0  # 0: awake; 1: the weights are on the host; 2: they are gone
     broken: str | None = None  # why the engine takes no more requests
 
 

@@ -5,7 +5,7 @@ Owns the registry. The engine loop's Reports and the access log bring the number
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,12 +14,16 @@ from prometheus_client.registry import Collector
 from jaxserve.engine.stats import KVStoreStats
 from jaxserve.serving.messages import Aborted, Delta, Failed, LoopStats, Report, RequestError, RequestTotals
 
-PREFIX = "jaxserve:"
+PREFIX, VLLM_PREFIX = "jaxserve:", "vllm:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 SAMPLES = (1, 2, 5, 10, 20)
+PREEMPTIONS = (0, 1, 2, 3, 5, 10, 20)
+REASONS = ("stop", "length", "abort", "error")  # for which a sample ends
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # vLLM's, by sleep level
 _COUNTERS = {  # name -> (field of LoopStats, help)
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts, cached ones too, each counted at its first output token."),
+    "prompt_tokens_cached": ("prompt_tokens_cached", "Of prompt_tokens, those whose KV was cached."),
     "generation_tokens": ("generated_tokens", "Tokens generated."),
     "prefill_tokens": ("prefill_tokens", "Prompt tokens run, and tokens recomputed after a preemption."),
     "num_preemptions": ("num_preemptions", "Times that a running request lost its pages."),
@@ -56,18 +60,27 @@ _GAUGES = {
     "kv_pages": ("num_pages", "KV pages of all pools."),
     "programs_left_to_compile": ("num_programs_left", "Programs of the bucket plan that are not compiled yet."),
     "engine_paused": ("is_paused", "1 while paused."),
-    "engine_sleep_state": ("is_asleep", "1 while asleep."),
 }
 
 
 class Metrics(Collector):
     """Counts the Reports that `take` is given; `render` returns Prometheus's text.
 
-    model: the label model_name. stats: counts to begin with. cache: facts of the KV cache, by vLLM's names.
+    model: the label model_name. stats: counts to begin with. cache: facts of the KV cache, by vLLM's names. prefix: of all names.
+    num_refused: how many requests were refused since the server started, because too many waited.
     """
 
-    def __init__(self, model: str, stats: LoopStats | None = None, cache: Mapping[str, object] | None = None):
+    def __init__(
+        self,
+        model: str,
+        stats: LoopStats | None = None,
+        cache: Mapping[str, object] | None = None,
+        *,
+        prefix: str = PREFIX,
+        num_refused: Callable[[], int] = lambda: 0,
+    ):
         self.stats: LoopStats = stats or LoopStats()
+        self._prefix, self._num_refused = prefix, num_refused
         self._model, self._cache = model, {name: str(value) for name, value in (cache or {}).items()}
         self.registry: CollectorRegistry = CollectorRegistry()
         self.registry.register(self)
@@ -81,23 +94,33 @@ class Metrics(Collector):
         self._decode = self._histogram("request_decode_time_seconds", "From a request's first token to its end.")
         self._prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self._output_tokens = self._histogram("request_generation_tokens", "Output tokens of a request.", TOKENS)
+        self._longest = self._histogram("request_max_num_generation_tokens", "Output tokens of a request's longest sample.", TOKENS)
+        self._computed = self._histogram("request_prefill_kv_computed_tokens", "Prompt tokens whose KV was not cached.", TOKENS)
+        self._preemptions = self._histogram("request_num_preemptions", "Times that a request lost its pages.", PREEMPTIONS)
         self._n = self._histogram("request_params_n", "Samples that a request asked for.", SAMPLES)
         self._max_tokens = self._histogram("request_params_max_tokens", "max_tokens of requests that said one.", TOKENS)
-        self._iteration = self._histogram("iteration_tokens_total", "Tokens that a step ran, padding not counted.", TOKENS)
+        self._iteration = self._histogram(
+            "iteration_tokens_total", "Tokens that a turn generated, and those of the prompts it ended.", TOKENS
+        )
         self._step = self._histogram("step_time_seconds", "A turn of the engine: schedule, dispatch, and an earlier step's end.")
         self._success = Counter(
-            f"{PREFIX}request_success", "Samples that ended.", ("model_name", "finished_reason"), registry=self.registry
+            f"{self._prefix}request_success", "Samples that ended.", ("model_name", "finished_reason"), registry=self.registry
         )
-        self._failures = Counter(f"{PREFIX}request_failures", "Requests that failed.", ("model_name",), registry=self.registry)
-        self._http = Counter(f"{PREFIX}http_requests", "HTTP requests.", ("path", "status"), registry=self.registry)
+        for reason in REASONS:  # zeros, from the beginning
+            self._success.labels(model, reason)
+        self._failures = Counter(
+            f"{self._prefix}request_failures", "Requests that failed.", ("model_name",), registry=self.registry
+        )
+        self._http = Counter(f"{self._prefix}http_requests", "HTTP requests.", ("path", "status"), registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-        made = Histogram(f"{PREFIX}{name}", text, ("model_name",), buckets=buckets, registry=self.registry)
+        made = Histogram(f"{self._prefix}{name}", text, ("model_name",), buckets=buckets, registry=self.registry)
         return made.labels(self._model)
 
     def take(self, report: Report) -> None:
         """Counts the events of one turn of the engine."""
-        num_tokens, self.stats = report.stats.tokens_run - self.stats.tokens_run, report.stats
+        before, self.stats = self.stats, report.stats
+        num_tokens = self.stats.prompt_tokens + self.stats.generated_tokens - before.prompt_tokens - before.generated_tokens
         if num_tokens:
             self._iteration.observe(num_tokens)
         if report.stats.step_seconds is not None:
@@ -122,11 +145,14 @@ class Metrics(Collector):
         num_tokens, times = totals.num_output_tokens, totals.metrics
         self._prompt_tokens.observe(totals.num_prompt_tokens)
         self._output_tokens.observe(num_tokens)
+        self._longest.observe(totals.max_output_tokens)
+        self._computed.observe(totals.num_prompt_tokens - totals.num_cached_tokens)
         self._n.observe(totals.n)
         if totals.max_tokens is not None:
             self._max_tokens.observe(totals.max_tokens)
         if times is None:
             return
+        self._preemptions.observe(times.num_preemptions)
         start, scheduled, first, end = times.arrival_time, times.first_scheduled_time, times.first_token_time, times.finished_time
         if scheduled is None or first is None or end is None:
             return
@@ -146,10 +172,10 @@ class Metrics(Collector):
         """The engine's own counts, as of its last turn."""
         stats, labels = self.stats, ("model_name",)
         for name, (field, text) in _COUNTERS.items():
-            counter = CounterMetricFamily(f"{PREFIX}{name}", text, labels=labels)
+            counter = CounterMetricFamily(f"{self._prefix}{name}", text, labels=labels)
             counter.add_metric((self._model,), float(getattr(stats, field)))
             yield counter
-        buckets = CounterMetricFamily(f"{PREFIX}bucket_steps", "Steps by bucket.", labels=("model_name", "bucket"))
+        buckets = CounterMetricFamily(f"{self._prefix}bucket_steps", "Steps by bucket.", labels=("model_name", "bucket"))
         for bucket, num_steps in stats.steps_by_bucket.items():
             buckets.add_metric((self._model, bucket), float(num_steps))
         yield buckets
@@ -157,7 +183,7 @@ class Metrics(Collector):
             yield from self._store(stats.kv_store)
         labels = ("model_name", "position")
         text = "Drafts that stood, by their place among a step's."
-        positions = CounterMetricFamily(f"{PREFIX}spec_decode_num_accepted_tokens_per_pos", text, labels=labels)
+        positions = CounterMetricFamily(f"{self._prefix}spec_decode_num_accepted_tokens_per_pos", text, labels=labels)
         for position, num_accepted in enumerate(stats.num_accepted_tokens_per_pos):
             positions.add_metric((self._model, str(position)), float(num_accepted))
         yield positions
@@ -167,21 +193,67 @@ class Metrics(Collector):
             ("kv_cache_usage_perc", "Share of the KV pages that requests hold.", _share(used, stats.num_pages)),
             ("padding_share", "Padding tokens over all tokens that steps ran.", _share(stats.padding_tokens, total)),
         ):
-            gauge = GaugeMetricFamily(f"{PREFIX}{name}", text, labels=labels)
+            gauge = GaugeMetricFamily(f"{self._prefix}{name}", text, labels=labels)
             gauge.add_metric((self._model,), value)
             yield gauge
-        info = GaugeMetricFamily(f"{PREFIX}cache_config_info", "1; the KV cache is in the labels.", labels=tuple(self._cache))
+        yield from self._labelled()
+        info = GaugeMetricFamily(f"{self._prefix}cache_config_info", "1; the KV cache is in the labels.", labels=tuple(self._cache))
         info.add_metric(tuple(self._cache.values()), 1.0)
         yield info
+
+    def _labelled(self) -> Iterator[Metric]:
+        """vLLM's metrics whose samples a second label tells apart."""
+        stats = self.stats
+        computed = stats.prompt_tokens - stats.prompt_tokens_cached
+        for kind, name, text, label, values in (
+            (
+                GaugeMetricFamily,
+                "num_requests_waiting_by_reason",
+                "Samples that wait for room (capacity), or for a grammar, another sample's prompt or a store's pages (deferred).",
+                "reason",
+                {"capacity": stats.num_waiting - stats.num_held, "deferred": stats.num_held},
+            ),
+            (
+                GaugeMetricFamily,
+                "engine_sleep_state",
+                "1 for the state that the engine is in; awake, weights_offloaded (level 1), discard_all (level 2).",
+                "sleep_state",
+                {state: level == stats.sleep_level for level, state in enumerate(SLEEP_STATES)},
+            ),
+            (
+                CounterMetricFamily,
+                "prompt_tokens_by_source",
+                "Tokens of prompts: computed, or found in the prefix cache, where a store of KV puts its own too.",
+                "source",
+                {"local_compute": computed, "local_cache_hit": stats.prompt_tokens_cached},
+            ),
+            (
+                CounterMetricFamily,
+                "admission_rejections",
+                "Calls refused with 429, since too many samples waited.",
+                "reason",
+                {"max_num_queued_reqs": self._num_refused()},
+            ),
+        ):
+            metric = kind(f"{self._prefix}{name}", text, labels=("model_name", label))
+            for value, number in values.items():
+                metric.add_metric((self._model, value), float(number))
+            yield metric
+
+    def load(self) -> dict[str, float]:
+        """What load balancers are told with an answer, by vLLM's names."""
+        stats = self.stats
+        usage = _share(stats.num_pages - stats.num_free_pages, stats.num_pages)
+        return {"kv_cache_usage_perc": usage, "num_requests_waiting": float(stats.num_waiting)}
 
     def _store(self, stats: KVStoreStats) -> Iterator[Metric]:
         """The counts of a store of KV and of each of its tiers."""
         for name, (field, text) in _STORE.items():
-            counter = CounterMetricFamily(f"{PREFIX}{name}", text, labels=("model_name",))
+            counter = CounterMetricFamily(f"{self._prefix}{name}", text, labels=("model_name",))
             counter.add_metric((self._model,), float(getattr(stats, field)))
             yield counter
         for name, (text, kind) in _TIERS.items():
-            metric = kind(f"{PREFIX}kv_store_{name}", text, labels=("model_name", "tier"))
+            metric = kind(f"{self._prefix}kv_store_{name}", text, labels=("model_name", "tier"))
             for tier in stats.tiers:
                 metric.add_metric((self._model, tier.name), float(getattr(tier, name)))
             yield metric

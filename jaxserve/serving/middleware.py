@@ -11,7 +11,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -27,32 +27,41 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 class RequestLog:
-    """Gives each request an id, returns it as X-Request-Id, and logs a line. A client's own X-Request-Id is used if it has at most
-    128 letters, digits and signs of ".:_-".
+    """Gives each request an id, and logs a line. A client's own X-Request-Id is used if it has at most 128 letters, digits and
+    signs of ".:_-".
 
     paths: returns the paths that exist; others are counted as "other".
     count: called with (path, status) at the end.
+    answers_id: whether answers have the id as X-Request-Id.
     """
 
-    def __init__(self, app: ASGIApp, paths: Callable[[], frozenset[str]], count: Callable[[str, int], None]):
+    def __init__(
+        self,
+        app: ASGIApp,
+        paths: Callable[[], frozenset[str]],
+        count: Callable[[str, int], None],
+        answers_id: bool = True,
+    ):
         self.app = app
-        self._paths, self._count = paths, count
+        self._paths, self._count, self._answers_id = paths, count, answers_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        named = _REQUEST_ID.fullmatch(given) is not None
+        request_id = given if named else uuid.uuid4().hex
         state = scope.setdefault("state", {})
-        state["request_id"] = request_id
+        state["request_id"], state["named_by_client"] = request_id, named
         started, status = time.monotonic(), 499  # nginx's status for a client that disconnected before an answer
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if self._answers_id:
+                    message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             await send(message)
 
         try:
@@ -74,6 +83,52 @@ class RequestLog:
                 request_id,
                 f" user={user!r:.80}" if user else "",
             )
+
+
+class RootPath:
+    """Takes root_path, under which a proxy shows the server, from the paths of requests that have it."""
+
+    def __init__(self, app: ASGIApp, root_path: str):
+        self.app = app
+        self._root = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._root}/"):
+            raw = scope.get("raw_path") or b""
+            root = self._root.encode()
+            scope = scope | {
+                "path": scope["path"][len(self._root) :],
+                "raw_path": raw[len(root) :] if raw.startswith(root) else raw,
+            }
+        await self.app(scope, receive, send)
+
+
+class LoadReport:
+    """Adds the engine's load to answers whose request asks for it, in Envoy's ORCA form, as vLLM does: the request's header
+    endpoint-load-metrics-format is TEXT or JSON, and the answer's is endpoint-load-metrics. Any other format is passed over.
+
+    load: returns the named metrics.
+    """
+
+    def __init__(self, app: ASGIApp, load: Callable[[], Mapping[str, float]]):
+        self.app = app
+        self._load = load
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        form = Headers(scope=scope).get("endpoint-load-metrics-format", "").upper() if scope["type"] == "http" else ""
+        if form not in ("TEXT", "JSON"):
+            await self.app(scope, receive, send)
+            return
+
+        async def send_with_load(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                load = self._load()
+                text = ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
+                said = text if form == "TEXT" else encode({"named_metrics": load}).decode()
+                message["headers"] = [*message.get("headers", ()), (b"endpoint-load-metrics", f"{form} {said}".encode())]
+            await send(message)
+
+        await self.app(scope, receive, send_with_load)
 
 
 class ApiKey:

@@ -5,7 +5,9 @@ Of the standard library alone, so that a command can offer their defaults withou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 MAX_WAITING = 1024  # samples that may wait beyond an engine's max_num_seqs
 MAX_FAILURES = 3  # steps in a row that may raise before an engine counts as broken
@@ -37,26 +39,74 @@ class HTTPOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CrossOrigin:
+    """Which pages of other origins a browser lets use the server (CORS). Names, and "*" for any, as Starlette's CORSMiddleware."""
+
+    origins: tuple[str, ...]
+    methods: tuple[str, ...] = ("*",)
+    headers: tuple[str, ...] = ("*",)
+    credentials: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerOptions(HTTPOptions):
     """The options of a server, beside those of `HTTPOptions`.
 
     names: names of the model; answers contain the first.
-    tool_calls, reasoning: whether chats are parsed for Hermes tool calls and for <think>. None: as the model's chat template has
-    it.
+    tool_call_parser, reasoning_parser: how chats are parsed for tool calls and for reasoning: a name of notations.py's tables,
+    "none", or "auto": as the model's chat template has it.
     enable_control: whether `/pause`, `/update_weights_from_path` and the other control routes exist.
 
+    Of answers, as vLLM's flags of these names:
+    enable_prompt_tokens_details: the usage has prompt_tokens_details.cached_tokens.
+    enable_force_include_usage: every stream has the usage, so far in each chunk and in a last one.
+    return_tokens_as_token_ids: as if every request asked for that.
+    response_role: of messages that begin a turn.
+    enable_request_id_headers: answers have X-Request-Id.
+
+    Of chats: default_chat_template_kwargs: variables of the chat template where a request gives none of that name.
+    trust_request_chat_template: a request may bring its own template.
+
+    enable_log_requests: a line of the log for each prompt, with at most max_log_len of its characters and token ids (None: all).
+
+    vllm_metric_names: metrics have the prefix `vllm:`, so that dashboards made for vLLM work.
+
+    root_path: the path under which a proxy shows the server; requests may have it before their own path or not.
+    middleware: "module.name" of ASGI middleware classes, or of functions (request, call_next), around the whole application, the
+    first outermost. cross_origin: None: no page of another origin.
+
     Raises:
-      ValueError: as `HTTPOptions`; an empty name or no name, or enable_control without a key.
+      ValueError: as `HTTPOptions`; an empty name or no name, a root_path that begins with no slash, an empty role, or
+        enable_control without a key.
     """
 
     names: tuple[str, ...]
-    tool_calls: bool | None = None
-    reasoning: bool | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     enable_control: bool = False
+    enable_prompt_tokens_details: bool = False
+    enable_force_include_usage: bool = False
+    return_tokens_as_token_ids: bool = False
+    response_role: str = "assistant"
+    enable_request_id_headers: bool = False
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    trust_request_chat_template: bool = False
+    vllm_metric_names: bool = False
+    enable_log_requests: bool = False
+    max_log_len: int | None = None
+    root_path: str = ""
+    middleware: tuple[str, ...] = ()
+    cross_origin: CrossOrigin | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.names or not all(self.names):
             raise ValueError(f"names={self.names!r} must hold one name at least, none empty")
+        if self.max_log_len is not None and self.max_log_len < 0:
+            raise ValueError(f"max_log_len={self.max_log_len} must be at least 0, or None")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(f"root_path={self.root_path!r} must begin with a slash and end with none, as /models/one")
+        if not self.response_role:
+            raise ValueError("response_role must not be empty")
         if self.enable_control and not self.api_keys:
             raise ValueError("enable_control=True lets clients swap the weights: give api_keys too")

@@ -1,17 +1,19 @@
 """Parses a model's text as it comes into reasoning, content and tool calls.
 
-Owns two notations: reasoning between <think> and </think> (as Qwen3 writes it), and calls as <tool_call>{"name": ..., "arguments":
-{...}}</tool_call> (Hermes). Knows nothing of HTTP or tokens: text in, pieces out.
+Owns where a text's parts begin and end; notations.py says how models write them. Hermes' calls, <tool_call>{"name": ...,
+"arguments": {...}}</tool_call>, are parsed here, so that arguments come before they are complete. A call of another format comes
+when it is complete. Knows nothing of HTTP or tokens: text in, pieces out.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-THINK, END_THINK = "<think>", "</think>"
+from jaxserve.serving.notations import HERMES, CallFormat, NoCallError, Thinking, Tools, calls_of_template, reasoning_of_template
+
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 # The text of a call before its arguments. Calls that are written in another way are parsed when they are complete.
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL)
@@ -41,28 +43,48 @@ Piece = Reasoning | Content | CallPart
 
 @dataclass(frozen=True)
 class Notation:
-    """Which notations a model uses."""
+    """Which notations a model uses; None: what would be one is content."""
 
-    reasoning: bool = False
-    tool_calls: bool = False
+    reasoning: Thinking | None = None
+    tool_calls: CallFormat | None = None
 
     @classmethod
     def of_template(cls, chat_template: str) -> Notation:
         """The notations that occur in a chat template."""
-        return cls(reasoning=END_THINK in chat_template, tool_calls=CALL in chat_template)
+        return cls(reasoning_of_template(chat_template), calls_of_template(chat_template))
+
+    def for_tools(self, *, shown: bool, held: bool) -> Notation:
+        """The notation of an answer. shown: whether the model is told of tools, without which it calls none. held: whether it must
+        call one, in a form that is Hermes'."""
+        return replace(self, tool_calls=None if not shown else HERMES if held and self.tool_calls else self.tool_calls)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that must not be left out of an output's text, lest it can't be parsed."""
+        thinking = self.reasoning.begin + self.reasoning.end if self.reasoning else ()
+        return thinking + (self.tool_calls.begin if self.tool_calls else ())
 
     def preamble(self, prompt: str, continued: str = "") -> tuple[str, str] | None:
         """The (begin, end) marks of reasoning that may come first after this rendered chat; None where no reasoning may. begin is
         "" where the chat is within reasoning, so that it must go on. continued: as `is_thinking`'s."""
+        if self.reasoning is None:
+            return None
         if self.is_thinking(prompt, continued):
-            return "", END_THINK
-        return (THINK, END_THINK) if self.reasoning and not continued and not prompt.rstrip().endswith(END_THINK) else None
+            return "", self.reasoning.end[0]
+        closed = continued or prompt.rstrip().endswith(self.reasoning.end)
+        return None if closed else (self.reasoning.begin[0], self.reasoning.end[0])
 
     def is_thinking(self, prompt: str, continued: str = "") -> bool:
         """Whether what follows this rendered chat is reasoning. continued: the last message, if the output goes on with it."""
+        if self.reasoning is None:
+            return False
         if continued:
-            return self.reasoning and continued.rfind(THINK) > continued.rfind(END_THINK)
-        return self.reasoning and prompt.rstrip().endswith(THINK)
+            return max(map(continued.rfind, self.reasoning.begin)) > max(map(continued.rfind, self.reasoning.end))
+        prompt = prompt.rstrip()
+        return prompt.endswith(self.reasoning.begin) or self.reasoning.implicit and not prompt.endswith(self.reasoning.end)
+
+
+NO_TOOLS: Tools = {}
 
 
 class OutputParser:
@@ -74,16 +96,29 @@ class OutputParser:
       prompt: the rendered chat; if it ends with <think>, the output begins with reasoning.
       max_calls: later calls are dropped.
       continued: the last message of the chat, if the output goes on with it. Blanks at the output's begin are kept then.
+      tools: the functions that may be called, for formats that write arguments without their types.
     """
 
-    def __init__(self, notation: Notation, prompt: str = "", max_calls: int | None = None, continued: str = ""):
-        self._notation, self._max_calls = notation, max_calls
+    def __init__(
+        self,
+        notation: Notation,
+        prompt: str = "",
+        max_calls: int | None = None,
+        continued: str = "",
+        tools: Tools = NO_TOOLS,
+    ):
+        self._reasoning, self._calls = notation.reasoning, notation.tool_calls
+        self._max_calls, self._tools = max_calls, tools
         self._text = ""  # text that is not in a piece yet
         thinking = notation.is_thinking(prompt, continued)
-        self._state = "reasoning" if thinking else "start" if notation.reasoning and not continued else "content"
+        begins = "opening" if self._calls and self._calls.opens else "content"
+        self._state = "reasoning" if thinking else "content" if continued else "start" if self._reasoning else begins
+        self._may_say = thinking  # whether the reasoning may begin with its mark all the same
         self._strip = not continued  # blanks before the next piece are left out
         self._blanks = ""  # blanks that were held back, and come before more text of the same kind
         self._call: _Call | None = None
+        self._mark = ""  # that began the calls which are being read
+        self._read_any = False  # whether any of these was read
         self.num_calls: int = 0
 
     def feed(self, text: str) -> list[Piece]:
@@ -98,35 +133,62 @@ class OutputParser:
         while True:
             before = (self._state, len(self._text))
             if self._state == "start":
-                yield from self._begin(final)
+                self._begin(final)
             elif self._state == "reasoning":
-                yield from self._until(END_THINK, "content", Reasoning, final)
+                yield from self._think(final)
+            elif self._state == "opening":
+                self._open(final)
             elif self._state == "content":
-                yield from self._until(CALL if self._notation.tool_calls else "", "call", Content, final)
+                yield from self._until(self._calls.begin if self._calls else (), "call", Content, final)
+            elif self._calls is not None and self._calls.take is not None:
+                yield from self._in_section(final)
             else:
                 yield from self._in_call(final)
             if (self._state, len(self._text)) == before:
                 return
 
-    def _begin(self, final: bool) -> Iterator[Piece]:
-        """Decides whether the text begins with <think>."""
+    def _begin(self, final: bool) -> None:
+        """Decides whether the text begins with a mark of reasoning."""
+        assert self._reasoning is not None
         found = self._text.lstrip()
-        if found.startswith(THINK):
-            self._text, self._state = found[len(THINK) :], "reasoning"
-        elif final or not THINK.startswith(found):
-            self._state, self._strip = "content", False
-        return
-        yield
+        mark = next((mark for mark in self._reasoning.begin if found.startswith(mark)), None)
+        if mark is not None:
+            self._text, self._state = found[len(mark) :], "reasoning"
+        elif final or not any(mark.startswith(found) for mark in self._reasoning.begin):
+            self._state, self._strip = "opening" if self._calls and self._calls.opens else "content", False
 
-    def _until(self, mark: str, then: str, kind: type[Reasoning] | type[Content], final: bool) -> Iterator[Piece]:
-        """The text before `mark`. An end of the text that could become the mark is held back, and blanks before it."""
-        at = self._text.find(mark) if mark else -1
-        end = at if at >= 0 else len(self._text) if final or not mark else len(self._text) - _overlap(self._text, mark)
+    def _think(self, final: bool) -> Iterator[Piece]:
+        """Reasoning up to its end. Where the prompt or the model's way has begun it, the output may begin it too."""
+        assert self._reasoning is not None
+        if self._may_say:
+            found = self._text.lstrip()
+            mark = next((mark for mark in self._reasoning.begin if found.startswith(mark)), None)
+            if mark is None and not final and any(mark.startswith(found) for mark in self._reasoning.begin):
+                return
+            self._may_say, self._text = False, self._text if mark is None else found[len(mark) :]
+        behind = "opening" if self._calls and self._calls.opens else "content"
+        yield from self._until(self._reasoning.end, behind, Reasoning, final)
+
+    def _open(self, final: bool) -> None:
+        """Decides whether content begins with a call that has no mark."""
+        assert self._calls is not None
+        found = self._text.lstrip()
+        if found.startswith(self._calls.opens):
+            self._state, self._mark, self._read_any = "call", "", False
+        elif final or found:
+            self._state = "content"
+
+    def _until(self, marks: Sequence[str], then: str, kind: type[Reasoning] | type[Content], final: bool) -> Iterator[Piece]:
+        """The text before the first of `marks`. An end of the text that could become a mark is held back, and blanks before it."""
+        found = [(at, -len(mark), mark) for mark in marks if (at := self._text.find(mark)) >= 0]
+        at, _, mark = min(found) if found else (-1, 0, "")
+        held = 0 if final else max((_overlap(self._text, mark) for mark in marks), default=0)
+        end = at if at >= 0 else len(self._text) - held
         text, self._text = self._blanks + self._text[:end], self._text[end:]
         self._blanks = ""
         if self._strip:
             text = text.lstrip()
-        if mark and (at >= 0 or not final):
+        if marks and (at >= 0 or not final):
             kept = text.rstrip()
             if at < 0:
                 self._blanks = text[len(kept) :]
@@ -136,6 +198,31 @@ class OutputParser:
             yield kind(text)
         if at >= 0:
             self._text, self._state, self._strip = self._text[len(mark) :], then, True
+            self._mark, self._read_any = mark, False
+
+    def _in_section(self, final: bool) -> Iterator[Piece]:
+        """Calls of a format that notations.py reads."""
+        assert self._calls is not None and self._calls.take is not None
+        try:
+            taken = self._calls.take(self._text, final, self._tools)
+        except (ValueError, RecursionError) as error:
+            self._state, self._strip = "content", self._read_any
+            if not self._read_any:  # what looked like a call is content
+                used = error.used if isinstance(error, NoCallError) else 0
+                text, self._text = self._mark + self._text[:used], self._text[used:]
+                self._strip = used > 0
+                if text:
+                    yield Content(text)
+            return
+        self._text = self._text[taken.used :]
+        for name, arguments in taken.calls:
+            self._read_any = True
+            if self._max_calls is None or self.num_calls < self._max_calls:
+                yield CallPart(self.num_calls, name, "")
+                yield CallPart(self.num_calls, None, arguments)
+            self.num_calls += 1
+        if taken.ended:
+            self._state, self._strip = "content", True
 
     def _in_call(self, final: bool) -> Iterator[Piece]:
         if self._call is None:

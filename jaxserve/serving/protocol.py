@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from jaxserve.moved import forward
 from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
@@ -45,8 +45,16 @@ PASSED_ON = (  # fields that are SamplingParams' own, by the same name
 )
 
 
+def _no_embeddings(given: Any) -> None:
+    if given is not None:
+        raise ValueError("a prompt is text or token ids; give prompt")
+
+
+NoEmbeddings = Annotated[None, BeforeValidator(_no_embeddings)]
+
+
 class StreamOptions(Model):
-    """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far in every chunk."""
+    """include_usage: a last chunk with the usage. continuous_usage_stats: with include_usage, the usage so far in every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -81,6 +89,9 @@ class GenerationRequest(Model):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = Field(
+        None, description="Taken either way: no tokenizer here writes spaces between special tokens."
+    )
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
@@ -105,6 +116,15 @@ class GenerationRequest(Model):
         None, gt=0, description="Ours: seconds from its arrival that it may take, within the server's own limit; then 504."
     )
     user: str | None = Field(None, description="Kept in the access log.")
+    request_id: Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")] | None = Field(
+        None, description="Part of the answer's id; the header X-Request-Id comes first."
+    )
+    use_beam_search: bool | None = Field(None, description="The n likeliest sequences, by beam search; not streamed.")
+    length_penalty: float | None = Field(None, description="Of beam search: a score is divided by length to this power.")
+    stream_interval: int | None = Field(None, ge=1, le=2**31 - 1, description="Tokens of a sample that a chunk waits for.")
+    thinking_token_budget: int | None = Field(
+        None, ge=-1, le=2**31 - 1, description="Most tokens of reasoning; then the model's </think> is forced. -1: any number."
+    )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's: the form that the output must have.")
     store: OnlyFalse | None = None
@@ -130,15 +150,23 @@ class GenerationRequest(Model):
     @property
     def form_field(self) -> str:
         """The field that said it."""
+        if self.form is None and self.has_budget:
+            return "thinking_token_budget"
         return "structured_outputs" if self.structured_outputs is not None else "response_format"
 
     @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and (self.stream_options.include_usage or self.stream_options.continuous_usage_stats))
+    def has_budget(self) -> bool:
+        """Whether the tokens of reasoning are counted."""
+        return self.thinking_token_budget is not None and self.thinking_token_budget >= 0
 
-    @property
-    def continuous_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+    def tokens_as_ids(self, always: bool) -> bool:
+        """Whether tokens are written as "token_id:N". always: the server was told so."""
+        return always if self.return_tokens_as_token_ids is None else self.return_tokens_as_token_ids
+
+    def usage_of_stream(self, always: bool) -> tuple[bool, bool]:
+        """(whether a stream ends with the usage, whether each chunk has the usage so far). always: the server was told so."""
+        include = bool(self.stream_options and self.stream_options.include_usage)
+        return always or include, always or include and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def sampling_params(
         self, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None, form: StructuredOutputsParams | None
@@ -156,10 +184,18 @@ class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
     prompt: CompletionPrompt = Field(description="A text, texts, token ids, or lists of token ids.")
+    max_tokens: int | None = Field(None, ge=0, le=2**31 - 1, description="0 only with echo: the prompt alone.")
+    prompt_embeds: NoEmbeddings = Field(None, description="Not supported.")
     echo: bool | None = Field(None, description="Put the prompt before the completion.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Log-probabilities of so many likeliest tokens.")
     suffix: None = Field(None, description="Not supported.")
     best_of: int | None = Field(None, ge=1, le=1, description="Only 1; use n.")
+
+    @model_validator(mode="after")
+    def _something_to_answer(self):
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens=0 needs echo=true: there would be nothing to answer")
+        return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -191,8 +227,8 @@ class SleepRequest(Model):
 
 
 def check_model(given: str | None, served: Sequence[str]) -> None:
-    """404 for a model that is not served."""
-    if given is not None and given not in served:
+    """404 for a model that is not served. Clients that must name one and know none send ""."""
+    if given and given not in served:
         message = f"The model {given!r} does not exist; there is {', '.join(served)}"
         raise RefusedError(message, status=404, param="model", code="model_not_found")
 

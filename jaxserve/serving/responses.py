@@ -45,7 +45,7 @@ class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None = None  # where the server was told to give them
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # of chats of models that reason
 
 
@@ -76,9 +76,9 @@ class CompletionChoice(Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length", "error"] | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class Completion(Struct, kw_only=True):
@@ -134,14 +134,15 @@ class CalledToolDelta(Struct, omit_defaults=True):
 
 class AssistantMessage(Struct):
     content: str | None
-    role: Literal["assistant"] = "assistant"
-    reasoning: str | UnsetType = UNSET  # vLLM's name of it now, and the older one
+    role: str = "assistant"
+    reasoning: str | None = None  # vLLM's name of it now, and the older one
     reasoning_content: str | None | UnsetType = UNSET
     tool_calls: list[CalledTool] | UnsetType = UNSET
+    refusal: None = None  # OpenAI's clients read it
 
 
 class MessageDelta(Struct, omit_defaults=True):
-    role: Literal["assistant"] | UnsetType = UNSET
+    role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
@@ -154,7 +155,7 @@ class ChatChoice(Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length", "tool_calls", "error"] | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(Struct, kw_only=True):
@@ -164,8 +165,9 @@ class ChatCompletion(Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs = None
+    prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
 
 
 class ChatChunkChoice(Struct):
@@ -186,6 +188,7 @@ class ChatChunk(Struct, kw_only=True):
     usage: Usage | None | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET
 
 
 # ---- the rest

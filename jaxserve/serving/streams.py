@@ -10,8 +10,9 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.serving.messages import Accepted, DeadlineError, Delta, Failed, QueueFullError
@@ -28,6 +29,22 @@ class Ask:
     cache_salt: str | None = None
 
 
+class AnswerStream(Protocol):
+    """What an answer reads of a `RequestStream`. `async with` ends what still runs."""
+
+    asks: Mapping[str, Ask]
+    request_ids: list[str]
+    num_samples: int
+
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class RequestStream:
     """The outputs of one call's prompts: an asynchronous iterator of Deltas, in the order in which they come.
 
@@ -42,7 +59,7 @@ class RequestStream:
         timeout: float | None,
         close: Callable[[RequestStream, bool], None],
     ):
-        self.asks = asks  # by request id
+        self.asks: Mapping[str, Ask] = asks  # by request id
         self.request_ids: list[str] = list(asks)
         self.num_samples: int = sum(ask.params.n for ask in asks.values())
         self.arrival: float = arrival  # in seconds of time.monotonic()
@@ -129,6 +146,7 @@ class OpenStreams:
         self._limit, self._abort = limit, abort
         self._streams: dict[str, RequestStream] = {}
         self.num_samples: int = 0
+        self.num_refused: int = 0  # calls for which there was no room
         self._seconds_taken = 1.0  # a moving average over the requests that have ended
         self._empty = asyncio.Event()
         self._empty.set()
@@ -146,6 +164,7 @@ class OpenStreams:
             raise ValueError(f"{num_samples} samples in one call can't be held; the most is {self._limit}")
         if self.num_samples + num_samples > self._limit:
             retry_after = min(60, max(1, math.ceil(self._seconds_taken)))
+            self.num_refused += 1
             message = f"{self.num_samples} samples are running or waiting, of at most {self._limit}; try again in {retry_after} s"
             raise QueueFullError(message, retry_after)
 

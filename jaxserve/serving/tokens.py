@@ -28,7 +28,7 @@ def detokenize(served: Served, body: DetokenizeRequest) -> Detokenized:
         tokenizer = served.engine.get_tokenizer()
     unknown = [i for i in body.tokens if i >= served.engine.config.model.vocab_size]
     if unknown:
-        message = f"tokens: {unknown[0]} is out of the vocabulary [0, {served.engine.config.model.vocab_size})"
+        message = f"tokens: {unknown[0]} is out of vocabulary [0, {served.engine.config.model.vocab_size})"
         raise RefusedError(message, param="tokens")
     return Detokenized(tokenizer.decode(body.tokens, skip_special_tokens=False))
 

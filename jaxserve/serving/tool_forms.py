@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from jaxserve.serving.chat_protocol import ChatRequest, FunctionSchema, NamedTool
+from jaxserve.serving.notations import HERMES
 from jaxserve.serving.parsers import CALL, END_CALL, Notation
 from jaxserve.structured_outputs import StructuredOutputsParams
 
@@ -29,13 +30,13 @@ def tool_form(body: ChatRequest, notation: Notation) -> StructuredOutputsParams 
         with calls.
     """
     choice, tools = body.tool_choice, [tool.function for tool in body.shown_tools]
-    forced = choice == "required" or isinstance(choice, NamedTool)
+    forced = body.must_call
     form = None if forced else body.form  # a form is for content, which calls alone don't have
     if not forced and not (tools and (form is not None or any(tool.strict for tool in tools))):
         return None
     if not tools:
         raise ValueError("tool_choice: a call can be required only where tools are given")
-    if not notation.tool_calls:
+    if notation.tool_calls is None or not forced and notation.tool_calls is not HERMES:
         raise ValueError("tools: this model's chat template has no tool calls that the server could hold to a schema")
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.name == choice.function.name]

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.structured import lark
+from jaxserve.structured import lark, tag_formats
 from jaxserve.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -184,8 +184,15 @@ class GrammarCompiler:
         """The grammar of these parameters, in a text that llguidance reads."""
         assert self._tokenizer is not None
         marks = lark.Marks(self._tokenizer.backend, vocabulary)
-        form = self._form(params, marks)
-        return form if params.preamble is None else lark.after_preamble(*params.preamble, form, marks)
+        if params.preamble is None:
+            return self._form(params, marks)
+        most, free = params.max_preamble_tokens, params.kind == "free"
+        if most is None:
+            closing = marks.text_until("closing", params.preamble[1])
+        else:  # an end of the sequence within the preamble would leave out the form
+            closing = lark.counted("closing", *params.preamble, most, marks, but=() if free else self.eos_token_ids)
+        form = lark.anything(params.preamble[0], marks) if free else self._form(params, marks)
+        return lark.after_preamble(params.preamble[0], closing, form, marks)
 
     def _form(self, params: StructuredOutputsParams, marks: lark.Marks) -> str:
         import llguidance
@@ -202,7 +209,7 @@ class GrammarCompiler:
             return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         if params.kind == "structural_tag":
             tag: Any = params.structural_tag
-            return lark.structural_tag(tag, marks)
+            return tag_formats.grammar_of(tag["format"], marks) if "format" in tag else lark.structural_tag(tag, marks)
         if params.kind == "grammar":
             return marks.by_id(llguidance.grammar_from("grammar", str(params.grammar)))
         if params.kind == "choice":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _PRIVATE = "\ue000"  # of Unicode's private use
 _LARK_WORDS = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\s]+>')  # strings, comments, regexes, <names>
-_HEAD = "%llguidance {}\nTEXT: /(.|\\n)*/\n"
-_BLANKS = "BLANKS: /[ \\t\\r\\n]{0,8}/\n"  # a bound, because small models can't stop
+HEAD = "%llguidance {}\nTEXT: /(.|\\n)*/\n"
+BLANKS = "BLANKS: /[ \\t\\r\\n]{0,8}/\n"  # a bound, because small models can't stop
 
 
 def without_marks(tokenizer: tokenizers.Tokenizer) -> str:
@@ -61,6 +61,10 @@ class Marks:
 
         return _LARK_WORDS.sub(written, grammar)
 
+    def id_of(self, mark: str) -> int:
+        """The token id of a mark."""
+        return self._ids[mark]
+
     def is_mark(self, text: str) -> bool:
         """Whether the text is a mark."""
         return text in self._ids
@@ -98,7 +102,7 @@ def structural_tag(tag: Mapping[str, Any], marks: Marks) -> str:
     if "otherwise" in tag:
         start += " | otherwise"
         rules.append(f"otherwise: %json {json.dumps(tag['otherwise'])}\n")
-    return _HEAD + _BLANKS + f"start: {start}\n" + "".join(rules)
+    return HEAD + BLANKS + f"start: {start}\n" + "".join(rules)
 
 
 def _body(structure: Mapping[str, Any], num_said: int, marks: Marks) -> str:
@@ -107,12 +111,31 @@ def _body(structure: Mapping[str, Any], num_said: int, marks: Marks) -> str:
     return f"{begin} %json {json.dumps(structure['schema'])} {end}"
 
 
-def after_preamble(begin: str, end: str, form: str, marks: Marks) -> str:
-    """The grammar `form` (any text that llguidance reads) after a preamble: any text between `begin` and `end`. The preamble is
-    optional, unless begin is "": the prompt then ends with its beginning, and `end` must follow."""
+def counted(rule: str, begin: str, end: str, most: int, marks: Marks, but: Iterable[int] = ()) -> str:
+    """A rule of that name: at most `most` tokens, none of them `end` or in `but`, and then `end`.
+
+    Raises:
+      ValueError: `begin` (unless it is "") or `end` is no mark, so that tokens do not say where the text between them lies.
+    """
+    for mark in filter(None, (begin, end)):
+        if not marks.is_mark(mark):
+            raise ValueError(f"tokens can be counted only between marks that are tokens, and {mark!r} is none of this model's")
+    others = ",".join(str(i) for i in sorted({marks.id_of(end), *but}))
+    counted = f"<[^{others}]>{{0,{most}}} " if most else ""
+    return f"{rule}: {counted}{marks.spell(end)}\n"
+
+
+def anything(begin: str, marks: Marks) -> str:
+    """The grammar of any tokens but the mark `begin`, or of any tokens at all where that is ""."""
+    return f"start: <[^{marks.id_of(begin)}]>*\n" if begin else "start: <[*]>*\n"
+
+
+def after_preamble(begin: str, closing: str, form: str, marks: Marks) -> str:
+    """The grammar `form` (any text that llguidance reads) after a preamble: `begin`, and what the rule `closing` says, which ends
+    with the preamble's end. The preamble is optional, unless begin is "": the prompt then ends with its beginning."""
     preamble = f"BLANKS {marks.spell(begin)} closing BLANKS" if begin else "closing BLANKS"
     start = "start: preamble? @form\n" if begin else "start: preamble @form\n"
-    head = _HEAD + _BLANKS + start + f"preamble: {preamble}\n" + marks.text_until("closing", end)
+    head = HEAD + BLANKS + start + f"preamble: {preamble}\n" + closing
     try:
         first, *others = json.loads(form)["grammars"]
     except ValueError:  # Lark

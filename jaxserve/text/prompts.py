@@ -145,6 +145,13 @@ def one_each(name: str, value: Any, num_prompts: int, kind: type) -> list[Any]:
     return values
 
 
+def priority_of_each(priority: int | None | Sequence[int | None], num_prompts: int) -> list[int]:
+    """The priority of each prompt; None is 0. Errors as `one_each`."""
+    if isinstance(priority, Sequence) and not isinstance(priority, str):
+        priority = [0 if x is None else x for x in priority]
+    return one_each("priority", 0 if priority is None else priority, num_prompts, numbers.Integral)
+
+
 def is_pair(item: Any) -> bool:
     """Whether this is (context, completion), and not a prompt of two token ids."""
     return isinstance(item, tuple) and len(item) == 2 and not any(map(_is_int, item))

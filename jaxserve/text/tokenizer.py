@@ -105,6 +105,26 @@ class Tokenizer:
         return self.backend.token_to_id(self.special_tokens[name]) if name in self.special_tokens else None
 
     @property
+    def bos_token(self) -> str | None:
+        """The text of the beginning of a text; None where there is none."""
+        return self.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        """The text of the end of a sequence; None where there is none."""
+        return self.special_tokens.get("eos_token")
+
+    @property
+    def pad_token(self) -> str | None:
+        """The text of the padding; None where there is none."""
+        return self.special_tokens.get("pad_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The id of the padding; None where there is none."""
+        return self.special_id("pad_token")
+
+    @property
     def bos_token_id(self) -> int | None:
         """The tokenizer's beginning of a text; None where it has none."""
         return self.special_id("bos_token")
@@ -130,6 +150,51 @@ class Tokenizer:
                 if "\ud800" <= character <= "\udfff":
                     raise ValueError(f"the text has {character!r} at {i}: half of a surrogate pair is no character") from None
             raise TypeError(f"a text to tokenise must be a str, got {type(text).__name__}") from None
+
+    def get_vocab(self) -> dict[str, int]:
+        """token -> id, added tokens included; tokens as the vocabulary writes them."""
+        return self.backend.get_vocab(with_added_tokens=True)
+
+    def __len__(self) -> int:
+        """How many tokens there are, added ones included."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def __bool__(self) -> bool:
+        return True  # an empty vocabulary's too
+
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, Any]:
+        """{"input_ids", "attention_mask"} of a text or of texts, as transformers' tokenizers return them; nothing is padded."""
+        ids = self.encode(text, add_special_tokens) if isinstance(text, str) else [self.encode(t, add_special_tokens) for t in text]
+        mask = [1] * len(ids) if isinstance(text, str) else [[1] * len(one) for one in ids if isinstance(one, list)]
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def tokenize(self, text: str) -> list[str]:
+        """The tokens of a text, as the vocabulary writes them, with none put around it."""
+        return self.convert_ids_to_tokens(self.encode(text, add_special_tokens=False))
+
+    def convert_tokens_to_ids(self, tokens: Sequence[str]) -> list[int | None]:
+        """The id of each token, None for one that does not exist. TypeError for a single text."""
+        if isinstance(tokens, str):
+            raise TypeError(f"tokens={tokens!r} must be a list of tokens")
+        return [self.backend.token_to_id(token) for token in tokens]
+
+    def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """The token of each id, as the vocabulary writes it; "" for an id that does not exist."""
+        return [self.backend.id_to_token(i) or "" for i in token_ids]
+
+    def is_special(self, text: str) -> bool:
+        """Whether the text is a special token, which `decode` leaves out unless told otherwise."""
+        return self.backend.token_to_id(text) in self.special_ids
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Ids of the special tokens, in ascending order."""
+        return sorted(self.special_ids)
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """The special tokens, by ascending id."""
+        return self.convert_ids_to_tokens(self.all_special_ids)
 
     def encode_word(self, word: str) -> list[list[int]]:
         """The token sequences that `word` can be: as a text's beginning and, where that makes other tokens, after a space."""

@@ -6,7 +6,10 @@ from tests.serving.calls import chat, chunks, ok
 def test_a_chat(server):
     answer = ok(chat(server))
     (choice,) = answer["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "BCDE"} and choice["finish_reason"] == "length"
+    assert (
+        choice["message"] == {"role": "assistant", "content": "BCDE", "reasoning": None, "refusal": None}
+        and choice["finish_reason"] == "length"
+    )
     assert answer["object"] == "chat.completion" and answer["id"].startswith("chatcmpl-")
     assert answer["usage"]["prompt_tokens"] == len("u:tea;A")
 

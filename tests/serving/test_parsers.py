@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.serving.notations import HERMES, REASONING
 from jaxserve.serving.parsers import CallPart, Content, Notation, OutputParser, Reasoning
 
-BOTH = Notation(reasoning=True, tool_calls=True)
+BOTH = Notation(REASONING["qwen3"], HERMES)
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln {\\"x\\"}", "days": [1, {"a": 2}]}}\n</tool_call>'
 WEATHER_ARGUMENTS = {"city": 'Köln {"x"}', "days": [1, {"a": 2}]}
 
@@ -101,7 +102,7 @@ def test_a_prompt_that_opened_the_thought():
 def test_notations_that_are_off_are_content():
     text = f"<think>a</think>{WEATHER}"
     assert parse([text], Notation()) == ("", text, [])
-    assert parse([text], Notation(reasoning=True)) == ("a", WEATHER, [])
+    assert parse([text], Notation(REASONING["qwen3"])) == ("a", WEATHER, [])
 
 
 def test_calls_beyond_the_most_are_dropped():

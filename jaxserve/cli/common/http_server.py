@@ -18,19 +18,30 @@ _KEYS = flags.DEFINE_multi_string("api_key", [], "A key that a client must show;
 _GRACE = flags.DEFINE_integer("grace", 30, "Seconds that requests have to finish after SIGTERM.", lower_bound=0)
 _CERT = flags.DEFINE_string("ssl_certfile", None, "A TLS certificate: serve https.")
 _KEY = flags.DEFINE_string("ssl_keyfile", None, "Its private key.")
+_CLIENTS = flags.DEFINE_string("ssl_ca_certs", None, "Certificates of authorities that clients' certificates may be of.")
+_REQUIRED = flags.DEFINE_integer(
+    "ssl_cert_reqs", 0, "A client's certificate: 0 none, 1 optional, 2 required.", lower_bound=0, upper_bound=2
+)
+_CIPHERS = flags.DEFINE_string("ssl_ciphers", None, "Ciphers of TLS 1.2 and before, as OpenSSL writes them.")
+_UDS = flags.DEFINE_string("uds", None, "Listen on a Unix domain socket of this path, and on no port.")
 _ACCESS_LOG = flags.DEFINE_bool("access_log", True, "A line a request on stderr; never a prompt.")
 
 
-@flags.multi_flags_validator(["ssl_certfile", "ssl_keyfile"])
+@flags.multi_flags_validator(["ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"])
 def _tls_can_be_served(given: dict[str, Any]) -> bool:
     """At once, and not when a model has been loaded. The key may be in the certificate's file."""
     certificate, key = given["ssl_certfile"], given["ssl_keyfile"]
     if certificate is None:
-        if key is not None:
-            raise flags.ValidationError(f"--ssl_keyfile={key} needs --ssl_certfile")
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if given[name] is not None:
+                raise flags.ValidationError(f"--{name}={given[name]} needs --ssl_certfile")
         return True
+    if given["ssl_cert_reqs"] and given["ssl_ca_certs"] is None:
+        raise flags.ValidationError(
+            f"--ssl_cert_reqs={given['ssl_cert_reqs']} needs --ssl_ca_certs, which clients must be known by"
+        )
     try:
-        for path in filter(None, (certificate, key)):
+        for path in filter(None, (certificate, key, given["ssl_ca_certs"])):
             open(path, "rb").close()
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")  # asks nobody for one
     except OSError as error:  # SSLError among them
@@ -70,6 +81,10 @@ def run(application: Any, *, date_header: bool = True) -> None:
         timeout_graceful_shutdown=_GRACE.value,
         ssl_certfile=_CERT.value,
         ssl_keyfile=_KEY.value,
+        ssl_ca_certs=_CLIENTS.value,
+        ssl_cert_reqs=_REQUIRED.value,
+        ssl_ciphers=_CIPHERS.value,
+        uds=_UDS.value,
         server_header=False,
         date_header=date_header,
     )

@@ -215,10 +215,9 @@ _ANSWERS = (
         switches="enable_return_routed_experts return_sampling_mask enable_trace_replay",
     ),
     Missing("outputs carry no watermark", "watermark_config"),
-    Missing("defaults are the checkpoint's generation_config.json", "generation_config", accepts=("auto",)),
-    Missing("edit the checkpoint's generation_config.json, or say it in the request", "override_generation_config"),
     Missing("grammars are llguidance's", "guided_decoding_backend", accepts=("auto", "guidance")),
-    Missing("grammars are llguidance's", "structured_outputs_config"),
+    Missing("grammars are llguidance's", "structured_outputs_config.backend", accepts=("auto", "guidance", "xgrammar")),
+    Missing("grammars are llguidance's; a form says its options itself", "structured_outputs_config"),
     Missing("--tool_call_parser is auto unless given", granted="enable_auto_tool_choice"),
     Missing("choose from --tool_call_parser's values", "tool_parser_plugin"),
     Missing("a tool's own strict says whether its arguments are held to its schema", "tool_strict_level", accepts=("auto",)),
@@ -226,15 +225,8 @@ _ANSWERS = (
     Missing("tools are left out of the prompt where tool_choice is none", granted="exclude_tools_when_tool_choice_none"),
     Missing("--reasoning_parser is auto unless given", "reasoning_config", granted="enable_reasoning"),
     Missing("choose from --reasoning_parser's values", "reasoning_parser_plugin"),
-    Missing("put it beside the tokenizer as chat_template.jinja", "chat_template"),
-    Missing("the template is the tokenizer's; a request brings none", switches="trust_request_chat_template"),
-    Missing("a request gives chat_template_kwargs", "default_chat_template_kwargs"),
     Missing("the template is asked what it takes", "chat_template_content_format", accepts=("auto",)),
-    Missing("answers are the assistant's", "response_role", accepts=("assistant",)),
-    Missing("the usage tells cached tokens always", granted="enable_prompt_tokens_details"),
-    Missing("a request asks with stream_options.include_usage", switches="enable_force_include_usage"),
-    Missing("a request asks with return_tokens_as_token_ids", switches="return_tokens_as_token_ids"),
-    Missing("each step's tokens are sent at once", "stream_interval", accepts=("1",)),
+    Missing("each step's tokens are sent at once, unless a request gives stream_interval", "stream_interval", accepts=("1",)),
     Missing("answers have no system_fingerprint", "fingerprint_mode", accepts=("none",)),
     Missing("answers have no system_fingerprint", "fingerprint_value"),
     Missing("/metrics has figures of all requests together", "per_request_spec_decode_metrics", accepts=("none",)),
@@ -248,19 +240,11 @@ _SERVER = (
     ),
     Missing("/v1/completions takes token ids, /tokenize and /detokenize make them", switches="tokens_only enable_scale_out"),
     Missing("the route is always there", granted="enable_tokenizer_info_endpoint"),
-    Missing("every answer has X-Request-Id", granted="enable_request_id_headers"),
     Missing(
         "/openapi.json is always there, and the schema that the server holds to",
         switches="disable_fastapi_docs enable_offline_docs",
     ),
-    Missing("the server listens on --host and --port", "uds"),
-    Missing("let the proxy strip the path", "root_path"),
-    Missing(
-        "put a proxy before the server",
-        "middleware allowed_origins allowed_methods allowed_headers ssl_ciphers h11_max_header_count h11_max_incomplete_event_size",
-        switches="allow_credentials enable_ssl_refresh",
-    ),
-    Missing("a client shows --api_key, no certificate", "ssl_ca_certs ssl_cert_reqs"),
+    Missing("put a proxy before the server", "h11_max_header_count h11_max_incomplete_event_size", switches="enable_ssl_refresh"),
     Missing("streams have no lines between tokens; let the proxy wait longer", "sse_keep_alive_interval", accepts=("0",)),
     Missing("one process serves; `jaxserve router` joins several", "api_server_count asc", accepts=("1",)),
     Missing("threads of the server's own tokenise long prompts", "renderer_num_workers", accepts=("1",)),
@@ -270,9 +254,8 @@ _SERVER = (
         switches="log_error_stack",
     ),
     Missing(
-        "prompts and outputs are never logged",
-        "max_log_len",
-        switches="enable_log_requests enable_log_outputs enable_log_deltas",
+        "outputs are never logged, and prompts with --enable_log_requests alone",
+        switches="enable_log_outputs enable_log_deltas",
         granted="disable_log_requests",
     ),
     Missing("figures are at /metrics, and not logged", switches="aggregate_engine_logging", granted="disable_log_stats"),
@@ -336,6 +319,8 @@ def translate(name: str, known: flags.FlagValues) -> str:
     ours = OURS.get(positive, positive)
     if dot and "speculative_config" in known and ours == "speculative_config":
         raise Refused("give --speculative_config whole, as JSON")
+    if dot and name in MISSING:
+        positive = name
     if dot and positive not in MISSING:
         return name
     if name == f"no_{positive}" and ours in known and known[ours].boolean:
