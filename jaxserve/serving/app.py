@@ -99,6 +99,9 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         _template_variables(engine),
         served.notation.tool_calls is not None,
         engine.config.scheduler.order == "priority",
+        options.trust_request_chat_template,
+        served.notation.counts_tokens(engine.tokenizer),
+        engine.config.scheduler.max_model_len,
     )
     publish(app, limits, with_key=bool(options.api_keys))
     return app

@@ -50,7 +50,7 @@ class Limits:
     """Limits of requests that depend on the model and the server's options.
 
     variables: the names that the chat template reads. calls: whether the server can parse tool calls. priorities: whether requests
-    may have one.
+    may have one. templates: whether requests may bring a chat template. reasons: whether tokens of reasoning can be counted.
     """
 
     models: Sequence[str]
@@ -58,6 +58,9 @@ class Limits:
     variables: frozenset[str]
     calls: bool
     priorities: bool
+    templates: bool
+    reasons: bool
+    max_model_len: int
 
     def write(self, schema: dict[str, Any]) -> None:
         """Writes the limits into the schema of a request model."""
@@ -74,6 +77,20 @@ class Limits:
             properties["chat_template_kwargs"] = _nullable(kwargs, properties["chat_template_kwargs"])
             if "tools" not in self.variables:
                 properties["tools"] = _nullable({"type": "array", "maxItems": 0}, properties["tools"])
+        refused = {
+            "chat_template": not self.templates,
+            "documents": "documents" not in self.variables,
+            "reasoning_effort": self.variables.isdisjoint(("reasoning_effort", "enable_thinking")),
+        }
+        for name in refused.keys() & properties.keys():
+            if refused[name]:
+                properties[name] = {"type": "null"} | {k: v for k, v in properties[name].items() if k == "description"}
+        for kept in properties.get("truncate_prompt_tokens", {}).get("anyOf", ()):
+            if "maximum" in kept:
+                kept["maximum"] = self.max_model_len
+        if "thinking_token_budget" in properties and not self.reasons:
+            budget = {"type": "integer", "const": -1}
+            properties["thinking_token_budget"] = _nullable(budget, properties["thinking_token_budget"])
         if "tool_choice" in properties and not (self.calls and "tools" in self.variables):
             properties["tool_choice"] = _nullable({"type": "string", "enum": ["none", "auto"]}, properties["tool_choice"])
             schema["allOf"] = [rule for rule in schema["allOf"] if rule != CALLS_NEED_TOOLS]

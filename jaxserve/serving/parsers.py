@@ -11,8 +11,12 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from jaxserve.serving.notations import HERMES, CallFormat, NoCallError, Thinking, Tools, calls_of_template, reasoning_of_template
+
+if TYPE_CHECKING:
+    from jaxserve.text.tokenizer import Tokenizer
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 # The text of a call before its arguments. Calls that are written in another way are parsed when they are complete.
@@ -63,6 +67,12 @@ class Notation:
         """Texts that must not be left out of an output's text, lest it can't be parsed."""
         thinking = self.reasoning.begin + self.reasoning.end if self.reasoning else ()
         return thinking + (self.tool_calls.begin if self.tool_calls else ())
+
+    def counts_tokens(self, tokenizer: Tokenizer | None) -> bool:
+        """Whether the marks of reasoning are tokens, so that tokens of reasoning can be counted."""
+        if self.reasoning is None or tokenizer is None:
+            return False
+        return all(tokenizer.backend.token_to_id(marks[0]) is not None for marks in (self.reasoning.begin, self.reasoning.end))
 
     def preamble(self, prompt: str, continued: str = "") -> tuple[str, str] | None:
         """The (begin, end) marks of reasoning that may come first after this rendered chat; None where no reasoning may. begin is

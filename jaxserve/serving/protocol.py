@@ -137,6 +137,14 @@ class GenerationRequest(Model):
         return self
 
     @model_validator(mode="after")
+    def _penalty_needs_beams(self):
+        if self.length_penalty not in (None, 1) and not self.use_beam_search:
+            raise ValueError(
+                f"length_penalty={self.length_penalty:g} is of beam search: give use_beam_search=true, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_form(self):
         if self.structured_outputs is not None and form_of(self.response_format) is not None:
             raise ValueError("give response_format or structured_outputs, not both")

@@ -118,7 +118,7 @@ class _Writer:
     def _behind_begin(self, form: Format, num_said: int | None = None) -> str:
         """A tag after its begin, or after the first num_said characters of that."""
         rest = "" if num_said is None else self._marks.spell(_text(form, "begin")[num_said:])
-        ends = form.get("end", "")
+        ends = form.get("end")
         ends = [ends] if isinstance(ends, str) else ends
         if not (isinstance(ends, list) and ends and all(isinstance(end, str) for end in ends)):
             raise ValueError(f"tag: end={form.get('end')!r} must be a text or a list of texts")

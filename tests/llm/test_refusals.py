@@ -128,6 +128,7 @@ def test_priority(load, folder, llm):
         generate(llm, "a", priority=3)
     with pytest.raises(TypeError, match="priority must be Integral.*found 'high'"):
         generate(llm, "a", priority="high")
+    assert len(generate(llm, ["a", "b"], priority=None)) == len(generate(llm, ["a", "b"], priority=[None, 0])) == 2
     by_priority = load(folder, scheduling_policy="priority")
     prompts, priorities = ["a"] * 8, [7, 6, 5, 4, 3, 2, 1, -1]
     ended = [index for index, output in by_priority.stream(prompts, greedy(), priority=priorities) if output.finished]

@@ -1,5 +1,6 @@
 """For schemathesis: what the published schema can't say. Grammars compile, bad words have few tokens, what is to be called is among
-the tools, a checkpoint is there, no deadline is shorter than an answer takes, and max_tokens has one of its names.
+the tools, a checkpoint is there, no deadline is shorter than an answer takes, max_tokens has one of its names and is not 0, and
+beams are searched by few fields.
 
 What a negative case says stays as it is. That the server refuses what is repaired here, other tests see.
 """
@@ -29,10 +30,16 @@ def before_call(context, case, kwargs):
         body["timeout"] = 60
     if "path" in body:
         body["path"] = os.environ["SCHEMA_CHECKPOINT"]
+    for name in ("use_beam_search", "length_penalty"):  # few other fields go with them
+        body.pop(name, None)
+    if body.get("max_tokens") == 0:
+        body["max_tokens"] = 1
     response_format, form = body.get("response_format"), body.get("structured_outputs")
     if isinstance(response_format, dict) and response_format["type"] == "json_schema":
         named = response_format["json_schema"] | {"schema": SCHEMA}
         body["response_format"] = response_format | {"json_schema": named}
+    if isinstance(response_format, dict) and response_format["type"] == "structural_tag":
+        body["response_format"] = TAG | {"type": "structural_tag"}
     if isinstance(form, dict):
         valid = {name: FORMS[name] for name, value in form.items() if value is not None and name in FORMS}
         body["structured_outputs"] = form | valid

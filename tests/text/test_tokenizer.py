@@ -9,6 +9,8 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from jaxserve.text.tokenizer import Tokenizer
+from tests import alphabet_model
+from tests.alphabet_model import EOS, SPECIALS, VOCABULARY
 from tests.real_files import qwen3_tokenizer_folder, smollm2_gguf
 from tests.text.small_tokenizers import (
     BYTE_FALLBACK,
@@ -55,6 +57,20 @@ def test_vocabulary_and_special_ids():
     assert BYTE_LEVEL.special_id("pad_token") is None and BYTE_FALLBACK.bos_token_id is None
     with_hole = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 41}, []))
     assert Tokenizer(with_hole).vocab_size == 42
+
+
+def test_names_of_transformers_tokenizers():
+    tokenizer = Tokenizer(alphabet_model.backend(), special_tokens={"eos_token": EOS})
+    assert len(tokenizer) == len(tokenizer.get_vocab()) == VOCABULARY - 1 and tokenizer.get_vocab()[EOS] == SPECIALS[EOS]
+    assert tokenizer("ab") == {"input_ids": [97, 98], "attention_mask": [1, 1]}
+    assert tokenizer(["a", "bc"]) == {"input_ids": [[97], [98, 99]], "attention_mask": [[1], [1, 1]]}
+    assert tokenizer.tokenize("ab") == ["a", "b"] and tokenizer.convert_ids_to_tokens([97, 10**6]) == ["a", ""]
+    assert tokenizer.convert_tokens_to_ids(["a", "no such"]) == [97, None]
+    assert tokenizer.eos_token == EOS and tokenizer.bos_token is None and tokenizer.pad_token is tokenizer.pad_token_id is None
+    assert tokenizer.all_special_ids == sorted(SPECIALS.values()) and tokenizer.all_special_tokens[0] == EOS
+    assert tokenizer.is_special(EOS) and not tokenizer.is_special("a") and not tokenizer.is_special("no such")
+    with pytest.raises(TypeError, match="must be a list of tokens"):
+        tokenizer.convert_tokens_to_ids("a")
 
 
 def test_saved_truncation_and_padding_do_not_apply():
