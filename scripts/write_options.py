@@ -1,12 +1,14 @@
-"""Writes docs/options.md: the engine's options, and vLLM's names for them, from the tables that the code has.
+"""Writes docs/options.md and docs/fields.md from the tables that the code has: the engine's options, vLLM's names for them, and the
+fields of requests.
 
     python -m scripts.write_options
 
-tests/test_config.py fails while the page is not what this writes.
+tests/test_config.py fails while a page is not what this writes.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from jaxserve.cli.common import vllm_flags
@@ -14,6 +16,7 @@ from jaxserve.cli.common.command import run_command
 from jaxserve.config import Option, Switch, options
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+FIELDS = PAGE.with_name("fields.md")
 _HEAD = """# Options of an engine
 
 Fields of `EngineConfig`: keyword arguments of `LLM(model, ...)`, and flags of every command that makes an engine
@@ -32,6 +35,12 @@ All other flags of `vllm serve` (0.32, and some of versions before) are refused 
 *Accepted* lists the values that ask for what is so here anyway: the flag is taken and changes nothing. *Given*: the switch itself
 is taken. A switch that `--no-` turns off is taken too. A part of a flag's JSON, such as `--compilation-config.level`, is answered
 as the whole flag is.
+
+"""
+_FIELDS = """# Fields of a request
+
+What `/v1/completions` and `/v1/chat/completions` take. Names and meanings are OpenAI's and, for the others, vLLM's (0.32). Any
+other field is a 400 that names it. Null is the same as leaving a field out. `python -m scripts.write_options` writes this page.
 
 """
 
@@ -61,9 +70,30 @@ def page() -> str:
     return "".join([*parts, _VLLM, vllm_flags.markdown()])
 
 
+def fields_page() -> str:
+    """The text of the page about fields of requests."""
+    from jaxserve.serving.chat_protocol import ChatRequest
+    from jaxserve.serving.protocol import CompletionRequest, GenerationRequest
+    from jaxserve.serving.vllm_fields import MISSING
+
+    models: tuple[type[GenerationRequest], ...] = (CompletionRequest, ChatRequest)
+    lines = ["| field | completions | chats | what it does here |", "| --- | --- | --- | --- |"]
+    for name in sorted({name for model in models for name in model.model_fields}):
+        there = " | ".join("yes" if name in model.model_fields else "" for model in models)
+        said = [field.description for model in models if (field := model.model_fields.get(name)) and field.description]
+        lines.append(f"| `{name}` | {there} | {said[0] if said else 'As in the API of OpenAI or vLLM.'} |")
+    lines += ["", "## Fields of vLLM's that are refused", ""]
+    lines += ["Null passes, and so does a value that asks for what is so anyway.", ""]
+    lines += ["| field | passes | why it is refused, or what to do |", "| --- | --- | --- |"]
+    for name, row in MISSING.items():
+        lines.append(f"| `{name}` | {', '.join(f'`{json.dumps(x)}`' for x in row.accepts)} | {row.instead} |")
+    return _FIELDS + "\n".join(lines) + "\n"
+
+
 def main() -> None:
-    PAGE.write_text(page())
-    print(PAGE)
+    for path, text in ((PAGE, page()), (FIELDS, fields_page())):
+        path.write_text(text)
+        print(path)
 
 
 if __name__ == "__main__":

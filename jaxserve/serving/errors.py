@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from jaxserve.serving.messages import DeadlineError, FailedError, QueueFullError, UnavailableError
 from jaxserve.serving.responses import Error, ErrorResponse, encode
+from jaxserve.serving.vllm_fields import MISSING
 from jaxserve.structured.grammars import GrammarError
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -125,7 +126,8 @@ def _line(param: str, messages: list[str]) -> str:
 
 def _in_words(mistake: Mapping[str, Any]) -> str:
     if mistake["type"] == "extra_forbidden":
-        return "unknown parameter"
+        missing = MISSING.get(str(mistake["loc"][-1])) if len(mistake["loc"]) == 2 else None
+        return "unknown parameter" if missing is None else f"this server does not have it: {missing.instead}"
     if mistake["type"] == "json_invalid":
         return f"the body is not JSON: {mistake.get('ctx', {}).get('error', mistake['msg'])}"
     inside = ".".join(str(part) for part in mistake["loc"][2:] if isinstance(part, int) or str(part).isidentifier())

@@ -98,9 +98,8 @@ def _read(given: Any) -> StructuredOutputsParams:
         raise ValueError(str(error).removeprefix("structured_outputs: ").removeprefix("structured_outputs ")) from None
 
 
-def _published() -> dict[str, Any]:
-    """The JSON schema of what `_read` accepts: an alternative for each kind, in which the fields of other kinds must be null."""
-    text, null = {"type": "string", "minLength": 1}, {"type": "null"}
+def _tags(text: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The JSON schemas of a structural tag: with structures and triggers, and with a format."""
     structure = {
         "type": "object",
         "properties": {"begin": {"type": "string"}, "schema": {"type": "object"}, "end": {"type": "string"}},
@@ -126,13 +125,19 @@ def _published() -> dict[str, Any]:
         "required": ["format"],
         "additionalProperties": False,
     }
+    return tag, newer
+
+
+def _published() -> dict[str, Any]:
+    """The JSON schema of what `_read` accepts: an alternative for each kind, in which the fields of other kinds must be null."""
+    text, null, flag = {"type": "string", "minLength": 1}, {"type": "null"}, {"type": "boolean"}
     kinds = {
         "json": {"anyOf": [{"type": "object"}, {"type": "boolean"}, text], "description": "A JSON schema, or its text."},
         "regex": text | {"description": "Of Rust's regex crate: no look-around, no back-references."},
         "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1},
         "grammar": text | {"description": "llguidance's Lark, or GBNF."},
         "json_object": {"const": True},
-        "structural_tag": {"anyOf": [tag, newer, text], "description": "Free text with structures, or its JSON as text."},
+        "structural_tag": {"anyOf": [*_tags(text), text], "description": "Free text with structures, or its JSON as text."},
     }
     options = {
         "disable_any_whitespace": flag | {"description": "JSON without whitespace but what a string holds."},

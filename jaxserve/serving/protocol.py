@@ -16,6 +16,7 @@ from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 from jaxserve.serving.errors import RefusedError
 from jaxserve.serving.forms import ResponseFormat, StructuredOutputs, form_of
 from jaxserve.serving.strict_model import Model, OnlyFalse, SomeTokenIds, Text, Texts, TokenIds, TokenIdText, if_given
+from jaxserve.serving.vllm_fields import without_idle
 from jaxserve.structured_outputs import StructuredOutputsParams
 
 MAX_STOPS = 12  # stop strings, and stop token ids, of a request
@@ -129,6 +130,11 @@ class GenerationRequest(Model):
     structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's: the form that the output must have.")
     store: OnlyFalse | None = None
     service_tier: Literal["auto", "default"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _idle_fields(cls, given: Any) -> Any:
+        return without_idle(given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self):
