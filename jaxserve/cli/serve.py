@@ -18,10 +18,11 @@ from jaxserve.cli.common.command import refuse_bad_input, run_command, without_c
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.cli.common.hosts import end_when_a_host_is_lost, lead_or_follow
 from jaxserve.serving.notations import CALLS, REASONING
-from jaxserve.serving.options import MAX_FAILURES, MAX_WAITING, ServerOptions
+from jaxserve.serving.options import MAX_FAILURES, MAX_STORED_BYTES, MAX_STORED_RESPONSES, MAX_WAITING, ServerOptions
 
 _NAMES = flags.DEFINE_list("served_model_name", [], "What clients call the model; by default as --model does.")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "Where the tokenizer lies, if not beside the model.")
+_SKIP_TOKENIZER = flags.DEFINE_bool("skip_tokenizer_init", False, "Use no tokenizer: prompts are token ids, as are answers.")
 _MAX_WAITING = flags.DEFINE_integer("max_waiting", MAX_WAITING, "Samples that may wait; more are refused with 429.", lower_bound=0)
 _TIMEOUT = flags.DEFINE_float("request_timeout", None, "Seconds that a request may take; by default as long as it likes.")
 _MAX_FAILURES = flags.DEFINE_integer(
@@ -30,6 +31,9 @@ _MAX_FAILURES = flags.DEFINE_integer(
 _TOOLS = flags.DEFINE_enum("tool_call_parser", "auto", ["auto", "none", *CALLS], "auto: as the chat template has it.")
 _REASONING = flags.DEFINE_enum("reasoning_parser", "auto", ["auto", "none", *REASONING], "auto: as the chat template has it.")
 _CONTROL = flags.DEFINE_bool("enable_control", False, "Add /pause, /resume, /sleep, /update_weights_from_path, ...; needs a key.")
+_STORE = flags.DEFINE_string("response_store", None, "SQLite file that keeps responses of /v1/responses; by default memory does.")
+_STORED = flags.DEFINE_integer("max_stored_responses", MAX_STORED_RESPONSES, "Most responses that are kept.", lower_bound=0)
+_STORED_BYTES = flags.DEFINE_integer("max_stored_bytes", MAX_STORED_BYTES, "Most bytes of responses that are kept.", lower_bound=0)
 flags.adopt_module_key_flags(http_server)
 flags.adopt_module_key_flags(server_flags)
 define_engine_flags(warm_up="background")  # no request should wait for a compiler, nor the port for all programs
@@ -43,19 +47,23 @@ def make_application() -> Any:
 
     options = ServerOptions(
         names=tuple(_NAMES.value or [flags.FLAGS.model]),
+        root=flags.FLAGS.model,
         api_keys=http_server.api_keys(),
         tool_call_parser=_TOOLS.value,
         reasoning_parser=_REASONING.value,
         enable_control=_CONTROL.value,
         max_body_bytes=http_server.MAX_BODY.value,
         **server_flags.answer_options(),
+        response_store=_STORE.value,
+        max_stored_responses=_STORED.value,
+        max_stored_bytes=_STORED_BYTES.value,
     )
     template = server_flags.chat_template()
     try:
         hosts = lead_or_follow(flags.FLAGS.model, engine_options())
-        llm = LLM(flags.FLAGS.model, _TOKENIZER.value, **engine_options(), hosts=hosts)
+        llm = LLM(flags.FLAGS.model, _TOKENIZER.value, skip_tokenizer_init=_SKIP_TOKENIZER.value, **engine_options(), hosts=hosts)
     except NoTokenizerError as error:
-        raise ValueError(f"{error.__cause__} (--tokenizer says where one lies)") from error
+        raise ValueError(f"{error.__cause__} (--tokenizer says where one lies, --skip_tokenizer_init does without)") from error
     end_when_a_host_is_lost(llm)
     if template is not None:
         llm.get_tokenizer().chat_templates["default"] = template

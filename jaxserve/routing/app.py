@@ -32,9 +32,26 @@ from jaxserve.serving.responses import encode
 from jaxserve.serving.streaming import ClientGoneError, EventStream, unless_gone
 
 # Routes that change one server. Passed to one of several, they would leave the servers in different states.
-CONTROL_PATHS = ("/pause", "/resume", "/reset_prefix_cache", "/update_weights_from_path", "/sleep", "/wake_up")
+CONTROL_PATHS = (
+    *("/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/update_weights_from_path"),
+    *("/sleep", "/wake_up", "/is_sleeping", "/server_info"),
+)
+PROMPTED = (  # requests that have a prompt
+    *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"),
+    *("/v1/responses", "/v1/messages", "/inference/v1/generate"),
+)
 PATHS = frozenset(
-    ("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/tokenizer_info", "/version")
+    (
+        *PROMPTED,
+        "/v1/messages/count_tokens",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/tokenizer_info",
+        "/version",
+        "/load",
+        "/ping",
+    )
     + ("/", "/openapi.json", "/health", "/metrics", *CONTROL_PATHS)
 )
 HTTP_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
@@ -111,7 +128,7 @@ class Router:
 
     async def _refuse(self, request: Request) -> Response:
         message = f"{request.scope['path']} is for one server, not for a router: send it to each of them"
-        return error_response(403, message)
+        return error_response(request.scope, 403, message)
 
     async def _pass_on(self, request: Request) -> Response:
         body = await request.body()
@@ -183,8 +200,15 @@ class _Prompted(msgspec.Struct):
     cache_salt: msgspec.Raw = msgspec.Raw(b"")
     chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"")
     tools: msgspec.Raw = msgspec.Raw(b"")
+    system: msgspec.Raw = msgspec.Raw(b"")
+    instructions: msgspec.Raw = msgspec.Raw(b"")
     messages: msgspec.Raw = msgspec.Raw(b"")
     prompt: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
+    token_ids: msgspec.Raw = msgspec.Raw(b"")
+
+
+_BEGINS = ("tools", "system", "instructions", "messages", "prompt", "input", "token_ids")  # a prompt's parts, in its order
 
 
 _decoder = msgspec.json.Decoder(_Prompted)
@@ -196,12 +220,12 @@ def prompt_blocks(path: str, body: bytes) -> list[bytes]:
     A text, token ids or a chat are hashed as the JSON that was sent, since a client writes equal prefixes alike. Several prompts
     are hashed in order, so the first one counts most.
     """
-    if path not in ("/v1/completions", "/v1/chat/completions"):
+    if path not in PROMPTED:
         return []
     try:
         asked = _decoder.decode(body)
     except (msgspec.DecodeError, RecursionError):
         return []
-    prompt = bytes(asked.tools) + bytes(asked.messages) + bytes(asked.prompt)
+    prompt = b"".join(bytes(getattr(asked, name)) for name in _BEGINS)
     root = b"\0".join((path.encode(), asked.model, asked.cache_salt, asked.chat_template_kwargs))
     return hash_blocks(prompt, BLOCK_BYTES, hashlib.blake2b(root, digest_size=16).digest(), MAX_BLOCKS)

@@ -30,6 +30,11 @@ from jaxserve.serving.chat import create_chat_completion
 from jaxserve.serving.chat_protocol import ChatRequest, TokenizeChatRequest
 from jaxserve.serving.completions import create_completion
 from jaxserve.serving.control import control_routes
+from jaxserve.serving.dialects.anthropic import messages_routes
+from jaxserve.serving.dialects.chat_batch import chat_batch_routes
+from jaxserve.serving.dialects.generate import generate_routes
+from jaxserve.serving.dialects.response_store import open_store
+from jaxserve.serving.dialects.responses import Responses, responses_routes
 from jaxserve.serving.errors import RefusedError, on_error
 from jaxserve.serving.generation import Served
 from jaxserve.serving.messages import RequestError, UnavailableError
@@ -39,14 +44,16 @@ from jaxserve.serving.notations import CALLS, REASONING, chosen
 from jaxserve.serving.openapi import Limits, answers, publish
 from jaxserve.serving.options import CrossOrigin, ServerOptions
 from jaxserve.serving.parsers import Notation
-from jaxserve.serving.protocol import CompletionRequest, DetokenizeRequest, TokenizeCompletionRequest
+from jaxserve.serving.protocol import CompletionRequest, DetokenizeRequest, TokenizeCompletionRequest, check_model
 from jaxserve.serving.responses import (
     ChatCompletion,
     Completion,
     Detokenized,
     Health,
+    Load,
     ModelCard,
     ModelList,
+    ModelPermission,
     TokenizerInfo,
     Tokens,
     Version,
@@ -69,11 +76,13 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         num_refused=lambda: engine.num_refused,
     )
     engine.listener = metrics.take
+    responses = Responses(served, open_store(options.response_store, options.max_stored_responses, options.max_stored_bytes))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
         engine.start()
         yield
+        await responses.close()
         await engine.shutdown(0)  # the HTTP server has waited for requests as long as it wants to
 
     app = FastAPI(
@@ -88,6 +97,11 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         middleware=_middleware(options, metrics, lambda: paths),
     )
     _generation_routes(app, served)
+    _model_routes(app, served, options.root or options.names[0])
+    chat_batch_routes(app, served)
+    responses_routes(app, responses)
+    generate_routes(app, served)
+    messages_routes(app, served)
     _token_routes(app, served)
     _operator_routes(app, served, metrics)
     if options.enable_control:
@@ -102,6 +116,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         options.trust_request_chat_template,
         served.notation.counts_tokens(engine.tokenizer),
         engine.config.scheduler.max_model_len,
+        served.notation.reasoning is not None,
     )
     publish(app, limits, with_key=bool(options.api_keys))
     return app
@@ -192,10 +207,25 @@ def _generation_routes(app: FastAPI, served: Served) -> None:
         request.state.user = body.user
         return await create_chat_completion(served, body, request)
 
+
+def _model_routes(app: FastAPI, served: Served, root: str) -> None:
+    def card(name: str) -> ModelCard:
+        return ModelCard(
+            id=name,
+            created=served.created,
+            root=root,
+            max_model_len=served.engine.config.scheduler.max_model_len,
+            permission=[ModelPermission(id=f"modelperm-{hashlib.sha256(name.encode()).hexdigest()[:32]}", created=served.created)],
+        )
+
     @app.get("/v1/models", response_model=None, **answers(ModelList, 401))
     async def models() -> Response:
-        longest = served.engine.config.scheduler.max_model_len
-        return _json(ModelList([ModelCard(id=name, created=served.created, max_model_len=longest) for name in served.names]))
+        return _json(ModelList([card(name) for name in served.names]))
+
+    @app.get("/v1/models/{model:path}", response_model=None, **answers(ModelCard, 401, 404))
+    async def model(model: str) -> Response:
+        check_model(model, served.names)
+        return _json(card(model))
 
 
 def _token_routes(app: FastAPI, served: Served) -> None:
@@ -226,6 +256,8 @@ def _operator_routes(app: FastAPI, served: Served, metrics: Metrics) -> None:
     async def try_it() -> Response:
         return HTMLResponse(page, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"})
 
+    @app.get("/ping", response_model=None, **answers(Health, 503))
+    @app.post("/ping", response_model=None, **answers(Health, 503))
     @app.get("/health", response_model=None, **answers(Health, 503))
     async def health() -> Response:
         try:
@@ -241,6 +273,10 @@ def _operator_routes(app: FastAPI, served: Served, metrics: Metrics) -> None:
     )
     async def prometheus() -> Response:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/load", response_model=None, **answers(Load, 401))
+    async def load() -> Response:
+        return _json(Load(served.engine.num_requests))
 
     @app.get("/version", response_model=None, **answers(Version))
     async def server_version() -> Response:

@@ -32,6 +32,7 @@ from jaxserve.text.prompts import Prompt, for_engine, prompt_fields, require_tok
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_COMPILING = 256  # forms that may wait for the compiler; most take it milliseconds, some take seconds
+PAUSE_MODES = ("abort", "wait", "keep")
 MAX_FORM = 256 * 2**10  # bytes of the form of an output, as JSON: compiling a larger one could take very long
 
 
@@ -84,6 +85,8 @@ class AsyncLLM:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids, self._serials = itertools.count(), itertools.count()
         self._closing: str | None = None
+        self._open_to_new = asyncio.Event()  # cleared while a pause waits for the requests under way
+        self._open_to_new.set()
         self._pools = ReadingPools()
         self.max_prompt_characters: int | None = None  # that max_model_len tokens can have; None: no bound is known
         if llm.tokenizer is not None and (longest := llm.tokenizer.max_token_bytes) is not None:
@@ -199,6 +202,8 @@ class AsyncLLM:
             self._streams.close,
         )
         self.check_room(stream.num_samples)
+        if not self._open_to_new.is_set():
+            await self._wait_for_a_pause(stream)
         self._streams.add(stream)
         try:
             for name, ask in stream.asks.items():
@@ -210,6 +215,16 @@ class AsyncLLM:
             stream.close(refused=isinstance(error, Exception))  # or else cancelled
             raise
         return stream
+
+    async def _wait_for_a_pause(self, stream: streams.RequestStream) -> None:
+        """Waits until the requests under way have ended, while a pause waits for them too. Raises what `open` raises."""
+        left = None if stream.timeout is None else stream.arrival + stream.timeout - time.monotonic()
+        with self._streams.held(stream.num_samples):
+            try:
+                await asyncio.wait_for(self._open_to_new.wait(), left)
+            except TimeoutError:
+                raise too_late(stream.timeout) from None
+        self.check_health()
 
     def ready(self, params: SamplingParams) -> SamplingParams:
         """The parameters as the engine takes them, which has no tokenizer.
@@ -317,11 +332,48 @@ class AsyncLLM:
 
     # -- control
 
-    async def pause(self) -> None:
-        """No new steps run until `resume`. Requests may be added and wait; those under way keep their pages."""
-        await self._call("pause")
+    async def pause(self, mode: str = "keep") -> None:
+        """No new steps run until `resume`. Requests may be added and wait.
+
+        Args:
+          mode: what becomes of requests under way. "keep": they keep their pages and go on after `resume`. "abort": they end with
+            what they have and finish_reason "abort". "wait": they run to their end first, while requests that come wait.
+
+        Raises:
+          ValueError: another mode.
+          RuntimeError: mode "wait", and the engine is paused already, or `resume` came first.
+        """
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"{mode=} must be one of {', '.join(PAUSE_MODES)}")
+        if mode == "wait":
+            await self._until_idle()
+        await self._call("pause", **({"abort": True} if mode == "abort" else {}))
+        self._open_to_new.set()
+
+    async def _until_idle(self) -> None:
+        """Takes no request until all others have ended. Raises RuntimeError if `resume` comes first."""
+        if self.stats.is_paused and self.num_requests:
+            raise RuntimeError("the engine is paused, so that the requests under way would never end: resume first")
+        self._open_to_new.clear()
+        waits = [asyncio.ensure_future(w) for w in (self._streams.wait_until_empty(), self._open_to_new.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if self._open_to_new.is_set():
+                raise RuntimeError("resumed before the requests under way had ended")
+        except BaseException:
+            self._open_to_new.set()
+            raise
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether steps have stopped, or will stop when the requests under way have ended."""
+        return self.stats.is_paused or not self._open_to_new.is_set()
 
     async def resume(self) -> None:
+        self._open_to_new.set()
         await self._call("resume")
 
     async def reset_prefix_cache(self) -> bool:
@@ -361,6 +413,7 @@ class AsyncLLM:
         """Takes no more requests, waits `grace` seconds for those under way (None: until they end), and ends the engine."""
         self._closing = self._closing or "the server is shutting down"
         self._pools.close_to_new(self._closing)
+        self._open_to_new.set()
         try:
             await asyncio.wait_for(self._streams.wait_until_empty(), grace)
         except TimeoutError:

@@ -70,9 +70,9 @@ async def create_chat_completion(served: Served, body: ChatRequest, request: Req
     check_model(body.model, served.names)
     if body.stream:
         stream = await unless_gone(request, _open(served, body, request))  # a form may take a while to compile
-        answer = _ChatAnswer(served, body, stream, request_id_of(request, body))
+        answer = ChatAnswer(served, body, stream, request_id_of(request, body))
         return EventStream(until_done(answer.chunks(), stream), stream.close, served.patience)
-    return Response(encode(await unless_gone(request, _complete(served, body, request))), media_type="application/json")
+    return Response(encode(await unless_gone(request, complete_chat(served, body, request))), media_type="application/json")
 
 
 async def _open(served: Served, body: ChatRequest, request: Request) -> AnswerStream:
@@ -81,9 +81,15 @@ async def _open(served: Served, body: ChatRequest, request: Request) -> AnswerSt
     return await open_deltas(served, request, body, 1, lambda: [_ask(served, body)], form_field)
 
 
-async def _complete(served: Served, body: ChatRequest, request: Request) -> ChatCompletion:
+async def open_chat(served: Served, body: ChatRequest, request: Request) -> ChatAnswer:
+    """Queues a chat that is answered in another form than chat completions have. Raises what refuses it."""
+    return ChatAnswer(served, body, await _open(served, body, request), request_id_of(request, body))
+
+
+async def complete_chat(served: Served, body: ChatRequest, request: Request) -> ChatCompletion:
+    """The whole answer. Raises what refuses the request, and RequestError if it fails."""
     async with await _open(served, body, request) as stream:
-        return await _ChatAnswer(served, body, stream, request_id_of(request, body)).whole()
+        return await ChatAnswer(served, body, stream, request_id_of(request, body)).whole()
 
 
 def _ask(served: Served, body: ChatRequest) -> Ask:
@@ -178,18 +184,19 @@ def _thoughts(notation: Notation, tokenizer: Tokenizer, ask: Ask, continued: str
     return [_Thought(begin, end, thinking) for _ in range(ask.params.n)]
 
 
-class _ChatAnswer:
-    """The answer to one request: `whole`, or `chunks` for a stream."""
+class ChatAnswer:
+    """The answer to one request: `whole`, or `chunks` for a stream; `parts` for other forms of an answer."""
 
     def __init__(self, served: Served, body: ChatRequest, stream: AnswerStream, request_id: str):
-        self._body, self._stream = body, stream
+        self._body = body
+        self.stream: AnswerStream = stream
         self._usage, self._continuous_usage = body.usage_of_stream(served.options.enable_force_include_usage)
         self._as_ids = body.tokens_as_ids(served.options.return_tokens_as_token_ids)
         self._role = body.role or served.options.response_role
         self._echo = body.last_text if body.echo and body.role else ""
         tokenizer = served.engine.get_tokenizer()
         self._bytes_of: Mapping[int, bytes] | None = tokenizer.token_bytes() if tokenizer.is_byte_level else None
-        self._record = CallRecord.of("chatcmpl", served, body, stream, request_id)
+        self.record: CallRecord = CallRecord.of("chatcmpl", served, body, stream, request_id)
         (ask,) = stream.asks.values()
         notation = served.notation.for_tools(shown=bool(body.shown_tools), held=body.must_call)
         max_calls = 1 if body.parallel_tool_calls is False else None
@@ -200,24 +207,25 @@ class _ChatAnswer:
         ]
         self._thoughts = _thoughts(notation, tokenizer, ask, body.continued)
         if self._thoughts:
-            self._record.reasoning_tokens = 0
+            self.record.reasoning_tokens = 0
         self._prompt_token_ids = list(ask.prompt_token_ids) if body.return_token_ids else None
         self._prompt_text = ask.prompt if body.return_prompt_text else None
 
     def _read(self, delta: Delta) -> list[Piece]:
-        self._record.add(delta)
+        self.record.add(delta)
         if self._thoughts:
             self._thoughts[delta.index].feed(delta.token_ids)
-            self._record.reasoning_tokens = sum(thought.num_tokens for thought in self._thoughts)
+            self.record.reasoning_tokens = sum(thought.num_tokens for thought in self._thoughts)
         pieces = self._samples[delta.index].read(delta)
         return pieces if self._body.include_reasoning is not False else [p for p in pieces if not isinstance(p, Reasoning)]
 
-    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+    def logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        """The log-probabilities of a delta's tokens, if the request asks for any."""
         return chat_logprobs(delta, self._body.top_logprobs or 0, self._bytes_of, self._as_ids)
 
     def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
-        usage = self._record.usage() if self._continuous_usage else None if self._usage else UNSET  # null, or left out
-        return ChatChunk(**self._record.common, choices=[choice], usage=usage)
+        usage = self.record.usage() if self._continuous_usage else None if self._usage else UNSET  # null, or left out
+        return ChatChunk(**self.record.common, choices=[choice], usage=usage)
 
     def _first_chunks(self) -> Iterator[ChatChunk]:
         """The role of each sample, which comes at once, and what the answer goes on with where that is asked for."""
@@ -231,14 +239,21 @@ class _ChatAnswer:
         for i in range(len(self._samples) if self._echo else 0):
             yield self._chunk(ChatChunkChoice(i, MessageDelta(content=self._echo)))
 
+    async def parts(self) -> AsyncGenerator[tuple[list[Piece], Delta]]:
+        """The pieces that each delta completes, and the delta, its finish_reason being a chat's."""
+        async for delta in self.stream:
+            pieces = self._read(delta)
+            delta.finish_reason = self._samples[delta.index].finish_reason(delta.finish_reason)
+            yield pieces, delta
+
     async def chunks(self) -> AsyncGenerator[ChatChunk]:
         body = self._body
         for first in self._first_chunks():
             yield first
-        async for delta in spaced(aiter(self._stream), body.stream_interval or 1):
+        async for delta in spaced(aiter(self.stream), body.stream_interval or 1):
             sample = self._samples[delta.index]
             made = sample.message_delta(self._read(delta))
-            choice = ChatChunkChoice(delta.index, made, self._logprobs(delta))
+            choice = ChatChunkChoice(delta.index, made, self.logprobs(delta))
             if delta.finish_reason:
                 choice.finish_reason = sample.finish_reason(delta.finish_reason)  # pyright: ignore[reportAttributeAccessIssue]
                 choice.stop_reason = delta.stop_reason
@@ -252,7 +267,7 @@ class _ChatAnswer:
                 chunk.prompt_logprobs = plain_prompt_logprobs(delta.prompt_logprobs)
             yield chunk
         if self._usage:
-            yield ChatChunk(**self._record.common, choices=[], usage=self._record.usage())
+            yield ChatChunk(**self.record.common, choices=[], usage=self.record.usage())
 
     async def whole(self) -> ChatCompletion:
         pieces: list[list[Piece]] = [[] for _ in self._samples]
@@ -260,10 +275,10 @@ class _ChatAnswer:
         ends: dict[int, Delta] = {}
         token_ids: list[list[int]] = [[] for _ in self._samples]
         prompt_logprobs = None
-        async for delta in self._stream:
+        async for delta in self.stream:
             pieces[delta.index] += self._read(delta)
             token_ids[delta.index] += delta.token_ids
-            new, so_far = self._logprobs(delta), logprobs[delta.index]
+            new, so_far = self.logprobs(delta), logprobs[delta.index]
             if new is not None and so_far is not None:
                 so_far.content += new.content
             if delta.finish_reason:
@@ -273,7 +288,7 @@ class _ChatAnswer:
             ChatChoice(i, self._message(pieces[i]), logprobs[i], sample.finish_reason(ends[i].finish_reason), ends[i].stop_reason)  # pyright: ignore[reportArgumentType]
             for i, sample in enumerate(self._samples)
         ]
-        answer = ChatCompletion(**self._record.common, choices=choices, usage=self._record.usage())
+        answer = ChatCompletion(**self.record.common, choices=choices, usage=self.record.usage())
         answer.prompt_token_ids, answer.prompt_text = self._prompt_token_ids, self._prompt_text
         if self._body.return_token_ids:
             for choice in choices:

@@ -1,13 +1,15 @@
-"""Routes that control the engine: `/pause`, `/resume`, `/update_weights_from_path`, `/reset_prefix_cache`, `/sleep`, `/wake_up`.
+"""Routes that control the engine: pause and resume, other weights, the prefix cache, sleep, and what it is set to.
 
 They exist only with options.ServerOptions.enable_control, and always need an API key.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from fastapi import Body, FastAPI, Request
+from fastapi import Body, FastAPI, Query, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -15,29 +17,24 @@ from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.errors import RefusedError, checking
 from jaxserve.serving.openapi import answers
 from jaxserve.serving.protocol import SleepRequest, UpdateWeightsRequest
-from jaxserve.serving.responses import Done, encode
+from jaxserve.serving.responses import Done, Paused, ServerInfo, Sleeping, encode
 
 DEFAULT_SLEEP = SleepRequest(level=1)
 
 
+def _json(answer: Any) -> Response:
+    return Response(encode(answer), media_type="application/json")
+
+
 def _done(reset: bool | None = None) -> Response:
-    done = Done() if reset is None else Done(reset=reset)
-    return Response(encode(done), media_type="application/json")
+    return _json(Done() if reset is None else Done(reset=reset))
 
 
 def control_routes(app: FastAPI, engine: AsyncLLM) -> None:
     """Adds the routes."""
+    _pause_routes(app, engine)
+    _sleep_routes(app, engine)
     simple, with_body = answers(Done, 401, 500, 503), answers(Done, 400, 401, 408, 409, 413, 500, 503)
-
-    @app.post("/pause", response_model=None, **simple)
-    async def pause() -> Response:
-        await engine.pause()
-        return _done()
-
-    @app.post("/resume", response_model=None, **simple)
-    async def resume() -> Response:
-        await engine.resume()
-        return _done()
 
     @app.post("/reset_prefix_cache", response_model=None, **simple)
     async def reset_prefix_cache() -> Response:
@@ -54,17 +51,95 @@ def control_routes(app: FastAPI, engine: AsyncLLM) -> None:
             raise HTTPException(409, str(error)) from None
         return _done()
 
-    @app.post("/sleep", response_model=None, **with_body)
-    async def sleep(request: Request, body: Annotated[SleepRequest, Body()] = DEFAULT_SLEEP) -> Response:
+    @app.get("/server_info", response_model=None, **answers(ServerInfo, 400, 401))
+    async def server_info(config_format: Literal["text", "json"] = "text") -> Response:
+        config: Any = {name: _plain(getattr(engine.config, name)) for name in ("engine", "model", "scheduler", "cache")}
+        return _json(ServerInfo(config if config_format == "json" else str(config), _versions()))
+
+
+def _pause_routes(app: FastAPI, engine: AsyncLLM) -> None:
+    @app.post("/pause", response_model=None, **answers(Done, 400, 401, 409, 500, 503))
+    async def pause(
+        mode: Annotated[Literal["abort", "wait", "keep"], Query(description="What becomes of requests under way.")] = "abort",
+        clear_cache: Annotated[bool, Query(description="Forget cached prefixes too, unless mode is keep.")] = True,
+    ) -> Response:
+        try:
+            await engine.pause(mode)
+        except RuntimeError as error:
+            raise HTTPException(409, str(error)) from None
+        if mode == "keep" or not clear_cache:
+            return _done()
+        return _done(await engine.reset_prefix_cache())
+
+    @app.post("/resume", response_model=None, **answers(Done, 401, 500, 503))
+    async def resume() -> Response:
+        await engine.resume()
+        return _done()
+
+    @app.get("/is_paused", response_model=None, **answers(Paused, 401))
+    async def is_paused() -> Response:
+        return _json(Paused(engine.is_paused))
+
+
+def _sleep_routes(app: FastAPI, engine: AsyncLLM) -> None:
+    @app.post("/sleep", response_model=None, **answers(Done, 400, 401, 408, 409, 413, 500, 503))
+    async def sleep(
+        request: Request,
+        body: Annotated[SleepRequest, Body()] = DEFAULT_SLEEP,
+        level: Annotated[int | None, Query(ge=1, le=2, description="As the body's, before which it goes.")] = None,
+        mode: Annotated[
+            Literal["abort", "wait"] | None, Query(description="What becomes of requests under way; by default they forbid it.")
+        ] = None,
+    ) -> Response:
         if (await request.body()).strip() == b"null":  # which FastAPI takes for no body
             raise RefusedError("the body must be an object, or left out")
         try:
-            await engine.sleep(body.level)
+            if mode is not None:
+                await engine.pause(mode)
+            try:
+                await engine.sleep(body.level if level is None else level)
+            finally:
+                if mode is not None:
+                    await engine.resume()
         except RuntimeError as error:
             raise HTTPException(409, str(error)) from None
         return _done()
 
-    @app.post("/wake_up", response_model=None, **simple)
-    async def wake_up() -> Response:
+    @app.post("/wake_up", response_model=None, **answers(Done, 400, 401, 500, 503))
+    async def wake_up(
+        tags: Annotated[
+            list[Literal["weights", "kv_cache"]] | None, Query(description="Both, or neither: all wakes at once.")
+        ] = None,
+    ) -> Response:
+        if tags is not None and set(tags) != {"weights", "kv_cache"}:
+            raise RefusedError("tags: weights and KV cache wake together; give both, or none", param="tags")
         await engine.wake_up()
         return _done()
+
+    @app.get("/is_sleeping", response_model=None, **answers(Sleeping, 401))
+    async def is_sleeping() -> Response:
+        return _json(Sleeping(engine.stats.is_asleep))
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON; what has no form there as its text."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _versions() -> dict[str, str]:
+    import platform
+    from importlib import metadata
+
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in ("jaxserve", "jax", "jaxlib", "flax", "transformers"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

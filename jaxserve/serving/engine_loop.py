@@ -408,8 +408,18 @@ class EngineLoop:
                 self._fail_all(FailedError, f"{call.method} failed: {error!r}")
             return Reply(call.call_id, error=error)
 
-    def _pause(self) -> None:
+    def _pause(self, abort: bool = False) -> None:
+        """abort: the requests under way end with what they have, as if each had reached its end."""
         self._paused = True
+        for request_id, request in list(self._open.items()) if abort else ():
+            if request_id in self._compiling:
+                self._events.append(Accepted(request_id))
+            running = [i for i, sent in enumerate(request.samples) if not sent.finished]
+            deltas = [Delta(request_id, i, "", [], finish_reason="abort", last=i == running[-1]) for i in running]
+            self._events += deltas
+            self._abort([request_id])
+        while abort and self.engine.has_unfinished_requests():  # steps in flight, whose outputs nobody waits for
+            self._step()
 
     def _resume(self) -> None:
         self._paused = False

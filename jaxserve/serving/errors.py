@@ -1,4 +1,4 @@
-"""Errors in the form that OpenAI's clients expect, and the HTTP status of each.
+"""Errors in the forms that OpenAI's and Anthropic's clients expect, and the HTTP status of each.
 
 Owns the mapping from exceptions to statuses. Knows nothing of what raised them.
 """
@@ -16,7 +16,9 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
+from jaxserve.serving.dialects.anthropic_forms import MessagesError, MessagesErrorDetail
 from jaxserve.serving.messages import DeadlineError, FailedError, QueueFullError, UnavailableError
 from jaxserve.serving.responses import Error, ErrorResponse, encode
 from jaxserve.serving.vllm_fields import MISSING
@@ -24,6 +26,16 @@ from jaxserve.structured.grammars import GrammarError
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
+MESSAGES = "/v1/messages"  # whose errors, and those of the paths below it, have Anthropic's form
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -59,7 +71,21 @@ def error_of(status: int, message: str, *, param: str | None = None, code: str |
     return ErrorResponse(Error(message, kind, param, code or http.HTTPStatus(status).phrase.lower().replace(" ", "_")))
 
 
+def as_messages_error(status: int, error: ErrorResponse, request_id: str | None = None) -> MessagesError:
+    """An error in Anthropic's form."""
+    kind = _MESSAGES_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return MessagesError(MessagesErrorDetail(kind, error.error.message), request_id)
+
+
+def in_form_of(path: str, status: int, error: ErrorResponse, request_id: str | None = None) -> bytes:
+    """The body of an answer with an error, as clients of this path expect it."""
+    if path == MESSAGES or path.startswith(MESSAGES + "/"):
+        return encode(as_messages_error(status, error, request_id))
+    return encode(error)
+
+
 def error_response(
+    scope: Scope,
     status: int,
     message: str,
     *,
@@ -67,8 +93,18 @@ def error_response(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    body = encode(error_of(status, message, param=param, code=code))
-    return Response(body, status, dict(headers or {}), "application/json")
+    """The answer to the request of this scope."""
+    return _answer(scope, status, error_of(status, message, param=param, code=code), dict(headers or {}))
+
+
+def _answer(scope: Scope, status: int, error: ErrorResponse, headers: dict[str, str]) -> Response:
+    body = in_form_of(scope["path"], status, error, scope.get("state", {}).get("request_id"))
+    return Response(body, status, headers, "application/json")
+
+
+def response_to(scope: Scope, error: Exception) -> Response:
+    """The answer to the request of this scope, which raised an exception."""
+    return _answer(scope, *describe(error))
 
 
 def describe(error: Exception) -> tuple[int, ErrorResponse, dict[str, str]]:
@@ -93,10 +129,9 @@ def describe(error: Exception) -> tuple[int, ErrorResponse, dict[str, str]]:
     return 500, error_of(500, f"internal error: {type(error).__name__}"), {}
 
 
-async def on_error(_: Request, error: Exception) -> Response:
+async def on_error(request: Request, error: Exception) -> Response:
     """The answer to a request that raised an exception."""
-    status, body, headers = describe(error)
-    return Response(encode(body), status, headers, "application/json")
+    return response_to(request.scope, error)
 
 
 def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
@@ -125,11 +160,13 @@ def _line(param: str, messages: list[str]) -> str:
 
 
 def _in_words(mistake: Mapping[str, Any]) -> str:
-    if mistake["type"] == "extra_forbidden":
-        missing = MISSING.get(str(mistake["loc"][-1])) if len(mistake["loc"]) == 2 else None
-        return "unknown parameter" if missing is None else f"this server does not have it: {missing.instead}"
     if mistake["type"] == "json_invalid":
         return f"the body is not JSON: {mistake.get('ctx', {}).get('error', mistake['msg'])}"
     inside = ".".join(str(part) for part in mistake["loc"][2:] if isinstance(part, int) or str(part).isidentifier())
-    said = mistake["msg"].removeprefix("Value error, ")
+    said, given = mistake["msg"].removeprefix("Value error, "), mistake.get("input")
+    if mistake["type"] == "extra_forbidden":
+        missing = MISSING.get(str(mistake["loc"][-1])) if len(mistake["loc"]) == 2 else None
+        said = "unknown parameter" if missing is None else f"this server does not have it: {missing.instead}"
+    elif mistake["type"] == "literal_error" and isinstance(given, str) and len(given) <= 64:
+        said += f", not {given!r}"
     return f"{said} (at {inside})" if inside else said

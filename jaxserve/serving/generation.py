@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
@@ -38,6 +38,26 @@ from jaxserve.serving.streams import AnswerStream, Ask, RequestStream
 from jaxserve.structured_outputs import StructuredOutputsParams
 
 logger: logging.Logger = logging.getLogger("jaxserve")
+
+
+class Named(Protocol):
+    """What a CallRecord reads of a request."""
+
+    @property
+    def model(self) -> str | None: ...
+
+
+class Timed(Protocol):
+    """What `open_stream` reads of a request."""
+
+    @property
+    def n(self) -> int | None: ...
+
+    @property
+    def timeout(self) -> float | None: ...
+
+    @property
+    def request_id(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -132,7 +152,7 @@ class CallRecord:
     with_details: bool = False  # whether the usage says how many tokens of the prompts were cached
 
     @classmethod
-    def of(cls, prefix: str, served: Served, body: GenerationRequest, stream: AnswerStream, request_id: str) -> CallRecord:
+    def of(cls, prefix: str, served: Served, body: Named, stream: AnswerStream, request_id: str) -> CallRecord:
         num_prompt_tokens = sum(len(ask.prompt_token_ids) for ask in stream.asks.values())
         details = served.options.enable_prompt_tokens_details
         return cls(f"{prefix}-{request_id}", body.model or served.names[0], num_prompt_tokens, with_details=details)
@@ -159,7 +179,7 @@ class CallRecord:
 async def open_stream(
     served: Served,
     request: Request,
-    body: GenerationRequest,
+    body: Timed,
     num_prompts: int,
     read: Callable[[], list[Ask]],
     form_field: str,
@@ -181,7 +201,7 @@ async def open_stream(
 
 
 async def read_asks(
-    served: Served, request: Request, body: GenerationRequest, num_prompts: int, read: Callable[[], list[Ask]], arrival: float
+    served: Served, request: Request, body: Timed, num_prompts: int, read: Callable[[], list[Ask]], arrival: float
 ) -> list[Ask]:
     """The prompts of a request, read within its deadline. Raises as `open_stream`, and ValueError for a wrong one."""
     engine = served.engine
@@ -200,7 +220,7 @@ def log_request(request_id: str, ask: Ask, max_log_len: int | None) -> None:
     logger.info("request %s: %d tokens, prompt %r, ids %s, %s", request_id, len(ask.prompt_token_ids), prompt, ids, ask.params)
 
 
-def request_id_of(request: Request, body: GenerationRequest) -> str:
+def request_id_of(request: Request, body: Timed) -> str:
     """The request's name: the client's X-Request-Id, else the body's `request_id`, else a random one."""
     return request.state.request_id if request.state.named_by_client else body.request_id or request.state.request_id
 

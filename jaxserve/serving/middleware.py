@@ -15,14 +15,13 @@ from collections.abc import Callable, Mapping
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.serving.errors import describe, error_response
+from jaxserve.serving.errors import error_response, response_to
 from jaxserve.serving.responses import encode
 
 access_log: logging.Logger = logging.getLogger("jaxserve.access")
-OPEN_PATHS = ("/", "/health", "/metrics", "/version")  # need no API key
+OPEN_PATHS = ("/", "/health", "/ping", "/metrics", "/version")  # need no API key
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -70,7 +69,7 @@ class RequestLog:
             status = 500 if status == 499 else status
             raise
         finally:
-            path = scope["path"] if scope["path"] in self._paths() else "other"
+            path = _path_of(scope, self._paths())
             self._count(path, status)
             client, user = scope.get("client"), state.get("user")
             access_log.info(
@@ -85,6 +84,12 @@ class RequestLog:
             )
 
 
+def _path_of(scope: Scope, paths: frozenset[str]) -> str:
+    """The path of a request; of a route whose path has a name in it, the route's."""
+    given = scope["path"] if scope["path"] in paths else getattr(scope.get("route"), "path", "")
+    return given if given in paths else "other"
+
+
 class RootPath:
     """Takes root_path, under which a proxy shows the server, from the paths of requests that have it."""
 
@@ -96,7 +101,7 @@ class RootPath:
         if scope["type"] == "http" and scope["path"].startswith(f"{self._root}/"):
             raw = scope.get("raw_path") or b""
             root = self._root.encode()
-            scope = scope | {
+            scope = dict(scope) | {
                 "path": scope["path"][len(self._root) :],
                 "raw_path": raw[len(root) :] if raw.startswith(root) else raw,
             }
@@ -132,7 +137,8 @@ class LoadReport:
 
 
 class ApiKey:
-    """Answers 401 unless the request has one of the keys as a bearer token. Without keys, every request passes."""
+    """Answers 401 unless the request has one of the keys, as a bearer token or as Anthropic's X-Api-Key. Without keys, every
+    request passes."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
         self.app = app
@@ -142,14 +148,16 @@ class ApiKey:
         if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS and not self._knows(scope):
             headers = {"WWW-Authenticate": "Bearer"}
             message = "no valid API key was given; send it as 'Authorization: Bearer KEY'"
-            await error_response(401, message, code="invalid_api_key", headers=headers)(scope, receive, send)
+            await error_response(scope, 401, message, code="invalid_api_key", headers=headers)(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.encode(), key) for key in self._keys]  # all keys, so that the time reveals nothing
-        return scheme.lower() == "bearer" and any(matches)
+        headers = Headers(scope=scope)
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        tokens = [token if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        matches = [hmac.compare_digest(given.encode(), key) for given in tokens for key in self._keys]  # all: time tells nothing
+        return any(matches)
 
 
 class LastResort:
@@ -171,8 +179,7 @@ class LastResort:
         except Exception as error:
             if begun or scope["type"] != "http":
                 raise
-            status, body, headers = describe(error)
-            await Response(encode(body), status, headers, "application/json")(scope, receive, send)
+            await response_to(scope, error)(scope, receive, send)
 
 
 class BodyLimit:
@@ -188,7 +195,7 @@ class BodyLimit:
             return
         said = Headers(scope=scope).get("content-length", "0")
         if said.isdecimal() and int(said) > self._max_bytes:
-            await error_response(413, self._too_large(), headers={"Connection": "close"})(scope, receive, send)
+            await error_response(scope, 413, self._too_large(), headers={"Connection": "close"})(scope, receive, send)
             return
         num_bytes, complete, deadline = 0, False, asyncio.get_running_loop().time() + self._max_seconds
 

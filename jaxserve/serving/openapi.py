@@ -16,6 +16,8 @@ from jaxserve.serving import responses
 from jaxserve.serving.chat_protocol import CALLS_NEED_TOOLS, RESERVED_VARIABLES
 from jaxserve.serving.strict_model import DECIMAL_TOKEN_ID
 
+_STRUCT = "x-struct"  # where a schema is to come, of the struct of this name
+_STRUCTS: dict[str, Any] = {}  # those that routes answer with
 _ERRORS = {
     400: "The request is malformed, or asks for what this server can't do.",
     401: "No valid API key.",
@@ -30,18 +32,23 @@ _ERRORS = {
 }
 
 
-def answers(kind: Any, *statuses: int, also: str | None = None) -> dict[str, Any]:
-    """FastAPI's `responses` for a route that answers with a struct of responses.py.
+def _named(kind: Any) -> str:
+    assert _STRUCTS.setdefault(kind.__name__, kind) is kind, f"two structs are named {kind.__name__}"
+    return kind.__name__
 
-    statuses: of errors that it may answer with. also: a media type of events that it may send instead.
+
+def answers(kind: Any, *statuses: int, also: str | None = None, error: Any = responses.ErrorResponse) -> dict[str, Any]:
+    """FastAPI's `responses` for a route that answers with a struct.
+
+    statuses: of errors that it may answer with. also: a media type of events that it may send instead. error: the struct of errors.
     """
-    content: dict[str, Any] = {"application/json": {"schema": {"x-struct": kind.__name__}}}
+    content: dict[str, Any] = {"application/json": {"schema": {_STRUCT: _named(kind)}}}
     if also is not None:
         content[also] = {"schema": {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}}
     said: dict[int | str, Any] = {200: {"description": "OK", "content": content}}
     for status in statuses:
-        error = {"description": _ERRORS[status], "content": {"application/json": {"schema": {"x-struct": "ErrorResponse"}}}}
-        said[status] = error | ({"headers": {"Retry-After": {"schema": {"type": "string"}}}} if status == 429 else {})
+        made = {"description": _ERRORS[status], "content": {"application/json": {"schema": {_STRUCT: _named(error)}}}}
+        said[status] = made | ({"headers": {"Retry-After": {"schema": {"type": "string"}}}} if status == 429 else {})
     return {"responses": said}
 
 
@@ -51,6 +58,7 @@ class Limits:
 
     variables: the names that the chat template reads. calls: whether the server can parse tool calls. priorities: whether requests
     may have one. templates: whether requests may bring a chat template. reasons: whether tokens of reasoning can be counted.
+    reasoning: whether the model thinks before it answers.
     """
 
     models: Sequence[str]
@@ -61,6 +69,7 @@ class Limits:
     templates: bool
     reasons: bool
     max_model_len: int
+    reasoning: bool
 
     def write(self, schema: dict[str, Any]) -> None:
         """Writes the limits into the schema of a request model."""
@@ -68,7 +77,8 @@ class Limits:
         if schema.get("additionalProperties") is not False:
             return
         if "model" in properties:
-            properties["model"] = _nullable({"enum": list(self.models), "type": "string"}, properties["model"])
+            names = {"enum": list(self.models), "type": "string"}
+            properties["model"] = names if "model" in schema.get("required", ()) else _nullable(names, properties["model"])
         if "priority" in properties and not self.priorities:
             properties["priority"] = _nullable({"const": 0, "type": "integer"}, properties["priority"])
         if "chat_template_kwargs" in properties:
@@ -92,11 +102,31 @@ class Limits:
             budget = {"type": "integer", "const": -1}
             properties["thinking_token_budget"] = _nullable(budget, properties["thinking_token_budget"])
         if "tool_choice" in properties and not (self.calls and "tools" in self.variables):
-            properties["tool_choice"] = _nullable({"type": "string", "enum": ["none", "auto"]}, properties["tool_choice"])
-            schema["allOf"] = [rule for rule in schema["allOf"] if rule != CALLS_NEED_TOOLS]
+            self._no_forced_calls(schema, properties)
+        self._thinking(properties)
         if "strict" in properties and "parameters" in properties and not self.calls:
             properties["strict"] = _nullable({"const": False, "type": "boolean"}, properties["strict"])
         self._token_ids(properties)
+
+    def _no_forced_calls(self, schema: dict[str, Any], properties: dict[str, Any]) -> None:
+        """Tools may be chosen freely or not at all, in the words of OpenAI or of Anthropic."""
+        words: dict[str, Any] = {"type": "string", "enum": ["none", "auto"]}
+        if "mapping" in str(properties["tool_choice"]):  # objects of several types
+            types = {"properties": {"type": words}, "required": ["type"], "additionalProperties": False}
+            properties["tool_choice"] = _nullable({"type": "object", **types}, properties["tool_choice"])
+        else:
+            properties["tool_choice"] = _nullable(words, properties["tool_choice"])
+        schema["allOf"] = [rule for rule in schema["allOf"] if rule["then"] != CALLS_NEED_TOOLS["then"]]
+
+    def _thinking(self, properties: dict[str, Any]) -> None:
+        """What may be said of thinking, by Anthropic's clients."""
+        if "thinking" in properties and "anyOf" in properties["thinking"]:
+            off = not self.reasoning or "enable_thinking" in self.variables
+            kinds = ["ThinkingAdaptive"] + ["ThinkingDisabled"] * off + ["ThinkingEnabled"] * self.reasons
+            refs = [{"$ref": f"#/components/schemas/{kind}"} for kind in kinds]
+            properties["thinking"] = {"anyOf": [*refs, {"type": "null"}]}
+        if "effort" in properties and self.variables.isdisjoint(("reasoning_effort", "enable_thinking")):
+            properties["effort"] = {"type": "null"}
 
     def _token_ids(self, node: Any) -> None:
         if isinstance(node, dict):
@@ -162,8 +192,8 @@ def _insert_structs(made: dict[str, Any], components: dict[str, Any]) -> None:
 
     def walk(node: Any) -> None:
         if isinstance(node, dict):
-            if "x-struct" in node:
-                found.append((node, getattr(responses, node.pop("x-struct"))))
+            if _STRUCT in node:
+                found.append((node, _STRUCTS[node.pop(_STRUCT)]))
             for child in node.values():
                 walk(child)
 

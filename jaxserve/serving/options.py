@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_WAITING = 1024  # samples that may wait beyond an engine's max_num_seqs
+MAX_STORED_RESPONSES, MAX_STORED_BYTES = 1000, 64 * 2**20  # of responses that are kept for later requests
 MAX_FAILURES = 3  # steps in a row that may raise before an engine counts as broken
 
 
@@ -53,9 +54,12 @@ class ServerOptions(HTTPOptions):
     """The options of a server, beside those of `HTTPOptions`.
 
     names: names of the model; answers contain the first.
+    root: what the model was loaded from; by default the first name.
     tool_call_parser, reasoning_parser: how chats are parsed for tool calls and for reasoning: a name of notations.py's tables,
     "none", or "auto": as the model's chat template has it.
     enable_control: whether `/pause`, `/update_weights_from_path` and the other control routes exist.
+    response_store: a SQLite file that keeps the responses of `/v1/responses`. None: they are kept in memory.
+    max_stored_responses, max_stored_bytes: the most that are kept; the least recently used go first.
 
     Of answers, as vLLM's flags of these names:
     enable_prompt_tokens_details: the usage has prompt_tokens_details.cached_tokens.
@@ -81,9 +85,13 @@ class ServerOptions(HTTPOptions):
     """
 
     names: tuple[str, ...]
+    root: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     enable_control: bool = False
+    response_store: str | None = None
+    max_stored_responses: int = MAX_STORED_RESPONSES
+    max_stored_bytes: int = MAX_STORED_BYTES
     enable_prompt_tokens_details: bool = False
     enable_force_include_usage: bool = False
     return_tokens_as_token_ids: bool = False
@@ -108,5 +116,8 @@ class ServerOptions(HTTPOptions):
             raise ValueError(f"root_path={self.root_path!r} must begin with a slash and end with none, as /models/one")
         if not self.response_role:
             raise ValueError("response_role must not be empty")
+        for name in ("max_stored_responses", "max_stored_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be 0 or more")
         if self.enable_control and not self.api_keys:
             raise ValueError("enable_control=True lets clients swap the weights: give api_keys too")

@@ -74,7 +74,7 @@ class CompletionChoice(Struct):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: Literal["stop", "length", "error"] | None = None
+    finish_reason: Literal["stop", "length", "abort", "error"] | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs = None
     prompt_token_ids: list[int] | None = None
@@ -153,7 +153,7 @@ class ChatChoice(Struct):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length", "tool_calls", "error"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls", "abort", "error"] | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 
@@ -174,7 +174,7 @@ class ChatChunkChoice(Struct):
     index: int
     delta: MessageDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length", "tool_calls", "error"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls", "abort", "error"] | None = None
     stop_reason: int | str | None | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
@@ -194,12 +194,32 @@ class ChatChunk(Struct, kw_only=True):
 # ---- the rest
 
 
+class ModelPermission(Struct, kw_only=True):
+    id: str
+    object: Literal["model_permission"] = "model_permission"
+    created: int
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = True
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: None = None
+    is_blocking: bool = False
+
+
 class ModelCard(Struct, kw_only=True):
+    """root: what the model was loaded from. permission: the same for everybody."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "jaxserve"
+    root: str
+    parent: None = None
     max_model_len: int
+    permission: list[ModelPermission]
 
 
 class ModelList(Struct):
@@ -247,6 +267,27 @@ class Done(Struct):
 
     status: Literal["ok"] = "ok"
     reset: bool | UnsetType = UNSET
+
+
+class Paused(Struct):
+    is_paused: bool
+
+
+class Sleeping(Struct):
+    is_sleeping: bool
+
+
+class Load(Struct):
+    """server_load: requests that run or wait."""
+
+    server_load: int
+
+
+class ServerInfo(Struct):
+    """The server's settings, as an object or as text, and the versions of what it stands on."""
+
+    jaxserve_config: dict[str, Any] | str
+    system_env: dict[str, str]
 
 
 def schemas(*types: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -22,8 +22,6 @@ def before_call(context, case, kwargs):
     if case.meta is None or not case.meta.generation.mode.is_positive or not isinstance(case.body, dict):
         return
     body = case.body
-    if body.get("bad_words"):
-        body["bad_words"] = [word if len(word.encode()) < MAX_BAD_WORD_TOKENS else "x" for word in body["bad_words"]]
     if "max_completion_tokens" in body:
         body.pop("max_tokens", None)
     if body.get("timeout"):
@@ -34,23 +32,52 @@ def before_call(context, case, kwargs):
         body.pop(name, None)
     if body.get("max_tokens") == 0:
         body["max_tokens"] = 1
-    response_format, form = body.get("response_format"), body.get("structured_outputs")
+    response_format = body.get("response_format")
     if isinstance(response_format, dict) and response_format["type"] == "json_schema":
         named = response_format["json_schema"] | {"schema": SCHEMA}
         body["response_format"] = response_format | {"json_schema": named}
     if isinstance(response_format, dict) and response_format["type"] == "structural_tag":
         body["response_format"] = TAG | {"type": "structural_tag"}
-    if isinstance(form, dict):
-        valid = {name: FORMS[name] for name, value in form.items() if value is not None and name in FORMS}
-        body["structured_outputs"] = form | valid
+    for fields in (body, body.get("sampling_params")):
+        if isinstance(fields, dict):
+            _repair_forms(fields)
     if body.get("tools") and body.get("tool_choice") != "none":
         _repair_tools(body)
+    if case.path.startswith("/v1/messages"):
+        _repair_message(body)
+    if case.path == "/v1/responses" and isinstance(text := body.get("text"), dict):
+        made = text.get("format")
+        body["text"] = text | {"format": made and made | ({"schema": SCHEMA} if made["type"] == "json_schema" else {})}
+
+
+def _repair_forms(fields: dict[str, Any]) -> None:
+    if fields.get("bad_words"):
+        fields["bad_words"] = [word if len(word.encode()) < MAX_BAD_WORD_TOKENS else "x" for word in fields["bad_words"]]
+    form = fields.get("structured_outputs")
+    if isinstance(form, dict):
+        valid = {name: FORMS[name] for name, value in form.items() if value is not None and name in FORMS}
+        fields["structured_outputs"] = form | valid
 
 
 def _repair_tools(body: dict[str, Any]) -> None:
     """Arguments are objects, a function that must be called is one of the tools, and a form beside them is a JSON schema."""
-    body["tools"] = [tool | {"function": tool["function"] | {"parameters": SCHEMA}} for tool in body["tools"]]
-    if isinstance(body.get("tool_choice"), dict):
-        body["tool_choice"] = body["tool_choice"] | {"function": {"name": body["tools"][0]["function"]["name"]}}
+    choice = body.get("tool_choice")
+    if "function" in body["tools"][0]:
+        body["tools"] = [tool | {"function": tool["function"] | {"parameters": SCHEMA}} for tool in body["tools"]]
+        if isinstance(choice, dict):
+            body["tool_choice"] = choice | {"function": {"name": body["tools"][0]["function"]["name"]}}
+    else:
+        schema = "input_schema" if "input_schema" in body["tools"][0] else "parameters"
+        body["tools"] = [tool | {schema: SCHEMA} for tool in body["tools"]]
+        if isinstance(choice, dict) and "name" in choice:
+            body["tool_choice"] = choice | {"name": body["tools"][0]["name"]}
     if body.get("structured_outputs"):
         body["structured_outputs"] = {"json": SCHEMA}
+
+
+def _repair_message(body: dict[str, Any]) -> None:
+    """The user speaks last: what the assistant may say there depends on what it says."""
+    body["messages"] = [*body["messages"], {"role": "user", "content": "a"}]
+    config = body.get("output_config")
+    if isinstance(config, dict) and config.get("format"):
+        body["output_config"] = config | {"format": config["format"] | {"schema": SCHEMA}}

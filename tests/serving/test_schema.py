@@ -13,13 +13,14 @@ import jsonschema_rs
 import pytest
 
 from jaxserve import LLM, BucketPlan
+from jaxserve.routing.app import CONTROL_PATHS
 from tests import alphabet_model
 from tests.serving.http_server import Server, serving
 
 ROOT = Path(__file__).parents[2]
 PLAN = BucketPlan(decode=(4,), mixed=((64, 4),), head_rows=(4,))
 WITH_TOOLS = "{% if tools %}<tool_call>{% endif %}" + alphabet_model.CHAT_TEMPLATE
-CONTROL = ("/pause", "/resume", "/reset_prefix_cache", "/update_weights_from_path", "/sleep", "/wake_up")
+TOOLS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize")
 
 EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "5"))
 PHASES = () if "SCHEMA_EXAMPLES" in os.environ else ("--phases=fuzzing",)
@@ -49,7 +50,7 @@ def fuzz(server: Server, folder: Path, *flags: str, tested: int, **environment: 
 @pytest.mark.slow
 def test_schemathesis(tmp_path):
     with serving(load(saved(tmp_path / "model"))) as server:
-        fuzz(server, tmp_path, tested=9)
+        fuzz(server, tmp_path, tested=21)
         server.wait_idle()
         assert server.engine.stats.num_failures == 0
 
@@ -65,7 +66,7 @@ def test_chats_with_tools(tmp_path):
                 body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "tool_choice": choice, "tools": tools}
                 status = server.client.post("/v1/chat/completions", json=body).status_code
                 assert status == (200 if allowed.is_valid(body) else 400), body
-        fuzz(server, tmp_path, "--include-path=/v1/chat/completions", "--include-path=/tokenize", tested=2)
+        fuzz(server, tmp_path, *(f"--include-path={path}" for path in TOOLS), tested=len(TOOLS))
         server.wait_idle()
         assert server.engine.stats.num_failures == 0
 
@@ -76,6 +77,6 @@ def test_control_routes(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = saved(tmp_path / "model")
     with serving(load(folder), options={"api_keys": ("k",), "enable_control": True}) as server:
-        paths = [f"--include-path={path}" for path in CONTROL]
-        fuzz(server, tmp_path, "--header=Authorization: Bearer k", *paths, tested=6, SCHEMA_CHECKPOINT=str(folder))
+        paths = [f"--include-path={path}" for path in CONTROL_PATHS]
+        fuzz(server, tmp_path, "--header=Authorization: Bearer k", *paths, tested=len(CONTROL_PATHS), SCHEMA_CHECKPOINT=str(folder))
         assert server.engine.stats.num_failures == 0 and server.client.get("/health").status_code == 200

@@ -98,7 +98,6 @@ _WEIGHTS = (
     ),
     Missing("models are jaxserve's own Flax modules, and no code comes with a checkpoint", "model_impl", accepts=("auto",)),
     Missing("the tokenizer is the checkpoint's own", "tokenizer_mode", accepts=("auto", "hf")),
-    Missing("a server needs the tokenizer; `jaxserve generate --skip_tokenizer_init` does without", switches="skip_tokenizer_init"),
     Missing("edit the model's config.json", "hf_overrides rope_scaling rope_theta"),
     Missing("config.json lies beside the weights", "hf_config_path"),
     Missing("set HF_TOKEN", "hf_token"),

@@ -1,0 +1,259 @@
+"""`/inference/v1/generate`: token ids in, token ids out, as vLLM has it. It needs no tokenizer unless text is asked for.
+
+Owns the request, its answers and chunks, and how log-probabilities are written by token id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from fastapi import FastAPI, Request
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import ConfigDict, Field, create_model
+from starlette.responses import Response
+
+from jaxserve.outputs import Logprob
+from jaxserve.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxserve.serving.errors import RefusedError
+from jaxserve.serving.generation import (
+    CallRecord,
+    Served,
+    chat_logprobs,
+    finite,
+    open_stream,
+    plain_prompt_logprobs,
+    request_id_of,
+    until_done,
+)
+from jaxserve.serving.messages import Delta, FailedError
+from jaxserve.serving.openapi import answers
+from jaxserve.serving.protocol import PASSED_ON, GenerationRequest, StreamOptions, check_model
+from jaxserve.serving.responses import PromptLogprobs, Usage, encode
+from jaxserve.serving.streaming import EventStream, unless_gone
+from jaxserve.serving.streams import Ask, RequestStream
+from jaxserve.serving.strict_model import Model, Text, TokenIds, if_given
+
+ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
+
+
+class OutputSampling(Model):
+    """What `sampling_params` has beside the fields that completions and chats have by the same names."""
+
+    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="By default up to the model's length.")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Log-probabilities of so many likeliest tokens.")
+
+
+_SHARED = {name: GenerationRequest.model_fields[name] for name in (*PASSED_ON, "logit_bias", "structured_outputs")}
+if TYPE_CHECKING:
+
+    class GenerateSampling(OutputSampling, GenerationRequest): ...
+else:
+    GenerateSampling = create_model(
+        "GenerateSampling",
+        __base__=OutputSampling,
+        __doc__="How to sample, under SamplingParams' names.",
+        **{name: (made.annotation, made) for name, made in _SHARED.items()},
+    )
+
+
+class GenerateRequest(Model):
+    """`POST /inference/v1/generate`."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"allOf": [if_given("stream_options", "object", "stream")]})
+
+    token_ids: TokenIds
+    sampling_params: GenerateSampling
+    model: str | None = Field(None, description="One of /v1/models; by default the one that is served.")
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] | None = None
+    output_mode: Literal["tokens", "text"] | None = Field(None, description="text: the answer has the text too.")
+    return_token_ids: bool | None = Field(None, description="Answer with the prompt's token ids too.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = Field(None, description="Only with stream=true.")
+    cache_salt: Text | None = Field(None, description="Prompts share cached prefixes only under one salt.")
+    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1, description="Lower is served first, if the server was told to.")
+    timeout: float | None = Field(None, gt=0, description="Ours: seconds from its arrival that it may take; then 504.")
+
+    @property
+    def n(self) -> int | None:
+        return self.sampling_params.n
+
+
+# ---- answers
+
+
+class IdLogprob(Struct):
+    token_id: int
+    logprob: float
+    rank: int | None
+
+
+class SampledLogprob(Struct):
+    """Of a token of the output. top_logprobs: the sampled token, then the likeliest others by rank."""
+
+    token_id: int
+    logprob: float
+    rank: int | None
+    top_logprobs: list[IdLogprob]
+
+
+class IdLogprobs(Struct):
+    content: list[SampledLogprob]
+
+
+class GenerateChoice(Struct, kw_only=True):
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    logprobs: Any = None  # IdLogprobs; with the text, ChatLogprobs
+    text: str | UnsetType = UNSET
+
+
+class Generated(Struct, kw_only=True):
+    """An answer, or a chunk of one. prompt_logprobs: in a stream's first chunk."""
+
+    request_id: str
+    model: str
+    created: int
+    output_mode: Literal["tokens", "text"]
+    choices: list[GenerateChoice]
+    usage: Usage | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+def generate_routes(app: FastAPI, served: Served) -> None:
+    """Adds the route."""
+
+    @app.post("/inference/v1/generate", response_model=None, **answers(Generated, *ERRORS, also="text/event-stream"))
+    async def generate(body: GenerateRequest, request: Request) -> Response:
+        check_model(body.model, served.names)
+        if body.stream_options is not None and not body.stream:
+            raise RefusedError("stream_options may be given only with stream=true", param="stream_options")
+        stream = await unless_gone(request, _open(served, body, request))
+        answer = _Answer(served, body, stream, request_id_of(request, body))
+        if body.stream:
+            return EventStream(until_done(answer.chunks(), stream), stream.close, served.patience)
+        return Response(encode(await unless_gone(request, answer.whole())), media_type="application/json")
+
+
+async def _open(served: Served, body: GenerateRequest, request: Request) -> RequestStream:
+    """Queues the request. Raises what refuses it."""
+    return await open_stream(served, request, body, 1, lambda: [_ask(served, body)], "structured_outputs")
+
+
+def _ask(served: Served, body: GenerateRequest) -> Ask:
+    if body.output_mode == "text":
+        served.engine.get_tokenizer()  # a ValueError where there is none
+    params = served.engine.ready(sampling_params(body, served.engine.default_sampling_params))
+    return Ask(body.token_ids, params, None, body.priority or 0, body.cache_salt)
+
+
+def sampling_params(body: GenerateRequest, defaults: SamplingParams) -> SamplingParams:
+    """The server's defaults, changed by what was given. Text is made where somebody reads it. Raises as SamplingParams does."""
+    given = {
+        name: value
+        for name in type(body.sampling_params).model_fields
+        if (value := getattr(body.sampling_params, name)) is not None
+    }
+    if "logit_bias" in given:
+        given["logit_bias"] = {int(i): bias for i, bias in given["logit_bias"].items()}
+    if "min_tokens" in given and "max_tokens" in given:
+        given["min_tokens"] = min(given["min_tokens"], given["max_tokens"])
+    reads_text = body.output_mode == "text" or bool(given.get("stop"))
+    return defaults.with_(**{"max_tokens": None, "detokenize": reads_text} | given)
+
+
+class _Answer:
+    """The answer to one request: `whole`, or `chunks` for a stream."""
+
+    def __init__(self, served: Served, body: GenerateRequest, stream: RequestStream, request_id: str):
+        self._body, self._stream = body, stream
+        self._record = CallRecord.of("generate-tokens", served, body, stream, request_id)
+        (self._ask,) = stream.asks.values()
+        self._text = body.output_mode == "text"
+        self._bytes_of: Mapping[int, bytes] | None = None
+        if self._text and served.engine.get_tokenizer().is_byte_level:
+            self._bytes_of = served.engine.get_tokenizer().token_bytes()
+
+    def _answer(self, choices: list[GenerateChoice], usage: Usage | None) -> Generated:
+        record = self._record
+        return Generated(
+            request_id=record.id,
+            model=record.model,
+            created=record.created,
+            output_mode="text" if self._text else "tokens",
+            choices=choices,
+            usage=usage,
+        )
+
+    def _choice(self, delta: Delta) -> GenerateChoice:
+        """A delta as a choice. Raises FailedError for a sample that ends with an error."""
+        self._record.add(delta)
+        if delta.finish_reason == "error":
+            raise FailedError(str(delta.stop_reason))
+        choice = GenerateChoice(
+            index=delta.index,
+            token_ids=list(delta.token_ids),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+        )
+        num_top = self._ask.params.logprobs or 0
+        if self._text:
+            choice.text = delta.text
+            choice.logprobs = chat_logprobs(delta, num_top, self._bytes_of)
+        elif delta.logprobs is not None:
+            choice.logprobs = IdLogprobs([_sampled(i, x, num_top) for i, x in zip(delta.token_ids, delta.logprobs, strict=True)])
+        return choice
+
+    async def chunks(self) -> AsyncGenerator[Generated]:
+        options = self._body.stream_options
+        continuous = bool(options and options.continuous_usage_stats)
+        first = True
+        async for delta in self._stream:
+            choice = self._choice(delta)
+            if not (choice.token_ids or choice.finish_reason or choice.text):
+                continue
+            chunk = self._answer([choice], self._record.usage() if continuous else None)
+            if first and self._body.return_token_ids:
+                chunk.prompt_token_ids = list(self._ask.prompt_token_ids)
+            if delta.prompt_logprobs is not None:
+                chunk.prompt_logprobs = plain_prompt_logprobs(delta.prompt_logprobs)
+            first = False
+            yield chunk
+        if continuous or (options and options.include_usage):
+            yield self._answer([], self._record.usage())
+
+    async def whole(self) -> Generated:
+        choices: dict[int, GenerateChoice] = {}
+        prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None = None
+        async with self._stream:
+            async for delta in self._stream:
+                new = self._choice(delta)
+                prompt_logprobs = prompt_logprobs or delta.prompt_logprobs
+                choice = choices.setdefault(new.index, new)
+                if choice is new:
+                    continue
+                choice.token_ids += new.token_ids
+                choice.finish_reason, choice.stop_reason = new.finish_reason, new.stop_reason
+                if self._text:
+                    choice.text += new.text  # pyright: ignore[reportOperatorIssue]
+                if choice.logprobs is not None and new.logprobs is not None:
+                    choice.logprobs.content += new.logprobs.content
+        answer = self._answer([choices[i] for i in sorted(choices)], self._record.usage())
+        if self._ask.params.prompt_logprobs is not None:
+            answer.prompt_logprobs = plain_prompt_logprobs(prompt_logprobs)
+        if self._body.return_token_ids:
+            answer.prompt_token_ids = list(self._ask.prompt_token_ids)
+        return answer
+
+
+def _sampled(token_id: int, entry: Mapping[int, Logprob], num_top: int) -> SampledLogprob:
+    def of(i: int) -> IdLogprob:
+        return IdLogprob(i, finite(entry[i].logprob), entry[i].rank)
+
+    others = sorted((i for i in entry if i != token_id and (entry[i].rank or 0) <= num_top), key=lambda i: entry[i].rank or 0)
+    top = [of(i) for i in (token_id, *others)] if num_top else []
+    own = of(token_id)
+    return SampledLogprob(token_id, own.logprob, own.rank, top)

@@ -1,0 +1,228 @@
+"""OpenAI's Responses API: `/v1/responses`, and the routes of a response that is kept.
+
+Owns what a request means as a chat, the responses that run in the background, and how an answer is written as a response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from pydantic import TypeAdapter
+from starlette.responses import Response
+
+from jaxserve.serving.chat_protocol import ChatRequest
+from jaxserve.serving.dialects.response_events import Answer
+from jaxserve.serving.dialects.response_store import ResponseStore, StoredResponse
+from jaxserve.serving.dialects.responses_forms import DeletedResponse, ResponseObject
+from jaxserve.serving.dialects.responses_protocol import (
+    LOGPROBS,
+    PASSED_ON,
+    InputItem,
+    NamedFunction,
+    ResponsesRequest,
+    SchemaFormat,
+    chat_messages,
+)
+from jaxserve.serving.dialects.turn import Turn, chat_request, renaming
+from jaxserve.serving.errors import RefusedError, describe
+from jaxserve.serving.generation import Served
+from jaxserve.serving.openapi import answers
+from jaxserve.serving.protocol import check_model
+from jaxserve.serving.responses import encode
+from jaxserve.serving.streaming import EventStream, unless_gone
+
+ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
+RENAMED = {"response_format": "text", "max_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning"}
+_items: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
+
+
+def responses_routes(app: FastAPI, responses: Responses) -> None:
+    """Adds the routes."""
+    streamed = "text/event-stream"
+
+    @app.post("/v1/responses", response_model=None, **answers(ResponseObject, *ERRORS, also=streamed))
+    async def create(body: ResponsesRequest, request: Request) -> Response:
+        request.state.user = body.safety_identifier or body.user
+        return await responses.create(body, request)
+
+    @app.get("/v1/responses/{response_id}", response_model=None, **answers(ResponseObject, 400, 401, 404))
+    async def retrieve(response_id: str, stream: bool = False) -> Response:
+        if stream:
+            raise RefusedError("stream: a response that is kept is given whole", param="stream")
+        return _json(responses.get(response_id))
+
+    @app.delete("/v1/responses/{response_id}", response_model=None, **answers(DeletedResponse, 401, 404))
+    async def delete(response_id: str) -> Response:
+        await responses.delete(response_id)
+        return _json(encode(DeletedResponse(response_id)))
+
+    @app.post("/v1/responses/{response_id}/cancel", response_model=None, **answers(ResponseObject, 400, 401, 404))
+    async def cancel(response_id: str) -> Response:
+        return _json(await responses.cancel(response_id))
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+class Responses:
+    """The responses of a server: it makes them, keeps them in a store, and runs some in the background."""
+
+    def __init__(self, served: Served, store: ResponseStore):
+        self._served, self._store = served, store
+        self._running: dict[str, tuple[Answer, asyncio.Task[None]]] = {}
+
+    async def create(self, body: ResponsesRequest, request: Request) -> Response:
+        """The response to a request, once it is complete; a stream of its events; in the background, the response as it begins."""
+        check_model(body.model, self._served.names)
+        items = [*self._items_before(body), *body.items]
+        with renaming(RENAMED):
+            chat = to_chat(body, items)
+            turn = await unless_gone(request, Turn.open(self._served, chat, request))
+        answer = Answer(self._begun(body, turn), turn, items)
+        if body.background:
+            task = asyncio.create_task(_run(answer))
+            self._running[answer.response.id] = answer, task
+            task.add_done_callback(lambda task: self._ended(answer, task))
+            return _json(encode(answer.response))
+        if body.stream:
+            return EventStream(self._events(answer), turn.stream.close, self._served.patience)
+        await unless_gone(request, answer.whole())
+        self._keep(answer)
+        return _json(encode(answer.response))
+
+    def get(self, response_id: str) -> bytes:
+        """A response as JSON. Raises RefusedError (404) if it is not kept."""
+        if response_id in self._running:
+            return encode(self._running[response_id][0].response)
+        return self._stored(response_id).response
+
+    async def delete(self, response_id: str) -> None:
+        """Forgets a response; one that runs in the background is cancelled. Raises as `get`."""
+        if response_id in self._running:
+            await self.cancel(response_id)
+        if not self._store.delete(response_id):
+            self._stored(response_id)
+
+    async def cancel(self, response_id: str) -> bytes:
+        """Cancels a response that runs in the background, and returns it; one that has ended is returned as it is.
+
+        Raises:
+          RefusedError: as `get`, or the response does not run in the background.
+        """
+        if response_id in self._running:
+            answer, task = self._running[response_id]
+            task.cancel()
+            await asyncio.wait([task])
+            return encode(answer.response)
+        stored = self._stored(response_id).response
+        if not msgspec.json.decode(stored)["background"]:
+            raise RefusedError("only a response with background=true can be cancelled")
+        return stored
+
+    async def close(self) -> None:
+        """Ends the responses that run in the background, and closes the store."""
+        tasks = [task for _, task in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._store.close()
+
+    def _stored(self, response_id: str, param: str | None = None) -> StoredResponse:
+        found = self._store.get(response_id)
+        if found is None:
+            raise RefusedError(f"there is no response {response_id!r}, or it is not kept any more", status=404, param=param)
+        return found
+
+    def _items_before(self, body: ResponsesRequest) -> list[Any]:
+        """The items of the conversation that the request goes on with."""
+        if body.previous_response_id is None:
+            return []
+        if body.previous_response_id in self._running:
+            raise RefusedError("previous_response_id: this response is not complete yet", param="previous_response_id")
+        stored = self._stored(body.previous_response_id, "previous_response_id")
+        return _items.validate_python(msgspec.json.decode(stored.items))
+
+    def _ended(self, answer: Answer, task: asyncio.Task[None]) -> None:
+        """A response that ran in the background has ended."""
+        if task.cancelled():
+            answer.cancel()
+        del self._running[answer.response.id]
+        self._keep(answer)
+
+    async def _events(self, answer: Answer) -> AsyncGenerator[bytes]:
+        async for event in answer.events():
+            if event.last:
+                self._keep(answer)
+            yield event.data
+
+    def _keep(self, answer: Answer) -> None:
+        if answer.response.store:
+            self._store.put(answer.response.id, StoredResponse(encode(answer.response), encode(answer.all_items())))
+
+    def _begun(self, body: ResponsesRequest, turn: Turn) -> ResponseObject:
+        """The response before there is any output."""
+        (ask,) = turn.stream.asks.values()
+        given = body.model_dump(
+            mode="json", by_alias=True, exclude_none=True, include={"text", "tools", "tool_choice", "reasoning"}
+        )
+        return ResponseObject(
+            id=f"resp_{uuid.uuid4().hex}",
+            created_at=int(time.time()),
+            status="in_progress",
+            background=bool(body.background),
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=turn.record.model,
+            output=[],
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            reasoning={"effort": None, "summary": None} | given.get("reasoning", {}),
+            store=body.store is not False,
+            temperature=ask.params.temperature,
+            text={"format": {"type": "text"}} | given.get("text", {}),
+            tool_choice=given.get("tool_choice", "auto"),
+            tools=given.get("tools", []),
+            top_logprobs=body.top_logprobs or 0,
+            top_p=ask.params.top_p,
+            user=body.user,
+        )
+
+
+async def _run(answer: Answer) -> None:
+    """Answers in the background. What goes wrong is written into the response."""
+    try:
+        await answer.whole()
+    except Exception as error:
+        answer.fail(describe(error)[1].error.message)
+
+
+def to_chat(body: ResponsesRequest, items: list[Any]) -> ChatRequest:
+    """The chat that a request asks for. items: the conversation up to its end. Raises RefusedError."""
+    fields: dict[str, Any] = {name: getattr(body, name) for name in PASSED_ON}
+    system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    fields["messages"] = system + chat_messages(items)
+    fields["max_tokens"] = body.max_output_tokens
+    fields["reasoning_effort"] = body.reasoning.effort if body.reasoning else None
+    if LOGPROBS in (body.include or ()) or body.top_logprobs:
+        fields["logprobs"], fields["top_logprobs"] = True, body.top_logprobs or 0
+    if body.text and body.text.format:
+        made = body.text.format.model_dump(by_alias=True, exclude_none=True)
+        if isinstance(body.text.format, SchemaFormat):
+            del made["type"]
+            made = {"type": "json_schema", "json_schema": made}
+        fields["response_format"] = made
+    if body.tools is not None:
+        fields["tools"] = [{"type": "function", "function": tool.function()} for tool in body.tools]
+    if isinstance(body.tool_choice, NamedFunction):
+        fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
+    else:
+        fields["tool_choice"] = body.tool_choice
+    return chat_request(fields)

@@ -1,0 +1,157 @@
+"""What the server answers in OpenAI's Responses API: responses, their items, events of streams. Every field is OpenAI's."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from jaxserve.serving.responses import TokenLogprob
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputTextPart(Struct, tag="output_text", tag_field="type"):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class ReasoningPart(Struct, tag="reasoning_text", tag_field="type"):
+    text: str
+
+
+class MessageOutput(Struct, tag="message", tag_field="type", kw_only=True):
+    id: str
+    status: ItemStatus
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputTextPart]
+
+
+class ReasoningOutput(Struct, tag="reasoning", tag_field="type", kw_only=True):
+    """summary is always empty: content has all of the reasoning."""
+
+    id: str
+    status: ItemStatus
+    summary: list[Any] = []
+    content: list[ReasoningPart]
+
+
+class FunctionCallOutput(Struct, tag="function_call", tag_field="type", kw_only=True):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: ItemStatus
+
+
+OutputItem = MessageOutput | ReasoningOutput | FunctionCallOutput
+
+
+class InputTokensDetails(Struct):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseFault(Struct):
+    """Why a response failed."""
+
+    code: Literal["server_error"]
+    message: str
+
+
+class IncompleteDetails(Struct):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseObject(Struct, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
+    error: ResponseFault | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None
+
+
+class DeletedResponse(Struct):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+# ---- events of a stream: their type is "response." and more
+
+
+class Lifecycle(Struct, kw_only=True):
+    """response.created, .in_progress, .completed, .incomplete or .failed."""
+
+    type: str
+    sequence_number: int
+    response: ResponseObject
+
+
+class ItemEvent(Struct, kw_only=True):
+    """response.output_item.added or .done."""
+
+    type: str
+    sequence_number: int
+    output_index: int
+    item: OutputItem
+
+
+class PartEvent(Struct, kw_only=True):
+    """response.content_part.added or .done."""
+
+    type: str
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    part: OutputTextPart | ReasoningPart
+
+
+class TextEvent(Struct, kw_only=True):
+    """response.output_text, .reasoning_text or .function_call_arguments, each .delta or .done."""
+
+    type: str
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
