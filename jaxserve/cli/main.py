@@ -14,6 +14,7 @@ from jaxserve.cli.common.command import MISSPELT, asks_for_help, fail, reader_ma
 COMMANDS = {  # as a user says it -> a line; its module is that of jaxserve.cli with dots for spaces
     "serve": "Serve a model over HTTP with OpenAI's API.",
     "generate": "Generate completions of prompts, from flags or a file.",
+    "run-batch": "Answer a file of requests in OpenAI's batch format.",
     "chat": "Chat in the terminal, with a model here or with a server.",
     "bench throughput": "Throughput of a workload that is given all at once.",
     "bench latency": "Latency of one batch.",
@@ -53,7 +54,7 @@ def main() -> None:
         version(rest)
         return
     sys.argv = [f"jaxserve {name}", *rest]
-    module = importlib.import_module("jaxserve.cli." + name.replace(" ", "."))
+    module = importlib.import_module("jaxserve.cli." + name.replace(" ", ".").replace("-", "_"))
     run_command(module.main, name=f"jaxserve {name}")
 
 

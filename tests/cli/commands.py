@@ -2,5 +2,5 @@
 
 from jaxserve.cli.main import COMMANDS
 
-MODULES = {name: "jaxserve.cli." + name.replace(" ", ".") for name in COMMANDS if name != "version"}
+MODULES = {name: "jaxserve.cli." + name.replace(" ", ".").replace("-", "_") for name in COMMANDS if name != "version"}
 MODULES["validate_simulator"] = "scripts.validate_simulator"
