@@ -1,5 +1,11 @@
 """A tiny Qwen3 with random weights, and a tokenizer of single letters: what the examples use where no model is given."""
 
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -17,7 +23,10 @@ CONFIG = {  # as in a Hugging Face config.json
     "max_position_embeddings": 512,
     "eos_token_id": 255,
 }
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TEMPLATE = (
+    "{% if tools %}Call as <tool_call>{name, arguments}</tool_call>: {{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
 
 
 def module(seed: int = 0):
@@ -38,3 +47,25 @@ def llm() -> jaxserve.LLM:
     """An engine of three programs around the tiny model."""
     plan = jaxserve.BucketPlan(decode=(8,), mixed=((128, 8),), head_rows=(8,))
     return jaxserve.LLM.from_params(module(), tokenizer=tokenizer(), bucket_plan=plan, num_pages=64)
+
+
+@contextlib.contextmanager
+def server() -> Iterator[str]:
+    """The address of a server with the tiny model, which it calls "tiny", while the `with` lasts."""
+    import uvicorn
+
+    from jaxserve.serving.app import make_app
+    from jaxserve.serving.options import ServerOptions
+
+    app = make_app(jaxserve.AsyncLLM(llm()), ServerOptions(names=("tiny",)))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        http = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        thread = threading.Thread(target=http.run, kwargs={"sockets": [listener]})
+        thread.start()
+        while not http.started:
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            http.should_exit = True
+            thread.join()

@@ -29,6 +29,23 @@ def test_chat(tmp_path):
 
 
 @pytest.mark.slow
+def test_messages(tmp_path):
+    pytest.importorskip("anthropic")
+    out = run("messages.py", folder=tmp_path)
+    assert re.search(r"^24 tokens, max_tokens$", out, re.MULTILINE)
+    assert re.search(r"^weather\(\{'city': '(Rome|Oslo)'\}\)$", out, re.MULTILINE) and re.search(
+        r"^\d+ tokens of prompt$", out, re.MULTILINE
+    )
+
+
+@pytest.mark.slow
+def test_responses(tmp_path):
+    out = run("responses.py", folder=tmp_path)
+    found = re.findall(r"(\d+) tokens of prompt", out)
+    assert len(found) == 2 and int(found[1]) > int(found[0]) and re.search(r"^Cat\(tame=(True|False)\)$", out, re.MULTILINE)
+
+
+@pytest.mark.slow
 def test_batch_scoring(tmp_path):
     out = run("batch_scoring.py", folder=tmp_path)
     assert len(re.findall(r"-\d+\.\d\d", out)) == 9  # a score an answer
