@@ -49,7 +49,8 @@ class Answer:
     """
 
     def __init__(self, response: ResponseObject, turn: Turn, items: list[Any]):
-        self.response, self._turn, self._items = response, turn, items
+        self.response: ResponseObject = response
+        self._turn, self._items = turn, items
         self._num_events = 0
 
     def all_items(self) -> list[Any]:

@@ -96,11 +96,12 @@ class SQLiteStore:
         try:
             self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=1)
             self._connection.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + _SCHEMA)
-            used, self.num_bytes, self._len = self._connection.execute(
+            used, num_bytes, self._len = self._connection.execute(
                 "SELECT coalesce(max(used), 0), coalesce(sum(num_bytes), 0), count(*) FROM responses"
             ).fetchone()
         except sqlite3.Error as error:
             raise ValueError(f"response_store={str(path)!r}: {error}") from error
+        self.num_bytes: int = num_bytes
         self._used = used  # the time of the last use, counted in uses
         self._make_room()
 
