@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.serving.beams import open_deltas
-from jaxserve.serving.chat_protocol import Chat, ChatRequest
+from jaxserve.serving.chat_protocol import Chat, ChatRequest, NamedTool
 from jaxserve.serving.generation import (
     CallRecord,
     Served,
@@ -300,6 +300,8 @@ class ChatAnswer:
     def _message(self, pieces: list[Piece]) -> AssistantMessage:
         message = _message(pieces)
         message.role = self._role
+        if isinstance(self._body.tool_choice, NamedTool):
+            message.content = message.content or ""  # as vLLM has it; other calls stand beside null
         if self._echo:
             message.content = self._echo + (message.content or "")
         return message

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM
+from jaxserve.serving.notations import REASONING, Thinking
 from tests import alphabet_model
-from tests.alphabet_model import VOCABULARY, after, ids
+from tests.alphabet_model import BOS, SPECIALS, TURN, VOCABULARY, after, ids
 from tests.serving.calls import chat, chunks, complete, ok, refusal
 from tests.serving.conftest import PLAN
 from tests.serving.http_server import serving
@@ -151,6 +152,14 @@ def test_reasoning_effort_is_for_templates_that_read_it(server, shared_llm):
 
 def test_documents_are_for_templates_that_read_them(server):
     assert "documents" in refusal(chat(server, documents=[{"title": "a", "text": "b"}]))["message"]
+
+
+def test_marks_that_are_special_tokens_stay_in_the_text_that_is_parsed(shared_llm, monkeypatch):
+    monkeypatch.setitem(REASONING, "turns", Thinking((TURN,), (BOS,)))
+    asked = {"chat_template_kwargs": {"opening": TURN}, "logit_bias": {str(SPECIALS[BOS]): 100}, "max_tokens": 3}
+    with serving(shared_llm, options={"reasoning_parser": "turns"}) as server:
+        assert ok(chat(server, **asked))["choices"][0]["message"]["content"] == BOS * 2, "the first ends the reasoning"
+        assert ok(chat(server, skip_special_tokens=True, **asked))["choices"][0]["message"]["content"] == ""
 
 
 # ---- a budget of reasoning
