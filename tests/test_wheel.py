@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from jaxserve.cli.main import COMMANDS
+from kernels.cpu import build, library
 from tests import alphabet_model
 from tests.alphabet_model import after
+from tests.kernels.cpu_levels import AUTO
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jaxserve", "kernels", "checkpoints")
@@ -48,6 +50,55 @@ def test_holds_every_file_of_the_packages(wheel):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
+def test_has_the_kernels_for_cpus_where_they_can_be_compiled(wheel):
+    """Then it is one of this platform, its library what the sources beside it say."""
+    if build.missing():
+        pytest.skip(f"needs {build.missing()}")
+    assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
+    content = zipfile.ZipFile(wheel).read(f"kernels/cpu/{library.PATH.name}")
+    assert build.fingerprint().encode() in content
+
+
+def build_checkout(folder: Path, kind: str, **environment: str) -> tuple[str, Path, str]:
+    """What pip calls for `pip wheel` ("wheel") and `pip install -e` ("editable"), in a short form of a checkout without a library:
+    the wheel's name, where the library would be, and stderr."""
+    names = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "kernels/cpu/build.py", "kernels/cpu/pool.cc")
+    for name in (*names, *(f"{package}/__init__.py" for package in PACKAGES)):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    code = f"from hatchling.build import build_{kind} as build; print(build('dist'))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1], folder / "kernels/cpu" / library.PATH.name, done.stderr
+
+
+def test_is_pure_without_a_compiler(tmp_path):
+    name, built, said = build_checkout(tmp_path, "wheel", PATH=str(tmp_path), CXX="")
+    assert name.endswith("-py3-none-any.whl") and not built.exists()
+    assert "no kernels for CPUs are built: that needs" in said
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_an_editable_install_compiles_them_and_does_not_fail_if_that_does(tmp_path, works):
+    if build.missing():
+        pytest.skip(f"needs {build.missing()}")
+    compiler = tmp_path / "c++"  # its last argument is the output
+    compiler.write_text(
+        f'#!/bin/sh\nfor last; do :; done\n[ $# = 1 ] || : > "$last"\necho no space left >&2\n{"true" if works else "[ $# = 1 ]"}\n'
+    )
+    compiler.chmod(0o755)
+    name, built, said = build_checkout(tmp_path / "checkout", "editable", CXX=str(compiler))
+    assert name.endswith("-py3-none-any.whl") and built.exists() == works
+    assert ("no space left" in said) != works
+
+
 # argv: a model folder. Every module but commands and those of the extra [serve], then an answer of each kind of thing that a model
 # needs.
 CODE = """
@@ -64,12 +115,13 @@ llm = jaxserve.LLM(sys.argv[1], bucket_plan=plan, num_pages=4, page_size=16, com
 greedy = jaxserve.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 (chat,) = llm.chat([{"role": "user", "content": "hi"}], greedy)
 (form,) = llm.generate("a", greedy.with_(structured_outputs={"choice": ["no"]}))
-print(chat.outputs[0].text, form.outputs[0].text)
+kernels = llm.engine.kernels
+print(chat.outputs[0].text, form.outputs[0].text, kernels.attention, kernels.layer.rotary, kernels.layer.matmul)
 """
 
 
 def check_works(python: Path | str, site: Path, folder: Path, **environment: str) -> None:
-    """Runs CODE outside of the checkout, with the packages that lie in `site`."""
+    """Runs CODE outside of the checkout, with the packages that lie in `site`. Its engine has the backends that "auto" has here."""
     model = alphabet_model.save(folder / "model")
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     command = [str(python), "-P", "-c", CODE, str(model)]
@@ -77,9 +129,10 @@ def check_works(python: Path | str, site: Path, folder: Path, **environment: str
         command, cwd=folder, env={**inherited, "JAX_PLATFORMS": "cpu", **environment}, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
-    *files, version, chat, form = done.stdout.split()
+    *files, version, chat, form, attention, rotary, matmul = done.stdout.split()
     assert files == [str(site / package / "__init__.py") for package in PACKAGES]
     assert (chat, form) == (after("A", 5), "no")
+    assert {attention, rotary, matmul} == {AUTO}
     assert not (0, 18, 2) <= tuple(map(int, version.split("."))) < (0, 19, 0)  # see pyproject.toml
 
 

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,15 @@ def headers() -> Path | None:
     return folder if (folder / "xla/ffi/api/ffi.h").is_file() else None
 
 
+def ffi_minor() -> int:
+    """The version of XLA's interface to foreign functions (of major 0) that jaxlib has here, as its headers say."""
+    folder = headers()
+    assert folder is not None
+    found = re.search(r"define XLA_FFI_API_MINOR (\d+)", (folder / "xla/ffi/api/c_api.h").read_text())
+    assert found is not None
+    return int(found[1])
+
+
 def compiler() -> str | None:
     """$CXX, or the first of g++ and clang++ that there is."""
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
@@ -68,12 +78,27 @@ def missing() -> str | None:
 
 
 def fingerprint() -> str:
-    """Of what the library would be made from now: sources, headers and compiler."""
+    """Of what the library would be made from now: the one of its sources, then that of headers and compiler."""
+    version = subprocess.run([compiler() or "", "--version"], capture_output=True, check=True).stdout
+    tools = _digest(sorted((headers() or FOLDER).glob("xla/ffi/api/*.h")), version)
+    return f"{sources_fingerprint()}:{tools}"
+
+
+def sources_fingerprint() -> str:
+    """Of the sources alone, which a machine without a compiler can compare too."""
+    return _digest(sources())
+
+
+def _digest(paths: list[Path], more: bytes = b"") -> str:
     digest = hashlib.sha256()
-    for path in [*sources(), *sorted((headers() or FOLDER).glob("xla/ffi/api/*.h"))]:
+    for path in paths:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    version = subprocess.run([compiler() or "", "--version"], capture_output=True, text=True, check=True).stdout
-    return hashlib.sha256(digest.digest() + version.encode()).hexdigest()
+    return hashlib.sha256(digest.digest() + more).hexdigest()
+
+
+def is_stale(library: Path) -> bool:
+    """Whether a library was made from other sources than those here."""
+    return sources_fingerprint().encode() not in library.read_bytes()
 
 
 def compile_library(output: Path, *extra: str) -> None:
@@ -81,6 +106,7 @@ def compile_library(output: Path, *extra: str) -> None:
     said."""
     include, cxx = headers(), compiler()
     assert include is not None and cxx is not None
+    define = f'-DJAXSERVE_FINGERPRINT="{fingerprint()}"'
     root = ("-I", str(KERNELS.parent), "-isystem", str(include))
     with tempfile.TemporaryDirectory() as folder:
         jobs = []
@@ -89,7 +115,7 @@ def compile_library(output: Path, *extra: str) -> None:
                 target = Path(folder) / f"{source.parent.name}_{isa}.o"
                 jobs.append([*FLAGS, *flags, f"-DJAXSERVE_ISA={isa}", *root, *extra, "-c", str(source), "-o", str(target)])
         for source in sorted(FOLDER.glob("*.cc")):
-            jobs.append([*SHARED_FLAGS, *root, *extra, "-c", str(source), "-o", str(Path(folder) / f"{source.stem}.o")])
+            jobs.append([*SHARED_FLAGS, define, *root, *extra, "-c", str(source), "-o", str(Path(folder) / f"{source.stem}.o")])
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda job: _run(cxx, *job), jobs))
         objects = sorted(map(str, Path(folder).glob("*.o")))
@@ -112,7 +138,7 @@ def build() -> bool:
         return False
     wanted = fingerprint()
     if not (LIBRARY.is_file() and wanted.encode() in LIBRARY.read_bytes()):
-        compile_library(LIBRARY, f'-DJAXSERVE_FINGERPRINT="{wanted}"')
+        compile_library(LIBRARY)
     return True
 
 

@@ -103,9 +103,10 @@ ffi::Error rotary_write(ffi::AnyBuffer qkv, ffi::AnyBuffer kv_pages, ffi::Buffer
 
 extern "C" {
 
-#ifdef JAXSERVE_FINGERPRINT
 extern const char jaxserve_cpu_fingerprint[] = JAXSERVE_FINGERPRINT;  // by which build.py knows what this was made from
-#endif
+
+// The version of XLA's interface to foreign functions that this was compiled for, of major 0. An older XLA refuses it.
+int jaxserve_cpu_ffi_minor() { return XLA_FFI_API_MINOR; }
 
 // 0: this CPU lacks what the kernels need; 1: AVX2; 2: AVX512; 3: AVX512 with bfloat16.
 int jaxserve_cpu_level() { return jaxserve::level; }

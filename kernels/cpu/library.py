@@ -1,6 +1,7 @@
 """The library of the kernels for CPUs, as `build` makes it: loaded and registered with JAX when a kernel is first asked for.
 
-Owns the loading, the registration and the number of threads, which are the process's. A missing library is said once in the log.
+Owns the loading, the registration and the number of threads, which are the process's. A library that is missing or was
+compiled from something else is said once in the log: a warning where there is a compiler.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from typing import Any
 
 import jax
 
+from kernels.cpu import build
+
 logger: logging.Logger = logging.getLogger("jaxserve")
 
 PATH: Path = Path(__file__).parent / "libjaxserve_cpu.so.1"
-QUOTA: Path = Path("/sys/fs/cgroup/cpu.max")  # of this process's control group, as a container sees it
+CGROUPS: Path = Path("/sys/fs/cgroup")  # where control groups are mounted
+OWN_CGROUPS: Path = Path("/proc/self/cgroup")  # which of them this process is in
 LEVELS: tuple[str, ...] = ("none", "avx2", "avx512", "avx512bf16")  # instruction sets that kernels are compiled for
 TARGETS: tuple[str, ...] = ("fused_matmul", "grouped_matmul", "attend", "rotary_write")
 
@@ -29,8 +33,12 @@ TARGETS: tuple[str, ...] = ("fused_matmul", "grouped_matmul", "attend", "rotary_
 def load() -> Any:
     """The library, its functions registered as foreign functions `jaxserve_cpu_<kernel>`. None where there is none, or this CPU
     can't run it, which is logged once."""
-    if not PATH.is_file():
-        logger.info("no kernels for CPUs: %s is not there, which `python kernels/cpu/build.py` makes; XLA computes", PATH)
+    fault, lacking = _fault(), build.missing()
+    if fault is not None:
+        if lacking is None:
+            logger.warning("no kernels for CPUs: %s; XLA computes, which is slower: run `python %s`", fault, build.__file__)
+        else:
+            logger.info("no kernels for CPUs: %s; XLA computes. `python %s` needs %s", fault, build.__file__, lacking)
         return None
     library = ctypes.CDLL(str(PATH))
     if library.jaxserve_cpu_level() == 0:
@@ -41,6 +49,17 @@ def load() -> Any:
         jax.ffi.register_ffi_target(f"jaxserve_cpu_{name}", jax.ffi.pycapsule(handler), platform="cpu")
     library.jaxserve_cpu_set_num_threads(available_threads())
     return library
+
+
+def _fault() -> str | None:
+    """Why the library must be compiled before it can be used, in words; None if it need not be."""
+    if not PATH.is_file():
+        return f"{PATH.name} has not been compiled"
+    if build.is_stale(PATH):
+        return f"{PATH.name} was compiled from other sources than these"
+    if build.headers() is not None and ctypes.CDLL(str(PATH)).jaxserve_cpu_ffi_minor() > build.ffi_minor():
+        return f"{PATH.name} was compiled with a later jaxlib than this one"
+    return None
 
 
 def lacks() -> str | None:
@@ -84,10 +103,36 @@ def set_num_threads(num_threads: int | None) -> None:
 
 
 def available_threads() -> int:
-    """CPUs that this process may use: those that it may run on, and no more than its control group's quota pays for."""
+    """CPUs that this process may use: those that it may run on, and no more than the quotas of its control groups pay for."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([allowed, *(math.ceil(quota) for quota in _quotas())]))
+
+
+def _quotas() -> Iterator[float]:
+    """CPUs that each of this process's control groups is granted, from its own to the outermost that is mounted; those without a
+    limit are left out. A container's mount often begins at its own group, of which the host's path names nothing there."""
     try:
-        quota, period = QUOTA.read_text().split()
+        lines = OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        lines = ["0::/"]
+    for line in lines:  # "0::/path" of version 2, "4:cpu,cpuacct:/path" of version 1
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        own = Path(path.lstrip("/"))
+        for mount in (CGROUPS / controllers, CGROUPS / ("cpu" if controllers else "unified")):
+            for group in (own, *own.parents):
+                if (quota := _quota(mount / group)) is not None:
+                    yield quota
+
+
+def _quota(group: Path) -> float | None:
+    """CPUs that a control group is granted; None without a limit, or where no such group lies here."""
+    try:
+        if (group / "cpu.max").is_file():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = ((group / name).read_text().strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+        return None if quota in ("max", "-1") else int(quota) / int(period)
     except (OSError, ValueError):
-        return allowed
-    return allowed if quota == "max" else max(1, min(allowed, math.ceil(int(quota) / int(period))))
+        return None

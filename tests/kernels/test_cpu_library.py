@@ -14,8 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve import EngineConfig
+from jaxserve.engine.kernel_choice import choose_kernels
 from kernels.cpu import library
 from kernels.fused_matmul import fused_matmul
+from tests.dummy import CONFIG, dummy_model, make_engine
 from tests.kernels.cpu_levels import needs_library
 
 ROOT = Path(__file__).parents[2]
@@ -70,10 +73,41 @@ def test_a_number_of_threads_below_one_is_refused():
         library.set_num_threads(0)
 
 
-@pytest.mark.parametrize(("quota", "count"), [("max 100000", 4), ("150000 100000", 2), ("50000 100000", 1), ("900000 100000", 4)])
-def test_threads_follow_the_control_group(tmp_path, monkeypatch, quota, count):
-    (tmp_path / "cpu.max").write_text(quota + "\n")
-    monkeypatch.setattr(library, "QUOTA", tmp_path / "cpu.max")
+V1 = "9:name=systemd:/\n4:cpu,cpuacct:/docker/a\n3:cpuset:/docker/a\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "count"),
+    [
+        ("0::/\n", {"cpu.max": "max 100000"}, 4),
+        ("0::/\n", {"cpu.max": "150000 100000"}, 2),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 1),
+        ("0::/\n", {"cpu.max": "900000 100000"}, 4),
+        ("0::/\n", {}, 4),
+        (None, {"cpu.max": "200000 100000"}, 2),  # no /proc
+        # its own group, one around it, and one of another
+        ("0::/a.slice/b\n", {"a.slice/b/cpu.max": "300000 100000", "a.slice/cpu.max": "max 100000"}, 3),
+        ("0::/a.slice/b\n", {"a.slice/b/cpu.max": "300000 100000", "a.slice/cpu.max": "200000 100000"}, 2),
+        ("0::/a.slice/b\n", {"a.slice/c/cpu.max": "100000 100000"}, 4),
+        # version 1: the group as it is mounted, a container's mount that begins at its group, no limit, another controller's
+        (V1, {"cpu,cpuacct/docker/a/cpu.cfs_quota_us": "150000", "cpu,cpuacct/docker/a/cpu.cfs_period_us": "100000"}, 2),
+        (V1, {"cpu/docker/a/cpu.cfs_quota_us": "150000", "cpu/docker/a/cpu.cfs_period_us": "50000"}, 3),
+        (V1, {"cpu,cpuacct/cpu.cfs_quota_us": "100000", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 1),
+        (V1, {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 4),
+        (V1, {"cpuset/docker/a/cpu.cfs_quota_us": "100000", "cpuset/docker/a/cpu.cfs_period_us": "100000"}, 4),
+        # both versions at once
+        ("1:cpu:/\n0::/\n", {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000", "unified/cpu.max": "max 1"}, 2),
+    ],
+)
+def test_threads_follow_the_control_groups(tmp_path, monkeypatch, groups, files, count):
+    if groups is not None:
+        (tmp_path / "groups").write_text(groups)
+    for name, text in files.items():
+        path = tmp_path / "mounts" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    monkeypatch.setattr(library, "OWN_CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(library, "CGROUPS", tmp_path / "mounts")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     assert library.available_threads() == count
 
@@ -91,9 +125,51 @@ def test_without_a_compiler_nothing_is_built(monkeypatch, capsys):
         assert "that needs a C++ compiler" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("lacking", [None, "a C++ compiler"])
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("missing", "has not been compiled; XLA computes"),
+        ("stale", "was compiled from other sources than these; XLA computes"),
+        ("later", "was compiled with a later jaxlib than this one; XLA computes"),
+    ],
+)
+def test_a_library_that_must_be_compiled_is_said_once(tmp_path, monkeypatch, caplog, state, said, lacking):
+    """A warning with the command where that can be run here. The engines run on XLA."""
+    copy = tmp_path / library.PATH.name
+    if state != "missing":
+        if library.load() is None:
+            pytest.skip("needs the library")
+        sources = build.sources_fingerprint().encode()
+        copy.write_bytes(library.PATH.read_bytes().replace(sources, sources if state == "later" else b"0" * len(sources)))
+    if state == "later":
+        monkeypatch.setattr(build, "ffi_minor", lambda: 0)
+    monkeypatch.setattr(library, "PATH", copy)
+    monkeypatch.setattr(build, "missing", lambda: lacking)
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: pytest.fail("registered"))
+    monkeypatch.setattr(library, "load", functools.cache(library.load.__wrapped__))
+    caplog.set_level("INFO", "jaxserve")
+    chosen = [choose_kernels(CONFIG, "float32", EngineConfig()) for _ in range(2)]
+    assert {(choice.attention, choice.layer.matmul) for choice in chosen} == {("xla", "xla")}
+    (record,) = [record for record in caplog.records if record.message.startswith("no kernels for CPUs: ")]
+    assert said in record.message and f"`python {build.__file__}`" in record.message
+    assert record.levelname == ("WARNING" if lacking is None else "INFO")
+
+
 @needs_library
+def test_an_engines_option_sets_the_number_of_threads():
+    count = library.load().jaxserve_cpu_num_threads
+    try:
+        for num_threads, want in ((1, 1), (3, 3), (None, library.available_threads())):
+            make_engine(dummy_model(), num_threads=num_threads)
+            assert count() == want
+    finally:
+        library.set_num_threads(None)
+
+
 def test_the_library_is_what_its_sources_say(monkeypatch):
-    """Built once: a second build finds it as it should be, and another source would be another library."""
+    """Built once: a second build finds it as it should be, and another source would be another library. A stale one, which the
+    other tests skip, fails here."""
     if build.missing():
         pytest.skip(f"needs {build.missing()}")
     monkeypatch.setattr(build, "compile_library", lambda *_: pytest.fail("built anew: run make setup"))
@@ -150,10 +226,13 @@ def test_the_cases_touch_no_memory_but_their_own(tmp_path):
 
 @pytest.mark.slow
 def test_the_pool_has_no_races(tmp_path):
-    """ThreadSanitizer over the pool: several callers, more and fewer threads, workers that park and wake."""
+    """ThreadSanitizer over the pool: several callers, more and fewer threads, workers that park and wake; and over every kernel
+    with four threads."""
     needs_sanitizer("libtsan.so")
     program, source = tmp_path / "pool_test", Path(__file__).with_name("cpu_pool_test.cc")
-    flags = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread", "-I", str(ROOT)]
-    subprocess.run(["g++", *flags, str(source), str(ROOT / "kernels/cpu/pool.cc"), "-o", str(program)], check=True)
+    flags = [*build.ISAS["avx2"], "-DJAXSERVE_ISA=avx2", "-Wno-psabi", "-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread"]
+    kernels = [str(path) for path in sorted(ROOT.glob("kernels/*/cpu.cc"))]
+    command = ["g++", *flags, "-I", str(ROOT), str(source), str(ROOT / "kernels/cpu/pool.cc"), *kernels, "-o", str(program)]
+    subprocess.run(command, check=True)
     done = subprocess.run([program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout == "right\n", done.stderr[-3000:]
