@@ -13,6 +13,7 @@ namespace jaxserve {
 namespace {
 
 constexpr int SPIN_MICROSECONDS = 100;
+constexpr int SPINS_BEFORE_YIELD = 500;  // about 10 microseconds
 constexpr uint32_t OPEN = 1u << 31;  // a bit of Pool::gate_; the others count the workers inside
 
 class Pool {
@@ -38,7 +39,9 @@ class Pool {
     }
     take_items();
     gate_.fetch_and(~OPEN, std::memory_order_acq_rel);
-    while (gate_.load(std::memory_order_acquire) != 0) _mm_pause();  // the last item of each worker
+    for (int spins = 0; gate_.load(std::memory_order_acquire) != 0; spins++) {  // the last item of each worker
+      spins < SPINS_BEFORE_YIELD ? _mm_pause() : std::this_thread::yield();     // it may need this thread's CPU to finish it
+    }
   }
 
   std::atomic<int> wanted{1};

@@ -1,8 +1,9 @@
 // The threads that all CPU kernels of a process share.
 //
 // A kernel calls `for_each`, which returns when every item is done. Between two calls the workers spin for SPIN_MICROSECONDS, so that
-// the kernels of a step follow one another without a wake-up, and then park. A worker that is late, or that the system does not run,
-// is never waited for: the caller takes items too. Which thread computes an item must not change its result.
+// the kernels of a step follow one another without a wake-up, and then park. The caller takes items too, and waits for no worker that
+// comes late. It does wait for the item that a worker has begun: where the system has taken the CPU from that worker, the caller
+// yields its own. Which thread computes an item must not change its result.
 
 #ifndef JAXSERVE_KERNELS_CPU_POOL_H_
 #define JAXSERVE_KERNELS_CPU_POOL_H_
