@@ -385,7 +385,7 @@ class EngineConfig:
         Switch(
             group=_NAMES,
             help="Use our kernels on a GPU that has not tried them. Otherwise the first start on a card, driver, JAX or revision "
-            "of the kernels tries them for about half a minute, and auto leaves out what fails (`jaxserve qualify`).",
+            "of the kernels tries them, within 300 s, and auto leaves out what fails (`jaxserve qualify`).",
         ),
     )
     compilation_cache_dir: str | None = _option(

@@ -98,7 +98,7 @@ def qualify(
             ours = {unit.name for unit in plan.all_units}
             record = Record({name: v for name, v in known.verdicts.items() if name not in ours and not v.failed})
         if plan.next_unit(record.verdicts) is not None:
-            logger.info("trying our kernels on %s, once for this card: about half a minute", card)
+            logger.info("trying our kernels on %s, once for this card: %.0f s at most", card, limits.whole)
             start = time.monotonic()
             verdicts = watch.watch(plan, record.verdicts, command=command, limits=limits)
             date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
