@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.backends import ATTENTION, GROUPED_MATMUL, Backend
+from kernels import backends
+from kernels.backends import ATTENTION, Backend
 from kernels.qualification import attention, grouped_matmul
-from kernels.qualification.checks import num_differing, run_check, run_unit
+from kernels.qualification.checks import CHECKS, num_differing, run_check, run_unit
 from kernels.qualification.plan import (
     DIFFERS,
     ERROR,
@@ -20,6 +21,7 @@ from kernels.qualification.plan import (
     NOT_MEANT,
     NOT_TRIED,
     PASSED,
+    TABLES,
     UNCOMPILED,
     WRONG,
     Ask,
@@ -193,11 +195,16 @@ def test_what_a_backend_lacks_is_said():
 
 
 def test_every_kernel_of_ours_is_asked_about():
-    """A row that is added to a table is tried without another word."""
-    plan = Plan({"attention": Ask(), "grouped_matmul": Ask()}, every=True)
-    for kernel, table in (("attention", ATTENTION), ("grouped_matmul", GROUPED_MATMUL)):
+    """A row that is added to a table is tried without another word, and so is a table that "auto" may take a row of ours from."""
+    tables = {name.lower(): table for name, table in vars(backends).items() if isinstance(table, backends.Backends)}
+    assert tables.keys() > TABLES.keys()
+    plan = Plan({kernel: Ask() for kernel in TABLES}, every=True)
+    for kernel, table in tables.items():
         ours = [row.name for row in table.automatic("gpu") if row.name not in ("xla", "reference", "right", "bent", "twin")]
-        assert [row.name for row in plan.rows(kernel)] == ours and ours
+        assert (kernel in TABLES) == bool(ours), f"{kernel}: {ours}"
+        if ours:
+            assert TABLES[kernel] is table and CHECKS[kernel].checks(None, False)
+            assert [row.name for row in plan.rows(kernel)] == ours
 
 
 def test_a_named_backend_is_asked_about_and_plain_xla_never():
