@@ -3,6 +3,7 @@
     make ptx-check                                              every case, 5 schedules
     python -m scripts.ptx_check --cases=few                     thirteen cases, 2 schedules: 1.5 minutes of a core
     python -m scripts.ptx_check --cases=gpu-mixed-8b --seeds=8
+    python -m scripts.ptx_check --cases=agreements              no case: programs whose outputs must be equal in every bit
     python -m scripts.ptx_check --target=a100                   the portable kernels, as they are for sm_80
     python -m scripts.ptx_check --log=FILE                      goes on where a run with the same FILE was interrupted
     python -m scripts.ptx_check --mutations --log=FILE          takes out each synchronising instruction in turn
@@ -29,7 +30,10 @@ from scripts.ptx.log import Log
 from scripts.ptx.report import Report, check_program
 
 _CASES = flags.DEFINE_list(
-    "cases", ["all"], "all, few, or names of cases (kernels/*/cases.py); of the portable kernels they begin with 'portable '."
+    "cases",
+    ["all"],
+    "all, few, agreements (only outputs that must be equal in every bit), or names of cases (kernels/*/cases.py); of the portable "
+    "kernels they begin with 'portable '.",
 )
 _SEEDS = flags.DEFINE_integer("seeds", None, "Schedules of each batch; default: 5, or 2 with --cases=few.", lower_bound=1)
 _MUTATIONS = flags.DEFINE_bool(
@@ -90,12 +94,12 @@ def check_cases(compiler: Any, report: Report) -> dict[str, Any]:
     from scripts.ptx.coverage import Coverage
     from scripts.ptx.suite import programs
 
-    few, all_cases = _CASES.value == ["few"], _CASES.value == ["all"]
+    few, all_cases, alone = (_CASES.value == [name] for name in ("few", "all", "agreements"))
     coverage = Coverage()
     for program in programs(compiler, names=None if all_cases else _CASES.value):
         check_program(program, _SEEDS.value or (2 if few else 5), coverage, report)
     lines = show_coverage(coverage, demanded=all_cases, report=report)
-    agreed = check_agreements(compiler, few=not all_cases, report=report) if few or all_cases else []
+    agreed = check_agreements(compiler, few=few, report=report) if few or all_cases or alone else []
     return {"programs": report.programs, "coverage": lines, "equal_bits": agreed}
 
 
@@ -107,7 +111,7 @@ def main() -> None:
     from scripts.ptx.survivors import subjects
 
     hopper = arch_of(_TARGET.value) == "sm_90a"
-    names, sets = case_names(hopper=hopper), {"all", "few"}
+    names, sets = case_names(hopper=hopper), {"all", "few", "agreements"}
     if _MUTATIONS.value:
         names, sets = list(dict.fromkeys(case for _, case in subjects(hopper=hopper))), {"all"}
     if set(_CASES.value) - sets - {*names} or len(_CASES.value) > 1 and sets & set(_CASES.value):
@@ -122,6 +126,8 @@ def main() -> None:
     result |= {"check": "ptx", "target": _TARGET.value, "faults": report.faults, "seconds": round(time.perf_counter() - start)}
     write_json(_JSON.value, {**result, **compilers(), **provenance()})
     what = f"{len(result['mutations'])} mutations" if _MUTATIONS.value else f"{len(report.programs)} programs"
+    if _CASES.value == ["agreements"]:
+        what = f"{len(result['equal_bits'])} agreements"
     print(f"ptx_check: {what} for {_TARGET.value}, {result['seconds']} s: {len(report.faults)} faults", flush=True)
     sys.exit(1 if report.faults else 0)
 

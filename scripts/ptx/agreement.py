@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.fused_matmul import cases as fused_cases
-from kernels.fused_matmul.tiles import COLUMNS, Tiles
+from kernels.fused_matmul.tiles import COLUMNS, Tiles, fitting_tiles
 from kernels.grouped_matmul import cases as experts_cases
 from kernels.ragged_paged_attention.cases import Batch, Case, Heads
-from scripts.ptx.attention import AttentionPtx, Shape, padded, shape_of
+from scripts.ptx.attention import AttentionPtx, Shape, ShippedPtx, padded, shape_of
 from scripts.ptx.compiled import KernelCompiler
 from scripts.ptx.experts import ExpertsPtx
 from scripts.ptx.fused import FusedPtx
@@ -21,6 +21,10 @@ from scripts.ptx.portable import PortablePtx
 HEADS = (Heads(4, 1, 128), Heads(2, 1, 128), Heads(8, 1, 128), Heads(3, 1, 64))  # of Qwen3 8B, 0.6B and 32B, of SmolLM2
 PORTABLE_HEADS = (*HEADS, Heads(3, 1, 96))
 BUCKETS = (8, 24, 80, 160)  # tokens: one consumer, two of few tokens, two full ones
+SEQS = ((1, 130), (5, 70), (2, 64))  # 8 tokens
+LONG_SEQS = ((1, 1100), (5, 600), (2, 64))  # past two chunks as they ship
+FUSED_ROWS = 136  # of the fused matmul: two tiles of two consumers, the second one's hardly used
+FUSED = fused_cases.Case("rows", FUSED_ROWS, 320, 2 * COLUMNS[-1])  # columns of the widest tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +51,8 @@ def agreements(compiler: KernelCompiler, *, few: bool) -> Iterator[Agreement]:
     for norm, gated in ((True, False),) if few else ((True, False), (True, True), (False, False)):
         yield fused_tiles(compiler, norm=norm, gated=gated, few=few)
     if not few:
-        yield from (buckets(compiler, heads) for heads in HEADS[:2])
+        yield from (buckets(compiler, heads) for heads in (*HEADS[:2], HEADS[3]))
+        yield from (buckets(compiler, heads, LONG_SEQS, ShippedPtx) for heads in (HEADS[0], HEADS[3]))
         yield tile_sizes(compiler)
 
 
@@ -70,29 +75,38 @@ def decode_and_prefill(compiler: KernelCompiler, heads: Heads, ptx_of: type[Atte
     )
 
 
-def buckets(compiler: KernelCompiler, heads: Heads) -> Agreement:
+def buckets(
+    compiler: KernelCompiler,
+    heads: Heads,
+    seqs: tuple[tuple[int, int], ...] = SEQS,
+    ptx_of: type[AttentionPtx] = AttentionPtx,
+) -> Agreement:
     """One batch of 8 tokens in buckets of several sizes."""
-    case = Case("bucket", ((1, 130), (5, 70), (2, 64)), heads, 64, "bfloat16", padding_tokens=0)
+    case = Case("bucket", seqs, heads, 64, "bfloat16", padding_tokens=0)
     least = shape_of([case])
     outputs = []
     for tokens in BUCKETS:
         shape = Shape(tokens, least.seqs + tokens // 24, least.pages + tokens, least.columns)
-        out, _ = AttentionPtx.compile(compiler, case, shape).run(padded(case, shape))
-        outputs.append((f"the bucket of {tokens} tokens", out[:8].tobytes()))
+        program = ptx_of.compile(compiler, case, shape)
+        out, _ = program.run(padded(case, shape))
+        outputs.append((f"the bucket of {tokens} tokens, {program.planner.tiles}", out[:8].tobytes()))
     return Agreement(f"buckets of {_name(heads)}", tuple(outputs))
 
 
+def fused_tilings(*, gated: bool, few: bool) -> list[tuple[int, Tiles]]:
+    """(rows, tiles): every tile of the kernel with its ring, among other rows, and those for eight rows alone. few: one of each."""
+    among, alone = (fitting_tiles(rows, FUSED.F, gated=gated) for rows in (FUSED_ROWS, 8))
+    wanted = [*((FUSED_ROWS, tiles) for tiles in among), *((8, tiles) for tiles in alone)]
+    return [wanted[0], wanted[-1]] if few else wanted
+
+
 def fused_tiles(compiler: KernelCompiler, *, norm: bool, gated: bool, few: bool) -> Agreement:
-    """Eight rows of a fused matmul, alone and among others: two consumers and one, every number of columns of a block. few: two
-    consumers among others and one alone, in two of these numbers."""
-    case = fused_cases.Case("rows", 200, 320, 512, norm=norm, residual=not gated, gated=gated)
+    """Eight rows of a fused matmul, alone and among others, in `fused_tilings`."""
+    case = dataclasses.replace(FUSED, norm=norm, residual=not gated, gated=gated)
     batch = fused_cases.build(case)
     alone = dataclasses.replace(batch, x=batch.x[:8], residual=None if batch.residual is None else batch.residual[:8])
-    blocks = 2 if gated else 1
-    wanted = [(200, 2, 128, 2), (200, 2, 32, blocks), (200, 1, 64, blocks), *((8, 1, columns, blocks) for columns in COLUMNS)]
     outputs = []
-    for rows, consumers, columns, blocks in (wanted[0], wanted[3]) if few else wanted:
-        tiles = Tiles(consumers, columns, blocks, 3, gated)
+    for rows, tiles in fused_tilings(gated=gated, few=few):
         program = FusedPtx.compile(compiler, dataclasses.replace(case, T=rows), tiles)
         out, _ = program.run(batch if rows > 8 else alone)
         outputs.append((f"{tiles}, {rows} rows", out[:8].tobytes()))

@@ -1,4 +1,7 @@
-"""Attention's PTX on the cases that its backends share: a program of one shape, and the batches that it is run with."""
+"""Attention's PTX on the cases that its backends share: a program of one shape, and the batches that it is run with.
+
+`AttentionPtx` has as many consumers as the kernel chooses, with a short ring and short chunks. `ShippedPtx` changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kernels.ragged_paged_attention import ragged_paged_attention
-from kernels.ragged_paged_attention.cases import Batch, Case, build
+from kernels.ragged_paged_attention.cases import Batch, Case, Heads, build
 from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS, Tiles, choose_tiles
 from kernels.ragged_paged_attention.work_planner import WorkPlanner
@@ -66,23 +69,18 @@ class AttentionPtx:
     case: Case
     shape: Shape
 
+    @staticmethod
+    def tiles_of(heads: Heads, max_q_len: int) -> Tiles:
+        """The tiles that the program is compiled with."""
+        return dataclasses.replace(ShippedPtx.tiles_of(heads, max_q_len), stages=STAGES, chunk=CHUNK)
+
     @classmethod
     def compile(
-        cls,
-        compiler: KernelCompiler,
-        case: Case,
-        shape: Shape,
-        *,
-        num_ctas: int = 3,
-        split_q_len: int = 1,
-        tiles: Tiles | None = None,
+        cls, compiler: KernelCompiler, case: Case, shape: Shape, *, num_ctas: int = 3, split_q_len: int = 1
     ) -> AttentionPtx:
         """The program of `case`'s heads, pages and options in this shape."""
         heads = case.heads
         max_q_len = min(case.max_q_len or shape.tokens, shape.tokens)
-        if tiles is None:
-            chosen = choose_tiles(head_dim=heads.H, group=heads.N // heads.K, max_q_len=max_q_len, device_kind="")
-            tiles = Tiles(consumers=chosen.consumers, stages=STAGES, chunk=CHUNK)
         planner = Planner.make(
             num_tokens=shape.tokens,
             num_seqs=shape.seqs,
@@ -94,7 +92,7 @@ class AttentionPtx:
             sliding_window=case.sliding_window,
             split_q_len=split_q_len,
             num_ctas=num_ctas,
-            tiles=tiles,
+            tiles=cls.tiles_of(heads, max_q_len),
         )
 
         def attention(*args: Any) -> Any:
@@ -135,6 +133,15 @@ class AttentionPtx:
             return run(kernel.program, kernel.launch, arrays, seed=seed)
         except PtxError as error:
             raise PtxError(f"{name}, seed {seed}: {error}") from None
+
+
+class ShippedPtx(AttentionPtx):
+    """The kernels of one program in the tiles that an untuned Hopper GPU runs."""
+
+    @staticmethod
+    def tiles_of(heads: Heads, max_q_len: int) -> Tiles:
+        """As `AttentionPtx.tiles_of`."""
+        return choose_tiles(head_dim=heads.H, group=heads.N // heads.K, max_q_len=max_q_len, device_kind="")
 
 
 def nothing(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

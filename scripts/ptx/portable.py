@@ -22,16 +22,7 @@ class PortablePtx(AttentionPtx):
     """The kernels of one program and what plans for it."""
 
     @classmethod
-    def compile(
-        cls,
-        compiler: KernelCompiler,
-        case: Case,
-        shape: Shape,
-        *,
-        num_ctas: int = 3,
-        split_q_len: int = 1,
-        tiles: Any = None,
-    ) -> PortablePtx:
+    def compile(cls, compiler: KernelCompiler, case: Case, shape: Shape, *, num_ctas: int = 3, split_q_len: int = 1) -> PortablePtx:
         """The program of `case`'s heads, pages and options in this shape."""
         from kernels import gpu
 
@@ -48,7 +39,7 @@ class PortablePtx(AttentionPtx):
                 sliding_window=case.sliding_window,
                 split_q_len=split_q_len,
                 num_ctas=num_ctas,
-                tiles=tiles or (Tiles(chunk=CHUNK) if heads.H <= LARGE_HEAD else None),
+                tiles=Tiles(chunk=CHUNK) if heads.H <= LARGE_HEAD else None,
             )
 
         def attention(*args: Any) -> Any:

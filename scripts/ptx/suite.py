@@ -14,11 +14,11 @@ from kernels.fused_matmul import cases as fused_cases
 from kernels.fused_matmul.tiles import Tiles
 from kernels.grouped_matmul import cases as experts_cases
 from kernels.ragged_paged_attention import cases as attention_cases
-from kernels.ragged_paged_attention.cases import INTERPRETED, PORTABLE, Case
+from kernels.ragged_paged_attention.cases import INTERPRETED, PORTABLE, Case, Heads
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
 from kernels.ragged_paged_attention.work_list import BLOCK
 from kernels.rotary_write import cases as rotary_cases
-from scripts.ptx.attention import AttentionPtx, padded, shape_of
+from scripts.ptx.attention import AttentionPtx, ShippedPtx, padded, shape_of
 from scripts.ptx.compiled import JOIN, PORTABLE_JOIN, Kernel, KernelCompiler
 from scripts.ptx.experts import ExpertsPtx
 from scripts.ptx.fused import FusedPtx
@@ -30,6 +30,7 @@ SPLIT_Q_LEN = 9  # query tokens of a sequence whose KV may be split
 MOST_CONSUMERS = 3  # of an item
 LONGER = 70  # positions by which a plan passes the KV: a block and more that is not there
 PREFIX = "portable "  # of the cases that the portable kernels run
+SHIPPED = "shipped "  # of attention's cases on Hopper in the tiles that it ships with
 FUSED = "fused "  # of the cases of the fused matmul
 ROTARY = "rotary "  # of the cases of the rotary write, which is one for all GPUs
 LAYOUT = "layout "  # of the cases of the grouped matmul's layout, which is one for all GPUs
@@ -98,13 +99,16 @@ def programs(compiler: KernelCompiler, names: Sequence[str] | None = None) -> It
 
 
 def attention_program(compiler: KernelCompiler, case: Case, ptx_of: type[AttentionPtx] = AttentionPtx, prefix: str = "") -> Program:
-    """The program of a case. Its batches: the case itself, and others with the same heads, pages and options."""
-    batches = [(case, 0), (case, LONGER), *((dataclasses.replace(case, seqs=s), n) for s, n in _more(case))]
+    """The program of a case. Its batches: the case itself, and others with the same heads, pages and options. As it ships, only the
+    case, whose rings and chunks are too long for the others to fill: then no line is demanded."""
+    more = [] if ptx_of is ShippedPtx else _more(case)
+    batches = [(case, 0), (case, LONGER), *((dataclasses.replace(case, seqs=s), n) for s, n in more)]
     shape = shape_of([batch for batch, _ in batches])
     split_q_len = min(SPLIT_Q_LEN, _half(case), case.max_q_len or SPLIT_Q_LEN)
     compiled = ptx_of.compile(compiler, case, shape, split_q_len=split_q_len)
     # The join goes over a sequence's tokens and its chunks: one token, or a window's few chunks, leave loops of it unused.
-    demanded = frozenset(compiled.kernels) - ({JOIN, PORTABLE_JOIN} if split_q_len == 1 or case.sliding_window else set())
+    one_step = {JOIN, PORTABLE_JOIN} if split_q_len == 1 or case.sliding_window else set()
+    demanded = frozenset(compiled.kernels) - one_step if more else frozenset()
     tolerance = 2 * attention_cases.TOLERANCE[case.dtype]  # weights are rounded to the dtype before they meet the values
 
     prepared = []
@@ -218,6 +222,21 @@ def _fused_suite() -> Suite:
     return Suite(found, [FUSED + name for name in ("gate_up", "prefill_qkv", "down")], only_hopper=True)
 
 
+# Past two rings of every CTA and past two chunks: a decode in each head_dim, and a prefill of each number of consumers.
+SHIPPED_CASES = (
+    Case("decodes-128", ((1, 1600), (1, 70), (1, 513)), Heads(4, 1, 128), 64, "bfloat16", max_q_len=1),
+    Case("decodes-64", ((1, 3300), (1, 70), (1, 513)), Heads(3, 1, 64), 64, "bfloat16", max_q_len=1),
+    Case("mixed-128", ((40, 1100), (1, 600)), Heads(4, 1, 128), 64, "bfloat16"),  # two consumers
+    Case("mixed-64", ((70, 1100), (1, 600)), Heads(3, 1, 64), 64, "bfloat16"),  # three
+)
+
+
+def _shipped_suite() -> Suite:
+    """Attention as it ships."""
+    make = partial(attention_program, ptx_of=ShippedPtx, prefix=SHIPPED)
+    return Suite({SHIPPED + case.name: [partial(make, case=case)] for case in SHIPPED_CASES}, [], only_hopper=True)
+
+
 # Two consumers, small and large blocks, and rings that a tile fills several times.
 FUSED_TILES = (
     ("qkv", Tiles(1, 32, 1, 2)),
@@ -270,6 +289,7 @@ SUITES = (
         (64,),
         ("gpu-decodes-0.6b", "gpu-window-soft_cap", "bfloat16_deep"),
     ),
+    _shipped_suite(),
     _fused_suite(),
     Suite(
         {ROTARY + case.name: [partial(rotary_program, case=case)] for case in rotary_cases.CASES},
