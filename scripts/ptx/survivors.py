@@ -39,9 +39,13 @@ from scripts.ptx.trial import ALL_SEEDS, Trial, Tried
 # that the second one meets the store of the first; pages in several copies.
 _SEQS = ((8, 200), (5, 65), (8, 8), (1, 64), (8, 60), (8, 40), (7, 30), (8, 64), (8, 20))
 WHOLE_TILE = Case("whole_tile", _SEQS, Heads(8, 1, 64), 16, "bfloat16", max_q_len=8)
-# Two consumers, the second one's tile not full; norm, bias and residual; several tiles to a CTA, each of which fills the ring more
-# than once.
-STEPS, STEPS_TILES = fused_cases.Case("steps", 72, 192, 256, norm=True, bias=True, residual=True), Tiles(2, 32, 1, 2)
+# Of the fused matmul, each with a ring of two slots that a tile passes, and several tiles to a CTA, the last ones not full: two
+# consumers with norm, bias and residual; one with norm and gate; one with neither.
+FUSED_STEPS = (
+    (fused_cases.Case("steps", 72, 192, 256, norm=True, bias=True, residual=True), Tiles(2, 32, 1, 2)),
+    (fused_cases.Case("steps_gated", 72, 192, 256, norm=True, gated=True), Tiles(1, 32, 2, 2, gated=True)),
+    (fused_cases.Case("steps_plain", 72, 192, 256, residual=True), Tiles(1, 32, 2, 2)),
+)
 # A kernel, and the case that it runs; the first ones are for Hopper. The other cases of attention have two consumers and pages in
 # one copy, and three with pages in several; that of the grouped matmul has tiles that are not full.
 SUBJECTS = (
@@ -51,8 +55,7 @@ SUBJECTS = (
     (ATTENTION, "whole_tile"),
     (ATTENTION, "gpu-pass_by-8b"),
     (ATTENTION, "gpu-pass_by-window-soft_cap"),
-    (FUSED_MATMUL, FUSED + STEPS.name),
-    (FUSED_MATMUL, FUSED + "gate_up"),
+    *((FUSED_MATMUL, FUSED + case.name) for case, _ in FUSED_STEPS),
 )
 PORTABLE_SUBJECTS = (
     (PORTABLE_EXPERTS, "portable bfloat16_deep"),
@@ -61,6 +64,7 @@ PORTABLE_SUBJECTS = (
     (ROTARY_WRITE, ROTARY + "qwen3"),
 )
 UNREACHED = "no batch of this case reaches it"
+UNUSED = "never used: no batch of this case arrives at this barrier or waits for it"
 TOGETHER = "redundant, all of these at once: what is left orders the same"
 MOVED = "redundant where it stands, as its removal shows"
 PASSED = "needed, but not for the access that it is moved past"
@@ -97,8 +101,9 @@ def _suite(compiler: KernelCompiler, case: str) -> Suite:
         return attention_program(compiler, WHOLE_TILE)
     if case == PREFIX + WHOLE_TILE.name:
         return attention_program(compiler, WHOLE_TILE, PortablePtx, PREFIX)
-    if case == FUSED + STEPS.name:
-        return fused_program(compiler, STEPS, STEPS_TILES)
+    for steps, tiles in FUSED_STEPS:
+        if case == FUSED + steps.name:
+            return fused_program(compiler, steps, tiles)
     return next(iter(programs(compiler, [case])))
 
 
@@ -138,6 +143,8 @@ def _explain(trial: Trial, survivors: Sequence[tuple[int, Mutation]]) -> Iterato
     for number, m in survivors:
         if not trial.reaching(m.index):
             yield number, None, UNREACHED
+        elif m.kind.startswith("mbarrier.init") and (m in gone or m in others):  # to use what was not initialised is a fault
+            yield number, None, UNUSED
         elif m in gone or m.index in without:  # weakened or moved it orders more than where it is gone
             yield number, None, TOGETHER
         elif m.moves and m.index in other_without:

@@ -12,7 +12,7 @@ from scripts.ptx.compiled import Kernel
 from scripts.ptx.log import Log
 from scripts.ptx.machine import run
 from scripts.ptx.suite import Program, Run
-from scripts.ptx.survivors import PASSED, TOGETHER, UNREACHED, of_suite
+from scripts.ptx.survivors import PASSED, TOGETHER, UNREACHED, UNUSED, of_suite
 from scripts.ptx.trial import Trial, broken
 from tests.scripts.ptx.snippets import launch, only, program, zeros
 
@@ -66,6 +66,16 @@ def test_what_no_batch_reaches_is_not_called_redundant():
     body = "setp.eq.b32 %p5, 0, 0;\n@%p5 bra $OVER;\nbar.sync 0;\n$OVER:\n" + WRITE + "bar.sync 0;" + READ
     outcomes = [o for o in found(body) if o[0] == "bar.sync removed"]
     assert outcomes[0] == ("bar.sync removed", None, UNREACHED) and outcomes[1][1] is not None
+
+
+def test_a_barrier_that_nobody_uses_is_not_called_redundant():
+    barriers = "".join(f"@%p0 mbarrier.init.shared.b64 [%rd1+{at}], 32;\n" for at in (1024, 1032))
+    again = "mbarrier.try_wait.parity.shared.b64 %p20, [%rd1+1032], %r20, %r21;"
+    wait = f"mov.b32 %r20, 0; mov.b32 %r21, 9;\n$W: {again} @!%p20 bra $W;"
+    arrive = only(0, "mbarrier.arrive.shared.b64 _, [%rd1+1032];")
+    outcomes = [o for o in found(only(0, barriers) + "bar.sync 0;" + WRITE + arrive + only(1, wait) + READ) if "init" in o[0]]
+    assert outcomes[0][1:] == (None, UNUSED)
+    assert outcomes[1][1] and "no mbarrier at" in outcomes[1][1]
 
 
 def test_one_that_is_moved_past_an_access_that_it_is_not_for():
