@@ -14,6 +14,7 @@ import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
@@ -26,6 +27,7 @@ JOIN_SECONDS = 30  # that all hosts have to come together
 KEY = "JAXSERVE_HOSTS_KEY"  # in the environment, the same on all hosts
 HANDSHAKE_SECONDS = 2  # in which who connects must show that it knows the key
 PORT = 9911  # of the coordinator, where only its host is known
+_OPEN_MPI_4 = "OMPI_MCA_orte_hnp_uri"  # in the environment of Open MPI's processes, before its version 5
 
 
 def join_hosts(
@@ -44,8 +46,11 @@ def join_hosts(
       timeout: seconds that all hosts have to come.
 
     What is None is read from the environment: LeaderWorkerSet's (LWS_LEADER_ADDRESS, LWS_GROUP_SIZE, LWS_WORKER_INDEX), or SLURM's
-    or Open MPI's, as `jax.distributed.initialize` reads them. Whoever knows the group's key (JAXSERVE_HOSTS_KEY, the same on all
-    hosts) may join, and then run code on the hosts: without one keep the ports in a private network.
+    or Open MPI's, as `jax.distributed.initialize` reads them. From Open MPI 5 on the coordinator is not there: JAX asks mpi4py for
+    it, and without mpi4py it must be given.
+
+    Whoever knows the group's key (JAXSERVE_HOSTS_KEY, the same on all hosts) may join, and then run code on the hosts: without one
+    keep the ports in a private network.
 
     Raises:
       ValueError: something is missing and the environment does not have it either, or is out of range.
@@ -80,11 +85,12 @@ class _Place:
 
 def _place(given: Mapping[str, Any], environ: Mapping[str, str], timeout: float) -> _Place:
     """What is given, filled up from the environment, and checked."""
-    found = _of_leader_worker_set(environ)
+    open_mpi_5 = _of_open_mpi_5(environ)
+    found = open_mpi_5 | _of_leader_worker_set(environ)
     place: dict[str, Any] = {name: found.get(name) if value is None else value for name, value in given.items()}
-    local_device_ids = None
+    local_device_ids = found.get("local_device_ids") if given["host_id"] is None else None
     missing = [name for name, value in place.items() if value is None]
-    if missing and any(name in environ for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE")):
+    if missing and not open_mpi_5 and any(name in environ for name in ("SLURM_JOB_ID", _OPEN_MPI_4, "PMIX_NAMESPACE")):
         from jax._src.clusters import ClusterEnv  # has no public name
 
         detected = ClusterEnv.auto_detect_unset_distributed_params(
@@ -95,8 +101,8 @@ def _place(given: Mapping[str, Any], environ: Mapping[str, str], timeout: float)
         missing = [name for name, value in place.items() if value is None]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} must be given where neither SLURM, Open MPI nor LeaderWorkerSet says it: num_hosts=2, "
-            "host_id=0, coordinator='ADDRESS:PORT' of host 0"
+            f"{', '.join(missing)} must be given where neither SLURM, Open MPI (from 5 on with mpi4py) nor LeaderWorkerSet "
+            "says it: num_hosts=2, host_id=0, coordinator='ADDRESS:PORT' of host 0"
         )
     num_hosts, host_id, address = int(place["num_hosts"]), int(place["host_id"]), str(place["coordinator"])
     if num_hosts < 2:
@@ -117,6 +123,16 @@ def _of_leader_worker_set(environ: Mapping[str, str]) -> dict[str, Any]:
         if theirs in environ:
             found[ours] = int(environ[theirs])
     return found
+
+
+def _of_open_mpi_5(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What its launcher says by itself. Where the processes meet is for MPI to say, and JAX asks through mpi4py: with that
+    installed, JAX is left to read all of it."""
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK")]
+    if _OPEN_MPI_4 in environ or find_spec("mpi4py") is not None or not all(name in environ for name in names):
+        return {}
+    num_hosts, host_id, local_id = (int(environ[name]) for name in names)
+    return {"num_hosts": num_hosts, "host_id": host_id, "local_device_ids": [local_id]}
 
 
 def _key() -> bytes:

@@ -53,6 +53,32 @@ def test_slurm_is_read_as_jax_reads_it(monkeypatch):
     assert (place.num_hosts, place.host_id, place.local_device_ids) == (4, 2, [1]) and place.coordinator.startswith("gpu3:")
 
 
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+
+
+def test_open_mpi_is_read_as_jax_reads_it(monkeypatch):
+    """Before its version 5: the launcher's address is host 0's, and the job's number decides on the port."""
+    for name, value in {**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}.items():
+        monkeypatch.setenv(name, value)
+    nothing = {"num_hosts": None, "host_id": None, "coordinator": None}
+    port = 1531576320 // 2**12 % 2**12 + 2**16 - 2**12
+    assert joining._place(nothing, os.environ, 1) == joining._Place(4, 2, f"10.96.0.1:{port}", [1])
+    given = joining._place(nothing | {"coordinator": "10.0.0.7:9911"}, os.environ, 1)  # what is given wins
+    assert given == joining._Place(4, 2, "10.0.0.7:9911", [1])
+
+
+def test_open_mpi_5_says_where_a_host_is_and_not_where_they_meet(monkeypatch):
+    """JAX asks mpi4py for that, which need not be there."""
+    for name, value in {**OPEN_MPI, "PMIX_NAMESPACE": "prterun-node-7@1", "OMPI_VERSION": "5.0.6"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(joining, "find_spec", lambda name: None)
+    nothing = {"num_hosts": None, "host_id": None, "coordinator": None}
+    with pytest.raises(ValueError, match="^coordinator must be given"):
+        joining._place(nothing, os.environ, 1)
+    given = joining._place(nothing | {"coordinator": "10.0.0.7:9911"}, os.environ, 1)
+    assert given == joining._Place(4, 2, "10.0.0.7:9911", [1])
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
