@@ -1,6 +1,7 @@
 """Engines on 2, 4 and 8 devices answer as on one, compile nothing after warm-up, and their programs hold what they should."""
 
 import functools
+import math
 import re
 from dataclasses import replace
 
@@ -8,10 +9,12 @@ import jax
 import pytest
 
 from jaxserve import EngineConfig
+from jaxserve.buckets.plan import Bucket
 from jaxserve.engine.measure import StepMeasurer
 from jaxserve.execution.compilation import compile_counts
+from jaxserve.sampling.sampler import NUM_CANDIDATES
 from kernels.cpu import library
-from tests.dummy import SETTINGS, Ask, dummy_model, stages
+from tests.dummy import SEQS, SETTINGS, TOKENS, Ask, dummy_model, stages
 from tests.parallel.models import GREEDY, MODELS, PROMPTS, answers, assert_like_one_device, engine_of
 from tests.selection import slow_unless
 
@@ -33,8 +36,10 @@ def test_answers_are_those_of_one_device(case, transposed):
 
 
 @pytest.mark.slow
-def test_nothing_compiles_after_warm_up():
-    engine = engine_of(dummy_model(), 2, warm_up="all")
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("name", ["gqa", "experts"])
+def test_nothing_compiles_after_warm_up(name, tp):
+    engine = engine_of(dummy_model(config=MODELS[name]), tp, warm_up="all")
     before = compile_counts().programs
     answers(engine, ASKS)
     assert compile_counts().programs == before
@@ -54,6 +59,27 @@ def test_a_body_has_two_reductions_a_layer_and_copies_no_page(name):
     before = [x.unsafe_buffer_pointer() for page in stages(engine)[0].state.kv_pages for x in shards_of(page)]
     answers(engine, ASKS[:1])
     assert [x.unsafe_buffer_pointer() for page in stages(engine)[0].state.kv_pages for x in shards_of(page)] == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 8])
+def test_heads_and_scores_gather_no_logits(tp):
+    """What passes between devices is of the likeliest entries of each, never of the vocabulary; and how often is bounded."""
+    vocabulary = 20_000
+    engine = engine_of(dummy_model(config=replace(MODELS["gqa"], vocab_size=vocabulary)), tp)
+    programs = stages(engine)[0].programs
+    heads = {key: key[0] for key in programs.keys if isinstance(key, tuple) and not isinstance(key, Bucket)}
+    assert set(heads) == {(SEQS, False), (SEQS, True)}
+    for key, (num_rows, most) in {**{key: (rows, 24) for key, rows in heads.items()}, "score": (TOKENS, 6)}.items():
+        sizes = collectives(programs.get(key).as_text())
+        assert 0 < len(sizes) <= most, f"{key}: {sizes}"
+        assert max(sizes) <= num_rows * NUM_CANDIDATES * tp < num_rows * vocabulary // 2, f"{key}: {sizes}"
+
+
+def collectives(text: str) -> list[int]:
+    """How many elements the largest result of each collective of a program has."""
+    found = re.findall(r" = (\S.*?) (?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text)
+    return [max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", shape)) for shape in found]
 
 
 def shards_of(x: jax.Array) -> list[jax.Array]:
