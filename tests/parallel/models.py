@@ -37,7 +37,8 @@ def answers(engine: Engine, asks: list[Ask]) -> dict[str, Answer]:
     found: dict[str, Answer] = {}
     for i, ask in enumerate(asks):
         first = ask.params.prompt_logprobs is not None and 1 or None
-        found |= {r.request_id: Answer() for r in engine.add_request(str(i), ask.prompt, ask.params, score_from=first)}
+        added = engine.add_request(str(i), ask.prompt, ask.params, priority=ask.priority, score_from=first)
+        found |= {r.request_id: Answer() for r in added}
     while engine.has_unfinished_requests():
         for output in engine.step():
             found[output.request.request_id].take(output)

@@ -3,6 +3,7 @@
 import functools
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -96,23 +97,42 @@ def test_samples_of_every_kind_are_those_of_one_group():
     assert_all_free(engine)
 
 
+SHARED = [
+    Ask([*PROMPTS[2][:12], *prompt[:5]], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)) for prompt in PROMPTS * 2
+]
+POLICIES: dict[str, dict] = {
+    "sarathi": {},
+    "sarathi_priority": {"scheduling_policy": "priority"},
+    "sarathi_separate_steps": {"enable_mixed_steps": False},
+    "orca_chunked": {"batching_policy": "orca", "enable_chunked_prefill": True},
+    "prefill_first_chunked": {"batching_policy": "prefill_first", "enable_chunked_prefill": True},
+    "request_level_chunked": {"batching_policy": "request_level", "enable_chunked_prefill": True},
+}
+
+
+@functools.cache
+def shared_on_one_device() -> dict[str, list[int]]:
+    found = answers(engine_of(dummy_model(config=MODELS["experts"]), 1), SHARED)
+    return {name: answer.tokens for name, answer in found.items()}
+
+
 @pytest.mark.slow
-def test_preempted_and_cached_requests_are_answered_as_alone():
-    """Pages for a request and a half a group; prompts that share their beginning."""
-    model, shared = "experts", PROMPTS[2][:12]
-    asks = [Ask([*shared, *prompt[:5]], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)) for prompt in PROMPTS * 2]
-    engine = grouped(model, 4, 2, num_pages=13, max_model_len=48)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_preempted_and_cached_requests_are_answered_as_alone(policy):
+    """Pages for a request and a half a group; prompts that share their beginning; every policy that cuts prompts."""
+    engine = grouped("experts", 4, 2, num_pages=13, max_model_len=48, **POLICIES[policy])
+    asks = [replace(ask, priority=i % 3) for i, ask in enumerate(SHARED)] if policy == "sarathi_priority" else SHARED
     found = answers(engine, asks)
-    stats = engine.scheduler.stats()
-    assert stats.num_preemptions and stats.num_hit_tokens
-    expected = answers(engine_of(dummy_model(config=MODELS[model]), 1), asks)
-    assert {name: a.tokens for name, a in found.items()} == {name: a.tokens for name, a in expected.items()}
+    stats, rules = engine.scheduler.stats(), engine.scheduler.policy
+    assert bool(stats.num_preemptions) != rules.reserve_full and stats.num_hit_tokens
+    assert {name: a.tokens for name, a in found.items()} == shared_on_one_device()
     assert_all_free(engine)
 
 
 @pytest.mark.slow
-def test_nothing_compiles_after_warm_up_and_sleep_and_new_weights_change_no_answer():
-    engine = grouped("experts", 4, 2, warm_up="all", bucket_plan=None)
+@pytest.mark.parametrize("layout", [(4, 2), (8, 4)], ids=str)
+def test_nothing_compiles_after_warm_up_and_sleep_and_new_weights_change_no_answer(layout):
+    engine = grouped("experts", *layout, warm_up="all", bucket_plan=None)
     before = compile_counts().programs
     first = answers(engine, ASKS)
     assert compile_counts().programs == before

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxserve.execution import head
+from jaxserve.models.row_tiles import whole
 from jaxserve.models.shards import VOCAB_BLOCK
 from jaxserve.parallel.mesh import AXIS, make_mesh
 from jaxserve.parallel.shard import ALONE, Shard
 from jaxserve.sampling import logit_edits, sampler, scoring
 from jaxserve.sampling import rows as sampling_rows
-from jaxserve.sampling.edit_rows import EditLayout, kinds_of
+from jaxserve.sampling.edit_rows import EditLayout, kinds_of, num_mask_words
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative import rejection
 from jaxserve.speculative.proposer import NO_DRAFT
@@ -83,18 +85,39 @@ def asked(rng: np.random.Generator, V: int) -> tuple[np.ndarray, np.ndarray, np.
     return packed, edits, history
 
 
-def sample(shard, draw, logits, packed, edits, history, drafts, max_logprobs):
+def random_masks(rng: np.random.Generator, V: int) -> np.ndarray:
+    """i32[ROWS, words of V], as grammars make them: half of the rows may have any token, the others few or most of them."""
+    allowed = rng.random((ROWS, V)) < rng.choice([0.002, 0.1, 0.9], (ROWS, 1))
+    allowed[rng.random(ROWS) < 0.5] = True
+    allowed[5:10] = True  # the bad rows stay as they are
+    packed = np.zeros((ROWS, 32 * num_mask_words(V)), np.uint8)
+    packed[:, :V] = allowed
+    return np.packbits(packed, axis=1, bitorder="little").view("<i4")
+
+
+def sample(shard, draw, logits, masks, packed, edits, history, drafts, max_logprobs):
+    """As a head does it."""
     rows = sampler.unpack_rows(packed)
     where = {"seq_rows": jnp.arange(ROWS), "positions": rows.position, "table": edits, "history": history}
     edit = functools.partial(logit_edits.edit, kinds=rows.edits, shard=shard, **where)
     how: dict[str, Any] = {} if draw is None else {"draw": functools.partial(draw, drafts=drafts, proposal=None)}
-    return sampler.pack_sampled(sampler.sample(logits, rows, max_logprobs=max_logprobs, edit=edit, shard=shard, **how))
+    given = head.Masks(masks, jnp.bool_(True))
+    return sampler.pack_sampled(head._sample(logits, rows, max_logprobs, given, edit, shard=shard, map_rows=whole, **how))
 
 
-def padded(x: np.ndarray, axis: int, tp: int, fill: float) -> np.ndarray:
+def padded(x: np.ndarray, axis: int, tp: int, fill: float, block: int = VOCAB_BLOCK) -> np.ndarray:
     widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % (VOCAB_BLOCK * tp))
+    widths[axis] = (0, -x.shape[axis] % (block * tp))
     return np.pad(x, widths, constant_values=fill)
+
+
+def cut(logits: np.ndarray, masks: np.ndarray, tp: int) -> tuple[np.ndarray, np.ndarray]:
+    """Padded so that every device has an equal part; nothing past the end is allowed."""
+    return padded(logits, 1, tp, -np.inf), padded(masks, 1, tp, 0, VOCAB_BLOCK // 32)
+
+
+def is_allowed(masks: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    return (masks[np.arange(ROWS), tokens // 32] >> (tokens % 32)) & 1 == 1
 
 
 @functools.cache
@@ -104,7 +127,7 @@ def samplers(tp: int, draw, max_logprobs: int):
     assert mesh is not None
     one = jax.jit(functools.partial(sample, ALONE, draw, max_logprobs=max_logprobs))
     parts = functools.partial(sample, Shard(AXIS, tp), draw, max_logprobs=max_logprobs)
-    specs = (P(None, AXIS), *[P()] * 4)
+    specs = (P(None, AXIS), P(None, AXIS), *[P()] * 4)
     return one, jax.jit(jax.shard_map(parts, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
 
 
@@ -114,11 +137,12 @@ def test_draws_are_equal(case, record_property):
     V, kinds = VOCABULARIES[tp], 0
     for seed in range(4):
         rng = np.random.default_rng(100 * tp + seed)
-        logits, about = random_logits(rng, V), asked(rng, V)
+        logits, about, masks = random_logits(rng, V), asked(rng, V), random_masks(rng, V)
         drafts = np.where(rng.random(ROWS) < 0.3, NO_DRAFT, np.argmax(logits, 1)).astype(np.int32)
         one, several = samplers(tp, DRAWS[draw], 0)
-        expected = sampling_rows.unpack_sampled(np.asarray(one(logits, *about, drafts)))
-        found = sampling_rows.unpack_sampled(np.asarray(several(padded(logits, 1, tp, -np.inf), *about, drafts)))
+        expected = sampling_rows.unpack_sampled(np.asarray(one(logits, masks, *about, drafts)))
+        found = sampling_rows.unpack_sampled(np.asarray(several(*cut(logits, masks, tp), *about, drafts)))
+        assert is_allowed(masks, expected.tokens)[~expected.bad_logits].all() and not expected.bad_logits[10:].all()
         assert found.bad_logits.tolist() == expected.bad_logits.tolist() and expected.bad_logits[6:9].all()
         assert found.tokens.tolist() == expected.tokens.tolist()
         assert found.by_sort.tolist() == expected.by_sort.tolist()
@@ -131,12 +155,12 @@ def test_draws_are_equal(case, record_property):
 @pytest.mark.parametrize("tp", VOCABULARIES)
 def test_logprobs_are_equal_to_rounding(tp):
     V, rng = VOCABULARIES[tp], np.random.default_rng(tp)
-    logits, about = random_logits(rng, V), asked(rng, V)
+    logits, about, masks = random_logits(rng, V), asked(rng, V), random_masks(rng, V)
     logits[6:9] = 1.0
     one, several = samplers(tp, None, 20)
     drafts = np.full(ROWS, NO_DRAFT, np.int32)
-    expected = sampling_rows.unpack_sampled(np.asarray(one(logits, *about, drafts)))
-    found = sampling_rows.unpack_sampled(np.asarray(several(padded(logits, 1, tp, -np.inf), *about, drafts)))
+    expected = sampling_rows.unpack_sampled(np.asarray(one(logits, masks, *about, drafts)))
+    found = sampling_rows.unpack_sampled(np.asarray(several(*cut(logits, masks, tp), *about, drafts)))
     for name in ("tokens", "ranks", "top_ids"):
         assert getattr(found, name).tolist() == getattr(expected, name).tolist()
     for name in ("logprobs", "top_logprobs"):
