@@ -56,8 +56,16 @@ def save(
 
     Raises:
       ValueError: `keep` is less than 1, `leaves` is empty, or `folder` holds something else.
+      NotImplementedError: this is one of several processes of a JAX group.
     """
+    import jax
     import orbax.checkpoint.experimental.v1 as ocp
+
+    if jax.process_count() > 1:  # Orbax would wait for all of them, and each would make and name the same folders
+        raise NotImplementedError(
+            f"a version is written by one process, and this is one of {jax.process_count()}: save from a program of one process, "
+            "or convert the files that the processes have read"
+        )
 
     folder = Path(folder).absolute()
     if keep < 1 or not leaves:

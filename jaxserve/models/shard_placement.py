@@ -137,6 +137,9 @@ def _shown(x: jax.Array | None) -> str:
 
 
 def plain_weights(model: ShardedModel) -> Iterator[tuple[str, np.ndarray]]:
-    """(path, the weight as one device would hold it), on the host and one at a time: for saving."""
+    """(path, the weight as one device would hold it), on the host and one at a time: for saving. NotImplementedError if other
+    processes have parts of it."""
     for path, weight in model.weights.items():
+        if not weight.is_fully_addressable:
+            raise NotImplementedError(f"{path} lies on devices of other processes too: convert the files that the hosts have read")
         yield path, model.shards.layout(path, weight.ndim).joined(np.asarray(weight))

@@ -1,7 +1,7 @@
 """A host of a group as a process of its own, for tests: `python -m tests.hosts.program '{"host_id": 0, ...}'`.
 
-Fields: host_id, num_hosts and coordinator (without them: one process), scenario (a function below), and its arguments. Host 0
-prints what it found as one line of JSON, the last.
+Fields: host_id, num_hosts and coordinator (without them: one process), scenario (a function below), and its arguments; versions:
+of packages, which this host claims to have. Host 0 prints what it found as one line of JSON, the last.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from checkpoints import orbax
 from jaxserve import (
     LLM,
     BucketPlan,
@@ -27,8 +28,11 @@ from jaxserve import (
     follow,
     join_hosts,
 )
+from jaxserve.engine import runner_setup
 from jaxserve.engine.follower import Follower
 from jaxserve.execution.compilation import compile_counts
+from jaxserve.models.shard_placement import plain_weights
+from jaxserve.models.shards import ShardedModel
 from tests.dummy import SEQS, SETTINGS, VOCAB, Answer, dummy_model
 from tests.hosts.stalls import stalled_step
 from tests.parallel.models import MODELS
@@ -61,6 +65,14 @@ def whole_llm(hosts: HostGroup | None, folder: str, other: str, **options: Any) 
             llm.update_params(llm.engine.read_weights(wrong) if wrong != other else {})
         except (FileNotFoundError, NotImplementedError, ValueError) as error:
             found[f"refused {len(found)}"] = f"{type(error).__name__}: {error}"
+    functions, found["not saved"] = llm.engine.runner.programs.functions, []
+    weights = dict(zip(functions.paths, functions.weights, strict=True))
+    held = ShardedModel(functions.shards, None, weights)  # pyright: ignore[reportArgumentType]
+    for save in (lambda: orbax.save(other + "-saved", {"x": np.ones(3)}), lambda: dict(plain_weights(held))):
+        try:
+            save()
+        except NotImplementedError as error:
+            found["not saved"].append(str(error))
     found["after refusals"] = texts("d")
     found["compiled"] = compile_counts().programs - compiled
     llm.close()
@@ -171,6 +183,8 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     scenarios: dict[str, Any] = {f.__name__: f for f in (whole_llm, read_llm, random_requests, stalled_step)}
     scenario = scenarios[asked.pop("scenario")]
+    claimed = asked.pop("versions", {})
+    runner_setup.package_version = lambda name, of=runner_setup.package_version: claimed.get(name) or of(name)
     place = {name: asked.pop(name) for name in ("host_id", "num_hosts", "coordinator") if name in asked}
     hosts = join_hosts(**place) if place else None
     found = scenario(hosts, **asked)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,10 @@ def test_an_llm_on_two_hosts(layout, tmp_path, started):
     assert answers["awake"] == ["cdef"] and answers["other weights"] == ["egik"] and answers["after refusals"] == ["fhjl"]
     assert "FileNotFoundError" in answers["refused 6"] and "NotImplementedError: with 2 hosts update_params" in answers["refused 7"]
     assert answers["compiled"] == 0
+    saved, plain = answers["not saved"]
+    assert (
+        saved.startswith("a version is written by one process, and this is one of 2") and "lies on devices of other proc" in plain
+    )
     for after, ((token, logprob),) in zip(b"z{|}", answers["logprobs"], strict=True):
         assert token == after + 1 and logprob == pytest.approx(logprob_of(token, after), abs=1e-5)
     for token, after, ((scored, logprob),) in zip(b"bz", b"ab", answers["scores"][1:], strict=True):
@@ -122,7 +127,7 @@ def test_other_forms_of_files_on_two_hosts(form, layout, tmp_path, started):
 
 @pytest.mark.slow
 def test_hosts_that_differ_are_told_so_before_weights_are_read(tmp_path, started):
-    """In an option, and in weights of one shape."""
+    """In an option, in weights of one shape, and in the version of a package: all in one message, with both values."""
     by_twos = alphabet_model.weights()
     by_twos["lm_head.weight"] = np.roll(by_twos["lm_head.weight"], 1, axis=0)
     folder, other = str(alphabet_model.save(tmp_path / "model")), str(alphabet_model.save(tmp_path / "other", tensors=by_twos))
@@ -131,12 +136,14 @@ def test_hosts_that_differ_are_told_so_before_weights_are_read(tmp_path, started
     started[1].kill()
     place = json.loads(started[1].args[-1])  # pyright: ignore[reportIndexIssue, reportAttributeAccessIssue]
     env = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.hosts.program", json.dumps(place | {"max_num_seqs": 2, "folder": other})]
+    differing = {"max_num_seqs": 2, "folder": other, "versions": {"jaxlib": "0.9.9"}}
+    command = [sys.executable, "-m", "tests.hosts.program", json.dumps(place | differing)]
     started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     for process in (started[0], started[2]):
         output = process.communicate(timeout=120)[0]
         assert process.returncode and "hosts disagree: max_num_seqs is 4 on host 0 and 2 on host 1" in output, output[-3000:]
         assert "the fingerprint of the weights' files is" in output and "the model's" not in output, output[-3000:]
+        assert f"jaxlib is {metadata.version('jaxlib')} on host 0 and 0.9.9 on host 1" in output and "flax is" not in output
 
 
 @pytest.mark.slow
