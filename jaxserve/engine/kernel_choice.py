@@ -112,13 +112,9 @@ def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig, tried: 
     if qualification is not None:
         left_out = {kernel: qualification.left_out(kernel) for kernel in left_out}
         _say(qualification, left_out, asked)
-    if config.tensor_parallel_size > 1:  # devices that are threads of one CPU would wait for one another's
+    if config.tensor_parallel_size > 1 and config.deterministic != "always":
+        # Devices that are threads of one CPU would wait for one another's. With "always" they have one device's, and its bits.
         left_out = {kernel: {**said, "cpu": "several devices"} for kernel, said in left_out.items()}
-        if config.deterministic == "always" and current_platform() == "cpu":
-            logger.info(
-                'deterministic="always": on a CPU these devices give the bits of one device that is told attention_backend="xla", '
-                'matmul_backend="xla", moe_backend="xla"; by default one device has kernels of its own'
-            )
     attention = resolve_attention_here(left_out=left_out["attention"])
     rotary = "xla"
     if not ATTENTION[attention].plain_xla:

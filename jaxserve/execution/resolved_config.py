@@ -152,7 +152,7 @@ def _check_always(config: EngineConfig, model: ModelConfig, attention_backend: s
         f"attention_backend={attention_backend!r} follows the bucket, which {always} rules out: use 'auto' or 'xla'",
     )
     require(
-        not model.sparse_layers or config.moe_backend in ("auto", "xla"),
+        not model.sparse_layers or config.moe_backend in ("auto", "xla", "cpu"),
         f"moe_backend={config.moe_backend!r} follows the bucket, which {always} rules out: use 'auto' or 'xla'",
     )
     require(

@@ -10,6 +10,7 @@ import jaxserve
 from jaxserve.engine import kernel_choice
 from jaxserve.engine.kernel_choice import choose_kernels
 from kernels import gpu
+from kernels.cpu import library
 from tests.dummy import CONFIG
 
 HOPPER = gpu.Device(132, "NVIDIA H100 80GB HBM3", (9, 0))
@@ -49,6 +50,15 @@ def test_a_backend_that_is_named():
         choose(HOPPER, "float16", matmul_backend="mosaic_sm90")
     odd = dataclasses.replace(MODEL, intermediate_size=200)
     assert choose(HOPPER, model=odd).layer.matmul == "xla"
+
+
+@pytest.mark.skipif(library.load() is None, reason="needs the library that kernels/cpu/build.py makes")
+def test_several_devices_of_a_cpu_take_its_kernels_where_bits_must_be_one_devices():
+    def chosen(deterministic: str) -> tuple[str, str, str]:
+        found = choose_kernels(CONFIG, "float32", jaxserve.EngineConfig(tensor_parallel_size=2, deterministic=deterministic))
+        return found.attention, found.layer.rotary, found.layer.matmul
+
+    assert chosen("always") == ("cpu", "cpu", "cpu") and chosen("bucket") == ("xla", "xla", "xla")
 
 
 def test_a_mixture_of_experts():

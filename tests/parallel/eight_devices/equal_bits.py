@@ -29,6 +29,7 @@ from jaxserve.sampling import sampler, scoring
 from kernels.all_reduce import all_reduce, reference
 from kernels.all_reduce.cases import CASES as SUMS
 from kernels.all_reduce.cases import build
+from kernels.cpu import library
 from tests import dummy
 from tests.dummy import CONFIG, ONE_BUCKET, Answer, Ask, differences, dummy_model, make_engine, serve, serve_alone
 from tests.parallel.models import GREEDY, MODELS, PROMPTS, answers, engine_of
@@ -60,6 +61,21 @@ def of_one_device(dtype: str, name: str) -> dict[str, Answer]:
 def test_bits_are_those_of_one_device(dtype, name, tp):
     """The weights of one device lie as a CPU reads them fastest, the others as a trainer has them."""
     assert differences(served(tp, ASKS, MODELS[name], dtype), of_one_device(dtype, name)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(library.load() is None, reason="needs the library that kernels/cpu/build.py makes")
+@pytest.mark.parametrize("dtype, name", [*(("float32", name) for name in MODELS), ("bfloat16", "gqa")])
+def test_bits_are_those_of_one_device_by_default(dtype, name):
+    """With the kernels for CPUs, which an engine takes by itself."""
+    model = dummy_model(dtype, MODELS[name])
+    found = {}
+    for tp in (1, 2, 4, 8):
+        engine = engine_of(model, tp, deterministic="always")
+        assert "attention: cpu; rotary write: cpu; matmuls: cpu" in engine.describe()
+        found[tp] = answers(engine, ASKS)
+    for tp in (2, 4, 8):
+        assert differences(found[tp], found[1]) == [], f"{tp} devices"
 
 
 def test_a_layer_of_two_and_four_devices_gives_equal_bits_and_sums_nothing_over_them():
