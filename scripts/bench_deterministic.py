@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from jaxserve.cli.common.bench_models import RANDOM
 from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_option
 from jaxserve.cli.common.provenance import provenance, write_json
 
 FLAGS = flags.FLAGS
@@ -27,6 +28,7 @@ flags.DEFINE_list("prefills", ["512"], "Steps of one prompt of so many tokens.")
 flags.DEFINE_integer("kv_len", 256, "Tokens that each decode sees.", lower_bound=1)
 flags.DEFINE_integer("rounds", 9, "Visits of each step.", lower_bound=2)
 flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
+define_option("tensor_parallel_size", 1)
 
 LEVELS = ("bucket", "always")
 
@@ -41,6 +43,7 @@ def measurers(name: str, decodes: list[int], prefills: list[int]) -> dict[str, A
     longest = max(FLAGS.kv_len, *prefills)
     limits = {"max_num_seqs": max(decodes), "max_num_batched_tokens": max(prefills), "max_model_len": longest}
     config = {**limits, "num_pages": (max(decodes) + 2) * -(-longest // 16), "page_size": 16}
+    config["tensor_parallel_size"] = FLAGS.tensor_parallel_size
     return {level: StepMeasurer(model, EngineConfig(**config, deterministic=level), multiple=2) for level in LEVELS}
 
 
@@ -94,7 +97,16 @@ def main() -> None:
         for row in run_model(name):
             print(f"{row['model']} {FLAGS.dtype} {row['step']}: {row['bucket_ms']} ms, always {row['ratio']:.2f}x", flush=True)
             rows.append(row)
-    write_json(FLAGS.json, {"bench": "deterministic", "dtype": FLAGS.dtype, "rows": rows, **provenance()})
+    write_json(
+        FLAGS.json,
+        {
+            "bench": "deterministic",
+            "dtype": FLAGS.dtype,
+            "tensor_parallel_size": FLAGS.tensor_parallel_size,
+            "rows": rows,
+            **provenance(),
+        },
+    )
 
 
 if __name__ == "__main__":

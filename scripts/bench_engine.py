@@ -7,7 +7,7 @@ For each row of ROWS an engine here and transformers' static batches there (.ven
 medians and their ratio are printed. Then the engine's decode step against a bare jitted step of the same shapes: one program
 (forward, logits, the engine's own argmax) called in a loop that does nothing but read the tokens of the step before, as the engine
 does. Of SmolLM2 also against the time in which the machine reads what the step must read, at the bandwidth that it shows in the
-same minute. SmolLM2 is fetched as for the demo.
+same minute. SmolLM2 is fetched as for the demo. On several devices (--tensor_parallel_size=N) there is no bare step.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from absl import app, flags
 
 from jaxserve.cli.common.bench_models import RANDOM, bench_model
 from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_layout_flags, layout_options
 from jaxserve.cli.common.provenance import provenance, write_json
 from jaxserve.cli.common.timed_run import serve
 from jaxserve.workloads.workload import fixed
@@ -37,6 +38,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed runs of each side.", lower_bo
 _ONLY = flags.DEFINE_list("only", [], "Rows to run, by name; by default all.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 _STEPS = flags.DEFINE_integer("steps", 60, "Decode steps of the comparison with a bare step: a multiple of ten.", lower_bound=10)
+define_layout_flags()
 flags.register_validator("steps", lambda given: given % 10 == 0, "must be a multiple of ten")
 
 
@@ -118,8 +120,8 @@ class Peer:
 def make_engine(model: Any, max_num_seqs: int, longest: int) -> Any:
     from jaxserve import Engine, EngineConfig
 
-    config = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=512, max_model_len=longest, warm_up="all")
-    return Engine(model, config, eos_token_ids=())
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 512, "max_model_len": longest}
+    return Engine(model, EngineConfig(**limits, warm_up="all", **layout_options()), eos_token_ids=())
 
 
 def compare(row: Row, path: str) -> dict[str, Any]:
@@ -152,7 +154,7 @@ def compare(row: Row, path: str) -> dict[str, Any]:
         result[ratio] = result["output_tokens_per_second"] / result[name]
         text += f", {name} {result[name]:.0f}: {result[ratio]:.2f}x"
         peer.close()
-    if row.workload in ("single", "eight", "thirty_two"):
+    if row.workload in ("single", "eight", "thirty_two") and set(layout_options().values()) == {1}:
         result["step"] = step = compare_step(engine, row.max_num_seqs, _STEPS.value)
         text += f"; decode step {step['engine_ms']:.2f} ms, bare {step['bare_ms']:.2f} ms: {step['ratio']:.2f}x"
         text += f"; its {step['bytes'] / 1e6:.0f} MB at {step['bytes_per_second'] / 1e9:.1f} GB/s {step['reading_ms']:.2f} ms: "

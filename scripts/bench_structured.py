@@ -29,6 +29,7 @@ from absl import flags
 from tqdm import tqdm
 
 from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_layout_flags, layout_options
 from jaxserve.cli.common.provenance import provenance, write_json
 from scripts.bench.timed_device import TimedDevice
 
@@ -42,6 +43,7 @@ flags.DEFINE_integer("compiles", 20, "Grammars of each size that are compiled.",
 flags.DEFINE_integer("num_speculative_tokens", 0, "Drafts of each constrained row and step.", lower_bound=0)
 flags.DEFINE_integer("seed", 0, "Seeds schemas and documents.")
 flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
+define_layout_flags()
 
 SIZES = {"small": 4, "medium": 30, "large": 300}  # properties of a schema
 WORDS = "the a quick brown fox jumps over lazy dog order invoice street blue seven river of and with under early night".split()
@@ -183,6 +185,7 @@ def make_engine(vocab_size: int, max_rows: int, document: int, num_drafts: int =
         page_size=64,
         bucket_plan=plan,
         speculative_config=speculative,
+        **layout_options(),
     )
     model = lay_out_for_device(random_model(MODEL | {"vocab_size": vocab_size}, dtype="float32"))
     return Engine(model, config, eos_token_ids=())

@@ -17,11 +17,13 @@ from typing import Any
 from absl import app, flags
 
 from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_layout_flags, layout_options
 
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 64, "Most output tokens of each prompt.", lower_bound=1)
 _STREAM = flags.DEFINE_bool("stream", sys.stdout.isatty(), "Redraw the answers while they grow (a terminal is needed).")
 _CHECK = flags.DEFINE_bool("check", True, "Compare with the golden tokens and fail if they differ.")
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of weights and activations.")
+define_layout_flags()
 
 GOLDENS = Path(__file__).parent.parent / "tests" / "goldens" / "smollm2_greedy.json"
 PROMPTS = (
@@ -78,7 +80,7 @@ def main() -> None:
     # A plan for just this batch: all prompts in one step, then eight decodes a step. The default plan has up to 24 programs.
     plan = BucketPlan(decode=(8,), mixed=((320, 8),), head_rows=(8,))
     print(f"loading {path.name} and compiling {len(plan.buckets) + 1} programs ...", file=sys.stderr)
-    llm = LLM(path, dtype=_DTYPE.value, max_model_len=512, bucket_plan=plan)
+    llm = LLM(path, dtype=_DTYPE.value, max_model_len=512, bucket_plan=plan, **layout_options())
     for key in (*plan.buckets, (8, False)):
         llm.engine.runner.programs.get(key)
     ready = time.monotonic()

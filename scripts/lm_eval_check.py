@@ -19,11 +19,13 @@ from pathlib import Path
 from absl import app, flags
 
 from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_layout_flags, layout_arguments
 
 _MODEL = flags.DEFINE_string("model", None, "A folder or a GGUF file; by default the demo's model.")
 _PYTHON = flags.DEFINE_string("lm_eval_python", ".venv-lm-eval/bin/python", "The Python that has lm-eval, torch and transformers.")
 _TOLERANCE = flags.DEFINE_float("tolerance", 1e-2, "Largest difference of a score or a log-likelihood.", lower_bound=0)
 _JSON = flags.DEFINE_string("json", None, "Write the scores to this file.")
+define_layout_flags()
 
 ROOT = Path(__file__).parents[1]
 TASKS = ROOT / "tests/lm_eval"
@@ -63,7 +65,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = Path(folder, "ours"), Path(folder, "theirs")
         sizes = ("--max_model_len=1024", "--max_num_seqs=8", "--max_num_batched_tokens=256")
-        own = (f"--model={model}", "--served_model_name=model", "--dtype=float32", "--noaccess_log", *sizes)
+        own = (f"--model={model}", "--served_model_name=model", "--dtype=float32", "--noaccess_log", *sizes, *layout_arguments())
         with server_process("jaxserve.cli.serve", *own) as (url, _):
             remote = {"model": "model", "base_url": f"{url}/v1/completions", "tokenizer_backend": "remote", "num_concurrent": "4"}
             scores, values = evaluate("local-completions", remote | {"tokenized_requests": "True", "max_length": "1024"}, ours)

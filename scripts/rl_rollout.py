@@ -24,6 +24,7 @@ import numpy as np
 from absl import flags
 
 from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_layout_flags, layout_options
 from jaxserve.cli.common.provenance import provenance, write_json
 
 _ITERATIONS = flags.DEFINE_integer("iterations", 40, "Rollouts, each with one update.", lower_bound=1)
@@ -34,6 +35,7 @@ _RATE = flags.DEFINE_float("learning_rate", 5e-3, "Of Adam.", lower_bound=0.0)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of the engine.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the weights, the prompts and the sampling.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
+define_layout_flags()
 
 KINDS, PROMPT_LEN = 4, 8
 MODEL = {
@@ -138,7 +140,7 @@ def differences(model: Any, logprobs: Any) -> list[dict[str, Any]]:
 
     prompts, rows = draw_prompts(np.random.default_rng(_SEED.value + 1), _PROMPTS.value), []
     for dtype in ("float32", "bfloat16"):
-        tokens, sampled = sample(LLM.from_params(model, dtype=dtype, bucket_plan=plan()), prompts, seed=1)
+        tokens, sampled = sample(LLM.from_params(model, dtype=dtype, bucket_plan=plan(), **layout_options()), prompts, seed=1)
         for trainer_dtype in dict.fromkeys((dtype, "float32")):
             leaves = {path: x.astype(jnp.dtype(trainer_dtype)) for path, x in named_leaves(model).items()}
             trainer = with_leaves(Decoder.abstract(model.config, trainer_dtype), leaves)
@@ -156,7 +158,7 @@ def main() -> None:
     from jaxserve.models.loading import random_model
 
     model = random_model(MODEL, dtype="float32", seed=_SEED.value)
-    llm = LLM.from_params(model, dtype=_DTYPE.value, seed=_SEED.value, bucket_plan=plan())
+    llm = LLM.from_params(model, dtype=_DTYPE.value, seed=_SEED.value, bucket_plan=plan(), **layout_options())
     update, logprobs = make_trainer(model)
     records = train(llm, model, update, logprobs)
     shared = {id(x) for x in llm.engine.runner.programs.functions.weights} <= {id(x) for x in named_leaves(model).values()}

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.engine_flags import define_layout_flags, layout_arguments, layout_options
 from jaxserve.cli.common.http_load import server_process
 from scripts.bench.soak_load import Reading, faults, request
 
@@ -41,6 +42,7 @@ _CHECK_EVERY = flags.DEFINE_integer("check_every", 500, "Requests of a round.", 
 _GROWTH = flags.DEFINE_float("max_growth_mb", 64, "Memory that may be gained after the first third.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the requests.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
+define_layout_flags()
 
 
 async def load(url: str, rng: random.Random, num_requests: int, statuses: Counter[str]) -> None:
@@ -101,13 +103,16 @@ def server():
         yield _URL.value.rstrip("/"), _PID.value
         return
     sizes = (f"--max_model_len={_MAX_LEN.value}", "--max_num_seqs=16", "--max_num_batched_tokens=256")
-    with server_process("jaxserve.cli.serve", f"--model={_MODEL.value}", "--noaccess_log", *sizes) as found:
+    with server_process("jaxserve.cli.serve", f"--model={_MODEL.value}", "--noaccess_log", *sizes, *layout_arguments()) as found:
         yield found
 
 
 def main() -> None:
     if bool(_URL.value) == bool(_MODEL.value):
         raise app.UsageError("give either --model or --url")
+    given = [f"--{name}" for name, value in layout_options().items() if value != 1]
+    if _URL.value and given:
+        raise app.UsageError(f"{', '.join(given)}: of a server that is started here with --model, and --url names one that runs")
     from jaxserve.cli.common.provenance import write_json
 
     logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -12,6 +12,7 @@ from jaxserve.cli.common.command import group
 from jaxserve.config import Count, Measure, Option, Switch, options
 
 _NAMES: list[str] = []
+_LAYOUT = ("tensor_parallel_size", "pipeline_parallel_size", "attention_groups")
 
 
 def define_engine_flags(*, model: str | None = None, **defaults: Any) -> None:
@@ -61,6 +62,24 @@ def define_option(name: str, default: Any, text: str = "") -> flags.FlagHolder[A
 
     flags.register_validator(flag, in_range)
     return flag
+
+
+def define_layout_flags() -> None:
+    """Flags of the options that say how an engine lies on several devices, for a script that chooses the others itself."""
+    for name in _LAYOUT:
+        field, option = options()[name]
+        define_option(name, field.default)
+        group(option.group, (name,))
+
+
+def layout_options() -> dict[str, Any]:
+    """The options that these flags give, for EngineConfig."""
+    return {name: flags.FLAGS[name].value for name in _LAYOUT}
+
+
+def layout_arguments() -> list[str]:
+    """The same as arguments of `jaxserve serve`."""
+    return [f"--{name}={value}" for name, value in layout_options().items()]
 
 
 def engine_flags() -> tuple[str, ...]:
