@@ -117,7 +117,7 @@ def test_a_profile_of_several_devices_is_measured_and_budgets_their_steps(tmp_pa
 @pytest.mark.slow
 @pytest.mark.skipif(library.load() is None, reason="needs the library that kernels/cpu/build.py makes")
 def test_kernels_for_cpus_by_name_answer_as_on_one_device():
-    """ "auto" leaves them out on several devices; by name they compute, and what is cut is summed."""
+    """With "bucket" "auto" leaves them out on several devices; by name they compute, and what is cut is summed."""
     name = "mqa_biases"
     engine = engine_of(dummy_model(config=MODELS[name], transposed=True), 2, attention_backend="cpu", matmul_backend="cpu")
     assert_like_one_device(answers(engine, ASKS), of_one_device(name, True))
