@@ -31,6 +31,29 @@ class RequestStatus(enum.Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, slots=True)
+class StoredPrefix:
+    """The first pages of a prompt, which lie in a store that several engines share. What a prefill engine tells a decode engine.
+
+    num_pages: full pages, 1 at least. last_hash: of the last of them, which covers all tokens up to its end and what names the
+      weights, so that an engine of another model does not take them for its own.
+    """
+
+    num_pages: int
+    last_hash: bytes
+
+    def __str__(self) -> str:
+        return f"{self.num_pages}:{self.last_hash.hex()}"
+
+    @classmethod
+    def parse(cls, text: str) -> StoredPrefix:
+        """What `str` made. Raises ValueError for anything else."""
+        count, _, name = text.partition(":")
+        if not (count.isascii() and count.isdecimal() and len(count) < 10 and int(count)) or len(name) != 64:
+            raise ValueError(f"{text!r} must be PAGES:HASH, such as 3:{'0f' * 32}")
+        return cls(int(count), bytes.fromhex(name))
+
+
 class RowCounters(Protocol):
     """Where the scheduler keeps, as arrays over all rows, what changes every step: `scheduling.sequence_rows.SequenceRows`."""
 
@@ -64,6 +87,8 @@ class Request:
     samples: Sequence[Request] = field(default=(), repr=False)  # all n of one prompt, where n > 1, itself included
     metrics: RequestMetrics | None = None
     prompt_scores: PromptScores | None = None  # where its prompt's own log-probabilities are gathered, if they are asked for
+    keeps_prompt: bool = False  # its last output waits until the prompt's full pages lie in a store that engines share
+    stored_prefix: StoredPrefix | None = None  # what another engine has stored; at the end of one that keeps its prompt, this one
 
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)  # prompt + output that the host knows

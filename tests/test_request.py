@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.request import Request
+from jaxserve.request import Request, StoredPrefix
 from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
 GOOD = [
@@ -229,3 +229,20 @@ def test_end(params, output, end):
     request.max_total_tokens = 3 + (request.params.max_tokens or 0)
     request.token_ids += output
     assert request.end() == end
+
+
+def test_a_stored_prefix_as_text():
+    prefix = StoredPrefix(12, bytes(range(32)))
+    assert StoredPrefix.parse(str(prefix)) == prefix and str(prefix).startswith("12:0001")
+    for text in (
+        "",
+        "12",
+        "0:" + "00" * 32,
+        "-1:" + "00" * 32,
+        "1:" + "00" * 31,
+        "1:" + "zz" * 32,
+        "1:" + "00" * 33,
+        "9" * 10 + ":" + "00" * 32,
+    ):
+        with pytest.raises(ValueError):
+            StoredPrefix.parse(text)

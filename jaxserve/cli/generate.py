@@ -3,16 +3,20 @@
     jaxserve generate --model=FOLDER --prompt="Once upon a time" --max_tokens=64
     jaxserve generate --model=FOLDER --prompts_file=prompts.jsonl --output=completions.jsonl --chat
 
-A text file holds a prompt a line. A JSONL line holds {"prompt": text}, {"prompt_token_ids": [...]} or {"messages": [...]}, and may
-hold sampling parameters of its own ("max_tokens", "temperature", ...; the fields of jaxserve.SamplingParams), which win over the
-flags, "cache_salt" and "priority". Anything else is copied to its result, and said to be on stderr. With --skip_tokenizer_init,
-for a folder that has no tokenizer, a prompt is prompt_token_ids, and completions are token ids without a text.
+A text file holds a prompt a line. A JSONL line, or a row of a .parquet file, holds {"prompt": text}, {"prompt_token_ids": [...]}
+or {"messages": [...]}, and may hold sampling parameters of its own ("max_tokens", "temperature", ...; the fields of
+jaxserve.SamplingParams), which win over the flags, "cache_salt" and "priority". Anything else is copied to its result, and said to
+be on stderr. With --skip_tokenizer_init, for a folder that has no tokenizer, a prompt is prompt_token_ids, and completions are
+token ids without a text.
 
 With --output, a result is a JSONL line: the prompt's own line, "outputs" and "usage" in tokens, in the order of the prompts, each
 written once it and those before it are done. An output has index, text, token_ids, finish_reason and stop_reason; logprobs and
 cumulative_logprob if logprobs are asked for; prompt_logprobs if those are (null for the first token). A prompt that can't be run
 has finish_reason "error" and the message as stop_reason; the others run, and the exit code is 1. A line that is malformed stops
 the command before anything is loaded.
+
+With --ray and --output, --replicas engines on Ray share the prompts, in batches of --ray_batch_size. Results keep the prompts'
+order.
 
 A run that broke off, however it did, goes on with --resume and otherwise the same flags: results that are whole in the file stay,
 in order and as they are, and the first prompt without one comes next.
@@ -23,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,11 +36,15 @@ from absl import app, flags
 
 from jaxserve.cli.common.command import refuse_bad_input, run_command, without_collecting
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
+from jaxserve.cli.common.fleet import on_ray
 from jaxserve.cli.common.hosts import lead_or_follow
+from jaxserve.cli.common.records import PROMPT_KINDS, ChatForm, Job, completions, result_of
 from jaxserve.sampling_params import SamplingParams
 
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
-_FILE = flags.DEFINE_string("prompts_file", None, "Prompts: a .jsonl file, or a text file with one a line; - is stdin (text).")
+_FILE = flags.DEFINE_string(
+    "prompts_file", None, "Prompts: a .jsonl or .parquet file, or a text file with one a line; - is stdin (text)."
+)
 _OUTPUT = flags.DEFINE_string("output", None, "Write results to this JSONL file instead of the terminal.")
 _RESUME = flags.DEFINE_bool("resume", False, "Go on where a run with this --output broke off; otherwise the file is written anew.")
 _CHAT = flags.DEFINE_bool("chat", False, "Treat each prompt as a user's message of a chat.")
@@ -54,10 +62,10 @@ _IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on to max_tokens.")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "Where the tokenizer lies, if not beside the model.")
 _SKIP_TOKENIZER = flags.DEFINE_bool("skip_tokenizer_init", False, "Use no tokenizer: token ids in, token ids out.")
 _PROGRESS = flags.DEFINE_bool("progress", True, "Show a progress bar.")
+_BATCH = flags.DEFINE_integer("ray_batch_size", 512, "With --ray, prompts that an engine gets at a time.", lower_bound=1)
 define_engine_flags()
 
 
-PROMPT_KINDS = ("prompt", "prompt_token_ids", "messages")
 SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
 OTHER_FIELDS = ("cache_salt", "priority")
 
@@ -65,7 +73,9 @@ OTHER_FIELDS = ("cache_salt", "priority")
 def read_prompts() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """(record, its sampling parameters) of all prompts that the flags name. ValueError names the file and line of a bad one."""
     records: list[tuple[str, dict[str, Any]]] = [("--prompt", {"prompt": text}) for text in _PROMPT.value]
-    if _FILE.value:
+    if _FILE.value and _FILE.value.endswith(".parquet"):
+        records += _read_parquet(_FILE.value)
+    elif _FILE.value:
         as_json = _FILE.value.endswith(".jsonl")
         with contextlib.nullcontext(sys.stdin) if _FILE.value == "-" else open(_FILE.value, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):  # not splitlines(), which also splits at what JSON may hold unescaped
@@ -79,6 +89,22 @@ def read_prompts() -> list[tuple[dict[str, Any], dict[str, Any]]]:
             if "prompt_token_ids" not in record:
                 raise ValueError(f"{where}: a text, and --skip_tokenizer_init leaves nobody to tokenise it: give prompt_token_ids")
     return [(record, _sampling(record, where)) for where, record in records]
+
+
+def _read_parquet(path: str) -> list[tuple[str, dict[str, Any]]]:
+    """(where, record) of each row; a field that is null is left out."""
+    import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
+
+    with refuse_bad_input():
+        rows = parquet.read_table(path).to_pylist()
+    records = []
+    for number, row in enumerate(rows, 1):
+        try:
+            line = json.dumps({name: value for name, value in row.items() if value is not None})
+        except TypeError as error:
+            raise ValueError(f"{path}: row {number}: {error}: give columns of text, numbers and lists") from None
+        records.append((f"{path}: row {number}", _parse(line, f"{path}: row {number}")))
+    return records
 
 
 def _parse(line: str, where: str) -> dict[str, Any]:
@@ -172,97 +198,23 @@ def _given(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in ("outputs", "usage")}
 
 
-def to_prompt(llm: Any, record: dict[str, Any]) -> Any:
-    """What `LLM.generate` takes for a record. ValueError if its messages make no chat."""
-    messages = record.get("messages")
-    if messages is None and _CHAT.value and "prompt" in record:
-        system = [{"role": "system", "content": _SYSTEM.value}] if _SYSTEM.value else []
-        messages = [*system, {"role": "user", "content": record["prompt"]}]
-    prompt = record if messages is None else llm.chat_prompts(messages)[0]
-    salt = {"cache_salt": record["cache_salt"]} if "cache_salt" in record else {}
-    return {name: prompt[name] for name in PROMPT_KINDS if name in prompt} | salt
+def write(result: dict[str, Any], file: TextIO) -> None:
+    """A result, to the JSONL file."""
+    file.write(json.dumps(result, ensure_ascii=False) + "\n")
+    file.flush()
 
 
-def result_of(record: dict[str, Any], output: Any) -> dict[str, Any]:
-    """A JSONL result: the record, its completions and its usage in tokens."""
-    scores = {} if output.prompt_logprobs is None else {"prompt_logprobs": _plain_logprobs(output.prompt_logprobs)}
-    choices = [
-        {
-            "index": o.index,
-            "text": o.text,
-            "token_ids": o.token_ids,
-            "finish_reason": o.finish_reason,
-            "stop_reason": o.stop_reason,
-            **({} if o.logprobs is None else {"cumulative_logprob": o.cumulative_logprob, "logprobs": _plain_logprobs(o.logprobs)}),
-            **scores,
-        }
-        for o in output.outputs
-    ]
-    completion_tokens = sum(len(o.token_ids) for o in output.outputs)
-    usage = {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": completion_tokens}
-    return {**record, "outputs": choices, "usage": usage}
-
-
-def _plain_logprobs(logprobs: list) -> list[list[dict[str, Any]] | None]:
-    return [
-        entry and [{"token_id": i, "token": x.decoded_token, "logprob": x.logprob, "rank": x.rank} for i, x in entry.items()]
-        for entry in logprobs
-    ]
-
-
-def completions(llm: Any, prompts: list[tuple[dict[str, Any], dict[str, Any]]], first: int) -> Iterator[tuple[dict[str, Any], Any]]:
-    """(record, RequestOutput) of the prompts from number `first` on, in order, each once it and those before it are done."""
-    from jaxserve.engine.progress import ProgressBar
-    from jaxserve.outputs import CompletionOutput, RequestOutput
-
-    defaults = llm.get_default_sampling_params()
-    done, inputs, numbers = {}, [], []
-    for number, (record, _) in enumerate(prompts[first:], first):
-        try:
-            inputs.append(to_prompt(llm, record))
-            numbers.append(number)
-        except ValueError as error:
-            failed = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
-            done[number] = RequestOutput(str(number), None, [], [failed], True)
-    seed = llm.engine.config.engine.seed
-    params = [defaults.with_(**{"seed": _seed(seed, number)} | prompts[number][1]) for number in numbers]
-    priorities = [prompts[number][0].get("priority", 0) for number in numbers]
-    stream = llm.stream(inputs, params, priority=priorities, on_error="return")
-    written = first
-    with contextlib.closing(stream), ProgressBar(len(inputs), disable=not _PROGRESS.value) as bar:
-        while written < len(prompts):
-            if written in done:
-                yield prompts[written][0], done.pop(written)
-                written += 1
-                continue
-            index, output = next(stream)
-            if output.finished:
-                done[numbers[index]] = output
-                bar.advance(output)
-
-
-def _seed(seed: int, number: int) -> int:
-    """Of a prompt that brings none: by the engine's seed and its number, so that a resumed run draws what an unbroken one would."""
-    import numpy as np
-
-    return int(np.random.SeedSequence((seed % 2**64, number)).generate_state(1, np.uint64)[0])
-
-
-def show(record: dict[str, Any], output: Any, file: TextIO | None) -> None:
-    """A result, to the JSONL file or the terminal."""
-    if file is not None:
-        file.write(json.dumps(result_of(record, output), ensure_ascii=False) + "\n")
-        file.flush()
-        return
+def show(record: dict[str, Any], output: Any) -> None:
+    """A result, to the terminal."""
     for completion in output.outputs:
         print(f"\n--- {output.prompt or record.get('prompt', 'prompt')!s:.70} [{completion.finish_reason}]")
         result = completion.token_ids if _SKIP_TOKENIZER.value else completion.text
         print(completion.stop_reason if completion.finish_reason == "error" else result, flush=True)
 
 
-def serve(prompts: list[tuple[dict[str, Any], dict[str, Any]]], num_done: int, num_bytes: int, hosts: Any) -> int:
-    """Shows the result of each prompt from number `num_done` on; how many failed. num_bytes: of the output file, what stays. hosts:
-    the group that this process leads, or None."""
+def serve(jobs: Sequence[Job], num_bytes: int, hosts: Any) -> int:
+    """Shows the result of each job; how many failed. num_bytes: of the output file, what stays. hosts: the group that this process
+    leads, or None."""
     with contextlib.ExitStack() as stack:
         with refuse_bad_input(), without_collecting():
             from jaxserve import LLM
@@ -278,17 +230,48 @@ def serve(prompts: list[tuple[dict[str, Any], dict[str, Any]]], num_done: int, n
         if file is not None:
             file.truncate(num_bytes)
         num_failed = 0
-        for record, output in completions(llm, prompts, num_done):
+        for job, output in completions(llm, jobs, chat_form(), progress=_PROGRESS.value):
             num_failed += any(o.finish_reason == "error" for o in output.outputs)
-            show(record, output, file)
+            if file is None:
+                show(job.record, output)
+            else:
+                write(result_of(job.record, output), file)
+    return num_failed
+
+
+def chat_form() -> ChatForm:
+    """What the flags say of chats."""
+    return ChatForm(_CHAT.value, _SYSTEM.value)
+
+
+def serve_on_ray(jobs: Sequence[Job], output: str, num_bytes: int) -> int:
+    """As `serve`, by engines on Ray. output: the file."""
+    from jaxserve.cli.common.ray_records import results_on_ray
+
+    with refuse_bad_input():
+        file = open(output, "a", encoding="utf-8")
+    num_failed = 0
+    with file:
+        engine = {"model": flags.FLAGS.model, "tokenizer": _TOKENIZER.value, "skip_tokenizer_init": _SKIP_TOKENIZER.value}
+        results = results_on_ray(jobs, chat_form(), engine | engine_options(), batch_size=_BATCH.value, progress=_PROGRESS.value)
+        with contextlib.closing(results):
+            for number, result in enumerate(results):
+                if not number:
+                    file.truncate(num_bytes)  # only now: a mistake costs no results
+                num_failed += any(output["finish_reason"] == "error" for output in result["outputs"])
+                write(result, file)
     return num_failed
 
 
 def main() -> None:
     if _RESUME.value and not _OUTPUT.value:
         raise app.UsageError("--resume needs --output, the file to go on with")
+    ray = on_ray()
+    output = _OUTPUT.value
+    if ray and not output:
+        raise app.UsageError("--ray needs --output, the file that gets the results")
     with refuse_bad_input():
-        hosts = lead_or_follow(flags.FLAGS.model, engine_options())
+        hosts = None if ray else lead_or_follow(flags.FLAGS.model, engine_options())
         prompts = read_prompts()
     check_flags(prompts)
     copied = only_copied([record for record, _ in prompts])
@@ -299,8 +282,9 @@ def main() -> None:
         with refuse_bad_input():
             num_done, num_failed, num_bytes = finished_results(_OUTPUT.value, [record for record, _ in prompts])
         print(f"{num_done} of {len(prompts)} prompts are done already", file=sys.stderr)
-    if num_done < len(prompts):
-        num_failed += serve(prompts, num_done, num_bytes, hosts)
+    jobs = [Job(number, *prompts[number]) for number in range(num_done, len(prompts))]
+    if jobs:
+        num_failed += serve_on_ray(jobs, output, num_bytes) if ray and output else serve(jobs, num_bytes, hosts)
     if num_failed:
         print(f"{num_failed} of {len(prompts)} prompts failed; their finish_reason is 'error'", file=sys.stderr)
         sys.exit(1)

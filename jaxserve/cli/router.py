@@ -6,6 +6,8 @@
 Streams pass through byte for byte. A request that a server did not begin to answer is given to another; an answer that breaks off
 ends as it would have without a router. Servers are checked every second. SIGTERM and Ctrl-C stop the router from taking more, and
 let what runs finish for --grace seconds. /metrics are its own; /pause, /sleep and their like are refused: send them to each server.
+
+Servers say in /health which role they have. Where some have --role=prefill, they compute long prompts for the others.
 """
 
 from __future__ import annotations
@@ -30,6 +32,12 @@ _FAILURES = flags.DEFINE_integer(
 _SUCCESSES = flags.DEFINE_integer(
     "min_successes", RouterOptions.min_successes, "Checks in a row that bring it back.", lower_bound=1
 )
+_PREFILL = flags.DEFINE_integer(
+    "min_prefill_bytes",
+    RouterOptions.min_prefill_bytes,
+    "Bytes of a prompt that its server has not cached, from which a prefill server computes it.",
+    lower_bound=0,
+)
 flags.adopt_module_key_flags(http_server)
 
 
@@ -47,6 +55,7 @@ def main() -> None:
             check_timeout=_CHECK_TIMEOUT.value,
             max_failures=_FAILURES.value,
             min_successes=_SUCCESSES.value,
+            min_prefill_bytes=_PREFILL.value,
             max_body_bytes=http_server.MAX_BODY.value,
         )
     http_server.run(make_router(options), date_header=False)  # the servers' own pass through

@@ -3,22 +3,35 @@
     jaxserve serve --model=FOLDER
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once upon a time"}'
 
+    jaxserve serve --model=FOLDER --ray --replicas=2       # on Ray, behind its proxy: pip install 'jaxserve[ray]'
+
 It listens on this machine alone unless --host says otherwise; give --api_key (or JAXSERVE_API_KEY) before it does. SIGTERM and
 Ctrl-C stop it from taking more, and let what runs finish for --grace seconds.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from absl import flags
 
 from jaxserve.cli.common import http_server, server_flags
 from jaxserve.cli.common.command import refuse_bad_input, run_command, without_collecting
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
+from jaxserve.cli.common.fleet import on_ray
 from jaxserve.cli.common.hosts import end_when_a_host_is_lost, lead_or_follow
+from jaxserve.cli.common.ray_server import serve_on_ray
 from jaxserve.serving.notations import CALLS, REASONING
-from jaxserve.serving.options import MAX_FAILURES, MAX_STORED_BYTES, MAX_STORED_RESPONSES, MAX_WAITING, ServerOptions
+from jaxserve.serving.options import (
+    MAX_FAILURES,
+    MAX_STORED_BYTES,
+    MAX_STORED_RESPONSES,
+    MAX_WAITING,
+    ROLES,
+    Role,
+    ServerOptions,
+    check_role_has_store,
+)
 
 _NAMES = flags.DEFINE_list("served_model_name", [], "What clients call the model; by default as --model does.")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "Where the tokenizer lies, if not beside the model.")
@@ -34,18 +47,18 @@ _CONTROL = flags.DEFINE_bool("enable_control", False, "Add /pause, /resume, /sle
 _STORE = flags.DEFINE_string("response_store", None, "SQLite file that keeps responses of /v1/responses; by default memory does.")
 _STORED = flags.DEFINE_integer("max_stored_responses", MAX_STORED_RESPONSES, "Most responses that are kept.", lower_bound=0)
 _STORED_BYTES = flags.DEFINE_integer("max_stored_bytes", MAX_STORED_BYTES, "Most bytes of responses that are kept.", lower_bound=0)
+_ROLE = flags.DEFINE_enum(
+    "role", None, ROLES, "prefill: only compute prompts for decode servers. decode: load those. Needs --kv_store=disk:..."
+)
 flags.adopt_module_key_flags(http_server)
 flags.adopt_module_key_flags(server_flags)
 define_engine_flags(warm_up="background")  # no request should wait for a compiler, nor the port for all programs
 
 
-def make_application() -> Any:
-    from jaxserve import LLM
-    from jaxserve.models.loading import NoTokenizerError
-    from jaxserve.serving.app import make_app
-    from jaxserve.serving.async_llm import AsyncLLM
-
-    options = ServerOptions(
+def server_options() -> ServerOptions:
+    """What the flags say of the HTTP application, checked before anything is loaded."""
+    check_role_has_store(_ROLE.value, engine_options().get("kv_store"))
+    return ServerOptions(
         names=tuple(_NAMES.value or [flags.FLAGS.model]),
         root=flags.FLAGS.model,
         api_keys=http_server.api_keys(),
@@ -57,8 +70,17 @@ def make_application() -> Any:
         response_store=_STORE.value,
         max_stored_responses=_STORED.value,
         max_stored_bytes=_STORED_BYTES.value,
+        role=cast("Role | None", _ROLE.value),
     )
-    template = server_flags.chat_template()
+
+
+def make_application() -> Any:
+    options, template = server_options(), server_flags.chat_template()
+    from jaxserve import LLM
+    from jaxserve.models.loading import NoTokenizerError
+    from jaxserve.serving.app import make_app
+    from jaxserve.serving.async_llm import AsyncLLM
+
     try:
         hosts = lead_or_follow(flags.FLAGS.model, engine_options())
         llm = LLM(flags.FLAGS.model, _TOKENIZER.value, skip_tokenizer_init=_SKIP_TOKENIZER.value, **engine_options(), hosts=hosts)
@@ -79,6 +101,19 @@ def make_application() -> Any:
 
 def main() -> None:
     http_server.set_up_logging()
+    if on_ray():
+        with refuse_bad_input():
+            server = server_options()
+        serve_on_ray(
+            model=flags.FLAGS.model,
+            tokenizer=_TOKENIZER.value,
+            engine=engine_options(),
+            server=server,
+            max_waiting=_MAX_WAITING.value,
+            request_timeout=_TIMEOUT.value,
+            max_failures=_MAX_FAILURES.value,
+        )
+        return
     with refuse_bad_input(), without_collecting():
         application = make_application()
     http_server.run(application)

@@ -103,7 +103,7 @@ class StepPipeline:
         again when it is back, so that no other is waited for."""
         if not self.in_flight:
             self._poll_grammars(GRAMMAR_WAIT)
-            if self.stored is not None and self.stored.is_loading:
+            if self.stored is not None and self.stored.is_awaited:
                 self.stored.poll(IDLE_WAIT)
         self.collect(keep=max(0, len(self.in_flight) - 1))
         if self.stored is not None:
@@ -117,6 +117,8 @@ class StepPipeline:
 
     def _deliver(self) -> list[EngineOutput]:
         outputs, self.undelivered = self.undelivered, []
+        if self.stored is not None and self.stored.is_keeping:
+            outputs, self.undelivered = self.stored.hold_back(outputs)
         return outputs
 
     def drop_outputs(self, unwanted: Callable[[Request], bool]) -> None:

@@ -27,13 +27,14 @@ from jaxserve.execution.runner import Runner
 from jaxserve.kv_store.spec import parse_kv_store
 from jaxserve.kv_store.store import CLOSE_SECONDS, Job, KVStore, make_store
 from jaxserve.kv_store.tier import PageLayout
-from jaxserve.request import Request
+from jaxserve.request import EngineOutput, Request, StoredPrefix
 from jaxserve.scheduling.page_pool import PagePool, extend_hash_chain
 from jaxserve.scheduling.scheduler import Scheduler
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
 LOAD_SECONDS = 5.0  # after which a load is given up and tokens that have not come are computed
+KEEP_SECONDS = 5.0  # that the last output of a request may wait for its prompt's pages to be stored
 MAX_USED = 1024  # chains whose use the store is not told yet
 UNSAVED_POOLS = 8  # pages that wait to be saved, in pools: those behind were used for other tokens long ago
 IDLE_WAIT = 0.02  # seconds that an idle step waits for a load
@@ -59,12 +60,13 @@ class StoredPages:
     def __init__(self, store: KVStore, layout: PageLayout, runner: Runner, root_names: tuple[str, str], stats: KVStoreStats):
         self.store = store
         self.load_seconds: float = LOAD_SECONDS
+        self.keep_seconds: float = KEEP_SECONDS
         self._layout, self._runner, self._root_names = layout, runner, root_names
         self._stats = stats
         stats.tiers = tuple(store.stats())
         self._loads: dict[Job, _Load] = {}
         self._late: set[Job] = set()  # given up, but perhaps not ended in the store: until then no load begins behind them
-        self._has_warned_late = self._is_closed = False
+        self._has_warned_late = self._has_warned_other = self._is_closed = False
 
     def attach(self, pool: PagePool, scheduler: Scheduler) -> None:
         """Works for this pool and scheduler from now on, which are new. What was under way is forgotten."""
@@ -76,14 +78,15 @@ class StoredPages:
         self._saves: dict[Job, list[bytes]] = {}
         self._saving: set[bytes] = set()
         self._used: deque[list[bytes]] = deque(maxlen=MAX_USED)  # chains of requests that ended
+        self._keeping: dict[Request, float] = {}  # ended, their last output waits for their pages: until this time.monotonic
         self._unsaved: deque[tuple[int, bytes]] = deque(maxlen=UNSAVED_POOLS * pool.num_pages)
         pool.journal, pool.root_names = [], self._root_names
         scheduler.composer.kv_loads = self
 
     @property
-    def is_loading(self) -> bool:
-        """Whether pages are on their way for a request."""
-        return bool(self._loads)
+    def is_awaited(self) -> bool:
+        """Whether pages are on their way for which a request waits."""
+        return bool(self._loads or self._keeping and self._saves)
 
     # -- loads
 
@@ -102,6 +105,8 @@ class StoredPages:
         if pool.num_free_pages < -(-len(request.token_ids) // pool.page_size) - num_hits:
             return False  # it could not be admitted with them
         num_found = self.store.lookup(self._hashes_behind(request, num_hits, max_pages))
+        num_told = min(self._num_told(request), max_pages) - num_hits
+        told, num_found = num_told > num_found, max(num_told, num_found)
         if not num_found:
             request.kv_sought = True
             self._stats.num_queried_tokens += (max_pages - num_hits) * pool.page_size
@@ -109,15 +114,35 @@ class StoredPages:
         pages = pool.lease(num_found, hits)
         if pages is None:
             return False
-        request.kv_sought = True
+        request.kv_sought, request.stored_prefix = True, None
         self._stats.num_queried_tokens += (max_pages - num_hits) * pool.page_size
         hashes = chain[num_hits + 1 : num_hits + 1 + num_found]
         num_rows = -(-num_found // TRANSFER_PAGES) * TRANSFER_PAGES
-        job = self.store.load(hashes, np.empty((num_rows, *self._layout.shape), self._layout.dtype))
+        job = self.store.load(hashes, np.empty((num_rows, *self._layout.shape), self._layout.dtype), told=told)
         load = _Load(hashes, pages, num_hits, time.monotonic() + self.load_seconds, [request])
         self._loads[job] = load
         self._loading.update(dict.fromkeys(hashes, load))
         return True
+
+    def _num_told(self, request: Request) -> int:
+        """How many of the request's first pages another engine has stored, as whoever sent the request says. None if those are
+        pages of other tokens or weights."""
+        told, page_size = request.stored_prefix, self._pool.page_size
+        if told is None:
+            return 0
+        if told.num_pages * page_size <= request.num_prompt_tokens:
+            extend_hash_chain(request.hash_chain, request.token_ids, page_size, told.num_pages)
+            if request.hash_chain[told.num_pages] == told.last_hash:
+                return told.num_pages
+        request.stored_prefix = None
+        self._stats.num_failed_loads += 1
+        if not self._has_warned_other:
+            self._has_warned_other = True
+            logger.warning(
+                "kv_store: pages that a prefill server has stored have other names here, so that prompts are computed again: "
+                "prefill and decode servers need one version of jaxserve, the same files and page_size (further ones are counted)"
+            )
+        return 0
 
     def _hashes_behind(self, request: Request, num_hits: int, max_pages: int) -> Iterable[bytes]:
         """The hashes of the request's pages from `num_hits` on, each made when it is asked for."""
@@ -202,6 +227,7 @@ class StoredPages:
         Every step that was scheduled must have been dispatched. rest: pages that are fewer than a batch do not wait for more.
         """
         self._drain_journal()
+        rest = rest or bool(self._keeping)
         while len(self._unsaved) >= (1 if rest else TRANSFER_PAGES) and len(self._saves) < MAX_SAVES:
             batch: dict[bytes, int] = {}
             while self._unsaved and len(batch) < TRANSFER_PAGES:
@@ -218,6 +244,50 @@ class StoredPages:
     def end(self, request: Request) -> None:
         """The request has ended well: its pages are those that were used last."""
         self._used.append(request.hash_chain[1:])
+        if not request.keeps_prompt:
+            return
+        pool = self._pool
+        extend_hash_chain(request.hash_chain, request.token_ids, pool.page_size, self._num_prompt_pages(request))
+        for hash_ in self._prompt_hashes(request):
+            if not self.store.lookup([hash_], shared=True):  # saved never, or so long ago that the store has lost it
+                self._unsaved.extend((page, hash_) for page in pool.find([hash_]))
+        self._keeping[request] = time.monotonic() + self.keep_seconds
+
+    def _num_prompt_pages(self, request: Request) -> int:
+        return request.num_prompt_tokens // self._pool.page_size
+
+    def _prompt_hashes(self, request: Request) -> list[bytes]:
+        return request.hash_chain[1 : self._num_prompt_pages(request) + 1]
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether an output waits for pages to be stored."""
+        return bool(self._keeping)
+
+    def hold_back(self, outputs: list[EngineOutput]) -> tuple[list[EngineOutput], list[EngineOutput]]:
+        """(outputs to deliver, those that wait until their request's prompt is stored). Requests whose output is in neither, since
+        they were aborted, are waited for no longer. A request says in `stored_prefix` what is stored of it."""
+        ready, waiting, now = [], [], time.monotonic()
+        keeping, self._keeping = self._keeping, {}
+        for output in outputs:
+            request = output.request
+            if request in keeping and not self._settle(request, late=now > keeping[request]):
+                self._keeping[request] = keeping[request]
+                waiting.append(output)
+            else:
+                ready.append(output)
+        return ready, waiting
+
+    def _settle(self, request: Request, *, late: bool) -> bool:
+        """Whether as much of the prompt is stored as will be."""
+        hashes = self._prompt_hashes(request)
+        num_kept = self.store.lookup(hashes, shared=True)
+        if any(hash_ in self._saving for hash_ in hashes[:num_kept]):
+            num_kept = next(i for i, hash_ in enumerate(hashes) if hash_ in self._saving)  # in one tier, perhaps not in all
+        if num_kept < len(hashes) and not late and (self._unsaved or hashes[num_kept] in self._saving):
+            return False
+        request.stored_prefix = StoredPrefix(num_kept, hashes[num_kept - 1]) if num_kept else None
+        return True
 
     def _drain_journal(self) -> None:
         assert self._pool.journal is not None

@@ -44,6 +44,7 @@ class DiskTier:
 
     def __init__(self, layout: PageLayout, folder: str | Path, max_bytes: int):
         self.stats: TierStats = TierStats("disk")
+        self.is_shared: bool = True
         if max_bytes < blob_bytes(layout):
             raise ValueError(f"kv_store: a disk tier of {max_bytes} bytes can't hold a KV page, which takes {blob_bytes(layout)}")
         self._layout, self._max_bytes = layout, max_bytes
@@ -86,6 +87,7 @@ class DiskTier:
             else:
                 self.forget(hash_)
             return self._fail("blob", f"{path} is not used: {error}; its tokens are computed")
+        self._known.add(hash_)  # another process may have written it since the last look
         return True
 
     def write(

@@ -21,6 +21,7 @@ class HostTier:
         if not num_pages:
             raise ValueError(f"kv_store: a host tier of {max_bytes} bytes can't hold a KV page, which takes {layout.page_bytes}")
         self.stats: TierStats = TierStats("host")
+        self.is_shared: bool = False
         self._page_bytes = layout.page_bytes
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if max_bytes > memory:

@@ -38,6 +38,7 @@ class Job:
     pages: [at least as many as hashes, *PageLayout.shape]. A load writes them, a save reads them.
     num_done: pages of a load that have come, from the first on. What stands in the others is nothing.
     wanted: set to False by who asked and needs no more of a load, which then stops at the next page.
+    told: another process has said that it keeps these pages, so that a load tries tiers that do not know of them.
     """
 
     kind: str
@@ -45,22 +46,26 @@ class Job:
     pages: Any = None
     num_done: int = 0
     wanted: bool = True
+    told: bool = False
 
 
 class KVStore(Protocol):
     """Pages by hash. Calls return at once but for `close` and a `poll` with a timeout; what they begin ends in `poll`. One thread
     calls them."""
 
-    def lookup(self, hashes: Iterable[bytes]) -> int:
-        """How many of these, from the first on, the store seems to have. It asks for no hash behind the first that it lacks."""
+    def lookup(self, hashes: Iterable[bytes], *, shared: bool = False) -> int:
+        """How many of these, from the first on, the store seems to have. It asks for no hash behind the first that it lacks.
+        shared: counts what other processes find too."""
         ...
 
     def load(
         self,
         hashes: Sequence[bytes],
         into: np.ndarray,  # [at least as many, *PageLayout.shape]
+        *,
+        told: bool = False,
     ) -> Job:
-        """Begins to copy pages into `into`, which the job then owns."""
+        """Begins to copy pages into `into`, which the job then owns. told: see `Job`."""
         ...
 
     def save(self, hashes: Sequence[bytes], pages: Any) -> Job:
@@ -110,11 +115,11 @@ class TieredStore:
         self._thread = threading.Thread(target=self._run, name="jaxserve-kv-store", daemon=True)
         self._thread.start()
 
-    def lookup(self, hashes: Iterable[bytes]) -> int:
+    def lookup(self, hashes: Iterable[bytes], *, shared: bool = False) -> int:
         """As `KVStore.lookup`."""
-        found = 0
+        found, tiers = 0, [tier for tier in self._tiers if tier.is_shared] if shared else self._tiers
         for hash_ in hashes:
-            if hash_ in self._forgotten or not any(tier.contains(hash_) for tier in self._tiers):
+            if hash_ in self._forgotten or not any(tier.contains(hash_) for tier in tiers):
                 break
             found += 1
         return found
@@ -123,9 +128,11 @@ class TieredStore:
         self,
         hashes: Sequence[bytes],
         into: np.ndarray,  # [at least as many, *PageLayout.shape]
+        *,
+        told: bool = False,
     ) -> Job:
         """As `KVStore.load`. Loads come before saves."""
-        return self._begin(Job("load", hashes, into))
+        return self._begin(Job("load", hashes, into, told=told))
 
     def save(self, hashes: Sequence[bytes], pages: Any) -> Job:
         """As `KVStore.save`."""
@@ -211,7 +218,7 @@ class TieredStore:
         for i, hash_ in enumerate(job.hashes):
             if not job.wanted:
                 break
-            level = self._read(hash_, job.pages[i])
+            level = self._read(hash_, job.pages[i], job.told)
             if level is None:
                 break
             job.num_done = i + 1
@@ -227,13 +234,13 @@ class TieredStore:
             for tier in self._tiers:
                 tier.touch(hash_)
 
-    def _read(self, hash_: bytes, out: np.ndarray) -> int | None:
+    def _read(self, hash_: bytes, out: np.ndarray, told: bool) -> int | None:
         """Which tier has given the page; None: none has."""
         if hash_ in self._forgotten:
             return None
         for level, tier in enumerate(self._tiers):
             start = time.perf_counter()
-            if tier.contains(hash_) and tier.read(hash_, out):
+            if (tier.contains(hash_) or told) and tier.read(hash_, out):
                 stats = tier.stats
                 stats.pages_read += 1
                 stats.bytes_read += out.nbytes

@@ -59,9 +59,13 @@ class TierStats:
 
 
 class Tier(Protocol):
-    """Pages by hash."""
+    """Pages by hash.
+
+    is_shared: whether other processes find what is written here.
+    """
 
     stats: TierStats
+    is_shared: bool
 
     def contains(self, hash_: bytes) -> bool:
         """Whether a page seems to be here; `read` may find it gone or unusable. Asks no file."""

@@ -1,6 +1,7 @@
 """A router: one address in front of several servers, each request passed on to the one that a policy chooses.
 
-Owns which requests are passed on, what is retried, and the router's own answers. An answer passes through byte for byte, unread.
+Owns which requests are passed on, what is retried, which prompts prefill servers compute first, and the router's own answers. An
+answer passes through byte for byte, unread.
 Knows neither how a server is chosen (policy.py) nor how its health is checked (backends.py).
 """
 
@@ -10,7 +11,8 @@ import asyncio
 import contextlib
 import functools
 import hashlib
-from collections.abc import AsyncGenerator
+import logging
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 from starlette.applications import Starlette
@@ -24,13 +26,19 @@ from jaxserve.routing.backends import UNANSWERED, UNREACHED, Answer, Backend, en
 from jaxserve.routing.health import BackendHealth
 from jaxserve.routing.metrics import RouterMetrics
 from jaxserve.routing.options import RouterOptions
-from jaxserve.routing.policy import Load, hash_blocks, make_policy
+from jaxserve.routing.policy import Choice, Load, hash_blocks, make_policy
 from jaxserve.serving.errors import error_response, on_error
+from jaxserve.serving.handover import PREFILL_HEADER, STORED_HEADER
 from jaxserve.serving.messages import UnavailableError
 from jaxserve.serving.middleware import ApiKey, BodyLimit, LastResort, RequestLog
 from jaxserve.serving.responses import encode
 from jaxserve.serving.streaming import ClientGoneError, EventStream, unless_gone
 
+logger: logging.Logger = logging.getLogger("jaxserve")
+
+Headers = list[tuple[bytes, bytes]]
+_PREFILL, _STORED = PREFILL_HEADER.encode(), STORED_HEADER.encode()
+_OURS = (_PREFILL, _STORED)  # said by this router alone, not by its clients
 # Routes that change one server. Passed to one of several, they would leave the servers in different states.
 CONTROL_PATHS = (
     *("/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/update_weights_from_path"),
@@ -76,7 +84,8 @@ class Router:
 
     def __init__(self, options: RouterOptions):
         self._options = options
-        self._policy = make_policy(options.policy)
+        self._policy, self._prefill_policy = make_policy(options.policy), make_policy(options.policy)
+        self._missing: str | None = None  # what was said last of a role without a partner
         self.backends: dict[str, Backend] = {}
         self.metrics: RouterMetrics = RouterMetrics(self.backends)
         self.app: Starlette = Starlette(
@@ -106,19 +115,51 @@ class Router:
         async with open_session() as session, asyncio.TaskGroup() as tasks:
             for url in options.backends:
                 health = BackendHealth(options.max_failures, options.min_successes)
-                forget = functools.partial(self._policy.forget, url)
+                forget = functools.partial(self._forget, url)
                 self.backends[url] = Backend(url, session, health, options.backend_api_key, forget)
             await asyncio.gather(*(backend.check(options.check_timeout) for backend in self.backends.values()))
+            self._say_what_is_missing()
             watches = [tasks.create_task(b.watch(options.check_seconds, options.check_timeout)) for b in self.backends.values()]
             yield
             for watch in watches:
                 watch.cancel()
 
+    def _forget(self, url: str) -> None:
+        self._policy.forget(url)
+        self._prefill_policy.forget(url)
+
+    def _num_up(self) -> tuple[int, int]:
+        """How many servers are up: those that compute prompts for others, and all others."""
+        up = [backend.role == "prefill" for backend in self.backends.values() if backend.health.up]
+        return sum(up), len(up) - sum(up)
+
+    def _say_what_is_missing(self) -> None:
+        """Logs a line when servers of one role lose those of the other, or never had them."""
+        num_prefill, num_others = self._num_up()
+        missing = None
+        if num_prefill and not num_others:
+            missing = self._unavailable()
+        elif not num_prefill and any(backend.role == "decode" and backend.health.up for backend in self.backends.values()):
+            missing = "no server with --role=prefill is up: decode servers compute prompts themselves"
+        if missing is not None and missing != self._missing:
+            logger.warning("%s", missing)
+        self._missing = missing
+
+    def _unavailable(self) -> str:
+        num_prefill, num_others = self._num_up()
+        if num_prefill and not num_others:
+            only = f"{num_prefill} of {len(self.backends)} are up, with --role=prefill"
+            return f"no server generates ({only}): start one with --role=decode"
+        return f"none of the {len(self.backends)} servers takes requests"
+
     async def _health(self, _: Request) -> Response:
-        num_up = sum(backend.health.up for backend in self.backends.values())
-        if not num_up:
-            raise UnavailableError(f"none of the {len(self.backends)} servers takes requests")
-        return Response(encode({"status": "ok", "servers": len(self.backends), "up": num_up}), media_type="application/json")
+        num_prefill, num_others = self._num_up()
+        if not num_others:
+            raise UnavailableError(self._unavailable())
+        said: dict[str, object] = {"status": "ok", "servers": len(self.backends), "up": num_prefill + num_others}
+        if num_prefill or any(backend.role for backend in self.backends.values()):
+            said["up_by_role"] = {"prefill": num_prefill, "decode": num_others}
+        return Response(encode(said), media_type="application/json")
 
     async def _metrics(self, _: Request) -> Response:
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -146,12 +187,13 @@ class Router:
         if not path.startswith("/"):
             raise HTTPException(400, f"{path!r} is no path")
         target = f"{path}?{query}" if query else path
-        headers = end_to_end(request.scope["headers"], b"host", b"content-length", b"expect", b"x-request-id")
+        headers = end_to_end(request.scope["headers"], b"host", b"content-length", b"expect", b"x-request-id", *_OURS)
         headers.append((b"x-request-id", request.state.request_id.encode()))
         blocks = prompt_blocks(request.scope["path"], body)
         tried: set[str] = set()
         refusal: Answer | None = None
         num_broken = 0
+        self._say_what_is_missing()
         try:
             while (loads := self._loads(tried)) and num_broken < MAX_BROKEN:
                 choice = self._policy.choose(blocks, loads)
@@ -159,6 +201,8 @@ class Router:
                 self.metrics.count_choice(choice)
                 if len(tried) == 1:
                     self.metrics.count_blocks(len(blocks), choice.num_matched)
+                    if self._pays_to_prefill(blocks, choice):
+                        headers += await self._prefill(self.backends[choice.server], request.method, target, headers, body, blocks)
                 try:
                     answer = await self.backends[choice.server].ask(request.method, target, headers, body)
                 except UNANSWERED as error:
@@ -178,10 +222,41 @@ class Router:
                 refusal.close()
         if num_broken:
             raise HTTPException(502, f"{num_broken} server{'s' * (num_broken > 1)} broke off before answering this request")
-        raise UnavailableError(f"none of the {len(self.backends)} servers takes requests")
+        raise UnavailableError(self._unavailable())
 
-    def _loads(self, tried: set[str]) -> dict[str, Load]:
-        return {url: backend.load for url, backend in self.backends.items() if backend.health.up and url not in tried}
+    def _loads(self, tried: set[str], *, prefill: bool = False) -> dict[str, Load]:
+        """Those of the servers that are up and were not tried: the prefill servers, or all others."""
+        found = {url: backend for url, backend in self.backends.items() if backend.health.up and url not in tried}
+        return {url: backend.load for url, backend in found.items() if (backend.role == "prefill") is prefill}
+
+    def _pays_to_prefill(self, blocks: Sequence[bytes], choice: Choice) -> bool:
+        """Whether a prefill server is to compute a prompt for the server that was chosen for it."""
+        num_new_bytes = BLOCK_BYTES * (len(blocks) - choice.num_matched)
+        return bool(blocks) and num_new_bytes >= self._options.min_prefill_bytes and self._num_up()[0] > 0
+
+    async def _prefill(
+        self, expecting: Backend, method: str, target: str, headers: Headers, body: bytes, blocks: Sequence[bytes]
+    ) -> Headers:
+        """The header that says which pages of the prompt a prefill server has stored; nothing where none has: then the server that
+        is `expecting` the request computes them. A client's mistake is for that server to answer, too."""
+        tried: set[str] = set()
+        stored: Headers = []
+        expecting.num_expected += 1
+        try:
+            while not stored and len(tried) < MAX_BROKEN and (loads := self._loads(tried, prefill=True)):
+                choice = self._prefill_policy.choose(blocks, loads)
+                tried.add(choice.server)
+                self.metrics.count_choice(choice)
+                with contextlib.suppress(*UNANSWERED):
+                    answer = await self.backends[choice.server].ask(method, target, [*headers, (_PREFILL, b"1")], body)
+                    answer.close()
+                    stored = [(_STORED, value) for key, value in answer.raw_headers if key.lower() == _STORED]
+                    if answer.status not in REFUSED:
+                        break
+        finally:
+            expecting.num_expected -= 1
+        self.metrics.count_prefill(bool(stored))
+        return stored
 
 
 def make_router(options: RouterOptions) -> Starlette:

@@ -16,12 +16,20 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
 import aiohttp
+import msgspec
 from yarl import URL
 
 from jaxserve.routing.health import BackendHealth
 from jaxserve.routing.policy import Load
 
 logger: logging.Logger = logging.getLogger("jaxserve")
+
+
+class _SaidHealth(msgspec.Struct):
+    """What of a server's /health is read."""
+
+    role: str = ""
+
 
 UNANSWERED: tuple[type[Exception], ...] = (
     aiohttp.ClientError,
@@ -58,6 +66,8 @@ class Backend:
         self._session, self._key, self._on_down = session, key, on_down
         self._waiting = self._running = self._since = 0
         self._asking: set[asyncio.Timeout] = set()  # each around one that waits for the first byte of an answer
+        self.role: str = ""  # as it says: "prefill", "decode" or, of one that does both, nothing
+        self.num_expected: int = 0  # requests that will be sent to it, when their prompt is computed elsewhere
         self.num_in_flight: int = 0
         self.num_unanswered: int = 0
         self.num_refused: int = 0
@@ -65,7 +75,7 @@ class Backend:
 
     @property
     def load(self) -> Load:
-        return Load(self._waiting, max(0, self._running + self._since))
+        return Load(self._waiting, max(0, self._running + self._since) + self.num_expected)
 
     async def watch(self, interval: float, timeout: float) -> None:
         """Checks the server every `interval` seconds until it is cancelled. timeout: seconds that a check may take."""
@@ -83,7 +93,9 @@ class Backend:
         try:
             async with self._session.get(f"{self.url}/health", headers=headers, timeout=limit) as answer:
                 well = answer.status == 200
+                said = await answer.read() if well else b""
             if well:
+                self.role = _role_of(said)
                 async with self._session.get(f"{self.url}/metrics", headers=headers, timeout=limit) as answer:
                     self._take_load(await answer.text(errors="replace") if answer.status == 200 else "")
         except UNANSWERED as error:
@@ -188,6 +200,14 @@ class Answer:
         else:
             self._response.close()
         self.backend.ended()
+
+
+def _role_of(health: bytes) -> str:
+    """The role in the answer of a server's /health; none where there is none, or no JSON: vLLM's is empty."""
+    try:
+        return msgspec.json.decode(health, type=_SaidHealth).role
+    except msgspec.DecodeError:
+        return ""
 
 
 def open_session(connect_seconds: float = 5.0) -> aiohttp.ClientSession:

@@ -29,6 +29,9 @@ class RouterMetrics(Collector):
         self._choices = Counter(
             f"{ROUTER_PREFIX}choices", "Servers chosen, retries included.", ("server", "reason"), registry=registry
         )
+        self._prefills = Counter(
+            f"{ROUTER_PREFIX}prefills", "Prompts sent to prefill servers, by what came of it.", ("result",), registry=registry
+        )
         self._blocks = Counter(f"{ROUTER_PREFIX}prompt_blocks", "Blocks of prompts that were passed on.", registry=registry)
         self._matched = Counter(
             f"{ROUTER_PREFIX}matched_blocks", "Of those, blocks that the first choice had seen.", registry=registry
@@ -39,6 +42,10 @@ class RouterMetrics(Collector):
 
     def count_choice(self, choice: Choice) -> None:
         self._choices.labels(choice.server, choice.reason).inc()
+
+    def count_prefill(self, stored: bool) -> None:
+        """Counts a request whose prompt was to be computed elsewhere. stored: whether it was; else its own server computes it."""
+        self._prefills.labels("stored" if stored else "failed").inc()
 
     def count_blocks(self, num_blocks: int, num_matched: int) -> None:
         """Counts the blocks of one request once, however many servers are asked. num_matched: blocks that the first had seen."""
@@ -64,6 +71,11 @@ class RouterMetrics(Collector):
                 for url, backend in self._backends.items():
                     metric.add_metric((url,), float(value(backend)))
                 yield metric
+        roles = GaugeMetricFamily(f"{ROUTER_PREFIX}server_role", "1; the server's role is in the label.", labels=("server", "role"))
+        for url, backend in self._backends.items():
+            if backend.role:
+                roles.add_metric((url, backend.role), 1.0)
+        yield roles
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

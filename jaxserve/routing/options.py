@@ -20,6 +20,8 @@ class RouterOptions(HTTPOptions):
     check_seconds, check_timeout: seconds between two checks of a server, and the most that one check may take.
     max_failures: failures in a row after which a server gets no requests.
     min_successes: successful checks in a row after which it gets requests again.
+    min_prefill_bytes: of a prompt's JSON that the decode server has probably not cached, from which a prefill server computes it.
+      It means nothing where no server has the role "prefill".
 
     Raises:
       ValueError: as `HTTPOptions`; an option out of its range, or a backend that is no address.
@@ -32,6 +34,7 @@ class RouterOptions(HTTPOptions):
     check_timeout: float = 5.0
     max_failures: int = 3
     min_successes: int = 2
+    min_prefill_bytes: int = 2048
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,4 +48,6 @@ class RouterOptions(HTTPOptions):
             raise ValueError(f"policy={self.policy!r} must be one of {', '.join(ROUTING_POLICIES)}")
         if not (self.check_seconds > 0 and self.check_timeout > 0):
             raise ValueError(f"check_seconds={self.check_seconds} and check_timeout={self.check_timeout} must be above 0")
+        if self.min_prefill_bytes < 0:
+            raise ValueError(f"min_prefill_bytes={self.min_prefill_bytes} must be at least 0")
         BackendHealth(self.max_failures, self.min_successes)  # checks both

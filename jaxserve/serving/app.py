@@ -42,7 +42,7 @@ from jaxserve.serving.metrics import PREFIX, VLLM_PREFIX, Metrics
 from jaxserve.serving.middleware import ApiKey, BodyLimit, LastResort, LoadReport, RequestLog, RootPath
 from jaxserve.serving.notations import CALLS, REASONING, chosen
 from jaxserve.serving.openapi import Limits, answers, publish
-from jaxserve.serving.options import CrossOrigin, ServerOptions
+from jaxserve.serving.options import CrossOrigin, ServerOptions, check_role_has_store
 from jaxserve.serving.parsers import Notation
 from jaxserve.serving.protocol import CompletionRequest, DetokenizeRequest, TokenizeCompletionRequest, check_model
 from jaxserve.serving.responses import (
@@ -66,7 +66,8 @@ GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 
 
 def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
-    """The application. Its lifespan starts the engine, and shuts it down at the end."""
+    """The application. Its lifespan starts the engine, and shuts it down at the end. ValueError: a role without a shared store."""
+    check_role_has_store(options.role, engine.config.engine.kv_store)
     served = Served(engine, options, _notation(engine, options))
     metrics = Metrics(
         options.names[0],
@@ -74,6 +75,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         _cache_info(engine),
         prefix=VLLM_PREFIX if options.vllm_metric_names else PREFIX,
         num_refused=lambda: engine.num_refused,
+        role=options.role,
     )
     engine.listener = metrics.take
     responses = Responses(served, open_store(options.response_store, options.max_stored_responses, options.max_stored_bytes))
@@ -264,7 +266,8 @@ def _operator_routes(app: FastAPI, served: Served, metrics: Metrics) -> None:
             served.engine.check_health()
         except UnavailableError as error:
             raise HTTPException(503, str(error)) from None
-        return _json(Health("ok", kernels=UNSET if (said := served.engine.qualification) is None else said))
+        said, role = served.engine.qualification, served.options.role
+        return _json(Health("ok", kernels=UNSET if said is None else said, role=UNSET if role is None else role))
 
     @app.get(
         "/metrics",

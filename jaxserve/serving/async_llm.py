@@ -207,9 +207,8 @@ class AsyncLLM:
         self._streams.add(stream)
         try:
             for name, ask in stream.asks.items():
-                self._engine.send(
-                    Add(name, ask.prompt_token_ids, ask.params, stream.arrival, ask.prompt, ask.priority, ask.cache_salt)
-                )
+                fields = ask.prompt, ask.priority, ask.cache_salt, ask.keeps_prompt, ask.stored_prefix
+                self._engine.send(Add(name, ask.prompt_token_ids, ask.params, stream.arrival, *fields))
             await stream.accepted()
         except BaseException as error:
             stream.close(refused=isinstance(error, Exception))  # or else cancelled

@@ -23,6 +23,7 @@ from jaxserve.serving.generation import (
     spaced,
     until_done,
 )
+from jaxserve.serving.handover import answer_prefill, asks_for_prefill
 from jaxserve.serving.messages import Delta
 from jaxserve.serving.parsers import CallPart, Content, Notation, OutputParser, Piece, Reasoning
 from jaxserve.serving.protocol import check_model
@@ -68,6 +69,8 @@ def render(served: Served, body: Chat, *, with_tools: bool = True, effort: str |
 async def create_chat_completion(served: Served, body: ChatRequest, request: Request) -> Response:
     """The answer to a request, once it is complete, or a stream of chunks."""
     check_model(body.model, served.names)
+    if asks_for_prefill(request.headers):
+        return await unless_gone(request, answer_prefill(_open(served, body, request)))
     if body.stream:
         stream = await unless_gone(request, _open(served, body, request))  # a form may take a while to compile
         answer = ChatAnswer(served, body, stream, request_id_of(request, body))

@@ -20,6 +20,7 @@ from jaxserve.serving.generation import (
     spaced,
     until_done,
 )
+from jaxserve.serving.handover import answer_prefill, asks_for_prefill
 from jaxserve.serving.messages import Delta
 from jaxserve.serving.protocol import CompletionRequest, check_model
 from jaxserve.serving.responses import Completion, CompletionChoice, encode
@@ -32,6 +33,8 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 async def create_completion(served: Served, body: CompletionRequest, request: Request) -> Response:
     """The answer to a request, once it is complete, or a stream of chunks."""
     check_model(body.model, served.names)
+    if asks_for_prefill(request.headers):
+        return await unless_gone(request, answer_prefill(_open(served, body, request)))
     if body.stream:
         stream = await unless_gone(request, _open(served, body, request))  # a form may take a while to compile
         answer = _CompletionAnswer(served, body, stream, request_id_of(request, body))

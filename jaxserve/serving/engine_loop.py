@@ -20,7 +20,7 @@ from typing import Any
 from jaxserve.execution.compilation import compile_counts
 from jaxserve.hosts.pulse import HostLostError
 from jaxserve.outputs import RequestOutput
-from jaxserve.request import EngineOutput
+from jaxserve.request import EngineOutput, Request
 from jaxserve.scheduling.schedule import SchedulerStats
 from jaxserve.serving.interfaces import ServedEngine
 from jaxserve.serving.messages import (
@@ -96,7 +96,7 @@ class _Sent:
 class _Open:
     """A request that has not ended."""
 
-    num_prompt_tokens: int
+    request: Request  # its first sample
     max_tokens: int | None
     samples: list[_Sent]
     begun: bool = False  # whether it has its first token
@@ -245,6 +245,8 @@ class EngineLoop:
                 grammar=grammar,
                 stops_at_text=True,
             )
+            for request in requests:
+                request.keeps_prompt, request.stored_prefix = add.keeps_prompt, add.stored_prefix
             self._texts.add(requests, add.prompt)
         except (ValueError, RuntimeError, UnavailableError) as error:
             if grammar is not None:
@@ -252,7 +254,7 @@ class EngineLoop:
             self._events.append(Failed(add.request_id, _as_refusal(error)))
             return
         samples = [_Sent() for _ in requests]
-        self._open[add.request_id] = _Open(len(add.prompt_token_ids), add.params.max_tokens, samples)
+        self._open[add.request_id] = _Open(requests[0], add.params.max_tokens, samples)
         if grammar is None:
             self._events.append(Accepted(add.request_id))
         else:
@@ -344,7 +346,7 @@ class EngineLoop:
             return
         if not request.begun:
             request.begun = True
-            self._num_prompt_tokens += request.num_prompt_tokens
+            self._num_prompt_tokens += request.request.num_prompt_tokens
             self._num_cached_tokens += output.num_cached_tokens or 0
         now = time.monotonic()
         for completion, sent in zip(output.outputs, request.samples, strict=True):
@@ -370,7 +372,7 @@ class EngineLoop:
                 lengths = [s.num_tokens for s in request.samples]
                 delta.last = True
                 delta.totals = RequestTotals(
-                    request.num_prompt_tokens,
+                    request.request.num_prompt_tokens,
                     sum(lengths),
                     len(lengths),
                     request.max_tokens,
@@ -378,6 +380,7 @@ class EngineLoop:
                     max(lengths),
                     output.num_cached_tokens or 0,
                 )
+                delta.stored_prefix = request.request.stored_prefix if request.request.keeps_prompt else None
                 del self._open[request_id]
 
     def _hand_over(self) -> None:

@@ -18,6 +18,7 @@ from jaxserve.moved import forward
 from jaxserve.outputs import Logprob
 from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.errors import checking, describe
+from jaxserve.serving.handover import asks_for_prefill, check_role, hand_over
 from jaxserve.serving.messages import Delta
 from jaxserve.serving.options import ServerOptions
 from jaxserve.serving.parsers import Notation
@@ -196,7 +197,7 @@ async def open_stream(
     """
     arrival = time.monotonic()
     with checking(form_field):
-        asks = await read_asks(served, request, body, num_prompts, read, arrival)
+        asks = hand_over(await read_asks(served, request, body, num_prompts, read, arrival), request.headers)
         return await served.engine.open(asks, request_id_of(request, body), timeout=body.timeout, arrival=arrival)
 
 
@@ -205,7 +206,9 @@ async def read_asks(
 ) -> list[Ask]:
     """The prompts of a request, read within its deadline. Raises as `open_stream`, and ValueError for a wrong one."""
     engine = served.engine
-    size, num_samples = len(await request.body()), num_prompts * (body.n or engine.default_sampling_params.n)
+    check_role(served.options.role, request.headers)
+    n = 1 if asks_for_prefill(request.headers) else body.n or engine.default_sampling_params.n
+    size, num_samples = len(await request.body()), num_prompts * n
     asks = await engine.read(size, read, num_samples, timeout=body.timeout, arrival=arrival)
     if served.options.enable_log_requests:
         for ask in asks:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.engine.stats import KVStoreStats
 from jaxserve.moved import forward
 from jaxserve.outputs import Logprob, RequestMetrics
+from jaxserve.request import StoredPrefix
 from jaxserve.sampling_params import SamplingParams
 
 
@@ -44,7 +45,8 @@ class FailedError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """A request, tokenised. arrival: in seconds of time.monotonic(). prompt: its text, if it came as text."""
+    """A request, tokenised. arrival: in seconds of time.monotonic(). prompt: its text, if it came as text. keeps_prompt,
+    stored_prefix: as `Request`'s."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -53,6 +55,8 @@ class Add:
     prompt: str | None = None
     priority: int = 0
     cache_salt: str | None = None
+    keeps_prompt: bool = False
+    stored_prefix: StoredPrefix | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,7 @@ class Delta:
     prompt_logprobs: in a sample's first delta, if asked for.
     totals: in a request's last delta.
     gap: seconds since the sample's previous delta; None in its first.
+    stored_prefix: in the last delta of a request that keeps its prompt, how much of that is stored; None: nothing.
     """
 
     request_id: str
@@ -124,6 +129,7 @@ class Delta:
     last: bool = False
     totals: RequestTotals | None = None
     gap: float | None = None
+    stored_prefix: StoredPrefix | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class Metrics(Collector):
     """Counts the Reports that `take` is given; `render` returns Prometheus's text.
 
     model: the label model_name. stats: counts to begin with. cache: facts of the KV cache, by vLLM's names. prefix: of all names.
-    num_refused: how many requests were refused since the server started, because too many waited.
+    num_refused: how many requests were refused since the server started, because too many waited. role: of the server.
     """
 
     def __init__(
@@ -78,9 +78,10 @@ class Metrics(Collector):
         *,
         prefix: str = PREFIX,
         num_refused: Callable[[], int] = lambda: 0,
+        role: str | None = None,
     ):
         self.stats: LoopStats = stats or LoopStats()
-        self._prefix, self._num_refused = prefix, num_refused
+        self._prefix, self._num_refused, self._role = prefix, num_refused, role
         self._model, self._cache = model, {name: str(value) for name, value in (cache or {}).items()}
         self.registry: CollectorRegistry = CollectorRegistry()
         self.registry.register(self)
@@ -200,6 +201,12 @@ class Metrics(Collector):
         info = GaugeMetricFamily(f"{self._prefix}cache_config_info", "1; the KV cache is in the labels.", labels=tuple(self._cache))
         info.add_metric(tuple(self._cache.values()), 1.0)
         yield info
+        if self._role is not None:
+            role = GaugeMetricFamily(
+                f"{self._prefix}server_role", "1; the server's role is in the label.", labels=("model_name", "role")
+            )
+            role.add_metric((self._model, self._role), 1.0)
+            yield role
 
     def _labelled(self) -> Iterator[Metric]:
         """vLLM's metrics whose samples a second label tells apart."""

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
+from jaxserve.kv_store.spec import outlives_process
+
+Role = Literal["prefill", "decode"]
+ROLES: tuple[str, ...] = get_args(Role)
 MAX_WAITING = 1024  # samples that may wait beyond an engine's max_num_seqs
 MAX_STORED_RESPONSES, MAX_STORED_BYTES = 1000, 64 * 2**20  # of responses that are kept for later requests
 MAX_FAILURES = 3  # steps in a row that may raise before an engine counts as broken
@@ -78,6 +82,7 @@ class ServerOptions(HTTPOptions):
     root_path: the path under which a proxy shows the server; requests may have it before their own path or not.
     middleware: "module.name" of ASGI middleware classes, or of functions (request, call_next), around the whole application, the
     first outermost. cross_origin: None: no page of another origin.
+    role: "prefill": computes prompts for decode servers alone. "decode": loads what those have stored. None: neither.
 
     Raises:
       ValueError: as `HTTPOptions`; an empty name or no name, a root_path that begins with no slash, an empty role, or
@@ -105,6 +110,7 @@ class ServerOptions(HTTPOptions):
     root_path: str = ""
     middleware: tuple[str, ...] = ()
     cross_origin: CrossOrigin | None = None
+    role: Role | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,3 +127,14 @@ class ServerOptions(HTTPOptions):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be 0 or more")
         if self.enable_control and not self.api_keys:
             raise ValueError("enable_control=True lets clients swap the weights: give api_keys too")
+        if self.role is not None and self.role not in ROLES:
+            raise ValueError(f"role={self.role!r} must be one of {', '.join(ROLES)}")
+
+
+def check_role_has_store(role: str | None, kv_store: str | None) -> None:
+    """Raises ValueError for a role without a store that servers of the other role can share."""
+    if role is not None and (kv_store is None or not outlives_process(kv_store)):
+        raise ValueError(
+            f"role={role!r} with kv_store={kv_store!r}: prefill and decode servers need a store that they share; "
+            "give all of them kv_store='disk:FOLDER:SIZE' with one folder"
+        )

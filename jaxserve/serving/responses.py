@@ -254,12 +254,21 @@ class Version(Struct):
     version: str
 
 
+class Prefilled(Struct):
+    """Prompts that a prefill server has computed. prompt_tokens: of all of them. stored: as handover.STORED_HEADER says."""
+
+    prompt_tokens: int
+    stored: list[str]
+    object: Literal["prefill"] = "prefill"
+
+
 class Health(Struct):
-    """kernels: what this GPU's check of our kernels found, in a line; absent where no GPU is used."""
+    """kernels: what the check of our kernels found on this GPU, in a line; absent where no GPU is used. role: if it has one."""
 
     status: Literal["ok", "unhealthy"]
     reason: str | None = None
     kernels: str | UnsetType = UNSET
+    role: Literal["prefill", "decode"] | UnsetType = UNSET
 
 
 class Done(Struct):

@@ -14,19 +14,22 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+from jaxserve.request import StoredPrefix
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.serving.messages import Accepted, DeadlineError, Delta, Failed, QueueFullError
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A tokenised prompt and its sampling parameters."""
+    """A tokenised prompt and its sampling parameters. keeps_prompt, stored_prefix: as `Request`'s."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
     prompt: str | None = None
     priority: int = 0
     cache_salt: str | None = None
+    keeps_prompt: bool = False
+    stored_prefix: StoredPrefix | None = None
 
 
 class AnswerStream(Protocol):

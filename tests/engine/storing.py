@@ -65,7 +65,7 @@ def hold_loads(engine):
     """Loads that begin from now on never end. Returns what they were asked for."""
     asked = []
 
-    def load(hashes, into):
+    def load(hashes, into, *, told):
         asked.append((hashes, into))
         return Job("load", hashes, into)
 

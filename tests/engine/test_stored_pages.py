@@ -204,10 +204,10 @@ def test_no_page_of_old_weights_is_loaded(tmp_path, closed, in_flight):
         hold_loads(engines[0])
         add(engines[0], "x", asks(0)[0])
         engines[0].step()
-        assert stored(engines[0]).is_loading
+        assert stored(engines[0]).is_awaited
     hits = counts(engines[0]).num_hit_tokens
     engines[0].update_params(other_weights(), in_flight)
-    assert not stored(engines[0]).is_loading
+    assert not stored(engines[0]).is_awaited
     engines[0].abort("x")
     right = serve(make_engine(other_weights(), bucket_plan=ONE_BUCKET), wanted).answers
     assert differences(served(engines[0], wanted), right) == []
@@ -310,7 +310,7 @@ class Flaky(Tier):
     """A tier that at random fails, lies about what it has, takes its time, or damages nothing but what it says was not read."""
 
     def __init__(self, tier, seed):
-        self.tier, self.stats, self.random = tier, tier.stats, random.Random(seed)
+        self.tier, self.stats, self.is_shared, self.random = tier, tier.stats, tier.is_shared, random.Random(seed)
 
     def contains(self, hash_):
         return self.tier.contains(hash_) if self.random.random() < 0.9 else self.random.random() < 0.5

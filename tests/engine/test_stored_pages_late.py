@@ -96,7 +96,7 @@ def test_nobody_waits_behind_a_late_load(slow):
     hold_loads(engine)  # would hang
     add(engine, "c", asks(1)[0])
     engine.step()
-    assert not stored(engine).is_loading
+    assert not stored(engine).is_awaited
     run(engine)
     del stored(engine).store.load
     tier.gate.set()

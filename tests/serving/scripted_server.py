@@ -19,6 +19,7 @@ class Scripted:
     url: str = ""
     script: list[bytes | float | threading.Event] = field(default_factory=list)
     healthy: bool = True
+    role: str = ""  # that /health says
     waiting: float = 0
     running: int = 0
     requests: list[tuple[bytes, bytes]] = field(default_factory=list)
@@ -46,7 +47,8 @@ class Scripted:
                 path = head.split(b" ", 2)[1]
                 if path == b"/health":
                     status = b"200 OK" if self.healthy else b"503 Service Unavailable"
-                    connection.sendall(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\n\r\n")
+                    said = json.dumps({"status": "ok", "role": self.role}).encode() if self.role else b""
+                    connection.sendall(b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n%s" % (status, len(said), said))
                     self.num_checks += not self.healthy
                 elif path == b"/metrics":
                     text = f'# a comment\nvllm:num_requests_waiting{{e="0"}} {float(self.waiting)}\n'

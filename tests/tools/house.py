@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
+    ("ray",),
     ("simulation",),
     ("routing",),
     ("serving",),

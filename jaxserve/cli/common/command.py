@@ -36,6 +36,7 @@ _EXTRAS = {  # a package that an optional extra brings -> the extra
     **dict.fromkeys(("aiohttp", "fastapi", "msgspec", "prometheus_client", "pydantic", "starlette", "uvicorn"), "serve"),
     "matplotlib": "plots",
     "torch": "verify",
+    **dict.fromkeys(("pyarrow", "ray"), "ray"),
 }
 _groups: dict[str, str] = {}  # flag -> title, of flags that are no module's own
 

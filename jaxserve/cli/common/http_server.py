@@ -57,6 +57,16 @@ def api_keys() -> tuple[str, ...]:
     return (*_KEYS.value, own) if own else tuple(_KEYS.value)
 
 
+def grace() -> int:
+    """Seconds that requests have to finish after SIGTERM."""
+    return _GRACE.value
+
+
+def http_options() -> dict[str, Any]:
+    """Where to listen, as Ray Serve's HTTP options."""
+    return {"host": _HOST.value, "port": _PORT.value, "ssl_certfile": _CERT.value, "ssl_keyfile": _KEY.value}
+
+
 def set_up_logging() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     logging.getLogger("jaxserve").setLevel(logging.INFO)

@@ -144,7 +144,7 @@ _MEMORY = (
     Missing("pages are found by sha256", "prefix_caching_hash_algo", accepts=("sha256",)),
     Missing("prefixes are shared by whole pages, of --page_size tokens", "prefix_match_unit prefix_cache_retention_interval"),
     Missing(
-        "KV is kept by --kv_store; a request stays on one server, and `jaxserve router` sends it where its prefix is cached",
+        "KV is kept by --kv_store; --role=prefill and --role=decode share it through a folder, behind `jaxserve router`",
         "kv_transfer_config ec_transfer_config ec_manager_config",
     ),
     Missing("`jaxserve router` keeps its own account of prefixes", "kv_events_config"),

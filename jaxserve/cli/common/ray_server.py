@@ -1,0 +1,57 @@
+"""`jaxserve serve` on Ray: the flags that it alone has there, and how it runs."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+from absl import app, flags
+
+from jaxserve.cli.common import http_server
+from jaxserve.cli.common.command import group, refuse_bad_input
+from jaxserve.cli.common.fleet import gpus_per_replica, last_error, num_replicas, start_ray
+
+_MAX_REPLICAS = flags.DEFINE_integer("max_replicas", None, "With --ray, up to which replicas follow the load.", lower_bound=1)
+_UP = flags.DEFINE_float("scale_up_seconds", 30.0, "With --max_replicas, how long the load must ask for more.", lower_bound=0)
+_DOWN = flags.DEFINE_float("scale_down_seconds", 600.0, "With --max_replicas, how long it must ask for fewer.", lower_bound=0)
+group("Replicas on Ray", ("max_replicas", "scale_up_seconds", "scale_down_seconds"))
+
+
+def serve_on_ray(**options: Any) -> None:
+    """Serves replicas until SIGTERM or Ctrl-C, then lets what runs finish for --grace seconds. options: of `FleetOptions`, but for
+    those that the flags here say."""
+    import ray  # pyright: ignore[reportMissingImports]
+    from ray import serve  # pyright: ignore[reportMissingImports]
+
+    from jaxserve.ray.application import build
+    from jaxserve.ray.fleet import FleetOptions
+
+    http = http_server.http_options()
+    with refuse_bad_input():
+        fleet = FleetOptions(
+            **options,
+            replicas=num_replicas(),
+            max_replicas=_MAX_REPLICAS.value,
+            scale_up_seconds=_UP.value,
+            scale_down_seconds=_DOWN.value,
+            gpus_per_replica=gpus_per_replica(),
+            grace=float(http_server.grace()),
+        )
+    stop = threading.Event()
+    start_ray(ray)
+    try:
+        with refuse_bad_input():
+            application = build(fleet)
+        for name in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(name, lambda *_: stop.set())
+        serve.start(http_options=http)
+        try:
+            serve.run(application, name="jaxserve", route_prefix="/")
+        except RuntimeError as error:  # Ray's words end with the traceback of a replica
+            raise app.UsageError(last_error(str(error))) from error
+        stop.wait()
+        serve.delete("jaxserve")  # replicas finish what they have begun
+    finally:
+        serve.shutdown()
+        ray.shutdown()

@@ -1,0 +1,89 @@
+"""The server as an application of Ray Serve.
+
+Owns what Ray asks of a replica: the HTTP application, its health and its load. Ray places replicas, starts them again, and routes
+to them. A stream's chunks pass from the server's own application to Ray's proxy as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray  # pyright: ignore[reportMissingImports]
+from ray import serve  # pyright: ignore[reportMissingImports]
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy  # pyright: ignore[reportMissingImports]
+
+from jaxserve.ray.fleet import FleetOptions, replica_load, replicas_wanted
+from jaxserve.ray.resources import replica_resources
+
+HEALTH_SECONDS = 2.0  # between two checks of a replica
+HEALTH_TIMEOUT = 30.0  # that one check may take: a step that compiles holds the interpreter for a while
+LOAD = "load"  # the metric by which replicas are added and taken away
+
+
+@serve.ingress()
+class Replica:
+    """One engine and its HTTP application, in a process of its own."""
+
+    def __init__(self, options: FleetOptions):
+        from jaxserve.llm import LLM
+        from jaxserve.serving.async_llm import AsyncLLM
+
+        llm = LLM(options.model, options.tokenizer, **{"warm_up": "background", **options.engine})
+        self._options = options
+        self._engine = AsyncLLM(
+            llm, max_waiting=options.max_waiting, request_timeout=options.request_timeout, max_failures=options.max_failures
+        )
+
+    def __serve_build_asgi_app__(self) -> Any:
+        from jaxserve.serving.app import make_app
+
+        return make_app(self._engine, self._options.server)
+
+    def check_health(self) -> None:
+        """Raises what `/health` would answer with 503: Ray starts the replica anew."""
+        self._engine.check_health()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `autoscale` goes by."""
+        stats = self._engine.stats
+        usage = 1.0 - stats.num_free_pages / stats.num_pages if stats.num_pages else 0.0
+        longest = self._engine.config.scheduler.max_num_seqs
+        return {LOAD: replica_load(stats.num_running, stats.num_waiting, longest, usage)}
+
+
+def autoscale(ctx: Any) -> tuple[int, dict[str, Any]]:
+    """A policy of Ray Serve's autoscaler: (how many replicas there should be, no state). Ray waits before it follows."""
+    loads = list((ctx.aggregated_metrics or {}).get(LOAD, {}).values())
+    return (replicas_wanted(loads) if loads else ctx.target_num_replicas), {}
+
+
+def build(options: FleetOptions) -> serve.Application:
+    """The application of so many replicas. Ray must have been started.
+
+    Raises:
+      ValueError: the cluster has too few GPUs or CPUs for the replicas.
+    """
+    scaling: dict[str, Any] = {"num_replicas": options.replicas}
+    if options.max_replicas is not None:
+        scaling = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=options.replicas,
+                max_replicas=options.max_replicas,
+                initial_replicas=options.replicas,
+                upscale_delay_s=options.scale_up_seconds,
+                downscale_delay_s=options.scale_down_seconds,
+                policy=AutoscalingPolicy(policy_function=autoscale),
+            )
+        }
+    deployment = serve.deployment(
+        Replica,
+        name="jaxserve",
+        ray_actor_options=replica_resources(ray.cluster_resources(), options.engine, options.replicas, options.gpus_per_replica),
+        max_ongoing_requests=2**20,  # the server itself says when it is full, with a 429
+        health_check_period_s=HEALTH_SECONDS,
+        health_check_timeout_s=HEALTH_TIMEOUT,
+        graceful_shutdown_timeout_s=options.grace,
+        graceful_shutdown_wait_loop_s=0.5,
+        **scaling,
+    )
+    return deployment.bind(options)

@@ -1,0 +1,86 @@
+"""Replicas without Ray: what may be chosen, how arguments of `serve run` are read, and how many replicas a load asks for."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxserve.ray.fleet import TARGET_LOAD, FleetOptions, fleet_options, replica_load, replicas_wanted
+from jaxserve.ray.resources import num_devices, replica_resources
+from jaxserve.serving.options import ServerOptions
+
+SERVER = ServerOptions(names=("a",))
+
+
+def test_arguments_of_serve_run():
+    """Text as a command line gives it, and values as a config file does."""
+    for args in (
+        {"model": "a/b", "replicas": "2", "max_replicas": "4", "max_num_seqs": "8", "dtype": "float32", "grace": "5"},
+        {"model": "a/b", "replicas": 2, "max_replicas": 4, "max_num_seqs": 8, "dtype": "float32", "grace": 5},
+    ):
+        found = fleet_options(args)
+        assert (found.model, found.replicas, found.max_replicas, found.grace) == ("a/b", 2, 4, 5)
+        assert found.engine == {"max_num_seqs": 8, "dtype": "float32"} and found.server.names == ("a/b",)
+    found = fleet_options({"model": "1234", "served_model_name": "x,y", "api_key": "77", "enable_control": "true"})
+    assert found.model == "1234" and found.server.names == ("x", "y")
+    assert found.server.api_keys == ("77",) and found.server.enable_control
+    assert num_devices(fleet_options({"model": "m", "tensor_parallel_size": 2, "pipeline_parallel_size": "2"}).engine) == 4
+
+
+def test_what_a_replica_takes():
+    pair = {"tensor_parallel_size": 2}
+    assert replica_resources({"CPU": 4.0}, pair, 4, None) == {"num_cpus": 1, "num_gpus": 0}
+    assert replica_resources({"CPU": 8.0, "GPU": 4.0}, pair, 2, None) == {"num_cpus": 1, "num_gpus": 2}
+    assert replica_resources({}, pair, 2, 2) == {"num_cpus": 1, "num_gpus": 2}, "it grows on demand"
+    with pytest.raises(ValueError, match="3 replicas of 2 GPU each need 6, and Ray's cluster has 4"):
+        replica_resources({"CPU": 8.0, "GPU": 4.0}, pair, 3, None)
+    with pytest.raises(ValueError, match="5 replicas of 1 CPU each need 5, and Ray's cluster has 4"):
+        replica_resources({"CPU": 4.0}, {}, 5, None)
+
+
+@pytest.mark.parametrize(
+    "args,why",
+    [
+        ({}, "give model=MODEL"),
+        ({"model": "m", "replica": "2"}, "replica"),
+        ({"model": "m", "replicas": "0"}, "replicas=0 must be at least 1"),
+        ({"model": "m", "replicas": 3, "max_replicas": 2}, "max_replicas=2"),
+        ({"model": "m", "gpus_per_replica": -1}, "gpus_per_replica=-1"),
+        ({"model": "m", "grace": -1}, "grace=-1"),
+        ({"model": "m", "max_num_seqs": "many"}, "max_num_seqs='many'"),
+        ({"model": "m", "enable_control": True}, "give api_keys too"),
+    ],
+)
+def test_arguments_that_are_wrong_are_named(args, why):
+    with pytest.raises((ValueError, TypeError), match=why):
+        fleet_options(args)
+
+
+def test_a_role_is_refused():
+    with pytest.raises(NotImplementedError, match="role='prefill'"):
+        FleetOptions(model="m", server=ServerOptions(names=("a",), role="prefill"))
+
+
+def test_the_load_of_a_replica():
+    assert replica_load(0, 0, 8, 0.0) == 0
+    assert replica_load(4, 0, 8, 0.25) == 0.5 and replica_load(2, 0, 8, 0.75) == 0.75, "rows or pages, whichever are short"
+    assert replica_load(8, 8, 8, 1.0) == 2.0, "as many wait as run"
+
+
+def test_replicas_follow_the_load():
+    assert replicas_wanted([0.0, 0.0, 0.0]) == 1, "never none"
+    for n in range(1, 9):
+        assert replicas_wanted([TARGET_LOAD] * n) == n, "at the target nothing changes"
+        assert replicas_wanted([TARGET_LOAD * 1.1] * n) == n + 1 and replicas_wanted([1.0, *[0.0] * (n - 1)]) == 2
+    assert replicas_wanted([3.0]) == 5 and replicas_wanted([0.2, 0.1, 0.3]) == 1
+
+
+def test_flags_that_do_not_go_together_are_named():
+    for flags, why in (
+        (["--replicas=2"], "--replicas: give --ray too"),
+        (["--ray", "--role=decode"], "--role: a replica on Ray is one process without a role"),
+        (["--ray", "--num_hosts=2", "--host_id=0"], "--num_hosts, --host_id: a replica on Ray"),
+    ):
+        command = [sys.executable, "-m", "jaxserve", "serve", "nothing", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and why in done.stderr and done.stderr.count("\n") == 1
