@@ -1,5 +1,6 @@
 """Two engines and a folder: what one has stored of a prompt, the other loads as it is told, and computes what does not come."""
 
+import random
 import time
 from pathlib import Path
 
@@ -7,9 +8,11 @@ import pytest
 
 from jaxserve import Engine, SamplingParams
 from jaxserve.kv_store.disk import DiskTier
+from jaxserve.kv_store.store import TieredStore
 from jaxserve.request import Request, StoredPrefix
-from tests.dummy import Ask, add, assert_empty, differences, serve
+from tests.dummy import Ask, add, assert_empty, differences, poison, serve
 from tests.engine.storing import NAME, asks, counts, engine_with, expected, prompt, run, stored
+from tests.engine.test_stored_pages import Flaky
 
 PAGES = 9  # that a prompt of 40 tokens loads: its last token is computed
 
@@ -174,3 +177,66 @@ def test_many_prompts_at_once(two):
     assert [request.output_token_ids for request in requests] == [right[str(i)].tokens for i in range(len(wanted))]
     assert all(request.num_cached_tokens == (len(request.prompt_token_ids) - 1) // 4 * 4 for request in requests)
     assert differences(serve(second, wanted[:1]).answers, {"0": right["0"]}) == []
+
+
+def fuzz(closed, folder: Path, num_requests: int, seed: int) -> tuple[Engine, Engine]:
+    """Prompts that come back at random go from a prefill to a decode engine, over folders that fail at random. Some are aborted on
+    either side, some are told of pages that nobody has."""
+    rng, engines = random.Random(seed), []
+    for number in range(2):
+        engine = engine_with(f"disk:{folder}:16MiB", weights_id=NAME, pool_pages=40)
+        pages = stored(engine)
+        pages.store.close()
+        pages.store = TieredStore([Flaky(DiskTier(pages._layout, folder, 64 << 10), 2 * seed + number)])
+        pages.load_seconds = pages.keep_seconds = 0.05
+        closed.append(engine)
+        engines.append(engine)
+    first, second = engines
+    plain = engine_with(None, pool_pages=100)
+    texts = [prompt(rng.randrange(3, 60), i) for i in range(12)]
+    wanted, given, kept, answers = {}, {}, {}, {}
+    while len(given) < num_requests or first.has_unfinished_requests() or second.has_unfinished_requests():
+        for _ in range(rng.randrange(3)) if len(given) < num_requests else ():
+            name, text = str(len(given)), rng.choice(texts)
+            text = text[: rng.randrange(1, 1 + len(text))]
+            given[name] = Ask(text, SamplingParams(max_tokens=rng.randrange(1, 12), seed=3, temperature=1.0, ignore_eos=True))
+            (request,) = first.add_request(name, text, SamplingParams(max_tokens=1, ignore_eos=True))
+            request.keeps_prompt = True
+        for output in first.step():
+            name, told = output.request.request_id, output.request.stored_prefix
+            if told is not None and rng.random() < 0.1:
+                told = StoredPrefix(told.num_pages, rng.randbytes(32))
+            add(second, name, given[name])[0].stored_prefix = told
+            answers[name], kept[name] = [], rng.random() > 0.1
+        for output in second.step():
+            answers[output.request.request_id] += output.new_token_ids
+        if given and rng.random() < 0.05:
+            first.abort(rng.choice(list(given)))  # it may have ended, or be stored just now
+        for name in [name for name, keep in kept.items() if not keep and rng.random() < 0.2]:
+            second.abort(name)
+            del kept[name]
+        for engine in engines:
+            engine.scheduler.check_invariants()
+            poison(engine)
+    for engine in engines:
+        assert_empty(engine)
+    names = [name for name, keep in kept.items() if keep]
+    for name in names:
+        plain.add_request(name, given[name].prompt, given[name].params)
+        wanted[name] = []
+    while plain.has_unfinished_requests():
+        for output in plain.step():
+            wanted[output.request.request_id] += output.new_token_ids
+    assert {name: answers[name] for name in names} == wanted and len(names) > num_requests / 2
+    assert counts(second).num_hit_tokens and counts(second).num_failed_loads
+    return first, second
+
+
+def test_a_folder_that_fails_at_random_changes_no_answer(closed, tmp_path):
+    fuzz(closed, tmp_path, 40, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_thousands_of_prompts_and_a_folder_that_fails_at_random(closed, tmp_path, seed):
+    fuzz(closed, tmp_path, 1000, 10 + seed)
