@@ -371,14 +371,9 @@ class EngineLoop:
             if output.finished and all(s.finished for s in request.samples):
                 lengths = [s.num_tokens for s in request.samples]
                 delta.last = True
+                prompt, cached = request.request.num_prompt_tokens, output.num_cached_tokens or 0
                 delta.totals = RequestTotals(
-                    request.request.num_prompt_tokens,
-                    sum(lengths),
-                    len(lengths),
-                    request.max_tokens,
-                    output.metrics,
-                    max(lengths),
-                    output.num_cached_tokens or 0,
+                    prompt, sum(lengths), len(lengths), request.max_tokens, output.metrics, max(lengths), cached
                 )
                 delta.stored_prefix = request.request.stored_prefix if request.request.keeps_prompt else None
                 del self._open[request_id]
