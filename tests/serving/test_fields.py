@@ -1,5 +1,7 @@
 """vLLM's request fields beyond OpenAI's, and the server's options about answers: each changes what its name says."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -74,7 +76,7 @@ def test_an_empty_model_is_the_served_one(server):
 
 @pytest.mark.parametrize("ask", [complete, chat])
 def test_usage_in_streams(server, shared_llm, ask):
-    def usages(server, **options):
+    def usages(server, **options) -> list[Any]:
         return [chunk.get("usage") for chunk in chunks(ask(server, stream=True, **options))]
 
     assert not any(usages(server, stream_options={"include_usage": False, "continuous_usage_stats": True}))

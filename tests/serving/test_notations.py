@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.serving.notations import CALLS, REASONING, calls_of_template, chosen
-from jaxserve.serving.parsers import Content, Notation, OutputParser
+from jaxserve.serving.parsers import CallPart, Notation, OutputParser
 from tests.serving.test_parsers import parse
 
 TOOLS = {
@@ -154,7 +154,7 @@ def test_a_call_comes_before_the_next_is_written(name):
     text = next(row[1] for row in OUTPUTS if row[0] == name and len(row[3]) > 1 and row[1].count("[TOOL_CALLS]") != 1)
     parser = OutputParser(Notation(None, CALLS[name]), tools=TOOLS)
     pieces = [piece for character in text[: text.index("now")] for piece in parser.feed(character)]
-    assert [piece.name for piece in pieces if not isinstance(piece, Content) and piece.name] == ["get_weather"]
+    assert [piece.name for piece in pieces if isinstance(piece, CallPart) and piece.name] == ["get_weather"]
 
 
 # (parser, the prompt's end, what the model writes, reasoning, content)
