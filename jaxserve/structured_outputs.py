@@ -8,8 +8,10 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-BACKENDS = {  # vLLM's name -> the kinds that it compiles, to the same outputs as llguidance, which compiles them here
+KINDS: tuple[str, ...] = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+BACKENDS: dict[
+    str, tuple[str, ...]
+] = {  # vLLM's name -> the kinds that it compiles, to the same outputs as llguidance, which compiles them here
     "auto": KINDS,
     "guidance": KINDS,
     "xgrammar": KINDS,
