@@ -232,10 +232,6 @@ def fuzz(closed, folder: Path, num_requests: int, seed: int) -> tuple[Engine, En
     return first, second
 
 
-def test_a_folder_that_fails_at_random_changes_no_answer(closed, tmp_path):
-    fuzz(closed, tmp_path, 40, 1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_thousands_of_prompts_and_a_folder_that_fails_at_random(closed, tmp_path, seed):
