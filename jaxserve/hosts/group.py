@@ -145,7 +145,9 @@ class HostGroup:
                 if first.get(name) != theirs.get(name):
                     differing.append(f"{name} is {first.get(name)} on host 0 and {theirs.get(name)} on host {host_id}")
         if differing:
-            raise ValueError("hosts disagree: " + "; ".join(sorted(differing)) + ". Start them with the same model and flags")
+            raise ValueError(
+                "hosts disagree: " + "; ".join(sorted(differing)) + ". Start them with the same versions, model and flags"
+            )
 
     def _send_to(self, host_id: int, message: Any) -> None:
         self.check()
