@@ -42,9 +42,13 @@ def test_nothing_is_kept_where_nothing_may_be(make):
         store.close()
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=200, deadline=None)
 @hypothesis.given(
-    st.lists(st.tuples(st.sampled_from(["put", "get", "delete"]), st.sampled_from("abcdef"), st.integers(0, 60)), max_size=40)
+    st.lists(
+        st.tuples(st.sampled_from(["put", "get", "delete"]), st.sampled_from("abcd"), st.integers(0, 50)),
+        min_size=20,
+        max_size=40,
+    )
 )
 def test_both_stores_are_a_list_of_what_was_last_used(history):
     stores = [MemoryStore(3, 100), SQLiteStore(":memory:", 3, 100)]
