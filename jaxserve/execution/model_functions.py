@@ -181,7 +181,9 @@ class ModelFunctions:
         return self._layer_functions[graphdef](weights, x, rope, kv, context)
 
 
-def attend_paged(sliding_window: int | None, kv: jax.Array, context: StepContext, q: jax.Array, k: jax.Array, v: jax.Array):
+def attend_paged(
+    sliding_window: int | None, kv: jax.Array, context: StepContext, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Writes this step's keys and values, then attends over the pages."""
     return _attend_pages(sliding_window, write_kv(kv, k, v, context.slot_mapping), context, q)
 
