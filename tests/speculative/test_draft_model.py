@@ -169,17 +169,15 @@ def test_drafts_are_distributed_as_the_model_that_drafts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["right", *list(rejection_tests.WRONG)[1:]])
-def test_rejection_has_the_targets_distribution(rule, monkeypatch):
-    """As n-grams' and Markov's: the joint distribution of three tokens; and as many drafts stand as the two models agree."""
-    if rule in rejection_tests.WRONG:
-        monkeypatch.setattr(*rejection_tests.WRONG[rule])
+def test_rejection_has_the_targets_distribution(monkeypatch):
+    """The joint distribution of three tokens. Rules that are almost right fail with n-grams and Markov, more of whose drafts are
+    among the few tokens that the outputs may have (test_engine_rejection.py)."""
     config = rejection_tests.CONFIG
     speculative = {**NAMED, "num_speculative_tokens": 2, "acceptance": "rejection"}
     settings: dict[str, Any] = {"max_num_seqs": rejection_tests.SAMPLES, "max_num_batched_tokens": rejection_tests.TOKENS}
     settings |= {"bucket_plan": rejection_tests.PLAN, "speculative_config": speculative}
     engine = dummy.make_engine(dummy.dummy_model(config=config), draft=near(config, 0.3), compile_anew="heads", **settings)
-    num_requests = rejection_tests.REQUESTS if rule == "right" else rejection_tests.FEWER
+    num_requests = rejection_tests.REQUESTS
     monkeypatch.setitem(rejection_tests.PARAMS, "frequency_penalty", 0.0)
     rejection_tests.next_probs.cache_clear()
     counted = rejection_tests.counts(engine, num_requests)
@@ -187,10 +185,7 @@ def test_rejection_has_the_targets_distribution(rule, monkeypatch):
     rejection_tests.next_probs.cache_clear()
     accepted = engine.stats.num_accepted_tokens / engine.stats.num_draft_tokens
     assert 0.05 < accepted < 0.95
-    if rule == "right":
-        assert p > 1e-3
-    elif rule != "the proposal is not looked at":
-        assert p < 1e-6
+    assert p > 1e-3
 
 
 def test_what_can_not_draft_is_refused():
