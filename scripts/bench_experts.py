@@ -10,6 +10,7 @@ layer costs here, the least of the runs what the code costs.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 import time
@@ -25,6 +26,7 @@ from jaxserve.cli.common.provenance import provenance, write_json
 FLAGS = flags.FLAGS
 flags.DEFINE_list("experts", ["16", "64", "256"], "Experts there are.")
 flags.DEFINE_list("active", ["4", "16"], "Experts that the step's tokens choose.")
+flags.DEFINE_string("backend", "auto", "Of the grouped matmul (kernels/grouped_matmul).")
 flags.DEFINE_integer("num_tokens", 8, "Tokens of a step.", lower_bound=1)
 flags.DEFINE_integer("experts_per_token", 4, "Experts a token.", lower_bound=1)
 flags.DEFINE_integer("hidden_size", 512, "D: of a token.", lower_bound=1)
@@ -55,12 +57,12 @@ def swiglu(gate_up: Any) -> Any:  # [M, 2F] -> [M, F]
     return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate_up.dtype)
 
 
-def by_groups(x: Any, ids: Any, weights: Any, gate_up: Any, down: Any) -> Any:
+def by_groups(x: Any, ids: Any, weights: Any, gate_up: Any, down: Any, backend: str = "auto") -> Any:
     """The layer as the engine runs it: [T, D], i32[T, k], f32[T, k], [E, D, 2F], [E, F, D] -> [T, D]."""
     from kernels.grouped_matmul.api import combine_rows, gather_rows, grouped_matmul, plan_groups
 
-    groups = plan_groups(ids, (gate_up, down))
-    hidden = swiglu(grouped_matmul(gather_rows(x, groups), gate_up, groups))
+    groups = plan_groups(ids, (gate_up, down), backend=backend)
+    hidden = grouped_matmul(gather_rows(x, groups), gate_up, groups, gated=True)
     return combine_rows(grouped_matmul(hidden, down, groups), groups, weights)
 
 
@@ -89,7 +91,7 @@ def measure(num_experts: int, num_active: int) -> dict[str, Any]:
         for key, shape in zip(keys, ((T, D), (num_experts, D, 2 * F), (num_experts, F, D)), strict=True)
     )
     args = (x, jnp.asarray(choices(num_experts, num_active, T, k)), jnp.full((T, k), 1 / k, jnp.float32), gate_up, down)
-    layers = {"grouped": jax.jit(by_groups), "ragged_dot": jax.jit(by_ragged_dot)}
+    layers = {"grouped": jax.jit(functools.partial(by_groups, backend=FLAGS.backend)), "ragged_dot": jax.jit(by_ragged_dot)}
     times: dict[str, list[float]] = {name: [] for name in layers}
     for run in range(-1, FLAGS.repeats):  # the first compiles and is not counted
         for name, layer in layers.items():
@@ -104,7 +106,10 @@ def measure(num_experts: int, num_active: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    from kernels.backends import GROUPED_MATMUL
+
     with refuse_bad_input():
+        GROUPED_MATMUL.check(FLAGS.backend)
         cases = [(int(experts), int(active)) for experts in FLAGS.experts for active in FLAGS.active]
         for case in cases:
             choices(*case, FLAGS.num_tokens, FLAGS.experts_per_token)
@@ -116,7 +121,7 @@ def main() -> None:
             f"ragged_dot {theirs['min']:.2f} ms (median {theirs['median']:.2f})",
             file=sys.stderr if FLAGS.json == "-" else sys.stdout,
         )
-    names = ("num_tokens", "experts_per_token", "hidden_size", "expert_size", "dtype")
+    names = ("backend", "num_tokens", "experts_per_token", "hidden_size", "expert_size", "dtype")
     about = {"benchmark": "experts", **{name: FLAGS[name].value for name in names}}
     write_json(FLAGS.json, {**about, "results": results, **provenance()})
 

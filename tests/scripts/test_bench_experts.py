@@ -46,17 +46,24 @@ def test_both_ways_compute_the_layer():
 
 
 def test_every_case_is_timed():
-    done = run("-m", "scripts.bench_experts", *SMALL, "--repeats=6", "--json=-")
+    done = run("-m", "scripts.bench_experts", *SMALL, "--repeats=6", "--backend=xla", "--json=-")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert [(r["experts"], r["active"]) for r in result["results"]] == [(5, 3)]
     for r in result["results"]:
         assert (r["grouped_ms"]["runs"], r["ragged_dot_ms"]["runs"]) == (6, 5)
         assert all(0 < r[name]["min"] <= r[name]["median"] for name in ("grouped_ms", "ragged_dot_ms"))
-    assert result["revision"] and result["flags"]["repeats"] == 6 and result["platform"] == "cpu"
+    assert result["revision"] and result["flags"]["repeats"] == 6 and result["backend"] == "xla" and result["platform"] == "cpu"
 
 
-@pytest.mark.parametrize(("flag", "message"), [("--active=1,3", "at least 2 and at most 5 are active"), ("--experts=x", "'x'")])
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--active=1,3", "at least 2 and at most 5 are active"),
+        ("--experts=x", "'x'"),
+        ("--backend=fast", "backend='fast' must be one of auto, reference, xla, cpu"),
+    ],
+)
 def test_mistakes_end_with_one_line_and_an_exit_code(flag, message):
     done = run("-m", "scripts.bench_experts", *SMALL, flag)
     assert done.returncode == 1 and done.stderr.startswith("python -m scripts.bench_experts: ") and message in done.stderr
