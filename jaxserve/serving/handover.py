@@ -21,7 +21,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.serving.errors import RefusedError
 from jaxserve.serving.options import Role
 from jaxserve.serving.responses import Prefilled, encode
-from jaxserve.serving.streams import Ask, RequestStream
+from jaxserve.serving.streams import AnswerStream, Ask
 
 PREFILL_HEADER = "x-jaxserve-prefill"
 STORED_HEADER = "x-jaxserve-stored"
@@ -57,7 +57,7 @@ def hand_over(asks: list[Ask], headers: Mapping[str, str]) -> list[Ask]:
     return [replace(ask, stored_prefix=prefix) for ask, prefix in zip(asks, told, strict=False)] + asks[len(told) :]
 
 
-async def answer_prefill(opening: Awaitable[RequestStream]) -> Response:
+async def answer_prefill(opening: Awaitable[AnswerStream]) -> Response:
     """The answer of a prefill server, once the prompts are stored, or as much of them as can be within some seconds."""
     stored: dict[str, StoredPrefix | None] = {}
     async with await opening as stream:

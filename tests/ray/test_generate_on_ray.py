@@ -42,8 +42,8 @@ def records(num: int) -> list[dict]:
 
 
 def test_results_are_those_of_one_engine_in_order(folder, tmp_path):
-    import pyarrow
-    import pyarrow.parquet
+    import pyarrow  # pyright: ignore[reportMissingImports]
+    import pyarrow.parquet  # pyright: ignore[reportMissingImports]
 
     given = records(60)
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in given))
