@@ -8,7 +8,7 @@ from kernels.cpu import library
 from kernels.grouped_matmul.layout import Groups
 
 DTYPES = ("bfloat16", "float32")
-BLOCK_ROWS = 64  # a tile costs what its rows do, and turning a matrix around once
+BLOCK_ROWS = 64  # a tile costs what its rows do, and reading a matrix once
 
 
 def lacks(w: jax.Array) -> str | None:
