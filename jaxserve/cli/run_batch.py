@@ -14,7 +14,6 @@ and the first request without one comes next.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -76,6 +75,8 @@ async def answer(application: Any, lines: Iterator[Any], concurrency: int, file:
 
 
 def main() -> None:
+    import asyncio
+
     from tqdm import tqdm
 
     from jaxserve.serving.batch import count_results, read_lines
