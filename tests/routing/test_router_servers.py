@@ -48,7 +48,8 @@ def other_llm(folder) -> LLM:
 
 @pytest.fixture(scope="module")
 def servers(shared_llm, other_llm) -> Iterator[tuple[Server, Server]]:
-    with serving(shared_llm) as a, serving(other_llm) as b:
+    options = {"enable_request_id_headers": True}  # a router's answers always have the id
+    with serving(shared_llm, options=options) as a, serving(other_llm, options=options) as b:
         yield a, b
 
 

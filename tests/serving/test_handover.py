@@ -1,5 +1,7 @@
 """Servers with roles: what a prefill server answers, what a decode server makes of it, and what each refuses."""
 
+from typing import Any
+
 import pytest
 
 from jaxserve import LLM, BucketPlan
@@ -27,7 +29,8 @@ def two(folder, tmp_path_factory):
     for llm in llms:
         assert llm.engine.stored_pages is not None
         llm.engine.stored_pages.load_seconds = llm.engine.stored_pages.keep_seconds = 60.0  # of a slow machine
-    with serving(llms[0], options={"role": "prefill"}) as first, serving(llms[1], options={"role": "decode"}) as second:
+    details: dict[str, Any] = {"enable_prompt_tokens_details": True}
+    with serving(llms[0], options={"role": "prefill"}) as first, serving(llms[1], options=details | {"role": "decode"}) as second:
         yield first, second
 
 
