@@ -139,7 +139,7 @@ def test_a_library_that_must_be_compiled_is_said_once(tmp_path, monkeypatch, cap
     copy = tmp_path / library.PATH.name
     if state != "missing":
         if library.load() is None:
-            pytest.skip("needs the library")
+            pytest.skip("needs the library that kernels/cpu/build.py makes")
         sources = build.sources_fingerprint().encode()
         copy.write_bytes(library.PATH.read_bytes().replace(sources, sources if state == "later" else b"0" * len(sources)))
     if state == "later":
