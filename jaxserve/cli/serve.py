@@ -86,7 +86,7 @@ def make_application() -> Any:
         llm = LLM(flags.FLAGS.model, _TOKENIZER.value, skip_tokenizer_init=_SKIP_TOKENIZER.value, **engine_options(), hosts=hosts)
     except NoTokenizerError as error:
         raise ValueError(f"{error.__cause__} (--tokenizer says where one lies, --skip_tokenizer_init does without)") from error
-    end_when_a_host_is_lost(llm)
+    end_when_a_host_is_lost(llm, hosts)
     if template is not None:
         llm.get_tokenizer().chat_templates["default"] = template
     engine = AsyncLLM(

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxserve.batching.layout import StepInputs
 from jaxserve.buckets.plan import Bucket
+from jaxserve.execution import host_memory
 from jaxserve.execution.body import HeadInputs
 from jaxserve.execution.device_state import DeviceState, new_state
 from jaxserve.execution.head import Masks
@@ -71,6 +72,8 @@ class Runner:
         self.score_rows: int = programs.score_rows
         self.weights_version: int = 0
         self._no_masks = functools.cache(self._make_no_masks)
+        if self._on_cpu:
+            host_memory.keep_freed()
         self.allocate()
 
     def share_weights(self, copies: Mapping[int, jax.Array] | None = None) -> None:
@@ -129,6 +132,8 @@ class Runner:
         self.has_weights = keep_weights
         self.drop_weights()
         self.free()
+        if self._on_cpu:
+            host_memory.give_back()
 
     def wake_up(self) -> None:
         """State as new, and the weights on the device again, if there are any."""

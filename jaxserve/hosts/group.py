@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from jaxserve.hosts import watchdog
-from jaxserve.hosts.pulse import Beat, HostLostError, Pulse
+from jaxserve.hosts.guard import Guard
+from jaxserve.hosts.pulse import SILENCE_SECONDS, Beat, HostLostError, Pulse
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
@@ -60,12 +61,13 @@ class HostGroup:
         self._inside = 0  # how many do what a lost host might never let end
         self._outside = threading.Condition()
         self._told: list[Callable[[HostLostError], None]] = []
+        self._guard: Guard | None = None
         self._leave = leave
         self._speaking = threading.RLock()  # host 0: while it says something, and hears the answers if there are any
         self._dismissed = False
         self._losing = threading.Lock()
         beat = lambda: Beat(self.num_commands, self.awaits_compile())  # noqa: E731
-        self._pulse = Pulse(host_id, pulses, beat, self._on_lost, self._find_late if host_id == 0 else lambda: None)
+        self._pulse = Pulse(host_id, pulses, beat, self._on_lost, self._look if host_id == 0 else lambda: None)
         self._pulse.start()
         atexit.register(self.close)
 
@@ -210,6 +212,20 @@ class HostGroup:
             self.fail(f"failed: {error}")
             raise
 
+    def guard(self) -> None:
+        """From now on a process of its own ends this one if it stands still for as long as makes it lost to the others. For host 0 of
+        a server, whose clients have no other way to hear of it."""
+        self._guard = self._guard or Guard(SILENCE_SECONDS)
+
+    def _look(self) -> HostLostError | None:
+        if self._guard is not None:
+            self._guard.beat()
+        return self._find_late()
+
+    def _unguard(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+
     def _find_late(self) -> HostLostError | None:
         """Of host 0, on the pulse's thread: a step that does not end, as the fault of who has carried out fewest commands; of host
         0 where nobody is behind it."""
@@ -240,6 +256,7 @@ class HostGroup:
 
     def _on_lost(self, error: HostLostError) -> None:
         error = self._lose(error)
+        self._unguard()  # the pulse ends here, and with it the beats
         logger.error("%s", error)
         for connection in (*self._commands.values(), *self._reports.values()):  # a thread that sends or waits there goes on
             _shut_down(connection)
@@ -284,6 +301,7 @@ class HostGroup:
         if self.lost is not None:  # JAX's own farewell would wait
             end_process(self.lost.exit_code)
         if self.leads:
+            self._unguard()
             with contextlib.suppress(HostLostError):
                 self.dismiss()
             self._pulse.await_byes(LEAVE_SECONDS)

@@ -114,7 +114,7 @@ class Clients:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_hosts", "victim", "number"),
-    [(2, 1, signal.SIGKILL), (2, 0, signal.SIGKILL), (4, 2, signal.SIGKILL), (4, 3, signal.SIGSTOP)],
+    [(2, 1, signal.SIGKILL), (2, 0, signal.SIGKILL), (2, 0, signal.SIGSTOP), (4, 2, signal.SIGKILL), (4, 3, signal.SIGSTOP)],
     ids=lambda x: x.name if isinstance(x, signal.Signals) else str(x),
 )
 def test_a_server_of_several_hosts_and_the_loss_of_one(num_hosts, victim, number, tmp_path):
@@ -136,6 +136,8 @@ def test_a_server_of_several_hosts_and_the_loss_of_one(num_hosts, victim, number
             assert all(f"host {victim} {why}" in what for _, what in clients.ends), clients.ends
             red = httpx.get(f"{found.url}/health", timeout=5)
             assert red.status_code == 503 and f"host {victim}" in red.text
+        elif number == signal.SIGSTOP:
+            assert found.processes[0].wait(ENDED_IN) == -signal.SIGKILL and "stood still for 8 s" in found.said(), found.said()
         for i, process in enumerate(found.processes):
             if i != victim:
                 assert process.wait(ENDED_IN) == 100 + victim, found.said()

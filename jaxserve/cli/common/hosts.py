@@ -66,8 +66,9 @@ def _follow(hosts: HostGroup, model: Any, options: dict[str, Any]) -> None:
         fail(sys.argv[0], error, error.exit_code)
 
 
-def end_when_a_host_is_lost(llm: Any) -> None:
-    """Of a server: it answers for RED_SECONDS that it is unhealthy, then it ends with an exit code that says which host it was."""
+def end_when_a_host_is_lost(llm: Any, hosts: HostGroup | None) -> None:
+    """Of a server: it answers for RED_SECONDS that it is unhealthy, then it ends with an exit code that says which host it was. If it
+    is lost itself because it stands still, it is ended, and its clients' connections with it."""
 
     def end(error: HostLostError) -> None:
         from jaxserve.hosts.group import end_process
@@ -75,3 +76,5 @@ def end_when_a_host_is_lost(llm: Any) -> None:
         threading.Timer(RED_SECONDS, end_process, (error.exit_code,)).start()
 
     llm.engine.on_lost(end)
+    if hosts is not None:
+        hosts.guard()

@@ -1,0 +1,53 @@
+"""Memory that programs work in is asked for once, in a process of its own: malloc's settings are a process's."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FAULTS = """
+import ctypes, resource, sys
+from jaxserve.execution import host_memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+libc.free.argtypes, libc.memset.argtypes = (ctypes.c_void_p,), (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+
+def faults(num_bytes):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(num_bytes)
+    libc.memset(block, 1, num_bytes)
+    libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+size = 64 << 20
+faults(size)
+before = faults(size)
+kept = host_memory.keep_freed()
+faults(size)
+after = faults(size)
+host_memory.give_back()
+print(kept, before, after, faults(size), size // resource.getpagesize())
+"""
+
+
+def told(**env: str) -> list[str]:
+    command = [sys.executable, "-c", FAULTS]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))} | env
+    return subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True).stdout.split()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc")
+def test_what_is_freed_is_used_again_until_it_is_given_back():
+    kept, *counts = told()
+    before, after, given_back, num_pages = map(int, counts)
+    assert kept == "True" and before >= num_pages // 2 and after <= num_pages // 20 and given_back >= num_pages // 2
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc")
+def test_what_the_environment_says_of_malloc_stands():
+    kept, _, after, _, num_pages = told(MALLOC_MMAP_MAX_="1000")
+    assert kept == "False" and int(after) >= int(num_pages) // 2
