@@ -213,8 +213,8 @@ class HostGroup:
             raise
 
     def guard(self) -> None:
-        """From now on a process of its own ends this one if it stands still for as long as makes it lost to the others. For host 0 of
-        a server, whose clients have no other way to hear of it."""
+        """From now on a process of its own ends this one if it stands still for as long as makes it lost to the others. For host 0
+        of a server, whose clients have no other way to hear of it."""
         self._guard = self._guard or Guard(SILENCE_SECONDS)
 
     def _look(self) -> HostLostError | None:

@@ -20,7 +20,8 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 while select.select([0], [], [], silence)[0] or select.select([0], [], [], 1)[0]:
     if not os.read(0, 64):
         sys.exit(0)
-print(f"jaxserve: process {watched} stood still for {silence:.0f} s and is ended, so that nobody waits for it", file=sys.stderr, flush=True)
+what = f"jaxserve: process {watched} stood still for {silence:.0f} s and is ended, so that nobody waits for it"
+print(what, file=sys.stderr, flush=True)
 os.kill(watched, signal.SIGKILL)
 """
 

@@ -67,8 +67,8 @@ def _follow(hosts: HostGroup, model: Any, options: dict[str, Any]) -> None:
 
 
 def end_when_a_host_is_lost(llm: Any, hosts: HostGroup | None) -> None:
-    """Of a server: it answers for RED_SECONDS that it is unhealthy, then it ends with an exit code that says which host it was. If it
-    is lost itself because it stands still, it is ended, and its clients' connections with it."""
+    """Of a server: it answers for RED_SECONDS that it is unhealthy, then it ends with an exit code that says which host it was. If
+    it is lost itself because it stands still, it is ended, and its clients' connections with it."""
 
     def end(error: HostLostError) -> None:
         from jaxserve.hosts.group import end_process
