@@ -46,6 +46,7 @@ def work(tmp_path_factory):
 WORK = ("--workload=random", "--num_prompts=120", "--random_input_len=8", "--random_output_len=24")
 
 
+@pytest.mark.slow
 def test_finds_the_best_and_goes_on(work):
     """With decodes that cost the same whatever they hold, 16 rows are best, on the faster pages."""
     state, path = work / "state.json", work / "tuned.json"

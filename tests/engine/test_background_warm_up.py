@@ -91,6 +91,7 @@ def wait_for_programs(engine: Engine) -> None:
     assert engine._warm_up is not None and engine._warm_up.wait(120)
 
 
+@pytest.mark.slow
 def test_steps_run_in_the_first_programs_and_none_waits_for_a_compiler(gate):
     engine = make_engine()
     assert engine.num_programs_left == PLAN.num_programs - FIRST

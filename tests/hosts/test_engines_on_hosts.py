@@ -19,7 +19,6 @@ import pytest
 
 from tests import alphabet_model
 from tests.checkpoints.gguf_files import write_gguf
-from tests.selection import slow_unless
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_pages": 64}
@@ -67,7 +66,8 @@ LAYOUTS = {  # processes, devices of each, and the engine's
 }
 
 
-@pytest.mark.parametrize("layout", slow_unless(lambda x: x == "two_stages", LAYOUTS), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_an_llm_on_two_hosts(layout, tmp_path, started):
     """Its texts can be predicted; steps, masks, log-probabilities, scores, sleep and weights reach the other host and come back;
     nothing is compiled after warm-up."""

@@ -122,6 +122,7 @@ print(engine.config.attention_backend, len(tokens), len(calls))
 """
 
 
+@pytest.mark.slow
 def test_the_engine_serves_a_new_row():
     done = subprocess.run([sys.executable, "-c", SERVED], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

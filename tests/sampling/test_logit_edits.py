@@ -207,12 +207,14 @@ def rounded_by_shape(monkeypatch):
     monkeypatch.setattr(logit_edits, "_penalise_counted", lambda x, *rest: right(x * (1 + x.shape[0] * 2.0**-20), *rest))
 
 
+@pytest.mark.slow
 def test_bits_of_penalties_do_not_depend_on_the_number_of_rows():
     found = bits_by_rows(RowTiles(16))
     assert rows_whose_bits_follow_their_number(found) == []
     np.testing.assert_allclose(found[40], bits_by_rows(whole)[40], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_penalties_are_computed_in_tiles_alone(rounded_by_shape):
     """However they are rounded; and all rows at once they are not equal, or the test could not fail."""
     assert rows_whose_bits_follow_their_number(bits_by_rows(RowTiles(16))) == []

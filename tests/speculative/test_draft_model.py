@@ -23,7 +23,6 @@ from tests import alphabet_model, dummy
 from tests.engine.test_engine_compiles import num_compiled
 from tests.goldens.golden import HERE
 from tests.sampling.test_sampling import chi_square_p
-from tests.selection import slow_unless
 from tests.speculative import test_engine_rejection as rejection_tests
 from tests.speculative import test_engine_speculative as speculative_tests
 from tests.speculative.drafts import NAMED, eagle, near, other
@@ -55,7 +54,8 @@ def test_the_output_is_that_without_drafts(compiler, expected, pool_pages):
     assert stats.num_hit_tokens and bool(stats.num_preemptions) == (pool_pages is not None)
 
 
-@pytest.mark.parametrize("page_size", slow_unless(lambda size: size == 4, [4, 8]))
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [4, 8])
 def test_the_target_drafts_for_itself_and_is_always_right(page_size):
     """Greedy and drawn, in chunks, from shared prefixes and after preemptions: whatever a draft's KV lacked would show."""
     engine = make_engine("same", page_size=page_size, pool_pages=140 // page_size)

@@ -17,7 +17,6 @@ from jaxserve.execution import programs
 from jaxserve.speculative import rejection, verify
 from tests import dummy
 from tests.sampling.test_sampling import chi_square_p
-from tests.selection import slow_unless
 from tests.speculative.proposers import Markov
 
 VOCAB, LENGTH = 32, 3
@@ -116,7 +115,8 @@ def test_outputs_are_distributed_as_the_models_own(rule, monkeypatch):
     assert rule != "right" or engine.stats.num_accepted_tokens < 0.9 * engine.stats.num_draft_tokens
 
 
-@pytest.mark.parametrize("rule", slow_unless(lambda rule: rule == "right", ["right", *list(WRONG)[1:]]))
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["right", *list(WRONG)[1:]])
 def test_drafts_that_are_drawn(rule, monkeypatch, record_property):
     """The same of a proposer that draws: what it drew with travels with its drafts, or outputs or rates are others."""
     monkeypatch.setattr(programs, "make_proposer", lambda *_: Markov(2, MATRIX))

@@ -33,6 +33,7 @@ from kernels.cpu import library
 from tests import dummy
 from tests.dummy import CONFIG, ONE_BUCKET, Answer, Ask, differences, dummy_model, make_engine, serve, serve_alone
 from tests.parallel.models import GREEDY, MODELS, PROMPTS, answers, engine_of
+from tests.selection import exhaustive_unless
 from tests.workload import requests
 
 OPTIMISED = True
@@ -45,6 +46,9 @@ CASES = [
     ("bfloat16", "gqa", 2),
     ("bfloat16", "mqa_biases", 4),
 ]
+IN_CI = {*(("float32", name, 8) for name in MODELS), ("float32", "gqa", 2), ("float32", "experts", 4), *CASES[-2:]}
+BY_DEFAULT = [*(("float32", name) for name in MODELS), ("bfloat16", "gqa")]
+IN_CI_BY_DEFAULT = {("float32", "odd_groups_tied"), ("float32", "experts"), ("bfloat16", "gqa")}
 
 
 def served(tp: int, asks: list[Ask], config=CONFIG, dtype: str = "float32", transposed: bool = False) -> dict[str, Answer]:
@@ -57,17 +61,19 @@ def of_one_device(dtype: str, name: str) -> dict[str, Answer]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype, name, tp", CASES)
-def test_bits_are_those_of_one_device(dtype, name, tp):
+@pytest.mark.parametrize("case", exhaustive_unless(lambda x: x in IN_CI, CASES), ids=str)
+def test_bits_are_those_of_one_device(case):
     """The weights of one device lie as a CPU reads them fastest, the others as a trainer has them."""
+    dtype, name, tp = case
     assert differences(served(tp, ASKS, MODELS[name], dtype), of_one_device(dtype, name)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(library.load() is None, reason="needs the library that kernels/cpu/build.py makes")
-@pytest.mark.parametrize("dtype, name", [*(("float32", name) for name in MODELS), ("bfloat16", "gqa")])
-def test_bits_are_those_of_one_device_by_default(dtype, name):
+@pytest.mark.parametrize("case", exhaustive_unless(lambda x: x in IN_CI_BY_DEFAULT, BY_DEFAULT), ids=str)
+def test_bits_are_those_of_one_device_by_default(case):
     """With the kernels for CPUs, which an engine takes by itself."""
+    dtype, name = case
     model = dummy_model(dtype, MODELS[name])
     found = {}
     for tp in (1, 2, 4, 8):

@@ -1,6 +1,7 @@
 """Devices that attend in groups answer as one device, whichever group a request is in; their programs hold what they should."""
 
 import functools
+import itertools
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,13 +19,13 @@ from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
 from tests import alphabet_model
 from tests.dummy import SETTINGS, Answer, Ask, dummy_model, stages
 from tests.parallel.models import GREEDY, MODELS, PROMPTS, answers, assert_like_one_device, engine_of
-from tests.selection import slow_unless
+from tests.selection import exhaustive_unless
 from tests.serving.http_server import serving
 
 ASKS = [Ask(prompt, GREEDY) for prompt in PROMPTS]
 LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "bucket_plan": BucketPlan(mixed=((32, 8),), head_rows=(8,))}
 LAYOUTS = ((2, 2), (4, 2), (4, 4), (8, 2), (8, 4))  # devices, groups
-FAST = {("experts", 4, 2)}
+IN_CI = set(zip(MODELS, itertools.cycle(LAYOUTS), strict=False)) | {("experts", (8, 4))}
 SAMPLED = [
     SamplingParams(temperature=1.0, seed=1, max_tokens=9, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=2, max_tokens=9, ignore_eos=True, logprobs=2),
@@ -53,12 +54,11 @@ def assert_all_free(engine: Engine) -> None:
     assert all(pool.num_free_pages == pool.num_pages for pool in engine.pools)
 
 
-@pytest.mark.parametrize(
-    "case", slow_unless(lambda x: x in FAST, [(name, *layout) for name in MODELS for layout in LAYOUTS]), ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", exhaustive_unless(lambda x: x in IN_CI, itertools.product(MODELS, LAYOUTS)), ids=str)
 def test_answers_are_those_of_one_device(case):
     """Log-probabilities of the prompt too, which are made of rows of the step."""
-    name, tp, groups = case
+    name, (tp, groups) = case
     engine = usual(name, tp, groups)
     assert len(engine.pools) == groups and f"devices: {tp}; attention groups: {groups}; " in engine.describe()
     assert_like_one_device(answers(engine, ASKS), of_one_device(name))

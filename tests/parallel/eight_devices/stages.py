@@ -142,7 +142,8 @@ def stage_times(engine: Engine, base: float, per_kv_token: float, per_pair: floa
     return BucketTimes(bucket.tokens, bucket.seqs, bucket.max_q_len, base, per_kv_token, per_pair)
 
 
-@pytest.mark.parametrize(("pp", "seqs"), [(2, 6), pytest.param(4, 24, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("pp", "seqs"), [(2, 6), (4, 24)])
 def test_the_engine_schedules_as_the_simulator(pp, seqs):
     """Step by step. Of two stages in whatever time steps take, with preemptions. Of four where steps are alike and as many
     micro-batches as stages can be had: else the simulator waits with the next until the first stage is free, when another may be

@@ -118,6 +118,7 @@ def test_an_llm_reads_and_answers_on_four_devices():
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_new_weights_come_from_anywhere_and_compile_once():
     config = MODELS["odd_groups_tied"]
     engine = engine_of(dummy_model(config=config), 4)
@@ -146,6 +147,7 @@ def test_new_weights_come_from_anywhere_and_compile_once():
     assert answers(engine, ASKS) == first
 
 
+@pytest.mark.slow
 def test_weights_come_back_from_sleep():
     engine = engine_of(dummy_model(), 2)
     first = answers(engine, ASKS)
