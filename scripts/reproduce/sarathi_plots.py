@@ -21,13 +21,16 @@ def lines(
     *,
     log: bool = False,
 ) -> None:
-    """Curves over one x; log: both axes."""
+    """Curves over one x; log: both axes. Where few points are measured, they are what the x axis is marked at."""
     made, axes = figure()
     for name, y in curves.items():
         axes[0][0].plot(x, y, marker="o" if len(x) < 20 else None, markersize=3, label=name)
     axes[0][0].set(xlabel=xlabel, ylabel=ylabel, title=title)
     if log:
         axes[0][0].set(xscale="log", yscale="log")
+    if log and len(x) < 10:
+        axes[0][0].set_xticks(x, [f"{value:g}" for value in x])
+        axes[0][0].set_xticks([], minor=True)
     axes[0][0].legend(fontsize=7)
     save(made, path)
 
