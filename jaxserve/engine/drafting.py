@@ -47,7 +47,9 @@ def make_drafting(config: ResolvedConfig) -> tuple[DraftLengths | None, SuffixDr
         speculative.adaptive,
         on_host=speculative.drafts_on_host,
     )
-    return lengths, SuffixDrafts(speculative, limits.max_num_seqs) if speculative.drafts_on_host else None
+    if not speculative.drafts_on_host:
+        return lengths, None
+    return lengths, SuffixDrafts(speculative, limits.max_num_seqs, limits.max_model_len)
 
 
 def find_draft(config: EngineConfig, target: ModelConfig) -> ModelFiles | EagleFiles | None:

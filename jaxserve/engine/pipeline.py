@@ -30,7 +30,7 @@ from jaxserve.sampling.prompt_scores import ScoreSpan, deliver, pack_spans, span
 from jaxserve.sampling.rows import SampledRows
 from jaxserve.scheduling.schedule import Schedule
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.speculative.draft_lengths import DraftLengths, DraftOutcome
+from jaxserve.speculative.draft_lengths import DraftLengths, DraftOutcomes
 from jaxserve.speculative.suffix import SuffixDrafts
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -163,7 +163,7 @@ class StepPipeline:
         self.stats.generated_tokens += len(result.requests)
         if self.host_drafts is not None and self.draft_lengths is not None:
             self.host_drafts.propose(schedule, self.draft_lengths.proposed)
-        if draft_outcomes:
+        if draft_outcomes is not None:
             self.stats.add_drafts(schedule, draft_outcomes, result)
         brought = outputs_of(schedule, result, sampled)
         if result.finished:
@@ -173,13 +173,13 @@ class StepPipeline:
 
     def _learn_drafts(
         self, step: StepInFlight, sampled: SampledRows | None, tokens: np.ndarray, counts: np.ndarray | None
-    ) -> list[DraftOutcome]:
+    ) -> DraftOutcomes | None:
         """Which drafts of the step stood; none where speculation is off."""
         if self.draft_lengths is None:
-            return []
+            return None
         self.draft_lengths.take_time(step.schedule, step.dispatched_at, time.monotonic())
         if sampled is None:
-            return []
+            return None
         return self.draft_lengths.take_tokens(step.schedule, tokens, counts, sampled.drafts)
 
     def _end_finished(self, outputs: list[EngineOutput]) -> None:

@@ -13,7 +13,7 @@ from jaxserve.kv_store.tier import TierStats
 from jaxserve.outputs import Logprob
 from jaxserve.sampling.rows import SampledRows
 from jaxserve.scheduling.schedule import Schedule, StepResult
-from jaxserve.speculative.draft_lengths import DraftOutcome
+from jaxserve.speculative.draft_lengths import DraftOutcomes
 
 
 @dataclass
@@ -70,21 +70,29 @@ class EngineStats:
         if speculates and schedule.num_decodes:
             self.steps_by_num_drafts[int(schedule.q_lens[: schedule.num_decodes].max()) - 1] += 1
 
-    def add_drafts(self, schedule: Schedule, draft_outcomes: list[DraftOutcome], result: StepResult) -> None:
+    def add_drafts(self, schedule: Schedule, outcomes: DraftOutcomes, result: StepResult) -> None:
         """Counts the drafts of one step, here and with their requests. `result`: what the step brought; a draft that stood past a
         stop is none of it and does not count as accepted."""
-        num_delivered, per_pos = Counter(map(id, result.requests)), self.num_accepted_tokens_per_pos
-        for entry, num_drafts, num_stood in draft_outcomes:
-            request = schedule.requests[entry]
-            num_accepted = min(num_stood, num_delivered[id(request)])
-            per_pos += [0] * (num_accepted - len(per_pos))
+        requests, accepted = [schedule.requests[i] for i in outcomes.entries.tolist()], outcomes.num_accepted.tolist()
+        ended = [i for i, request in enumerate(requests) if request.finished]
+        if ended:
+            num_delivered = Counter(map(id, result.requests))
+            for i in ended:
+                accepted[i] = min(accepted[i], num_delivered[id(requests[i])])
+        per_pos, by_num = self.num_accepted_tokens_per_pos, Counter(accepted)
+        per_pos += [0] * (max(by_num) - len(per_pos))
+        for num_accepted, n in by_num.items():
             for i in range(num_accepted):
-                per_pos[i] += 1
-            for counts in (self, request.metrics):
-                if counts is not None:
-                    counts.num_drafts += 1
-                    counts.num_draft_tokens += num_drafts
-                    counts.num_accepted_tokens += num_accepted
+                per_pos[i] += n
+        self.num_drafts += len(requests)
+        self.num_draft_tokens += int(outcomes.num_drafts.sum())
+        self.num_accepted_tokens += sum(accepted)
+        for request, num_drafts, num_accepted in zip(requests, outcomes.num_drafts.tolist(), accepted, strict=True):
+            metrics = request.metrics
+            if metrics is not None:
+                metrics.num_drafts += 1
+                metrics.num_draft_tokens += num_drafts
+                metrics.num_accepted_tokens += num_accepted
 
 
 def logprobs_of(sampled: SampledRows, row: int, n: int) -> dict[int, Logprob]:

@@ -7,6 +7,7 @@ ends its request. Knows nothing of queues, budgets or policies.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -64,16 +65,30 @@ class TokenIntake:
         counts: np.ndarray,  # i32[n]: an entry's accepted drafts and one more
     ) -> StepResult:
         """The tokens of a step with drafts. An entry brings one token and its accepted drafts, and gives back the rejected ones."""
-        result = StepResult([], [])
+        state, rows, requests = self._rows, schedule.rows, schedule.requests
         samples = self._without_forced(schedule) if self.requests.forced else schedule.samples
-        own = self._rows.generation[schedule.rows] == schedule.generations
-        for i in np.flatnonzero(samples).tolist():
-            request, count = schedule.requests[i], int(counts[i])
-            num_planned = int(schedule.q_lens[i]) if i < schedule.num_decodes else 1
-            assert 1 <= count <= num_planned, f"{count} tokens of an entry that planned {num_planned}"
-            if own[i]:
-                self._rows.num_computed[request.row] -= num_planned - count
-            self._deliver(request, sampled[i, :count].tolist(), num_planned, result)
+        planned = np.where(np.arange(len(rows)) < schedule.num_decodes, schedule.q_lens, 1)
+        odd = samples & ((counts < 1) | (counts > planned))
+        assert not odd.any(), f"{counts[odd]} tokens of entries that planned {planned[odd]}"
+        own = samples & (state.generation[rows] == schedule.generations)
+        state.num_computed[rows[own]] -= (planned - counts)[own]
+        texts = [text[:count] for text, count in zip(sampled.tolist(), counts.tolist(), strict=True)]
+        known = state.num_known[rows] + counts
+        alone = samples & ~(own & (known < state.limit[rows]))  # that may end, or that have no row any more
+        stop_ids = self.requests.stop_ids.keys()
+        if not stop_ids.isdisjoint(chain.from_iterable(texts)):
+            alone |= samples & np.array([not stop_ids.isdisjoint(text) for text in texts], bool)
+        together = np.flatnonzero(samples & ~alone)
+        result = StepResult([], [])
+        for i in together.tolist():
+            request, text = requests[i], texts[i]
+            request.token_ids += text
+            result.requests += [request] * len(text)
+            result.tokens += text
+        state.num_known[rows[together]] = known[together]
+        self._pages.register_full(rows[together])
+        for i in np.flatnonzero(alone).tolist():
+            self._deliver(requests[i], texts[i], int(planned[i]), result)
         return result
 
     def append_forced(self, request: Request, token_ids: Sequence[int], *, max_tokens: int, num_cut: int = 0) -> StepResult:

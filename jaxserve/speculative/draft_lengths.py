@@ -59,12 +59,12 @@ class RecentTimes:
         return known
 
 
-class DraftOutcome(NamedTuple):
-    """What became of one sequence's drafts in one step."""
+class DraftOutcomes(NamedTuple):
+    """What became of the drafts of one step, by sequences that had some."""
 
-    entry: int  # of the schedule
-    num_drafts: int  # that were tokens
-    num_accepted: int  # what stood; a stop may lie before the last of them
+    entries: np.ndarray  # i64[n]: of the schedule
+    num_drafts: np.ndarray  # i64[n]: that were tokens
+    num_accepted: np.ndarray  # i32[n]: what stood; a stop may lie before the last of them
 
 
 class DraftLengths:
@@ -164,9 +164,9 @@ class DraftLengths:
         tokens: np.ndarray,  # i32[n] or i32[n, 1 + k]: sampled by each entry
         counts: np.ndarray | None,  # i32[n]: how many of them are output; None: one each
         drafts: np.ndarray | None,  # i32[r, K]: proposed after each logits row
-    ) -> list[DraftOutcome]:
+    ) -> DraftOutcomes | None:
         """Learns from a step, in the order of the steps and before the scheduler's `update`. Nothing is learnt of requests that
-        have finished, nor of those with a forced token in flight: their drafts were cut, not refused."""
+        have finished, nor of those with a forced token in flight: their drafts were cut, not refused. None: there were none."""
         assert drafts is not None, "the heads of an engine that speculates propose"
         d, rows, samples = schedule.num_decodes, schedule.rows, schedule.samples
         self._meet_new_owners(schedule)
@@ -181,11 +181,12 @@ class DraftLengths:
         self.rates[decoding] = np.where(tried, rates, self.rates[decoding])
         if d:
             self._of_new += MEMORY_OF_NEW * (float(self.rates[decoding].mean()) - self._of_new)
-        outcomes = []
-        for i in (counted & (planned > 0)).nonzero()[0].tolist() if schedule.num_drafts else ():
-            live = int((self.proposed[rows[i], : planned[i]] != NO_DRAFT).sum())
-            if live:
-                outcomes.append(DraftOutcome(i, live, int(accepted[i])))
+        outcomes = None
+        if schedule.num_drafts:
+            tried = (self.proposed[decoding] != NO_DRAFT) & (np.arange(self.num_drafts) < planned[:, None])
+            live = tried.sum(1) * counted
+            (entries,) = live.nonzero()
+            outcomes = DraftOutcomes(entries, live[entries], accepted[entries]) if len(entries) else None
         self.proposed[rows[samples]] = drafts[schedule.logits_rows.firsts + counts[samples] - 1]
         return outcomes
 

@@ -189,6 +189,6 @@ def test_cut_drafts_are_not_refused_ones(why):
     tokens, drafts = np.full((2, 1 + K), 8, np.int32), np.arange(6 * K, dtype=np.int32).reshape(6, K)
     before = lengths.rates.copy()
     outcomes = lengths.take_tokens(step, tokens, np.ones(2, np.int32), drafts)
-    assert outcomes == [(1, 2, 0)]
+    assert outcomes is not None and [x.tolist() for x in outcomes] == [[1], [2], [0]]
     assert lengths.rates[3] == before[3] and lengths.rates[5] < before[5]
     assert (lengths.proposed[rows] == drafts[[0, 3]]).all()

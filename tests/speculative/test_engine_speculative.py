@@ -171,7 +171,7 @@ def test_drafts_that_the_host_makes_change_no_output(compiler, expected, pool_pa
     on = make_engine(SUFFIX, pool_pages=pool_pages)
     assert on.pipeline.max_in_flight == 0, "the host knows all tokens when it drafts"
     check_outputs(on, compiler, expected)
-    assert on.pipeline.host_drafts is not None and len(on.pipeline.host_drafts.cached) > 10
+    assert on.pipeline.host_drafts is not None and len(on.pipeline.host_drafts.outputs.kept) > 10
     num_drafts = on.stats.num_draft_tokens
     answers = serve(on, asks(compiler))  # by now their outputs are known
     assert dummy.differences(answers, expected.answers) == [] and on.stats.num_draft_tokens - num_drafts > num_drafts

@@ -1,6 +1,7 @@
 """Drafts by suffix decoding, against a search through everything that was said; what is kept, for whom and how long."""
 
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -8,74 +9,17 @@ import pytest
 from jaxserve.request import Request, RequestStatus
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.schedule import Schedule
+from jaxserve.speculative import suffix
 from jaxserve.speculative.config import SpeculativeConfig
 from jaxserve.speculative.proposer import NO_DRAFT
-from jaxserve.speculative.suffix import MAX_OCCURRENCES, Draft, Limits, SuffixDrafts, SuffixIndex
+from jaxserve.speculative.suffix import Limits, SuffixDrafts
+from jaxserve.speculative.text_index import MAX_OCCURRENCES
 
-LIMITS = Limits(most=5, depth=24, factor=1.0, min_prob=0.1)
-
-
-def draft_of(index: SuffixIndex, tokens: list[int], limits: Limits = LIMITS) -> Draft:
-    return index.longest(tokens, limits.depth).draft(limits)
+SEQS, LENGTH = 4, 120
 
 
-def occurrences(texts: list[list[int]], tokens: list[int]) -> list[tuple[int, list[int]]]:
-    """(tokens that agree before it, what follows) of each place in `texts` behind which something stands."""
-    found = []
-    for text in texts:
-        for end in range(2, len(text) + 1):
-            if text is tokens and end == len(tokens):
-                continue
-            length = next(
-                (i for i, (a, b) in enumerate(zip(text[:end][::-1], tokens[::-1], strict=False)) if a != b), min(end, len(tokens))
-            )
-            if length >= 2:
-                found.append((length, text[end:]))
-    return found
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_draft_follows_the_longest_occurrences(seed):
-    """Its first token is the most frequent one behind them, or one as frequent; the draft as a whole stands behind one of them."""
-    rng = np.random.default_rng(seed)
-    texts = [rng.integers(0, 6, rng.integers(2, 40)).tolist() for _ in range(3)]
-    index = SuffixIndex()
-    for number, text in enumerate(texts):
-        for end in range(1, len(text) + 1):  # as it grows
-            index.extend(number, text[:end])
-    tokens = rng.integers(0, 6, 30).tolist()
-    draft = draft_of(index, tokens)
-    found = [] if len(texts) > MAX_OCCURRENCES else occurrences(texts, tokens)
-    if not found:
-        assert not draft.tokens
-        return
-    longest = max(length for length, _ in found)
-    follow = [rest for length, rest in found if length == longest]
-    firsts = [rest[0] for rest in follow if rest]
-    if not firsts:
-        assert not draft.tokens
-        return
-    assert firsts.count(draft.tokens[0]) == max(map(firsts.count, firsts))
-    assert len(draft.tokens) <= min(LIMITS.most, longest) and 0 < draft.score <= len(draft.tokens)
-    assert any((rest + draft.tokens)[: len(draft.tokens)] == draft.tokens for rest in follow)
-    assert draft.tokens[0] in [rest[0] for rest in follow if rest]
-
-
-def test_what_repeats_goes_on_and_what_is_seldom_does_not():
-    index, period = SuffixIndex(), [1, 2, 3] * 4
-    index.extend(0, period)
-    assert draft_of(index, period, LIMITS).tokens == [1, 2, 3, 1, 2], "a match that overlaps the end goes on in cycles"
-    assert draft_of(index, period, LIMITS._replace(factor=0.25)).tokens == [1, 2], "nine tokens match"
-    assert draft_of(index, period, LIMITS._replace(depth=3)).tokens == [1, 2], "a match of one token, and two drafts"
-    forks = SuffixIndex()
-    forks.extend(0, [7, 8, 1, 0, 7, 8, 1, 0, 7, 8, 2, 0, 7, 8, 3])
-    assert draft_of(forks, [7, 8], LIMITS._replace(factor=9)) == ([1, 0, 7, 8, 2], pytest.approx(0.5 * 4 + 0.25), 0)
-    assert draft_of(forks, [7, 8], LIMITS._replace(min_prob=0.6)).tokens == []
-    assert draft_of(forks, [8], LIMITS).tokens == draft_of(forks, [0, 0], LIMITS).tokens == draft_of(forks, [], LIMITS).tokens == []
-
-
-def make(**options) -> SuffixDrafts:
-    return SuffixDrafts(SpeculativeConfig(method="suffix", num_speculative_tokens=4, **options), max_num_seqs=4)
+def make(max_model_len: int = LENGTH, most: int = 4, **options) -> SuffixDrafts:
+    return SuffixDrafts(SpeculativeConfig(method="suffix", num_speculative_tokens=most, **options), SEQS, max_model_len)
 
 
 def step(*entries: tuple[Request, int]) -> Schedule:
@@ -93,15 +37,104 @@ def request(name: str, tokens: list[int], prompt: int, salt: str | None = None) 
 
 
 def end(drafts: SuffixDrafts, one: Request) -> None:
-    one.status = RequestStatus.FINISHED
-    drafts.propose(step((one, 0)), np.zeros((4, 4), np.int32))
+    one.status, row, one.row = RequestStatus.FINISHED, max(one.row, 0), -1
+    drafts.propose(step((one, row)), np.zeros((SEQS, drafts.limits.most), np.int32))
 
 
 def drafts_of(drafts: SuffixDrafts, one: Request) -> list[int]:
-    proposed, one.row = np.full((4, 4), 99, np.int32), 2
+    proposed, one.row = np.full((SEQS, drafts.limits.most), 99, np.int32), 2
     drafts.propose(step((one, 2)), proposed)
     assert (np.delete(proposed, 2, 0) == 99).all()
     return [token for token in proposed[2].tolist() if token != NO_DRAFT]
+
+
+def matches(text: list[int], tokens: list[int], own: bool, depth: int) -> list[tuple[int, int]]:
+    """(tokens that agree before it, where it goes on) of each place, the last one first."""
+    found = []
+    for place in range(len(text) - own, 1, -1):
+        if text[place - 2 : place] != tokens[-2:]:
+            continue
+        pairs = zip(text[:place][::-1], tokens[::-1], strict=False)
+        length = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        if length >= 2:
+            found.append((min(length, depth), place))
+    return found
+
+
+def best_draft(texts: list[list[int]], tokens: list[int], own: bool, limits: Limits) -> tuple[list[int], float]:
+    """The draft by these texts, the most recent first, and the sum of its tokens' probabilities: the rule, word by word."""
+    found = [(length, text, place) for text in texts for length, place in matches(text, tokens, own, limits.depth)]
+    assert len(found) <= MAX_OCCURRENCES, "the search would look at fewer"
+    longest = max((length for length, _, _ in found), default=0)
+    texts = [text[place:] * limits.most if own else text[place:] for length, text, place in found if length == longest]
+    draft, prob, score = [], 1.0, 0.0
+    for j in range(min(limits.most, limits.depth - 1, int(limits.factor * longest))):
+        counts = Counter(text[j] for text in texts if j < len(text))
+        if not counts:
+            break
+        token, count = max(counts.items(), key=lambda item: item[1])  # of equal counts the first that was counted
+        prob *= count / len(texts)
+        if prob < limits.min_prob:
+            break
+        draft.append(token)
+        score += prob
+        texts = [text for text in texts if j < len(text) and text[j] == token]
+    return draft, score
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_are_those_of_the_rule(seed):
+    """Rows that grow by none, one or several tokens, end and are taken over, and outputs of two salts, at every step."""
+    rng = np.random.default_rng(seed)
+    options = {"suffix_decoding_max_spec_factor": rng.choice([0.5, 1, 3]), "suffix_decoding_min_token_prob": rng.choice([0, 0.4])}
+    drafts = make(most=5, suffix_decoding_max_tree_depth=100, **options)
+    outputs: dict[str, list[list[int]]] = {"a": [], "b": []}
+    running: list[Request] = []
+    num_drafts: Counter[str] = Counter()
+    phrases = [rng.integers(0, 200, rng.integers(4, 9)).tolist() for _ in range(40)]
+    texts: dict[Request, list[int]] = {}
+    for number in range(60):
+        for row in sorted({*range(SEQS)} - {one.row for one in running}):
+            some = [phrases[i] for i in rng.choice(len(phrases), 4)]
+            text = [token for _ in range(20) for token in some[rng.integers(4)][: rng.integers(3, 9)]][:36]
+            running.append(request(str(number), text[: rng.integers(1, 15)], 1, "ab"[rng.integers(2)]))
+            running[-1].row, texts[running[-1]] = row, text
+        ended = []
+        for one in running:
+            n = len(one.token_ids)
+            one.token_ids += texts[one][n : n + rng.choice([0, 1, 1, 1, 2, 5])]
+            if len(one.token_ids) == 36:
+                ended.append((one, one.row))
+                one.status, one.row = RequestStatus.FINISHED, -1
+        running = [one for one in running if one.row >= 0]
+        entries = [*ended, *((one, one.row) for one in running)]
+        entries = [entries[i] for i in rng.permutation(len(entries))]
+        proposed = np.full((SEQS, 5), 99, np.int32)
+        drafts.propose(step(*entries), proposed)
+        for one, _ in entries:
+            if one.finished:
+                outputs[str(one.cache_salt)].insert(0, one.output_token_ids)
+        for one in running:
+            own = best_draft([one.token_ids], one.token_ids, True, drafts.limits)
+            other = best_draft(outputs[str(one.cache_salt)], one.token_ids, False, drafts.limits)
+            expected = other if other[1] > own[1] + 1e-9 else own
+            found = [token for token in proposed[one.row].tolist() if token != NO_DRAFT]
+            assert found == expected[0], (number, one.row)
+            num_drafts.update(["own" if expected is own else "other"] if found else [])
+    assert num_drafts["own"] > 30 and num_drafts["other"] > 1
+
+
+def test_what_repeats_goes_on_and_what_is_seldom_does_not():
+    period = [1, 2, 3] * 4
+    assert drafts_of(make(most=5), request("a", period, 2)) == [1, 2, 3, 1, 2], "a match that overlaps the end goes on in cycles"
+    assert drafts_of(make(suffix_decoding_max_spec_factor=0.25), request("a", period, 2)) == [1, 2], "nine tokens match"
+    assert drafts_of(make(suffix_decoding_max_tree_depth=3), request("a", period, 2)) == [1, 2], "a match of one token, two drafts"
+    forks = [7, 8, 1, 0, 7, 8, 1, 0, 7, 8, 2, 0, 7, 8, 3, 5, 7, 8]
+    options = {"most": 5, "suffix_decoding_max_spec_factor": 9}
+    assert drafts_of(make(**options), request("a", forks, 2)) == [1, 0, 7, 8, 2]
+    assert drafts_of(make(**options, suffix_decoding_min_token_prob=0.6), request("a", forks, 2)) == []
+    for tokens in ([8], [0, 0], [7, 8]):
+        assert drafts_of(make(), request("a", tokens, 1)) == []
 
 
 def test_outputs_of_earlier_requests_are_drafted_from_by_salt():
@@ -114,8 +147,19 @@ def test_outputs_of_earlier_requests_are_drafted_from_by_salt():
     assert drafts_of(drafts, request("f", [1, 2], 1)) == [], "a prompt"
     own = make(suffix_decoding_max_cached_requests=0)
     end(own, request("a", [1, 2, 10, 11, 12, 13, 14], 2))
-    assert not own.cached and not own.of_salt and drafts_of(own, request("c", [5, 10, 11], 1)) == []
+    assert not own.outputs.kept and drafts_of(own, request("c", [5, 10, 11], 1)) == []
     assert drafts_of(own, request("g", [3, 4, 5, 6, 3, 4, 5], 2)) == [6, 3, 4], "its own tokens, prompt and output"
+
+
+def test_a_match_in_an_output_that_was_replaced_is_not_followed():
+    """Another salt's output takes the place of one that a running request follows."""
+    drafts = make(max_model_len=12, suffix_decoding_max_cached_requests=1)
+    end(drafts, request("a", [0, 10, 11, 12, 13, 14, 15], 1))
+    follower = request("b", [5, 10, 11], 1)
+    assert drafts_of(drafts, follower) == [12, 13]
+    end(drafts, request("c", [0, 90, 91, 12, 80, 81, 82], 1, "secret"))
+    follower.token_ids.append(12)
+    assert drafts_of(drafts, follower) == []
 
 
 def test_the_least_recently_used_outputs_leave_and_nothing_of_them_stays():
@@ -130,9 +174,22 @@ def test_the_least_recently_used_outputs_leave_and_nothing_of_them_stays():
     ]
     for i in range(4, 40):
         end(drafts, request(str(i), [0, *range(10 * i + 10, 10 * i + 17)], 1, "salt 9"))
-    (index,) = drafts.of_salt.values()
-    assert len(drafts.cached) == len(index.texts) == 3 and index.num_tokens == 21
-    assert sum(map(len, index._places.values())) == 3 * 6, "an entry for each pair of tokens"
+    outputs = drafts.outputs
+    assert len(outputs.kept) == 3 and np.count_nonzero(drafts.index.tokens[outputs.begin :]) == 21
+    assert set(outputs._groups) == set(outputs._salts.values()) == {"salt 9", "salt 1"}, "of outputs, and of the request in a row"
+
+
+def test_outputs_that_are_too_many_tokens_leave_in_turn(monkeypatch):
+    monkeypatch.setattr(suffix, "OUTPUT_TOKENS", 50)
+    drafts = make(max_model_len=40)
+    texts = [list(range(100 * i, 100 * i + 15)) for i in range(1, 12)]
+    for i, text in enumerate(texts):
+        end(drafts, request(str(i), [0, *text], 1))
+        known = [drafts_of(drafts, request("a", text[:2], 1)) == text[2:4] for text in texts[: i + 1]]
+        assert known == [False] * (i + 1 - min(i + 1, 3)) + [True] * min(i + 1, 3)
+    end(drafts, request("long", [0, *range(9000, 9070)], 1))
+    assert drafts_of(drafts, request("a", [9000, 9001], 1)) == [] and len(drafts.outputs.kept) == 1
+    assert drafts_of(drafts, request("a", [9066, 9067], 1)) == [9068, 9069], "its end"
 
 
 def test_a_row_with_a_new_owner_begins_anew():
@@ -144,12 +201,9 @@ def test_a_row_with_a_new_owner_begins_anew():
     for token, expected in zip([3, 4, 5], [[], [5, 6], [6, 3, 4]], strict=True):
         grown.token_ids.append(token)
         assert drafts_of(drafts, grown) == expected
-
-
-def test_occurrences_of_a_pair_are_bounded():
-    index = SuffixIndex()
-    index.extend(0, list(itertools.islice(itertools.cycle([1, 2]), 500)))
-    assert max(map(len, index._places.values())) == MAX_OCCURRENCES
+    grown.row = -1
+    drafts.propose(step((grown, 2)), np.zeros((SEQS, 4), np.int32))
+    assert not drafts.index.tokens.any(), "it was preempted"
 
 
 @pytest.mark.parametrize(
