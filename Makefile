@@ -108,6 +108,7 @@ reproduce-buckets: setup ## what benchmarks/buckets/README.md has the commands o
 goldens: setup setup-torch ## write tests/goldens again, with transformers (QWEN3_TOKENIZER=<folder>: that tokenizer's too)
 	@.venv-torch/bin/python tests/goldens/make_goldens.py
 	@.venv-torch/bin/python tests/goldens/make_eagle_goldens.py
+	@.venv-torch/bin/python tests/goldens/make_medusa_goldens.py
 	@model="$$($(PY) -m scripts.fetch_demo_model)" && .venv-torch/bin/python tests/goldens/make_smollm2_goldens.py "$$model"
 	@test -z "$(QWEN3_TOKENIZER)" || .venv-torch/bin/python tests/goldens/make_qwen3_tokenizer_goldens.py "$(QWEN3_TOKENIZER)"
 

@@ -15,7 +15,7 @@ from checkpoints.json_files import read_object
 from checkpoints.weights import WeightsError
 
 INDEX_NAME = "model.safetensors.index.json"
-DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "medusa_lm_head.pt")
 NOT_DOWNLOADED = ("original/*", "consolidated*")  # the same weights again, as their makers keep them
 _LFS_POINTER = b"version https://git-lfs"
 _DTYPE_NAMES = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "U8": "uint8"} | {

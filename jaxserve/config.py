@@ -403,7 +403,7 @@ class EngineConfig:
             forms="JSON, or a dict",
             unset="no drafts",
             help="""Drafts, as JSON: '{"method": "ngram", "num_speculative_tokens": 4}'; in Python also a dict. """
-            "Other methods are suffix, draft_model, eagle and eagle3; the last three need a model.",
+            "Other methods are suffix, draft_model, eagle, eagle3 and medusa; the last four need a model.",
         ),
     )
     demand_log: str | None = _option(
@@ -436,7 +436,7 @@ class EngineConfig:
             StepTimeModel.load(self.step_times)
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.make(self.speculative_config))
-        drafts_by = None if self.speculative is None else self.speculative.model
+        drafts_by = self.speculative.model if self.speculative is not None and self.speculative.keeps_pages else None
         if self.kv_store is not None and drafts_by is not None:
             raise NotImplementedError(
                 f"kv_store={self.kv_store!r} keeps the target's pages, and not those of model={drafts_by!r} in speculative_config: "

@@ -15,12 +15,13 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.engine.kernel_choice import choose_kernels
 from jaxserve.engine.resolution import model_functions
-from jaxserve.execution.eagle import EagleFunctions
+from jaxserve.execution.draft_functions import HeadFunctions, TakenApart
 from jaxserve.execution.model_functions import LayerKernels, ModelFunctions, weights_dtype
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.models.eagle import EagleFiles, EagleHead, find_eagle, load_eagle
 from jaxserve.models.files import ModelFiles, find_model
+from jaxserve.models.medusa import MedusaConfig, MedusaFiles, MedusaHeads, find_medusa, load_medusa
 from jaxserve.speculative.draft_lengths import DraftLengths
 from jaxserve.speculative.suffix import SuffixDrafts
 from kernels.backends import current_platform
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
+Draft = Decoder | EagleHead | MedusaHeads
+DraftFiles = ModelFiles | EagleFiles | MedusaFiles
 EAGLE_VERSIONS = {"eagle": 1, "eagle3": 3}  # by method
 NUM_TEXTS = 256  # tokens whose texts are compared
 
@@ -52,27 +55,31 @@ def make_drafting(config: ResolvedConfig) -> tuple[DraftLengths | None, SuffixDr
     return lengths, SuffixDrafts(speculative, limits.max_num_seqs, limits.max_model_len)
 
 
-def find_draft(config: EngineConfig, target: ModelConfig) -> ModelFiles | EagleFiles | None:
+def find_draft(config: EngineConfig, target: ModelConfig) -> DraftFiles | None:
     """The checkpoint that speculative_config names, checked against the target; None where it names none. No weight is read.
 
-    Raises: as `find_model` and `check_draft`, or `find_eagle`.
+    Raises: as `find_model` and `check_draft`, `find_eagle`, or `find_medusa` and `check_medusa`.
     """
     if config.speculative is None or config.speculative.model is None:
         return None
     if config.speculative.method in EAGLE_VERSIONS:
         return find_eagle(config.speculative.model, target, version=EAGLE_VERSIONS[config.speculative.method])
+    if config.speculative.method == "medusa":
+        heads = find_medusa(config.speculative.model, target)
+        check_medusa(config, heads.config)
+        return heads
     files = find_model(config.speculative.model)
     check_draft(config, target, files.config)
     return files
 
 
-def same_vocabulary(draft: ModelFiles | EagleFiles, tokenizer: str | Path | Tokenizer) -> str | Path | Tokenizer:
+def same_vocabulary(draft: DraftFiles, tokenizer: str | Path | Tokenizer) -> str | Path | Tokenizer:
     """The target's tokenizer, once it is read and found to give tokens the texts that the draft's gives them; what was given where
-    the draft has no tokenizer, as EAGLE heads have none. tokenizer: the target's, or where it lies.
+    the draft is heads of the target, which have no tokenizer. tokenizer: the target's, or where it lies.
 
     Raises: ValueError as `check_vocabulary`, or as `Tokenizer.from_id` for the target's.
     """
-    if isinstance(draft, EagleFiles):
+    if not isinstance(draft, ModelFiles):
         return tokenizer
     from jaxserve.text.tokenizer import Tokenizer
 
@@ -86,13 +93,15 @@ def same_vocabulary(draft: ModelFiles | EagleFiles, tokenizer: str | Path | Toke
     return ours
 
 
-def load_draft(files: ModelFiles | EagleFiles | None, target: Any) -> Decoder | EagleHead | None:
-    """The model of `find_draft`, in the dtype of the target module's weights; None if there is none. Errors as
-    `loading.load_model`'s, or `load_eagle`'s."""
+def load_draft(files: DraftFiles | None, target: Any) -> Draft | None:
+    """The model of `find_draft`, in the dtype of the target module's weights; None if there is none. Errors as those of
+    `loading.load_model`, `load_eagle` or `load_medusa`."""
     if files is None:
         return None
     if isinstance(files, EagleFiles):
         return load_eagle(files.reader, files.config, weights_dtype(target))
+    if isinstance(files, MedusaFiles):
+        return load_medusa(files.reader, files.config, weights_dtype(target))
     from jaxserve.models.loading import load_files  # late: it imports the tokenizers library
 
     return load_files(files, skip_tokenizer_init=True, dtype=str(weights_dtype(target)), transposed=None).module
@@ -116,6 +125,16 @@ def check_draft(config: EngineConfig, target: ModelConfig, draft: ModelConfig) -
         raise ValueError(f"speculative_config: model={config.speculative.model!r} can't draft for this one: {'; '.join(faults)}")
 
 
+def check_medusa(config: EngineConfig, heads: MedusaConfig) -> None:
+    """ValueError if more drafts are asked for than there are heads."""
+    assert config.speculative is not None
+    if config.speculative.num_speculative_tokens > heads.num_heads:
+        raise ValueError(
+            f"speculative_config: num_speculative_tokens={config.speculative.num_speculative_tokens} is more than the "
+            f"{heads.num_heads} Medusa heads of model={config.speculative.model!r}, each of which makes one draft: lower it"
+        )
+
+
 def check_vocabulary(model: Any, target: Tokenizer, draft: Tokenizer) -> None:
     """ValueError if some of the tokens that are compared have other texts. model: what the draft is called."""
     ids = np.unique(np.linspace(0, target.vocab_size - 1, NUM_TEXTS).astype(int)).tolist()
@@ -129,35 +148,48 @@ def check_vocabulary(model: Any, target: Tokenizer, draft: Tokenizer) -> None:
         )
 
 
-def draft_functions(draft: Decoder | EagleHead, config: EngineConfig, target: ModelFunctions) -> ModelFunctions | EagleFunctions:
+def draft_functions(draft: Draft, config: EngineConfig, target: ModelFunctions) -> TakenApart:
     """What drafts, taken apart for the programs of its target. On a CPU the layers of a draft model run our kernels as the target's
-    do. On a GPU they are XLA's, as no qualification has asked a card about their shapes. Those of an EAGLE head always are.
+    do. On a GPU they are XLA's, as no qualification has asked a card about their shapes. Those of heads always are.
 
     Raises:
       NotImplementedError: the target lies on several devices.
-      ValueError: nothing asks for it; it is of another method; as `check_draft`; weights of another dtype.
+      ValueError: nothing asks for it; it is of another method; as `check_draft` or `check_medusa`; it is for another target;
+        weights of another dtype.
     """
     if config.speculative is None or config.speculative.model is None:
         raise ValueError("draft= is given, and speculative_config asks for no model: leave one of them out")
     if target.shards is not None:
         raise NotImplementedError("speculative_config: models that draft run on one device, and the target is cut for several")
-    method = config.speculative.method
-    version, given = EAGLE_VERSIONS.get(method), draft.config.version if isinstance(draft, EagleHead) else None
-    if version != given:
-        what = "a decoder" if given is None else f"an EAGLE-{given} head"
+    method, (given, what) = config.speculative.method, _kind(draft)
+    if method != given:
         raise ValueError(f"speculative_config: {method=} and draft= is {what}: change one of them")
-    if isinstance(draft, EagleHead):
-        functions: ModelFunctions | EagleFunctions = EagleFunctions(draft)
-        if faults := draft.config.faults(target.model_config):
-            raise ValueError(f"this EAGLE-{version} head is not for this target: {'; '.join(faults)}")
+    if isinstance(draft, Decoder):
+        functions: TakenApart = _model_functions(draft, config, target)
     else:
-        check_draft(config, target.model_config, draft.config)
-        kernels = LayerKernels(moe="xla")
-        if current_platform() == "cpu":
-            kernels = choose_kernels(draft.config, weights_dtype(draft), replace(config, skip_qualification=True)).layer
-        functions = model_functions(draft, config, kernels)
+        if isinstance(draft, MedusaHeads):
+            check_medusa(config, draft.config)
+        if faults := draft.config.faults(target.model_config):
+            raise ValueError(f"draft= is {what} for another target: {'; '.join(faults)}")
+        functions = HeadFunctions(draft, draft.config.layer if isinstance(draft, EagleHead) else None)
     if functions.dtype != target.dtype:
         raise ValueError(
             f"speculative_config: the draft's weights are {functions.dtype}, the target's {target.dtype}: load both in one dtype"
         )
     return functions
+
+
+def _kind(draft: Draft) -> tuple[str, str]:
+    """(the method of which it is, what it is)."""
+    if isinstance(draft, EagleHead):
+        version = draft.config.version
+        return next(method for method, of in EAGLE_VERSIONS.items() if of == version), f"an EAGLE-{version} head"
+    return ("medusa", "Medusa heads") if isinstance(draft, MedusaHeads) else ("draft_model", "a decoder")
+
+
+def _model_functions(draft: Decoder, config: EngineConfig, target: ModelFunctions) -> ModelFunctions:
+    check_draft(config, target.model_config, draft.config)
+    kernels = LayerKernels(moe="xla")
+    if current_platform() == "cpu":
+        kernels = choose_kernels(draft.config, weights_dtype(draft), replace(config, skip_qualification=True)).layer
+    return model_functions(draft, config, kernels)

@@ -23,7 +23,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.admission import check_arrival, check_future, check_ids, check_kinds, check_priority
 from jaxserve.engine.demand_log import DemandWriter
 from jaxserve.engine.description import EngineDescription, describe
-from jaxserve.engine.drafting import make_drafting
+from jaxserve.engine.drafting import Draft, make_drafting
 from jaxserve.engine.grammar_following import GrammarFollower
 from jaxserve.engine.kernel_choice import KernelChoice
 from jaxserve.engine.live_requests import LiveRequests
@@ -40,7 +40,6 @@ from jaxserve.execution.warm_up import BackgroundWarmUp
 from jaxserve.hosts.group import HostGroup
 from jaxserve.hosts.pulse import HostLostError
 from jaxserve.models import Decoder
-from jaxserve.models.eagle import EagleHead
 from jaxserve.models.shards import ShardedModel
 from jaxserve.outputs import RequestMetrics
 from jaxserve.qualification.qualify import Qualification
@@ -69,7 +68,7 @@ class Engine:
         the same model and config.
       eos_token_ids: ids that end a request unless it says ignore_eos.
       weights_id: what names the weights to the other engines of a kv_store. None: they can't use what this one saves there.
-      draft: the model that drafts, where `config.speculative_config` asks for one: of the same vocabulary and dtype.
+      draft: the model or head that drafts, where `config.speculative_config` asks for one: of the same vocabulary and dtype.
       qualification: what `qualify_kernels` found before the weights were read; it is not tried again.
 
     Raises:
@@ -86,7 +85,7 @@ class Engine:
         hosts: HostGroup | None = None,
         qualification: Qualification | None = None,
         weights_id: str | None = None,
-        draft: Decoder | EagleHead | None = None,
+        draft: Draft | None = None,
     ):
         config = config or EngineConfig()
         setup = set_up_runner(model, config, mesh, hosts, self.has_unfinished_requests, qualification, draft)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.config import EngineConfig
-from jaxserve.execution.draft_model import kv_bytes
+from jaxserve.execution.draft_functions import kv_bytes
 from jaxserve.execution.model_functions import LayerKernels, ModelFunctions
 from jaxserve.execution.page_transfer import transfer_bytes
 from jaxserve.execution.pipeline_programs import make_programs

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, File, options
-from jaxserve.engine.drafting import draft_functions
+from jaxserve.engine.drafting import Draft, draft_functions
 from jaxserve.engine.kernel_choice import KernelChoice, choose_kernels, decide_deterministic, qualify_kernels
 from jaxserve.engine.resolution import model_functions, resolve
 from jaxserve.engine.sharding import check_sharding, local_part, model_shards
@@ -28,7 +28,6 @@ from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.execution.warm_up import BackgroundWarmUp
 from jaxserve.hosts.group import HostGroup
 from jaxserve.models import Decoder
-from jaxserve.models.eagle import EagleHead
 from jaxserve.models.files import ModelFiles
 from jaxserve.models.shard_placement import shard_model
 from jaxserve.models.shards import ModelShards, ShardedModel, local_config
@@ -56,7 +55,7 @@ def set_up_runner(
     hosts: HostGroup | None,
     is_busy: Callable[[], bool],  # whether requests run; called on the compiling thread
     qualification: Qualification | None = None,
-    draft: Decoder | EagleHead | None = None,
+    draft: Draft | None = None,
 ) -> RunnerSetup:
     """Arguments and errors as those of `Engine`; ValueError too where hosts disagree."""
     use_persistent_cache(config.compilation_cache_dir)

@@ -8,30 +8,21 @@ overwritten when other tokens come to their positions, as in the target's own pa
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.batching.context import StepContext
+from jaxserve.execution.draft_functions import WithPages, choose, new_pages, spread
 from jaxserve.execution.draft_pages import DraftPages, LastRows
 from jaxserve.execution.model_functions import ModelFunctions
-from jaxserve.models import ModelConfig
-from jaxserve.sampling import sampler
-from jaxserve.sampling.sampler import SamplingRows
-from jaxserve.speculative.proposer import DRAFT_STREAM, NO_DRAFT, Ran, Seen
-
-
-class TakenApart(Protocol):
-    """What drafts, as far as its pages go: a ModelFunctions, or an EagleFunctions."""
-
-    model_config: ModelConfig
-    dtype: Any
+from jaxserve.speculative.proposer import Ran, Seen
 
 
 @dataclass(frozen=True, eq=False)
-class DraftModel:
+class DraftModel(WithPages):
     """Proposes what a decoder of its own says.
 
     draws: whether drafts are drawn with random numbers of their own, for rejection sampling. Otherwise each is what the target
@@ -41,31 +32,6 @@ class DraftModel:
     functions: ModelFunctions  # of the draft
     pages: DraftPages
     draws: bool
-
-    @property
-    def num_drafts(self) -> int:
-        return self.pages.num_drafts
-
-    @property
-    def weights(self) -> list[Any]:
-        return self.functions.weights
-
-    @property
-    def abstract(self) -> list[jax.ShapeDtypeStruct]:
-        return self.functions.abstract
-
-    @property
-    def shared(self) -> tuple[()]:
-        return ()
-
-    @property
-    def hidden_layers(self) -> tuple[()]:
-        return ()
-
-    @property
-    def page_bytes(self) -> int:
-        """Of one page in all layers."""
-        return kv_bytes(self.functions, 1, self.pages.page_size)
 
     def init_state(self) -> list[jax.Array]:  # a layer: [total pages, 2, K, page_size, H]
         return new_pages(self.functions, self.pages)
@@ -103,39 +69,3 @@ class DraftModel:
 
         (kv_pages, _), (drafts, probs) = lax.scan(draft, (kv_pages, last.tokens), jnp.arange(self.num_drafts, dtype=jnp.int32))
         return kv_pages, *spread(last, drafts, probs, len(seen.seq_rows))
-
-
-def choose(logits: jax.Array, rows: SamplingRows, draws: bool) -> tuple[jax.Array, jax.Array | None]:  # f32[B, V] -> i32[B]
-    """A draft of each row, and what it was drawn from, f32[B, V], where drafts are drawn."""
-    if draws:
-        return sampler.draw_with_probs(logits, rows, DRAFT_STREAM)
-    return sampler.sample(logits, rows).tokens, None
-
-
-def spread(
-    last: LastRows,
-    drafts: jax.Array,  # i32[K, B]
-    probs: jax.Array | None,  # f32[K, B, V]
-    R: int,
-) -> tuple[jax.Array, jax.Array | None]:  # i32[R, K], f32[R, K, V]
-    """The drafts at the rows of the head that they belong to. What stands at rows that end no sequence is not used."""
-    spread_drafts = jnp.full((R, len(drafts)), NO_DRAFT, jnp.int32).at[last.order].set(drafts.T)
-    if probs is None:
-        return spread_drafts, None
-    probs = probs.swapaxes(0, 1)
-    return spread_drafts, jnp.zeros((R, *probs.shape[1:]), probs.dtype).at[last.order].set(probs)
-
-
-def kv_bytes(functions: TakenApart, num_pages: int, page_size: int) -> int:
-    """Of so many pages in all layers of a model."""
-    config = functions.model_config
-    return (
-        config.num_layers * num_pages * 2 * config.num_kv_heads * page_size * config.head_dim * jnp.dtype(functions.dtype).itemsize
-    )
-
-
-def new_pages(functions: TakenApart, pages: DraftPages) -> list[jax.Array]:
-    """Pages of zeros, an array a layer."""
-    config = functions.model_config
-    shape = pages.total, 2, config.num_kv_heads, pages.page_size, config.head_dim
-    return [jnp.zeros(shape, functions.dtype) for _ in range(config.num_layers)]

@@ -13,40 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 
 from jaxserve.batching.context import StepContext
-from jaxserve.execution.draft_model import choose, kv_bytes, new_pages, spread
+from jaxserve.execution.draft_functions import HeadFunctions, WithPages, choose, new_pages, spread
 from jaxserve.execution.draft_pages import DraftPages, LastRows
 from jaxserve.execution.model_functions import ModelFunctions, attend_paged
-from jaxserve.models import ModelConfig
-from jaxserve.models.eagle import EagleConfig, EagleHead
+from jaxserve.models.eagle import EagleHead
 from jaxserve.speculative.proposer import Ran, Seen
-
-
-class EagleFunctions:
-    """A head taken apart: its weights as a flat list, and the module with such a list in it."""
-
-    def __init__(self, head: EagleHead):
-        graphdef, state = nnx.split(head)
-        weights, treedef = jax.tree.flatten(state)
-        self.graphdef: nnx.GraphDef[EagleHead] = graphdef
-        self.treedef: Any = treedef
-        self.weights: list[Any] = weights
-        self.abstract: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights]
-        self.config: EagleConfig = head.config
-        self.model_config: ModelConfig = head.config.layer
-        self.dtype: Any = head.fc.kernel.get_value().dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the weights."""
-        return sum(x.size * x.dtype.itemsize for x in self.abstract)
-
-    def module(self, weights: list[jax.Array]) -> EagleHead:
-        """The head with these weights."""
-        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
 
 
 @jax.tree_util.register_dataclass
@@ -61,26 +35,14 @@ class EagleState:
 
 
 @dataclass(frozen=True, eq=False)
-class Eagle:
+class Eagle(WithPages):
     """Proposes what an EAGLE head says. draws: as DraftModel's."""
 
-    functions: EagleFunctions
+    functions: HeadFunctions[EagleHead]
     target: ModelFunctions
     pages: DraftPages
     draws: bool
     max_rows: int  # R
-
-    @property
-    def num_drafts(self) -> int:
-        return self.pages.num_drafts
-
-    @property
-    def weights(self) -> list[Any]:
-        return self.functions.weights
-
-    @property
-    def abstract(self) -> list[jax.ShapeDtypeStruct]:
-        return self.functions.abstract
 
     @property
     def shared(self) -> list[int]:
@@ -93,12 +55,8 @@ class Eagle:
     def hidden_layers(self) -> tuple[int, ...]:
         return self.functions.config.hidden_layers
 
-    @property
-    def page_bytes(self) -> int:
-        return kv_bytes(self.functions, 1, self.pages.page_size)
-
     def init_state(self) -> EagleState:
-        D, dtype, seqs = self.functions.model_config.hidden_size, self.functions.dtype, self.pages.max_num_seqs
+        D, dtype, seqs = self.functions.config.layer.hidden_size, self.functions.dtype, self.pages.max_num_seqs
         rows, kept = jnp.zeros((self.max_rows, D), dtype), jnp.zeros((seqs, D), dtype)
         return EagleState(new_pages(self.functions, self.pages), rows, kept, jnp.full(seqs, -1, jnp.int32))
 

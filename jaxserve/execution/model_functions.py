@@ -102,7 +102,7 @@ class ModelFunctions:
         self.layers: range = range(self.model_config.num_layers)  # that are run
         self.is_first: bool = True  # whether it begins with the embedding
         self.is_last: bool = True  # whether it has the hidden rows that heads take
-        self.draft: Any = None  # what drafts for this model, taken apart: a ModelFunctions or an EagleFunctions
+        self.draft: Any = None  # what drafts for this model, as draft_functions.TakenApart
         self.mesh: Mesh | None = None if self.shards is None else self.shards.meshes[0]
         self._layer_functions: dict[Any, Callable] = {}
 

@@ -21,10 +21,12 @@ from jaxserve.batching.layout import StepLayout
 from jaxserve.buckets.plan import Bucket
 from jaxserve.execution.body import HeadInputs, body
 from jaxserve.execution.device_state import DeviceState, abstract_state, update_rows
-from jaxserve.execution.draft_model import DraftModel, TakenApart
+from jaxserve.execution.draft_functions import TakenApart
+from jaxserve.execution.draft_model import DraftModel
 from jaxserve.execution.draft_pages import DraftPages
-from jaxserve.execution.eagle import Eagle, EagleFunctions
+from jaxserve.execution.eagle import Eagle
 from jaxserve.execution.head import Masks, drafting_head, head, score
+from jaxserve.execution.medusa import Medusa
 from jaxserve.execution.memory import reserve_bytes
 from jaxserve.execution.mesh_programs import REPLICATED, last_axis_on_mesh, on_mesh, run_on_mesh, state_on_mesh, state_specs
 from jaxserve.execution.model_functions import ModelFunctions
@@ -308,11 +310,14 @@ def make_proposer(config: ResolvedConfig, functions: ModelFunctions) -> Proposer
     if functions.draft is None:
         raise ValueError(f"speculative_config: method={asked.method!r} needs a draft: LLM loads it, and Engine takes it as draft=")
     cache, drafts, seqs = config.cache, asked.num_speculative_tokens, config.scheduler.max_num_seqs
+    draws = asked.acceptance == "rejection"
+    if asked.method == "medusa":
+        return Medusa(functions.draft, functions, drafts, draws)
     backend = draft_attention(functions.draft, config.attention_backend, cache.page_size)
-    pages, draws = DraftPages(cache.num_pages, cache.page_size, seqs, drafts, backend), asked.acceptance == "rejection"
-    if isinstance(functions.draft, EagleFunctions):
-        return Eagle(functions.draft, functions, pages, draws, config.plan.max_head_rows)
-    return DraftModel(functions.draft, pages, draws)
+    pages = DraftPages(cache.num_pages, cache.page_size, seqs, drafts, backend)
+    if asked.method == "draft_model":
+        return DraftModel(functions.draft, pages, draws)
+    return Eagle(functions.draft, functions, pages, draws, config.plan.max_head_rows)
 
 
 def draft_attention(draft: TakenApart, backend: str, page_size: int) -> str:

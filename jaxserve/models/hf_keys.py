@@ -32,7 +32,11 @@ def key_table(config: ModelConfig, keys: Collection[str] = (), *, transposed: bo
 
 def hf_tensors(config: ModelConfig, path: str, array: np.ndarray) -> dict[str, np.ndarray]:
     """The Hugging Face tensors that our weight `path` is made of, by name, in Hugging Face layout: `key_table` backwards. Views."""
-    source = key_table(config)[path]
+    return tensors_of(key_table(config)[path], config, array)
+
+
+def tensors_of(source: Source, config: ModelConfig, array: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors of which `source` makes this array, by name. config: of the layers whose projections are fused. Views."""
     if source.convert is as_is:
         parts = [array]
     elif array.ndim == 3:  # [E, in, out]: each expert's matrix, or its gate and up by turns

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3")
-BY_MODEL = ("draft_model", "eagle", "eagle3")  # whose drafts a checkpoint of its own makes
+WITH_PAGES = ("draft_model", "eagle", "eagle3")  # what keeps KV of its own beside the target's
+BY_MODEL = (*WITH_PAGES, "medusa")  # whose drafts a checkpoint of its own makes
+METHODS = ("ngram", "suffix", *BY_MODEL)
 ACCEPTANCES = ("sampled", "rejection")
 LOOKUP_MIN, LOOKUP_MAX = 1, 3  # where neither is given; vLLM's 5 and 5 found too little, and drafts that lose are not verified
 MAX_DRAFTS, MAX_LOOKUP, MAX_TREE_DEPTH, MAX_CACHED_REQUESTS = 64, 64, 256, 1_000_000
@@ -33,8 +34,9 @@ class SpeculativeConfig:
     method: "ngram": what followed the most recent earlier occurrence of the last tokens (prompt lookup). "suffix": what followed
       the longest earlier occurrences of the last tokens most often, in the request itself and in outputs of earlier ones.
       "draft_model": what a smaller model of the same vocabulary says. "eagle", "eagle3": what an EAGLE head of the target says.
-    model: of the last three: the checkpoint that drafts, as the target's is named.
-    num_speculative_tokens: most drafts a sequence and step.
+      "medusa": what Medusa heads of the target say.
+    model: of the last four: the checkpoint that drafts, as the target's is named.
+    num_speculative_tokens: most drafts a sequence and step; of "medusa" no more than there are heads.
     prompt_lookup_min, prompt_lookup_max: of "ngram": tokens that must recur; the longest is tried first. One alone is both; 1 and 3
       if neither is given.
     suffix_decoding_max_tree_depth: of "suffix": most tokens of a match and its drafts together. 24 if not given.
@@ -117,6 +119,11 @@ class SpeculativeConfig:
     def drafts_on_host(self) -> bool:
         """Whether the host makes the drafts, from tokens that it knows: steps then do not overlap."""
         return self.method == "suffix"
+
+    @property
+    def keeps_pages(self) -> bool:
+        """Whether what drafts attends, and keeps KV beside the target's."""
+        return self.method in WITH_PAGES
 
     @classmethod
     def make(cls, given: SpeculativeConfig | Mapping[str, Any] | str) -> SpeculativeConfig:

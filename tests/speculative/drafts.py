@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxserve.models import Decoder, ModelConfig, named_leaves, with_leaves
 from jaxserve.models.eagle import EagleConfig, EagleHead
+from jaxserve.models.medusa import MedusaConfig, MedusaHeads
 from tests import dummy
 
 NAMED = {"method": "draft_model", "model": "given", "num_speculative_tokens": 3, "adaptive": False}  # Engine is given the module
@@ -41,4 +42,15 @@ def eagle(config: ModelConfig, version: int, seed: int = 2) -> EagleHead:
             leaves[path] = jnp.asarray(1 + 0.1 * rng.standard_normal(leaf.shape), leaf.dtype)
         else:
             leaves[path] = jnp.asarray(1.5 / np.sqrt(leaf.shape[0]) * rng.standard_normal(leaf.shape), leaf.dtype)
+    return with_leaves(abstract, leaves)
+
+
+def medusa(config: ModelConfig, num_heads: int, seed: int = 3) -> MedusaHeads:
+    """Random heads for the dummy, of one block each."""
+    sizes = {"num_layers": 1, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+    abstract, rng = MedusaHeads.abstract(MedusaConfig(num_heads=num_heads, **sizes), "float32"), np.random.default_rng(seed)
+    leaves = {
+        path: jnp.asarray(1.5 / np.sqrt(leaf.shape[0]) * rng.standard_normal(leaf.shape), leaf.dtype)
+        for path, leaf in named_leaves(abstract).items()
+    }
     return with_leaves(abstract, leaves)

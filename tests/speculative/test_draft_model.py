@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, BucketPlan, Engine, EngineConfig, SamplingParams
+from jaxserve.engine.drafting import Draft
 from jaxserve.engine.sharding import check_sharding
 from jaxserve.execution import draft_model, draft_pages
 from jaxserve.execution.draft_pages import DraftPages
-from jaxserve.models import Decoder
-from jaxserve.models.eagle import EagleHead
 from jaxserve.sampling import sampler
 from jaxserve.speculative.config import SpeculativeConfig
 from tests import alphabet_model, dummy
@@ -25,14 +24,16 @@ from tests.goldens.golden import HERE
 from tests.sampling.test_sampling import chi_square_p
 from tests.speculative import test_engine_rejection as rejection_tests
 from tests.speculative import test_engine_speculative as speculative_tests
-from tests.speculative.drafts import NAMED, eagle, near, other
+from tests.speculative.drafts import NAMED, eagle, medusa, near, other
 from tests.speculative.test_engine_speculative import CONFIG, PLAN, SMALL_POOL, asks, serve
 
 compiler, expected, tokenizer = speculative_tests.compiler, speculative_tests.expected, speculative_tests.tokenizer
 
 
 @functools.cache
-def draft(name: str) -> Decoder | EagleHead:
+def draft(name: str) -> Draft:
+    if name == "medusa":
+        return medusa(CONFIG, 3)
     if name.startswith("eagle"):
         return eagle(CONFIG, 3 if name == "eagle3" else 1)
     return {"same": lambda: near(CONFIG, 0.0), "near": lambda: near(CONFIG), "other": lambda: other(CONFIG)}[name]()
@@ -114,7 +115,8 @@ def test_a_draft_of_another_shape(expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "acceptance"), [("near", "sampled"), ("near", "rejection"), ("eagle3", "rejection"), ("eagle", "sampled")]
+    ("name", "acceptance"),
+    [("near", "sampled"), ("near", "rejection"), ("eagle3", "rejection"), ("eagle", "sampled"), ("medusa", "rejection")],
 )
 def test_nothing_compiles_after_warm_up_nor_after_a_sleep(name, acceptance):
     several = BucketPlan(decode=(2,), mixed=((24, 6),), head_rows=(6, 24), draft=((1, 3), (4, 3)))
@@ -168,24 +170,42 @@ def test_drafts_are_distributed_as_the_model_that_drafts():
             assert chi_square_p(np.bincount(tokens, minlength=V)[kept], p[kept] * n) > 1e-3
 
 
-@pytest.mark.slow
-def test_rejection_has_the_targets_distribution(monkeypatch):
-    """The joint distribution of three tokens. Rules that are almost right fail with n-grams and Markov, more of whose drafts are
-    among the few tokens that the outputs may have (test_engine_rejection.py)."""
-    config = rejection_tests.CONFIG
-    speculative = {**NAMED, "num_speculative_tokens": 2, "acceptance": "rejection"}
+def joint_distribution(name: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
+    """(p: of the first three tokens' counts, against the target's own distribution; the share of drafts that were accepted)."""
+    config, method = rejection_tests.CONFIG, "draft_model" if name == "near" else name
+    if rule in rejection_tests.WRONG:
+        monkeypatch.setattr(*rejection_tests.WRONG[rule])
+    speculative = {**NAMED, "method": method, "num_speculative_tokens": 2, "acceptance": "rejection"}
     settings: dict[str, Any] = {"max_num_seqs": rejection_tests.SAMPLES, "max_num_batched_tokens": rejection_tests.TOKENS}
     settings |= {"bucket_plan": rejection_tests.PLAN, "speculative_config": speculative}
-    engine = dummy.make_engine(dummy.dummy_model(config=config), draft=near(config, 0.3), compile_anew="heads", **settings)
+    heads = {"near": lambda: near(config, 0.3), "eagle": lambda: eagle(config, 1), "eagle3": lambda: eagle(config, 3)}
+    drafts = (heads | {"medusa": lambda: medusa(config, 2)})[name]()
+    engine = dummy.make_engine(dummy.dummy_model(config=config), draft=drafts, compile_anew="heads", **settings)
     num_requests = rejection_tests.REQUESTS
     monkeypatch.setitem(rejection_tests.PARAMS, "frequency_penalty", 0.0)
     rejection_tests.next_probs.cache_clear()
     counted = rejection_tests.counts(engine, num_requests)
     p = chi_square_p(counted, rejection_tests.distribution() * num_requests * rejection_tests.SAMPLES)
     rejection_tests.next_probs.cache_clear()
-    accepted = engine.stats.num_accepted_tokens / engine.stats.num_draft_tokens
+    return p, engine.stats.num_accepted_tokens / engine.stats.num_draft_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["near", "eagle", "eagle3", "medusa"])
+def test_rejection_has_the_targets_distribution(name, monkeypatch, record_property):
+    """The joint distribution of three tokens. Rules that are almost right fail with n-grams and Markov, more of whose drafts are
+    among the few tokens that the outputs may have (test_engine_rejection.py)."""
+    p, accepted = joint_distribution(name, "right", monkeypatch)
+    record_property("counted", f"drafts of {name}: outputs p {p:.1e}, accepted {accepted:.3f}")
     assert 0.05 < accepted < 0.95
     assert p > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "medusa"])
+def test_a_rule_that_is_wrong_shows_with_heads_too(name, monkeypatch):
+    p, _ = joint_distribution(name, "every draft stands", monkeypatch)
+    assert p < 1e-6
 
 
 def test_what_can_not_draft_is_refused():

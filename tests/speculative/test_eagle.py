@@ -101,5 +101,5 @@ def test_a_head_of_another_method_is_refused():
         dummy.make_engine(target(), draft=load("eagle3"), speculative_config=speculative, **SETTINGS, max_model_len=64)
     with pytest.raises(ValueError, match="method='eagle' and draft= is a decoder"):
         dummy.make_engine(target(), draft=target(), speculative_config=speculative, **SETTINGS, max_model_len=64)
-    with pytest.raises(ValueError, match="this EAGLE-1 head is not for this target: its vocab_size is 260"):
+    with pytest.raises(ValueError, match="draft= is an EAGLE-1 head for another target: its vocab_size is 260"):
         dummy.make_engine(target(), draft=eagle(CONFIG, 1), speculative_config=speculative, **SETTINGS, max_model_len=64)

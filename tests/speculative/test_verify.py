@@ -54,7 +54,7 @@ def test_config():
         ({"num_speculative_tokens": 0}, r"num_speculative_tokens=0 must be an integer in \[1, 64\]"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens=True must be"),
         ({}, "needs num_speculative_tokens"),
-        ({"method": "medusa", "num_speculative_tokens": 2}, "method='medusa' must be one of ngram"),
+        ({"method": "mtp", "num_speculative_tokens": 2}, "method='mtp' must be one of ngram"),
         ({"num_speculative_tokens": 2, "quantization": "x"}, "unknown fields quantization; it may have method"),
         ({"num_speculative_tokens": 2, "prompt_lookup_min": 3, "prompt_lookup_max": 2}, "prompt_lookup_min=3 must not exceed"),
         ({"num_speculative_tokens": 2, "prompt_lookup_min": 0}, "prompt_lookup_min=0 must be"),

@@ -1,0 +1,124 @@
+"""What models and heads that draft have in common: weights of their own, and the ends of a draft.
+
+Owns a head taken apart for programs, the sizes of the pages of one that attends, and how a draft is chosen from logits and given to
+the rows that it belongs to.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.execution.draft_pages import DraftPages, LastRows
+from jaxserve.models import ModelConfig
+from jaxserve.sampling import sampler
+from jaxserve.sampling.sampler import SamplingRows
+from jaxserve.speculative.proposer import DRAFT_STREAM, NO_DRAFT
+
+
+class TakenApart(Protocol):
+    """What drafts, as a flat list of weights: a ModelFunctions, or the HeadFunctions of a head."""
+
+    model_config: Any  # ModelConfig: what its attention is; None: it has none
+    weights: list[Any]
+    abstract: list[jax.ShapeDtypeStruct]
+    dtype: Any
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class HeadFunctions[Head: nnx.Module]:
+    """A head of a target taken apart: its weights as a flat list, and the module with such a list in it."""
+
+    def __init__(self, head: Head, model_config: ModelConfig | None):
+        graphdef, state = nnx.split(head)
+        weights, treedef = jax.tree.flatten(state)
+        self.graphdef: nnx.GraphDef[Head] = graphdef
+        self.treedef: Any = treedef
+        self.weights: list[Any] = weights
+        self.abstract: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights]
+        self.config: Any = getattr(head, "config")  # noqa: B009 (of the head's own class)
+        self.model_config: ModelConfig | None = model_config
+        self.dtype: Any = next(x.dtype for x in self.abstract if jnp.issubdtype(x.dtype, jnp.floating))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights."""
+        return sum(x.size * x.dtype.itemsize for x in self.abstract)
+
+    def module(self, weights: list[jax.Array]) -> Head:
+        """The head with these weights."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
+
+
+class WithWeights:
+    """Of a proposer with weights of its own."""
+
+    functions: Any  # TakenApart
+    shared: Any = ()  # as Proposer's
+    hidden_layers: Any = ()
+
+    @property
+    def weights(self) -> list[Any]:
+        return self.functions.weights
+
+    @property
+    def abstract(self) -> list[jax.ShapeDtypeStruct]:
+        return self.functions.abstract
+
+
+class WithPages(WithWeights):
+    """Of one that attends."""
+
+    pages: Any  # DraftPages
+
+    @property
+    def num_drafts(self) -> int:
+        return self.pages.num_drafts
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page in all layers."""
+        return kv_bytes(self.functions, 1, self.pages.page_size)
+
+
+def choose(logits: jax.Array, rows: SamplingRows, draws: bool) -> tuple[jax.Array, jax.Array | None]:  # f32[B, V] -> i32[B]
+    """A draft of each row, and what it was drawn from, f32[B, V], where drafts are drawn."""
+    if draws:
+        return sampler.draw_with_probs(logits, rows, DRAFT_STREAM)
+    return sampler.sample(logits, rows).tokens, None
+
+
+def spread(
+    last: LastRows,
+    drafts: jax.Array,  # i32[K, B]
+    probs: jax.Array | None,  # f32[K, B, V]
+    R: int,
+) -> tuple[jax.Array, jax.Array | None]:  # i32[R, K], f32[R, K, V]
+    """The drafts at the rows of the head that they belong to. What stands at rows that end no sequence is not used."""
+    spread_drafts = jnp.full((R, len(drafts)), NO_DRAFT, jnp.int32).at[last.order].set(drafts.T)
+    if probs is None:
+        return spread_drafts, None
+    probs = probs.swapaxes(0, 1)
+    return spread_drafts, jnp.zeros((R, *probs.shape[1:]), probs.dtype).at[last.order].set(probs)
+
+
+def kv_bytes(functions: TakenApart, num_pages: int, page_size: int) -> int:
+    """Of so many pages in all layers; 0 of what does not attend."""
+    config = functions.model_config
+    if config is None:
+        return 0
+    return (
+        config.num_layers * num_pages * 2 * config.num_kv_heads * page_size * config.head_dim * jnp.dtype(functions.dtype).itemsize
+    )
+
+
+def new_pages(functions: TakenApart, pages: DraftPages) -> list[jax.Array]:
+    """Pages of zeros, an array a layer."""
+    config = functions.model_config
+    shape = pages.total, 2, config.num_kv_heads, pages.page_size, config.head_dim
+    return [jnp.zeros(shape, functions.dtype) for _ in range(config.num_layers)]
