@@ -5,6 +5,11 @@ r"""What a number of GPUs would make of a workload: the real scheduler, page poo
         --arrivals_from_trace --repeat=24
     jaxserve simulate --model=falcon-180b --gpu=a100-80gb --tensor_parallel_size=4 --pp=2 --gpus_per_node=4 \
         --max_num_batched_tokens=512
+    jaxserve simulate --model=qwen3-8b --gpu=h100 --speculative=0.75 --drafts_by=eagle3 --num_drafts=1,2,3,5,7
+
+With --speculative there is no workload: a table says what drafts would gain where sequences of --context_len tokens decode, for
+each of --batches and --num_drafts. Its value is the rate at which a draft stands, or the shares of chains whose first draft stands,
+whose first two do, and so on, as `jaxserve train-draft` prints them.
 
 --model: a name in jaxserve/step_times/model_shapes.py, or a folder whose config.json the engine can read. Nothing is computed and
 no device is needed. Steps run in the buckets of --bucket_plan, in as many commands as the engine's programs have. Step times come
@@ -50,6 +55,11 @@ _SLO = define_option(
 _RATE = flags.DEFINE_float("request_rate", float("inf"), "Requests a second; inf: all at once.")
 _REPEAT = flags.DEFINE_integer("repeat", 1, "The workload so many times, one after the other.", lower_bound=1)
 _GOODPUT = flags.DEFINE_list("goodput", [], "Objectives in ms, such as ttft:500,tpot:50.")
+_SPECULATIVE = flags.DEFINE_list("speculative", None, "Predict what drafts gain: their rate of acceptance, or shares of chains.")
+_DRAFTS_BY = flags.DEFINE_string("drafts_by", "eagle3", "eagle3, medusa, ngram, or the known name of a draft model.")
+_DRAFTS = flags.DEFINE_list("num_drafts", ["1", "2", "3", "4", "5", "7"], "Drafts of a sequence and step; one rate alone.")
+_BATCHES = flags.DEFINE_list("batches", ["1", "8", "32", "128"], "Sequences that decode.")
+_CONTEXT = flags.DEFINE_integer("context_len", 1024, "Tokens of each of them.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the arrivals.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 
@@ -111,7 +121,50 @@ def make_cluster() -> tuple[Any, Any, list[Any]]:
     return deployment, make, made
 
 
+def predict_speculation() -> None:
+    """The table of --speculative."""
+    from jaxserve.simulation.speculation import predict, shares_of
+
+    with refuse_bad_input():
+        given = numbers("speculative", _SPECULATIVE.value or [], float)
+        chains = [given] if len(given) > 1 else [shares_of(given[0], k) for k in numbers("num_drafts", _DRAFTS.value, int)]
+        deployment, _, _ = make_cluster()
+        some = [
+            predict(deployment, _DRAFTS_BY.value, batch, _CONTEXT.value, shares)
+            for batch in numbers("batches", _BATCHES.value, int)
+            for shares in chains
+        ]
+    print(f"{deployment}, drafts by {_DRAFTS_BY.value}, {_CONTEXT.value} tokens of context; milliseconds of a step")
+    print(f"{'batch':>5} {'drafts':>6} {'tokens a step':>13} {'plain':>8} {'verify':>8} {'drafting':>8} {'speed-up':>8}")
+    for s in some:
+        times = " ".join(f"{1e3 * x:>8.2f}" for x in (s.plain_seconds, s.verify_seconds, s.draft_seconds))
+        print(f"{s.batch:>5} {s.num_drafts:>6} {s.tokens:>13.2f} {times} {s.factor:>8.2f}")
+    if _JSON.value:
+        about = {"benchmark": "simulate_speculative", "deployment": str(deployment), "drafts_by": _DRAFTS_BY.value}
+        about |= {"context_len": _CONTEXT.value, "speculative": given}
+        write_json(_JSON.value, {**about, **provenance(), "results": [vars(s) | {"factor": s.factor} for s in some]})
+
+
+def numbers(flag: str, given: list[str], kind: type[int] | type[float]) -> list[Any]:
+    """The values of a list of numbers, one at least. UsageError for what is none, or out of range."""
+    try:
+        found = [kind(x) for x in given]
+    except ValueError:
+        found = []
+    if not found or kind is int and min(found) < 1:
+        kinds = "integers of at least 1" if kind is int else "numbers"
+        raise app.UsageError(f"--{flag}={','.join(given)} must be {kinds} with commas between")
+    return found
+
+
 def main() -> None:
+    if _SPECULATIVE.value is not None:
+        predict_speculation()
+    else:
+        replay_workload()
+
+
+def replay_workload() -> None:
     from tqdm import tqdm
 
     from jaxserve.routing.policy import make_policy
