@@ -25,6 +25,7 @@ COMMANDS = {  # as a user says it -> a line; its module is that of jaxserve.cli 
     "tune capacity": "Find the highest rate that meets an objective.",
     "autotune": "Choose all limits for a workload, and write a config file.",
     "simulate": "Serve a workload on GPUs in virtual time.",
+    "train-draft": "Train a head that drafts for a model.",
     "convert": "Convert between Hugging Face, GGUF and Orbax.",
     "verify": "Compare a model with transformers.",
     "qualify": "Try our kernels on this GPU, and keep the verdict.",

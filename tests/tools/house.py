@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
+    ("training",),
     ("ray",),
     ("simulation",),
     ("routing",),

@@ -1,0 +1,274 @@
+"""Trains a head that drafts for a target on the target's own answers, and writes it as its authors publish theirs.
+
+Owns the order of the data, the optimizer, the checkpoints from which a run that was killed goes on, and the measure of what a head
+is worth. A step depends on the seed, its number and the state before it alone, so that a resumed run gives the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.models import Decoder, named_leaves, with_leaves
+from jaxserve.models.eagle import EagleHead
+from jaxserve.models.eagle import key_table as eagle_keys
+from jaxserve.models.hf_keys import tensors_of
+from jaxserve.models.medusa import key_table as medusa_keys
+from jaxserve.training import draft_chains
+from jaxserve.training.draft_chains import Head
+
+METHODS = ("eagle3", "medusa")
+MAX_NORM = 1.0  # of the gradient
+WARM_UP = 0.05  # of the steps
+PROGRESS = "progress.json"
+
+
+class Answer(NamedTuple):
+    """A prompt and what the target answered, as token ids."""
+
+    prompt: list[int]
+    output: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How a head is trained.
+
+    method: "eagle3" or "medusa". num_drafts: of the chains that it learns to make; of Medusa its heads. draft_vocab_size: of
+    EAGLE-3, tokens that its head knows, the most frequent of the answers. length: tokens of a sequence, what is longer is cut.
+    save_every: steps between checkpoints.
+
+    Raises:
+      ValueError: a value out of range.
+    """
+
+    method: str = "eagle3"
+    num_drafts: int = 4
+    draft_vocab_size: int = 8192
+    steps: int = 1000
+    batch_size: int = 8
+    length: int = 256
+    learning_rate: float = 1e-3
+    save_every: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method={self.method!r} must be one of {', '.join(METHODS)}")
+        for name, least in (("num_drafts", 1), ("draft_vocab_size", 1), ("steps", 1), ("batch_size", 1), ("save_every", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.length < self.num_drafts + 3:
+            raise ValueError(f"length={self.length} must be at least num_drafts + 3 = {self.num_drafts + 3}: a chain must fit")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate={self.learning_rate} must be positive")
+
+
+class Batch(NamedTuple):
+    """B sequences, padded with zeros; of arrays of numpy, or of jax in what is compiled."""
+
+    tokens: Any  # i32[B, S]
+    begins: Any  # i32[B]: where each answer begins
+    ends: Any  # i32[B]
+
+
+class Worth(NamedTuple):
+    """What a head's greedy chains are worth: shares[j], of chains whose first j + 1 drafts are all right."""
+
+    shares: list[float]
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens of a step with a chain of drafts, on average: the drafts that stand, and one."""
+        return 1 + sum(self.shares)
+
+
+def usable(answers: Sequence[Answer], length: int) -> list[Answer]:
+    """Those with two tokens or more of the answer within so many tokens, which are cut to them."""
+    return [
+        Answer(prompt, output[: length - len(prompt)])
+        for prompt, output in answers
+        if len(prompt) + 2 <= length and len(output) > 1
+    ]
+
+
+def make_batch(answers: Sequence[Answer], length: int) -> Batch:
+    tokens, begins, ends = np.zeros((len(answers), length), np.int32), [], []
+    for row, (prompt, output) in zip(tokens, answers, strict=True):
+        row[: len(prompt) + len(output)] = prompt + output
+        begins.append(len(prompt))
+        ends.append(len(prompt) + len(output))
+    return Batch(tokens, np.array(begins, np.int32), np.array(ends, np.int32))
+
+
+def frequent_tokens(answers: Sequence[Answer], vocab_size: int, size: int) -> np.ndarray:
+    """i32[min(size, vocab_size)]: the most frequent of the answers' tokens in order of their ids, filled up with the lowest ids."""
+    counts = Counter(token for answer in answers for token in answer.output)
+    ranked = [token for token, _ in counts.most_common(size)]
+    rest = (token for token in range(vocab_size) if token not in counts)
+    ranked += [token for token, _ in zip(rest, range(min(size, vocab_size) - len(ranked)), strict=False)]
+    return np.sort(np.array(ranked, np.int32))
+
+
+class DraftTrainer:
+    """A head in training.
+
+    Args:
+      target: stays as it is.
+      answers: of the target, to train on.
+      config: see there.
+      folder: of checkpoints. A run that finds some of the same config there goes on from the newest.
+
+    Raises:
+      ValueError: no answer is long enough, or the checkpoints are of another config.
+    """
+
+    def __init__(self, target: Decoder, answers: Sequence[Answer], config: TrainingConfig, folder: str | Path):
+        self.target, self.config, self.folder = target, config, Path(folder)
+        self.answers: list[Answer] = usable(answers, config.length)
+        if not self.answers:
+            raise ValueError(f"none of {len(answers)} answers has two tokens within length={config.length}: raise it")
+        head = self._new_head()
+        kind: Any = type(head)
+        self._abstract: Any = kind.abstract(head.config, "float32")
+        leaves = named_leaves(head)
+        self._fixed: dict[str, Any] = {path: leaf for path, leaf in leaves.items() if not jnp.issubdtype(leaf.dtype, jnp.floating)}
+        self.weights: dict[str, Any] = {path: leaf for path, leaf in leaves.items() if path not in self._fixed}
+        self._optimizer: Any = self._make_optimizer()
+        self._moments: Any = self._optimizer.init(self.weights)
+        self.step: int = 0
+        self._restore()
+        self._update = jax.jit(self._update_function, donate_argnums=(0, 1))
+        self._count = jax.jit(self._count_function)
+
+    def _new_head(self) -> Head:
+        c = self.config
+        if c.method == "medusa":
+            return draft_chains.new_medusa(self.target, c.num_drafts, c.seed)
+        ids = frequent_tokens(self.answers, self.target.config.vocab_size, c.draft_vocab_size)
+        return draft_chains.new_eagle3(self.target, ids, c.seed)
+
+    def _make_optimizer(self) -> Any:
+        import optax
+
+        c = self.config
+        rate = optax.warmup_cosine_decay_schedule(0.0, c.learning_rate, max(1, int(WARM_UP * c.steps)), c.steps + 1)
+        return optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(rate, b2=0.95, weight_decay=0.0))
+
+    def head(self, weights: dict[str, Any] | None = None) -> Any:
+        """The head with these weights, or its own of now."""
+        return with_leaves(self._abstract, {**(self.weights if weights is None else weights), **self._fixed})
+
+    def _states(self, head: Head, target: dict[str, Any], tokens: Any) -> draft_chains.States:
+        return draft_chains.target_states(with_leaves(self.target, target), head, tokens)
+
+    def _update_function(self, weights: Any, moments: Any, target: dict[str, Any], batch: Batch) -> Any:
+        import optax
+
+        states = self._states(self.head(weights), target, batch.tokens)
+
+        def loss(weights: Any) -> jax.Array:
+            return draft_chains.loss(self.head(weights), states, batch.begins, batch.ends, self.config.num_drafts)
+
+        value, gradient = jax.value_and_grad(loss)(weights)
+        updates, moments = self._optimizer.update(gradient, moments, weights)
+        return optax.apply_updates(weights, updates), moments, value
+
+    def _count_function(self, weights: Any, target: dict[str, Any], batch: Batch) -> Any:
+        head = self.head(weights)
+        states = self._states(head, target, batch.tokens)
+        return draft_chains.num_standing(head, states, batch.tokens, batch.begins, batch.ends, self.config.num_drafts)
+
+    def _batch(self, step: int) -> Batch:
+        """Of a step: the answers in a new random order each time that all were used."""
+        n, size = len(self.answers), self.config.batch_size
+        chosen = []
+        for i in range(step * size, (step + 1) * size):
+            epoch, place = divmod(i, n)
+            chosen.append(np.random.default_rng((self.config.seed, epoch)).permutation(n)[place])
+        return make_batch([self.answers[i] for i in chosen], self.config.length)
+
+    def train(self, report: Callable[[int, float], None] = lambda step, loss: None) -> None:
+        """Runs the steps that are left, and saves the last state. report: is told each step's number and loss."""
+        leaves = named_leaves(self.target)
+        while self.step < self.config.steps:
+            self.weights, self._moments, loss = self._update(self.weights, self._moments, leaves, self._batch(self.step))
+            self.step += 1
+            if self.step % self.config.save_every == 0 or self.step == self.config.steps:
+                self.save()
+            report(self.step, float(loss))
+
+    def evaluate(self, answers: Sequence[Answer]) -> Worth:
+        """What the head is worth on answers that it was not trained on. ValueError if none is long enough for a chain."""
+        answers, size = usable(answers, self.config.length), self.config.batch_size
+        right, num_chains = np.zeros(self.config.num_drafts, np.int64), 0
+        for i in range(0, len(answers), size):
+            some = answers[i : i + size]
+            batch = make_batch([*some, *[Answer([0], [])] * (size - len(some))], self.config.length)
+            counted = self._count(self.weights, named_leaves(self.target), batch)
+            right, num_chains = right + np.asarray(counted[0]), num_chains + int(counted[1])
+        if not num_chains:
+            raise ValueError(f"no answer of {len(answers)} is long enough for a chain of {self.config.num_drafts} drafts")
+        return Worth((right / num_chains).tolist())
+
+    # -- checkpoints
+
+    def _state(self) -> dict[str, Any]:
+        moments = {f"moments/{i}": leaf for i, leaf in enumerate(jax.tree.leaves(self._moments))}
+        return {f"weights/{path}": leaf for path, leaf in self.weights.items()} | moments
+
+    def save(self) -> Path:
+        """Writes a checkpoint; two are kept."""
+        from checkpoints import orbax
+
+        said = json.dumps({"step": self.step, "num_answers": len(self.answers), "config": asdict(self.config)}, indent=1)
+        return orbax.save(self.folder, self._state(), {PROGRESS: said}, keep=2)
+
+    def _restore(self) -> None:
+        from checkpoints import orbax
+
+        version = orbax.find_version(self.folder)
+        if version is None:
+            return
+        said = json.loads((version / PROGRESS).read_text())
+        now = {"num_answers": len(self.answers), **asdict(self.config)}
+        then = {"num_answers": said["num_answers"], **said["config"]}
+        others = [f"{name}={then.get(name)!r} there, {value!r} now" for name, value in now.items() if then.get(name) != value]
+        if others:
+            raise ValueError(f"{self.folder} has checkpoints of another run ({'; '.join(others)}): give a new folder")
+        state = self._state()
+        loaded = orbax.load(version, {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in state.items()})
+        self.weights = {path: loaded[f"weights/{path}"] for path in self.weights}
+        leaves = [loaded[f"moments/{i}"] for i in range(len(jax.tree.leaves(self._moments)))]
+        self._moments = jax.tree.unflatten(jax.tree.structure(self._moments), leaves)
+        self.step = said["step"]
+
+    def export(self, folder: str | Path, dtype: Any) -> Path:
+        """Writes the head as its authors publish theirs: config.json and model.safetensors, of this dtype; as `find_eagle` and
+        `find_medusa` read it."""
+        from safetensors.numpy import save_file
+
+        head, folder, config = self.head(), Path(folder), self.target.config
+        table = eagle_keys(head.config) if isinstance(head, EagleHead) else medusa_keys(head.config)
+        tensors: dict[str, np.ndarray] = {}
+        for path, leaf in self.weights.items():
+            tensors |= tensors_of(table[path], config, np.asarray(leaf.astype(dtype)))
+        if isinstance(head, EagleHead):
+            ids = np.asarray(self._fixed["draft_ids"])
+            tensors["d2t"] = (ids - np.arange(len(ids))).astype(np.int64)
+            tensors["t2d"] = np.isin(np.arange(config.vocab_size), ids)
+            said = draft_chains.eagle3_config(config, len(ids))
+        else:
+            said = draft_chains.medusa_config(self.config.num_drafts)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(said | {"torch_dtype": str(jnp.dtype(dtype))}, indent=1) + "\n")
+        save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, folder / "model.safetensors")
+        return folder

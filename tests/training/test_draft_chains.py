@@ -1,0 +1,68 @@
+"""Chains of drafts over whole sequences, as training has them, against torch's chains one draft at a time."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.training import draft_chains
+from jaxserve.training.draft_chains import States, chain_logits, loss, num_standing, target_states
+from tests.goldens.golden import ATOL, HERE
+from tests.models import test_eagle, test_medusa
+from tests.models.test_eagle import target
+
+
+def test_chains_of_eagle3_are_torchs():
+    """Behind each start the sequence goes on with the drafts that torch made, so that each is given those before it."""
+    head = test_eagle.load("eagle3")
+    with np.load(HERE / "eagle3" / "expected.npz") as file:
+        golden = dict(file)
+    assert golden["gaps"].min() > 2 * ATOL
+    num_drafts, ids = golden["drafts"].shape[1], np.asarray(draft_chains.known_ids(head))
+    for start, drafts in zip(golden["starts"].tolist(), golden["drafts"], strict=True):
+        tokens = jnp.asarray([[*golden["tokens"][: start + 1], *drafts, 0, 0]])
+        logits = chain_logits(head, target_states(target(), head, tokens), num_drafts)
+        assert [int(ids[x[0, start - 1].argmax()]) for x in logits] == drafts.tolist(), start
+
+
+def test_chains_of_medusa_are_torchs():
+    heads = test_medusa.load()
+    with np.load(test_medusa.FOLDER / "expected.npz") as expected:
+        states = target_states(target(), heads, jnp.asarray(expected["tokens"])[None])
+        np.testing.assert_allclose(np.stack(chain_logits(heads, states, 3))[:, 0], expected["logits"], atol=ATOL, rtol=0)
+
+
+def as_states(heads, num_tokens: int, vocab_size: int) -> States:
+    rng = np.random.default_rng(0)
+    read = jnp.asarray(rng.normal(size=(2, num_tokens, heads.config.hidden_size)), jnp.float32)
+    return States(read, read, jnp.asarray(rng.normal(size=(2, num_tokens, vocab_size)), jnp.float32))
+
+
+def test_the_loss_and_what_stands_are_counted_over_answers_alone():
+    """Against loops over sequences, places and drafts, with the indices written out."""
+    heads, S, K = test_medusa.load(), 10, 3
+    states = as_states(heads, S, heads.config.vocab_size)
+    begins, ends = np.array([3, 5]), np.array([8, 10])
+    logits = [np.asarray(x, np.float64) for x in chain_logits(heads, states, K)]
+    tokens = np.zeros((2, S), np.int64)
+    rng = np.random.default_rng(1)
+    for b in range(2):  # the first two drafts behind some places are right
+        for t in range(S):
+            tokens[b, t] = logits[rng.integers(2)][b, max(t - 2, 0)].argmax()
+    total, right, num_chains = 0.0, np.zeros(K, int), 0
+    softmax = lambda x: np.exp(x - x.max()) / np.exp(x - x.max()).sum()  # noqa: E731
+    for j in range(K):
+        each = [
+            -(softmax(np.asarray(states.logits[b, t], np.float64)) * np.log(softmax(logits[j][b, t - 1 - j]))).sum()
+            for b in range(2)
+            for t in range(begins[b] - 1, ends[b])
+            if t - 1 - j >= 0
+        ]
+        total += 0.8**j * np.mean(each)
+    for b in range(2):
+        for last in range(begins[b], ends[b] - K):  # a chain behind each token of the answer that K tokens follow
+            num_chains += 1
+            for j in range(K):
+                right[j] += all(logits[i][b, last - 1].argmax() == tokens[b, last + 1 + i] for i in range(j + 1))
+    bounds = jnp.asarray(begins), jnp.asarray(ends)
+    np.testing.assert_allclose(loss(heads, states, *bounds, K), total, rtol=1e-5)
+    found = num_standing(heads, states, jnp.asarray(tokens), *bounds, K)
+    assert [x.tolist() for x in found] == [right.tolist(), num_chains] and right[0] > 0

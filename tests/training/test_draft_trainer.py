@@ -1,0 +1,156 @@
+"""Training of heads that draft: they learn, go on after a kill as if nothing had been, and are what the engine reads."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxserve import LLM, BucketPlan, SamplingParams
+from jaxserve.models.loading import load_model
+from jaxserve.training.answers import collect_answers, make_prompts, read_answers, read_prompts
+from jaxserve.training.draft_trainer import Answer, DraftTrainer, TrainingConfig, frequent_tokens, usable
+from tests import alphabet_model
+
+CONFIG = TrainingConfig(num_drafts=3, draft_vocab_size=40, steps=60, batch_size=8, length=16, learning_rate=1e-2, save_every=20)
+LETTERS = alphabet_model.ids("abcdefghijklmnopqrstuvwxyz")
+
+
+def answers(num: int) -> list[Answer]:
+    """Of the alphabet's model."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(num):
+        prompt = rng.choice(LETTERS[:14], 3).tolist()
+        found.append(Answer(prompt, [prompt[-1] + 1 + i for i in range(12)]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return alphabet_model.save(tmp_path_factory.mktemp("alphabet"))
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return load_model(folder, skip_tokenizer_init=True).module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_a_head_learns_and_drafts_in_the_engine(method, folder, target, tmp_path):
+    config = replace(CONFIG, method=method)
+    trainer, losses = DraftTrainer(target, answers(100), config, tmp_path / "checkpoints"), []
+    before = trainer.evaluate(answers(120)[100:])
+    trainer.train(lambda step, loss: losses.append(loss))
+    after = trainer.evaluate(answers(120)[100:])
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1, "what is left is the entropy of the target's own distribution"
+    assert before.accepted_length < 1.5 and after.accepted_length > 3.5
+    assert after.shares == sorted(after.shares, reverse=True) and len(after.shares) == 3
+    trainer.export(tmp_path / "head", "float32")
+    speculative = {"method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": 3, "adaptive": False}
+    options = {"bucket_plan": BucketPlan(mixed=((16, 4),), head_rows=(16,)), "num_pages": 64, "page_size": 4}
+    llm = LLM(folder, speculative_config=speculative, compilation_cache_dir="", max_model_len=64, **options)
+    (output,) = llm.generate(["a"], SamplingParams(temperature=0, max_tokens=13, ignore_eos=True), use_tqdm=False)
+    assert output.outputs[0].text == alphabet_model.after("a", 13)
+    stats = llm.engine.stats
+    assert stats.num_accepted_tokens > 0.8 * stats.num_draft_tokens - 3 and stats.num_steps < 7
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_goes_on_to_the_same_weights(target, tmp_path):
+    config = replace(CONFIG, steps=12, save_every=4)
+    whole = DraftTrainer(target, answers(20), config, tmp_path / "whole")
+    whole.train()
+
+    def die(step: int, loss: float) -> None:
+        if step == 7:
+            raise Killed
+
+    with pytest.raises(Killed):
+        DraftTrainer(target, answers(20), config, tmp_path / "killed").train(die)
+    steps: list[int] = []
+    again = DraftTrainer(target, answers(20), config, tmp_path / "killed")
+    assert again.step == 4
+    again.train(lambda step, loss: steps.append(step))
+    assert steps == [*range(5, 13)]
+    for path, weight in whole.weights.items():
+        np.testing.assert_array_equal(weight, again.weights[path], err_msg=path)
+    assert DraftTrainer(target, answers(20), config, tmp_path / "killed").step == 12
+    with pytest.raises(ValueError, match=r"has checkpoints of another run \(seed=0 there, 1 now\): give a new folder"):
+        DraftTrainer(target, answers(20), replace(config, seed=1), tmp_path / "killed")
+
+
+def test_the_tokens_that_a_head_knows_are_the_most_frequent():
+    some = [Answer([7], [3, 9, 9, 9]), Answer([8], [3, 5])]
+    assert frequent_tokens(some, 12, 2).tolist() == [3, 9]
+    assert frequent_tokens(some, 12, 5).tolist() == [0, 1, 3, 5, 9], "filled up with the lowest"
+    assert len(frequent_tokens(some, 12, 100)) == 12
+
+
+def test_answers_are_cut_and_those_too_short_left_out():
+    some = [Answer([1] * 3, [2] * 9), Answer([1] * 5, [2] * 9), Answer([1], [2]), Answer([1] * 4, [2, 3])]
+    assert usable(some, 6) == [Answer([1] * 3, [2] * 3), Answer([1] * 4, [2, 3])]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"method": "eagle"}, "method='eagle' must be one of eagle3, medusa"),
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"length": 5}, r"length=5 must be at least num_drafts \+ 3 = 7"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0 must be positive"),
+    ],
+)
+def test_values_out_of_range_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        TrainingConfig(**fields)
+
+
+def test_prompts_that_are_made_and_read(tmp_path):
+    made = make_prompts(100, seed=1)
+    assert made == make_prompts(100, seed=1) != make_prompts(100, seed=2) and len(set(made)) == 100
+    assert sum("```" in prompt for prompt in made) == 25
+    with pytest.raises(ValueError, match="num_prompts=2000 needs 1000 questions, and 600 can be made: lower it"):
+        make_prompts(2000)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    assert read_prompts(file) == ["one", "two"]
+    for line, message in (("two", "is not"), ('{"text": "x"}', "KeyError"), ('{"prompt": ""}', "must be a text")):
+        file.write_text('{"prompt": "one"}\n' + line + "\n")
+        with pytest.raises(ValueError, match=f"line 2.*{message}"):
+            read_prompts(file)
+
+
+class FakeLLM(LLM):
+    """Answers with the prompt turned around, until it is killed."""
+
+    def __init__(self, most: int):
+        self.left = most
+
+    def generate(self, prompts, params, use_tqdm):  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert params.temperature == 0 and params.max_tokens == 5
+        self.left -= 1
+        if self.left < 0:
+            raise Killed
+        found = [type("Sample", (), {"token_ids": prompt["prompt_token_ids"][::-1]}) for prompt in prompts]
+        return [type("Output", (), {"outputs": [sample]}) for sample in found]
+
+
+def test_answers_are_kept_as_they_come(tmp_path):
+    path, prompts = tmp_path / "head" / "answers.jsonl", [[i, i + 1] for i in range(150)]
+    with pytest.raises(Killed):
+        collect_answers(FakeLLM(1), prompts, path, 5)
+    with path.open("a") as file:
+        file.write('{"prompt": [6')  # the kill came while it wrote
+    assert len(read_answers(path)) == 64
+    done: list[int] = []
+    found = collect_answers(FakeLLM(2), prompts, path, 5, done.append)
+    assert done == [128, 150] and found == read_answers(path) == [Answer(prompt, prompt[::-1]) for prompt in prompts]
+    assert json.loads(path.read_text().splitlines()[3]) == {"prompt": [3, 4], "output": [4, 3]}
+    with pytest.raises(ValueError, match="has answers to other prompts, line 1 is the first: give a new folder"):
+        collect_answers(FakeLLM(0), [[9]], path, 5)
