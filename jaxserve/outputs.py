@@ -37,12 +37,17 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds of time.monotonic(), and its share of EngineStats' counts of drafts."""
+    """Times of one request, in seconds of time.monotonic(), and its share of EngineStats' counts of drafts.
+
+    kv_load_time, kv_loaded_time: between which it waited for a store's pages the first time; None: it never did.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
+    kv_load_time: float | None = None
+    kv_loaded_time: float | None = None
     num_preemptions: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0

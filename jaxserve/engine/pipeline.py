@@ -72,6 +72,7 @@ class StepPipeline:
     def __post_init__(self) -> None:
         self.in_flight: deque[StepInFlight] = deque()
         self.undelivered: list[EngineOutput] = []
+        self._last_done = 0.0  # of time.monotonic
 
     def step(self, *, paused: bool) -> list[EngineOutput]:
         """Dispatches the next step, if there is one, and returns what has come back."""
@@ -152,6 +153,8 @@ class StepPipeline:
         if step.score_spans:
             deliver(step.score_spans, self.runner.fetch_scores(step.handle))
         sampled = self.runner.fetch(step.handle)
+        if self.stored is not None:
+            self._take_pace(step, self.stored)
         tokens, counts = tokens_of(schedule, sampled)
         draft_outcomes = self._learn_drafts(step, sampled, tokens, counts)
         outputs: list[EngineOutput] = []
@@ -170,6 +173,15 @@ class StepPipeline:
             self._end_finished(brought)
         outputs += brought
         return outputs + self.grammars.follow(outputs, in_hand) if self.grammars else outputs
+
+    def _take_pace(self, step: StepInFlight, stored: StoredPages) -> None:
+        """What a prompt's tokens cost to compute, from steps that held more of those than decodes. A step runs from when it was
+        dispatched, or from when the one before it was done."""
+        begun, now = max(step.dispatched_at, self._last_done), time.monotonic()
+        self._last_done = now
+        num_tokens = step.schedule.num_tokens
+        if num_tokens > 2 * step.schedule.num_decodes:
+            stored.pace.computed(num_tokens, now - begun)
 
     def _learn_drafts(
         self, step: StepInFlight, sampled: SampledRows | None, tokens: np.ndarray, counts: np.ndarray | None

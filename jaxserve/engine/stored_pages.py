@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxserve.engine.runner_setup import package_version
 from jaxserve.engine.stats import EngineStats, KVStoreStats
+from jaxserve.engine.swap_pace import SwapPace
 from jaxserve.execution.page_transfer import MAX_SAVES, TRANSFER_PAGES
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.execution.runner import Runner
@@ -47,8 +48,22 @@ class _Load:
     hashes: list[bytes]
     pages: list[int]
     num_hits: int
-    deadline: float  # of time.monotonic
+    begun: float  # of time.monotonic, as is the deadline
+    deadline: float
     waiting: list[Request] = field(default_factory=list)  # who asked, and others that need some of these pages
+
+    def add(self, request: Request) -> None:
+        """It waits too, from now on."""
+        self.waiting.append(request)
+        if request.metrics is not None and request.metrics.kv_load_time is None:
+            request.metrics.kv_load_time = time.monotonic()
+
+    def release(self) -> list[Request]:
+        """Those who wait; the load is over."""
+        for request in self.waiting:
+            if request.metrics is not None and request.metrics.kv_loaded_time is None:
+                request.metrics.kv_loaded_time = time.monotonic()
+        return self.waiting
 
 
 class StoredPages:
@@ -80,6 +95,7 @@ class StoredPages:
         self._used: deque[list[bytes]] = deque(maxlen=MAX_USED)  # chains of requests that ended
         self._keeping: dict[Request, float] = {}  # ended, their last output waits for their pages: until this time.monotonic
         self._unsaved: deque[tuple[int, bytes]] = deque(maxlen=UNSAVED_POOLS * pool.num_pages)
+        self.pace: SwapPace = SwapPace(pool.page_size)
         pool.journal, pool.root_names = [], self._root_names
         scheduler.composer.kv_loads = self
 
@@ -98,10 +114,13 @@ class StoredPages:
         extend_hash_chain(chain, request.token_ids, pool.page_size, num_hits + 1)
         under_way = self._loading.get(chain[num_hits + 1])
         if under_way is not None:
-            under_way.waiting.append(request)
+            under_way.add(request)
             return True
         if self._late:
             return False  # the store is slow: it would wait behind that load
+        if request.num_preemptions and not self.pace.chooses_load():
+            request.kv_sought = True
+            return False  # it is computed sooner
         if pool.num_free_pages < -(-len(request.token_ids) // pool.page_size) - num_hits:
             return False  # it could not be admitted with them
         num_found = self.store.lookup(self._hashes_behind(request, num_hits, max_pages))
@@ -119,7 +138,9 @@ class StoredPages:
         hashes = chain[num_hits + 1 : num_hits + 1 + num_found]
         num_rows = -(-num_found // TRANSFER_PAGES) * TRANSFER_PAGES
         job = self.store.load(hashes, np.empty((num_rows, *self._layout.shape), self._layout.dtype), told=told)
-        load = _Load(hashes, pages, num_hits, time.monotonic() + self.load_seconds, [request])
+        now = time.monotonic()
+        load = _Load(hashes, pages, num_hits, now, now + self.load_seconds)
+        load.add(request)
         self._loads[job] = load
         self._loading.update(dict.fromkeys(hashes, load))
         return True
@@ -185,6 +206,8 @@ class StoredPages:
             pool.register(page, hash_)
         assert pool.journal is not None
         pool.journal.clear()  # they are in the store
+        if num_pages:
+            self.pace.loaded(num_pages, time.monotonic() - load.begun)
         self._stats.num_hit_tokens += num_pages * pool.page_size
         self._stats.num_failed_loads += num_pages < len(load.hashes)
         self._end(job)
@@ -196,7 +219,7 @@ class StoredPages:
             if self._loading.get(hash_) is load:  # or else a later load has it too: of pages that the pool has forgotten meanwhile
                 del self._loading[hash_]
         self._pool.end_lease(load.pages)
-        for request in load.waiting:
+        for request in load.release():
             self._scheduler.kv_ready(request)
 
     def _give_up(self, job: Job) -> None:
@@ -240,6 +263,18 @@ class StoredPages:
                 self._saving.update(hashes)
         while self._used and len(self._unsaved) < TRANSFER_PAGES:  # behind the saves of their pages
             self.store.touch(self._used.popleft())
+
+    def preempting(self, request: Request) -> None:
+        """As `KVLoads.preempting`: what of its pages waits to be saved is saved at once, before they can be used for other tokens.
+        As everywhere, at most MAX_SAVES batches are under way; pages that find no room in them are computed again."""
+        if not self.pace.load_is_faster:
+            return
+        self._drain_journal()
+        hashes = set(request.hash_chain[1:])
+        own = [entry for entry in self._unsaved if entry[1] in hashes]
+        if own:
+            self._unsaved.extendleft(reversed(own))  # where they stand twice, they are saved once
+            self.save(rest=True)
 
     def end(self, request: Request) -> None:
         """The request has ended well: its pages are those that were used last."""
@@ -328,9 +363,9 @@ def stored_pages(config: ResolvedConfig, runner: object, weights_id: str | None,
     """
     if config.engine.kv_store is None:
         return None
-    assert isinstance(runner, Runner), "engines of several devices are refused"
+    assert isinstance(runner, Runner), "engines of several stages or processes are refused"
     pages, model = config.pages, config.model
-    layout = PageLayout(pages.num_layers, pages.num_kv_heads, pages.page_size, pages.head_dim, pages.dtype)
+    layout = PageLayout(pages.num_layers, model.num_kv_heads, pages.page_size, pages.head_dim, pages.dtype)
     private = secrets.token_hex(16)
     of_all, version = f"{model!r} {layout.name}", package_version("jaxserve")
     shared = f"jaxserve {version} {weights_id}" if weights_id and version else private

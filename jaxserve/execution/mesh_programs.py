@@ -16,6 +16,7 @@ from jaxserve.parallel.mesh import AXIS
 
 REPLICATED = PartitionSpec()
 KV_HEADS = PartitionSpec(None, None, AXIS)  # of KV pages, [num_pages, 2, K, page_size, H]
+MOVED_HEADS = PartitionSpec(None, None, None, AXIS)  # of pages on their way to the host or from there, [N, L, 2, K, page_size, H]
 
 
 def run_on_mesh(function: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], results: Any) -> Callable[..., Any]:
@@ -37,6 +38,11 @@ def last_axis_on_mesh(x: Any, mesh: Mesh) -> Any:
 
 def _spec(x: Any) -> PartitionSpec:
     return REPLICATED if x.sharding is None else x.sharding.spec
+
+
+def moved_pages_on_mesh(pages: Any, mesh: Mesh) -> Any:
+    """The abstract pages, [N, L, 2, K, page_size, H], cut along their heads."""
+    return jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=NamedSharding(mesh, MOVED_HEADS))
 
 
 def state_specs() -> Any:

@@ -2,18 +2,26 @@
 
 Owns the programs as functions, and how many pages they move. A runner runs them between steps in the order of dispatch: what `take`
 reads is what the steps before it wrote, and the steps behind `put` read what that wrote.
+
+On several devices each moves its own KV heads. On the host a page has the model's heads, each once and in order, so that engines of
+any number of devices share a store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.parallel.layout import Layout
+
 TRANSFER_PAGES = 4  # of a run of either program
 MAX_SAVES = 4  # runs of `take` whose pages are not kept yet
+HEADS = 3  # axis of the KV heads in [N, L, 2, K, page_size, H]
 
 
 def take(
@@ -33,6 +41,17 @@ def put(
     """The pages with these written."""
     with jax.named_scope("put_pages"):
         return [pages.at[page_ids].set(kv[:, layer], mode="drop") for layer, pages in enumerate(kv_pages)]
+
+
+@dataclass(frozen=True, eq=False)
+class TakenPages:
+    """What `take` has read, on its way to the host. As a numpy array, which waits for it: [N, L, 2, K, page_size, H]."""
+
+    kv: jax.Array  # that of all devices
+    heads: Layout  # how its KV heads are cut
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.heads.joined(np.asarray(self.kv)), dtype, copy=copy)
 
 
 def transfer_bytes(page_bytes: int) -> int:

@@ -28,7 +28,17 @@ from jaxserve.execution.eagle import Eagle
 from jaxserve.execution.head import Masks, drafting_head, head, score
 from jaxserve.execution.medusa import Medusa
 from jaxserve.execution.memory import reserve_bytes
-from jaxserve.execution.mesh_programs import REPLICATED, last_axis_on_mesh, on_mesh, run_on_mesh, state_on_mesh, state_specs
+from jaxserve.execution.mesh_programs import (
+    KV_HEADS,
+    MOVED_HEADS,
+    REPLICATED,
+    last_axis_on_mesh,
+    moved_pages_on_mesh,
+    on_mesh,
+    run_on_mesh,
+    state_on_mesh,
+    state_specs,
+)
 from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.execution.page_transfer import TRANSFER_PAGES, put, take
 from jaxserve.execution.resolved_config import ResolvedConfig
@@ -172,7 +182,8 @@ class Programs:
         spec, mesh = self._local_spec(key), self.functions.mesh
         if mesh is None:
             return spec
-        results = (state_specs(), REPLICATED) if isinstance(key, Bucket) else REPLICATED
+        cut: dict[ProgramKey, Any] = {"take": MOVED_HEADS, "put": KV_HEADS}
+        results = (state_specs(), REPLICATED) if isinstance(key, Bucket) else cut.get(key, REPLICATED)
         return spec._replace(function=run_on_mesh(spec.function, mesh, spec.args, results), args=on_mesh(spec.args, mesh))
 
     def _local_spec(self, key: ProgramKey) -> ProgramSpec:
@@ -228,7 +239,8 @@ class Programs:
         pages, ids = self.state.kv_pages, _i32(TRANSFER_PAGES)
         if key == "take":
             return ProgramSpec(take, (), (pages, ids))
-        return ProgramSpec(put, (0,), (pages, ids, jax.eval_shape(take, pages, ids)))
+        kv, mesh = jax.eval_shape(take, pages, ids), self.functions.mesh
+        return ProgramSpec(put, (0,), (pages, ids, kv if mesh is None else moved_pages_on_mesh(kv, mesh)))
 
     def _head_weights(self) -> list[jax.ShapeDtypeStruct]:
         """The model's, and behind them the proposer's."""

@@ -20,11 +20,12 @@ from jaxserve.execution import host_memory
 from jaxserve.execution.body import HeadInputs
 from jaxserve.execution.device_state import DeviceState, new_state
 from jaxserve.execution.head import Masks
-from jaxserve.execution.page_transfer import padded_ids
+from jaxserve.execution.page_transfer import HEADS, TakenPages, padded_ids
 from jaxserve.execution.placing import to_device, to_host
 from jaxserve.execution.programs import UPDATE_BATCH, ProgramKey, Programs
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.execution.stage_reports import Result
+from jaxserve.parallel.layout import Layout
 from jaxserve.parallel.mesh import spans_hosts
 from jaxserve.sampling.rows import SampledRows, ScoredRows, unpack_sampled, unpack_scored
 from jaxserve.speculative.proposer import BodyReader
@@ -235,12 +236,17 @@ class Runner:
         proposer = self.programs.proposer
         return fetch_rows(handle, proposer.num_drafts if proposer else 0)
 
-    def take_pages(self, page_ids: Sequence[int]) -> jax.Array:
+    @functools.cached_property
+    def _kv_heads(self) -> Layout:
+        shards = self.programs.functions.shards
+        return Layout() if shards is None else shards.kv_heads(HEADS)
+
+    def take_pages(self, page_ids: Sequence[int]) -> TakenPages:
         """[TRANSFER_PAGES, *PageLayout.shape]: the KV of at most so many pages, as the steps dispatched so far leave it, on its way
         to the host. The pages may be used for other tokens at once."""
         kv = self.programs.get("take")(self.state.kv_pages, padded_ids(page_ids, 0))
         self._start_fetching(kv)
-        return kv
+        return TakenPages(kv, self._kv_heads)
 
     def put_pages(
         self,
@@ -249,6 +255,7 @@ class Runner:
     ) -> None:
         """Writes KV into at most so many pages, for the steps that are dispatched from now on."""
         ids = padded_ids(page_ids, self.config.cache.num_pages)
+        kv = self._kv_heads.cut(kv)
         self.state = replace(self.state, kv_pages=self.programs.get("put")(self.state.kv_pages, ids, kv))
 
     @staticmethod

@@ -145,6 +145,10 @@ class ModelShards:
         axis, make = places[rule]
         return Layout(axis, make())
 
+    def kv_heads(self, axis: int) -> Layout:
+        """How KV is cut whose heads lie along `axis`."""
+        return Layout() if self.size == 1 else Layout(axis, self._heads.kv)
+
     def cut(self, path: str, num_axes: int, stacked: bool) -> Cut | None:
         """The layout as a checkpoint's loader takes it, None for what every device has. stacked: all experts are in one tensor."""
         layout = self.layout(path, num_axes)

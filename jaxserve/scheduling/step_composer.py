@@ -48,6 +48,11 @@ class KVLoads(Protocol):
         `Scheduler.kv_ready` ends the wait. max_pages: of the request's that may come from elsewhere, `hits` included."""
         ...
 
+    def preempting(self, request: Request) -> None:
+        """The request is about to lose its pages. All steps that were scheduled have been dispatched, so that the pages that are
+        registered hold what they should."""
+        ...
+
 
 class StepComposer:
     """Composes steps of `requests`. It advances their counters, and takes rows and pages for them.
@@ -142,7 +147,10 @@ class StepComposer:
         for request in requests:
             # A request may have been preempted before its turn. It preempts itself if no other is worse.
             while request.status is RequestStatus.RUNNING and not self._pages.grow(np.array([request.row])):
-                self.requests.preempt(self._choose_victim(self._pages.group_of(request.row)))
+                victim = self._choose_victim(self._pages.group_of(request.row))
+                if self.kv_loads is not None:
+                    self.kv_loads.preempting(victim)
+                self.requests.preempt(victim)
         return self.requests.num_preemptions > num_before
 
     def _choose_victim(self, group: int) -> Request:

@@ -160,6 +160,8 @@ def _metrics_of(requests: list[Request]) -> RequestMetrics | None:
         arrival_time=all_metrics[0].arrival_time,
         first_scheduled_time=min((m.first_scheduled_time for m in all_metrics if m.first_scheduled_time is not None), default=None),
         first_token_time=min((m.first_token_time for m in all_metrics if m.first_token_time is not None), default=None),
+        kv_load_time=min((m.kv_load_time for m in all_metrics if m.kv_load_time is not None), default=None),
+        kv_loaded_time=max((m.kv_loaded_time for m in all_metrics if m.kv_loaded_time is not None), default=None),
         finished_time=max((m.finished_time for m in all_metrics if m.finished_time is not None), default=None),
         num_preemptions=sum(m.num_preemptions for m in all_metrics),
         num_drafts=sum(m.num_drafts for m in all_metrics),

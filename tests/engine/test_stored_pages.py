@@ -2,6 +2,7 @@
 
 import random
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 from jaxserve import SamplingParams
 from jaxserve.config import engine_config
-from jaxserve.engine.sharding import check_sharding
+from jaxserve.engine.sharding import check_sharding, model_shards
 from jaxserve.execution.compilation import compile_counts
 from jaxserve.kv_store.disk import DiskTier
 from jaxserve.kv_store.host import HostTier
@@ -18,7 +19,7 @@ from jaxserve.kv_store.store import TieredStore
 from jaxserve.kv_store.tier import Tier
 from jaxserve.models import named_leaves, with_leaves
 from jaxserve.request import RequestStatus
-from tests.dummy import ONE_BUCKET, SEQS, Ask, add, assert_empty, differences, dummy_model, make_engine, poison, serve
+from tests.dummy import CONFIG, ONE_BUCKET, SEQS, Ask, add, assert_empty, differences, dummy_model, make_engine, poison, serve
 from tests.engine.storing import (
     HOST,
     NAME,
@@ -300,10 +301,22 @@ def test_without_a_store_there_is_nothing_of_it():
     assert not {"take", "put"} & set(engine.runner.programs.keys)
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_engines_of_several_devices_are_refused(name):
-    with pytest.raises(NotImplementedError, match=f"{name}=2: leave kv_store out"):
-        check_sharding(engine_config({"kv_store": HOST, name: 2}))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "this engine has pipeline_parallel_size=2: leave kv_store out"),
+        ({"tensor_parallel_size": 2, "attention_groups": 2}, f"kv_store='{HOST}' can't be had with attention_groups=2"),
+    ],
+)
+def test_engines_of_several_stages_or_groups_are_refused(options, message):
+    with pytest.raises(NotImplementedError, match=message):
+        check_sharding(engine_config({"kv_store": HOST, **options}))
+
+
+def test_engines_of_several_hosts_are_refused():
+    group: Any = SimpleNamespace(num_hosts=2)
+    with pytest.raises(NotImplementedError, match="this engine has 2 hosts: leave kv_store out"):
+        model_shards(CONFIG, engine_config({"kv_store": HOST}), hosts=group)
 
 
 class Flaky(Tier):
@@ -324,6 +337,9 @@ class Flaky(Tier):
             return False
         time.sleep(0.003 * (what > 0.8))
         return self.tier.read(hash_, out)
+
+    def close(self):
+        self.tier.close()
 
     def write(self, hash_, page):
         what = self.random.random()
