@@ -256,8 +256,9 @@ class EngineConfig:
         None,
         KVStoreOption(
             group=_LIMITS,
-            help="Where full KV pages are kept beyond the pool: 'host:4GiB', 'disk:FOLDER:100GiB', or one after the other with a "
-            "comma. Prompts that begin alike load them instead of being computed.",
+            help="Where full KV pages are kept beyond the pool: 'host:4GiB' in memory, 'disk:FOLDER:100GiB' in files, "
+            "'nixl:HOST:PORT+HOST:PORT:4GiB' in memory that the engines at the further addresses read; or several with commas. "
+            "Prompts that begin alike load them instead of being computed.",
             unset="nowhere",
         ),
     )

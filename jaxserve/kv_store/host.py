@@ -5,12 +5,11 @@ Owns one array that holds all pages, whose memory the system gives when it is fi
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 
 import numpy as np
 
-from jaxserve.kv_store.tier import PageLayout, TierStats
+from jaxserve.kv_store.tier import PageLayout, TierStats, empty_pages
 
 
 class HostTier:
@@ -23,13 +22,7 @@ class HostTier:
         self.stats: TierStats = TierStats("host")
         self.is_shared: bool = False
         self._page_bytes = layout.page_bytes
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if max_bytes > memory:
-            raise ValueError(f"kv_store: a host tier of {max_bytes} bytes is more than the machine's memory, {memory}: give less")
-        try:
-            self._pages = np.empty((num_pages, *layout.shape), layout.dtype)
-        except MemoryError:
-            raise ValueError(f"kv_store: there is no memory for a host tier of {max_bytes} bytes: give it less") from None
+        self._pages = empty_pages("host", max_bytes, (num_pages, *layout.shape), layout.bits)
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._free = list(range(num_pages))[::-1]
 
@@ -46,7 +39,7 @@ class HostTier:
         slot = self._slots.get(hash_)
         if slot is None:
             return False
-        np.copyto(out, self._pages[slot])
+        np.copyto(out.view(self._pages.dtype), self._pages[slot])
         return True
 
     def write(
@@ -59,7 +52,7 @@ class HostTier:
             self._slots.move_to_end(hash_)
             return True
         slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
-        np.copyto(self._pages[slot], page)
+        np.copyto(self._pages[slot], page.view(self._pages.dtype))
         self._slots[hash_] = slot  # only now: it is whole
         self.stats.bytes_held = len(self._slots) * self._page_bytes
         return True
@@ -71,6 +64,9 @@ class HostTier:
 
     def refresh(self) -> None:
         """As `Tier.refresh`: nobody else writes here."""
+
+    def close(self) -> None:
+        """As `Tier.close`: there is nothing to end."""
 
     def forget(self, hash_: bytes) -> None:
         """As `Tier.forget`."""

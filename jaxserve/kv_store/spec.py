@@ -6,20 +6,26 @@ Owns the option's grammar.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(" + "|".join(_UNITS) + ")")
-FORMS = "'host:SIZE', 'disk:FOLDER:SIZE', or both with a comma between them, with sizes such as 4GiB"
+KINDS = ("host", "nixl", "disk")  # nearest first
+FORMS = (
+    "'host:SIZE', 'nixl:HOST:PORT[+HOST:PORT...]:SIZE', 'disk:FOLDER:SIZE', or some of them in this order with commas between "
+    "them, with sizes such as 4GiB"
+)
 
 
 @dataclass(frozen=True)
 class TierSpec:
-    """One tier. kind: "host" or "disk". max_bytes: of KV that it holds at most. folder: of a disk tier."""
+    """One tier. kind: of KINDS. max_bytes: of KV that it holds at most. place: the folder of a disk tier; of a nixl tier the
+    address where it listens, then those of other engines, with a "+" before each."""
 
     kind: str
     max_bytes: int
-    folder: str = ""
+    place: str = ""
 
 
 def parse_kv_store(text: object) -> tuple[TierSpec, ...]:
@@ -27,23 +33,47 @@ def parse_kv_store(text: object) -> tuple[TierSpec, ...]:
     if not isinstance(text, str) or not text:
         raise ValueError(f"kv_store={text!r} must be {FORMS}")
     tiers = tuple(_parse_tier(part, text) for part in text.split(","))
-    if [tier.kind for tier in tiers] not in (["host"], ["disk"], ["host", "disk"]):
-        raise ValueError(f"kv_store={text!r} must be one host tier, one disk tier, or a host tier before a disk tier")
+    kinds = [tier.kind for tier in tiers]
+    if kinds != [kind for kind in KINDS if kind in kinds]:
+        raise ValueError(f"kv_store={text!r} must have at most one tier of each kind, in the order {', '.join(KINDS)}")
     return tiers
 
 
 def outlives_process(text: str) -> bool:
     """Whether other processes can find what this store keeps, so that the weights need a name. ValueError as `parse_kv_store`."""
-    return any(tier.kind == "disk" for tier in parse_kv_store(text))
+    return any(tier.kind != "host" for tier in parse_kv_store(text))
 
 
 def _parse_tier(part: str, text: str) -> TierSpec:
     kind, _, rest = part.partition(":")
-    folder, _, size = rest.rpartition(":")
+    place, _, size = rest.rpartition(":")
     found = _SIZE.fullmatch(size)
-    if found is None or kind not in ("host", "disk") or bool(folder) != (kind == "disk"):
+    if found is None or kind not in KINDS or bool(place) != (kind != "host"):
         raise ValueError(f"kv_store={text!r}: {part!r} must be {FORMS}")
+    if kind == "nixl":
+        _check_addresses(place, part, text)
     max_bytes = int(float(found[1]) * _UNITS[found[2]])
     if not max_bytes:
         raise ValueError(f"kv_store={text!r}: {part!r} holds nothing; give it more than 0 bytes")
-    return TierSpec(kind, max_bytes, folder)
+    return TierSpec(kind, max_bytes, place)
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """(host, port) of "host:port" or "[host]:port". ValueError if it is no such thing."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isascii() or not port.isdigit() or not 0 <= int(port) < 2**16:
+        raise ValueError(f"{text!r} is no HOST:PORT")
+    return host, int(port)
+
+
+def _check_addresses(place: str, part: str, text: str) -> None:
+    addresses = place.split("+")
+    for address in addresses:
+        try:
+            parse_address(address)
+        except ValueError as error:
+            raise ValueError(f"kv_store={text!r}: {part!r}: {error}") from None
+    twice = [address for address, count in Counter(addresses).items() if count > 1]
+    if twice:
+        raise ValueError(f"kv_store={text!r}: {part!r} has {twice[0]!r} twice; the first address is this engine's own")

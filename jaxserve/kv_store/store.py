@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxserve.kv_store.disk import DiskTier
 from jaxserve.kv_store.host import HostTier
+from jaxserve.kv_store.nixl import NixlTier
 from jaxserve.kv_store.spec import TierSpec
 from jaxserve.kv_store.tier import PageLayout, Tier, TierStats
 
@@ -175,6 +176,8 @@ class TieredStore:
         self._is_closed = True
         stop = self._begin(Job("stop", ()))
         self._thread.join(seconds)
+        for tier in self._tiers:
+            tier.close()
         if not self._thread.is_alive():
             return 0
         num_lost = self._saving
@@ -280,9 +283,10 @@ class TieredStore:
 
 def make_store(specs: Sequence[TierSpec], layout: PageLayout) -> TieredStore:
     """The store that the option kv_store names, of pages of this layout. ValueError: a tier can't be had."""
-    return TieredStore(
-        [
-            HostTier(layout, spec.max_bytes) if spec.kind == "host" else DiskTier(layout, spec.folder, spec.max_bytes)
-            for spec in specs
-        ]
-    )
+    return TieredStore([_make_tier(spec, layout) for spec in specs])
+
+
+def _make_tier(spec: TierSpec, layout: PageLayout) -> Tier:
+    if spec.kind == "host":
+        return HostTier(layout, spec.max_bytes)
+    return (NixlTier if spec.kind == "nixl" else DiskTier)(layout, spec.place, spec.max_bytes)

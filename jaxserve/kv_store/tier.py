@@ -6,6 +6,7 @@ Owns the shape of a page on the host and the account of a tier. One thread reads
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +34,12 @@ class PageLayout:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @property
+    def bits(self) -> np.dtype:
+        """Integers as wide as the KV's numbers. As such numpy copies any dtype while other threads run; of bfloat16 itself it keeps
+        them waiting."""
+        return np.dtype(f"u{np.dtype(self.dtype).itemsize}")
+
+    @property
     def head_bytes(self) -> int:
         """Bytes of one KV head's part of a page."""
         return self.page_bytes // self.num_kv_heads
@@ -41,6 +48,17 @@ class PageLayout:
     def name(self) -> str:
         """What must be equal where pages are shared."""
         return f"L{self.num_layers} K{self.num_kv_heads} P{self.page_size} H{self.head_dim} {np.dtype(self.dtype).name}"
+
+
+def empty_pages(name: str, max_bytes: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Memory of a tier, which the system gives when it is first written. ValueError: so much is not to be had."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if max_bytes > memory:
+        raise ValueError(f"kv_store: a {name} tier of {max_bytes} bytes is more than the machine's memory, {memory}: give less")
+    try:
+        return np.empty(shape, dtype)
+    except MemoryError:
+        raise ValueError(f"kv_store: there is no memory for a {name} tier of {max_bytes} bytes: give it less") from None
 
 
 @dataclass
@@ -97,4 +115,8 @@ class Tier(Protocol):
 
     def forget(self, hash_: bytes) -> None:
         """Drops a page, if it is here."""
+        ...
+
+    def close(self) -> None:
+        """Ends what the tier began. It is not used after that."""
         ...

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve import EngineConfig
-from jaxserve.kv_store.spec import TierSpec, parse_kv_store
+from jaxserve.kv_store.spec import TierSpec, parse_address, parse_kv_store
 
 
 @pytest.mark.parametrize(
@@ -12,6 +12,8 @@ from jaxserve.kv_store.spec import TierSpec, parse_kv_store
         ("host:4GiB", [TierSpec("host", 4 << 30)]),
         ("host:1.5MB", [TierSpec("host", 1_500_000)]),
         ("disk:/a:b/c:2TiB", [TierSpec("disk", 2 << 40, "/a:b/c")]),
+        ("nixl:10.0.0.1:9100:4GiB", [TierSpec("nixl", 4 << 30, "10.0.0.1:9100")]),
+        ("host:7B,nixl:[::1]:0+b:2:1KiB", [TierSpec("host", 7), TierSpec("nixl", 1024, "[::1]:0+b:2")]),
         ("host:7B,disk:kv:1KiB", [TierSpec("host", 7), TierSpec("disk", 1024, "kv")]),
     ],
 )
@@ -23,11 +25,18 @@ def test_tiers_are_read(text, tiers):
 @pytest.mark.parametrize(
     "text",
     ["", "host", "host:", "host:4", "host:4gib", "host:-1GiB", "host:0GiB", "host:/x:1GiB", "disk:1GiB", "disk::1GiB", "tape:1GiB"]
-    + ["host:1GiB,host:1GiB", "disk:/x:1GiB,host:1GiB", "host:1GiB,", 7],
+    + ["nixl:1GiB", "nixl:a:1GiB", "nixl::1:1GiB", "nixl:a:65536:1GiB", "nixl:a:1+:1GiB", "nixl:a:1+b:2+a:1:1GiB"]
+    + ["disk:/x:1GiB,nixl:a:1:1GiB", "host:1GiB,host:1GiB", "disk:/x:1GiB,host:1GiB", "host:1GiB,", 7],
 )
 def test_what_is_no_tier_is_named(text):
     with pytest.raises(ValueError, match="kv_store="):
         EngineConfig(kv_store=text)
+
+
+def test_an_address_is_read_and_what_is_none_is_named():
+    assert parse_address("[::1]:9100") == ("::1", 9100) and parse_address("a.b:0") == ("a.b", 0)
+    with pytest.raises(ValueError, match=r"'nixl:a:1\+b:1GiB': 'b' is no HOST:PORT"):
+        parse_kv_store("nixl:a:1+b:1GiB")
 
 
 def test_pages_are_kept_by_the_hashes_of_the_prefix_cache():

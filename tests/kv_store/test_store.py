@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxserve.kv_store import store as stores
-from jaxserve.kv_store.blob import pack_page
+from jaxserve.kv_store.blob import blob_bytes
 from jaxserve.kv_store.disk import DiskTier
 from jaxserve.kv_store.host import HostTier
 from jaxserve.kv_store.spec import parse_kv_store
@@ -130,7 +130,7 @@ def test_a_load_that_nobody_wants_stops_and_is_not_copied():
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_of_a_chain_the_last_pages_go_first(tmp_path, kind):
     """Without its first page the rest of a chain is of no use."""
-    bound = 4 * len(pack_page(LAYOUT, hash_of(0), page_of(0)))
+    bound = 4 * blob_bytes(LAYOUT)
     tier = host(4) if kind == "host" else DiskTier(LAYOUT, tmp_path, bound)
     store = TieredStore([tier])
     assert save(store, *range(8))

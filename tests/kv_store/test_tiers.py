@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jaxserve.kv_store import disk, host
-from jaxserve.kv_store.blob import pack_page, unpack_page
+from jaxserve.kv_store.blob import blob_bytes, unpack_page
 from jaxserve.kv_store.disk import DiskTier
 from jaxserve.kv_store.host import HostTier
 from jaxserve.kv_store.tier import PageLayout
-from tests.kv_store.pages import LAYOUT, empty, hash_of, page_of
+from tests.kv_store.pages import LAYOUT, blob_of, empty, hash_of, page_of
 
-BLOB_BYTES = len(pack_page(LAYOUT, hash_of(0), page_of(0)))
+BLOB_BYTES = blob_bytes(LAYOUT)
 
 
 def disk_tier(folder, num_pages=100, layout=LAYOUT):
@@ -44,14 +44,14 @@ def test_pages_come_back_bit_for_bit(tier):
 def test_a_blob_holds_any_dtype(dtype):
     layout = PageLayout(2, 3, 4, 8, np.dtype(dtype))
     page, out = page_of(1, layout), np.zeros(layout.shape, layout.dtype)
-    unpack_page(layout, hash_of(1), pack_page(layout, hash_of(1), page), out)
+    unpack_page(layout, hash_of(1), blob_of(1, layout), out)
     np.testing.assert_array_equal(out.view(np.uint8), page.view(np.uint8))
 
 
 def test_a_blob_has_a_section_for_each_kv_head():
     """Whoever holds head 1 alone finds it at its place behind the header."""
     page = page_of(0)
-    blob = pack_page(LAYOUT, hash_of(0), page)
+    blob = blob_of(0)
     start = len(blob) - LAYOUT.page_bytes + LAYOUT.head_bytes
     assert blob[start : start + LAYOUT.head_bytes] == page[:, :, 1].tobytes()
 
@@ -177,7 +177,7 @@ def damage(kind, blob):
         "empty": b"",
         "not a blob": b"x" * len(blob),
         "header that is no JSON": blob[:30] + b"\xff" + blob[31:],
-        "another page": pack_page(LAYOUT, hash_of(2), page_of(2)),
+        "another page": blob_of(2),
         "longer": blob + b"0",
     }[kind]
 
@@ -222,11 +222,11 @@ def test_a_full_disk_is_said_once_and_leaves_nothing_half_written(tmp_path, capl
     tier = disk_tier(tmp_path)
     with monkeypatch.context() as patch:
 
-        def full(path, data):
-            path.touch()
+        def full(file, data):
+            file.write(data[:10])
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        patch.setattr(disk.Path, "write_bytes", full)
+        patch.setattr(disk, "_write", full)
         assert not tier.write(hash_of(0), page_of(0)) and not tier.write(hash_of(1), page_of(1))
     assert caplog.text.count("No space left on device") == 1 and tier.stats.num_failures == 2
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]
