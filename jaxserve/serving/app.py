@@ -5,6 +5,7 @@ Owns the routes and their documentation. Knows nothing of how anything is answer
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import importlib
@@ -37,7 +38,7 @@ from jaxserve.serving.dialects.response_store import open_store
 from jaxserve.serving.dialects.responses import Responses, responses_routes
 from jaxserve.serving.errors import RefusedError, on_error
 from jaxserve.serving.generation import Served
-from jaxserve.serving.messages import RequestError, UnavailableError
+from jaxserve.serving.messages import Report, RequestError, UnavailableError
 from jaxserve.serving.metrics import PREFIX, VLLM_PREFIX, Metrics
 from jaxserve.serving.middleware import ApiKey, BodyLimit, LastResort, LoadReport, RequestLog, RootPath
 from jaxserve.serving.notations import CALLS, REASONING, chosen
@@ -60,13 +61,15 @@ from jaxserve.serving.responses import (
     encode,
 )
 from jaxserve.serving.streaming import ClientGoneError, unless_gone
+from jaxserve.serving.tracing import Tracing
 
 ANSWERED = (RequestValidationError, HTTPException, RequestError, RefusedError)
 GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 
 
 def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
-    """The application. Its lifespan starts the engine, and shuts it down at the end. ValueError: a role without a shared store."""
+    """The application. Its lifespan starts the engine, and shuts it down at the end. ValueError: a role without a shared store, or
+    an otlp_endpoint without OpenTelemetry."""
     check_role_has_store(options.role, engine.config.engine.kv_store)
     served = Served(engine, options, _notation(engine, options))
     metrics = Metrics(
@@ -77,7 +80,11 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         num_refused=lambda: engine.num_refused,
         role=options.role,
     )
+    tracing = None
     engine.listener = metrics.take
+    if options.otlp_endpoint is not None:
+        tracing = Tracing(options.otlp_endpoint, options.names[0], options.role)
+        engine.listener = _both(metrics.take, tracing.take)
     responses = Responses(served, open_store(options.response_store, options.max_stored_responses, options.max_stored_bytes))
 
     @contextlib.asynccontextmanager
@@ -86,6 +93,8 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         yield
         await responses.close()
         await engine.shutdown(0)  # the HTTP server has waited for requests as long as it wants to
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     app = FastAPI(
         title="jaxserve",
@@ -122,6 +131,14 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
     )
     publish(app, limits, with_key=bool(options.api_keys))
     return app
+
+
+def _both(first: Callable[[Report], None], second: Callable[[Report], None]) -> Callable[[Report], None]:
+    def take(report: Report) -> None:
+        first(report)
+        second(report)
+
+    return take
 
 
 def _cache_info(engine: AsyncLLM) -> dict[str, object]:

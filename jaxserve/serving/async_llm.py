@@ -207,7 +207,7 @@ class AsyncLLM:
         self._streams.add(stream)
         try:
             for name, ask in stream.asks.items():
-                fields = ask.prompt, ask.priority, ask.cache_salt, ask.keeps_prompt, ask.stored_prefix
+                fields = ask.prompt, ask.priority, ask.cache_salt, ask.keeps_prompt, ask.stored_prefix, ask.trace
                 self._engine.send(Add(name, ask.prompt_token_ids, ask.params, stream.arrival, *fields))
             await stream.accepted()
         except BaseException as error:

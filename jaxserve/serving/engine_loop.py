@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass
@@ -99,6 +99,7 @@ class _Open:
     request: Request  # its first sample
     max_tokens: int | None
     samples: list[_Sent]
+    trace: Mapping[str, str] | None  # of the trace that it is part of
     begun: bool = False  # whether it has its first token
 
 
@@ -254,7 +255,7 @@ class EngineLoop:
             self._events.append(Failed(add.request_id, _as_refusal(error)))
             return
         samples = [_Sent() for _ in requests]
-        self._open[add.request_id] = _Open(requests[0], add.params.max_tokens, samples)
+        self._open[add.request_id] = _Open(requests[0], add.params.max_tokens, samples, add.trace)
         if grammar is None:
             self._events.append(Accepted(add.request_id))
         else:
@@ -373,7 +374,7 @@ class EngineLoop:
                 delta.last = True
                 prompt, cached = request.request.num_prompt_tokens, output.num_cached_tokens or 0
                 delta.totals = RequestTotals(
-                    prompt, sum(lengths), len(lengths), request.max_tokens, output.metrics, max(lengths), cached
+                    prompt, sum(lengths), len(lengths), request.max_tokens, output.metrics, max(lengths), cached, request.trace
                 )
                 delta.stored_prefix = request.request.stored_prefix if request.request.keeps_prompt else None
                 del self._open[request_id]

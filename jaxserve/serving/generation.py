@@ -36,6 +36,7 @@ from jaxserve.serving.responses import (
     event,
 )
 from jaxserve.serving.streams import AnswerStream, Ask, RequestStream
+from jaxserve.serving.tracing import traced
 from jaxserve.structured_outputs import StructuredOutputsParams
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -198,6 +199,7 @@ async def open_stream(
     arrival = time.monotonic()
     with checking(form_field):
         asks = hand_over(await read_asks(served, request, body, num_prompts, read, arrival), request.headers)
+        asks = traced(asks, request.headers)
         return await served.engine.open(asks, request_id_of(request, body), timeout=body.timeout, arrival=arrival)
 
 

@@ -46,7 +46,7 @@ class FailedError(RequestError):
 @dataclass(frozen=True, slots=True)
 class Add:
     """A request, tokenised. arrival: in seconds of time.monotonic(). prompt: its text, if it came as text. keeps_prompt,
-    stored_prefix: as `Request`'s."""
+    stored_prefix: as `Request`'s. trace: as `Ask`'s."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -57,6 +57,7 @@ class Add:
     cache_salt: str | None = None
     keeps_prompt: bool = False
     stored_prefix: StoredPrefix | None = None
+    trace: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Accepted:
 @dataclass(frozen=True, slots=True)
 class RequestTotals:
     """Counts of a request that has ended. num_output_tokens: of all n samples; max_output_tokens: of the longest. max_tokens: None
-    where it was not given. num_cached_tokens: of the prompt."""
+    where it was not given. num_cached_tokens: of the prompt. trace: as it came."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -103,6 +104,7 @@ class RequestTotals:
     metrics: RequestMetrics | None
     max_output_tokens: int = 0
     num_cached_tokens: int = 0
+    trace: Mapping[str, str] | None = None
 
 
 @dataclass(slots=True)

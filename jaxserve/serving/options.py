@@ -82,6 +82,7 @@ class ServerOptions(HTTPOptions):
     root_path: the path under which a proxy shows the server; requests may have it before their own path or not.
     middleware: "module.name" of ASGI middleware classes, or of functions (request, call_next), around the whole application, the
     first outermost. cross_origin: None: no page of another origin.
+    otlp_endpoint: the URL of an OpenTelemetry collector that gets a span of each request. None: there are no traces.
     role: "prefill": computes prompts for decode servers alone. "decode": loads what those have stored. None: neither.
 
     Raises:
@@ -111,6 +112,7 @@ class ServerOptions(HTTPOptions):
     middleware: tuple[str, ...] = ()
     cross_origin: CrossOrigin | None = None
     role: Role | None = None
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,6 +122,8 @@ class ServerOptions(HTTPOptions):
             raise ValueError(f"max_log_len={self.max_log_len} must be at least 0, or None")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(f"root_path={self.root_path!r} must begin with a slash and end with none, as /models/one")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"otlp_endpoint={self.otlp_endpoint!r} must be a URL, such as http://127.0.0.1:4318")
         if not self.response_role:
             raise ValueError("response_role must not be empty")
         for name in ("max_stored_responses", "max_stored_bytes"):
@@ -136,5 +140,6 @@ def check_role_has_store(role: str | None, kv_store: str | None) -> None:
     if role is not None and (kv_store is None or not outlives_process(kv_store)):
         raise ValueError(
             f"role={role!r} with kv_store={kv_store!r}: prefill and decode servers need a store that they share; "
-            "give all of them kv_store='disk:FOLDER:SIZE' with one folder"
+            "give all of them kv_store='disk:FOLDER:SIZE' with one folder, or nixl:HOST:PORT+HOST:PORT:SIZE with one another's "
+            "addresses"
         )

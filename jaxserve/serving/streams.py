@@ -21,7 +21,8 @@ from jaxserve.serving.messages import Accepted, DeadlineError, Delta, Failed, Qu
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A tokenised prompt and its sampling parameters. keeps_prompt, stored_prefix: as `Request`'s."""
+    """A tokenised prompt and its sampling parameters. keeps_prompt, stored_prefix: as `Request`'s. trace: headers of the trace that
+    it is part of."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -30,6 +31,7 @@ class Ask:
     cache_salt: str | None = None
     keeps_prompt: bool = False
     stored_prefix: StoredPrefix | None = None
+    trace: Mapping[str, str] | None = None
 
 
 class AnswerStream(Protocol):

@@ -34,6 +34,11 @@ _GENERATION = flags.DEFINE_enum(
 _VLLM_METRICS = flags.DEFINE_bool("vllm_metric_names", False, "Metrics are vllm:..., as dashboards made for vLLM expect.")
 _LOG = flags.DEFINE_bool("enable_log_requests", False, "Log each prompt and its sampling parameters.")
 _LOG_LEN = flags.DEFINE_integer("max_log_len", None, "Most characters and token ids of a prompt in the log.", lower_bound=0)
+_OTLP = flags.DEFINE_string(
+    "otlp_endpoint",
+    None,
+    "The URL of an OpenTelemetry collector for traces, such as http://127.0.0.1:4318 (OTLP, HTTP).",
+)
 _ROOT = flags.DEFINE_string("root_path", "", "The path under which a proxy shows the server, such as /models/one.")
 _MIDDLEWARE = flags.DEFINE_multi_string("middleware", [], "module.name of an ASGI middleware, or of an async function; repeated.")
 _ORIGINS = flags.DEFINE_string("allowed_origins", None, 'Origins of pages that may use the server, as a JSON list; ["*"]: any.')
@@ -72,6 +77,7 @@ def answer_options() -> dict[str, Any]:
         "root_path": _ROOT.value,
         "middleware": tuple(_MIDDLEWARE.value),
         "cross_origin": _cross_origin(),
+        "otlp_endpoint": _OTLP.value,
     }
 
 

@@ -24,6 +24,7 @@ OURS = {
     "nnodes": "num_hosts",
     "node_rank": "host_id",
     "r": "host_id",
+    "otlp_traces_endpoint": "otlp_endpoint",
 }
 
 
@@ -134,7 +135,7 @@ _MEMORY = (
     Missing("the KV cache has the weights' dtype, --dtype", "kv_cache_dtype_skip_layers", switches="calculate_kv_scales"),
     Missing("give --num_pages or --gpu_memory_utilization", "kv_cache_memory_bytes"),
     Missing("XLA allocates the device's memory: see XLA_PYTHON_CLIENT_MEM_FRACTION", switches="enable_cumem_allocator"),
-    Missing("preempted requests are computed again, so that nothing is swapped", "swap_space", accepts=("0",)),
+    Missing("preempted requests load what --kv_store has of them", "swap_space", accepts=("0",)),
     Missing("give --kv_store=host:4GiB, or disk:FOLDER:100GiB", "kv_offloading_size kv_offloading_backend"),
     Missing("weights lie on the device; take a smaller model or --dtype=bfloat16", "cpu_offload_gb", accepts=("0",)),
     Missing(
@@ -144,7 +145,7 @@ _MEMORY = (
     Missing("pages are found by sha256", "prefix_caching_hash_algo", accepts=("sha256",)),
     Missing("prefixes are shared by whole pages, of --page_size tokens", "prefix_match_unit prefix_cache_retention_interval"),
     Missing(
-        "KV is kept by --kv_store; --role=prefill and --role=decode share it through a folder, behind `jaxserve router`",
+        "KV is kept by --kv_store; --role=prefill and --role=decode share it through a folder or by NIXL, behind `jaxserve router`",
         "kv_transfer_config ec_transfer_config ec_manager_config",
     ),
     Missing("`jaxserve router` keeps its own account of prefixes", "kv_events_config"),
@@ -264,7 +265,7 @@ _SERVER = (
         switches="kv_cache_metrics cudagraph_metrics enable_mfu_metrics "
         "enable_logging_iteration_details enable_server_load_tracking",
     ),
-    Missing("there is no tracing; /metrics has Prometheus's figures", "otlp_traces_endpoint collect_detailed_traces"),
+    Missing("spans of --otlp_endpoint are as detailed as they get; /metrics has figures", "collect_detailed_traces"),
     Missing(
         "trace with jax.profiler in Python; `jaxserve tune profile` times steps",
         "profiler_config",
