@@ -11,6 +11,11 @@ With --speculative there is no workload: a table says what drafts would gain whe
 each of --batches and --num_drafts. Its value is the rate at which a draft stands, or the shares of chains whose first draft stands,
 whose first two do, and so on, as `jaxserve train-draft` prints them.
 
+    jaxserve simulate --model=qwen3-8b --gpu=h100 --prefill_replicas=2 --replicas=2 --request_rate=20
+
+With --prefill_replicas prompts are computed on engines of their own, and the --replicas generate; KV passes between them at
+--kv_bandwidth.
+
 --model: a name in jaxserve/step_times/model_shapes.py, or a folder whose config.json the engine can read. Nothing is computed and
 no device is needed. Steps run in the buckets of --bucket_plan, in as many commands as the engine's programs have. Step times come
 from datasheets (jaxserve/step_times/hardware.py says from where); how far they are from measured kernels,
@@ -42,6 +47,11 @@ _GROUPS = define_option("attention_groups", 1)
 _PP = flags.DEFINE_integer("pp", 1, "Pipeline stages.", lower_bound=1)
 _NODE = flags.DEFINE_integer("gpus_per_node", 8, "100 Gb/s Ethernet joins nodes.", lower_bound=1)
 _REPLICAS = flags.DEFINE_integer("replicas", 1, "Engines behind the router.", lower_bound=1)
+_PREFILL = flags.DEFINE_integer("prefill_replicas", 0, "Engines that compute prompts for the others alone.", lower_bound=0)
+_BANDWIDTH = flags.DEFINE_float(
+    "kv_bandwidth", 10.0, "GB/s of KV that an engine stores, and that one loads; 100 Gb/s are 12.5.", lower_bound=1e-3
+)
+_LATENCY = flags.DEFINE_float("kv_latency_ms", 1.0, "Milliseconds of a prompt's load beside its bytes.", lower_bound=0)
 _ROUTING = flags.DEFINE_enum("routing", RouterOptions.policy, ROUTING_POLICIES, "The router's policy.")
 _POLICY = define_option("batching_policy", SchedulerConfig.policy)
 _MAX_LEN = define_option("max_model_len", 16_384)
@@ -90,8 +100,8 @@ def plan_of(limits: Any) -> Any:
     return BucketPlan.load(_PLAN.value)
 
 
-def make_cluster() -> tuple[Any, Any, list[Any]]:
-    """(the deployment, a function that makes a replica, the replicas made so far) of the flags."""
+def make_cluster() -> tuple[Any, Any, Any, list[Any]]:
+    """(the deployment, a function that makes a replica, one that makes a decode replica, the replicas made so far) of the flags."""
     from jaxserve.simulation.pipeline import make_replica
     from jaxserve.step_times.analytic import Deployment
     from jaxserve.step_times.commands import programs_of
@@ -118,7 +128,47 @@ def make_cluster() -> tuple[Any, Any, list[Any]]:
         made.append(make_replica(records, plan, stages, deployment.send_seconds, limits, num_pages, **options))
         return made[-1]
 
-    return deployment, make, made
+    def make_decode(records: Any, told: Any) -> Any:
+        from jaxserve.simulation.roles import DecodeReplica
+
+        options = {"told": told, "link": kv_link(deployment), "objective": objective}
+        made.append(DecodeReplica(records, plan, stages[0], limits, num_pages, **options))
+        return made[-1]
+
+    return deployment, make, make_decode, made
+
+
+def kv_link(deployment: Any) -> Any:
+    """What --kv_bandwidth and --kv_latency_ms say of this model's KV."""
+    from jaxserve.simulation.roles import KVLink
+
+    return KVLink(_LATENCY.value / 1e3, deployment.kv_token_bytes / (1e9 * _BANDWIDTH.value))
+
+
+def run_cluster(workload: Any, progress: Any) -> tuple[Any, list[Any], list[Any]]:
+    """(ServedTimes, the ClusterReplays, the replicas) of the flags. With roles the prefill replicas come first."""
+    from jaxserve.routing.policy import make_policy
+    from jaxserve.simulation.cluster import replay_cluster
+    from jaxserve.simulation.roles import replay_roles
+
+    deployment, make, make_decode, made = make_cluster()
+    if not _PREFILL.value:
+        run = replay_cluster(workload, make, _REPLICAS.value, make_policy(_ROUTING.value), progress=progress)
+        return run.times, [run], made
+    if _PP.value > 1:
+        raise app.UsageError("--prefill_replicas are of engines of one stage: leave --pp out")
+    link = kv_link(deployment)
+    run = replay_roles(
+        workload,
+        make,
+        make_decode,
+        _PREFILL.value,
+        _REPLICAS.value,
+        lambda: make_policy(_ROUTING.value),
+        lambda num_tokens: link.seconds(min(num_tokens, _BUDGET.value)),  # that of the steps before is stored meanwhile
+        progress=progress,
+    )
+    return run.times, [run.decodes] if run.prefills is None else [run.prefills, run.decodes], made
 
 
 def predict_speculation() -> None:
@@ -167,29 +217,29 @@ def main() -> None:
 def replay_workload() -> None:
     from tqdm import tqdm
 
-    from jaxserve.routing.policy import make_policy
-    from jaxserve.simulation.cluster import replay_cluster
     from jaxserve.workloads.traffic import repeated
 
     with refuse_bad_input():
         objectives = parse_objectives(_GOODPUT.value)
-        deployment, make, replicas = make_cluster()
+        deployment = make_cluster()[0]
         workload = repeated(read_traffic(_MODEL.value, _MAX_LEN.value, _RATE.value, _SEED.value), _REPEAT.value)
         begin = time.perf_counter()
-        with tqdm(desc=f"{_REPLICAS.value} x {deployment}", total=len(workload.requests), mininterval=2) as bar:
-            policy = make_policy(_ROUTING.value)
-            run = replay_cluster(workload, make, _REPLICAS.value, policy, progress=bar.update)
+        num_replicas = _PREFILL.value + _REPLICAS.value
+        with tqdm(desc=f"{num_replicas} x {deployment}", total=len(workload.requests), mininterval=2) as bar:
+            times, runs, replicas = run_cluster(workload, bar.update)
         seconds = time.perf_counter() - begin
-    summary = run.times.summary(percentiles=(50, 90, 99), objectives=objectives)
-    num_steps = sum(s.num_steps for s in run.stats)
-    queried = sum(s.num_queried_tokens for s in run.stats)
+    summary = times.summary(percentiles=(50, 90, 99), objectives=objectives)
+    stats = [s for run in runs for s in run.stats]
+    num_steps = sum(s.num_steps for s in stats)
+    queried = sum(s.num_queried_tokens for s in runs[0].stats)  # where prompts are computed
     result: dict[str, Any] = {
         **summary,
-        "gpus": _REPLICAS.value * _TP.value * _PP.value,
+        "gpus": num_replicas * _TP.value * _PP.value,
+        "prefill_replicas": _PREFILL.value,
         "num_steps": num_steps,
-        "num_preemptions": sum(s.num_preemptions for s in run.stats),
-        "prefix_hit_share": sum(s.num_hit_tokens for s in run.stats) / queried if queried else 0.0,
-        "busy_share": (run.busy / summary["duration"] / _PP.value).tolist(),
+        "num_preemptions": sum(s.num_preemptions for s in stats),
+        "prefix_hit_share": sum(s.num_hit_tokens for s in runs[0].stats) / queried if queried else 0.0,
+        "busy_share": [float(b) / summary["duration"] / _PP.value for run in runs for b in run.busy],
         "simulation_seconds": seconds,
     }
     if _PP.value > 1:

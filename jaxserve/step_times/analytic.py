@@ -113,6 +113,11 @@ class Deployment:
         return max(1, self.model.num_kv_heads // self.attention_tp)
 
     @property
+    def kv_token_bytes(self) -> int:
+        """Of one token's keys and values in all layers, each KV head once."""
+        return self.model.num_layers * 2 * self.model.num_kv_heads * self.model.head_dim * BYTES
+
+    @property
     def _tp_links(self) -> tuple[tuple[Link, ...], int]:
         """(links of the tensor-parallel ring, nodes that it spans)."""
         gpu, nodes = self.gpu, -(-self.tp // self.gpus_per_node)

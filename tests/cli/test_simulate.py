@@ -131,3 +131,25 @@ def test_kernel_profiles_are_compared(tmp_path):
     assert "| a40_tiny | qkv | -9.1, +81.8 | -9.1, -9.1 | -9.1, -9.1 |" in done.stdout
     assert rows["h100_tiny", "norms"]["median"] == pytest.approx(1 - 1 / 2.2)
     assert rows["h100_tiny", "matmuls"]["by_tokens"]["513-"] == pytest.approx(1 - 1 / 1.1)
+
+
+@pytest.mark.slow
+def test_prefill_and_decode_apart(tmp_path):
+    """Prompts no longer delay tokens; a slow link delays first tokens, and nothing else."""
+    work = ["--model=qwen3-8b", "--gpu=h100", "--workload=random", "--num_requests=100", "--random_input_len=2000"]
+    work += ["--random_output_len=32", "--request_rate=6", "--goodput=ttft:500"]
+    results = []
+    for given in (["--replicas=2"], ["--replicas=1", "--prefill_replicas=1"]):
+        for more in ([], ["--kv_bandwidth=2"])[: len(given)]:
+            done = run("simulate", *work, *given, *more, f"--json={tmp_path / 'out.json'}")
+            assert done.returncode == 0 and "2 GPUs, 100 requests in" in done.stdout, done.stderr
+            results.append(json.loads((tmp_path / "out.json").read_text()))
+    together, apart, slow = results
+    assert apart["p99_itl_ms"] < 0.6 * together["p99_itl_ms"]
+    bytes_of_prompt = 2000 * 36 * 2 * 8 * 128 * 2
+    delay = 2 * 1e3 * bytes_of_prompt * (1 / 2e9 - 1 / 10e9)  # saved and loaded
+    assert slow["median_ttft_ms"] - apart["median_ttft_ms"] > 0.9 * delay
+    assert slow["p50_itl_ms"] == pytest.approx(apart["p50_itl_ms"], rel=0.1)
+    assert len(apart["busy_share"]) == 2 and apart["prefill_replicas"] == 1
+    done = run("simulate", *work, "--prefill_replicas=1", "--pp=2")
+    assert done.returncode == 1 and "engines of one stage: leave --pp out" in done.stderr
