@@ -35,6 +35,7 @@ def tier_of(engine):
     return tier
 
 
+@pytest.mark.slow
 def test_what_is_told_of_is_read_from_the_other_engines_memory(two):
     first, second = two
     (ask,) = asks(0)
@@ -56,6 +57,7 @@ def test_without_being_told_pages_are_found_by_the_news(two):
     assert counts(second).num_hit_tokens == 4 * PAGES
 
 
+@pytest.mark.slow
 def test_a_prefill_engine_that_is_lost_is_done_without(two):
     first, second = two
     (ask,) = asks(0)

@@ -44,6 +44,7 @@ def hold_saves(engine):
     return go_on
 
 
+@pytest.mark.slow
 def test_all_that_a_preempted_request_loses_is_saved_first(closed):
     """Though no page was saved until then."""
     engine, wanted = engine_with(pool_pages=POOL), asks(*range(3), **GROWING)

@@ -73,6 +73,7 @@ def attributes(span):
     return {a.key: a.value.string_value or a.value.int_value for a in span.attributes}
 
 
+@pytest.mark.slow
 @needs_otel
 def test_a_request_is_a_span_with_its_parts(llm, collector):
     before = time.time_ns()
