@@ -57,8 +57,8 @@ format: setup ## apply ruff's fixes and its format
 docs: setup ## the pages as a site in site/; strict: a dead link fails
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
-fuzz-api: setup ## schemathesis against the server's published schema: every phase, 100 examples an operation (2 minutes)
-	@SCHEMA_EXAMPLES=100 $(PY) -m pytest tests/serving/test_schema.py $(ARGS)
+fuzz-api: setup ## schemathesis against the server's published schema: every phase, 100 examples an operation; 10,000 malformed connections
+	@SCHEMA_EXAMPLES=100 RAW_REQUESTS=10000 $(PY) -m pytest tests/serving/test_schema.py tests/serving/test_raw_sockets.py $(ARGS)
 
 soak: setup ## 10,000 good and bad requests to a server with a tiny model; exits with 1 if memory, a page, a file or a thread leaks (4 minutes)
 	@folder="$$(mktemp -d)" && trap 'rm -rf "$$folder"' EXIT && $(PY) -m tests.alphabet_model "$$folder" && \

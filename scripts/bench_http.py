@@ -78,11 +78,13 @@ def serve_replay(port: int) -> None:
 
     from jaxserve.serving.app import make_app
     from jaxserve.serving.async_llm import AsyncLLM
+    from jaxserve.serving.connections import bounded
     from jaxserve.serving.options import ServerOptions
     from scripts.bench.replay_engine import replay_llm
 
-    application = make_app(AsyncLLM(replay_llm(max_num_seqs=256)), ServerOptions(names=("replay",)))
-    uvicorn.run(application, port=port, log_config=None, access_log=False, backlog=4096)
+    options = ServerOptions(names=("replay",))
+    application = make_app(AsyncLLM(replay_llm(max_num_seqs=256)), options)
+    uvicorn.run(application, http=bounded(options), port=port, log_config=None, access_log=False, backlog=4096)
 
 
 def cpu_seconds(pid: int) -> float:

@@ -229,3 +229,15 @@ def test_a_page_is_in_the_nav_once():
     pages = re.findall(r"(\S+\.md)$", nav, re.MULTILINE)
     assert len(pages) > 10
     assert len(set(pages)) == len(pages)
+
+
+def test_every_threat_has_its_test():
+    """Each row of the tables names a test, and each test that it names is there."""
+    rows = [line for line in (ROOT / "docs" / "threats.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if not row.startswith(("| a client", "| ---"))]
+    assert len(rows) > 25
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        assert named, row
+        for path, name in named:
+            assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"

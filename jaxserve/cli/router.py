@@ -49,16 +49,16 @@ def main() -> None:
         options = RouterOptions(
             backends=tuple(url.rstrip("/") for url in _BACKENDS.value),
             policy=_POLICY.value,
-            api_keys=http_server.api_keys(),
+            **http_server.shared_options(),
             backend_api_key=_BACKEND_KEY.value,
             check_seconds=_CHECK.value,
             check_timeout=_CHECK_TIMEOUT.value,
             max_failures=_FAILURES.value,
             min_successes=_SUCCESSES.value,
             min_prefill_bytes=_PREFILL.value,
-            max_body_bytes=http_server.MAX_BODY.value,
         )
-    http_server.run(make_router(options), date_header=False)  # the servers' own pass through
+        router = make_router(options)
+    http_server.run(router, options, date_header=False)  # the servers' own pass through
 
 
 if __name__ == "__main__":

@@ -61,11 +61,10 @@ def server_options() -> ServerOptions:
     return ServerOptions(
         names=tuple(_NAMES.value or [flags.FLAGS.model]),
         root=flags.FLAGS.model,
-        api_keys=http_server.api_keys(),
+        **http_server.shared_options(),
         tool_call_parser=_TOOLS.value,
         reasoning_parser=_REASONING.value,
         enable_control=_CONTROL.value,
-        max_body_bytes=http_server.MAX_BODY.value,
         **server_flags.answer_options(),
         response_store=_STORE.value,
         max_stored_responses=_STORED.value,
@@ -74,8 +73,8 @@ def server_options() -> ServerOptions:
     )
 
 
-def make_application() -> Any:
-    options, template = server_options(), server_flags.chat_template()
+def make_application(options: ServerOptions) -> Any:
+    template = server_flags.chat_template()
     from jaxserve import LLM
     from jaxserve.models.loading import NoTokenizerError
     from jaxserve.serving.app import make_app
@@ -115,8 +114,10 @@ def main() -> None:
         )
         return
     with refuse_bad_input(), without_collecting():
-        application = make_application()
-    http_server.run(application)
+        options = server_options()
+        http_server.reload_on_hangup()  # the model is being loaded, and the file is read after that
+        application = make_application(options)
+    http_server.run(application, options)
 
 
 if __name__ == "__main__":

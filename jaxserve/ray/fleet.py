@@ -57,6 +57,11 @@ class FleetOptions:
                 raise ValueError(f"{name}={getattr(self, name)} must be a number of seconds >= 0")
         if self.server.role is not None:
             raise NotImplementedError(f"role={self.server.role!r}: servers with roles stand behind `jaxserve router`, not on Ray")
+        if self.server.api_keys_file is not None:
+            raise NotImplementedError(
+                f"api_keys_file={self.server.api_keys_file!r}: each replica would count requests and tokens for itself; "
+                "give api_key, or put `jaxserve router` with the file before the replicas"
+            )
         engine_config(dict(self.engine))
 
 

@@ -29,8 +29,10 @@ from jaxserve.routing.options import RouterOptions
 from jaxserve.routing.policy import Choice, Load, hash_blocks, make_policy
 from jaxserve.serving.errors import error_response, on_error
 from jaxserve.serving.handover import PREFILL_HEADER, STORED_HEADER
+from jaxserve.serving.keys import KeyRing
 from jaxserve.serving.messages import UnavailableError
-from jaxserve.serving.middleware import ApiKey, BodyLimit, LastResort, RequestLog
+from jaxserve.serving.middleware import KeyCheck, LastResort, RequestLog, body_limit
+from jaxserve.serving.options import CONTROL_PATHS
 from jaxserve.serving.responses import encode
 from jaxserve.serving.streaming import ClientGoneError, EventStream, unless_gone
 
@@ -39,15 +41,11 @@ logger: logging.Logger = logging.getLogger("jaxserve")
 Headers = list[tuple[bytes, bytes]]
 _PREFILL, _STORED = PREFILL_HEADER.encode(), STORED_HEADER.encode()
 _OURS = (_PREFILL, _STORED)  # said by this router alone, not by its clients
-# Routes that change one server. Passed to one of several, they would leave the servers in different states.
-CONTROL_PATHS = (
-    *("/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/update_weights_from_path"),
-    *("/sleep", "/wake_up", "/is_sleeping", "/server_info"),
-)
 PROMPTED = (  # requests that have a prompt
     *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"),
     *("/v1/responses", "/v1/messages", "/inference/v1/generate"),
 )
+OF_ONE_SERVER = (*CONTROL_PATHS, "/inference/v1/abort_requests")
 PATHS = frozenset(
     (
         *PROMPTED,
@@ -60,7 +58,7 @@ PATHS = frozenset(
         "/load",
         "/ping",
     )
-    + ("/", "/openapi.json", "/health", "/metrics", *CONTROL_PATHS)
+    + ("/", "/openapi.json", "/health", "/metrics", *OF_ONE_SERVER)
 )
 HTTP_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 REFUSED = (429, 503)  # the server has run nothing of the request, so another may be asked
@@ -80,14 +78,15 @@ class PassedOn(EventStream):
 
 
 class Router:
-    """Passes requests on. `app` is the ASGI application."""
+    """Passes requests on. `app` is the ASGI application. Raises ValueError as `KeyRing`."""
 
     def __init__(self, options: RouterOptions):
         self._options = options
+        self.keys: KeyRing = KeyRing(options.api_keys, options.api_keys_file, counts_tokens=False)
         self._policy, self._prefill_policy = make_policy(options.policy), make_policy(options.policy)
         self._missing: str | None = None  # what was said last of a role without a partner
         self.backends: dict[str, Backend] = {}
-        self.metrics: RouterMetrics = RouterMetrics(self.backends)
+        self.metrics: RouterMetrics = RouterMetrics(self.backends, self.keys)
         self.app: Starlette = Starlette(
             routes=[
                 Route("/health", self._health),
@@ -95,16 +94,17 @@ class Router:
                 *(
                     Route(path, self._refuse_method, methods=HTTP_METHODS) for path in ("/health", "/metrics")
                 ),  # ours, not a server's
-                *(Route(path, self._refuse, methods=HTTP_METHODS) for path in CONTROL_PATHS),
+                # Passed to one of several servers, these would leave them in different states.
+                *(Route(path, self._refuse, methods=HTTP_METHODS) for path in OF_ONE_SERVER),
                 Route("/{path:path}", self._pass_on, methods=HTTP_METHODS),
             ],
             lifespan=self._lifespan,
             exception_handlers={ClientGoneError: _nobody_listens, HTTPException: on_error, UnavailableError: on_error},
             middleware=[
                 Middleware(RequestLog, paths=lambda: PATHS, count=self.metrics.count_http),
-                Middleware(ApiKey, keys=options.api_keys),
+                Middleware(KeyCheck, keys=self.keys, open_paths=options.open_paths),
                 Middleware(LastResort),
-                Middleware(BodyLimit, max_bytes=options.max_body_bytes, max_seconds=options.body_seconds),
+                body_limit(options),
             ],
         )
 
@@ -260,8 +260,10 @@ class Router:
 
 
 def make_router(options: RouterOptions) -> Starlette:
-    """The router's application."""
-    return Router(options).app
+    """The router's application; `state.keys` is its KeyRing. Raises as `Router`."""
+    router = Router(options)
+    router.app.state.keys = router.keys
+    return router.app
 
 
 async def _nobody_listens(_: Request, __: Exception) -> Response:

@@ -13,15 +13,17 @@ from prometheus_client.registry import Collector
 
 from jaxserve.routing.backends import Backend
 from jaxserve.routing.policy import Choice
+from jaxserve.serving.keys import KeyRing
+from jaxserve.serving.metrics import key_metrics
 
 ROUTER_PREFIX = "jaxserve_router:"
 
 
 class RouterMetrics(Collector):
-    """`render` gives Prometheus's text. backends: by address, read whenever it is asked for."""
+    """`render` gives Prometheus's text. backends: by address, read whenever it is asked for, as are the router's API keys."""
 
-    def __init__(self, backends: Mapping[str, Backend]):
-        self._backends = backends
+    def __init__(self, backends: Mapping[str, Backend], keys: KeyRing | None = None):
+        self._backends, self._keys = backends, keys
         self.registry: CollectorRegistry = CollectorRegistry()
         self.registry.register(self)
         registry = self.registry
@@ -76,6 +78,8 @@ class RouterMetrics(Collector):
             if backend.role:
                 roles.add_metric((url, backend.role), 1.0)
         yield roles
+        if self._keys is not None:
+            yield from key_metrics(ROUTER_PREFIX, self._keys)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

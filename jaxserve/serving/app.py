@@ -38,12 +38,13 @@ from jaxserve.serving.dialects.response_store import open_store
 from jaxserve.serving.dialects.responses import Responses, responses_routes
 from jaxserve.serving.errors import RefusedError, on_error
 from jaxserve.serving.generation import Served
+from jaxserve.serving.keys import KeyRing
 from jaxserve.serving.messages import Report, RequestError, UnavailableError
 from jaxserve.serving.metrics import PREFIX, VLLM_PREFIX, Metrics
-from jaxserve.serving.middleware import ApiKey, BodyLimit, LastResort, LoadReport, RequestLog, RootPath
+from jaxserve.serving.middleware import KeyCheck, LastResort, LoadReport, RequestLog, RootPath, body_limit
 from jaxserve.serving.notations import CALLS, REASONING, chosen
 from jaxserve.serving.openapi import Limits, answers, publish
-from jaxserve.serving.options import CrossOrigin, ServerOptions, check_role_has_store
+from jaxserve.serving.options import CONTROL_PATHS, CrossOrigin, ServerOptions, check_role_has_store
 from jaxserve.serving.parsers import Notation
 from jaxserve.serving.protocol import CompletionRequest, DetokenizeRequest, TokenizeCompletionRequest, check_model
 from jaxserve.serving.responses import (
@@ -68,10 +69,14 @@ GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 
 
 def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
-    """The application. Its lifespan starts the engine, and shuts it down at the end. ValueError: a role without a shared store, or
-    an otlp_endpoint without OpenTelemetry."""
+    """The application. Its lifespan starts the engine, and shuts it down at the end; `state.keys` is its KeyRing.
+
+    Raises:
+      ValueError: a role without a shared store; an otlp_endpoint without OpenTelemetry; as `KeyRing`.
+    """
     check_role_has_store(options.role, engine.config.engine.kv_store)
     served = Served(engine, options, _notation(engine, options))
+    keys = KeyRing(options.api_keys, options.api_keys_file)
     metrics = Metrics(
         options.names[0],
         engine.stats,
@@ -79,6 +84,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         prefix=VLLM_PREFIX if options.vllm_metric_names else PREFIX,
         num_refused=lambda: engine.num_refused,
         role=options.role,
+        keys=keys,
     )
     tracing = None
     engine.listener = metrics.take
@@ -105,8 +111,9 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         exception_handlers={ClientGoneError: _nobody_listens, **dict.fromkeys(ANSWERED, on_error)},
-        middleware=_middleware(options, metrics, lambda: paths),
+        middleware=_middleware(options, metrics, keys, lambda: paths),
     )
+    app.state.keys = keys
     _generation_routes(app, served)
     _model_routes(app, served, options.root or options.names[0])
     chat_batch_routes(app, served)
@@ -129,7 +136,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         engine.config.scheduler.max_model_len,
         served.notation.reasoning is not None,
     )
-    publish(app, limits, with_key=bool(options.api_keys))
+    publish(app, limits, open_paths=options.open_paths if options.has_keys else None)
     return app
 
 
@@ -166,17 +173,17 @@ def _template_variables(engine: AsyncLLM) -> frozenset[str]:
         return frozenset()
 
 
-def _middleware(options: ServerOptions, metrics: Metrics, paths) -> list[Middleware]:
+def _middleware(options: ServerOptions, metrics: Metrics, keys: KeyRing, paths) -> list[Middleware]:
     cors = options.cross_origin
     return [
         *map(_named_middleware, options.middleware),
         *([] if cors is None else [_cors(cors)]),
         *([Middleware(RootPath, root_path=options.root_path)] if options.root_path else []),
         Middleware(RequestLog, paths=paths, count=metrics.count_http, answers_id=options.enable_request_id_headers),
-        Middleware(ApiKey, keys=options.api_keys),
+        Middleware(KeyCheck, keys=keys, open_paths=options.open_paths, control_paths=CONTROL_PATHS),
         Middleware(LoadReport, load=metrics.load),
         Middleware(LastResort),
-        Middleware(BodyLimit, max_bytes=options.max_body_bytes, max_seconds=options.body_seconds),
+        body_limit(options),
     ]
 
 

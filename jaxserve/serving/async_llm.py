@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -174,6 +174,7 @@ class AsyncLLM:
         *,
         timeout: float | None = None,
         arrival: float | None = None,
+        spend: Callable[[int], None] | None = None,
     ) -> streams.RequestStream:
         """Queues prompts. Returns their stream once the engine has accepted them all and compiled the forms of their outputs.
 
@@ -182,6 +183,7 @@ class AsyncLLM:
           request_id: the name of their requests in logs; a new one by default. It need not be unique.
           timeout: seconds from their arrival that they may take, within the server's own request_timeout. DeadlineError follows.
           arrival: when they came, in seconds of time.monotonic(); by default now.
+          spend: called with numbers of tokens: each prompt's when it is accepted, those of outputs as they come.
 
         Raises:
           ValueError, NotImplementedError: a prompt or a parameter can't be served. Then none of the prompts run.
@@ -200,6 +202,7 @@ class AsyncLLM:
             time.monotonic() if arrival is None else arrival,
             limit,
             self._streams.close,
+            spend,
         )
         self.check_room(stream.num_samples)
         if not self._open_to_new.is_set():
@@ -348,6 +351,12 @@ class AsyncLLM:
             await self._until_idle()
         await self._call("pause", **({"abort": True} if mode == "abort" else {}))
         self._open_to_new.set()
+
+    async def end(self, request_ids: Collection[str]) -> int:
+        """Ends requests of these names, as `open` was given them, with what they have and finish_reason "abort". Returns how many
+        there were, prompts counted one by one."""
+        names = self._streams.named(request_ids)
+        return await self._call("end", request_ids=names) if names else 0
 
     async def _until_idle(self) -> None:
         """Takes no request until all others have ended. Raises RuntimeError if `resume` comes first."""

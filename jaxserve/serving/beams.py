@@ -17,6 +17,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.serving.errors import RefusedError, checking
 from jaxserve.serving.generation import Served, open_stream, read_asks
 from jaxserve.serving.messages import Delta, FailedError
+from jaxserve.serving.middleware import key_use
 from jaxserve.serving.protocol import GenerationRequest
 from jaxserve.serving.streams import AnswerStream, Ask
 
@@ -51,6 +52,7 @@ class Beams:
         self.request_ids: list[str] = list(self.asks)
         self.num_samples: int = sum(ask.params.n for ask in asks)
         self.arrival: float = time.monotonic()
+        self._use = key_use(request)
         self._params = _search_params(served, body, asks)
 
     def __aiter__(self) -> AsyncGenerator[Delta]:
@@ -67,6 +69,7 @@ class Beams:
 
     async def _deltas(self) -> AsyncGenerator[Delta]:
         asks = list(self.asks.values())
+        self._spend(sum(len(ask.prompt_token_ids) for ask in asks))
         search = steps([ask.prompt_token_ids for ask in asks], self._params, self._engine.eos_token_ids)
         try:
             beams = next(search)
@@ -81,10 +84,15 @@ class Beams:
                 text = tokenizer.decode(ids, skip_special_tokens=ask.params.skip_special_tokens)
                 yield Delta(name, i, text, ids, finish_reason=sequence.finish_reason, stop_reason=sequence.stop_reason)
 
+    def _spend(self, num_tokens: int) -> None:
+        if self._use is not None:
+            self._use.spend(num_tokens)
+
     async def _expand(self, beams: Sequence[Beam], asks: Sequence[Ask]) -> list[dict[int, Logprob]]:
         params = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * self._params.beam_width, detokenize=False)
         one_token = [Ask(tokens, params, None, asks[i].priority, asks[i].cache_salt) for i, tokens in beams]
         timeout = self._body.timeout
+        self._spend(len(one_token))  # their prompts are cached, all but the last token
         async with await self._engine.open(one_token, self._request_id, timeout=timeout, arrival=self.arrival) as stream:
             found = {delta.request_id: delta.logprobs async for delta in stream if delta.logprobs}
             try:

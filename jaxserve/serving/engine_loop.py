@@ -79,7 +79,7 @@ class _HostLost:
 
 Command = Add | Abort | Call | Stop | _Compiled | _Loaded | _ProgramCompiled | _HostLost
 LAST_WORDS_SECONDS = 1.0  # after a host was lost, in which the engine's thread must hear of it
-CALLS = ("pause", "resume", "reset_prefix_cache", "sleep", "wake_up", "update_weights_from_path")
+CALLS = ("pause", "resume", "reset_prefix_cache", "sleep", "wake_up", "update_weights_from_path", "end")
 
 
 @dataclass(slots=True)
@@ -408,17 +408,21 @@ class EngineLoop:
             return Reply(call.call_id, error=error)
 
     def _pause(self, abort: bool = False) -> None:
-        """abort: the requests under way end with what they have, as if each had reached its end."""
+        """abort: the requests under way end as in `_end`."""
         self._paused = True
-        for request_id, request in list(self._open.items()) if abort else ():
-            if request_id in self._compiling:
-                self._events.append(Accepted(request_id))
-            running = [i for i, sent in enumerate(request.samples) if not sent.finished]
-            deltas = [Delta(request_id, i, "", [], finish_reason="abort", last=i == running[-1]) for i in running]
-            self._events += deltas
-            self._abort([request_id])
+        self._end(list(self._open) if abort else [])
         while abort and self.engine.has_unfinished_requests():  # steps in flight, whose outputs nobody waits for
             self._step()
+
+    def _end(self, request_ids: list[str]) -> int:
+        """Ends those of the requests that are open with what they have, as if each had reached its end. Returns how many."""
+        found = [request_id for request_id in request_ids if request_id in self._open]
+        for request_id in found:
+            self._events += [Accepted(request_id)] if request_id in self._compiling else []
+            running = [i for i, sent in enumerate(self._open[request_id].samples) if not sent.finished]
+            self._events += [Delta(request_id, i, "", [], finish_reason="abort", last=i == running[-1]) for i in running]
+            self._abort([request_id])
+        return len(found)
 
     def _resume(self) -> None:
         self._paused = False

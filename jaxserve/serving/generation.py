@@ -20,6 +20,7 @@ from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.errors import checking, describe
 from jaxserve.serving.handover import asks_for_prefill, check_role, hand_over
 from jaxserve.serving.messages import Delta
+from jaxserve.serving.middleware import key_use
 from jaxserve.serving.options import ServerOptions
 from jaxserve.serving.parsers import Notation
 from jaxserve.serving.protocol import GenerationRequest
@@ -200,7 +201,9 @@ async def open_stream(
     with checking(form_field):
         asks = hand_over(await read_asks(served, request, body, num_prompts, read, arrival), request.headers)
         asks = traced(asks, request.headers)
-        return await served.engine.open(asks, request_id_of(request, body), timeout=body.timeout, arrival=arrival)
+        use = key_use(request)
+        spend = None if use is None else use.spend
+        return await served.engine.open(asks, request_id_of(request, body), timeout=body.timeout, arrival=arrival, spend=spend)
 
 
 async def read_asks(

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from jaxserve.engine.stats import KVStoreStats
+from jaxserve.serving.keys import KeyRing
 from jaxserve.serving.messages import Aborted, Delta, Failed, LoopStats, Report, RequestError, RequestTotals
 
 PREFIX, VLLM_PREFIX = "jaxserve:", "vllm:"
@@ -67,7 +68,8 @@ class Metrics(Collector):
     """Counts the Reports that `take` is given; `render` returns Prometheus's text.
 
     model: the label model_name. stats: counts to begin with. cache: facts of the KV cache, by vLLM's names. prefix: of all names.
-    num_refused: how many requests were refused since the server started, because too many waited. role: of the server.
+    num_refused: how many requests were refused since the server started, because too many waited. role: of the server. keys: what
+    its API keys have used.
     """
 
     def __init__(
@@ -79,7 +81,9 @@ class Metrics(Collector):
         prefix: str = PREFIX,
         num_refused: Callable[[], int] = lambda: 0,
         role: str | None = None,
+        keys: KeyRing | None = None,
     ):
+        self._keys = keys
         self.stats: LoopStats = stats or LoopStats()
         self._prefix, self._num_refused, self._role = prefix, num_refused, role
         self._model, self._cache = model, {name: str(value) for name, value in (cache or {}).items()}
@@ -198,6 +202,8 @@ class Metrics(Collector):
             gauge.add_metric((self._model,), value)
             yield gauge
         yield from self._labelled()
+        if self._keys is not None:
+            yield from key_metrics(self._prefix, self._keys)
         info = GaugeMetricFamily(f"{self._prefix}cache_config_info", "1; the KV cache is in the labels.", labels=tuple(self._cache))
         info.add_metric(tuple(self._cache.values()), 1.0)
         yield info
@@ -271,3 +277,23 @@ class Metrics(Collector):
 
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
+
+
+def key_metrics(prefix: str, keys: KeyRing) -> Iterator[Metric]:
+    """What the keys that have names have used; nothing where there are none."""
+    if not keys.named:
+        return
+    requests = CounterMetricFamily(f"{prefix}api_key_requests", "Requests that were taken, by API key.", labels=("key",))
+    tokens = CounterMetricFamily(f"{prefix}api_key_tokens", "Tokens of prompts and outputs, by API key.", labels=("key",))
+    refused = CounterMetricFamily(
+        f"{prefix}api_key_refusals", "Requests that a limit of their API key refused.", labels=("key", "limit")
+    )
+    running = GaugeMetricFamily(f"{prefix}api_key_requests_running", "Requests under way, by API key.", labels=("key",))
+    for use in keys.named:
+        name = str(use.key.name)
+        requests.add_metric((name,), float(use.num_requests))
+        tokens.add_metric((name,), float(use.num_tokens))
+        running.add_metric((name,), float(use.num_running))
+        for limit, number in use.num_refused.items():
+            refused.add_metric((name, limit), float(number))
+    yield from (requests, tokens, refused, running) if keys.counts_tokens else (requests, refused, running)

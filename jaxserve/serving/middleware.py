@@ -1,4 +1,4 @@
-"""Middleware of every HTTP request: its id, the access log, the API key, the limits of its body.
+"""Middleware of every HTTP request: its id, the access log, the API key and its limits, the limits of its body.
 
 It is plain ASGI, which costs a wrapper for each request and nothing for each chunk. Prompts and answers are never logged.
 """
@@ -6,22 +6,24 @@ It is plain ASGI, which costs a wrapper for each request and nothing for each ch
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.serving.errors import error_response, response_to
+from jaxserve.serving.keys import KeyLimitError, KeyRing, KeyUse
+from jaxserve.serving.options import HTTPOptions
 from jaxserve.serving.responses import encode
 
 access_log: logging.Logger = logging.getLogger("jaxserve.access")
-OPEN_PATHS = ("/", "/health", "/ping", "/metrics", "/version")  # need no API key
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -71,15 +73,16 @@ class RequestLog:
         finally:
             path = _path_of(scope, self._paths())
             self._count(path, status)
-            client, user = scope.get("client"), state.get("user")
+            client, user, use = scope.get("client"), state.get("user"), state.get("key_use")
             access_log.info(
-                "%s %s %s %d %.3fs %s%s",
+                "%s %s %s %d %.3fs %s%s%s",
                 client[0] if client else "-",
                 scope["method"],
                 path,
                 status,
                 time.monotonic() - started,
                 request_id,
+                f" key={use.key.name}" if use is not None and use.key.name else "",
                 f" user={user!r:.80}" if user else "",
             )
 
@@ -136,28 +139,57 @@ class LoadReport:
         await self.app(scope, receive, send_with_load)
 
 
-class ApiKey:
-    """Answers 401 unless the request has one of the keys, as a bearer token or as Anthropic's X-Api-Key. Without keys, every
-    request passes."""
+class KeyCheck:
+    """Answers 401 unless the request has one of the keys, as a bearer token or as Anthropic's X-Api-Key, 403 for a control route
+    that the key does not open, and 429 where one of its limits is reached. Without keys, every request passes.
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
+    The request's `state.key_use` is then what its key has used.
+
+    open_paths: need no key. control_paths: need one that may control.
+    """
+
+    def __init__(self, app: ASGIApp, keys: KeyRing, open_paths: Collection[str], control_paths: Collection[str] = ()):
         self.app = app
-        self._keys = [key.encode() for key in keys]
+        self._keys, self._open, self._control = keys, frozenset(open_paths), frozenset(control_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS and not self._knows(scope):
+        if scope["type"] != "http" or self._keys.is_open or scope["path"] in self._open:
+            await self.app(scope, receive, send)
+            return
+        use = self._keys.find(_tokens(scope))
+        if use is None:
             headers = {"WWW-Authenticate": "Bearer"}
             message = "no valid API key was given; send it as 'Authorization: Bearer KEY'"
             await error_response(scope, 401, message, code="invalid_api_key", headers=headers)(scope, receive, send)
             return
-        await self.app(scope, receive, send)
+        scope.setdefault("state", {})["key_use"] = use
+        if scope["path"] in self._control and not use.key.may_control:
+            message = f"key {use.key.name!r} does not open {scope['path']}: that takes one with may_control"
+            await error_response(scope, 403, message)(scope, receive, send)
+            return
+        try:
+            use.begin()
+        except KeyLimitError as error:
+            headers = {"Retry-After": str(error.retry_after)}
+            response = error_response(scope, 429, str(error), code="rate_limit_exceeded", headers=headers)
+            await response(scope, receive, send)
+            return
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            use.end()
 
-    def _knows(self, scope: Scope) -> bool:
-        headers = Headers(scope=scope)
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        tokens = [token if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
-        matches = [hmac.compare_digest(given.encode(), key) for given in tokens for key in self._keys]  # all: time tells nothing
-        return any(matches)
+
+def _tokens(scope: Scope) -> list[bytes]:
+    """What a request may have shown as a key."""
+    headers = Headers(scope=scope)
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return [(token if scheme.lower() == "bearer" else "").encode(), headers.get("x-api-key", "").encode()]
+
+
+def key_use(request: Request) -> KeyUse | None:
+    """What the request's key has used; None where no key is asked for."""
+    return getattr(request.state, "key_use", None)
 
 
 class LastResort:
@@ -183,19 +215,23 @@ class LastResort:
 
 
 class BodyLimit:
-    """Answers 413 for a body of more than max_bytes, and 408 for one that takes longer than max_seconds to arrive."""
+    """Answers 413 for a body of more than max_bytes, 408 for one that takes longer than max_seconds to arrive, and 429 where the
+    bodies of all requests under way would have more than max_held_bytes together."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float):
+    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float, max_held_bytes: int):
         self.app = app
-        self._max_bytes, self._max_seconds = max_bytes, max_seconds
+        self._max_bytes, self._max_seconds, self._max_held = max_bytes, max_seconds, max_held_bytes
+        self.num_held_bytes: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         said = Headers(scope=scope).get("content-length", "0")
-        if said.isdecimal() and int(said) > self._max_bytes:
-            await error_response(scope, 413, self._too_large(), headers={"Connection": "close"})(scope, receive, send)
+        announced = int(said) if said.isdecimal() else 0
+        if (refusal := self._refusal(announced, announced)) is not None:
+            headers = dict(refusal.headers or {}) | {"Connection": "close"}  # nothing of it has been read
+            await error_response(scope, refusal.status_code, refusal.detail, headers=headers)(scope, receive, send)
             return
         num_bytes, complete, deadline = 0, False, asyncio.get_running_loop().time() + self._max_seconds
 
@@ -208,13 +244,35 @@ class BodyLimit:
                     message = await receive()
             except TimeoutError:
                 raise HTTPException(408, f"the body did not come within {self._max_seconds:g} s") from None
-            num_bytes += len(message.get("body", b""))
+            num_new = len(message.get("body", b""))
             complete = not message.get("more_body", False)
-            if num_bytes > self._max_bytes:
-                raise HTTPException(413, self._too_large())
+            if (refusal := self._refusal(num_bytes + num_new, num_new)) is not None:
+                raise refusal
+            num_bytes += num_new
+            self.num_held_bytes += num_new
             return message
 
-        await self.app(scope, receive_some, send)
+        try:
+            await self.app(scope, receive_some, send)
+        finally:
+            self.num_held_bytes -= num_bytes
 
-    def _too_large(self) -> str:
-        return f"the body is larger than {self._max_bytes} bytes"
+    def _refusal(self, size: int, num_new: int) -> HTTPException | None:
+        """The answer to a body of this size, whose last part is of num_new bytes, if it is not to be taken."""
+        if size > self._max_bytes:
+            return HTTPException(413, f"the body is larger than {self._max_bytes} bytes")
+        if num_new and self.num_held_bytes + num_new > self._max_held:
+            held = f"{self.num_held_bytes} bytes, of at most {self._max_held}"
+            message = f"requests under way have bodies of {held}; try again in 1 s"
+            return HTTPException(429, message, {"Retry-After": "1"})
+        return None
+
+
+def body_limit(options: HTTPOptions) -> Middleware:
+    """A BodyLimit as the options have it."""
+    return Middleware(
+        BodyLimit,
+        max_bytes=options.max_body_bytes,
+        max_seconds=options.body_seconds,
+        max_held_bytes=options.max_held_bytes,
+    )

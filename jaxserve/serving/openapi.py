@@ -5,7 +5,7 @@ Owns what the schema says beyond the request models. Knows nothing of how reques
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,12 @@ _STRUCTS: dict[str, Any] = {}  # those that routes answer with
 _ERRORS = {
     400: "The request is malformed, or asks for what this server can't do.",
     401: "No valid API key.",
+    403: "The API key does not open this route.",
     404: "There is no such model.",
     408: "The body did not come in time.",
     409: "Not in this state: requests are under way, or the engine is asleep.",
     413: "The body is too large.",
-    429: "Too much is waiting; Retry-After says when to try again.",
+    429: "Too much is waiting, or a limit of the key is reached; Retry-After says when to try again.",
     500: "The engine failed.",
     503: "Nothing is taken at the moment.",
     504: "The request took longer than it was given.",
@@ -40,13 +41,14 @@ def _named(kind: Any) -> str:
 def answers(kind: Any, *statuses: int, also: str | None = None, error: Any = responses.ErrorResponse) -> dict[str, Any]:
     """FastAPI's `responses` for a route that answers with a struct.
 
-    statuses: of errors that it may answer with. also: a media type of events that it may send instead. error: the struct of errors.
+    statuses: of errors that it may answer with; where a key may be missing (401), its limits may be reached too (429).
+    also: a media type of events that it may send instead. error: the struct of errors.
     """
     content: dict[str, Any] = {"application/json": {"schema": {_STRUCT: _named(kind)}}}
     if also is not None:
         content[also] = {"schema": {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}}
     said: dict[int | str, Any] = {200: {"description": "OK", "content": content}}
-    for status in statuses:
+    for status in sorted({*statuses, 429} if 401 in statuses else statuses):
         made = {"description": _ERRORS[status], "content": {"application/json": {"schema": {_STRUCT: _named(error)}}}}
         said[status] = made | ({"headers": {"Retry-After": {"schema": {"type": "string"}}}} if status == 429 else {})
     return {"responses": said}
@@ -163,8 +165,9 @@ def decimal_below(limit: int) -> str:
     return f"^({'|'.join(parts)})$"
 
 
-def publish(app: FastAPI, limits: Limits, *, with_key: bool) -> None:
-    """Makes `app.openapi()` return the schema of what this server accepts and answers."""
+def publish(app: FastAPI, limits: Limits, *, open_paths: Collection[str] | None) -> None:
+    """Makes `app.openapi()` return the schema of what this server accepts and answers. open_paths: those that need no key; None:
+    none does."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -178,8 +181,8 @@ def publish(app: FastAPI, limits: Limits, *, with_key: bool) -> None:
             _insert_structs(made, components)
             for schema in components.values():
                 limits.write(schema)
-            if with_key:
-                _require_key(made)
+            if open_paths is not None:
+                _require_key(made, open_paths)
             app.openapi_schema = made
         return app.openapi_schema
 
@@ -205,11 +208,9 @@ def _insert_structs(made: dict[str, Any], components: dict[str, Any]) -> None:
     components.update(structs)
 
 
-def _require_key(made: dict[str, Any]) -> None:
-    from jaxserve.serving.middleware import OPEN_PATHS
-
+def _require_key(made: dict[str, Any], open_paths: Collection[str]) -> None:
     made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in made["paths"].items():
-        if path not in OPEN_PATHS:
+        if path not in open_paths:
             for operation in operations.values():
                 operation["security"] = [{"key": []}]

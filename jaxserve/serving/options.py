@@ -15,6 +15,14 @@ Role = Literal["prefill", "decode"]
 ROLES: tuple[str, ...] = get_args(Role)
 MAX_WAITING = 1024  # samples that may wait beyond an engine's max_num_seqs
 MAX_STORED_RESPONSES, MAX_STORED_BYTES = 1000, 64 * 2**20  # of responses that are kept for later requests
+# Paths that need no key by default, and those that may be among them.
+OPEN_PATHS: tuple[str, ...] = ("/", "/health", "/ping", "/metrics", "/version")
+OPENABLE_PATHS: tuple[str, ...] = (*OPEN_PATHS, "/openapi.json", "/v1/models", "/load")
+# Routes that change one server, or tell what it is set to; they exist with enable_control.
+CONTROL_PATHS: tuple[str, ...] = (
+    *("/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/update_weights_from_path"),
+    *("/sleep", "/wake_up", "/is_sleeping", "/server_info"),
+)
 MAX_FAILURES = 3  # steps in a row that may raise before an engine counts as broken
 
 
@@ -22,25 +30,47 @@ MAX_FAILURES = 3  # steps in a row that may raise before an engine counts as bro
 class HTTPOptions:
     """What a server and a router have in common.
 
-    api_keys: bearer tokens, any of which gives access. None of them: access is free.
+    api_keys: bearer tokens, any of which gives access. None of them, and no api_keys_file: access is free.
+    api_keys_file: a file of keys with names and limits, as keys.read_keys takes it.
+    open_paths: paths that need no key, of OPENABLE_PATHS.
+    max_connections: connections that may be open; more are answered with 503.
+    max_header_bytes, header_seconds: the most bytes of a request line and its headers, and the most seconds for them to arrive.
     max_body_bytes, body_seconds: the most bytes of a body, and the most seconds for it to arrive.
-    patience: seconds that a stream waits for a client that reads nothing.
+    max_held_bytes: the most bytes of the bodies of all requests under way; more are answered with 429.
+    patience: seconds that an answer waits for a client that reads nothing of it.
 
     Raises:
-      ValueError: an empty key, or a limit that is not above 0.
+      ValueError: an empty key, an open path that is none of those, or a limit that is not above 0, or below that of one body.
     """
 
     api_keys: tuple[str, ...] = ()
+    api_keys_file: str | None = None
+    open_paths: tuple[str, ...] = OPEN_PATHS
+    max_connections: int = 4096
+    max_header_bytes: int = 64 * 2**10
+    header_seconds: float = 20.0
     max_body_bytes: int = 32 * 2**20
     body_seconds: float = 60.0
+    max_held_bytes: int = 2**30
     patience: float = 120.0
 
     def __post_init__(self) -> None:
         if not all(self.api_keys):
             raise ValueError("an API key must not be empty")
-        for name in ("max_body_bytes", "body_seconds", "patience"):
+        for path in self.open_paths:
+            if path not in OPENABLE_PATHS:
+                raise ValueError(f"open_paths: {path!r} can't be without a key, only {', '.join(OPENABLE_PATHS)}")
+        limits = ("max_connections", "max_header_bytes", "header_seconds", "max_body_bytes", "body_seconds", "patience")
+        for name in limits:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be above 0")
+        if self.max_held_bytes < self.max_body_bytes:
+            raise ValueError(f"max_held_bytes={self.max_held_bytes} must be at least max_body_bytes={self.max_body_bytes}")
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients must show a key."""
+        return bool(self.api_keys) or self.api_keys_file is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +159,7 @@ class ServerOptions(HTTPOptions):
         for name in ("max_stored_responses", "max_stored_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be 0 or more")
-        if self.enable_control and not self.api_keys:
+        if self.enable_control and not self.has_keys:
             raise ValueError("enable_control=True lets clients swap the weights: give api_keys too")
         if self.role is not None and self.role not in ROLES:
             raise ValueError(f"role={self.role!r} must be one of {', '.join(ROLES)}")

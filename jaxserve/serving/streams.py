@@ -10,7 +10,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -63,13 +63,14 @@ class RequestStream:
         arrival: float,
         timeout: float | None,
         close: Callable[[RequestStream, bool], None],
+        spend: Callable[[int], None] | None = None,
     ):
         self.asks: Mapping[str, Ask] = asks  # by request id
         self.request_ids: list[str] = list(asks)
         self.num_samples: int = sum(ask.params.n for ask in asks.values())
         self.arrival: float = arrival  # in seconds of time.monotonic()
         self.timeout: float | None = timeout  # seconds after the arrival
-        self._close = close
+        self._close, self._spend = close, spend
         self._unfinished = set(asks)
         self._unaccepted = set(asks)
         self._deltas: deque[Delta] = deque()
@@ -119,10 +120,14 @@ class RequestStream:
         """An event of one of its requests."""
         if isinstance(event, Delta):
             self._deltas.append(event)
+            if self._spend is not None:
+                self._spend(len(event.token_ids))
             if event.last:
                 self._unfinished.discard(event.request_id)
         elif isinstance(event, Accepted):
             self._unaccepted.discard(event.request_id)
+            if self._spend is not None:
+                self._spend(len(self.asks[event.request_id].prompt_token_ids))
         else:
             self._unfinished.discard(event.request_id)
             self._error = self._error or event.error
@@ -210,6 +215,10 @@ class OpenStreams:
         if running:
             self._abort(running, refused)
             self._forget(stream, running)
+
+    def named(self, request_ids: Collection[str]) -> list[str]:
+        """The open requests that have one of these names; theirs is that and two numbers."""
+        return [name for name in self._streams if name.rsplit(".", 2)[0] in request_ids]
 
     def fail_all(self, error: Exception) -> None:
         """Ends every stream with this error."""

@@ -16,7 +16,7 @@ def tokenize(served: Served, body: TokenizeCompletionRequest | TokenizeChatReque
     with checking():
         tokenizer = served.engine.get_tokenizer()
         text = body.prompt if isinstance(body, TokenizeCompletionRequest) else render(served, body)
-    ids = tokenizer.encode(text, body.add_special_tokens)
+        ids = tokenizer.encode(text, body.add_special_tokens)  # half a surrogate pair is no text
     strings = [tokenizer.backend.id_to_token(i) or "" for i in ids] if body.return_token_strs else None
     return Tokens(len(ids), served.engine.config.scheduler.max_model_len, ids, strings)
 

@@ -15,8 +15,9 @@ import uvicorn
 from jaxserve import LLM
 from jaxserve.serving.app import make_app
 from jaxserve.serving.async_llm import AsyncLLM
+from jaxserve.serving.connections import bounded
 from jaxserve.serving.interfaces import ServedLLM
-from jaxserve.serving.options import ServerOptions
+from jaxserve.serving.options import HTTPOptions, ServerOptions
 
 
 @dataclass
@@ -39,15 +40,16 @@ class Server:
 @contextlib.contextmanager
 def serving(llm: ServedLLM, *, names=("alphabet",), options: dict[str, Any] | None = None, **engine: Any) -> Iterator[Server]:
     """A server while the `with` lasts."""
-    async_llm = AsyncLLM(llm, **engine)
-    app = make_app(async_llm, ServerOptions(names=names, **options or {}))
-    with listening(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+    async_llm, made = AsyncLLM(llm, **engine), ServerOptions(names=names, **options or {})
+    with listening(make_app(async_llm, made), http=bounded(made)) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield Server(url, async_llm, client)
 
 
 @contextlib.contextmanager
 def listening(app: Any, **options: Any) -> Iterator[str]:
-    """The address of an ASGI application that listens while the `with` lasts. options: uvicorn's."""
+    """The address of an ASGI application that listens while the `with` lasts, by default with a server's bounds on connections.
+    options: uvicorn's."""
+    options = {"http": bounded(HTTPOptions()), "ws": "none"} | options
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

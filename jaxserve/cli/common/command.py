@@ -33,7 +33,9 @@ _TITLES = {  # of flags that a module of common/ defines, by the module's name
     "simulated_machine": "Planning",
 }
 _EXTRAS = {  # a package that an optional extra brings -> the extra
-    **dict.fromkeys(("aiohttp", "fastapi", "msgspec", "prometheus_client", "pydantic", "starlette", "uvicorn"), "serve"),
+    **dict.fromkeys(
+        ("aiohttp", "fastapi", "msgspec", "prometheus_client", "pydantic", "rich", "starlette", "uvicorn", "yaml"), "serve"
+    ),
     "matplotlib": "plots",
     "torch": "verify",
     **dict.fromkeys(("pyarrow", "ray"), "ray"),

@@ -6,15 +6,21 @@ import logging
 import os
 import signal
 import ssl
+from collections.abc import Callable
 from typing import Any
 
 from absl import flags
 
-from jaxserve.serving.options import HTTPOptions
+from jaxserve.serving.keys import read_keys
+from jaxserve.serving.options import OPEN_PATHS, OPENABLE_PATHS, HTTPOptions
 
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 is every one that this machine has.")
 _PORT = flags.DEFINE_integer("port", 8000, "Port; 0 is any free one.", lower_bound=0, upper_bound=65535)
 _KEYS = flags.DEFINE_multi_string("api_key", [], "A key that a client must show; may be repeated. Also JAXSERVE_API_KEY.")
+_KEYS_FILE = flags.DEFINE_string(
+    "api_keys_file", None, "YAML or JSON file of keys with names and limits; read again on SIGHUP (docs/server.md#keys)."
+)
+_OPEN = flags.DEFINE_list("open_paths", list(OPEN_PATHS), f"Paths that need no key, of {', '.join(OPENABLE_PATHS)}.")
 _GRACE = flags.DEFINE_integer("grace", 30, "Seconds that requests have to finish after SIGTERM.", lower_bound=0)
 _CERT = flags.DEFINE_string("ssl_certfile", None, "A TLS certificate: serve https.")
 _KEY = flags.DEFINE_string("ssl_keyfile", None, "Its private key.")
@@ -49,12 +55,35 @@ def _tls_can_be_served(given: dict[str, Any]) -> bool:
     return True
 
 
-MAX_BODY = flags.DEFINE_integer("max_body_bytes", HTTPOptions.max_body_bytes, "Largest body of a request.", lower_bound=1)
+_MAX_BODY = flags.DEFINE_integer("max_body_bytes", HTTPOptions.max_body_bytes, "Largest body of a request.", lower_bound=1)
+_MAX_HELD = flags.DEFINE_integer(
+    "max_held_bytes",
+    HTTPOptions.max_held_bytes,
+    "Most bytes of the bodies of all requests under way; then 429.",
+    lower_bound=1,
+)
+_MAX_HEADER = flags.DEFINE_integer(
+    "max_header_bytes", HTTPOptions.max_header_bytes, "Largest request line and headers of a request, together.", lower_bound=1
+)
+_MAX_CONNECTIONS = flags.DEFINE_integer(
+    "max_connections", HTTPOptions.max_connections, "Connections that may be open; more are answered with 503.", lower_bound=1
+)
 
 
-def api_keys() -> tuple[str, ...]:
+def shared_options() -> dict[str, Any]:
+    """Fields of `HTTPOptions`. Raises ValueError for a file of keys that can't be read."""
+    if _KEYS_FILE.value is not None:
+        read_keys(_KEYS_FILE.value)  # now, and not when a model has been loaded
     own = os.environ.get("JAXSERVE_API_KEY")
-    return (*_KEYS.value, own) if own else tuple(_KEYS.value)
+    return {
+        "api_keys": (*_KEYS.value, own) if own else tuple(_KEYS.value),
+        "api_keys_file": _KEYS_FILE.value,
+        "open_paths": tuple(_OPEN.value),
+        "max_body_bytes": _MAX_BODY.value,
+        "max_held_bytes": _MAX_HELD.value,
+        "max_header_bytes": _MAX_HEADER.value,
+        "max_connections": _MAX_CONNECTIONS.value,
+    }
 
 
 def grace() -> int:
@@ -74,15 +103,27 @@ def set_up_logging() -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.INFO)
 
 
-def run(application: Any, *, date_header: bool = True) -> None:
-    """Serves an ASGI application until SIGTERM or Ctrl-C, then lets what runs finish for --grace seconds."""
+def reload_on_hangup(reload: Callable[[], object] = lambda: None) -> None:
+    """SIGHUP calls `reload`, where there is a file of keys; else it ends the process, as ever."""
+    if _KEYS_FILE.value is not None:
+        signal.signal(signal.SIGHUP, lambda *_: reload())
+
+
+def run(application: Any, options: HTTPOptions, *, date_header: bool = True) -> None:
+    """Serves an application, whose `state.keys` is its KeyRing, until SIGTERM or Ctrl-C, then lets what runs finish for --grace
+    seconds. On SIGHUP the keys are read again."""
     import uvicorn
 
+    from jaxserve.serving.connections import bounded
+
+    reload_on_hangup(application.state.keys.reload)
     # uvicorn raises the signal that stopped it again at its end, to be handled as it was before: done is done.
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGINT, lambda *_: None)
     uvicorn.run(
         application,
+        http=bounded(options),
+        ws="none",
         host=_HOST.value,
         port=_PORT.value,
         log_config=None,

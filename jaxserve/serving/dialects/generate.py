@@ -1,6 +1,7 @@
-"""`/inference/v1/generate`: token ids in, token ids out, as vLLM has it. It needs no tokenizer unless text is asked for.
+"""`/inference/v1/generate`: token ids in, token ids out, as vLLM has it. It needs no tokenizer unless text is asked for. And
+`/inference/v1/abort_requests`, which ends requests of any route.
 
-Owns the request, its answers and chunks, and how log-probabilities are written by token id.
+Owns the requests, their answers and chunks, and how log-probabilities are written by token id.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from jaxserve.serving.protocol import PASSED_ON, GenerationRequest, StreamOption
 from jaxserve.serving.responses import PromptLogprobs, Usage, encode
 from jaxserve.serving.streaming import EventStream, unless_gone
 from jaxserve.serving.streams import Ask, RequestStream
-from jaxserve.serving.strict_model import Model, Text, TokenIds, if_given
+from jaxserve.serving.strict_model import Model, Text, Texts, TokenIds, if_given
 
 ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 
@@ -79,6 +80,12 @@ class GenerateRequest(Model):
         return self.sampling_params.n
 
 
+class AbortRequests(Model):
+    """`POST /inference/v1/abort_requests`."""
+
+    request_ids: Texts = Field(description="As clients gave them (X-Request-Id, or request_id), or as answers have them in id.")
+
+
 # ---- answers
 
 
@@ -123,8 +130,23 @@ class Generated(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class AbortedRequests(Struct):
+    """num_aborted: requests that were under way, the prompts of one counted one by one."""
+
+    num_aborted: int
+
+
+_PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-")  # of ids in answers, before the request's own
+
+
 def generate_routes(app: FastAPI, served: Served) -> None:
-    """Adds the route."""
+    """Adds the routes."""
+
+    @app.post("/inference/v1/abort_requests", response_model=None, **answers(AbortedRequests, 400, 401, 408, 413, 500, 503))
+    async def abort_requests(body: AbortRequests) -> Response:
+        given = set(body.request_ids)
+        named = {name.removeprefix(prefix) for name in given for prefix in _PREFIXES}
+        return Response(encode(AbortedRequests(await served.engine.end(given | named))), media_type="application/json")
 
     @app.post("/inference/v1/generate", response_model=None, **answers(Generated, *ERRORS, also="text/event-stream"))
     async def generate(body: GenerateRequest, request: Request) -> Response:

@@ -32,6 +32,7 @@ from jaxserve.serving.dialects.responses_protocol import (
 from jaxserve.serving.dialects.turn import Turn, chat_request, renaming
 from jaxserve.serving.errors import RefusedError, describe
 from jaxserve.serving.generation import Served
+from jaxserve.serving.middleware import key_use
 from jaxserve.serving.openapi import answers
 from jaxserve.serving.protocol import check_model
 from jaxserve.serving.responses import encode
@@ -90,6 +91,9 @@ class Responses:
             task = asyncio.create_task(_run(answer))
             self._running[answer.response.id] = answer, task
             task.add_done_callback(lambda task: self._ended(answer, task))
+            if (use := key_use(request)) is not None:
+                use.hold()
+                task.add_done_callback(lambda _: use.end())
             return _json(encode(answer.response))
         if body.stream:
             return EventStream(self._events(answer), turn.stream.close, self._served.patience)

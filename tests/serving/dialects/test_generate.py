@@ -1,13 +1,16 @@
 """`/inference/v1/generate`, with a tokenizer and without one."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import httpx
 import pytest
 
 from jaxserve import SamplingParams
 from jaxserve.serving.dialects.generate import GenerateRequest, sampling_params
-from tests.alphabet_model import VOCABULARY, ids
+from tests.alphabet_model import VOCABULARY, after, ids
 from tests.serving.calls import chunks, complete, ok, refusal
-from tests.serving.http_server import serving
+from tests.serving.http_server import serving, slow_down
 
 
 class NoTokenizer:
@@ -117,3 +120,32 @@ def test_text_is_made_where_somebody_reads_it():
     assert of().top_p == 0.5 and of(top_p=1).top_p == 1 and of().max_tokens is None
     assert [of().detokenize, of(output_mode="text").detokenize, of(stop=["a"]).detokenize] == [False, True, True]
     assert of(logit_bias={"7": 1}).logit_bias == {7: 1}
+
+
+def test_requests_are_aborted_by_their_names(shared_llm, monkeypatch):
+    """Of any route, by the client's name or the answer's; each ends with what it has. Others go on."""
+    slow_down(monkeypatch, shared_llm)
+    long = {"max_tokens": 200, "ignore_eos": True}
+
+    def abort(*request_ids: str) -> int:
+        return ok(server.client.post("/inference/v1/abort_requests", json={"request_ids": request_ids}))["num_aborted"]
+
+    with serving(shared_llm) as server, ThreadPoolExecutor(3) as pool:
+        first = pool.submit(generate, server, "a", request_id="mine", stream=True, **long)
+        headers = {"X-Request-Id": "mine.2"}
+        body = {"prompt": ["a", "x"], "temperature": 0} | long
+        second = pool.submit(server.client.post, "/v1/completions", json=body, headers=headers)
+        third = pool.submit(complete, server, "!", max_tokens=60)
+        deadline = time.monotonic() + 60
+        while server.engine.stats.num_running < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert abort("nobody", "cmpl-mine.2", "mine.2.0") == 2
+        cut = ok(second.result(60))["choices"]
+        assert [choice["finish_reason"] for choice in cut] == ["abort"] * 2
+        assert all(after(letter, 199).startswith(choice["text"]) for choice, letter in zip(cut, "ax", strict=True))
+        assert abort("mine") == 1 and abort("mine") == 0
+        assert chunks(first.result(60))[-1]["choices"][0]["finish_reason"] == "abort"
+        assert ok(third.result(60))["choices"][0]["text"] == after("!", 60)
+        server.wait_idle()
+        assert refusal(server.client.post("/inference/v1/abort_requests", json={"request_ids": []}))["param"] == "request_ids"
