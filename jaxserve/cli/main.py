@@ -30,6 +30,7 @@ COMMANDS = {  # as a user says it -> a line; its module is that of jaxserve.cli 
     "verify": "Compare a model with transformers.",
     "qualify": "Try our kernels on this GPU, and keep the verdict.",
     "router": "Join several servers behind one address.",
+    "top": "Watch a running server in the terminal.",
     "version": "Print jaxserve's version and those of what it stands on.",
 }
 FAMILIES = tuple(dict.fromkeys(name.partition(" ")[0] for name in COMMANDS if " " in name))  # first words of commands of two
