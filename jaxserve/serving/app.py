@@ -77,15 +77,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
     check_role_has_store(options.role, engine.config.engine.kv_store)
     served = Served(engine, options, _notation(engine, options))
     keys = KeyRing(options.api_keys, options.api_keys_file)
-    metrics = Metrics(
-        options.names[0],
-        engine.stats,
-        _cache_info(engine),
-        prefix=VLLM_PREFIX if options.vllm_metric_names else PREFIX,
-        num_refused=lambda: engine.num_refused,
-        role=options.role,
-        keys=keys,
-    )
+    metrics = _metrics(engine, options, keys)
     tracing = None
     engine.listener = metrics.take
     if options.otlp_endpoint is not None:
@@ -125,7 +117,25 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
     if options.enable_control:
         control_routes(app, engine)
     paths = frozenset(str(getattr(route, "path", "")) for route in app.routes)
-    limits = Limits(
+    publish(app, _limits(engine, served, options), open_paths=options.open_paths if options.has_keys else None)
+    return app
+
+
+def _metrics(engine: AsyncLLM, options: ServerOptions, keys: KeyRing) -> Metrics:
+    return Metrics(
+        options.names[0],
+        engine.stats,
+        _cache_info(engine),
+        prefix=VLLM_PREFIX if options.vllm_metric_names else PREFIX,
+        num_refused=lambda: engine.num_refused,
+        role=options.role,
+        keys=keys,
+    )
+
+
+def _limits(engine: AsyncLLM, served: Served, options: ServerOptions) -> Limits:
+    """Of requests, as the published schema has them."""
+    return Limits(
         options.names,
         engine.config.model.vocab_size,
         _template_variables(engine),
@@ -136,8 +146,6 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         engine.config.scheduler.max_model_len,
         served.notation.reasoning is not None,
     )
-    publish(app, limits, open_paths=options.open_paths if options.has_keys else None)
-    return app
 
 
 def _both(first: Callable[[Report], None], second: Callable[[Report], None]) -> Callable[[Report], None]:
