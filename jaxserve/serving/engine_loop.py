@@ -29,11 +29,15 @@ from jaxserve.serving.messages import (
     Accepted,
     Add,
     Call,
+    Compiled,
     Delta,
     Event,
     Failed,
     FailedError,
+    HostLost,
+    Loaded,
     LoopStats,
+    ProgramCompiled,
     QueueFullError,
     Reply,
     Report,
@@ -49,35 +53,7 @@ from jaxserve.text.tokenizer import Tokenizer
 logger: logging.Logger = logging.getLogger("jaxserve")
 
 
-@dataclass(frozen=True, slots=True)
-class _Compiled:
-    """From the compiler's threads: the grammar of this request has been compiled, or has failed."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """From the thread that reads weights: the weights that a call named, as a module, or the error of reading them."""
-
-    call: Call
-    module: Any = None
-    error: Exception | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _ProgramCompiled:
-    """From the thread that compiles programs behind the steps: the counts have changed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _HostLost:
-    """From the group of processes that the engine's devices belong to: why it can run no more steps."""
-
-    why: str
-
-
-Command = Add | Abort | Call | Stop | _Compiled | _Loaded | _ProgramCompiled | _HostLost
+Command = Add | Abort | Call | Stop | Compiled | Loaded | ProgramCompiled | HostLost
 LAST_WORDS_SECONDS = 1.0  # after a host was lost, in which the engine's thread must hear of it
 CALLS = ("pause", "resume", "reset_prefix_cache", "sleep", "wake_up", "update_weights_from_path", "end")
 
@@ -144,7 +120,7 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
 
     def start(self) -> None:
-        self.engine.on_compiled(lambda: self.send(_ProgramCompiled()))
+        self.engine.on_compiled(lambda: self.send(ProgramCompiled()))
         self.engine.on_lost(lambda error: self._hear_of_loss(str(error)))
         self._thread.start()
 
@@ -154,7 +130,7 @@ class EngineLoop:
 
     def _hear_of_loss(self, why: str) -> None:
         """On a thread of the group's. The engine's thread may stand in a step that never comes back."""
-        self.send(_HostLost(why))
+        self.send(HostLost(why))
         last_words = threading.Timer(LAST_WORDS_SECONDS, self._speak_for_the_thread, (why,))
         last_words.daemon = True
         last_words.start()
@@ -216,13 +192,13 @@ class EngineLoop:
                 for name in () if command.refused else self._open.keys() & set(command.request_ids):
                     self._events.append(Aborted(name, sum(not sent.finished for sent in self._open[name].samples)))
                 self._abort(command.request_ids)
-            elif isinstance(command, _ProgramCompiled):
+            elif isinstance(command, ProgramCompiled):
                 self._has_news = True
-            elif isinstance(command, _HostLost):
+            elif isinstance(command, HostLost):
                 self._break(command.why)
-            elif isinstance(command, _Compiled):
+            elif isinstance(command, Compiled):
                 self._settle(command.request_id)
-            elif isinstance(command, _Loaded):
+            elif isinstance(command, Loaded):
                 self._loading = None
                 self._events.append(self._reply(command.call, partial(self._update_weights, command)))
             else:
@@ -260,7 +236,7 @@ class EngineLoop:
             self._events.append(Accepted(add.request_id))
         else:
             self._compiling[add.request_id] = grammar
-            compiled = _Compiled(add.request_id)
+            compiled = Compiled(add.request_id)
             grammar.add_done_callback(lambda _: self.send(compiled))  # lives as long as the grammar, so it holds no prompt
 
     def _settle(self, request_id: str) -> None:
@@ -436,12 +412,12 @@ class EngineLoop:
     def _load(self, call: Call) -> None:
         """Reads the weights that a call names, on a thread of its own while steps run."""
         try:
-            loaded = _Loaded(call, self.engine.read_weights(call.arguments["path"]))
+            loaded = Loaded(call, self.engine.read_weights(call.arguments["path"]))
         except Exception as error:
-            loaded = _Loaded(call, error=error)
+            loaded = Loaded(call, error=error)
         self.send(loaded)
 
-    def _update_weights(self, loaded: _Loaded) -> None:
+    def _update_weights(self, loaded: Loaded) -> None:
         if loaded.error is not None:
             raise loaded.error
         self.engine.update_params(loaded.module, loaded.call.arguments["in_flight"])

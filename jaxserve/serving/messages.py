@@ -204,5 +204,36 @@ class Report:
     stats: LoopStats
 
 
+# -- what the loop is told by threads beside it
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """From the compiler's threads: the grammar of this request has been compiled, or has failed."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """From the thread that reads weights: the weights that a call named, as a module, or the error of reading them."""
+
+    call: Call
+    module: Any = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramCompiled:
+    """From the thread that compiles programs behind the steps: the counts have changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLost:
+    """From the group of processes that the engine's devices belong to: why it can run no more steps."""
+
+    why: str
+
+
 if not TYPE_CHECKING:
     __getattr__ = forward(__name__)
