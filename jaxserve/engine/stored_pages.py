@@ -104,6 +104,11 @@ class StoredPages:
         """Whether pages are on their way for which a request waits."""
         return bool(self._loads or self._keeping and self._saves)
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether pages wait to be saved, or to be kept by the store."""
+        return bool(self._saves or self._unsaved)
+
     # -- loads
 
     def begin(self, request: Request, hits: list[int], max_pages: int) -> bool:
