@@ -171,7 +171,7 @@ def draft_functions(draft: Draft, config: EngineConfig, target: ModelFunctions) 
             check_medusa(config, draft.config)
         if faults := draft.config.faults(target.model_config):
             raise ValueError(f"draft= is {what} for another target: {'; '.join(faults)}")
-        functions = HeadFunctions(draft, draft.config.layer if isinstance(draft, EagleHead) else None)
+        functions = HeadFunctions(draft, draft.config, draft.config.layer if isinstance(draft, EagleHead) else None)
     if functions.dtype != target.dtype:
         raise ValueError(
             f"speculative_config: the draft's weights are {functions.dtype}, the target's {target.dtype}: load both in one dtype"

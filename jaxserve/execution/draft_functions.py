@@ -32,16 +32,17 @@ class TakenApart(Protocol):
 
 
 class HeadFunctions[Head: nnx.Module]:
-    """A head of a target taken apart: its weights as a flat list, and the module with such a list in it."""
+    """A head of a target taken apart: its weights as a flat list, and the module with such a list in it. config: the head's own.
+    model_config: of the layer in which it attends, None if it does not."""
 
-    def __init__(self, head: Head, model_config: ModelConfig | None):
+    def __init__(self, head: Head, config: Any, model_config: ModelConfig | None):
         graphdef, state = nnx.split(head)
         weights, treedef = jax.tree.flatten(state)
         self.graphdef: nnx.GraphDef[Head] = graphdef
         self.treedef: Any = treedef
         self.weights: list[Any] = weights
         self.abstract: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights]
-        self.config: Any = getattr(head, "config")  # noqa: B009 (of the head's own class)
+        self.config = config
         self.model_config: ModelConfig | None = model_config
         self.dtype: Any = next(x.dtype for x in self.abstract if jnp.issubdtype(x.dtype, jnp.floating))
 

@@ -45,12 +45,12 @@ def eagle(config: ModelConfig, version: int, seed: int = 2) -> EagleHead:
     return with_leaves(abstract, leaves)
 
 
-def medusa(config: ModelConfig, num_heads: int, seed: int = 3) -> MedusaHeads:
-    """Random heads for the dummy, of one block each."""
+def medusa(config: ModelConfig, num_heads: int, scale: float = 1.5, seed: int = 3) -> MedusaHeads:
+    """Random heads for the dummy, of one block each. scale: about the deviation of their logits."""
     sizes = {"num_layers": 1, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
     abstract, rng = MedusaHeads.abstract(MedusaConfig(num_heads=num_heads, **sizes), "float32"), np.random.default_rng(seed)
     leaves = {
-        path: jnp.asarray(1.5 / np.sqrt(leaf.shape[0]) * rng.standard_normal(leaf.shape), leaf.dtype)
+        path: jnp.asarray(scale / np.sqrt(leaf.shape[0]) * rng.standard_normal(leaf.shape), leaf.dtype)
         for path, leaf in named_leaves(abstract).items()
     }
     return with_leaves(abstract, leaves)
