@@ -53,11 +53,11 @@ class TrainingConfig:
     method: str = "eagle3"
     num_drafts: int = 4
     draft_vocab_size: int = 8192
-    steps: int = 1000
-    batch_size: int = 8
-    length: int = 256
+    steps: int = 600
+    batch_size: int = 4
+    length: int = 192
     learning_rate: float = 1e-3
-    save_every: int = 100
+    save_every: int = 50
     seed: int = 0
 
     def __post_init__(self) -> None:
