@@ -28,6 +28,7 @@ def engine_of_goldens() -> Engine:
     return LLM(HERE / "llama", skip_tokenizer_init=True, **options).engine
 
 
+@pytest.mark.slow
 def test_drafts_are_torchs():
     """Behind a prompt, head k says the token k + 2 places on."""
     engine = engine_of_goldens()

@@ -1,5 +1,6 @@
 """Chains of drafts over whole sequences, as training has them, against torch's chains one draft at a time."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,9 +18,10 @@ def test_chains_of_eagle3_are_torchs():
         golden = dict(file)
     assert golden["gaps"].min() > 2 * ATOL
     num_drafts, ids = golden["drafts"].shape[1], np.asarray(draft_chains.known_ids(head))
+    chains = jax.jit(lambda tokens: chain_logits(head, target_states(target(), head, tokens), num_drafts))
     for start, drafts in zip(golden["starts"].tolist(), golden["drafts"], strict=True):
-        tokens = jnp.asarray([[*golden["tokens"][: start + 1], *drafts, 0, 0]])
-        logits = chain_logits(head, target_states(target(), head, tokens), num_drafts)
+        tokens = [*golden["tokens"][: start + 1], *drafts]
+        logits = chains(jnp.asarray([tokens + [0] * (30 - len(tokens))]))
         assert [int(ids[x[0, start - 1].argmax()]) for x in logits] == drafts.tolist(), start
 
 
