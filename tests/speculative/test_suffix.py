@@ -13,7 +13,7 @@ from jaxserve.speculative import suffix
 from jaxserve.speculative.config import SpeculativeConfig
 from jaxserve.speculative.proposer import NO_DRAFT
 from jaxserve.speculative.suffix import Limits, SuffixDrafts
-from jaxserve.speculative.text_index import MAX_OCCURRENCES
+from jaxserve.speculative.text_index import MAX_OCCURRENCES, TextIndex
 
 SEQS, LENGTH = 4, 120
 
@@ -151,13 +151,27 @@ def test_outputs_of_earlier_requests_are_drafted_from_by_salt():
     assert drafts_of(own, request("g", [3, 4, 5, 6, 3, 4, 5], 2)) == [6, 3, 4], "its own tokens, prompt and output"
 
 
+def test_pairs_whose_hashes_are_alike_are_told_apart(monkeypatch):
+    """All of them in one chain: other pairs, another salt's outputs and another request's tokens."""
+    monkeypatch.setattr(TextIndex, "_chains", lambda self, places, groups: np.zeros(len(places), np.intp))
+    drafts = make()
+    end(drafts, request("a", [1, 10, 11, 12, 13, 14], 1))
+    assert drafts_of(drafts, request("b", [5, 10, 11], 1)) == [12, 13]
+    assert drafts_of(drafts, request("c", [5, 10, 11], 1, "secret")) == []
+    running, other = request("d", [20, 21, 22, 23], 1), request("e", [20, 21], 1)
+    running.row, other.row, proposed = 0, 1, np.zeros((SEQS, 4), np.int32)
+    drafts.propose(step((running, 0), (other, 1)), proposed)
+    assert (proposed[:2] == NO_DRAFT).all()
+
+
 def test_a_match_in_an_output_that_was_replaced_is_not_followed():
     """Another salt's output takes the place of one that a running request follows."""
     drafts = make(max_model_len=12, suffix_decoding_max_cached_requests=1)
     end(drafts, request("a", [0, 10, 11, 12, 13, 14, 15], 1))
     follower = request("b", [5, 10, 11], 1)
     assert drafts_of(drafts, follower) == [12, 13]
-    end(drafts, request("c", [0, 90, 91, 12, 80, 81, 82], 1, "secret"))
+    for name in "cd":  # the first has the rest of the room
+        end(drafts, request(name, [0, 90, 91, 12, 80, 81, 82], 1, "secret"))
     follower.token_ids.append(12)
     assert drafts_of(drafts, follower) == []
 
