@@ -24,6 +24,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
+from starlette.routing import Match
 
 from jaxserve.serving import tokens
 from jaxserve.serving.async_llm import AsyncLLM
@@ -102,7 +103,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         docs_url=None,  # their pages load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
-        exception_handlers={ClientGoneError: _nobody_listens, **dict.fromkeys(ANSWERED, on_error)},
+        exception_handlers={ClientGoneError: _nobody_listens, **dict.fromkeys(ANSWERED, on_error), 405: _on_wrong_method},
         middleware=_middleware(options, metrics, keys, lambda: paths),
     )
     app.state.keys = keys
@@ -218,6 +219,13 @@ def _named_middleware(name: str) -> Middleware:
     if inspect.iscoroutinefunction(found):
         return Middleware(BaseHTTPMiddleware, dispatch=found)
     raise ValueError(f"middleware={name!r} is neither a class nor an async function")
+
+
+async def _on_wrong_method(request: Request, error: Exception) -> Response:
+    """405 with the methods of all routes of the path: Starlette tells those of the first alone."""
+    routes: list[Any] = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    methods = {method for route in routes for method in getattr(route, "methods", None) or ()}
+    return await on_error(request, HTTPException(405, headers={"Allow": ", ".join(sorted(methods))}))
 
 
 async def _nobody_listens(_: Request, __: Exception) -> Response:

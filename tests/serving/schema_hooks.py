@@ -19,9 +19,18 @@ FORMS = {"json": SCHEMA, "regex": "[a-c]+", "grammar": 'start: "a" | "b" start',
 
 @schemathesis.hook
 def before_call(context, case, kwargs):
-    if case.meta is None or not case.meta.generation.mode.is_positive or not isinstance(case.body, dict):
+    if isinstance(case.body, dict) and isinstance(timeout := case.body.get("timeout"), float) and 0 < timeout < 60:
+        case.body["timeout"] = 60  # also where something else is wrong, which takes a while to be seen
+    if case.meta is None or not case.meta.generation.mode.is_positive:
+        return
+    if case.path == "/wake_up" and case.query:
+        case.query.pop("tags", None)  # both, or none
+    if not isinstance(case.body, dict):
         return
     body = case.body
+    messages = body.get("messages")
+    if body.get("continue_final_message") and messages and not (isinstance(messages[-1], dict) and messages[-1].get("content")):
+        body["continue_final_message"] = False  # there is nothing to go on with
     if "max_completion_tokens" in body:
         body.pop("max_tokens", None)
     if body.get("timeout"):

@@ -50,9 +50,10 @@ def test_bodies_of_all_requests_are_bounded(shared_llm, shared, monkeypatch):
         + b"}" * 3000
         + b"}}}",
         b'{"prompt": "\\ud800"}',
+        b'{"input": [[null, null]], "messages": [[null]], "prompt": [[null]]}',
         b'\xef\xbb\xbf{"prompt": "a"}\x00',
     ],
-    ids=["open", "lists", "objects", "digits", "exponent", "nan", "schema", "surrogate", "bytes"],
+    ids=["open", "lists", "objects", "digits", "exponent", "nan", "schema", "surrogate", "no-objects", "bytes"],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize"])
 def test_json_that_is_meant_to_hurt(server, path, body):

@@ -28,6 +28,18 @@ def test_models_version_tokenizer(server):
     refusal(client.post("/tokenize", json={"prompt": "a", "messages": []}))
 
 
+def test_a_wrong_method_is_told_the_right_ones(server):
+    """All of them, also where a path has several routes."""
+    for path, allowed in (
+        ("/ping", "GET, POST"),
+        ("/v1/responses/x", "DELETE, GET"),
+        ("/v1/completions", "POST"),
+        ("/health", "GET"),
+    ):
+        response = server.client.put(path)
+        assert response.headers["allow"] == allowed and refusal(response, 405)["code"] == "method_not_allowed"
+
+
 def test_request_ids_and_access_log(shared_llm, caplog):
     secret = "a-prompt-that-nobody-may-log"
     with caplog.at_level("INFO"), serving(shared_llm, options={"enable_request_id_headers": True}) as server:

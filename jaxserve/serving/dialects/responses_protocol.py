@@ -118,7 +118,7 @@ class ReasoningItem(Model):
 
 def _kind(item: Any) -> str:
     """Which of the items it is: messages need no type."""
-    given = item if isinstance(item, dict) else vars(item)
+    given = item if isinstance(item, dict) else getattr(item, "__dict__", {})  # what is no object is refused as a message
     kind = given.get("type", "message")
     return "answer" if kind == "message" and given.get("role") == "assistant" else str(kind)
 
