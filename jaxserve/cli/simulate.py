@@ -178,7 +178,7 @@ def predict_speculation() -> None:
     with refuse_bad_input():
         given = numbers("speculative", _SPECULATIVE.value or [], float)
         chains = [given] if len(given) > 1 else [shares_of(given[0], k) for k in numbers("num_drafts", _DRAFTS.value, int)]
-        deployment, _, _ = make_cluster()
+        deployment = make_cluster()[0]
         some = [
             predict(deployment, _DRAFTS_BY.value, batch, _CONTEXT.value, shares)
             for batch in numbers("batches", _BATCHES.value, int)
