@@ -153,3 +153,19 @@ def test_prefill_and_decode_apart(tmp_path):
     assert len(apart["busy_share"]) == 2 and apart["prefill_replicas"] == 1
     done = run("simulate", *work, "--prefill_replicas=1", "--pp=2")
     assert done.returncode == 1 and "engines of one stage: leave --pp out" in done.stderr
+
+
+@pytest.mark.slow
+def test_what_drafts_would_gain(tmp_path):
+    """Each batch and number of drafts has a row; tokens of a step are those of Leviathan et al.'s equation 1."""
+    path = tmp_path / "drafts.json"
+    given = ["--model=qwen3-8b", "--gpu=h100", "--speculative=0.75", "--drafts_by=eagle3", "--num_drafts=1,3", "--batches=1,8"]
+    done = run("simulate", *given, f"--json={path}")
+    assert done.returncode == 0 and "speed-up" in done.stdout, done.stderr
+    rows = json.loads(path.read_text())["results"]
+    assert [(row["batch"], row["num_drafts"]) for row in rows] == [(1, 1), (1, 3), (8, 1), (8, 3)]
+    for row in rows:
+        tokens = (1 - 0.75 ** (row["num_drafts"] + 1)) / (1 - 0.75)
+        assert row["factor"] == pytest.approx(tokens * row["plain_seconds"] / (row["verify_seconds"] + row["draft_seconds"]))
+    done = run("simulate", *given[:2], "--speculative=half")
+    assert done.returncode == 1 and "--speculative=half must be numbers" in done.stderr, done.stderr
