@@ -51,7 +51,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if len(self.connections) >= self.limits.max_connections:
-            self.transport, self._refused = transport, True
+            self.transport: Any = transport
+            self._refused = True
             self._answer(b"503 Service Unavailable", f"{self.limits.max_connections} connections are open; try again in 10 s", 10)
             return
         super().connection_made(transport)

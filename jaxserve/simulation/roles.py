@@ -93,7 +93,7 @@ class DecodeReplica(Replica):
             return True
         if self._due >= until:  # of a load, perhaps, that has just begun
             return False
-        self.now = max(self.now, self._due)
+        self.now: float = max(self.now, self._due)
         return True
 
     @property

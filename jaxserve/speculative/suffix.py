@@ -128,7 +128,10 @@ class Outputs:
     """
 
     def __init__(self, index: TextIndex, begin: int, end: int, max_num: int):
-        self.index, self.begin, self.end, self.max_num = index, begin, end, max_num
+        self.index: TextIndex = index
+        self.begin: int = begin
+        self.end: int = end
+        self.max_num: int = max_num
         self.kept: OrderedDict[int, _Output] = OrderedDict()  # by number; the least recently used first
         self._numbers = np.zeros(end - begin, np.int64)  # of the output at each place
         self._groups: dict[str | None, int] = {}

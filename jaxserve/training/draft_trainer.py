@@ -132,7 +132,9 @@ class DraftTrainer:
     """
 
     def __init__(self, target: Decoder, answers: Sequence[Answer], config: TrainingConfig, folder: str | Path):
-        self.target, self.config, self.folder = target, config, Path(folder)
+        self.target: Decoder = target
+        self.config: TrainingConfig = config
+        self.folder: Path = Path(folder)
         self.answers: list[Answer] = usable(answers, config.length)
         if not self.answers:
             raise ValueError(f"none of {len(answers)} answers has two tokens within length={config.length}: raise it")
