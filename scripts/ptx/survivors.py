@@ -47,10 +47,11 @@ FUSED_STEPS = (
     (fused_cases.Case("steps_plain", 72, 192, 256, residual=True), Tiles(1, 32, 2, 2)),
 )
 # A kernel, and the case that it runs; the first ones are for Hopper. The other cases of attention have two consumers and pages in
-# one copy, and three with pages in several; that of the grouped matmul has tiles that are not full.
+# one copy, and three with pages in several; those of the grouped matmul have tiles that are not full, and a gate.
 SUBJECTS = (
     (EXPERTS, "bfloat16_deep"),
     (EXPERTS, "bfloat16_sizes"),
+    (EXPERTS, "bfloat16_gated_deep"),
     (JOIN, "whole_tile"),
     (ATTENTION, "whole_tile"),
     (ATTENTION, "gpu-pass_by-8b"),
