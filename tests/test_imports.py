@@ -203,7 +203,7 @@ def test_a_card_needs_jax_flax_chex_absl_and_numpy_alone():
     """What gpu_check says of itself: none of our other dependencies is imported on the way to a token."""
     ours = distributions(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
     ours -= {"absl-py", "chex", "flax", "jax", "numpy"}
-    ours -= {"ml-dtypes", "orbax-checkpoint", "scipy"}  # these come with jax and flax
+    ours -= {"ml-dtypes", "optax", "orbax-checkpoint", "scipy"}  # these come with jax and flax
     assert "tokenizers" in ours
     done = run_python(ON_A_CARD, *(name.replace("-", "_") for name in ours))
     assert done.returncode == 0, done.stderr
