@@ -46,12 +46,12 @@ class RequestMetrics:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
-    kv_load_time: float | None = None
-    kv_loaded_time: float | None = None
     num_preemptions: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    kv_load_time: float | None = None
+    kv_loaded_time: float | None = None
 
     @property
     def ttft(self) -> float | None:

@@ -137,7 +137,7 @@ def test_a_collector_that_is_not_there_delays_no_answer(llm):
 def test_parts_are_those_that_were():
     times = RequestMetrics(1.0, 2.0, 3.0, 4.0)
     assert list(parts_of(times)) == [("queue", 1.0, 2.0), ("prefill", 2.0, 3.0), ("decode", 3.0, 4.0)]
-    times = RequestMetrics(1.0, 2.0, 3.0, 4.0, 1.2, 1.8)
+    times = RequestMetrics(1.0, 2.0, 3.0, 4.0, kv_load_time=1.2, kv_loaded_time=1.8)
     assert ("kv_load", 1.2, 1.8) in list(parts_of(times))
     assert list(parts_of(RequestMetrics(1.0, 2.0, None, 4.0))) == [("queue", 1.0, 2.0)]
 
