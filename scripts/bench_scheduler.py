@@ -26,17 +26,10 @@ import numpy as np
 from absl import flags
 from tqdm import tqdm
 
-from jaxserve.batching.layout import StepLayout
-from jaxserve.batching.packer import BatchPacker
-from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.cli.common.command import run_command
 from jaxserve.cli.common.provenance import revision, write_json
-from jaxserve.request import Request
-from jaxserve.sampling.edit_rows import EditLayout
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling.config import SchedulerConfig
-from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
+from scripts.bench.decode_steps import make_packer, make_scheduler
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("num_running", ["1", "64", "128", "256"], "Running decodes.")
@@ -48,54 +41,7 @@ flags.DEFINE_integer("prompt_len", 20, "Tokens of the shortest prompt; page boun
 flags.DEFINE_boolean("planners", False, "Plan attention's work too, as on a Hopper GPU.")
 flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 
-EOS = 2
 NUM_WARM_UP = 50
-NUM_SMS, DEVICE_KIND, MAX_KV_LEN = 132, "NVIDIA H100 80GB HBM3", 40_960  # of --planners
-
-
-def make_scheduler(
-    num_running: int, page_size: int, prefix_caching: bool, order: str, num_tokens: int, prompt_len: int = 20
-) -> Scheduler:
-    """A scheduler with `num_running` requests waiting that may decode `num_tokens` tokens; page boundaries are spread out."""
-    rng = np.random.default_rng(0)
-    max_model_len = prompt_len + page_size + num_tokens + 1
-    budget = max(num_running * (prompt_len + page_size), 2048)
-    config = SchedulerConfig(max_model_len=max_model_len, max_num_seqs=num_running, max_num_batched_tokens=budget, order=order)
-    pool = PagePool(num_running * -(-max_model_len // page_size), page_size, prefix_caching)
-    scheduler = Scheduler(config, pool)
-    for i in range(num_running):
-        prompt = rng.integers(10, 100_000, prompt_len + i % page_size).tolist()
-        params = SamplingParams(max_tokens=None, stop_token_ids=[3, 4])
-        scheduler.add(Request(f"r{i}", prompt, params, eos_token_ids=frozenset([EOS]), arrival=float(i), priority=i % 3))
-    return scheduler
-
-
-def planners(bucket: Bucket) -> dict[int | None, Any]:
-    """What plans a bucket's attention on a Hopper GPU."""
-    from kernels import gpu
-    from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
-
-    with gpu.assume_sm90(NUM_SMS, DEVICE_KIND):
-        planner = Planner.make(
-            num_tokens=bucket.tokens,
-            num_seqs=bucket.seqs,
-            max_q_len=bucket.max_q_len,
-            num_query_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            max_kv_len=MAX_KV_LEN,
-        )
-    return {None: planner}
-
-
-def make_packer(scheduler: Scheduler, planned: bool = False) -> BatchPacker:
-    """A packer for the default plan of the scheduler's limits. planned: attention's work lists too."""
-    config, page_size = scheduler.config, scheduler.pool.page_size
-    plan = BucketPlan.default(config.max_num_seqs, config.max_num_batched_tokens)
-    layouts = {
-        b: StepLayout(b, config.max_num_seqs, page_size, plan.max_head_rows, planners(b) if planned else {}) for b in plan.buckets
-    }
-    return BatchPacker(plan, layouts, config.max_num_seqs, EditLayout(config.max_model_len, vocab_size=100_000))
 
 
 def measure(scheduler: Scheduler, num_running: int, num_steps: int, depth: int, planned: bool = False) -> dict[str, float]:

@@ -33,7 +33,8 @@ COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event of a prog
 
 
 def host_step() -> dict[str, float]:
-    from scripts.bench_scheduler import NUM_WARM_UP, make_scheduler, measure
+    from scripts.bench.decode_steps import make_scheduler
+    from scripts.bench_scheduler import NUM_WARM_UP, measure
 
     found = measure(make_scheduler(256, 16, True, "fcfs", NUM_WARM_UP + 501), 256, 500, 1)
     return {"host_step_us": found["total_us"], "host_step_least_us": found["total_min_us"]}

@@ -240,19 +240,23 @@ def test_health_in_words():
 def test_an_ill_server_gets_nothing_until_it_is_well(two):
     a, b = two
     with routing(a, b) as client:
+
+        def becomes(server, *, up: bool) -> None:
+            server.healthy = up
+            deadline = time.monotonic() + 60
+            while value(client, "server_up", server=server.url) != up:
+                assert time.monotonic() < deadline, f"{server.url} stays {'down' if up else 'up'}"
+                time.sleep(0.005)
+
         assert client.get("/health").json() == {"status": "ok", "servers": 2, "up": 2}
-        a.healthy = False
-        a.next_checks(2)
-        assert client.get("/health").json()["up"] == 1 and value(client, "server_up", server=a.url) == 0
+        becomes(a, up=False)
+        assert client.get("/health").json()["up"] == 1
         for _ in range(4):
             assert ask(client).json() == {"served by": b.url}
-        a.healthy = True
-        a.next_checks(3)
-        b.healthy = False
-        b.next_checks(2)
+        becomes(a, up=True)
+        becomes(b, up=False)
         assert ask(client).json() == {"served by": a.url}
-        a.healthy = False
-        a.next_checks(2)
+        becomes(a, up=False)
         assert client.get("/health").status_code == 503 and ask(client).status_code == 503
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PLANNED = """
 import numpy as np
 from jaxserve.batching.work_lists import AHEAD
-from scripts.bench_scheduler import make_packer, make_scheduler
+from scripts.bench.decode_steps import make_packer, make_scheduler
 
 scheduler = make_scheduler(6, 64, True, "fcfs", 10, prompt_len=3000)
 packer = make_packer(scheduler, planned=True)
