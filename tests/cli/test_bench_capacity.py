@@ -207,6 +207,7 @@ def test_sequences_alone_bound_orcas_steps_without_a_plan():
     assert done.stdout.split() == ["1", "4", "4"]
 
 
+@pytest.mark.slow
 def test_trials_of_another_workload_are_not_taken_for_ours(tmp_path):
     path, machine = tmp_path / "capacity.json", ("--model=qwen3-8b", "--gpu=a40", "--max_model_len=2048", "--max_num_seqs=8")
     work = ("--workload=random", "--num_prompts=40", "--random_output_len=20", "--start_rate=4", "--seeds=1", "--precision=1")

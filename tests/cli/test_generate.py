@@ -82,6 +82,7 @@ RECORDS = [
 ]
 
 
+@pytest.mark.slow
 def test_jsonl_with_parameters_of_its_own_and_prompts_that_fail(run, tmp_path):
     lines = [json.dumps(record, ensure_ascii=False) for record in RECORDS]
     (tmp_path / "in.jsonl").write_text("\n".join([*lines[:2], "", *lines[2:]]), encoding="utf-8")

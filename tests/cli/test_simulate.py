@@ -67,6 +67,7 @@ def test_steps_are_padded_as_an_engines(tmp_path):
     assert none < default == unasked < wide / 3
 
 
+@pytest.mark.slow
 def test_a_folder_has_a_shape_too(tmp_path):
     alphabet_model.save(tmp_path / "model", tokenizer=False)
     done = run("simulate", f"--model={tmp_path / 'model'}", "--workload=eight")

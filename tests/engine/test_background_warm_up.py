@@ -111,6 +111,7 @@ def test_steps_run_in_the_first_programs_and_none_waits_for_a_compiler(gate):
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_program_that_is_needed_sooner_is_compiled_once(gate):
     engine, calls = make_engine(), []
     engine.on_compiled(lambda: calls.append(engine.num_programs_left))
@@ -124,6 +125,7 @@ def test_a_program_that_is_needed_sooner_is_compiled_once(gate):
     engine.close()
 
 
+@pytest.mark.slow
 def test_sleeping_new_weights_and_failed_steps_meanwhile(gate, monkeypatch):
     engine = make_engine()
     expected = answers(engine)
@@ -143,6 +145,7 @@ def test_sleeping_new_weights_and_failed_steps_meanwhile(gate, monkeypatch):
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_program_that_cannot_be_compiled_is_logged_and_the_rest_is(monkeypatch, caplog):
     gate = Gate(monkeypatch, MemoryError("no room for it"))
     with caplog.at_level(logging.ERROR, logger="jaxserve"):

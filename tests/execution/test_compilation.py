@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 RUN = """
 import json, os, sys
@@ -26,6 +28,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_an_engine_made_again_finds_its_programs_and_another_folder_is_another_cache(tmp_path):
     one, other = str(tmp_path / "one"), str(tmp_path / "other")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAXSERVE_CACHE": str(tmp_path / "default")}

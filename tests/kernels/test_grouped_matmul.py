@@ -177,6 +177,7 @@ def test_gradients_are_those_of_a_dense_mixture():
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_gated_kernel_is_that_of_xla():
     """The kernel keeps no products: they are computed again."""
     batch = build(NAMED["bfloat16_gated"])

@@ -50,7 +50,9 @@ def test_cpu_computes_what_the_reference_does(level, dtype):
             assert not faults(batch, *run(batch, "cpu"), dtype), case.name
 
 
-@pytest.mark.parametrize("case", slow_unless(lambda case: case.dtype == "bfloat16", CASES), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", slow_unless(lambda case: case.dtype == "bfloat16" and case.name != "head_96", CASES), ids=lambda case: case.name
+)
 def test_the_kernel_interpreted_has_the_bits_of_xla(case):
     """Queries of padding tokens too, but for what a NaN looks like. (Not optimised, XLA:CPU rounds a float16 elsewhere.)"""
     batch = build(case)
@@ -63,7 +65,7 @@ def test_the_kernel_interpreted_has_the_bits_of_xla(case):
     np.testing.assert_array_equal(bits(pages), bits(want_pages))
 
 
-@pytest.mark.parametrize("backend", ["mosaic", pytest.param("cpu", marks=needs_library)])
+@pytest.mark.parametrize("backend", [pytest.param("mosaic", marks=pytest.mark.slow), pytest.param("cpu", marks=needs_library)])
 def test_a_row_has_equal_bits_in_every_batch(backend):
     """Token 0 alone, in another place, and among others: tiles begin elsewhere."""
     batch = build(dataclasses.replace(NAMED["odd_heads"], norm=True, padding=0))

@@ -157,6 +157,7 @@ def test_a_write_is_whole_or_not_at_all(tmp_path, monkeypatch):
     assert store.path.read_text() == before and [path.name for path in tmp_path.iterdir()] == [store.path.name]
 
 
+@pytest.mark.slow
 def test_of_two_that_start_at_once_the_second_waits_for_the_first(tmp_path, starts, fake):
     code = """
 import json, sys

@@ -21,6 +21,7 @@ def generate(folder):
     return Generate(folder, PARAMS, engine=ENGINE)
 
 
+@pytest.mark.slow
 def test_texts_token_ids_and_chats(generate):
     texts = list("abcdefghij")
     out = generate({"prompt": np.array(texts, object), "id": np.arange(10)})

@@ -223,6 +223,7 @@ def test_servers_that_are_killed(survivor):
             assert {server: chosen(client)[server] - before[server] for server in before} == {victim: 1, survivor: 1}
 
 
+@pytest.mark.slow
 def test_a_server_that_drains_gets_nothing_new(survivor):
     """After SIGTERM it ends what it has begun, and nobody notices."""
     victim = f"http://127.0.0.1:{free_port()}"
@@ -240,6 +241,7 @@ def test_a_server_that_drains_gets_nothing_new(survivor):
         assert num_up(client) == 1
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_router_when_its_streams_have_ended(survivor):
     url = f"http://127.0.0.1:{free_port()}"
     flags = (f"--backends={survivor}", f"--port={url.rpartition(':')[2]}", "--noaccess_log")

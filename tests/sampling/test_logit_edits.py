@@ -136,6 +136,7 @@ def test_caps_hold_what_they_say():
     assert np.flatnonzero(np.isneginf(edited[0])).tolist() == [words[-1][-1]]
 
 
+@pytest.mark.slow
 def test_frequencies_with_everything_together():
     """4000 draws under penalties, bias, masks and filters, against the float64 distribution."""
     n, rng = 4000, np.random.default_rng(0)
@@ -232,6 +233,7 @@ def test_logprobs_are_of_the_raw_logits():
     assert sampled.top_ids[:, 0].tolist() == logits.argmax(-1).tolist()
 
 
+@pytest.mark.slow
 def test_forbidding_every_token_is_flagged():
     params = SamplingParams(allowed_token_ids=[3, 4], bad_words_token_ids=[[3], [4]])
     sampled = run(np.zeros((2, V), np.float32), [(params, [1], [], 0), (SamplingParams(), [1], [], 0)], [0, 1])[0]

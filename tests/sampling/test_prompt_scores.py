@@ -64,6 +64,7 @@ def test_prompts_are_worth_what_transformers_says(name, budget):
                 assert likeliest_first(x)[(rank or 0) - 1] == other
 
 
+@pytest.mark.slow
 def test_the_same_under_cache_chunks_and_preemption_to_the_last_bit():
     """With a vocabulary that is scored in two blocks."""
     model = dummy_model("float32", replace(CONFIG, vocab_size=SCORED_AT_ONCE + 50))
@@ -87,6 +88,7 @@ def test_the_same_under_cache_chunks_and_preemption_to_the_last_bit():
         assert differences(serve(engine, asks).answers, base.answers) == []
 
 
+@pytest.mark.slow
 def test_a_scored_prompt_is_written_to_the_cache_and_not_read():
     prompt = list(range(1, 14))
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

@@ -275,6 +275,7 @@ def test_alone_and_together_are_equal_bit_for_bit(model, compiler):
     assert not differing(together, alone)
 
 
+@pytest.mark.slow
 def test_logprobs_are_of_what_the_grammar_allows(model, tokenizer, compiler):
     """Against the module's own forward and llguidance's own matcher, token by token."""
     asks = mixed_asks(compiler, n=1, logprobs=3)

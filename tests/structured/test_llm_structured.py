@@ -38,6 +38,7 @@ def generate(llm: LLM, prompts, params) -> list:
     return llm.generate(prompts, params, use_tqdm=False)
 
 
+@pytest.mark.slow
 def test_the_text_is_whole(llm):
     """Its last character too, which is no stop token; a real one leaves no text."""
     (output,) = generate(llm, "a", SamplingParams(temperature=0, max_tokens=60, structured_outputs=JSON))
