@@ -10,6 +10,7 @@ import jax
 from jaxserve.engine.kernel_choice import KernelChoice
 from jaxserve.engine.resolution import model_shape
 from jaxserve.execution.pipeline_programs import AnyPrograms
+from kernels.cpu import library as cpu_library
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,8 @@ class EngineDescription:
     tensor_parallel_size: devices that share the model, or a stage of it; bytes are those of one of them. attention_groups: in which
     they attend. pipeline_parallel_size: stages. weight_bytes: of all weights, or of the fullest stage's. device, platform: as JAX
     calls them. attention_backend, rotary_backend, matmul_backend, moe_backend: the kernels that run; rotary_backend is "xla" beside
-    an XLA attention, moe_backend None without experts. deterministic: what bits may depend on.
+    an XLA attention, moe_backend None without experts. instruction_set: of the kernels for CPUs; None where none of them runs.
+    deterministic: what bits may depend on.
     qualification: what the card's check of our kernels found, in a line. verdicts: the same as data, None where there was no check.
     page_size: tokens of a KV page. num_pages: of the pool, or of each group's. kv_tokens: that all of them hold. kv_bytes: of a
     device's pages; of a pipeline, in the stage with the least room for them. num_speculative_tokens: drafts of a step, 0 without
@@ -40,6 +42,7 @@ class EngineDescription:
     rotary_backend: str
     matmul_backend: str
     moe_backend: str | None
+    instruction_set: str | None
     deterministic: str
     qualification: str
     verdicts: dict[str, Any] | None
@@ -62,11 +65,12 @@ class EngineDescription:
         rotary = "" if self.rotary_backend == "xla" else f"rotary write: {self.rotary_backend}; "
         matmul = "" if self.matmul_backend == "xla" else f"matmuls: {self.matmul_backend}; "
         moe = "" if self.moe_backend is None else f"experts: {self.moe_backend}; "
+        isa = "" if self.instruction_set is None else f"instruction set: {self.instruction_set}; "
         devices = "" if self.tensor_parallel_size == 1 else f"devices: {self.tensor_parallel_size}; "
         devices += "" if self.attention_groups == 1 else f"attention groups: {self.attention_groups}; "
         stages = "" if self.pipeline_parallel_size == 1 else f"stages: {self.pipeline_parallel_size}; "
         return (
-            f"{stages}{devices}attention: {self.attention_backend}; {rotary}{matmul}{moe}deterministic: {self.deterministic}; "
+            f"{stages}{devices}attention: {self.attention_backend}; {rotary}{matmul}{moe}{isa}deterministic: {self.deterministic}; "
             f"KV pool: {self.num_pages} pages of {self.page_size} tokens ({self.kv_bytes / 2**20:.0f} MiB); "
             f"steps of up to {self.max_num_batched_tokens} tokens and {self.max_num_seqs} sequences, "
             f"requests of up to {self.max_model_len} tokens; buckets: {self.bucket_plan}; "
@@ -79,6 +83,7 @@ def describe(programs: AnyPrograms, kernels: KernelChoice) -> EngineDescription:
     config, functions = programs.config, programs.functions
     device, qualification = jax.local_devices()[0], kernels.qualification
     model = config.model
+    backends = (config.attention_backend, kernels.layer.rotary, kernels.layer.matmul, kernels.layer.moe)
     return EngineDescription(
         model=model.architecture,
         model_shape=model_shape(model),
@@ -93,6 +98,7 @@ def describe(programs: AnyPrograms, kernels: KernelChoice) -> EngineDescription:
         rotary_backend=kernels.layer.rotary,
         matmul_backend=kernels.layer.matmul,
         moe_backend=kernels.layer.moe if model.sparse_layers else None,
+        instruction_set=cpu_library.level() if "cpu" in backends else None,
         deterministic=config.deterministic,
         qualification=kernels.said,
         verdicts=None if qualification is None else qualification.as_dict(),

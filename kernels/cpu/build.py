@@ -1,4 +1,4 @@
-"""Compiles the kernels for CPUs into one shared library beside this file: `python kernels/cpu/build.py`, seconds with any g++.
+"""Compiles the kernels for CPUs into one shared library beside this file: `python kernels/cpu/build.py`, in seconds.
 
 Owns the compiler's flags. With nothing changed it returns at once. Where the platform, a compiler or jaxlib's headers are missing,
 it says so and builds nothing: the "xla" backends run then. Imports nothing of jaxserve or JAX.
@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +25,13 @@ KERNELS = FOLDER.parent
 LIBRARY = FOLDER / "libjaxserve_cpu.so.1"
 
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma")
-ISAS = {"avx2": ("-mavx2", "-mfma"), "avx512": AVX512, "avx512bf16": (*AVX512, "-mavx512bf16")}
+AMX = ("-mamx-tile", "-mamx-bf16")
+ISAS = {
+    "avx2": ("-mavx2", "-mfma"),
+    "avx512": AVX512,
+    "avx512bf16": (*AVX512, "-mavx512bf16"),
+    "amx": (*AVX512, "-mavx512bf16", *AMX),
+}
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -77,6 +84,11 @@ def missing() -> str | None:
     return None if headers() is not None else "jaxlib, for its headers"
 
 
+def is_too_old() -> bool:
+    """Whether the compiler does not know the newest of the instruction sets: g++ before 11, clang++ before 12."""
+    return subprocess.run([compiler() or "", *AMX, "-fsyntax-only", "-x", "c++", os.devnull], capture_output=True).returncode != 0
+
+
 def fingerprint() -> str:
     """Of what the library would be made from now: the one of its sources, then that of headers and compiler."""
     version = subprocess.run([compiler() or "", "--version"], capture_output=True, check=True).stdout
@@ -101,9 +113,9 @@ def is_stale(library: Path) -> bool:
     return sources_fingerprint().encode() not in library.read_bytes()
 
 
-def compile_library(output: Path, *extra: str) -> None:
-    """Compiles and links. extra: more flags of both, such as those of a sanitizer. Raises RuntimeError with what the compiler
-    said."""
+def compile_library(output: Path, *extra: str, isas: Mapping[str, tuple[str, ...]] = ISAS) -> None:
+    """Compiles and links. extra: more flags of both, such as those of a sanitizer. isas: what each instruction set is compiled
+    with. Raises RuntimeError with what the compiler said."""
     include, cxx = headers(), compiler()
     assert include is not None and cxx is not None
     define = f'-DJAXSERVE_FINGERPRINT="{fingerprint()}"'
@@ -111,7 +123,7 @@ def compile_library(output: Path, *extra: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         jobs = []
         for source in sorted(KERNELS.glob("*/cpu.cc")):
-            for isa, flags in ISAS.items():
+            for isa, flags in isas.items():
                 target = Path(folder) / f"{source.parent.name}_{isa}.o"
                 jobs.append([*FLAGS, *flags, f"-DJAXSERVE_ISA={isa}", *root, *extra, "-c", str(source), "-o", str(target)])
         for source in sorted(FOLDER.glob("*.cc")):
@@ -132,7 +144,7 @@ def _run(*command: str) -> None:
 
 def build() -> bool:
     """Makes the library what its sources say. Whether there is one now."""
-    lacking = missing()
+    lacking = missing() or ("g++ 11, clang++ 12 or newer" if is_too_old() else None)
     if lacking is not None:
         print(f"jaxserve: no kernels for CPUs are built: that needs {lacking}", file=sys.stderr)
         return False

@@ -1,7 +1,8 @@
-// The kernels as XLA's foreign functions, and which instruction set this CPU has.
+// The kernels as XLA's foreign functions, on the best instruction set that this machine has.
 
 #include "kernels/cpu/calls.h"
 
+#include "kernels/cpu/isa.h"
 #include "kernels/cpu/pool.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -20,19 +21,12 @@ namespace jaxserve {
 DECLARE(avx2)
 DECLARE(avx512)
 DECLARE(avx512bf16)
+DECLARE(amx)
 #undef DECLARE
 
 namespace {
 
-constexpr const Kernels* KERNELS[] = {nullptr, &avx2::kernels, &avx512::kernels, &avx512bf16::kernels};
-
-int best_level() {
-  __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")) return 1;
-  if (!__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) return 1;
-  return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
-}
+constexpr const Kernels* KERNELS[] = {nullptr, &avx2::kernels, &avx512::kernels, &avx512bf16::kernels, &amx::kernels};  // by level
 
 int level = best_level();
 
@@ -108,12 +102,14 @@ extern const char jaxserve_cpu_fingerprint[] = JAXSERVE_FINGERPRINT;  // by whic
 // The version of XLA's interface to foreign functions that this was compiled for, of major 0. An older XLA refuses it.
 int jaxserve_cpu_ffi_minor() { return XLA_FFI_API_MINOR; }
 
-// 0: this CPU lacks what the kernels need; 1: AVX2; 2: AVX512; 3: AVX512 with bfloat16.
+// The level that kernels use (isa.h); 0: this CPU lacks what they need.
 int jaxserve_cpu_level() { return jaxserve::level; }
 
-// For tests: a lower level than this CPU's. Returns the level that was before, or -1 and changes nothing where there is no such level.
+int jaxserve_cpu_has_level(int level) { return jaxserve::has_level(level); }
+
+// For tests: another level. Returns the one that was before, or -1 and changes nothing where this machine does not have it.
 int jaxserve_cpu_use_level(int level) {
-  if (level < 1 || level > jaxserve::best_level()) return -1;
+  if (!jaxserve::has_level(level)) return -1;
   int before = jaxserve::level;
   jaxserve::level = level;
   return before;

@@ -25,7 +25,7 @@ logger: logging.Logger = logging.getLogger("jaxserve")
 PATH: Path = Path(__file__).parent / "libjaxserve_cpu.so.1"
 CGROUPS: Path = Path("/sys/fs/cgroup")  # where control groups are mounted
 OWN_CGROUPS: Path = Path("/proc/self/cgroup")  # which of them this process is in
-LEVELS: tuple[str, ...] = ("none", "avx2", "avx512", "avx512bf16")  # instruction sets that kernels are compiled for
+LEVELS: tuple[str, ...] = ("none", "avx2", "avx512", "avx512bf16", "amx")  # instruction sets that kernels are compiled for
 TARGETS: tuple[str, ...] = ("fused_matmul", "grouped_matmul", "attend", "rotary_write")
 
 
@@ -49,6 +49,12 @@ def load() -> Any:
         jax.ffi.register_ffi_target(f"jaxserve_cpu_{name}", jax.ffi.pycapsule(handler), platform="cpu")
     library.jaxserve_cpu_set_num_threads(available_threads())
     return library
+
+
+def levels() -> tuple[str, ...]:
+    """The instruction sets of LEVELS that this CPU has and the system lets this process use; none without a library."""
+    library = load()
+    return () if library is None else tuple(name for i, name in enumerate(LEVELS) if library.jaxserve_cpu_has_level(i))
 
 
 def _fault() -> str | None:
@@ -79,11 +85,11 @@ def level() -> str:
 
 @contextmanager
 def use_level(name: str) -> Iterator[None]:
-    """For tests: kernels use this instruction set meanwhile. Raises ValueError if it is not one of this CPU's."""
-    use = getattr(load(), "jaxserve_cpu_use_level", None)
-    before = use(LEVELS.index(name)) if use is not None and name in LEVELS else -1
-    if use is None or before < 0:
-        raise ValueError(f"{name=} must be one of {', '.join(LEVELS[1:])} that this CPU has")
+    """For tests: kernels use this instruction set meanwhile. Raises ValueError if it is not one of `levels`."""
+    if name not in levels():
+        raise ValueError(f"{name=} must be one of those that this machine has: {', '.join(levels()) or 'none'}")
+    use = load().jaxserve_cpu_use_level
+    before = use(LEVELS.index(name))
     try:
         yield
     finally:

@@ -24,21 +24,12 @@ void block_sums(const T* x, int n, int64_t D, const T* w, int count, const T* ne
   }
 }
 
+// What becomes of sums.
 template <typename T, typename Out>
-struct Product {
+struct Result {
   const Matmul& m;
-  const T* x;  // the rows, normed
 
   int64_t width() const { return m.gated ? m.F / 2 : m.F; }  // columns of the result
-  int64_t num_items() const { return (width() + COLUMNS - 1) / COLUMNS; }
-
-  // The columns first, ..., first + count - 1 of the matrix as they lie, or turned around in scratch.
-  const T* columns(int64_t first, int count, T* scratch) const {
-    const T* w = static_cast<const T*>(m.w);
-    if (m.transposed) return w + first * m.D;
-    turn(w + first, m.F, m.D, count, scratch);
-    return scratch;
-  }
 
   Vec finished(const float* sums, int64_t column, int n) const {
     Vec y = rounded(load_n(sums, n), static_cast<const T*>(nullptr));
@@ -59,6 +50,40 @@ struct Product {
       store_n(out + i, y, n);
     });
   }
+};
+
+// The rows of a product as they lie, D apart.
+template <typename T>
+struct PlainRows {
+  static constexpr int AT_ONCE = ROWS;
+  struct Columns {  // what a thread sets up for a block of columns
+    explicit Columns(int) {}
+  };
+  const T* x;
+  int64_t D;
+  PlainRows(const T* rows, int64_t, int64_t depth) : x(rows), D(depth) {}
+  void sums(int64_t row, int n, const T* w, int count, const T* next, float* out) const {
+    block_sums(x + row * D, n, D, w, count, next, out);
+  }
+};
+
+// Rows: of the rows of x, normed, what sums of AT_ONCE of them with a block of columns. See PlainRows.
+template <typename T, typename Out, typename Rows>
+struct Product {
+  const Matmul& m;
+  const Rows& rows;
+  const Result<T, Out> result{m};
+
+  int64_t width() const { return result.width(); }
+  int64_t num_items() const { return (width() + COLUMNS - 1) / COLUMNS; }
+
+  // The columns first, ..., first + count - 1 of the matrix as they lie, or turned around in scratch.
+  const T* columns(int64_t first, int count, T* scratch) const {
+    const T* w = static_cast<const T*>(m.w);
+    if (m.transposed) return w + first * m.D;
+    turn(w + first, m.F, m.D, count, scratch);
+    return scratch;
+  }
 
   // One block of columns of the result, or where gated, of gates and of what they gate.
   void operator()(int64_t item) const {
@@ -69,13 +94,14 @@ struct Product {
     const T* up = m.gated ? columns(width() + first, count, scratch.values + COLUMNS * m.D) : nullptr;
     const int64_t ahead = num_threads() * COLUMNS;  // threads take blocks in turn: this one's next, most likely
     const bool more = m.transposed && first + ahead + COLUMNS <= width();
-    float sums[ROWS * COLUMNS], up_sums[ROWS * COLUMNS];
-    for (int64_t row = 0; row < m.T; row += ROWS) {
-      const int n = static_cast<int>(m.T - row < ROWS ? m.T - row : ROWS);
+    const typename Rows::Columns set_up(count);
+    float sums[Rows::AT_ONCE * COLUMNS], up_sums[Rows::AT_ONCE * COLUMNS];
+    for (int64_t row = 0; row < m.T; row += Rows::AT_ONCE) {
+      const int n = static_cast<int>(m.T - row < Rows::AT_ONCE ? m.T - row : Rows::AT_ONCE);
       const bool prefetch = more && row == 0;
-      block_sums(x + row * m.D, n, m.D, w, count, prefetch ? w + ahead * m.D : nullptr, sums);
-      if (m.gated) block_sums(x + row * m.D, n, m.D, up, count, prefetch ? up + ahead * m.D : nullptr, up_sums);
-      for (int r = 0; r < n; r++) finish(sums + r * COLUMNS, up_sums + r * COLUMNS, row + r, first, count);
+      rows.sums(row, n, w, count, prefetch ? w + ahead * m.D : nullptr, sums);
+      if (m.gated) rows.sums(row, n, up, count, prefetch ? up + ahead * m.D : nullptr, up_sums);
+      for (int r = 0; r < n; r++) result.finish(sums + r * COLUMNS, up_sums + r * COLUMNS, row + r, first, count);
     }
   }
 };

@@ -3,9 +3,11 @@
 //
 // A lane of a vector is a column, so that matrices are used as they lie and no sum crosses lanes. Each element is one sum along D,
 // from its first term to its last (with bfloat16 products, of pairs of terms), whatever the tile: a row's bits depend on it alone.
+// Where the CPU multiplies tiles (AMX), `tile_block.h` has the sums, in the order of `tiles.h`.
 
 #include "kernels/cpu/pool.h"
 #include "kernels/fused_matmul/product.h"
+#include "kernels/grouped_matmul/tile_block.h"
 
 namespace jaxserve {
 namespace JAXSERVE_ISA {
@@ -121,37 +123,44 @@ void lane_rows(const T* x, int n, int64_t D, const T* w, int64_t F, int count, f
 // Columns of a matrix for some rows: as they lie, F apart, or where several tiles of rows read them, side by side in scratch.
 template <typename T>
 struct Block {
+  static constexpr int AT_ONCE = ROWS;
+  static constexpr int WIDTH = LANES;
+  static int64_t scratch_size(int64_t num_rows, int64_t D) { return num_rows > ROWS ? D * LANES : 0; }
   const T* w;
   int64_t F;
-  Block(const T* columns, int64_t stride, int64_t D, int count, T* scratch) : w(columns), F(stride) {
+  int count;
+  Block(const T* columns, int64_t stride, int64_t D, int num_columns, T* scratch) : w(columns), F(stride), count(num_columns) {
     if (scratch == nullptr) return;
     for (int64_t k = 0; k < D; k++) memcpy(scratch + k * LANES, columns + k * stride, count * sizeof(T));
     w = scratch, F = LANES;
   }
+  // out[r * WIDTH + c] for n <= AT_ONCE rows.
+  void sums(const T* x, int n, int64_t D, float* out) const { lane_rows(x, n, D, w, F, count, out); }
 };
 
-template <typename T>
+// Columns: a block of them; see Block.
+template <typename T, typename Columns>
 void run(const GroupedMatmul& g) {
-  const Product<T, T> whole{g.product, nullptr};
-  const int64_t D = g.product.D, width = whole.width(), blocks = (width + LANES - 1) / LANES;
+  const Result<T, T> whole{g.product};
+  const int64_t D = g.product.D, width = whole.width(), blocks = (width + Columns::WIDTH - 1) / Columns::WIDTH;
   auto item = [&](int64_t i) {
-    const int64_t tile = i / blocks, first = i % blocks * LANES, num_rows = g.tile_rows[tile];
-    const int count = static_cast<int>(width - first < LANES ? width - first : LANES);
+    const int64_t tile = i / blocks, first = i % blocks * Columns::WIDTH, num_rows = g.tile_rows[tile];
+    const int count = static_cast<int>(width - first < Columns::WIDTH ? width - first : Columns::WIDTH);
     Matmul m = g.product;
     m.out = static_cast<T*>(m.out) + g.tile_row[tile] * width;
-    const Product<T, T> product{m, nullptr};
+    const Result<T, T> result{m};
     const T* x = static_cast<const T*>(m.x) + g.tile_row[tile] * D;
     const T* w = static_cast<const T*>(m.w) + g.tile_group[tile] * D * m.F + first;
-    const int64_t size = num_rows > ROWS ? D * LANES : 0;
+    const int64_t size = Columns::scratch_size(num_rows, D);
     Scratch<T> scratch(m.gated ? 2 * size : size);
-    const Block<T> columns(w, m.F, D, count, size ? scratch.values : nullptr);
-    const Block<T> up(w + (m.gated ? width : 0), m.F, D, count, size && m.gated ? scratch.values + size : nullptr);
-    float sums[ROWS * LANES], up_sums[ROWS * LANES];
-    for (int64_t row = 0; row < num_rows; row += ROWS) {
-      const int n = static_cast<int>(num_rows - row < ROWS ? num_rows - row : ROWS);
-      lane_rows(x + row * D, n, D, columns.w, columns.F, count, sums);
-      if (m.gated) lane_rows(x + row * D, n, D, up.w, up.F, count, up_sums);
-      for (int r = 0; r < n; r++) product.finish(sums + r * LANES, up_sums + r * LANES, row + r, first, count);
+    const Columns columns(w, m.F, D, count, size ? scratch.values : nullptr);
+    const Columns up(w + (m.gated ? width : 0), m.F, D, m.gated ? count : 0, size && m.gated ? scratch.values + size : nullptr);
+    float sums[Columns::AT_ONCE * Columns::WIDTH], up_sums[Columns::AT_ONCE * Columns::WIDTH];
+    for (int64_t row = 0; row < num_rows; row += Columns::AT_ONCE) {
+      const int n = static_cast<int>(num_rows - row < Columns::AT_ONCE ? num_rows - row : Columns::AT_ONCE);
+      columns.sums(x + row * D, n, D, sums);
+      if (m.gated) up.sums(x + row * D, n, D, up_sums);
+      for (int r = 0; r < n; r++) result.finish(sums + r * Columns::WIDTH, up_sums + r * Columns::WIDTH, row + r, first, count);
     }
   };
   for_each(*g.num_tiles * blocks, item);
@@ -159,7 +168,14 @@ void run(const GroupedMatmul& g) {
 
 }  // namespace
 
-void grouped_matmul(const GroupedMatmul& g) { g.product.dtype == Dtype::kFloat32 ? run<float>(g) : run<bf16>(g); }
+void grouped_matmul(const GroupedMatmul& g) {
+  if (g.product.dtype == Dtype::kFloat32) return run<float, Block<float>>(g);
+#ifdef __AMX_BF16__
+  run<bf16, TileBlock>(g);
+#else
+  run<bf16, Block<bf16>>(g);
+#endif
+}
 
 }  // namespace JAXSERVE_ISA
 }  // namespace jaxserve

@@ -3,7 +3,6 @@
 import functools
 import importlib
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ from jaxserve.engine.kernel_choice import choose_kernels
 from kernels.cpu import library
 from kernels.fused_matmul import fused_matmul
 from tests.dummy import CONFIG, dummy_model, make_engine
-from tests.kernels.cpu_levels import needs_library
+from tests.kernels.cpu_levels import AMX_MODEL, model_flags, needs_library, needs_sanitizer
 
 ROOT = Path(__file__).parents[2]
 build = importlib.import_module("kernels.cpu.build")
@@ -118,11 +117,13 @@ def test_importing_jaxserve_does_not_load_it():
     assert done.stdout.strip() == "False"
 
 
-def test_without_a_compiler_nothing_is_built(monkeypatch, capsys):
-    monkeypatch.setattr(build, "compiler", lambda: None)
-    if sys.platform == "linux":
+@pytest.mark.parametrize(("compiler", "said"), [(None, "a C++ compiler"), ("false", "g++ 11, clang++ 12 or newer")])
+def test_without_a_compiler_nothing_is_built(monkeypatch, capsys, compiler, said):
+    """Or with one that knows no AMX."""
+    if not build.missing():
+        monkeypatch.setattr(build, "compiler", lambda: compiler)
         assert build.build() is False
-        assert "that needs a C++ compiler" in capsys.readouterr().err
+        assert f"that needs {said}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lacking", [None, "a C++ compiler"])
@@ -187,7 +188,7 @@ library.PATH = Path(sys.argv[1])
 import jax, numpy as np
 from tests.kernels import test_fused_matmul, test_grouped_matmul, test_ragged_paged_attention, test_rotary_write
 from kernels.ragged_paged_attention.cases import CASES
-for level in library.LEVELS[1 : 1 + library.LEVELS.index(library.level())]:
+for level in library.levels():
     for transposed in (False, True):
         test_fused_matmul.test_cpu_computes_what_the_reference_does(level, "bfloat16", transposed)
         test_fused_matmul.test_cpu_computes_what_the_reference_does(level, "float32", transposed)
@@ -199,29 +200,22 @@ for level in library.LEVELS[1 : 1 + library.LEVELS.index(library.level())]:
         for case in test_grouped_matmul.CASES:
             if case.dtype != "float16":
                 test_grouped_matmul.test_products_are_right_and_nothing_else_is_read(case, "cpu")
-print("ran", level)
+print("ran", *library.levels())
 """
-
-
-def needs_sanitizer(name: str) -> str:
-    """The path of a sanitizer's runtime; skips where there is none."""
-    if build.missing() or shutil.which("g++") is None:
-        pytest.skip(f"needs {build.missing() or 'g++'}")
-    path = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
-    return path if os.path.isabs(path) else pytest.skip(f"needs {name}")
 
 
 @pytest.mark.slow
 def test_the_cases_touch_no_memory_but_their_own(tmp_path):
-    """AddressSanitizer and UndefinedBehaviorSanitizer over every kernel's cases, on each instruction set."""
+    """AddressSanitizer and UndefinedBehaviorSanitizer over every kernel's cases, on each instruction set; AMX's in software."""
     runtime = f"{needs_sanitizer('libasan.so')} {needs_sanitizer('libstdc++.so.6')}"  # or it does not know how jaxlib throws
     sanitized = tmp_path / "libsanitized.so"
-    build.compile_library(sanitized, "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1")
+    sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1")
+    build.compile_library(sanitized, *sanitizers, *AMX_MODEL, isas=build.ISAS | {"amx": model_flags()})
     options = "detect_leaks=0:detect_odr_violation=0"
     env = os.environ | {"LD_PRELOAD": runtime, "ASAN_OPTIONS": options, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", RUN_CASES, str(sanitized)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0 and done.stdout.startswith("ran"), done.stderr[-3000:]
+    assert done.returncode == 0 and done.stdout.startswith("ran") and done.stdout.endswith("amx\n"), done.stderr[-3000:]
 
 
 @pytest.mark.slow
