@@ -23,7 +23,7 @@ bool has_vectors(int level) {
   return false;
 }
 
-#ifdef JAXSERVE_AMX_MODEL  // a build of the tests, in which tiles are computed in software: tests/kernels/amx_model.h
+#ifdef JAXSERVE_AMX_MODEL  // a build of the tests, which compute tiles in software: tests/kernels/amx_model.h
 
 bool has_tiles() { return has_vectors(kAvx2); }
 

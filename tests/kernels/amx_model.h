@@ -5,7 +5,9 @@
 #ifndef JAXSERVE_TESTS_KERNELS_AMX_MODEL_H_
 #define JAXSERVE_TESTS_KERNELS_AMX_MODEL_H_
 
+#ifndef JAXSERVE_AMX_MODEL
 #define JAXSERVE_AMX_MODEL
+#endif
 
 #include <immintrin.h>
 #include <stdint.h>

@@ -1,4 +1,5 @@
-"""The matmuls on AMX's tiles, as a program: with the instructions where the CPU has them, in software (amx_model.h) anywhere."""
+"""The matmuls on AMX's tiles, as a program. Where the CPU has none, tiles are computed in software (amx_model.h): in place of the
+intrinsics, or of the instructions, which trap (amx_traps.cc)."""
 
 import subprocess
 from pathlib import Path
@@ -18,10 +19,11 @@ SOURCES = (
 )
 
 
-def run_program(folder: Path, *flags: str) -> None:
+def run_program(folder: Path, *flags: str, more: tuple[str, ...] = ()) -> None:
     program = folder / "amx_test"
     common = ["-DJAXSERVE_ISA=amx", "-std=c++17", "-ffp-contract=off", "-Wno-psabi", "-g", "-pthread", "-I", str(ROOT)]
-    subprocess.run([build.compiler() or "", *common, *flags, *(str(ROOT / path) for path in SOURCES), "-o", program], check=True)
+    sources = [str(ROOT / path) for path in (*SOURCES, *more)]
+    subprocess.run([build.compiler() or "", *common, *flags, *sources, "-o", program], check=True)
     done = subprocess.run([program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout == "right\n", done.stdout + done.stderr[-3000:]
 
@@ -34,6 +36,15 @@ def test_tiles_in_software_compute_what_the_reference_does(tmp_path, sanitizers,
     released; no memory but their own."""
     needs_sanitizer(runtime)
     run_program(tmp_path, *model_flags(), *AMX_MODEL, "-O1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all")
+
+
+@needs_library
+@pytest.mark.slow
+def test_the_instructions_as_they_are_compiled_do_the_same(tmp_path):
+    """Optimised as in the library: each tile instruction traps, is decoded from its bytes, and is computed in software."""
+    if build.missing():
+        pytest.skip(f"needs {build.missing()}")
+    run_program(tmp_path, *model_flags(), "-DJAXSERVE_AMX_MODEL", "-O3", more=("tests/kernels/amx_traps.cc",))
 
 
 @pytest.mark.slow
