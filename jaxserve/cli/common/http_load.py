@@ -151,13 +151,16 @@ def _times(streams: Sequence[Stream], arrivals: np.ndarray, begin: float, reques
 
 
 @contextlib.contextmanager
-def server_process(module: str, *flags: str) -> Iterator[tuple[str, int]]:
-    """(address, process id) of `python -m MODULE --port=... FLAGS`, from when it is healthy until the `with` ends."""
+def server_process(
+    module: str, *flags: str, python: str = sys.executable, env: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, int]]:
+    """(address, process id) of `python -m MODULE --port=... FLAGS`, from when it is healthy until the `with` ends. python: another
+    environment's; env: its variables, by default this process's."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen([sys.executable, "-m", module, f"--port={port}", *flags])
+    process = subprocess.Popen([python, "-m", module, f"--port={port}", *flags], env=env)
     try:
         while True:
             if process.poll() is not None:
