@@ -20,6 +20,7 @@ else:
     np = Late("numpy")  # the commands' --help reads this module
 
 MAX_LOGPROBS = 20  # most alternatives a request may ask for; the head's logprobs variant is compiled for this many
+MAX_LOGPROB_TOKEN_IDS = 128  # most token ids whose log-probabilities a request may ask for; vLLM's bound
 MAX_SUPPRESSED_IDS = 16  # most stop ids that min_tokens can hold back
 MAX_LOGIT_BIAS = 512  # most entries of logit_bias; the device keeps room for so many a row, as for the next two
 MAX_BAD_WORDS = 128  # most token sequences of bad_words; a word has two where a space before it changes its tokens
@@ -48,8 +49,10 @@ class SamplingParams:
     """How to sample one request; names, defaults and meanings as vLLM's SamplingParams.
 
     temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 are off. `logprobs=N` returns the sampled token's log-probability
-    and the N likeliest alternatives', of the model's raw distribution (before temperature and filters). `max_tokens=None` means
-    up to the model's length. `seed=None` draws a seed from the engine's own, by order of arrival.
+    and the N likeliest alternatives', of the model's raw distribution (before temperature and filters). `logprob_token_ids` asks
+    for those of given tokens instead, at most MAX_LOGPROB_TOKEN_IDS; `logprobs` must then be None or their number. A token that a
+    form forbids has -inf. `max_tokens=None` means up to the model's length. `seed=None` draws a seed from the engine's own, by
+    order of arrival.
 
     presence_penalty and frequency_penalty count the output's tokens, repetition_penalty (in [0.01, 100]) the prompt's too (Keskar
     et al., 2019).
@@ -84,6 +87,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -103,7 +107,7 @@ class SamplingParams:
         self._set_int("seed", -(2**63), "or None", most=2**64 - 1, optional=True)
         self._set_int("max_tokens", 1, "None is up to the model's length", optional=True)
         self._set_int("min_tokens", 0)
-        self._set_int("logprobs", 0, "or None", most=MAX_LOGPROBS, optional=True)
+        self._set_logprobs()
         self._set_int("prompt_logprobs", 0, "or None", most=MAX_LOGPROBS, optional=True)
         self._set_real("presence_penalty", -2.0, 2.0, "0 is off")
         self._set_real("frequency_penalty", -2.0, 2.0, "0 is off")
@@ -137,6 +141,21 @@ class SamplingParams:
         ok = _is_int(x) and x >= least and (most is None or x <= most)
         _require(ok, f"{name}={x!r} must be an integer {bounds}" + (f" ({hint})" if hint else ""))
         object.__setattr__(self, name, int(x))
+
+    def _set_logprobs(self) -> None:
+        ids, count = self.logprob_token_ids, self.logprobs
+        if ids is not None:
+            _require(_are_ids(ids), f"logprob_token_ids={ids!r} must be a list of token ids in [0, 2**31), or None")
+            ok = len(ids) <= MAX_LOGPROB_TOKEN_IDS
+            _require(ok, f"logprob_token_ids of {len(ids)} token ids must have at most {MAX_LOGPROB_TOKEN_IDS}; leave some out")
+            object.__setattr__(self, "logprob_token_ids", tuple(int(i) for i in ids) or None)
+        if self.logprob_token_ids is None:
+            self._set_int("logprobs", 0, "or None", most=MAX_LOGPROBS, optional=True)
+            return
+        asked = len(self.logprob_token_ids)
+        ok = count is None or _is_int(count) and count == asked
+        _require(ok, f"logprobs={count!r} must be None or {asked}, the number of logprob_token_ids, which come in its place")
+        object.__setattr__(self, "logprobs", None if count is None else asked)
 
     def _set_stops(self) -> None:
         stop, ids = self.stop, self.stop_token_ids
@@ -180,6 +199,11 @@ class SamplingParams:
                 f"tokens, must be at most {MAX_BAD_WORDS} of at most {MAX_BAD_WORD_TOKENS}; leave some out, or shorten them",
             )
             object.__setattr__(self, "bad_words_token_ids", tuple(tuple(int(i) for i in s) for s in sequences) or None)
+
+    @property
+    def returns_logprobs(self) -> bool:
+        """Whether the log-probability of each sampled token is asked for, with others or without."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
 
     @property
     def penalises(self) -> bool:

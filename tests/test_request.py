@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from jaxserve.request import Request, StoredPrefix
-from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from jaxserve.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_LOGPROBS,
+    SamplingParams,
+)
 
 GOOD = [
     {},
@@ -129,6 +136,11 @@ BAD = [
     ("prompt_logprobs", -1),
     ("prompt_logprobs", MAX_LOGPROBS + 1),
     ("prompt_logprobs", True),
+    ("logprob_token_ids", 3),
+    ("logprob_token_ids", "ab"),
+    ("logprob_token_ids", [1, -1]),
+    ("logprob_token_ids", [2**31]),
+    ("logprob_token_ids", [True]),
 ]
 TOO_MUCH = [
     (
@@ -136,6 +148,7 @@ TOO_MUCH = [
         dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0),
         f"{MAX_LOGIT_BIAS + 1} entries must have at most {MAX_LOGIT_BIAS}",
     ),
+    ("logprob_token_ids", [1] * (MAX_LOGPROB_TOKEN_IDS + 1), f"{MAX_LOGPROB_TOKEN_IDS + 1} token ids must have at most"),
     ("bad_words_token_ids", [[1]] * (MAX_BAD_WORDS + 1), f"{MAX_BAD_WORDS + 1} token sequences"),
     ("bad_words_token_ids", [[1] * (MAX_BAD_WORD_TOKENS + 1)], f"longest of {MAX_BAD_WORD_TOKENS + 1} tokens"),
 ]
@@ -173,6 +186,20 @@ def test_refuses_what_is_no_form_of_output(name, value, message):
 def test_every_parameter_has_a_bad_value_here():
     tried = {name for name, _ in BAD} | {name for name, _, _ in NO_FORM}
     assert tried == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize("logprobs", [0, 1, 3, True, 2.0, -1])
+def test_given_ids_come_in_place_of_the_likeliest(logprobs):
+    with pytest.raises(ValueError, match=rf"^logprobs={logprobs} must be None or 2, the number of logprob_token_ids"):
+        SamplingParams(logprob_token_ids=[5, 6], logprobs=logprobs)
+
+
+def test_given_ids_ask_for_logprobs():
+    many = SamplingParams(logprob_token_ids=np.arange(MAX_LOGPROB_TOKEN_IDS), logprobs=MAX_LOGPROB_TOKEN_IDS)
+    assert many.logprob_token_ids == tuple(range(128)) and many.returns_logprobs and hash(many) == hash(many.with_())
+    assert SamplingParams(logprob_token_ids=[7]).returns_logprobs and SamplingParams(logprobs=0).returns_logprobs
+    none = SamplingParams(logprob_token_ids=[])
+    assert none.logprob_token_ids is None and not none.returns_logprobs
 
 
 def test_an_unknown_parameter_is_named():

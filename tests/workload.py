@@ -33,7 +33,15 @@ def requests(long_prompts: bool, logprobs: bool = False) -> list[Ask]:
         ask(prompt(40 if long_prompts else 18), ignore_eos=True, logprobs=3, prompt_logprobs=2),
         ask(prompt(5), max_tokens=20, ignore_eos=True),
         ask(shared + prompt(3), temperature=0.8, top_p=0.9, seed=5, logprobs=0),
-        ask(prompt(24), temperature=1.3, top_k=20, seed=-1, presence_penalty=0.7, frequency_penalty=0.4),
+        ask(
+            prompt(24),
+            temperature=1.3,
+            top_k=20,
+            seed=-1,
+            presence_penalty=0.7,
+            frequency_penalty=0.4,
+            logprob_token_ids=(VOCAB - 1, 0, 9, 3, 31),
+        ),
         ask(shared + prompt(1), at=2, logprobs=20, priority=1),
         ask(
             prompt(8),

@@ -95,7 +95,7 @@ class BatchPacker:
         for i in new:
             request, row = schedule.requests[i], int(schedule.rows[i])
             self._generations[row] = schedule.generations[i]
-            self.wants_logprobs[row] = request.params.logprobs is not None
+            self.wants_logprobs[row] = request.params.returns_logprobs
             sampling_rows.write_row(
                 self.sampling,
                 row,

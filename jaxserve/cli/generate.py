@@ -155,7 +155,8 @@ def check_flags(prompts: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         raise app.UsageError("--chat makes a user's message of a prompt's text, and there is none: messages are chats already")
     if _SYSTEM.value is not None and not _CHAT.value:
         raise app.UsageError("--system goes before a prompt's text with --chat; messages and token ids bring their own")
-    scored = any(params.get(name) is not None for _, params in prompts for name in ("logprobs", "prompt_logprobs"))
+    asking = ("logprobs", "logprob_token_ids", "prompt_logprobs")
+    scored = any(params.get(name) is not None for _, params in prompts for name in asking)
     if scored and not _OUTPUT.value:
         raise app.UsageError("log-probabilities are written to --output alone, not to the terminal: give it")
 

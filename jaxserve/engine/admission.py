@@ -44,6 +44,7 @@ def check_ids(prompt_token_ids: Sequence[int], params: SamplingParams, vocab_siz
         "stop": params.stop_token_ids or (),
         "logit_bias": list(params.logit_bias or ()),
         "allowed": params.allowed_token_ids or (),
+        "logprob": params.logprob_token_ids or (),
         "bad word's": [i for sequence in params.bad_words_token_ids or () for i in sequence],
     }
     for name, values in named.items():

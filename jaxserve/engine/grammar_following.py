@@ -6,6 +6,7 @@ sampled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -101,8 +102,10 @@ class GrammarFollower:
             return None
         self._packer.resend_edits(request)
         self._stats.generated_tokens += len(taken.tokens)
-        certain = None if request.params.logprobs is None else [{token: Logprob(0.0, 1)} for token in taken.tokens]
-        return EngineOutput(request, taken.tokens, certain, request.finish_reason, request.stop_reason)
+        others = {token: Logprob(-math.inf) for token in request.params.logprob_token_ids or ()}  # the form forbids them
+        certain = [{token: Logprob(0.0, 1)} | {i: x for i, x in others.items() if i != token} for token in taken.tokens]
+        logprobs = certain if request.params.returns_logprobs else None
+        return EngineOutput(request, taken.tokens, logprobs, request.finish_reason, request.stop_reason)
 
     def _end(self, output: EngineOutput, reason: str, message: str | None = None) -> None:
         self._scheduler.finish(output.request, reason, message)

@@ -25,7 +25,7 @@ from jaxserve.execution.leading_runner import AnyRunner
 from jaxserve.execution.runner import StepHandle
 from jaxserve.execution.stage_clock import StageClock
 from jaxserve.request import EngineOutput, Request
-from jaxserve.sampling.edit_rows import kinds_of
+from jaxserve.sampling.edit_rows import ALL_EDITS, kinds_of
 from jaxserve.sampling.prompt_scores import ScoreSpan, deliver, pack_spans, spans_of
 from jaxserve.sampling.rows import SampledRows
 from jaxserve.scheduling.schedule import Schedule
@@ -213,7 +213,7 @@ class StepPipeline:
                 f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens; "
                 "check the weights, or use a wider dtype"
             )
-            if kinds_of(request.params) or request.params.min_tokens or request in self.grammars:
+            if kinds_of(request.params) & ALL_EDITS or request.params.min_tokens or request in self.grammars:
                 message += ", or allowed_token_ids, bad words, min_tokens and structured_outputs together forbid every token"
             logger.error("request %s: %s", request.request_id, message)
             if self.stored is not None:

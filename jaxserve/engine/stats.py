@@ -12,6 +12,7 @@ from jaxserve.buckets.padding import PaddingAccount
 from jaxserve.kv_store.tier import TierStats
 from jaxserve.outputs import Logprob
 from jaxserve.sampling.rows import SampledRows
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.schedule import Schedule, StepResult
 from jaxserve.speculative.draft_lengths import DraftOutcomes
 
@@ -95,12 +96,17 @@ class EngineStats:
                 metrics.num_accepted_tokens += num_accepted
 
 
-def logprobs_of(sampled: SampledRows, row: int, n: int) -> dict[int, Logprob]:
-    """The sampled token of a row and its n likeliest alternatives."""
+def logprobs_of(sampled: SampledRows, row: int, params: SamplingParams) -> dict[int, Logprob]:
+    """The sampled token of a row, and its likeliest alternatives or the tokens that were asked for, which have no rank."""
     assert sampled.logprobs is not None and sampled.ranks is not None
-    assert sampled.top_ids is not None and sampled.top_logprobs is not None
+    assert sampled.top_ids is not None and sampled.top_logprobs is not None and sampled.given is not None
     found = {int(sampled.tokens[row]): Logprob(float(sampled.logprobs[row]), int(sampled.ranks[row]))}
-    for i in range(n):
+    if params.logprob_token_ids is not None:
+        given = sampled.given[row, : len(params.logprob_token_ids)]
+        for token, logprob in zip(params.logprob_token_ids, given.tolist(), strict=True):
+            found.setdefault(token, Logprob(logprob))
+        return found
+    for i in range(params.logprobs or 0):
         if sampled.top_logprobs[row, i] == -np.inf:
             break  # a grammar allows fewer
         found.setdefault(int(sampled.top_ids[row, i]), Logprob(float(sampled.top_logprobs[row, i]), i + 1))

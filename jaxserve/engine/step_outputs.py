@@ -43,7 +43,7 @@ def _gather(schedule: Schedule, result: StepResult) -> list[EngineOutput]:
 def _add_logprobs(outputs: list[EngineOutput], schedule: Schedule, sampled: SampledRows) -> None:
     first_row = {id(request): row for request, row in schedule.logits_rows.by_request(schedule)}
     for output in outputs:
-        n = output.request.params.logprobs
-        if n is not None:
+        params = output.request.params
+        if params.returns_logprobs:
             row = first_row[id(output.request)]
-            output.logprobs = [logprobs_of(sampled, row + j, n) for j in range(len(output.new_token_ids))]
+            output.logprobs = [logprobs_of(sampled, row + j, params) for j in range(len(output.new_token_ids))]

@@ -49,7 +49,8 @@ def head(
     logits = _logits(functions, weights, inputs.hidden[:num_rows])
     assert rows.last_tokens is not None and rows.history is not None and rows.edits is not None  # a last stage's
     edit = _edit(functions, seq_rows, asked, rows.edits, rows.history)
-    sampled = _sample(logits, asked, max_logprobs, masks, edit, map_rows=functions.map_rows, shard=functions.shard)
+    given = logit_edits.given_ids(asked.edits, seq_rows, rows.edits)
+    sampled = _sample(logits, asked, max_logprobs, masks, edit, given=given, map_rows=functions.map_rows, shard=functions.shard)
     last_tokens = rows.last_tokens.at[seq_rows].set(sampled.tokens, mode="drop")
     history = logit_edits.remember(rows.history, seq_rows, asked.position, sampled.tokens)
     return replace(rows, last_tokens=last_tokens, history=history), sampler.pack_sampled(sampled)
@@ -86,7 +87,9 @@ def drafting_head(
         proposal = None if state.probs is None else verify.probs_after(is_draft, seq_rows, state.probs)
         draw = functools.partial(rejection.draw_token, drafts=verify.drafts_after(is_draft, tokens), proposal=proposal)
     edit = _edit(functions, seq_rows, asked, rows.edits, history)
-    sampled = _sample(logits, asked, max_logprobs, masks, edit, draw=draw, map_rows=functions.map_rows, shard=functions.shard)
+    how: dict[str, Any] = {"draw": draw, "map_rows": functions.map_rows, "shard": functions.shard}
+    given = logit_edits.given_ids(asked.edits, seq_rows, rows.edits)
+    sampled = _sample(logits, asked, max_logprobs, masks, edit, given=given, **how)
     with jax.named_scope("verify"):
         delivered = verify.delivered(is_draft, tokens, sampled.tokens, sampled.bad_logits)
         last = jnp.where(verify.last_delivered(is_draft, delivered), seq_rows, num_seqs)
@@ -127,15 +130,15 @@ def _edit(
 
 
 def _sample(logits, asked, max_logprobs, masks: Masks, edit, **how: Any) -> sampler.Sampled:
-    """`sampler.sample` of what grammars allow. how: its draw, map_rows and shard."""
-    edited = (asked.edits != 0).any()
+    """`sampler.sample` of what grammars allow. how: its given, draw, map_rows and shard."""
+    edited = sampler.has_edits(asked)
 
     def forbid(logits):
         with jax.named_scope("grammar_masks"):
             return lax.cond(masks.given, logit_edits.apply_masks, lambda logits, _: logits, logits, masks.allowed)
 
     if max_logprobs:  # which are those of masked logits before any edit
-        return sampler.sample(forbid(logits), asked, max_logprobs=max_logprobs, edit=edit, **how)
+        return sampler.sample(forbid(logits), asked, max_logprobs=max_logprobs, edit=edit, edit_wanted=edited, **how)
 
     def forbid_and_edit(logits):
         return lax.cond(edited, edit, lambda logits: logits, forbid(logits))

@@ -110,13 +110,13 @@ class Shard:
         padding[axis] = (0, count * self.size - x.shape[axis])
         return lax.dynamic_slice_in_dim(jnp.pad(x, padding), self.start(count), count, axis)
 
-    def pick(self, x: jax.Array, ids: jax.Array) -> jax.Array:  # f32[R, n], i32[R] -> f32[R]
-        """An entry of each row of an x whose last axis lies one part after the other on the devices."""
+    def pick(self, x: jax.Array, ids: jax.Array) -> jax.Array:  # f32[R, n], i32[R, k] -> f32[R, k]
+        """k entries of each row of an x whose last axis lies one part after the other on the devices."""
         if self.axis is None:
-            return jnp.take_along_axis(x, ids[:, None], 1)[:, 0]
-        own, n = self.own(ids, x.shape[1])[:, None], x.shape[1]
+            return jnp.take_along_axis(x, ids, 1)
+        own, n = self.own(ids, x.shape[1]), x.shape[1]
         found = jnp.take_along_axis(x, jnp.minimum(own, n - 1), 1)
-        return self.only(jnp.where(own < n, found, 0)[:, 0])
+        return self.only(jnp.where(own < n, found, 0))
 
     def look_up(self, table: jax.Array, ids: jax.Array) -> jax.Array:  # [n, D], i32[...] -> [..., D]
         """Rows of a table whose parts lie one after the other on the devices."""

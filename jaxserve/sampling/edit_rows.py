@@ -2,8 +2,8 @@
 
 Owns the meaning of each column, and the numpy side of it. Penalties, logit_bias, allowed_token_ids and bad words are too large to
 be sent with every step. They also depend on the row's tokens, which the device has before the host. The device therefore holds a
-table of edits and a history of token ids, with one row of each for a sequence. float32 values travel as their bits. Knows nothing
-of jax: logit_edits.py is the device's side.
+table of edits and a history of token ids, with one row of each for a sequence. logprob_token_ids edit nothing, but are as large,
+and lie in the same row. float32 values travel as their bits. Knows nothing of jax: logit_edits.py is the device's side.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, SamplingParams
+from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, SamplingParams
 
 # Kinds of edit, bits of rows.EDITS: a row of the table is read only where its bit says that it was written.
 PENALTIES, BIAS, ALLOWED, BAD_WORDS = 1, 2, 4, 8
+LOGPROB_IDS = 16  # no edit: the row has ids whose log-probabilities are asked for
+ALL_EDITS = PENALTIES | BIAS | ALLOWED | BAD_WORDS
 
 # Columns of an edit row.
 PRESENCE, FREQUENCY, REPETITION = 0, 1, 2  # float32 bits
@@ -24,16 +26,18 @@ NUM_PROMPT = 3  # how many tokens of the history are the prompt
 BIAS_IDS = 4  # -1 where there is none
 BIAS_VALUES = BIAS_IDS + MAX_LOGIT_BIAS  # float32 bits
 WORDS = BIAS_VALUES + MAX_LOGIT_BIAS  # MAX_BAD_WORDS sequences of MAX_BAD_WORD_TOKENS ids, ending at the right; -1 before
-ALLOWED_BITS = WORDS + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS  # a bit a token id: id % 32 of the word at id // 32
+GIVEN_IDS = WORDS + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS  # of log-probabilities; 0 where there is none
+ALLOWED_BITS = GIVEN_IDS + MAX_LOGPROB_TOKEN_IDS  # a bit a token id: id % 32 of the word at id // 32
 
 
 def kinds_of(params: SamplingParams) -> int:
-    """Which kinds of edit a request asks for; 0 for most."""
+    """Which kinds of edit a request asks for, and LOGPROB_IDS if it gives ids; 0 for most: the row is not read."""
     asked = {
         PENALTIES: params.penalises,
         BIAS: params.logit_bias is not None,
         ALLOWED: params.allowed_token_ids is not None,
         BAD_WORDS: params.bad_words_token_ids is not None,
+        LOGPROB_IDS: params.logprob_token_ids is not None,
     }
     return sum(kind for kind, wanted in asked.items() if wanted)
 
@@ -74,10 +78,12 @@ class EditLayout:
         edits[BIAS_IDS:BIAS_VALUES] = -1
         edits[BIAS_IDS : BIAS_IDS + len(bias)] = list(bias)
         edits[BIAS_VALUES : BIAS_VALUES + len(bias)] = np.array(list(bias.values()), np.float32).view(np.int32)
-        edits[WORDS:ALLOWED_BITS] = -1
-        words = edits[WORDS:ALLOWED_BITS].reshape(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
+        edits[WORDS:GIVEN_IDS] = -1
+        words = edits[WORDS:GIVEN_IDS].reshape(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
         for i, ids in enumerate(params.bad_words_token_ids or ()):
             words[i, MAX_BAD_WORD_TOKENS - len(ids) :] = ids
+        given = params.logprob_token_ids or ()
+        edits[GIVEN_IDS : GIVEN_IDS + len(given)] = given
         if params.allowed_token_ids is not None:
             allowed = np.zeros(32 * (self.num_columns - ALLOWED_BITS), np.uint8)
             allowed[list(params.allowed_token_ids)] = 1

@@ -144,6 +144,16 @@ def _count(
     return counts
 
 
+def given_ids(
+    kinds: jax.Array,  # i32[R]; bits of edit_rows
+    seq_rows: jax.Array,  # i32[R]
+    table: jax.Array,  # i32[S, edit_rows.EditLayout.num_columns]
+) -> jax.Array:  # i32[R, MAX_LOGPROB_TOKEN_IDS]
+    """The token ids whose log-probabilities each row asks for, then 0; all 0 in rows that ask for none."""
+    rows = table[:, layout.GIVEN_IDS : layout.ALLOWED_BITS].at[seq_rows].get(mode="fill", fill_value=0)
+    return jnp.where((kinds & layout.LOGPROB_IDS)[:, None] != 0, rows, 0)
+
+
 def apply_masks(
     logits: jax.Array,  # f32[R, V]
     masks: jax.Array,  # i32[R, ceil(V / 32)]: bit v % 32 of word v // 32 says whether token v may be sampled
@@ -171,7 +181,7 @@ def _forbid_last_of_words(
     shard: Shard,
 ) -> jax.Array:
     """Forbids the last token of each bad word whose earlier tokens are the end of the output."""
-    words = rows[:, layout.WORDS : layout.ALLOWED_BITS].reshape(-1, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
+    words = rows[:, layout.WORDS : layout.GIVEN_IDS].reshape(-1, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
     before = positions[:, None] + jnp.arange(1 - MAX_BAD_WORD_TOKENS, 0, dtype=jnp.int32)
     in_output = before >= rows[:, layout.NUM_PROMPT, None]
     tail = history.at[seq_rows[:, None], jnp.maximum(before, 0)].get(mode="fill", fill_value=0)

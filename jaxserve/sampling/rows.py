@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxserve.sampling.edit_rows import kinds_of
-from jaxserve.sampling_params import MAX_SUPPRESSED_IDS, SamplingParams
+from jaxserve.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_SUPPRESSED_IDS, SamplingParams
 
 # Columns of a request's row. A row of zeros is greedy and has no options, so padding rows can stay zero.
 TEMPERATURE, TOP_P, MIN_P = 0, 1, 2  # float32 bits
@@ -21,12 +21,12 @@ SEED_LOW, SEED_HIGH = 4, 5  # the 64-bit seed's words
 SAMPLE_INDEX = 6
 POSITION = 7  # of the token being sampled; the only column that varies by step
 SUPPRESS_UNTIL = 8  # the suppressed ids are forbidden at positions below this
-EDITS = 9  # bits of edit_rows: which kinds of edit the row's logits get
+EDITS = 9  # bits of edit_rows: which kinds of edit the row's logits get, and whether ids are given
 SUPPRESS_IDS = 10  # the first of MAX_SUPPRESSED_IDS columns; -1 where there is none
 NUM_COLUMNS = SUPPRESS_IDS + MAX_SUPPRESSED_IDS
 
 # Columns of a sampled row; those from LOGPROB on exist only where logprobs were compiled in.
-TOKEN, FLAGS, LOGPROB, RANK, TOP_IDS = 0, 1, 2, 3, 4  # then N ids, then N float32 log-probabilities
+TOKEN, FLAGS, LOGPROB, RANK, TOP_IDS = 0, 1, 2, 3, 4  # then N ids, N float32 log-probabilities, and those of the given ids
 FLAG_BAD_LOGITS, FLAG_BY_SORT, FLAG_DELIVERED = 1, 2, 4
 
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy, as in vLLM
@@ -73,7 +73,7 @@ def write_row(
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """A step's sampled tokens on the host: numpy, one entry a row. The four fields of log-probabilities are None where no request
+    """A step's sampled tokens on the host: numpy, one entry a row. The five fields of log-probabilities are None where no request
     asked for them, the two of speculation where it is off."""
 
     tokens: np.ndarray  # i32[R]
@@ -83,6 +83,7 @@ class SampledRows:
     ranks: np.ndarray | None = None  # i32[R]
     top_ids: np.ndarray | None = None  # i32[R, N]
     top_logprobs: np.ndarray | None = None  # f32[R, N]
+    given: np.ndarray | None = None  # f32[R, MAX_LOGPROB_TOKEN_IDS]: of a request's logprob_token_ids, in their order
     delivered: np.ndarray | None = None  # bool[R]: all drafts up to the row's were accepted, so its token is an output
     drafts: np.ndarray | None = None  # i32[R, K]: proposed to follow the token, where it is its sequence's last; -1: none
 
@@ -107,8 +108,8 @@ def unpack_scored(packed: np.ndarray) -> ScoredRows:
 
 
 def unpack_sampled(packed: np.ndarray, num_drafts: int = 0) -> SampledRows:
-    """Views of `sampler.pack_sampled`'s i32[R, 2] (no logprobs) or i32[R, 4 + 2N]. num_drafts: K more columns, of a head that
-    drafts."""
+    """Views of `sampler.pack_sampled`'s i32[R, 2] (no logprobs) or i32[R, 4 + 2N + MAX_LOGPROB_TOKEN_IDS]. num_drafts: K more
+    columns, of a head that drafts."""
     if num_drafts:
         at = packed.shape[1] - num_drafts
         sampled = unpack_sampled(packed[:, :at])
@@ -117,7 +118,7 @@ def unpack_sampled(packed: np.ndarray, num_drafts: int = 0) -> SampledRows:
     bad, by_sort = (flags & FLAG_BAD_LOGITS) != 0, (flags & FLAG_BY_SORT) != 0
     if packed.shape[1] == LOGPROB:
         return SampledRows(packed[:, TOKEN], bad, by_sort)
-    n = (packed.shape[1] - TOP_IDS) // 2
+    n = (packed.shape[1] - TOP_IDS - MAX_LOGPROB_TOKEN_IDS) // 2
     reals = packed.view(np.float32)
     return SampledRows(
         packed[:, TOKEN],
@@ -126,5 +127,6 @@ def unpack_sampled(packed: np.ndarray, num_drafts: int = 0) -> SampledRows:
         logprobs=reals[:, LOGPROB],
         ranks=packed[:, RANK],
         top_ids=packed[:, TOP_IDS : TOP_IDS + n],
-        top_logprobs=reals[:, TOP_IDS + n :],
+        top_logprobs=reals[:, TOP_IDS + n : TOP_IDS + 2 * n],
+        given=reals[:, TOP_IDS + 2 * n :],
     )

@@ -40,6 +40,7 @@ from jaxserve.models.row_tiles import MapRows, whole
 from jaxserve.parallel.shard import ALONE, Shard
 from jaxserve.sampling import across_shards
 from jaxserve.sampling import rows as layout
+from jaxserve.sampling.edit_rows import ALL_EDITS
 
 BLOCK = 128  # vocabulary entries a block
 NUM_CANDIDATES = 256  # likeliest entries that are looked at before the whole vocabulary is sorted
@@ -61,7 +62,7 @@ class SamplingRows:
     position: jax.Array  # i32[R]; of the token being sampled
     suppress_until: jax.Array  # i32[R]; suppress_ids are forbidden at positions below this
     suppress_ids: jax.Array  # i32[R, M]; -1 where there is none
-    edits: jax.Array  # i32[R]; bits of edit_rows; 0 is none
+    edits: jax.Array  # i32[R]; bits of edit_rows: kinds of edit, and whether ids are given
 
 
 @jax.tree_util.register_dataclass
@@ -73,6 +74,7 @@ class TokenLogprobs:
     ranks: jax.Array  # i32[R]; of the row's token, 1 is the likeliest
     top_ids: jax.Array  # i32[R, N]; likeliest first
     top_logprobs: jax.Array  # f32[R, N]
+    given: jax.Array | None = None  # f32[R, k]; of ids that were given, if any were
 
 
 @jax.tree_util.register_dataclass
@@ -106,7 +108,7 @@ def unpack_rows(packed: jax.Array) -> SamplingRows:  # i32[R, NUM_COLUMNS] as ro
 def pack_sampled(
     sampled: Sampled,
     delivered: jax.Array | None = None,  # bool[R]; of speculation
-) -> jax.Array:  # i32[R, 2], or i32[R, 4 + 2N] with logprobs
+) -> jax.Array:  # i32[R, 2], or i32[R, 4 + 2N + MAX_LOGPROB_TOKEN_IDS] with logprobs
     """One small array to fetch; `rows.unpack_sampled` reads it."""
     flags = sampled.bad_logits * layout.FLAG_BAD_LOGITS + sampled.by_sort * layout.FLAG_BY_SORT
     if delivered is not None:
@@ -114,7 +116,8 @@ def pack_sampled(
     packed = [sampled.tokens[:, None], flags[:, None]]
     if (extra := sampled.logprobs) is not None:
         bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
-        packed += [bits(extra.logprobs)[:, None], extra.ranks[:, None], extra.top_ids, bits(extra.top_logprobs)]
+        assert extra.given is not None, "columns of the given ids"
+        packed += [bits(extra.logprobs)[:, None], extra.ranks[:, None], extra.top_ids, bits(extra.top_logprobs), bits(extra.given)]
     return jnp.concatenate(packed, axis=1)
 
 
@@ -123,6 +126,7 @@ def sample(
     rows: SamplingRows,
     *,
     max_logprobs: int = 0,
+    given: jax.Array | None = None,
     edit: Callable[[jax.Array], jax.Array] | None = None,
     edit_wanted: jax.Array | None = None,
     draw: Callable[[jax.Array, SamplingRows, Shard], jax.Array] | None = None,
@@ -135,6 +139,7 @@ def sample(
 
     max_logprobs: static. 0 leaves out log-probabilities, which cost about as much as a random draw. N > 0 gives the sampled
       token's, its rank, and the N likeliest (V if that is less). The tokens are the same either way.
+    given: i32[R, k], ids whose log-probabilities are wanted too, where max_logprobs is not 0; None: no others.
     edit: f32[R, V] -> f32[R, V], such as `logit_edits.edit`, bound to the state that it reads.
     edit_wanted: bool[], whether to run `edit`. None: it runs if any row has edits.
     draw: draws the tokens of random rows from their filtered weights, in place of `draw_token`. Traced with 64-bit types enabled.
@@ -166,7 +171,7 @@ def sample(
         return Sampled(tokens, bad, by_sort, None)
     with jax.named_scope("logprobs"):
         n = min(max_logprobs, logits.shape[1] * shard.size)
-        return Sampled(tokens, bad, by_sort, token_logprobs(logits, tokens, n, map_rows=map_rows, shard=shard))
+        return Sampled(tokens, bad, by_sort, token_logprobs(logits, tokens, n, given=given, map_rows=map_rows, shard=shard))
 
 
 def process_logits(
@@ -185,7 +190,12 @@ def process_logits(
     if edit is None:
         return logits
     with jax.named_scope("edit"):
-        return lax.cond((rows.edits != 0).any() if edit_wanted is None else edit_wanted, edit, lambda x: x, logits)
+        return lax.cond(has_edits(rows) if edit_wanted is None else edit_wanted, edit, lambda x: x, logits)
+
+
+def has_edits(rows: SamplingRows) -> jax.Array:
+    """bool[]: whether any row edits its logits."""
+    return ((rows.edits & ALL_EDITS) != 0).any()
 
 
 def in_blocks(x: jax.Array, fill: float) -> jax.Array:  # [R, N] -> [R, ceil(N / BLOCK), BLOCK]
@@ -434,12 +444,14 @@ def token_logprobs(
     tokens: jax.Array,  # i32[R]
     n: int,
     *,
+    given: jax.Array | None = None,  # i32[R, k]
     with_top: jax.Array | None = None,  # bool[]; None is always
     dtype: Any = jnp.float64,
     map_rows: MapRows = whole,
     shard: Shard = ALONE,
 ) -> TokenLogprobs:
-    """Log-probability and rank of each row's token, and the n likeliest tokens. shard: as `sample`.
+    """Log-probability and rank of each row's token, the n likeliest tokens, and log-probabilities of the given ids. shard: as
+    `sample`.
 
     with_top: whether the likeliest are wanted; without it their values are not valid.
     dtype: of the exponentials. Their sums over blocks are float64 in any case. map_rows: how they are computed.
@@ -456,7 +468,9 @@ def token_logprobs(
         # Each block is a row: exponentials are computed in one shape then, however much of the vocabulary a device has.
         of_blocks = map_rows(masses, blocks.reshape(-1, BLOCK), jnp.repeat(highest, blocks.shape[1]))
         log_mass = log_of_mass(of_blocks.reshape(blocks.shape[:2]), shard)
-    chosen = shard.pick(logits, tokens)[:, None]
+    asked = tokens[:, None] if given is None else jnp.concatenate([tokens[:, None], given], 1)
+    picked = shard.pick(logits, asked)
+    chosen = picked[:, :1]
     ids = shard.ids(V)
     ahead = (logits > chosen) | ((logits == chosen) & (ids < tokens[:, None]))
 
@@ -470,4 +484,5 @@ def token_logprobs(
         ranks=1 + shard.sum(ahead.sum(-1, dtype=jnp.int32)),
         top_ids=top_ids,
         top_logprobs=values - highest[:, None] - log_mass[:, None],
+        given=None if given is None else picked[:, 1:] - highest[:, None] - log_mass[:, None],
     )

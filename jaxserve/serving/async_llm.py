@@ -274,7 +274,7 @@ class AsyncLLM:
         ask = await self._ask(prompt, sampling_params or self.default_sampling_params, priority, timeout, arrival)
         async with await self.open([ask], request_id, timeout=timeout, arrival=arrival) as stream:
             output = RequestOutput(request_id or stream.request_ids[0], ask.prompt, ask.prompt_token_ids, [], False)
-            with_logprobs = ask.params.logprobs is not None
+            with_logprobs = ask.params.returns_logprobs
             for i in range(ask.params.n):
                 completion = CompletionOutput(i, "", [], 0.0 if with_logprobs else None, [] if with_logprobs else None)
                 output.outputs.append(completion)

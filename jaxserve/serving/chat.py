@@ -224,7 +224,8 @@ class ChatAnswer:
 
     def logprobs(self, delta: Delta) -> ChatLogprobs | None:
         """The log-probabilities of a delta's tokens, if the request asks for any."""
-        return chat_logprobs(delta, self._body.top_logprobs or 0, self._bytes_of, self._as_ids)
+        num_top = None if self._body.logprob_token_ids else self._body.top_logprobs or 0
+        return chat_logprobs(delta, num_top, self._bytes_of, self._as_ids)
 
     def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
         usage = self.record.usage() if self._continuous_usage else None if self._usage else UNSET  # null, or left out

@@ -202,6 +202,8 @@ class ChatRequest(GenerationRequest, Chat):
     def _pairs(self):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs may be given only with logprobs=true")
+        if self.logprob_token_ids and not self.logprobs:
+            raise ValueError("logprob_token_ids may be given only with logprobs=true")
         if {"max_tokens", "max_completion_tokens"} <= self.model_fields_set:
             raise ValueError("give max_tokens or max_completion_tokens, not both")
         return self

@@ -7,6 +7,7 @@ which clients read log-probabilities. Knows nothing of routes.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -303,17 +304,22 @@ def _token_id(token_id: int) -> str:
 
 
 def _by_text(token_id: int, entry: Mapping[int, Logprob], num_top: int, as_ids: bool) -> dict[str, float]:
-    """Log-probabilities by text, of the likeliest tokens and of the token itself. Of two with one text the likelier counts."""
+    """Log-probabilities by text, of the likeliest tokens, or those that were asked for by id, and of the token itself. Of two with
+    one text the likelier counts."""
     found: dict[str, float] = {}
     for i, x in sorted(entry.items(), key=lambda item: item[1].rank or 0):
         if i == token_id or (x.rank or 0) <= num_top:
-            found.setdefault(_token_id(i) if as_ids else x.decoded_token or "", finite(x.logprob))
+            text = _token_id(i) if as_ids else x.decoded_token or ""
+            found[text] = max(finite(x.logprob), found.get(text, -math.inf))
     return found
 
 
-def chat_logprobs(delta: Delta, num_top: int, bytes_of: Mapping[int, bytes] | None, as_ids: bool = False) -> ChatLogprobs | None:
-    """A delta's log-probabilities in a chat's form. bytes_of: token id -> its bytes; None where tokens are not byte-level. as_ids:
-    tokens are written as "token_id:N"; their bytes stay."""
+def chat_logprobs(
+    delta: Delta, num_top: int | None, bytes_of: Mapping[int, bytes] | None, as_ids: bool = False
+) -> ChatLogprobs | None:
+    """A delta's log-probabilities in a chat's form. num_top: of so many likeliest tokens; None: of the token, then of those that
+    were asked for by id. bytes_of: token id -> its bytes; None where tokens are not byte-level. as_ids: tokens are written as
+    "token_id:N"; their bytes stay."""
     if delta.logprobs is None:
         return None
     entries = zip(delta.token_ids, delta.logprobs, strict=True)
@@ -321,15 +327,18 @@ def chat_logprobs(delta: Delta, num_top: int, bytes_of: Mapping[int, bytes] | No
 
 
 def _token_logprob(
-    token_id: int, entry: Mapping[int, Logprob], num_top: int, bytes_of: Mapping[int, bytes] | None, as_ids: bool
+    token_id: int, entry: Mapping[int, Logprob], num_top: int | None, bytes_of: Mapping[int, bytes] | None, as_ids: bool
 ) -> TokenLogprob:
     def said(i: int, x: Logprob) -> TopLogprob:
         token = _token_id(i) if as_ids else x.decoded_token or ""
         return TopLogprob(token, finite(x.logprob), None if bytes_of is None else list(bytes_of[i]))
 
     of_it = said(token_id, entry[token_id])
-    ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)
-    top = [said(i, x) for i, x in ranked if (x.rank or 0) <= num_top]
+    if num_top is None:
+        top = [said(i, x) for i, x in entry.items()]
+    else:
+        ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)
+        top = [said(i, x) for i, x in ranked if (x.rank or 0) <= num_top]
     return TokenLogprob(of_it.token, of_it.logprob, of_it.bytes, top)
 
 

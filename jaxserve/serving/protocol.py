@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from jaxserve.moved import forward
-from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, SamplingParams
 from jaxserve.serving.errors import RefusedError
 from jaxserve.serving.forms import ResponseFormat, StructuredOutputs, form_of
 from jaxserve.serving.strict_model import Model, OnlyFalse, SomeTokenIds, Text, Texts, TokenIds, TokenIdText, if_given
@@ -43,6 +43,7 @@ PASSED_ON = (  # fields that are SamplingParams' own, by the same name
     "allowed_token_ids",
     "bad_words",
     "prompt_logprobs",
+    "logprob_token_ids",
 )
 
 
@@ -64,6 +65,11 @@ class StreamOptions(Model):
 ONE_FORM: dict[str, Any] = {  # both, unless the format is free
     "if": {"properties": {"structured_outputs": {"type": "object"}}, "required": ["structured_outputs"]},
     "then": {"properties": {"response_format": {"anyOf": [{"$ref": "#/components/schemas/TextFormat"}, {"type": "null"}]}}},
+}
+
+IDS_NEED_LOGPROBS: dict[str, Any] = {  # of completions; a chat's schema has no room for one more rule
+    "if": {"properties": {"logprob_token_ids": {"type": "array", "minItems": 1}}, "required": ["logprob_token_ids"]},
+    "then": {"properties": {"logprobs": {"type": "integer"}}, "required": ["logprobs"]},
 }
 
 
@@ -102,6 +108,9 @@ class GenerationRequest(Model):
     allowed_token_ids: TokenIds | None = None
     bad_words: list[Annotated[str, Field(pattern=r"\S")]] | None = Field(None, max_length=MAX_BAD_WORDS // 2)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprob_token_ids: SomeTokenIds | None = Field(
+        None, max_length=MAX_LOGPROB_TOKEN_IDS, description="Log-probabilities of these in place of the likeliest; needs logprobs."
+    )
     return_token_ids: bool | None = Field(None, description="Answer with the token ids of prompt and output too.")
     return_tokens_as_token_ids: bool | None = Field(None, description='Write the tokens of log-probabilities as "token_id:N".')
     truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
@@ -187,6 +196,8 @@ class GenerationRequest(Model):
     ) -> SamplingParams:
         """The server's defaults, changed by what was given. Raises ValueError or NotImplementedError for what can't be served."""
         given = {name: value for name in PASSED_ON if (value := getattr(self, name)) is not None}
+        if self.logprob_token_ids:
+            logprobs = None  # these take the place of the likeliest, however many of those were asked for
         if self.logit_bias is not None:
             given["logit_bias"] = {int(i): bias for i, bias in self.logit_bias.items()}
         if max_tokens is not None and self.min_tokens is not None:
@@ -196,6 +207,10 @@ class GenerationRequest(Model):
 
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        json_schema_extra={"allOf": [if_given("stream_options", "object", "stream"), ONE_FORM, IDS_NEED_LOGPROBS]}
+    )
 
     prompt: CompletionPrompt = Field(description="A text, texts, token ids, or lists of token ids.")
     max_tokens: int | None = Field(None, ge=0, le=2**31 - 1, description="0 only with echo: the prompt alone.")
@@ -209,6 +224,14 @@ class CompletionRequest(GenerationRequest):
     def _something_to_answer(self):
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens=0 needs echo=true: there would be nothing to answer")
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_score(self):
+        if self.logprob_token_ids and self.logprobs is None:
+            raise ValueError("logprob_token_ids may be given only with logprobs, whose number then does not count")
+        if self.logprob_token_ids and self.max_tokens == 0:
+            raise ValueError("logprob_token_ids are scored at tokens of the output, and max_tokens=0 asks for none")
         return self
 
     @property

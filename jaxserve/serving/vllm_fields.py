@@ -18,7 +18,6 @@ class Missing:
 
 
 MISSING: dict[str, Missing] = {
-    "logprob_token_ids": Missing("log-probabilities are those of the likeliest tokens: ask for logprobs, up to 20", ([],)),
     "watermarking": Missing("outputs carry no watermark", (False,)),
     "repetition_detection": Missing("an output ends by stop, max_tokens or its form; use a penalty against repetition"),
     "session_id": Missing("servers keep no sessions, and a router goes by the prompt: leave it out, or give user"),

@@ -56,7 +56,7 @@ class TextOutputs:
         for request in requests:
             params = request.params
             completion = CompletionOutput(request.sample_index, "", [])
-            if params.logprobs is not None:
+            if params.returns_logprobs:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
             detokenizer = None
             if self._tokenizer is not None and params.detokenize:

@@ -33,6 +33,8 @@ def everything_a_user_can_set(rng: np.random.Generator) -> list[SamplingParams]:
         {"temperature": 0, "n": 2},
         {"logprobs": 20, "temperature": 0},
         {"logprobs": 4, "temperature": 0.5, "top_k": 3, "seed": 2**64 - 1},
+        {"logprob_token_ids": list(range(VOCAB))[:70], "n": 2, "presence_penalty": 0.1},
+        {"logprob_token_ids": [5], "temperature": 0},
         {"prompt_logprobs": 0, "n": 2, "max_tokens": 3},
         {"prompt_logprobs": 5, "logprobs": 2, "frequency_penalty": 1.0},
         {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2},

@@ -198,6 +198,28 @@ def test_logprobs_are_those_of_the_models_own_distribution(llm):
     assert sample.cumulative_logprob == pytest.approx(total)
 
 
+def test_logprobs_of_given_ids(llm):
+    """Beside the sampled token's, in the order in which they were given, with the bits that the likeliest would have."""
+    (likeliest,) = generate(llm, "a", greedy(max_tokens=3, logprobs=20))
+    second, third, *_ = list((likeliest.outputs[0].logprobs or [{}])[1])[1:]
+    given = [third, ord("z"), 0, ord("b"), SPECIALS[EOS], ord("z"), second, ord("c")]
+    asked = [greedy(max_tokens=3, logprob_token_ids=given), greedy(max_tokens=3, logprobs=20), greedy(max_tokens=3)]
+    outputs = [output.outputs[0] for output in generate(llm, ["a", "a", "a"], asked)]
+    num_shared = 0
+    assert outputs[2].logprobs is None and outputs[0].token_ids == outputs[1].token_ids == ids("bcd")
+    for chosen, found, top in zip(outputs[0].token_ids, outputs[0].logprobs or (), outputs[1].logprobs or (), strict=True):
+        expected = jax.nn.log_softmax(alphabet_model.logits(chosen - 1))
+        assert list(found) == list(dict.fromkeys([chosen, *given]))
+        for i, logprob in found.items():
+            assert logprob.logprob == pytest.approx(float(expected[i]), abs=1e-4)
+            assert logprob.rank == (1 if i == chosen else None)
+            assert logprob.decoded_token == llm.get_tokenizer().decode([i], skip_special_tokens=False)
+        assert all(found[i].logprob == top[i].logprob for i in found.keys() & top.keys())
+        num_shared += len(found.keys() & top.keys())
+    assert num_shared > 4
+    assert outputs[0].cumulative_logprob == outputs[1].cumulative_logprob
+
+
 def test_logprobs_zero_and_requests_without_share_a_batch(llm):
     outputs = generate(llm, ["a", "b"], [greedy(logprobs=0, max_tokens=2), greedy(max_tokens=2)])
     assert [list(found) for found in outputs[0].outputs[0].logprobs or ()] == [ids("b"), ids("c")]

@@ -16,6 +16,7 @@ BAD_PROMPTS: list[tuple[object, dict, str]] = [
     ("a", {"stop_token_ids": [VOCABULARY]}, f"stop token id {VOCABULARY} is out of vocabulary"),
     ("a", {"stop_token_ids": list(range(20)), "min_tokens": 1}, "can hold back at most 16 stop ids"),
     ("a", {"logit_bias": {VOCABULARY: 1.0}}, f"logit_bias token id {VOCABULARY} is out of vocabulary"),
+    ("a", {"logprob_token_ids": [1, VOCABULARY]}, f"logprob token id {VOCABULARY} is out of vocabulary"),
     ("a", {"allowed_token_ids": [1, VOCABULARY]}, f"allowed token id {VOCABULARY} is out of vocabulary"),
     ("a", {"bad_words_token_ids": [[1, VOCABULARY]]}, f"bad word's token id {VOCABULARY} is out of vocabulary"),
     ("a", {"bad_words": ["x" * 33]}, "longest of 34 tokens.*at most 128 of at most 32"),

@@ -11,7 +11,7 @@ from jaxserve.models.row_tiles import RowTiles, whole
 from jaxserve.sampling import logit_edits, sampler
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling.edit_rows import EditLayout, kinds_of
-from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, SamplingParams
+from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from tests.sampling.test_sampling import chi_square_p, likeliest_first
 
 SEQS, LEN = 24, 2600  # three spans of the history's count
@@ -40,7 +40,8 @@ def _run(logits, packed, seq_rows, table, history, max_logprobs, edited):
     rows = sampler.unpack_rows(packed)
     where = {"seq_rows": seq_rows, "positions": rows.position}
     edit = functools.partial(logit_edits.edit, kinds=rows.edits, table=table, history=history, **where)
-    sampled = sampler.sample(logits, rows, max_logprobs=max_logprobs, edit=edit if edited else None)
+    given = logit_edits.given_ids(rows.edits, seq_rows, table)
+    sampled = sampler.sample(logits, rows, max_logprobs=max_logprobs, given=given, edit=edit if edited else None)
     return sampler.pack_sampled(sampled), edit(logits), logit_edits.remember(history, seq_rows, rows.position, sampled.tokens)
 
 
@@ -124,14 +125,17 @@ def test_a_bad_word_may_begin_in_the_output_only():
 
 
 def test_caps_hold_what_they_say():
-    """The most that may be asked for reaches the device whole."""
+    """The most that may be asked for reaches the device whole. Log-probabilities of given ids are those before any edit."""
     rng = np.random.default_rng(1)
     bias = {int(i): float(i % 7 - 3) for i in rng.permutation(1000)[:MAX_LOGIT_BIAS]}
     words = [rng.integers(0, 1000, MAX_BAD_WORD_TOKENS).tolist() for _ in range(MAX_BAD_WORDS)]
-    params = SamplingParams(temperature=0, logit_bias=bias, bad_words_token_ids=words)
+    given = rng.permutation(1000)[:MAX_LOGPROB_TOKEN_IDS]
+    params = SamplingParams(temperature=0, logit_bias=bias, bad_words_token_ids=words, logprob_token_ids=given)  # pyright: ignore[reportArgumentType]
     output = words[-1][:-1]
     logits = rng.normal(size=(1, 1000)).astype(np.float32)
-    edited = run(logits, [(params, [1], output, 0)], [3], history_len=64)[1]
+    sampled, edited, _ = run(logits, [(params, [1], output, 0)], [3], history_len=64, max_logprobs=2)
+    raw = logits[0].astype(np.float64)
+    np.testing.assert_allclose(sampled.given[0], raw[given] - np.log(np.exp(raw).sum()), rtol=1e-6, atol=4e-6)
     np.testing.assert_allclose(edited[0], reference(logits[0], params, [1], output), rtol=1e-6)
     assert np.flatnonzero(np.isneginf(edited[0])).tolist() == [words[-1][-1]]
 

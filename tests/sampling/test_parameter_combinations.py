@@ -39,6 +39,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True, False),
     "detokenize": (True, False),
     "logprobs": (None, 0, 4),
+    "logprob_token_ids": (None, (ord("a"), 255, ord("z"), 0)),
     "presence_penalty": (0.0, 0.6),
     "frequency_penalty": (0.0, -0.4),
     "repetition_penalty": (1.0, 1.3),
@@ -52,7 +53,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def allowed(choice: dict[str, Any]) -> bool:
-    return choice["detokenize"] or choice["stop"] is None
+    fits = choice["logprob_token_ids"] is None or choice["logprobs"] in (None, 4)
+    return (choice["detokenize"] or choice["stop"] is None) and fits
 
 
 @functools.cache
@@ -71,7 +73,10 @@ def combinations() -> list[dict[str, Any]]:
         return {name: VALUES[name][i] for name, i in zip(names, indices, strict=True)}
 
     wanted = set.union(*(pairs(draw()) for _ in range(2000)))
-    impossible = {(names.index("stop"), 1, names.index("detokenize"), 1)}
+    impossible = {
+        (names.index("stop"), 1, names.index("detokenize"), 1),
+        (names.index("logprobs"), 1, names.index("logprob_token_ids"), 1),
+    }
     chosen = []
     while missing := wanted - impossible:
         possible = [c for c in (draw() for _ in range(100)) if allowed(values_of(c))]
@@ -87,7 +92,8 @@ def test_any_two_values_meet():
     for (a, values), (b, others) in itertools.combinations(VALUES.items(), 2):
         for value, other in itertools.product(values, others):
             met = any(c[a] == value and c[b] == other for c in combinations())
-            assert met or not allowed({"detokenize": True, "stop": None} | {a: value, b: other}), (a, value, b, other)
+            nothing = {"detokenize": True, "stop": None, "logprobs": None, "logprob_token_ids": None}
+            assert met or not allowed(nothing | {a: value, b: other}), (a, value, b, other)
 
 
 def said(output: RequestOutput) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling import sampler
-from jaxserve.sampling_params import MAX_SUPPRESSED_IDS, SamplingParams
+from jaxserve.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_SUPPRESSED_IDS, SamplingParams
 from tests.selection import slow_unless
 
 PROMPT = 7  # tokens of every prompt here
@@ -23,14 +23,16 @@ VOCABULARIES = [1, 3, 128, 300, 49152 + 5]
 
 
 @functools.partial(jax.jit, static_argnames=("max_logprobs", "num_candidates"))
-def _run(logits, packed, max_logprobs, num_candidates):
+def _run(logits, packed, given, max_logprobs, num_candidates):
     del num_candidates  # part of the cache's key: the module's constant is patched
-    sampled = sampler.sample(logits, sampler.unpack_rows(packed), max_logprobs=max_logprobs)
+    sampled = sampler.sample(logits, sampler.unpack_rows(packed), max_logprobs=max_logprobs, given=given)
     return sampler.pack_sampled(sampled)
 
 
-def run(logits, packed, max_logprobs=0):
-    packed = _run(jnp.asarray(logits, jnp.float32), packed, max_logprobs, sampler.NUM_CANDIDATES)
+def run(logits, packed, max_logprobs=0, given=None):
+    """given: i32[R, MAX_LOGPROB_TOKEN_IDS]; None: all 0."""
+    given = np.zeros((len(packed), MAX_LOGPROB_TOKEN_IDS), np.int32) if given is None else given
+    packed = _run(jnp.asarray(logits, jnp.float32), packed, given, max_logprobs, sampler.NUM_CANDIDATES)
     return sampling_rows.unpack_sampled(np.asarray(packed))
 
 
@@ -402,8 +404,9 @@ def test_suppressing_everything_is_bad_logits():
 @pytest.mark.parametrize("V", slow_unless(lambda V: V in (3, 300), VOCABULARIES))
 def test_logprobs_are_the_raw_log_softmax(V):
     logits, _, packed, _ = mixed_rows(V)
-    sampled = run(logits, packed, max_logprobs=20)
-    assert sampled.ranks is not None and sampled.logprobs is not None
+    given = np.random.default_rng(V).integers(0, V, (len(logits), MAX_LOGPROB_TOKEN_IDS)).astype(np.int32)
+    sampled = run(logits, packed, max_logprobs=20, given=given)
+    assert sampled.ranks is not None and sampled.logprobs is not None and sampled.given is not None
     assert sampled.top_ids is not None and sampled.top_logprobs is not None
     for row, x in enumerate(logits.astype(np.float64)):
         want = x - x.max() - np.log(np.exp(x - x.max()).sum())
@@ -413,6 +416,9 @@ def test_logprobs_are_the_raw_log_softmax(V):
         assert order[sampled.ranks[row] - 1] == token
         np.testing.assert_allclose(sampled.top_logprobs[row], want[order[:20]], rtol=1e-6, atol=4e-6)
         np.testing.assert_allclose(sampled.logprobs[row], want[token], rtol=1e-6, atol=4e-6)
+        np.testing.assert_allclose(sampled.given[row], want[given[row]], rtol=1e-6, atol=4e-6)
+        bits = dict(zip(sampled.top_ids[row].tolist(), sampled.top_logprobs[row].tolist(), strict=True))
+        assert all(bits.get(i, x) == x for i, x in zip(given[row].tolist(), sampled.given[row].tolist(), strict=True))
 
 
 def test_rows_arrive_on_the_device_as_written():

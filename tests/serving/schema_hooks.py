@@ -1,6 +1,6 @@
-"""For schemathesis: what the published schema can't say. Grammars compile, bad words have few tokens, what is to be called is among
-the tools, a checkpoint is there, no deadline is shorter than an answer takes, max_tokens has one of its names and is not 0, and
-beams are searched by few fields.
+"""For schemathesis: what the published schema can't say. Grammars compile, bad words have few tokens, a chat's logprob_token_ids
+come with logprobs, what is to be called is among the tools, a checkpoint is there, no deadline is shorter than an answer takes,
+max_tokens has one of its names and is not 0, and beams are searched by few fields.
 
 What a negative case says stays as it is. That the server refuses what is repaired here, other tests see.
 """
@@ -47,7 +47,12 @@ def before_call(context, case, kwargs):
         body["response_format"] = response_format | {"json_schema": named}
     if isinstance(response_format, dict) and response_format["type"] == "structural_tag":
         body["response_format"] = TAG | {"type": "structural_tag"}
-    for fields in (body, body.get("sampling_params")):
+    if case.path.startswith("/v1/chat/completions") and body.get("logprob_token_ids"):
+        body["logprobs"] = True
+    sampling = body.get("sampling_params")
+    if isinstance(sampling, dict) and sampling.get("logprob_token_ids"):
+        sampling["logprobs"] = None  # or as many as there are ids
+    for fields in (body, sampling):
         if isinstance(fields, dict):
             _repair_forms(fields)
     if body.get("tools") and body.get("tool_choice") != "none":

@@ -85,7 +85,7 @@ def asks(compiler: GrammarCompiler | None = None) -> list[tuple[Ask, Future | No
     ask(shared + period, temperature=0.7, seed=1, allowed_token_ids=few, n=3, logprobs=0, at=1)
     ask(shared + few, temperature=0, allowed_token_ids=few, frequency_penalty=0.3, presence_penalty=0.2, prompt_logprobs=1)
     ask(shared + few[:2], temperature=1, seed=2, allowed_token_ids=few, bad_words_token_ids=[few[:1], few[1:3]], at=3)
-    ask(rng.integers(1, VOCAB, 50).tolist(), temperature=0, repetition_penalty=0.3, at=2)
+    ask(rng.integers(1, VOCAB, 50).tolist(), temperature=0, repetition_penalty=0.3, at=2, logprob_token_ids=few)
     ask(period, temperature=1, seed=3, allowed_token_ids=few, stop_token_ids=few[:1], min_tokens=11, ignore_eos=False)
     ask(few, temperature=1, seed=4, allowed_token_ids=[*few, 0], ignore_eos=False, min_tokens=4, at=2)
     ask(period * 2, temperature=0.9, seed=5, top_k=3, repetition_penalty=0.5, top_p=0.9, min_p=0.01, n=2, logprobs=3)

@@ -277,12 +277,18 @@ def test_alone_and_together_are_equal_bit_for_bit(model, compiler):
 
 @pytest.mark.slow
 def test_logprobs_are_of_what_the_grammar_allows(model, tokenizer, compiler):
-    """Against the module's own forward and llguidance's own matcher, token by token."""
-    asks = mixed_asks(compiler, n=1, logprobs=3)
+    """Against the module's own forward and llguidance's own matcher, token by token: of the likeliest, or of given ids, which a
+    form may forbid."""
+    given = tuple(range(40, 168))
+    by_ids = {"logprobs": None, "logprob_token_ids": given}
+    asks = [
+        (prompt, params.with_(**by_ids) if i % 2 else params, grammar)
+        for i, (prompt, params, grammar) in enumerate(mixed_asks(compiler, n=1, logprobs=3))
+    ]
     answers = serve(make_engine(model), asks)
     from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-    checked = 0
+    checked = forbidden = 0
     for (prompt, params, grammar), answer in zip(asks, answers, strict=True):
         if grammar is None:
             continue
@@ -297,10 +303,15 @@ def test_logprobs_are_of_what_the_grammar_allows(model, tokenizer, compiler):
             row = np.where(allowed, plain[len(prompt) + i - 1], -np.inf)
             expected = row[token] - row.max() - np.log(np.exp(row - row.max()).sum())
             assert answer.logprobs[i][token][0] == pytest.approx(expected, abs=2e-4)
-            assert all(allowed[other] for other in answer.logprobs[i])
+            if params.logprob_token_ids is None:
+                assert all(allowed[other] for other in answer.logprobs[i])
+            else:
+                found = [answer.logprobs[i][other][0] for other in given]
+                np.testing.assert_allclose(found, row[40:168] - row[token] + expected, atol=4e-4)
+                forbidden += int(np.isneginf(found).sum())
             assert matcher.consume_token(token)
             checked += 1
-    assert checked > 100
+    assert checked > 100 and forbidden > 1000
 
 
 def test_nobody_waits_for_a_grammar_that_compiles(model, compiler):

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
@@ -53,6 +54,17 @@ def test_greedy_follows_the_model_where_the_form_lets_it(llm):
     params = SamplingParams(temperature=0, max_tokens=20, structured_outputs={"choice": ["abd", "abc", "xyz"]})
     outputs = generate(llm, ["`", "w"], params)
     assert [output.outputs[0].text for output in outputs] == ["abc", "xyz"]
+
+
+def test_given_ids_beside_forced_tokens(llm):
+    """A token that must follow is certain, and any other impossible."""
+    given = [ord("x"), ord("a"), ord("l")]
+    text = "all of it is forced"
+    params = SamplingParams(temperature=0, max_tokens=19, structured_outputs={"choice": [text]}, logprob_token_ids=given)
+    (sample,) = generate(llm, "a", params)[0].outputs
+    assert sample.text == text and len(sample.logprobs) == 19 and sample.cumulative_logprob == 0
+    for token, entry in zip(sample.token_ids, sample.logprobs, strict=True):
+        assert {i: x.logprob for i, x in entry.items()} == dict.fromkeys(given, -np.inf) | {token: 0.0}
 
 
 PARAMETERS = {

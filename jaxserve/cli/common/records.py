@@ -99,7 +99,9 @@ def result_of(record: dict[str, Any], output: Any) -> dict[str, Any]:
 
 
 def _plain_logprobs(logprobs: list) -> list[list[dict[str, Any]] | None]:
-    return [
-        entry and [{"token_id": i, "token": x.decoded_token, "logprob": x.logprob, "rank": x.rank} for i, x in entry.items()]
-        for entry in logprobs
-    ]
+    """As JSON, which has no infinity: -9999 stands for -inf, as in the server's answers."""
+
+    def plain(token_id: int, x: Any) -> dict[str, Any]:
+        return {"token_id": token_id, "token": x.decoded_token, "logprob": max(x.logprob, -9999.0), "rank": x.rank}
+
+    return [entry and [plain(i, x) for i, x in entry.items()] for entry in logprobs]

@@ -96,7 +96,7 @@ class IdLogprob(Struct):
 
 
 class SampledLogprob(Struct):
-    """Of a token of the output. top_logprobs: the sampled token, then the likeliest others by rank."""
+    """Of a token of the output. top_logprobs: the sampled token, then the likeliest others by rank, or those asked for by id."""
 
     token_id: int
     logprob: float
@@ -221,7 +221,7 @@ class _Answer:
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
         )
-        num_top = self._ask.params.logprobs or 0
+        num_top = None if self._ask.params.logprob_token_ids else self._ask.params.logprobs or 0
         if self._text:
             choice.text = delta.text
             choice.logprobs = chat_logprobs(delta, num_top, self._bytes_of)
@@ -271,11 +271,16 @@ class _Answer:
         return answer
 
 
-def _sampled(token_id: int, entry: Mapping[int, Logprob], num_top: int) -> SampledLogprob:
+def _sampled(token_id: int, entry: Mapping[int, Logprob], num_top: int | None) -> SampledLogprob:
+    """num_top: as `chat_logprobs`'."""
+
     def of(i: int) -> IdLogprob:
         return IdLogprob(i, finite(entry[i].logprob), entry[i].rank)
 
-    others = sorted((i for i in entry if i != token_id and (entry[i].rank or 0) <= num_top), key=lambda i: entry[i].rank or 0)
-    top = [of(i) for i in (token_id, *others)] if num_top else []
+    if num_top is None:
+        top = [of(i) for i in entry]
+    else:
+        others = sorted((i for i in entry if i != token_id and (entry[i].rank or 0) <= num_top), key=lambda i: entry[i].rank or 0)
+        top = [of(i) for i in (token_id, *others)] if num_top else []
     own = of(token_id)
     return SampledLogprob(token_id, own.logprob, own.rank, top)

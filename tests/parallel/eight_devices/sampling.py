@@ -49,6 +49,7 @@ def random_params(rng: np.random.Generator, V: int) -> SamplingParams:
         repetition_penalty=maybe(1.3, 1.0),
         logit_bias=maybe({i: float(rng.integers(-5, 6)) for i in ids(4)}, None),
         allowed_token_ids=ids(V // 3) if rng.random() < 0.1 else None,
+        logprob_token_ids=maybe([*ids(3), 0, V - 1], None),
         min_tokens=maybe(5, 0),
         max_tokens=10,
         stop_token_ids=ids(3),
@@ -100,8 +101,9 @@ def sample(shard, draw, logits, masks, packed, edits, history, drafts, max_logpr
     where = {"seq_rows": jnp.arange(ROWS), "positions": rows.position, "table": edits, "history": history}
     edit = functools.partial(logit_edits.edit, kinds=rows.edits, shard=shard, **where)
     how: dict[str, Any] = {} if draw is None else {"draw": functools.partial(draw, drafts=drafts, proposal=None)}
-    given = head.Masks(masks, jnp.bool_(True))
-    return sampler.pack_sampled(head._sample(logits, rows, max_logprobs, given, edit, shard=shard, map_rows=whole, **how))
+    how["given"] = logit_edits.given_ids(rows.edits, where["seq_rows"], edits)
+    allowed = head.Masks(masks, jnp.bool_(True))
+    return sampler.pack_sampled(head._sample(logits, rows, max_logprobs, allowed, edit, shard=shard, map_rows=whole, **how))
 
 
 def padded(x: np.ndarray, axis: int, tp: int, fill: float, block: int = VOCAB_BLOCK) -> np.ndarray:
@@ -163,7 +165,7 @@ def test_logprobs_are_equal_to_rounding(tp):
     found = sampling_rows.unpack_sampled(np.asarray(several(*cut(logits, masks, tp), *about, drafts)))
     for name in ("tokens", "ranks", "top_ids"):
         assert getattr(found, name).tolist() == getattr(expected, name).tolist()
-    for name in ("logprobs", "top_logprobs"):
+    for name in ("logprobs", "top_logprobs", "given"):
         np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=2e-7, atol=2e-6)
 
 
