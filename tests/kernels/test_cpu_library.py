@@ -168,6 +168,14 @@ def test_an_engines_option_sets_the_number_of_threads():
         library.set_num_threads(None)
 
 
+@needs_library
+def test_an_engine_says_which_instruction_set_it_uses():
+    engine = make_engine(dummy_model())
+    assert engine.description.instruction_set == library.level() and f"instruction set: {library.level()}; " in engine.describe()
+    xla = make_engine(dummy_model(), attention_backend="xla", matmul_backend="xla")
+    assert xla.description.instruction_set is None and "instruction set" not in xla.describe()
+
+
 def test_the_library_is_what_its_sources_say(monkeypatch):
     """Built once: a second build finds it as it should be, and another source would be another library. A stale one, which the
     other tests skip, fails here."""
