@@ -11,9 +11,10 @@ Ctrl-C stop it from taking more, and let what runs finish for --grace seconds.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
-from absl import flags
+from absl import app, flags
 
 from jaxserve.cli.common import http_server, server_flags
 from jaxserve.cli.common.command import refuse_bad_input, run_command, without_collecting
@@ -30,8 +31,12 @@ from jaxserve.serving.options import (
     ROLES,
     Role,
     ServerOptions,
+    check_can_share,
     check_role_has_store,
 )
+
+if TYPE_CHECKING:
+    from jaxserve import LLM
 
 _NAMES = flags.DEFINE_list("served_model_name", [], "What clients call the model; by default as --model does.")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "Where the tokenizer lies, if not beside the model.")
@@ -47,6 +52,9 @@ _CONTROL = flags.DEFINE_bool("enable_control", False, "Add /pause, /resume, /sle
 _STORE = flags.DEFINE_string("response_store", None, "SQLite file that keeps responses of /v1/responses; by default memory does.")
 _STORED = flags.DEFINE_integer("max_stored_responses", MAX_STORED_RESPONSES, "Most responses that are kept.", lower_bound=0)
 _STORED_BYTES = flags.DEFINE_integer("max_stored_bytes", MAX_STORED_BYTES, "Most bytes of responses that are kept.", lower_bound=0)
+_PROCESSES = flags.DEFINE_integer(
+    "api_server_count", 1, "Processes that speak HTTP; with more than 1 the engine has a process of its own.", lower_bound=1
+)
 _ROLE = flags.DEFINE_enum(
     "role", None, ROLES, "prefill: only compute prompts for decode servers. decode: load those. Needs --kv_store=disk:..."
 )
@@ -73,12 +81,11 @@ def server_options() -> ServerOptions:
     )
 
 
-def make_application(options: ServerOptions) -> Any:
+def load() -> LLM:
+    """The model that the flags name, with its tokenizer and the chat template that they ask for."""
     template = server_flags.chat_template()
     from jaxserve import LLM
     from jaxserve.models.loading import NoTokenizerError
-    from jaxserve.serving.app import make_app
-    from jaxserve.serving.async_llm import AsyncLLM
 
     try:
         hosts = lead_or_follow(flags.FLAGS.model, engine_options())
@@ -88,6 +95,13 @@ def make_application(options: ServerOptions) -> Any:
     end_when_a_host_is_lost(llm, hosts)
     if template is not None:
         llm.get_tokenizer().chat_templates["default"] = template
+    return llm
+
+
+def make_application(llm: LLM, options: ServerOptions) -> Any:
+    from jaxserve.serving.app import make_app
+    from jaxserve.serving.async_llm import AsyncLLM
+
     engine = AsyncLLM(
         llm,
         max_waiting=_MAX_WAITING.value,
@@ -98,9 +112,36 @@ def make_application(options: ServerOptions) -> Any:
     return make_app(engine, options)
 
 
-def main() -> None:
+def run_processes(llm: LLM, options: ServerOptions) -> int:
+    """Serves with several API processes. Returns the exit code."""
+    from jaxserve.cli.common import api_processes
+    from jaxserve.serving.metrics import make_metrics
+    from jaxserve.serving.pipes import EngineHub
+
+    hub = EngineHub(
+        llm,
+        max_waiting=_MAX_WAITING.value,
+        max_failures=_MAX_FAILURES.value,
+        make_metrics=partial(make_metrics, llm.engine.config, options),
+    )
+    start = api_processes.Start(
+        api_processes.describe(llm),
+        api_processes.take_apart(llm.tokenizer),
+        server_flags.default_sampling_params(llm.get_default_sampling_params),
+        {"max_waiting": _MAX_WAITING.value, "request_timeout": _TIMEOUT.value},
+        options,
+        hub.stats,
+        http_server.uvicorn_options(),
+        http_server.logs_access(),
+    )
+    return api_processes.run(hub, start, _PROCESSES.value)
+
+
+def main() -> int | None:
     http_server.set_up_logging()
     if on_ray():
+        if _PROCESSES.value > 1:
+            raise app.UsageError("--api_server_count is of one server; on Ray give --replicas")
         with refuse_bad_input():
             server = server_options()
         serve_on_ray(
@@ -112,12 +153,18 @@ def main() -> None:
             request_timeout=_TIMEOUT.value,
             max_failures=_MAX_FAILURES.value,
         )
-        return
+        return None
     with refuse_bad_input(), without_collecting():
         options = server_options()
+        if _PROCESSES.value > 1:
+            check_can_share(options)
         http_server.reload_on_hangup()  # the model is being loaded, and the file is read after that
-        application = make_application(options)
+        llm = load()
+        application = make_application(llm, options) if _PROCESSES.value == 1 else None
+    if application is None:
+        return run_processes(llm, options)
     http_server.run(application, options)
+    return None
 
 
 if __name__ == "__main__":

@@ -34,18 +34,18 @@ from jaxserve.serving.completions import create_completion
 from jaxserve.serving.control import control_routes
 from jaxserve.serving.dialects.anthropic import messages_routes
 from jaxserve.serving.dialects.chat_batch import chat_batch_routes
-from jaxserve.serving.dialects.generate import generate_routes
+from jaxserve.serving.dialects.generate import abort_routes, generate_routes
 from jaxserve.serving.dialects.response_store import open_store
 from jaxserve.serving.dialects.responses import Responses, responses_routes
 from jaxserve.serving.errors import RefusedError, on_error
 from jaxserve.serving.generation import Served
 from jaxserve.serving.keys import KeyRing
-from jaxserve.serving.messages import Report, RequestError, UnavailableError
-from jaxserve.serving.metrics import PREFIX, VLLM_PREFIX, Metrics
+from jaxserve.serving.messages import HTTPAnswered, Ready, Report, RequestError, UnavailableError
+from jaxserve.serving.metrics import Metrics, load_of, make_metrics
 from jaxserve.serving.middleware import KeyCheck, LastResort, LoadReport, RequestLog, RootPath, body_limit
 from jaxserve.serving.notations import CALLS, REASONING, chosen
 from jaxserve.serving.openapi import Limits, answers, publish
-from jaxserve.serving.options import CONTROL_PATHS, CrossOrigin, ServerOptions, check_role_has_store
+from jaxserve.serving.options import CONTROL_PATHS, CrossOrigin, ServerOptions, check_can_share, check_role_has_store
 from jaxserve.serving.parsers import Notation
 from jaxserve.serving.protocol import CompletionRequest, DetokenizeRequest, TokenizeCompletionRequest, check_model
 from jaxserve.serving.responses import (
@@ -69,26 +69,31 @@ ANSWERED = (RequestValidationError, HTTPException, RequestError, RefusedError)
 GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 
 
-def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
+def make_app(engine: AsyncLLM, options: ServerOptions, *, shares_engine: bool = False) -> FastAPI:
     """The application. Its lifespan starts the engine, and shuts it down at the end; `state.keys` is its KeyRing.
 
+    shares_engine: other processes use the engine, by a hub that this one asks for what only all of them together can say.
+
     Raises:
-      ValueError: a role without a shared store; an otlp_endpoint without OpenTelemetry; as `KeyRing`.
+      ValueError: a role without a shared store; an otlp_endpoint without OpenTelemetry; as `KeyRing`; as `check_can_share`.
     """
+    if shares_engine:
+        check_can_share(options)
     check_role_has_store(options.role, engine.config.engine.kv_store)
     served = Served(engine, options, _notation(engine, options))
     keys = KeyRing(options.api_keys, options.api_keys_file)
-    metrics = _metrics(engine, options, keys)
+    metrics = None if shares_engine else make_metrics(engine.config, options, engine.stats, lambda: engine.num_refused, keys)
     tracing = None
-    engine.listener = metrics.take
     if options.otlp_endpoint is not None:
         tracing = Tracing(options.otlp_endpoint, options.names[0], options.role)
-        engine.listener = _both(metrics.take, tracing.take)
+    engine.listener = _all([listener.take for listener in (metrics, tracing) if listener is not None])
     responses = Responses(served, open_store(options.response_store, options.max_stored_responses, options.max_stored_bytes))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
         engine.start()
+        if shares_engine:
+            engine.tell(Ready())
         yield
         await responses.close()
         await engine.shutdown(0)  # the HTTP server has waited for requests as long as it wants to
@@ -104,13 +109,17 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         exception_handlers={ClientGoneError: _nobody_listens, **dict.fromkeys(ANSWERED, on_error), 405: _on_wrong_method},
-        middleware=_middleware(options, metrics, keys, lambda: paths),
+        middleware=_middleware(options, engine, metrics, keys, lambda: paths),
     )
     app.state.keys = keys
     _generation_routes(app, served)
     _model_routes(app, served, options.root or options.names[0])
     chat_batch_routes(app, served)
-    responses_routes(app, responses)
+    if shares_engine:
+        _refuse_what_one_process_keeps(app)
+    else:
+        responses_routes(app, responses)
+        abort_routes(app, served)
     generate_routes(app, served)
     messages_routes(app, served)
     _token_routes(app, served)
@@ -120,18 +129,6 @@ def make_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
     paths = frozenset(str(getattr(route, "path", "")) for route in app.routes)
     publish(app, _limits(engine, served, options), open_paths=options.open_paths if options.has_keys else None)
     return app
-
-
-def _metrics(engine: AsyncLLM, options: ServerOptions, keys: KeyRing) -> Metrics:
-    return Metrics(
-        options.names[0],
-        engine.stats,
-        _cache_info(engine),
-        prefix=VLLM_PREFIX if options.vllm_metric_names else PREFIX,
-        num_refused=lambda: engine.num_refused,
-        role=options.role,
-        keys=keys,
-    )
 
 
 def _limits(engine: AsyncLLM, served: Served, options: ServerOptions) -> Limits:
@@ -149,23 +146,22 @@ def _limits(engine: AsyncLLM, served: Served, options: ServerOptions) -> Limits:
     )
 
 
-def _both(first: Callable[[Report], None], second: Callable[[Report], None]) -> Callable[[Report], None]:
+def _all(listeners: list[Callable[[Report], None]]) -> Callable[[Report], None] | None:
     def take(report: Report) -> None:
-        first(report)
-        second(report)
+        for listener in listeners:
+            listener(report)
 
-    return take
+    return listeners[0] if len(listeners) == 1 else take if listeners else None
 
 
-def _cache_info(engine: AsyncLLM) -> dict[str, object]:
-    """The KV cache, under vLLM's names; of devices that attend in groups, all of theirs together."""
-    cache, num_groups = engine.config.cache, engine.config.scheduler.num_groups
-    return {
-        "block_size": cache.page_size,
-        "num_gpu_blocks": cache.num_pages * num_groups,
-        "enable_prefix_caching": cache.enable_prefix_caching,
-        "gpu_memory_utilization": engine.config.engine.gpu_memory_utilization,
-    }
+def _refuse_what_one_process_keeps(app: FastAPI) -> None:
+    """Routes whose requests would have to find the process that an earlier one was answered by."""
+
+    async def refuse(request: Request) -> Response:
+        raise RefusedError(f"{request.url.path} needs a server of one process: start it with --api_server_count=1", status=501)
+
+    for path in ("/v1/responses", "/v1/responses/{rest:path}", "/inference/v1/abort_requests"):
+        app.add_api_route(path, refuse, methods=["GET", "POST", "DELETE"], include_in_schema=False)
 
 
 def _notation(engine: AsyncLLM, options: ServerOptions) -> Notation:
@@ -182,15 +178,27 @@ def _template_variables(engine: AsyncLLM) -> frozenset[str]:
         return frozenset()
 
 
-def _middleware(options: ServerOptions, metrics: Metrics, keys: KeyRing, paths) -> list[Middleware]:
+def _middleware(
+    options: ServerOptions, engine: AsyncLLM, metrics: Metrics | None, keys: KeyRing, paths: Callable[[], frozenset[str]]
+) -> list[Middleware]:
+    """metrics: None: those of a hub, which is told of each answer."""
     cors = options.cross_origin
+
+    def tell(path: str, status: int) -> None:
+        engine.tell(HTTPAnswered(path, status, engine.num_refused))
+
     return [
         *map(_named_middleware, options.middleware),
         *([] if cors is None else [_cors(cors)]),
         *([Middleware(RootPath, root_path=options.root_path)] if options.root_path else []),
-        Middleware(RequestLog, paths=paths, count=metrics.count_http, answers_id=options.enable_request_id_headers),
+        Middleware(
+            RequestLog,
+            paths=paths,
+            count=tell if metrics is None else metrics.count_http,
+            answers_id=options.enable_request_id_headers,
+        ),
         Middleware(KeyCheck, keys=keys, open_paths=options.open_paths, control_paths=CONTROL_PATHS),
-        Middleware(LoadReport, load=metrics.load),
+        Middleware(LoadReport, load=lambda: load_of(engine.stats)),
         Middleware(LastResort),
         body_limit(options),
     ]
@@ -290,7 +298,8 @@ def _token_routes(app: FastAPI, served: Served) -> None:
         return _json(tokens.tokenizer_info(served))
 
 
-def _operator_routes(app: FastAPI, served: Served, metrics: Metrics) -> None:
+def _operator_routes(app: FastAPI, served: Served, metrics: Metrics | None) -> None:
+    """metrics: None: a hub has them."""
     page = resources.files("jaxserve.serving").joinpath("page.html").read_text(encoding="utf-8")
     policy = _content_security_policy(page)
 
@@ -315,11 +324,12 @@ def _operator_routes(app: FastAPI, served: Served, metrics: Metrics) -> None:
         responses={200: {"description": "Prometheus's text format", "content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
     async def prometheus() -> Response:
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = metrics.render() if metrics is not None else await served.engine.ask("metrics")
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/load", response_model=None, **answers(Load, 401))
     async def load() -> Response:
-        return _json(Load(served.engine.num_requests))
+        return _json(Load(served.engine.num_requests if metrics is not None else await served.engine.ask("num_requests")))
 
     @app.get("/version", response_model=None, **answers(Version))
     async def server_version() -> Response:

@@ -14,15 +14,28 @@ from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jaxserve.moved import forward
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.serving import streams
-from jaxserve.serving.engine_loop import EngineLoop
-from jaxserve.serving.interfaces import ServedConfig, ServedLLM
-from jaxserve.serving.messages import Abort, Aborted, Add, Call, Delta, LoopStats, Reply, Report, Stop, UnavailableError
+from jaxserve.serving.engine_loop import MAX_COMPILING, EngineLoop
+from jaxserve.serving.interfaces import DescribedLLM, EngineSide, ServedConfig, ServedLLM
+from jaxserve.serving.messages import (
+    Abort,
+    Aborted,
+    Add,
+    Call,
+    Delta,
+    HTTPAnswered,
+    LoopStats,
+    Ready,
+    Reply,
+    Report,
+    Stop,
+    UnavailableError,
+)
 from jaxserve.serving.options import MAX_FAILURES, MAX_WAITING
 from jaxserve.serving.reading import ReadingPools
 from jaxserve.serving.streams import OpenStreams, too_late
@@ -31,7 +44,6 @@ from jaxserve.structured_outputs import StructuredOutputsParams
 from jaxserve.text.prompts import Prompt, for_engine, prompt_fields, require_tokenizer
 from jaxserve.text.tokenizer import Tokenizer
 
-MAX_COMPILING = 256  # forms that may wait for the compiler; most take it milliseconds, some take seconds
 PAUSE_MODES = ("abort", "wait", "keep")
 MAX_FORM = 256 * 2**10  # bytes of the form of an output, as JSON: compiling a larger one could take very long
 
@@ -41,11 +53,15 @@ class AsyncLLM:
 
     Args:
       llm: the model, loaded; from here on nothing else may use it. If its vocabulary was not read for forms yet, it is read here.
+        With `connect`, what that model is like.
       max_waiting: samples that may wait beyond the engine's max_num_seqs. More are refused with QueueFullError.
       request_timeout: seconds that a request may take in all, waiting included. None: any time.
       max_failures: as `EngineLoop`'s.
       listener: called with every Report, on the event loop; for metrics.
       default_sampling_params: what requests change; None: what the model recommends.
+      connect: returns the loop of an engine that is elsewhere, which delivers its Reports to the function that it is given. None:
+        the engine is llm's, on a thread of this process.
+      tag: part of the names that the engine knows requests by: other processes that use it have others.
 
     Call all methods on one event loop, the one that runs at the first call. Use it in an `async with`, or call `shutdown`.
 
@@ -55,13 +71,15 @@ class AsyncLLM:
 
     def __init__(
         self,
-        llm: ServedLLM,
+        llm: ServedLLM | DescribedLLM,
         *,
         max_waiting: int = MAX_WAITING,
         request_timeout: float | None = None,
         max_failures: int = MAX_FAILURES,
         listener: Callable[[Report], None] | None = None,
         default_sampling_params: SamplingParams | None = None,
+        connect: Callable[[Callable[[Report], None]], EngineSide] | None = None,
+        tag: str = "",
     ):
         if request_timeout is not None and not request_timeout > 0:
             raise ValueError(f"{request_timeout=} must be a number of seconds > 0, or None")
@@ -74,9 +92,9 @@ class AsyncLLM:
         self.qualification: str | None = llm.engine.qualification
         self.request_timeout = request_timeout
         self.listener = listener
-        llm.grammars.prepare()  # now, so that no step will wait for it
-        grammars = llm.grammars.beside(max_waiting=MAX_COMPILING)
-        self._engine = EngineLoop(llm.engine, llm.tokenizer, grammars, self._from_engine, max_failures=max_failures)
+        own = partial(_own_loop, cast("ServedLLM", llm), max_failures)
+        self._engine: EngineSide = (connect or own)(self._from_engine)
+        self._tag = tag
         self.stats: LoopStats = self._engine.stats()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams = OpenStreams(
@@ -195,7 +213,7 @@ class AsyncLLM:
         self.start()
         limit = self._limit_of(timeout)
         serial = next(self._serials)  # events of a closed stream must not reach a later one of the same name
-        names = [f"{request_id or uuid.uuid4().hex}.{serial}.{i}" for i in range(len(asks))]
+        names = [f"{request_id or uuid.uuid4().hex}.{self._tag}{serial}.{i}" for i in range(len(asks))]
         ready = {id(params): self.ready(params) for params in {id(ask.params): ask.params for ask in asks}.values()}
         stream = streams.RequestStream(
             {name: replace(ask, params=ready[id(ask.params)]) for name, ask in zip(names, asks, strict=True)},
@@ -332,6 +350,18 @@ class AsyncLLM:
         self._engine.send(Call(call_id, method, arguments))
         return await future
 
+    async def ask(self, method: str) -> Any:
+        """What a hub answers: `metrics` or `num_requests` of all processes that use the engine. UnavailableError if it is gone."""
+        self.start()
+        call_id = next(self._call_ids)
+        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        self._engine.send(Call(call_id, method, {}))
+        return await future
+
+    def tell(self, news: HTTPAnswered | Ready) -> None:
+        """Tells a hub what only this process knows."""
+        self._engine.send(news)
+
     # -- control
 
     async def pause(self, mode: str = "keep") -> None:
@@ -435,6 +465,13 @@ class AsyncLLM:
                 future.set_exception(UnavailableError(self._closing))
         self._calls.clear()
         await self._pools.shutdown()
+
+
+def _own_loop(llm: ServedLLM, max_failures: int, deliver: Callable[[Report], None]) -> EngineLoop:
+    """The loop of an engine of this process."""
+    llm.grammars.prepare()  # now, so that no step will wait for it
+    grammars = llm.grammars.beside(max_waiting=MAX_COMPILING)
+    return EngineLoop(llm.engine, llm.tokenizer, grammars, deliver, max_failures=max_failures)
 
 
 def _extend(output: RequestOutput, delta: Delta) -> None:

@@ -29,6 +29,7 @@ from jaxserve.serving.messages import (
     Accepted,
     Add,
     Call,
+    Command,
     Compiled,
     Delta,
     Event,
@@ -53,7 +54,8 @@ from jaxserve.text.tokenizer import Tokenizer
 logger: logging.Logger = logging.getLogger("jaxserve")
 
 
-Command = Add | Abort | Call | Stop | Compiled | Loaded | ProgramCompiled | HostLost
+Told = Command | Compiled | Loaded | ProgramCompiled | HostLost
+MAX_COMPILING = 256  # forms that may wait for the compiler; most take it milliseconds, some take seconds
 LAST_WORDS_SECONDS = 1.0  # after a host was lost, in which the engine's thread must hear of it
 CALLS = ("pause", "resume", "reset_prefix_cache", "sleep", "wake_up", "update_weights_from_path", "end")
 
@@ -104,7 +106,7 @@ class EngineLoop:
         self._texts = TextOutputs(tokenizer, engine.finish)
         self._grammars = grammars
         self._deliver, self._max_failures = deliver, max_failures
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Told] = queue.SimpleQueue()
         self._open: dict[str, _Open] = {}  # by request id
         self._compiling: dict[str, Future[Grammar]] = {}  # by request id; the request is accepted or refused when it is done
         self._events: list[Event] = []
@@ -124,7 +126,7 @@ class EngineLoop:
         self.engine.on_lost(lambda error: self._hear_of_loss(str(error)))
         self._thread.start()
 
-    def send(self, command: Command) -> None:
+    def send(self, command: Told) -> None:
         """Queues a command, which the engine's thread takes between two steps. Any thread may call this."""
         self._inbox.put(command)
 

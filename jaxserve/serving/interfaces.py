@@ -18,6 +18,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.config import CacheConfig, SchedulerConfig
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.schedule import SchedulerStats
+from jaxserve.serving.messages import LoopStats
 from jaxserve.structured.grammars import Grammar, GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -114,6 +115,43 @@ class ServedEngine(Protocol):
     def wake_up(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class DescribedEngine(Protocol):
+    """What a `ServedEngine` is like."""
+
+    @property
+    def config(self) -> ServedConfig: ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+
+    @property
+    def qualification(self) -> str | None: ...
+
+
+class DescribedLLM(Protocol):
+    """What a `ServedLLM` is like: all that `AsyncLLM` needs where the engine is in another process."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def engine(self) -> DescribedEngine: ...
+
+    def get_default_sampling_params(self) -> SamplingParams: ...
+
+
+class EngineSide(Protocol):
+    """What `AsyncLLM` talks to: an `EngineLoop`, or what stands in for one of another process."""
+
+    def start(self) -> None: ...
+
+    def send(self, command: Any, /) -> None: ...
+
+    def stats(self) -> LoopStats: ...
+
+    def join(self, timeout: float | None = None) -> bool: ...
 
 
 class ServedLLM(Protocol):

@@ -27,6 +27,10 @@ class QueueFullError(RequestError):
         super().__init__(message)
         self.retry_after = retry_after
 
+    def __reduce__(self) -> tuple[type[QueueFullError], tuple[str, int]]:
+        """What pickles it: exceptions do not know of arguments that they do not pass on."""
+        return type(self), (str(self), self.retry_after)
+
 
 class UnavailableError(RequestError):
     """No new requests are taken: the engine is asleep, shutting down, or broken."""
@@ -80,6 +84,23 @@ class Call:
 @dataclass(frozen=True, slots=True)
 class Stop:
     """Ends all requests, and the loop."""
+
+
+# ---- to a hub of several processes
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The process has begun to serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class HTTPAnswered:
+    """The process has answered a request. num_refused: how many calls it has refused so far, since too many samples waited."""
+
+    path: str
+    status: int
+    num_refused: int
 
 
 # ---- from the engine
@@ -203,6 +224,8 @@ class Report:
     events: list[Event]
     stats: LoopStats
 
+
+Command = Add | Abort | Call | Stop
 
 # -- what the loop is told by threads beside it
 

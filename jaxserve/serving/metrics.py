@@ -12,8 +12,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from jaxserve.engine.stats import KVStoreStats
+from jaxserve.serving.interfaces import ServedConfig
 from jaxserve.serving.keys import KeyRing
 from jaxserve.serving.messages import Aborted, Delta, Failed, LoopStats, Report, RequestError, RequestTotals
+from jaxserve.serving.options import ServerOptions
 
 PREFIX, VLLM_PREFIX = "jaxserve:", "vllm:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -254,10 +256,8 @@ class Metrics(Collector):
             yield metric
 
     def load(self) -> dict[str, float]:
-        """What load balancers are told with an answer, by vLLM's names."""
-        stats = self.stats
-        usage = _share(stats.num_pages - stats.num_free_pages, stats.num_pages)
-        return {"kv_cache_usage_perc": usage, "num_requests_waiting": float(stats.num_waiting)}
+        """As `load_of`, of the last turn."""
+        return load_of(self.stats)
 
     def _store(self, stats: KVStoreStats) -> Iterator[Metric]:
         """The counts of a store of KV and of each of its tiers."""
@@ -273,6 +273,28 @@ class Metrics(Collector):
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def make_metrics(
+    config: ServedConfig, options: ServerOptions, stats: LoopStats, num_refused: Callable[[], int], keys: KeyRing | None = None
+) -> Metrics:
+    """A server's metrics, as its options have them. The KV cache is told under vLLM's names; of devices that attend in groups, all
+    of theirs together."""
+    cache, num_groups = config.cache, config.scheduler.num_groups
+    facts = {
+        "block_size": cache.page_size,
+        "num_gpu_blocks": cache.num_pages * num_groups,
+        "enable_prefix_caching": cache.enable_prefix_caching,
+        "gpu_memory_utilization": config.engine.gpu_memory_utilization,
+    }
+    prefix = VLLM_PREFIX if options.vllm_metric_names else PREFIX
+    return Metrics(options.names[0], stats, facts, prefix=prefix, num_refused=num_refused, role=options.role, keys=keys)
+
+
+def load_of(stats: LoopStats) -> dict[str, float]:
+    """What load balancers are told with an answer, by vLLM's names."""
+    usage = _share(stats.num_pages - stats.num_free_pages, stats.num_pages)
+    return {"kv_cache_usage_perc": usage, "num_requests_waiting": float(stats.num_waiting)}
 
 
 def _share(part: int, whole: int) -> float:

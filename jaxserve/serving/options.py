@@ -173,3 +173,15 @@ def check_role_has_store(role: str | None, kv_store: str | None) -> None:
             "give all of them kv_store='disk:FOLDER:SIZE' with one folder, or nixl:HOST:PORT+HOST:PORT:SIZE with one another's "
             "addresses"
         )
+
+
+def check_can_share(options: ServerOptions) -> None:
+    """Raises ValueError for an option that needs one process: what it keeps would be another in each."""
+    asked = {
+        "enable_control": options.enable_control,
+        "api_keys_file": options.api_keys_file is not None,
+        "response_store": options.response_store is not None,
+        "role": options.role is not None,
+    }
+    if wrong := [name for name, is_asked in asked.items() if is_asked]:
+        raise ValueError(f"{', '.join(wrong)}: not with several API processes; leave it out, or give api_server_count=1")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import socket
 import ssl
+import stat
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +34,7 @@ _REQUIRED = flags.DEFINE_integer(
 )
 _CIPHERS = flags.DEFINE_string("ssl_ciphers", None, "Ciphers of TLS 1.2 and before, as OpenSSL writes them.")
 _UDS = flags.DEFINE_string("uds", None, "Listen on a Unix domain socket of this path, and on no port.")
+BACKLOG = 4096  # connections that wait to be accepted
 _ACCESS_LOG = flags.DEFINE_bool("access_log", True, "A line a request on stderr; never a prompt.")
 
 
@@ -86,6 +91,11 @@ def shared_options() -> dict[str, Any]:
     }
 
 
+def logs_access() -> bool:
+    """Whether each request has a line in the log."""
+    return _ACCESS_LOG.value
+
+
 def grace() -> int:
     """Seconds that requests have to finish after SIGTERM."""
     return _GRACE.value
@@ -96,10 +106,13 @@ def http_options() -> dict[str, Any]:
     return {"host": _HOST.value, "port": _PORT.value, "ssl_certfile": _CERT.value, "ssl_keyfile": _KEY.value}
 
 
-def set_up_logging() -> None:
+def set_up_logging(*, access_log: bool | None = None) -> None:
+    """access_log: whether each request has a line; None: as --access_log says."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     logging.getLogger("jaxserve").setLevel(logging.INFO)
-    logging.getLogger("jaxserve.access").setLevel(logging.INFO if _ACCESS_LOG.value else logging.WARNING)
+    logging.getLogger("jaxserve.access").setLevel(
+        logging.INFO if (_ACCESS_LOG.value if access_log is None else access_log) else logging.WARNING
+    )
     logging.getLogger("uvicorn.error").setLevel(logging.INFO)
 
 
@@ -112,30 +125,73 @@ def reload_on_hangup(reload: Callable[[], object] = lambda: None) -> None:
 def run(application: Any, options: HTTPOptions, *, date_header: bool = True) -> None:
     """Serves an application, whose `state.keys` is its KeyRing, until SIGTERM or Ctrl-C, then lets what runs finish for --grace
     seconds. On SIGHUP the keys are read again."""
+    reload_on_hangup(application.state.keys.reload)
+    serve(application, options, uvicorn_options() | {"date_header": date_header})
+
+
+def uvicorn_options() -> dict[str, Any]:
+    """What the flags say to uvicorn."""
+    return {
+        "host": _HOST.value,
+        "port": _PORT.value,
+        "timeout_graceful_shutdown": _GRACE.value,
+        "ssl_certfile": _CERT.value,
+        "ssl_keyfile": _KEY.value,
+        "ssl_ca_certs": _CLIENTS.value,
+        "ssl_cert_reqs": _REQUIRED.value,
+        "ssl_ciphers": _CIPHERS.value,
+        "uds": _UDS.value,
+    }
+
+
+def serve(application: Any, options: HTTPOptions, given: dict[str, Any], listener: socket.socket | None = None) -> None:
+    """Serves an application until SIGTERM or Ctrl-C. given: uvicorn's options. listener: a socket that listens already, which other
+    processes may have too; None: one of this process."""
     import uvicorn
 
     from jaxserve.serving.connections import bounded
 
-    reload_on_hangup(application.state.keys.reload)
     # uvicorn raises the signal that stopped it again at its end, to be handled as it was before: done is done.
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGINT, lambda *_: None)
-    uvicorn.run(
-        application,
-        http=bounded(options),
-        ws="none",
-        host=_HOST.value,
-        port=_PORT.value,
-        log_config=None,
-        access_log=False,
-        backlog=4096,
-        timeout_graceful_shutdown=_GRACE.value,
-        ssl_certfile=_CERT.value,
-        ssl_keyfile=_KEY.value,
-        ssl_ca_certs=_CLIENTS.value,
-        ssl_cert_reqs=_REQUIRED.value,
-        ssl_ciphers=_CIPHERS.value,
-        uds=_UDS.value,
-        server_header=False,
-        date_header=date_header,
-    )
+    ours = {
+        "http": bounded(options),
+        "ws": "none",
+        "log_config": None,
+        "access_log": False,
+        "backlog": BACKLOG,
+        "server_header": False,
+    }
+    if listener is None:
+        uvicorn.run(application, **ours, **given)
+        return
+    server = uvicorn.Server(uvicorn.Config(application, **ours, **given))
+    server.run(sockets=[listener])
+    if not server.started:
+        sys.exit(3)  # as uvicorn.run does
+
+
+def listen() -> socket.socket:
+    """A socket that listens where the flags say. OSError where it can't."""
+    if _UDS.value:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(_UDS.value).st_mode):  # of a server that was killed
+                os.unlink(_UDS.value)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(_UDS.value)
+        os.chmod(_UDS.value, 0o666)  # as uvicorn does
+    else:
+        family, kind, protocol, _, address = socket.getaddrinfo(_HOST.value, _PORT.value, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    listener.listen(BACKLOG)
+    return listener
+
+
+def stop_listening(listener: socket.socket) -> None:
+    """Closes a socket of `listen`."""
+    listener.close()
+    if _UDS.value:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_UDS.value)

@@ -139,14 +139,18 @@ class AbortedRequests(Struct):
 _PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-")  # of ids in answers, before the request's own
 
 
-def generate_routes(app: FastAPI, served: Served) -> None:
-    """Adds the routes."""
+def abort_routes(app: FastAPI, served: Served) -> None:
+    """Adds the route that ends requests."""
 
     @app.post("/inference/v1/abort_requests", response_model=None, **answers(AbortedRequests, 400, 401, 408, 413, 500, 503))
     async def abort_requests(body: AbortRequests) -> Response:
         given = set(body.request_ids)
         named = {name.removeprefix(prefix) for name in given for prefix in _PREFIXES}
         return Response(encode(AbortedRequests(await served.engine.end(given | named))), media_type="application/json")
+
+
+def generate_routes(app: FastAPI, served: Served) -> None:
+    """Adds the route."""
 
     @app.post("/inference/v1/generate", response_model=None, **answers(Generated, *ERRORS, also="text/event-stream"))
     async def generate(body: GenerateRequest, request: Request) -> Response:

@@ -1,0 +1,163 @@
+"""`jaxserve serve --api_server_count=2` as its users meet it: answers, counts, lost processes, ends."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests import alphabet_model
+from tests.alphabet_model import after
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+OPTIONS = ["--max_num_seqs=4", "--max_model_len=4096", "--num_pages=600", "--page_size=16", "--max_num_batched_tokens=64"]
+
+
+class Started:
+    """A server's processes, and a client that opens a connection for each request."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path):
+        self.process, self.url, self.log = process, url, log
+
+    def wait_ready(self, count: int) -> None:
+        """Until so many of its processes have begun to serve."""
+
+        def ready() -> bool:
+            assert self.process.poll() is None, "the server did not start"
+            return self.log.read_text().count("Application startup complete") == count
+
+        until(ready, 300)
+
+    def children(self) -> list[int]:
+        return [int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()]
+
+    def post(self, path: str, **body) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json={"temperature": 0} | body, timeout=60, headers={"X-Request-Id": "same"})
+
+    def number(self, name: str) -> float:
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return sum(float(line.rsplit(None, 1)[1]) for line in lines if line.startswith(f"jaxserve:{name}"))
+
+    @contextlib.contextmanager
+    def stream(self, max_tokens: int = 4000) -> Iterator[Iterator[str]]:
+        body = {"prompt": "a", "temperature": 0, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60) as response:
+            yield response.iter_lines()
+
+
+def until(done: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+@pytest.fixture
+def started(tmp_path_factory) -> Iterator[Started]:
+    folder = alphabet_model.save(tmp_path_factory.mktemp("alphabet"), max_position_embeddings=8192)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "jaxserve.cli.serve", f"--model={folder}", f"--port={port}", "--api-server-count=2"]
+    command += [*OPTIONS, "--grace=20", "--compilation_cache_dir="]
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, stderr=log)
+    made = Started(process, f"http://127.0.0.1:{port}", folder / "log")
+    try:
+        made.wait_ready(2)
+        yield made
+    finally:
+        print(made.log.read_text(), file=sys.stderr)
+        children = made.children() if process.poll() is None else []
+        process.kill()
+        process.wait()
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_two_processes_serve_one_engine(started):
+    with ThreadPoolExecutor(16) as pool:
+        answers = pool.map(lambda i: started.post("/v1/completions", prompt=chr(97 + i % 8), max_tokens=1 + i % 9), range(48))
+        texts = [answer.json()["choices"][0]["text"] for answer in answers]
+    assert texts == [after(chr(97 + i % 8), 1 + i % 9) for i in range(48)]
+    said = [{"role": "user", "content": "q"}]
+    chat = started.post("/v1/chat/completions", messages=said, max_tokens=3).json()
+    message = started.post("/v1/messages", model=chat["model"], messages=said, max_tokens=3).json()
+    assert chat["choices"][0]["message"]["content"] == message["content"][0]["text"] == "BCD"
+    assert started.number("request_success_total") == 50, "both processes' requests, whichever is asked"
+    assert started.number('http_requests_total{path="/v1/completions",status="200"}') == 48
+    for path in ("/v1/responses", "/v1/responses/r/cancel", "/inference/v1/abort_requests"):
+        refused = started.post(path)
+        assert refused.status_code == 501 and "--api_server_count=1" in refused.json()["error"]["message"]
+
+    for stopped in started.children():  # each of them serves where the other does not
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            assert started.post("/v1/completions", prompt="a", max_tokens=2).json()["choices"][0]["text"] == "bc"
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+
+    with started.stream() as lines:
+        next(lines)
+        until(lambda: started.number("num_requests_running") == 1)
+        assert httpx.get(f"{started.url}/load").json()["server_load"] == 1
+    until(lambda: started.number('request_success_total{finished_reason="abort"') == 1)
+
+    with started.stream(200) as lines:
+        next(lines)
+        started.process.send_signal(signal.SIGTERM)
+        assert [line for line in lines if line][-1] == "data: [DONE]", "what runs is let finish"
+    assert started.process.wait(60) == 0
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{started.url}/health")
+
+
+def test_lost_processes(started):
+    before = started.children()
+    with started.stream() as lines:
+        next(lines)
+        for pid in before:  # one after the other: a stream is lost with its own alone
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(httpx.TransportError):
+            list(lines)
+    started.wait_ready(4)
+    assert len(started.children()) == 2 and not set(started.children()) & set(before)
+    assert started.post("/v1/completions", prompt="a", max_tokens=2).json()["choices"][0]["text"] == "bc"
+    assert started.number("num_requests_running") == 0 and started.number('request_success_total{finished_reason="abort"') == 1
+
+    children = started.children()
+    with started.stream() as lines:
+        next(lines)
+        started.process.kill()
+        assert any("the engine's process has ended" in line for line in lines), "an error event"
+    until(lambda: not any(map(is_running, children)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--enable_control", "--api_key=k"], "enable_control: not with several API processes"),
+        (["--response_store=store.db"], "response_store: not with several API processes"),
+        (["--ray"], "on Ray give --replicas"),
+    ],
+)
+def test_what_needs_one_process_is_refused_at_once(flags, said):
+    command = [sys.executable, "-m", "jaxserve.cli.serve", "--model=nowhere", "--api_server_count=2", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
