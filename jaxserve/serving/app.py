@@ -10,9 +10,7 @@ import contextlib
 import hashlib
 import importlib
 import inspect
-import re
 from collections.abc import AsyncGenerator, Callable
-from importlib import resources
 from importlib.metadata import version
 from typing import Any
 
@@ -29,6 +27,7 @@ from starlette.routing import Match
 from jaxserve.serving import tokens
 from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.chat import create_chat_completion
+from jaxserve.serving.chat_page import read_chat_page
 from jaxserve.serving.chat_protocol import ChatRequest, TokenizeChatRequest
 from jaxserve.serving.completions import create_completion
 from jaxserve.serving.control import control_routes
@@ -300,12 +299,11 @@ def _token_routes(app: FastAPI, served: Served) -> None:
 
 def _operator_routes(app: FastAPI, served: Served, metrics: Metrics | None) -> None:
     """metrics: None: a hub has them."""
-    page = resources.files("jaxserve.serving").joinpath("page.html").read_text(encoding="utf-8")
-    policy = _content_security_policy(page)
+    page = read_chat_page()
 
     @app.get("/", include_in_schema=False)
     async def try_it() -> Response:
-        return HTMLResponse(page, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"})
+        return HTMLResponse(page.text, headers=page.headers)
 
     @app.get("/ping", response_model=None, **answers(Health, 503))
     @app.post("/ping", response_model=None, **answers(Health, 503))
@@ -334,19 +332,3 @@ def _operator_routes(app: FastAPI, served: Served, metrics: Metrics | None) -> N
     @app.get("/version", response_model=None, **answers(Version))
     async def server_version() -> Response:
         return _json(Version(app.version))
-
-
-def _content_security_policy(page: str) -> str:
-    """A policy that allows the page's own script and style and requests to this server, and nothing else."""
-    parts = {kind: re.findall(rf"<{kind}>(.*?)</{kind}>", page, re.DOTALL) for kind in ("script", "style")}
-    hashes = {kind: " ".join(f"'sha256-{_digest(text)}'" for text in found) for kind, found in parts.items()}
-    return (
-        f"default-src 'none'; script-src {hashes['script']}; style-src {hashes['style']}; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-
-
-def _digest(text: str) -> str:
-    import base64
-
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

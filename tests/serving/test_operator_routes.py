@@ -1,7 +1,10 @@
 """Models, tokens, metrics, the access log, the published schema, the page."""
 
+import base64
 import functools
+import hashlib
 import json
+import re
 import time
 
 import httpx
@@ -146,6 +149,12 @@ def test_answers_match_the_published_schema(server):
 
 
 def test_the_page_allows_nothing_from_elsewhere(server):
+    """Only the scripts and styles that stand in it run, and none of them can make markup of a text."""
     response = server.client.get("/")
-    assert response.status_code == 200 and "default-src 'none'" in response.headers["content-security-policy"]
-    assert "http://" not in response.text and "https://" not in response.text and "innerHTML" not in response.text
+    policy = response.headers["content-security-policy"]
+    assert response.status_code == 200 and policy.startswith("default-src 'none'; ") and "trusted-types 'none'" in policy
+    assert not re.search(r"https?://|innerHTML| (src|onclick|style)=", response.text) and response.text.count("<link") == 1
+    for kind in ("script", "style"):
+        texts = re.findall(rf"<{kind}>(.*?)</{kind}>", response.text, re.DOTALL)
+        hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
+        assert f"{kind}-src {' '.join(f"'sha256-{one}'" for one in hashes)};" in policy and texts
