@@ -23,8 +23,8 @@ class Logprob:
 @dataclass(slots=True)
 class CompletionOutput:
     """One sample of a request. Fields as vLLM's: `text` and `token_ids` are all of the output so far, a stop string not included
-    unless asked for. finish_reason: None while running, then "stop", "length", "abort" or "error"; stop_reason: the stop token id
-    or stop string that ended it, None for eos, the message of an error."""
+    unless asked for. finish_reason: None while running, then "stop", "length", "abort", "error" or "repetition"; stop_reason:
+    the stop token id or stop string that ended it, None for eos, the message of an error, "repetition_detected"."""
 
     index: int
     text: str

@@ -104,8 +104,8 @@ class Request:
     kv_sought: bool = False  # whether, since it last ran, a store was asked for its pages
     num_preemptions: int = 0
     order: int = 0  # order of arrival at the scheduler
-    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
-    stop_reason: int | str | None = None  # the stop id or string; None for eos; the message of an error
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error" | "repetition"
+    stop_reason: int | str | None = None  # the stop id or string; None for eos; the message of an error; "repetition_detected"
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -152,7 +152,7 @@ class Request:
 
     def end(self) -> tuple[str, int | None] | None:
         """(finish_reason, stop_reason) if the last token ends the request. A stop counts only after min_tokens other tokens, and
-        comes before a length reached with the same token."""
+        comes before a length reached with the same token. Repetition is not looked for here."""
         token = self.token_ids[-1]
         if token in self.stop_ids and self.num_output_tokens > self.params.min_tokens:
             eos = token in self.eos_token_ids and not self.params.ignore_eos

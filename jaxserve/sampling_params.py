@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.lazy_names import Late
@@ -25,6 +25,7 @@ MAX_SUPPRESSED_IDS = 16  # most stop ids that min_tokens can hold back
 MAX_LOGIT_BIAS = 512  # most entries of logit_bias; the device keeps room for so many a row, as for the next two
 MAX_BAD_WORDS = 128  # most token sequences of bad_words; a word has two where a space before it changes its tokens
 MAX_BAD_WORD_TOKENS = 32  # most tokens of one of them
+MAX_PATTERN_SIZE = 1024  # most tokens of a pattern that repetition_detection looks for: each token is compared with so many before
 
 
 def _require(ok: bool, message: str) -> None:
@@ -42,6 +43,48 @@ def _is_real(x: object) -> bool:
 
 def _are_ids(ids: Any) -> bool:
     return isinstance(ids, (Sequence, np.ndarray)) and all(_is_int(i) and 0 <= i < 2**31 for i in ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepetitionDetectionParams:
+    """When an output counts as repeating itself: it ends with a pattern of min_pattern_size to max_pattern_size tokens, min_count
+    times in a row. Names and meanings as vLLM's: a max_pattern_size of 0 is off, a min_pattern_size of 0 is 1.
+
+    Raises:
+      ValueError: max_pattern_size is not in [0, MAX_PATTERN_SIZE], min_pattern_size is not in [0, max_pattern_size], or min_count
+        is below 2 where it is not off.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        least, most, count = self.min_pattern_size, self.max_pattern_size, self.min_count
+        given = f"repetition_detection: max_pattern_size={most!r}, min_pattern_size={least!r}, min_count={count!r}"
+        _require(all(map(_is_int, (least, most, count))), f"{given} must be integers")
+        _require(0 <= most <= MAX_PATTERN_SIZE, f"{given}: max_pattern_size must be in [0, {MAX_PATTERN_SIZE}] (0 is off)")
+        _require(0 <= least <= most, f"{given}: min_pattern_size must be in [0, max_pattern_size]")
+        _require(count >= (2 if most else 0), f"{given}: min_count must be >= 2, of one pattern in a row")
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            object.__setattr__(self, name, int(getattr(self, name)))
+
+    @property
+    def least_pattern_size(self) -> int:
+        """Tokens of the shortest pattern that is looked for."""
+        return max(1, self.min_pattern_size)
+
+    @staticmethod
+    def make(given: object) -> RepetitionDetectionParams | None:
+        """Of these, or of a dict of their fields; None where they are off."""
+        if isinstance(given, Mapping):
+            names = [named.name for named in fields(RepetitionDetectionParams)]
+            unknown = ", ".join(str(name) for name in given if name not in names)
+            _require(not unknown, f"repetition_detection: unknown fields {unknown}; there are {', '.join(names)}")
+            given = RepetitionDetectionParams(**given)
+        ok = isinstance(given, RepetitionDetectionParams)
+        _require(ok, f"repetition_detection={given!r} must be a RepetitionDetectionParams, a dict of its fields, or None")
+        return given if given.max_pattern_size else None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +106,8 @@ class SamplingParams:
     structured_outputs: the form that the text must have (StructuredOutputsParams, or a dict of its fields); `LLM` and `AsyncLLM`
     take it, `Engine` its compiled grammar. Log-probabilities are then of what the form allows. min_tokens makes such an output go
     on where it might end; it ends all the same, with finish_reason "stop", where the form lets nothing follow.
+    repetition_detection: where the output ends for repeating itself (RepetitionDetectionParams, or a dict of its fields), after
+    min_tokens at the earliest; finish_reason is then "repetition".
     stop, include_stop_str_in_output, skip_special_tokens and detokenize are about text, which `LLM` and `AsyncLLM` make: an
     `Engine`, which makes token ids, refuses stop and has no use for the others.
 
@@ -97,6 +142,7 @@ class SamplingParams:
     bad_words_token_ids: Sequence[Sequence[int]] | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    repetition_detection: RepetitionDetectionParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._set_real("temperature", 0.0, math.inf, "0 is greedy")
@@ -123,6 +169,8 @@ class SamplingParams:
         self._set_allowed_and_bad_words()
         if self.structured_outputs is not None:
             object.__setattr__(self, "structured_outputs", StructuredOutputsParams.make(self.structured_outputs))
+        if self.repetition_detection is not None:
+            object.__setattr__(self, "repetition_detection", RepetitionDetectionParams.make(self.repetition_detection))
 
     def _set_real(self, name: str, low: float, high: float, hint: str, low_open: bool = False) -> None:
         x: Any = getattr(self, name)

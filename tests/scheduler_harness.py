@@ -30,7 +30,7 @@ def next_token(seed: int, tokens: Sequence[int]) -> int:
     return zlib.crc32(np.asarray(tokens, np.int32).tobytes(), seed) % VOCABULARY
 
 
-def solo(request: Request, max_model_len: int) -> tuple[list[int], str, int | None]:
+def solo(request: Request, max_model_len: int) -> tuple[list[int], str, int | str | None]:
     """(output, finish_reason, stop_reason) of a request alone, token by token."""
     tokens, params, output = list(request.prompt_token_ids), request.params, []
     while True:
@@ -44,6 +44,16 @@ def solo(request: Request, max_model_len: int) -> tuple[list[int], str, int | No
                 return output, "stop", token
         if len(output) == params.max_tokens or len(tokens) == max_model_len:
             return output, "length", None
+        if len(output) >= params.min_tokens and repeats(output, params.repetition_detection):
+            return output, "repetition", "repetition_detected"
+
+
+def repeats(output: list[int], asked: Any) -> bool:
+    """Whether it ends with a pattern often enough, each size and each repetition looked at."""
+    if asked is None:
+        return False
+    sizes = range(max(1, asked.min_pattern_size), asked.max_pattern_size + 1)
+    return any(output[-n:] * asked.min_count == output[-n * asked.min_count :] for n in sizes)
 
 
 class FakeDevice:
@@ -146,7 +156,7 @@ class Harness:
 
     def request(self, prompt: int | Sequence[int] = 5, max_tokens: int | None = 5, **kwargs) -> Request:
         """A request, not added; a prompt given by its length differs from every other from its first token on."""
-        names = ("min_tokens", "ignore_eos", "stop_token_ids")
+        names = ("min_tokens", "ignore_eos", "stop_token_ids", "repetition_detection")
         params = SamplingParams(max_tokens=max_tokens, **{n: kwargs.pop(n) for n in names if n in kwargs})
         self.num_made += 1
         if isinstance(prompt, int):

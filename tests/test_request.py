@@ -14,6 +14,8 @@ from jaxserve.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
+    MAX_PATTERN_SIZE,
+    RepetitionDetectionParams,
     SamplingParams,
 )
 
@@ -56,6 +58,8 @@ GOOD = [
     {"bad_words_token_ids": [[1], (2, np.int64(3))]},
     {"prompt_logprobs": 0},
     {"prompt_logprobs": MAX_LOGPROBS},
+    {"repetition_detection": {"max_pattern_size": np.int32(4), "min_count": 2}},
+    {"repetition_detection": RepetitionDetectionParams(max_pattern_size=MAX_PATTERN_SIZE, min_pattern_size=3, min_count=5)},
 ]
 BAD = [
     ("temperature", -0.1),
@@ -141,6 +145,7 @@ BAD = [
     ("logprob_token_ids", [1, -1]),
     ("logprob_token_ids", [2**31]),
     ("logprob_token_ids", [True]),
+    ("repetition_detection", 3),
 ]
 TOO_MUCH = [
     (
@@ -151,6 +156,15 @@ TOO_MUCH = [
     ("logprob_token_ids", [1] * (MAX_LOGPROB_TOKEN_IDS + 1), f"{MAX_LOGPROB_TOKEN_IDS + 1} token ids must have at most"),
     ("bad_words_token_ids", [[1]] * (MAX_BAD_WORDS + 1), f"{MAX_BAD_WORDS + 1} token sequences"),
     ("bad_words_token_ids", [[1] * (MAX_BAD_WORD_TOKENS + 1)], f"longest of {MAX_BAD_WORD_TOKENS + 1} tokens"),
+]
+NO_PATTERNS = [
+    ({"max_pattern_size": -1}, "max_pattern_size must be in"),
+    ({"max_pattern_size": MAX_PATTERN_SIZE + 1, "min_count": 2}, "max_pattern_size must be in"),
+    ({"max_pattern_size": 3, "min_pattern_size": 4, "min_count": 2}, "min_pattern_size must be in"),
+    ({"min_pattern_size": 1}, "min_pattern_size must be in"),
+    ({"max_pattern_size": 3}, "min_count must be >= 2"),
+    ({"max_pattern_size": 3, "min_count": True}, "must be integers"),
+    ({"max_pattern_size": 3, "count": 2}, "unknown fields count"),
 ]
 NO_FORM = [
     ("structured_outputs", {"json": "{}", "regex": "a"}, "exactly one of"),
@@ -175,6 +189,16 @@ def test_refuses_and_names_parameter_and_value(name, value):
 def test_refuses_more_than_the_device_has_room_for(name, value, message):
     with pytest.raises(ValueError, match=f"^{name}.*{message}"):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(("given", "message"), NO_PATTERNS, ids=str)
+def test_refuses_patterns_that_no_output_could_have(given, message):
+    with pytest.raises(ValueError, match=f"^repetition_detection: .*{message}"):
+        SamplingParams(repetition_detection=given)
+
+
+def test_no_pattern_is_no_detection():
+    assert SamplingParams(repetition_detection={}).repetition_detection is None
 
 
 @pytest.mark.parametrize(("name", "value", "message"), NO_FORM, ids=str)

@@ -14,6 +14,7 @@ from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.page_pool import PagePool, root_hash
 from jaxserve.scheduling.policies import ORDER_KEYS, BatchingPolicy, OrderKey
+from jaxserve.scheduling.repetition import RepetitionWatch
 from jaxserve.scheduling.sequence_pages import SequencePages
 from jaxserve.scheduling.sequence_rows import NEVER, SequenceRows
 from jaxserve.scheduling.waiting_queue import WaitingQueue
@@ -27,6 +28,7 @@ class RequestLifecycle:
     held: requests that wait for a grammar, for another sample's prompt or for a store's pages, by id.
     forced: requests with tokens in flight that the host knows already, by id.
     stop_ids: how many unfinished requests have each stop id.
+    repetitions: what watches the outputs that end where they repeat themselves, by id.
     """
 
     def __init__(self, config: SchedulerConfig, policy: BatchingPolicy, pools: Sequence[PagePool]):
@@ -41,6 +43,7 @@ class RequestLifecycle:
         self.by_id: dict[str, Request] = {}
         self.forced: dict[str, Request] = {}
         self.stop_ids: Counter[int] = Counter()
+        self.repetitions: dict[str, RepetitionWatch] = {}
         self.num_added: int = 0
         self.num_preemptions: int = 0
 
@@ -54,6 +57,8 @@ class RequestLifecycle:
         self._set_weights_version(request, request.weights_version)
         self.by_id[request.request_id] = request
         self.stop_ids.update(request.stop_ids)
+        if request.params.repetition_detection is not None:
+            self.repetitions[request.request_id] = RepetitionWatch(request)
         if request.status is RequestStatus.WAITING:
             self._queue_or_hold(request)
         else:
@@ -174,6 +179,7 @@ class RequestLifecycle:
                 pool.forget(pool.find(request.hash_chain[1:]))
         del self.by_id[request.request_id]
         self.forced.pop(request.request_id, None)
+        self.repetitions.pop(request.request_id, None)
         for token in request.stop_ids:
             self.stop_ids[token] -= 1
             if not self.stop_ids[token]:
@@ -227,6 +233,8 @@ class RequestLifecycle:
         keys = [self.order_key(request) for request in self.queue]
         assert keys == sorted(keys), "the queue is out of order"
         assert self.stop_ids == Counter(token for request in running + waiting for token in request.stop_ids)
+        watched = {request.request_id for request in running + waiting if request.params.repetition_detection is not None}
+        assert set(self.repetitions) == watched
         assert self.by_id or not self.rows.order.size
         self.rows.check_invariants()
         for group, pool in enumerate(self.pools):

@@ -52,6 +52,8 @@ class TokenIntake:
         ended = (known >= state.limit[rows]).nonzero()[0].tolist()
         if not stop_ids.keys().isdisjoint(tokens):
             ended = sorted({*ended, *(i for i, token in enumerate(tokens) if token in stop_ids)})
+        if watched := self.requests.repetitions:
+            ended = sorted({*ended, *(i for i, request in enumerate(requests) if request.request_id in watched)})
         for i in ended:
             self._finish_if_ended(requests[i], result)
         for i in late:
@@ -78,6 +80,8 @@ class TokenIntake:
         stop_ids = self.requests.stop_ids.keys()
         if not stop_ids.isdisjoint(chain.from_iterable(texts)):
             alone |= samples & np.array([not stop_ids.isdisjoint(text) for text in texts], bool)
+        if watched := self.requests.repetitions:
+            alone |= samples & np.array([request.request_id in watched for request in requests], bool)
         together = np.flatnonzero(samples & ~alone)
         result = StepResult([], [])
         for i in together.tolist():
@@ -115,7 +119,7 @@ class TokenIntake:
             request.token_ids.append(token)
             result.requests.append(request)
             result.tokens.append(token)
-            if request.end() is not None:
+            if self._end(request) is not None:
                 break
         rows.num_known[row] = rows.prefill_end[row] = len(request.token_ids)
         self._finish_if_ended(request, result)
@@ -160,14 +164,21 @@ class TokenIntake:
                 self._rows.num_known[row] += 1
             result.requests.append(request)
             result.tokens.append(token)
-            if request.end() is not None:
+            if self._end(request) is not None:
                 break
         if row >= 0:
             self._pages.register_full(np.array([row]))
         self._finish_if_ended(request, result)
 
     def _finish_if_ended(self, request: Request, result: StepResult) -> None:
-        end = request.end()
+        end = self._end(request)
         if end is not None:
             self.requests.finish(request, *end)
             result.finished.append(request)
+
+    def _end(self, request: Request) -> tuple[str, int | str | None] | None:
+        """(finish_reason, stop_reason) if the last token ends the request."""
+        end, watch = request.end(), self.requests.repetitions.get(request.request_id)
+        if end is None and watch is not None and watch.repeats() and request.num_output_tokens >= request.params.min_tokens:
+            return "repetition", "repetition_detected"
+        return end

@@ -22,7 +22,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 SAMPLES = (1, 2, 5, 10, 20)
 PREEMPTIONS = (0, 1, 2, 3, 5, 10, 20)
-REASONS = ("stop", "length", "abort", "error")  # for which a sample ends
+REASONS = ("stop", "length", "abort", "error", "repetition")  # for which a sample ends
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # vLLM's, by sleep level
 _COUNTERS = {  # name -> (field of LoopStats, help)
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts, cached ones too, each counted at its first output token."),

@@ -9,10 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from jaxserve.moved import forward
-from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, SamplingParams
+from jaxserve.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_LOGPROBS,
+    MAX_PATTERN_SIZE,
+    RepetitionDetectionParams,
+    SamplingParams,
+)
 from jaxserve.serving.errors import RefusedError
 from jaxserve.serving.forms import ResponseFormat, StructuredOutputs, form_of
 from jaxserve.serving.strict_model import Model, OnlyFalse, SomeTokenIds, Text, Texts, TokenIds, TokenIdText, if_given
@@ -44,6 +52,7 @@ PASSED_ON = (  # fields that are SamplingParams' own, by the same name
     "bad_words",
     "prompt_logprobs",
     "logprob_token_ids",
+    "repetition_detection",
 )
 
 
@@ -60,6 +69,32 @@ class StreamOptions(Model):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class RepetitionPatterns(Model):
+    """The output ends where its last tokens are one pattern of these sizes, min_count times in a row."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        json_schema_extra={
+            "if": {"properties": {"max_pattern_size": {"const": 0}}},
+            "then": {"properties": {"min_pattern_size": {"const": 0}}},
+            "else": {"properties": {"min_count": {"minimum": 2}}, "required": ["min_count"]},
+        }
+    )
+
+    max_pattern_size: int = Field(0, ge=0, le=MAX_PATTERN_SIZE, description="0 is off.")
+    min_pattern_size: int = Field(0, ge=0, le=MAX_PATTERN_SIZE, description="At most max_pattern_size; 0 is 1.")
+    min_count: int = Field(0, ge=0, le=2**31 - 1, description="At least 2, unless it is off.")
+
+
+def _patterns(given: RepetitionPatterns) -> RepetitionDetectionParams:
+    try:
+        return RepetitionDetectionParams(**given.model_dump())
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("repetition_detection: ")) from None
+
+
+RepetitionDetection = Annotated[RepetitionPatterns, AfterValidator(_patterns)]
 
 
 ONE_FORM: dict[str, Any] = {  # both, unless the format is free
@@ -137,6 +172,9 @@ class GenerationRequest(Model):
     )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's: the form that the output must have.")
+    repetition_detection: RepetitionDetection | None = Field(
+        None, description="End an output whose last tokens are one pattern so many times."
+    )
     store: OnlyFalse | None = None
     service_tier: Literal["auto", "default"] | None = None
 

@@ -74,7 +74,7 @@ class CompletionChoice(Struct):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: Literal["stop", "length", "abort", "error"] | None = None
+    finish_reason: Literal["stop", "length", "abort", "error", "repetition"] | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs = None
     prompt_token_ids: list[int] | None = None
@@ -153,7 +153,7 @@ class ChatChoice(Struct):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length", "tool_calls", "abort", "error"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls", "abort", "error", "repetition"] | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 
@@ -174,7 +174,7 @@ class ChatChunkChoice(Struct):
     index: int
     delta: MessageDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length", "tool_calls", "abort", "error"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls", "abort", "error", "repetition"] | None = None
     stop_reason: int | str | None | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 

@@ -19,7 +19,6 @@ class Missing:
 
 MISSING: dict[str, Missing] = {
     "watermarking": Missing("outputs carry no watermark", (False,)),
-    "repetition_detection": Missing("an output ends by stop, max_tokens or its form; use a penalty against repetition"),
     "session_id": Missing("servers keep no sessions, and a router goes by the prompt: leave it out, or give user"),
     "kv_transfer_params": Missing("KV is kept by the server's --kv_store, and no request moves it", ({},)),
     "ec_transfer_params": Missing("prompts are text: there is no encoder", ({},)),

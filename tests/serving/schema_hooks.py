@@ -67,6 +67,9 @@ def before_call(context, case, kwargs):
 def _repair_forms(fields: dict[str, Any]) -> None:
     if fields.get("bad_words"):
         fields["bad_words"] = [word if len(word.encode()) < MAX_BAD_WORD_TOKENS else "x" for word in fields["bad_words"]]
+    patterns = fields.get("repetition_detection")
+    if isinstance(patterns, dict):
+        fields["repetition_detection"] = patterns | {"min_pattern_size": 0}  # which is no more than the most
     form = fields.get("structured_outputs")
     if isinstance(form, dict):
         valid = {name: FORMS[name] for name, value in form.items() if value is not None and name in FORMS}

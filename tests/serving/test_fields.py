@@ -293,3 +293,31 @@ def test_middleware_and_pages_of_other_origins(shared_llm):
     for name in ("nosuch.Thing", "json.JSONDecodeErrors", "json.dumps", "plain"):
         with pytest.raises(ValueError, match=f"middleware='{name}'"), serving(shared_llm, options={"middleware": (name,)}):
             pass
+
+
+# ---- an output that repeats itself
+
+
+def test_an_output_that_repeats_itself_ends(server):
+    patterns = {"max_pattern_size": 2, "min_count": 3}
+    again: dict[str, Any] = {"allowed_token_ids": ids("b"), "max_tokens": 20, "repetition_detection": patterns}
+    (choice,) = ok(complete(server, "bbbbbb", **again))["choices"]  # the prompt's repetitions do not count
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("bbb", "repetition", "repetition_detected")
+    (choice,) = ok(chat(server, **again, min_tokens=7))["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("b" * 7, "repetition")
+    last = [chunk["choices"][0] for chunk in chunks(chat(server, **again, stream=True)) if chunk["choices"]][-1]
+    assert (last["finish_reason"], last["stop_reason"]) == ("repetition", "repetition_detected")
+    (choice,) = ok(complete(server, **again | {"repetition_detection": {"max_pattern_size": 0}}))["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("b" * 20, "length")
+    asked = {"token_ids": ids("b"), "sampling_params": {name: again[name] for name in again}}
+    (choice,) = ok(server.client.post("/inference/v1/generate", json=asked))["choices"]
+    assert (choice["token_ids"], choice["finish_reason"]) == (ids("bbb"), "repetition")
+    assert 'finished_reason="repetition"' in server.client.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_pattern_size": 3}, {"max_pattern_size": 1, "min_pattern_size": 2, "min_count": 2}, {"size": 1}]
+)
+def test_patterns_that_no_output_could_have(server, wrong):
+    error = refusal(complete(server, repetition_detection=wrong))
+    assert error["param"] == "repetition_detection" and error["message"].count("repetition_detection") == 1

@@ -176,6 +176,8 @@ def _usage(turn: Turn) -> MessagesUsage:
 
 def _ending(turn: Turn) -> Ending:
     others: dict[str | None, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}
+    if turn.finish_reason == "repetition":
+        return Ending("end_turn", None)  # there is no word for it
     if turn.finish_reason in others:
         return Ending(others[turn.finish_reason], None)
     found = isinstance(turn.stop_reason, str)
