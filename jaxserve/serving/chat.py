@@ -40,7 +40,7 @@ from jaxserve.serving.responses import (
     MessageDelta,
     encode,
 )
-from jaxserve.serving.streaming import EventStream, unless_gone
+from jaxserve.serving.streaming import unless_gone
 from jaxserve.serving.streams import AnswerStream, Ask
 from jaxserve.serving.tool_forms import tool_form
 from jaxserve.text.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ async def create_chat_completion(served: Served, body: ChatRequest, request: Req
     if body.stream:
         stream = await unless_gone(request, _open(served, body, request))  # a form may take a while to compile
         answer = ChatAnswer(served, body, stream, request_id_of(request, body))
-        return EventStream(until_done(answer.chunks(), stream), stream.close, served.patience)
+        return served.stream(until_done(answer.chunks(), stream), stream.close)
     return Response(encode(await unless_gone(request, complete_chat(served, body, request))), media_type="application/json")
 
 

@@ -24,7 +24,7 @@ from jaxserve.serving.handover import answer_prefill, asks_for_prefill
 from jaxserve.serving.messages import Delta
 from jaxserve.serving.protocol import CompletionRequest, check_model
 from jaxserve.serving.responses import Completion, CompletionChoice, encode
-from jaxserve.serving.streaming import EventStream, unless_gone
+from jaxserve.serving.streaming import unless_gone
 from jaxserve.serving.streams import AnswerStream, Ask
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -38,7 +38,7 @@ async def create_completion(served: Served, body: CompletionRequest, request: Re
     if body.stream:
         stream = await unless_gone(request, _open(served, body, request))  # a form may take a while to compile
         answer = _CompletionAnswer(served, body, stream, request_id_of(request, body))
-        return EventStream(until_done(answer.chunks(), stream), stream.close, served.patience)
+        return served.stream(until_done(answer.chunks(), stream), stream.close)
     return Response(encode(await unless_gone(request, _complete(served, body, request))), media_type="application/json")
 
 

@@ -37,6 +37,7 @@ from jaxserve.serving.responses import (
     Usage,
     event,
 )
+from jaxserve.serving.streaming import EventStream
 from jaxserve.serving.streams import AnswerStream, Ask, RequestStream
 from jaxserve.serving.tracing import traced
 from jaxserve.structured_outputs import StructuredOutputsParams
@@ -78,10 +79,9 @@ class Served:
         """The names of the model."""
         return self.options.names
 
-    @property
-    def patience(self) -> float:
-        """Seconds that a stream waits for its reader."""
-        return self.options.patience
+    def stream(self, events: AsyncGenerator[bytes], on_end: Callable[[], None]) -> EventStream:
+        """The response of these events, with the patience and the comments that the server was told."""
+        return EventStream(events, on_end, self.options.patience, self.options.sse_keep_alive_interval)
 
 
 def encode_prompt(

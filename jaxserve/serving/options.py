@@ -5,6 +5,7 @@ Of the standard library alone, so that a command can offer their defaults withou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -101,6 +102,7 @@ class ServerOptions(HTTPOptions):
     return_tokens_as_token_ids: as if every request asked for that.
     response_role: of messages that begin a turn.
     enable_request_id_headers: answers have X-Request-Id.
+    sse_keep_alive_interval: seconds of silence after which a stream has a comment; 0: never.
 
     Of chats: default_chat_template_kwargs: variables of the chat template where a request gives none of that name.
     trust_request_chat_template: a request may bring its own template.
@@ -133,6 +135,7 @@ class ServerOptions(HTTPOptions):
     return_tokens_as_token_ids: bool = False
     response_role: str = "assistant"
     enable_request_id_headers: bool = False
+    sse_keep_alive_interval: float = 0.0
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     trust_request_chat_template: bool = False
     vllm_metric_names: bool = False
@@ -154,6 +157,8 @@ class ServerOptions(HTTPOptions):
             raise ValueError(f"root_path={self.root_path!r} must begin with a slash and end with none, as /models/one")
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ValueError(f"otlp_endpoint={self.otlp_endpoint!r} must be a URL, such as http://127.0.0.1:4318")
+        if not 0 <= self.sse_keep_alive_interval < math.inf:
+            raise ValueError(f"sse_keep_alive_interval={self.sse_keep_alive_interval} must be seconds, or 0 for no comments")
         if not self.response_role:
             raise ValueError("response_role must not be empty")
         for name in ("max_stored_responses", "max_stored_bytes"):

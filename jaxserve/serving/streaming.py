@@ -37,8 +37,12 @@ async def unless_gone[T](request: Request, answer: Awaitable[T]) -> T:
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients pass over
+
+
 class EventStream(Response):
-    """Server-sent events, sent as `events` yields them (bytes, whole events).
+    """Server-sent events, sent as `events` yields them (bytes, whole events). keep_alive: seconds without one after which a comment
+    is sent, for proxies that close what is silent; 0: none.
 
     When the client disconnects, or reads nothing for `patience` seconds, `events` and the connection are closed. `on_end` is called
     at the end in any case.
@@ -46,8 +50,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], on_end: Callable[[], None], patience: float):
-        self._events, self._on_end, self._patience = events, on_end, patience
+    def __init__(self, events: AsyncGenerator[bytes], on_end: Callable[[], None], patience: float, keep_alive: float = 0):
+        self._events, self._on_end, self._patience, self._keep_alive = events, on_end, patience, keep_alive
         self._num_sent, self._sending = 0, False
         self.status_code: int = 200
         self.background: None = None
@@ -76,9 +80,22 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for body in self._events:
+        async for body in self._with_comments() if self._keep_alive else self._events:
             self._sending = True
             await send({"type": "http.response.body", "body": body, "more_body": True})
             self._sending = False
             self._num_sent += 1
         await send({"type": "http.response.body", "body": b""})
+
+    async def _with_comments(self) -> AsyncGenerator[bytes]:
+        while True:
+            coming = asyncio.ensure_future(anext(self._events, b""))
+            try:
+                while not (await asyncio.wait((coming,), timeout=self._keep_alive))[0]:
+                    yield KEEP_ALIVE
+            finally:
+                coming.cancel()
+                await asyncio.gather(coming, return_exceptions=True)
+            if not (body := coming.result()):
+                return
+            yield body

@@ -36,13 +36,13 @@ def test_without_flags_answers_are_as_vllms(given):
 def test_flags_become_options(given):
     switches = ("enable_prompt_tokens_details", "enable_force_include_usage", "return_tokens_as_token_ids")
     switches += ("enable_request_id_headers", "trust_request_chat_template", "vllm_metric_names", "enable_log_requests")
-    texts = {"response_role": "cat", "root_path": "/a", "max_log_len": 3, "middleware": ["a.B"]}
+    texts = {"response_role": "cat", "root_path": "/a", "max_log_len": 3, "middleware": ["a.B"], "sse_keep_alive_interval": 2.5}
     given(
         **dict.fromkeys(switches, True), **texts, default_chat_template_kwargs='{"x": 1}', allowed_origins='["https://a.example"]'
     )
     made = options()
     assert all(getattr(made, name) for name in switches) and made.middleware == ("a.B",)
-    assert (made.response_role, made.root_path, made.max_log_len) == ("cat", "/a", 3)
+    assert (made.response_role, made.root_path, made.max_log_len, made.sse_keep_alive_interval) == ("cat", "/a", 3, 2.5)
     assert made.default_chat_template_kwargs == {"x": 1} and made.cross_origin == CrossOrigin(origins=("https://a.example",))
 
 

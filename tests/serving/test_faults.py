@@ -64,6 +64,24 @@ def test_a_client_vanishes(server, llm, monkeypatch, stream):
     assert len(steps) == 1 and steps[0] <= 2
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+def test_silent_streams_have_comments(shared_llm, monkeypatch, path):
+    """Where a server was told so: between the events, which are the same. A client that vanishes meanwhile is noticed."""
+    said = SHORT if path == "completions" else {"messages": [{"role": "user", "content": "a"}], "temperature": 0, "max_tokens": 4}
+    said = {"input": "a", "temperature": 0, "max_output_tokens": 4} if path == "responses" else said
+    with serving(shared_llm, options={"sse_keep_alive_interval": 0.05}) as server:
+        url = f"/v1/{path}"
+        plain = server.client.post(url, json=said | {"stream": True}).text
+        slow_down(monkeypatch, shared_llm, 0.15)
+        parts = server.client.post(url, json=said | {"stream": True}).text.split("\n\n")
+        comments = [part for part in parts if part == ": keep-alive"]
+        assert len(comments) >= 4 and len(parts) - len(comments) == len(plain.replace(": keep-alive\n\n", "").split("\n\n"))
+        assert all(part == ": keep-alive" or not part or "data: " in part for part in parts)
+        with server.client.stream("POST", url, json=said | {"stream": True}) as stream:
+            assert next(stream.iter_raw())
+        server.wait_idle()
+
+
 def test_a_client_vanishes_while_it_waits(server, llm, monkeypatch):
     slow_down(monkeypatch, llm)
     first = [connect(server, LONG) for _ in range(4)]

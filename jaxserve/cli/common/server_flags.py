@@ -22,6 +22,12 @@ _USAGE = flags.DEFINE_bool("enable_force_include_usage", False, "Every stream ha
 _AS_IDS = flags.DEFINE_bool("return_tokens_as_token_ids", False, 'Log-probabilities have "token_id:N" in place of tokens.')
 _ROLE = flags.DEFINE_string("response_role", "assistant", "The role of messages that begin a turn.")
 _ID_HEADERS = flags.DEFINE_bool("enable_request_id_headers", False, "Answers have the request's id as X-Request-Id.")
+_KEEP_ALIVE = flags.DEFINE_float(
+    "sse_keep_alive_interval",
+    0.0,
+    "Seconds without an event after which a stream has a comment; 0: never.",
+    lower_bound=0,
+)
 _TEMPLATE = flags.DEFINE_string("chat_template", None, "A file of a chat template, or its Jinja source, for the tokenizer's.")
 _KWARGS = flags.DEFINE_string("default_chat_template_kwargs", None, "Variables of the chat template, as JSON; a request's win.")
 _TRUST = flags.DEFINE_bool("trust_request_chat_template", False, "A request may bring a chat template.")
@@ -69,6 +75,7 @@ def answer_options() -> dict[str, Any]:
         "return_tokens_as_token_ids": _AS_IDS.value,
         "response_role": _ROLE.value,
         "enable_request_id_headers": _ID_HEADERS.value,
+        "sse_keep_alive_interval": _KEEP_ALIVE.value,
         "default_chat_template_kwargs": kwargs,
         "trust_request_chat_template": _TRUST.value,
         "vllm_metric_names": _VLLM_METRICS.value,

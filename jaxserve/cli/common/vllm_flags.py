@@ -247,7 +247,6 @@ _SERVER = (
     ),
     Missing("give --max_header_bytes, of a request line and its headers", "h11_max_header_count h11_max_incomplete_event_size"),
     Missing("start the server again for a new certificate", switches="enable_ssl_refresh"),
-    Missing("streams have no lines between tokens; let the proxy wait longer", "sse_keep_alive_interval", accepts=("0",)),
     Missing("threads of the server's own tokenise long prompts", "renderer_num_workers", accepts=("1",)),
     Missing(
         "logs go to stderr; --noaccess_log leaves out a line a request",

@@ -55,7 +55,7 @@ from jaxserve.serving.generation import Served
 from jaxserve.serving.openapi import answers
 from jaxserve.serving.protocol import check_model
 from jaxserve.serving.responses import encode
-from jaxserve.serving.streaming import EventStream, unless_gone
+from jaxserve.serving.streaming import unless_gone
 
 ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 RENAMED = {
@@ -94,7 +94,7 @@ async def create_message(served: Served, body: MessagesRequest, request: Request
         chat = to_chat(served, body)
         turn = await unless_gone(request, Turn.open(served, chat, request))
     if body.stream:
-        return EventStream(_events(turn), turn.stream.close, served.patience)
+        return served.stream(_events(turn), turn.stream.close)
     return Response(encode(await unless_gone(request, _whole(turn))), media_type="application/json")
 
 

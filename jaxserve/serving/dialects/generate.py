@@ -31,7 +31,7 @@ from jaxserve.serving.messages import Delta, FailedError
 from jaxserve.serving.openapi import answers
 from jaxserve.serving.protocol import PASSED_ON, GenerationRequest, StreamOptions, check_model
 from jaxserve.serving.responses import PromptLogprobs, Usage, encode
-from jaxserve.serving.streaming import EventStream, unless_gone
+from jaxserve.serving.streaming import unless_gone
 from jaxserve.serving.streams import Ask, RequestStream
 from jaxserve.serving.strict_model import Model, Text, Texts, TokenIds, if_given
 
@@ -160,7 +160,7 @@ def generate_routes(app: FastAPI, served: Served) -> None:
         stream = await unless_gone(request, _open(served, body, request))
         answer = _Answer(served, body, stream, request_id_of(request, body))
         if body.stream:
-            return EventStream(until_done(answer.chunks(), stream), stream.close, served.patience)
+            return served.stream(until_done(answer.chunks(), stream), stream.close)
         return Response(encode(await unless_gone(request, answer.whole())), media_type="application/json")
 
 

@@ -36,7 +36,7 @@ from jaxserve.serving.middleware import key_use
 from jaxserve.serving.openapi import answers
 from jaxserve.serving.protocol import check_model
 from jaxserve.serving.responses import encode
-from jaxserve.serving.streaming import EventStream, unless_gone
+from jaxserve.serving.streaming import unless_gone
 
 ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 RENAMED = {"response_format": "text", "max_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning"}
@@ -96,7 +96,7 @@ class Responses:
                 task.add_done_callback(lambda _: use.end())
             return _json(encode(answer.response))
         if body.stream:
-            return EventStream(self._events(answer), turn.stream.close, self._served.patience)
+            return self._served.stream(self._events(answer), turn.stream.close)
         await unless_gone(request, answer.whole())
         self._keep(answer)
         return _json(encode(answer.response))
