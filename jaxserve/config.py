@@ -257,7 +257,8 @@ class EngineConfig:
         KVStoreOption(
             group=_LIMITS,
             help="Where full KV pages are kept beyond the pool: 'host:4GiB' in memory, 'disk:FOLDER:100GiB' in files, "
-            "'nixl:HOST:PORT+HOST:PORT:4GiB' in memory that the engines at the further addresses read; or several with commas. "
+            "'nixl:HOST:PORT+HOST:PORT:4GiB', or 'mooncake:' likewise, in memory that engines at the further addresses read; or "
+            "several with commas. "
             "Prompts that begin alike load them instead of being computed.",
             unset="nowhere",
         ),

@@ -1,55 +1,20 @@
 """Memory that other processes read, by NIXL: over RDMA or NVLink where there is such, over TCP and shared memory where not.
 
-Owns all that is said to NIXL (github.com/ai-dynamo/nixl), and what a tier needs of whoever moves bytes.
+Owns all that is said to NIXL (github.com/ai-dynamo/nixl).
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import time
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from jaxserve.kv_store.transfer import TransferError, looks
+
 PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")  # the modules that have NIXL's Python API; each works without a GPU
 BACKEND = "UCX"
-_FIRST_WAIT, _LONGEST_WAIT = 20e-6, 1e-3  # seconds between looks whether a read is done
-
-
-class TransferError(OSError):
-    """A read that failed, or is not done in time. It may still write into the memory that it was to fill."""
-
-
-class Transfer(Protocol):
-    """Reads memory of other processes. One thread calls it."""
-
-    def register(self, memory: np.ndarray) -> None:
-        """This memory may be read by others, and be filled by `read`. It stays registered, and must be kept."""
-        ...
-
-    @property
-    def metadata(self) -> bytes:
-        """What others need for reading what is registered so far."""
-        ...
-
-    def add_peer(self, metadata: bytes) -> str:
-        """The name of whoever's metadata this is. OSError: it is of no use."""
-        ...
-
-    def remove_peer(self, name: str) -> None:
-        """Nothing is read from there any more."""
-        ...
-
-    def read(
-        self,
-        peer: str,
-        address: int,
-        into: np.ndarray,  # u8[any], registered
-        seconds: float,
-    ) -> None:
-        """Fills `into` from the peer's memory at `address`. TransferError: it could not."""
-        ...
 
 
 class NixlTransfer:
@@ -99,16 +64,15 @@ class NixlTransfer:
         seconds: float,
     ) -> None:
         """As `Transfer.read`."""
-        agent, deadline, wait, handle = self._agent, time.monotonic() + seconds, _FIRST_WAIT, None
-        state = "PROC"
+        agent, handle, state = self._agent, None, "PROC"
         try:
             theirs = agent.get_xfer_descs([(address, into.nbytes, 0)], "DRAM")
             ours = agent.get_xfer_descs([(into.ctypes.data, into.nbytes, 0)], "DRAM")
             handle = agent.initialize_xfer("READ", ours, theirs, peer)
             state = agent.transfer(handle)
-            while state not in ("DONE", "ERR") and time.monotonic() < deadline:
-                time.sleep(wait)
-                wait = min(2 * wait, _LONGEST_WAIT)
+            for _ in looks(seconds):
+                if state in ("DONE", "ERR"):
+                    break
                 state = agent.check_xfer_state(handle)
         except Exception as error:
             raise TransferError(f"NIXL could not read: {error!r}") from error

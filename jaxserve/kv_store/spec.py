@@ -11,16 +11,17 @@ from dataclasses import dataclass
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(" + "|".join(_UNITS) + ")")
-KINDS = ("host", "nixl", "disk")  # nearest first
+KINDS = ("host", "nixl", "mooncake", "disk")  # nearest first
+PEERS = ("nixl", "mooncake")  # whose pages other engines read, at addresses
 FORMS = (
-    "'host:SIZE', 'nixl:HOST:PORT[+HOST:PORT...]:SIZE', 'disk:FOLDER:SIZE', or some of them in this order with commas between "
-    "them, with sizes such as 4GiB"
+    "'host:SIZE', 'nixl:HOST:PORT[+HOST:PORT...]:SIZE', 'mooncake:' likewise, 'disk:FOLDER:SIZE', or some of them in this order "
+    "with commas between them, with sizes such as 4GiB"
 )
 
 
 @dataclass(frozen=True)
 class TierSpec:
-    """One tier. kind: of KINDS. max_bytes: of KV that it holds at most. place: the folder of a disk tier; of a nixl tier the
+    """One tier. kind: of KINDS. max_bytes: of KV that it holds at most. place: the folder of a disk tier; of a tier of PEERS the
     address where it listens, then those of other engines, with a "+" before each."""
 
     kind: str
@@ -50,7 +51,7 @@ def _parse_tier(part: str, text: str) -> TierSpec:
     found = _SIZE.fullmatch(size)
     if found is None or kind not in KINDS or bool(place) != (kind != "host"):
         raise ValueError(f"kv_store={text!r}: {part!r} must be {FORMS}")
-    if kind == "nixl":
+    if kind in PEERS:
         _check_addresses(place, part, text)
     max_bytes = int(float(found[1]) * _UNITS[found[2]])
     if not max_bytes:

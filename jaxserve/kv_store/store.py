@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxserve.kv_store.disk import DiskTier
 from jaxserve.kv_store.host import HostTier
-from jaxserve.kv_store.nixl import NixlTier
+from jaxserve.kv_store.peers import PeerTier
 from jaxserve.kv_store.spec import TierSpec
 from jaxserve.kv_store.tier import PageLayout, Tier, TierStats
 
@@ -289,4 +289,6 @@ def make_store(specs: Sequence[TierSpec], layout: PageLayout) -> TieredStore:
 def _make_tier(spec: TierSpec, layout: PageLayout) -> Tier:
     if spec.kind == "host":
         return HostTier(layout, spec.max_bytes)
-    return (NixlTier if spec.kind == "nixl" else DiskTier)(layout, spec.place, spec.max_bytes)
+    if spec.kind == "disk":
+        return DiskTier(layout, spec.place, spec.max_bytes)
+    return PeerTier(layout, spec.kind, spec.place, spec.max_bytes)

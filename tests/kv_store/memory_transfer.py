@@ -4,7 +4,7 @@ import ctypes
 
 import numpy as np
 
-from jaxserve.kv_store.nixl_transfer import TransferError
+from jaxserve.kv_store.transfer import TransferError
 
 
 class MemoryTransfer:

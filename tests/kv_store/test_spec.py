@@ -14,6 +14,7 @@ from jaxserve.kv_store.spec import TierSpec, parse_address, parse_kv_store
         ("disk:/a:b/c:2TiB", [TierSpec("disk", 2 << 40, "/a:b/c")]),
         ("nixl:10.0.0.1:9100:4GiB", [TierSpec("nixl", 4 << 30, "10.0.0.1:9100")]),
         ("host:7B,nixl:[::1]:0+b:2:1KiB", [TierSpec("host", 7), TierSpec("nixl", 1024, "[::1]:0+b:2")]),
+        ("nixl:a:1:1KiB,mooncake:a:2+b:2:1KiB", [TierSpec("nixl", 1024, "a:1"), TierSpec("mooncake", 1024, "a:2+b:2")]),
         ("host:7B,disk:kv:1KiB", [TierSpec("host", 7), TierSpec("disk", 1024, "kv")]),
     ],
 )
@@ -25,7 +26,16 @@ def test_tiers_are_read(text, tiers):
 @pytest.mark.parametrize(
     "text",
     ["", "host", "host:", "host:4", "host:4gib", "host:-1GiB", "host:0GiB", "host:/x:1GiB", "disk:1GiB", "disk::1GiB", "tape:1GiB"]
-    + ["nixl:1GiB", "nixl:a:1GiB", "nixl::1:1GiB", "nixl:a:65536:1GiB", "nixl:a:1+:1GiB", "nixl:a:1+b:2+a:1:1GiB"]
+    + [
+        "nixl:1GiB",
+        "nixl:a:1GiB",
+        "nixl::1:1GiB",
+        "nixl:a:65536:1GiB",
+        "nixl:a:1+:1GiB",
+        "nixl:a:1+b:2+a:1:1GiB",
+        "mooncake:a:1GiB",
+        "mooncake:1GiB",
+    ]
     + ["disk:/x:1GiB,nixl:a:1:1GiB", "host:1GiB,host:1GiB", "disk:/x:1GiB,host:1GiB", "host:1GiB,", 7],
 )
 def test_what_is_no_tier_is_named(text):

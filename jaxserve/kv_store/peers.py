@@ -1,7 +1,7 @@
 """Pages in this process's memory that other engines read from there, and theirs that are read from here.
 
 Owns the pages, their bound, and who may read which for how long. A page lies in memory as its blob (blob.py). Who wants one asks
-for a lease of it (leases.py), reads it while the lease lasts (nixl_transfer.py), and gives the lease back. A leased page is not
+for a lease of it (leases.py), reads it while the lease lasts (transfer.py), and gives the lease back. A leased page is not
 overwritten. Leases end by themselves, so that nobody who is lost holds a page; who reads later than that finds a blob whose digest
 or hash is not the page's.
 """
@@ -16,16 +16,18 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from jaxserve.kv_store.blob import ALIGNMENT, BlobError, blob_bytes, pack_page, unpack_page
 from jaxserve.kv_store.leases import LeaseClient, LeaseServer
-from jaxserve.kv_store.nixl_transfer import NixlTransfer, Transfer
+from jaxserve.kv_store.mooncake_transfer import MooncakeTransfer
+from jaxserve.kv_store.nixl_transfer import NixlTransfer
 from jaxserve.kv_store.spec import parse_address
 from jaxserve.kv_store.tier import PageLayout, TierStats, empty_pages
+from jaxserve.kv_store.transfer import Transfer
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
@@ -36,27 +38,36 @@ DOWN_SECONDS = 5.0  # that a peer is not asked after it failed
 MAX_NEWS = 1 << 16  # hashes in one answer, the newest
 
 
-class NixlTier:
+_TRANSFERS: dict[str, Callable[[str, str], Transfer]] = {  # of each kind, by a name of this process and its host
+    "nixl": lambda name, _: NixlTransfer(name),
+    "mooncake": lambda _, host: MooncakeTransfer(host),
+}
+
+
+class PeerTier:
     """As many pages as `max_bytes` hold, which other engines may read, and those of others.
 
+    kind: "nixl" or "mooncake", which moves the bytes.
     addresses: "HOST:PORT" where this process listens, then with a "+" before each those of other engines. Port 0: any.
-    transfer: moves the bytes; None: NIXL does.
+    transfer: moves the bytes instead.
 
     Raises:
-      ValueError: no page fits, an address can't be had, or NIXL is not there.
+      ValueError: no page fits, an address can't be had, or NIXL, or Mooncake, is not there.
     """
 
-    def __init__(self, layout: PageLayout, addresses: str, max_bytes: int, transfer: Transfer | None = None):
-        self.stats: TierStats = TierStats("nixl")
+    def __init__(self, layout: PageLayout, kind: str, addresses: str, max_bytes: int, transfer: Transfer | None = None):
+        self.stats: TierStats = TierStats(kind)
         self.is_shared: bool = True
         self._layout, self._blob_bytes = layout, blob_bytes(layout)
         stride = -(-self._blob_bytes // ALIGNMENT) * ALIGNMENT
         num_pages = max_bytes // stride
         if not num_pages:
-            raise ValueError(f"kv_store: a nixl tier of {max_bytes} bytes can't hold a KV page, which takes {stride}")
+            raise ValueError(f"kv_store: a {kind} tier of {max_bytes} bytes can't hold a KV page, which takes {stride}")
         self._instance = secrets.token_hex(16)  # another one after a restart
-        self._transfer = NixlTransfer(f"jaxserve-{self._instance}") if transfer is None else transfer
-        memory = empty_pages("nixl", max_bytes, (num_pages, stride), np.uint8)
+        own, *others = addresses.split("+")
+        address = parse_address(own)
+        self._transfer = transfer or _TRANSFERS[kind](f"jaxserve-{self._instance}", address[0])
+        memory = empty_pages(kind, max_bytes, (num_pages, stride), np.uint8)
         self._blobs = memory[:, : self._blob_bytes]
         self._arrived = np.empty(self._blob_bytes, np.uint8)  # of a page of another engine
         self._transfer.register(memory)
@@ -69,11 +80,10 @@ class NixlTier:
         self._numbers = itertools.count()
         self._written: dict[bytes, int] = {}  # a number for each page that is here, in the order in which they were written
         self._num_written = 0
-        own, *others = addresses.split("+")
         try:
-            self._server = LeaseServer(parse_address(own), self._answer)
+            self._server = LeaseServer(address, self._answer)
         except OSError as error:
-            raise ValueError(f"kv_store: a nixl tier can't listen at {own}: {error}") from None
+            raise ValueError(f"kv_store: a {kind} tier can't listen at {own}: {error}") from None
         self.port: int = self._server.port
         self._peers = [Peer(other, layout, self._instance, self._transfer) for other in others]
 

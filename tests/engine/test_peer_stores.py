@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from jaxserve.kv_store import nixl
-from jaxserve.kv_store.nixl_transfer import TransferError
+from jaxserve.kv_store import peers
+from jaxserve.kv_store.transfer import TransferError
 from jaxserve.request import StoredPrefix
 from tests.dummy import Ask, assert_empty, poison
 from tests.engine.storing import NAME, asks, counts, engine_with, settle, stored
@@ -17,8 +17,8 @@ from tests.kv_store.memory_transfer import MemoryTransfer
 def two(closed, monkeypatch):
     """A prefill engine and a decode engine that reads from it. Neither looks for what the other writes."""
     network = {}
-    monkeypatch.setattr(nixl, "NixlTransfer", lambda name: MemoryTransfer(name, network))
-    monkeypatch.setattr(nixl, "DOWN_SECONDS", 0.0)
+    monkeypatch.setattr(peers, "NixlTransfer", lambda name: MemoryTransfer(name, network))
+    monkeypatch.setattr(peers, "DOWN_SECONDS", 0.0)
     first = engine_with("nixl:127.0.0.1:0:1MiB", weights_id=NAME, pool_pages=100)
     closed.append(first)
     port = tier_of(first).port

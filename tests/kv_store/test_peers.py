@@ -1,4 +1,4 @@
-"""The nixl tier: pages of other engines come bit for bit or not at all, whatever fails, and leases hold as long as they should."""
+"""Tiers of memory that others read: pages come bit for bit or not at all, whatever fails; leases hold as long as they should."""
 
 import importlib.util
 import logging
@@ -14,31 +14,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.kv_store import nixl
+from jaxserve.kv_store import peers
 from jaxserve.kv_store.blob import blob_bytes
 from jaxserve.kv_store.leases import MAX_MESSAGE_BYTES, LeaseClient
-from jaxserve.kv_store.nixl import NixlTier
-from jaxserve.kv_store.nixl_transfer import PACKAGES, TransferError
+from jaxserve.kv_store.nixl_transfer import PACKAGES
+from jaxserve.kv_store.peers import PeerTier
 from jaxserve.kv_store.spec import parse_kv_store
 from jaxserve.kv_store.store import TieredStore, make_store
 from jaxserve.kv_store.tier import PageLayout
+from jaxserve.kv_store.transfer import TransferError
 from tests.kv_store.memory_transfer import MemoryTransfer
 from tests.kv_store.pages import LAYOUT, empty, hash_of, page_of
 
 STRIDE = -(-blob_bytes(LAYOUT) // 64) * 64
-needs_nixl = pytest.mark.skipif(not any(map(importlib.util.find_spec, PACKAGES)), reason="needs NIXL: pip install nixl-cu12")
+INSTALLED = {"nixl": any(map(importlib.util.find_spec, PACKAGES)), "mooncake": importlib.util.find_spec("mooncake") is not None}
 
 
 @pytest.fixture
 def engines(monkeypatch):
     """Makes tiers that can reach each other, and closes them."""
-    monkeypatch.setattr(nixl, "DOWN_SECONDS", 0.0)
+    monkeypatch.setattr(peers, "DOWN_SECONDS", 0.0)
     network, made = {}, []
 
     def make(*peers, num_pages=100, layout=LAYOUT, port=0):
         addresses = "+".join([f"127.0.0.1:{port}", *(f"127.0.0.1:{p if isinstance(p, int) else p.port}" for p in peers)])
         transfer = MemoryTransfer(f"engine-{len(made)}", network)
-        tier = NixlTier(layout, addresses, num_pages * STRIDE, transfer)
+        tier = PeerTier(layout, "nixl", addresses, num_pages * STRIDE, transfer)
         made.append(tier)
         return tier
 
@@ -113,7 +114,7 @@ def test_a_leased_page_is_not_overwritten_until_its_lease_ends(engines, monkeypa
     assert client.ask({"ask": "release", "lease": leases[1]["lease"]}) == {}
     assert one.write(hash_of(2), page_of(2)) and not one.contains(hash_of(1))
     assert not one.write(hash_of(3), page_of(3)) or not one.contains(hash_of(2))
-    monkeypatch.setattr(nixl.time, "monotonic", lambda now=time.monotonic: now() + nixl.LEASE_SECONDS + 1)
+    monkeypatch.setattr(peers.time, "monotonic", lambda now=time.monotonic: now() + peers.LEASE_SECONDS + 1)
     assert one.write(hash_of(4), page_of(4)) and one.write(hash_of(5), page_of(5)), "whoever was lost holds nothing"
     client.close()
 
@@ -151,14 +152,14 @@ def test_a_read_that_was_given_up_writes_over_no_other_page(engines):
     other = engines(one)
     for i in range(2):
         one.write(hash_of(i), page_of(i))
-    unpack, late = nixl.unpack_page, np.array(one._blobs[one._slots[hash_of(0)]])
+    unpack, late = peers.unpack_page, np.array(one._blobs[one._slots[hash_of(0)]])
 
     def write_late(layout, hash_, blob, out):
         other._arrived[:] = late
         unpack(layout, hash_, blob, out)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nixl, "unpack_page", write_late)
+        patch.setattr(peers, "unpack_page", write_late)
         assert_reads(other, 1)
 
 
@@ -192,7 +193,7 @@ def test_an_engine_that_failed_is_left_alone_for_a_while(engines, monkeypatch):
         raise TransferError("by will")
 
     other._transfer.before_read = fail
-    monkeypatch.setattr(nixl, "DOWN_SECONDS", 60.0)
+    monkeypatch.setattr(peers, "DOWN_SECONDS", 60.0)
     assert read(other, 0) is None and read(other, 0) is None and len(tries) == 1
     assert one.contains(hash_of(0)) and len(one._leases) == 1, "a lease that ends by itself"
 
@@ -246,12 +247,12 @@ def test_engines_of_another_layout_or_the_engine_itself_are_named(engines, caplo
 
 def test_what_can_not_be_had_is_named(engines):
     with pytest.raises(ValueError, match=f"a nixl tier of 100 bytes can't hold a KV page, which takes {STRIDE}"):
-        NixlTier(LAYOUT, "127.0.0.1:0", 100, MemoryTransfer("a", {}))
+        PeerTier(LAYOUT, "nixl", "127.0.0.1:0", 100, MemoryTransfer("a", {}))
     taken = engines()
     with pytest.raises(ValueError, match=f"a nixl tier can't listen at 127.0.0.1:{taken.port}"):
         engines(port=taken.port)
     with pytest.raises(ValueError, match="more than the machine's memory"):
-        NixlTier(LAYOUT, "127.0.0.1:0", 1 << 60, MemoryTransfer("a", {}))
+        PeerTier(LAYOUT, "nixl", "127.0.0.1:0", 1 << 60, MemoryTransfer("a", {}))
 
 
 def test_where_nixl_is_not_installed_it_is_said_how_to(monkeypatch):
@@ -260,6 +261,12 @@ def test_where_nixl_is_not_installed_it_is_said_how_to(monkeypatch):
         monkeypatch.setitem(sys.modules, f"{package}._api", None)
     with pytest.raises(ValueError, match=r"pip install 'jaxserve\[nixl\]'"):
         make_store(parse_kv_store("nixl:127.0.0.1:0:1MiB"), LAYOUT)
+
+
+def test_where_mooncake_is_not_installed_it_is_said_how_to(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    with pytest.raises(ValueError, match=r"pip install 'jaxserve\[mooncake\]'"):
+        make_store(parse_kv_store("mooncake:127.0.0.1:0:1MiB"), LAYOUT)
 
 
 def test_closed_tiers_leave_no_thread(engines):
@@ -323,9 +330,9 @@ def test_whatever_fails_pages_are_right_or_not_there(engines, seed, monkeypatch)
 
 PRODUCER = """
 import sys
-from jaxserve.kv_store.nixl import NixlTier
+from jaxserve.kv_store.peers import PeerTier
 from tests.kv_store.pages import LAYOUT, hash_of, page_of
-tier = NixlTier(LAYOUT, "127.0.0.1:0", 1 << 20)
+tier = PeerTier(LAYOUT, sys.argv[1], "127.0.0.1:0", 1 << 20)
 for i in range(20):
     assert tier.write(hash_of(i), page_of(i))
 print("port", tier.port, flush=True)
@@ -333,14 +340,16 @@ sys.stdin.read()
 """
 
 
-@needs_nixl
 @pytest.mark.slow
-def test_pages_of_another_process_by_nixl(caplog):
+@pytest.mark.parametrize("kind", INSTALLED)
+def test_pages_of_another_process(caplog, kind):
     """Read, then the process is killed; what it had is not there any more, and this one goes on."""
+    if not INSTALLED[kind]:
+        pytest.skip(f"needs jaxserve[{kind}]")
     env = {**os.environ, "UCX_TLS": "tcp,self,cma,sysv,posix", "UCX_NET_DEVICES": "lo"}
     root = Path(__file__).parents[2]
     producer = subprocess.Popen(
-        [sys.executable, "-c", PRODUCER], cwd=root, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PRODUCER, kind], cwd=root, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert producer.stdout is not None
@@ -348,7 +357,7 @@ def test_pages_of_another_process_by_nixl(caplog):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("UCX_TLS", env["UCX_TLS"])
             patch.setenv("UCX_NET_DEVICES", "lo")
-            tier = NixlTier(LAYOUT, f"127.0.0.1:0+127.0.0.1:{port}", 1 << 20)
+            tier = PeerTier(LAYOUT, kind, f"127.0.0.1:0+127.0.0.1:{port}", 1 << 20)
         store = TieredStore([tier])
         tier.refresh()
         hashes = [hash_of(i) for i in range(20)]
