@@ -154,7 +154,7 @@ class Engine:
             host_drafts=host_drafts,
         )
         if self.stored_pages is not None:
-            self.stored_pages.attach(self.pool, self.scheduler)
+            self.stored_pages.attach(self.pools, self.scheduler)
 
     # -- requests in
 

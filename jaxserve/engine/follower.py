@@ -82,6 +82,8 @@ class Follower:
             "dispatch_body": self._dispatch_body,
             "dispatch_head": self._dispatch_head,
             "run_empty_steps": lambda keys: list(runner.run_empty_steps(keys)),
+            "take_pages": runner.take_pages,
+            "put_pages": runner.put_pages,
             "warm_up": runner.warm_up,
             "reset": runner.reset,
             "sleep": lambda keep_weights: runner.sleep(keep_weights=keep_weights),

@@ -25,6 +25,7 @@ from jaxserve.models import transpose_kernels
 from jaxserve.models.row_tiles import RowTiles, whole
 from jaxserve.models.shard_placement import transpose_sharded
 from jaxserve.models.shards import ShardedModel
+from jaxserve.parallel.mesh import spans_hosts
 from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE
 from kernels.backends import FUSED_MATMUL, current_platform
 
@@ -98,7 +99,8 @@ def resolve(
         programs = make_programs(functions, resolved)
         temp_bytes = programs.largest_temp_bytes() + programs.draft_bytes - resolved.cache.num_pages * draft_page_bytes
         if config.kv_store is not None:
-            temp_bytes += transfer_bytes(resolved.pages.page_bytes)
+            gathered = 1 if shards is None or not any(map(spans_hosts, shards.meshes)) else shards.size
+            temp_bytes += transfer_bytes(resolved.pages.page_bytes, gathered)
         resolved = decide(temp_bytes if hosts is None else max(hosts.exchange(temp_bytes)))  # compilers may choose otherwise there
     return resolved
 

@@ -18,8 +18,6 @@ from jaxserve.parallel.mesh import stage_meshes
 from jaxserve.scheduling.policies import BATCHING_POLICIES
 from kernels.all_reduce import resolve_backend as resolve_all_reduce
 
-_NO_STORE = "kv_store keeps the pages of one process's devices and of one stage, and this engine has {}: leave kv_store out"
-
 
 def model_shards(
     model: ModelConfig, config: EngineConfig, mesh: Mesh | None = None, hosts: HostGroup | None = None
@@ -35,8 +33,6 @@ def model_shards(
     if not meshes:
         check_sharding(config)
         return None, config
-    if config.kv_store is not None and hosts is not None:
-        raise NotImplementedError(_NO_STORE.format(f"{hosts.num_hosts} hosts"))
     config = replace(config, tensor_parallel_size=meshes[0].size, pipeline_parallel_size=len(meshes))
     check_sharding(config)
     if hosts is not None and config.attention_groups > 1:
@@ -67,8 +63,6 @@ def _all_reduce(backend: str, mesh: Mesh) -> str:
 def check_sharding(config: EngineConfig) -> None:
     """NotImplementedError, or ValueError, for an option that can't be had beside the config's tensor_parallel_size and
     pipeline_parallel_size, or beside its attention_groups."""
-    if config.kv_store is not None and config.pipeline_parallel_size > 1:
-        raise NotImplementedError(_NO_STORE.format(f"pipeline_parallel_size={config.pipeline_parallel_size}"))
     if config.tensor_parallel_size > 1 and config.speculative is not None and config.speculative.model is not None:
         raise NotImplementedError(
             f"speculative_config: method={config.speculative.method!r} runs on one device, and "
@@ -101,7 +95,6 @@ def _check_groups(config: EngineConfig) -> None:
     refused = {
         f"pipeline_parallel_size={config.pipeline_parallel_size}": config.pipeline_parallel_size > 1,
         "speculative_config": config.speculative_config is not None,
-        f"kv_store={config.kv_store!r}": config.kv_store is not None,
         f"tbt_slo_ms={config.tbt_slo_ms}": config.tbt_slo_ms is not None,
         f"demand_log={str(config.demand_log)!r}": config.demand_log is not None,
         "deterministic='always'": config.deterministic == "always",

@@ -10,11 +10,12 @@ not.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,9 +23,10 @@ import numpy as np
 from jaxserve.engine.runner_setup import package_version
 from jaxserve.engine.stats import EngineStats, KVStoreStats
 from jaxserve.engine.swap_pace import SwapPace
+from jaxserve.execution.leading_runner import AnyRunner
 from jaxserve.execution.page_transfer import MAX_SAVES, TRANSFER_PAGES
 from jaxserve.execution.resolved_config import ResolvedConfig
-from jaxserve.execution.runner import Runner
+from jaxserve.hosts.pulse import HostLostError
 from jaxserve.kv_store.spec import parse_kv_store
 from jaxserve.kv_store.store import CLOSE_SECONDS, Job, KVStore, make_store
 from jaxserve.kv_store.tier import PageLayout
@@ -43,8 +45,9 @@ IDLE_WAIT = 0.02  # seconds that an idle step waits for a load
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Pages on their way into the pool. pages: the cached ones before them, and those that are loaded, all leased."""
+    """Pages on their way into the pool of a group. pages: the cached ones before them, and those that are loaded, all leased."""
 
+    group: int  # of devices
     hashes: list[bytes]
     pages: list[int]
     num_hits: int
@@ -72,7 +75,7 @@ class StoredPages:
     load_seconds: after which a load is given up.
     """
 
-    def __init__(self, store: KVStore, layout: PageLayout, runner: Runner, root_names: tuple[str, str], stats: KVStoreStats):
+    def __init__(self, store: KVStore, layout: PageLayout, runner: AnyRunner, root_names: tuple[str, str], stats: KVStoreStats):
         self.store = store
         self.load_seconds: float = LOAD_SECONDS
         self.keep_seconds: float = KEEP_SECONDS
@@ -83,20 +86,22 @@ class StoredPages:
         self._late: set[Job] = set()  # given up, but perhaps not ended in the store: until then no load begins behind them
         self._has_warned_late = self._has_warned_other = self._is_closed = False
 
-    def attach(self, pool: PagePool, scheduler: Scheduler) -> None:
-        """Works for this pool and scheduler from now on, which are new. What was under way is forgotten."""
+    def attach(self, pools: Sequence[PagePool], scheduler: Scheduler) -> None:
+        """Works for these pools, one of each group of devices, and this scheduler from now on. All are new. What was under way is
+        forgotten."""
         for job in self._loads:
             job.wanted = False
-        self._pool, self._scheduler = pool, scheduler
+        self._pools, self._scheduler, self._page_size = pools, scheduler, pools[0].page_size
         self._loads = {}
         self._loading: dict[bytes, _Load] = {}  # by each hash on its way
         self._saves: dict[Job, list[bytes]] = {}
         self._saving: set[bytes] = set()
         self._used: deque[list[bytes]] = deque(maxlen=MAX_USED)  # chains of requests that ended
         self._keeping: dict[Request, float] = {}  # ended, their last output waits for their pages: until this time.monotonic
-        self._unsaved: deque[tuple[int, bytes]] = deque(maxlen=UNSAVED_POOLS * pool.num_pages)
-        self.pace: SwapPace = SwapPace(pool.page_size)
-        pool.journal, pool.root_names = [], self._root_names
+        self._unsaved: list[deque[tuple[int, bytes]]] = [deque(maxlen=UNSAVED_POOLS * pool.num_pages) for pool in pools]
+        self.pace: SwapPace = SwapPace(self._page_size)
+        for pool in pools:
+            pool.journal, pool.root_names = [], self._root_names
         scheduler.composer.kv_loads = self
 
     @property
@@ -107,16 +112,21 @@ class StoredPages:
     @property
     def is_saving(self) -> bool:
         """Whether pages wait to be saved, or to be kept by the store."""
-        return bool(self._saves or self._unsaved)
+        return bool(self._saves or self.num_unsaved)
+
+    @property
+    def num_unsaved(self) -> int:
+        """Pages that wait to be saved."""
+        return sum(map(len, self._unsaved))
 
     # -- loads
 
-    def begin(self, request: Request, hits: list[int], max_pages: int) -> bool:
+    def begin(self, request: Request, hits: list[int], max_pages: int, group: int) -> bool:
         """As `KVLoads.begin`."""
         if request.kv_sought or len(hits) >= max_pages:
             return False
-        pool, chain, num_hits = self._pool, request.hash_chain, len(hits)
-        extend_hash_chain(chain, request.token_ids, pool.page_size, num_hits + 1)
+        pool, page_size, chain, num_hits = self._pools[group], self._page_size, request.hash_chain, len(hits)
+        extend_hash_chain(chain, request.token_ids, page_size, num_hits + 1)
         under_way = self._loading.get(chain[num_hits + 1])
         if under_way is not None:
             under_way.add(request)
@@ -126,25 +136,25 @@ class StoredPages:
         if request.num_preemptions and not self.pace.chooses_load():
             request.kv_sought = True
             return False  # it is computed sooner
-        if pool.num_free_pages < -(-len(request.token_ids) // pool.page_size) - num_hits:
+        if pool.num_free_pages < -(-len(request.token_ids) // page_size) - num_hits:
             return False  # it could not be admitted with them
         num_found = self.store.lookup(self._hashes_behind(request, num_hits, max_pages))
         num_told = min(self._num_told(request), max_pages) - num_hits
         told, num_found = num_told > num_found, max(num_told, num_found)
         if not num_found:
             request.kv_sought = True
-            self._stats.num_queried_tokens += (max_pages - num_hits) * pool.page_size
+            self._stats.num_queried_tokens += (max_pages - num_hits) * page_size
             return False
         pages = pool.lease(num_found, hits)
         if pages is None:
             return False
         request.kv_sought, request.stored_prefix = True, None
-        self._stats.num_queried_tokens += (max_pages - num_hits) * pool.page_size
+        self._stats.num_queried_tokens += (max_pages - num_hits) * page_size
         hashes = chain[num_hits + 1 : num_hits + 1 + num_found]
         num_rows = -(-num_found // TRANSFER_PAGES) * TRANSFER_PAGES
         job = self.store.load(hashes, np.empty((num_rows, *self._layout.shape), self._layout.dtype), told=told)
         now = time.monotonic()
-        load = _Load(hashes, pages, num_hits, now, now + self.load_seconds)
+        load = _Load(group, hashes, pages, num_hits, now, now + self.load_seconds)
         load.add(request)
         self._loads[job] = load
         self._loading.update(dict.fromkeys(hashes, load))
@@ -153,7 +163,7 @@ class StoredPages:
     def _num_told(self, request: Request) -> int:
         """How many of the request's first pages another engine has stored, as whoever sent the request says. None if those are
         pages of other tokens or weights."""
-        told, page_size = request.stored_prefix, self._pool.page_size
+        told, page_size = request.stored_prefix, self._page_size
         if told is None:
             return 0
         if told.num_pages * page_size <= request.num_prompt_tokens:
@@ -173,7 +183,7 @@ class StoredPages:
     def _hashes_behind(self, request: Request, num_hits: int, max_pages: int) -> Iterable[bytes]:
         """The hashes of the request's pages from `num_hits` on, each made when it is asked for."""
         for page in range(num_hits, max_pages):
-            extend_hash_chain(request.hash_chain, request.token_ids, self._pool.page_size, page + 1)
+            extend_hash_chain(request.hash_chain, request.token_ids, self._page_size, page + 1)
             yield request.hash_chain[page + 1]
 
     def poll(self, timeout: float = 0.0) -> None:
@@ -199,14 +209,16 @@ class StoredPages:
 
         The store may still write those behind, if the load is late.
         """
-        load, pool = self._loads[job], self._pool
+        load = self._loads[job]
+        pool = self._pools[load.group]
         self._drain_journal()
         if all(request.finished for request in load.waiting):
             self._end(job)
             return
         pages = load.pages[load.num_hits : load.num_hits + num_pages]
         for start in range(0, num_pages, TRANSFER_PAGES):
-            self._runner.put_pages(pages[start : start + TRANSFER_PAGES], job.pages[start : start + TRANSFER_PAGES])
+            end = start + TRANSFER_PAGES
+            self._runner.put_pages(pages[start:end], job.pages[start:end], load.group)
         for page, hash_ in zip(pages, load.hashes, strict=False):  # as many as came
             pool.register(page, hash_)
         assert pool.journal is not None
@@ -223,7 +235,7 @@ class StoredPages:
         for hash_ in load.hashes:
             if self._loading.get(hash_) is load:  # or else a later load has it too: of pages that the pool has forgotten meanwhile
                 del self._loading[hash_]
-        self._pool.end_lease(load.pages)
+        self._pools[load.group].end_lease(load.pages)
         for request in load.release():
             self._scheduler.kv_ready(request)
 
@@ -256,18 +268,22 @@ class StoredPages:
         """
         self._drain_journal()
         rest = rest or bool(self._keeping)
-        while len(self._unsaved) >= (1 if rest else TRANSFER_PAGES) and len(self._saves) < MAX_SAVES:
-            batch: dict[bytes, int] = {}
-            while self._unsaved and len(batch) < TRANSFER_PAGES:
-                page, hash_ = self._unsaved.popleft()
-                if self._pool.holds(page, hash_) and hash_ not in self._saving and not self.store.lookup([hash_]):
-                    batch[hash_] = page
-            if batch:
-                hashes = list(batch)
-                self._saves[self.store.save(hashes, self._runner.take_pages(list(batch.values())))] = hashes
-                self._saving.update(hashes)
-        while self._used and len(self._unsaved) < TRANSFER_PAGES:  # behind the saves of their pages
+        for group, unsaved in enumerate(self._unsaved):
+            while len(unsaved) >= (1 if rest else TRANSFER_PAGES) and len(self._saves) < MAX_SAVES:
+                self._save_batch(group, unsaved)
+        while self._used and all(len(unsaved) < TRANSFER_PAGES for unsaved in self._unsaved):  # behind the saves of their pages
             self.store.touch(self._used.popleft())
+
+    def _save_batch(self, group: int, unsaved: deque[tuple[int, bytes]]) -> None:
+        batch: dict[bytes, int] = {}
+        while unsaved and len(batch) < TRANSFER_PAGES:
+            page, hash_ = unsaved.popleft()
+            if self._pools[group].holds(page, hash_) and hash_ not in self._saving and not self.store.lookup([hash_]):
+                batch[hash_] = page
+        if batch:
+            hashes = list(batch)
+            self._saves[self.store.save(hashes, self._runner.take_pages(list(batch.values()), group))] = hashes
+            self._saving.update(hashes)
 
     def preempting(self, request: Request) -> None:
         """As `KVLoads.preempting`: what of its pages waits to be saved is saved at once, before they can be used for other tokens.
@@ -275,10 +291,12 @@ class StoredPages:
         if not self.pace.load_is_faster:
             return
         self._drain_journal()
-        hashes = set(request.hash_chain[1:])
-        own = [entry for entry in self._unsaved if entry[1] in hashes]
-        if own:
-            self._unsaved.extendleft(reversed(own))  # where they stand twice, they are saved once
+        hashes, found = set(request.hash_chain[1:]), False
+        for unsaved in self._unsaved:
+            own = [entry for entry in unsaved if entry[1] in hashes]
+            unsaved.extendleft(reversed(own))  # where they stand twice, they are saved once
+            found = found or bool(own)
+        if found:
             self.save(rest=True)
 
     def end(self, request: Request) -> None:
@@ -286,15 +304,15 @@ class StoredPages:
         self._used.append(request.hash_chain[1:])
         if not request.keeps_prompt:
             return
-        pool = self._pool
-        extend_hash_chain(request.hash_chain, request.token_ids, pool.page_size, self._num_prompt_pages(request))
+        extend_hash_chain(request.hash_chain, request.token_ids, self._page_size, self._num_prompt_pages(request))
         for hash_ in self._prompt_hashes(request):
             if not self.store.lookup([hash_], shared=True):  # saved never, or so long ago that the store has lost it
-                self._unsaved.extend((page, hash_) for page in pool.find([hash_]))
+                for pool, unsaved in zip(self._pools, self._unsaved, strict=True):
+                    unsaved.extend((page, hash_) for page in pool.find([hash_]))
         self._keeping[request] = time.monotonic() + self.keep_seconds
 
     def _num_prompt_pages(self, request: Request) -> int:
-        return request.num_prompt_tokens // self._pool.page_size
+        return request.num_prompt_tokens // self._page_size
 
     def _prompt_hashes(self, request: Request) -> list[bytes]:
         return request.hash_chain[1 : self._num_prompt_pages(request) + 1]
@@ -324,15 +342,16 @@ class StoredPages:
         num_kept = self.store.lookup(hashes, shared=True)
         if any(hash_ in self._saving for hash_ in hashes[:num_kept]):
             num_kept = next(i for i, hash_ in enumerate(hashes) if hash_ in self._saving)  # in one tier, perhaps not in all
-        if num_kept < len(hashes) and not late and (self._unsaved or hashes[num_kept] in self._saving):
+        if num_kept < len(hashes) and not late and (self.num_unsaved or hashes[num_kept] in self._saving):
             return False
         request.stored_prefix = StoredPrefix(num_kept, hashes[num_kept - 1]) if num_kept else None
         return True
 
     def _drain_journal(self) -> None:
-        assert self._pool.journal is not None
-        self._unsaved.extend(self._pool.journal)
-        self._pool.journal.clear()
+        for pool, unsaved in zip(self._pools, self._unsaved, strict=True):
+            assert pool.journal is not None
+            unsaved.extend(pool.journal)
+            pool.journal.clear()
 
     def forget(self, hashes: Iterable[bytes]) -> None:
         """The pages of these hashes are wrong: they are dropped from the store, and loads of them are given up."""
@@ -348,16 +367,17 @@ class StoredPages:
             return
         self._is_closed = True
         deadline = time.monotonic() + CLOSE_SECONDS
-        self.save(rest=True)
-        while self._unsaved and time.monotonic() < deadline:
-            self.poll(IDLE_WAIT)
+        with contextlib.suppress(HostLostError):  # with the host its part of the pages is lost
             self.save(rest=True)
-        num_lost = len(self._unsaved) + self.store.close(max(deadline - time.monotonic(), 0.0))
+            while self.num_unsaved and time.monotonic() < deadline:
+                self.poll(IDLE_WAIT)
+                self.save(rest=True)
+        num_lost = self.num_unsaved + self.store.close(max(deadline - time.monotonic(), 0.0))
         if num_lost:
             logger.warning("kv_store: up to %d pages were not saved within %g s of the end", num_lost, CLOSE_SECONDS)
 
 
-def stored_pages(config: ResolvedConfig, runner: object, weights_id: str | None, stats: EngineStats) -> StoredPages | None:
+def stored_pages(config: ResolvedConfig, runner: AnyRunner, weights_id: str | None, stats: EngineStats) -> StoredPages | None:
     """What the option kv_store asks for; None: nothing.
 
     weights_id: what names the weights to other engines; None: nobody else may use what this one saves. So it is too where
@@ -368,9 +388,8 @@ def stored_pages(config: ResolvedConfig, runner: object, weights_id: str | None,
     """
     if config.engine.kv_store is None:
         return None
-    assert isinstance(runner, Runner), "engines of several stages or processes are refused"
     pages, model = config.pages, config.model
-    layout = PageLayout(pages.num_layers, model.num_kv_heads, pages.page_size, pages.head_dim, pages.dtype)
+    layout = PageLayout(model.num_layers, model.num_kv_heads, pages.page_size, pages.head_dim, pages.dtype)
     private = secrets.token_hex(16)
     of_all, version = f"{model!r} {layout.name}", package_version("jaxserve")
     shared = f"jaxserve {version} {weights_id}" if weights_id and version else private

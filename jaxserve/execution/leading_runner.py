@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxserve.batching.layout import StepInputs
+from jaxserve.execution.page_transfer import TakenPages, TakenStages
 from jaxserve.execution.pipeline_programs import AnyPrograms
 from jaxserve.execution.pipeline_runner import PipelineRunner
 from jaxserve.execution.programs import ProgramKey
@@ -80,6 +81,16 @@ class LeadingRunner:
         """As `Runner.fetch_scores`."""
         with self._waiting_for(handle):
             return self._runner.fetch_scores(handle)
+
+    def take_pages(self, page_ids: Sequence[int], group: int = 0) -> TakenPages | TakenStages:
+        """As `Runner.take_pages`."""
+        with self._together("take_pages", list(page_ids), group, timed=True):
+            return self._runner.take_pages(page_ids, group)
+
+    def put_pages(self, page_ids: Sequence[int], kv: np.ndarray, group: int = 0) -> None:
+        """As `Runner.put_pages`. The pages travel to every host."""
+        with self._together("put_pages", list(page_ids), kv, group, timed=True):
+            self._runner.put_pages(page_ids, kv, group)
 
     def warm_up(self, progress: Callable[[list], Iterable] = iter) -> None:
         """As `Runner.warm_up`."""

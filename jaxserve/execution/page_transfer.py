@@ -3,8 +3,8 @@
 Owns the programs as functions, and how many pages they move. A runner runs them between steps in the order of dispatch: what `take`
 reads is what the steps before it wrote, and the steps behind `put` read what that wrote.
 
-On several devices each moves its own KV heads. On the host a page has the model's heads, each once and in order, so that engines of
-any number of devices share a store.
+On several devices each moves its own KV heads, and on several stages each its own layers. On the host a page has the model's layers
+and heads, each once and in order, so that engines of any layout share a store.
 """
 
 from __future__ import annotations
@@ -17,29 +17,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.execution.stage_reports import Result
 from jaxserve.parallel.layout import Layout
+from jaxserve.parallel.shard import Shard
 
 TRANSFER_PAGES = 4  # of a run of either program
 MAX_SAVES = 4  # runs of `take` whose pages are not kept yet
-HEADS = 3  # axis of the KV heads in [N, L, 2, K, page_size, H]
+LAYERS, HEADS = 1, 3  # axes of [N, L, 2, K, page_size, H]
 
 
 def take(
+    shard: Shard | None,  # of which all have what each has taken; None: each keeps its own
     kv_pages: list[jax.Array],  # L of [num_pages, 2, K, page_size, H]
     page_ids: jax.Array,  # i32[N]; padding repeats any page
 ) -> jax.Array:
     """[N, L, 2, K, page_size, H]: these pages of all layers."""
     with jax.named_scope("take_pages"):
-        return jnp.stack([pages[page_ids] for pages in kv_pages], axis=1)
+        kv = jnp.stack([pages[page_ids] for pages in kv_pages], LAYERS)
+        return kv if shard is None else shard.gather(kv, HEADS)
 
 
 def put(
+    shard: Shard,
     kv_pages: list[jax.Array],  # L of [num_pages, 2, K, page_size, H], donated
-    page_ids: jax.Array,  # i32[N], distinct; padding points past the end and writes nothing
+    page_ids: jax.Array,  # i32[groups * N], each group's, distinct; padding points past the end and writes nothing
     kv: jax.Array,  # [N, L, 2, K, page_size, H]
 ) -> list[jax.Array]:
     """The pages with these written."""
     with jax.named_scope("put_pages"):
+        page_ids = shard.own_rows(page_ids)
         return [pages.at[page_ids].set(kv[:, layer], mode="drop") for layer, pages in enumerate(kv_pages)]
 
 
@@ -47,16 +53,36 @@ def put(
 class TakenPages:
     """What `take` has read, on its way to the host. As a numpy array, which waits for it: [N, L, 2, K, page_size, H]."""
 
-    kv: jax.Array  # that of all devices
-    heads: Layout  # how its KV heads are cut
+    parts: Sequence[Result]  # one after the other along the KV heads, they are what the devices hold
+    heads: Layout  # how that is cut
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.heads.joined(np.asarray(self.kv)), dtype, copy=copy)
+        found = [np.asarray(part) for part in self.parts]
+        kv = found[0] if len(found) == 1 else np.concatenate(found, HEADS)
+        return np.array(self.heads.joined(kv), dtype, copy=copy)
 
 
-def transfer_bytes(page_bytes: int) -> int:
-    """Device memory of KV on its way to a store and back."""
-    return (MAX_SAVES + 1) * TRANSFER_PAGES * page_bytes
+@dataclass(frozen=True, eq=False)
+class TakenStages:
+    """The same of a pipeline, whose stages have read their layers."""
+
+    stages: Sequence[TakenPages]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(np.concatenate([np.asarray(stage) for stage in self.stages], LAYERS), dtype, copy=copy)
+
+
+def transfer_bytes(page_bytes: int, num_gathered: int = 1) -> int:
+    """Memory of one device for KV on its way to a store and back. page_bytes: of its part of a page. num_gathered: devices whose
+    parts each has of what was taken."""
+    return (MAX_SAVES * num_gathered + 1) * TRANSFER_PAGES * page_bytes
+
+
+def parts_of_group(kv: jax.Array, group: int, num_groups: int) -> list[jax.Array]:
+    """What the devices of one group have of an array that is cut along its heads, in their order."""
+    shards = sorted(kv.addressable_shards, key=lambda shard: shard.index[HEADS].start or 0)
+    count = len(shards) // num_groups
+    return [shard.data for shard in shards[group * count : (group + 1) * count]]
 
 
 def padded_ids(page_ids: Sequence[int], padding: int) -> np.ndarray:

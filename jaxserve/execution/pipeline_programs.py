@@ -70,7 +70,7 @@ class PipelinePrograms:
         return jax.ShapeDtypeStruct((bucket.tokens, self.config.model.hidden_size), self.config.pages.dtype)
 
     def _with(self, key: ProgramKey) -> list[Programs]:
-        every = isinstance(key, Bucket) or key == "update"
+        every = isinstance(key, Bucket) or key in ("update", "take", "put")
         stages = [stage for i, stage in enumerate(self.stages) if self.is_here(i)]
         return stages if every else [stage for stage in stages if stage.functions.is_last]
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxserve.batching.layout import StepInputs
+from jaxserve.execution.page_transfer import HEADS, TakenPages, TakenStages
 from jaxserve.execution.pipeline_programs import AnyPrograms, PipelinePrograms
 from jaxserve.execution.placing import to_device, to_host
 from jaxserve.execution.programs import ProgramKey
@@ -21,6 +22,7 @@ from jaxserve.execution.runner import BodyHandle, Runner, StepHandle, empty_step
 from jaxserve.execution.stage_links import StageLink
 from jaxserve.execution.stage_reports import Result, StageReports
 from jaxserve.hosts.group import HostGroup
+from jaxserve.models.shards import ModelShards
 from jaxserve.sampling.rows import SampledRows, ScoredRows
 
 
@@ -41,7 +43,7 @@ class PipelineRunner:
         self.weights_version: int = 0
         self._reports = None if hosts is None else StageReports(hosts, programs.meshes)
         self._to_head = StageLink(programs.meshes[0], programs.meshes[-1])
-        self._num_steps = 0
+        self._num_steps = self._num_takes = 0
         for link in (*programs.links, self._to_head):
             if link.is_here:
                 link.connect()
@@ -101,6 +103,31 @@ class PipelineRunner:
     def fetch_scores(handle: StepHandle) -> ScoredRows:
         """As `Runner.fetch_scores`."""
         return Runner.fetch_scores(handle)
+
+    def take_pages(self, page_ids: Sequence[int], group: int = 0) -> TakenStages:
+        """As `Runner.take_pages`, of every stage. Of a process that is not host 0 what is here."""
+        self._num_takes += 1
+        taken: list[TakenPages] = []
+        for i, stage in enumerate(self._all):
+            if stage is not None:
+                taken.append(stage.take_pages(page_ids, group))
+                if self._reports is not None:
+                    self._reports.report(-self._num_takes, i, taken[-1].parts, with_values=True)
+            elif self._reports is not None and (found := self._reports.expected(-self._num_takes, i, 1)):
+                taken.append(TakenPages(found, self._shards.kv_heads(HEADS, of_group=True)))
+        return TakenStages(taken)
+
+    def put_pages(self, page_ids: Sequence[int], kv: np.ndarray, group: int = 0) -> None:
+        """As `Runner.put_pages`, of every stage that is here."""
+        for stage, layers in zip(self._all, self._shards.layers, strict=True):
+            if stage is not None:
+                stage.put_pages(page_ids, np.ascontiguousarray(kv[:, layers.start : layers.stop]), group)
+
+    @property
+    def _shards(self) -> ModelShards:
+        shards = self.programs.functions.shards
+        assert shards is not None, "a pipeline's model is cut"
+        return shards
 
     def warm_up(self, progress: Callable[[list], Iterable] = iter) -> None:
         """As `Runner.warm_up`."""

@@ -149,9 +149,9 @@ class Programs:
     def keys(self) -> list[ProgramKey]:
         """Every program of the plan."""
         plan = self.config.plan
-        if not self.functions.is_last:
-            return [*plan.buckets, "update"]
         transfers = ("take", "put") if self.config.engine.kv_store is not None else ()
+        if not self.functions.is_last:
+            return [*plan.buckets, "update", *transfers]
         return [*plan.buckets, *((rows, lp) for rows in plan.head_rows for lp in (False, True)), "score", "update", *transfers]
 
     def has(self, key: ProgramKey) -> bool:
@@ -182,7 +182,8 @@ class Programs:
         spec, mesh = self._local_spec(key), self.functions.mesh
         if mesh is None:
             return spec
-        cut: dict[ProgramKey, Any] = {"take": MOVED_HEADS, "put": KV_HEADS}
+        taken = REPLICATED if spans_hosts(mesh) else MOVED_HEADS  # host 0 has no part of other processes' devices
+        cut: dict[ProgramKey, Any] = {"take": taken, "put": KV_HEADS}
         results = (state_specs(), REPLICATED) if isinstance(key, Bucket) else cut.get(key, REPLICATED)
         return spec._replace(function=run_on_mesh(spec.function, mesh, spec.args, results), args=on_mesh(spec.args, mesh))
 
@@ -235,12 +236,15 @@ class Programs:
         return ProgramSpec(update_rows, (0,), (self.state.rows, _i32(UPDATE_BATCH, 3), _i32(*self.edit_layout.nothing.shape)))
 
     def _transfer_spec(self, key: str) -> ProgramSpec:
-        """take: (KV pages, page ids) -> their KV; put: (KV pages, page ids, KV) -> KV pages. Both of TRANSFER_PAGES pages."""
-        pages, ids = self.state.kv_pages, _i32(TRANSFER_PAGES)
+        """take: (KV pages, page ids) -> their KV; put: (KV pages, page ids of each group, KV) -> KV pages. Both of TRANSFER_PAGES
+        pages. Over several processes what was taken is gathered, so that each has all of it."""
+        pages, ids, mesh, shard = self.state.kv_pages, _i32(TRANSFER_PAGES), self.functions.mesh, self.functions.shard
         if key == "take":
-            return ProgramSpec(take, (), (pages, ids))
-        kv, mesh = jax.eval_shape(take, pages, ids), self.functions.mesh
-        return ProgramSpec(put, (0,), (pages, ids, kv if mesh is None else moved_pages_on_mesh(kv, mesh)))
+            gathers = mesh is not None and spans_hosts(mesh)
+            return ProgramSpec(functools.partial(take, shard if gathers else None), (), (pages, ids))
+        kv = jax.eval_shape(functools.partial(take, None), pages, ids)
+        args = pages, _i32(shard.groups * TRANSFER_PAGES), kv if mesh is None else moved_pages_on_mesh(kv, mesh)
+        return ProgramSpec(functools.partial(put, shard), (0,), args)
 
     def _head_weights(self) -> list[jax.ShapeDtypeStruct]:
         """The model's, and behind them the proposer's."""

@@ -20,7 +20,7 @@ from jaxserve.execution import host_memory
 from jaxserve.execution.body import HeadInputs
 from jaxserve.execution.device_state import DeviceState, new_state
 from jaxserve.execution.head import Masks
-from jaxserve.execution.page_transfer import HEADS, TakenPages, padded_ids
+from jaxserve.execution.page_transfer import HEADS, TRANSFER_PAGES, TakenPages, padded_ids, parts_of_group
 from jaxserve.execution.placing import to_device, to_host
 from jaxserve.execution.programs import UPDATE_BATCH, ProgramKey, Programs
 from jaxserve.execution.resolved_config import ResolvedConfig
@@ -237,26 +237,38 @@ class Runner:
         return fetch_rows(handle, proposer.num_drafts if proposer else 0)
 
     @functools.cached_property
-    def _kv_heads(self) -> Layout:
+    def _kv_heads(self) -> tuple[Layout, Layout]:
+        """How KV on its way is cut over all devices, and over those of one group."""
         shards = self.programs.functions.shards
-        return Layout() if shards is None else shards.kv_heads(HEADS)
+        return (Layout(),) * 2 if shards is None else (shards.kv_heads(HEADS), shards.kv_heads(HEADS, of_group=True))
 
-    def take_pages(self, page_ids: Sequence[int]) -> TakenPages:
+    @functools.cached_property
+    def _put_form(self) -> jax.ShapeDtypeStruct:
+        return self.programs.spec("put").args[-1]
+
+    def take_pages(self, page_ids: Sequence[int], group: int = 0) -> TakenPages:
         """[TRANSFER_PAGES, *PageLayout.shape]: the KV of at most so many pages, as the steps dispatched so far leave it, on its way
-        to the host. The pages may be used for other tokens at once."""
-        kv = self.programs.get("take")(self.state.kv_pages, padded_ids(page_ids, 0))
-        self._start_fetching(kv)
-        return TakenPages(kv, self._kv_heads)
+        to the host. The pages may be used for other tokens at once. group: of devices, whose pages they are."""
+        kv, num_groups = self.programs.get("take")(self.state.kv_pages, padded_ids(page_ids, 0)), self.config.scheduler.num_groups
+        parts = [kv] if num_groups == 1 else parts_of_group(kv, group, num_groups)
+        for part in parts:
+            self._start_fetching(part)
+        return TakenPages(parts, self._kv_heads[1])
 
     def put_pages(
         self,
         page_ids: Sequence[int],  # distinct
         kv: np.ndarray,  # [TRANSFER_PAGES, *PageLayout.shape], not to be changed any more
+        group: int = 0,
     ) -> None:
-        """Writes KV into at most so many pages, for the steps that are dispatched from now on."""
-        ids = padded_ids(page_ids, self.config.cache.num_pages)
-        kv = self._kv_heads.cut(kv)
-        self.state = replace(self.state, kv_pages=self.programs.get("put")(self.state.kv_pages, ids, kv))
+        """Writes KV into at most so many pages, for the steps that are dispatched from now on. group: as `take_pages`."""
+        num_pages = self.config.cache.num_pages
+        ids = np.full((self.config.scheduler.num_groups, TRANSFER_PAGES), num_pages, np.int32)
+        ids[group] = padded_ids(page_ids, num_pages)
+        cut: Any = self._kv_heads[0].cut(kv)
+        if not self._alone:
+            cut = to_device(cut, self._put_form)
+        self.state = replace(self.state, kv_pages=self.programs.get("put")(self.state.kv_pages, ids.reshape(-1), cut))
 
     @staticmethod
     def fetch_scores(handle: StepHandle) -> ScoredRows:

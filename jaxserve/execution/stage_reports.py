@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 
 from jaxserve.hosts.group import HostGroup
 
-Report = tuple[int, int, list[np.ndarray]]  # the step, the stage, and its arrays
+# The number, the stage, and its arrays. Steps have the numbers from 1 on, and pages that were taken those from -1 down.
+Report = tuple[int, int, list[np.ndarray]]
 
 
 def reporter_of(mesh: Mesh) -> int | None:
@@ -78,8 +79,9 @@ class StageReports:
             self._queues[stage].put((step, arrays, with_values))
 
     def expected(self, step: int, stage: int, count: int) -> list[ReportedArray] | None:
-        """On host 0: so many arrays of a stage that another host reports; None: host 0 has them itself."""
-        if self._reporters[stage] is None:
+        """On host 0: so many arrays of a stage that another host reports. None: host 0 has them itself, or this is another host,
+        which hears of none."""
+        if self._reporters[stage] is None or not self._hosts.leads:
             return None
         with self._lock:
             if (step, stage) in self._awaited:  # they have come

@@ -145,9 +145,12 @@ class ModelShards:
         axis, make = places[rule]
         return Layout(axis, make())
 
-    def kv_heads(self, axis: int) -> Layout:
-        """How KV is cut whose heads lie along `axis`."""
-        return Layout() if self.size == 1 else Layout(axis, self._heads.kv)
+    def kv_heads(self, axis: int, *, of_group: bool = False) -> Layout:
+        """How KV is cut whose heads lie along `axis`: over all devices, on which each group has all heads, or over one group's."""
+        places = self._heads.kv
+        if of_group:
+            places = places[: len(places) // self.shard.groups]
+        return Layout() if self.size == 1 else Layout(axis, places)
 
     def cut(self, path: str, num_axes: int, stacked: bool) -> Cut | None:
         """The layout as a checkpoint's loader takes it, None for what every device has. stacked: all experts are in one tensor."""

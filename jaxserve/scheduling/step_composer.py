@@ -43,9 +43,10 @@ class DraftLengthChooser(Protocol):
 class KVLoads(Protocol):
     """Loads pages from a store into the pool: `engine.stored_pages.StoredPages`."""
 
-    def begin(self, request: Request, hits: list[int], max_pages: int) -> bool:
+    def begin(self, request: Request, hits: list[int], max_pages: int, group: int) -> bool:
         """Whether pages behind `hits`, the first of the request's, are now on their way, or were already, so that it has to wait.
-        `Scheduler.kv_ready` ends the wait. max_pages: of the request's that may come from elsewhere, `hits` included."""
+        `Scheduler.kv_ready` ends the wait. max_pages: of the request's that may come from elsewhere, `hits` included. group: of
+        devices, in whose pool the hits are and the others will be."""
         ...
 
     def preempting(self, request: Request) -> None:
@@ -269,7 +270,7 @@ class StepComposer:
         if self._policy.admit_only_when_idle and request.order >= self.batch_end:
             return False
         for group, hits in self._groups_with_room(request, budgets):
-            if self.kv_loads is not None and self.kv_loads.begin(request, hits, self._max_shared(request)):
+            if self.kv_loads is not None and self.kv_loads.begin(request, hits, self._max_shared(request), group):
                 self.requests.hold_for_kv(request)
                 return True
             num_computed = len(hits) * self._pages.page_size

@@ -64,8 +64,9 @@ class DecodeReplica(Replica):
         self.scheduler.composer.kv_loads = self
         self.num_loaded_tokens: int = 0
 
-    def begin(self, request: Request, hits: list[int], max_pages: int) -> bool:
+    def begin(self, request: Request, hits: list[int], max_pages: int, group: int = 0) -> bool:
         """As `KVLoads.begin`."""
+        assert group == 0, "a replica's devices attend together"
         pool, num_hits = self.scheduler.pool, len(hits)
         end = min(max_pages, request.num_prompt_tokens // pool.page_size)
         if request.kv_sought or request.request_id not in self._told or end <= num_hits:

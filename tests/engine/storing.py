@@ -44,7 +44,7 @@ def counts(engine: Engine) -> KVStoreStats:
 def settle(engine):
     """Waits until all that was saved is kept."""
     pages, deadline = stored(engine), time.monotonic() + 120
-    while pages._saves or pages._unsaved:
+    while pages.is_saving:
         assert time.monotonic() < deadline, "saves that do not end"
         pages.save(rest=True)
         pages.poll(10.0)

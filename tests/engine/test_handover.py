@@ -11,8 +11,8 @@ from jaxserve.kv_store.disk import DiskTier
 from jaxserve.kv_store.store import TieredStore
 from jaxserve.request import Request, StoredPrefix
 from tests.dummy import Ask, add, assert_empty, differences, poison, serve
+from tests.engine.store_faults import Flaky
 from tests.engine.storing import NAME, asks, counts, engine_with, expected, prompt, run, stored
-from tests.engine.test_stored_pages import Flaky
 
 PAGES = 9  # that a prompt of 40 tokens loads: its last token is computed
 

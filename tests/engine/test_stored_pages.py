@@ -1,25 +1,20 @@
 """Engines with a store of KV: answers are those of an engine without one, whatever the store does, and no page is lost."""
 
 import random
-import time
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxserve import SamplingParams
-from jaxserve.config import engine_config
-from jaxserve.engine.sharding import check_sharding, model_shards
 from jaxserve.execution.compilation import compile_counts
 from jaxserve.kv_store.disk import DiskTier
 from jaxserve.kv_store.host import HostTier
 from jaxserve.kv_store.store import TieredStore
-from jaxserve.kv_store.tier import Tier
-from jaxserve.models import named_leaves, with_leaves
 from jaxserve.request import RequestStatus
-from tests.dummy import CONFIG, ONE_BUCKET, SEQS, Ask, add, assert_empty, differences, dummy_model, make_engine, poison, serve
+from tests.dummy import ONE_BUCKET, SEQS, Ask, add, assert_empty, differences, dummy_model, make_engine, poison, serve
+from tests.engine.store_faults import Flaky
+from tests.engine.store_fuzz import Fuzz, converse, other_weights
 from tests.engine.storing import (
     HOST,
     NAME,
@@ -151,7 +146,7 @@ def test_a_page_that_is_reused_before_it_is_saved_is_left_out(closed):
     pages, save = stored(engine), stored(engine).store.save
     pages.store.save = lambda hashes, kv: object()  # saves that never end, so that pages queue up
     assert differences(serve(engine, wanted).answers, expected(wanted)) == []
-    assert len(pages._unsaved) > engine.pool.num_pages, "some of these pages hold other tokens by now"
+    assert pages.num_unsaved > engine.pool.num_pages, "some of these pages hold other tokens by now"
     pages.store.save = save
     pages._saves.clear()
     settle(engine)
@@ -185,11 +180,6 @@ def test_two_engines_share_a_folder_and_it_survives_restarts(tmp_path, closed):
         closed.append(engine)
         assert differences(served(engine, wanted), expected(wanted)) == []
         assert counts(engine).num_hit_tokens == num_hits
-
-
-def other_weights():
-    leaves = {path: jnp.asarray(-np.asarray(x)) for path, x in named_leaves(dummy_model()).items()}
-    return with_leaves(dummy_model(), leaves)
 
 
 @pytest.mark.parametrize("in_flight", ["refuse", "recompute", "keep"])
@@ -301,109 +291,13 @@ def test_without_a_store_there_is_nothing_of_it():
     assert not {"take", "put"} & set(engine.runner.programs.keys)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"pipeline_parallel_size": 2}, "this engine has pipeline_parallel_size=2: leave kv_store out"),
-        ({"tensor_parallel_size": 2, "attention_groups": 2}, f"kv_store='{HOST}' can't be had with attention_groups=2"),
-    ],
-)
-def test_engines_of_several_stages_or_groups_are_refused(options, message):
-    with pytest.raises(NotImplementedError, match=message):
-        check_sharding(engine_config({"kv_store": HOST, **options}))
-
-
-def test_engines_of_several_hosts_are_refused():
-    group: Any = SimpleNamespace(num_hosts=2)
-    with pytest.raises(NotImplementedError, match="this engine has 2 hosts: leave kv_store out"):
-        model_shards(CONFIG, engine_config({"kv_store": HOST}), hosts=group)
-
-
-class Flaky(Tier):
-    """A tier that at random fails, lies about what it has, takes its time, or damages nothing but what it says was not read."""
-
-    def __init__(self, tier, seed):
-        self.tier, self.stats, self.is_shared, self.random = tier, tier.stats, tier.is_shared, random.Random(seed)
-
-    def contains(self, hash_):
-        return self.tier.contains(hash_) if self.random.random() < 0.9 else self.random.random() < 0.5
-
-    def read(self, hash_, out):
-        what = self.random.random()
-        if what < 0.05:
-            raise OSError("by chance")
-        if what < 0.2:
-            out.fill(np.nan)
-            return False
-        time.sleep(0.003 * (what > 0.8))
-        return self.tier.read(hash_, out)
-
-    def close(self):
-        self.tier.close()
-
-    def write(self, hash_, page):
-        what = self.random.random()
-        if what < 0.05:
-            raise MemoryError("by chance")
-        return what > 0.1 and self.tier.write(hash_, page)
-
-    def touch(self, hash_):
-        self.tier.touch(hash_)
-
-    def refresh(self):
-        self.tier.refresh()
-
-    def forget(self, hash_):
-        self.tier.forget(hash_)
-
-
-def fuzz(closed, folder, num_requests, seed):
-    """Conversations whose turns come back at random, some aborted, with a store that fails at random."""
-    rng, engine = random.Random(seed), engine_with(pool_pages=40)
+def test_a_store_that_fails_at_random_changes_no_answer(closed, tmp_path):
+    """A few dozen requests; tests/engine/test_store_fuzz.py has thousands."""
+    fuzz, engine = Fuzz(), engine_with(pool_pages=40)
+    closed.append(engine)
     pages = stored(engine)
     pages.store.close()
-    tiers = [HostTier(pages._layout, 100 << 10), DiskTier(pages._layout, folder, 400 << 10)]
-    pages.store, pages.load_seconds = TieredStore([Flaky(tier, seed) for tier in tiers]), 0.02
-    closed.append(engine)
-    conversations = [prompt(rng.randrange(3, 60), i) for i in range(12)]
-    params = {"temperature": 1.0, "ignore_eos": True}
-    wanted, kept, answers = {}, {}, {}
-    while len(wanted) < num_requests or engine.has_unfinished_requests():
-        for _ in range(rng.randrange(3)) if len(wanted) < num_requests else ():
-            c = rng.randrange(len(conversations))
-            turn = conversations[c][: rng.randrange(1, 1 + len(conversations[c]))]
-            name, ask = str(len(wanted)), Ask(turn, SamplingParams(max_tokens=rng.randrange(1, 12), seed=c, **params))
-            wanted[name] = ask
-            answers[name] = []
-            kept[name] = rng.random() > 0.1
-            add(engine, name, ask)
-        for output in engine.step():
-            answers[output.request.request_id] += output.new_token_ids
-        for name in [name for name, keep in kept.items() if not keep and rng.random() < 0.2]:
-            engine.abort(name)
-            del kept[name]
-        engine.scheduler.check_invariants()
-        poison(engine)
-    assert_empty(engine)
-    plain = make_engine(dummy_model(), bucket_plan=ONE_BUCKET)
-    for name in kept:
-        ask = wanted[name]
-        plain.add_request(name, ask.prompt, ask.params)
-    right = {name: [] for name in kept}
-    while plain.has_unfinished_requests():
-        for output in plain.step():
-            right[output.request.request_id] += output.new_token_ids
-    assert {name: answers[name] for name in kept if kept[name]} == {name: right[name] for name in kept if kept[name]}
-    assert counts(engine).num_hit_tokens and counts(engine).num_failed_loads
-    return engine
-
-
-def test_a_store_that_fails_at_random_changes_no_answer(closed, tmp_path):
-    fuzz(closed, tmp_path, 60, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_thousands_of_requests_and_a_store_that_fails_at_random(closed, tmp_path, seed):
-    engine = fuzz(closed, tmp_path, 1000, 10 + seed)
-    assert engine.scheduler.stats().num_preemptions
+    tiers = [HostTier(pages._layout, 20 << 10), DiskTier(pages._layout, tmp_path, 400 << 10)]
+    pages.store, pages.load_seconds = TieredStore([Flaky(tier, i) for i, tier in enumerate(tiers)]), 0.02
+    converse(fuzz, engine, 60, random.Random(1))
+    assert fuzz.num_hit_tokens and fuzz.num_failed_loads and fuzz.wrong() == []

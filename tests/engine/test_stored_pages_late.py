@@ -115,7 +115,8 @@ def test_pages_that_wait_to_be_saved_are_bounded(closed):
     bound = 8 * engine.pool.num_pages
     engine.pool.journal = [(0, b"%d" % i) for i in range(bound + 3)]
     pages._drain_journal()
-    assert len(pages._unsaved) == bound and pages._unsaved[-1] == (0, b"%d" % (bound + 2))
+    (unsaved,) = pages._unsaved
+    assert len(unsaved) == pages.num_unsaved == bound and unsaved[-1] == (0, b"%d" % (bound + 2))
 
 
 def test_what_is_not_saved_at_the_end_is_said_once(monkeypatch, caplog):

@@ -80,8 +80,8 @@ def test_a_preempted_request_loads_if_that_is_faster(closed, is_fast, monkeypatc
     stored(engine).pace = pace
     loads, begin = [], stored(engine).begin
 
-    def watch(request, hits, max_pages):
-        begun = begin(request, hits, max_pages)
+    def watch(request, hits, max_pages, group):
+        begun = begin(request, hits, max_pages, group)
         if begun:
             loads.append(request.num_preemptions)
         return begun

@@ -111,6 +111,7 @@ def random_requests(
     pp: int = 1,
     layers: int = 2,
     turned: bool = False,
+    kv_store: str | None = None,
 ) -> Any:
     """`count` requests of all kinds, num_seqs of them in a step and seven times as many at a time, in a pool that is too small for
     them; a digest of their answers. How many were made is said each 500 of them.
@@ -119,6 +120,7 @@ def random_requests(
     stage has a device of every host."""
     num_tokens = 4 * num_seqs
     settings = {**SETTINGS, "deterministic": deterministic, "tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    settings["kv_store"] = kv_store
     settings |= {
         "max_model_len": 64,
         "max_num_seqs": num_seqs,
@@ -132,7 +134,9 @@ def random_requests(
     if hosts is not None and not hosts.leads:
         Follower(weights, config, hosts=hosts, mesh=mesh).run()
         return None
-    engine = Engine(weights, config, eos_token_ids=(0,), hosts=hosts, mesh=mesh)
+    engine = Engine(weights, config, eos_token_ids=(0,), hosts=hosts, mesh=mesh, weights_id="weights of the tests")
+    if engine.stored_pages is not None:
+        engine.stored_pages.load_seconds = 60.0  # of a slow machine
     rng = np.random.default_rng(seed)
     answers: dict[str, Answer] = {}
     num_steps, made, started = 0, 0, time.time()
@@ -176,6 +180,10 @@ def random_requests(
         "preemptions": scheduled.num_preemptions,
         "hits": scheduled.num_hit_tokens,
     }
+    if engine.stats.kv_store is not None:
+        (tier,) = engine.stats.kv_store.tiers
+        counts = {"loaded": engine.stats.kv_store.num_hit_tokens, "failed": engine.stats.kv_store.num_failed_loads}
+        counts |= {"saved": tier.pages_written, "held": tier.bytes_held}
     return {"tokens": digest(tokens), "bits": digest(logprobs), **counts, "busy": None if bubbles is None else bubbles.busy}
 
 

@@ -187,6 +187,30 @@ def test_stages_of_several_processes_answer_as_those_of_one(layout, started):
     assert several["busy"] > 0 and several["preemptions"] and several["hits"]
 
 
+STORED = {  # as STAGED, and the engine of one process that has the same store
+    "devices": (2, 1, {"model": "three_kv_heads", "tp": 2}, {"tp": 2}),
+    "stages": (2, 1, {"model": "three_kv_heads", "pp": 2, "tp": 1}, {"tp": 1}),
+    "both": (4, 1, {"model": "three_kv_heads", "pp": 2, "tp": 2}, {"tp": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", exhaustive_unless(lambda name: name != "stages", STORED))
+def test_hosts_keep_pages_in_a_store_that_engines_of_other_layouts_share(layout, started, tmp_path):
+    """What they have saved is loaded by engines of the same layout and of one process. Answers are to the last bit those of no
+    store."""
+    num_hosts, num_devices, asked, alone = STORED[layout]
+    asked = {"scenario": "random_requests", "count": min(REQUESTS, 60), "deterministic": "always", **asked}
+    one = found_by_one(alone["tp"], json.dumps(asked | {"pp": 1}))
+    store, of_one = {"kv_store": f"disk:{tmp_path}:64MiB"}, {"pp": 1}
+    for turn, (processes, devices, sizes) in enumerate([(num_hosts, num_devices, {})] * 2 + [(1, alone["tp"], of_one)]):
+        running = start(processes, devices, **asked | sizes, **store)
+        started += running
+        several = found(running)
+        assert several["tokens"] == one["tokens"] and several["bits"] == one["bits"], turn
+        assert several["failed"] == 0 and several["held"] and several["loaded" if turn else "saved"], turn
+
+
 def compare(started: list[subprocess.Popen], num_hosts: int, num_devices: int, layout: dict) -> dict[str, Any]:
     """What the processes found, which is what one process with as many devices finds."""
     asked = {"scenario": "random_requests", "count": REQUESTS, "num_seqs": 6 if REQUESTS < 1000 else 128, **layout}
