@@ -27,6 +27,7 @@ from jaxserve.execution.leading_runner import AnyRunner
 from jaxserve.execution.page_transfer import MAX_SAVES, TRANSFER_PAGES
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.hosts.pulse import HostLostError
+from jaxserve.kv_store.blob import MAGIC
 from jaxserve.kv_store.spec import parse_kv_store
 from jaxserve.kv_store.store import CLOSE_SECONDS, Job, KVStore, make_store
 from jaxserve.kv_store.tier import PageLayout
@@ -391,7 +392,7 @@ def stored_pages(config: ResolvedConfig, runner: AnyRunner, weights_id: str | No
     pages, model = config.pages, config.model
     layout = PageLayout(model.num_layers, model.num_kv_heads, pages.page_size, pages.head_dim, pages.dtype)
     private = secrets.token_hex(16)
-    of_all, version = f"{model!r} {layout.name}", package_version("jaxserve")
+    of_all, version = f"{model!r} {layout.name} {MAGIC!r}", package_version("jaxserve")
     shared = f"jaxserve {version} {weights_id}" if weights_id and version else private
     names = f"{of_all} {shared}", f"{of_all} {private}"
     store = make_store(parse_kv_store(config.engine.kv_store), layout)

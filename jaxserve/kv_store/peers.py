@@ -2,8 +2,8 @@
 
 Owns the pages, their bound, and who may read which for how long. A page lies in memory as its blob (blob.py). Who wants one asks
 for a lease of it (leases.py), reads it while the lease lasts (transfer.py), and gives the lease back. A leased page is not
-overwritten. Leases end by themselves, so that nobody who is lost holds a page; who reads later than that finds a blob whose digest
-or hash is not the page's.
+overwritten. Leases end by themselves, so that nobody who is lost holds a page; who reads later than that finds a blob whose
+checksum or hash is not the page's.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ def test_a_page_of_another_version_is_left_to_its_owner(tmp_path, caplog):
     tier = disk_tier(tmp_path)
     tier.write(hash_of(0), page_of(0))
     path = tier._path(hash_of(0))
-    theirs = path.read_bytes().replace(b"jaxserve KV 1", b"jaxserve KV 2")
+    theirs = path.read_bytes().replace(b"jaxserve KV 2", b"jaxserve KV 1")
     path.write_bytes(theirs)
     assert not tier.read(hash_of(0), empty()) and not tier.contains(hash_of(0))
     assert "another version" in caplog.text and path.read_bytes() == theirs
