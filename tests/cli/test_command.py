@@ -277,7 +277,8 @@ def test_every_name_of_vllms_that_is_missing_is_refused_with_what_to_use():
                 assert normalise([f"{flag}={value}"], known) == normalise([flag, value], known) == ([], [])
         else:
             assert normalise([f"--no-{flag[2:]}"], known) == ([], []), "off, as it is here"
-    assert set(vllm_flags.OURS.values()) - {"noaccess_log", "grace", "num_hosts", "host_id", "otlp_endpoint"} <= set(options())
+    of_servers = {"noaccess_log", "grace", "num_hosts", "host_id", "otlp_endpoint", "api_server_count"}
+    assert set(vllm_flags.OURS.values()) - of_servers <= set(options())
     names = [name for rows in vllm_flags.ROWS.values() for row in rows for name in (row.names, row.switches, row.granted)]
     assert len(" ".join(names).split()) == len(vllm_flags.MISSING), "a name has one row"
 

@@ -135,6 +135,7 @@ def test_caps_hold_what_they_say():
     logits = rng.normal(size=(1, 1000)).astype(np.float32)
     sampled, edited, _ = run(logits, [(params, [1], output, 0)], [3], history_len=64, max_logprobs=2)
     raw = logits[0].astype(np.float64)
+    assert sampled.given is not None
     np.testing.assert_allclose(sampled.given[0], raw[given] - np.log(np.exp(raw).sum()), rtol=1e-6, atol=4e-6)
     np.testing.assert_allclose(edited[0], reference(logits[0], params, [1], output), rtol=1e-6)
     assert np.flatnonzero(np.isneginf(edited[0])).tolist() == [words[-1][-1]]
