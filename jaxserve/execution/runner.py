@@ -240,7 +240,7 @@ class Runner:
     def _kv_heads(self) -> tuple[Layout, Layout]:
         """How KV on its way is cut over all devices, and over those of one group."""
         shards = self.programs.functions.shards
-        return (Layout(),) * 2 if shards is None else (shards.kv_heads(HEADS), shards.kv_heads(HEADS, of_group=True))
+        return (Layout(), Layout()) if shards is None else (shards.kv_heads(HEADS), shards.kv_heads(HEADS, of_group=True))
 
     @functools.cached_property
     def _put_form(self) -> jax.ShapeDtypeStruct:

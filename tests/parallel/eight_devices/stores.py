@@ -138,8 +138,8 @@ def test_groups_share_a_store(tmp_path):
                 assert found[str(i)].logprobs == right[str(ASKS.index(ask))].logprobs
             assert counts(engine).num_hit_tokens == num_full and counts(engine).num_failed_loads == 0
             assert_empty(engine)
-    settings = {"kv_store": f"disk:{tmp_path}:16MiB", "weights_id": NAME}
-    with contextlib.closing(make_engine(model, bucket_plan=ONE_BUCKET, **settings)) as engine:
+    kv_store = f"disk:{tmp_path}:16MiB"
+    with contextlib.closing(make_engine(model, bucket_plan=ONE_BUCKET, kv_store=kv_store, weights_id=NAME)) as engine:
         stored(engine).load_seconds = 60.0
         assert_like_one_device(serve(engine, ASKS).answers, serve(make_engine(model, bucket_plan=ONE_BUCKET), ASKS).answers)
         assert engine.pool.root_names[0] == name and counts(engine).num_hit_tokens == num_full
