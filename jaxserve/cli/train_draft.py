@@ -31,15 +31,15 @@ _OUTPUT = flags.DEFINE_string("output", None, "The folder of the head, its answe
 _METHOD = flags.DEFINE_enum("method", "eagle3", ["eagle3", "medusa"], "What is trained.")
 _PROMPTS = flags.DEFINE_string("prompts", None, 'A file of prompts, {"prompt": text} a line; otherwise they are made.')
 _NUM_PROMPTS = flags.DEFINE_integer(
-    "num_prompts", 900, "Prompts that are made, 960 at most; of a file the first so many.", lower_bound=2
+    "num_prompts", 2000, "Prompts that are made, 3,000 at most; of a file the first so many.", lower_bound=2
 )
 _NUM_EVAL = flags.DEFINE_integer("num_eval", 48, "Of these, the last ones, that are not trained on.", lower_bound=1)
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 160, "Most tokens of an answer.", lower_bound=2)
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Most tokens of an answer.", lower_bound=2)
 _DRAFTS = flags.DEFINE_integer("num_drafts", 4, "Drafts of a chain; of Medusa its heads.", lower_bound=1)
 _VOCAB = flags.DEFINE_integer("draft_vocab_size", 8192, "Tokens that an EAGLE-3 head knows.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 600, "Steps of the optimizer.", lower_bound=1)
 _BATCH = flags.DEFINE_integer("batch_size", 4, "Sequences of a step.", lower_bound=1)
-_LENGTH = flags.DEFINE_integer("length", 192, "Tokens of a sequence, prompt and answer; what is longer is cut.", lower_bound=8)
+_LENGTH = flags.DEFINE_integer("length", 224, "Tokens of a sequence, prompt and answer; what is longer is cut.", lower_bound=8)
 _RATE = flags.DEFINE_float("learning_rate", 1e-3, "Of Adam, after a warm-up; it falls to 0 by a cosine.")
 _SAVE = flags.DEFINE_integer("save_every", 50, "Steps between checkpoints.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the prompts, the first weights and the order.")
@@ -52,14 +52,15 @@ def collect() -> list[Any]:
     from tqdm import tqdm
 
     from jaxserve import LLM
-    from jaxserve.training.answers import collect_answers, make_prompts, read_answers, read_prompts
+    from jaxserve.training.answers import collect_answers, read_answers
+    from jaxserve.training.prompts import make_prompts, read_prompts
 
     texts = make_prompts(_NUM_PROMPTS.value, _SEED.value) if _PROMPTS.value is None else read_prompts(_PROMPTS.value)
     texts = texts[: _NUM_PROMPTS.value]
     if len(texts) <= _NUM_EVAL.value:
         raise app.UsageError(f"--num_eval={_NUM_EVAL.value} leaves nothing of {len(texts)} prompts to train on: lower it")
     kept = Path(_OUTPUT.value) / "answers.jsonl"
-    llm = LLM(_MODEL.value, dtype=_DTYPE.value, max_model_len=_LENGTH.value + _MAX_TOKENS.value, max_num_seqs=16)
+    llm = LLM(_MODEL.value, dtype=_DTYPE.value, max_model_len=_LENGTH.value + _MAX_TOKENS.value, max_num_seqs=32)
     chats = [[{"role": "user", "content": text}] for text in texts]
     asked: list[Any] = llm.chat_prompts(chats)
     prompts = [list(prompt["prompt_token_ids"]) for prompt in asked]

@@ -55,7 +55,7 @@ class TrainingConfig:
     draft_vocab_size: int = 8192
     steps: int = 600
     batch_size: int = 4
-    length: int = 192
+    length: int = 224
     learning_rate: float = 1e-3
     save_every: int = 50
     seed: int = 0
