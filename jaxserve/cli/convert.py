@@ -3,10 +3,12 @@
     jaxserve convert --model=Qwen/Qwen3-0.6B --output=qwen3-orbax
     jaxserve convert --model=model-Q4_K_M.gguf --output=model-orbax --dtype=bfloat16
     jaxserve convert --model=qwen3-orbax --output=qwen3-hf
+    jaxserve convert --model=Qwen/Qwen3-0.6B --output=draft --num_layers=2
 
 An Orbax folder holds numbered versions, each with the config and the tokenizer; `LLM(folder)` takes the newest, onto one device,
 and `checkpoints.orbax.load` restores one onto any mesh. A version appears when all of it is written: a conversion that is killed
-leaves the one before intact. Runs on the CPU, in about the model's size of memory; towards Hugging Face, and a file's
+leaves the one before intact. --num_layers keeps a model's first layers alone, between its embedding and its head: a draft of the
+same vocabulary that needs no training. Runs on the CPU, in about the model's size of memory; towards Hugging Face, and a file's
 (--max_shard_gb).
 """
 
@@ -28,6 +30,9 @@ _MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or id, a GGUF
 _OUTPUT = flags.DEFINE_string("output", None, "The folder to write.", required=True)
 _DTYPE = flags.DEFINE_enum("dtype", "auto", DTYPES, "Of an Orbax version; auto: as stored, bfloat16 where that is quantised.")
 _KEEP = flags.DEFINE_integer("keep", 1, "Versions to keep in an Orbax folder, the new one included.", lower_bound=1)
+_LAYERS = flags.DEFINE_integer(
+    "num_layers", None, "Towards Orbax: how many of its first layers are kept; unset: all.", lower_bound=1
+)
 _SHARD = flags.DEFINE_float("max_shard_gb", 5.0, "Towards Hugging Face: the largest file, in 1e9 bytes.", lower_bound=1e-6)
 
 
@@ -54,13 +59,27 @@ def read_source(path: Path) -> tuple[Any, dict[str, str | bytes], bool]:
     return reader, {name: json.dumps(value, indent=2) for name, value in contents.items()}, "dtype" not in config
 
 
+def first_layers(said: dict[str, Any], num: int) -> dict[str, Any]:
+    """The config.json of a model's first layers. UsageError if it has fewer."""
+    has = said["num_hidden_layers"]
+    if num > has:
+        raise app.UsageError(f"--num_layers={num}: {_MODEL.value} has {has}")
+    kept = {name: said[name][:num] for name in ("layer_types",) if said.get(name)}
+    return said | kept | {"num_hidden_layers": num}
+
+
 def to_orbax(path: Path, output: str, dtype: str) -> Path:
     from checkpoints import convert
     from jaxserve.models import Decoder, ModelConfig, ignorable_keys, key_table, named_leaves
 
     reader, files, quantised = read_source(path)
-    said = json.loads(files["config.json"])
+    said, ignore = json.loads(files["config.json"]), ()
+    if _LAYERS.value is not None:
+        ignore = tuple(rf"model\.layers\.{i}\..*" for i in range(_LAYERS.value, said["num_hidden_layers"]))
+        said = first_layers(said, _LAYERS.value)
+        files["config.json"] = json.dumps(said, indent=2)
     config = ModelConfig.from_hf(said)
+    ignore += ignorable_keys(config)
     if dtype == "auto" and quantised:
         dtype = "bfloat16"
     abstract = named_leaves(Decoder.abstract(config, "bfloat16" if dtype == "auto" else dtype))
@@ -70,7 +89,7 @@ def to_orbax(path: Path, output: str, dtype: str) -> Path:
     else:
         said.pop("torch_dtype", None)
         files["config.json"] = json.dumps(said | {"dtype": dtype}, indent=2)
-    return convert.to_orbax(reader, abstract, table, output, files, ignore=ignorable_keys(config), keep=_KEEP.value, progress=True)
+    return convert.to_orbax(reader, abstract, table, output, files, ignore=ignore, keep=_KEEP.value, progress=True)
 
 
 def to_huggingface(version: Path, output: str) -> Path:
@@ -93,6 +112,8 @@ def convert() -> Path:
         raise app.UsageError("--dtype is for conversions to Orbax; give LLM(dtype=...) or convert the original")
     if version is not None and flags.FLAGS["keep"].present:
         raise app.UsageError(f"--keep is for Orbax's versions; {_MODEL.value} is Orbax and becomes a Hugging Face folder")
+    if version is not None and _LAYERS.value is not None:
+        raise app.UsageError(f"--num_layers is for conversions to Orbax; {_MODEL.value} is Orbax: convert the original")
     if version is None and flags.FLAGS["max_shard_gb"].present:
         raise app.UsageError(f"--max_shard_gb is for Hugging Face folders; {_MODEL.value} is no Orbax folder and becomes one")
     return to_orbax(path, _OUTPUT.value, _DTYPE.value) if version is None else to_huggingface(version, _OUTPUT.value)

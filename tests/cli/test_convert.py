@@ -130,6 +130,26 @@ def test_gguf_to_orbax(tmp_path, quantised):
     assert made.tokenizer.chat_templates == expected.tokenizer.chat_templates
 
 
+@pytest.mark.slow
+def test_the_first_layers_alone(tmp_path):
+    """They are the original's, and so is what lies around them."""
+    tensors = alphabet_model.weights(num_layers=3)
+    tensors |= {f"model.layers.{i}.mlp.up_proj.weight": tensors[f"model.layers.{i}.mlp.up_proj.weight"] + i for i in range(3)}
+    folder = alphabet_model.save(tmp_path / "original", tensors=tensors, num_hidden_layers=3)
+    done = convert(f"--model={folder}", f"--output={tmp_path / 'draft'}", "--num_layers=2")
+    assert done.returncode == 0, done.stderr
+    made, whole = load_model(tmp_path / "draft"), load_model(folder)
+    assert made.config == dataclasses.replace(whole.config, num_layers=2, sliding_windows=whole.config.sliding_windows[:2])
+    kept, leaves = named_leaves(made.module), named_leaves(whole.module)
+    assert kept.keys() == {path for path in leaves if not path.startswith("layers/2/")}
+    for path, x in kept.items():
+        np.testing.assert_array_equal(x, leaves[path], err_msg=path)
+    assert made.tokenizer is not None and whole.tokenizer is not None
+    assert made.tokenizer.vocab_size == whole.tokenizer.vocab_size
+    done = convert(f"--model={folder}", f"--output={tmp_path / 'more'}", "--num_layers=99")
+    assert done.returncode == 1 and "--num_layers=99: " in done.stderr and not (tmp_path / "more").exists()
+
+
 def vocabulary_size_of(folder: Path) -> int:
     write_gguf(folder / "plain.gguf", "llama")
     return GGUFReader(folder / "plain.gguf").shape("model.embed_tokens.weight")[0]
@@ -176,6 +196,7 @@ def test_what_makes_no_sense_is_refused(tmp_path, folder):
     for flag, message in (
         ("--keep=2", "--keep is for Orbax's versions"),
         ("--dtype=float32", "--dtype is for conversions to Orbax"),
+        ("--num_layers=1", "--num_layers is for conversions to Orbax"),
     ):
         done = convert(f"--model={version}", f"--output={tmp_path / 'out'}", flag)
         assert done.returncode == 1 and message in done.stderr and not (tmp_path / "out").exists()
