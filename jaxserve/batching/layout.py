@@ -111,6 +111,7 @@ class StepInputs:
     num_tokens: int
     token_starts: np.ndarray | None = None  # where the tokens of each entry of the schedule begin; None: one after the other
     score_spans: list[np.ndarray] = field(default_factory=list)  # as prompt_scores.pack_spans makes them
+    proposes: bool = True  # whether the head makes drafts, where speculation is on
 
     @classmethod
     def padding(cls, layout: StepLayout, head_rows: int, with_logprobs: bool) -> StepInputs:

@@ -8,6 +8,9 @@ The prompts are made here (questions, edits of code, rewrites of text), or read 
 model answers them, greedily. The last --num_eval prompts are kept for the measure at the end: of chains of drafts behind each token
 of an answer, the share whose first draft is right, whose first two are, and so on, and the tokens of a step that follow from that.
 
+With --shared_head Medusa heads are as vLLM has them: one block each in front of the target's head, of which they use the rows of
+--draft_vocab_size tokens. They are trained several times as fast, and are small.
+
 --output becomes what the method's authors publish, config.json and model.safetensors. `answers.jsonl` and `checkpoints/` beside
 them are what a run that was killed goes on from, with the same command; the weights are then those of a run that was not. They may
 be deleted afterwards.
@@ -36,7 +39,8 @@ _NUM_PROMPTS = flags.DEFINE_integer(
 _NUM_EVAL = flags.DEFINE_integer("num_eval", 48, "Of these, the last ones, that are not trained on.", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Most tokens of an answer.", lower_bound=2)
 _DRAFTS = flags.DEFINE_integer("num_drafts", 4, "Drafts of a chain; of Medusa its heads.", lower_bound=1)
-_VOCAB = flags.DEFINE_integer("draft_vocab_size", 8192, "Tokens that an EAGLE-3 head knows.", lower_bound=1)
+_SHARED = flags.DEFINE_bool("shared_head", False, "Of Medusa: blocks alone are trained, in front of the target's own head.")
+_VOCAB = flags.DEFINE_integer("draft_vocab_size", 8192, "Tokens that an EAGLE-3 head, or a shared head, knows.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 600, "Steps of the optimizer.", lower_bound=1)
 _BATCH = flags.DEFINE_integer("batch_size", 4, "Sequences of a step.", lower_bound=1)
 _LENGTH = flags.DEFINE_integer("length", 224, "Tokens of a sequence, prompt and answer; what is longer is cut.", lower_bound=8)
@@ -79,10 +83,23 @@ def train(answers: list[Any]) -> dict[str, Any]:
     from jaxserve.models.loading import load_model
     from jaxserve.training.draft_trainer import DraftTrainer, TrainingConfig
 
-    names = ("method", "num_drafts", "draft_vocab_size", "steps", "batch_size", "length", "learning_rate", "save_every", "seed")
+    names = (
+        "method",
+        "num_drafts",
+        "shared_head",
+        "draft_vocab_size",
+        "steps",
+        "batch_size",
+        "length",
+        "learning_rate",
+        "save_every",
+        "seed",
+    )
     given: dict[str, Any] = {name: flags.FLAGS[name].value for name in names}
     config = TrainingConfig(**given)
     target = load_model(_MODEL.value, dtype=_DTYPE.value, skip_tokenizer_init=True).module
+    if config.method == "medusa" and not config.shared_head and flags.FLAGS["draft_vocab_size"].present:
+        raise app.UsageError("--draft_vocab_size is of EAGLE-3, and of Medusa with --shared_head: leave it out")
     known, held = answers[: -_NUM_EVAL.value], answers[-_NUM_EVAL.value :]
     trainer = DraftTrainer(target, known, config, Path(_OUTPUT.value) / "checkpoints")
     begun, losses = time.monotonic(), []

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from flax import nnx
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.kernel_choice import choose_kernels
@@ -49,6 +50,7 @@ def make_drafting(config: ResolvedConfig) -> tuple[DraftLengths | None, SuffixDr
         speculative.num_speculative_tokens,
         speculative.adaptive,
         on_host=speculative.drafts_on_host,
+        by_model=speculative.by_model,
     )
     if not speculative.drafts_on_host:
         return lengths, None
@@ -149,8 +151,8 @@ def check_vocabulary(model: Any, target: Tokenizer, draft: Tokenizer) -> None:
 
 
 def draft_functions(draft: Draft, config: EngineConfig, target: ModelFunctions) -> TakenApart:
-    """What drafts, taken apart for the programs of its target. On a CPU the layers of a draft model run our kernels as the target's
-    do. On a GPU they are XLA's, as no qualification has asked a card about their shapes. Those of heads always are.
+    """What drafts, taken apart for the programs of its target. On a CPU the layers of a draft model or head run our kernels as the
+    target's do. On a GPU they are XLA's, as no qualification has asked a card about their shapes.
 
     Raises:
       NotImplementedError: the target lies on several devices.
@@ -171,12 +173,21 @@ def draft_functions(draft: Draft, config: EngineConfig, target: ModelFunctions) 
             check_medusa(config, draft.config)
         if faults := draft.config.faults(target.model_config):
             raise ValueError(f"draft= is {what} for another target: {'; '.join(faults)}")
-        functions = HeadFunctions(draft, draft.config, draft.config.layer if isinstance(draft, EagleHead) else None)
+        functions = _head_functions(draft, target)
     if functions.dtype != target.dtype:
         raise ValueError(
             f"speculative_config: the draft's weights are {functions.dtype}, the target's {target.dtype}: load both in one dtype"
         )
     return functions
+
+
+def _head_functions(head: EagleHead | MedusaHeads, target: ModelFunctions) -> HeadFunctions[Any]:
+    """On a CPU its matrices are laid out anew, and multiplied by what multiplies the target's."""
+    fused = None
+    if current_platform() == "cpu":
+        head, fused = nnx.merge(*nnx.split(head)), target.kernels.fused
+        head.transpose()
+    return HeadFunctions(head, head.config, head.config.layer if isinstance(head, EagleHead) else None, fused)
 
 
 def _kind(draft: Draft) -> tuple[str, str]:

@@ -123,10 +123,10 @@ class Engine:
         self.pools: list[PagePool] = [PagePool(*pool) for _ in range(limits.num_groups)]  # of each group of devices
         self.pool: PagePool = self.pools[0]
         lengths, host_drafts = make_drafting(self.config)
-        self._draft_lengths: DraftLengths | None = lengths
+        self.draft_lengths: DraftLengths | None = lengths
         stages, is_async = self.config.engine.pipeline_parallel_size, self.config.engine.async_scheduling and not host_drafts
         self.scheduler: Scheduler = Scheduler(
-            limits, self.pool, self._step_budget, self._draft_lengths, hides_in_flight=stages > 1, other_pools=self.pools[1:]
+            limits, self.pool, self._step_budget, self.draft_lengths, hides_in_flight=stages > 1, other_pools=self.pools[1:]
         )
         shapes = plan if self._warm_up is None else self._warm_up.shapes
         self.packer: BatchPacker = BatchPacker(
@@ -146,7 +146,7 @@ class Engine:
             grammars=GrammarFollower(self._constraints, self._requests, self.scheduler, self.packer, self.stats),
             requests=self._requests,
             stats=self.stats,
-            draft_lengths=self._draft_lengths,
+            draft_lengths=self.draft_lengths,
             demand_log=self._demand_log,
             max_in_flight=max(1, stages - 1) if is_async else 0,
             clock=self._clock,

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from jaxserve.engine.stats import EngineStats, tokens_of
 from jaxserve.engine.step_outputs import outputs_of
 from jaxserve.engine.stored_pages import IDLE_WAIT, StoredPages
 from jaxserve.execution.leading_runner import AnyRunner
+from jaxserve.execution.programs import RestHead
 from jaxserve.execution.runner import StepHandle
 from jaxserve.execution.stage_clock import StageClock
 from jaxserve.request import EngineOutput, Request
@@ -46,6 +47,7 @@ class StepInFlight:
     score_spans: list[ScoreSpan]  # of prompts, that it scores
     dispatched_at: float  # seconds of time.monotonic
     handle: StepHandle
+    proposes: bool = True  # as StepInputs'
 
 
 @dataclass
@@ -95,7 +97,7 @@ class StepPipeline:
             self.clock.watch(handle.stages, dispatched_at, schedule.num_tokens > schedule.num_decodes)
         if self.stored is not None:
             self.stored.save()
-        self.in_flight.append(StepInFlight(schedule, spans, dispatched_at, handle))
+        self.in_flight.append(StepInFlight(schedule, spans, dispatched_at, handle, inputs.proposes))
         self.collect(keep=self.max_in_flight)
         return self._deliver()
 
@@ -140,6 +142,9 @@ class StepPipeline:
         spans = spans_of(schedule, inputs.token_starts)
         if spans:
             inputs.score_spans.extend(pack_spans(spans, self.runner.score_rows))
+        if self.draft_lengths is not None and not self.draft_lengths.proposes:
+            can_rest = not inputs.with_logprobs and self.runner.programs.has(RestHead(inputs.head_rows))
+            inputs = replace(inputs, proposes=not can_rest)
         self.stats.add_step(schedule, inputs, speculates=self.draft_lengths is not None)
         if self.demand_log is not None:
             self.demand_log.write(self.stats.num_steps, schedule, inputs, self.scheduler.num_waiting)
@@ -189,7 +194,7 @@ class StepPipeline:
         """Which drafts of the step stood; none where speculation is off."""
         if self.draft_lengths is None:
             return None
-        self.draft_lengths.take_time(step.schedule, step.dispatched_at, time.monotonic())
+        self.draft_lengths.take_time(step.schedule, step.dispatched_at, time.monotonic(), step.proposes)
         if sampled is None:
             return None
         return self.draft_lengths.take_tokens(step.schedule, tokens, counts, sampled.drafts)

@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxserve.execution.draft_pages import DraftPages, LastRows
 from jaxserve.models import ModelConfig
+from jaxserve.models.layers import Fused
 from jaxserve.sampling import sampler
 from jaxserve.sampling.sampler import SamplingRows
 from jaxserve.speculative.proposer import DRAFT_STREAM, NO_DRAFT
@@ -33,9 +34,9 @@ class TakenApart(Protocol):
 
 class HeadFunctions[Head: nnx.Module]:
     """A head of a target taken apart: its weights as a flat list, and the module with such a list in it. config: the head's own.
-    model_config: of the layer in which it attends, None if it does not."""
+    model_config: of the layer in which it attends, None if it does not. fused: what computes its matmuls; None: XLA."""
 
-    def __init__(self, head: Head, config: Any, model_config: ModelConfig | None):
+    def __init__(self, head: Head, config: Any, model_config: ModelConfig | None, fused: Fused | None = None):
         graphdef, state = nnx.split(head)
         weights, treedef = jax.tree.flatten(state)
         self.graphdef: nnx.GraphDef[Head] = graphdef
@@ -43,6 +44,7 @@ class HeadFunctions[Head: nnx.Module]:
         self.weights: list[Any] = weights
         self.abstract: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights]
         self.config = config
+        self.fused: Fused | None = fused
         self.model_config: ModelConfig | None = model_config
         self.dtype: Any = next(x.dtype for x in self.abstract if jnp.issubdtype(x.dtype, jnp.floating))
 
@@ -92,6 +94,13 @@ def choose(logits: jax.Array, rows: SamplingRows, draws: bool) -> tuple[jax.Arra
     if draws:
         return sampler.draw_with_probs(logits, rows, DRAFT_STREAM)
     return sampler.sample(logits, rows).tokens, None
+
+
+def over_vocabulary(logits: jax.Array, ids: jax.Array | None, vocab_size: int) -> jax.Array:  # f32[B, n] -> f32[B, V]
+    """-inf where a head knows no token. ids: i32[n], those that it knows; None: all."""
+    if ids is None:
+        return logits
+    return jnp.full((len(logits), vocab_size), -jnp.inf, jnp.float32).at[:, ids].set(logits)
 
 
 def spread(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.batching.context import StepContext
-from jaxserve.execution.draft_functions import HeadFunctions, WithPages, choose, new_pages, spread
+from jaxserve.execution.draft_functions import HeadFunctions, WithPages, choose, new_pages, over_vocabulary, spread
 from jaxserve.execution.draft_pages import DraftPages, LastRows
 from jaxserve.execution.model_functions import ModelFunctions, attend_paged
 from jaxserve.models.eagle import EagleHead
@@ -68,21 +68,20 @@ class Eagle(WithPages):
     def _embed(self, head: EagleHead, target: Any, tokens: jax.Array) -> jax.Array:
         return target.embed(tokens) if head.embed_tokens is None else head.embed_tokens(tokens)
 
-    @staticmethod
-    def _run(head: EagleHead, embedded: jax.Array, feature: jax.Array, kv: jax.Array, context: StepContext) -> Any:
+    def _run(self, head: EagleHead, embedded: jax.Array, feature: jax.Array, kv: jax.Array, context: StepContext) -> Any:
         """([T, D], the pages) of pairs that stand where the context says."""
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
             return attend_paged(None, kv, context, q, k, v)
 
         with jax.named_scope("eagle"):
-            return head(embedded, feature, head.rope(context.positions), attend)
+            return head(embedded, feature, head.rope(context.positions), attend, self.functions.fused)
 
     def read_body(self, weights: list[jax.Array], state: EagleState, ran: Ran) -> EagleState:
         head, target = self._modules(weights)
         states = ran.layer_inputs if head.config.version == 3 else target.final_norm(ran.hidden)
         assert states is not None
-        feature = head.feature(states)
+        feature = head.feature(states, self.functions.fused)
         kept = state.kept.at[ran.seq_rows].get(mode="fill", fill_value=0)
         kept_at = state.kept_at.at[ran.seq_rows].get(mode="fill", fill_value=-1)
         pairs = _pairs(ran.context, kept_at, self.pages)
@@ -127,8 +126,7 @@ class Eagle(WithPages):
         """Over the target's vocabulary, -inf where the head knows no token."""
         if head.lm_head is None or head.draft_ids is None:
             return target.logits(x)
-        nothing = jnp.full((len(x), self.target.model_config.vocab_size), -jnp.inf, jnp.float32)
-        return nothing.at[:, head.draft_ids[...]].set(head.draft_logits(x))
+        return over_vocabulary(head.draft_logits(x, self.functions.fused), head.draft_ids[...], self.target.model_config.vocab_size)
 
 
 @dataclass(frozen=True)

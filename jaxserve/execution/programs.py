@@ -12,6 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -54,7 +55,15 @@ from kernels.ragged_paged_attention import host_planner
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
-ProgramKey = Bucket | tuple[int, bool] | str
+
+@dataclass(frozen=True)
+class RestHead:
+    """The key of a head of so many logits rows, without log-probabilities, that makes no drafts."""
+
+    rows: int
+
+
+ProgramKey = Bucket | tuple[int, bool] | RestHead | str
 
 UPDATE_BATCH = 1024  # page-table entries an update program takes at once
 SCORE_ROWS = 256  # most logits rows that the score program holds at once
@@ -120,6 +129,7 @@ class Programs:
     """Programs of one model and plan, each compiled when first asked for and kept.
 
     Keys: a Bucket for its body, (rows, with_logprobs) for a head, "score" and "update"; with a store of KV also "take" and "put".
+    Where drafts cost time and their number adapts, also a RestHead for plain steps.
     The functions may be those of a pipeline's stage: heads and "score" are the last one's then. What they run:
     `execution.body.body`, `execution.head.head` (or `drafting_head`), `head.score`, `device_state.update_rows` and page_transfer's.
     Donated is the state that each of them returns anew, never weights, nor what the host fetches.
@@ -152,7 +162,16 @@ class Programs:
         transfers = ("take", "put") if self.config.engine.kv_store is not None else ()
         if not self.functions.is_last:
             return [*plan.buckets, "update", *transfers]
-        return [*plan.buckets, *((rows, lp) for rows in plan.head_rows for lp in (False, True)), "score", "update", *transfers]
+        heads = [(rows, lp) for rows in plan.head_rows for lp in (False, True)]
+        return [*plan.buckets, *heads, *self._rest_heads, "score", "update", *transfers]
+
+    @property
+    def _rest_heads(self) -> list[RestHead]:
+        speculative, plan = self.config.speculative, self.config.plan
+        if speculative is None or not (speculative.adaptive and speculative.by_model):
+            return []
+        most = plan.select_head_rows(self.config.scheduler.max_num_seqs)
+        return [RestHead(rows) for rows in plan.head_rows if rows <= most]
 
     def has(self, key: ProgramKey) -> bool:
         """Whether this program is compiled."""
@@ -190,6 +209,8 @@ class Programs:
     def _local_spec(self, key: ProgramKey) -> ProgramSpec:
         if isinstance(key, Bucket):
             return self._body_spec(key)
+        if isinstance(key, RestHead):
+            return self._head_spec(key.rows, False, proposes=False)
         if key == "score":
             return self._score_spec()
         if key == "update":
@@ -209,7 +230,7 @@ class Programs:
             args += (jax.ShapeDtypeStruct((bucket.tokens, self.config.model.hidden_size), self.config.pages.dtype),)
         return ProgramSpec(function, (1,), args)
 
-    def _head_spec(self, rows: int, with_logprobs: bool) -> ProgramSpec:
+    def _head_spec(self, rows: int, with_logprobs: bool, proposes: bool = True) -> ProgramSpec:
         """(head weights, RowState, HeadInputs, Masks) -> (RowState, what the host fetches)."""
         R, hidden_size = self.config.plan.max_head_rows, self.config.model.hidden_size
         hidden: Any = jax.ShapeDtypeStruct((R, hidden_size), self.config.pages.dtype)
@@ -223,7 +244,8 @@ class Programs:
             function = functools.partial(head, self.functions, *shape)
         else:
             assert self.config.speculative is not None
-            function = functools.partial(drafting_head, self.functions, self.proposer, self.config.speculative.acceptance, *shape)
+            how = self.functions, self.proposer, self.config.speculative.acceptance, proposes
+            function = functools.partial(drafting_head, *how, *shape)
         return ProgramSpec(function, (1,), (self._head_weights(), self.state.rows, inputs, masks))
 
     def _score_spec(self) -> ProgramSpec:
@@ -305,6 +327,8 @@ def name_of(key: ProgramKey) -> str:
         return f"body {key}"
     if isinstance(key, str):
         return {"score": "score", "update": "state update", "take": "pages to the host", "put": "pages from the host"}[key]
+    if isinstance(key, RestHead):
+        return f"head({key.rows}, no drafts)"
     rows, with_logprobs = key
     return f"head({rows}{', logprobs' if with_logprobs else ''})"
 

@@ -22,7 +22,7 @@ from jaxserve.execution.device_state import DeviceState, new_state
 from jaxserve.execution.head import Masks
 from jaxserve.execution.page_transfer import HEADS, TRANSFER_PAGES, TakenPages, padded_ids, parts_of_group
 from jaxserve.execution.placing import to_device, to_host
-from jaxserve.execution.programs import UPDATE_BATCH, ProgramKey, Programs
+from jaxserve.execution.programs import UPDATE_BATCH, ProgramKey, Programs, RestHead
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.execution.stage_reports import Result
 from jaxserve.parallel.layout import Layout
@@ -190,7 +190,8 @@ class Runner:
         assert body.head_inputs is not None
         if inputs.head_rows:
             masks = self._no_masks(inputs.head_rows) if allowed is None else self._masks(allowed[: inputs.head_rows])
-            head = self.programs.get((inputs.head_rows, inputs.with_logprobs))
+            plain = inputs.head_rows, inputs.with_logprobs
+            head = self.programs.get(plain if inputs.proposes else RestHead(inputs.head_rows))
             rows, out = head(self.head_weights, self.state.rows, body.head_inputs, masks)
             self.state = replace(self.state, rows=rows)
             self._start_fetching(out)
@@ -316,7 +317,9 @@ def warm_up(runner: WarmsUp, progress: Callable[[list], Iterable]) -> None:
 def empty_steps(runner: WarmsUp, keys: Sequence[ProgramKey]) -> Iterator[StepHandle]:
     """As `Runner.run_empty_steps`."""
     buckets = [k for k in keys if isinstance(k, Bucket)]
-    heads = [k for k in keys if isinstance(k, tuple)]
+    heads = [k for k in keys if isinstance(k, tuple | RestHead)]
     for i in range(max(len(buckets), len(heads))):
-        bucket, (rows, with_logprobs) = buckets[i % len(buckets)], heads[i % len(heads)]
-        yield runner.dispatch(StepInputs.padding(runner.programs.layouts[bucket], rows, with_logprobs))
+        bucket, head = buckets[i % len(buckets)], heads[i % len(heads)]
+        rows, with_logprobs = (head.rows, False) if isinstance(head, RestHead) else head
+        inputs = StepInputs.padding(runner.programs.layouts[bucket], rows, with_logprobs)
+        yield runner.dispatch(replace(inputs, proposes=not isinstance(head, RestHead)))

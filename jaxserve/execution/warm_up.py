@@ -19,7 +19,7 @@ import jax
 
 from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.execution.pipeline_programs import AnyPrograms
-from jaxserve.execution.programs import ProgramKey, name_of
+from jaxserve.execution.programs import ProgramKey, RestHead, name_of
 from jaxserve.scheduling.config import resolve_policy
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -49,7 +49,8 @@ def remaining_programs(plan: BucketPlan, keys: Iterable[ProgramKey], first: Iter
     rest = set(keys) - set(first)
     heads = [(rows, with_logprobs) for with_logprobs in (False, True) for rows in plan.head_rows]
     by_turns = [key for i in range(max(len(plan.buckets), len(heads))) for key in (*plan.buckets[i : i + 1], *heads[i : i + 1])]
-    return [key for key in (*by_turns, "score", "update", "take", "put") if key in rest]
+    at_rest = [RestHead(rows) for rows in plan.head_rows]
+    return [key for key in (*by_turns, *at_rest, "score", "update", "take", "put") if key in rest]
 
 
 def _takes_any_prompt(bucket: Bucket) -> bool:

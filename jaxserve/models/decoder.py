@@ -25,9 +25,9 @@ from jaxserve.models.layers import (
     RMSNorm,
     RopeAngles,
     SwiGLU,
-    TransposedLinear,
     causal_attention,
     matmul_transposed,
+    transposed,
     vocabulary_logits,
 )
 from jaxserve.models.rope import rope_cos_sin
@@ -132,19 +132,11 @@ def transpose_kernels(model: Decoder) -> Decoder:
             blocks.append((layer.mlp, ("gate_up_proj", "down_proj")))
         for block, names in blocks:
             for name in names:
-                setattr(block, name, _transposed(getattr(block, name)))
+                setattr(block, name, transposed(getattr(block, name)))
     if model.lm_head is not None:
-        model.lm_head = _transposed(model.lm_head)
+        model.lm_head = transposed(model.lm_head)
     model.is_transposed = True
     return model
-
-
-def _transposed(linear: AnyLinear) -> AnyLinear:
-    if isinstance(linear, TransposedLinear):
-        return linear
-    kernel: Any = linear.kernel.get_value()
-    is_abstract = isinstance(kernel, jax.ShapeDtypeStruct)
-    return TransposedLinear(jax.ShapeDtypeStruct(kernel.shape[::-1], kernel.dtype) if is_abstract else kernel.T, linear.bias)
 
 
 def named_leaves(module: nnx.Module) -> dict[str, Any]:

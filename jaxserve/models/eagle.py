@@ -23,7 +23,19 @@ from checkpoints.weights import Source, WeightsError, find_problems, load_weight
 from jaxserve.models.config import ModelConfig, read_json
 from jaxserve.models.decoder import named_leaves, with_leaves
 from jaxserve.models.hf_keys import as_is, layer_linears, linear
-from jaxserve.models.layers import Attend, Attention, Embedding, Linear, RMSNorm, RopeAngles, SwiGLU
+from jaxserve.models.layers import (
+    AnyLinear,
+    Attend,
+    Attention,
+    Embedding,
+    Fused,
+    Linear,
+    RMSNorm,
+    RopeAngles,
+    SwiGLU,
+    plain_linear,
+    transposed,
+)
 from jaxserve.models.rope import rope_cos_sin
 from kernels.rotary_write.xla import split_heads
 
@@ -111,7 +123,7 @@ class EagleHead(nnx.Module):
         layer, is_3, kind = config.layer, config.version == 3, {"rngs": rngs, "param_dtype": param_dtype}
         D = layer.hidden_size
         self.config = config
-        self.fc: Linear = Linear((NUM_STATES if is_3 else 2) * D, D, use_bias=config.fc_bias, **kind)
+        self.fc: AnyLinear = Linear((NUM_STATES if is_3 else 2) * D, D, use_bias=config.fc_bias, **kind)
         self.attention: Attention = Attention(layer, **kind)
         norm = lambda: RMSNorm(D, layer.rms_norm_eps, param_dtype=param_dtype)  # noqa: E731
         self.mlp_norm: RMSNorm = norm()
@@ -120,7 +132,7 @@ class EagleHead(nnx.Module):
         self.input_norm: RMSNorm | None = norm() if is_3 else None
         self.hidden_norm: RMSNorm | None = norm() if is_3 else None
         self.norm: RMSNorm | None = norm() if is_3 else None
-        self.lm_head: Linear | None = Linear(D, config.draft_vocab_size, use_bias=False, **kind) if is_3 else None
+        self.lm_head: AnyLinear | None = Linear(D, config.draft_vocab_size, use_bias=False, **kind) if is_3 else None
         ids = nnx.Param(jnp.arange(config.draft_vocab_size, dtype=jnp.int32)) if is_3 else None
         self.draft_ids: nnx.Param[jax.Array] | None = ids
         if is_3:
@@ -136,9 +148,17 @@ class EagleHead(nnx.Module):
         """Of the pairs' positions: those of their hidden states."""
         return rope_cos_sin(self.config.layer.rope, self.config.layer.head_dim, positions)
 
-    def feature(self, states: jax.Array) -> jax.Array:
+    def transpose(self) -> None:
+        """Lays its matrices out as `transpose_kernels` does a decoder's: as a CPU computes fastest with."""
+        blocks = (self, ("fc", "lm_head")), (self.attention, ("qkv_proj", "o_proj")), (self.mlp, ("gate_up_proj", "down_proj"))
+        for block, names in blocks:
+            for name in names:
+                if getattr(block, name) is not None:
+                    setattr(block, name, transposed(getattr(block, name)))
+
+    def feature(self, states: jax.Array, fused: Fused | None = None) -> jax.Array:
         """[T, 3 D], the inputs of the layers that it reads, to [T, D]; with version 1 [T, D], normed, as it is."""
-        return self.fc(states) if self.config.version == 3 else states
+        return plain_linear(self.fc, states, fused) if self.config.version == 3 else states
 
     def __call__(
         self,
@@ -146,24 +166,26 @@ class EagleHead(nnx.Module):
         feature: jax.Array,  # [T, D]: of the token before it, or the output at that
         rope: RopeAngles,
         attend: Attend,
+        fused: Fused | None = None,
     ) -> tuple[jax.Array, Any]:
-        """([T, D], the kv that attend returned)."""
+        """([T, D], the kv that attend returned). fused: what computes the matmuls, where it takes any layout."""
+        fused = fused if fused is not None and fused.any_layout else None
         if self.input_norm is None or self.hidden_norm is None:
-            residual = x = self.fc(jnp.concatenate([embedded, feature], -1))
+            residual = x = plain_linear(self.fc, jnp.concatenate([embedded, feature], -1), fused)
         else:
             normed = self.hidden_norm(feature)
             residual = normed if self.config.norm_before_residual else feature
             x = jnp.concatenate([self.input_norm(embedded), normed], -1)
         attention = self.attention
-        qkv = attention.qkv_proj(x).reshape(*x.shape[:-1], -1, attention.head_dim)
+        qkv = plain_linear(attention.qkv_proj, x, fused).reshape(*x.shape[:-1], -1, attention.head_dim)
         q, k, v = split_heads(qkv, attention.num_kv_heads, *rope, None, None, eps=0.0)
         o, kv = attend(q, k, v)
-        return self.mlp.add(attention.add_output(residual, o), self.mlp_norm), kv
+        return self.mlp.add(attention.add_output(residual, o, fused), self.mlp_norm, fused), kv
 
-    def draft_logits(self, x: jax.Array) -> jax.Array:  # [T, D] -> f32[T, draft_vocab_size]
+    def draft_logits(self, x: jax.Array, fused: Fused | None = None) -> jax.Array:  # [T, D] -> f32[T, draft_vocab_size]
         """Logits of the layer's output, of a head of its own."""
         assert self.norm is not None and self.lm_head is not None
-        return jnp.dot(self.norm(x), self.lm_head.kernel[...], preferred_element_type=jnp.float32)
+        return plain_linear(self.lm_head, self.norm(x), fused, jnp.float32)
 
 
 def key_table(config: EagleConfig, keys: Collection[str] = ()) -> dict[str, Source]:

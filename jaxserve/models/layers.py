@@ -77,6 +77,15 @@ class TransposedLinear(nnx.Module):
 AnyLinear = Linear | TransposedLinear
 
 
+def transposed(linear: AnyLinear) -> AnyLinear:
+    """A linear as a `TransposedLinear`, abstract where it is."""
+    if isinstance(linear, TransposedLinear):
+        return linear
+    kernel: Any = linear.kernel.get_value()
+    is_abstract = isinstance(kernel, jax.ShapeDtypeStruct)
+    return TransposedLinear(jax.ShapeDtypeStruct(kernel.shape[::-1], kernel.dtype) if is_abstract else kernel.T, linear.bias)
+
+
 def matmul_transposed(
     x: jax.Array,  # [..., in]
     weight: jax.Array,  # [out, in]
@@ -310,6 +319,18 @@ def linear_onto(
     part = lambda x: shard.part(x, x.ndim - 1, num_columns)  # noqa: E731
     layout["bias"] = None if layout["bias"] is None else part(layout["bias"])
     return shard.columns(fused.matmul(x, kernel, **layout, residual=part(residual)), D)
+
+
+def plain_linear(linear: AnyLinear, x: jax.Array, fused: Fused | None = None, dtype: Any = None) -> jax.Array:
+    """linear(x), by what computes fused matmuls where that takes any layout and x is [T, in]. dtype: of the result where it is not
+    x's: float32, of a linear without a bias."""
+    kernel, layout = _matrix(linear)
+    if fused is not None and fused.any_layout:
+        return fused.matmul(x, kernel, **layout, dtype=dtype)
+    if dtype is None:
+        return linear(x)
+    assert linear.bias is None
+    return matmul_transposed(x, kernel, dtype) if "transposed" in layout else jnp.dot(x, kernel, preferred_element_type=dtype)
 
 
 def _matrix(linear: AnyLinear) -> tuple[jax.Array, dict[str, Any]]:

@@ -121,6 +121,11 @@ class SpeculativeConfig:
         return self.method == "suffix"
 
     @property
+    def by_model(self) -> bool:
+        """Whether a checkpoint of its own makes the drafts: each costs device time, whether it is verified or not."""
+        return self.method in BY_MODEL
+
+    @property
     def keeps_pages(self) -> bool:
         """Whether what drafts attends, and keeps KV beside the target's."""
         return self.method in WITH_PAGES

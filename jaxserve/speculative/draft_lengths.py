@@ -24,6 +24,8 @@ LEAST_GAIN = 1.05  # over a plain step, by prediction, that makes drafts worth i
 NUM_TIMES = 12  # last times of a shape that count
 ENOUGH_TIMES = 3  # fewer say nothing: the first may hold a compile
 RETRY_STEPS = 1000  # a shape that did not run for so many steps is timed anew
+PATIENCE = 8  # steps of decodes in a row for which no drafts pay; behind those none are made,
+PROBE_EVERY, PROBE_STEPS = 128, 3  # but in so many of every so many steps
 
 Shape = tuple[Bucket, int]  # of a step of decodes alone: its bucket, its head's rows
 
@@ -76,6 +78,9 @@ class DraftLengths:
     time per token is best, averaged over the rows, as long as it slows down no row by more than that average gains. The times are
     those of the engine's own steps. adaptive=False: always `num_drafts`.
 
+    by_model: whether what drafts takes time, though nothing is verified. Then `proposes` says of each step whether its head shall
+    make drafts. Where none paid for a while it does not, but in a few steps from time to time, and again when other rows decode.
+
     on_host: whether the host writes `proposed` before it schedules, so that no row brings a draft that is none. Otherwise the
     device has newer drafts than `proposed`, which is a step behind.
     """
@@ -88,6 +93,7 @@ class DraftLengths:
         num_drafts: int,
         adaptive: bool = True,
         on_host: bool = False,
+        by_model: bool = False,
     ):
         self.plan = plan
         self.on_host = on_host
@@ -99,6 +105,11 @@ class DraftLengths:
         self.proposed: np.ndarray = np.full((max_num_seqs, num_drafts), NO_DRAFT, np.int32)  # after each row's last token
         self.rates: np.ndarray = np.full(max_num_seqs, FIRST_RATE)  # how often a row's next draft is right
         self.times: RecentTimes = RecentTimes()
+        self.times_at_rest: RecentTimes = RecentTimes()  # of steps whose heads made no drafts
+        self.proposes: bool = True  # whether the head of the step that was scheduled last shall make drafts
+        self._by_model = by_model
+        self._unpaid = 0  # steps of decodes in a row without drafts
+        self._last_rows: bytes = b""
         self._last_finished = 0.0
         self._generations = np.full(max_num_seqs, -1, np.int64)
         self._of_new = FIRST_RATE  # what to expect of a row's next owner
@@ -113,8 +124,21 @@ class DraftLengths:
         """explore: whether the step will hold decodes alone, so that `take_time` learns what it took: of the shapes that were not
         timed the smallest is then tried, as if it took no longer than smaller ones. Otherwise they are left out. queued: whether
         requests wait for a row."""
-        chosen = self._choose(rows, explore, queued) if self.adaptive else np.full(len(rows), self.num_drafts, np.int32)
+        if not self.adaptive:
+            self.proposes, chosen = True, np.full(len(rows), self.num_drafts, np.int32)
+        elif self.proposes:
+            chosen = self._choose(rows, explore, queued)
+        else:
+            chosen = np.zeros(len(rows), np.int32)  # the step before makes none
+        if self._by_model and self.adaptive:
+            self._rest(rows, bool(chosen.any()))
         return np.minimum(chosen, self._num_known(rows)) if self.on_host else chosen
+
+    def _rest(self, rows: np.ndarray, pays: bool) -> None:
+        """Decides whether the step in hand makes drafts."""
+        same, self._last_rows = rows.tobytes() == self._last_rows, rows.tobytes()
+        self._unpaid = 0 if pays or not same else self._unpaid + 1
+        self.proposes = self._unpaid < PATIENCE or self._unpaid % PROBE_EVERY < PROBE_STEPS
 
     def _num_known(self, rows: np.ndarray) -> np.ndarray:  # i32[n]
         return (self.proposed[rows] != NO_DRAFT).sum(1, dtype=np.int32)
@@ -125,8 +149,8 @@ class DraftLengths:
         if self.on_host:
             worth &= self._num_known(rows) > 0
         num_worth, best, length = int(worth.sum()), LEAST_GAIN, 0
-        plain = self.times.get(self.shape(n, n, 1)) if num_worth else None
-        if plain is None:
+        at_rest, plain = self.times_at_rest.get(self.shape(n, n, 1)), self.times.get(self.shape(n, n, 1))
+        if plain is None or not num_worth:
             return np.zeros(n, np.int32)
         p = np.minimum(rates[worth], 0.999)
         for k in self.lengths:
@@ -139,7 +163,7 @@ class DraftLengths:
                 if not explore:
                     continue
                 seconds, explore = max(plain, self.times.least(shape)), False
-            tokens, speed = np.ones(n), plain / seconds
+            tokens, speed = np.ones(n), (at_rest or plain) / seconds
             tokens[worth] = (1 - p ** (k + 1)) / (1 - p)
             gain = speed * float(tokens.mean() if queued else 1 / (1 / tokens).mean())
             fair = queued or gain * speed * float(tokens.min()) >= 1
@@ -151,12 +175,13 @@ class DraftLengths:
         """Of a step of decodes alone."""
         return self.plan.select(num_tokens, num_seqs, max_q_len), self.plan.select_head_rows(num_tokens)
 
-    def take_time(self, schedule: Schedule, begun: float, finished: float) -> None:
+    def take_time(self, schedule: Schedule, begun: float, finished: float, proposes: bool = True) -> None:
         """When a step was dispatched and when its tokens were there, in seconds: it took what lies between, but for what the step
-        before had of it. Counts if it held decodes alone."""
+        before had of it. Counts if it held decodes alone. proposes: whether its head made drafts."""
         seconds, self._last_finished = finished - max(begun, self._last_finished), finished
         if self.adaptive and schedule.num_decodes == schedule.num_seqs:
-            self.times.add(self.shape(schedule.num_tokens, schedule.num_seqs, schedule.max_q_len), seconds)
+            times = self.times if proposes else self.times_at_rest
+            times.add(self.shape(schedule.num_tokens, schedule.num_seqs, schedule.max_q_len), seconds)
 
     def take_tokens(
         self,
@@ -177,7 +202,7 @@ class DraftLengths:
         counted = np.array([not (request.finished or request.num_forced_in_flight) for request in schedule.requests[:d]], bool)
         rates = 1 - (1 - self.rates[decoding]) * (1 - MEMORY) ** right
         rates = np.where(right < np.maximum(planned, 1), rates * (1 - MEMORY), rates)
-        tried = counted & (self.proposed[decoding, 0] != NO_DRAFT) if self.on_host else counted
+        tried = counted & (self.proposed[decoding, 0] != NO_DRAFT) if self.on_host or self._by_model else counted
         self.rates[decoding] = np.where(tried, rates, self.rates[decoding])
         if d:
             self._of_new += MEMORY_OF_NEW * (float(self.rates[decoding].mean()) - self._of_new)

@@ -42,8 +42,9 @@ class Answer(NamedTuple):
 class TrainingConfig:
     """How a head is trained.
 
-    method: "eagle3" or "medusa". num_drafts: of the chains that it learns to make; of Medusa its heads. draft_vocab_size: of
-    EAGLE-3, tokens that its head knows, the most frequent of the answers. length: tokens of a sequence, what is longer is cut.
+    method: "eagle3" or "medusa". num_drafts: of the chains that it learns to make; of Medusa its heads. shared_head: of Medusa:
+    blocks alone are trained, in front of the target's own head. draft_vocab_size: of EAGLE-3, and of Medusa with a shared head:
+    tokens that it knows, the most frequent of the answers. length: tokens of a sequence, what is longer is cut.
     save_every: steps between checkpoints.
 
     Raises:
@@ -52,6 +53,7 @@ class TrainingConfig:
 
     method: str = "eagle3"
     num_drafts: int = 4
+    shared_head: bool = False
     draft_vocab_size: int = 8192
     steps: int = 600
     batch_size: int = 4
@@ -68,6 +70,8 @@ class TrainingConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.length < self.num_drafts + 3:
             raise ValueError(f"length={self.length} must be at least num_drafts + 3 = {self.num_drafts + 3}: a chain must fit")
+        if self.shared_head and self.method != "medusa":
+            raise ValueError(f"shared_head=True is of method='medusa', and method is {self.method!r}: leave it out")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate={self.learning_rate} must be positive")
 
@@ -118,6 +122,26 @@ def frequent_tokens(answers: Sequence[Answer], vocab_size: int, size: int) -> np
     return np.sort(np.array(ranked, np.int32))
 
 
+def rank_answers(
+    target: Decoder, head: Head, answers: Sequence[Answer], num_drafts: int, *, length: int, batch_size: int
+) -> np.ndarray:  # i32[chains, num_drafts]
+    """As `draft_chains.chain_ranks`, of all chains behind tokens of these answers, in their order."""
+
+    @jax.jit
+    def rank(targets: dict[str, Any], heads: dict[str, Any], batch: Batch) -> tuple[jax.Array, jax.Array]:
+        module = with_leaves(head, heads)
+        states = draft_chains.target_states(with_leaves(target, targets), module, batch.tokens)
+        return draft_chains.chain_ranks(module, states, *batch, num_drafts)
+
+    some, found = usable(answers, length), [np.zeros((0, num_drafts), np.int32)]
+    for i in range(0, len(some), batch_size):
+        rows = some[i : i + batch_size]
+        batch = make_batch([*rows, *[Answer([0], [])] * (batch_size - len(rows))], length)
+        ranks, chains = map(np.asarray, rank(named_leaves(target), named_leaves(head), batch))
+        found.append(ranks[chains])
+    return np.concatenate(found)
+
+
 class DraftTrainer:
     """A head in training.
 
@@ -142,21 +166,24 @@ class DraftTrainer:
         kind: Any = type(head)
         self._abstract: Any = kind.abstract(head.config, "float32")
         leaves = named_leaves(head)
-        self._fixed: dict[str, Any] = {path: leaf for path, leaf in leaves.items() if not jnp.issubdtype(leaf.dtype, jnp.floating)}
+        fixed = {"draft_ids", *(("lm_head/kernel",) if config.shared_head else ())}
+        self._fixed: dict[str, Any] = {path: leaf for path, leaf in leaves.items() if path in fixed}
         self.weights: dict[str, Any] = {path: leaf for path, leaf in leaves.items() if path not in self._fixed}
         self._optimizer: Any = self._make_optimizer()
         self._moments: Any = self._optimizer.init(self.weights)
         self.step: int = 0
         self._restore()
         self._update = jax.jit(self._update_function, donate_argnums=(0, 1))
-        self._count = jax.jit(self._count_function)
 
     def _new_head(self) -> Head:
         c = self.config
-        if c.method == "medusa":
+        if c.method == "medusa" and not c.shared_head:
             return draft_chains.new_medusa(self.target, c.num_drafts, c.seed)
         ids = frequent_tokens(self.answers, self.target.config.vocab_size, c.draft_vocab_size)
-        return draft_chains.new_eagle3(self.target, ids, c.seed)
+        if c.method == "medusa":
+            return draft_chains.new_medusa(self.target, c.num_drafts, c.seed, ids)
+        prompt, output = self.answers[0]
+        return draft_chains.new_eagle3(self.target, ids, c.seed, prompt + output)
 
     def _make_optimizer(self) -> Any:
         import optax
@@ -165,29 +192,22 @@ class DraftTrainer:
         rate = optax.warmup_cosine_decay_schedule(0.0, c.learning_rate, max(1, int(WARM_UP * c.steps)), c.steps + 1)
         return optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(rate, b2=0.95, weight_decay=0.0))
 
-    def head(self, weights: dict[str, Any] | None = None) -> Any:
-        """The head with these weights, or its own of now."""
-        return with_leaves(self._abstract, {**(self.weights if weights is None else weights), **self._fixed})
+    def head(self) -> Any:
+        """The head with its weights of now."""
+        return with_leaves(self._abstract, {**self.weights, **self._fixed})
 
-    def _states(self, head: Head, target: dict[str, Any], tokens: Any) -> draft_chains.States:
-        return draft_chains.target_states(with_leaves(self.target, target), head, tokens)
-
-    def _update_function(self, weights: Any, moments: Any, target: dict[str, Any], batch: Batch) -> Any:
+    def _update_function(self, weights: Any, moments: Any, fixed: Any, target: dict[str, Any], batch: Batch) -> Any:
         import optax
 
-        states = self._states(self.head(weights), target, batch.tokens)
+        head = lambda weights: with_leaves(self._abstract, {**weights, **fixed})  # noqa: E731
+        states = draft_chains.target_states(with_leaves(self.target, target), head(weights), batch.tokens)
 
         def loss(weights: Any) -> jax.Array:
-            return draft_chains.loss(self.head(weights), states, batch.begins, batch.ends, self.config.num_drafts)
+            return draft_chains.loss(head(weights), states, *batch, self.config.num_drafts)
 
         value, gradient = jax.value_and_grad(loss)(weights)
         updates, moments = self._optimizer.update(gradient, moments, weights)
         return optax.apply_updates(weights, updates), moments, value
-
-    def _count_function(self, weights: Any, target: dict[str, Any], batch: Batch) -> Any:
-        head = self.head(weights)
-        states = self._states(head, target, batch.tokens)
-        return draft_chains.num_standing(head, states, batch.tokens, batch.begins, batch.ends, self.config.num_drafts)
 
     def _batch(self, step: int) -> Batch:
         """Of a step: the answers in a new random order each time that all were used."""
@@ -202,7 +222,8 @@ class DraftTrainer:
         """Runs the steps that are left, and saves the last state. report: is told each step's number and loss."""
         leaves = named_leaves(self.target)
         while self.step < self.config.steps:
-            self.weights, self._moments, loss = self._update(self.weights, self._moments, leaves, self._batch(self.step))
+            batch = self._batch(self.step)
+            self.weights, self._moments, loss = self._update(self.weights, self._moments, self._fixed, leaves, batch)
             self.step += 1
             if self.step % self.config.save_every == 0 or self.step == self.config.steps:
                 self.save()
@@ -210,16 +231,11 @@ class DraftTrainer:
 
     def evaluate(self, answers: Sequence[Answer]) -> Worth:
         """What the head is worth on answers that it was not trained on. ValueError if none is long enough for a chain."""
-        answers, size = usable(answers, self.config.length), self.config.batch_size
-        right, num_chains = np.zeros(self.config.num_drafts, np.int64), 0
-        for i in range(0, len(answers), size):
-            some = answers[i : i + size]
-            batch = make_batch([*some, *[Answer([0], [])] * (size - len(some))], self.config.length)
-            counted = self._count(self.weights, named_leaves(self.target), batch)
-            right, num_chains = right + np.asarray(counted[0]), num_chains + int(counted[1])
-        if not num_chains:
+        c = self.config
+        ranks = rank_answers(self.target, self.head(), answers, c.num_drafts, length=c.length, batch_size=c.batch_size)
+        if not len(ranks):
             raise ValueError(f"no answer of {len(answers)} is long enough for a chain of {self.config.num_drafts} drafts")
-        return Worth((right / num_chains).tolist())
+        return Worth(np.logical_and.accumulate(ranks == 0, 1).mean(0).tolist())
 
     # -- checkpoints
 
@@ -254,22 +270,27 @@ class DraftTrainer:
         self.step = said["step"]
 
     def export(self, folder: str | Path, dtype: Any) -> Path:
-        """Writes the head as its authors publish theirs: config.json and model.safetensors, of this dtype; as `find_eagle` and
-        `find_medusa` read it."""
+        """Writes the head as its authors publish theirs, and Medusa heads that share a head as vLLM has them: config.json and
+        model.safetensors, of this dtype; as `find_eagle` and `find_medusa` read it."""
         from safetensors.numpy import save_file
 
         head, folder, config = self.head(), Path(folder), self.target.config
-        table = eagle_keys(head.config) if isinstance(head, EagleHead) else medusa_keys(head.config)
-        tensors: dict[str, np.ndarray] = {}
-        for path, leaf in self.weights.items():
-            tensors |= tensors_of(table[path], config, np.asarray(leaf.astype(dtype)))
         if isinstance(head, EagleHead):
-            ids = np.asarray(self._fixed["draft_ids"])
-            tensors["d2t"] = (ids - np.arange(len(ids))).astype(np.int64)
-            tensors["t2d"] = np.isin(np.arange(config.vocab_size), ids)
-            said = draft_chains.eagle3_config(config, len(ids))
+            table, said = eagle_keys(head.config), draft_chains.eagle3_config(config, head.config.draft_vocab_size)
         else:
-            said = draft_chains.medusa_config(self.config.num_drafts)
+            table = medusa_keys(head.config, ("lm_head.weight",) if head.config.shared_head else ())
+            said = draft_chains.medusa_config(head.config)
+        tensors: dict[str, np.ndarray] = {}
+        for path, source in table.items():
+            leaf = self.weights[path] if path in self.weights else self._fixed[path]
+            tensors |= tensors_of(source, config, np.asarray(leaf.astype(dtype)))
+        if "draft_ids" in self._fixed:
+            ids = np.asarray(self._fixed["draft_ids"])
+            if isinstance(head, EagleHead):
+                tensors["d2t"] = (ids - np.arange(len(ids))).astype(np.int64)
+                tensors["t2d"] = np.isin(np.arange(config.vocab_size), ids)
+            else:
+                tensors["token_map"] = ids.astype(np.int64)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(said | {"torch_dtype": str(jnp.dtype(dtype))}, indent=1) + "\n")
         save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, folder / "model.safetensors")

@@ -13,8 +13,10 @@ from safetensors.numpy import load_file, save_file
 from checkpoints.weights import WeightsError
 from jaxserve.models import ModelConfig
 from jaxserve.models.eagle import EagleConfig, EagleHead, find_eagle, load_eagle
-from jaxserve.models.layers import causal_attention
+from jaxserve.models.layers import Fused, causal_attention
 from jaxserve.models.loading import load_model
+from kernels.cpu import library
+from kernels.fused_matmul import fused_matmul
 from tests.goldens.golden import ATOL, HERE
 from tests.selection import slow_unless
 
@@ -42,17 +44,27 @@ def features(head: EagleHead, tokens: np.ndarray) -> jnp.ndarray:
     return head.feature(jnp.concatenate([states[i] for i in head.config.hidden_layers], -1))
 
 
+def fused(backend: str | None) -> Fused | None:
+    """What computes a head's matmuls; None: the modules themselves."""
+    if backend == "cpu" and (lacks := library.lacks()):
+        pytest.skip(lacks)
+    return None if backend is None else Fused(functools.partial(fused_matmul, backend=backend), any_layout=True)
+
+
+@pytest.mark.parametrize("backend", [None, "xla", "cpu"])
 @pytest.mark.parametrize("name", slow_unless(lambda name: name == "eagle3", list(VERSIONS)))
-def test_logits_are_torchs(name):
+def test_logits_are_torchs(name, backend):
     head = load(name)
+    if backend is not None:
+        head.transpose()
     with np.load(HERE / name / "expected.npz") as expected:
         tokens, logits = expected["tokens"], expected["logits"]
     model, pairs = target(), jnp.asarray(tokens[1:])
     embedded = (head.embed_tokens or model.embed_tokens)(pairs)
     rope = head.rope(jnp.arange(len(pairs)))
     attend = lambda q, k, v: (causal_attention(q[None], k[None], v[None])[0], None)  # noqa: E731
-    x, _ = head(embedded, features(head, tokens)[:-1], rope, attend)
-    found = model.logits(x) if head.lm_head is None else head.draft_logits(x)
+    x, _ = head(embedded, features(head, tokens)[:-1], rope, attend, fused(backend))
+    found = model.logits(x) if head.lm_head is None else head.draft_logits(x, fused(backend))
     np.testing.assert_allclose(np.asarray(found), logits, atol=ATOL, rtol=0)
     assert head.config.has_embedding == (name == "eagle3_speculators")
 

@@ -8,6 +8,7 @@ from jaxserve.request import Request, RequestStatus
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.schedule import Schedule
 from jaxserve.speculative.draft_lengths import DraftLengths
+from jaxserve.speculative.proposer import NO_DRAFT
 
 PLAN = BucketPlan(decode=(1, 2, 4, 8), mixed=((64, 8),), head_rows=(8, 64), draft=((1, 2), (1, 4), (4, 2), (4, 4), (8, 2), (8, 4)))
 K = 4
@@ -25,13 +26,22 @@ def schedule(rows: np.ndarray, num_drafts: np.ndarray, generation: int = 0) -> S
 class Machine:
     """Sequences whose next draft is right at a rate of their own, on a device whose step takes a base and a time a token."""
 
-    def __init__(self, rates: list[float], per_token: float, max_num_batched_tokens: int = 64, queued: bool = True, **options):
-        self.queued = queued
+    def __init__(
+        self,
+        rates: list[float],
+        per_token: float,
+        max_num_batched_tokens: int = 64,
+        queued: bool = True,
+        drafting: float = 0.0,
+        **options,
+    ):
+        self.queued, self.drafting = queued, drafting  # drafting: what it adds to a step
         self.lengths = DraftLengths(PLAN, 8, max_num_batched_tokens, K, **options)
         self.rates, self.per_token, self.rng = np.array(rates), per_token, np.random.default_rng(0)
         self.rows = np.arange(len(rates))
         self.num_tokens, self.seconds, self.clock = 0, 0.0, 0.0
         self.lengths_seen: list[int] = []
+        self.proposed: list[bool] = []
         self._row_tokens: list[np.ndarray] = []
         self.row_seconds: list[float] = []
 
@@ -43,13 +53,18 @@ class Machine:
             first_right = np.where(chosen > 0, counts > 1, self.rng.random(len(counts)) < self.rates)
             self.lengths.proposed[self.rows] = np.where(first_right, 7, 8)[:, None]
             tokens = np.full((len(counts), 1 + K), 7, np.int32)
-            drafts = np.zeros((step.num_tokens, K), np.int32)
+            proposes = self.lengths.proposes
+            if self.proposed and not self.proposed[-1]:
+                assert not chosen.any(), "there are no drafts to verify"
+                self.lengths.proposed[self.rows] = NO_DRAFT
+            drafts = np.full((step.num_tokens, K), 0 if proposes else NO_DRAFT, np.int32)
             self.lengths.take_tokens(step, tokens, counts, drafts)
             bucket, _ = self.lengths.shape(step.num_tokens, step.num_seqs, step.max_q_len)
-            seconds = 1 + self.per_token * bucket.tokens
+            seconds = 1 + self.per_token * bucket.tokens + self.drafting * proposes
             noisy = seconds * (1 + (self.rng.random() < 0.1) * self.rng.random())  # the machine does other things too
             self.clock += noisy
-            self.lengths.take_time(step, self.clock - noisy - 0.5, self.clock)  # dispatched while the one before ran
+            self.lengths.take_time(step, self.clock - noisy - 0.5, self.clock, proposes)  # dispatched while the one before ran
+            self.proposed.append(proposes)
             self.num_tokens, self.seconds = self.num_tokens + int(counts.sum()), self.seconds + seconds
             self.lengths_seen.append(int(chosen.max()))
             self._row_tokens.append(counts)
@@ -174,6 +189,39 @@ def test_what_is_larger_than_a_step_that_lost_is_not_tried():
     machine = Machine([0.3] * 8, 1.0)  # with 2 drafts 1.4 tokens a step that takes 2.8 times as long, with 4 as many and longer
     machine.run(900)
     assert set(machine.lengths_seen) == {0, 2} and machine.lengths_seen.count(2) == 3
+
+
+def test_drafts_that_cost_and_do_not_pay_are_not_made():
+    machine = Machine([0.3] * 8, 0.1, drafting=0.5, by_model=True)
+    machine.run(1500)
+    assert np.mean(machine.proposed[100:]) < 0.04 and not any(machine.lengths_seen[100:])
+    assert machine.gain > 0.97
+    always = Machine([0.3] * 8, 0.1, drafting=0.5)
+    always.run(1500)
+    assert all(always.proposed) and always.gain < 0.85, "n-grams cost nothing and are made in every step"
+
+
+def test_what_a_step_at_rest_takes_is_what_drafts_must_beat():
+    """Over a plain step that makes drafts nevertheless, these would gain 1.1."""
+    machine = Machine([0.3] * 8, 0.03, drafting=0.6, by_model=True)
+    machine.run(1500)
+    assert np.mean(machine.lengths_seen[300:]) < 0.1 and machine.gain > 0.96
+
+
+def test_drafts_are_made_again_when_they_would_stand_or_other_rows_decode():
+    machine = Machine([0.05] * 2, 0.05, drafting=0.2, by_model=True)
+    machine.run(200)
+    assert not any(machine.proposed[-20:]) and 0 < sum(machine.proposed[50:]) < 10
+    machine.rates[:] = 0.97
+    machine.run(300)
+    assert machine.lengths_seen[-1] == K and all(machine.proposed[-20:])
+    machine.rates[:] = 0.02
+    machine.run(100)
+    assert not any(machine.proposed[-20:])
+    machine.rows = np.array([1])
+    machine.rates = machine.rates[:1]
+    machine.run(2)
+    assert machine.proposed[-2:] == [True, True]
 
 
 @pytest.mark.parametrize("why", ["forced", "finished"])

@@ -16,9 +16,12 @@ from jaxserve.engine.drafting import Draft
 from jaxserve.engine.sharding import check_sharding
 from jaxserve.execution import draft_model, draft_pages
 from jaxserve.execution.draft_pages import DraftPages
+from jaxserve.execution.programs import RestHead
 from jaxserve.sampling import sampler
+from jaxserve.speculative import draft_lengths
 from jaxserve.speculative.config import SpeculativeConfig
 from tests import alphabet_model, dummy
+from tests.dummy import Ask
 from tests.engine.test_engine_compiles import num_compiled
 from tests.goldens.golden import HERE
 from tests.sampling.test_sampling import chi_square_p
@@ -283,3 +286,35 @@ def test_a_row_has_pages_of_its_own_for_any_place_in_a_page():
         pages = DraftPages(10, page_size, 3, num_drafts, "xla")
         most = max((offset + num_drafts - 1) // page_size for offset in range(page_size))
         assert pages.pages_per_row == most + 1 and pages.total == 10 + 3 * pages.pages_per_row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["near", "eagle3", "medusa"])
+def test_heads_make_no_drafts_where_none_pay(name, monkeypatch):
+    """First no drafts are worth it: plain steps run heads that draft nothing, but for a few. Then all are made and verified again.
+    Outputs stay those without drafts, to the last bit, as all steps have one shape."""
+    for constant, value in (("PATIENCE", 1), ("PROBE_EVERY", 4), ("PROBE_STEPS", 1)):
+        monkeypatch.setattr(draft_lengths, constant, value)
+    method = "draft_model" if name == "near" else name
+    engine = make_engine(name, speculative_config=NAMED | {"method": method, "adaptive": True})
+    lengths, dispatch, seen = engine.draft_lengths, engine.runner.dispatch_head, []
+    assert lengths is not None
+    assert [key for key in engine.runner.programs.keys if isinstance(key, RestHead)] == [RestHead(*PLAN.head_rows)]
+    engine.runner.programs.get(RestHead(*PLAN.head_rows))  # heads rest in programs that are compiled alone
+
+    def noted(body, allowed=None):
+        seen.append((body.inputs.proposes, lengths.adaptive))
+        return dispatch(body, allowed)
+
+    def verify_all(engine):
+        lengths.adaptive = False
+
+    engine.runner.dispatch_head = noted
+    monkeypatch.setattr(lengths, "_choose", lambda rows, explore, queued: np.zeros(len(rows), np.int32))
+    plain = [SamplingParams(temperature=i % 2, seed=i, max_tokens=50, ignore_eos=True) for i in range(4)]
+    pairs: list[tuple[Ask, Any]] = [(Ask([1 + i, 7, 9], params, at=4 * i), None) for i, params in enumerate(plain)]
+    without = serve(dummy.make_engine(dummy.dummy_model(config=CONFIG), bucket_plan=PLAN), pairs)
+    assert dummy.differences(serve(engine, pairs, {45: verify_all}), without) == []
+    rested = [not proposes for proposes, _ in seen]
+    assert 10 < sum(rested) < len(seen) and not any(r for r, (_, adaptive) in zip(rested, seen, strict=True) if not adaptive)
+    assert engine.stats.num_draft_tokens > 15

@@ -36,8 +36,8 @@ def drafts_behind(engine: Engine, prompt: list[int], token: int) -> list[int]:
     (request,) = engine.add_request("probe", prompt, params)
     while request.num_output_tokens == 0:
         engine.step()
-    assert engine._draft_lengths is not None and request.output_token_ids == [token]
-    found = engine._draft_lengths.proposed[request.row].tolist()
+    assert engine.draft_lengths is not None and request.output_token_ids == [token]
+    found = engine.draft_lengths.proposed[request.row].tolist()
     engine.abort("probe")
     return found
 
@@ -63,12 +63,12 @@ def test_drafts_do_not_depend_on_how_a_sequence_came_there(name):
     prompt = rng.integers(8, 160, 9).tolist()
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, repetition_penalty=0.5)
     (request,) = engine.add_request("0", prompt, params)
-    assert engine._draft_lengths is not None
+    assert engine.draft_lengths is not None
     seen = {}
     while not request.finished:
         engine.step()
         if request.num_output_tokens and not request.finished:
-            seen[len(request.token_ids)] = engine._draft_lengths.proposed[request.row].tolist()
+            seen[len(request.token_ids)] = engine.draft_lengths.proposed[request.row].tolist()
     tokens = request.token_ids
     assert len(seen) > 5
     same = 0

@@ -270,13 +270,13 @@ def test_nothing_compiles_after_warm_up():
     engine.runner.warm_up()
     assert set(engine.runner.programs.keys) <= set(stages(engine)[0].programs._compiled)
     assert len(engine.runner.programs.keys) == SEVERAL.num_programs == 10
-    assert engine._draft_lengths is not None
+    assert engine.draft_lengths is not None
     rng = np.random.default_rng(1)
 
     def choose(rows: np.ndarray, *, explore: bool, queued: bool) -> np.ndarray:
         return np.minimum(rng.choice([0, 2, 3]), rng.integers(0, 9, len(rows))).astype(np.int32)
 
-    engine._draft_lengths.choose = choose
+    engine.draft_lengths.choose = choose
     before = num_compiled()
     use_everything(engine)
     assert num_compiled() == before

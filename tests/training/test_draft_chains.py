@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.training import draft_chains
-from jaxserve.training.draft_chains import States, chain_logits, loss, num_standing, target_states
+from jaxserve.training.draft_chains import States, chain_logits, chain_ranks, loss, target_states
 from tests.goldens.golden import ATOL, HERE
 from tests.models import test_eagle, test_medusa
 from tests.models.test_eagle import target
@@ -38,7 +38,7 @@ def as_states(heads, num_tokens: int, vocab_size: int) -> States:
     return States(read, read, jnp.asarray(rng.normal(size=(2, num_tokens, vocab_size)), jnp.float32))
 
 
-def test_the_loss_and_what_stands_are_counted_over_answers_alone():
+def test_the_loss_and_ranks_are_counted_over_answers_alone():
     """Against loops over sequences, places and drafts, with the indices written out."""
     heads, S, K = test_medusa.load(), 10, 3
     states = as_states(heads, S, heads.config.vocab_size)
@@ -49,22 +49,38 @@ def test_the_loss_and_what_stands_are_counted_over_answers_alone():
     for b in range(2):  # the first two drafts behind some places are right
         for t in range(S):
             tokens[b, t] = logits[rng.integers(2)][b, max(t - 2, 0)].argmax()
-    total, right, num_chains = 0.0, np.zeros(K, int), 0
+    total, expected = 0.0, {}
     softmax = lambda x: np.exp(x - x.max()) / np.exp(x - x.max()).sum()  # noqa: E731
     for j in range(K):
         each = [
             -(softmax(np.asarray(states.logits[b, t], np.float64)) * np.log(softmax(logits[j][b, t - 1 - j]))).sum()
             for b in range(2)
-            for t in range(begins[b] - 1, ends[b])
+            for t in range(begins[b] - 1, ends[b] - 1)
             if t - 1 - j >= 0
         ]
         total += 0.8**j * np.mean(each)
     for b in range(2):
         for last in range(begins[b], ends[b] - K):  # a chain behind each token of the answer that K tokens follow
-            num_chains += 1
-            for j in range(K):
-                right[j] += all(logits[i][b, last - 1].argmax() == tokens[b, last + 1 + i] for i in range(j + 1))
-    bounds = jnp.asarray(begins), jnp.asarray(ends)
-    np.testing.assert_allclose(loss(heads, states, *bounds, K), total, rtol=1e-5)
-    found = num_standing(heads, states, jnp.asarray(tokens), *bounds, K)
-    assert [x.tolist() for x in found] == [right.tolist(), num_chains] and right[0] > 0
+            orders = [np.argsort(-logits[j][b, last - 1]).tolist() for j in range(K)]
+            expected[b, last - 1] = [orders[j].index(tokens[b, last + 1 + j]) for j in range(K)]
+    batch = jnp.asarray(tokens), jnp.asarray(begins), jnp.asarray(ends)
+    np.testing.assert_allclose(loss(heads, states, *batch, K), total, rtol=1e-5)
+    ranks, chains = chain_ranks(heads, states, *batch, K)
+    assert {(b, t): ranks[b, t].tolist() for b, t in np.argwhere(chains).tolist()} == expected
+    assert 0 < sum(found[0] == 0 for found in expected.values()) < len(expected)
+
+
+def test_ranks_of_a_head_that_knows_a_part_of_the_vocabulary():
+    head, tokens = test_eagle.load("eagle3"), np.arange(20)[None] % 7
+    ids, states = np.asarray(draft_chains.known_ids(head)), target_states(target(), head, jnp.asarray(tokens))
+    logits = [np.asarray(x)[0] for x in chain_logits(head, states, 2)]
+    ranks, chains = chain_ranks(head, states, jnp.asarray(tokens), jnp.array([4]), jnp.array([18]), 2)
+    places, knew = np.flatnonzero(chains[0]).tolist(), set()
+    assert places == [*range(3, 15)], "behind which are a token and two drafts of the answer"
+    for place in places:
+        for j in range(2):
+            wanted = tokens[0, place + 2 + j]
+            order = ids[np.argsort(-logits[j][place])].tolist()
+            knew.add(wanted in order)
+            assert ranks[0, place, j] == (order.index(wanted) if wanted in order else len(ids))
+    assert knew == {True, False}

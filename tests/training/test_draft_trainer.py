@@ -37,9 +37,9 @@ def target(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle3", "medusa"])
-def test_a_head_learns_and_drafts_in_the_engine(method, folder, target, tmp_path):
-    config = replace(CONFIG, method=method)
+@pytest.mark.parametrize(("method", "shared_head"), [("eagle3", False), ("medusa", False), ("medusa", True)])
+def test_a_head_learns_and_drafts_in_the_engine(method, shared_head, folder, target, tmp_path):
+    config = replace(CONFIG, method=method, shared_head=shared_head)
     trainer, losses = DraftTrainer(target, answers(100), config, tmp_path / "checkpoints"), []
     before = trainer.evaluate(answers(120)[100:])
     trainer.train(lambda step, loss: losses.append(loss))
@@ -101,6 +101,7 @@ def test_answers_are_cut_and_those_too_short_left_out():
     ("fields", "message"),
     [
         ({"method": "eagle"}, "method='eagle' must be one of eagle3, medusa"),
+        ({"shared_head": True}, "shared_head=True is of method='medusa', and method is 'eagle3'"),
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"length": 5}, r"length=5 must be at least num_drafts \+ 3 = 7"),
         ({"learning_rate": 0.0}, "learning_rate=0.0 must be positive"),
