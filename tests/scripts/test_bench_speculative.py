@@ -48,11 +48,41 @@ def test_both_sides_of_speculation_answer_alike(task, temperature, work):
     (result,) = run(work, "bench_speculative", *flags, "--num_speculative_tokens=2", "--noadaptive")["results"]
     assert (result["task"], result["batch"], result["num_outputs"]) == (task, 2, 16)
     assert result["num_outputs_that_differ"] == 0 and result["largest_gap_where_they_part"] is None
+    assert result["method"] == "ngram" and 1 <= result["accepted_length"] <= 3
     assert len(result["runs"]["on"]) == 2 and min(result["runs"]["on"] + result["runs"]["off"]) > 0
     assert 0 <= result["acceptance"] <= 1 and result["tokens_per_step"] > 0
     assert result["steps_by_bucket"] == {"mixed(64,2)": result["num_steps"]}
     assert set(result["steps_by_num_drafts"]) <= {"0", "1", "2"} and "2" in result["steps_by_num_drafts"]
     assert 0 < sum(result["steps_by_num_drafts"].values()) <= result["num_steps"], "of prompts alone, some"
+
+
+@pytest.mark.slow
+def test_methods_by_turns(work):
+    """The model drafts for itself: nearly all drafts stand, so that steps bring nearly three tokens."""
+    model = alphabet_model.save(work / "model", max_position_embeddings=1024)
+    BucketPlan(mixed=((64, 2),), head_rows=(6,)).save(work / "plan.json")
+    flags = [f"--model={model}", f"--bucket_plan={work / 'plan.json'}", "--max_num_seqs=2", "--max_num_batched_tokens=64"]
+    flags += ["--tasks=chat", "--batches=1,2", "--rounds=1", "--max_tokens=12", "--num_speculative_tokens=2"]
+    results = run(work, "bench_speculative", *flags, "--methods=suffix,draft_model", f"--draft_model={model}")["results"]
+    assert [(r["method"], r["batch"]) for r in results] == [(m, b) for b in (1, 2) for m in ("suffix", "draft_model")]
+    by_itself = [r for r in results if r["method"] == "draft_model"]
+    assert all(2.5 < r["accepted_length"] <= 3 and r["num_outputs_that_differ"] == 0 for r in by_itself)
+    assert 1 <= by_itself[0]["tokens_per_sequence_step"] <= 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--methods=eagle3"], "--eagle3: give it if and only if eagle3 is of --methods"),
+        (["--medusa=here"], "--medusa: give it if and only if medusa is of --methods"),
+        (["--methods=ngram,guess"], "--methods: guess must be of ngram, suffix"),
+        (["--methods=ngram,suffix", "--num_speculative_tokens=1,2,3"], "one integer above 0, or one for each of --methods"),
+        (["--methods=suffix", "--prompt_lookup_max=3"], "are of ngram, which is not of --methods"),
+    ],
+)
+def test_methods_that_make_no_sense_are_refused(flags, message):
+    done = python("-m", "scripts.bench_speculative", "--model=nowhere", *flags)
+    assert done.returncode and message in done.stderr + done.stdout
 
 
 def python(*given: str) -> subprocess.CompletedProcess[str]:
