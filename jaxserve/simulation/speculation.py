@@ -42,7 +42,7 @@ class Speedup:
     what makes them, all drafts of all sequences."""
 
     batch: int
-    num_drafts: int
+    num_drafts: int  # that a sequence verifies
     plain_seconds: float
     verify_seconds: float
     draft_seconds: float
@@ -54,24 +54,34 @@ class Speedup:
         return self.tokens * self.plain_seconds / (self.verify_seconds + self.draft_seconds)
 
 
-def predict(deployment: Deployment, drafts_by: str, batch: int, context_len: int, shares: Sequence[float]) -> Speedup:
-    """What chains of len(shares) drafts would gain. drafts_by: one of HEADS, or a known model's name. context_len: tokens of each
-    sequence, on average. shares: as `expected_tokens`.
+def predict(
+    deployment: Deployment,
+    drafts_by: str,
+    batch: int,
+    context_len: int,
+    shares: Sequence[float],
+    widths: Sequence[int] | None = None,
+) -> Speedup:
+    """What chains of len(shares) drafts would gain, or trees. drafts_by: one of HEADS, or a known model's name. context_len: tokens
+    of each sequence, on average. shares: as `expected_tokens`. widths: of trees the candidates at each depth; None: one, a chain.
 
     Raises:
       ValueError: an unknown name, numbers out of range, shares that grow, or a deployment of several stages.
     """
+    widths = [1] * len(shares) if widths is None else widths
     if batch < 1 or context_len < 1 or not shares:
         raise ValueError(f"{batch=} and {context_len=} must be at least 1, and there must be drafts")
     if list(shares) != sorted(shares, reverse=True) or not 0 <= shares[-1] <= shares[0] <= 1:
         raise ValueError(f"shares={list(shares)} must lie in [0, 1], none larger than the one before: each is of longer chains")
-    target, k = deployment.step_times(), len(shares)
+    if len(widths) != len(shares) or min(widths) < 1:
+        raise ValueError(f"widths={list(widths)} must be {len(shares)} integers of at least 1, one for each of shares")
+    target, k = deployment.step_times(), sum(widths)
     return Speedup(
         batch,
         k,
         _decode_seconds(target, batch, 1, context_len),
         _decode_seconds(target, batch, 1 + k, context_len),
-        _draft_seconds(deployment, drafts_by, batch, context_len, k),
+        _draft_seconds(deployment, drafts_by, batch, context_len, widths),
         expected_tokens(shares),
     )
 
@@ -82,13 +92,14 @@ def _decode_seconds(times: AnalyticStepTimes, batch: int, rows: int, context_len
     return times.seconds(Bucket(batch * rows, batch, rows), batch * rows, read, 0)
 
 
-def _draft_seconds(deployment: Deployment, drafts_by: str, batch: int, context_len: int, k: int) -> float:
+def _draft_seconds(deployment: Deployment, drafts_by: str, batch: int, context_len: int, widths: Sequence[int]) -> float:
+    """A pass for each depth, over the rows of its candidates."""
     if drafts_by == "ngram":
         return 0.0
-    m, gpu, tp = deployment.model, deployment.gpu, deployment.tp
-    if drafts_by == "medusa":  # a block and a matrix to logits for each draft, and the draft chosen, in the head's program
+    m, gpu, tp, k = deployment.model, deployment.gpu, deployment.tp, sum(widths)
+    if drafts_by == "medusa":  # a block and a matrix to logits for each depth, and the drafts chosen, in the head's program
         head = deployment.step_times()
-        return k * (matmul_seconds(gpu, batch, m.hidden_size, m.hidden_size) + head.head_seconds(batch))
+        return len(widths) * (matmul_seconds(gpu, batch, m.hidden_size, m.hidden_size) + head.head_seconds(batch))
     if drafts_by == "eagle3":
         qkv = (m.num_heads // tp + 2 * deployment.kv_heads) * m.head_dim
         shape = replace(m, name=f"{m.name}-eagle3", num_layers=1, vocab_size=min(DRAFT_VOCAB, m.vocab_size), window=None)
@@ -108,4 +119,4 @@ def _draft_seconds(deployment: Deployment, drafts_by: str, batch: int, context_l
     read = batch * (context_len if draft.window is None else min(context_len, draft.window))
     tokens = batch * (1 + k)
     body = float(draft.body_seconds(Bucket(tokens, batch, 1 + k), read, 0)) + of_head(tokens) + body_alone
-    return body + k * (_decode_seconds(draft, batch, 1, context_len) + of_head(batch))
+    return body + sum(_decode_seconds(draft, batch, width, context_len) + of_head(batch * width) for width in widths)

@@ -23,7 +23,7 @@ def test_where_verifying_is_free_it_is_the_closed_form(acceptance, num_drafts, c
     wanted = (1 - a ** (k + 1)) / ((1 - a) * (k * cost + 1))
     assert improvement(a, k, cost) == pytest.approx(wanted)
     monkeypatch.setattr(speculation, "_decode_seconds", lambda times, batch, rows, context_len: 0.01)
-    monkeypatch.setattr(speculation, "_draft_seconds", lambda deployment, by, batch, context_len, k: k * cost * 0.01)
+    monkeypatch.setattr(speculation, "_draft_seconds", lambda deployment, by, batch, context_len, widths: len(widths) * cost * 0.01)
     assert predict(H100, "eagle3", 4, 1000, shares_of(a, k)).factor == pytest.approx(wanted)
 
 
@@ -46,6 +46,19 @@ def test_steps_are_the_simulators():
     assert seconds == sorted(seconds) and len(set(seconds)) == 4
 
 
+def test_a_tree_verifies_all_its_candidates_and_drafts_a_depth_at_a_time():
+    shares, chain = [0.8, 0.6], predict(H100, "qwen3-8b", 8, 500, [0.8, 0.6], [1, 1])
+    assert chain == predict(H100, "qwen3-8b", 8, 500, shares)
+    tree, times = predict(H100, "qwen3-8b", 8, 500, shares, [3, 5]), H100.step_times()
+    step = lambda rows: times.base_seconds(rows) + times.per_kv_token * 4000  # noqa: E731
+    assert (tree.num_drafts, tree.tokens) == (8, chain.tokens)
+    assert tree.verify_seconds == step(8 * 9) + times.head_seconds(8 * 9)
+    passes = [step(8 * width) + times.head_seconds(8 * width) for width in (3, 5)]
+    assert tree.draft_seconds == pytest.approx(step(8 * 9) + sum(passes))
+    heads = [predict(H100, "medusa", 8, 500, shares, widths).draft_seconds for widths in ([1, 1], [3, 5])]
+    assert heads[0] == heads[1], "whose logits have all candidates of a depth"
+
+
 def test_drafts_gain_less_the_more_sequences_share_a_step():
     factors = [predict(H100, "eagle3", batch, 64, shares_of(0.75, 4)).factor for batch in (1, 8, 64, 512, 2048)]
     assert factors == sorted(factors, reverse=True) and factors[0] > 1.5 > 1 > factors[-1]
@@ -59,6 +72,8 @@ def test_what_is_out_of_range_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             predict(H100, "eagle3", 1, 10, shares)
+    with pytest.raises(ValueError, match=r"widths=\[1\] must be 2 integers of at least 1"):
+        predict(H100, "eagle3", 1, 10, [0.5, 0.2], [1])
     with pytest.raises(ValueError, match="drafts_by='gpt' must be one of ngram, eagle3, medusa, "):
         predict(H100, "gpt", 1, 10, [0.5])
     with pytest.raises(ValueError, match=r"acceptance=1.5 must lie in \[0, 1\]"):
