@@ -21,7 +21,7 @@ from tqdm import tqdm
 from jaxserve.cli.common.command import run_command
 from jaxserve.cli.common.plots import figure
 from jaxserve.cli.common.provenance import provenance, write_json
-from scripts.reproduce import literature_costs, literature_runs
+from scripts.reproduce import literature_costs, literature_drafts, literature_runs
 
 # A section makes (Markdown, data) and leaves its plots in the folder that it is given.
 SECTIONS: dict[str, tuple[str, Callable[..., tuple[str, dict[str, Any]]]]] = {
@@ -38,6 +38,7 @@ SECTIONS: dict[str, tuple[str, Callable[..., tuple[str, dict[str, Any]]]]] = {
     "nodes": ("Figure 13a: TP8 across nodes", literature_runs.nodes),
     "chunks": ("Figure 14: what chunks cost", literature_costs.chunks),
     "knobs": ("Token budget, and batch", literature_runs.knobs),
+    "drafts": ("Drafts: EAGLE-3 on an H100", literature_drafts.drafts),
 }
 _OUTPUT = flags.DEFINE_string("output", "benchmarks/literature", "Folder of the results.")
 _VIDUR = flags.DEFINE_string("vidur", None, "Folder of Vidur's kernel profiles; without it figure 6 has none beside it.")

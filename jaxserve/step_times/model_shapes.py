@@ -87,7 +87,7 @@ def _qwen3(name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: 
 
 
 # From the config.json of each on Hugging Face: mistralai/Mistral-7B-v0.1, 01-ai/Yi-34B, meta-llama/Llama-2-70b-hf,
-# tiiuae/falcon-180B, Qwen/Qwen3-*.
+# meta-llama/Llama-3.1-8B-Instruct, tiiuae/falcon-180B, Qwen/Qwen3-*.
 MODELS: dict[str, ModelShape] = {
     model.name: model
     for model in (
@@ -102,6 +102,10 @@ MODELS: dict[str, ModelShape] = {
         ModelShape(
             name="llama2-70b", num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, head_dim=128, ffn_size=28_672,
             vocab_size=32_000,
+        ),
+        ModelShape(
+            name="llama3.1-8b", num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=14_336,
+            vocab_size=128_256,
         ),
         ModelShape(
             name="falcon-180b", num_layers=80, hidden_size=14_848, num_heads=232, num_kv_heads=8, head_dim=64, ffn_size=4 * 14_848,
