@@ -82,9 +82,9 @@ class RepetitionDetectionParams:
             unknown = ", ".join(str(name) for name in given if name not in names)
             _require(not unknown, f"repetition_detection: unknown fields {unknown}; there are {', '.join(names)}")
             given = RepetitionDetectionParams(**given)
-        ok = isinstance(given, RepetitionDetectionParams)
-        _require(ok, f"repetition_detection={given!r} must be a RepetitionDetectionParams, a dict of its fields, or None")
-        return given if given.max_pattern_size else None  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(given, RepetitionDetectionParams):
+            raise ValueError(f"repetition_detection={given!r} must be a RepetitionDetectionParams, a dict of its fields, or None")
+        return given if given.max_pattern_size else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.request import Request
+from jaxserve.sampling_params import RepetitionDetectionParams
 
 
 class RepetitionWatch:
@@ -20,7 +21,7 @@ class RepetitionWatch:
 
     def __init__(self, request: Request):
         asked = request.params.repetition_detection
-        assert asked is not None
+        assert isinstance(asked, RepetitionDetectionParams)
         self._request = request
         self._least, self._most = asked.least_pattern_size, asked.max_pattern_size
         self._needed = np.arange(self._least, self._most + 1) * (asked.min_count - 1)

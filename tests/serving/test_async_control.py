@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.models import named_leaves
 from jaxserve.serving.async_llm import AsyncLLM
+from jaxserve.serving.engine_loop import EngineLoop
 from jaxserve.serving.messages import Call, UnavailableError
 from tests.alphabet_model import after
 from tests.serving.asking import ask, long, pages_back, run, text_of
@@ -94,6 +95,7 @@ def test_one_checkpoint_is_read_at_a_time(llm, folder, monkeypatch):
             begun.clear()
             last = asyncio.create_task(engine.update_weights_from_path(folder))
             await begun.wait()
+            assert isinstance(engine._engine, EngineLoop)
             loader = engine._engine._loading
             assert loader is not None and loader.is_alive()
             loop.call_later(0.1, go_on.set)

@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve import LLM, BucketPlan, SamplingParams
 from jaxserve.serving.async_llm import AsyncLLM
+from jaxserve.serving.engine_loop import EngineLoop
 from jaxserve.serving.messages import Delta, FailedError, Report
 from jaxserve.serving.streams import Ask
 from jaxserve.structured.grammars import GrammarCompiler
@@ -179,6 +180,7 @@ def test_the_vocabulary_is_read_before_anything_is_served(llm, monkeypatch):
     engines = [AsyncLLM(llm), AsyncLLM(llm)]
     assert reads == [fresh]
     for engine in engines:
+        assert isinstance(engine._engine, EngineLoop)
         vocabulary = engine._engine._grammars._vocabulary
         assert vocabulary is not None and vocabulary.done() and vocabulary.exception() is None
 

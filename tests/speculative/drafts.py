@@ -1,6 +1,7 @@
 """Small models that draft for the dummy: itself, one that differs a little, and one of another shape."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +48,7 @@ def eagle(config: ModelConfig, version: int, seed: int = 2) -> EagleHead:
 
 def medusa(config: ModelConfig, num_heads: int, scale: float = 1.5, seed: int = 3) -> MedusaHeads:
     """Random heads for the dummy, of one block each. scale: about the deviation of their logits."""
-    sizes = {"num_layers": 1, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+    sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
     abstract, rng = MedusaHeads.abstract(MedusaConfig(num_heads=num_heads, **sizes), "float32"), np.random.default_rng(seed)
     leaves = {
         path: jnp.asarray(scale / np.sqrt(leaf.shape[0]) * rng.standard_normal(leaf.shape), leaf.dtype)
