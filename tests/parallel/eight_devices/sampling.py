@@ -49,7 +49,6 @@ def random_params(rng: np.random.Generator, V: int) -> SamplingParams:
         repetition_penalty=maybe(1.3, 1.0),
         logit_bias=maybe({i: float(rng.integers(-5, 6)) for i in ids(4)}, None),
         allowed_token_ids=ids(V // 3) if rng.random() < 0.1 else None,
-        logprob_token_ids=maybe([*ids(3), 0, V - 1], None),
         min_tokens=maybe(5, 0),
         max_tokens=10,
         stop_token_ids=ids(3),
@@ -75,6 +74,8 @@ def asked(rng: np.random.Generator, V: int) -> tuple[np.ndarray, np.ndarray, np.
         params, tokens = random_params(rng, V), rng.integers(0, V, LENGTH - 4).tolist()
         if rng.random() < 0.3:
             params = params.with_(bad_words_token_ids=[[tokens[-1], int(rng.integers(V))], [int(rng.integers(V))]])
+        if row % 2:
+            params = params.with_(logprob_token_ids=[0, V - 1, *np.random.default_rng(row).integers(0, V, 3)])
         num_prompt = int(rng.integers(1, LENGTH - 4))
         about = {"seed": int(rng.integers(2**62)), "sample_index": row % 3, "num_prompt_tokens": num_prompt}
         sampling_rows.write_row(packed, row, params, suppress_ids=frozenset(params.stop_token_ids or ()), **about)
