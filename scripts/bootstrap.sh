@@ -1,6 +1,7 @@
 #!/bin/sh
 # Makes an environment: `bootstrap.sh` makes .venv (jaxserve and its tools), `bootstrap.sh torch` makes .venv-torch (the peer),
-# `bootstrap.sh aot` makes .venv-aot (compiling for a GPU without one), `bootstrap.sh lm-eval` makes .venv-lm-eval.
+# `bootstrap.sh aot` makes .venv-aot (compiling for a GPU without one), `bootstrap.sh lm-eval` makes .venv-lm-eval,
+# `bootstrap.sh clients` makes .venv-clients (other makers' clients of our server).
 #
 # Needs nothing but a Python. With nothing changed it returns at once; a changed pyproject.toml or constraints file is
 # installed; an install that was cut short, or a tree that moved, starts over; two at once wait for each other.
@@ -30,8 +31,13 @@ lm-eval)
     venv=.venv-lm-eval minors="11 12 13 14" inputs="constraints/torch.txt constraints/lm_eval.txt"
     size="about 450 MB to fetch, a few minutes"
     ;;
+clients)
+    # Clients beside what .venv has, with its Python: their wishes about versions are not its own.
+    venv=.venv-clients minors="12 13 14" inputs="constraints/clients.txt" PYTHON="$(pwd -P)/.venv/bin/python"
+    size="about 30 MB to fetch, some seconds"
+    ;;
 *)
-    echo "bootstrap.sh: unknown environment '$1'; it makes jax (.venv), torch, aot or lm-eval (.venv-<name>)" >&2
+    echo "bootstrap.sh: unknown environment '$1'; it makes jax (.venv), torch, aot, lm-eval or clients (.venv-<name>)" >&2
     exit 2
     ;;
 esac
@@ -113,6 +119,14 @@ install() {
         ;;
     .venv-torch) pip ${TORCH_PIP_ARGS:-} -r constraints/torch.txt ;;
     .venv-lm-eval) pip ${TORCH_PIP_ARGS:-} -r constraints/torch.txt -r constraints/lm_eval.txt ;;
+    .venv-clients)
+        pip --no-deps -r constraints/clients.txt &&
+            "$venv/bin/python" -c "
+import subprocess, sysconfig
+place = 'import sysconfig; print(sysconfig.get_path(\"purelib\"))'
+beside = subprocess.check_output(['.venv/bin/python', '-c', place], text=True).strip()
+open(sysconfig.get_path('purelib') + '/beside.pth', 'w').write(f'import site; site.addsitedir({beside!r})\n')"
+        ;;
     .venv-aot) pip -c constraints/jax.txt jax flax chex absl-py jax-cuda13-plugin nvidia-cuda-nvcc nvidia-cuda-nvdisasm ;;
     esac
 }

@@ -1,5 +1,5 @@
-"""Clients that others wrote, unchanged, each where its package is installed (the extra `clients`): langchain-openai, litellm,
-instructor, pydantic-ai. They send and read what their users do."""
+"""Clients that others wrote, unchanged, each where its package is installed (`make clients` installs them): langchain-openai,
+litellm, instructor, pydantic-ai. They send and read what their users do."""
 
 import asyncio
 import gc
