@@ -49,6 +49,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "bad_words_token_ids": (None, ((ord("h"),), (ord("o"), ord("p")))),
     "prompt_logprobs": (None, 0, 5),
     "structured_outputs": (None, {"regex": "[a-z]{2,20}"}),
+    "repetition_detection": (None, {"max_pattern_size": 2, "min_count": 3}),
 }
 
 
