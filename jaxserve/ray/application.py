@@ -13,7 +13,7 @@ from ray import serve  # pyright: ignore[reportMissingImports]
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy  # pyright: ignore[reportMissingImports]
 
 from jaxserve.ray.fleet import FleetOptions, replica_load, replicas_wanted
-from jaxserve.ray.resources import replica_resources
+from jaxserve.ray.resources import host_resources
 
 HEALTH_SECONDS = 2.0  # between two checks of a replica
 HEALTH_TIMEOUT = 30.0  # that one check may take: a step that compiles holds the interpreter for a while
@@ -22,13 +22,20 @@ LOAD = "load"  # the metric by which replicas are added and taken away
 
 @serve.ingress()
 class Replica:
-    """One engine and its HTTP application, in a process of its own."""
+    """One engine and its HTTP application, in a process of its own; or host 0 of an engine of several processes."""
 
     def __init__(self, options: FleetOptions):
         from jaxserve.llm import LLM
         from jaxserve.serving.async_llm import AsyncLLM
 
-        llm = LLM(options.model, options.tokenizer, **{"warm_up": "background", **options.engine})
+        engine: dict[str, Any] = {"warm_up": "background", **options.engine}
+        self._hosts: Any = None
+        if options.hosts_per_replica > 1:
+            from jaxserve.ray.hosts import lead
+
+            self._hosts = lead(options.hosts_per_replica, options.model, engine)
+        group = None if self._hosts is None else self._hosts.group
+        llm = LLM(options.model, options.tokenizer, hosts=group, **engine)
         self._options = options
         self._engine = AsyncLLM(
             llm, max_waiting=options.max_waiting, request_timeout=options.request_timeout, max_failures=options.max_failures
@@ -64,9 +71,15 @@ def build(options: FleetOptions) -> serve.Application:
       ValueError: Ray has been started, and its cluster has too few GPUs or CPUs for the replicas.
     """
     cluster = ray.cluster_resources() if ray.is_initialized() else None  # `serve run` builds the application first
+    needs = host_resources(cluster, options.engine, options.replicas, options.gpus_per_replica, options.hosts_per_replica)
     scaling: dict[str, Any] = {"num_replicas": options.replicas}
+    if options.hosts_per_replica > 1:
+        bundle = {"CPU": needs["num_cpus"], "GPU": needs["num_gpus"]}
+        bundles = [{kind: count for kind, count in bundle.items() if count}] * options.hosts_per_replica
+        scaling |= {"placement_group_bundles": bundles, "placement_group_strategy": "PACK"}
     if options.max_replicas is not None:
-        scaling = {
+        del scaling["num_replicas"]
+        scaling |= {
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=options.replicas,
                 max_replicas=options.max_replicas,
@@ -79,7 +92,7 @@ def build(options: FleetOptions) -> serve.Application:
     deployment = serve.deployment(
         Replica,
         name="jaxserve",
-        ray_actor_options=replica_resources(cluster, options.engine, options.replicas, options.gpus_per_replica),
+        ray_actor_options=needs,
         max_ongoing_requests=2**20,  # the server itself says when it is full, with a 429
         health_check_period_s=HEALTH_SECONDS,
         health_check_timeout_s=HEALTH_TIMEOUT,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from jaxserve.config import engine_config
+from jaxserve.ray.resources import num_devices
 from jaxserve.serving.options import MAX_FAILURES, MAX_WAITING, ServerOptions
 
 TARGET_LOAD = 0.7  # of a replica: above it another one is asked for
@@ -26,11 +26,12 @@ class FleetOptions:
     replicas: how many there are, or at least are where max_replicas is given. max_replicas: up to which they follow the load.
     scale_up_seconds, scale_down_seconds: how long the load must ask for more or fewer of them.
     gpus_per_replica: None: as many as the engine has devices if the cluster has GPUs, else none.
+    hosts_per_replica: processes that share a replica's devices, on one machine or on several, each with as many of them.
     grace: seconds in which a replica that is taken away may finish what it has begun.
 
     Raises:
       ValueError: an option out of its range, or of the engine's that is wrong.
-      NotImplementedError: an engine of several processes, or a role.
+      NotImplementedError: a role, or keys with limits.
     """
 
     model: str
@@ -45,11 +46,14 @@ class FleetOptions:
     scale_up_seconds: float = 30.0
     scale_down_seconds: float = 600.0
     gpus_per_replica: int | None = None
+    hosts_per_replica: int = 1
     grace: float = 30.0
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or (self.max_replicas is not None and self.max_replicas < self.replicas):
             raise ValueError(f"replicas={self.replicas} must be at least 1, and max_replicas={self.max_replicas} no less than that")
+        if self.hosts_per_replica < 1:
+            raise ValueError(f"hosts_per_replica={self.hosts_per_replica} must be at least 1")
         if self.gpus_per_replica is not None and self.gpus_per_replica < 0:
             raise ValueError(f"gpus_per_replica={self.gpus_per_replica} must be at least 0")
         for name in ("grace", "scale_up_seconds", "scale_down_seconds"):
@@ -62,7 +66,12 @@ class FleetOptions:
                 f"api_keys_file={self.server.api_keys_file!r}: each replica would count requests and tokens for itself; "
                 "give api_key, or put `jaxserve router` with the file before the replicas"
             )
-        engine_config(dict(self.engine))
+        devices = num_devices(self.engine)
+        if devices % self.hosts_per_replica:
+            raise ValueError(
+                f"hosts_per_replica={self.hosts_per_replica} must divide the {devices} devices of a replica: raise "
+                "tensor_parallel_size or pipeline_parallel_size"
+            )
 
 
 _SERVER_ARGS = ("served_model_name", "api_key", "enable_control")

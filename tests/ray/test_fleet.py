@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from jaxserve.ray.fleet import TARGET_LOAD, FleetOptions, fleet_options, replica_load, replicas_wanted
-from jaxserve.ray.resources import num_devices, replica_resources
+from jaxserve.ray.resources import host_resources, num_devices
 from jaxserve.serving.options import ServerOptions
 
 SERVER = ServerOptions(names=("a",))
@@ -29,15 +29,22 @@ def test_arguments_of_serve_run():
 
 def test_what_a_replica_takes():
     pair = {"tensor_parallel_size": 2}
-    assert replica_resources({"CPU": 4.0}, pair, 4, None) == {"num_cpus": 1, "num_gpus": 0}
-    assert replica_resources({"CPU": 8.0, "GPU": 4.0}, pair, 2, None) == {"num_cpus": 1, "num_gpus": 2}
-    assert replica_resources({}, pair, 2, 2) == {"num_cpus": 1, "num_gpus": 2}, "it grows on demand"
-    assert replica_resources(None, pair, 2, None) == {"num_cpus": 1, "num_gpus": 2}, "before Ray is started"
-    assert replica_resources(None, pair, 2, 0) == {"num_cpus": 1, "num_gpus": 0}
+    assert host_resources({"CPU": 4.0}, pair, 4, None) == {"num_cpus": 1, "num_gpus": 0}
+    assert host_resources({"CPU": 8.0, "GPU": 4.0}, pair, 2, None) == {"num_cpus": 1, "num_gpus": 2}
+    assert host_resources({}, pair, 2, 2) == {"num_cpus": 1, "num_gpus": 2}, "it grows on demand"
+    assert host_resources(None, pair, 2, None) == {"num_cpus": 1, "num_gpus": 2}, "before Ray is started"
+    assert host_resources(None, pair, 2, 0) == {"num_cpus": 1, "num_gpus": 0}
     with pytest.raises(ValueError, match="3 replicas of 2 GPU each need 6, and Ray's cluster has 4"):
-        replica_resources({"CPU": 8.0, "GPU": 4.0}, pair, 3, None)
+        host_resources({"CPU": 8.0, "GPU": 4.0}, pair, 3, None)
+    four = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    assert host_resources({"CPU": 8.0, "GPU": 8.0}, four, 2, None, 2) == {"num_cpus": 1, "num_gpus": 2}
+    assert host_resources({"CPU": 4.0}, four, 1, None, 4) == {"num_cpus": 1, "num_gpus": 0}
+    with pytest.raises(ValueError, match="2 replicas of 2 CPU each need 4, and Ray's cluster has 3"):
+        host_resources({"CPU": 3.0}, four, 2, None, 2)
+    with pytest.raises(ValueError, match="hosts_per_replica=2 must divide the 3 GPUs"):
+        host_resources({"CPU": 8.0, "GPU": 8.0}, four, 1, 3, 2)
     with pytest.raises(ValueError, match="5 replicas of 1 CPU each need 5, and Ray's cluster has 4"):
-        replica_resources({"CPU": 4.0}, {}, 5, None)
+        host_resources({"CPU": 4.0}, {}, 5, None)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +56,8 @@ def test_what_a_replica_takes():
         ({"model": "m", "replicas": 3, "max_replicas": 2}, "max_replicas=2"),
         ({"model": "m", "gpus_per_replica": -1}, "gpus_per_replica=-1"),
         ({"model": "m", "grace": -1}, "grace=-1"),
+        ({"model": "m", "hosts_per_replica": 0}, "hosts_per_replica=0 must be at least 1"),
+        ({"model": "m", "hosts_per_replica": 2}, "hosts_per_replica=2 must divide the 1 devices of a replica"),
         ({"model": "m", "max_num_seqs": "many"}, "max_num_seqs='many'"),
         ({"model": "m", "enable_control": True}, "give api_keys too"),
     ],
@@ -80,8 +89,8 @@ def test_replicas_follow_the_load():
 def test_flags_that_do_not_go_together_are_named():
     for flags, why in (
         (["--replicas=2"], "--replicas: give --ray too"),
-        (["--ray", "--role=decode"], "--role: a replica on Ray is one process without a role"),
-        (["--ray", "--num_hosts=2", "--host_id=0"], "--num_hosts, --host_id: a replica on Ray"),
+        (["--ray", "--role=decode"], "--role: Ray places the processes of a replica, which has no role"),
+        (["--ray", "--num_hosts=2", "--host_id=0"], "--num_hosts, --host_id: Ray places"),
     ):
         command = [sys.executable, "-m", "jaxserve", "serve", "nothing", *flags]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ("--page_size=4", "--num_pages=400", "--max_num_seqs=4", "--max_num_batched_tokens=32", "--dtype=float32")
+FOLLOWER = "ray::Follower"
 BODY = {"model": "alphabet", "prompt": "a", "temperature": 0, "max_tokens": 20}
 
 
@@ -70,12 +71,17 @@ def two(folder) -> Iterator[str]:
 
 def replica_pids(others: Sequence[int] = ()) -> list[int]:
     """Processes of replicas on this machine, as Ray names them, but for `others`."""
+    return sorted(set(pids_of("ray::ServeReplica:jaxserve:jaxserve")) - set(others))
+
+
+def pids_of(name: str) -> list[int]:
+    """Processes whose name begins so."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if (folder / "cmdline").read_bytes().startswith(b"ray::ServeReplica:jaxserve:jaxserve"):
+            if (folder / "cmdline").read_bytes().startswith(name.encode()):
                 found.append(int(folder.name))
-    return sorted(set(found) - set(others))
+    return found
 
 
 def test_openais_client_and_what_is_refused(two):
@@ -116,7 +122,10 @@ async def load(url: str, num_streams: int, began: asyncio.Event) -> list[str]:
                     return f"status {a.status_code}"
                 async for line in a.aiter_lines():
                     if line.startswith("data: {"):
-                        text += json.loads(line[6:])["choices"][0]["text"]
+                        chunk = json.loads(line[6:])
+                        if "error" in chunk:
+                            return "error"
+                        text += chunk["choices"][0]["text"]
                         num_begun += not begun
                         begun = True
                         if num_begun == num_streams // 4:
@@ -128,6 +137,28 @@ async def load(url: str, num_streams: int, began: asyncio.Event) -> list[str]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
         return await asyncio.gather(*(one(client) for _ in range(num_streams)))
+
+
+def test_the_controller_that_is_killed_under_load(two):
+    """It only watches: no stream is lost, requests are answered while it is away, and another one takes its place."""
+    replicas, (controller,) = replica_pids(), pids_of("ray::ServeController")
+
+    async def main() -> list[str]:
+        began = asyncio.Event()
+        loading = asyncio.create_task(load(two, 64, began))
+        await asyncio.wait_for(began.wait(), 120)
+        os.kill(controller, signal.SIGKILL)
+        async with httpx.AsyncClient(base_url=two, timeout=60) as client:
+            for _ in range(8):
+                assert (await client.post("/v1/completions", json=BODY | {"max_tokens": 1})).status_code == 200
+        return await loading
+
+    assert asyncio.run(main()) == ["whole"] * 64
+    deadline = time.monotonic() + 60
+    while not pids_of("ray::ServeController"):
+        assert time.monotonic() < deadline, "the controller is not started again"
+        time.sleep(0.2)
+    assert pids_of("ray::ServeController") != [controller] and replica_pids() == replicas
 
 
 def test_a_replica_that_is_killed_under_load(two):
@@ -156,6 +187,34 @@ def test_a_replica_that_is_killed_under_load(two):
     while len(replica_pids()) < 2:
         assert time.monotonic() < deadline, "the replica is not started again"
         time.sleep(0.5)
+
+
+def test_a_replica_of_two_hosts_and_a_follower_that_is_killed(folder):
+    """The replica leads and an actor follows, each with one of the engine's devices. Without the follower all begins anew."""
+    others = replica_pids(), pids_of(FOLLOWER)
+    with fleet(folder, "--hosts_per_replica=2", "--tensor_parallel_size=2") as (url, _):
+        assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).json()["choices"][0]["text"] == after("a", 20)
+        (leader,), (follower,) = replica_pids(others[0]), set(pids_of(FOLLOWER)) - set(others[1])
+
+        async def main() -> tuple[list[str], float]:
+            began = asyncio.Event()
+            loading = asyncio.create_task(load(url, 4, began))
+            await asyncio.wait_for(began.wait(), 120)
+            os.kill(follower, signal.SIGKILL)
+            killed = time.monotonic()
+            ends = await loading
+            while not await asyncio.to_thread(answers, url):
+                assert time.monotonic() - killed < 120, "the replica is not started again"
+                await asyncio.sleep(0.2)
+            return ends, time.monotonic() - killed
+
+        ends, seconds = asyncio.run(main())
+        print(f"answers again after {seconds:.1f} s; its streams: {sorted(set(ends))}")
+        assert len(ends) == 4, "no client is left without an end of its stream"
+        (again,), (new,) = replica_pids(others[0]), set(pids_of(FOLLOWER)) - set(others[1])
+        assert again != leader and new != follower
+        assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).json()["choices"][0]["text"] == after("a", 20)
+    assert set(pids_of(FOLLOWER)) <= set(others[1]), "followers end with the fleet"
 
 
 def test_replicas_come_and_go_without_a_failed_request(folder):

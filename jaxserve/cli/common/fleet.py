@@ -31,7 +31,7 @@ def gpus_per_replica() -> int | None:
 def on_ray() -> bool:
     """Whether the flags ask for Ray. UsageError: flags that do not go together."""
     if not _RAY.value:
-        ours = [name for name in ("replicas", "max_replicas", "gpus_per_replica") if name in flags.FLAGS]
+        ours = [name for name in ("replicas", "max_replicas", "gpus_per_replica", "hosts_per_replica") if name in flags.FLAGS]
         given = [f"--{name}" for name in ours if flags.FLAGS[name].value is not None]
         if given:
             raise app.UsageError(f"{', '.join(given)}: give --ray too")
@@ -39,7 +39,10 @@ def on_ray() -> bool:
     given = {name: flags.FLAGS[name].value for name in _ALONE if name in flags.FLAGS}
     refused = [f"--{name}" for name, value in given.items() if value is not None and value is not False]
     if refused:
-        raise app.UsageError(f"{', '.join(refused)}: a replica on Ray is one process without a role; leave --ray or these out")
+        raise app.UsageError(
+            f"{', '.join(refused)}: Ray places the processes of a replica, which has no role; leave --ray or these out, and give "
+            "--hosts_per_replica for several"
+        )
     return True
 
 

@@ -38,13 +38,13 @@ def results_on_ray(
     import ray  # pyright: ignore[reportMissingImports]
     import ray.data  # pyright: ignore[reportMissingImports]
 
-    from jaxserve.ray.resources import replica_resources
+    from jaxserve.ray.resources import host_resources
 
     start_ray(ray)
     try:
         options = {name: value for name, value in engine.items() if name not in ("model", "tokenizer", "skip_tokenizer_init")}
         with refuse_bad_input():
-            resources = replica_resources(ray.cluster_resources(), options, num_replicas(), gpus_per_replica())
+            resources = host_resources(ray.cluster_resources(), options, num_replicas(), gpus_per_replica())
         context = ray.data.DataContext.get_current()
         context.execution_options.preserve_order = True
         context.enable_progress_bars = progress

@@ -13,9 +13,10 @@ from jaxserve.cli.common.command import group, refuse_bad_input
 from jaxserve.cli.common.fleet import gpus_per_replica, last_error, num_replicas, start_ray
 
 _MAX_REPLICAS = flags.DEFINE_integer("max_replicas", None, "With --ray, up to which replicas follow the load.", lower_bound=1)
+_HOSTS = flags.DEFINE_integer("hosts_per_replica", None, "With --ray, processes that share a replica's devices.", lower_bound=1)
 _UP = flags.DEFINE_float("scale_up_seconds", 30.0, "With --max_replicas, how long the load must ask for more.", lower_bound=0)
 _DOWN = flags.DEFINE_float("scale_down_seconds", 600.0, "With --max_replicas, how long it must ask for fewer.", lower_bound=0)
-group("Replicas on Ray", ("max_replicas", "scale_up_seconds", "scale_down_seconds"))
+group("Replicas on Ray", ("max_replicas", "hosts_per_replica", "scale_up_seconds", "scale_down_seconds"))
 
 
 def serve_on_ray(**options: Any) -> None:
@@ -36,6 +37,7 @@ def serve_on_ray(**options: Any) -> None:
             scale_up_seconds=_UP.value,
             scale_down_seconds=_DOWN.value,
             gpus_per_replica=gpus_per_replica(),
+            hosts_per_replica=_HOSTS.value or 1,
             grace=float(http_server.grace()),
         )
     stop = threading.Event()
