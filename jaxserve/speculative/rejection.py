@@ -16,8 +16,6 @@ drawn, this one accepts as often as any rule can: sum(min(p, q)).
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
@@ -52,7 +50,7 @@ def draw_token(
     else:
         shares = sampler.in_blocks(shard.part(proposal, 1, N), 0.0).astype(jnp.float64)
         proposed = jnp.where((drafts == NO_DRAFT)[:, None, None], 0, jnp.round(shares * total).astype(jnp.int64))
-    of_draft = partial(shard.pick, ids=jnp.maximum(drafts, 0))
+    of_draft = lambda x: shard.pick(x, jnp.maximum(drafts, 0)[:, None])[:, 0]  # noqa: E731
     stands = _stands(
         of_draft(weights.reshape(R, N)),
         of_draft(proposed.reshape(R, N)),
