@@ -58,7 +58,7 @@ def test_both_sides_of_speculation_answer_alike(task, temperature, work):
 
 @pytest.mark.slow
 def test_methods_by_turns(work):
-    """The model drafts for itself: nearly all drafts stand, so that steps bring nearly three tokens."""
+    """The model drafts for itself: all drafts stand. Of 12 tokens one comes with the prompt, and the last step has less room."""
     model = alphabet_model.save(work / "model", max_position_embeddings=1024)
     BucketPlan(mixed=((64, 2),), head_rows=(6,)).save(work / "plan.json")
     flags = [f"--model={model}", f"--bucket_plan={work / 'plan.json'}", "--max_num_seqs=2", "--max_num_batched_tokens=64"]
@@ -66,7 +66,7 @@ def test_methods_by_turns(work):
     results = run(work, "bench_speculative", *flags, "--methods=suffix,draft_model", f"--draft_model={model}")["results"]
     assert [(r["method"], r["batch"]) for r in results] == [(m, b) for b in (1, 2) for m in ("suffix", "draft_model")]
     by_itself = [r for r in results if r["method"] == "draft_model"]
-    assert all(2.5 < r["accepted_length"] <= 3 and r["num_outputs_that_differ"] == 0 for r in by_itself)
+    assert all(2.2 < r["accepted_length"] <= 3 and r["num_outputs_that_differ"] == 0 for r in by_itself)
     assert 1 <= by_itself[0]["tokens_per_sequence_step"] <= 3
 
 
