@@ -85,8 +85,10 @@ def missing() -> str | None:
 
 
 def is_too_old() -> bool:
-    """Whether the compiler does not know the newest of the instruction sets: g++ before 11, clang++ before 12."""
-    return subprocess.run([compiler() or "", *AMX, "-fsyntax-only", "-x", "c++", os.devnull], capture_output=True).returncode != 0
+    """Whether the compiler says that it does not know the newest of the instruction sets: g++ before 11, clang++ before 12."""
+    command = [compiler() or "", *AMX, "-fsyntax-only", "-x", "c++", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode != 0 and "amx" in done.stderr
 
 
 def fingerprint() -> str:

@@ -10,6 +10,7 @@ from jaxserve.workloads.workload import Workload, WorkloadRequest
 from tests.dummy import dummy_model, make_engine
 
 
+@pytest.mark.slow
 def test_steps_begin_and_end(monkeypatch):
     """Two requests, a hundred seconds apart: steps take what they take, and the time between them is nobody's."""
     now, engine = [0.0], make_engine(dummy_model())

@@ -34,6 +34,7 @@ def test_texts_token_ids_and_chats(generate):
     assert out["generated_text"].tolist() == [after("A", 5)] * 2
 
 
+@pytest.mark.slow
 def test_rows_that_can_not_be_run_are_reported(generate):
     rows = np.empty(4, object)
     rows[:] = [[97], [], [5000], [98]]

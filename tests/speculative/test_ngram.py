@@ -31,6 +31,7 @@ sequences = st.lists(st.integers(0, 3), min_size=1, max_size=LENGTH)
 run = jax.jit(lookup, static_argnames=("num_drafts", "least", "most"))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(st.lists(sequences, min_size=3, max_size=3), st.sampled_from([(1, 1, 1), (4, 1, 3), (3, 2, 2), (6, 2, 5), (2, 3, 30)]))
 def test_lookup_is_the_plain_loop(rows, sizes):

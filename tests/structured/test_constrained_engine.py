@@ -314,6 +314,7 @@ def test_logprobs_are_of_what_the_grammar_allows(model, tokenizer, compiler):
     assert checked > 100 and forbidden > 1000
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_a_grammar_that_compiles(model, compiler):
     engine = make_engine(model)
     pending: Future = Future()
@@ -404,6 +405,7 @@ def test_a_forced_text_longer_than_the_model_is_cut(model, compiler):
         assert answer.finish_reason == "length" and len(answer.tokens) == reached
 
 
+@pytest.mark.slow
 def test_grammars_after_sleep_and_new_weights(model, compiler):
     asks = mixed_asks(compiler)
     engine = make_engine(model)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxserve.training import draft_chains
 from jaxserve.training.draft_chains import States, chain_logits, chain_ranks, loss, target_states
@@ -70,6 +71,7 @@ def test_the_loss_and_ranks_are_counted_over_answers_alone():
     assert 0 < sum(found[0] == 0 for found in expected.values()) < len(expected)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_head_that_knows_a_part_of_the_vocabulary():
     head, tokens = test_eagle.load("eagle3"), np.arange(20)[None] % 7
     ids, states = np.asarray(draft_chains.known_ids(head)), target_states(target(), head, jnp.asarray(tokens))
