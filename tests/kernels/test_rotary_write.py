@@ -51,7 +51,9 @@ def test_cpu_computes_what_the_reference_does(level, dtype):
 
 
 @pytest.mark.parametrize(
-    "case", slow_unless(lambda case: case.dtype == "bfloat16" and not case.name.startswith("head_96"), CASES), ids=lambda case: case.name
+    "case",
+    slow_unless(lambda case: case.dtype == "bfloat16" and not case.name.startswith("head_96"), CASES),
+    ids=lambda case: case.name,
 )
 def test_the_kernel_interpreted_has_the_bits_of_xla(case):
     """Queries of padding tokens too, but for what a NaN looks like. (Not optimised, XLA:CPU rounds a float16 elsewhere.)"""
