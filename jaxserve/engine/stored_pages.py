@@ -99,6 +99,7 @@ class StoredPages:
         self._saving: set[bytes] = set()
         self._used: deque[list[bytes]] = deque(maxlen=MAX_USED)  # chains of requests that ended
         self._keeping: dict[Request, float] = {}  # ended, their last output waits for their pages: until this time.monotonic
+        self._next_to_save = 0  # the group whose turn it is, if it has pages enough
         self._unsaved: list[deque[tuple[int, bytes]]] = [deque(maxlen=UNSAVED_POOLS * pool.num_pages) for pool in pools]
         self.pace: SwapPace = SwapPace(self._page_size)
         for pool in pools:
@@ -268,10 +269,14 @@ class StoredPages:
         Every step that was scheduled must have been dispatched. rest: pages that are fewer than a batch do not wait for more.
         """
         self._drain_journal()
-        rest = rest or bool(self._keeping)
-        for group, unsaved in enumerate(self._unsaved):
-            while len(unsaved) >= (1 if rest else TRANSFER_PAGES) and len(self._saves) < MAX_SAVES:
-                self._save_batch(group, unsaved)
+        least = 1 if rest or self._keeping else TRANSFER_PAGES
+        while len(self._saves) < MAX_SAVES:
+            ready = [group for group, unsaved in enumerate(self._unsaved) if len(unsaved) >= least]
+            if not ready:
+                break
+            group = next((group for group in ready if group >= self._next_to_save), ready[0])  # groups take turns
+            self._next_to_save = group + 1
+            self._save_batch(group, self._unsaved[group])
         while self._used and all(len(unsaved) < TRANSFER_PAGES for unsaved in self._unsaved):  # behind the saves of their pages
             self.store.touch(self._used.popleft())
 
@@ -292,13 +297,13 @@ class StoredPages:
         if not self.pace.load_is_faster:
             return
         self._drain_journal()
-        hashes, found = set(request.hash_chain[1:]), False
-        for unsaved in self._unsaved:
+        hashes = set(request.hash_chain[1:])
+        for group, unsaved in enumerate(self._unsaved):
             own = [entry for entry in unsaved if entry[1] in hashes]
             unsaved.extendleft(reversed(own))  # where they stand twice, they are saved once
-            found = found or bool(own)
-        if found:
-            self.save(rest=True)
+            for _ in range(0, len(own), TRANSFER_PAGES):
+                if len(self._saves) < MAX_SAVES:
+                    self._save_batch(group, unsaved)
 
     def end(self, request: Request) -> None:
         """The request has ended well: its pages are those that were used last."""

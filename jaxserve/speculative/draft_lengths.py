@@ -221,3 +221,4 @@ class DraftLengths:
         if new.any():
             self._generations[rows] = schedule.generations
             self.rates[rows[new]] = self._of_new
+            self._unpaid = 0  # of whoever decodes from now on nothing is known

@@ -1,17 +1,21 @@
 """Engines with a store of KV: answers are those of an engine without one, whatever the store does, and no page is lost."""
 
 import random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax.numpy as jnp
 import pytest
 
 from jaxserve import SamplingParams
+from jaxserve.engine.stats import KVStoreStats
+from jaxserve.engine.stored_pages import StoredPages
 from jaxserve.execution.compilation import compile_counts
+from jaxserve.execution.page_transfer import MAX_SAVES, TRANSFER_PAGES
 from jaxserve.kv_store.disk import DiskTier
 from jaxserve.kv_store.host import HostTier
-from jaxserve.kv_store.store import TieredStore
-from jaxserve.request import RequestStatus
+from jaxserve.kv_store.store import Job, TieredStore
+from jaxserve.request import Request, RequestStatus
 from tests.dummy import ONE_BUCKET, SEQS, Ask, add, assert_empty, differences, dummy_model, make_engine, poison, serve
 from tests.engine.store_faults import Flaky
 from tests.engine.store_fuzz import Fuzz, converse, other_weights
@@ -153,6 +157,63 @@ def test_a_page_that_is_reused_before_it_is_saved_is_left_out(closed):
     engine.reset_prefix_cache()
     assert differences(served(engine, wanted), expected(wanted)) == []
     assert counts(engine).num_hit_tokens
+
+
+class Saves:
+    """A store that keeps what it is asked to save under way, and a runner that takes pages: `groups` has whose they were."""
+
+    def __init__(self):
+        self.groups: list[int] = []
+        self.jobs: list[Job] = []
+
+    def stats(self):
+        return []
+
+    def lookup(self, hashes, shared=False):
+        return 0
+
+    def save(self, hashes, pages):
+        self.jobs.append(Job("save", hashes, pages))
+        return self.jobs[-1]
+
+    def take_pages(self, pages, group):
+        self.groups.append(group)
+        return pages
+
+    def poll(self, timeout):
+        """The oldest ends."""
+        return [(self.jobs.pop(0), True)]
+
+
+def pages_of_two_groups() -> tuple[StoredPages, Saves]:
+    saves: Any = Saves()
+    pools: Any = [SimpleNamespace(num_pages=64, page_size=4, holds=lambda page, hash_: True) for _ in range(2)]
+    pages = StoredPages(saves, cast(Any, None), saves, ("", ""), KVStoreStats())
+    pages.attach(pools, cast(Any, SimpleNamespace(composer=SimpleNamespace())))
+    for group, pool in enumerate(pools):
+        pool.journal.extend((page, b"%d %d" % (group, page)) for page in range(40))
+    return pages, saves
+
+
+def test_groups_take_turns_to_save():
+    """While pages are made faster than a store keeps them."""
+    pages, saves = pages_of_two_groups()
+    pages.save()
+    for _ in range(6):
+        pages.poll()
+        pages.save()
+    assert len(saves.groups) == MAX_SAVES + 6 and abs(saves.groups.count(0) - saves.groups.count(1)) <= 1
+
+
+def test_pages_of_who_is_preempted_are_saved_before_other_groups():
+    pages, saves = pages_of_two_groups()
+    request = Request("preempted", [1], SamplingParams())
+    request.hash_chain[:] = [b"root", *(b"1 %d" % page for page in range(30, 30 + TRANSFER_PAGES + 2))]
+    cast(Any, pages).pace = SimpleNamespace(load_is_faster=True)
+    pages.preempting(request)
+    assert saves.groups == [1, 1] and [page for job in saves.jobs for page in job.pages][: TRANSFER_PAGES + 2] == list(
+        range(30, 30 + TRANSFER_PAGES + 2)
+    )
 
 
 def test_a_conversation_loses_its_last_pages_first(closed):

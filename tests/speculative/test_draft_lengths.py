@@ -38,7 +38,7 @@ class Machine:
         self.queued, self.drafting = queued, drafting  # drafting: what it adds to a step
         self.lengths = DraftLengths(PLAN, 8, max_num_batched_tokens, K, **options)
         self.rates, self.per_token, self.rng = np.array(rates), per_token, np.random.default_rng(0)
-        self.rows = np.arange(len(rates))
+        self.rows, self.generation = np.arange(len(rates)), 0
         self.num_tokens, self.seconds, self.clock = 0, 0.0, 0.0
         self.lengths_seen: list[int] = []
         self.proposed: list[bool] = []
@@ -48,7 +48,7 @@ class Machine:
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
             chosen = self.lengths.choose(self.rows, explore=True, queued=self.queued)
-            step = schedule(self.rows, chosen)
+            step = schedule(self.rows, chosen, self.generation)
             counts = np.array([1 + self._accepted(i, k) for i, k in enumerate(chosen)], np.int32)
             first_right = np.where(chosen > 0, counts > 1, self.rng.random(len(counts)) < self.rates)
             self.lengths.proposed[self.rows] = np.where(first_right, 7, 8)[:, None]
@@ -221,6 +221,16 @@ def test_drafts_are_made_again_when_they_would_stand_or_other_rows_decode():
     machine.rows = np.array([1])
     machine.rates = machine.rates[:1]
     machine.run(2)
+    assert machine.proposed[-2:] == [True, True]
+
+
+def test_drafts_are_made_again_when_a_row_has_another_owner():
+    """The last row that was given back is the next one to be taken."""
+    machine = Machine([0.05], 0.05, drafting=0.2, by_model=True)
+    machine.run(200)
+    assert not any(machine.proposed[-20:])
+    machine.generation += 1
+    machine.run(4)
     assert machine.proposed[-2:] == [True, True]
 
 
