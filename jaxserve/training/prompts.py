@@ -41,7 +41,7 @@ COUNTRIES = (
     "Australia", "Germany", "Chile", "Turkey", "Vietnam", "Ireland", "Morocco",
 )  # fmt: skip
 ABOUT_COUNTRIES = (
-    "What is the capital of {}?", "Which languages are spoken in {}?", "What do people eat in {}?", "Describe the flag of {}.",
+    "What is the oldest town of {}?", "Which languages are spoken in {}?", "What do people eat in {}?", "Describe the flag of {}.",
     "When is the best time to visit {}?",
 )  # fmt: skip
 FOODS = (
@@ -54,7 +54,7 @@ ANIMALS = (
     "spotted cow", "clever raven", "hedgehog", "goldfish", "red squirrel", "wild goose", "sea lion",
 )  # fmt: skip
 ABOUT_ANIMALS = (
-    "Suggest three names for a {}.", "Write a short poem about a {} in the rain.", "Tell a bedtime story about a {}.",
+    "Suggest two titles for a film about a {}.", "Write a short poem about a {} in the rain.", "Tell a bedtime story about a {}.",
     "What does a {} eat?",
 )  # fmt: skip
 PEOPLE = ("a colleague", "my neighbour", "a customer", "my landlord", "an old friend", "my teacher", "a new employee", "my sister")
@@ -111,7 +111,7 @@ FUNCTIONS = (
     "        answer = input(question)\n    return answer",
 )
 CODE_TASKS = (
-    "Add a comment to the first line of this code and print all of it again:",
+    "Write a comment above the last line of this code and print it all:",
     "Add a docstring to this code and print all of it again:",
     "Rename the loop variable of this code to `entry` and print all of it again:",
     "Repeat this code:",
@@ -145,7 +145,7 @@ THEN = (
 )  # fmt: skip
 HOURS = ("four", "five", "six", "seven", "eight", "nine", "ten", "eleven")
 TEXT_TASKS = (
-    "Repeat this text word for word, and change only its first word:",
+    "Copy this text, and put its last sentence first:",
     "Correct the spelling of this text and print all of it:",
     "Repeat this text:",
     "Write this text again, each sentence on a line of its own:",
