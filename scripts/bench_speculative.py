@@ -7,11 +7,11 @@
 Three tasks for the demo's model, of eight prompts each: rewriting a paragraph and editing code, whose answers repeat their prompts,
 and ordinary chat. A draft of the model's first layers is made by `jaxserve convert --num_layers=2`.
 
-First each method verifies all its drafts in every step, as many sequences at a time as the largest batch has: its accepted length is
-tokens a sequence and step over all steps, those for which nothing was drafted too. Then each task runs in batches of several sizes, 8 at most, with as many
-drafts as pay (--adaptive); where a size does not divide 8, the last batch is smaller. A figure is output tokens a second of the
-whole run, its prompts' pages being in the prefix caches; the ratio is the median over rounds. All programs are compiled before, and
-one batch is run untimed.
+First each method verifies all its drafts in every step, as many sequences at a time as the largest batch has: its accepted length
+is tokens a sequence and step over all steps, those for which nothing was drafted too. Then each task runs in batches of several
+sizes, 8 at most, with as many drafts as pay (--adaptive); where a size does not divide 8, the last batch is smaller. A figure is
+output tokens a second of the whole run, its prompts' pages being in the prefix caches; the ratio is the median over rounds. All
+programs are compiled before, and one batch is run untimed.
 
 Outputs that differ are counted: greedy ones can, where two logits nearly tie and the shapes of the steps are not the same. How
 nearly is said too: the largest lead of the best token over the second, in log-probability, where an output with speculation first
