@@ -8,6 +8,7 @@ when it is gone, and what it asks for fails when the engine's process is. Knows 
 from __future__ import annotations
 
 import contextlib
+import logging
 import pickle
 import queue
 import socket
@@ -38,6 +39,8 @@ from jaxserve.serving.messages import (
 )
 from jaxserve.serving.metrics import Metrics
 
+logger: logging.Logger = logging.getLogger("jaxserve")
+
 ENGINE_GONE = "the engine's process has ended"
 _LENGTH = 8  # bytes of a message's length, before the message
 
@@ -46,10 +49,13 @@ class Pipe:
     """One end of a pair of sockets.
 
     take: called with each message that comes, on a thread of the pipe's own. lost: called there once, when the other end is gone.
+    spoilt: called on another thread with each message that cannot be pickled, and why; returns what goes instead, or None.
     """
 
-    def __init__(self, end: socket.socket, take: Callable[[Any], None], lost: Callable[[], None]):
-        self._socket, self._take, self._lost = end, take, lost
+    def __init__(
+        self, end: socket.socket, take: Callable[[Any], None], lost: Callable[[], None], spoilt: Callable[[Any, str], object]
+    ):
+        self._socket, self._take, self._lost, self._spoilt = end, take, lost, spoilt
         self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="jaxserve-pipe-reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name="jaxserve-pipe-writer", daemon=True)
@@ -70,16 +76,27 @@ class Pipe:
         try:
             with contextlib.suppress(OSError):
                 while (message := self._outbox.get()) is not None:
-                    self._socket.sendall(framed(message))
+                    self._socket.sendall(self._framed(message))
         finally:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _framed(self, message: object) -> bytes:
+        try:
+            return framed(message)
+        except Exception as error:
+            logger.exception("a message of the type %s cannot be pickled; what it is about fails", type(message).__name__)
+            instead = self._spoilt(message, f"a message cannot be pickled: {error!r}")
+            return b"" if instead is None else framed(instead)
 
     def _read(self) -> None:
         try:
             with contextlib.suppress(OSError), self._socket.makefile("rb") as file:
                 while len(head := file.read(_LENGTH)) == _LENGTH:
-                    self._take(pickle.loads(file.read(int.from_bytes(head))))
+                    body = file.read(size := int.from_bytes(head))
+                    if len(body) < size:
+                        break
+                    self._take(pickle.loads(body))
         finally:
             self.close()
             self._writer.join()  # soon: the other end takes nothing any more
@@ -91,6 +108,15 @@ def framed(message: object) -> bytes:
     """A message as it crosses a pipe."""
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return len(data).to_bytes(_LENGTH) + data
+
+
+def is_picklable(message: object) -> bool:
+    """Whether it can cross a pipe."""
+    try:
+        framed(message)
+    except Exception:
+        return False
+    return True
 
 
 def read_one(end: socket.socket) -> Any:
@@ -161,7 +187,7 @@ class EngineHub:
     def attach(self, end: socket.socket) -> Peer:
         """Begins to serve the process at the other end."""
         peer = Peer()
-        peer.pipe = Pipe(end, lambda message: self._take(peer, message), lambda: self._lose(peer))
+        peer.pipe = Pipe(end, lambda message: self._take(peer, message), lambda: self._lose(peer), self._without_spoilt)
         with self._lock:
             self._peers.append(peer)
         peer.pipe.start()
@@ -203,11 +229,30 @@ class EngineHub:
         peer.pipe.put(Report([Failed(add.request_id, full)], self.stats))
 
     def _answer(self, call: Call) -> Reply:
-        if call.method == "metrics":
-            return Reply(call.call_id, self.metrics.render())
-        if call.method == "num_requests":
-            return Reply(call.call_id, len(self._owners))
-        return Reply(call.call_id, error=ValueError(f"method={call.method!r} must be metrics or num_requests"))
+        try:
+            if call.method == "metrics":
+                return Reply(call.call_id, self.metrics.render())
+            if call.method == "num_requests":
+                return Reply(call.call_id, len(self._owners))
+            raise ValueError(f"method={call.method!r} must be metrics or num_requests")
+        except Exception as error:
+            return Reply(call.call_id, error=error)
+
+    def _without_spoilt(self, report: Report, why: str) -> Report:
+        """A report whose events that cannot be pickled have become failures. Their requests end."""
+        events, failed = list[Event](), list[str]()
+        for event in report.events:
+            if is_picklable(event):
+                events.append(event)
+            elif isinstance(event, Reply):
+                events.append(Reply(event.call_id, error=FailedError(why)))
+            else:
+                events.append(Failed(event.request_id, FailedError(why)))
+                failed.append(event.request_id)
+        if failed:
+            self._forget(failed)
+            self._loop.send(Abort(failed))
+        return replace(report, events=events)
 
     def _forget(self, request_ids: list[str]) -> None:
         with self._lock:
@@ -257,7 +302,7 @@ class RemoteLoop:
     """
 
     def __init__(self, end: socket.socket, stats: LoopStats, deliver: Callable[[Report], None], on_lost: Callable[[], None]):
-        self._pipe = Pipe(end, self._take, self._lose)
+        self._pipe = Pipe(end, self._take, self._lose, self._fail)
         self._stats, self._deliver, self._on_lost = stats, deliver, on_lost
         self._lock = threading.Lock()  # of what follows
         self._open: set[str] = set()  # requests that have not ended
@@ -311,6 +356,13 @@ class RemoteLoop:
             self._is_lost = True
         self._fail_all()
         self._on_lost()
+
+    def _fail(self, command: object, why: str) -> None:
+        """Ends what was asked for."""
+        if isinstance(command, Add):
+            self._take(Report([Failed(command.request_id, FailedError(why))], self._stats))
+        elif isinstance(command, Call):
+            self._take(Report([Reply(command.call_id, error=FailedError(why))], self._stats))
 
     def _fail_all(self) -> None:
         with self._lock:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import pickle
 import socket
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -13,14 +14,16 @@ import pytest
 from jaxserve import SamplingParams
 from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.messages import (
+    Delta,
     FailedError,
     HTTPAnswered,
     QueueFullError,
+    Report,
     RequestError,
     UnavailableError,
 )
 from jaxserve.serving.metrics import Metrics
-from jaxserve.serving.pipes import ENGINE_GONE, EngineHub, RemoteLoop
+from jaxserve.serving.pipes import ENGINE_GONE, EngineHub, Pipe, RemoteLoop, framed
 from jaxserve.serving.streams import Ask
 from scripts.bench.replay_engine import FOX, replay_llm
 
@@ -170,6 +173,52 @@ def test_a_broken_engine_is_told_to_all(monkeypatch):
                 await answer(made.engines[1], "x")
 
     asyncio.run(check())
+
+
+def test_what_the_hub_cannot_answer_fails_alone(monkeypatch):
+    async def check() -> None:
+        async with users() as made:
+            monkeypatch.setattr(made.hub.metrics, "render", lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                await made.engines[0].ask("metrics")
+            assert await made.engines[0].ask("num_requests") == 0 and not made.lost
+
+    asyncio.run(check())
+
+
+def test_what_cannot_be_pickled_fails_alone(monkeypatch):
+    async def check() -> None:
+        async with users() as made:
+            take, engine = made.hub.metrics.take, made.engines[0]
+
+            def spoil(report: Report) -> None:
+                take(report)
+                for event in report.events:
+                    if isinstance(event, Delta) and event.request_id.startswith("bad"):
+                        event.stop_reason = lambda: 0  # type: ignore[assignment]
+
+            monkeypatch.setattr(made.hub.metrics, "take", spoil)
+            good = asyncio.create_task(answer(engine, "good", 40))
+            with pytest.raises(FailedError, match="cannot be pickled"):
+                await answer(engine, "bad", 10_000)
+            await until(lambda: made.number('request_success_total{finished_reason="abort"') == 1)
+            trace: Any = {"x": lambda: 0}
+            with pytest.raises(FailedError, match="cannot be pickled"):
+                await engine.open([Ask([1], SamplingParams(), trace=trace)])
+            assert await good == FOX[:40] and not made.lost and not made.llm.engine.num_requests
+            assert engine.num_requests == await engine.ask("num_requests") == 0
+
+    asyncio.run(check())
+
+
+def test_a_message_that_is_cut_off_ends_its_pipe(monkeypatch):
+    ours, theirs = socket.socketpair()
+    lost, raised, taken = threading.Event(), list[object](), list[object]()
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    Pipe(ours, taken.append, lost.set, lambda message, why: None).start()
+    theirs.sendall(framed("whole") + framed("cut off")[:-1])
+    theirs.close()
+    assert lost.wait(30) and taken == ["whole"] and not raised
 
 
 @pytest.mark.parametrize("error", [QueueFullError("full", 7), FailedError("x"), UnavailableError("y")])
