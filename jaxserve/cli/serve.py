@@ -11,7 +11,10 @@ Ctrl-C stop it from taking more, and let what runs finish for --grace seconds.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
+from socket import socket
 from typing import TYPE_CHECKING, Any, cast
 
 from absl import app, flags
@@ -81,8 +84,9 @@ def server_options() -> ServerOptions:
     )
 
 
-def load() -> LLM:
-    """The model that the flags name, with its tokenizer and the chat template that they ask for."""
+def load(prepare: Callable[[], object] = lambda: None) -> LLM:
+    """The model that the flags name, with its tokenizer and the chat template that they ask for. prepare: called before, on the
+    process that serves alone."""
     template = server_flags.chat_template()
     import jaxserve.serving.app  # noqa: F401 (what is not installed is said before a model is loaded)
     from jaxserve import LLM
@@ -90,6 +94,7 @@ def load() -> LLM:
 
     try:
         hosts = lead_or_follow(flags.FLAGS.model, engine_options())
+        prepare()
         llm = LLM(flags.FLAGS.model, _TOKENIZER.value, skip_tokenizer_init=_SKIP_TOKENIZER.value, **engine_options(), hosts=hosts)
     except NoTokenizerError as error:
         raise ValueError(f"{error.__cause__} (--tokenizer says where one lies, --skip_tokenizer_init does without)") from error
@@ -113,8 +118,8 @@ def make_application(llm: LLM, options: ServerOptions) -> Any:
     return make_app(engine, options)
 
 
-def run_processes(llm: LLM, options: ServerOptions) -> int:
-    """Serves with several API processes. Returns the exit code."""
+def run_processes(llm: LLM, options: ServerOptions, listeners: Sequence[socket]) -> int:
+    """Serves with several API processes on sockets of `http_server.bound`. Returns the exit code."""
     from jaxserve.cli.common import api_processes
     from jaxserve.serving.metrics import make_metrics
     from jaxserve.serving.pipes import EngineHub
@@ -135,7 +140,9 @@ def run_processes(llm: LLM, options: ServerOptions) -> int:
         http_server.uvicorn_options(),
         http_server.logs_access(),
     )
-    return api_processes.run(hub, start, _PROCESSES.value)
+    with refuse_bad_input():
+        http_server.listen(listeners)
+    return api_processes.run(hub, start, _PROCESSES.value, listeners)
 
 
 def main() -> int | None:
@@ -155,16 +162,23 @@ def main() -> int | None:
             max_failures=_MAX_FAILURES.value,
         )
         return None
-    with refuse_bad_input(), without_collecting():
-        options = server_options()
-        if _PROCESSES.value > 1:
-            check_can_share(options)
-        http_server.reload_on_hangup()  # the model is being loaded, and the file is read after that
-        llm = load()
-        application = make_application(llm, options) if _PROCESSES.value == 1 else None
-    if application is None:
-        return run_processes(llm, options)
-    http_server.run(application, options)
+    with ExitStack() as stack:
+        listeners = list[socket]()
+
+        def bind() -> None:
+            if _PROCESSES.value > 1:
+                listeners.extend(stack.enter_context(http_server.bound()))
+
+        with refuse_bad_input(), without_collecting():
+            options = server_options()
+            if _PROCESSES.value > 1:
+                check_can_share(options)
+            http_server.reload_on_hangup()  # the model is being loaded, and the file is read after that
+            llm = load(bind)
+            application = make_application(llm, options) if _PROCESSES.value == 1 else None
+        if application is None:
+            return run_processes(llm, options, listeners)
+        http_server.run(application, options)
     return None
 
 

@@ -1,6 +1,6 @@
-"""`jaxserve serve --api_server_count=N`: N processes that speak HTTP on one socket, and this one, which has the engine.
+"""`jaxserve serve --api_server_count=N`: N processes that speak HTTP on the same sockets, and this one, which has the engine.
 
-Owns how they are started, watched and stopped. The processes run this module with two file descriptors: of the socket that listens,
+Owns how they are started, watched and stopped. The processes run this module with file descriptors: of the sockets that listen,
 and of the pipe to the engine, whose first message is a `Start`. One that ends is replaced, and its requests end with it. They end
 when this process does, however that ends.
 """
@@ -14,7 +14,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ logger: logging.Logger = logging.getLogger("jaxserve")
 
 WATCH_SECONDS = 0.2  # between two looks at the processes
 KILL_SECONDS = 5.0  # beyond --grace, after which a process that has not ended is killed
+FIRST_WAIT = 1.0  # seconds to the next start after a process ended before it served; twice as long after each one more
+LONGEST_WAIT = 60.0  # seconds
 FAILED = 1  # exit code of a server whose processes do not start, and of a process whose engine is gone
 
 
@@ -106,54 +109,112 @@ def take_apart(tokenizer: Tokenizer | None) -> TokenizerParts | None:
 # ---- in the process that has the engine
 
 
-def run(hub: EngineHub, start: Start, count: int) -> int:
-    """Serves with `count` processes until SIGTERM or Ctrl-C, then lets what runs finish for --grace seconds. Returns the exit code:
-    0, or FAILED where a process ended before it could serve."""
-    listener, stopping = http_server.listen(), threading.Event()
+def run(hub: EngineHub, start: Start, count: int, listeners: Sequence[socket.socket]) -> int:
+    """Serves with `count` processes until SIGTERM or Ctrl-C, then lets what runs finish for --grace seconds. listeners: on these.
+    Returns the exit code: 0, or FAILED where a process ended before any could serve."""
+    stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     hub.start()
-    processes: dict[subprocess.Popen[bytes], Peer] = {}
-    num_started = 0
+    processes = Processes(lambda i: _start(hub, replace(start, stats=hub.stats, tag=f"{i}-"), listeners), count)
+    has_said_where = False
     try:
         while not stopping.is_set():
-            for process, peer in list(processes.items()):
-                if process.poll() is None:
-                    continue
-                del processes[process]
-                if not peer.is_ready:
-                    logger.error("an API process ended with code %s before it served", process.returncode)
-                    return FAILED
-                logger.error("an API process ended with code %s; its requests end, another one starts", process.returncode)
-            while len(processes) < count:
-                num_started += 1
-                process, peer = _start(hub, replace(start, stats=hub.stats, tag=f"{num_started}-"), listener)
-                processes[process] = peer
+            if not processes.tend():
+                return FAILED
+            if processes.has_served and not has_said_where:
+                http_server.say_where(listeners)
+                has_said_where = True
             stopping.wait(WATCH_SECONDS)
     finally:
-        _stop(list(processes))
-        http_server.stop_listening(listener)
+        _stop(processes.all())
+        for listener in listeners:
+            listener.close()
         hub.stop()
     return 0
 
 
-def _start(hub: EngineHub, start: Start, listener: socket.socket) -> tuple[subprocess.Popen[bytes], Peer]:
+class Processes:
+    """`count` processes, each of which is replaced when it ends.
+
+    start: starts one, which is the i-th of all. has_served: whether one has ever begun to serve.
+    """
+
+    def __init__(self, start: Callable[[int], tuple[subprocess.Popen[bytes], Peer]], count: int):
+        self.has_served: bool = False
+        self._start, self._count = start, count
+        self._starting: dict[subprocess.Popen[bytes], Peer] = {}
+        self._serving: list[subprocess.Popen[bytes]] = []
+        self._num_started = 0
+        self._num_failed = 0  # since one began to serve
+        self._next_start = 0.0  # in seconds of time.monotonic(), after one failed
+
+    def all(self) -> list[subprocess.Popen[bytes]]:
+        """Those that have not been found to have ended."""
+        return [*self._serving, *self._starting]
+
+    def tend(self) -> bool:
+        """Starts what is missing. Returns False where none has ever served and one has failed: then the next would fail too."""
+        for process in [process for process, peer in self._starting.items() if peer.is_ready]:
+            del self._starting[process]
+            self._serving.append(process)
+            self.has_served, self._num_failed, self._next_start = True, 0, 0.0
+        for process in [process for process in self._serving if process.poll() is not None]:
+            self._serving.remove(process)
+            logger.error("an API process ended with code %s; its requests end, another one starts", process.returncode)
+        for process in [process for process in self._starting if process.poll() is not None]:
+            del self._starting[process]
+            if not self._goes_on(f"an API process ended with code {process.returncode} before it served"):
+                return False
+        while len(self.all()) < self._count and time.monotonic() >= self._next_start:
+            self._num_started += 1
+            try:
+                process, peer = self._start(self._num_started)
+            except OSError as error:
+                if not self._goes_on(f"an API process could not be started: {error}"):
+                    return False
+            else:
+                self._starting[process] = peer
+        return True
+
+    def _goes_on(self, failure: str) -> bool:
+        """Logs a failure, after which the next start has to wait. Returns whether there will be one."""
+        if not self.has_served:
+            logger.error("%s", failure)
+            return False
+        wait = min(LONGEST_WAIT, FIRST_WAIT * 2**self._num_failed)
+        logger.error("%s; the next one starts in %g s", failure, wait)
+        self._num_failed = min(self._num_failed + 1, 30)
+        self._next_start = time.monotonic() + wait
+        return True
+
+
+def _start(hub: EngineHub, start: Start, listeners: Sequence[socket.socket]) -> tuple[subprocess.Popen[bytes], Peer]:
     ours, theirs = socket.socketpair()
     with theirs:
-        fds = listener.fileno(), theirs.fileno()
-        command = [sys.executable, "-m", "jaxserve.cli.common.api_processes", *map(str, fds)]
-        process = subprocess.Popen(command, pass_fds=fds, env=os.environ | {"JAX_PLATFORMS": "cpu"})  # the devices are not theirs
+        fds = [listener.fileno() for listener in listeners] + [theirs.fileno()]
+        # -P: modules are those of this process, and none of the folder that it was started in.
+        command = [sys.executable, "-P", "-m", "jaxserve.cli.common.api_processes", *map(str, fds)]
+        path = os.pathsep.join(map(os.path.abspath, sys.path))
+        env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}  # the devices are not theirs
+        try:
+            process = subprocess.Popen(command, pass_fds=fds, env=env)
+        except BaseException:
+            ours.close()
+            raise
     peer = hub.attach(ours)
     peer.pipe.put(start)
     return process, peer
 
 
-def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends them all by one deadline."""
     for process in processes:
         process.terminate()
+    deadline = time.monotonic() + http_server.grace() + KILL_SECONDS
     for process in processes:
         try:
-            process.wait(http_server.grace() + KILL_SECONDS)
+            process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -163,7 +224,7 @@ def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def main() -> None:
-    listener, end = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
+    *listeners, end = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
     from jaxserve.serving.pipes import read_one
 
     try:
@@ -172,7 +233,7 @@ def main() -> None:
         sys.exit(FAILED)
     http_server.set_up_logging(access_log=start.access_log)
     lost = threading.Event()
-    http_server.serve(_application(start, end, partial(_end, lost)), start.options, dict(start.uvicorn), listener)
+    http_server.serve(_application(start, end, partial(_end, lost)), start.options, dict(start.uvicorn), listeners)
     sys.exit(FAILED if lost.is_set() else 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -10,7 +11,7 @@ import socket
 import ssl
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import flags
@@ -144,9 +145,9 @@ def uvicorn_options() -> dict[str, Any]:
     }
 
 
-def serve(application: Any, options: HTTPOptions, given: dict[str, Any], listener: socket.socket | None = None) -> None:
-    """Serves an application until SIGTERM or Ctrl-C. given: uvicorn's options. listener: a socket that listens already, which other
-    processes may have too; None: one of this process."""
+def serve(application: Any, options: HTTPOptions, given: dict[str, Any], listeners: Sequence[socket.socket] = ()) -> None:
+    """Serves an application until SIGTERM or Ctrl-C. given: uvicorn's options. listeners: sockets that listen already, which other
+    processes may have too; none: this process makes its own."""
     import uvicorn
 
     from jaxserve.serving.connections import bounded
@@ -162,36 +163,99 @@ def serve(application: Any, options: HTTPOptions, given: dict[str, Any], listene
         "backlog": BACKLOG,
         "server_header": False,
     }
-    if listener is None:
+    if not listeners:
         uvicorn.run(application, **ours, **given)
         return
     server = uvicorn.Server(uvicorn.Config(application, **ours, **given))
-    server.run(sockets=[listener])
+    server.run(sockets=list(listeners))
     if not server.started:
         sys.exit(3)  # as uvicorn.run does
 
 
-def listen() -> socket.socket:
-    """A socket that listens where the flags say. OSError where it can't."""
-    if _UDS.value:
+@contextlib.contextmanager
+def bound() -> Iterator[list[socket.socket]]:
+    """Sockets where the flags say, one for each address of --host, on which `listen` may be called; until then clients are refused.
+    OSError where there can be none."""
+    with contextlib.ExitStack() as stack:
+        if not _UDS.value:
+            yield [stack.enter_context(made) for made in _bound_to_port()]
+            return
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISSOCK(os.stat(_UDS.value).st_mode):  # of a server that was killed
                 os.unlink(_UDS.value)
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(_UDS.value)
-        os.chmod(_UDS.value, 0o666)  # as uvicorn does
-    else:
-        family, kind, protocol, _, address = socket.getaddrinfo(_HOST.value, _PORT.value, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        _bind(listener, _UDS.value)
+        try:
+            os.chmod(_UDS.value, 0o666)  # as uvicorn does
+            yield [listener]
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(_UDS.value)
+
+
+def _bound_to_port() -> list[socket.socket]:
+    """As asyncio does it, but with one port for all addresses."""
+    found = socket.getaddrinfo(_HOST.value or None, _PORT.value, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    made, port, missing = list[socket.socket](), _PORT.value, None
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            try:
+                listener = socket.socket(family, kind, protocol)
+            except OSError as error:  # no such family here
+                missing = error
+                continue
+            made.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                _bind(listener, (address[0], port, *address[2:]))
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+                missing = error
+                made.pop().close()
+            else:
+                port = listener.getsockname()[1]
+        if not made and missing is not None:
+            raise missing
+    except BaseException:
+        for listener in made:
+            listener.close()
+        raise
+    return made
+
+
+def _bind(listener: socket.socket, address: Any) -> None:
+    try:
         listener.bind(address)
-    listener.listen(BACKLOG)
-    return listener
+    except OSError as error:
+        raise OSError(error.errno, f"can't listen on {_shown(address)}: {error.strerror}") from error
 
 
-def stop_listening(listener: socket.socket) -> None:
-    """Closes a socket of `listen`."""
-    listener.close()
-    if _UDS.value:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(_UDS.value)
+def listen(listeners: Sequence[socket.socket]) -> None:
+    """Begins to listen on sockets of `bound`. OSError where another process was first."""
+    for listener in listeners:
+        address = listener.getsockname()
+        try:
+            listener.listen(BACKLOG)
+        except OSError as error:
+            raise OSError(error.errno, f"can't listen on {_shown(address)}: {error.strerror}") from error
+
+
+def say_where(listeners: Sequence[socket.socket]) -> None:
+    """Logs their addresses, as uvicorn does for a socket of its own."""
+    for listener in listeners:
+        if _UDS.value:
+            where = f"unix socket {_UDS.value}"
+        else:
+            where = f"{'https' if _CERT.value else 'http'}://{_shown(listener.getsockname())}"
+        logging.getLogger("jaxserve").info("Uvicorn running on %s (Press CTRL+C to quit)", where)
+
+
+def _shown(address: Any) -> str:
+    """A socket's address, as in a URL."""
+    if isinstance(address, str):
+        return address
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
