@@ -6,6 +6,7 @@ Owns the race between writing an answer and the client's disconnecting. Knows no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from starlette.requests import Request
@@ -80,11 +81,12 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for body in self._with_comments() if self._keep_alive else self._events:
-            self._sending = True
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-            self._sending = False
-            self._num_sent += 1
+        async with contextlib.aclosing(self._with_comments() if self._keep_alive else self._events) as bodies:
+            async for body in bodies:
+                self._sending = True
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                self._sending = False
+                self._num_sent += 1
         await send({"type": "http.response.body", "body": b""})
 
     async def _with_comments(self) -> AsyncGenerator[bytes]:

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from jaxserve.request import Request
+from jaxserve.serving.streaming import KEEP_ALIVE, EventStream
 from jaxserve.serving.streams import RequestStream
 from jaxserve.text.tokenizer import Tokenizer
 from tests import alphabet_model
@@ -80,6 +81,35 @@ def test_silent_streams_have_comments(shared_llm, monkeypatch, path):
         with server.client.stream("POST", url, json=said | {"stream": True}) as stream:
             assert next(stream.iter_raw())
         server.wait_idle()
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_client_that_takes_no_comment_leaves_nothing_running(gone):
+    """A comment is being sent when patience runs out, or the client vanishes: the events are at work on the next."""
+    ends = []
+
+    async def events():
+        try:
+            yield b"data: first\n\n"
+            await asyncio.sleep(60)
+        finally:
+            ends.append("events")
+
+    async def receive():
+        await asyncio.sleep(0.2 if gone else 60)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        if message.get("body") == KEEP_ALIVE:
+            await asyncio.sleep(60)
+
+    async def answer() -> None:
+        stream = EventStream(events(), lambda: ends.append("stream"), patience=60 if gone else 0.1, keep_alive=0.05)
+        await stream({"type": "http"}, receive, send)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(asyncio.wait_for(answer(), 20))
+    assert ends == ["events", "stream"]
 
 
 def test_a_client_vanishes_while_it_waits(server, llm, monkeypatch):
