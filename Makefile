@@ -83,7 +83,7 @@ ptx-check: setup-aot ## run our kernels' PTX on the CPU: races, fences, values (
 	@.venv-aot/bin/python -m scripts.ptx_check $(ARGS)
 
 clients: setup-clients ## clients of other makers against our server: openai, anthropic, langchain-openai, litellm, instructor, pydantic-ai
-	@.venv-clients/bin/python -c 'import anthropic, instructor, langchain_openai, litellm, openai, pydantic_ai'
+	@.venv-clients/bin/python -c 'import anthropic, instructor, langchain_openai, litellm, openai, pydantic_ai.models.openai, pydantic_ai.providers.openai'
 	@.venv-clients/bin/python -m pytest tests/serving/test_clients.py tests/serving/test_other_clients.py \
 		tests/serving/dialects/test_anthropic_client.py $(ARGS)
 
