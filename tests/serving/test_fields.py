@@ -12,6 +12,7 @@ from tests.alphabet_model import BOS, SPECIALS, TURN, VOCABULARY, after, ids
 from tests.serving.calls import chat, chunks, complete, ok, refusal
 from tests.serving.conftest import PLAN
 from tests.serving.http_server import serving
+from tests.serving.test_operator_routes import metric
 
 SAID = [{"role": "user", "content": "tea"}, {"role": "assistant", "content": "abc"}]
 GO_ON = {"continue_final_message": True, "add_generation_prompt": False}
@@ -299,6 +300,7 @@ def test_middleware_and_pages_of_other_origins(shared_llm):
 
 
 def test_an_output_that_repeats_itself_ends(server):
+    ended = metric(server, "request_success_total", finished_reason="repetition")
     patterns = {"max_pattern_size": 2, "min_count": 3}
     again: dict[str, Any] = {"allowed_token_ids": ids("b"), "max_tokens": 20, "repetition_detection": patterns}
     (choice,) = ok(complete(server, "bbbbbb", **again))["choices"]  # the prompt's repetitions do not count
@@ -312,7 +314,8 @@ def test_an_output_that_repeats_itself_ends(server):
     asked = {"token_ids": ids("b"), "sampling_params": {name: again[name] for name in again}}
     (choice,) = ok(server.client.post("/inference/v1/generate", json=asked))["choices"]
     assert (choice["token_ids"], choice["finish_reason"]) == (ids("bbb"), "repetition")
-    assert 'finished_reason="repetition"' in server.client.get("/metrics").text
+    server.wait_idle()
+    assert metric(server, "request_success_total", finished_reason="repetition") == ended + 4
 
 
 @pytest.mark.parametrize(
