@@ -6,6 +6,7 @@ holds a stop string.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -47,6 +48,9 @@ class TextOutputs:
     def __init__(self, tokenizer: Tokenizer | None, finish: Finish):
         self._tokenizer, self._finish = tokenizer, finish
         self._groups: dict[str, _Group] = {}
+        self._text_of: Callable[[int], str] | None = None  # of a token; log-probabilities tell the same ones again and again
+        if tokenizer is not None:
+            self._text_of = functools.lru_cache(16_384)(lambda i: tokenizer.decode([i], skip_special_tokens=False))
 
     def add(self, requests: list[Request], prompt: str | None) -> None:
         """The samples of one request, as `Engine.add_request` returned them."""
@@ -135,18 +139,14 @@ class TextOutputs:
         return True
 
     def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None]:
-        decode, tokenizer = None, self._tokenizer
-        if tokenizer is not None and request.params.detokenize:
-            decode = lambda i: tokenizer.decode([i], skip_special_tokens=False)  # noqa: E731
         assert request.prompt_scores is not None
-        return request.prompt_scores.to_dicts(decode)
+        return request.prompt_scores.to_dicts(self._text_of if request.params.detokenize else None)
 
     def _add_logprobs(self, sample: _SampleText, token_id: int, found: dict[int, Logprob]) -> None:
         completion = sample.completion
         assert completion.logprobs is not None and completion.cumulative_logprob is not None
-        if self._tokenizer is not None and sample.detokenizer is not None:
-            decode = self._tokenizer.decode
-            found = {i: Logprob(x.logprob, x.rank, decode([i], skip_special_tokens=False)) for i, x in found.items()}
+        if (text_of := self._text_of) is not None and sample.detokenizer is not None:
+            found = {i: Logprob(x.logprob, x.rank, text_of(i)) for i, x in found.items()}
         completion.logprobs.append(found)
         completion.cumulative_logprob += found[token_id].logprob
 

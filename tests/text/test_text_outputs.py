@@ -181,6 +181,18 @@ def test_logprobs_get_their_text_and_add_up():
     assert plain is not None and plain.outputs[0].logprobs is None and plain.outputs[0].cumulative_logprob is None
 
 
+def test_tokens_that_logprobs_tell_again_are_decoded_once(monkeypatch):
+    decoded: list[int] = []
+    texts = Texts(tokenizer=(own := tokenizer()), logprob_token_ids=[1, 2, EOS])
+    monkeypatch.setattr(own, "decode", lambda ids, **options: decoded.extend(ids) or Tokenizer.decode(own, ids, **options))
+    for token in (0, 3, 0):
+        output = texts.put(token, logprobs=[{i: Logprob(-1.0, 1) for i in (token, 1, 2, EOS)}])
+        assert output is not None and output.outputs[0].logprobs is not None
+        found = output.outputs[0].logprobs[-1]
+        assert [x.decoded_token for x in found.values()] == [WORDS[token], "b", "c", "</s>"]
+    assert sorted(decoded) == [0, 1, 2, 3, EOS]
+
+
 def test_samples_grow_apart_and_the_request_ends_with_the_last():
     texts = Texts(n=3, stop=["c"])
     for i, request in enumerate(texts.requests):
