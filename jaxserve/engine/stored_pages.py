@@ -31,7 +31,7 @@ from jaxserve.kv_store.blob import MAGIC
 from jaxserve.kv_store.spec import parse_kv_store
 from jaxserve.kv_store.store import CLOSE_SECONDS, Job, KVStore, make_store
 from jaxserve.kv_store.tier import PageLayout
-from jaxserve.request import EngineOutput, Request, StoredPrefix
+from jaxserve.request import EngineOutput, Request, RequestStatus, StoredPrefix
 from jaxserve.scheduling.page_pool import PagePool, extend_hash_chain
 from jaxserve.scheduling.scheduler import Scheduler
 
@@ -161,6 +161,11 @@ class StoredPages:
         self._loads[job] = load
         self._loading.update(dict.fromkeys(hashes, load))
         return True
+
+    def num_waiting(self, group: int) -> int:
+        """As `KVLoads.num_waiting`."""
+        loads = (load for load in self._loads.values() if load.group == group)
+        return sum(request.status is RequestStatus.WAITING_FOR_KV for load in loads for request in load.waiting)
 
     def _num_told(self, request: Request) -> int:
         """How many of the request's first pages another engine has stored, as whoever sent the request says. None if those are

@@ -125,11 +125,6 @@ class RequestLifecycle:
         request.status = RequestStatus.WAITING_FOR_KV
         self.held[request.request_id] = request
 
-    @property
-    def num_waiting_for_kv(self) -> int:
-        """Requests whose pages are on their way from a store."""
-        return sum(request.status is RequestStatus.WAITING_FOR_KV for request in self.held.values())
-
     def release_from_kv(self, request: Request) -> None:
         """Back to its place in the queue, unless it has ended. Whether the pages came or not: what is not there is computed."""
         if self.held.get(request.request_id) is request and request.status is RequestStatus.WAITING_FOR_KV:

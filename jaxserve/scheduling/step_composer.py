@@ -49,6 +49,10 @@ class KVLoads(Protocol):
         devices, in whose pool the hits are and the others will be."""
         ...
 
+    def num_waiting(self, group: int) -> int:
+        """Requests that wait for pages on their way into the group's pool, where they are likely to run."""
+        ...
+
     def preempting(self, request: Request) -> None:
         """The request is about to lose its pages. All steps that were scheduled have been dispatched, so that the pages that are
         registered hold what they should."""
@@ -215,10 +219,13 @@ class StepComposer:
         return chunks
 
     def _has_room(self, budgets: list[int]) -> bool:
-        """Whether some group has tokens left, and a row beside those of requests that wait for KV: who loads pages can use them."""
-        num_loading = 0 if self.kv_loads is None else self.requests.num_waiting_for_kv
-        free = self._rows.num_free_of
-        return any(budget > 0 and free(group) > num_loading for group, budget in enumerate(budgets))
+        """Whether some group has tokens left, and a row."""
+        return any(budget > 0 and self._num_free_rows(group) > 0 for group, budget in enumerate(budgets))
+
+    def _num_free_rows(self, group: int) -> int:
+        """Rows of the group beside those of requests that wait for KV there, which can use its pages; less than 0 where there are
+        fewer rows than such requests."""
+        return self._rows.num_free_of(group) - (0 if self.kv_loads is None else self.kv_loads.num_waiting(group))
 
     def _budgets(self, decodes: Decodes) -> list[int]:
         """Tokens that the step may hold beside its decodes, of each group."""
@@ -283,23 +290,23 @@ class StepComposer:
 
     def _groups_with_room(self, request: Request, budgets: list[int]) -> list[tuple[int, list[int]]]:
         """(group, pages that hold the first of the request's tokens) of each group that has a row, a page and tokens left, best
-        first: most such pages, then fewest requests, then most free pages. Groups with an eighth more rows in use than the emptiest
-        come last: a step takes as long as its fullest group."""
-        rows, pools = self._rows, self._pages.pools
+        first: most such pages, then fewest requests, then most free pages. Groups with an eighth more rows in use or kept than the
+        emptiest come last: a step takes as long as its fullest group."""
+        pools = self._pages.pools
+        free = [self._num_free_rows(group) for group in range(len(pools))]
         found = [
             (group, self._pages_of_others(request, group))
             for group, pool in enumerate(pools)
-            if budgets[group] > 0 and rows.num_free_of(group) and pool.num_free_pages
+            if budgets[group] > 0 and free[group] > 0 and pool.num_free_pages
         ]
         if len(pools) == 1:
             return found
-        most_free = max(rows.num_free_of(group) for group in range(len(pools)))
+        most_free = max(free)
 
         def rank(entry: tuple[int, list[int]]) -> tuple[int, int, int]:
             group, hits = entry
-            num_free = rows.num_free_of(group)
-            is_full = most_free - num_free > rows.rows_per_group // 8
-            return 1 if is_full else -len(hits), -num_free, -pools[group].num_free_pages
+            is_full = most_free - free[group] > self._rows.rows_per_group // 8
+            return 1 if is_full else -len(hits), -free[group], -pools[group].num_free_pages
 
         return sorted(found, key=rank)
 

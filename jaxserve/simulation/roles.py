@@ -84,6 +84,10 @@ class DecodeReplica(Replica):
         self.num_loaded_tokens += num_tokens
         return True
 
+    def num_waiting(self, group: int) -> int:
+        """As `KVLoads.num_waiting`."""
+        return sum(not load.request.finished for load in self._loads)
+
     def preempting(self, request: Request) -> None:
         """As `KVLoads.preempting`: the prompt's KV is stored, and what was generated is computed again."""
 

@@ -96,7 +96,7 @@ def test_requests_that_load_leave_rows_and_pages_to_those_that_run(closed):
         add(engine, f"waits-{i}", ask)
     for _ in range(20):
         engine.step()
-    assert engine.scheduler.requests.num_waiting_for_kv == SEQS - len(running) == 2
+    assert stored(engine).num_waiting(0) == SEQS - len(running) == 2
     assert engine.scheduler.stats().num_preemptions == 0
     engine.abort([f"{kind}-{i}" for kind, n in (("runs", 4), ("waits", 11)) for i in range(n)])
 

@@ -144,3 +144,38 @@ def test_a_page_for_several_rows_is_taken_in_all_groups_or_in_none():
     assert sorted(free) == [0, 4]
     assert not harness.scheduler.requests.pages.grow(np.array([a.row, b.row]))
     assert [pool.num_free_pages for pool in harness.pools] == free
+
+
+class Loads:
+    """`KVLoads` whose pages never come: for prompts longer than ten tokens. into: the group of each request that waits."""
+
+    def __init__(self):
+        self.into = []
+
+    def begin(self, request, hits, max_pages, group):
+        if request.num_prompt_tokens > 10:
+            self.into.append(group)
+        return request.num_prompt_tokens > 10
+
+    def num_waiting(self, group):
+        return self.into.count(group)
+
+    def preempting(self, request):
+        raise AssertionError("there are pages enough")
+
+
+def test_requests_that_load_leave_their_own_group_a_row_each_and_the_others_all():
+    """Eight groups of two rows. As many loads as there are rows in a group hold up no other group."""
+    harness = Harness(num_groups=8, max_num_seqs=16, max_num_batched_tokens=64, num_pages=32)
+    loads = harness.scheduler.composer.kv_loads = Loads()
+    waiting = [harness.add(12) for _ in range(8)]
+    harness.step_or_none()
+    assert sorted(loads.into) == list(range(8)), "they are shared out as those that run"
+    short = [harness.add(3, max_tokens=30) for _ in range(16)]
+    harness.step_or_none()
+    assert {r.status for r in waiting} == {RequestStatus.WAITING_FOR_KV}
+    running = [r for r in short if r.row >= 0]
+    assert sorted(group_of(harness, r) for r in running) == list(range(8)), "one row of each group is kept"
+    loads.into = [0, 0, 1, 1, 1]  # in some groups wait as many as they have rows, or more
+    harness.step_or_none()
+    assert Counter(group_of(harness, r) for r in short if r.row >= 0) == {0: 1, 1: 1} | dict.fromkeys(range(2, 8), 2)
