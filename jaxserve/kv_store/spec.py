@@ -5,6 +5,7 @@ Owns the option's grammar.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ def _parse_tier(part: str, text: str) -> TierSpec:
     if found is None or kind not in KINDS or bool(place) != (kind != "host"):
         raise ValueError(f"kv_store={text!r}: {part!r} must be {FORMS}")
     if kind in PEERS:
-        _check_addresses(place, part, text)
+        _check_addresses(kind, place, part, text)
     max_bytes = int(float(found[1]) * _UNITS[found[2]])
     if not max_bytes:
         raise ValueError(f"kv_store={text!r}: {part!r} holds nothing; give it more than 0 bytes")
@@ -68,7 +69,7 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _check_addresses(place: str, part: str, text: str) -> None:
+def _check_addresses(kind: str, place: str, part: str, text: str) -> None:
     addresses = place.split("+")
     for address in addresses:
         try:
@@ -78,3 +79,16 @@ def _check_addresses(place: str, part: str, text: str) -> None:
     twice = [address for address, count in Counter(addresses).items() if count > 1]
     if twice:
         raise ValueError(f"kv_store={text!r}: {part!r} has {twice[0]!r} twice; the first address is this engine's own")
+    if kind == "mooncake" and _is_unspecified(parse_address(addresses[0])[0]):
+        raise ValueError(
+            f"kv_store={text!r}: {part!r}: other engines are told the address {addresses[0]!r} and could not read there: give "
+            "one of this machine's by which they reach it"
+        )
+
+
+def _is_unspecified(host: str) -> bool:
+    """Whether it is where one listens at all of a machine's addresses: 0.0.0.0 or ::."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return False

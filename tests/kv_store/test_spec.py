@@ -49,6 +49,14 @@ def test_an_address_is_read_and_what_is_none_is_named():
         parse_kv_store("nixl:a:1+b:1GiB")
 
 
+@pytest.mark.parametrize("own", ["0.0.0.0", "[::]", "::"])
+def test_mooncakes_own_address_is_one_that_others_reach(own):
+    """They are told it, and read there. NIXL tells them its own way."""
+    with pytest.raises(ValueError, match="give one of this machine's by which they reach it"):
+        parse_kv_store(f"host:1MiB,mooncake:{own}:9100+b:9100:1GiB")
+    assert parse_kv_store(f"nixl:{own}:9100:1GiB") and parse_kv_store("mooncake:localhost:0:1GiB")
+
+
 def test_pages_are_kept_by_the_hashes_of_the_prefix_cache():
     with pytest.raises(ValueError, match="enable_prefix_caching is False"):
         EngineConfig(kv_store="host:1GiB", enable_prefix_caching=False)
