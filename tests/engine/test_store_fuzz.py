@@ -22,6 +22,7 @@ from tests.engine.store_faults import Flaky, FolderTrouble, MemoryTrouble, Troub
 from tests.engine.store_fuzz import Fuzz, converse
 from tests.engine.storing import NAME, engine_with, run, stored
 from tests.kv_store.memory_transfer import MemoryTransfer
+from tests.kv_store.transfers import MAKE, skip_unless_installed
 
 REQUESTS = int(os.environ.get("STORE_REQUESTS", 120))  # of each store
 ROUND = 500  # requests, after which the engine is started anew
@@ -96,17 +97,14 @@ def test_a_folder_that_fails_at_random(closed, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["memory", "nixl", "mooncake"])
+@pytest.mark.parametrize("kind", ["memory", *MAKE])
 def test_memory_of_another_engine_that_fails_at_random(closed, monkeypatch, kind):
     """By NIXL and by Mooncake where they are installed, and without either."""
     fuzz, began, network = Fuzz(), time.monotonic(), {}
     transfers: list[TroubledTransfer] = []
-    make: Any = {
-        "memory": lambda name: MemoryTransfer(name, network),
-        "nixl": peers.NixlTransfer,
-        "mooncake": peers.MooncakeTransfer,
-    }
-    skip_unless_installed(make[kind], kind)
+    make: Any = MAKE | {"memory": lambda name: MemoryTransfer(name, network)}
+    if kind in MAKE:
+        skip_unless_installed(kind)
 
     def troubled(name: str) -> TroubledTransfer:
         transfers.append(TroubledTransfer(make[kind](name), len(transfers)))
@@ -147,10 +145,3 @@ def test_memory_of_another_engine_that_fails_at_random(closed, monkeypatch, kind
     for transfer in transfers:
         fuzz.done += transfer.done
     judge(kind, fuzz, began)
-
-
-def skip_unless_installed(make: Any, kind: str) -> None:
-    try:
-        make("127.0.0.1")
-    except ValueError:
-        pytest.skip(f"needs jaxserve[{kind}]")

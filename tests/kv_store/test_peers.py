@@ -1,6 +1,5 @@
 """Tiers of memory that others read: pages come bit for bit or not at all, whatever fails; leases hold as long as they should."""
 
-import importlib.util
 import logging
 import os
 import random
@@ -25,9 +24,9 @@ from jaxserve.kv_store.tier import PageLayout
 from jaxserve.kv_store.transfer import TransferError
 from tests.kv_store.memory_transfer import MemoryTransfer
 from tests.kv_store.pages import LAYOUT, empty, hash_of, page_of
+from tests.kv_store.transfers import MAKE, skip_unless_installed
 
 STRIDE = -(-blob_bytes(LAYOUT) // 64) * 64
-INSTALLED = {"nixl": any(map(importlib.util.find_spec, PACKAGES)), "mooncake": importlib.util.find_spec("mooncake") is not None}
 
 
 @pytest.fixture
@@ -341,11 +340,10 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", INSTALLED)
+@pytest.mark.parametrize("kind", MAKE)
 def test_pages_of_another_process(caplog, kind):
     """Read, then the process is killed; what it had is not there any more, and this one goes on."""
-    if not INSTALLED[kind]:
-        pytest.skip(f"needs jaxserve[{kind}]")
+    skip_unless_installed(kind)
     env = {**os.environ, "UCX_TLS": "tcp,self,cma,sysv,posix", "UCX_NET_DEVICES": "lo"}
     root = Path(__file__).parents[2]
     producer = subprocess.Popen(
