@@ -121,6 +121,7 @@ def make_application(llm: LLM, options: ServerOptions) -> Any:
 def run_processes(llm: LLM, options: ServerOptions, listeners: Sequence[socket]) -> int:
     """Serves with several API processes on sockets of `http_server.bound`. Returns the exit code."""
     from jaxserve.cli.common import api_processes
+    from jaxserve.cli.common.listeners import listen
     from jaxserve.serving.metrics import make_metrics
     from jaxserve.serving.pipes import EngineHub
 
@@ -141,8 +142,8 @@ def run_processes(llm: LLM, options: ServerOptions, listeners: Sequence[socket])
         http_server.logs_access(),
     )
     with refuse_bad_input():
-        http_server.listen(listeners)
-    return api_processes.run(hub, start, _PROCESSES.value, listeners)
+        listen(listeners)
+    return api_processes.run(hub, start, _PROCESSES.value, listeners, grace=http_server.grace(), scheme=http_server.scheme())
 
 
 def main() -> int | None:

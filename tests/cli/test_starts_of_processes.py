@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
-from jaxserve.cli.common import api_processes, http_server
+from jaxserve.cli.common import api_processes
 from jaxserve.cli.common.api_processes import Processes
+from jaxserve.cli.common.listeners import bound, listen, say_where
 
 SLEEPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
 
@@ -36,14 +35,6 @@ def clock(monkeypatch) -> list[float]:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
-
-
-@pytest.fixture
-def given():
-    """Sets flags for one test."""
-    flags.FLAGS.mark_as_parsed()
-    with flagsaver.flagsaver():
-        yield lambda **values: [setattr(flags.FLAGS, name, value) for name, value in values.items()]
 
 
 def connect(address: tuple[str, int]) -> None:
@@ -99,15 +90,14 @@ def test_nothing_is_tried_again_where_none_has_ever_served(clock, at_start):
     assert not (processes.tend() and processes.tend())
 
 
-def test_all_processes_have_one_deadline(monkeypatch, given):
-    given(grace=0)
+def test_all_processes_have_one_deadline(monkeypatch):
     monkeypatch.setattr(api_processes, "KILL_SECONDS", 0.4)
     processes = [subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE) for _ in range(4)]
     for process in processes:
         assert process.stdout is not None and process.stdout.readline() == b"\n"
         process.stdout.close()
     started = time.monotonic()
-    api_processes._stop(processes)
+    api_processes._stop(processes, 0.0)
     assert time.monotonic() - started < 1.2 and all(process.returncode == -9 for process in processes)
 
 
@@ -127,57 +117,51 @@ def test_processes_find_the_modules_of_the_one_that_starts_them(monkeypatch, tmp
     api_processes._start(Attached(), None, [])  # type: ignore[arg-type]
     monkeypatch.undo()
     ((command,), options) = asked[0]
-    show = [*command[: command.index("-m")], "-c", "import sys; print(*sys.path, sep='\\n')"]
+    show = [*command[: command.index("-c")], "-c", "import sys; print(*sys.path, sep='\\n')"]
     found = subprocess.run(show, env=options["env"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout.split()
     assert found[0] == "/of/the/source" and str(tmp_path) not in found and str(Path(api_processes.__file__).parents[3]) in found
 
 
-def test_every_address_of_a_host_is_bound_to_one_port(monkeypatch, given, caplog):
+def test_every_address_of_a_host_is_bound_to_one_port(monkeypatch, caplog):
     addresses = [(socket.AF_INET6, "::1", (0, 0)), (socket.AF_INET, "127.0.0.1", ()), (socket.AF_INET, "192.0.2.1", ())]
     found = [(family, socket.SOCK_STREAM, 6, "", (host, 0, *rest)) for family, host, rest in addresses]
     if not socket.has_ipv6 or not os.path.exists("/proc/net/if_inet6"):
         found = found[1:]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: [*found, found[0]])
-    given(host="localhost", port=0, uds=None)
-    with http_server.bound() as listeners:
+    with bound("localhost", 0, None) as listeners:
         port = listeners[0].getsockname()[1]
         names = [listener.getsockname()[:2] for listener in listeners]
         assert names == [(entry[4][0], port) for entry in found[:-1]], "not one that this machine has not, nor one twice"
         with pytest.raises(ConnectionRefusedError):
             connect(names[-1])
-        http_server.listen(listeners)
+        listen(listeners)
         for name in names:
             connect(name)
         with caplog.at_level(logging.INFO, "jaxserve"):
-            http_server.say_where(listeners)
+            say_where(listeners)
         assert f"Uvicorn running on http://127.0.0.1:{port} (" in caplog.text
-        given(port=port)
-        with pytest.raises(OSError, match=f":{port}: Address already in use"), http_server.bound():
+        with pytest.raises(OSError, match=f":{port}: Address already in use"), bound("localhost", port, None):
             pass
     assert all(listener.fileno() == -1 for listener in listeners)
 
 
-def test_of_two_that_have_bound_one_listens(given):
-    given(host="127.0.0.1", port=0, uds=None)
-    with http_server.bound() as ours:
-        given(port=ours[0].getsockname()[1])
-        with http_server.bound() as theirs:
-            http_server.listen(theirs)
-            with pytest.raises(OSError, match="can't listen on 127.0.0.1:.*: Address already in use"):
-                http_server.listen(ours)
+def test_of_two_that_have_bound_one_listens():
+    with bound("127.0.0.1", 0, None) as ours, bound("127.0.0.1", ours[0].getsockname()[1], None) as theirs:
+        listen(theirs)
+        with pytest.raises(OSError, match="can't listen on 127.0.0.1:.*: Address already in use"):
+            listen(ours)
 
 
-def test_a_unix_socket_is_of_whoever_may_open_it_and_goes_at_the_end(given, tmp_path, caplog):
+def test_a_unix_socket_is_of_whoever_may_open_it_and_goes_at_the_end(tmp_path, caplog):
     path = tmp_path / "socket"
-    given(uds=str(path))
     for _ in range(2):
-        with contextlib.suppress(KeyError), http_server.bound() as listeners, caplog.at_level(logging.INFO, "jaxserve"):
-            http_server.listen(listeners)
-            http_server.say_where(listeners)
+        with contextlib.suppress(KeyError), bound("", 0, str(path)) as listeners, caplog.at_level(logging.INFO, "jaxserve"):
+            listen(listeners)
+            say_where(listeners)
             assert path.stat().st_mode & 0o777 == 0o666 and f"running on unix socket {path} (" in caplog.text
             raise KeyError
         assert not path.exists()
     path.write_text("not a socket")
-    with pytest.raises(OSError, match=f"can't listen on {path}: Address already in use"), http_server.bound():
+    with pytest.raises(OSError, match=f"can't listen on {path}: Address already in use"), bound("", 0, str(path)):
         pass
     assert path.exists()

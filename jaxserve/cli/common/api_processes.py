@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.cli.common import http_server
+from jaxserve.cli.common.listeners import say_where
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
@@ -109,9 +109,9 @@ def take_apart(tokenizer: Tokenizer | None) -> TokenizerParts | None:
 # ---- in the process that has the engine
 
 
-def run(hub: EngineHub, start: Start, count: int, listeners: Sequence[socket.socket]) -> int:
-    """Serves with `count` processes until SIGTERM or Ctrl-C, then lets what runs finish for --grace seconds. listeners: on these.
-    Returns the exit code: 0, or FAILED where a process ended before any could serve."""
+def run(hub: EngineHub, start: Start, count: int, listeners: Sequence[socket.socket], *, grace: float, scheme: str = "http") -> int:
+    """Serves with `count` processes until SIGTERM or Ctrl-C, then lets what runs finish for `grace` seconds. listeners: on these.
+    scheme: of the URLs that are logged. Returns the exit code: 0, or FAILED where a process ended before any could serve."""
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
@@ -123,11 +123,11 @@ def run(hub: EngineHub, start: Start, count: int, listeners: Sequence[socket.soc
             if not processes.tend():
                 return FAILED
             if processes.has_served and not has_said_where:
-                http_server.say_where(listeners)
+                say_where(listeners, scheme)
                 has_said_where = True
             stopping.wait(WATCH_SECONDS)
     finally:
-        _stop(processes.all())
+        _stop(processes.all(), grace)
         for listener in listeners:
             listener.close()
         hub.stop()
@@ -194,7 +194,7 @@ def _start(hub: EngineHub, start: Start, listeners: Sequence[socket.socket]) -> 
     with theirs:
         fds = [listener.fileno() for listener in listeners] + [theirs.fileno()]
         # -P: modules are those of this process, and none of the folder that it was started in.
-        command = [sys.executable, "-P", "-m", "jaxserve.cli.common.api_processes", *map(str, fds)]
+        command = [sys.executable, "-P", "-c", f"import {__name__} as module; module.run_process()", *map(str, fds)]
         path = os.pathsep.join(map(os.path.abspath, sys.path))
         env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}  # the devices are not theirs
         try:
@@ -207,11 +207,11 @@ def _start(hub: EngineHub, start: Start, listeners: Sequence[socket.socket]) -> 
     return process, peer
 
 
-def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _stop(processes: Sequence[subprocess.Popen[bytes]], grace: float) -> None:
     """Ends them all by one deadline."""
     for process in processes:
         process.terminate()
-    deadline = time.monotonic() + http_server.grace() + KILL_SECONDS
+    deadline = time.monotonic() + grace + KILL_SECONDS
     for process in processes:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
@@ -223,8 +223,9 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 # ---- in each of the processes
 
 
-def main() -> None:
+def run_process() -> None:
     *listeners, end = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
+    from jaxserve.cli.common import http_server
     from jaxserve.serving.pipes import read_one
 
     try:
@@ -271,7 +272,3 @@ class _Described:
 
     def get_default_sampling_params(self) -> SamplingParams:
         return self._params
-
-
-if __name__ == "__main__":
-    main()

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import signal
 import socket
 import ssl
-import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import flags
 
+from jaxserve.cli.common import listeners
 from jaxserve.serving.keys import read_keys
 from jaxserve.serving.options import OPEN_PATHS, OPENABLE_PATHS, HTTPOptions
 
@@ -35,7 +34,6 @@ _REQUIRED = flags.DEFINE_integer(
 )
 _CIPHERS = flags.DEFINE_string("ssl_ciphers", None, "Ciphers of TLS 1.2 and before, as OpenSSL writes them.")
 _UDS = flags.DEFINE_string("uds", None, "Listen on a Unix domain socket of this path, and on no port.")
-BACKLOG = 4096  # connections that wait to be accepted
 _ACCESS_LOG = flags.DEFINE_bool("access_log", True, "A line a request on stderr; never a prompt.")
 
 
@@ -145,8 +143,8 @@ def uvicorn_options() -> dict[str, Any]:
     }
 
 
-def serve(application: Any, options: HTTPOptions, given: dict[str, Any], listeners: Sequence[socket.socket] = ()) -> None:
-    """Serves an application until SIGTERM or Ctrl-C. given: uvicorn's options. listeners: sockets that listen already, which other
+def serve(application: Any, options: HTTPOptions, given: dict[str, Any], sockets: Sequence[socket.socket] = ()) -> None:
+    """Serves an application until SIGTERM or Ctrl-C. given: uvicorn's options. sockets: that listen already, which other
     processes may have too; none: this process makes its own."""
     import uvicorn
 
@@ -160,102 +158,23 @@ def serve(application: Any, options: HTTPOptions, given: dict[str, Any], listene
         "ws": "none",
         "log_config": None,
         "access_log": False,
-        "backlog": BACKLOG,
+        "backlog": listeners.BACKLOG,
         "server_header": False,
     }
-    if not listeners:
+    if not sockets:
         uvicorn.run(application, **ours, **given)
         return
     server = uvicorn.Server(uvicorn.Config(application, **ours, **given))
-    server.run(sockets=list(listeners))
+    server.run(sockets=list(sockets))
     if not server.started:
         sys.exit(3)  # as uvicorn.run does
 
 
-@contextlib.contextmanager
-def bound() -> Iterator[list[socket.socket]]:
-    """Sockets where the flags say, one for each address of --host, on which `listen` may be called; until then clients are refused.
-    OSError where there can be none."""
-    with contextlib.ExitStack() as stack:
-        if not _UDS.value:
-            yield [stack.enter_context(made) for made in _bound_to_port()]
-            return
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.stat(_UDS.value).st_mode):  # of a server that was killed
-                os.unlink(_UDS.value)
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-        _bind(listener, _UDS.value)
-        try:
-            os.chmod(_UDS.value, 0o666)  # as uvicorn does
-            yield [listener]
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(_UDS.value)
+def bound() -> contextlib.AbstractContextManager[list[socket.socket]]:
+    """Sockets where the flags say, as `listeners.bound`."""
+    return listeners.bound(_HOST.value, _PORT.value, _UDS.value)
 
 
-def _bound_to_port() -> list[socket.socket]:
-    """As asyncio does it, but with one port for all addresses."""
-    found = socket.getaddrinfo(_HOST.value or None, _PORT.value, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    made, port, missing = list[socket.socket](), _PORT.value, None
-    try:
-        for family, kind, protocol, _, address in dict.fromkeys(found):
-            try:
-                listener = socket.socket(family, kind, protocol)
-            except OSError as error:  # no such family here
-                missing = error
-                continue
-            made.append(listener)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            try:
-                _bind(listener, (address[0], port, *address[2:]))
-            except OSError as error:
-                if error.errno != errno.EADDRNOTAVAIL:
-                    raise
-                missing = error
-                made.pop().close()
-            else:
-                port = listener.getsockname()[1]
-        if not made and missing is not None:
-            raise missing
-    except BaseException:
-        for listener in made:
-            listener.close()
-        raise
-    return made
-
-
-def _bind(listener: socket.socket, address: Any) -> None:
-    try:
-        listener.bind(address)
-    except OSError as error:
-        raise OSError(error.errno, f"can't listen on {_shown(address)}: {error.strerror}") from error
-
-
-def listen(listeners: Sequence[socket.socket]) -> None:
-    """Begins to listen on sockets of `bound`. OSError where another process was first."""
-    for listener in listeners:
-        address = listener.getsockname()
-        try:
-            listener.listen(BACKLOG)
-        except OSError as error:
-            raise OSError(error.errno, f"can't listen on {_shown(address)}: {error.strerror}") from error
-
-
-def say_where(listeners: Sequence[socket.socket]) -> None:
-    """Logs their addresses, as uvicorn does for a socket of its own."""
-    for listener in listeners:
-        if _UDS.value:
-            where = f"unix socket {_UDS.value}"
-        else:
-            where = f"{'https' if _CERT.value else 'http'}://{_shown(listener.getsockname())}"
-        logging.getLogger("jaxserve").info("Uvicorn running on %s (Press CTRL+C to quit)", where)
-
-
-def _shown(address: Any) -> str:
-    """A socket's address, as in a URL."""
-    if isinstance(address, str):
-        return address
-    host, port = address[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def scheme() -> str:
+    """Of the server's URLs."""
+    return "http" if _CERT.value is None else "https"
