@@ -149,6 +149,39 @@ def test_others_are_opened_and_deleted(page):
     assert listed(page) == [] and kept(page) == []
 
 
+def elsewhere(page, statement: str) -> None:
+    """Runs a statement about `key`, the open conversation's, in another document of this browser; this one hears of it."""
+    page.run(f"""new Promise(done => {{
+        const key = "jaxserve.conversation." + chat.conversation.id, other = document.createElement("iframe");
+        document.body.append(other);
+        addEventListener("storage", () => {{ other.remove(); done(); }}, {{ once: true }});
+        (localStorage => {{ {statement} }})(other.contentWindow.localStorage);
+    }})""")
+
+
+def test_one_that_is_deleted_in_another_tab_stays_so(page):
+    say(page, "a", temperature=0, max_tokens=4)
+    wait_for(page, 2)
+    elsewhere(page, "localStorage[key] = localStorage[key].replace('BCDE', 'other')")
+    assert turns(page)[1] == ["turn assistant", "other"]
+    elsewhere(page, "delete localStorage[key]")
+    assert turns(page) == [] and listed(page) == [] and page.run("location.hash") == ""
+    say(page, "x", max_tokens=4)
+    wait_for(page, 2)
+    assert kept(page) == [["x", "BCDE"]] and listed(page) == ["x"]
+
+
+@pytest.mark.parametrize("then", ["", "chat.save()"], ids=["", "saved meanwhile"])
+def test_an_answer_that_grows_is_not_kept_where_it_is_deleted(page, server, shared_llm, monkeypatch, then):
+    slow_down(monkeypatch, shared_llm)
+    say(page, "a", temperature=0, max_tokens=150)
+    page.wait("document.querySelectorAll('.turn').length === 2")
+    elsewhere(page, f"delete localStorage[key]; {then}")
+    server.wait_idle()
+    page.wait(IDLE)
+    assert kept(page) == [] and turns(page) == [] and listed(page) == []
+
+
 def test_all_are_exported(page, tmp_path):
     page.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     say(page, "a", temperature=0, max_tokens=4)

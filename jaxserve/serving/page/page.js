@@ -106,9 +106,12 @@ addEventListener("hashchange", () => {
 addEventListener("storage", event => {  // another tab's
   const id = event.key?.split("jaxserve.conversation.")[1];
   if (!id) return;
-  conversations.refresh(id);
+  if (event.newValue === null) conversations.remove(id);  // again, if an answer that grows was saved meanwhile
+  else conversations.refresh(id);
   const changed = conversations.get(id);
-  if (id === chat.conversation.id && changed && !chat.isRunning) chat.open(changed);
+  if (id !== chat.conversation.id) showList();
+  else if (!changed) chat.open(conversations.begin());  // it was deleted
+  else if (!chat.isRunning) chat.open(changed);
   else showList();
 });
 addEventListener("pagehide", () => chat.save());
