@@ -1,6 +1,7 @@
 """The chat page in a browser: conversations that stay, answers that stop and come again, probabilities, forms, thinking, colours,
 the keyboard alone; nothing a model says becomes markup, and no request leaves the server."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -309,15 +310,30 @@ def test_a_new_chat_has_nothing_of_the_last(page, server, shared_llm, monkeypatc
     assert listed(page) == ["x", "a"]
 
 
-def test_what_is_said_is_never_markup(page):
+@contextlib.contextmanager
+def thinking_server(text: str):
+    """One whose model says a text, which may think."""
+    template = TEMPLATE.replace("{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}", "")
+    with serving(replay_llm(8, text=text, chat_template=template), names=("replay",)) as server:
+        yield server
+        server.wait_idle()
+
+
+def test_what_is_said_is_never_markup(tab):
+    """By the user, and by the model, in its thoughts too: neither as it comes nor when it is read again."""
     nasty = '<img src=x onerror="window.hit = 1"><script>window.hit = 1</script>'
-    say(page, nasty, temperature=0, max_tokens=4)
-    wait_for(page, 2)
-    assert turns(page)[0] == ["turn user", nasty] and listed(page) == [nasty[:60]]
-    page.reload()
-    assert turns(page)[0] == ["turn user", nasty]
-    found = page.run("document.querySelectorAll('#chat img, #chat script, #list img, #list script').length")
-    assert found == 0 and page.run("window.hit") is None
+    text = f"<think>\n{nasty}\n</think>\n\nSo: {nasty}"
+    with thinking_server(text) as server:
+        page = opened(tab, server.url)
+        page.run("at('probabilities').click()")  # this engine has none
+        say(page, nasty, max_tokens=len(text))
+        wait_for(page, 2)
+        for _ in range(2):
+            assert turns(page) == [["turn user", nasty], ["turn assistant", f"So: {nasty}"]] and listed(page) == [nasty[:60]]
+            assert page.run("document.querySelector('.thinking .text').textContent") == nasty
+            found = page.run("document.querySelectorAll('#chat img, #chat script, #list img, #list script').length")
+            assert found == 0 and page.run("window.hit") is None and tab.errors == []
+            page.reload()
 
 
 # ---- sampling, forms
@@ -451,8 +467,7 @@ def test_tokens_are_found_in_the_text(page):
 
 def test_thinking_is_folded(tab):
     text = "<think>\nhm\n</think>\n\nLet me see."
-    template = TEMPLATE.replace("{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}", "")
-    with serving(replay_llm(8, text=text, chat_template=template), names=("replay",)) as server:
+    with thinking_server(text) as server:
         page = opened(tab, server.url)
         page.run("at('probabilities').click()")  # this engine has none
         say(page, "?", max_tokens=len(text))
@@ -462,7 +477,6 @@ def test_thinking_is_folded(tab):
         assert page.run(f"{shown}(document.querySelector('.thinking'))") == [False, False, "Thought", "hm"]
         page.reload()
         assert page.run(f"{shown}(document.querySelector('.thinking'))") == [False, False, "Thought", "hm"]
-        server.wait_idle()
 
 
 # ---- the keyboard, screen readers, colours
