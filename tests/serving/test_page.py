@@ -336,6 +336,11 @@ def test_what_is_said_is_never_markup(tab):
             page.reload()
 
 
+def test_tokens_are_never_markup(page):
+    assert texts_of(page, [("<b>x</b>", ["<b>", "x"])]) == [["<b>", 1], ["x", 1], "</b>"]
+    assert texts_of(page, [("<b>x", ["odd", "x"])]) == ["<b>", ["x", 1], ""]
+
+
 # ---- sampling, forms
 
 
@@ -461,6 +466,9 @@ def test_tokens_are_found_in_the_text(page):
     assert texts_of(page, [("", ["ST"]), ("STOW", ["OW"])]) == [["ST", 1], ["OW", 1], ""]  # held back: it might have been "STOP"
     assert texts_of(page, [("so", ["so"]), ("", [" ST"]), (" ", ["OP"])]) == [["so", 1], " "]  # it was
     assert texts_of(page, [("Hi", ["Hi"]), (" you", ["you"])]) == [["Hi", 1], [" you", 1], ""]  # SentencePiece
+    assert texts_of(page, [("", ["<think>"]), ("Hel", [" Hello"]), ("lo you", [" you"])]) == [["Hello", 1], [" you", 1], ""]
+    assert texts_of(page, [("what", ["odd"]), (" is it", [" is", " it"])]) == ["what", [" is", 1], [" it", 1], ""]  # found again
+    assert texts_of(page, [("hm\nso", ["<think>", "\n", "hm", "\n", "so"])]) == [["hm", 1], ["\n", 1], ["so", 1], ""]
     assert texts_of(page, [("plain", [])]) == ["plain"]
     assert texts_of(page, [("other", ["text", "than"])]) == ["other"]
 

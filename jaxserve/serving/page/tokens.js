@@ -17,20 +17,33 @@ class TokenQueue {
   }
 
   /** The next token of a text that goes on with `rest`, and as much of `rest` as is its own; null if it has not come whole, or
-   * there is none. Tokens that are no part of the text are left out. */
+   * there is none. Tokens that are no part of the text are left out. Where none begins `rest`, what is before the first that is
+   * found in it, without entries. */
   next(rest) {
-    for (; rest && this.#waiting.length; this.#waiting.shift()) {
-      const { text, entries } = this.#waiting[0];
+    if (!rest) return null;
+    for (const [i, { text, entries }] of this.#waiting.entries()) {
+      const trimmed = text.trimStart();
       const own = rest.startsWith(text) ? text.length
         : /^\s/.test(rest) && rest.startsWith(text, 1) ? text.length + 1  // SentencePiece's tokens lose their blank
+        : rest.startsWith(trimmed) ? trimmed.length  // blanks at the beginning of a text are left out
         : 0;
       if (own) {
-        this.#waiting.shift();
+        this.#waiting.splice(0, i + 1);
         return { text: rest.slice(0, own), entries };
       }
-      if (text.startsWith(rest)) return null;  // the rest of it is held back: it may become a stop string
+      if (text.startsWith(rest) || trimmed.startsWith(rest)) {  // the rest of it is held back: it may become a stop string
+        this.#waiting.splice(0, i);
+        return null;
+      }
     }
-    return null;
+    return this.#skipped(rest);
+  }
+
+  #skipped(rest) {
+    const found = this.#waiting.map(({ text }) => text.trim() ? rest.indexOf(text) : -1);
+    const least = Math.min(...found.filter(at => at > 0));
+    this.#waiting.splice(0, least < Infinity ? found.indexOf(least) : this.#waiting.length);
+    return least < Infinity ? { text: rest.slice(0, least), entries: null } : null;
   }
 }
 
@@ -56,6 +69,7 @@ class TokenText {
   entriesOf(span) { return this.#entries.get(span); }
 
   #show({ text, entries }) {
+    if (!entries) return this.#rest.before(text);
     const unsure = entries.some(entry => entry.logprob < TokenText.UNSURE);
     const span = make("span", { className: unsure ? "token unsure" : "token", textContent: text });
     this.#entries.set(span, entries);
