@@ -49,3 +49,23 @@ def thinking(tmp_path_factory):
     with serving(LLM(folder, bucket_plan=PLAN, num_pages=96, page_size=4, compilation_cache_dir="")) as server:
         yield server
         server.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory):
+    from tests.serving.browser import browser
+
+    with browser(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.fixture
+def page(server, tab):
+    from tests.serving.page_tab import opened
+
+    yield opened(tab, server.url)
+    assert tab.errors == []
+    assert all(url.startswith((server.url, f"blob:{server.url}", "data:", "about:")) for url in tab.requests), (
+        "no host but ours is asked"
+    )
+    server.wait_idle()

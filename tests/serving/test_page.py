@@ -1,5 +1,5 @@
-"""The chat page in a browser: conversations that stay, answers that stop and come again, probabilities, forms, thinking, colours,
-the keyboard alone; nothing a model says becomes markup, and no request leaves the server."""
+"""The chat page in a browser: answers that stop and come again, probabilities, forms, thinking, colours, the keyboard alone.
+Nothing that a model says becomes markup, and no request leaves the server."""
 
 import contextlib
 import json
@@ -11,16 +11,13 @@ import pytest
 
 from scripts.bench.replay_engine import replay_llm
 from tests import alphabet_model
-from tests.serving.browser import CHROMIUM, CONTROL, SHIFT, browser
+from tests.serving.browser import CONTROL, SHIFT
 from tests.serving.http_server import serving, slow_down
+from tests.serving.page_tab import IDLE, NEEDS_CHROMIUM, kept, listed, opened, press_button, put, say, turns, wait_for
 from tests.serving.test_tools import TEMPLATE
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (Debian's package of that name)"),
-]
+pytestmark = [pytest.mark.slow, NEEDS_CHROMIUM]
 AXE = Path(os.environ.get("AXE_CORE", Path(__file__).parents[2] / "node_modules/axe-core/axe.min.js"))
-IDLE = "document.getElementById('send').textContent === 'Send'"
 
 
 @pytest.fixture(scope="module")
@@ -28,201 +25,6 @@ def server(shared_llm):
     options = {"enable_prompt_tokens_details": True}
     with serving(shared_llm, options=options) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory):
-    with browser(tmp_path_factory.mktemp("profile")) as page:
-        yield page
-
-
-def opened(tab, url: str):
-    """The tab with the page of a server, nothing being kept."""
-    tab.prefer("light")
-    tab.open(url)
-    tab.run("localStorage.clear(); sessionStorage.clear()")
-    tab.open("about:blank")
-    tab.requests.clear()
-    tab.errors.clear()
-    tab.open(url)
-    return tab
-
-
-@pytest.fixture
-def page(server, tab):
-    yield opened(tab, server.url)
-    assert tab.errors == []
-    assert all(url.startswith((server.url, f"blob:{server.url}", "data:", "about:")) for url in tab.requests), (
-        "no host but ours is asked"
-    )
-    server.wait_idle()
-
-
-def put(page, **values) -> None:
-    """Sets fields as a user does."""
-    for name, value in values.items():
-        page.run(
-            f"at({name!r}).value = {json.dumps(str(value))}; at({name!r}).dispatchEvent(new Event('input', {{ bubbles: true }}))"
-        )
-
-
-def say(page, text: str, **values) -> None:
-    put(page, **values)
-    page.run(f"at('input').value = {json.dumps(text)}; at('form').requestSubmit()")
-
-
-def turns(page) -> list[list[str]]:
-    """[class, text] of each; of an answer without its figures and buttons."""
-    text = "(e.querySelector(':scope > .text, p') ?? e).textContent"
-    return page.run(f"[...document.querySelectorAll('.turn')].map(e => [e.className, {text}])")
-
-
-def wait_for(page, num_turns: int) -> None:
-    page.wait(f"{IDLE} && document.querySelectorAll('.turn').length === {num_turns}")
-
-
-def press_button(page, text: str) -> None:
-    page.run(f"[...document.querySelectorAll('.actions button')].find(b => b.textContent === {text!r}).click()")
-
-
-def listed(page) -> list[str]:
-    return page.run("[...document.querySelectorAll('#list .open')].map(e => e.textContent)")
-
-
-def kept(page) -> list[list[str]]:
-    """What the browser has stored of each conversation."""
-    stored = page.run("Object.keys(localStorage).filter(k => k.includes('conversation')).map(k => localStorage[k])")
-    return [[message["content"] for message in json.loads(one)["messages"]] for one in stored]
-
-
-# ---- conversations
-
-
-def test_a_conversation(page, server):
-    page.wait("at('model').textContent === 'alphabet' && document.title === 'alphabet'")
-    say(page, "a", temperature=0, max_tokens=4)
-    wait_for(page, 2)
-    say(page, "x")
-    wait_for(page, 4)
-    assert turns(page) == [["turn user", "a"], ["turn assistant", "BCDE"], ["turn user", "x"], ["turn assistant", "BCDE"]]
-    assert kept(page) == [["a", "BCDE", "x", "BCDE"]] and listed(page) == ["a"]
-    figures = page.run("[...document.querySelectorAll('.figures')].pop().textContent")
-    for part in ("4 tokens", "tokens/s", "first after ", "prompt 16 tokens", "cut off"):
-        assert part in figures
-    page.wait("at('kv').textContent === '0.0 %' && at('running').textContent === '0'")
-    page.run("at('new').click()")
-    assert turns(page) == [] and listed(page) == ["a"] and page.run("location.hash") == ""
-
-
-def test_the_share_of_the_prompt_that_was_cached(page):
-    say(page, "q" * 60, temperature=0, max_tokens=2)
-    wait_for(page, 2)
-    press_button(page, "Regenerate")
-    page.wait(f"{IDLE} && / [1-9][0-9.]+ % cached/.test(document.querySelector('.figures').textContent)")
-    page.wait("parseFloat(at('cached').textContent) > 0")
-
-
-def test_a_reload_finds_the_conversation_and_the_settings(page):
-    say(page, "a", temperature=0, max_tokens=4, system="s")
-    wait_for(page, 2)
-    page.reload()
-    assert turns(page) == [["turn user", "a"], ["turn assistant", "BCDE"]]
-    assert page.run("[at('temperature').value, at('max_tokens').value, at('system').value]") == ["0", "4", "s"]
-    assert "4 tokens" in page.run("document.querySelector('.figures').textContent")
-    say(page, "x")
-    wait_for(page, 4)
-    assert kept(page) == [["a", "BCDE", "x", "BCDE"]]
-
-
-def test_others_are_opened_and_deleted(page):
-    page.run("window.confirm = () => true")
-    for text in ("one", "two", "three"):
-        page.run("at('new').click()")
-        say(page, text, temperature=0, max_tokens=2)
-        wait_for(page, 2)
-    assert listed(page) == ["three", "two", "one"]
-    page.run("document.querySelectorAll('#list .open')[2].click()")
-    assert turns(page)[0] == ["turn user", "one"]
-    assert page.run("document.querySelector('[aria-current]').textContent") == "one"
-    page.run("document.querySelectorAll('#list .delete')[2].click()")
-    assert turns(page) == [] and listed(page) == ["three", "two"] and len(kept(page)) == 2
-    page.run("at('delete_all').click()")
-    assert listed(page) == [] and kept(page) == []
-
-
-def elsewhere(page, statement: str) -> None:
-    """Runs a statement about `key`, the open conversation's, in another document of this browser; this one hears of it."""
-    page.run(f"""new Promise(done => {{
-        const key = "jaxserve.conversation." + chat.conversation.id, other = document.createElement("iframe");
-        document.body.append(other);
-        addEventListener("storage", () => {{ other.remove(); done(); }}, {{ once: true }});
-        (localStorage => {{ {statement} }})(other.contentWindow.localStorage);
-    }})""")
-
-
-def test_one_that_is_deleted_in_another_tab_stays_so(page):
-    say(page, "a", temperature=0, max_tokens=4)
-    wait_for(page, 2)
-    elsewhere(page, "localStorage[key] = localStorage[key].replace('BCDE', 'other')")
-    assert turns(page)[1] == ["turn assistant", "other"]
-    elsewhere(page, "delete localStorage[key]")
-    assert turns(page) == [] and listed(page) == [] and page.run("location.hash") == ""
-    say(page, "x", max_tokens=4)
-    wait_for(page, 2)
-    assert kept(page) == [["x", "BCDE"]] and listed(page) == ["x"]
-
-
-@pytest.mark.parametrize("then", ["", "chat.save()"], ids=["", "saved meanwhile"])
-def test_an_answer_that_grows_is_not_kept_where_it_is_deleted(page, server, shared_llm, monkeypatch, then):
-    slow_down(monkeypatch, shared_llm)
-    say(page, "a", temperature=0, max_tokens=150)
-    page.wait("document.querySelectorAll('.turn').length === 2")
-    elsewhere(page, f"delete localStorage[key]; {then}")
-    server.wait_idle()
-    page.wait(IDLE)
-    assert kept(page) == [] and turns(page) == [] and listed(page) == []
-
-
-def test_all_are_exported(page, tmp_path):
-    page.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
-    say(page, "a", temperature=0, max_tokens=4)
-    wait_for(page, 2)
-    page.run("at('export').click()")
-    page.wait("new Promise(done => setTimeout(() => done(true), 200))")
-    (one,) = json.loads((tmp_path / "conversations.json").read_text())["conversations"]
-    assert [message["content"] for message in one["messages"]] == ["a", "BCDE"]
-
-
-def test_what_is_kept_is_bounded(page):
-    """By number, and by size; the oldest goes. A browser that keeps nothing is said."""
-    page.run("""
-        for (let i = 0; i < 103; i++)
-            conversations.save({ id: `n${i}`, messages: [{ role: "user", content: `${i}` }] }, Date.now = () => i);
-        showList()""")
-    assert len(kept(page)) == 100 and ["0"] not in kept(page) and ["3"] in kept(page) and listed(page)[0] == "102"
-    page.run("""
-        for (let i = 0; i < 5; i++)
-            conversations.save({ id: `l${i}`, messages: [{ role: "user", content: "x".repeat(9e5) }] }, Date.now = () => 1000 + i);
-        """)
-    assert page.run("Object.keys(localStorage).filter(k => /conversation.l/.test(k)).sort().map(k => k.slice(-2))") == [
-        "l1",
-        "l2",
-        "l3",
-        "l4",
-    ]
-    page.run("Storage.prototype.setItem = () => { throw new Error('full') }")
-    say(page, "a", temperature=0, max_tokens=4)
-    wait_for(page, 2)
-    assert not page.run("at('kept').hidden") and turns(page)[1] == ["turn assistant", "BCDE"]
-
-
-def test_what_is_none_of_ours_in_the_store_is_passed_over(page):
-    page.run("localStorage['jaxserve.conversation.x'] = '{'; localStorage['jaxserve.conversation.y'] = '{\"messages\": [1]}'")
-    page.run("localStorage['jaxserve.settings'] = '[]'")
-    page.reload()
-    say(page, "a", temperature=0, max_tokens=4)
-    wait_for(page, 2)
-    assert listed(page) == ["a"]
 
 
 # ---- stop, again, errors
