@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -54,11 +55,12 @@ class Started:
             yield response.iter_lines()
 
 
-def until(done: Callable[[], object], seconds: float = 60) -> None:
+def until[T](done: Callable[[], T], seconds: float = 60) -> T:
     deadline = time.monotonic() + seconds
-    while not done():
+    while not (found := done()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    return found
 
 
 def is_running(pid: int) -> bool:
@@ -69,17 +71,18 @@ def is_running(pid: int) -> bool:
 
 @pytest.fixture
 def started(tmp_path_factory) -> Iterator[Started]:
+    """In a folder that has a module of a name that the processes import."""
     folder = alphabet_model.save(tmp_path_factory.mktemp("alphabet"), max_position_embeddings=8192)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "jaxserve.cli.serve", f"--model={folder}", f"--port={port}", "--api-server-count=2"]
+    (folder / "uvicorn.py").write_text("raise ImportError('of the folder that the server was started in')")
+    command = [sys.executable, "-P", "-m", "jaxserve.cli.serve", f"--model={folder}", "--port=0", "--api-server-count=2"]
     command += [*OPTIONS, "--grace=20", "--compilation_cache_dir="]
     with open(folder / "log", "w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, stderr=log)
-    made = Started(process, f"http://127.0.0.1:{port}", folder / "log")
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(command, cwd=folder, env=env, stderr=log)
+    made = Started(process, "", folder / "log")
     try:
         made.wait_ready(2)
+        (made.url,) = until(lambda: re.findall(r"Uvicorn running on (http://127\.0\.0\.1:\d+) ", made.log.read_text()))
         yield made
     finally:
         print(made.log.read_text(), file=sys.stderr)
@@ -130,14 +133,27 @@ def test_two_processes_serve_one_engine(started):
 
 def test_lost_processes(started):
     before = started.children()
-    with started.stream() as lines:
-        next(lines)
-        for pid in before:  # one after the other: a stream is lost with its own alone
-            os.kill(pid, signal.SIGKILL)
+    with contextlib.ExitStack() as stack:
+        streams = []
+        for stopped, length in zip(reversed(before), (4000, 600), strict=True):  # each of them has a stream, while the other rests
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                streams.append(stack.enter_context(started.stream(length)))
+                next(streams[-1])
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+        os.kill(before[0], signal.SIGKILL)
         with pytest.raises(httpx.TransportError):
-            list(lines)
+            list(streams[0])
+        assert [line for line in streams[1] if line][-1] == "data: [DONE]", "a stream is lost with its own process alone"
+
+    replacement = until(lambda: set(started.children()) - set(before)).pop()
+    os.kill(replacement, signal.SIGKILL)  # before it serves
+    started.wait_ready(3)
+    assert "before it served; the next one starts in 1 s" in started.log.read_text()
+    os.kill(before[1], signal.SIGKILL)
     started.wait_ready(4)
-    assert len(started.children()) == 2 and not set(started.children()) & set(before)
+    assert len(started.children()) == 2 and not set(started.children()) & {*before, replacement}
     assert started.post("/v1/completions", prompt="a", max_tokens=2).json()["choices"][0]["text"] == "bc"
     assert started.number("num_requests_running") == 0 and started.number('request_success_total{finished_reason="abort"') == 1
 
@@ -161,3 +177,12 @@ def test_what_needs_one_process_is_refused_at_once(flags, said):
     command = [sys.executable, "-m", "jaxserve.cli.serve", "--model=nowhere", "--api_server_count=2", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_said_before_a_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        command = [sys.executable, "-m", "jaxserve.cli.serve", "--model=nowhere", f"--port={port}", "--api_server_count=2"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and f"can't listen on 127.0.0.1:{port}: Address already in use" in done.stderr
+    assert "Traceback" not in done.stderr
