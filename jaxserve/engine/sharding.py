@@ -34,11 +34,7 @@ def model_shards(
         check_sharding(config)
         return None, config
     config = replace(config, tensor_parallel_size=meshes[0].size, pipeline_parallel_size=len(meshes))
-    check_sharding(config)
-    if hosts is not None and config.attention_groups > 1:
-        raise NotImplementedError(
-            f"attention_groups={config.attention_groups} is of one process's devices, and there are {hosts.num_hosts} hosts"
-        )
+    check_sharding(config, 1 if hosts is None else hosts.num_hosts)
     whole_sums = config.deterministic == "always"
     all_reduce = [_all_reduce(config.all_reduce_backend, each) for each in meshes]
     how = {"whole_sums": whole_sums, "groups": config.attention_groups}
@@ -60,9 +56,9 @@ def _all_reduce(backend: str, mesh: Mesh) -> str:
     return found
 
 
-def check_sharding(config: EngineConfig) -> None:
+def check_sharding(config: EngineConfig, num_hosts: int = 1) -> None:
     """NotImplementedError, or ValueError, for an option that can't be had beside the config's tensor_parallel_size and
-    pipeline_parallel_size, or beside its attention_groups."""
+    pipeline_parallel_size, or beside its attention_groups; or for those beside several hosts."""
     if config.tensor_parallel_size > 1 and config.speculative is not None and config.speculative.model is not None:
         raise NotImplementedError(
             f"speculative_config: method={config.speculative.method!r} runs on one device, and "
@@ -72,6 +68,10 @@ def check_sharding(config: EngineConfig) -> None:
         _check_stages(config)
     if config.attention_groups > 1:
         _check_groups(config)
+        if num_hosts > 1:
+            raise NotImplementedError(
+                f"attention_groups={config.attention_groups} is of one process's devices, and there are {num_hosts} hosts"
+            )
     if config.tensor_parallel_size == 1:
         if config.graph_collectives:
             raise ValueError("graph_collectives=True is of several devices, and tensor_parallel_size=1: leave it out")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from jaxserve.config import engine_config
 from jaxserve.ray.resources import num_devices
 from jaxserve.serving.options import MAX_FAILURES, MAX_WAITING, ServerOptions
 
@@ -31,7 +32,7 @@ class FleetOptions:
 
     Raises:
       ValueError: an option out of its range, or of the engine's that is wrong.
-      NotImplementedError: a role, or keys with limits.
+      NotImplementedError: a role, keys with limits, or options that engines of several devices or hosts do not have.
     """
 
     model: str
@@ -72,6 +73,9 @@ class FleetOptions:
                 f"hosts_per_replica={self.hosts_per_replica} must divide the {devices} devices of a replica: raise "
                 "tensor_parallel_size or pipeline_parallel_size"
             )
+        from jaxserve.engine.sharding import check_sharding  # imports jax
+
+        check_sharding(engine_config(dict(self.engine)), self.hosts_per_replica)
 
 
 _SERVER_ARGS = ("served_model_name", "api_key", "enable_control")

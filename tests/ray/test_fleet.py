@@ -10,6 +10,7 @@ from jaxserve.ray.resources import host_resources, num_devices
 from jaxserve.serving.options import ServerOptions
 
 SERVER = ServerOptions(names=("a",))
+DRAFTS = {"method": "draft_model", "model": "d", "num_speculative_tokens": 2}
 
 
 def test_arguments_of_serve_run():
@@ -70,6 +71,22 @@ def test_arguments_that_are_wrong_are_named(args, why):
 def test_a_role_is_refused():
     with pytest.raises(NotImplementedError, match="role='prefill'"):
         FleetOptions(model="m", server=ServerOptions(names=("a",), role="prefill"))
+
+
+@pytest.mark.parametrize(
+    "args,why",
+    [
+        ({"attention_groups": 2, "tensor_parallel_size": 2, "hosts_per_replica": 2}, "attention_groups=2 is .* there are 2 hosts"),
+        ({"attention_groups": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "pipeline_parallel_size=2 can't be had"),
+        ({"speculative_config": DRAFTS, "tensor_parallel_size": 2}, "method='draft_model' runs on one device"),
+        ({"speculative_config": DRAFTS, "pipeline_parallel_size": 2}, "drafts are not verified over stages"),
+    ],
+)
+def test_layouts_that_engines_refuse_are_refused_before_ray_starts_any(args, why):
+    with pytest.raises(NotImplementedError, match=why):
+        fleet_options({"model": "m"} | args)
+    fleet_options({"model": "m", "attention_groups": 2, "tensor_parallel_size": 2})
+    fleet_options({"model": "m", "speculative_config": DRAFTS})
 
 
 def test_the_load_of_a_replica():
