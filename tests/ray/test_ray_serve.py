@@ -203,6 +203,7 @@ def test_a_replica_of_two_hosts_and_a_follower_that_is_killed(folder):
             os.kill(follower, signal.SIGKILL)
             killed = time.monotonic()
             ends = await loading
+            assert time.monotonic() - killed < 100, "a client is left without an end of its stream"
             while not await asyncio.to_thread(answers, url):
                 assert time.monotonic() - killed < 120, "the replica is not started again"
                 await asyncio.sleep(0.2)
@@ -210,7 +211,7 @@ def test_a_replica_of_two_hosts_and_a_follower_that_is_killed(folder):
 
         ends, seconds = asyncio.run(main())
         print(f"answers again after {seconds:.1f} s; its streams: {sorted(set(ends))}")
-        assert len(ends) == 4, "no client is left without an end of its stream"
+        assert not any("Timeout" in end or end.startswith("cut") for end in ends), "a stream hangs, or ends as if it were whole"
         (again,), (new,) = replica_pids(others[0]), set(pids_of(FOLLOWER)) - set(others[1])
         assert again != leader and new != follower
         assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).json()["choices"][0]["text"] == after("a", 20)
