@@ -106,7 +106,8 @@ import checkpoints, importlib, importlib.metadata, jaxserve, kernels, pkgutil, s
 for package in (jaxserve, kernels, checkpoints):
     print(package.__file__)
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        needs_more = ("jaxserve.__main__", "jaxserve.cli", "jaxserve.ray.application", "jaxserve.routing", "jaxserve.serving")
+        more = ("__main__", "cli", "ray.application", "ray.hosts", "routing", "serving")
+        needs_more = tuple(f"jaxserve.{name}" for name in more)
         if not module.name.startswith(needs_more):
             importlib.import_module(module.name)
 print(importlib.metadata.version("jaxserve"))
