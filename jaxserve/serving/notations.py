@@ -117,11 +117,19 @@ def call_of(value: Any) -> ReadCall:
     """A call as JSON: {"name": ..., "arguments" or "parameters": ...}. ValueError for anything else."""
     if not (isinstance(value, dict) and isinstance(value.get("name"), str)):
         raise ValueError(f"{value!r} is no call")
-    return value["name"], _arguments(value.get("arguments", value.get("parameters", {})))
+    return name_of(value["name"]), _arguments(value.get("arguments", value.get("parameters", {})))
+
+
+def name_of(text: str) -> str:
+    """The name of a function. ValueError for half a surrogate pair, which no answer can hold."""
+    text.encode()
+    return text
 
 
 def _arguments(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    """A call's arguments as JSON; a text is taken for JSON. Half a surrogate pair is escaped, as no answer could hold it."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
 def _read_json(text: str, _: Tools) -> list[ReadCall]:
@@ -167,6 +175,10 @@ def _take_objects(text: str, final: bool, _: Tools) -> Taken:
         at += found[1]
 
 
+# What reading a text as a Python literal and writing that as JSON may raise: `{1}` is no JSON, and `-----...1` no end of parsing.
+_NO_JSON = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_DOTTED = re.compile(r"[\w.]+")
 _NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 
 
@@ -189,20 +201,24 @@ def _take_pythonic(text: str, final: bool, _: Tools) -> Taken:
         return WAIT
     try:
         tree = ast.parse(text.strip().removesuffix("<|python_end|>"), mode="eval").body
-    except (SyntaxError, MemoryError):
+        if not (isinstance(tree, ast.List) and tree.elts):
+            raise ValueError("no list")
+        return Taken([_python_call(node) for node in tree.elts], len(text), True)
+    except _NO_JSON:
         raise ValueError("no list of calls") from None
-    if not (isinstance(tree, ast.List) and tree.elts and all(map(_is_call, tree.elts))):
-        raise ValueError("no list of calls")
-    calls = [(ast.unparse(call.func), {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}) for call in _calls(tree)]
-    return Taken([(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls], len(text), True)
 
 
-def _is_call(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and not node.args and isinstance(node.func, ast.Name | ast.Attribute)
-
-
-def _calls(tree: ast.List) -> list[ast.Call]:
-    return [node for node in tree.elts if isinstance(node, ast.Call)]
+def _python_call(node: ast.expr) -> ReadCall:
+    """A call with keyword arguments that are literals. Raises one of _NO_JSON for anything else."""
+    if not isinstance(node, ast.Call) or node.args or not _DOTTED.fullmatch(name := ast.unparse(node.func)):
+        raise ValueError("no call")
+    arguments = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("**keywords")
+        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    json.dumps(arguments, allow_nan=False)
+    return name, _arguments(arguments)
 
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
@@ -235,21 +251,28 @@ def _read_minimax(text: str, tools: Tools) -> list[ReadCall]:
 
 def _typed(name: str, pairs: list[tuple[str, str]], tools: Tools) -> ReadCall:
     """A call whose arguments came as texts: those that the function's parameters do not call strings are read as JSON."""
-    properties = tools.get(name, {}).get("properties", {})
+    properties = _object(tools.get(name, {}).get("properties"))
     arguments = {}
     for key, text in pairs:
-        schema = properties.get(key.strip(), {})
+        schema = _object(properties.get(key.strip()))
         types = schema.get("type", "string" if key.strip() in properties or not properties else "")
-        arguments[key.strip()] = text if "string" in ([types] if isinstance(types, str) else types) else _value(text)
-    return name, json.dumps(arguments, ensure_ascii=False)
+        arguments[key.strip()] = text if "string" in (types if isinstance(types, list) else [types]) else _value(text)
+    return name, _arguments(arguments)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """A part of a schema, as far as it is an object: true and false are schemas too."""
+    return value if isinstance(value, dict) else {}
 
 
 def _value(text: str) -> Any:
-    """What a text means as JSON or as a Python literal; itself where it is neither."""
+    """What a text means as JSON, or as a Python literal that JSON can say; itself where it is neither."""
     for read in (json.loads, ast.literal_eval):
         try:
-            return read(text.strip())
-        except (ValueError, SyntaxError):
+            value = read(text.strip())
+            json.dumps(value, allow_nan=False)
+            return value
+        except _NO_JSON:
             continue
     return text
 

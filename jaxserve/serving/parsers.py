@@ -13,7 +13,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from jaxserve.serving.notations import HERMES, CallFormat, NoCallError, Thinking, Tools, calls_of_template, reasoning_of_template
+from jaxserve.serving.notations import (
+    HERMES,
+    CallFormat,
+    NoCallError,
+    Thinking,
+    Tools,
+    call_of,
+    calls_of_template,
+    name_of,
+    reasoning_of_template,
+)
 
 if TYPE_CHECKING:
     from jaxserve.text.tokenizer import Tokenizer
@@ -261,10 +271,10 @@ class _Call:
         """The new parts of the call. text: all of the call so far, and what follows it."""
         if self._arguments_at < 0:
             head = _HEAD.match(text)
-            if head:
+            if head and (name := _read_name(head[1])) is not None:
                 self._arguments_at = self._given = head.end()
                 self.is_call = True
-                yield CallPart(self._index, json.loads(head[1], strict=False), "")
+                yield CallPart(self._index, name, "")
         if self._arguments_at < 0:
             yield from self._whole(text, final)
             return
@@ -307,14 +317,20 @@ class _Call:
         body = text if closed < 0 else text[:closed]
         self.ended = len(text) if closed < 0 else closed + len(END_CALL)
         try:
-            call = json.loads(body)
-            name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
-        except (ValueError, TypeError, KeyError, AttributeError):
+            name, arguments = call_of(json.loads(body))
+        except (ValueError, RecursionError):
             yield Content(CALL + text[: self.ended])
             return
         self.is_call = True
-        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        yield CallPart(self._index, str(name), arguments)
+        yield CallPart(self._index, name, arguments)
+
+
+def _read_name(quoted: str) -> str | None:
+    """A name as JSON has it; None if it is no JSON."""
+    try:
+        return name_of(json.loads(quoted, strict=False))
+    except ValueError:
+        return None
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -1,6 +1,7 @@
 """Tool calls and reasoning as models write them: outputs in the form that each model's chat template or card has."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,24 @@ ARGUMENTS = {"city": "Köln", "days": 3, "exact": True, "tags": ["a", 'b"c']}
 JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
 WEATHER = ("get_weather", ARGUMENTS)
 NOW = ("now", {})
+
+NO_JSON = ("...", "{1, 2}", 'b"x"', "{[]: 1}", "1j", "1e999", "-" * 6000 + "1")
+
+
+def days_of(said: str) -> list[tuple[str, str]]:
+    """(parser, a call of get_weather whose `days` are this text), for formats that write arguments without their types."""
+    return [
+        (
+            "qwen3_coder",
+            f"<tool_call>\n<function=get_weather>\n<parameter=days>\n{said}\n</parameter>\n</function>\n</tool_call>",
+        ),
+        ("glm45", f"<tool_call>get_weather\n<arg_key>days</arg_key>\n<arg_value>{said}</arg_value>\n</tool_call>"),
+        (
+            "minimax_m2",
+            f'<minimax:tool_call><invoke name="get_weather"><parameter name="days">{said}</parameter></invoke></minimax:tool_call>',
+        ),
+    ]
+
 
 # (parser, what the model writes, content, calls)
 OUTPUTS = [
@@ -110,6 +129,20 @@ OUTPUTS = [
     ),
     ("pythonic", "[get_weather(city='Köln', days=3, exact=True, tags=['a', 'b\"c']), now()]", "", [WEATHER, NOW]),
     ("llama4_pythonic", "<|python_start|>[now()]<|python_end|>", "", [NOW]),
+    ("qwen3_xml", "<tool_call>\n<function=now>\n</function>\n</tool_call>", "", [NOW]),
+    ("llama4_json", '<|python_tag|>{"name": "now", "parameters": {}}', "", [NOW]),
+    # a parameter that is a Python literal, but no JSON, is a text
+    *((name, text, "", [("get_weather", {"days": said})]) for said in NO_JSON for name, text in days_of(said)),
+    *(("pythonic", f"[get_weather(days={said})]", f"[get_weather(days={said})]", []) for said in NO_JSON),
+    ("pythonic", "[now(**{'a': 1})]", "[now(**{'a': 1})]", []),
+    ("pythonic", "[f()()]", "[f()()]", []),
+    # what no answer can hold: half a surrogate pair
+    ("hermes", r'<tool_call>{"name": "now", "arguments": {}, "id": "\ud800"}</tool_call>', "", [NOW]),
+    ("hermes", r'<tool_call>{"arguments": {"city": "\ud800"}, "name": "now"}</tool_call>', "", [("now", {"city": "\ud800"})]),
+    ("jamba", r'<tool_calls>{"name": "now", "arguments": "{\"a\": \"\ud800\"}"}</tool_calls>', "", [("now", {"a": "\ud800"})]),
+    ("pythonic", r"[now(city='\ud800')]", "", [("now", {"city": "\ud800"})]),
+    *(("hermes", text, text, []) for text in (r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>',)),
+    *(("hermes", text, text, []) for text in (r'<tool_call>{"name": "\q", "arguments": {}}</tool_call>',)),
     # what is no call is content
     ("llama3_json", '{"temperature": 3}', '{"temperature": 3}', []),
     ("llama3_json", "It is { warm }.", "It is { warm }.", []),
@@ -127,6 +160,7 @@ OUTPUTS = [
 def read(name: str, parts: list[str], **options):
     reasoning, content, calls = parse(parts, Notation(None, CALLS[name]), tools=TOOLS, **options)
     assert not reasoning
+    json.dumps([content, calls], ensure_ascii=False).encode()  # as the answer is
     return content, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
@@ -142,6 +176,41 @@ def test_calls_however_an_output_is_cut(row, cuts):
     name, text, content, calls = row
     at = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     assert read(name, [text[a:b] for a, b in zip(at, at[1:], strict=False)]) == (content, calls)
+
+
+# Parts of what each format writes between its marks, in no order.
+PIECES = st.one_of(
+    st.sampled_from(
+        sorted({part for row in OUTPUTS for part in re.findall(r"<[^<>]*>|\w+|\W", row[1]) if part.isascii() and len(part) < 50})
+    ),
+    st.text(max_size=5),
+    st.sampled_from([*NO_JSON[:-1], "\\ud800", "\\q", "-" * 6000, "[" * 6000, "9" * 5000]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(CALLS)), st.lists(PIECES, max_size=12))
+def test_nothing_that_a_model_writes_is_an_error(name, parts):
+    begin = CALLS[name].opens or CALLS[name].begin[0]
+    text = begin + "".join(parts)
+    whole = parse([text], Notation(None, CALLS[name]), tools=TOOLS)
+    assert parse([begin, *parts], Notation(None, CALLS[name]), tools=TOOLS) == whole
+    json.dumps(whole, ensure_ascii=False).encode()
+    assert whole[2] or "".join(whole[1].split()) == "".join(text.split()), "what is no call is content"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_nested_too_deeply_is_no_call(name):
+    text = (CALLS[name].opens or CALLS[name].begin[0]) + '{"name": "now", "arguments": ' * 50_000
+    _, content, calls = parse([text], Notation(None, CALLS[name]), tools=TOOLS)
+    assert content or calls
+
+
+def test_parameters_that_are_no_objects():
+    for properties in ([], True, {"days": True}, {"days": {"type": 1}}, {"days": {"type": ["integer", "null"]}}):
+        tools = {"get_weather": {"properties": properties}}
+        found = parse([days_of("3")[0][1]], Notation(None, CALLS["qwen3_coder"]), tools=tools)
+        assert [name for name, _ in found[2]] == ["get_weather"]
 
 
 @pytest.mark.parametrize("name,text,content,calls", [row for row in OUTPUTS if len(row[3]) > 1], ids=str)
@@ -172,6 +241,10 @@ THOUGHTS = [
     ("granite", "", "Here is the answer.", "", "Here is the answer."),
     ("mistral", "", "[THINK]hm[/THINK]Yes.", "hm", "Yes."),
     ("seed_oss", "", "<seed:think>hm</seed:think>Yes.", "hm", "Yes."),
+    *((name, "", "<think>hm</think>Yes.", "hm", "Yes.") for name in ("deepseek_v3", "glm45", "kimi_k2")),
+    *((name, "", "Yes.", "", "Yes.") for name in ("deepseek_v3", "glm45", "kimi_k2")),
+    *((name, "", "hm</think>Yes.", "hm", "Yes.") for name in ("ernie45", "minimax_m2", "olmo3", "step3")),
+    *((name, "</think>", "Yes.", "", "Yes.") for name in ("ernie45", "minimax_m2", "olmo3", "step3")),
 ]
 
 
@@ -179,6 +252,11 @@ THOUGHTS = [
 def test_reasoning_whole_and_a_character_at_a_time(name, prompt, text, reasoning, content):
     for parts in ([text], list(text)):
         assert parse(parts, Notation(REASONING[name], None), prompt=prompt) == (reasoning, content, [])
+
+
+def test_every_row_has_an_output():
+    assert {row[0] for row in OUTPUTS if row[3]} == set(CALLS)
+    assert {row[0] for row in THOUGHTS if row[3]} == set(REASONING)
 
 
 def test_a_call_without_a_mark_behind_reasoning():
