@@ -260,6 +260,9 @@ def _key(entry: Any) -> ApiKey:
         raise ValueError(f"key of {name} must be a text that is not empty; quotes make a number one")
     if sha256 is not None and not (isinstance(sha256, str) and _DIGEST.fullmatch(sha256)):
         raise ValueError(f"sha256 of {name} must be 64 hexadecimal digits, in quotes")
+    digest = _digest(key.encode()) if key is not None else bytes.fromhex(str(sha256))
+    if digest == _digest(b""):
+        raise ValueError(f"sha256 of {name} is that of an empty text: was the variable set that it was made of?")
     limits = {limit: entry.get(limit) for limit in LIMITS}
     for limit, value in limits.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -267,5 +270,4 @@ def _key(entry: Any) -> ApiKey:
     may_control = entry.get("may_control", False)
     if not isinstance(may_control, bool):
         raise ValueError(f"may_control={may_control!r} of {name} must be true or false")
-    digest = _digest(key.encode()) if key is not None else bytes.fromhex(str(sha256))
     return ApiKey(name=name, digest=digest, may_control=may_control, **limits)

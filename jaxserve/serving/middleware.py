@@ -181,10 +181,10 @@ class KeyCheck:
 
 
 def _tokens(scope: Scope) -> list[bytes]:
-    """What a request may have shown as a key."""
+    """What a request has shown as a key: nothing is no key."""
     headers = Headers(scope=scope)
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    return [(token if scheme.lower() == "bearer" else "").encode(), headers.get("x-api-key", "").encode()]
+    return [text.encode() for text in (token if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")) if text]
 
 
 def key_use(request: Request) -> KeyUse | None:

@@ -1,5 +1,6 @@
 """Keys from a file: what the file may say, what a key may spend, and what a server makes of both."""
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -16,10 +17,12 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from starlette.responses import PlainTextResponse
 
 from jaxserve.routing.app import make_router
 from jaxserve.routing.options import RouterOptions
 from jaxserve.serving.keys import ApiKey, KeyLimitError, KeyRing, KeyUse, read_keys
+from jaxserve.serving.middleware import KeyCheck
 from jaxserve.serving.options import HTTPOptions, ServerOptions
 from tests.alphabet_model import after
 from tests.serving.calls import ok, refusal
@@ -58,6 +61,7 @@ def test_a_file_of_keys(tmp_path, name):
         ([{"name": "a", "key": 1234}], "key of a must be a text that is not empty; quotes make a number one"),
         ([{"name": "a", "key": ""}], "key of a must be a text that is not empty"),
         ([{"name": "a", "sha256": SECRET}], "sha256 of a must be 64 hexadecimal digits"),
+        ([{"name": "a", "sha256": hashlib.sha256().hexdigest()}], "sha256 of a is that of an empty text: was the variable set"),
         ([{"name": "a", "key": SECRET, "rpm": 3}], "rpm is not known; it may have key, max_concurrent_requests"),
         ([{"name": "a", "key": SECRET, "requests_per_minute": 0}], "requests_per_minute=0 of a must be a whole number above 0"),
         ([{"name": "a", "key": SECRET, "tokens_per_minute": True}], "tokens_per_minute=True of a must be a whole number"),
@@ -216,6 +220,21 @@ def test_all_keys_are_compared_whatever_is_given(monkeypatch):
         compared.clear()
         assert (ring.find([token]) is not None) == (token in (b"1", b"3"))
         assert len(compared) == 3 and {len(known) for known in compared} == {32}
+
+
+def test_nothing_is_no_key():
+    """Not even where it would be one."""
+    ring = KeyRing(("1",))
+    ring.named = (KeyUse(ApiKey(name="empty", digest=hashlib.sha256().digest())),)
+
+    async def asked(headers: dict[str, str]) -> int:
+        app = KeyCheck(PlainTextResponse("open"), ring, ())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return (await client.get("/", headers=headers)).status_code
+
+    for headers in ({}, {"Authorization": "Bearer "}, {"Authorization": "Basic 1"}, {"X-Api-Key": ""}):
+        assert asyncio.run(asked(headers)) == 401
+    assert asyncio.run(asked({"Authorization": "Basic 1", "X-Api-Key": "1"})) == 200
 
 
 # ---- a server
