@@ -30,6 +30,7 @@ from jaxserve.serving.messages import (
     Delta,
     HTTPAnswered,
     LoopStats,
+    QueueFullError,
     Ready,
     Reply,
     Report,
@@ -232,6 +233,7 @@ class AsyncLLM:
                 self._engine.send(Add(name, ask.prompt_token_ids, ask.params, stream.arrival, *fields))
             await stream.accepted()
         except BaseException as error:
+            self._streams.num_refused += isinstance(error, QueueFullError)  # from a hub, whose engine others fill too
             stream.close(refused=isinstance(error, Exception))  # or else cancelled
             raise
         return stream

@@ -171,7 +171,7 @@ class EngineHub:
         self._peers: list[Peer] = []
         self._owners: dict[str, tuple[Peer, int]] = {}  # of requests that have not ended: who asked, and how many samples they have
         self._num_samples = 0
-        self._num_refused = 0  # here, and by processes that are gone
+        self._num_refused = 0  # by processes that are gone
 
     def start(self) -> None:
         self._loop.start()
@@ -195,7 +195,7 @@ class EngineHub:
 
     @property
     def num_refused(self) -> int:
-        """Calls that were refused, since too many samples waited, by any process."""
+        """Calls that were refused, since too many samples waited, as the processes have told with their answers."""
         with self._lock:
             return self._num_refused + sum(peer.num_refused for peer in self._peers)
 
@@ -220,8 +220,6 @@ class EngineHub:
             if has_room:
                 self._owners[add.request_id] = peer, add.params.n
                 self._num_samples += add.params.n
-            else:
-                self._num_refused += 1
         if has_room:
             self._loop.send(add)
             return

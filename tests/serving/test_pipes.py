@@ -116,7 +116,12 @@ def test_the_bound_on_what_waits_is_that_of_all_together():
             second = await made.engines[1].open(asks[:2])
             with pytest.raises(QueueFullError, match=f"{SEQS + 2} samples are running or waiting, of at most {SEQS + 2}") as error:
                 await made.engines[1].open(asks[:1])
-            assert error.value.retry_after == 1 and made.hub.num_refused == 1
+            assert error.value.retry_after == 1 and made.engines[1].num_refused == 1
+            with pytest.raises(QueueFullError):
+                await made.engines[1].open(asks[:3])
+            assert made.engines[1].num_refused == 2  # calls, however many prompts each has
+            made.engines[1].tell(HTTPAnswered("/v1/completions", 429, made.engines[1].num_refused))
+            await until(lambda: made.hub.num_refused == 2)
             second.close()
             await until(lambda: made.number("request_success_total") == 2)
             (await made.engines[1].open(asks[:1])).close()
