@@ -262,9 +262,9 @@ _SERVER = (
     Missing(
         "/metrics has what is measured; --demand_log writes a line a step",
         "custom_histogram_buckets kv_cache_metrics_sample show_hidden_metrics_for_version",
-        switches="kv_cache_metrics cudagraph_metrics enable_mfu_metrics "
-        "enable_logging_iteration_details enable_server_load_tracking",
+        switches="kv_cache_metrics cudagraph_metrics enable_mfu_metrics enable_logging_iteration_details",
     ),
+    Missing("/load is always there", granted="enable_server_load_tracking"),
     Missing("spans of --otlp_endpoint are as detailed as they get; /metrics has figures", "collect_detailed_traces"),
     Missing(
         "trace with jax.profiler in Python; `jaxserve tune profile` times steps",

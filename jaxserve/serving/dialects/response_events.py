@@ -22,6 +22,7 @@ from jaxserve.serving.dialects.responses_forms import (
     OutputTextPart,
     OutputTokensDetails,
     PartEvent,
+    RawMessage,
     ReasoningOutput,
     ReasoningPart,
     ResponseFault,
@@ -98,6 +99,8 @@ class Answer:
         elif self._turn.finish_reason == "abort":  # the engine was paused
             response.status, response.completed_at = "cancelled", None
         response.usage = self._usage()
+        if isinstance(response.output_messages, list):
+            response.output_messages = [RawMessage(self._turn.text, self._turn.token_ids)]
 
     def _usage(self) -> ResponseUsage:
         used = self._turn.record.usage()
@@ -118,6 +121,8 @@ class Answer:
 
     def _take(self, change: Change) -> Iterator[ItemEvent | PartEvent | TextEvent]:
         """The events of a change, which is written into the response as they are taken."""
+        if self.response.status == "queued":
+            self.response.status = "in_progress"
         if change.what == "begin":
             yield from self._begin(change.block)
         elif change.what == "more":

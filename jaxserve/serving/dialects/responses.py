@@ -19,7 +19,7 @@ from starlette.responses import Response
 from jaxserve.serving.chat_protocol import ChatRequest
 from jaxserve.serving.dialects.response_events import Answer
 from jaxserve.serving.dialects.response_store import ResponseStore, StoredResponse
-from jaxserve.serving.dialects.responses_forms import DeletedResponse, ResponseObject
+from jaxserve.serving.dialects.responses_forms import DeletedResponse, RawMessage, ResponseObject
 from jaxserve.serving.dialects.responses_protocol import (
     LOGPROBS,
     PASSED_ON,
@@ -87,6 +87,8 @@ class Responses:
             chat = to_chat(body, items)
             turn = await unless_gone(request, Turn.open(self._served, chat, request))
         answer = Answer(self._begun(body, turn), turn, items)
+        if body.enable_response_messages:
+            await self._tell_prompt(answer, turn)
         if body.background:
             task = asyncio.create_task(_run(answer))
             self._running[answer.response.id] = answer, task
@@ -127,7 +129,7 @@ class Responses:
             return encode(answer.response)
         stored = self._stored(response_id).response
         if not msgspec.json.decode(stored)["background"]:
-            raise RefusedError("only a response with background=true can be cancelled")
+            raise RefusedError("Cannot cancel a synchronous response. Only one with background=true can be cancelled.")
         return stored
 
     async def close(self) -> None:
@@ -141,7 +143,7 @@ class Responses:
     def _stored(self, response_id: str, param: str | None = None) -> StoredResponse:
         found = self._store.get(response_id)
         if found is None:
-            raise RefusedError(f"there is no response {response_id!r}, or it is not kept any more", status=404, param=param)
+            raise RefusedError(f"Response with id {response_id!r} not found: it is not kept.", status=404, param=param)
         return found
 
     def _items_before(self, body: ResponsesRequest) -> list[Any]:
@@ -179,7 +181,7 @@ class Responses:
         return ResponseObject(
             id=f"resp_{uuid.uuid4().hex}",
             created_at=int(time.time()),
-            status="in_progress",
+            status="queued" if body.background else "in_progress",
             background=bool(body.background),
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
@@ -198,6 +200,17 @@ class Responses:
             top_p=ask.params.top_p,
             user=body.user,
         )
+
+    async def _tell_prompt(self, answer: Answer, turn: Turn) -> None:
+        """Writes the prompt into the response, which will tell the whole answer too."""
+        (ask,) = turn.stream.asks.values()
+        ids, engine = ask.prompt_token_ids, self._served.engine
+        try:
+            text = await engine.aside(len(ids), lambda: engine.get_tokenizer().decode(ids, skip_special_tokens=False))
+        except BaseException:
+            turn.stream.close()
+            raise
+        answer.response.input_messages, answer.response.output_messages = [RawMessage(text, ids)], []
 
 
 async def _run(answer: Answer) -> None:

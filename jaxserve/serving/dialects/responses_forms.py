@@ -1,4 +1,4 @@
-"""What the server answers in OpenAI's Responses API: responses, their items, events of streams. Every field is OpenAI's."""
+"""What the server answers in OpenAI's Responses API: responses, their items, events of streams."""
 
 from __future__ import annotations
 
@@ -76,12 +76,22 @@ class IncompleteDetails(Struct):
     reason: Literal["max_output_tokens"]
 
 
+class RawMessage(Struct, tag="raw_message_tokens", tag_field="type"):
+    """vLLM's: a prompt as the chat template wrote it, or an answer before it is cut into items; and its token ids."""
+
+    message: str
+    tokens: list[int]
+
+
 class ResponseObject(Struct, kw_only=True):
+    """OpenAI's, and with enable_response_messages vLLM's input_messages and output_messages. status: queued is one in the
+    background of which no token has come."""
+
     id: str
     object: Literal["response"] = "response"
     created_at: int
     completed_at: int | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     background: bool
     error: ResponseFault | None = None
     incomplete_details: IncompleteDetails | None = None
@@ -103,6 +113,8 @@ class ResponseObject(Struct, kw_only=True):
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None
+    input_messages: list[RawMessage] | UnsetType = UNSET
+    output_messages: list[RawMessage] | UnsetType = UNSET
 
 
 class DeletedResponse(Struct):

@@ -268,6 +268,9 @@ class ResponsesRequest(Model):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     include_reasoning: bool | None = Field(None, description="false: leave out what the model thinks before it answers.")
+    enable_response_messages: bool | None = Field(
+        None, description="The prompt and the whole answer too, as text and token ids, as input_messages and output_messages."
+    )
     structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template, as enable_thinking.")
     cache_salt: Text | None = Field(None, description="Prompts share cached prefixes only under one salt.")
@@ -279,7 +282,7 @@ class ResponsesRequest(Model):
         if self.background and self.stream:
             raise ValueError("background=true does not go with stream=true: GET the response when it is done")
         if self.background and self.store is False:
-            raise ValueError("background=true needs store=true: nobody could read the response")
+            raise ValueError("background can only be used when `store` is true: nobody could read the response")
         if self.structured_outputs is not None and self.text is not None:
             raise ValueError("give text or structured_outputs, not both")
         return self

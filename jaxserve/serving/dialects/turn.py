@@ -73,7 +73,10 @@ class Change:
 
 
 class Turn:
-    """The answer to a chat as it comes. finish_reason and stop_reason are known when `changes` has ended."""
+    """The answer to a chat as it comes. finish_reason and stop_reason are known when `changes` has ended.
+
+    text, token_ids: what has come, before it was cut into blocks.
+    """
 
     def __init__(self, answer: ChatAnswer):
         self._answer = answer
@@ -81,6 +84,8 @@ class Turn:
         self.record: CallRecord = answer.record
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.text: str = ""
+        self.token_ids: list[int] = []
 
     @property
     def num_cached_tokens(self) -> int:
@@ -98,6 +103,8 @@ class Turn:
         num_blocks = 0
         logprobs: list[TokenLogprob] = []  # of tokens whose text has not come yet
         async for pieces, delta in self._answer.parts():
+            self.text += delta.text
+            self.token_ids += delta.token_ids
             if (found := self._answer.logprobs(delta)) is not None:
                 logprobs += found.content
             for piece in pieces:

@@ -12,7 +12,7 @@ from jaxserve.serving.dialects.responses import _items
 from jaxserve.serving.dialects.responses_forms import ResponseObject
 from jaxserve.serving.dialects.responses_protocol import SaidItem, chat_messages
 from jaxserve.serving.parsers import CallPart, Content, Reasoning
-from tests.alphabet_model import after
+from tests.alphabet_model import after, ids
 from tests.serving.calls import ok, refusal
 from tests.serving.dialects.answers import collected, named_events, turn_of
 from tests.serving.http_server import serving, slow_down
@@ -77,6 +77,18 @@ def test_a_response_goes_on_from_another(client):
     )
 
 
+def test_the_prompt_and_the_whole_answer_as_text_and_token_ids(thinking):
+    body = {"input": "?", "temperature": 0, "max_output_tokens": 4, "enable_response_messages": True}
+    body |= {"chat_template_kwargs": {"opening": "<think>"}}
+    (prompt, answer), text = ("u:?;<think>", after(">", 4)), "raw_message_tokens"
+    made = ok(thinking.client.post("/v1/responses", json=body))
+    assert made["input_messages"] == [{"type": text, "message": prompt, "tokens": ids(prompt)}]
+    assert made["output_messages"] == [{"type": text, "message": answer, "tokens": ids(answer)}]
+    streamed = named_events(thinking.client.post("/v1/responses", json=body | {"stream": True}).text)[-1][1]["response"]
+    assert [streamed[name] for name in ("input_messages", "output_messages")] == [made["input_messages"], made["output_messages"]]
+    assert "input_messages" not in ok(thinking.client.post("/v1/responses", json=body | {"enable_response_messages": None}))
+
+
 def test_a_response_is_not_stored_if_nobody_wants_it(client):
     response = create(client, store=False)
     assert not response.store
@@ -131,7 +143,7 @@ def test_logprobs(client):
 
 def ended(client, response):
     deadline = time.monotonic() + 60
-    while response.status == "in_progress":
+    while response.status in ("queued", "in_progress"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
         response = client.responses.retrieve(response.id)
@@ -140,7 +152,7 @@ def ended(client, response):
 
 def test_in_the_background(client, server):
     response = create(client, background=True)
-    assert response.status == "in_progress" and response.output == [] and response.background
+    assert response.status == "queued" and response.output == [] and response.background
     response = ended(client, response)
     assert response.status == "incomplete" and response.output_text == "BCD"
     assert client.responses.cancel(response.id).status == "incomplete", "it has ended, and stays as it is"
@@ -151,6 +163,12 @@ def test_a_response_is_cancelled(client, server, tools_llm, monkeypatch):
     slow_down(monkeypatch, tools_llm)
     forever = {"background": True, "max_output_tokens": 200, "extra_body": {"ignore_eos": True}}
     response = create(client, **forever)
+    assert response.status == "queued"
+    deadline = time.monotonic() + 60
+    while response.status == "queued":
+        assert time.monotonic() < deadline
+        response = client.responses.retrieve(response.id)
+    assert response.status == "in_progress"
     with pytest.raises(openai.BadRequestError, match="not complete yet"):
         create(client, previous_response_id=response.id)
     assert client.responses.cancel(response.id).status == "cancelled"
@@ -177,7 +195,7 @@ def test_a_server_that_ends_ends_what_runs_in_the_background(tools_llm, monkeypa
     slow_down(monkeypatch, tools_llm)
     with serving(tools_llm) as server:
         begun = ok(post(server, background=True, max_output_tokens=200, ignore_eos=True))
-        assert begun["status"] == "in_progress"
+        assert begun["status"] == "queued"
     assert not tools_llm.engine.has_unfinished_requests()
 
 
@@ -209,7 +227,7 @@ def test_what_is_kept_is_bounded(tools_llm):
         ({"tool_choice": "required"}, "tool_choice", "only where tools are given"),
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nothing"}}}}, "text", "text: "),
         ({"background": True, "stream": True}, None, "does not go with stream=true"),
-        ({"background": True, "store": False}, None, "needs store=true"),
+        ({"background": True, "store": False}, None, "only be used when `store` is true"),
         ({"reasoning": {"effort": "low"}}, "reasoning", "reads neither"),
         ({"conversation": "c"}, "conversation", "unknown parameter"),
         ({"truncation": "auto"}, "truncation", "'disabled'"),
