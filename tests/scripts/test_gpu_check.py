@@ -4,6 +4,7 @@ import datetime
 import functools
 import json
 import types
+from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -214,6 +215,12 @@ def test_parity_that_was_not_finished_is_a_failure():
     rows = [_row("parity", "bits 8b", None, "skipped", why="out of time"), _row("decode", "decode 8b", None, "skipped")]
     assert gpu_check.failures(rows) == rows[:1]
     assert summary(rows).endswith("0 figures, 0 unsupported, 1 skipped, 1 failures")
+
+
+def test_the_page_says_how_long_the_caps_of_a_part_are_together():
+    kernels, engine = (sum(section.cap for section in [*FIRST.values(), *PARTS[part].values()]) for part in ("kernels", "engine"))
+    page = " ".join((Path(__file__).parents[2] / "docs" / "verification.md").read_text().split())
+    assert f"With `device` the caps of `kernels` add up to {kernels} s and those of `engine` to {engine} s" in page
 
 
 @pytest.mark.parametrize(
