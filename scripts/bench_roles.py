@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import statistics
 import tempfile
 import urllib.request
@@ -74,15 +73,15 @@ def arranged(roles: tuple[str | None, ...], folder: str) -> Iterator[tuple[str, 
         yield stack.enter_context(server_process("jaxserve.cli.router", *router))[0], urls
 
 
-def counted(url: str, name: str) -> float:
-    """The sum of a metric of a server's."""
+def metrics_of(url: str) -> str:
     with urllib.request.urlopen(f"{url}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"jaxserve:{name}(_total)?{{", line))
+        return answer.read().decode()
 
 
-def measured(name: str, workload: Any) -> tuple[dict[str, list[float]], dict[str, float]]:
+def measured(name: str, workload: Any) -> tuple[dict[str, list[float]], tuple[float, float]]:
     """(each metric of each counted round, seconds of a token's KV to be saved and to be loaded)."""
+    from scripts.bench.expected_roles import seconds_a_token
+
     found: dict[str, list[float]] = {metric: [] for metric in METRICS}
     with tempfile.TemporaryDirectory() as folder, arranged(ARRANGEMENTS[name], folder) as (url, servers):
         vocab_size = Target(servers[0]).get_json("/tokenizer_info")["vocab_size"]
@@ -92,41 +91,20 @@ def measured(name: str, workload: Any) -> tuple[dict[str, list[float]], dict[str
             print(f"{name}, round {of_round}: " + ", ".join(f"{metric} {summary[metric]:.1f}" for metric in METRICS), flush=True)
             for metric in METRICS if of_round else ():
                 found[metric].append(summary[metric])
-        moved = {}
-        for what, done, server in (("save", "write", servers[0]), ("load", "read", servers[-1])):
-            pages = counted(server, f"kv_store_pages_{'written' if done == 'write' else 'read'}")
-            moved[what] = counted(server, f"kv_store_{done}_seconds") / (pages * PAGE_SIZE) if pages else 0.0
-        if name == "apart" and not moved["load"]:
+        moved = seconds_a_token({"prefill": metrics_of(servers[0]), "decode": metrics_of(servers[-1])}, PAGE_SIZE)
+        if name == "apart" and not moved[1]:
             raise app.UsageError("the decode server has loaded nothing: prompts must be longer than a page")
     return found, moved
 
 
-def expected(profile: str, workload: Any, moved: dict[str, float]) -> dict[str, dict[str, float]]:
-    """What the simulator makes of both arrangements with this profile."""
-    from jaxserve.buckets.plan import BucketPlan
-    from jaxserve.routing.policy import make_policy
+def simulated(step_times: Any, workload: Any, moved: tuple[float, float]) -> dict[str, dict[str, float]]:
+    """What the simulator makes of both arrangements with these step times."""
     from jaxserve.scheduling.config import SchedulerConfig
-    from jaxserve.simulation.cluster import replay_cluster
-    from jaxserve.simulation.replica import Replica
-    from jaxserve.simulation.roles import DecodeReplica, KVLink, replay_roles
-    from jaxserve.step_times.fitted import StepTimeModel
+    from scripts.bench.expected_roles import KVSeconds, expected
 
     limits = SchedulerConfig(max_model_len=_MAX_LEN.value, max_num_batched_tokens=_BUDGET.value, max_num_seqs=_SEQS.value)
-    plan = BucketPlan.default(_SEQS.value, _BUDGET.value, min_tokens=2, max_draft_tokens=64)  # as an engine's on a CPU
-    engine = plan, StepTimeModel.load(profile), limits, _PAGES.value
-    link, policy = KVLink(_LATENCY.value / 1e3, moved["load"]), lambda: make_policy("least_loaded")
-    together = replay_cluster(workload, lambda r, p: Replica(r, *engine, prefix_caching=p), 2, policy())
-    apart = replay_roles(
-        workload,
-        lambda r, p: Replica(r, *engine, prefix_caching=p),
-        lambda r, told: DecodeReplica(r, *engine, told=told, link=link),
-        1,
-        1,
-        policy,
-        lambda num_tokens: min(num_tokens, _BUDGET.value) * moved["save"],
-        min_prefill_tokens=0,
-    )
-    runs = {"together": together.times, "apart": apart.times}
+    kv = KVSeconds(*moved, _LATENCY.value / 1e3)
+    runs = expected(step_times, limits, _PAGES.value, workload, kv)
     summaries = {name: times.summary(percentiles=(50, 90, 99)) for name, times in runs.items()}
     return {name: {metric: summary[metric] for metric in METRICS} for name, summary in summaries.items()}
 
@@ -137,22 +115,26 @@ def main() -> None:
             raise app.UsageError("two servers need a core each, and this process has one")
         if 3 * (_PROMPT.value + _OUTPUT.value) // 2 > _MAX_LEN.value:
             raise app.UsageError(f"--max_model_len={_MAX_LEN.value} must hold the longest prompt and output")
+        from jaxserve.step_times.fitted import StepTimeModel
+
+        step_times = StepTimeModel.load(_STEP_TIMES.value) if _STEP_TIMES.value else None
     from jaxserve.workloads.traffic import at_rate
     from jaxserve.workloads.workload import random_lengths
 
     workload = at_rate(random_lengths(_REQUESTS.value, _PROMPT.value, _OUTPUT.value, 0.5), _RATE.value, 0)
-    rounds, moved = {}, {}
+    rounds, moved = {}, (0.0, 0.0)
     for name in ARRANGEMENTS:
         rounds[name], moved = measured(name, workload)
     found = {name: {metric: statistics.median(of) for metric, of in metrics.items()} for name, metrics in rounds.items()}
-    simulated = expected(_STEP_TIMES.value, workload, moved) if _STEP_TIMES.value else {}
+    played = {} if step_times is None else simulated(step_times, workload, moved)
     print(f"{'':10} " + " ".join(f"{metric:>18}" for metric in METRICS))
-    for kind, table in (("measured", found), ("simulated", simulated)):
+    for kind, table in (("measured", found), ("simulated", played)):
         for name, row in table.items():
             print(f"{name:10} " + " ".join(f"{row[metric]:18.1f}" for metric in METRICS) + f"  {kind}")
     about = {"benchmark": "roles measured", "model": _MODEL.value, "rate": _RATE.value, "num_requests": _REQUESTS.value}
-    about |= {"prompt": _PROMPT.value, "output": _OUTPUT.value, "kv_seconds_a_token": moved, "rounds": rounds}
-    write_json(_JSON.value, {**about, "measured": found, "simulated": simulated, **provenance()})
+    about |= {"prompt": _PROMPT.value, "output": _OUTPUT.value, "rounds": rounds}
+    about |= {"kv_seconds_a_token": dict(zip(("save", "load"), moved, strict=True))}
+    write_json(_JSON.value, {**about, "measured": found, "simulated": played, **provenance()})
 
 
 if __name__ == "__main__":
