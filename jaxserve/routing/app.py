@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hashlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -26,7 +24,8 @@ from jaxserve.routing.backends import UNANSWERED, UNREACHED, Answer, Backend, en
 from jaxserve.routing.health import BackendHealth
 from jaxserve.routing.metrics import RouterMetrics
 from jaxserve.routing.options import RouterOptions
-from jaxserve.routing.policy import Choice, Load, hash_blocks, make_policy
+from jaxserve.routing.policy import Choice, Load, make_policy
+from jaxserve.routing.prompts import BLOCK_BYTES, PROMPTED, prompt_blocks
 from jaxserve.serving.errors import error_response, on_error
 from jaxserve.serving.handover import PREFILL_HEADER, STORED_HEADER
 from jaxserve.serving.keys import KeyRing
@@ -41,10 +40,6 @@ logger: logging.Logger = logging.getLogger("jaxserve")
 Headers = list[tuple[bytes, bytes]]
 _PREFILL, _STORED = PREFILL_HEADER.encode(), STORED_HEADER.encode()
 _OURS = (_PREFILL, _STORED)  # said by this router alone, not by its clients
-PROMPTED = (  # requests that have a prompt
-    *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"),
-    *("/v1/responses", "/v1/messages", "/inference/v1/generate"),
-)
 OF_ONE_SERVER = (*CONTROL_PATHS, "/inference/v1/abort_requests")
 PATHS = frozenset(
     (
@@ -62,8 +57,6 @@ PATHS = frozenset(
 )
 HTTP_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 REFUSED = (429, 503)  # the server has run nothing of the request, so another may be asked
-# Bytes of a prompt's JSON that are hashed together (about 64 tokens of English, a page); most blocks that are hashed of a prompt.
-BLOCK_BYTES, MAX_BLOCKS = 256, 4096
 MAX_BROKEN = 2  # servers that may fail with one request before it is given up: it may be the cause
 
 
@@ -268,41 +261,3 @@ def make_router(options: RouterOptions) -> Starlette:
 
 async def _nobody_listens(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
-
-
-class _Prompted(msgspec.Struct):
-    """The fields of a request's JSON that decide which prefixes it shares, as they were sent."""
-
-    model: msgspec.Raw = msgspec.Raw(b"")
-    cache_salt: msgspec.Raw = msgspec.Raw(b"")
-    chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"")
-    tools: msgspec.Raw = msgspec.Raw(b"")
-    system: msgspec.Raw = msgspec.Raw(b"")
-    instructions: msgspec.Raw = msgspec.Raw(b"")
-    messages: msgspec.Raw = msgspec.Raw(b"")
-    prompt: msgspec.Raw = msgspec.Raw(b"")
-    input: msgspec.Raw = msgspec.Raw(b"")
-    token_ids: msgspec.Raw = msgspec.Raw(b"")
-
-
-_BEGINS = ("tools", "system", "instructions", "messages", "prompt", "input", "token_ids")  # a prompt's parts, in its order
-
-
-_decoder = msgspec.json.Decoder(_Prompted)
-
-
-def prompt_blocks(path: str, body: bytes) -> list[bytes]:
-    """The hashes of a prompt's blocks; none where there is no prompt, or no JSON (the server will refuse it).
-
-    A text, token ids or a chat are hashed as the JSON that was sent, since a client writes equal prefixes alike. Several prompts
-    are hashed in order, so the first one counts most.
-    """
-    if path not in PROMPTED:
-        return []
-    try:
-        asked = _decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError):
-        return []
-    prompt = b"".join(bytes(getattr(asked, name)) for name in _BEGINS)
-    root = b"\0".join((path.encode(), asked.model, asked.cache_salt, asked.chat_template_kwargs))
-    return hash_blocks(prompt, BLOCK_BYTES, hashlib.blake2b(root, digest_size=16).digest(), MAX_BLOCKS)

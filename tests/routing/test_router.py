@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.routing.app import BLOCK_BYTES, CONTROL_PATHS, make_router, prompt_blocks
+from jaxserve.routing.app import CONTROL_PATHS, make_router
 from jaxserve.routing.health import BackendHealth
 from jaxserve.routing.options import RouterOptions
+from jaxserve.routing.prompts import BLOCK_BYTES, prompt_blocks
 from jaxserve.serving.control import control_routes
 from tests.serving.http_server import listening
 from tests.serving.scripted_server import BREAK, Scripted, scripted
