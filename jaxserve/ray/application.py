@@ -15,7 +15,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy  # pyright: ig
 from jaxserve.ray.fleet import FleetOptions, replica_load, replicas_wanted
 from jaxserve.ray.resources import host_resources
 
-HEALTH_SECONDS = 2.0  # between two checks of a replica
+HEALTH_SECONDS = 1.0  # between two checks of a replica
 HEALTH_TIMEOUT = 30.0  # that one check may take: a step that compiles holds the interpreter for a while
 LOAD = "load"  # the metric by which replicas are added and taken away
 
@@ -25,17 +25,21 @@ class Replica:
     """One engine and its HTTP application, in a process of its own; or host 0 of an engine of several processes."""
 
     def __init__(self, options: FleetOptions):
+        engine: dict[str, Any] = {"warm_up": "background", **options.engine}
+        self._hosts: Any = None  # keeps the followers' actors
+        if options.hosts_per_replica > 1:
+            from jaxserve.ray.hosts import ReplicaHosts
+
+            self._hosts = ReplicaHosts(options.hosts_per_replica, options.model, engine)  # they import what this imports meanwhile
         from jaxserve.llm import LLM
         from jaxserve.serving.async_llm import AsyncLLM
 
-        engine: dict[str, Any] = {"warm_up": "background", **options.engine}
-        self._hosts: Any = None
-        if options.hosts_per_replica > 1:
-            from jaxserve.ray.hosts import lead
-
-            self._hosts = lead(options.hosts_per_replica, options.model, engine)
-        group = None if self._hosts is None else self._hosts.group
+        group = None if self._hosts is None else self._hosts.join()
         llm = LLM(options.model, options.tokenizer, hosts=group, **engine)
+        if group is not None:
+            from jaxserve.ray.hosts import end_when_lost
+
+            end_when_lost(group)
         self._options = options
         self._engine = AsyncLLM(
             llm, max_waiting=options.max_waiting, request_timeout=options.request_timeout, max_failures=options.max_failures

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ("--page_size=4", "--num_pages=400", "--max_num_seqs=4", "--max_num_batched_tokens=32", "--dtype=float32")
-FOLLOWER = "ray::Follower"
+REPLICA, FOLLOWER = "ray::ServeReplica:jaxserve:jaxserve", "ray::Follower"
 BODY = {"model": "alphabet", "prompt": "a", "temperature": 0, "max_tokens": 20}
 
 
@@ -71,7 +71,7 @@ def two(folder) -> Iterator[str]:
 
 def replica_pids(others: Sequence[int] = ()) -> list[int]:
     """Processes of replicas on this machine, as Ray names them, but for `others`."""
-    return sorted(set(pids_of("ray::ServeReplica:jaxserve:jaxserve")) - set(others))
+    return sorted(set(pids_of(REPLICA)) - set(others))
 
 
 def pids_of(name: str) -> list[int]:
@@ -189,6 +189,20 @@ def test_a_replica_that_is_killed_under_load(two):
         time.sleep(0.5)
 
 
+async def milestones(was: dict[str, int], others: set[int]) -> dict[str, float]:
+    """Seconds from now until the process of each name was gone, and until there was a new one, `others` aside."""
+    began, found = time.monotonic(), dict[str, float]()
+    while len(found) < 2 * len(was):
+        for name, pid in was.items():
+            now = set(pids_of(name)) - others
+            if pid not in now:
+                found.setdefault(f"{name.removeprefix('ray::')} gone", time.monotonic() - began)
+            if now - {pid}:
+                found.setdefault(f"{name.removeprefix('ray::')} anew", time.monotonic() - began)
+        await asyncio.sleep(0.1)
+    return found
+
+
 def test_a_replica_of_two_hosts_and_a_follower_that_is_killed(folder):
     """The replica leads and an actor follows, each with one of the engine's devices. Without the follower all begins anew."""
     others = replica_pids(), pids_of(FOLLOWER)
@@ -196,21 +210,22 @@ def test_a_replica_of_two_hosts_and_a_follower_that_is_killed(folder):
         assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).json()["choices"][0]["text"] == after("a", 20)
         (leader,), (follower,) = replica_pids(others[0]), set(pids_of(FOLLOWER)) - set(others[1])
 
-        async def main() -> tuple[list[str], float]:
+        async def main() -> tuple[list[str], float, dict[str, float]]:
             began = asyncio.Event()
             loading = asyncio.create_task(load(url, 4, began))
             await asyncio.wait_for(began.wait(), 120)
             os.kill(follower, signal.SIGKILL)
             killed = time.monotonic()
+            seen = asyncio.create_task(milestones({REPLICA: leader, FOLLOWER: follower}, {*others[0], *others[1]}))
             ends = await loading
             assert time.monotonic() - killed < 100, "a client is left without an end of its stream"
             while not await asyncio.to_thread(answers, url):
                 assert time.monotonic() - killed < 120, "the replica is not started again"
                 await asyncio.sleep(0.2)
-            return ends, time.monotonic() - killed
+            return ends, time.monotonic() - killed, await asyncio.wait_for(seen, 10)
 
-        ends, seconds = asyncio.run(main())
-        print(f"answers again after {seconds:.1f} s; its streams: {sorted(set(ends))}")
+        ends, seconds, seen = asyncio.run(main())
+        print(f"answers again after {seconds:.1f} s; {seen}; its streams: {sorted(set(ends))}")
         assert not any("Timeout" in end or end.startswith("cut") for end in ends), "a stream hangs, or ends as if it were whole"
         (again,), (new,) = replica_pids(others[0]), set(pids_of(FOLLOWER)) - set(others[1])
         assert again != leader and new != follower

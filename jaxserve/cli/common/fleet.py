@@ -15,6 +15,7 @@ _GPUS = flags.DEFINE_integer(
     "gpus_per_replica", None, "With --ray, GPUs of a replica; by default its devices, if the cluster has GPUs.", lower_bound=0
 )
 group("Replicas on Ray", ("ray", "replicas", "gpus_per_replica"))
+_ON_RAY_ALONE = ("replicas", "max_replicas", "gpus_per_replica", "hosts_per_replica")
 _ALONE = ("num_hosts", "host_id", "coordinator", "cluster", "role")  # flags that mean nothing there
 
 
@@ -31,7 +32,7 @@ def gpus_per_replica() -> int | None:
 def on_ray() -> bool:
     """Whether the flags ask for Ray. UsageError: flags that do not go together."""
     if not _RAY.value:
-        ours = [name for name in ("replicas", "max_replicas", "gpus_per_replica", "hosts_per_replica") if name in flags.FLAGS]
+        ours = [name for name in _ON_RAY_ALONE if name in flags.FLAGS]
         given = [f"--{name}" for name in ours if flags.FLAGS[name].value is not None]
         if given:
             raise app.UsageError(f"{', '.join(given)}: give --ray too")
@@ -49,6 +50,7 @@ def on_ray() -> bool:
 def start_ray(ray: Any) -> None:
     """Joins the cluster that RAY_ADDRESS names, or starts one on this machine alone."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets whatever else runs on the machine pass before a step
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=False)
     else:
