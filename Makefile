@@ -42,10 +42,10 @@ test: setup ## run the tests that are not marked slow (6 to 7 minutes on two idl
 	@$(PY) -m pytest -n $(or $(WORKERS),2) --dist=worksteal -m "not slow" $(ARGS)
 
 test-all: setup ## run every test
-	@$(PY) -m pytest -n $(or $(WORKERS),2) --dist=loadfile $(ARGS)
+	@$(PY) -m pytest -n $(or $(WORKERS),2) --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 coverage: setup ## lines of jaxserve, kernels and checkpoints that `make test` runs (ARGS='-m ""': all tests)
-	@$(PY) -m pytest -n $(or $(WORKERS),2) --dist=loadfile --cov --cov-report=term -m "not slow" $(ARGS)
+	@$(PY) -m pytest -n $(or $(WORKERS),2) --dist=loadfile --no-loadscope-reorder --cov --cov-report=term -m "not slow" $(ARGS)
 
 lint: setup ## ruff, pyright, and that every public name of jaxserve has its type written down
 	@$(PY) -m ruff check .

@@ -4,8 +4,11 @@ import os
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parent
 
 # Before anything imports jax. JAX_PLATFORMS=cuda pytest tests/kernels runs the kernels on a GPU instead.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -26,6 +29,13 @@ FOLDER = None  # the cache's, of the process that made it
 if not CACHE.keys() & os.environ.keys():
     FOLDER = tempfile.mkdtemp(prefix="jaxserve-tests-")
     os.environ.update(CACHE | {"JAX_COMPILATION_CACHE_DIR": FOLDER})
+
+
+def pytest_collection_modifyitems(items):
+    """Files of engines in processes of their own first: they are the longest, most of them have a test or two, and no process of a
+    run should wait at its end for another one's last file. `--dist=loadfile` needs `--no-loadscope-reorder` for it."""
+    first = [ROOT / "parallel", ROOT / "hosts"]
+    items.sort(key=lambda item: item.path.parent not in first)
 
 
 def pytest_unconfigure():
