@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parallel.running import run_tests
+from tests.parallel.running import run_suites
 
 SUITES = (
     "engine/test_engine_exactness",
@@ -19,7 +19,5 @@ LEFT_OUT = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suite", SUITES)
-def test_an_engines_suite_in_two_groups(suite: str, request: pytest.FixtureRequest):
-    kept = " and ".join(f"not {name}" for name in LEFT_OUT)
-    run_tests(request, suite, "-p", "tests.parallel.on_two_groups", "-k", kept, f"tests/{suite}.py")
+def test_the_engines_suites_in_two_groups(request: pytest.FixtureRequest):
+    run_suites(request, "on_two_groups", SUITES, LEFT_OUT)

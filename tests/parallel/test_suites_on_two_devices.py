@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parallel.running import run_tests
+from tests.parallel.running import run_suites
 
 SUITES = (
     "engine/test_engine_exactness",
@@ -16,6 +16,5 @@ SUITES = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suite", SUITES)
-def test_an_engines_suite_on_two_devices(suite: str, request: pytest.FixtureRequest):
-    run_tests(request, suite, "-p", "tests.parallel.on_two_devices", f"tests/{suite}.py")
+def test_the_engines_suites_on_two_devices(request: pytest.FixtureRequest):
+    run_suites(request, "on_two_devices", SUITES)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parallel.running import run_tests
+from tests.parallel.running import run_suites
 
 SUITES = (  # drafts are refused there, and nothing runs ahead of its tokens
     "engine/test_engine_exactness",
@@ -14,6 +14,5 @@ SUITES = (  # drafts are refused there, and nothing runs ahead of its tokens
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suite", SUITES)
-def test_an_engines_suite_on_two_stages(suite: str, request: pytest.FixtureRequest):
-    run_tests(request, suite, "-p", "tests.parallel.on_two_stages", "-k", "not with_drafts", f"tests/{suite}.py")
+def test_the_engines_suites_on_two_stages(request: pytest.FixtureRequest):
+    run_suites(request, "on_two_stages", SUITES, ("with_drafts",))
