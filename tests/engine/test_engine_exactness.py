@@ -8,6 +8,8 @@ know no engine: the module's plain causal forward, and transformers (tests/golde
 Each run asserts that what it claims to cover did happen. Nobody's KV is NaN (tests/dummy.py).
 """
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -31,7 +33,7 @@ from tests.dummy import (
     serve_alone,
 )
 from tests.goldens.golden import HERE, load_golden
-from tests.selection import slow_unless
+from tests.selection import chosen, slow_unless
 from tests.workload import SMALL_POOL, alone, requests
 
 OPTIMISED = True
@@ -77,12 +79,20 @@ def assert_covers(run: Run, engine: Engine, small_pool: bool) -> None:
     assert "length" in reasons and None in stops and any(stops), "no request ended by length, eos or stop id"
 
 
-@pytest.mark.parametrize("small_pool", slow_unless(bool, [False, True]), ids=["large_pool", "small_pool"])
-@pytest.mark.parametrize("asynchronous", slow_unless(bool, [True, False]), ids=["async", "sync"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_together_as_alone_to_the_last_bit(policy, asynchronous, small_pool):
-    settings = dict(POLICIES[policy], async_scheduling=asynchronous, bucket_plan=ONE_BUCKET)
-    check_together_as_alone("float32", settings, small_pool)
+CROSSED = list(itertools.product(POLICIES, ("async", "sync"), ("large_pool", "small_pool")))
+
+
+@pytest.mark.parametrize(
+    ("policy", "steps", "pool"),
+    chosen(
+        CROSSED,
+        quick=lambda policy, *rest: rest == ("async", "small_pool"),
+        in_ci=lambda policy, *rest: rest == ("sync", "large_pool") or policy == "sarathi",
+    ),
+)
+def test_together_as_alone_to_the_last_bit(policy, steps, pool):
+    settings = dict(POLICIES[policy], async_scheduling=steps == "async", bucket_plan=ONE_BUCKET)
+    check_together_as_alone("float32", settings, small_pool=pool == "small_pool")
 
 
 @pytest.mark.parametrize("policy, transposed", [("sarathi", True), ("prefill_first", False)])

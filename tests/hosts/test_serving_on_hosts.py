@@ -114,7 +114,13 @@ class Clients:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_hosts", "victim", "number"),
-    [(2, 1, signal.SIGKILL), (2, 0, signal.SIGKILL), (2, 0, signal.SIGSTOP), (4, 2, signal.SIGKILL), (4, 3, signal.SIGSTOP)],
+    [
+        pytest.param(2, 1, signal.SIGKILL, marks=pytest.mark.exhaustive),
+        (2, 0, signal.SIGKILL),
+        (2, 0, signal.SIGSTOP),
+        (4, 2, signal.SIGKILL),
+        pytest.param(4, 3, signal.SIGSTOP, marks=pytest.mark.exhaustive),
+    ],
     ids=lambda x: x.name if isinstance(x, signal.Signals) else str(x),
 )
 def test_a_server_of_several_hosts_and_the_loss_of_one(num_hosts, victim, number, tmp_path):

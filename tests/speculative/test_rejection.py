@@ -15,7 +15,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative import rejection, verify
 from jaxserve.speculative.proposer import NO_DRAFT
 from tests.sampling.test_sampling import chi_square_p, pack, reference_probs, reference_uniform
-from tests.selection import slow_unless
+from tests.selection import chosen, slow_unless
 
 V, DRAFTS, LENGTH = 6, 2, 3  # a vocabulary of which every sequence of LENGTH tokens can be listed
 N = 4096  # sequences of each test
@@ -159,8 +159,14 @@ def fit(tokens, params):
     return chi_square_p(counts, expected * len(tokens))
 
 
-@pytest.mark.parametrize("proposal", slow_unless(lambda name: name in ("uniform", "half"), PROPOSALS))
-@pytest.mark.parametrize("name", slow_unless(lambda name: name == "penalties_top_p", PARAMS))
+@pytest.mark.parametrize(
+    ("name", "proposal"),
+    chosen(  # in CI each parameter with two proposals and each proposal with two parameters, beside the quick ones
+        itertools.product(PARAMS, PROPOSALS),
+        quick=lambda name, proposal: name == "penalties_top_p" and proposal in ("uniform", "half"),
+        in_ci=lambda name, proposal: (list(PARAMS).index(name) + list(PROPOSALS).index(proposal)) % 3 == 0,
+    ),
+)
 def test_sequences_are_distributed_as_the_targets_own(name, proposal):
     params = SamplingParams(**PARAMS[name])
     tokens, accepted = generate(params, proposal, seed=list(PARAMS).index(name))
