@@ -108,7 +108,9 @@ class Machine:
         result = self.scheduler.update(schedule, tokens, counts if schedule.num_drafts else None)
         updated = time.perf_counter()
         if self.suffix is not None:
-            self.suffix.propose(schedule, self.lengths.proposed)
+            self.suffix.propose(
+                schedule, self.scheduler.rows, tokens, counts if schedule.num_drafts else None, self.lengths.proposed
+            )
         if outcomes is not None:
             self.stats.add_drafts(schedule, outcomes, result)
         ended = time.perf_counter()

@@ -170,7 +170,7 @@ class StepPipeline:
         result = self.scheduler.update(schedule, tokens, counts)
         self.stats.generated_tokens += len(result.requests)
         if self.host_drafts is not None and self.draft_lengths is not None:
-            self.host_drafts.propose(schedule, self.draft_lengths.proposed)
+            self.host_drafts.propose(schedule, self.scheduler.rows, tokens, counts, self.draft_lengths.proposed)
         if draft_outcomes is not None:
             self.stats.add_drafts(schedule, draft_outcomes, result)
         brought = outputs_of(schedule, result, sampled)

@@ -13,7 +13,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter
 from typing import NamedTuple
 
 import jax
@@ -22,12 +21,12 @@ import numpy as np
 
 from jaxserve.request import Request
 from jaxserve.scheduling.schedule import Schedule
+from jaxserve.scheduling.sequence_rows import SequenceRows
 from jaxserve.speculative.config import SpeculativeConfig
 from jaxserve.speculative.proposer import NO_DRAFT, Seen, WithoutWeights
 from jaxserve.speculative.text_index import MAX_OCCURRENCES, TextIndex
 
 OUTPUT_TOKENS = 1 << 23  # of earlier requests, that are kept at most: 200 MB
-_ROW, _TOKENS = attrgetter("row"), attrgetter("token_ids")
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Limits(NamedTuple):
 
 def follow(
     index: TextIndex,
-    places: np.ndarray,  # i64[n, P]: where matches go on; 0: none
+    places: np.ndarray,  # i64[n, MAX_OCCURRENCES]: where matches go on, one at least of each row; 0: none
     lengths: np.ndarray,  # i64[n]: tokens that agree before them
     ends: np.ndarray,  # i64[n]: of a match in the text itself, where that ends: the match goes on in cycles; 0 for others
     limits: Limits,
@@ -67,49 +66,45 @@ def follow(
     """What follows matches, NO_DRAFT behind its end, and how many of these tokens stand by expectation: the sum of their
     probabilities. Of several places the most frequent token goes first, of equally many the most recent one's, and those that have
     it decide on the next. A text's own match goes on at its end with what it drafted, as LZ77's overlapping copies do."""
-    n, most = len(places), limits.most
-    drafts, scores = np.full((n, most), NO_DRAFT, np.int32), np.zeros(n)
-    wanted, found = limits.num_drafts(lengths), (places > 0).sum(1)
-    (alone,) = ((found == 1) & (wanted > 0)).nonzero()
-    if len(alone):
-        tokens = _ahead(index, places[alone].max(1), ends[alone], most)
-        given = np.logical_and.accumulate((tokens > 0) & (np.arange(most) < wanted[alone, None]), axis=1)
-        drafts[alone] = np.where(given, tokens, 0) - 1
-        scores[alone] = given.sum(1)
-    (rows,) = ((found > 1) & (wanted > 0)).nonzero()
-    live, probs = places[rows] > 0, np.ones(len(rows))
-    ahead = _ahead(index, places[rows], ends[rows, None], most)
-    for j in range(most):
-        if not len(rows):
-            break
-        tokens = np.where(live, ahead[:, :, j], 0)
-        best, counts = _most_frequent(tokens)
-        probs = probs * counts / live.sum(1)
-        stays = (counts > 0) & (probs >= limits.min_prob)
-        drafts[rows[stays], j], scores[rows[stays]] = best[stays] - 1, scores[rows[stays]] + probs[stays]
-        stays &= wanted[rows] > j + 1
-        live = (tokens == best[:, None]) & (tokens > 0)
-        rows, live, probs, ahead = rows[stays], live[stays], probs[stays], ahead[stays]
-    return drafts, scores
+    steps, starts = np.arange(limits.most)[:, None], places.T[:, None]
+    at = starts + steps  # [MAX_OCCURRENCES, K, n]
+    beyond = (at >= ends) & (ends > 0)
+    if beyond.any():
+        at = np.where(beyond, starts + steps % np.maximum(ends - starts, 1), at)
+    tokens = index.tokens.take(at)
+    tokens *= starts > 0
+    best, counts = _most_frequent(tokens)
+    probs = counts / (places > 0).sum(1)
+    given = (counts > 0) & (probs >= limits.min_prob) & (steps < limits.num_drafts(lengths))
+    return np.where(given, best - 1, NO_DRAFT).T, (probs * given).sum(0)
 
 
-def _ahead(index: TextIndex, places: np.ndarray, ends: np.ndarray, most: int) -> np.ndarray:
-    """The next `most` tokens from places on, along an axis more; as TextIndex.tokens."""
-    steps = np.arange(most)
-    return index.tokens[places[..., None] + np.where(ends[..., None] > 0, steps % np.maximum(ends - places, 1)[..., None], steps)]
+def _most_frequent(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [P, K, n] -> [K, n], [K, n]
+    """Of n rows the most frequent first token of P texts of K, of equally many that of the first text; then the most frequent one
+    behind that, and so on; and how many texts agree so far. Texts end at a 0: where all have ended none agree.
+
+    Each text has a mask of those that agree with it so far, itself included, of P bits, the first text's the highest: texts that
+    agree have equal masks, and of masks with equally many bits the largest has the first text. So the best text is that whose
+    (number of bits, mask) of all K tokens is the largest, compared from the first token on."""
+    P, K, n = tokens.shape
+    flat, bits = tokens.reshape(P, K * n), (1 << np.arange(P - 1, -1, -1)).astype(np.uint8)[:, None, None]
+    masks = ((flat[:, None] == flat).view(np.uint8) * bits).sum(0, dtype=np.uint8).reshape(P, K, n) * (tokens > 0)
+    masks = np.bitwise_and.accumulate(masks, 1)
+    counts = np.bitwise_count(masks)
+    keys, rank = counts.astype(np.int64) << 8 | masks, np.zeros((P, n), np.int64)  # of 12 bits: five fit a rank
+    for j in range(0, K, 5):
+        shifts = 12 * np.arange(min(5, K - j))[::-1, None]
+        rank = (keys[:, j : j + 5] << shifts).sum(1) + ((rank == rank.max(0)).astype(np.int64) << 60)
+    best, rows = rank.argmax(0), np.arange(n)
+    return tokens[best, :, rows].T, counts[best, :, rows].T
 
 
-def _most_frequent(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [n, P] -> [n], [n]
-    """The most frequent of each row's tokens that are not 0, of equally many the first; and how often it stands there."""
-    first = tokens[np.arange(len(tokens)), (tokens > 0).argmax(1)]
-    counts = (tokens > 0).sum(1)
-    (mixed,) = ((tokens != first[:, None]) & (tokens > 0)).any(1).nonzero()
-    if len(mixed):
-        each = tokens[mixed]
-        alike = ((each[:, :, None] == each[:, None]) & (each > 0)[:, None]).sum(2) * (each > 0)
-        places = alike.argmax(1)
-        first[mixed], counts[mixed] = each[np.arange(len(each)), places], alike.max(1)
-    return first, counts
+def _first(places: np.ndarray) -> np.ndarray:  # [n, P] -> bool[n, P]
+    """Whether a place is the first of its row that is the same. One that was used anew may be there twice."""
+    ordered = np.sort(places, 1)
+    if not ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] > 0)).any():
+        return np.ones(places.shape, bool)
+    return ~((places[:, :, None] == places[:, None]) & np.tri(places.shape[1], k=-1, dtype=bool)).any(2)
 
 
 class _Output(NamedTuple):
@@ -134,6 +129,7 @@ class Outputs:
         self.max_num: int = max_num
         self.kept: OrderedDict[int, _Output] = OrderedDict()  # by number; the least recently used first
         self._numbers = np.zeros(end - begin, np.int64)  # of the output at each place
+        self._group_at = np.zeros(end - begin, np.int32)
         self._groups: dict[str | None, int] = {}
         self._users: Counter[str | None] = Counter()  # outputs and running requests of each salt
         self._salts: dict[int, str | None] = {}
@@ -155,10 +151,10 @@ class Outputs:
         if not self._users[salt]:
             del self._users[salt], self._groups[salt], self._salts[group]
 
-    def add(self, ids: Sequence[int], salt: str | None) -> None:
-        """Keeps an output, its end if it is longer than all that may be kept."""
+    def add(self, ids: Sequence[int], salt: str | None) -> int:
+        """Keeps an output, its end if it is longer than all that may be kept. Its group; 0 if it is not kept."""
         if not self.max_num or len(ids) < 2:
-            return
+            return 0
         ids = ids[max(0, len(ids) - (self.end - self.begin - 1)) :]
         if self._next_place + len(ids) >= self.end:
             self._next_place = self.begin
@@ -170,11 +166,18 @@ class Outputs:
         group = self.hold(salt)
         self.kept[self._num_outputs] = _Output(begin, end, group)
         self._numbers[begin - self.begin : end - self.begin] = self._num_outputs
+        self._group_at[begin - self.begin : end - self.begin] = group
         self.index.tokens[end - 1] = 0
         self.index.write(begin, ids, group)
         self._next_place = end
         if len(self.kept) > self.max_num:
             self._remove(next(iter(self.kept)))
+        return group
+
+    def of_group(self, places: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """Whether outputs of a group stand at places. What has been forgotten has its group there still, but no tokens."""
+        at = places - self.begin
+        return (self._group_at.take(at, mode="clip") == groups) & (at >= 0)
 
     def use(self, places: np.ndarray) -> None:
         """Those at these places were drafted from."""
@@ -191,7 +194,7 @@ class Outputs:
 class SuffixDrafts:
     """What the host drafts for each row, and what it keeps for that.
 
-    Memory: of each token of a running request, and of an output that is kept, 16 to 24 bytes.
+    Memory: 4 bytes for each token of a running request, 16 for one of an output that is kept, and 128 MiB of places.
     """
 
     def __init__(self, config: SpeculativeConfig, max_num_seqs: int, max_model_len: int):
@@ -210,89 +213,125 @@ class SuffixDrafts:
         self.outputs: Outputs = Outputs(self.index, own, own + room, max_cached)
         self._begins = 1 + stride * np.arange(max_num_seqs)
         self._lens = np.zeros(max_num_seqs, np.int64)  # tokens of each row's owner that are indexed
-        self._owners: list[Request | None] = [None] * max_num_seqs
-        # A match in its own text and one in outputs, of each row: [2, max_num_seqs, ...].
-        self._groups = np.stack([-1 - np.arange(max_num_seqs), np.zeros(max_num_seqs, np.int64)])
-        self._places = np.zeros((2, max_num_seqs, MAX_OCCURRENCES), np.int64)
-        self._lengths = np.zeros((2, max_num_seqs), np.int64)
+        self._owners = np.full(max_num_seqs, -1, np.int64)  # of each row: which one it is, by SequenceRows.generation; -1: none
+        self._num_owners = 0
+        # Of each row its match in its own text; behind these, of each row its match in outputs.
+        self._groups = np.zeros(2 * max_num_seqs, np.int64)
+        self._places = np.zeros((2 * max_num_seqs, MAX_OCCURRENCES), np.int64)
+        self._lengths = np.zeros(2 * max_num_seqs, np.int64)  # 0: there is none
 
-    def propose(self, schedule: Schedule, proposed: np.ndarray) -> None:
-        """Writes the drafts of the rows that a step sampled for into `proposed`, i32[max_num_seqs, K], and keeps the outputs of
-        requests that have finished. To be called when the step's tokens are the requests'."""
-        requests, rows = schedule.requests, schedule.rows
-        if not schedule.samples.all():
-            entries = schedule.samples.nonzero()[0]
-            requests, rows = [requests[i] for i in entries.tolist()], rows[entries]
-        there = np.fromiter(map(_ROW, requests), np.int64, len(requests)) == rows
-        if not there.all():
-            for i in (~there).nonzero()[0].tolist():
-                self._end(requests[i], int(rows[i]))
-            requests = [requests[i] for i in there.nonzero()[0].tolist()]
-            rows = rows[there]
-        if requests:
-            proposed[rows] = self._drafts(rows, *self._extend(requests, rows))
+    def propose(
+        self,
+        schedule: Schedule,
+        state: SequenceRows,
+        sampled: np.ndarray,  # as Scheduler.update's
+        counts: np.ndarray | None,
+        proposed: np.ndarray,  # i32[max_num_seqs, K]
+    ) -> None:
+        """Writes the drafts of the rows that a step sampled for into `proposed`, and keeps the outputs of requests that have
+        finished. To be called when the step's tokens are the requests'."""
+        rows, owners = schedule.rows, schedule.generations
+        here = schedule.samples & (state.generation[rows] == owners)
+        (entries,) = here.nonzero()
+        for i in (schedule.samples & ~here).nonzero()[0].tolist():
+            self._end(schedule.requests[i], int(rows[i]), int(owners[i]))
+        if not len(entries):
+            return
+        rows, owners = rows[entries], owners[entries]
+        for i in (self._owners[rows] != owners).nonzero()[0].tolist():
+            self._meet(schedule.requests[entries[i]], int(rows[i]), int(owners[i]))
+        counts = np.ones(len(rows), np.int64) if counts is None else counts[entries]
+        proposed[rows] = self._drafts(rows, *self._extend(rows, state, sampled[entries], counts))
 
-    def _end(self, request: Request, row: int) -> None:
+    def _end(self, request: Request, row: int, owner: int) -> None:
         """A request that finished, or lost its row."""
-        if self._owners[row] is request:
+        if self._owners[row] == owner:
             self._forget(row)
-        if request.finished:
-            self.outputs.add(request.output_token_ids, request.cache_salt)
+        if request.finished and (group := self.outputs.add(request.output_token_ids, request.cache_salt)):
+            self._lengths[self._groups == group] = 0  # it may be as long a match: others of the salt are searched for anew
 
     def _forget(self, row: int) -> None:
-        begin, group = int(self._begins[row]), int(self._groups[1, row])
+        begin = int(self._begins[row])
         self.index.erase(begin, begin + int(self._lens[row]))
-        self._lens[row], self._owners[row] = 0, None
-        self._places[:, row] = 0
-        self.outputs.drop(group)
+        self._lens[row], self._owners[row] = 0, -1
+        self._lengths[[row, row + len(self._lens)]] = 0
+        self.outputs.drop(int(self._groups[row + len(self._lens)]))
 
-    def _meet(self, request: Request, row: int) -> None:
-        """A row's new owner, whose tokens are indexed."""
-        if self._owners[row] is not None:
+    def _meet(self, request: Request, row: int, owner: int) -> None:
+        """A row's new owner, whose tokens are indexed but for the last, which is its first that came."""
+        if self._owners[row] >= 0:
             self._forget(row)
-        self.index.write(int(self._begins[row]), request.token_ids, int(self._groups[0, row]))
-        self._owners[row], self._groups[1, row] = request, self.outputs.hold(request.cache_salt)
-        self._lens[row] = len(request.token_ids)
+        self._num_owners += 1  # whose groups are below 0, and each another: nothing of a row's owners before is found
+        self._owners[row], self._groups[row] = owner, -self._num_owners
+        self._groups[row + len(self._lens)] = self.outputs.hold(request.cache_salt)
+        self._lens[row] = len(request.token_ids) - 1
+        self.index.write(int(self._begins[row]), request.token_ids[:-1], -self._num_owners)
 
-    def _extend(self, requests: list[Request], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Indexes what the rows' owners have beyond what is. (i64[n]: tokens of each before, i64[n]: tokens that came)"""
-        owners = self._owners
-        for request, row in zip(requests, rows.tolist(), strict=True):
-            if owners[row] is not request:
-                self._meet(request, row)
-        texts, old = list(map(_TOKENS, requests)), self._lens[rows]
-        counts = np.fromiter(map(len, texts), np.int64, len(texts)) - old
-        if (counts == 1).all():
-            ids, places, groups = np.array([text[-1] for text in texts], np.int32), self._begins[rows] + old, self._groups[0, rows]
+    def _extend(
+        self, rows: np.ndarray, state: SequenceRows, sampled: np.ndarray, counts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Indexes what the rows' owners have beyond what is. (i64[n]: where each ended before, i64[n]: tokens that came,
+        i32[n, MAX_OCCURRENCES]: where its last pair occurred before, as TextIndex.recent; anything where none came)"""
+        old, groups = self._lens[rows], self._groups[rows]
+        new, begins = state.num_known[rows] - old, self._begins[rows] + old
+        if (new == counts).all():
+            ids = sampled if sampled.ndim == 1 else sampled[np.arange(sampled.shape[1]) < counts[:, None]]
+        else:  # tokens that were forced are among them
+            texts = [state.request_at(row).token_ids[n:] for row, n in zip(rows.tolist(), old.tolist(), strict=True)]
+            ids = np.fromiter(chain.from_iterable(texts), np.int32, int(new.sum()))
+        self._lens[rows] = old + new
+        if len(ids) == len(rows) and new.all():
+            return begins, new, self.index.append(begins, ids, groups)
+        ends = np.cumsum(new)
+        places = np.arange(len(ids)) + np.repeat(begins - ends + new, new)
+        recent = self.index.append(places, ids, np.repeat(groups, new))
+        return begins, new, recent[ends - 1] if len(ids) else np.zeros((len(rows), MAX_OCCURRENCES), np.int32)
+
+    def _drafts(self, rows: np.ndarray, begins: np.ndarray, counts: np.ndarray, recent: np.ndarray) -> np.ndarray:  # i32[n, K]
+        """Of each row by its own text and by outputs of its salt; whichever promises more. Where outputs are kept, the matches in
+        them stand behind those in the rows' own texts: m = 2 n, otherwise m = n."""
+        n, index = len(rows), self.index
+        if self.outputs.kept:
+            matches, begins, counts = np.concatenate([rows, rows + len(self._lens)]), np.tile(begins, 2), np.tile(counts, 2)
         else:
-            new = [text[begin:] for text, begin in zip(texts, old.tolist(), strict=True)]
-            ids = np.fromiter(chain.from_iterable(new), np.int32, int(counts.sum()))
-            ahead = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
-            places = np.repeat(self._begins[rows] + old, counts) + ahead
-            groups = np.repeat(self._groups[0, rows], counts)
-        self.index.append(places, ids, groups)
-        self._lens[rows] = old + counts
-        return old, counts
-
-    def _drafts(self, rows: np.ndarray, old: np.ndarray, counts: np.ndarray) -> np.ndarray:  # i32[n, K]
-        """Of each row by its own text and by outputs of its salt; whichever promises more."""
-        n, sources = len(rows), 2 if self.outputs.kept else 1
-        groups = self._groups[:sources, rows].reshape(-1)
-        begins, old, counts = (np.tile(x, sources) for x in (self._begins[rows], old, counts))
-        lens, own = old + counts, np.arange(sources * n) < n
-        places = self._places[:sources, rows].reshape(sources * n, -1)
-        places = self.index.go_on(places, begins + old, counts, groups)
-        lengths = np.minimum(self._lengths[:sources, rows].reshape(-1) + counts, self.limits.depth)
-        (lost,) = (~places.any(1) & (lens > 1)).nonzero()
-        if len(lost):
-            found = self.index.search((begins + lens)[lost], groups[lost], own[lost], self.limits.depth)
-            places[lost], lengths[lost] = found
-        self._places[:sources, rows] = places.reshape(sources, n, -1)
-        self._lengths[:sources, rows] = lengths.reshape(sources, n)
-        drafts, scores = follow(self.index, places, lengths, np.where(own, begins + lens, 0), self.limits)
-        if sources == 1:
-            return drafts
-        better = scores[n:] > scores[:n]
+            matches = rows
+        ends, lengths = begins + counts, self._lengths[matches]  # i64[m]
+        (live,) = lengths.nonzero()
+        moved = index.go_on(self._places.take(matches[live], axis=0), begins[live], counts[live])
+        if self.outputs.kept:
+            moved[~self.outputs.of_group(moved - 1, self._groups[matches[live], None]) & (live >= n)[:, None]] = 0
+        self._places[matches[live]] = moved
+        lengths[live] = np.where(moved.any(1), np.minimum(lengths[live] + counts[live], self.limits.depth), 0)
+        (lost,) = (lengths == 0).nonzero()
+        lost, candidates, within = self._candidates(lost, matches, ends, counts, recent)
+        self._places[matches[lost]], lengths[lost] = index.search(candidates, within, ends[lost], self.limits.depth)
+        self._lengths[matches] = lengths
+        (found,) = lengths.nonzero()
+        places, drafts = self._places.take(matches[found], axis=0), np.full((len(matches), self.limits.most), NO_DRAFT, np.int32)
+        if len(found):
+            drafts[found], scores = follow(index, places, lengths[found], np.where(found < n, ends[found], 0), self.limits)
+        if not self.outputs.kept or not len(found):
+            return drafts[:n]
+        promised = np.zeros(len(matches))
+        promised[found] = scores
+        better = promised[n:] > promised[:n]
         if better.any():
-            self.outputs.use(places[n:][better].max(1))
+            self.outputs.use(self._places[matches[n:][better]].max(1))
         return np.where(better[:, None], drafts[n:], drafts[:n])
+
+    def _candidates(
+        self, lost: np.ndarray, matches: np.ndarray, ends: np.ndarray, counts: np.ndarray, recent: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of those without a match (which of them may have one, i32[k, MAX_OCCURRENCES]: where their last pairs occurred, whether
+        a place is one in which they may be found)."""
+        n = len(recent)
+        ours, theirs = lost[lost < n], lost[lost >= n]
+        ours = ours[(counts[ours] > 0) & (recent[ours, 0] > 0)]
+        places = recent[ours]
+        within = (places > self._begins[matches[ours], None]) & (places < ends[ours, None] - 1)
+        if not len(theirs):
+            return ours, places, within
+        groups = self._groups[matches[theirs]]
+        others = self.outputs.index.recent(ends[theirs] - 1, groups)
+        fits = self.outputs.of_group(others, groups[:, None]) & _first(others)
+        return np.concatenate([ours, theirs]), np.concatenate([places, others]), np.concatenate([within, fits])

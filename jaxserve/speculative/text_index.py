@@ -1,7 +1,7 @@
-"""Texts in one array, and where pairs of their tokens occurred before: what suffix decoding searches.
+"""Texts in one array, and where pairs of their tokens occurred of late: what suffix decoding searches.
 
-Owns the tokens and the chains that join equal pairs, as LZ77 compressors have them (RFC 1951, section 4): of each place the last
-one before it with the same pair. Searches are numpy's, for all sequences of a step at once: a sequence costs no Python of its own.
+Owns the tokens and a table of hashed pairs, each with its last places, as LZ77 compressors have them (RFC 1951, section 4).
+Searches are numpy's, for all sequences of a step at once: a sequence costs no Python of its own.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import numpy as np
 
 MAX_OCCURRENCES = 8  # of a pair of tokens, that are looked at: the most recent
 _COMPARED = 8  # tokens that are compared at once
-NUM_HEADS = 1 << 22  # chains; pairs whose hashes are alike share one
-_FACTORS = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9  # odd: Fibonacci hashing, and two of xxHash's primes
+NUM_CHAINS = 1 << 22  # pairs whose hashes are alike share one
+_FACTOR, _OF_GROUP = np.uint64(0x9E3779B97F4A7C15), np.int64(0x165667B19E3779F9)  # odd: Fibonacci hashing, a prime of xxHash's
+_SHIFT = np.uint64(42)  # of a hash, to a chain
+_PLACES = np.arange(MAX_OCCURRENCES)
 
 
 class Found(NamedTuple):
@@ -32,104 +34,95 @@ class TextIndex:
 
     def __init__(self, size: int):
         self.tokens: np.ndarray = np.zeros(size, np.int32)  # ids + 1; 0 where nothing is
-        self.groups: np.ndarray = np.zeros(size, np.int64)  # of the token at each place
-        self._before: np.ndarray = np.zeros(size, np.int32)  # of a pair's second token: that of the pair before in its chain
-        self._heads: np.ndarray = np.zeros(NUM_HEADS, np.int32)  # the last one of each chain
+        self._pairs = np.ndarray(size - 1, np.int64, self.tokens.data, strides=(4,))  # the same: two tokens from each place on
+        self._chains = np.zeros((NUM_CHAINS, MAX_OCCURRENCES), np.int32)  # places of second tokens, the last ones first
 
     def write(self, begin: int, ids: Sequence[int] | np.ndarray, group: int) -> None:
         """A text of its own, where nothing stands yet."""
         end = begin + len(ids)
         self.tokens[begin:end] = ids
         self.tokens[begin:end] += 1
-        self.groups[begin:end] = group
-        self._link(np.arange(begin + 1, end))
+        places = np.arange(begin + 1, end)
+        self._link(places, self.chains(places, np.array([group])))
 
-    def append(self, places: np.ndarray, ids: np.ndarray, groups: np.ndarray) -> None:
-        """One token or more behind each of several texts, at their places; those of one text in order."""
+    def append(self, places: np.ndarray, ids: np.ndarray, groups: np.ndarray) -> np.ndarray:  # i32[m, MAX_OCCURRENCES]
+        """One token or more behind each of several texts, at their places; those of one text in order. Returns where the pair that
+        ends at each place occurred before, as `recent` does."""
         self.tokens[places] = ids + 1
-        self.groups[places] = groups
-        self._link(places)
+        return self._link(places, self.chains(places, groups))
 
     def erase(self, begin: int, end: int) -> None:
         """Forgets what stands there, from then on in no search."""
         self.tokens[begin:end] = 0
 
-    def _chains(self, places: np.ndarray, groups: np.ndarray) -> np.ndarray:  # of the pairs that end at these places
-        a, b, c = (np.uint64(factor) for factor in _FACTORS)
-        mixed = self.tokens[places - 1].astype(np.uint64) * a
-        mixed += self.tokens[places].astype(np.uint64) * b
-        mixed += groups.astype(np.uint64) * c
-        mixed ^= mixed >> np.uint64(29)
-        return ((mixed * a) >> np.uint64(42)).astype(np.intp)
+    def recent(self, places: np.ndarray, groups: np.ndarray) -> np.ndarray:  # i32[n, MAX_OCCURRENCES]
+        """Where second tokens of the pairs that end at these places stood in a group, the last ones first; 0: nowhere. Others of
+        like hashes are among them."""
+        return self._chains.take(self.chains(places, groups), axis=0)
 
-    def _link(self, places: np.ndarray) -> None:
-        if not len(places):
-            return
-        chains = self._chains(places, self.groups[places])
+    def chains(self, places: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """Of the pairs that end at these places, in a group."""
+        mixed = self._pairs[places - 1] ^ (groups * _OF_GROUP)
+        return ((mixed.view(np.uint64) * _FACTOR) >> _SHIFT).view(np.int64)
+
+    def _link(self, places: np.ndarray, chains: np.ndarray) -> np.ndarray:
+        """What stood in the chain of each place before it."""
+        before = self._chains.take(chains, axis=0)
+        ordered = np.sort(chains)
+        if not (ordered[1:] == ordered[:-1]).any():
+            self._put(chains, places, before)
+            return before
         order = np.argsort(chains, kind="stable")
         chains, places = chains[order], places[order]
-        before = self._heads[chains]
-        same = chains[1:] == chains[:-1]
-        before[1:][same] = places[:-1][same]
-        self._before[places] = before
-        self._heads[chains] = places  # of equal chains the last counts
+        begins = np.concatenate([[True], chains[1:] != chains[:-1]])
+        at = np.arange(len(chains))
+        ranks = at - np.maximum.accumulate(np.where(begins, at, 0))  # how many of the same chain come before each, here
+        own = places[np.maximum(at[:, None] - 1 - _PLACES, 0)]
+        older = np.take_along_axis(before[order], np.maximum(_PLACES - ranks[:, None], 0), 1)
+        lists = np.where(_PLACES < ranks[:, None], own, older)
+        ends = np.concatenate([begins[1:], [True]])
+        self._put(chains[ends], places[ends], lists[ends])
+        before[order] = lists
+        return before
 
-    def search(self, ends: np.ndarray, groups: np.ndarray, own: np.ndarray, depth: int) -> Found:
-        """Where the last tokens of texts occurred, two at least and `depth` at most. ends: i64[n], behind each text's last token.
-        groups: i64[n]: where to search. own: bool[n]: in a text itself, not counting its end."""
-        n = len(ends)
-        places = np.zeros((n, MAX_OCCURRENCES), np.int64)
-        last, second_last = self.tokens[ends - 1], self.tokens[ends - 2]
-        at = np.where(own, self._before[ends - 1], 0)
-        if not own.all():
-            at[~own] = self._heads[self._chains(ends[~own] - 1, groups[~own])]
-        (live,) = at.nonzero()
-        for i in range(MAX_OCCURRENCES):
+    def _put(self, chains: np.ndarray, places: np.ndarray, before: np.ndarray) -> None:
+        lists = np.empty_like(before)
+        lists[:, 0], lists[:, 1:] = places, before[:, :-1]
+        self._chains[chains] = lists
+
+    def search(self, recent: np.ndarray, within: np.ndarray, ends: np.ndarray, depth: int) -> Found:
+        """Of the places in `recent`, i32[n, MAX_OCCURRENCES], those before which most tokens agree with a text's last ones, two at
+        least and `depth` at most. within: bool, alike: which may be looked at. ends: i64[n], behind each text's last token."""
+        fits = (self._pairs[recent - 1] == self._pairs[ends - 2][:, None]) & within
+        rows, columns = fits.nonzero()
+        at = recent[rows, columns].astype(np.int64) + 1
+        agree, live = np.full(len(at), 2), np.arange(len(at))
+        for j in range(2, depth, _COMPARED):
             if not len(live):
                 break
-            x = at[live]
-            fits = (self.tokens[x] == last[live]) & (self.tokens[x - 1] == second_last[live]) & (self.groups[x] == groups[live])
-            places[live, i] = np.where(fits, x + 1, 0)
-            at[live] = self._before[x]
-            live = live[at[live] > 0]
-        places[places == ends[:, None]] = 0
-        # A place that was used anew may lead back to where the walk has been.
-        (several,) = ((places > 0).sum(1) > 1).nonzero()
-        some = places[several]
-        again = (some[:, :, None] == some[:, None]) & np.tri(MAX_OCCURRENCES, k=-1, dtype=bool)
-        places[several] = np.where(again.any(2), 0, some)
-        return self._longest(places, ends, depth)
-
-    def _longest(self, places: np.ndarray, ends: np.ndarray, depth: int) -> Found:
-        lengths = np.zeros(places.shape, np.int64)
-        rows, columns = places.nonzero()
-        if len(rows):
-            at, end = places[rows, columns], ends[rows]
-            agree, live = np.full(len(at), 2), np.arange(len(at))
-            for j in range(2, depth, _COMPARED):
-                back = 1 + j + np.arange(min(_COMPARED, depth - j))
-                # At the array's beginning the last places are read; the 0 behind a text's beginning came before them.
-                tokens = self.tokens[at[live, None] - back]
-                alike = np.logical_and.accumulate((tokens == self.tokens[end[live, None] - back]) & (tokens != 0), 1)
-                agree[live] += alike.sum(1)
-                live = live[alike[:, -1]]
-                if not len(live):
-                    break
-            lengths[rows, columns] = agree
+            back = 1 + j + np.arange(min(_COMPARED, depth - j))
+            # At the array's beginning the last places are read; the 0 behind a text's beginning came before them.
+            ours = self.tokens[ends[:, None] - back]
+            differs = np.ones((len(live), len(back) + 1), bool)
+            np.not_equal(self.tokens[at[live, None] - back], np.where(ours == 0, -1, ours)[rows[live]], out=differs[:, :-1])
+            alike = differs.argmax(1)
+            agree[live] += alike
+            live = live[alike == len(back)]
+        lengths = np.zeros(recent.shape, np.int64)
+        lengths[rows, columns] = agree
         longest = lengths.max(1)
-        return Found(np.where(lengths == longest[:, None], places, 0), longest)
+        places = np.zeros(recent.shape, np.int64)
+        places[rows, columns] = np.where(agree == longest[rows], at, 0)
+        return Found(places, longest)
 
-    def go_on(self, places: np.ndarray, begins: np.ndarray, counts: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    def go_on(self, places: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Matches at `places`, i64[n, P], of texts that have grown: those that go on with the same tokens, so much further; 0 for
         the others. begins: i64[n], where each text ended before; counts: i64[n], tokens since."""
-        moved = np.zeros_like(places)
         rows, columns = places.nonzero()
-        at = places[rows, columns]
-        for j in range(int(counts.max()) if len(rows) else 0):
-            # Behind a text nothing stands: no match goes on past its end.
-            stands = (counts[rows] <= j) | (self.tokens[at + j] == self.tokens[begins[rows] + j])
-            rows, columns, at = rows[stands], columns[stands], at[stands]
-        stands = self.groups[at] == groups[rows]
-        rows, columns, at = rows[stands], columns[stands], at[stands]
-        moved[rows, columns] = at + counts[rows]
+        at, ahead = places[rows, columns], np.arange(counts.max(initial=0))
+        # Behind a text nothing stands: no match goes on past its end.
+        came, follows = (self.tokens.take(x[:, None] + ahead, mode="clip") for x in (begins[rows], at))
+        stands = ((follows == came) | (ahead >= counts[rows, None])).all(1)
+        moved = np.zeros_like(places)
+        moved[rows, columns] = np.where(stands, at + counts[rows], 0)
         return moved

@@ -9,6 +9,7 @@ import pytest
 from jaxserve.request import Request, RequestStatus
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.schedule import Schedule
+from jaxserve.scheduling.sequence_rows import SequenceRows
 from jaxserve.speculative import suffix
 from jaxserve.speculative.config import SpeculativeConfig
 from jaxserve.speculative.proposer import NO_DRAFT
@@ -18,16 +19,50 @@ from jaxserve.speculative.text_index import MAX_OCCURRENCES, TextIndex
 SEQS, LENGTH = 4, 120
 
 
-def make(max_model_len: int = LENGTH, most: int = 4, **options) -> SuffixDrafts:
-    return SuffixDrafts(SpeculativeConfig(method="suffix", num_speculative_tokens=most, **options), SEQS, max_model_len)
+class Host:
+    """What drafts, and the rows of a scheduler in which requests stand."""
+
+    def __init__(self, drafts: SuffixDrafts):
+        self.drafts = drafts
+        self.rows = SequenceRows(SEQS, 1000, 4)
+        self.owners: dict[Request, tuple[int, int]] = {}  # the last row of each, and its generation there
+        self.known: dict[Request, int] = {}
+
+    def step(self, *entries: tuple[Request, int], told: bool = True) -> np.ndarray:
+        """A step that sampled for these requests, each with the row that it has, or had. told: whether their tokens are those of
+        the step; otherwise some were forced."""
+        new: list[list[int]] = []
+        for one, row in entries:
+            if one.row == row and self.owners.get(one, (-1, 0))[0] != row:
+                self.rows.generation[row] += 1
+                self.owners[one] = row, int(self.rows.generation[row])
+                self.known[one] = len(one.token_ids) - 1
+            elif one.row != row and self.owners.get(one) == (row, self.rows.generation[row]):
+                self.rows.generation[row] += 1  # it has left
+            if one.row == row:
+                self.rows.num_known[row], self.rows._requests[row] = len(one.token_ids), one
+            new.append(one.token_ids[self.known.get(one, 0) :])
+            self.known[one] = len(one.token_ids)
+        n, none = len(entries), np.zeros((0, 3), np.int32)
+        ones, zeros = np.ones(n, np.int32), np.zeros(n, np.int32)
+        rows = np.array([row for _, row in entries], np.intp)
+        generations = np.array([self.owners.get(one, (0, -9))[1] for one, _ in entries], np.int64)
+        requests = [request for request, _ in entries]
+        schedule = Schedule(0, requests, rows, ones, zeros, zeros, np.ones(n, bool), generations, none, n, n, 1)
+        counts = np.array([len(ids) for ids in new], np.int32)
+        sampled = np.full((n, max(counts, default=0) + 1), 7, np.int32)
+        for i, ids in enumerate(new):
+            sampled[i, : len(ids)] = ids
+        proposed = np.full((SEQS, self.drafts.limits.most), 99, np.int32)
+        if not told or (counts == 1).all():
+            self.drafts.propose(schedule, self.rows, sampled[:, 0], None, proposed)
+        else:
+            self.drafts.propose(schedule, self.rows, sampled, counts, proposed)
+        return proposed
 
 
-def step(*entries: tuple[Request, int]) -> Schedule:
-    n, none = len(entries), np.zeros((0, 3), np.int32)
-    ones, zeros = np.ones(n, np.int32), np.zeros(n, np.int32)
-    rows = np.array([row for _, row in entries], np.intp)
-    requests = [request for request, _ in entries]
-    return Schedule(0, requests, rows, ones, zeros, zeros, np.ones(n, bool), zeros.astype(np.int64), none, n, n, 1)
+def make(max_model_len: int = LENGTH, most: int = 4, **options) -> Host:
+    return Host(SuffixDrafts(SpeculativeConfig(method="suffix", num_speculative_tokens=most, **options), SEQS, max_model_len))
 
 
 def request(name: str, tokens: list[int], prompt: int, salt: str | None = None) -> Request:
@@ -36,14 +71,14 @@ def request(name: str, tokens: list[int], prompt: int, salt: str | None = None) 
     return made
 
 
-def end(drafts: SuffixDrafts, one: Request) -> None:
+def end(host: Host, one: Request) -> None:
     one.status, row, one.row = RequestStatus.FINISHED, max(one.row, 0), -1
-    drafts.propose(step((one, row)), np.zeros((SEQS, drafts.limits.most), np.int32))
+    host.step((one, row))
 
 
-def drafts_of(drafts: SuffixDrafts, one: Request) -> list[int]:
-    proposed, one.row = np.full((SEQS, drafts.limits.most), 99, np.int32), 2
-    drafts.propose(step((one, 2)), proposed)
+def drafts_of(host: Host, one: Request) -> list[int]:
+    one.row = 2
+    proposed = host.step((one, 2))
     assert (np.delete(proposed, 2, 0) == 99).all()
     return [token for token in proposed[2].tolist() if token != NO_DRAFT]
 
@@ -67,17 +102,16 @@ def best_draft(texts: list[list[int]], tokens: list[int], own: bool, limits: Lim
     assert len(found) <= MAX_OCCURRENCES, "the search would look at fewer"
     longest = max((length for length, _, _ in found), default=0)
     texts = [text[place:] * limits.most if own else text[place:] for length, text, place in found if length == longest]
-    draft, prob, score = [], 1.0, 0.0
+    num, draft, score = len(texts), [], 0.0
     for j in range(min(limits.most, limits.depth - 1, int(limits.factor * longest))):
         counts = Counter(text[j] for text in texts if j < len(text))
         if not counts:
             break
         token, count = max(counts.items(), key=lambda item: item[1])  # of equal counts the first that was counted
-        prob *= count / len(texts)
-        if prob < limits.min_prob:
+        if count / num < limits.min_prob:
             break
         draft.append(token)
-        score += prob
+        score += count / num
         texts = [text for text in texts if j < len(text) and text[j] == token]
     return draft, score
 
@@ -109,14 +143,13 @@ def test_drafts_are_those_of_the_rule(seed):
         running = [one for one in running if one.row >= 0]
         entries = [*ended, *((one, one.row) for one in running)]
         entries = [entries[i] for i in rng.permutation(len(entries))]
-        proposed = np.full((SEQS, 5), 99, np.int32)
-        drafts.propose(step(*entries), proposed)
+        proposed = drafts.step(*entries, told=rng.random() < 0.8)
         for one, _ in entries:
             if one.finished:
                 outputs[str(one.cache_salt)].insert(0, one.output_token_ids)
         for one in running:
-            own = best_draft([one.token_ids], one.token_ids, True, drafts.limits)
-            other = best_draft(outputs[str(one.cache_salt)], one.token_ids, False, drafts.limits)
+            own = best_draft([one.token_ids], one.token_ids, True, drafts.drafts.limits)
+            other = best_draft(outputs[str(one.cache_salt)], one.token_ids, False, drafts.drafts.limits)
             expected = other if other[1] > own[1] + 1e-9 else own
             found = [token for token in proposed[one.row].tolist() if token != NO_DRAFT]
             assert found == expected[0], (number, one.row)
@@ -147,21 +180,20 @@ def test_outputs_of_earlier_requests_are_drafted_from_by_salt():
     assert drafts_of(drafts, request("f", [1, 2], 1)) == [], "a prompt"
     own = make(suffix_decoding_max_cached_requests=0)
     end(own, request("a", [1, 2, 10, 11, 12, 13, 14], 2))
-    assert not own.outputs.kept and drafts_of(own, request("c", [5, 10, 11], 1)) == []
+    assert not own.drafts.outputs.kept and drafts_of(own, request("c", [5, 10, 11], 1)) == []
     assert drafts_of(own, request("g", [3, 4, 5, 6, 3, 4, 5], 2)) == [6, 3, 4], "its own tokens, prompt and output"
 
 
 def test_pairs_whose_hashes_are_alike_are_told_apart(monkeypatch):
     """All of them in one chain: other pairs, another salt's outputs and another request's tokens."""
-    monkeypatch.setattr(TextIndex, "_chains", lambda self, places, groups: np.zeros(len(places), np.intp))
+    monkeypatch.setattr(TextIndex, "chains", lambda self, places, groups: np.zeros(len(places), np.intp))
     drafts = make()
     end(drafts, request("a", [1, 10, 11, 12, 13, 14], 1))
     assert drafts_of(drafts, request("b", [5, 10, 11], 1)) == [12, 13]
     assert drafts_of(drafts, request("c", [5, 10, 11], 1, "secret")) == []
     running, other = request("d", [20, 21, 22, 23], 1), request("e", [20, 21], 1)
-    running.row, other.row, proposed = 0, 1, np.zeros((SEQS, 4), np.int32)
-    drafts.propose(step((running, 0), (other, 1)), proposed)
-    assert (proposed[:2] == NO_DRAFT).all()
+    running.row, other.row = 0, 1
+    assert (drafts.step((running, 0), (other, 1))[:2] == NO_DRAFT).all()
 
 
 def test_a_match_in_an_output_that_was_replaced_is_not_followed():
@@ -188,8 +220,8 @@ def test_the_least_recently_used_outputs_leave_and_nothing_of_them_stays():
     ]
     for i in range(4, 40):
         end(drafts, request(str(i), [0, *range(10 * i + 10, 10 * i + 17)], 1, "salt 9"))
-    outputs = drafts.outputs
-    assert len(outputs.kept) == 3 and np.count_nonzero(drafts.index.tokens[outputs.begin :]) == 21
+    outputs = drafts.drafts.outputs
+    assert len(outputs.kept) == 3 and np.count_nonzero(drafts.drafts.index.tokens[outputs.begin :]) == 21
     assert set(outputs._groups) == set(outputs._salts.values()) == {"salt 9", "salt 1"}, "of outputs, and of the request in a row"
 
 
@@ -202,7 +234,7 @@ def test_outputs_that_are_too_many_tokens_leave_in_turn(monkeypatch):
         known = [drafts_of(drafts, request("a", text[:2], 1)) == text[2:4] for text in texts[: i + 1]]
         assert known == [False] * (i + 1 - min(i + 1, 3)) + [True] * min(i + 1, 3)
     end(drafts, request("long", [0, *range(9000, 9070)], 1))
-    assert drafts_of(drafts, request("a", [9000, 9001], 1)) == [] and len(drafts.outputs.kept) == 1
+    assert drafts_of(drafts, request("a", [9000, 9001], 1)) == [] and len(drafts.drafts.outputs.kept) == 1
     assert drafts_of(drafts, request("a", [9066, 9067], 1)) == [9068, 9069], "its end"
 
 
@@ -216,8 +248,8 @@ def test_a_row_with_a_new_owner_begins_anew():
         grown.token_ids.append(token)
         assert drafts_of(drafts, grown) == expected
     grown.row = -1
-    drafts.propose(step((grown, 2)), np.zeros((SEQS, 4), np.int32))
-    assert not drafts.index.tokens.any(), "it was preempted"
+    drafts.step((grown, 2))
+    assert not drafts.drafts.index.tokens.any(), "it was preempted"
 
 
 @pytest.mark.parametrize(
