@@ -38,6 +38,7 @@ from scripts.aot.compiler import TARGETS, Compiler, arch_of, compilers, smem_lim
 from scripts.aot.roofline import Roofline
 from scripts.aot.verdicts import (
     ATTENTION,
+    EXPERTS,
     FUSED_MATMUL,
     PORTABLE_ATTENTION,
     bits_faults,
@@ -141,7 +142,11 @@ def table(report: CompiledReport) -> str:
 def main_loop(r: Roofline) -> str:
     """The loop in which a kernel computes, in a line: of a warp, an iteration; modelled."""
     if r.main is None or r.main.quickest is None or r.main.slowest is None:
-        return f"    {r.kernel:48s} no loop runs wgmma"
+        if r.longest is None:
+            return f"    {r.kernel:48s} no loop"
+        counts = ", ".join(f"{n} {name}" for name, n in r.longest.counts.items())
+        longest = f"the longest of {len(r.loops)}: {r.longest.instructions} instructions: {counts}"
+        return f"    {r.kernel:48s} no loop runs wgmma; {longest}"
     way, slowest = r.main.quickest, r.main.slowest
     counts = ", ".join(f"{n} {name}" for name, n in way.counts.items())
     cycles = f"{way.cycles} cycles" + (f" (slowest way {slowest.cycles})" if slowest.cycles != way.cycles else "")
@@ -178,7 +183,7 @@ def check_kernels(compiler: Compiler) -> dict[str, Any]:
         faults += loop_faults(report.rooflines, case.name)
         for r in report.rooflines:
             print(main_loop(r), flush=True)
-            if case.same_bits and r.kernel in (ATTENTION, FUSED_MATMUL):
+            if case.same_bits and r.kernel in (ATTENTION, EXPERTS, FUSED_MATMUL):
                 same_bits[case.same_bits][case.name] = r
         results.append(report.as_json())
     faults += [fault for rooflines in same_bits.values() for fault in bits_faults(rooflines)]

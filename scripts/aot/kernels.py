@@ -50,7 +50,7 @@ _MAX_KV_LEN, _NUM_PAGES = 32768, 4096
 @dataclass(frozen=True)
 class KernelCase:
     """function(*args), args being ShapeDtypeStructs. kernels: the Mosaic kernels that it must call, once each. same_bits: the
-    attention, or fused matmul, of all cases in which this is equal gives a row equal bits."""
+    attention, fused matmul or grouped matmul for Hopper of all cases in which this is equal gives a row equal bits."""
 
     name: str
     function: Callable
@@ -259,8 +259,9 @@ def experts_case(num_tokens: int, in_dim: int, out_dim: int, backend: str = "mos
     S = jax.ShapeDtypeStruct
     w = S((128, in_dim, out_dim), jnp.bfloat16)
     args = (S((num_tokens, in_dim), jnp.bfloat16), S((num_tokens, 8), jnp.int32), w, S((), jnp.int32))
-    name, kernel = ("", EXPERTS) if backend == "mosaic_sm90" else ("portable ", PORTABLE_EXPERTS)
-    return KernelCase(f"{name}experts 30b-a3b {in_dim}x{out_dim} T={num_tokens}", experts, args, (LAYOUT, kernel))
+    prefix, kernel = ("", EXPERTS) if backend == "mosaic_sm90" else ("portable ", PORTABLE_EXPERTS)
+    name = f"{prefix}experts 30b-a3b {in_dim}x{out_dim}"
+    return KernelCase(f"{name} T={num_tokens}", experts, args, (LAYOUT, kernel), name)
 
 
 def rotary_case(target: str, heads: str, *, dtype: str = "bfloat16") -> KernelCase:

@@ -30,7 +30,7 @@ OTHER_LATENCY, READ_LATENCY, WGMMA_START, WGMMA_SEEN = 20, 12, 8, 16
 UNITS = {"xu": 8, "alu": 2, "imad": 2, "shuffle": 4}  # cycles until the next instruction of a warp; all others: 1
 _ALU = ("FMNMX F2FP ISETP FSEL SEL PRMT LOP3 FSETP SHF VIADD IADD3 LEA VIMNMX VIADDMNMX PLOP3 SGXT").split()
 UNIT_OF = {"MUFU": "xu", "SHFL": "shuffle", "IMAD": "imad", **dict.fromkeys(_ALU, "alu")}
-COUNTED = ("HGMMA", "MUFU", "SHFL", "BAR", "SYNCS", "FFMA", "FMUL", "FADD", "LDS", "LDG")
+COUNTED = ("HGMMA", "HMMA", "MUFU", "SHFL", "BAR", "SYNCS", "FFMA", "FMUL", "FADD", "LDS", "LDSM", "STS", "LDG", "LDGSTS", "STG")
 _ITERATIONS, _WARMED_UP = 40, 10
 _WGMMA = re.compile(r"HGMMA\.64x(\d+)x16\b")
 
@@ -74,14 +74,20 @@ class Roofline:
     faults: tuple[str, ...] = field(default=())
 
     @property
+    def longest(self) -> LoopFigures | None:
+        """The loop with most instructions of its own."""
+        return max(self.loops, key=lambda loop: loop.instructions, default=None)
+
+    @property
     def main(self) -> LoopFigures | None:
         """The loop in which the tensor cores work most."""
         timed = [(loop.quickest.tensor, loop) for loop in self.loops if loop.quickest]
         return max(timed, key=lambda one: one[0])[1] if timed else None
 
     def as_json(self) -> dict[str, Any]:
-        """Without the loops that run no wgmma, which the model says nothing of."""
-        return asdict(self) | {"loops": [asdict(loop) for loop in self.loops if loop.quickest]}
+        """Ways round a loop are left out where the model times none, which is in loops that run no wgmma or hold another loop."""
+        loops = [{name: value for name, value in asdict(loop).items() if value is not None} for loop in self.loops]
+        return asdict(self) | {"loops": loops}
 
 
 def roofline(kernel: str, code: MachineCode, warpgroups: int) -> Roofline:

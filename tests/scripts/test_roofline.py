@@ -7,6 +7,7 @@ import pytest
 from scripts.aot.machine_code import parse_sass
 from scripts.aot.roofline import LATENCY, READ_LATENCY, WGMMA_SEEN, WGMMA_START, Roofline, Way, cycles, roofline
 from scripts.aot.verdicts import bits_faults, loop_faults
+from scripts.aot_check import main_loop
 
 HEADER = '\t.target\tsm_90a\n//---- .text.kernel ----\n\t.section\t.text.kernel,"ax",@progbits\n.text.kernel:\n'
 
@@ -214,6 +215,18 @@ def test_a_kernels_loops_are_counted_and_timed():
         "case: kernel: in the loop at 0x10: empties the L1 cache: ",
         "case: kernel: in the loop at 0x10: local memory: ",
     ]
+
+
+def test_a_result_has_the_counts_of_every_loop_and_cycles_where_there_are_some():
+    found = roofline("portable", parse_sass(NESTED), 1)
+    outer, inner = found.as_json()["loops"]
+    assert outer == {"address": 16, "depth": 1, "instructions": 2, "counts": {"FADD": 1}}
+    assert inner["counts"] == {"FMUL": 1, "SYNCS": 1, "FFMA": 1} and "quickest" not in inner
+    assert "no loop runs wgmma; the longest of 2: 6 instructions: 1 SYNCS, 1 FFMA, 1 FMUL" in main_loop(found)
+    timed = Roofline("k", 1, (dataclasses.replace(found.loops[1], quickest=(one := Way(10, {}, 100, 90, 50)), slowest=one),))
+    (loop,) = timed.as_json()["loops"]
+    assert loop["quickest"] == loop["slowest"] == dataclasses.asdict(one)
+    assert "no loop" in main_loop(Roofline("k", 1, ()))
 
 
 def test_kernels_of_equal_bits_do_the_same_float_operations():
