@@ -59,17 +59,18 @@ def show_coverage(coverage: Any, *, demanded: bool, report: Report) -> dict[str,
     return result
 
 
-def check_agreements(compiler: Any, *, few: bool, report: Report) -> list[str]:
+def check_agreements(compiler: Any, *, few: bool, report: Report) -> list[dict[str, Any]]:
     """Outputs of different programs that must be equal in every bit."""
     from scripts.ptx.agreement import agreements
 
-    names = []
+    found = []
     for agreement in agreements(compiler, few=few):
-        names.append(f"{agreement.name}: {', '.join(who for who, _ in agreement.outputs)}")
-        print(f"equal bits, {names[-1]}: {'no' if agreement.faults else 'yes'}", flush=True)
+        programs = [output.program for output in agreement.outputs]
+        print(f"equal bits, {agreement.name}: {', '.join(programs)}: {'no' if agreement.faults else 'yes'}", flush=True)
         for fault in agreement.faults:
             report.fault(fault)
-    return names
+        found.append({"name": agreement.name, "programs": programs, "ptx": [output.ptx for output in agreement.outputs]})
+    return found
 
 
 def check_mutations(compiler: Any, report: Report) -> list[dict[str, Any]]:
@@ -78,14 +79,14 @@ def check_mutations(compiler: Any, report: Report) -> list[dict[str, Any]]:
 
     table = []
     cases = None if _CASES.value == ["all"] else _CASES.value
-    for kernel, outcomes in survivors.outcomes(compiler, cases, report.log):
+    for kernel, ptx, outcomes in survivors.outcomes(compiler, cases, report.log):
         print(survivors.summary(kernel, outcomes), flush=True)
         for outcome in outcomes:
             if _VERBOSE.value and outcome.caught is None:
                 print(f"    {outcome.kind}: {outcome.line}: {outcome.reason}", flush=True)
             if outcome.caught is None and outcome.reason is None:
                 report.fault(f"{kernel}: nothing misses {outcome.kind}: {outcome.line}")
-        table += [{"kernel": kernel, **dataclasses.asdict(outcome)} for outcome in outcomes]
+        table += [{"kernel": kernel, "ptx": ptx, **dataclasses.asdict(outcome)} for outcome in outcomes]
     return table
 
 

@@ -43,6 +43,7 @@ CASES = (
     Case("o_bias", 72, 128, 160, bias=True, residual=True),
     Case("deep", 8, 1088, 64, norm=True),
     Case("deep_down", 16, 1152, 32, residual=True),
+    Case("deep_gate_up", 8, 1088, 128, norm=True, gated=True),
     Case("prefill_qkv", 200, 256, 384, norm=True),
     Case("prefill_gate_up", 328, 320, 512, norm=True, gated=True),
     Case("prefill_down", 136, 448, 256, residual=True),

@@ -22,7 +22,7 @@ from kernels.fused_matmul.mosaic_sm90 import lacks
 from kernels.fused_matmul.tiles import Tiles, choose_tiles
 
 _NAMED = {case.name: case for case in CASES}
-_HARD = ("qkv_bias", "gate_up_bias", "o_bias", "deep", "prefill_gate_up", "prefill_down")
+_HARD = ("qkv_bias", "gate_up_bias", "o_bias", "deep", "deep_gate_up", "prefill_gate_up", "prefill_down")
 _SMALL = ("qkv", "gate_up", "down")
 _ROWS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _LARGE = Case("large", 1000, 1024, 2048, norm=True, gated=True)

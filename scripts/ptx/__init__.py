@@ -11,7 +11,7 @@ ISA 9.0, whose headings the code follows.
     memory          bytes, bounds, alignment, swizzle             shadow      the race detector and the proxies
     barriers        mbarriers and their phases                    machine     thread blocks, schedules
     compiled        our kernels' PTX                              attention, experts, layout, rotary    our kernels' cases
-    suite, agreement                                              report      what is run with what, what was found
+    suite, agreement, contraction                                 report      what is run with what, what was found
     mutations       programs with one synchronisation less        trial, survivors    what catches them, why others are redundant
 
 What is not modelled: lanes of a warp are never apart; registers that warpgroups trade; what ptxas does with the PTX; time.

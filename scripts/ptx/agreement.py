@@ -9,14 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.fused_matmul import cases as fused_cases
-from kernels.fused_matmul.tiles import COLUMNS, Tiles, fitting_tiles
+from kernels.fused_matmul.tiles import BLOCK_K, COLUMNS, Tiles, fitting_tiles
 from kernels.grouped_matmul import cases as experts_cases
 from kernels.ragged_paged_attention.cases import Batch, Case, Heads
+from kernels.rotary_write import cases as rotary_cases
 from scripts.ptx.attention import AttentionPtx, Shape, ShippedPtx, padded, shape_of
-from scripts.ptx.compiled import KernelCompiler
+from scripts.ptx.compiled import Kernel, KernelCompiler
+from scripts.ptx.contraction import contractable
 from scripts.ptx.experts import ExpertsPtx
 from scripts.ptx.fused import FusedPtx
+from scripts.ptx.log import digest_of
 from scripts.ptx.portable import PortablePtx
+from scripts.ptx.rotary import RotaryPtx
 
 HEADS = (Heads(4, 1, 128), Heads(2, 1, 128), Heads(8, 1, 128), Heads(3, 1, 64))  # of Qwen3 8B, 0.6B and 32B, of SmolLM2
 PORTABLE_HEADS = (*HEADS, Heads(3, 1, 96))
@@ -24,26 +28,60 @@ BUCKETS = (8, 24, 80, 160)  # tokens: one consumer, two of few tokens, two full 
 SEQS = ((1, 130), (5, 70), (2, 64))  # 8 tokens
 LONG_SEQS = ((1, 1100), (5, 600), (2, 64))  # past two chunks as they ship
 FUSED_ROWS = 136  # of the fused matmul: two tiles of two consumers, the second one's hardly used
-FUSED = fused_cases.Case("rows", FUSED_ROWS, 320, 2 * COLUMNS[-1])  # columns of the widest tile
+FEW_STEPS = 5  # of the fused matmul's sum, where few programs are compared
+# Columns of the widest tile. So deep that one tile alone goes twice round a ring of eight stages.
+FUSED = fused_cases.Case("rows", FUSED_ROWS, 17 * BLOCK_K, 2 * COLUMNS[-1])
+# With norms, whose sums are those of a head; and without, where tiles of rows end within a token.
+ROTARY_CASES = tuple(
+    rotary_cases.Case(f"{N}/{K}x{H}{' with norms' if norm else ''}", 40, N, K, H, 16, norm=norm)
+    for N, K, H, norm in ((4, 2, 128, True), (3, 1, 96, True), (9, 3, 64, False))
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What one program computed. ptx: a hash of its kernels. contractable: products and sums of theirs that ptxas may make one, so
+    that their bits are not known from the PTX."""
+
+    program: str
+    data: bytes
+    ptx: str
+    contractable: tuple[str, ...]
+
+    @classmethod
+    def of(cls, program: str, data: np.ndarray, kernels: dict[str, Kernel]) -> Output:
+        """data: of any strides."""
+        pairs = (f"{name}: {product} and {taken}" for name, k in kernels.items() for product, taken in contractable(k.program))
+        return cls(program, np.ascontiguousarray(data).tobytes(), digest_of(kernels), tuple(pairs))
 
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """outputs: (which program, its bytes); all bytes must be equal."""
+    """The data of all outputs must be equal, and their bits known. wrong: values that are not those of float64."""
 
     name: str
-    outputs: tuple[tuple[str, bytes], ...]
+    outputs: tuple[Output, ...]
+    wrong: tuple[str, ...] = ()
 
     @property
     def faults(self) -> list[str]:
         first, *others = self.outputs
-        return [f"{self.name}: {who} differs from {first[0]}" for who, out in others if out != first[1]]
+        found = [f"{self.name}: {out.program} differs from {first.program}" for out in others if out.data != first.data]
+        found += [f"{self.name}: {fault}" for fault in self.wrong]
+        for out in self.outputs:
+            if out.contractable:
+                pairs = f"{len(out.contractable)} products with sums, such as {out.contractable[0]}"
+                found.append(f"{self.name}: of {out.program} ptxas may contract {pairs}")
+        return found
 
 
 def agreements(compiler: KernelCompiler, *, few: bool) -> Iterator[Agreement]:
     """Compiles and runs one after the other."""
     for heads in HEADS[:1] if few else PORTABLE_HEADS:
         yield decode_and_prefill(compiler, heads, PortablePtx)
+    if not few:
+        yield buckets(compiler, HEADS[0], ptx_of=PortablePtx)
+        yield from (rotary_rows(compiler, case) for case in ROTARY_CASES)
     if not compiler.hopper:
         return
     for heads in HEADS[:1] if few else HEADS:
@@ -61,7 +99,8 @@ def decode_and_prefill(compiler: KernelCompiler, heads: Heads, ptx_of: type[Atte
     chunk = Case("chunk", ((64, 200),), heads, 64, "bfloat16", padding_tokens=0, padding_seqs=0)
     shape = shape_of([chunk])
     batch = padded(chunk, shape)
-    prefill, _ = ptx_of.compile(compiler, chunk, shape).run(batch)
+    chunks = ptx_of.compile(compiler, chunk, shape)
+    prefill, _ = chunks.run(batch)
     decode = dataclasses.replace(chunk, name="decode", seqs=((1, 200),), max_q_len=1)
     one = Batch(batch.q[63:], batch.kv_pages, batch.page_table, jnp.array([0, 1], jnp.int32), batch.kv_lens, keys=(), values=())
     program = ptx_of.compile(compiler, decode, dataclasses.replace(shape, tokens=1))
@@ -69,10 +108,8 @@ def decode_and_prefill(compiler: KernelCompiler, heads: Heads, ptx_of: type[Atte
     split = program.planner.shape.unpack(program.planner.plan([1], [200]))["num_split"][0]
     if split != 1:
         raise RuntimeError("the decode that is to be compared is not split")
-    kind = "portable " if ptx_of is PortablePtx else ""
-    return Agreement(
-        f"{kind}decode and prefill of {_name(heads)}", (("prefill", prefill[63].tobytes()), ("decode", row[0].tobytes()))
-    )
+    outputs = Output.of("prefill", prefill[63], chunks.kernels), Output.of("decode", row[0], program.kernels)
+    return Agreement(f"{_kind(ptx_of)}decode and prefill of {_name(heads)}", outputs)
 
 
 def buckets(
@@ -89,8 +126,8 @@ def buckets(
         shape = Shape(tokens, least.seqs + tokens // 24, least.pages + tokens, least.columns)
         program = ptx_of.compile(compiler, case, shape)
         out, _ = program.run(padded(case, shape))
-        outputs.append((f"the bucket of {tokens} tokens, {program.planner.tiles}", out[:8].tobytes()))
-    return Agreement(f"buckets of {_name(heads)}", tuple(outputs))
+        outputs.append(Output.of(f"the bucket of {tokens} tokens, {program.planner.tiles}", out[:8], program.kernels))
+    return Agreement(f"{_kind(ptx_of)}buckets of {_name(heads)}", tuple(outputs))
 
 
 def fused_tilings(*, gated: bool, few: bool) -> list[tuple[int, Tiles]]:
@@ -102,23 +139,49 @@ def fused_tilings(*, gated: bool, few: bool) -> list[tuple[int, Tiles]]:
 
 def fused_tiles(compiler: KernelCompiler, *, norm: bool, gated: bool, few: bool) -> Agreement:
     """Eight rows of a fused matmul, alone and among others, in `fused_tilings`."""
-    case = dataclasses.replace(FUSED, norm=norm, residual=not gated, gated=gated)
+    depth = FEW_STEPS * BLOCK_K if few else FUSED.D
+    case = dataclasses.replace(FUSED, D=depth, norm=norm, residual=not gated, gated=gated)
     batch = fused_cases.build(case)
     alone = dataclasses.replace(batch, x=batch.x[:8], residual=None if batch.residual is None else batch.residual[:8])
-    outputs = []
+    outputs, wrong = [], []
     for rows, tiles in fused_tilings(gated=gated, few=few):
         program = FusedPtx.compile(compiler, dataclasses.replace(case, T=rows), tiles)
         out, _ = program.run(batch if rows > 8 else alone)
-        outputs.append((f"{tiles}, {rows} rows", out[:8].tobytes()))
-    return Agreement(f"tiles of the fused matmul{' with norm' if norm else ''}{', gated' if gated else ''}", tuple(outputs))
+        name = f"{tiles}, {rows} rows"
+        outputs.append(Output.of(name, out[:8], {program.kernel.name: program.kernel}))
+        wrong += [f"{name}: {fault}" for fault in fused_cases.faults(case, batch if rows > 8 else alone, out)]
+    name = f"tiles of the fused matmul{' with norm' if norm else ''}{', gated' if gated else ''}"
+    return Agreement(name, tuple(outputs), tuple(wrong))
 
 
 def tile_sizes(compiler: KernelCompiler) -> Agreement:
     """One grouped matmul in tiles of 64 and of 128 rows."""
     case = next(case for case in experts_cases.CASES if case.name == "float16_deep")
     batch = experts_cases.build(case)
-    outputs = [(f"tiles of {rows} rows", ExpertsPtx.compile(compiler, case, rows).run(batch)[0]) for rows in (64, 128)]
-    return Agreement("experts", tuple((name, np.ascontiguousarray(out).tobytes()) for name, out in outputs))
+    outputs = []
+    for rows in (64, 128):
+        program = ExpertsPtx.compile(compiler, case, rows)
+        out, _ = program.run(batch)
+        outputs.append(Output.of(f"tiles of {rows} rows", out, {program.kernel.name: program.kernel}))
+    return Agreement("experts", tuple(outputs))
+
+
+def rotary_rows(compiler: KernelCompiler, case: rotary_cases.Case) -> Agreement:
+    """The first eight tokens of a rotary write, alone and among others: their queries, and what lies in their slots."""
+    batch, outputs = rotary_cases.build(case), []
+    for tokens in (8, case.T):
+        of_tokens = {name: getattr(batch, name)[:tokens] for name in ("qkv", "cos", "sin", "slot_mapping")}
+        program = RotaryPtx.compile(compiler, dataclasses.replace(case, T=tokens))
+        queries, pages, _ = program.run(dataclasses.replace(batch, **of_tokens))
+        slots = batch.slot_mapping[:8]
+        rows = pages[slots // case.page_size, :, :, slots % case.page_size]
+        data = np.concatenate([queries[:8].reshape(8, -1), rows.reshape(8, -1)], axis=1)
+        outputs.append(Output.of(f"{tokens} tokens", data, {program.kernel.name: program.kernel}))
+    return Agreement(f"rotary write, {case.name}", tuple(outputs))
+
+
+def _kind(ptx_of: type[AttentionPtx]) -> str:
+    return "portable " if ptx_of is PortablePtx else ""
 
 
 def _name(heads: Heads) -> str:

@@ -13,9 +13,9 @@ from scripts.ptx.program import Program, parse
 
 ATTENTION, JOIN, EXPERTS = "ragged_paged_attention", "join_partial_results", "grouped_matmul"
 PORTABLE_ATTENTION, PORTABLE_JOIN, PORTABLE_EXPERTS = "portable_attention", "portable_join", "portable_grouped_matmul"
-ROTARY_WRITE, FUSED_MATMUL, LAYOUT = "rotary_write", "fused_matmul", "lay_out_groups"
+ROTARY_WRITE, FUSED_MATMUL, LAY_OUT_GROUPS = "rotary_write", "fused_matmul", "lay_out_groups"
 _NAMES = (
-    LAYOUT,
+    LAY_OUT_GROUPS,
     ROTARY_WRITE,
     FUSED_MATMUL,
     PORTABLE_ATTENTION,

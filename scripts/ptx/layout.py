@@ -18,37 +18,41 @@ from scripts.ptx.compiled import Kernel, KernelCompiler, array
 from scripts.ptx.machine import run
 from scripts.ptx.program import PtxError
 
-BLOCK_ROWS = 64
-
 
 @dataclasses.dataclass(frozen=True)
 class LayoutPtx:
-    """The kernel for one case's sizes."""
+    """The kernel for one case's sizes, and for a grouped matmul in tiles of `block_rows`."""
 
     kernel: Kernel
     case: Case
+    block_rows: int
 
     @classmethod
-    def compile(cls, compiler: KernelCompiler, case: Case) -> LayoutPtx:
+    def compile(cls, compiler: KernelCompiler, case: Case, block_rows: int) -> LayoutPtx:
         """The program of the case's sizes."""
         from kernels import gpu
 
         def plan(ids: Any, num_tokens: Any) -> Any:
-            return mosaic_layout.lay_out(ids, case.E, num_tokens=num_tokens, block_rows=BLOCK_ROWS, backend="")
+            return mosaic_layout.lay_out(ids, case.E, num_tokens=num_tokens, block_rows=block_rows, backend="")
 
         with gpu.assume(device_of(compiler.compiler.target)):
-            (kernel,) = compiler.compile(f"layout {case.name}", plan, (array(case.T, case.k), array())).values()
-        return cls(kernel, case)
+            (kernel,) = compiler.compile(f"layout {case.name} {block_rows}", plan, (array(case.T, case.k), array())).values()
+        return cls(kernel, case, block_rows)
 
     def run(self, batch: Batch, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """(every integer of the layout, in the order of `Groups`; the instructions that ran)."""
         given = mosaic_layout.inputs(batch.group_ids, self.case.E, batch.num_tokens)
-        outputs = [nothing((x.size,), np.dtype(np.int32)) for x in _arrays(wanted(self.case, batch))]
+        outputs = [nothing((x.size,), np.dtype(np.int32)) for x in _arrays(self.wanted(batch))]
         try:
             result = run(self.kernel.program, self.kernel.launch, [*map(np.asarray, given), *outputs], seed=seed)
         except PtxError as error:
             raise PtxError(f"{self.kernel.name}, seed {seed}: {error}") from None
         return np.concatenate(result.arrays[len(given) :]), result.covered
+
+    def wanted(self, batch: Batch) -> Groups:
+        """The layout that all backends share."""
+        given = {"num_tokens": batch.num_tokens, "block_rows": self.block_rows}
+        return lay_out(batch.group_ids, self.case.E, **given, backend="", some_elsewhere=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +70,7 @@ class LayoutRun:
 
     def faults(self, out: np.ndarray) -> list[str]:
         """What is wrong with an output."""
-        want = np.concatenate([np.ravel(x) for x in _arrays(wanted(self.ptx.case, self.batch))])
+        want = np.concatenate([np.ravel(x) for x in _arrays(self.ptx.wanted(self.batch))])
         wrong = np.flatnonzero(out != want)
         if not len(wrong):
             return []
@@ -79,11 +83,6 @@ def batches(case: Case) -> list[Batch]:
     ids = batch.group_ids
     elsewhere = jnp.where(jnp.arange(ids.size).reshape(ids.shape) % 3 == 1, ELSEWHERE, ids)
     return [batch, dataclasses.replace(batch, group_ids=elsewhere)]
-
-
-def wanted(case: Case, batch: Batch) -> Groups:
-    """The layout that all backends share."""
-    return lay_out(batch.group_ids, case.E, num_tokens=batch.num_tokens, block_rows=BLOCK_ROWS, backend="", some_elsewhere=True)
 
 
 def _arrays(groups: Groups) -> list[np.ndarray]:

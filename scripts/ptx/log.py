@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import kernels
 from scripts.ptx.compiled import Kernel
 from scripts.ptx.program import Program
+
+# Modules of the kernels that make the batches of cases, and their work lists. The rest of a kernel is in its PTX.
+BATCHES = (
+    *("cases.py", "reference.py"),
+    *("work_list.py", "work_planner.py", "planner.py", "tiles.py", "logits.py"),
+    *("layout.py", "mosaic_layout.py"),
+)
 
 
 class Log:
@@ -47,10 +56,17 @@ def text_of(program: Program) -> str:
     )
 
 
-def digest_of(kernels: dict[str, Kernel]) -> str:
+def digest_of(launched: dict[str, Kernel]) -> str:
     """A hash of what is launched: of each kernel its PTX, its grid and its descriptors. Equal on two architectures: one program."""
-    found = [[name, text_of(kernel.program), repr(kernel.launch)] for name, kernel in sorted(kernels.items())]
+    found = [[name, text_of(kernel.program), repr(kernel.launch)] for name, kernel in sorted(launched.items())]
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def batch_makers(folder: Path = Path(kernels.__file__).parent) -> str:
+    """A hash of the source of what makes batches. folder: of the kernels."""
+    paths = sorted(path for path in folder.rglob("*.py") if path.name in BATCHES)
+    return hashlib.sha256("\0".join(path.read_text() for path in paths).encode()).hexdigest()[:16]
 
 
 def interpreter(aside: Collection[str]) -> str:

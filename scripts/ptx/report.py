@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import kernels
-from scripts.ptx.log import Log, digest_of, interpreter
+from scripts.ptx.log import Log, batch_makers, digest_of, interpreter
 from scripts.ptx.program import PtxError
 
-# Modules of the kernels that make the batches of cases, and their work lists. The rest of a kernel is in its PTX.
-_BATCHES = ("cases.py", "work_list.py", "work_planner.py", "planner.py", "layout.py", "mosaic_layout.py", "reference.py")
+# Files of this package that leave what a batch's run finds as it is.
+_ASIDE = {"survivors.py", "agreement.py", "contraction.py", "coverage.py", "mutations.py", "trial.py", "suite.py"}
 
 
 @dataclasses.dataclass
@@ -65,7 +62,8 @@ def check_program(program: Any, seeds: int, coverage: Any, report: Report) -> No
 def _entry(program: Any, run: Any, seed: int, report: Report) -> dict[str, Any]:
     """One batch in one schedule: what is wrong, a hash of the output (None: it came to no end), the lines of each kernel that ran.
     Values are looked at in the first schedule: others must have the same bits."""
-    key = hashlib.sha256(json.dumps([_source(), digest_of(program.kernels), run.name, seed]).encode()).hexdigest()[:32]
+    what = [batch_makers(), interpreter(_ASIDE), digest_of(program.kernels), run.name, seed]
+    key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
     if (entry := report.log.find(key)) is not None:
         return entry
     start, output, lines = time.perf_counter(), None, {}
@@ -79,14 +77,6 @@ def _entry(program: Any, run: Any, seed: int, report: Report) -> dict[str, Any]:
     seconds = round(time.perf_counter() - start, 2)
     noted = {"batch": run.name, "seed": seed, "target": report.target, "faults": faults, "output": output, "lines": lines}
     return report.log.add(key, **noted, seconds=seconds)
-
-
-@functools.cache
-def _source() -> tuple[str, str]:
-    """Hashes of what makes batches and runs them: of the modules of the kernels that do, and of the interpreter's."""
-    paths = sorted(path for path in Path(kernels.__file__).parent.rglob("*.py") if path.name in _BATCHES)
-    batches = hashlib.sha256("\0".join(path.read_text() for path in paths).encode()).hexdigest()
-    return batches, interpreter({"survivors.py", "agreement.py", "coverage.py", "mutations.py", "trial.py", "suite.py"})
 
 
 def _packed(reached: np.ndarray) -> list[Any]:

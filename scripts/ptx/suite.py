@@ -59,13 +59,13 @@ type AnyRun = Run | RotaryRun | LayoutRun
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Workload:
     """One compiled program: its kernels, and its batches."""
 
     name: str
     kernels: dict[str, Kernel]
     runs: tuple[AnyRun, ...]
-    with_kernels: Callable[[dict[str, Kernel]], Program]  # the same batches with other kernels
+    with_kernels: Callable[[dict[str, Kernel]], Workload]  # the same batches with other kernels
     demanded: frozenset[str]  # kernels whose every line these batches are to reach
 
 
@@ -74,7 +74,7 @@ class Suite:
     """What some kernels are run on. programs: of each case's name, what makes its programs. few: names of cases, those of
     `--cases=few`. only_hopper: whether other GPUs lack the kernels."""
 
-    programs: dict[str, Sequence[Callable[[KernelCompiler], Program]]]
+    programs: dict[str, Sequence[Callable[[KernelCompiler], Workload]]]
     few: Sequence[str]
     only_hopper: bool = False
 
@@ -89,7 +89,7 @@ def case_names(*, hopper: bool) -> list[str]:
     return [name for suite in suites(hopper=hopper) for name in suite.programs]
 
 
-def programs(compiler: KernelCompiler, names: Sequence[str] | None = None) -> Iterator[Program]:
+def programs(compiler: KernelCompiler, names: Sequence[str] | None = None) -> Iterator[Workload]:
     """Compiles one after the other. names: of cases, or "few"; None is all."""
     for suite in suites(hopper=compiler.hopper):
         wanted = suite.few if names is not None and "few" in names else names
@@ -98,7 +98,9 @@ def programs(compiler: KernelCompiler, names: Sequence[str] | None = None) -> It
                 yield from (make(compiler) for make in makers)
 
 
-def attention_program(compiler: KernelCompiler, case: Case, ptx_of: type[AttentionPtx] = AttentionPtx, prefix: str = "") -> Program:
+def attention_program(
+    compiler: KernelCompiler, case: Case, ptx_of: type[AttentionPtx] = AttentionPtx, prefix: str = ""
+) -> Workload:
     """The program of a case. Its batches: the case itself, and others with the same heads, pages and options. As it ships, only the
     case, whose rings and chunks are too long for the others to fill: then no line is demanded."""
     more = [] if ptx_of is ShippedPtx else _more(case)
@@ -117,10 +119,10 @@ def attention_program(compiler: KernelCompiler, case: Case, ptx_of: type[Attenti
         name = f"{prefix}{case.name} {one.seqs}{f' planned {longer} longer' if longer else ''}"
         prepared.append((name, batch, longer, attention_cases.expected(one, batch)))
 
-    def with_kernels(kernels: dict[str, Kernel]) -> Program:
+    def with_kernels(kernels: dict[str, Kernel]) -> Workload:
         ptx = dataclasses.replace(compiled, kernels=kernels)
         runs = (Run(name, _bind(ptx.run, batch, longer=longer), want, tolerance) for name, batch, longer, want in prepared)
-        return Program(prefix + case.name, kernels, tuple(runs), with_kernels, demanded)
+        return Workload(prefix + case.name, kernels, tuple(runs), with_kernels, demanded)
 
     return with_kernels(compiled.kernels)
 
@@ -159,55 +161,55 @@ def _bind(run: Callable, batch: Any, **options: Any) -> Callable[[int], Any]:
 
 def experts_program(
     compiler: KernelCompiler, case: experts_cases.Case, rows: int, backend: str = "mosaic_sm90", prefix: str = ""
-) -> Program:
+) -> Workload:
     """The program of a case in tiles of `rows` rows."""
     compiled = ExpertsPtx.compile(compiler, case, rows, backend=backend)
     batch = experts_cases.build(case)
     want = experts_cases.expected(batch)
     tolerance = experts_cases.TOLERANCE[case.dtype] * max(np.abs(want).max(initial=0), 1)
 
-    def with_kernels(kernels: dict[str, Kernel]) -> Program:
+    def with_kernels(kernels: dict[str, Kernel]) -> Workload:
         ptx = dataclasses.replace(compiled, kernel=next(iter(kernels.values())))
         name = f"{prefix}{case.name} in tiles of {rows} rows"
-        return Program(name, kernels, (Run(name, _bind(ptx.run, batch), want, tolerance),), with_kernels, frozenset(kernels))
+        return Workload(name, kernels, (Run(name, _bind(ptx.run, batch), want, tolerance),), with_kernels, frozenset(kernels))
 
     return with_kernels({compiled.kernel.name: compiled.kernel})
 
 
-def rotary_program(compiler: KernelCompiler, case: rotary_cases.Case) -> Program:
+def rotary_program(compiler: KernelCompiler, case: rotary_cases.Case) -> Workload:
     """The program of a case of the rotary write."""
     compiled, batches = RotaryPtx.compile(compiler, case), [rotary_cases.build(case, seed) for seed in range(2)]
 
-    def with_kernels(kernels: dict[str, Kernel]) -> Program:
+    def with_kernels(kernels: dict[str, Kernel]) -> Workload:
         ptx = dataclasses.replace(compiled, kernel=next(iter(kernels.values())))
         runs = (RotaryRun(f"{ROTARY}{case.name}, batch {i}", ptx, batch) for i, batch in enumerate(batches))
-        return Program(ROTARY + case.name, kernels, tuple(runs), with_kernels, frozenset(kernels))
+        return Workload(ROTARY + case.name, kernels, tuple(runs), with_kernels, frozenset(kernels))
 
     return with_kernels({compiled.kernel.name: compiled.kernel})
 
 
-def fused_program(compiler: KernelCompiler, case: fused_cases.Case, tiles: Tiles | None = None) -> Program:
+def fused_program(compiler: KernelCompiler, case: fused_cases.Case, tiles: Tiles | None = None) -> Workload:
     """The program of a case of the fused matmul. tiles: None is what the kernel chooses."""
     compiled, batch = FusedPtx.compile(compiler, case, tiles), fused_cases.build(case)
     want = fused_cases.expected(case, batch)
     tolerance = fused_cases.TOLERANCE[case.dtype] * np.abs(want).max()
     name = FUSED + case.name + (f" in {tiles}" if tiles else "")
 
-    def with_kernels(kernels: dict[str, Kernel]) -> Program:
+    def with_kernels(kernels: dict[str, Kernel]) -> Workload:
         ptx = dataclasses.replace(compiled, kernel=next(iter(kernels.values())))
-        return Program(name, kernels, (Run(name, _bind(ptx.run, batch), want, tolerance),), with_kernels, frozenset(kernels))
+        return Workload(name, kernels, (Run(name, _bind(ptx.run, batch), want, tolerance),), with_kernels, frozenset(kernels))
 
     return with_kernels({compiled.kernel.name: compiled.kernel})
 
 
-def layout_program(compiler: KernelCompiler, case: experts_cases.Case) -> Program:
-    """The program that lays out a case of the grouped matmul."""
-    compiled = LayoutPtx.compile(compiler, case)
+def layout_program(compiler: KernelCompiler, case: experts_cases.Case, rows: int) -> Workload:
+    """The program that lays out a case of the grouped matmul in tiles of `rows` rows."""
+    compiled, name = LayoutPtx.compile(compiler, case, rows), f"{LAYOUT}{case.name} in tiles of {rows} rows"
 
-    def with_kernels(kernels: dict[str, Kernel]) -> Program:
+    def with_kernels(kernels: dict[str, Kernel]) -> Workload:
         ptx = dataclasses.replace(compiled, kernel=next(iter(kernels.values())))
-        runs = (LayoutRun(f"{LAYOUT}{case.name}, batch {i}", ptx, batch) for i, batch in enumerate(batches(case)))
-        return Program(LAYOUT + case.name, kernels, tuple(runs), with_kernels, frozenset(kernels))
+        runs = (LayoutRun(f"{name}, batch {i}", ptx, batch) for i, batch in enumerate(batches(case)))
+        return Workload(name, kernels, tuple(runs), with_kernels, frozenset(kernels))
 
     return with_kernels({compiled.kernel.name: compiled.kernel})
 
@@ -215,7 +217,7 @@ def layout_program(compiler: KernelCompiler, case: experts_cases.Case) -> Progra
 def _fused_suite() -> Suite:
     """Every case in the tiles that the kernel chooses, and some in others."""
     cases = {case.name: case for case in fused_cases.CASES if case.dtype == "bfloat16"}
-    found: dict[str, Sequence[Callable[[KernelCompiler], Program]]] = {}
+    found: dict[str, Sequence[Callable[[KernelCompiler], Workload]]] = {}
     for name, case in cases.items():
         others = [tiles for of, tiles in FUSED_TILES if of == name]
         found[FUSED + name] = [partial(fused_program, case=case, tiles=tiles) for tiles in (None, *others)]
@@ -261,7 +263,7 @@ def _suite(
     only_hopper: bool = False,
 ) -> Suite:
     """Attention's cases, and those of the grouped matmul in tiles of so many rows."""
-    found: dict[str, Sequence[Callable[[KernelCompiler], Program]]] = {}
+    found: dict[str, Sequence[Callable[[KernelCompiler], Workload]]] = {}
     for case in cases:
         found[prefix + case.name] = [partial(attention_program, case=case, ptx_of=ptx_of, prefix=prefix)]
     for case in experts_cases.CASES:
@@ -297,7 +299,7 @@ SUITES = (
     ),
     Suite(
         {
-            LAYOUT + case.name: [partial(layout_program, case=case)]
+            LAYOUT + case.name: [partial(layout_program, case=case, rows=rows) for rows in (64, 128)]
             for case in (*experts_cases.CASES, *experts_cases.LAYOUTS)
             if case.dtype == "float32"  # the others are no different here
         },

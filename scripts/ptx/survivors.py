@@ -22,17 +22,17 @@ from scripts.ptx.compiled import (
     EXPERTS,
     FUSED_MATMUL,
     JOIN,
+    LAY_OUT_GROUPS,
     PORTABLE_ATTENTION,
     PORTABLE_EXPERTS,
     PORTABLE_JOIN,
     ROTARY_WRITE,
     KernelCompiler,
 )
-from scripts.ptx.log import Log
+from scripts.ptx.log import Log, digest_of
 from scripts.ptx.mutations import Mutation, mutations
 from scripts.ptx.portable import PortablePtx
-from scripts.ptx.suite import FUSED, PREFIX, ROTARY, attention_program, fused_program, programs
-from scripts.ptx.suite import Program as Suite
+from scripts.ptx.suite import FUSED, LAYOUT, PREFIX, ROTARY, Workload, attention_program, fused_program, programs
 from scripts.ptx.trial import ALL_SEEDS, Trial, Tried
 
 # One consumer whose 64 rows are all used, so that every warp's accesses count; several items to a CTA that write their own rows, so
@@ -46,12 +46,14 @@ FUSED_STEPS = (
     (fused_cases.Case("steps_gated", 72, 192, 256, norm=True, gated=True), Tiles(1, 32, 2, 2, gated=True)),
     (fused_cases.Case("steps_plain", 72, 192, 256, residual=True), Tiles(1, 32, 2, 2)),
 )
-# A kernel, and the case that it runs; the first ones are for Hopper. The other cases of attention have two consumers and pages in
-# one copy, and three with pages in several; those of the grouped matmul have tiles that are not full, and a gate.
+# A kernel, and the case that it runs, or one program of a case that has several; the first ones are for Hopper. The other cases of
+# attention have two consumers and pages in one copy, and three with pages in several; those of the grouped matmul have tiles that
+# are not full, a gate, and the larger tiles of many rows.
 SUBJECTS = (
     (EXPERTS, "bfloat16_deep"),
     (EXPERTS, "bfloat16_sizes"),
     (EXPERTS, "bfloat16_gated_deep"),
+    (EXPERTS, "float16_deep in tiles of 128 rows"),
     (JOIN, "whole_tile"),
     (ATTENTION, "whole_tile"),
     (ATTENTION, "gpu-pass_by-8b"),
@@ -63,6 +65,7 @@ PORTABLE_SUBJECTS = (
     (PORTABLE_JOIN, "portable whole_tile"),
     (PORTABLE_ATTENTION, "portable whole_tile"),
     (ROTARY_WRITE, ROTARY + "qwen3"),
+    (LAY_OUT_GROUPS, LAYOUT + "many_groups"),
 )
 UNREACHED = "no batch of this case reaches it"
 UNUSED = "never used: no batch of this case arrives at this barrier or waits for it"
@@ -87,17 +90,18 @@ def subjects(*, hopper: bool) -> tuple[tuple[str, str], ...]:
     return (*(SUBJECTS if hopper else ()), *PORTABLE_SUBJECTS)
 
 
-def outcomes(compiler: KernelCompiler, cases: Sequence[str] | None, log: Log) -> Iterator[tuple[str, list[Outcome]]]:
-    """(kernel, what became of its mutations), one subject after the other. cases: of which subjects; None is all."""
-    compiled: dict[str, Suite] = {}
+def outcomes(compiler: KernelCompiler, cases: Sequence[str] | None, log: Log) -> Iterator[tuple[str, str, list[Outcome]]]:
+    """(kernel, hash of its program, what became of its mutations), one subject after the other. cases: of which subjects; None is
+    all. The hash is that of a program that is run unchanged (`report`)."""
+    compiled: dict[str, Workload] = {}
     for kernel, case in subjects(hopper=compiler.hopper):
         if cases is None or case in cases:
             if case not in compiled:
                 compiled[case] = _suite(compiler, case)
-            yield kernel, of_suite(compiled[case], kernel, log)
+            yield kernel, digest_of(compiled[case].kernels), of_suite(compiled[case], kernel, log)
 
 
-def _suite(compiler: KernelCompiler, case: str) -> Suite:
+def _suite(compiler: KernelCompiler, case: str) -> Workload:
     if case == WHOLE_TILE.name:
         return attention_program(compiler, WHOLE_TILE)
     if case == PREFIX + WHOLE_TILE.name:
@@ -105,10 +109,11 @@ def _suite(compiler: KernelCompiler, case: str) -> Suite:
     for steps, tiles in FUSED_STEPS:
         if case == FUSED + steps.name:
             return fused_program(compiler, steps, tiles)
-    return next(iter(programs(compiler, [case])))
+    of_case = programs(compiler, [case.partition(" in tiles of ")[0]])
+    return next(program for program in of_case if program.name.startswith(case))
 
 
-def of_suite(suite: Suite, kernel: str, log: Log | None = None) -> list[Outcome]:
+def of_suite(suite: Workload, kernel: str, log: Log | None = None) -> list[Outcome]:
     """The mutations of one kernel of a program. Raises RuntimeError if the program itself is not sound."""
     trial, program = Trial.of(suite, kernel, log), suite.kernels[kernel].program
     results: list[Outcome] = []

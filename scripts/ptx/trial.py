@@ -17,11 +17,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from scripts.ptx.log import Log, interpreter, text_of
+from scripts.ptx.log import Log, batch_makers, digest_of, interpreter
 from scripts.ptx.mutations import Mutation
 from scripts.ptx.program import PtxError
-from scripts.ptx.suite import AnyRun
-from scripts.ptx.suite import Program as Suite
+from scripts.ptx.suite import AnyRun, Workload
 
 SEEDS = (0, 1)  # schedules in which a mutation may be caught
 ALL_SEEDS = (0, 1, 2, 3, 4)  # one of each kind: those that a claim of redundancy stands on
@@ -41,14 +40,14 @@ class Tried:
 class Trial:
     """One kernel of a program. batches: those of the suite, the quickest first. version: of the PTX and of what runs it."""
 
-    suite: Suite
+    suite: Workload
     kernel: str
     batches: tuple[Tried, ...]
     version: str
     log: Log
 
     @classmethod
-    def of(cls, suite: Suite, kernel: str, log: Log | None = None) -> Trial:
+    def of(cls, suite: Workload, kernel: str, log: Log | None = None) -> Trial:
         """Runs the program itself. Raises RuntimeError if it is not sound."""
         batches = []
         for number, run in enumerate(suite.runs):
@@ -139,8 +138,9 @@ def _at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-def _version(suite: Suite, kernel: str) -> str:
-    """A hash of the kernel's PTX, of the batches' names, and of the interpreter's files."""
-    aside = {"survivors.py", "agreement.py", "coverage.py", "report.py"}  # what a change of these finds is the same
-    names = [kernel, suite.name, text_of(suite.kernels[kernel].program), interpreter(aside)]
-    return hashlib.sha256("\n".join(names).encode()).hexdigest()
+def _version(suite: Workload, kernel: str) -> str:
+    """A hash of the PTX and its launch, of the batches and what makes them, and of the interpreter's files."""
+    # Files of which a change finds the same.
+    aside = {"survivors.py", "agreement.py", "contraction.py", "coverage.py", "report.py"}
+    what = [kernel, suite.name, digest_of(suite.kernels), [run.name for run in suite.runs], batch_makers(), interpreter(aside)]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()

@@ -12,7 +12,7 @@ from scripts.ptx.experts import ExpertsPtx
 from scripts.ptx.launch import Launch, Tensor
 from scripts.ptx.mutations import mutations
 from scripts.ptx.program import Literal, Operand, PtxError, parse
-from scripts.ptx.suite import Program, Run
+from scripts.ptx.suite import Run, Workload
 from scripts.ptx.trial import Trial
 from tests.scripts.ptx.snippets import RECORDED
 
@@ -76,7 +76,7 @@ def suite(kernels):
     """The one batch as ptx_check has it."""
     ptx, want = ExpertsPtx(kernels[EXPERTS], CASE, 64), expected(BATCH)
     run_it = Run("recorded", lambda seed: ptx.run(BATCH, seed=seed), want, TOLERANCE[CASE.dtype] * np.abs(want).max())
-    return Program("recorded", kernels, (run_it,), suite, frozenset(kernels))
+    return Workload("recorded", kernels, (run_it,), suite, frozenset(kernels))
 
 
 def test_a_mutation_is_caught_or_nobody_misses_it():

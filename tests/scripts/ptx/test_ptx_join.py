@@ -10,7 +10,7 @@ from scripts.ptx.launch import Launch, Tensor
 from scripts.ptx.machine import run
 from scripts.ptx.program import parse
 from scripts.ptx.report import Report, check_program
-from scripts.ptx.suite import Program, Run
+from scripts.ptx.suite import Run, Workload
 from tests.scripts.ptx.snippets import RECORDED
 
 PTX = (RECORDED / "join.ptx").read_text()
@@ -84,7 +84,7 @@ def report_of(ptx: str) -> Report:
             result = run(kernels[JOIN].program, LAUNCH, given, seed=seed)
             return result.arrays[0], {JOIN: result.covered}
 
-        return Program("recorded", kernels, (Run("join", once, want, tolerance=0.02),), with_kernels, frozenset())
+        return Workload("recorded", kernels, (Run("join", once, want, tolerance=0.02),), with_kernels, frozenset())
 
     report = Report()
     check_program(with_kernels(kernels), SEEDS, Coverage(), report)

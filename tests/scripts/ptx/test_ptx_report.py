@@ -1,9 +1,24 @@
 """What has run before is not run again, and says the same."""
 
+import inspect
+from pathlib import Path
+
 import pytest
 
+from kernels.fused_matmul import cases as fused_cases
+from kernels.grouped_matmul import cases as experts_cases
+from kernels.grouped_matmul import mosaic_layout
+from kernels.grouped_matmul.layout import lay_out
+from kernels.ragged_paged_attention import cases as attention_cases
+from kernels.ragged_paged_attention.mosaic_portable.tiles import PortablePlanner
+from kernels.ragged_paged_attention.mosaic_sm90.planner import Planner
+from kernels.ragged_paged_attention.mosaic_sm90.tiles import choose_tiles
+from kernels.ragged_paged_attention.work_list import WorkShape
+from kernels.ragged_paged_attention.work_planner import WorkPlanner
+from kernels.rotary_write import cases as rotary_cases
+from scripts.ptx import report as report_module
 from scripts.ptx.coverage import Coverage
-from scripts.ptx.log import Log, digest_of
+from scripts.ptx.log import BATCHES, Log, batch_makers, digest_of
 from scripts.ptx.report import Report, check_program
 from tests.scripts.ptx.test_ptx_survivors import READ, WRITE, suite
 
@@ -49,6 +64,37 @@ def test_other_ptx_or_another_launch_is_run(tmp_path):
     checked(suite(BARRIER), Log(path))
     checked(suite(BARRIER.replace("%r5", "%r9"), calls=(calls := [])), Log(path))
     assert calls == [0, 1]
+
+
+def test_batches_made_in_another_way_are_run(tmp_path, monkeypatch):
+    path = str(tmp_path / "log")
+    checked(suite(BARRIER), Log(path))
+    monkeypatch.setattr(report_module, "batch_makers", lambda: "of another tree")
+    checked(suite(BARRIER, calls=(calls := [])), Log(path))
+    assert calls == [0, 1]
+
+
+MAKERS = (
+    *(cases.build for cases in (attention_cases, experts_cases, fused_cases, rotary_cases)),
+    *(choose_tiles, PortablePlanner, Planner, WorkPlanner, WorkShape, lay_out, mosaic_layout.inputs),
+)
+
+
+@pytest.mark.parametrize("maker", MAKERS, ids=lambda maker: f"{maker.__module__}.{maker.__name__}")
+def test_what_makes_batches_is_known(maker):
+    assert Path(inspect.getfile(maker)).name in BATCHES
+
+
+def test_a_hash_of_what_makes_batches_and_of_nothing_else(tmp_path):
+    def written(folder: str, **files: str) -> str:
+        (tmp_path / folder).mkdir()
+        for name, text in files.items():
+            (tmp_path / folder / f"{name}.py").write_text(text)
+        return batch_makers(tmp_path / folder)
+
+    first = written("first", tiles="chunk = 512", kernel="one")
+    assert written("same", tiles="chunk = 512", kernel="another") == first
+    assert written("other", tiles="chunk = 64", kernel="one") != first
 
 
 def test_outputs_that_differ_between_schedules_are_a_fault_of_a_run_that_goes_on_too(tmp_path):

@@ -1,15 +1,19 @@
 """That what `ptx_check` runs is what ships: attention's rings and chunks, and the tiles of the fused matmul."""
 
+import math
+
 import pytest
 
+from kernels.fused_matmul import cases as fused_cases
+from kernels.fused_matmul.tiles import BLOCK_K
 from kernels.fused_matmul.tiles import choose_tiles as choose_fused_tiles
 from kernels.ragged_paged_attention.cases import HEADS
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import choose_tiles
 from kernels.ragged_paged_attention.work_list import BLOCK
-from scripts.ptx.agreement import BUCKETS, FUSED_ROWS, fused_tilings
+from scripts.ptx.agreement import BUCKETS, FUSED, FUSED_ROWS, fused_tilings
 from scripts.ptx.agreement import HEADS as AGREEING
 from scripts.ptx.attention import CHUNK, STAGES, AttentionPtx, ShippedPtx
-from scripts.ptx.suite import SHIPPED_CASES
+from scripts.ptx.suite import FUSED_TILES, SHIPPED_CASES
 
 NUM_CTAS = 3  # of a program, among which a decode is split
 TOKENS = (1, 2, 8, 16, 24, 32, 64, 128, 512, 2048, 8192)
@@ -48,3 +52,26 @@ def test_bits_are_compared_in_every_tile_that_132_sms_are_given(gated):
     }
     assert set().union(*chosen.values()) <= compared and chosen[8] <= alone
     assert len(set().union(*chosen.values())) >= 6
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_tile_of_the_compared_bits_goes_twice_round_the_ring_that_ships(gated):
+    """One tile alone does: some thread blocks have no other."""
+    short = [tiles for _, tiles in fused_tilings(gated=gated, few=False) if FUSED.D // BLOCK_K <= 2 * tiles.stages]
+    assert not short
+
+
+def test_each_kind_of_fused_matmul_goes_twice_round_the_ring_that_the_kernel_chooses():
+    deep = set()
+    for case in fused_cases.CASES:
+        tiles = choose_fused_tiles(case.T, case.D, case.F, gated=case.gated, num_sms=NUM_CTAS)
+        if case.D // BLOCK_K > 2 * tiles.stages:
+            deep.add((case.norm, case.gated))
+    assert deep == {(True, False), (True, True), (False, False)}
+
+
+@pytest.mark.parametrize(("name", "tiles"), FUSED_TILES)
+def test_fused_matmuls_in_a_short_ring_go_twice_round_it(name, tiles):
+    (case,) = [case for case in fused_cases.CASES if case.name == name]
+    of_a_cta = math.ceil(tiles.num_tiles(case.T, case.F) / NUM_CTAS)
+    assert of_a_cta * (case.D // BLOCK_K) >= 2 * tiles.stages

@@ -11,7 +11,7 @@ import pytest
 from scripts.ptx.compiled import Kernel
 from scripts.ptx.log import Log
 from scripts.ptx.machine import run
-from scripts.ptx.suite import Program, Run
+from scripts.ptx.suite import Run, Workload
 from scripts.ptx.survivors import PASSED, TOGETHER, UNREACHED, UNUSED, of_suite
 from scripts.ptx.trial import Trial, broken
 from tests.scripts.ptx.snippets import launch, only, program, zeros
@@ -34,7 +34,7 @@ def suite(body, want=32, calls=None, blind=()):
             result = run(kernel if seed in blind else kernels["k"].program, kernels["k"].launch, [zeros(1), zeros(32)], seed=seed)
             return result.arrays[1], {"k": result.covered}
 
-        return Program("snippet", kernels, (Run("batch", once, np.arange(want), 1e-9),), with_kernels, frozenset())
+        return Workload("snippet", kernels, (Run("batch", once, np.arange(want), 1e-9),), with_kernels, frozenset())
 
     return with_kernels({"k": Kernel("k", kernel, launch(kernel))})
 
@@ -123,3 +123,11 @@ def test_a_run_that_goes_on_has_the_order_of_the_first_one(tmp_path):
     for took, order in (([1.0, 2.0], [0, 1]), ([2.0, 1.0], [1, 0])):
         path.write_text(json.dumps({**entry, "took": took}))
         assert [batch.number for batch in Trial.of(two, "k", Log(str(path))).batches] == order
+
+
+def test_other_batches_are_another_trial(tmp_path):
+    path, one = tmp_path / "log", suite(WRITE + "bar.sync 0;" + READ)
+    (run,) = one.runs
+    more = dataclasses.replace(one, runs=(run, dataclasses.replace(run, name="another batch")))
+    versions = {Trial.of(of, "k", Log(str(path))).version for of in (one, more, one)}
+    assert len(versions) == 2 and len(path.read_text().splitlines()) == 2
