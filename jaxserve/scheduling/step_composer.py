@@ -188,7 +188,10 @@ class StepComposer:
         room = min(self._budget(starts) - n, draft_lengths.max_rows - n - num_prompts)
         ends = np.minimum(np.cumsum(np.maximum(wanted, 0)), max(0, room // 2 if num_prompts else room))
         num_drafts = np.diff(ends, prepend=0).astype(np.int32)
-        for i in (starts + num_drafts >= rows.capacity[decodes]).nonzero()[0].tolist():
+        (short,) = (starts + num_drafts >= rows.capacity[decodes]).nonzero()
+        while len(short) and self._pages.grow(decodes[short]):  # a page for each, or none where there are too few
+            short = short[(starts + num_drafts)[short] >= rows.capacity[decodes[short]]]
+        for i in short.tolist():
             row = decodes[i]
             while rows.capacity[row] <= starts[i] + num_drafts[i] and self._pages.grow(np.array([row])):
                 pass

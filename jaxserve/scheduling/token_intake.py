@@ -7,7 +7,7 @@ ends its request. Knows nothing of queues, budgets or policies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, repeat
 
 import numpy as np
 
@@ -74,24 +74,27 @@ class TokenIntake:
         assert not odd.any(), f"{counts[odd]} tokens of entries that planned {planned[odd]}"
         own = samples & (state.generation[rows] == schedule.generations)
         state.num_computed[rows[own]] -= (planned - counts)[own]
-        texts = [text[:count] for text, count in zip(sampled.tolist(), counts.tolist(), strict=True)]
         known = state.num_known[rows] + counts
         alone = samples & ~(own & (known < state.limit[rows]))  # that may end, or that have no row any more
+        tokens, ends = sampled[np.arange(sampled.shape[1]) < counts[:, None]].tolist(), counts.cumsum()
+        texts = [tokens[begin:end] for begin, end in zip((ends - counts).tolist(), ends.tolist(), strict=True)]
         stop_ids = self.requests.stop_ids.keys()
-        if not stop_ids.isdisjoint(chain.from_iterable(texts)):
+        if not stop_ids.isdisjoint(tokens):
             alone |= samples & np.array([not stop_ids.isdisjoint(text) for text in texts], bool)
         if watched := self.requests.repetitions:
             alone |= samples & np.array([request.request_id in watched for request in requests], bool)
-        together = np.flatnonzero(samples & ~alone)
-        result = StepResult([], [])
-        for i in together.tolist():
-            request, text = requests[i], texts[i]
+        together = (samples & ~alone).nonzero()[0]
+        if len(together) < len(rows):
+            owners, parts = [requests[i] for i in together.tolist()], [texts[i] for i in together.tolist()]
+            tokens = list(chain.from_iterable(parts))
+        else:
+            owners, parts = requests, texts
+        for request, text in zip(owners, parts, strict=True):
             request.token_ids += text
-            result.requests += [request] * len(text)
-            result.tokens += text
+        result = StepResult(list(chain.from_iterable(map(repeat, owners, map(len, parts)))), tokens)
         state.num_known[rows[together]] = known[together]
         self._pages.register_full(rows[together])
-        for i in np.flatnonzero(alone).tolist():
+        for i in alone.nonzero()[0].tolist():
             self._deliver(requests[i], texts[i], int(planned[i]), result)
         return result
 

@@ -8,11 +8,13 @@ scheduler asks while it composes a step. Knows nothing of models, and of tokens 
 from __future__ import annotations
 
 from collections import deque
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxserve.buckets.plan import Bucket, BucketPlan
+from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.schedule import Schedule
 from jaxserve.speculative.proposer import NO_DRAFT
 
@@ -26,6 +28,8 @@ ENOUGH_TIMES = 3  # fewer say nothing: the first may hold a compile
 RETRY_STEPS = 1000  # a shape that did not run for so many steps is timed anew
 PATIENCE = 8  # steps of decodes in a row for which no drafts pay; behind those none are made,
 PROBE_EVERY, PROBE_STEPS = 128, 3  # but in so many of every so many steps
+
+_STATUS, _NUM_FORCED = attrgetter("status"), attrgetter("num_forced_in_flight")
 
 Shape = tuple[Bucket, int]  # of a step of decodes alone: its bucket, its head's rows
 
@@ -199,7 +203,7 @@ class DraftLengths:
         decoding, planned, accepted = rows[:d], schedule.q_lens[:d] - 1, counts[:d] - 1
         first_tokens = tokens[:d] if tokens.ndim == 1 else tokens[:d, 0]
         right = np.where(planned > 0, accepted, self.proposed[decoding, 0] == first_tokens)
-        counted = np.array([not (request.finished or request.num_forced_in_flight) for request in schedule.requests[:d]], bool)
+        counted = _counted(schedule.requests[:d])
         rates = 1 - (1 - self.rates[decoding]) * (1 - MEMORY) ** right
         rates = np.where(right < np.maximum(planned, 1), rates * (1 - MEMORY), rates)
         tried = counted & (self.proposed[decoding, 0] != NO_DRAFT) if self.on_host or self._by_model else counted
@@ -222,3 +226,10 @@ class DraftLengths:
             self._generations[rows] = schedule.generations
             self.rates[rows[new]] = self._of_new
             self._unpaid = 0  # of whoever decodes from now on nothing is known
+
+
+def _counted(requests: list[Request]) -> np.ndarray:  # bool[n]
+    """Of whose drafts something is learnt: neither finished nor with a forced token in flight. Seldom anybody is either."""
+    if RequestStatus.FINISHED in map(_STATUS, requests) or any(map(_NUM_FORCED, requests)):
+        return np.array([not (request.finished or request.num_forced_in_flight) for request in requests], bool)
+    return np.ones(len(requests), bool)
