@@ -6,6 +6,7 @@ the rows that it belongs to.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
@@ -89,18 +90,27 @@ class WithPages(WithWeights):
         return kv_bytes(self.functions, 1, self.pages.page_size)
 
 
-def choose(logits: jax.Array, rows: SamplingRows, draws: bool) -> tuple[jax.Array, jax.Array | None]:  # f32[B, V] -> i32[B]
-    """A draft of each row, and what it was drawn from, f32[B, V], where drafts are drawn."""
+def choose(
+    logits: jax.Array, rows: SamplingRows, draws: bool, ids: jax.Array | None = None, vocab_size: int = 0
+) -> tuple[jax.Array, jax.Array | None]:  # f32[B, n] -> i32[B], f32[B, V]
+    """A draft of each row, and what it was drawn from where drafts are drawn.
+
+    ids: i32[n], ascending: the tokens of the vocabulary that the logits are of; None: all. What is drawn is what would be if the
+    others had logits of -inf: sums of weights run in the vocabulary's order, and of equal logits the lower id comes first.
+    """
+    if ids is not None:
+        place = jnp.minimum(jnp.searchsorted(ids, rows.suppress_ids), len(ids) - 1).astype(jnp.int32)
+        rows = replace(rows, suppress_ids=jnp.where(ids[place] == rows.suppress_ids, place, -1))
+    probs = None
     if draws:
-        return sampler.draw_with_probs(logits, rows, DRAFT_STREAM)
-    return sampler.sample(logits, rows).tokens, None
-
-
-def over_vocabulary(logits: jax.Array, ids: jax.Array | None, vocab_size: int) -> jax.Array:  # f32[B, n] -> f32[B, V]
-    """-inf where a head knows no token. ids: i32[n], those that it knows; None: all."""
+        tokens, probs = sampler.draw_with_probs(logits, rows, DRAFT_STREAM)
+    else:
+        tokens = sampler.sample(logits, rows).tokens
     if ids is None:
-        return logits
-    return jnp.full((len(logits), vocab_size), -jnp.inf, jnp.float32).at[:, ids].set(logits)
+        return tokens, probs
+    if probs is not None:
+        probs = jnp.zeros((len(probs), vocab_size), probs.dtype).at[:, ids].set(probs)
+    return ids[tokens], probs
 
 
 def spread(

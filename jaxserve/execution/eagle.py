@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.batching.context import StepContext
-from jaxserve.execution.draft_functions import HeadFunctions, WithPages, choose, new_pages, over_vocabulary, spread
+from jaxserve.execution.draft_functions import HeadFunctions, WithPages, choose, new_pages, spread
 from jaxserve.execution.draft_pages import DraftPages, LastRows
 from jaxserve.execution.model_functions import ModelFunctions, attend_paged
 from jaxserve.models.eagle import EagleHead
+from jaxserve.sampling.sampler import SamplingRows
 from jaxserve.speculative.proposer import Ran, Seen
 
 
@@ -112,7 +113,7 @@ class Eagle(WithPages):
             context = self.pages.of_drafts(table, is_real, jnp.where(is_real, before + j, 0))
             feature, kv = self._run(head, self._embed(head, target, tokens), feature, kv, context)
             rows = replace(last.sampling, position=last.positions + 1 + j)
-            tokens, probs = choose(self._logits(head, target, feature), rows, self.draws)
+            tokens, probs = self._choose(head, target, feature, rows)
             return (kv, tokens, feature), (tokens, probs)
 
         steps = jnp.arange(self.num_drafts, dtype=jnp.int32)
@@ -122,11 +123,14 @@ class Eagle(WithPages):
         state = EagleState([kv], state.of_rows, kept, kept_at)
         return state, *spread(last, drafts, probs, len(seen.seq_rows))
 
-    def _logits(self, head: EagleHead, target: Any, x: jax.Array) -> jax.Array:  # [B, D] -> f32[B, V]
-        """Over the target's vocabulary, -inf where the head knows no token."""
+    def _choose(
+        self, head: EagleHead, target: Any, x: jax.Array, rows: SamplingRows
+    ) -> tuple[jax.Array, jax.Array | None]:  # [B, D] -> i32[B], f32[B, V]
+        """Drafts among the tokens that the head knows."""
         if head.lm_head is None or head.draft_ids is None:
-            return target.logits(x)
-        return over_vocabulary(head.draft_logits(x, self.functions.fused), head.draft_ids[...], self.target.model_config.vocab_size)
+            return choose(target.logits(x), rows, self.draws)
+        logits, V = head.draft_logits(x, self.functions.fused), self.target.model_config.vocab_size
+        return choose(logits, rows, self.draws, head.draft_ids[...], V)
 
 
 @dataclass(frozen=True)

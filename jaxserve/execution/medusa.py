@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jaxserve.execution.draft_functions import HeadFunctions, WithWeights, choose, over_vocabulary, spread
+from jaxserve.execution.draft_functions import HeadFunctions, WithWeights, choose, spread
 from jaxserve.execution.draft_pages import LastRows
 from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.models.medusa import MedusaHeads
@@ -44,7 +44,7 @@ class Medusa(WithWeights):
             x = self.target.module(self.shared, weights[n:]).final_norm(seen.hidden[last.order])
             for j in range(self.num_drafts):
                 rows = replace(last.sampling, position=last.positions + 1 + j)
-                tokens, drawn_from = choose(over_vocabulary(heads.logits(j, x, self.functions.fused), ids, V), rows, self.draws)
+                tokens, drawn_from = choose(heads.logits(j, x, self.functions.fused), rows, self.draws, ids, V)
                 drafts.append(tokens)
                 probs.append(drawn_from)
         return state, *spread(last, jnp.stack(drafts), jnp.stack(probs) if self.draws else None, len(seen.seq_rows))

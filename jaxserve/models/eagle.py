@@ -22,6 +22,7 @@ from flax import nnx
 from checkpoints.weights import Source, WeightsError, find_problems, load_weights
 from jaxserve.models.config import ModelConfig, read_json
 from jaxserve.models.decoder import named_leaves, with_leaves
+from jaxserve.models.draft_ids import add_draft_ids
 from jaxserve.models.hf_keys import as_is, layer_linears, linear
 from jaxserve.models.layers import (
     AnyLinear,
@@ -116,7 +117,8 @@ class EagleHead(nnx.Module):
     output is the next token's feature; `draft_logits` are over draft_ids, the tokens of the target's vocabulary that it knows.
 
     Weights by path: fc/kernel, attention/..., mlp/..., mlp_norm/scale as a DecoderLayer's; with version 3 input_norm, hidden_norm
-    and norm, lm_head/kernel [D, draft_vocab_size] and draft_ids i32[draft_vocab_size]; embed_tokens/embedding where it has one.
+    and norm, lm_head/kernel [D, draft_vocab_size] and draft_ids i32[draft_vocab_size], ascending; embed_tokens/embedding where it
+    has one.
     """
 
     def __init__(self, config: EagleConfig, *, rngs: nnx.Rngs, param_dtype: Any = jnp.bfloat16):
@@ -245,7 +247,7 @@ def load_eagle(reader: Any, config: EagleConfig, dtype: Any) -> EagleHead:
         raise WeightsError(f"the checkpoint does not fit an EAGLE-{config.version} head ({len(problems)} problems):\n  {listed}")
     loaded = dict(load_weights(reader, floats, table, ignore=ignore))
     if ids is not None:
-        loaded["draft_ids"] = jnp.asarray(ids)
+        add_draft_ids(loaded, ids)
     return with_leaves(abstract, {path: loaded[path] for path in leaves})
 
 

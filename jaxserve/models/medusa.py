@@ -25,6 +25,7 @@ from flax import nnx
 from checkpoints.weights import Source, WeightsError, find_problems, load_weights
 from jaxserve.models.config import ModelConfig, read_json
 from jaxserve.models.decoder import named_leaves, with_leaves
+from jaxserve.models.draft_ids import add_draft_ids
 from jaxserve.models.hf_keys import as_is, linear
 from jaxserve.models.layers import AnyLinear, Fused, Linear, plain_linear, transposed
 
@@ -121,7 +122,7 @@ class MedusaHeads(nnx.Module):
     the vocabulary.
 
     Weights by path: heads/k/blocks/i/linear/kernel [D, D] and bias [D], heads/k/lm_head/kernel [D, n], or lm_head/kernel where it
-    is shared; draft_ids i32[n] where n, the tokens that they know, is not V.
+    is shared; draft_ids i32[n], ascending, where n, the tokens that they know, is not V.
     """
 
     def __init__(self, config: MedusaConfig, *, rngs: nnx.Rngs, param_dtype: Any = jnp.bfloat16):
@@ -241,7 +242,7 @@ def load_medusa(reader: Any, config: MedusaConfig, dtype: Any) -> MedusaHeads:
         logger.warning("of Medusa heads %d are used, as medusa_num_heads says; the file has %d", config.num_heads, max(further) + 1)
     loaded = dict(load_weights(reader, floats, table, ignore=ignore))
     if ids is not None:
-        loaded["draft_ids"] = jnp.asarray(ids)
+        add_draft_ids(loaded, ids)
     return with_leaves(abstract, {path: loaded[path] for path in leaves})
 
 

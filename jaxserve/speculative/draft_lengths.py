@@ -83,7 +83,8 @@ class DraftLengths:
     those of the engine's own steps. adaptive=False: always `num_drafts`.
 
     by_model: whether what drafts takes time, though nothing is verified. Then `proposes` says of each step whether its head shall
-    make drafts. Where none paid for a while it does not, but in a few steps from time to time, and again when other rows decode.
+    make drafts. Where none paid for a while it does not, but in a few steps from time to time, and again when other rows decode or
+    so few that they have another bucket.
 
     on_host: whether the host writes `proposed` before it schedules, so that no row brings a draft that is none. Otherwise the
     device has newer drafts than `proposed`, which is a step behind.
@@ -113,7 +114,8 @@ class DraftLengths:
         self.proposes: bool = True  # whether the head of the step that was scheduled last shall make drafts
         self._by_model = by_model
         self._unpaid = 0  # steps of decodes in a row without drafts
-        self._last_rows: bytes = b""
+        self._last_rows: np.ndarray = np.zeros(0, np.intp)
+        self._last_bucket: Bucket | None = None
         self._last_finished = 0.0
         self._generations = np.full(max_num_seqs, -1, np.int64)
         self._of_new = FIRST_RATE  # what to expect of a row's next owner
@@ -139,9 +141,11 @@ class DraftLengths:
         return np.minimum(chosen, self._num_known(rows)) if self.on_host else chosen
 
     def _rest(self, rows: np.ndarray, pays: bool) -> None:
-        """Decides whether the step in hand makes drafts."""
-        same, self._last_rows = rows.tobytes() == self._last_rows, rows.tobytes()
-        self._unpaid = 0 if pays or not same else self._unpaid + 1
+        """Decides whether the step in hand makes drafts. Rows that leave change nothing until a smaller bucket holds the rest."""
+        bucket = self.plan.select(len(rows), len(rows), 1)
+        alike = bucket == self._last_bucket and bool(np.isin(rows, self._last_rows).all())
+        self._last_rows, self._last_bucket = rows.copy(), bucket
+        self._unpaid = 0 if pays or not alike else self._unpaid + 1
         self.proposes = self._unpaid < PATIENCE or self._unpaid % PROBE_EVERY < PROBE_STEPS
 
     def _num_known(self, rows: np.ndarray) -> np.ndarray:  # i32[n]

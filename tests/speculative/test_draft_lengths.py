@@ -250,3 +250,22 @@ def test_cut_drafts_are_not_refused_ones(why):
     assert outcomes is not None and [x.tolist() for x in outcomes] == [[1], [2], [0]]
     assert lengths.rates[3] == before[3] and lengths.rates[5] < before[5]
     assert (lengths.proposed[rows] == drafts[[0, 3]]).all()
+
+
+def test_rows_that_leave_do_not_end_a_rest_before_they_have_another_bucket():
+    """A batch ends row by row: heads that have found that drafts don't pay need not find it again at each."""
+    machine = Machine([0.02] * 8, 0.02, drafting=0.2, by_model=True)
+    machine.run(40)
+    assert not any(machine.proposed[20:])
+    for gone in (1, 2, 3):
+        machine.rows, machine.rates = machine.rows[:-1], machine.rates[:-1]
+        machine.run(5)
+        assert not any(machine.proposed[-5:]), f"{gone} of eight have left"
+    machine.rows, machine.rates = machine.rows[:-1], machine.rates[:-1]
+    machine.run(5)
+    assert all(machine.proposed[-5:]), "four have a bucket of their own: their drafts may pay"
+    machine.run(40)
+    assert not any(machine.proposed[-20:])
+    machine.rows, machine.rates = np.array([0, 1, 2, 7]), machine.rates
+    machine.run(5)
+    assert all(machine.proposed[-5:]), "another row has come"
