@@ -28,6 +28,7 @@ ENOUGH_TIMES = 3  # fewer say nothing: the first may hold a compile
 RETRY_STEPS = 1000  # a shape that did not run for so many steps is timed anew
 PATIENCE = 8  # steps of decodes in a row for which no drafts pay; behind those none are made,
 PROBE_EVERY, PROBE_STEPS = 128, 3  # but in so many of every so many steps
+TRIAL_STEPS = 5  # without drafts, so that it is known what these steps take
 
 _STATUS, _NUM_FORCED = attrgetter("status"), attrgetter("num_forced_in_flight")
 
@@ -82,9 +83,10 @@ class DraftLengths:
     time per token is best, averaged over the rows, as long as it slows down no row by more than that average gains. The times are
     those of the engine's own steps. adaptive=False: always `num_drafts`.
 
-    by_model: whether what drafts takes time, though nothing is verified. Then `proposes` says of each step whether its head shall
-    make drafts. Where none paid for a while it does not, but in a few steps from time to time, and again when other rows decode or
-    so few that they have another bucket.
+    by_model: whether what drafts takes time, though nothing is verified. Drafts that are there are verified where that pays beside
+    a step that made them for nothing. `proposes` says of each step whether its head shall make drafts, which must pay beside one
+    that makes none: a few such steps are tried. Where none paid for a while it does not, but in a few steps from time to time, and
+    again when other rows decode or so few that they have another bucket.
 
     on_host: whether the host writes `proposed` before it schedules, so that no row brings a draft that is none. Otherwise the
     device has newer drafts than `proposed`, which is a step behind.
@@ -113,9 +115,13 @@ class DraftLengths:
         self.times_at_rest: RecentTimes = RecentTimes()  # of steps whose heads made no drafts
         self.proposes: bool = True  # whether the head of the step that was scheduled last shall make drafts
         self._by_model = by_model
-        self._unpaid = 0  # steps of decodes in a row without drafts
+        self._pays = False  # whether drafts chosen last pay for their making too
+        self._unpaid = 0  # steps of decodes in a row in which they did not
         self._last_rows: np.ndarray = np.zeros(0, np.intp)
-        self._last_bucket: Bucket | None = None
+        self._last_shape: Shape | None = None
+        self._num_steps = 0
+        self._trial = 0  # steps of a trial without drafts that are left
+        self._next_trials: dict[Shape, int] = {}  # at which step one may begin
         self._last_finished = 0.0
         self._generations = np.full(max_num_seqs, -1, np.int64)
         self._of_new = FIRST_RATE  # what to expect of a row's next owner
@@ -137,16 +143,22 @@ class DraftLengths:
         else:
             chosen = np.zeros(len(rows), np.int32)  # the step before makes none
         if self._by_model and self.adaptive:
-            self._rest(rows, bool(chosen.any()))
+            self._rest(rows, bool(chosen.any()) and self._pays)
         return np.minimum(chosen, self._num_known(rows)) if self.on_host else chosen
 
     def _rest(self, rows: np.ndarray, pays: bool) -> None:
         """Decides whether the step in hand makes drafts. Rows that leave change nothing until a smaller bucket holds the rest."""
-        bucket = self.plan.select(len(rows), len(rows), 1)
-        alike = bucket == self._last_bucket and bool(np.isin(rows, self._last_rows).all())
-        self._last_rows, self._last_bucket = rows.copy(), bucket
+        shape = self.shape(len(rows), len(rows), 1)
+        alike = shape == self._last_shape and bool(np.isin(rows, self._last_rows).all())
+        self._last_rows, self._last_shape = rows.copy(), shape
         self._unpaid = 0 if pays or not alike else self._unpaid + 1
+        self._num_steps += 1
+        if pays and self.times_at_rest.get(shape) is None and self._num_steps >= self._next_trials.get(shape, 0):
+            self._trial = TRIAL_STEPS
+            self._next_trials[shape] = self._num_steps + RETRY_STEPS
         self.proposes = self._unpaid < PATIENCE or self._unpaid % PROBE_EVERY < PROBE_STEPS
+        if self._trial:
+            self._trial, self.proposes = self._trial - 1, False
 
     def _num_known(self, rows: np.ndarray) -> np.ndarray:  # i32[n]
         return (self.proposed[rows] != NO_DRAFT).sum(1, dtype=np.int32)
@@ -158,6 +170,7 @@ class DraftLengths:
             worth &= self._num_known(rows) > 0
         num_worth, best, length = int(worth.sum()), LEAST_GAIN, 0
         at_rest, plain = self.times_at_rest.get(self.shape(n, n, 1)), self.times.get(self.shape(n, n, 1))
+        self._pays = False
         if plain is None or not num_worth:
             return np.zeros(n, np.int32)
         p = np.minimum(rates[worth], 0.999)
@@ -171,12 +184,13 @@ class DraftLengths:
                 if not explore:
                     continue
                 seconds, explore = max(plain, self.times.least(shape)), False
-            tokens, speed = np.ones(n), (at_rest or plain) / seconds
+            tokens, speed = np.ones(n), plain / seconds
             tokens[worth] = (1 - p ** (k + 1)) / (1 - p)
             gain = speed * float(tokens.mean() if queued else 1 / (1 / tokens).mean())
             fair = queued or gain * speed * float(tokens.min()) >= 1
             if gain > best and fair:
                 best, length = gain, k
+        self._pays = length > 0 and (at_rest is None or best * at_rest / plain > 1)
         return np.where(worth, length, 0).astype(np.int32)
 
     def shape(self, num_tokens: int, num_seqs: int, max_q_len: int) -> Shape:

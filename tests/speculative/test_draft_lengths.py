@@ -208,6 +208,13 @@ def test_what_a_step_at_rest_takes_is_what_drafts_must_beat():
     assert np.mean(machine.lengths_seen[300:]) < 0.1 and machine.gain > 0.96
 
 
+def test_drafts_that_are_there_are_verified_where_only_their_making_does_not_pay():
+    """A row that is right by turns: what was made for a step is not thrown away because it would not be made for it alone."""
+    machine = Machine([0.4], 0.02, drafting=0.3, by_model=True)
+    machine.run(1500)
+    assert machine.gain > 1.03, machine.gain
+
+
 def test_drafts_are_made_again_when_they_would_stand_or_other_rows_decode():
     machine = Machine([0.05] * 2, 0.05, drafting=0.2, by_model=True)
     machine.run(200)
