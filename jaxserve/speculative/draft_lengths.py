@@ -21,12 +21,12 @@ from jaxserve.speculative.proposer import NO_DRAFT
 MEMORY = 0.15  # weight of the newest draft in a row's rate
 MEMORY_OF_NEW = 0.02  # of the newest step in what is expected of a row's next owner
 FIRST_RATE = 0.5  # of the first rows
-LEAST_RATE = 0.2  # a row whose drafts are right less often brings none
+LEAST_RATE, LEAST_RATE_MADE = 0.2, 0.1  # a row whose drafts are right less often brings none; of drafts that take time to make
 LEAST_GAIN = 1.05  # over a plain step, by prediction, that makes drafts worth it
 NUM_TIMES = 12  # last times of a shape that count
 ENOUGH_TIMES = 3  # fewer say nothing: the first may hold a compile
 RETRY_STEPS = 1000  # a shape that did not run for so many steps is timed anew
-PATIENCE = 8  # steps of decodes in a row for which no drafts pay; behind those none are made,
+PATIENCE = 8  # steps of decodes in a row for which no drafts pay, and more of few rows; behind those none are made,
 PROBE_EVERY, PROBE_STEPS = 128, 3  # but in so many of every so many steps
 TRIAL_STEPS = 5  # without drafts, so that it is known what these steps take
 
@@ -156,7 +156,8 @@ class DraftLengths:
         if pays and self.times_at_rest.get(shape) is None and self._num_steps >= self._next_trials.get(shape, 0):
             self._trial = TRIAL_STEPS
             self._next_trials[shape] = self._num_steps + RETRY_STEPS
-        self.proposes = self._unpaid < PATIENCE or self._unpaid % PROBE_EVERY < PROBE_STEPS
+        patience = PATIENCE * (1 + 2 // max(1, len(rows)))  # what few rows say is noisy
+        self.proposes = self._unpaid < patience or self._unpaid % PROBE_EVERY < PROBE_STEPS
         if self._trial:
             self._trial, self.proposes = self._trial - 1, False
 
@@ -165,7 +166,7 @@ class DraftLengths:
 
     def _choose(self, rows: np.ndarray, explore: bool, queued: bool) -> np.ndarray:
         n, rates = len(rows), self.rates[rows]
-        worth = rates >= LEAST_RATE
+        worth = rates >= (LEAST_RATE_MADE if self._by_model else LEAST_RATE)
         if self.on_host:
             worth &= self._num_known(rows) > 0
         num_worth, best, length = int(worth.sum()), LEAST_GAIN, 0

@@ -194,7 +194,7 @@ def test_what_is_larger_than_a_step_that_lost_is_not_tried():
 def test_drafts_that_cost_and_do_not_pay_are_not_made():
     machine = Machine([0.3] * 8, 0.1, drafting=0.5, by_model=True)
     machine.run(1500)
-    assert np.mean(machine.proposed[100:]) < 0.04 and not any(machine.lengths_seen[100:])
+    assert np.mean(machine.proposed[100:]) < 0.04 and np.mean(machine.lengths_seen[100:]) < 0.04
     assert machine.gain > 0.97
     always = Machine([0.3] * 8, 0.1, drafting=0.5)
     always.run(1500)
@@ -212,7 +212,7 @@ def test_drafts_that_are_there_are_verified_where_only_their_making_does_not_pay
     """A row that is right by turns: what was made for a step is not thrown away because it would not be made for it alone."""
     machine = Machine([0.4], 0.02, drafting=0.3, by_model=True)
     machine.run(1500)
-    assert machine.gain > 1.03, machine.gain
+    assert machine.gain > 1.12, machine.gain
 
 
 def test_drafts_are_made_again_when_they_would_stand_or_other_rows_decode():
