@@ -51,8 +51,8 @@ class LayoutPtx:
 
     def wanted(self, batch: Batch) -> Groups:
         """The layout that all backends share."""
-        given = {"num_tokens": batch.num_tokens, "block_rows": self.block_rows}
-        return lay_out(batch.group_ids, self.case.E, **given, backend="", some_elsewhere=True)
+        ids, rows = batch.group_ids, self.block_rows
+        return lay_out(ids, self.case.E, num_tokens=batch.num_tokens, block_rows=rows, backend="", some_elsewhere=True)
 
 
 @dataclasses.dataclass(frozen=True)
