@@ -18,17 +18,20 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
-# One compilation cache for the processes of a run, those that tests start included; JAX_COMPILATION_CACHE_DIR=<folder> is used as
-# it is, and kept for the next run. Here and not in a hook: conftest.py of a folder may import jax before hooks are called.
+# One compilation cache for the processes of a run, those that tests start included. It lies in a folder of the run's own, or in
+# $TESTS_CACHE, which is kept for the next run: programs are found there by all that they are made from.
+# JAX_COMPILATION_CACHE_DIR=<folder> is used as it is. Here and not in a hook: conftest.py of a folder may import jax before hooks
+# are called.
 CACHE = {
     "JAX_COMPILATION_CACHE_DIR": "",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
-FOLDER = None  # the cache's, of the process that made it
+FOLDER = None  # the cache's, of the process that made it, if it is not kept
 if not CACHE.keys() & os.environ.keys():
-    FOLDER = tempfile.mkdtemp(prefix="jaxserve-tests-")
-    os.environ.update(CACHE | {"JAX_COMPILATION_CACHE_DIR": FOLDER})
+    kept = os.environ.get("TESTS_CACHE")
+    FOLDER = None if kept else tempfile.mkdtemp(prefix="jaxserve-tests-")
+    os.environ.update(CACHE | {"JAX_COMPILATION_CACHE_DIR": FOLDER or str(Path(kept or "").absolute())})
 
 
 def pytest_collection_modifyitems(items):
