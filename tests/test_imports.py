@@ -1,13 +1,14 @@
 """Imports run one way, `scripts, tests -> jaxserve -> {kernels, checkpoints}`, and what should be light stays light."""
 
 import ast
+import functools
 import itertools
 import os
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -47,16 +48,17 @@ def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def imported(path: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imported(path: Path) -> tuple[tuple[int, str], ...]:
     """(line, absolute dotted name) of every import in a file, those inside functions too."""
-    package = path.relative_to(ROOT).parent.parts
+    package, found = path.relative_to(ROOT).parent.parts, []
     for node in ast.walk(ast.parse(path.read_text(), filename=relative(path))):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
-            yield node.lineno, ".".join((*base, node.module) if node.module else base)
+            found.append((node.lineno, ".".join((*base, node.module) if node.module else base)))
+    return tuple(found)
 
 
 def run_python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
