@@ -11,6 +11,7 @@ from tests.dummy import Ask, assert_empty, poison
 from tests.engine.storing import NAME, asks, counts, engine_with, settle, stored
 from tests.engine.test_handover import PAGES, decode, prefill
 from tests.kv_store.memory_transfer import MemoryTransfer
+from tests.selection import exhaustive_unless
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_a_prefill_engine_that_is_lost_is_done_without(two):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", exhaustive_unless(lambda seed: seed == 0, range(3)))
 def test_whatever_fails_tokens_are_those_of_one_engine(two, seed):
     rng, (first, second) = random.Random(seed), two
     tier = tier_of(first)

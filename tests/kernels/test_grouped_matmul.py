@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import chex
 import jax
@@ -22,7 +23,7 @@ from kernels.grouped_matmul import (
 )
 from kernels.grouped_matmul.cases import CASES, LAYOUTS, TOLERANCE, build, expected
 from tests.kernels.cpu_levels import AUTO
-from tests.selection import slow_unless
+from tests.selection import chosen
 
 NAMED = {case.name: case for case in CASES}
 RUNS = [(case, backend) for case in CASES for backend in ("reference", "xla")]
@@ -68,8 +69,15 @@ def lay_out(ids, num_tokens, num_groups, block_rows):
     return layout.lay_out(ids, num_groups, num_tokens=num_tokens, block_rows=block_rows, backend="xla")
 
 
-@pytest.mark.parametrize("block_rows", slow_unless(lambda block_rows: block_rows == 8, [8, 64]))
-@pytest.mark.parametrize("case", slow_unless(lambda case: case.name in QUICK, CASES), ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    ("case", "block_rows"),
+    chosen(
+        itertools.product(CASES, (8, 64)),
+        quick=lambda case, block_rows: case.name in QUICK and block_rows == 8,
+        in_ci=lambda case, block_rows: block_rows == (64, 8)[CASES.index(case) % 2] or case.name in QUICK,
+    ),
+    ids=lambda x: x if isinstance(x, int) else x.name,
+)
 def test_the_layout_keeps_its_promises(case, block_rows):
     batch = build(case)
     ids, T, k, E = np.asarray(batch.group_ids), case.T, case.k, case.E
@@ -102,8 +110,15 @@ def test_the_layout_keeps_its_promises(case, block_rows):
 LAID_OUT = [case for case in CASES if case.dtype == "float32"] + [case for case in LAYOUTS if case.T < 100]
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-@pytest.mark.parametrize("case", slow_unless(lambda case: case.name == "one_of_many", LAID_OUT), ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    ("case", "elsewhere"),
+    chosen(
+        itertools.product(LAID_OUT, (False, True)),
+        quick=lambda case, _: case.name == "one_of_many",
+        in_ci=lambda case, elsewhere: elsewhere == bool(LAID_OUT.index(case) % 2),
+    ),
+    ids=lambda x: x if isinstance(x, bool) else x.name,
+)
 def test_the_kernel_lays_out_the_same(case, elsewhere):
     """Every integer, and without races; elsewhere: every third choice is of a group that is not here."""
     batch = build(case)

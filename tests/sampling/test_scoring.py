@@ -1,5 +1,6 @@
 """Scores of tokens from hidden rows: against float64, with the vocabulary in blocks and at once."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -11,9 +12,10 @@ from jaxserve.parallel.shard import ALONE
 from jaxserve.sampling import scoring
 from jaxserve.sampling.rows import ScoredRows, unpack_scored
 from tests.sampling.test_sampling import likeliest_first
-from tests.selection import slow_unless
+from tests.selection import chosen
 
 C, D, TOP = 12, 24, 20
+SIZES = [3, 300, 2048, 2049, 4096, 3 * 2048 - 1, 49152 + 5]  # of vocabularies
 
 
 def rows_of(x: jax.Array, weight: jax.Array, vocab_axis: int, tokens: np.ndarray, with_top: bool) -> ScoredRows:
@@ -33,11 +35,17 @@ def inputs(V: int, vocab_axis: int, dtype: str) -> tuple[jax.Array, jax.Array, n
     return jnp.asarray(x, dtype), jnp.asarray(weight if vocab_axis == 0 else weight.T, dtype), tokens.astype(np.int32)
 
 
-@pytest.mark.parametrize("V", slow_unless(lambda V: V == 2049, [3, 300, 2048, 2049, 4096, 3 * 2048 - 1, 49152 + 5]))
-@pytest.mark.parametrize("vocab_axis, dtype", [(0, "bfloat16"), (1, "float32")])
-@pytest.mark.parametrize("at_once", [False, True], ids=["as_on_a_cpu", "at_once"])
-def test_scores_are_the_log_softmax(V, vocab_axis, dtype, at_once, monkeypatch):
-    if at_once:  # as where a loop costs more than memory
+@pytest.mark.parametrize(
+    ("way", "vocab_axis", "V"),
+    chosen(
+        itertools.product(("as_on_a_cpu", "at_once"), (0, 1), SIZES),
+        quick=lambda way, vocab_axis, V: V == 2049,
+        in_ci=lambda way, vocab_axis, V: (way == "at_once") == (vocab_axis + SIZES.index(V)) % 2,
+    ),
+)
+def test_scores_are_the_log_softmax(V, vocab_axis, way, monkeypatch):
+    dtype = "float32" if vocab_axis else "bfloat16"
+    if way == "at_once":  # as where a loop costs more than memory
         monkeypatch.setattr(scoring, "SCORED_AT_ONCE", V)
     x, weight, tokens = inputs(V, vocab_axis, dtype)
     full = np.asarray(x, np.float64) @ np.moveaxis(np.asarray(weight, np.float64), vocab_axis, 1)

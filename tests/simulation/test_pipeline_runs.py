@@ -1,5 +1,6 @@
 """Rounds booked at once against the same micro-batches one by one: whatever a replay holds, and the scheduler, bit for bit."""
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,9 +20,9 @@ from jaxserve.step_times.analytic import Deployment
 from jaxserve.step_times.hardware import GPUS
 from jaxserve.step_times.model_shapes import MODELS
 from jaxserve.workloads.workload import Workload, WorkloadRequest
-from tests.selection import slow_unless
+from tests.selection import chosen
 from tests.simulation.machines import MODEL
-from tests.simulation.test_replay import POLICIES
+from tests.simulation.test_replay import POLICIES, name_of
 
 PLAN = BucketPlan((2, 4, 8), ((16, 8), (64, 8)), (2, 8))
 HOST = replace(MODEL, host_seconds=3e-4)
@@ -115,9 +116,15 @@ def replay_both(monkeypatch, *args: Any, **options: Any) -> tuple[PipelineReplay
     return one, logs[1].sizes
 
 
-@pytest.mark.parametrize("options", POLICIES, ids=lambda options: "-".join(map(str, options.values())) or "sarathi")
-@pytest.mark.parametrize("stages", slow_unless(lambda stages: stages == "slow_first", STAGES))
-@pytest.mark.parametrize("num_pages", slow_unless(lambda num_pages: num_pages == 60, [60, 400]))
+@pytest.mark.parametrize(
+    ("num_pages", "stages", "options"),
+    chosen(
+        itertools.product((60, 400), STAGES, POLICIES),
+        quick=lambda num_pages, stages, _: num_pages == 60 and stages == "slow_first",
+        in_ci=lambda num_pages, stages, options: stages == list(STAGES)[(POLICIES.index(options) + num_pages // 60) % 3],
+    ),
+    ids=lambda x: name_of(x) if isinstance(x, dict) else x,
+)
 def test_runs_change_nothing(monkeypatch, options, stages, num_pages):
     """Each policy, short of pages or not, with more or fewer micro-batches than stages, unlike ones, arrivals at any time."""
     work, limits = long_outputs(40, 7, rate=1.5 if stages == "slow_first" else 5.0), replace(LIMITS, **options)

@@ -1,5 +1,7 @@
 """Virtual time against hand calculation, and the demands of a replay against those of a real engine."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,7 @@ from jaxserve.workloads.traffic import multi_turn, shared_prefix
 from jaxserve.workloads.workload import Workload, WorkloadRequest
 from tests.dummy import SETTINGS, dummy_model, make_engine
 from tests.scheduler_state import has_unfinished
-from tests.selection import slow_unless
+from tests.selection import chosen
 from tests.simulation.machines import LIMITS, MODEL, random_workload
 
 PLAN = BucketPlan((8,), ((16, 8), (64, 8)), (8,))
@@ -123,9 +125,20 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("options", POLICIES, ids=lambda options: "-".join(map(str, options.values())) or "sarathi")
-@pytest.mark.parametrize("async_scheduling", slow_unless(bool, [True, False]))
-@pytest.mark.parametrize("num_pages", slow_unless(lambda num_pages: num_pages == 60, [60, 400]))
+def name_of(options: dict[str, object]) -> str:
+    """What tests call one of them."""
+    return "-".join(map(str, options.values())) or "sarathi"
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "async_scheduling", "options"),
+    chosen(
+        itertools.product((60, 400), (True, False), POLICIES),
+        quick=lambda num_pages, async_scheduling, _: num_pages == 60 and async_scheduling,
+        in_ci=lambda num_pages, async_scheduling, _: num_pages == 400 and not async_scheduling,
+    ),
+    ids=lambda x: name_of(x) if isinstance(x, dict) else x,
+)
 def test_runs_of_decodes_change_nothing(monkeypatch, options, async_scheduling, num_pages):
     """Steps taken many at once leave every time, demand and count as single steps do, bit for bit, short of pages or not."""
     limits = SchedulerConfig(max_model_len=220, max_num_batched_tokens=64, max_num_seqs=8, **options)

@@ -25,6 +25,7 @@ from tests.dummy import Ask
 from tests.engine.test_engine_compiles import num_compiled
 from tests.goldens.golden import HERE
 from tests.sampling.test_sampling import chi_square_p
+from tests.selection import exhaustive_unless
 from tests.speculative import test_engine_rejection as rejection_tests
 from tests.speculative import test_engine_speculative as speculative_tests
 from tests.speculative.drafts import NAMED, eagle, medusa, near, other
@@ -48,7 +49,7 @@ def make_engine(name: str = "near", **settings) -> Engine:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pool_pages", [SMALL_POOL, None], ids=["small_pool", "large_pool"])
+@pytest.mark.parametrize("pool_pages", exhaustive_unless(bool, [SMALL_POOL, None]), ids=["small_pool", "large_pool"])
 def test_the_output_is_that_without_drafts(compiler, expected, pool_pages):
     on = make_engine(pool_pages=pool_pages)
     answers = serve(on, asks(compiler))
@@ -119,7 +120,13 @@ def test_a_draft_of_another_shape(expected):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "acceptance"),
-    [("near", "sampled"), ("near", "rejection"), ("eagle3", "rejection"), ("eagle", "sampled"), ("medusa", "rejection")],
+    [
+        ("near", "sampled"),
+        pytest.param("near", "rejection", marks=pytest.mark.exhaustive),
+        ("eagle3", "rejection"),
+        pytest.param("eagle", "sampled", marks=pytest.mark.exhaustive),
+        ("medusa", "rejection"),
+    ],
 )
 def test_nothing_compiles_after_warm_up_nor_after_a_sleep(name, acceptance):
     several = BucketPlan(decode=(2,), mixed=((24, 6),), head_rows=(6, 24), draft=((1, 3), (4, 3)))
@@ -194,7 +201,7 @@ def joint_distribution(name: str, rule: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["near", "eagle", "eagle3", "medusa"])
+@pytest.mark.parametrize("name", exhaustive_unless(lambda name: name != "eagle", ["near", "eagle", "eagle3", "medusa"]))
 def test_rejection_has_the_targets_distribution(name, monkeypatch, record_property):
     """The joint distribution of three tokens. Rules that are almost right fail with n-grams and Markov, more of whose drafts are
     among the few tokens that the outputs may have (test_engine_rejection.py)."""
@@ -205,8 +212,9 @@ def test_rejection_has_the_targets_distribution(name, monkeypatch, record_proper
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])  # too few of these Medusa heads' drafts are allowed to show it
+@pytest.mark.parametrize("name", exhaustive_unless(lambda name: name == "eagle3", ["eagle", "eagle3"]))
 def test_a_rule_that_is_wrong_shows_with_heads_too(name, monkeypatch):
+    """Too few of these Medusa heads' drafts are allowed to show it."""
     p, _ = joint_distribution(name, "every draft stands", monkeypatch)
     assert p < 1e-6
 

@@ -1,6 +1,7 @@
 """EAGLE heads in the engine: drafts are torch's, by whatever way a sequence came to where it is, and outputs those without."""
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from jaxserve import LLM, BucketPlan, Engine, SamplingParams
 from tests import dummy
 from tests.goldens.golden import ATOL, HERE
 from tests.models.test_eagle import VERSIONS, load, target
-from tests.selection import slow_unless
+from tests.selection import chosen, slow_unless
 from tests.speculative import test_engine_speculative as speculative_tests
 from tests.speculative.drafts import eagle
 from tests.speculative.test_engine_speculative import CONFIG, PLAN, SMALL_POOL, asks, serve
@@ -78,10 +79,16 @@ def test_drafts_do_not_depend_on_how_a_sequence_came_there(name):
     assert same >= len(seen) - 1, "but for a near tie"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("version", [1, 3])
-@pytest.mark.parametrize("pool_pages", [SMALL_POOL, None], ids=["small_pool", "large_pool"])
-def test_the_output_is_that_without_drafts(compiler, expected, version, pool_pages):
+@pytest.mark.parametrize(
+    ("pool", "version"),
+    chosen(
+        itertools.product(("small_pool", "large_pool"), (1, 3)),
+        quick=lambda *_: False,
+        in_ci=lambda pool, version: (pool == "small_pool") == (version == 3),
+    ),
+)
+def test_the_output_is_that_without_drafts(compiler, expected, pool, version):
+    pool_pages = SMALL_POOL if pool == "small_pool" else None
     speculative = {
         "method": "eagle3" if version == 3 else "eagle",
         "model": "given",

@@ -5,6 +5,7 @@ bit, whatever they ask for and whatever happens to them. Each run asserts that d
 vocabularies are small, so that what they say repeats itself.
 """
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from tests import dummy, workload
 from tests.dummy import SEQS, TOKENS, Answer, Ask, stages
 from tests.engine.test_engine_compiles import num_compiled, use_everything
 from tests.engine.test_engine_exactness import TOLERANCE, compare
-from tests.selection import slow_unless
+from tests.selection import chosen, exhaustive_unless
 from tests.simulation.machines import MODEL
 
 OPTIMISED = True
@@ -159,14 +160,21 @@ def assert_drafted(engine: Engine) -> None:
     assert 0 < stats.num_drafts <= stats.num_draft_tokens <= 3 * stats.num_drafts
 
 
-@pytest.mark.parametrize("asynchronous", slow_unless(bool, [True, False]), ids=["async", "sync"])
-@pytest.mark.parametrize("pool_pages", slow_unless(bool, [None, SMALL_POOL]), ids=["large_pool", "small_pool"])
-def test_the_output_is_that_without_drafts(compiler, expected, asynchronous, pool_pages):
+@pytest.mark.parametrize(
+    ("pool", "steps"),
+    chosen(
+        itertools.product(("large_pool", "small_pool"), ("async", "sync")),
+        quick=lambda *x: x == ("small_pool", "async"),
+        in_ci=lambda *x: x == ("large_pool", "sync"),
+    ),
+)
+def test_the_output_is_that_without_drafts(compiler, expected, pool, steps):
+    asynchronous, pool_pages = steps == "async", SMALL_POOL if pool == "small_pool" else None
     check_outputs(make_engine(async_scheduling=asynchronous, pool_pages=pool_pages), compiler, expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pool_pages", [None, SMALL_POOL], ids=["large_pool", "small_pool"])
+@pytest.mark.parametrize("pool_pages", exhaustive_unless(bool, [None, SMALL_POOL]), ids=["large_pool", "small_pool"])
 def test_drafts_that_the_host_makes_change_no_output(compiler, expected, pool_pages):
     on = make_engine(SUFFIX, pool_pages=pool_pages)
     assert on.pipeline.max_in_flight == 0, "the host knows all tokens when it drafts"

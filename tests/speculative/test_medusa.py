@@ -12,6 +12,7 @@ from tests import dummy
 from tests.goldens.golden import ATOL, HERE
 from tests.models.test_eagle import target
 from tests.models.test_medusa import FOLDER, load
+from tests.selection import exhaustive_unless
 from tests.speculative import test_engine_speculative as speculative_tests
 from tests.speculative.drafts import medusa
 from tests.speculative.test_eagle import SETTINGS, drafts_behind
@@ -43,7 +44,7 @@ def test_drafts_are_torchs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pool_pages", [SMALL_POOL, None], ids=["small_pool", "large_pool"])
+@pytest.mark.parametrize("pool_pages", exhaustive_unless(bool, [SMALL_POOL, None]), ids=["small_pool", "large_pool"])
 def test_the_output_is_that_without_drafts(compiler, expected, pool_pages):
     settings = {"bucket_plan": PLAN, "pool_pages": pool_pages, "speculative_config": SPECULATIVE}
     on = dummy.make_engine(dummy.dummy_model(config=CONFIG), draft=medusa(CONFIG, 3), **settings)

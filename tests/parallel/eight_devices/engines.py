@@ -17,9 +17,10 @@ from jaxserve.sampling.sampler import NUM_CANDIDATES
 from kernels.cpu import library
 from tests.dummy import SEQS, SETTINGS, TOKENS, Ask, dummy_model, stages
 from tests.parallel.models import GREEDY, MODELS, PROMPTS, answers, assert_like_one_device, engine_of
-from tests.selection import exhaustive_unless, slow_unless
+from tests.selection import chosen, exhaustive_unless
 
 FAST = {("odd_groups_tied", 4)}
+IN_CI = set(zip(MODELS, itertools.cycle((2, 4, 8)), strict=False))
 IN_CI_TRANSPOSED = {("gqa", 2), ("mqa_biases", 4), ("experts", 8)}
 ASKS = [Ask(prompt, GREEDY) for prompt in PROMPTS]
 
@@ -29,9 +30,11 @@ def of_one_device(name: str, transposed: bool) -> dict:
     return answers(engine_of(dummy_model(config=MODELS[name], transposed=transposed), 1), ASKS)
 
 
-@pytest.mark.parametrize("case", slow_unless(lambda x: x in FAST, itertools.product(MODELS, (2, 4, 8))), ids=str)
-def test_answers_are_those_of_one_device(case):
-    assert_answers_of_one_device(*case, transposed=False)
+@pytest.mark.parametrize(
+    ("name", "tp"), chosen(itertools.product(MODELS, (2, 4, 8)), quick=lambda *x: x in FAST, in_ci=lambda *x: x in IN_CI)
+)
+def test_answers_are_those_of_one_device(name, tp):
+    assert_answers_of_one_device(name, tp, transposed=False)
 
 
 @pytest.mark.slow
@@ -45,9 +48,14 @@ def assert_answers_of_one_device(name: str, tp: int, *, transposed: bool) -> Non
     assert_like_one_device(answers(engine, ASKS), of_one_device(name, transposed))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tp", [2, 4, 8])
-@pytest.mark.parametrize("name", ["gqa", "experts"])
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    chosen(
+        itertools.product(("gqa", "experts"), (2, 4, 8)),
+        quick=lambda *_: False,
+        in_ci=lambda *x: x in {("gqa", 2), ("experts", 4), ("gqa", 8)},
+    ),
+)
 def test_nothing_compiles_after_warm_up(name, tp):
     engine = engine_of(dummy_model(config=MODELS[name]), tp, warm_up="all")
     before = compile_counts().programs

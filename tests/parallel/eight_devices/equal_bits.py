@@ -46,9 +46,12 @@ CASES = [
     ("bfloat16", "gqa", 2),
     ("bfloat16", "mqa_biases", 4),
 ]
-IN_CI = {*(("float32", name, 8) for name in MODELS), ("float32", "gqa", 2), ("float32", "experts", 4), *CASES[-2:]}
+IN_CI = {  # each model, number of devices and dtype
+    *(("float32", name, 8) for name in ("odd_groups_tied", "three_kv_heads", "experts_and_dense")),
+    *(("float32", "gqa", 2), ("float32", "experts", 4), ("bfloat16", "mqa_biases", 4)),
+}
 BY_DEFAULT = [*(("float32", name) for name in MODELS), ("bfloat16", "gqa")]
-IN_CI_BY_DEFAULT = {("float32", "odd_groups_tied"), ("float32", "experts"), ("bfloat16", "gqa")}
+IN_CI_BY_DEFAULT = {("float32", "experts"), ("bfloat16", "gqa")}
 
 
 def served(tp: int, asks: list[Ask], config=CONFIG, dtype: str = "float32", transposed: bool = False) -> dict[str, Answer]:
@@ -143,7 +146,14 @@ def test_a_body_sums_no_float_over_devices(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp, speculative", [(2, None), (4, {"num_speculative_tokens": 3}), (8, None)])
+@pytest.mark.parametrize(
+    "tp, speculative",
+    [
+        pytest.param(2, None, marks=pytest.mark.exhaustive),
+        (4, {"num_speculative_tokens": 3}),
+        pytest.param(8, None, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_among_others_as_alone_on_one_device(tp, speculative):
     """Chunks, preemption, prefix hits, edits, masks, drafts, in the default plan's buckets."""
     model, asks = dummy_model(transposed=True), requests(True, logprobs=True)[:9]

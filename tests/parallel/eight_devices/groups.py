@@ -65,7 +65,7 @@ def test_answers_are_those_of_one_device(case):
     assert_all_free(engine)
 
 
-@pytest.mark.parametrize("layout", [(4, 2), pytest.param((8, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("layout", [(4, 2), pytest.param((8, 2), marks=(pytest.mark.slow, pytest.mark.exhaustive))], ids=str)
 def test_an_answer_does_not_depend_on_its_group_nor_on_who_else_is_there(layout):
     """To the last bit, within one bucket."""
     engine = usual("experts", *layout)
@@ -130,7 +130,7 @@ def test_preempted_and_cached_requests_are_answered_as_alone(policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [(4, 2), (8, 4)], ids=str)
+@pytest.mark.parametrize("layout", exhaustive_unless(lambda layout: layout == (8, 4), [(4, 2), (8, 4)]), ids=str)
 def test_nothing_compiles_after_warm_up_and_sleep_and_new_weights_change_no_answer(layout):
     engine = grouped("experts", *layout, warm_up="all", bucket_plan=None)
     before = compile_counts().programs

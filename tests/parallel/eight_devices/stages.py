@@ -46,7 +46,7 @@ from tests.dummy import (
 )
 from tests.goldens.golden import load_golden
 from tests.parallel.models import GREEDY, MODELS, PROMPTS, answers, engine_of
-from tests.selection import slow_unless
+from tests.selection import chosen, exhaustive_unless
 from tests.workload import SMALL_POOL, requests
 
 DEEP = dataclasses.replace(CONFIG, num_layers=5, sliding_windows=(None, 6, None, 6, None))
@@ -55,6 +55,7 @@ EXPERTS = dataclasses.replace(MODELS["experts"], num_layers=5, sliding_windows=D
 SHAPES = {"two_layers": CONFIG, "deep": DEEP, "tied": TIED, "experts": EXPERTS}
 SIZES = ((2, 1), (4, 1), (2, 2), (4, 2))
 CASES = [("two_layers", 2, 1), *((name, *size) for name in ("deep", "tied", "experts") for size in SIZES)]
+IN_CI = {("deep", 2, 2), ("tied", 4, 1), ("tied", 2, 1), ("experts", 4, 2)}
 ASKS = [Ask(prompt, GREEDY) for prompt in PROMPTS]
 
 
@@ -75,14 +76,15 @@ def of_one_stage(name: str, tp: int) -> dict:
 # -- results
 
 
-@pytest.mark.parametrize("case", slow_unless(lambda x: x == ("two_layers", 2, 1), CASES), ids=str)
-def test_answers_are_those_of_one_stage_to_the_last_bit(case):
-    name, pp, tp = case
+@pytest.mark.parametrize(
+    ("name", "pp", "tp"), chosen(CASES, quick=lambda name, *_: name == "two_layers", in_ci=lambda *case: case in IN_CI)
+)
+def test_answers_are_those_of_one_stage_to_the_last_bit(name, pp, tp):
     assert differences(answers(staged(pp, tp, SHAPES[name]), ASKS), of_one_stage(name, tp)) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("pp", exhaustive_unless(lambda pp: pp == 4, [2, 4]))
 def test_every_parameter_preemptions_and_hits(pp):
     """The workload of the exactness suite: all sampling parameters, scores of prompts, n > 1, chunks, hits, in a small pool."""
     settings = {"bucket_plan": ONE_BUCKET, "pipeline_parallel_size": pp}
@@ -246,7 +248,7 @@ def test_what_the_first_steps_do_not_need_is_compiled_behind_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [(2, 2), (4, 1), (4, 2)], ids=str)
+@pytest.mark.parametrize("size", exhaustive_unless(lambda size: size == (4, 2), [(2, 2), (4, 1), (4, 2)]), ids=str)
 def test_nothing_compiles_after_warm_up(size):
     engine = staged(*size, warm_up="all")
     before = compile_counts().programs
@@ -275,7 +277,7 @@ def test_new_weights_and_sleep():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [(2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("size", exhaustive_unless(lambda size: size == (2, 2), [(2, 1), (2, 2)]), ids=str)
 def test_an_llm_reads_files_stage_by_stage(size, tmp_path):
     golden = load_golden("qwen3_moe").weights
     options: dict[str, Any] = {**SETTINGS, "num_pages": 64, "max_model_len": 48, "dtype": "float32"}
