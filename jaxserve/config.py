@@ -417,6 +417,7 @@ class EngineConfig:
             value = getattr(self, each.name)
             if isinstance(value, numbers.Integral) and not isinstance(value, bool):  # numpy's integers too
                 object.__setattr__(self, each.name, int(value))
+        object.__setattr__(self, "dtype", models.DTYPE_ALIASES.get(str(self.dtype), self.dtype))
         for name, (_, option) in options().items():
             value = getattr(self, name)
             if value is not None or not option.unset:

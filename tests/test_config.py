@@ -84,6 +84,10 @@ def test_numpys_integers_are_integers():
     assert config == EngineConfig(max_num_seqs=4, seed=3) and type(config.max_num_seqs) is type(config.seed) is int
 
 
+def test_vllms_names_of_dtypes_are_ours():
+    assert EngineConfig(dtype="half") == EngineConfig(dtype="float16") and EngineConfig(dtype="float").dtype == "float32"
+
+
 @pytest.mark.parametrize("text", [None, "{}"])
 def test_a_profile_that_cannot_be_used_is_refused_at_once(tmp_path, text):
     path = tmp_path / "steps.json"

@@ -14,6 +14,7 @@ from checkpoints.json_files import read_object
 from jaxserve.models.registry import Architecture, find_architecture
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")  # of weights and activations
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
 
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 _ACTIVATIONS = ("silu", "swish")  # two names of one function

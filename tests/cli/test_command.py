@@ -351,3 +351,10 @@ def test_a_flag_that_does_not_fit_its_range_is_refused_as_the_config_refuses_it(
     assert command.MISSPELT == 2
     done = jaxserve_command("generate", "x", "--prompt=a", f"--gpu_memory_utilization={value}")
     assert done.returncode == 1 and "gpu_memory_utilization" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_vllms_names_of_values_are_ours():
+    known = flags.FlagValues()
+    flags.DEFINE_enum("dtype", "auto", ["auto", "float16", "float32"], "", flag_values=known)
+    assert normalise(["--dtype", "half"], known) == normalise(["--dtype=float16"], known) == (["--dtype=float16"], [])
+    assert normalise(["--dtype=float"], known) == (["--dtype=float32"], [])

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from absl import app, flags
 
-from jaxserve.cli.common.vllm_flags import AcceptedAsIs, Refused, translate
+from jaxserve.cli.common.vllm_flags import VALUES, AcceptedAsIs, Refused, translate
 
 MISSPELT = 2  # exit code of an unknown command or flag; 1 is any other failure
 READER_LEFT = 141  # as a shell says it of a process that SIGPIPE ended
@@ -223,7 +223,7 @@ def normalise(args: Sequence[str], known: flags.FlagValues) -> tuple[list[str], 
             if not ahead:
                 raise Misspelt(f"{written} needs a value")
             has_value, value = "=", ahead.pop(0)
-        given.append(f"--{name}{has_value}{value}")
+        given.append(f"--{name}{has_value}{VALUES.get(name, {}).get(value, value)}")
     return given, rest
 
 

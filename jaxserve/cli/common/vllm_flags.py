@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from absl import flags
 
+from jaxserve.models.config import DTYPE_ALIASES
+
 # vLLM's name -> ours, of the same thing.
 OURS = {
     "block_size": "page_size",
@@ -27,6 +29,7 @@ OURS = {
     "r": "host_id",
     "otlp_traces_endpoint": "otlp_endpoint",
 }
+VALUES = {"dtype": DTYPE_ALIASES}  # our name of a flag -> vLLM's names of its values -> ours
 
 
 @dataclass(frozen=True)

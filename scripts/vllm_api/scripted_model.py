@@ -1,0 +1,97 @@
+"""A tiny Qwen3 with a real tokenizer whose next token follows from the last one alone: an API test's answers are known beforehand.
+
+Its layers add nothing. Each token of a script has a dimension of its own, which the head maps to the token after it; other tokens
+have random directions, so that what follows them is random. The last dimension holds a bias of each token: quotes and brackets are
+likelier, so that JSON that a grammar asks for ends soon. A call is one added token of the vocabulary: tokens of its text would
+need two successors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from safetensors.numpy import save_file
+
+HIDDEN, MAX_SCRIPT = 128, 63
+NORM, CERTAIN = 0.9, 80.0  # of an embedding without its bias' dimension; the logit of a script's next token
+BIASES = {'"': 9.0, "}": 9.0, "]": 9.0, '"}': 9.0, "}}": 9.0, '"]': 9.0, '",': 8.0, ":": 6.0, ",": 5.0}
+THINKING = "We need to respond briefly and say what one would expect of us, because they asked for it so kindly today"
+SAID = "Hello! How can I help you today?"
+
+
+def save(folder: Path, tokenizer_folder: Path, call: str = "", end: str = "<|im_end|>") -> Path:
+    """Writes a checkpoint. tokenizer_folder: with a ChatML tokenizer and its config.
+
+    Without `call` an answer is a greeting, prompts begin with a special token, and what follows other text rarely ends. With it, an
+    answer is a thought, the greeting and a tool call of that text.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    if call:
+        tokenizer.add_tokens([tokenizers.AddedToken(call, special=False, normalized=False)])
+        script = ["<think>", THINKING, "</think>", SAID, "<tool_call>", call, "</tool_call>", end]
+    else:
+        first = "<|im_start|>"
+        special = [(first, tokenizer.token_to_id(first))]
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single=f"{first} $A", special_tokens=special)
+        script = [SAID, end]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text((tokenizer_folder / "tokenizer_config.json").read_text())
+    tensors = _tensors(tokenizer, script, tokenizer.token_to_id(end), 9.0 if call else 7.5)
+    save_file(tensors, folder / "model.safetensors")
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": HIDDEN, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 32, "rope_theta": 1e4}
+    config |= {"vocab_size": len(tensors["lm_head.weight"]), "tie_word_embeddings": False, "max_position_embeddings": 32768}
+    config |= {"rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "float32", "eos_token_id": tokenizer.token_to_id(end)}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _tensors(tokenizer: tokenizers.Tokenizer, script: Sequence[str], end: int, end_bias: float) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    known = tokenizer.get_vocab_size()
+    size = -(-known // 128) * 128
+    embedding, head = np.zeros((2, size, HIDDEN), np.float32)
+    free = rng.normal(size=(size, HIDDEN - MAX_SCRIPT - 1))
+    embedding[:, MAX_SCRIPT:-1] = NORM * free / np.linalg.norm(free, axis=1, keepdims=True)
+    embedding[:, -1] = np.sqrt(1 - NORM**2)
+    head[:, MAX_SCRIPT:-1] = rng.normal(size=free.shape) / 8
+    biases = np.zeros(size)
+    biases[known:] = -60  # no tokens
+    biases[list(tokenizer.get_added_tokens_decoder())] = -30
+    for text, bias in BIASES.items():
+        if (found := tokenizer.token_to_id(text)) is not None:
+            biases[found] = bias
+    biases[end] = end_bias
+    scale = np.sqrt(HIDDEN)  # a normalised row is a unit vector times this
+    head[:, -1] = biases / (scale * embedding[0, -1])
+
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    last = ids("assistant\n")[-1]  # of a ChatML prompt
+    for place, token in enumerate(token for text in script for token in ids(text)):
+        if place >= MAX_SCRIPT:
+            raise ValueError(f"{script=} has more than {MAX_SCRIPT} tokens")
+        embedding[last, :-1] = np.eye(HIDDEN - 1)[place] * NORM
+        head[token, place] = CERTAIN / (scale * NORM)
+        last = token
+    if "</think>" in script:  # a template without thinking ends with an empty thought
+        embedding[ids("\n\n")[-1]] = embedding[ids("</think>")[-1]]
+    ones, zeros = np.ones(HIDDEN, np.float32), np.zeros((HIDDEN, 32), np.float32)
+    layer = {"input_layernorm": ones, "post_attention_layernorm": ones, "self_attn.o_proj": zeros, "mlp.down_proj": zeros}
+    layer |= {"self_attn.q_norm": ones[:16], "self_attn.k_norm": ones[:16]}
+    for name, rows in {
+        "self_attn.q_proj": 32,
+        "self_attn.k_proj": 16,
+        "self_attn.v_proj": 16,
+        "mlp.gate_proj": 32,
+        "mlp.up_proj": 32,
+    }.items():
+        layer[name] = rng.normal(size=(rows, HIDDEN)).astype(np.float32)
+    named = {f"model.layers.0.{name}.weight": tensor for name, tensor in layer.items()}
+    return named | {"model.embed_tokens.weight": embedding, "model.norm.weight": ones, "lm_head.weight": head}
