@@ -27,6 +27,7 @@ from absl import flags
 from jaxserve.cli.common.command import refuse_bad_input, run_command, without_collecting
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.cli.common.hosts import lead_or_follow
+from jaxserve.cli.common.parser_flags import parsers
 from jaxserve.serving.options import ServerOptions
 
 _INPUT = flags.DEFINE_string("input_file", None, "The requests, JSONL.", short_name="i", required=True)
@@ -56,7 +57,7 @@ def make_application() -> tuple[Any, int]:
     names = tuple(_NAMES.value or [flags.FLAGS.model])
     concurrency = _CONCURRENCY.value or 2 * llm.engine.config.scheduler.max_num_seqs
     engine = AsyncLLM(llm, max_waiting=concurrency)
-    return make_app(engine, ServerOptions(names=names, root=flags.FLAGS.model)), concurrency
+    return make_app(engine, ServerOptions(names=names, root=flags.FLAGS.model, **parsers())), concurrency
 
 
 async def answer(application: Any, lines: Iterator[Any], concurrency: int, file: BinaryIO, bar: Any) -> int:

@@ -24,8 +24,8 @@ from jaxserve.cli.common.command import refuse_bad_input, run_command, without_c
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.cli.common.fleet import on_ray
 from jaxserve.cli.common.hosts import end_when_a_host_is_lost, lead_or_follow
+from jaxserve.cli.common.parser_flags import parsers
 from jaxserve.cli.common.ray_server import serve_on_ray
-from jaxserve.serving.notations import CALLS, REASONING
 from jaxserve.serving.options import (
     MAX_FAILURES,
     MAX_STORED_BYTES,
@@ -49,8 +49,6 @@ _TIMEOUT = flags.DEFINE_float("request_timeout", None, "Seconds that a request m
 _MAX_FAILURES = flags.DEFINE_integer(
     "max_failures", MAX_FAILURES, "Steps that may fail in a row before /health is unhealthy.", lower_bound=1
 )
-_TOOLS = flags.DEFINE_enum("tool_call_parser", "auto", ["auto", "none", *CALLS], "auto: as the chat template has it.")
-_REASONING = flags.DEFINE_enum("reasoning_parser", "auto", ["auto", "none", *REASONING], "auto: as the chat template has it.")
 _CONTROL = flags.DEFINE_bool("enable_control", False, "Add /pause, /resume, /sleep, /update_weights_from_path, ...; needs a key.")
 _STORE = flags.DEFINE_string("response_store", None, "SQLite file that keeps responses of /v1/responses; by default memory does.")
 _STORED = flags.DEFINE_integer("max_stored_responses", MAX_STORED_RESPONSES, "Most responses that are kept.", lower_bound=0)
@@ -73,8 +71,7 @@ def server_options() -> ServerOptions:
         names=tuple(_NAMES.value or [flags.FLAGS.model]),
         root=flags.FLAGS.model,
         **http_server.shared_options(),
-        tool_call_parser=_TOOLS.value,
-        reasoning_parser=_REASONING.value,
+        **parsers(),
         enable_control=_CONTROL.value,
         **server_flags.answer_options(),
         response_store=_STORE.value,

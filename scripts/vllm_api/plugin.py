@@ -129,6 +129,8 @@ def pytest_configure() -> None:
         return request(session, method, url, **given)
 
     requests.Session.request = with_key
+    wait = utils.RemoteVLLMServer._wait_for_server
+    utils.RemoteVLLMServer._wait_for_server = lambda self, *, url, timeout: wait(self, url=url, timeout=4 * timeout)  # no GPU
     utils.RemoteOpenAIServer._start_server = start
     utils.RemoteVLLMServer._pre_download_model = lambda *_: None
     utils.RemoteVLLMServer._wait_for_gpu_memory_release = lambda *_, **__: None

@@ -80,3 +80,15 @@ def test_mistakes(run, flags, said):
     (run.folder / "empty.jsonl").write_text("\n")
     done = run(*flags)
     assert done.returncode == 1 and said in done.stderr and not (run.folder / "x").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parser", "field"), [("deepseek_r1", "reasoning"), ("none", "content")])
+def test_a_parser_cuts_what_the_model_thinks_from_what_it_says(run, parser, field):
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "temperature": 0}
+    line = {"custom_id": "r", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (run.folder / "chat.jsonl").write_text(json.dumps(line) + "\n")
+    done = run("-i", "chat.jsonl", "-o", "chat.out", f"--reasoning-parser={parser}", "--enable-auto-tool-choice")
+    assert done.returncode == 0, done.stderr
+    message = json.loads((run.folder / "chat.out").read_text())["response"]["body"]["choices"][0]["message"]
+    assert message[field] == after("A", 3)
