@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 HIDDEN, MAX_SCRIPT = 128, 63
 NORM, CERTAIN = 0.9, 80.0  # of an embedding without its bias' dimension; the logit of a script's next token
 BIASES = {'"': 9.0, "}": 9.0, "]": 9.0, '"}': 9.0, "}}": 9.0, '"]': 9.0, '",': 8.0, ":": 6.0, ",": 5.0}
-THINKING = "We need to respond briefly and say what one would expect of us, because they asked for it so kindly today"
+THINKING = "We need to respond briefly and say what one would expect of us, because they asked for it so kindly"
 SAID = "Hello! How can I help you today?"
 
 
@@ -74,9 +74,10 @@ def _tensors(tokenizer: tokenizers.Tokenizer, script: Sequence[str], end: int, e
         return tokenizer.encode(text, add_special_tokens=False).ids
 
     last = ids("assistant\n")[-1]  # of a ChatML prompt
-    for place, token in enumerate(token for text in script for token in ids(text)):
-        if place >= MAX_SCRIPT:
-            raise ValueError(f"{script=} has more than {MAX_SCRIPT} tokens")
+    tokens = [token for text in script for token in ids(text)]
+    if len(tokens) > MAX_SCRIPT or len({last, *tokens}) <= len(tokens):
+        raise ValueError(f"{script=} must have {MAX_SCRIPT} tokens at most, each once, and not the one that ends a prompt")
+    for place, token in enumerate(tokens):
         embedding[last, :-1] = np.eye(HIDDEN - 1)[place] * NORM
         head[token, place] = CERTAIN / (scale * NORM)
         last = token

@@ -210,7 +210,7 @@ _STEPS = (
     Missing("give --speculative_config, as JSON", "spec_method spec_model spec_tokens"),
 )
 _ANSWERS = (
-    Missing("a request may ask for as many as the API allows", "max_logprobs"),
+    Missing("a request may ask for 20, as OpenAI's API allows", "max_logprobs", accepts=("20",)),
     Missing("log-probabilities are of the raw logits", "logprobs_mode", accepts=("raw_logprobs",)),
     Missing("sampling has one precision, whatever the model's", switches="use_fp64_gumbel"),
     Missing(
