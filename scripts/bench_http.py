@@ -7,13 +7,15 @@ With --replay a server is started in a process of its own around an engine witho
 is what the HTTP path alone can carry; "chunks_per_cpu_second" says what it would be with a core to itself. Its steps take no time,
 or --replay_step_ms: 256 streams at 30 ms a step are 8,000 chunks a second. "loop_lag" is what an event waits there until the event
 loop turns to it. Each request asks for exactly --output_len tokens (ignore_eos); prompts are random texts. A chunk is a server-sent
-event that brings text.
+event that brings text. --api_server_count: processes of that server that speak HTTP, where the engine then has one to itself; CPU
+seconds are of all of them, and there is no loop_lag.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import random
 import statistics
@@ -30,6 +32,7 @@ from jaxserve.cli.common.http_load import Stream, Target, server_process
 _URL = flags.DEFINE_string("url", None, "The server's address.")
 _REPLAY = flags.DEFINE_bool("replay", False, "Start a server without a model, and load that.")
 _SERVE_REPLAY = flags.DEFINE_bool("serve_replay", False, "Be that server, on --port.")
+_PROCESSES = flags.DEFINE_integer("api_server_count", 1, "With --replay, the server's API processes.", lower_bound=1)
 _STEP_MS = flags.DEFINE_float("replay_step_ms", 0.0, "Least time of that server's steps.", lower_bound=0)
 _PORT = flags.DEFINE_integer("port", 8000, "Of --serve_replay.")
 _NUM_PROMPTS = flags.DEFINE_integer("num_prompts", 128, "Requests in all.", lower_bound=1)
@@ -106,27 +109,71 @@ def serve_replay(port: int) -> None:
     uvicorn.run(application, http=bounded(options), port=port, log_config=None, access_log=False, backlog=4096)
 
 
+def serve_replay_in_processes(port: int, count: int) -> int:
+    """As `jaxserve serve --api_server_count` does it. Returns the exit code."""
+    from jaxserve.cli.common import api_processes, listeners
+    from jaxserve.serving.metrics import make_metrics
+    from jaxserve.serving.options import MAX_FAILURES, MAX_WAITING, ServerOptions
+    from jaxserve.serving.pipes import EngineHub
+    from scripts.bench.replay_engine import replay_llm
+
+    llm, options = replay_llm(max_num_seqs=256, step_seconds=_STEP_MS.value / 1000), ServerOptions(names=("replay",))
+    metrics = functools.partial(make_metrics, llm.engine.config, options)
+    hub = EngineHub(llm, max_waiting=MAX_WAITING, max_failures=MAX_FAILURES, make_metrics=metrics)
+    start = api_processes.Start(
+        engine=api_processes.describe(llm),
+        tokenizer=api_processes.take_apart(llm.tokenizer),
+        params=llm.get_default_sampling_params(),
+        limits={"max_waiting": MAX_WAITING, "request_timeout": None},
+        options=options,
+        stats=hub.stats,
+        uvicorn={"port": port},
+        access_log=False,
+    )
+    with listeners.bound("127.0.0.1", port, None) as sockets:
+        listeners.listen(sockets)
+        return api_processes.run(hub, start, count, sockets, grace=5.0)
+
+
 def cpu_seconds(pid: int) -> float:
-    """What a process has used so far, on Linux."""
+    """What a process and its children have used so far, on Linux."""
     with open(f"/proc/{pid}/stat") as file:
         user, system = file.read().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        children = [int(child) for child in file.read().split()]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, children))
+
+
+def wait_until_idle(pid: int) -> None:
+    """Waits until no process has anything left to do, as at its start."""
+    before, now = -1.0, cpu_seconds(pid)
+    while now - before > 0.05:
+        time.sleep(1.0)
+        before, now = now, cpu_seconds(pid)
 
 
 def main() -> None:
     if _SERVE_REPLAY.value:
+        if _PROCESSES.value > 1:
+            sys.exit(serve_replay_in_processes(_PORT.value, _PROCESSES.value))
         serve_replay(_PORT.value)
         return
     if bool(_URL.value) == _REPLAY.value:
         raise app.UsageError("give either --url or --replay")
+    if _PROCESSES.value > 1 and not _REPLAY.value:
+        raise app.UsageError("--api_server_count is of the server that --replay starts: give it to `jaxserve serve`")
     from jaxserve.cli.common.provenance import write_json
 
     if _REPLAY.value:
-        with server_process("scripts.bench_http", "--serve_replay", f"--replay_step_ms={_STEP_MS.value}") as (url, pid):
-            target, spent = Target(url), cpu_seconds(pid)
-            target.get_json(LAG_PATH)  # what was sampled before the load does not count
+        replay = ("--serve_replay", f"--replay_step_ms={_STEP_MS.value}", f"--api_server_count={_PROCESSES.value}")
+        with server_process("scripts.bench_http", *replay) as (url, pid):
+            target = Target(url)
+            lag = functools.partial(target.get_json, LAG_PATH) if _PROCESSES.value == 1 else dict
+            wait_until_idle(pid)
+            lag()  # what was sampled before the load does not count
+            spent = cpu_seconds(pid)
             streams, seconds = asyncio.run(load(target))
-            spent, lags = cpu_seconds(pid) - spent, target.get_json(LAG_PATH)
+            spent, lags = cpu_seconds(pid) - spent, lag()
     else:
         url, spent, lags = str(_URL.value), 0.0, {}
         streams, seconds = asyncio.run(load(Target(url, _API_KEY.value or os.environ.get("JAXSERVE_API_KEY"))))
