@@ -1,5 +1,5 @@
-"""Writes docs/options.md and docs/fields.md from the tables that the code has: the engine's options, vLLM's names for them, and the
-fields of requests.
+"""Writes docs/options.md, docs/fields.md and docs/metrics.md from the tables that the code has: the engine's options, vLLM's names
+for them, the fields of requests, and a server's metrics.
 
     python -m scripts.write_options
 
@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxserve.cli.common import vllm_flags
 from jaxserve.cli.common.command import run_command
 from jaxserve.config import Option, Switch, options
 
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
-FIELDS = PAGE.with_name("fields.md")
+FIELDS, METRICS = PAGE.with_name("fields.md"), PAGE.with_name("metrics.md")
 _HEAD = """# Options of an engine
 
 Fields of `EngineConfig`: keyword arguments of `LLM(model, ...)`, and flags of every command that makes an engine
@@ -41,6 +45,14 @@ _FIELDS = """# Fields of a request
 
 What `/v1/completions` and `/v1/chat/completions` take. Names and meanings are OpenAI's and, for the others, vLLM's (0.32). Any
 other field is a 400 that names it. Null is the same as leaving a field out. `python -m scripts.write_options` writes this page.
+
+"""
+
+_METRICS = """# Metrics
+
+What `/metrics` answers, in Prometheus's text format. Names have the prefix `jaxserve:`, and with `--vllm_metric_names` `vllm:`.
+They are vLLM's names (0.32), but for those of steps, buckets, padding, programs, tiers and keys. Stores of KV, keys with names and
+roles have theirs only where there are any. `python -m scripts.write_options` writes this page.
 
 """
 
@@ -80,18 +92,47 @@ def fields_page() -> str:
     lines = ["| field | completions | chats | what it does here |", "| --- | --- | --- | --- |"]
     for name in sorted({name for model in models for name in model.model_fields}):
         there = " | ".join("yes" if name in model.model_fields else "" for model in models)
-        said = [field.description for model in models if (field := model.model_fields.get(name)) and field.description]
-        lines.append(f"| `{name}` | {there} | {said[0] if said else 'As in the API of OpenAI or vLLM.'} |")
+        said = [str(model.model_fields[name].description) for model in models if name in model.model_fields]
+        text = said[0] if len({*said}) == 1 else f"Completions: {said[0]} Chats: {said[1]}"
+        lines.append(f"| `{name}` | {there} | {text} |")
     lines += ["", "## Fields of vLLM's that are refused", ""]
     lines += ["Null passes, and so does a value that asks for what is so anyway.", ""]
-    lines += ["| field | passes | why it is refused, or what to do |", "| --- | --- | --- |"]
+    lines += ["| field | of | passes | why it is refused, or what to do |", "| --- | --- | --- | --- |"]
     for name, row in MISSING.items():
-        lines.append(f"| `{name}` | {', '.join(f'`{json.dumps(x)}`' for x in row.accepts)} | {row.instead} |")
+        passes = ", ".join(f"`{json.dumps(x)}`" for x in row.accepts)
+        lines.append(f"| `{name}` | {f'`{row.of}`' if row.of else 'several'} | {passes} | {row.instead} |")
     return _FIELDS + "\n".join(lines) + "\n"
 
 
+def all_families() -> list[Metric]:
+    """The families of a server that has a store of KV, API keys with names, a role and drafts."""
+    from jaxserve.engine.stats import KVStoreStats
+    from jaxserve.serving.keys import ApiKey, KeyRing, KeyUse
+    from jaxserve.serving.messages import LoopStats
+    from jaxserve.serving.metrics import Metrics
+
+    keys = KeyRing(("given",))
+    keys.named = (KeyUse(ApiKey(name="name", digest=b"")),)
+    metrics = Metrics("model", LoopStats(kv_store=KVStoreStats()), {"block_size": 16}, role="prefill", keys=keys)
+    return sorted(metrics.registry.collect(), key=lambda family: family.name)
+
+
+def metrics_page() -> str:
+    """The text of the page about metrics."""
+    from jaxserve.serving.metrics import PREFIX
+    from jaxserve.serving.vllm_metrics import MISSING_METRICS
+
+    lines = ["| family | kind | what |", "| --- | --- | --- |"]
+    for family in all_families():
+        name = family.name.removeprefix(PREFIX) + ("_total" if family.type == "counter" else "")
+        lines.append(f"| `{name}` | {family.type} | {family.documentation} |")
+    lines += ["", "## Families of vLLM's that are not here", "", "| family | why, or what tells the same |", "| --- | --- |"]
+    lines += [f"| `{name}{'*' if name.endswith('_') else ''}` | {why} |" for name, why in MISSING_METRICS.items()]
+    return _METRICS + "\n".join(lines) + "\n"
+
+
 def main() -> None:
-    for path, text in ((PAGE, page()), (FIELDS, fields_page())):
+    for path, text in ((PAGE, page()), (FIELDS, fields_page()), (METRICS, metrics_page())):
         path.write_text(text)
         print(path)
 

@@ -231,6 +231,24 @@ def test_a_page_is_in_the_nav_once():
     assert len(set(pages)) == len(pages)
 
 
+def test_every_field_of_the_other_apis_is_named():
+    from jaxserve.serving.dialects.anthropic_protocol import MessagesRequest
+    from jaxserve.serving.dialects.generate import GenerateRequest
+    from jaxserve.serving.dialects.responses_protocol import ResponsesRequest
+
+    page = (ROOT / "docs" / "apis.md").read_text()
+    models = {
+        "Anthropic's messages": MessagesRequest,
+        "Responses": ResponsesRequest,
+        "Token ids in, token ids out": GenerateRequest,
+    }
+    for title, model in models.items():
+        section = page.split(f"## {title}\n")[1].split("\n## ")[0]
+        named = {word for text in re.findall(r"`([^`]+)`", section) for word in re.findall(r"\w+", text)}
+        told_by_the_example = {"model", "token_ids"} if "Token" in title else {"model"}
+        assert not model.model_fields.keys() - named - told_by_the_example, title
+
+
 def test_every_threat_has_its_test():
     """Each row of the tables names a test, and each test that it names is there."""
     rows = [line for line in (ROOT / "docs" / "threats.md").read_text().splitlines() if line.startswith("| ")]

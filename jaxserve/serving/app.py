@@ -26,6 +26,7 @@ from starlette.routing import Match
 
 from jaxserve.serving import tokens
 from jaxserve.serving.async_llm import AsyncLLM
+from jaxserve.serving.bodies import reading_route
 from jaxserve.serving.chat import create_chat_completion
 from jaxserve.serving.chat_page import read_chat_page
 from jaxserve.serving.chat_protocol import ChatRequest, TokenizeChatRequest
@@ -35,7 +36,7 @@ from jaxserve.serving.dialects.anthropic import messages_routes
 from jaxserve.serving.dialects.chat_batch import chat_batch_routes
 from jaxserve.serving.dialects.generate import abort_routes, generate_routes
 from jaxserve.serving.dialects.response_store import open_store
-from jaxserve.serving.dialects.responses import Responses, responses_routes
+from jaxserve.serving.dialects.responses import NEEDS_ONE_PROCESS, Responses, responses_routes
 from jaxserve.serving.errors import RefusedError, on_error
 from jaxserve.serving.generation import Served
 from jaxserve.serving.keys import KeyRing
@@ -86,7 +87,8 @@ def make_app(engine: AsyncLLM, options: ServerOptions, *, shares_engine: bool = 
     if options.otlp_endpoint is not None:
         tracing = Tracing(options.otlp_endpoint, options.names[0], options.role)
     engine.listener = _all([listener.take for listener in (metrics, tracing) if listener is not None])
-    responses = Responses(served, open_store(options.response_store, options.max_stored_responses, options.max_stored_bytes))
+    store = None if shares_engine else open_store(options.response_store, options.max_stored_responses, options.max_stored_bytes)
+    responses = Responses(served, store)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
@@ -111,20 +113,21 @@ def make_app(engine: AsyncLLM, options: ServerOptions, *, shares_engine: bool = 
         middleware=_middleware(options, engine, metrics, keys, lambda: paths),
     )
     app.state.keys = keys
+    app.router.route_class = reading_route(engine.read_body)
     _generation_routes(app, served)
     _model_routes(app, served, options.root or options.names[0])
     chat_batch_routes(app, served)
+    responses_routes(app, responses)
     if shares_engine:
         _refuse_what_one_process_keeps(app)
     else:
-        responses_routes(app, responses)
         abort_routes(app, served)
     generate_routes(app, served)
     messages_routes(app, served)
     _token_routes(app, served)
     _operator_routes(app, served, metrics)
-    if options.enable_control:
-        control_routes(app, engine)
+    if options.enable_control and metrics is not None:
+        control_routes(app, engine, metrics)
     paths = frozenset(str(getattr(route, "path", "")) for route in app.routes)
     publish(app, _limits(engine, served, options), open_paths=options.open_paths if options.has_keys else None)
     return app
@@ -157,9 +160,9 @@ def _refuse_what_one_process_keeps(app: FastAPI) -> None:
     """Routes whose requests would have to find the process that an earlier one was answered by."""
 
     async def refuse(request: Request) -> Response:
-        raise RefusedError(f"{request.url.path} needs a server of one process: start it with --api_server_count=1", status=501)
+        raise RefusedError(f"{request.url.path} {NEEDS_ONE_PROCESS}", status=501)
 
-    for path in ("/v1/responses", "/v1/responses/{rest:path}", "/inference/v1/abort_requests"):
+    for path in ("/v1/responses/{rest:path}", "/inference/v1/abort_requests"):
         app.add_api_route(path, refuse, methods=["GET", "POST", "DELETE"], include_in_schema=False)
 
 

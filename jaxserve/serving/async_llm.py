@@ -88,6 +88,10 @@ class AsyncLLM:
             raise ValueError(f"{max_waiting=} must be at least 0 and {max_failures=} at least 1")
         self.tokenizer: Tokenizer | None = llm.tokenizer
         self.default_sampling_params: SamplingParams = default_sampling_params or llm.get_default_sampling_params()
+        # max_new_tokens of generation_config.json, unless other defaults were given in its place.
+        recommended = getattr(getattr(llm, "generation_defaults", None), "max_new_tokens", None)
+        is_default = recommended == self.default_sampling_params.max_tokens
+        self.recommended_max_tokens: int | None = recommended if is_default else None
         self.config: ServedConfig = llm.engine.config
         self.eos_token_ids: frozenset[int] = llm.engine.eos_token_ids
         self.qualification: str | None = llm.engine.qualification
@@ -163,6 +167,10 @@ class AsyncLLM:
     async def aside[T](self, size: int, work: Callable[[], T]) -> T:
         """Runs `work` like `read`, for calls that are no requests, such as /tokenize. No request waits for it."""
         return await self._pools.aside(size, work)
+
+    async def read_body[T](self, work: Callable[[], T]) -> T:
+        """Runs `work`, which reads the long body of a request of any kind, on a thread."""
+        return await self._pools.body(work)
 
     def _limit_of(self, timeout: float | None) -> float | None:
         """Seconds that a request with this timeout may take; None: any time."""

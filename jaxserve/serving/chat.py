@@ -107,7 +107,7 @@ def _ask(served: Served, body: ChatRequest) -> Ask:
         form = replace(form, preamble=notation.preamble(kept or "", body.continued))
     params = body.sampling_params(
         engine.default_sampling_params,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
+        max_tokens=body.max_completion_tokens or body.max_tokens or engine.recommended_max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         form=budgeted(notation, form, body, kept or "", body.continued),
     )

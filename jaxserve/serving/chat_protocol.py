@@ -15,7 +15,8 @@ from pydantic import ConfigDict, Field, model_validator
 from jaxserve.moved import forward
 from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.serving.protocol import ONE_FORM, GenerationRequest
-from jaxserve.serving.strict_model import Model, Text, if_given
+from jaxserve.serving.strict_model import ITEMS, PARTS, Model, Text, if_given
+from jaxserve.serving.vllm_fields import VLLMModel
 
 
 class TextPart(Model):
@@ -38,7 +39,7 @@ class SaidMessage(Model):
     """What the system or the user says; a developer's message is the system's."""
 
     role: Literal["system", "developer", "user"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], PARTS]
     name: str | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -50,7 +51,7 @@ class ToolMessage(Model):
     """What a tool answered."""
 
     role: Literal["tool"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], PARTS]
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -62,11 +63,11 @@ class AssistantTurn(Model):
     """What the model said; a field that this server's answers never fill may only be null."""
 
     role: Literal["assistant"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], PARTS] | None = None
     name: str | None = None
     reasoning_content: str | None = Field(None, description="What it thought before its content.")
     reasoning: str | None = Field(None, description="The same, by vLLM's newer name.")
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], PARTS] | None = None
     refusal: None = None
     audio: None = None
     annotations: None = None
@@ -78,7 +79,7 @@ class AssistantTurn(Model):
         if (reasoning := plain.pop("reasoning", None)) is not None:  # templates read the older name
             plain.setdefault("reasoning_content", reasoning)
         for call in plain.get("tool_calls", ()):
-            with contextlib.suppress(json.JSONDecodeError):  # what a model wrote may not be JSON; then it stays as it is
+            with contextlib.suppress(ValueError, RecursionError):  # what a model wrote may not be JSON; then it stays as it is
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
         return plain
 
@@ -114,16 +115,22 @@ NO_DEFAULTS: Mapping[str, Any] = {}
 RESERVED_VARIABLES = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 
 
-class Chat(Model):
+class Chat(VLLMModel):
     """What a chat's prompt is made of."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[Tool] | None = None
+    messages: Annotated[list[ChatMessage], ITEMS] = Field(
+        description="The conversation: text of the roles system, developer, user, assistant, tool."
+    )
+    tools: Annotated[list[Tool], PARTS] | None = Field(
+        None, description="Functions that the model may call, which the client then runs."
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template, as enable_thinking.")
     add_generation_prompt: bool | None = Field(None, description="End with the opening of the assistant's turn (true).")
     continue_final_message: bool | None = Field(None, description="Go on with the last message; nothing follows it in the prompt.")
     chat_template: Text | None = Field(None, description="Jinja source in place of the model's, if the server trusts that.")
-    documents: list[dict[str, str]] | None = Field(None, description="For chat templates that read documents.")
+    documents: Annotated[list[Annotated[dict[str, str], Field(max_length=64)]], PARTS] | None = Field(
+        None, description="For chat templates that read documents."
+    )
 
     @model_validator(mode="after")
     def _one_end(self):
@@ -184,8 +191,10 @@ class ChatRequest(GenerationRequest, Chat):
     )
 
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="The newer name of max_tokens; not both.")
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Only with logprobs=true.")
+    logprobs: bool | None = Field(None, description="Log-probabilities of the output's tokens.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="And of so many likeliest tokens in each place; only with logprobs=true."
+    )
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
         None, description="Whether the tools are shown to the model (none), may be called (auto), or must be."
     )
@@ -196,7 +205,7 @@ class ChatRequest(GenerationRequest, Chat):
     )
     echo: bool | None = Field(None, description="The answer begins with the message that it goes on with.")
     return_prompt_text: bool | None = Field(None, description="Answer with the rendered prompt too.")
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], PARTS] | None = Field(None, description="Only text.")
 
     @model_validator(mode="after")
     def _pairs(self):

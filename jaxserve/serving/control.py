@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.errors import RefusedError, checking
+from jaxserve.serving.metrics import Metrics
 from jaxserve.serving.openapi import answers
 from jaxserve.serving.protocol import SleepRequest, UpdateWeightsRequest
 from jaxserve.serving.responses import Done, Paused, ServerInfo, Sleeping, encode
@@ -30,10 +31,10 @@ def _done(reset: bool | None = None) -> Response:
     return _json(Done() if reset is None else Done(reset=reset))
 
 
-def control_routes(app: FastAPI, engine: AsyncLLM) -> None:
+def control_routes(app: FastAPI, engine: AsyncLLM, metrics: Metrics) -> None:
     """Adds the routes."""
     _pause_routes(app, engine)
-    _sleep_routes(app, engine)
+    _sleep_routes(app, engine, metrics)
     simple, with_body = answers(Done, 401, 500, 503), answers(Done, 400, 401, 408, 409, 413, 500, 503)
 
     @app.post("/reset_prefix_cache", response_model=None, **simple)
@@ -81,7 +82,7 @@ def _pause_routes(app: FastAPI, engine: AsyncLLM) -> None:
         return _json(Paused(engine.is_paused))
 
 
-def _sleep_routes(app: FastAPI, engine: AsyncLLM) -> None:
+def _sleep_routes(app: FastAPI, engine: AsyncLLM, metrics: Metrics) -> None:
     @app.post("/sleep", response_model=None, **answers(Done, 400, 401, 408, 409, 413, 500, 503))
     async def sleep(
         request: Request,
@@ -97,7 +98,8 @@ def _sleep_routes(app: FastAPI, engine: AsyncLLM) -> None:
             if mode is not None:
                 await engine.pause(mode)
             try:
-                await engine.sleep(body.level if level is None else level)
+                with metrics.sleep_operation("sleep"):
+                    await engine.sleep(body.level if level is None else level)
             finally:
                 if mode is not None:
                     await engine.resume()
@@ -113,7 +115,8 @@ def _sleep_routes(app: FastAPI, engine: AsyncLLM) -> None:
     ) -> Response:
         if tags is not None and set(tags) != {"weights", "kv_cache"}:
             raise RefusedError("tags: weights and KV cache wake together; give both, or none", param="tags")
-        await engine.wake_up()
+        with metrics.sleep_operation("wake"):
+            await engine.wake_up()
         return _done()
 
     @app.get("/is_sleeping", response_model=None, **answers(Sleeping, 401))

@@ -154,18 +154,14 @@ def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
     return next(iter(by_param)) or None, "; ".join(lines)
 
 
-def _line(param: str, messages: list[str]) -> str:
-    said = " / ".join(messages)
-    return f"{param}: {said}" if param and not said.startswith(f"{param}=") else said
-
-
 def _in_words(mistake: Mapping[str, Any]) -> str:
     if mistake["type"] == "json_invalid":
         return f"the body is not JSON: {mistake.get('ctx', {}).get('error', mistake['msg'])}"
     inside = ".".join(str(part) for part in mistake["loc"][2:] if isinstance(part, int) or str(part).isidentifier())
     said, given = mistake["msg"].removeprefix("Value error, "), mistake.get("input")
     if mistake["type"] == "extra_forbidden":
-        missing = MISSING.get(str(mistake["loc"][-1])) if len(mistake["loc"]) == 2 else None
+        is_top = len(mistake["loc"]) == 2 or mistake["loc"][1:-1] == ("sampling_params",)
+        missing = MISSING.get(str(mistake["loc"][-1])) if is_top else None
         said = "unknown parameter" if missing is None else f"this server does not have it: {missing.instead}"
     elif mistake["type"] == "literal_error" and isinstance(given, str) and len(given) <= 64:
         said += f", not {given!r}"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
-from jaxserve.serving.strict_model import Model, Text
+from jaxserve.serving.strict_model import PARTS, Model, Text
 from jaxserve.structured_outputs import KINDS, StructuredOutputsParams
 
 OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")  # that clients may give with KINDS
@@ -58,8 +58,8 @@ class StructuralTagFormat(Model):
     )
 
     type: Literal["structural_tag"]
-    structures: list[Structure] | None = None
-    triggers: list[Text] | None = None
+    structures: Annotated[list[Structure], PARTS] | None = None
+    triggers: Annotated[list[Text], PARTS] | None = None
     format: dict[str, Any] | None = None
 
     @model_validator(mode="after")

@@ -5,9 +5,11 @@ Owns the registry. The engine loop's Reports and the access log bring the number
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -31,7 +33,7 @@ _COUNTERS = {  # name -> (field of LoopStats, help)
     "prefill_tokens": ("prefill_tokens", "Prompt tokens run, and tokens recomputed after a preemption."),
     "num_preemptions": ("num_preemptions", "Times that a running request lost its pages."),
     "prefix_cache_queries": ("num_prefix_queries", "Prompt tokens looked up in the prefix cache."),
-    "prefix_cache_hits": ("num_prefix_hits", "Prompt tokens found there."),
+    "prefix_cache_hits": ("num_prefix_hits", "Prompt tokens found in the prefix cache."),
     "steps": ("num_steps", "Steps of the engine."),
     "step_failures": ("num_failures", "Steps that raised."),
     "step_tokens": ("tokens_run", "Tokens that steps ran, padding not counted."),
@@ -40,22 +42,25 @@ _COUNTERS = {  # name -> (field of LoopStats, help)
     "spec_decode_num_draft_tokens": ("num_draft_tokens", "Tokens drafted and verified."),
     "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Drafts that stood."),
     "compiles": ("num_compiles", "Programs compiled, or loaded from the persistent cache."),
-    "compile_seconds": ("compile_seconds", "Time spent on them."),
+    "compile_seconds": ("compile_seconds", "Time spent compiling or loading programs."),
 }
 _STORE = {  # name -> (field of KVStoreStats, help)
     "external_prefix_cache_queries": ("num_queried_tokens", "Prompt tokens looked up in the store of KV."),
-    "external_prefix_cache_hits": ("num_hit_tokens", "Prompt tokens loaded from it."),
-    "kv_store_load_failures": ("num_failed_loads", "Loads from it that brought less than was found, or came too late."),
+    "external_prefix_cache_hits": ("num_hit_tokens", "Prompt tokens loaded from the store of KV."),
+    "kv_store_load_failures": (
+        "num_failed_loads",
+        "Loads from the store of KV that brought less than was found, or came too late.",
+    ),
 }
 _TIERS = {  # field of TierStats -> (help, kind)
     "pages_read": ("Pages read from a tier of the store of KV.", CounterMetricFamily),
-    "pages_written": ("Pages written to it.", CounterMetricFamily),
-    "bytes_read": ("Bytes of KV read from it.", CounterMetricFamily),
-    "bytes_written": ("Bytes of KV written to it.", CounterMetricFamily),
-    "read_seconds": ("Time of its reads.", CounterMetricFamily),
-    "write_seconds": ("Time of its writes.", CounterMetricFamily),
-    "num_failures": ("Reads and writes of it that failed.", CounterMetricFamily),
-    "bytes_held": ("Bytes that it holds.", GaugeMetricFamily),
+    "pages_written": ("Pages written to a tier of the store of KV.", CounterMetricFamily),
+    "bytes_read": ("Bytes of KV read from a tier of the store.", CounterMetricFamily),
+    "bytes_written": ("Bytes of KV written to a tier of the store.", CounterMetricFamily),
+    "read_seconds": ("Time of reads of a tier of the store of KV.", CounterMetricFamily),
+    "write_seconds": ("Time of writes of a tier of the store of KV.", CounterMetricFamily),
+    "num_failures": ("Reads and writes of a tier of the store of KV that failed.", CounterMetricFamily),
+    "bytes_held": ("Bytes of KV that a tier of the store holds.", GaugeMetricFamily),
 }
 _GAUGES = {
     "num_requests_running": ("num_running", "Samples that run."),
@@ -118,6 +123,19 @@ class Metrics(Collector):
         self._failures = Counter(
             f"{self._prefix}request_failures", "Requests that failed.", ("model_name",), registry=self.registry
         )
+        self._sleep_seconds = Histogram(
+            f"{self._prefix}sleep_mode_operation_duration_seconds",
+            "A call that puts the engine to sleep or wakes it.",
+            ("operation",),
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._sleeping = Gauge(
+            f"{self._prefix}sleep_mode_operations_in_flight",
+            "Calls under way that put the engine to sleep or wake it.",
+            ("operation",),
+            registry=self.registry,
+        )
         self._http = Counter(f"{self._prefix}http_requests", "HTTP requests.", ("path", "status"), registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
@@ -171,6 +189,12 @@ class Metrics(Collector):
         self._e2e.observe(end - start)
         if num_tokens > 1:
             self._tpot.observe((end - first) / (num_tokens - 1))
+
+    @contextlib.contextmanager
+    def sleep_operation(self, operation: Literal["sleep", "wake"]) -> Iterator[None]:
+        """Times a call that puts the engine to sleep or wakes it, whether it succeeds or not."""
+        with self._sleeping.labels(operation).track_inprogress(), self._sleep_seconds.labels(operation).time():
+            yield
 
     def count_http(self, path: str, status: int) -> None:
         self._http.labels(path, str(status)).inc()

@@ -23,14 +23,14 @@ from jaxserve.sampling_params import (
 )
 from jaxserve.serving.errors import RefusedError
 from jaxserve.serving.forms import ResponseFormat, StructuredOutputs, form_of
-from jaxserve.serving.strict_model import Model, OnlyFalse, SomeTokenIds, Text, Texts, TokenIds, TokenIdText, if_given
-from jaxserve.serving.vllm_fields import without_idle
+from jaxserve.serving.strict_model import ITEMS, Model, OnlyFalse, SomeTokenIds, Text, Texts, TokenIds, TokenIdText, if_given
+from jaxserve.serving.vllm_fields import VLLMModel
 from jaxserve.structured_outputs import StructuredOutputsParams
 
 MAX_STOPS = 12  # stop strings, and stop token ids, of a request
 
 
-CompletionPrompt = Text | Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+CompletionPrompt = Text | Texts | TokenIds | Annotated[list[TokenIds], ITEMS]
 
 PASSED_ON = (  # fields that are SamplingParams' own, by the same name
     "n",
@@ -61,6 +61,7 @@ def _no_embeddings(given: Any) -> None:
         raise ValueError("a prompt is text or token ids; give prompt")
 
 
+RequestId = Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")]
 NoEmbeddings = Annotated[None, BeforeValidator(_no_embeddings)]
 
 
@@ -108,7 +109,7 @@ IDS_NEED_LOGPROBS: dict[str, Any] = {  # of completions; a chat's schema has no 
 }
 
 
-class GenerationRequest(Model):
+class GenerationRequest(VLLMModel):
     """What completions and chats have in common."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
@@ -116,33 +117,65 @@ class GenerationRequest(Model):
     )
 
     model: str | None = Field(None, description="One of /v1/models; by default the one that is served.")
-    stream: bool | None = None
+    stream: bool | None = Field(None, description="Answer in chunks, as server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream=true.")
     n: int | None = Field(None, ge=1, le=128, description="Samples of each prompt.")
-    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=2**31 - 1,
+        description="Most tokens of the output; by default its generation_config's max_new_tokens, else up to its length.",
+    )
     min_tokens: int | None = Field(None, ge=0, le=2**31 - 1, description="Nothing ends the output before; max_tokens does.")
-    temperature: float | None = Field(None, ge=0, le=1000, description="0 is greedy.")
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="0 and -1 are off.")
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**53), le=2**53, description="What JSON can say exactly.")
-    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: SomeTokenIds | None = Field(None, max_length=MAX_STOPS)
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=1000, description="Divides the logits before a token is sampled; 0 is greedy.")
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="Sample of the likeliest tokens that have this share together; 1 is off."
+    )
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="Sample of so many likeliest tokens; 0 and -1 are off.")
+    min_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Sample of tokens at least so likely, as a share of the likeliest one's probability; 0 is off.",
+    )
+    seed: int | None = Field(
+        None,
+        ge=-(2**53),
+        le=2**53,
+        description="Of the random numbers: the same request is sampled alike. By default one of the server's own.",
+    )
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = Field(
+        None, description="Texts that end the output, and are left out of it: one, or a list of 12 at most."
+    )
+    stop_token_ids: SomeTokenIds | None = Field(None, max_length=MAX_STOPS, description="Tokens that end the output, 12 at most.")
+    ignore_eos: bool | None = Field(None, description="Go on where the model would end.")
+    include_stop_str_in_output: bool | None = Field(None, description="Leave the stop text in the output.")
+    skip_special_tokens: bool | None = Field(
+        None, description="Leave special tokens out of the text (true). A chat keeps those that mark calls or reasoning."
+    )
     spaces_between_special_tokens: bool | None = Field(
         None, description="Taken either way: no tokenizer here writes spaces between special tokens."
     )
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Taken off the logits of tokens that the output has.")
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description="Taken off the logits of tokens for each time that the output has them."
+    )
+    repetition_penalty: float | None = Field(
+        None, ge=0.01, le=100, description="Divides the logits of tokens that prompt or output have; 1 is off."
+    )
     logit_bias: dict[TokenIdText, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, max_length=MAX_LOGIT_BIAS, description="Token id, in decimal, to what is added to its logit."
     )
-    allowed_token_ids: TokenIds | None = None
-    bad_words: list[Annotated[str, Field(pattern=r"\S")]] | None = Field(None, max_length=MAX_BAD_WORDS // 2)
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    allowed_token_ids: TokenIds | None = Field(None, description="No other token is sampled.")
+    bad_words: list[Annotated[str, Field(pattern=r"\S")]] | None = Field(
+        None, max_length=MAX_BAD_WORDS // 2, description="Texts that the output never has."
+    )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Log-probabilities of the prompt's tokens, and of so many likeliest in their places.",
+    )
     logprob_token_ids: SomeTokenIds | None = Field(
         None, max_length=MAX_LOGPROB_TOKEN_IDS, description="Log-probabilities of these in place of the likeliest; needs logprobs."
     )
@@ -161,27 +194,24 @@ class GenerationRequest(Model):
         None, gt=0, description="Ours: seconds from its arrival that it may take, within the server's own limit; then 504."
     )
     user: str | None = Field(None, description="Kept in the access log.")
-    request_id: Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")] | None = Field(
-        None, description="Part of the answer's id; the header X-Request-Id comes first."
+    request_id: RequestId | None = Field(None, description="Part of the answer's id; the header X-Request-Id comes first.")
+    use_beam_search: bool | None = Field(
+        None, description="The n likeliest sequences, by beam search; a stream has each in one chunk."
     )
-    use_beam_search: bool | None = Field(None, description="The n likeliest sequences, by beam search; not streamed.")
     length_penalty: float | None = Field(None, description="Of beam search: a score is divided by length to this power.")
     stream_interval: int | None = Field(None, ge=1, le=2**31 - 1, description="Tokens of a sample that a chunk waits for.")
     thinking_token_budget: int | None = Field(
         None, ge=-1, le=2**31 - 1, description="Most tokens of reasoning; then the model's </think> is forced. -1: any number."
     )
-    response_format: ResponseFormat | None = None
+    response_format: ResponseFormat | None = Field(
+        None, description="The form that the output must have: text, json_object, json_schema or structural_tag."
+    )
     structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's: the form that the output must have.")
     repetition_detection: RepetitionDetection | None = Field(
         None, description="End an output whose last tokens are one pattern so many times."
     )
-    store: OnlyFalse | None = None
-    service_tier: Literal["auto", "default"] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _idle_fields(cls, given: Any) -> Any:
-        return without_idle(given) if isinstance(given, dict) else given
+    store: OnlyFalse | None = Field(None, description="Only false: completions and chats are not kept. /v1/responses are.")
+    service_tier: Literal["auto", "default"] | None = Field(None, description="Taken, and changes nothing.")
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self):
@@ -251,7 +281,9 @@ class CompletionRequest(GenerationRequest):
     )
 
     prompt: CompletionPrompt = Field(description="A text, texts, token ids, or lists of token ids.")
-    max_tokens: int | None = Field(None, ge=0, le=2**31 - 1, description="0 only with echo: the prompt alone.")
+    max_tokens: int | None = Field(
+        None, ge=0, le=2**31 - 1, description="Most tokens of the output, by default 16; 0 only with echo: the prompt alone."
+    )
     prompt_embeds: NoEmbeddings = Field(None, description="Not supported.")
     echo: bool | None = Field(None, description="Put the prompt before the completion.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Log-probabilities of so many likeliest tokens.")
@@ -278,7 +310,7 @@ class CompletionRequest(GenerationRequest):
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-class TokenizeCompletionRequest(Model):
+class TokenizeCompletionRequest(VLLMModel):
     """`POST /tokenize` of a text."""
 
     model: str | None = None
@@ -287,7 +319,7 @@ class TokenizeCompletionRequest(Model):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(Model):
+class DetokenizeRequest(VLLMModel):
     model: str | None = None
     tokens: SomeTokenIds
 

@@ -1,6 +1,7 @@
 """Threads beside the event loop that read long prompts and bodies.
 
-Owns two pools of threads: one for requests, and one for everything else, so that no request waits for the second kind.
+Owns three pools of threads: one for requests, one for everything else, so that no request waits for the second kind, and one for
+the JSON of long bodies.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class ReadingPools:
     def __init__(self) -> None:
         self._requests = ThreadPoolExecutor(2, "jaxserve-reader")
         self._aside = ThreadPoolExecutor(1, "jaxserve-aside")
+        self._bodies = ThreadPoolExecutor(2, "jaxserve-bodies")
         self._closing: str | None = None
 
     async def request[T](self, size: int, work: Callable[[], T]) -> T:
@@ -31,10 +33,15 @@ class ReadingPools:
         """As `request`, for work that no request waits for."""
         return await self._run(self._aside, size, work)
 
+    async def body[T](self, work: Callable[[], T]) -> T:
+        """As `request`, for work that reads a long body's JSON, whatever it is of."""
+        return await self._beside(self._bodies, work)
+
     async def _run[T](self, pool: ThreadPoolExecutor, size: int, work: Callable[[], T]) -> T:
+        return work() if size <= SHORT else await self._beside(pool, work)
+
+    async def _beside[T](self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         """Work that has begun runs to its end, also if the caller is cancelled meanwhile."""
-        if size <= SHORT:
-            return work()
         if self._closing:
             raise UnavailableError(self._closing)
         result = asyncio.get_running_loop().run_in_executor(pool, work)
@@ -52,5 +59,5 @@ class ReadingPools:
 
     async def shutdown(self) -> None:
         """Drops work that has not begun, and waits for the rest."""
-        for pool in (self._requests, self._aside):
+        for pool in (self._requests, self._aside, self._bodies):
             await asyncio.to_thread(pool.shutdown, cancel_futures=True)

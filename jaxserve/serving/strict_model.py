@@ -18,7 +18,9 @@ def _integral(value: Any) -> Any:
 
 
 def _all_integral(values: Any) -> Any:
-    return [_integral(x) for x in values] if isinstance(values, list) and float in map(type, values) else values
+    if not isinstance(values, list) or len(values) > MAX_VALUES or float not in map(type, values):
+        return values
+    return [_integral(x) for x in values]
 
 
 def _only_false(value: bool) -> bool:
@@ -27,12 +29,20 @@ def _only_false(value: bool) -> bool:
     return value
 
 
+# The most elements of a list: pydantic stops there. What takes longer to check than a step is more than any request needs.
+MAX_ITEMS = 4096  # messages, or items of a conversation
+MAX_PARTS = 1024  # parts of a message, tools, documents
+MAX_VALUES = 2**21  # token ids, or texts
+ITEMS: Any = Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
+PARTS: Any = Field(max_length=MAX_PARTS, fail_fast=True)
+SOME_PARTS: Any = Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
+
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 # fail_fast: the first wrong element ends the check, since a long list of a wrong kind would have as many errors.
-Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
-SomeTokenIds = Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(_all_integral)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), BeforeValidator(_all_integral)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_VALUES, fail_fast=True)]
+SomeTokenIds = Annotated[list[TokenId], Field(max_length=MAX_VALUES, fail_fast=True), BeforeValidator(_all_integral)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_VALUES, fail_fast=True), BeforeValidator(_all_integral)]
 OnlyFalse = Annotated[bool, AfterValidator(_only_false), WithJsonSchema({"const": False, "type": "boolean"})]
 TokenIdText = Annotated[str, Field(pattern=DECIMAL_TOKEN_ID)]
 

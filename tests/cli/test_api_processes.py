@@ -105,7 +105,9 @@ def test_two_processes_serve_one_engine(started):
     assert chat["choices"][0]["message"]["content"] == message["content"][0]["text"] == "BCD"
     assert started.number("request_success_total") == 50, "both processes' requests, whichever is asked"
     assert started.number('http_requests_total{path="/v1/completions",status="200"}') == 48
-    for path in ("/v1/responses", "/v1/responses/r/cancel", "/inference/v1/abort_requests"):
+    response = started.post("/v1/responses", input="q", max_output_tokens=3).json()
+    assert response["output"][0]["content"][0]["text"] == "BCD" and response["store"] is False
+    for path in ("/v1/responses/r/cancel", "/inference/v1/abort_requests"):
         refused = started.post(path)
         assert refused.status_code == 501 and "--api_server_count=1" in refused.json()["error"]["message"]
 

@@ -1,5 +1,6 @@
 """API keys, limits of bodies, and weights in flight."""
 
+import re
 import socket
 from typing import Any
 
@@ -72,11 +73,19 @@ def test_control(guarded):
     refusal(post("/sleep", level=3))
     refusal(client.post("/sleep", content=b" null", headers=with_key() | {"content-type": "application/json"}))
     refusal(post("/update_weights_from_path", path="/nothing/there"))
+
+    def slept(operation: str) -> float:
+        line = rf'^jaxserve:sleep_mode_operation_duration_seconds_count{{operation="{operation}"}} (\S+)'
+        found = re.search(line, client.get("/metrics").text, re.M)
+        return float(found[1]) if found else 0
+
+    before = slept("sleep"), slept("wake")
     ok(client.post("/sleep", headers=with_key()))  # no body: level 1
     ok(post("/wake_up"))
     ok(post("/sleep", level=1))
     assert "asleep" in refusal(post("/v1/completions", prompt="a"), 503)["message"]
     ok(post("/wake_up"))
+    assert (slept("sleep"), slept("wake")) == (before[0] + 2, before[1] + 2)
     assert ok(post("/v1/completions", prompt="a", temperature=0, max_tokens=3))["choices"][0]["text"] == "bcd"
 
 

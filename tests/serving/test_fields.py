@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM
+from jaxserve.models.generation_defaults import GenerationDefaults
 from jaxserve.serving.notations import REASONING, Thinking
 from tests import alphabet_model
 from tests.alphabet_model import BOS, SPECIALS, TURN, VOCABULARY, after, ids
@@ -20,6 +21,35 @@ GO_ON = {"continue_final_message": True, "add_generation_prompt": False}
 
 def texts(streamed) -> str:
     return "".join(c["delta"].get("content", "") for chunk in streamed for c in chunk["choices"])
+
+
+class Recommending:
+    """The shared LLM as one whose generation_config.json has max_new_tokens."""
+
+    def __init__(self, llm, max_new_tokens: int):
+        self.tokenizer, self.engine, self.grammars = llm.tokenizer, llm.engine, llm.grammars
+        self.generation_defaults = GenerationDefaults(max_new_tokens=max_new_tokens)
+        self._params = llm.get_default_sampling_params().with_(max_tokens=max_new_tokens)
+
+    def get_default_sampling_params(self):
+        return self._params
+
+
+def test_max_new_tokens_of_the_checkpoint(shared_llm):
+    """Where a chat, or a request of token ids, does not say how many; a completion has OpenAI's 16."""
+    with serving(Recommending(shared_llm, 3)) as server:
+
+        def num_tokens(path: str, **body: Any) -> int:
+            return ok(server.client.post(path, json=body))["usage"]["completion_tokens"]
+
+        said = {"messages": [{"role": "user", "content": "a"}], "temperature": 0, "ignore_eos": True}
+        assert num_tokens("/v1/chat/completions", **said) == 3
+        assert num_tokens("/v1/chat/completions", **said, max_tokens=5) == 5
+        assert num_tokens("/v1/completions", prompt="a", temperature=0, ignore_eos=True) == 16
+        for sampling, number in (({}, 3), ({"max_tokens": 4}, 4)):
+            assert (
+                num_tokens("/inference/v1/generate", token_ids=ids("a"), sampling_params=sampling | {"ignore_eos": True}) == number
+            )
 
 
 # ---- what an answer holds

@@ -1,8 +1,10 @@
 """Bodies that are large and allowed: what can't be served is refused early, the rest read beside the event loop: streams go on."""
 
 import contextlib
+import functools
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+import jaxserve.serving as serving_package
+from jaxserve.serving import bodies
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 from tests.alphabet_model import BOS, TURN, backend, ids
@@ -122,6 +126,76 @@ def test_a_long_chat_is_rendered_while_others_stream(server, flow, monkeypatch):
     messages = [{"role": "user", "content": "a"}] * 200
     assert "max_model_len" in refusal(chat(server, messages))["message"]
     assert ok(server.client.post("/tokenize", json={"messages": messages}))["count"] == 801
+
+
+LONG_MESSAGES = {"max_tokens": 1, "messages": [{"role": "user", "content": "a" * bodies.LONG}]}
+
+
+def test_long_bodies_are_read_while_others_stream(server, flow, monkeypatch):
+    for path, body, reads in (
+        ("/v1/chat/completions", LONG_MESSAGES, "bodies.read_json"),
+        ("/v1/completions", {"prompt": "a", "stop": [{}] * bodies.LONG}, "bodies.read_json"),
+        ("/v1/messages", LONG_MESSAGES, "dialects.anthropic.to_chat"),
+        ("/v1/responses", {"input": "a" * bodies.LONG}, "dialects.responses.to_chat"),
+    ):
+        work = functools.reduce(getattr, reads.split("."), serving_package)
+        with monkeypatch.context() as patch:
+            patch.setattr(f"jaxserve.serving.{reads}", while_it_flows(flow, work))
+            message = server.client.post(path, json=body | {"model": "alphabet"}).json()["error"]["message"]
+        assert "characters" in message or "stop: Input should be a valid string" in message
+
+
+def test_reading_of_a_long_body_goes_on_value_by_value():
+    """In Python, so that a thread hands the interpreter's lock over between two of them; and to the same values."""
+    value = [{"a": [1, -2.5e3, True, None, 'ü\n"\ud83d\ude00'], "b": {}}, [], "x" * 1000] * (bodies.INTERRUPTIBLE // 1000)
+    body, num_calls = json.dumps(value).encode(), 0
+
+    def count(_, event, __):
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        assert bodies.read_json(body) == value
+    finally:
+        sys.setprofile(None)
+    assert num_calls > 3 * len(value)
+    for wrong in (body[:-1], body + b"}", body.replace(b"true", b"tru", 1), b"\xff" * 2 * len(body)):
+        with pytest.raises(ValueError):  # as of json.loads
+            bodies.read_json(wrong)
+
+
+@pytest.mark.parametrize("made", ["[]", "{}"])
+def test_a_body_of_too_many_objects(server, made):
+    body = '{"prompt": "a", "tools": [' + f"{made}," * bodies.MAX_CONTAINERS + f"{made}]}}"
+    response = server.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert "more than 262144 objects and lists" in refusal(response)["message"]
+
+
+USER, PART = {"role": "user", "content": "a"}, {"type": "text", "text": "a"}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+TOO_LONG = [
+    ("/v1/chat/completions", {"messages": [USER] * 4097}, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART] * 1025}]}, "messages"),
+    ("/v1/chat/completions", {"messages": [USER], "tools": [FUNCTION] * 1025}, "tools"),
+    ("/v1/chat/completions", {"messages": [USER], "documents": [{}] * 1025}, "documents"),
+    ("/v1/chat/completions", {"messages": [USER], "documents": [{str(i): "a" for i in range(65)}]}, "documents"),
+    ("/v1/chat/completions/batch", {"messages": [[USER]] * 1025}, "messages"),
+    ("/v1/completions", {"prompt": [[1]] * 4097}, "prompt"),
+    ("/v1/responses", {"input": [USER] * 4097}, "input"),
+    ("/v1/responses", {"input": "a", "tools": [{"type": "function", "name": "f"}] * 1025}, "tools"),
+    ("/v1/messages", {"messages": [USER] * 4097, "max_tokens": 1}, "messages"),
+    ("/v1/messages", {"messages": [USER], "max_tokens": 1, "tools": [{"name": "f", "input_schema": {}}] * 1025}, "tools"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [PART] * 1025}], "max_tokens": 1}, "messages"),
+]
+
+
+@pytest.mark.parametrize("path, body, field", TOO_LONG)
+def test_lists_are_bounded(server, path, body, field):
+    answer = server.client.post(path, json=body | {"model": "alphabet"})
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert message.startswith(field) and "should have at most" in message and len(message) < 1000
 
 
 def test_a_long_list_of_another_kind_makes_one_error(server):

@@ -1,13 +1,17 @@
 """Metrics by vLLM's names: which of them there are, and what they count."""
 
+import re
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.outputs import RequestMetrics
 from jaxserve.serving.messages import Aborted, Delta, LoopStats, Report, RequestTotals
 from jaxserve.serving.metrics import VLLM_PREFIX, Metrics
+from jaxserve.serving.vllm_metrics import MISSING_METRICS
+from scripts.write_options import all_families
 
-# Families that vLLM 0.32 exports; a name alone is copied. Behind each that is not here: why.
+# Families that vLLM 0.32 exports, and some of each kind that is not here; a name alone is copied.
 THEIRS = """num_requests_running num_requests_waiting num_requests_waiting_by_reason engine_sleep_state kv_cache_usage_perc
 prefix_cache_queries prefix_cache_hits external_prefix_cache_queries external_prefix_cache_hits num_preemptions prompt_tokens
 prompt_tokens_by_source prompt_tokens_cached generation_tokens request_success admission_rejections request_prompt_tokens
@@ -16,21 +20,14 @@ time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_
 request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds
 request_num_preemptions request_prefill_kv_computed_tokens cache_config_info spec_decode_num_drafts spec_decode_num_draft_tokens
 spec_decode_num_accepted_tokens spec_decode_num_accepted_tokens_per_pos"""
-NOT_HERE = {
-    "num_requests_kv_fetch_by_stage": "no KV comes from another engine",
-    "corrupted_requests": "NaNs end a step, and /health says so",
-    "watermark_requests": "outputs carry no watermark",
-    "mm_cache_queries": "prompts are text",
-    "mm_cache_hits": "prompts are text",
-    "prompt_tokens_cached_by_source": "tiers are counted in pages and bytes, as kv_store_*",
-    "kv_block_lifetime_seconds": "pages are not followed one by one",
-    "kv_block_idle_before_evict_seconds": "pages are not followed one by one",
-    "kv_block_reuse_gap_seconds": "pages are not followed one by one",
-    "lora_requests_info": "there are no adapters",
-    "estimated_flops_per_gpu": "step times are measured",
-    "estimated_read_bytes_per_gpu": "step times are measured",
-    "estimated_write_bytes_per_gpu": "step times are measured",
-}
+SLEEP = "sleep_mode_operation_duration_seconds sleep_mode_operations_in_flight"
+OTHERS = """corrupted_requests watermark_requests num_requests_kv_fetch_by_stage mm_cache_queries mm_cache_hits
+prompt_tokens_cached_by_source kv_block_lifetime_seconds kv_block_idle_before_evict_seconds kv_block_reuse_gap_seconds
+lora_requests_info estimated_flops_per_gpu estimated_read_bytes_per_gpu estimated_write_bytes_per_gpu
+rl_weight_update_operation_duration_seconds rl_weight_update_operations_in_flight tool_call_parser_invocations_total
+websocket_connection_duration_seconds websocket_connections_active websocket_connections_total nixl_xfer_time_seconds
+nixl_bytes_transferred mooncake_store_operation_total kv_offload_load_bytes kv_offload_tiering_read_bytes
+simple_kv_offload_used_blocks hf3fs_num_failed_load hisparse_cache_hits diffusion_num_denoising_steps"""
 
 
 def values(metrics: Metrics) -> dict[tuple[str, ...], float]:
@@ -55,12 +52,26 @@ def test_vllms_families_by_vllms_names():
     metrics = Metrics("m", cache={"block_size": 4}, prefix=VLLM_PREFIX)
     metrics.take(Report([], LoopStats(kv_store=KVStoreStats())))
     families = {family.name for family in text_string_to_metric_families(metrics.render().decode())}
-    missing = [name for name in THEIRS.split() if f"vllm:{name}" not in families]
-    assert not missing and not any(f"vllm:{name}" in families for name in NOT_HERE)
+    missing = [name for name in f"{THEIRS} {SLEEP}".split() if f"vllm:{name}" not in families]
+    assert not missing and not any(f"vllm:{name}" in families for name in MISSING_METRICS)
     assert not any(name.startswith("jaxserve:") for name in families)
     assert all(
         name.startswith("jaxserve:") for name in {f.name for f in text_string_to_metric_families(Metrics("m").render().decode())}
     )
+
+
+def test_every_other_family_of_vllms_has_a_row():
+    def row(name: str) -> str | None:
+        return next((key for key in MISSING_METRICS if name == key or (key.endswith("_") and name.startswith(key))), None)
+
+    assert {row(name) for name in OTHERS.split()} == set(MISSING_METRICS)
+    assert not [name for name in f"{THEIRS} {SLEEP}".split() if row(name)]
+
+
+def test_families_that_rows_name_are_there():
+    ours = {family.name.removeprefix("jaxserve:") for family in all_families()}
+    named = {name for text in MISSING_METRICS.values() for name in re.findall(r"`(\w+)`", text)}
+    assert named and not named - ours
 
 
 def test_tokens_of_turns_count_prompts_and_what_was_generated():

@@ -9,9 +9,11 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import httpx
 import pytest
 
 from jaxserve import SamplingParams
+from jaxserve.serving.app import make_app
 from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.messages import (
     Delta,
@@ -23,6 +25,7 @@ from jaxserve.serving.messages import (
     UnavailableError,
 )
 from jaxserve.serving.metrics import Metrics
+from jaxserve.serving.options import ServerOptions
 from jaxserve.serving.pipes import ENGINE_GONE, EngineHub, Pipe, RemoteLoop, framed
 from jaxserve.serving.streams import Ask
 from scripts.bench.replay_engine import FOX, replay_llm
@@ -34,7 +37,7 @@ class Users:
     """A hub, and AsyncLLMs that use it as other processes would."""
 
     def __init__(self, step_seconds: float, max_waiting: int):
-        self.llm = replay_llm(SEQS, step_seconds)
+        self.llm = replay_llm(SEQS, step_seconds, chat_template="{{ messages[0].content }}")
         self.hub = EngineHub(
             self.llm,
             max_waiting=max_waiting,
@@ -85,6 +88,30 @@ async def until(done: Callable[[], bool]) -> None:
     while not done():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.005)
+
+
+def test_responses_that_nothing_is_kept_of():
+    """Any process may be asked next, so that none can keep one."""
+
+    async def check() -> None:
+        async with users() as made:
+            app = make_app(made.engines[0], ServerOptions(names=("m",)), shares_engine=True)
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+
+                async def post(**body: Any) -> httpx.Response:
+                    return await client.post("/v1/responses", json={"input": "x", "max_output_tokens": 5} | body)
+
+                for body in ({}, {"store": False}, {"background": False, "previous_response_id": None}):
+                    response = (await post(**body)).json()
+                    assert response["output"][0]["content"][0]["text"] == FOX[:5] and response["store"] is False
+                for name, value in (("store", True), ("background", True), ("previous_response_id", "resp_1")):
+                    refused = await post(**{name: value})
+                    assert refused.status_code == 501 and refused.json()["error"]["param"] == name
+                    assert "--api_server_count=1" in refused.json()["error"]["message"]
+                for method, path in (("GET", "/v1/responses/r"), ("DELETE", "/v1/responses/r"), ("POST", "/v1/responses/r/cancel")):
+                    assert (await client.request(method, path)).status_code == 501
+
+    asyncio.run(check())
 
 
 def test_requests_of_one_name_go_where_they_came_from():

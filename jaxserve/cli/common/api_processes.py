@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.common.listeners import say_where
@@ -65,6 +66,7 @@ class Engine:
     config: Config
     eos_token_ids: frozenset[int]
     qualification: str | None
+    max_new_tokens: int | None = None  # that the checkpoint recommends
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def describe(llm: ServedLLM) -> Engine:
     """What the processes need to know of an engine."""
     config = llm.engine.config
     known = Config(config.engine, Model(config.model.vocab_size), config.scheduler, config.cache)
-    return Engine(known, llm.engine.eos_token_ids, llm.engine.qualification)
+    recommended = getattr(getattr(llm, "generation_defaults", None), "max_new_tokens", None)
+    return Engine(known, llm.engine.eos_token_ids, llm.engine.qualification, recommended)
 
 
 def take_apart(tokenizer: Tokenizer | None) -> TokenizerParts | None:
@@ -261,6 +264,7 @@ class _Described:
     def __init__(self, start: Start):
         self.engine = start.engine
         self.tokenizer: Tokenizer | None = None
+        self.generation_defaults = SimpleNamespace(max_new_tokens=start.engine.max_new_tokens)
         self._params = start.params
         if (parts := start.tokenizer) is not None:
             import tokenizers

@@ -5,7 +5,6 @@ Owns what a message's request means as a chat, and how the chat's answer is writ
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -49,7 +48,7 @@ from jaxserve.serving.dialects.anthropic_protocol import (
     ThinkingEnabled,
     ToolUseBlock,
 )
-from jaxserve.serving.dialects.turn import Block, Turn, chat_request, renaming
+from jaxserve.serving.dialects.turn import Block, Turn, beside, chat_request, renaming
 from jaxserve.serving.errors import RefusedError, as_messages_error, checking, describe
 from jaxserve.serving.generation import Served
 from jaxserve.serving.openapi import answers
@@ -91,7 +90,7 @@ async def create_message(served: Served, body: MessagesRequest, request: Request
     """The message that answers a request, once it is complete, or a stream of its events."""
     check_model(body.model, served.names)
     with renaming(RENAMED):
-        chat = to_chat(served, body)
+        chat = await beside(served, request, lambda: to_chat(served, body))
         turn = await unless_gone(request, Turn.open(served, chat, request))
     if body.stream:
         return served.stream(_events(turn), turn.stream.close)
@@ -191,7 +190,7 @@ def _answer_block(block: Block) -> AnswerBlock | None:
         return TextAnswer(block.text)
     if block.kind == "reasoning":
         return ThinkingAnswer(block.text)
-    return ToolUseAnswer(_tool_use_id(), block.name, json.loads(block.text)) if block.closed else None
+    return ToolUseAnswer(_tool_use_id(), block.name, block.arguments()) if block.closed else None
 
 
 def _tool_use_id() -> str:

@@ -13,7 +13,8 @@ from pydantic import ConfigDict, Field
 
 from jaxserve.serving.chat_protocol import FunctionSchema
 from jaxserve.serving.protocol import MAX_STOPS
-from jaxserve.serving.strict_model import Model, Text
+from jaxserve.serving.strict_model import MAX_ITEMS, PARTS, SOME_PARTS, Model, Text
+from jaxserve.serving.vllm_fields import VLLMModel
 
 
 class CacheControl(Model):
@@ -51,7 +52,7 @@ class ToolUseBlock(Block):
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: str | list[TextBlock] | None = None
+    content: str | Annotated[list[TextBlock], PARTS] | None = None
     is_error: bool | None = Field(None, description='true: the model reads "Error: " before the content.')
 
     def plain(self) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def _parts(blocks: list[TextBlock]) -> str | list[dict[str, str]]:
 
 class UserTurn(Model):
     role: Literal["user"]
-    content: str | Annotated[list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]], Field(min_length=1)]
+    content: str | Annotated[list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]], SOME_PARTS]
 
     def plain(self) -> Iterator[dict[str, Any]]:
         """The chat's messages: each result of a tool is one."""
@@ -86,7 +87,7 @@ class AssistantTurn(Model):
         str
         | Annotated[
             list[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]],
-            Field(min_length=1),
+            SOME_PARTS,
         ]
     )
 
@@ -114,7 +115,7 @@ class SystemTurn(Model):
     """A system message between others."""
 
     role: Literal["system"]
-    content: str | Annotated[list[TextBlock], Field(min_length=1)]
+    content: str | Annotated[list[TextBlock], SOME_PARTS]
 
     def plain(self) -> Iterator[dict[str, Any]]:
         yield {"role": "system", "content": self.content if isinstance(self.content, str) else _parts(self.content)}
@@ -189,7 +190,7 @@ _CALLS_NEED_TOOLS: dict[str, Any] = {
 }
 
 
-class MessagesPrompt(Model):
+class MessagesPrompt(VLLMModel):
     """What a message's prompt is made of: `POST /v1/messages/count_tokens`."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"allOf": [_CALLS_NEED_TOOLS]})
@@ -197,10 +198,15 @@ class MessagesPrompt(Model):
     model: Text
     messages: Annotated[
         list[Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]],
-        Field(min_length=1, description="If the assistant's is the last, the answer goes on with its text."),
+        Field(
+            min_length=1,
+            max_length=MAX_ITEMS,
+            fail_fast=True,
+            description="If the assistant's is the last, the answer goes on with its text.",
+        ),
     ]
-    system: str | list[TextBlock] | None = None
-    tools: list[MessagesTool] | None = None
+    system: str | Annotated[list[TextBlock], PARTS] | None = None
+    tools: Annotated[list[MessagesTool], PARTS] | None = None
     tool_choice: Annotated[AutoChoice | ToolChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Annotated[ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled, Field(discriminator="type")] | None = None
     output_config: OutputConfig | None = None

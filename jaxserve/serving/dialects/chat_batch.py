@@ -11,12 +11,13 @@ from starlette.responses import Response
 
 from jaxserve.serving.chat import complete_chat
 from jaxserve.serving.chat_protocol import ChatMessage, ChatRequest, Tool
-from jaxserve.serving.dialects.turn import chat_request
+from jaxserve.serving.dialects.turn import beside, chat_request
 from jaxserve.serving.generation import Served
 from jaxserve.serving.openapi import answers
 from jaxserve.serving.protocol import check_model
 from jaxserve.serving.responses import ChatCompletion, Usage, encode
 from jaxserve.serving.streaming import unless_gone
+from jaxserve.serving.strict_model import ITEMS, SOME_PARTS
 
 ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 
@@ -24,7 +25,7 @@ ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 class BatchChatRequest(ChatRequest):
     """`POST /v1/chat/completions/batch`: a chat's fields, for several conversations. No tools, no stream, one sample each."""
 
-    messages: Annotated[list[Annotated[list[ChatMessage], Field(min_length=1)]], Field(min_length=1)]  # pyright: ignore[reportIncompatibleVariableOverride]
+    messages: Annotated[list[Annotated[list[ChatMessage], ITEMS]], SOME_PARTS]  # pyright: ignore[reportIncompatibleVariableOverride]
     stream: Literal[False] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     stream_options: None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     n: Literal[1] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -50,7 +51,8 @@ def chat_batch_routes(app: FastAPI, served: Served) -> None:
 
 async def _all(served: Served, body: BatchChatRequest, request: Request) -> ChatCompletion:
     """The answers as one. The first refusal or error is everybody's, and ends the others."""
-    tasks = [asyncio.ensure_future(complete_chat(served, chat, request)) for chat in body.chats()]
+    chats = await beside(served, request, body.chats)
+    tasks = [asyncio.ensure_future(complete_chat(served, chat, request)) for chat in chats]
     try:
         found = await asyncio.gather(*tasks)
     finally:

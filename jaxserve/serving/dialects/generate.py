@@ -34,18 +34,21 @@ from jaxserve.serving.responses import PromptLogprobs, Usage, encode
 from jaxserve.serving.streaming import unless_gone
 from jaxserve.serving.streams import Ask, RequestStream
 from jaxserve.serving.strict_model import Model, Text, Texts, TokenIds, if_given
+from jaxserve.serving.vllm_fields import VLLMModel
 
 ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 
 
-class OutputSampling(Model):
+class OutputSampling(VLLMModel):
     """What `sampling_params` has beside the fields that completions and chats have by the same names."""
 
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="By default up to the model's length.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Log-probabilities of so many likeliest tokens.")
+    detokenize: bool | None = Field(None, description="false does not go with output_mode=text, nor with stop.")
 
 
-_SHARED = {name: GenerationRequest.model_fields[name] for name in (*PASSED_ON, "logit_bias", "structured_outputs")}
+_TAKEN = ("logit_bias", "structured_outputs", "spaces_between_special_tokens")
+_SHARED = {name: GenerationRequest.model_fields[name] for name in (*PASSED_ON, *_TAKEN)}
 if TYPE_CHECKING:
 
     class GenerateSampling(OutputSampling, GenerationRequest): ...
@@ -58,7 +61,7 @@ else:
     )
 
 
-class GenerateRequest(Model):
+class GenerateRequest(VLLMModel):
     """`POST /inference/v1/generate`."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"allOf": [if_given("stream_options", "object", "stream")]})
@@ -172,12 +175,14 @@ async def _open(served: Served, body: GenerateRequest, request: Request) -> Requ
 def _ask(served: Served, body: GenerateRequest) -> Ask:
     if body.output_mode == "text":
         served.engine.get_tokenizer()  # a ValueError where there is none
-    params = served.engine.ready(sampling_params(body, served.engine.default_sampling_params))
+    engine = served.engine
+    params = engine.ready(sampling_params(body, engine.default_sampling_params, engine.recommended_max_tokens))
     return Ask(body.token_ids, params, None, body.priority or 0, body.cache_salt)
 
 
-def sampling_params(body: GenerateRequest, defaults: SamplingParams) -> SamplingParams:
-    """The server's defaults, changed by what was given. Text is made where somebody reads it. Raises as SamplingParams does."""
+def sampling_params(body: GenerateRequest, defaults: SamplingParams, max_tokens: int | None = None) -> SamplingParams:
+    """The server's defaults, changed by what was given; max_tokens where that is not. Text is made where somebody reads it. Raises
+    as SamplingParams does."""
     given = {
         name: value
         for name in type(body.sampling_params).model_fields
@@ -187,8 +192,11 @@ def sampling_params(body: GenerateRequest, defaults: SamplingParams) -> Sampling
         given["logit_bias"] = {int(i): bias for i, bias in given["logit_bias"].items()}
     if "min_tokens" in given and "max_tokens" in given:
         given["min_tokens"] = min(given["min_tokens"], given["max_tokens"])
+    given.pop("spaces_between_special_tokens", None)
     reads_text = body.output_mode == "text" or bool(given.get("stop"))
-    return defaults.with_(**{"max_tokens": None, "detokenize": reads_text} | given)
+    if given.pop("detokenize", None) is False and reads_text:
+        raise ValueError("sampling_params: detokenize=false, but output_mode=text and stop need the text")
+    return defaults.with_(**{"max_tokens": max_tokens, "detokenize": reads_text} | given)
 
 
 class _Answer:

@@ -5,8 +5,12 @@ Owns the bounds of what is kept, in responses and bytes; the least recently used
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import sqlite3
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -38,6 +42,10 @@ class ResponseStore(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class StoreError(Exception):
+    """What is kept can't be read or written now."""
 
 
 class MemoryStore:
@@ -125,7 +133,8 @@ class SQLiteStore:
         if found is None:
             return None
         self._used += 1
-        self._connection.execute("UPDATE responses SET used = ? WHERE id = ?", (self._used, response_id))
+        with contextlib.suppress(sqlite3.Error):  # on a full disk it can still be read, and goes sooner
+            self._connection.execute("UPDATE responses SET used = ? WHERE id = ?", (self._used, response_id))
         return StoredResponse(*found)
 
     def delete(self, response_id: str) -> bool:
@@ -142,6 +151,38 @@ class SQLiteStore:
 
     def close(self) -> None:
         self._connection.close()
+
+
+class StoreBeside:
+    """A ResponseStore for the event loop: a thread waits for its file, and does one thing after another."""
+
+    def __init__(self, store: ResponseStore):
+        self._store = store
+        self._thread = None if isinstance(store, MemoryStore) else ThreadPoolExecutor(1, "jaxserve-responses")
+
+    async def put(self, response_id: str, stored: StoredResponse) -> bool:
+        """As `ResponseStore.put`. Raises StoreError, and then keeps nothing."""
+        return await self._do(lambda: self._store.put(response_id, stored))
+
+    async def get(self, response_id: str) -> StoredResponse | None:
+        """Raises StoreError."""
+        return await self._do(lambda: self._store.get(response_id))
+
+    async def delete(self, response_id: str) -> bool:
+        """As `ResponseStore.delete`. Raises StoreError."""
+        return await self._do(lambda: self._store.delete(response_id))
+
+    async def close(self) -> None:
+        """Waits for what was asked for before."""
+        await self._do(self._store.close)
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    async def _do[T](self, work: Callable[[], T]) -> T:
+        try:
+            return work() if self._thread is None else await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except sqlite3.Error as error:
+            raise StoreError(str(error)) from error
 
 
 def open_store(path: str | None, max_responses: int, max_bytes: int) -> ResponseStore:

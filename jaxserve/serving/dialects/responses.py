@@ -6,9 +6,12 @@ Owns what a request means as a chat, the responses that run in the background, a
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,7 +21,7 @@ from starlette.responses import Response
 
 from jaxserve.serving.chat_protocol import ChatRequest
 from jaxserve.serving.dialects.response_events import Answer
-from jaxserve.serving.dialects.response_store import ResponseStore, StoredResponse
+from jaxserve.serving.dialects.response_store import MemoryStore, ResponseStore, StoreBeside, StoredResponse, StoreError
 from jaxserve.serving.dialects.responses_forms import DeletedResponse, RawMessage, ResponseObject
 from jaxserve.serving.dialects.responses_protocol import (
     LOGPROBS,
@@ -29,22 +32,25 @@ from jaxserve.serving.dialects.responses_protocol import (
     SchemaFormat,
     chat_messages,
 )
-from jaxserve.serving.dialects.turn import Turn, chat_request, renaming
+from jaxserve.serving.dialects.turn import Turn, beside, chat_request, renaming
 from jaxserve.serving.errors import RefusedError, describe
 from jaxserve.serving.generation import Served
+from jaxserve.serving.messages import UnavailableError
 from jaxserve.serving.middleware import key_use
 from jaxserve.serving.openapi import answers
 from jaxserve.serving.protocol import check_model
 from jaxserve.serving.responses import encode
 from jaxserve.serving.streaming import unless_gone
 
+logger: logging.Logger = logging.getLogger("jaxserve")
+NEEDS_ONE_PROCESS = "needs a server of one process: start it with --api_server_count=1"
 ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 RENAMED = {"response_format": "text", "max_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning"}
 _items: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
 
 
 def responses_routes(app: FastAPI, responses: Responses) -> None:
-    """Adds the routes."""
+    """Adds the routes: that of what is kept only where something is."""
     streamed = "text/event-stream"
 
     @app.post("/v1/responses", response_model=None, **answers(ResponseObject, *ERRORS, also=streamed))
@@ -52,18 +58,21 @@ def responses_routes(app: FastAPI, responses: Responses) -> None:
         request.state.user = body.safety_identifier or body.user
         return await responses.create(body, request)
 
-    @app.get("/v1/responses/{response_id}", response_model=None, **answers(ResponseObject, 400, 401, 404))
+    if not responses.keeps:
+        return
+
+    @app.get("/v1/responses/{response_id}", response_model=None, **answers(ResponseObject, 400, 401, 404, 503))
     async def retrieve(response_id: str, stream: bool = False) -> Response:
         if stream:
             raise RefusedError("stream: a response that is kept is given whole", param="stream")
-        return _json(responses.get(response_id))
+        return _json(await responses.get(response_id))
 
-    @app.delete("/v1/responses/{response_id}", response_model=None, **answers(DeletedResponse, 401, 404))
+    @app.delete("/v1/responses/{response_id}", response_model=None, **answers(DeletedResponse, 401, 404, 503))
     async def delete(response_id: str) -> Response:
         await responses.delete(response_id)
         return _json(encode(DeletedResponse(response_id)))
 
-    @app.post("/v1/responses/{response_id}/cancel", response_model=None, **answers(ResponseObject, 400, 401, 404))
+    @app.post("/v1/responses/{response_id}/cancel", response_model=None, **answers(ResponseObject, 400, 401, 404, 503))
     async def cancel(response_id: str) -> Response:
         return _json(await responses.cancel(response_id))
 
@@ -72,27 +81,50 @@ def _json(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-class Responses:
-    """The responses of a server: it makes them, keeps them in a store, and runs some in the background."""
+@dataclass(frozen=True)
+class _Running:
+    """A response that runs in the background. kept: ends when it has ended and is kept."""
 
-    def __init__(self, served: Served, store: ResponseStore):
-        self._served, self._store = served, store
-        self._running: dict[str, tuple[Answer, asyncio.Task[None]]] = {}
+    answer: Answer
+    task: asyncio.Task[None]
+    kept: asyncio.Task[None]
+
+
+@contextlib.contextmanager
+def _available() -> Iterator[None]:
+    """Wraps what needs the store: a client may try again."""
+    try:
+        yield
+    except StoreError as error:
+        raise UnavailableError(f"the responses that are kept can't be read: {error}") from error
+
+
+class Responses:
+    """The responses of a server: it makes them, keeps them in a store, and runs some in the background.
+
+    store: None: it is one of several processes, any of which may be asked next, and keeps nothing.
+    """
+
+    def __init__(self, served: Served, store: ResponseStore | None):
+        self._served = served
+        self.keeps: bool = store is not None
+        self._store = StoreBeside(store or MemoryStore(0, 0))
+        self._running: dict[str, _Running] = {}
 
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
         """The response to a request, once it is complete; a stream of its events; in the background, the response as it begins."""
         check_model(body.model, self._served.names)
-        items = [*self._items_before(body), *body.items]
+        self._check_keeps_nothing(body)
+        items = [*await self._items_before(body), *body.items]
         with renaming(RENAMED):
-            chat = to_chat(body, items)
+            chat = await beside(self._served, request, lambda: to_chat(body, items))
             turn = await unless_gone(request, Turn.open(self._served, chat, request))
         answer = Answer(self._begun(body, turn), turn, items)
         if body.enable_response_messages:
             await self._tell_prompt(answer, turn)
         if body.background:
             task = asyncio.create_task(_run(answer))
-            self._running[answer.response.id] = answer, task
-            task.add_done_callback(lambda task: self._ended(answer, task))
+            self._running[answer.response.id] = _Running(answer, task, asyncio.create_task(self._keep_at_end(answer, task)))
             if (use := key_use(request)) is not None:
                 use.hold()
                 task.add_done_callback(lambda _: use.end())
@@ -100,21 +132,29 @@ class Responses:
         if body.stream:
             return self._served.stream(self._events(answer), turn.stream.close)
         await unless_gone(request, answer.whole())
-        self._keep(answer)
+        await self._keep(answer)
         return _json(encode(answer.response))
 
-    def get(self, response_id: str) -> bytes:
-        """A response as JSON. Raises RefusedError (404) if it is not kept."""
+    def _check_keeps_nothing(self, body: ResponsesRequest) -> None:
+        """Raises RefusedError (501) for what needs a response that is kept, where none is."""
+        needs = {"store": body.store, "background": body.background, "previous_response_id": body.previous_response_id}
+        if not self.keeps and (asked := [name for name, value in needs.items() if value]):
+            raise RefusedError(f"{asked[0]} {NEEDS_ONE_PROCESS}", status=501, param=asked[0])
+
+    async def get(self, response_id: str) -> bytes:
+        """A response as JSON. Raises RefusedError (404) if it is not kept, UnavailableError if the store can't be read."""
         if response_id in self._running:
-            return encode(self._running[response_id][0].response)
-        return self._stored(response_id).response
+            return encode(self._running[response_id].answer.response)
+        return (await self._stored(response_id)).response
 
     async def delete(self, response_id: str) -> None:
         """Forgets a response; one that runs in the background is cancelled. Raises as `get`."""
         if response_id in self._running:
             await self.cancel(response_id)
-        if not self._store.delete(response_id):
-            self._stored(response_id)
+        with _available():
+            gone = await self._store.delete(response_id)
+        if not gone:
+            await self._stored(response_id)
 
     async def cancel(self, response_id: str) -> bytes:
         """Cancels a response that runs in the background, and returns it; one that has ended is returned as it is.
@@ -123,54 +163,64 @@ class Responses:
           RefusedError: as `get`, or the response does not run in the background.
         """
         if response_id in self._running:
-            answer, task = self._running[response_id]
-            task.cancel()
-            await asyncio.wait([task])
-            return encode(answer.response)
-        stored = self._stored(response_id).response
+            running = self._running[response_id]
+            running.task.cancel()
+            await asyncio.wait([running.kept])
+            return encode(running.answer.response)
+        stored = (await self._stored(response_id)).response
         if not msgspec.json.decode(stored)["background"]:
             raise RefusedError("Cannot cancel a synchronous response. Only one with background=true can be cancelled.")
         return stored
 
     async def close(self) -> None:
         """Ends the responses that run in the background, and closes the store."""
-        tasks = [task for _, task in self._running.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._store.close()
+        running = list(self._running.values())
+        for one in running:
+            one.task.cancel()
+        await asyncio.gather(*(one.kept for one in running), return_exceptions=True)
+        await self._store.close()
 
-    def _stored(self, response_id: str, param: str | None = None) -> StoredResponse:
-        found = self._store.get(response_id)
+    async def _stored(self, response_id: str, param: str | None = None) -> StoredResponse:
+        with _available():
+            found = await self._store.get(response_id)
         if found is None:
             raise RefusedError(f"Response with id {response_id!r} not found: it is not kept.", status=404, param=param)
         return found
 
-    def _items_before(self, body: ResponsesRequest) -> list[Any]:
+    async def _items_before(self, body: ResponsesRequest) -> list[Any]:
         """The items of the conversation that the request goes on with."""
         if body.previous_response_id is None:
             return []
-        if body.previous_response_id in self._running:
+        running = self._running.get(body.previous_response_id)
+        if running is not None and running.task.done():
+            await asyncio.wait([running.kept])
+        elif running is not None:
             raise RefusedError("previous_response_id: this response is not complete yet", param="previous_response_id")
-        stored = self._stored(body.previous_response_id, "previous_response_id")
+        stored = await self._stored(body.previous_response_id, "previous_response_id")
         return _items.validate_python(msgspec.json.decode(stored.items))
 
-    def _ended(self, answer: Answer, task: asyncio.Task[None]) -> None:
-        """A response that ran in the background has ended."""
+    async def _keep_at_end(self, answer: Answer, task: asyncio.Task[None]) -> None:
+        """Keeps a response that runs in the background when it has ended or was cancelled."""
+        await asyncio.wait([task])
         if task.cancelled():
             answer.cancel()
+        await self._keep(answer)
         del self._running[answer.response.id]
-        self._keep(answer)
 
     async def _events(self, answer: Answer) -> AsyncGenerator[bytes]:
         async for event in answer.events():
             if event.last:
-                self._keep(answer)
+                await self._keep(answer)
             yield event.data
 
-    def _keep(self, answer: Answer) -> None:
-        if answer.response.store:
-            self._store.put(answer.response.id, StoredResponse(encode(answer.response), encode(answer.all_items())))
+    async def _keep(self, answer: Answer) -> None:
+        """Keeps a response that is to be kept. One that can't be is answered all the same."""
+        if not answer.response.store:
+            return
+        try:
+            await self._store.put(answer.response.id, StoredResponse(encode(answer.response), encode(answer.all_items())))
+        except StoreError as error:
+            logger.error("%s is not kept: %s", answer.response.id, error)
 
     def _begun(self, body: ResponsesRequest, turn: Turn) -> ResponseObject:
         """The response before there is any output."""
@@ -191,7 +241,7 @@ class Responses:
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
             reasoning={"effort": None, "summary": None} | given.get("reasoning", {}),
-            store=body.store is not False,
+            store=self.keeps and body.store is not False,
             temperature=ask.params.temperature,
             text={"format": {"type": "text"}} | given.get("text", {}),
             tool_choice=given.get("tool_choice", "auto"),

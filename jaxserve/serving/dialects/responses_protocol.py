@@ -13,8 +13,9 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from jaxserve.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from jaxserve.serving.chat_protocol import FunctionSchema
 from jaxserve.serving.forms import JsonObjectFormat, NamedSchema, StructuredOutputs, TextFormat
-from jaxserve.serving.protocol import MAX_STOPS
-from jaxserve.serving.strict_model import Model, Text, TokenIdText
+from jaxserve.serving.protocol import MAX_STOPS, RequestId
+from jaxserve.serving.strict_model import ITEMS, PARTS, SOME_PARTS, Model, SomeTokenIds, Text, TokenIdText
+from jaxserve.serving.vllm_fields import VLLMModel
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 LOGPROBS = "message.output_text.logprobs"
@@ -26,6 +27,7 @@ PASSED_ON = (  # fields that are a chat's own, by the same name
     "min_p",
     "seed",
     "stop",
+    "stop_token_ids",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -40,6 +42,7 @@ PASSED_ON = (  # fields that are a chat's own, by the same name
     "cache_salt",
     "priority",
     "timeout",
+    "request_id",
 )
 
 
@@ -65,7 +68,7 @@ class SaidItem(Model):
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer"]
-    content: str | Annotated[list[InputText], Field(min_length=1)]
+    content: str | Annotated[list[InputText], SOME_PARTS]
     id: str | None = None
     status: ItemStatus | None = None
 
@@ -75,7 +78,7 @@ class AnswerItem(Model):
 
     type: Literal["message"] = "message"
     role: Literal["assistant"]
-    content: str | Annotated[list[Annotated[OutputText | InputText, Field(discriminator="type")]], Field(min_length=1)]
+    content: str | Annotated[list[Annotated[OutputText | InputText, Field(discriminator="type")]], SOME_PARTS]
     id: str | None = None
     status: ItemStatus | None = None
     phase: None = None
@@ -95,7 +98,7 @@ class FunctionOutputItem(Model):
 
     type: Literal["function_call_output"]
     call_id: Text
-    output: str | list[InputText]
+    output: str | Annotated[list[InputText], PARTS]
     id: str | None = None
     status: ItemStatus | None = None
 
@@ -111,7 +114,7 @@ class ReasoningItem(Model):
     type: Literal["reasoning"]
     id: str | None = None
     summary: list[Any] | None = None
-    content: list[ReasoningText] | None = None
+    content: Annotated[list[ReasoningText], PARTS] | None = None
     encrypted_content: None = None
     status: ItemStatus | None = None
 
@@ -227,13 +230,13 @@ _ONE_FORM: dict[str, Any] = {
 }
 
 
-class ResponsesRequest(Model):
+class ResponsesRequest(VLLMModel):
     """`POST /v1/responses`."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"allOf": [_CALLS_NEED_TOOLS, _BACKGROUND, _ONE_FORM]})
 
     model: str | None = Field(None, description="One of /v1/models; by default the one that is served.")
-    input: Text | Annotated[list[InputItem], Field(min_length=1)]
+    input: Text | Annotated[list[InputItem], ITEMS]
     instructions: str | None = Field(None, description="A system message for this response alone.")
     previous_response_id: str | None = Field(None, description="The response that this one follows; it must be stored.")
     store: bool | None = Field(None, description="Keep the response (true), within the server's bounds.")
@@ -241,11 +244,11 @@ class ResponsesRequest(Model):
     stream: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     text: TextConfig | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], PARTS] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: one tool call at most.")
     reasoning: ReasoningConfig | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: Annotated[list[Literal["message.output_text.logprobs"]], PARTS] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="With include: message.output_text.logprobs.")
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
     temperature: float | None = Field(None, ge=0, le=1000, description="0 is greedy.")
@@ -260,6 +263,7 @@ class ResponsesRequest(Model):
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**53), le=2**53)
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: SomeTokenIds | None = Field(None, max_length=MAX_STOPS)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
@@ -276,6 +280,7 @@ class ResponsesRequest(Model):
     cache_salt: Text | None = Field(None, description="Prompts share cached prefixes only under one salt.")
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1, description="Lower is served first, if the server was told to.")
     timeout: float | None = Field(None, gt=0, description="Ours: seconds from its arrival that it may take; then 504.")
+    request_id: RequestId | None = Field(None, description="Of the answer in logs and for /inference/v1/abort_requests.")
 
     @model_validator(mode="after")
     def _goes_together(self):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import ValidationError
 from starlette.requests import Request
 
+from jaxserve.serving.bodies import LONG
 from jaxserve.serving.chat import ChatAnswer, open_chat
 from jaxserve.serving.chat_protocol import ChatRequest
 from jaxserve.serving.errors import RefusedError
@@ -33,6 +34,11 @@ def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
         place = ".".join(str(part) for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ")
         raise RefusedError(f"{place}: {message}" if place else message, param=str(first["loc"][0]) if place else None) from error
+
+
+async def beside[T](served: Served, request: Request, work: Callable[[], T]) -> T:
+    """What `work` makes of a request's body; a thread runs it where the body is long."""
+    return work() if len(await request.body()) <= LONG else await served.engine.read_body(work)
 
 
 @contextlib.contextmanager
@@ -59,6 +65,11 @@ class Block:
     name: str = ""
     text: str = ""
     closed: bool = False  # a call's arguments are a whole JSON object
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of a call that is closed. Half a surrogate pair, which no answer can hold, is a question mark."""
+        written = json.dumps(json.loads(self.text), ensure_ascii=False)
+        return json.loads(written.encode(errors="replace"))
 
 
 @dataclass
@@ -149,5 +160,5 @@ def _end(block: Block) -> Change:
 def _is_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False

@@ -91,7 +91,7 @@ def test_text(server):
         ({"top_q": 1}, "sampling_params: unknown parameter (at top_q)"),
         ({"token_ids": []}, "token_ids"),
         ({"token_ids": [VOCABULARY]}, "vocabulary"),
-        ({"features": {}}, "unknown parameter"),
+        ({"features": {}}, "prompts are token ids"),
         ({"request_id": "a b"}, "request_id"),
         ({"stream_options": {"include_usage": True}}, "only with stream=true"),
     ],

@@ -1,6 +1,9 @@
 """`/v1/responses`: through the openai package and its helpers, and event by event."""
 
+import sqlite3
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -8,6 +11,7 @@ import pydantic
 import pytest
 
 from jaxserve.serving.dialects.response_events import Answer
+from jaxserve.serving.dialects.response_store import SQLiteStore
 from jaxserve.serving.dialects.responses import _items
 from jaxserve.serving.dialects.responses_forms import ResponseObject
 from jaxserve.serving.dialects.responses_protocol import SaidItem, chat_messages
@@ -206,6 +210,47 @@ def test_a_file_keeps_responses_for_the_next_server(tools_llm, tmp_path):
     with serving(tools_llm, options=options) as server:
         assert ok(server.client.get(f"/v1/responses/{first['id']}")) == first
         assert ok(post(server, "x", previous_response_id=first["id"]))["usage"]["input_tokens"] == len("u:a;a:BCD;u:x;A")
+
+
+def test_a_store_that_fails_fails_no_answer(tools_llm, tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    caplog.set_level("ERROR")
+    with serving(tools_llm, options={"response_store": str(tmp_path / "responses.sqlite")}) as server:
+        kept = ok(post(server))["id"]
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            monkeypatch.setattr(SQLiteStore, "put", full)
+            whole, background = create(client), ended(client, create(client, background=True))
+            with client.responses.stream(model="alphabet", input="a", temperature=0, max_output_tokens=3) as stream:
+                streamed = [event.type for event in stream][-1]
+        assert whole.output_text == background.output_text == "BCD" and streamed == "response.incomplete"
+        said = [line for line in caplog.messages if "is not kept: database or disk is full" in line]
+        assert len(said) == 3 and whole.id in said[0]
+        refusal(server.client.get(f"/v1/responses/{whole.id}"), 404)
+        assert ok(server.client.get(f"/v1/responses/{kept}"))["output"]
+        for method in ("get", "delete"):
+            monkeypatch.setattr(SQLiteStore, method, full)
+        for ask in (server.client.get, server.client.delete):
+            assert "disk is full" in refusal(ask(f"/v1/responses/{kept}"), 503)["message"]
+        refusal(post(server, previous_response_id=kept), 503)
+
+
+def test_a_store_that_waits_holds_up_nobody(tools_llm, tmp_path, monkeypatch):
+    """As behind another process that has the file locked."""
+    put, go_on = SQLiteStore.put, threading.Event()
+
+    def late(*given):
+        assert go_on.wait(60)
+        return put(*given)
+
+    monkeypatch.setattr(SQLiteStore, "put", late)
+    with serving(tools_llm, options={"response_store": str(tmp_path / "r.sqlite")}) as server, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(post, server)
+        assert ok(post(server, store=False))["status"] == "incomplete" and not waiting.done()
+        go_on.set()
+        kept = ok(waiting.result(60))["id"]
+        assert ok(server.client.get(f"/v1/responses/{kept}"))["id"] == kept
 
 
 def test_what_is_kept_is_bounded(tools_llm):
