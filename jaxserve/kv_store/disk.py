@@ -114,6 +114,7 @@ class DiskTier:
             return self._fail("write", f"no page can be written to {self._folder} ({error}): pages are not kept there meanwhile")
         self._said.discard("write")
         self._known.add(hash_)
+        self.stats.add_written(page.nbytes)
         self.stats.bytes_held += len(blob)
         if self.stats.bytes_held > self._max_bytes:
             self._prune()

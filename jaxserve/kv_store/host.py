@@ -54,6 +54,7 @@ class HostTier:
         slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
         np.copyto(self._pages[slot], page.view(self._pages.dtype))
         self._slots[hash_] = slot  # only now: it is whole
+        self.stats.add_written(page.nbytes)
         self.stats.bytes_held = len(self._slots) * self._page_bytes
         return True
 

@@ -140,6 +140,7 @@ class PeerTier:
             self._num_written += 1
             self._written[hash_] = self._num_written
             self._count()
+        self.stats.add_written(page.nbytes)
         return True
 
     def _take_slot(self) -> int | None:

@@ -267,8 +267,6 @@ class TieredStore:
             if not tier.write(hash_, page):
                 ok = False
                 continue
-            tier.stats.pages_written += 1
-            tier.stats.bytes_written += page.nbytes
             tier.stats.write_seconds += time.perf_counter() - start
         return ok
 

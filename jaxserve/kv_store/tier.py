@@ -75,6 +75,11 @@ class TierStats:
     num_failures: int = 0  # reads and writes that failed
     bytes_held: int = 0  # now; of a shared folder an estimate
 
+    def add_written(self, num_bytes: int) -> None:
+        """Counts a page that was written; one that was there already is none."""
+        self.pages_written += 1
+        self.bytes_written += num_bytes
+
 
 class Tier(Protocol):
     """Pages by hash.
@@ -102,7 +107,7 @@ class Tier(Protocol):
         hash_: bytes,
         page: np.ndarray,  # PageLayout.shape
     ) -> bool:
-        """Keeps a copy of the page. False where it could not."""
+        """Keeps a copy of the page, and counts it in `stats` unless it was here already. False where it could not."""
         ...
 
     def touch(self, hash_: bytes) -> None:

@@ -40,6 +40,21 @@ def test_pages_come_back_bit_for_bit(tier):
     assert not tier.contains(hash_of(3)) and not tier.read(hash_of(3), empty()) and tier.contains(hash_of(4))
 
 
+def test_a_page_that_is_there_already_is_not_counted_as_written(tier):
+    for i in (0, 1, 0, 0):
+        assert tier.write(hash_of(i), page_of(i))
+    assert (tier.stats.pages_written, tier.stats.bytes_written) == (2, 2 * LAYOUT.page_bytes)
+    tier.forget(hash_of(0))
+    assert tier.write(hash_of(0), page_of(0)) and tier.stats.pages_written == 3
+
+
+def test_a_page_of_a_shared_folder_is_counted_by_who_wrote_it(tmp_path):
+    first, second = disk_tier(tmp_path), disk_tier(tmp_path)
+    for tier in (first, second):
+        assert tier.write(hash_of(0), page_of(0))
+    assert (first.stats.pages_written, second.stats.pages_written) == (1, 0)
+
+
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
 def test_a_blob_holds_any_dtype(dtype):
     layout = PageLayout(2, 3, 4, 8, np.dtype(dtype))
