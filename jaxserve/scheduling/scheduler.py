@@ -248,8 +248,8 @@ class Scheduler:
     # Steps that need no composing (a simulator's)
 
     def may_admit(self) -> bool:
-        """Whether there is a row for the first request of the queue and, without prefix-cache hits, enough pages. While it is
-        False, no request is admitted until one is added or ends."""
+        """Whether there may be a row and pages for the first request of the queue. While it is False, no request is admitted until
+        one is added or ends."""
         return self.composer.may_admit()
 
     def skip_decodes(self, num_steps: int, token: int, num_batches: int = 1) -> None:

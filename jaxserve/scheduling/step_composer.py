@@ -106,9 +106,10 @@ class StepComposer:
         self.last_was_prefill, self.batch_end = False, 0
 
     def may_admit(self) -> bool:
-        """Whether a row is free and the pool has enough pages for the first request of the queue, without prefix-cache hits."""
-        if not self._queue:
-            return False
+        """Whether a row is free and the pool has enough pages for the first request of the queue; with prefix caching, whether
+        there is one: cached pages or a store's may let it in."""
+        if not self._queue or self._pages.enable_prefix_caching:
+            return bool(self._queue)
         num_pages = self._pages.num_pages(self._num_tokens_to_hold(self._queue.peek()))
         pools = enumerate(self._pages.pools)
         return any(self._rows.num_free_of(group) and num_pages <= pool.num_free_pages for group, pool in pools)

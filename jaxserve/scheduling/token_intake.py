@@ -141,6 +141,7 @@ class TokenIntake:
         tokens = [token] * num_steps
         for request in rows.requests_at(order):
             request.token_ids += tokens
+        self._pages.register_full(order)
 
     def _without_forced(self, schedule: Schedule) -> np.ndarray:
         """bool[n]: `schedule.samples`, False also where the host already knows the token, because it was forced meanwhile."""

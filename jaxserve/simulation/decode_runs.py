@@ -23,7 +23,7 @@ def num_certain_steps(scheduler: Scheduler, num_in_flight: int) -> int:
     """
     rows, pool = scheduler.rows, scheduler.pool
     order = rows.order
-    if not len(order) or pool.enable_prefix_caching or scheduler.may_admit():
+    if not len(order) or scheduler.may_admit():
         return 0
     computed, known = rows.num_computed[order], rows.num_known[order]
     if (computed < rows.prefill_end[order]).any() or (known - computed != 1 - num_in_flight).any():

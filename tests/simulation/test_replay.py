@@ -11,7 +11,7 @@ from jaxserve.scheduling.demand import COLUMNS, DemandLog
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.simulation.replay import replay
 from jaxserve.step_times.fitted import BucketTimes, StepTimeModel
-from jaxserve.workloads.traffic import multi_turn, shared_prefix
+from jaxserve.workloads.traffic import at_rate, multi_turn, shared_prefix
 from jaxserve.workloads.workload import Workload, WorkloadRequest
 from tests.dummy import SETTINGS, dummy_model, make_engine
 from tests.scheduler_state import has_unfinished
@@ -157,6 +157,21 @@ def test_runs_of_decodes_change_nothing(monkeypatch, options, async_scheduling, 
         assert getattr(at_once.demands, name).tolist() == getattr(singly.demands, name).tolist(), name
     assert at_once.stats == singly.stats and at_once.padding == singly.padding
     assert num_pages == 400 or options.get("policy") in ("orca", "request_level") or singly.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("num_pages", [60, 400])
+def test_runs_of_decodes_change_nothing_where_prefixes_are_cached(monkeypatch, num_pages):
+    """Hits included: the pages that a run fills are those that single steps would have filled."""
+    limits = SchedulerConfig(max_model_len=220, max_num_batched_tokens=64, max_num_seqs=8)
+    work = at_rate(shared_prefix(80, 4, 24, 8, 100, 96, 0), 3.0, 1)
+    at_once, sizes = replay_counting(monkeypatch, work, limits, num_pages, True)
+    monkeypatch.setattr("jaxserve.simulation.replica.num_certain_steps", lambda *_: 0)
+    singly = replay(work, PLAN, MODEL, limits, num_pages)
+    assert sum(sizes) > 0.2 * len(singly.seconds), "hardly a step was skipped"
+    assert at_once.seconds.tolist() == singly.seconds.tolist() and at_once.times.last.tolist() == singly.times.last.tolist()
+    assert at_once.times.scheduled is not None and singly.times.scheduled is not None
+    assert at_once.times.scheduled.tolist() == singly.times.scheduled.tolist() and at_once.stats == singly.stats
+    assert singly.stats.num_hit_tokens > 0 and (singly.stats.num_preemptions > 0) == (num_pages == 60)
 
 
 def replay_counting(monkeypatch, work, limits, num_pages, async_scheduling):
