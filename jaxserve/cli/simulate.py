@@ -16,6 +16,11 @@ whose first two do, and so on, as `jaxserve train-draft` prints them.
 With --prefill_replicas prompts are computed on engines of their own, and the --replicas generate; KV passes between them at
 --kv_bandwidth.
 
+    jaxserve simulate --model=qwen3-8b --gpu=h100 --replicas=8 --request_rate=40 --failures=3 --repair_seconds=60
+
+With --failures that many replicas are lost, each of any replica at any time while requests arrive (--seed), and a new one takes its
+place --repair_seconds later. What they had not ended begins anew on another.
+
 --model: a name in jaxserve/step_times/model_shapes.py, or a folder whose config.json the engine can read. Nothing is computed and
 no device is needed. Steps run in the buckets of --bucket_plan, in as many commands as the engine's programs have. Step times come
 from datasheets (jaxserve/step_times/hardware.py says from where); how far they are from measured kernels,
@@ -52,6 +57,8 @@ _BANDWIDTH = flags.DEFINE_float(
     "kv_bandwidth", 10.0, "GB/s of KV that an engine stores, and that one loads; 100 Gb/s are 12.5.", lower_bound=1e-3
 )
 _LATENCY = flags.DEFINE_float("kv_latency_ms", 1.0, "Milliseconds of a prompt's load beside its bytes.", lower_bound=0)
+_FAILURES = flags.DEFINE_integer("failures", 0, "Replicas that are lost while requests arrive.", lower_bound=0)
+_REPAIR = flags.DEFINE_float("repair_seconds", 120.0, "Until a lost replica is replaced.", lower_bound=1e-3)
 _ROUTING = flags.DEFINE_enum("routing", RouterOptions.policy, ROUTING_POLICIES, "The router's policy.")
 _POLICY = define_option("batching_policy", SchedulerConfig.policy)
 _MAX_LEN = define_option("max_model_len", 16_384)
@@ -149,11 +156,17 @@ def run_cluster(workload: Any, progress: Any) -> tuple[Any, list[Any], list[Any]
     """(ServedTimes, the ClusterReplays, the replicas) of the flags. With roles the prefill replicas come first."""
     from jaxserve.routing.policy import make_policy
     from jaxserve.simulation.cluster import replay_cluster
+    from jaxserve.simulation.failures import random_failures
     from jaxserve.simulation.roles import replay_roles
 
     deployment, make, make_decode, made = make_cluster()
+    last = workload.requests[-1].arrived_at
+    if _FAILURES.value and not last:
+        raise app.UsageError("--failures come while requests arrive: give --request_rate, or --arrivals_from_trace")
+    failures = random_failures(_FAILURES.value, _PREFILL.value + _REPLICAS.value, last, _REPAIR.value, _SEED.value)
     if not _PREFILL.value:
-        run = replay_cluster(workload, make, _REPLICAS.value, make_policy(_ROUTING.value), progress=progress)
+        policy = make_policy(_ROUTING.value)
+        run = replay_cluster(workload, make, _REPLICAS.value, policy, failures=failures, progress=progress)
         return run.times, [run], made
     if _PP.value > 1:
         raise app.UsageError("--prefill_replicas are of engines of one stage: leave --pp out")
@@ -166,6 +179,7 @@ def run_cluster(workload: Any, progress: Any) -> tuple[Any, list[Any], list[Any]
         _REPLICAS.value,
         lambda: make_policy(_ROUTING.value),
         lambda num_tokens: link.seconds(min(num_tokens, _BUDGET.value)),  # that of the steps before is stored meanwhile
+        failures=failures,
         progress=progress,
     )
     return run.times, [run.decodes] if run.prefills is None else [run.prefills, run.decodes], made
@@ -240,6 +254,9 @@ def replay_workload() -> None:
         "num_preemptions": sum(s.num_preemptions for s in stats),
         "prefix_hit_share": sum(s.num_hit_tokens for s in runs[0].stats) / queried if queried else 0.0,
         "busy_share": [float(b) / summary["duration"] / _PP.value for run in runs for b in run.busy],
+        "failures": sum(run.num_failures for run in runs),
+        "requests_sent_again": sum(run.num_sent_again for run in runs),
+        "lost_output_tokens": sum(run.num_lost_tokens for run in runs),
         "simulation_seconds": seconds,
     }
     if _PP.value > 1:
@@ -262,6 +279,9 @@ def report(r: dict[str, Any]) -> None:
     for metric in METRICS:
         values = {k.removesuffix(f"_{metric}_ms"): v for k, v in r.items() if k.endswith(f"_{metric}_ms") and v is not None}
         print(f"  {metric.upper():5} ms: " + ", ".join(f"{k} {v:.1f}" for k, v in values.items()))
+    if r["failures"]:
+        again, lost_tokens = r["requests_sent_again"], r["lost_output_tokens"]
+        print(f"  {r['failures']} failures: {again} requests sent again, {lost_tokens} output tokens lost")
     for lost in r.get("bubbles", ()):
         shown = ", ".join(f"{kind} {lost[kind]:.1f} s" for kind in ("pb1", "pb2", "pb3", "send", "idle", "busy"))
         print(f"  stages: {shown}; bubbles {100 * lost['share']:.1f}%")

@@ -45,6 +45,12 @@ class RequestRecords:
             if np.isnan(self.scheduled[row]):
                 self.scheduled[row] = start
 
+    def begin_anew(self, rows: Sequence[int]) -> None:
+        """These requests are sent again and begin anew; the gaps between tokens that they had remain."""
+        self.num_sent -= len(rows)
+        for times in (self.scheduled, self.first, self.last):
+            times[list(rows)] = np.nan
+
     def end(self, num_requests: int) -> None:
         """So many requests have all their tokens."""
         self.num_ended += num_requests

@@ -89,6 +89,12 @@ class SimulatedEngine(ABC):
         self.records.num_sent += 1
 
     @property
+    def unfinished(self) -> list[tuple[int, int]]:
+        """(row of the workload, output tokens so far) of each request that has not ended, in their order of arrival here."""
+        requests = sorted(self.scheduler.requests.by_id.values(), key=_ORDER)
+        return [(self._rows[request.order], request.num_output_tokens) for request in requests]
+
+    @property
     def load(self) -> tuple[int, int]:
         """Requests that wait, and that run."""
         return self.scheduler.num_waiting, self.scheduler.num_running

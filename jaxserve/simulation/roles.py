@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from jaxserve.request import Request
 from jaxserve.routing.policy import RoutingPolicy
 from jaxserve.scheduling.page_pool import extend_hash_chain
 from jaxserve.simulation.cluster import ClusterReplay, replay_cluster
+from jaxserve.simulation.failures import Failure, of_replicas
 from jaxserve.simulation.records import RequestRecords
 from jaxserve.simulation.replica import Replica, SimulatedEngine
 from jaxserve.workloads.latency import ServedTimes
@@ -137,6 +138,7 @@ def replay_roles(
     save: Callable[[int], float],
     *,
     min_prefill_tokens: int = MIN_PREFILL_TOKENS,
+    failures: Sequence[Failure] = (),
     progress: Callable[[int], object] | None = None,
 ) -> RolesReplay:
     """Serves `workload` to its end on replicas of two kinds behind a router.
@@ -149,11 +151,14 @@ def replay_roles(
       make_policy: for each kind of replica one.
       save: seconds from the end of a prompt of so many tokens until all its pages are stored.
       min_prefill_tokens: shorter prompts are computed where they are decoded.
+      failures: as `replay_cluster`'s; prefill replicas are numbered first. What is stored outlives the replica that stored it.
       progress: told how many requests ended, whenever some do.
 
     Raises:
       ValueError: as `replay_cluster`.
     """
+    if wrong := [failure for failure in failures if failure.replica >= num_prefill + num_decode]:
+        raise ValueError(f"{wrong[0]}: there are {num_prefill + num_decode} replicas, numbered from 0")
     requests = workload.requests
     long = np.array([r.num_prompt_tokens >= min_prefill_tokens for r in requests], bool)
     rows = long.nonzero()[0]
@@ -161,14 +166,20 @@ def replay_roles(
     scheduled, prefills = np.full(len(requests), np.nan), None
     if len(rows):
         prompts = tuple(replace(requests[row], num_output_tokens=1) for row in rows)
-        prefills = replay_cluster(Workload(workload.name, prompts), make_prefill, num_prefill, make_policy())
+        lost = of_replicas(failures, 0, num_prefill)
+        prefills = replay_cluster(Workload(workload.name, prompts), make_prefill, num_prefill, make_policy(), failures=lost)
         begin[rows] = prefills.times.last + [save(r.num_prompt_tokens) for r in prompts]
         scheduled[rows] = prefills.times.scheduled
     order = np.argsort(begin, kind="stable")
     handed = tuple(replace(requests[row], arrived_at=float(begin[row])) for row in order)
     told = frozenset(f"r{i}" for i, row in enumerate(order) if long[row])
     decodes = replay_cluster(
-        Workload(workload.name, handed), lambda records, _: make_decode(records, told), num_decode, make_policy(), progress=progress
+        Workload(workload.name, handed),
+        lambda records, _: make_decode(records, told),
+        num_decode,
+        make_policy(),
+        failures=of_replicas(failures, num_prefill, num_decode),
+        progress=progress,
     )
     place = np.argsort(order)  # of each request among those that were handed over
     found = decodes.times

@@ -6,6 +6,7 @@ import pytest
 from jaxserve.buckets.plan import BucketPlan
 from jaxserve.routing.policy import ROUTING_POLICIES, make_policy
 from jaxserve.simulation.cluster import replay_cluster
+from jaxserve.simulation.failures import Failure, of_replicas, random_failures
 from jaxserve.simulation.pipeline import PipelineReplica
 from jaxserve.simulation.replay import replay
 from jaxserve.simulation.replica import Replica
@@ -75,6 +76,92 @@ def test_prefixes_stay_where_they_are_cached():
         hits[name] = sum(s.num_hit_tokens for s in run.stats) / sum(s.num_queried_tokens for s in run.stats)
     assert hits["prefix_aware"] > 1.5 * hits["least_loaded"]
     assert run.num_matched.sum() == 0
+
+
+LONG = Workload("long", tuple(WorkloadRequest(30, 40, i / 10) for i in range(60)))  # 6 s of arrivals
+
+
+@pytest.mark.parametrize("make", [make, make_staged])
+def test_what_a_lost_replica_had_is_served_by_others(make):
+    """None is lost, none twice, pages are back, and nothing goes to a replica while it is down."""
+    made, ended, sent = [], [], []
+
+    def noted(records, prefix_caching):
+        replica = make(records, prefix_caching)
+        submit, number = replica.submit, len(made)
+
+        def note(row):
+            sent.append((number, row, replica.now))
+            submit(row)
+
+        replica.submit = note
+        made.append(replica)
+        return replica
+
+    failures = [Failure(4.0, 1, 1.0), Failure(2.0, 0, 1.5), Failure(2.5, 0, 1.0)]  # the last hits one that is down
+    run = replay_cluster(LONG, noted, 3, make_policy("least_loaded"), failures=failures, progress=ended.append)
+    assert (run.num_failures, len(made), sum(ended)) == (2, 5, 60)
+    assert (run.times.last > run.times.first).all() and (run.times.first > run.times.arrivals).all()
+    lost = {0: made[0].unfinished, 1: made[1].unfinished}
+    again = [row for its in lost.values() for row, _ in its]
+    assert again and run.num_sent_again == len(again) and run.num_lost_tokens == sum(n for its in lost.values() for _, n in its) > 0
+    assert sorted(row for _, row, _ in sent) == sorted([*range(60), *again])
+    for number, at in ((0, 2.0), (1, 4.0)):
+        its = [row for row, _ in lost[number]]
+        assert [row for n, row, now in sent if n != number and row in its and at <= now < at + 0.2 + 1.0] == its, "at once"
+    spans = {0: (0, 2.0), 1: (0, 4.0), 2: (0, 99), 3: (3.5, 99), 4: (5.0, 99)}  # of the engines; the last two are replacements
+    assert all(spans[number][0] <= now and LONG.requests[row].arrived_at <= spans[number][1] for number, row, now in sent)
+    assert {number for number, _, _ in sent} == {0, 1, 2, 3, 4}
+    num_gaps = run.times.gap_counts.sum() - (60 * 40 - 60)
+    begun = sum(n > 0 for its in lost.values() for _, n in its)
+    assert num_gaps == run.num_lost_tokens - begun, "gaps that clients saw before their streams broke"
+    for replica in made[2:]:
+        replica.scheduler.check_invariants()
+        assert replica.scheduler.pool.num_free_pages == 64 and not replica.unfinished
+
+
+def test_a_loss_costs_what_was_lost():
+    """One replica of one: what runs begins anew on the next, and what comes meanwhile waits for it."""
+    work = Workload("two", (WorkloadRequest(8, 30), WorkloadRequest(8, 2, 0.5)))
+    plain = replay_cluster(work, make, 1, make_policy("round_robin")).times
+    at = float(plain.first[0]) + 0.01
+    assert at < 0.5 and at < plain.last[0]
+    run = replay_cluster(work, make, 1, make_policy("round_robin"), failures=[Failure(at, 0, 10.0)])
+    fresh = replay(Workload("both", (WorkloadRequest(8, 30), WorkloadRequest(8, 2))), PLAN, MODEL, LIMITS, 64).times
+    assert run.times.first - (at + 10.0) == pytest.approx(fresh.first) and run.times.last - (at + 10.0) == pytest.approx(fresh.last)
+    assert len(run.stats) == 2 and run.busy.shape == (1,)
+
+
+def test_failures_that_come_when_all_is_done_change_nothing():
+    policy = "prefix_aware"
+    plain = replay_cluster(LONG, make, 2, make_policy(policy)).times
+    run = replay_cluster(LONG, make, 2, make_policy(policy), failures=[Failure(1e4, 0, 1.0), Failure(1e4, 1, 1.0)])
+    assert run.times.last.tolist() == plain.last.tolist() and run.num_failures == 2 and run.num_sent_again == 0
+
+
+def test_a_lost_prefix_is_not_looked_for():
+    """The router forgets what was cached on a replica that is lost."""
+    work = at_rate(shared_prefix(40, 1, 48, 8, 2, 96, 0), 2.0, 1)
+    at = work.requests[20].arrived_at - 1e-3
+    failures = [Failure(at, i, 1e-3) for i in range(2)]
+    matched = replay_cluster(work, make, 2, make_policy("prefix_aware"), block_tokens=4, failures=failures).num_matched
+    assert matched[19] >= 12 and matched[20] == 0 and matched[22] >= 12
+
+
+def test_random_failures():
+    failures = random_failures(200, 4, 100.0, 5.0, 1)
+    assert failures == sorted(failures) == random_failures(200, 4, 100.0, 5.0, 1) != random_failures(200, 4, 100.0, 5.0, 2)
+    assert {f.replica for f in failures} == {0, 1, 2, 3} and {f.seconds for f in failures} == {5.0}
+    assert all(0 <= f.time < 100 for f in failures) and np.mean([f.time for f in failures]) == pytest.approx(50, abs=6)
+    assert of_replicas([Failure(1, 0, 2), Failure(2, 2, 3), Failure(3, 3, 4)], 1, 2) == [Failure(2, 1, 3)]
+
+
+def test_bad_failures():
+    for wrong in ((-1.0, 0, 1.0), (0.0, -1, 1.0), (0.0, 0, 0.0)):
+        with pytest.raises(ValueError, match="time and replica must be at least 0, and seconds above 0"):
+            Failure(*wrong)
+    with pytest.raises(ValueError, match="replica=2.*there are 2 replicas, numbered from 0"):
+        replay_cluster(LONG, make, 2, make_policy("round_robin"), failures=[Failure(1.0, 2, 1.0)])
 
 
 def test_bad_number():

@@ -6,6 +6,7 @@ import pytest
 from jaxserve.buckets.plan import BucketPlan
 from jaxserve.routing.policy import make_policy
 from jaxserve.simulation.cluster import replay_cluster
+from jaxserve.simulation.failures import Failure
 from jaxserve.simulation.replay import replay
 from jaxserve.simulation.replica import Replica
 from jaxserve.simulation.roles import DecodeReplica, KVLink, RolesReplay, replay_roles
@@ -16,7 +17,9 @@ PLAN = BucketPlan((8,), ((16, 8), (64, 8)), (8,))
 FAST = KVLink(0.0, 0.0)
 
 
-def run(work, num_prefill=1, num_decode=1, link=FAST, *, save=lambda n: 0.0, num_pages=256, least=1, made=None) -> RolesReplay:
+def run(
+    work, num_prefill=1, num_decode=1, link=FAST, *, save=lambda n: 0.0, num_pages=256, least=1, made=None, failures=()
+) -> RolesReplay:
     def prefill(records, prefix_caching):
         return Replica(records, PLAN, MODEL, LIMITS, num_pages, prefix_caching=prefix_caching)
 
@@ -27,7 +30,7 @@ def run(work, num_prefill=1, num_decode=1, link=FAST, *, save=lambda n: 0.0, num
         return replica
 
     policy = lambda: make_policy("least_loaded")  # noqa: E731
-    return replay_roles(work, prefill, decode, num_prefill, num_decode, policy, save, min_prefill_tokens=least)
+    return replay_roles(work, prefill, decode, num_prefill, num_decode, policy, save, min_prefill_tokens=least, failures=failures)
 
 
 @pytest.mark.slow
@@ -90,6 +93,26 @@ def test_short_prompts_are_computed_where_they_are_decoded():
         work, lambda r, _: Replica(r, PLAN, MODEL, LIMITS, 256, prefix_caching=True), 1, make_policy("round_robin")
     )
     assert none.times.last.tolist() == alone.times.last.tolist(), "with nothing to load it is a replica"
+
+
+def test_lost_replicas_of_both_kinds():
+    """A prompt that was being computed is computed elsewhere; a request that decoded loads the stored KV of its prompt again."""
+    work = Workload("some", tuple(WorkloadRequest(80, 20, i / 5) for i in range(20)))
+    made, plain = [], run(work, 2, 2)
+    assert plain.prefills is not None
+    during = [(plain.prefills.times.scheduled[3] + plain.prefills.times.last[3]) / 2, plain.decodes.times.first[8] + 1e-3]
+    replicas = [int(plain.prefills.chosen[3]), 2 + int(plain.decodes.chosen[8])]
+    failures = [Failure(float(at), replica, 1.0) for at, replica in zip(during, replicas, strict=True)]
+    found = run(work, 2, 2, failures=failures, made=made)
+    assert found.prefills is not None
+    for part in (found.prefills, found.decodes):
+        assert part.num_failures == 1 and part.num_sent_again >= 1
+    assert found.prefills.num_lost_tokens == 0 < found.decodes.num_lost_tokens
+    assert (found.times.first > found.prefills.times.last).all() and found.times.first[8] > plain.times.first[8]
+    assert sum(replica.num_loaded_tokens for replica in made) == 76 * (20 + found.decodes.num_sent_again)
+    for bad in (4, 9):
+        with pytest.raises(ValueError, match="there are 4 replicas"):
+            run(work, 2, 2, failures=[Failure(0.0, bad, 1.0)])
 
 
 def test_requests_with_one_prefix_load_it_once():
