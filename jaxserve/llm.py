@@ -162,9 +162,17 @@ class LLM:
         llm._set_up(loaded, engine_options, mesh=mesh, draft=load_draft(draft, loaded.module))
         return llm
 
-    def update_params(self, params: Any, in_flight: str = "refuse") -> None:
+    def update_params(self, params: Any, in_flight: str = "refuse", weight_version: str | None = None) -> None:
         """Other weights from the next step on, without recompiling; see `Engine.update_params`."""
-        self.engine.update_params(params, in_flight)
+        self.engine.update_params(params, in_flight, weight_version)
+
+    def get_weight_version(self) -> str:
+        """The name of the present weights, as `CompletionOutput.weight_versions` has it; see `Engine.weight_version`."""
+        return self.engine.weight_version
+
+    def update_weight_version(self, new_version: str) -> None:
+        """Names the present weights; see `Engine.update_weight_version`."""
+        self.engine.update_weight_version(new_version)
 
     def pause(self) -> None:
         """No steps until `resume`: `generate`, `chat` and reading a `stream` raise RuntimeError; `engine.add_request` queues."""

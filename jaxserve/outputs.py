@@ -20,11 +20,31 @@ class Logprob:
     decoded_token: str | None = None
 
 
+MAX_WEIGHT_VERSION = 128  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersionSpan:
+    """Output tokens [start, end) were sampled with weights of this version (`LLM.update_params` names them). As vLLM's."""
+
+    version: str
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, starts: Sequence[tuple[str, int]], num_tokens: int) -> list[WeightVersionSpan]:
+        """The spans of num_tokens output tokens. starts: (version, its first token), in order."""
+        ends = [*(start for _, start in starts[1:]), num_tokens]
+        spans = [cls(version, start, min(end, num_tokens)) for (version, start), end in zip(starts, ends, strict=True)]
+        return [span for span in spans if span.start < span.end or span is spans[0]]
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One sample of a request. Fields as vLLM's: `text` and `token_ids` are all of the output so far, a stop string not included
     unless asked for. finish_reason: None while running, then "stop", "length", "abort", "error" or "repetition"; stop_reason:
-    the stop token id or stop string that ended it, None for eos, the message of an error, "repetition_detected"."""
+    the stop token id or stop string that ended it, None for eos, the message of an error, "repetition_detected". weight_versions:
+    when it has ended, which weights sampled which of its tokens; None before."""
 
     index: int
     text: str
@@ -33,6 +53,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    weight_versions: list[WeightVersionSpan] | None = None
 
 
 @dataclass(slots=True)

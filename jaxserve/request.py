@@ -82,7 +82,7 @@ class Request:
     cache_salt: str | None = None
     sample_index: int = 0  # which of the n samples of one prompt
     seed: int = 0  # resolved: params.seed, or the engine's choice
-    weights_version: int = 0
+    num_weight_updates: int = 0  # of the engine, at the last of them that its KV is for
     parent_id: str = ""  # the id the user gave; differs from request_id where n > 1
     samples: Sequence[Request] = field(default=(), repr=False)  # all n of one prompt, where n > 1, itself included
     metrics: RequestMetrics | None = None
@@ -106,6 +106,7 @@ class Request:
     order: int = 0  # order of arrival at the scheduler
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error" | "repetition"
     stop_reason: int | str | None = None  # the stop id or string; None for eos; the message of an error; "repetition_detected"
+    weight_starts: list[tuple[str, int]] = field(default_factory=list)  # versions of the weights, each with its first output token
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -149,6 +150,14 @@ class Request:
     def finished(self) -> bool:
         """Whether it has ended, for whatever reason."""
         return self.status is RequestStatus.FINISHED
+
+    def begin_weights(self, version: str) -> None:
+        """Output tokens from here on are sampled with weights of this version."""
+        start = self.num_output_tokens
+        if self.weight_starts and self.weight_starts[-1][1] == start:
+            self.weight_starts.pop()  # with which nothing was sampled
+        if not self.weight_starts or self.weight_starts[-1][0] != version:
+            self.weight_starts.append((version, start))
 
     def end(self) -> tuple[str, int | None] | None:
         """(finish_reason, stop_reason) if the last token ends the request. A stop counts only after min_tokens other tokens, and

@@ -26,7 +26,7 @@ from jaxserve.engine.description import EngineDescription, describe
 from jaxserve.engine.drafting import Draft, make_drafting
 from jaxserve.engine.grammar_following import GrammarFollower
 from jaxserve.engine.kernel_choice import KernelChoice
-from jaxserve.engine.live_requests import LiveRequests
+from jaxserve.engine.live_requests import LiveRequests, samples_of
 from jaxserve.engine.pipeline import StepPipeline
 from jaxserve.engine.resolution import step_budget
 from jaxserve.engine.runner_setup import set_up_runner
@@ -220,22 +220,9 @@ class Engine:
             raise ValueError(f"stop={params.stop!r} is text: use LLM or AsyncLLM, which stop at it, or stop_token_ids")
         if priority and self.config.scheduler.order != "priority":
             raise ValueError(f"priority={priority} means nothing here: make the engine with scheduling_policy='priority'")
-        requests = [
-            Request(
-                request_id=request_id if params.n == 1 else f"{request_id}/{i}",
-                prompt_token_ids=[int(t) for t in prompt_token_ids],
-                params=params,
-                eos_token_ids=self.eos_token_ids,
-                priority=int(priority),  # the queue negates it, which an unsigned integer would not survive
-                cache_salt=cache_salt,
-                sample_index=i,
-                parent_id=request_id,
-            )
-            for i in range(params.n)
-        ]
+        requests = samples_of(request_id, prompt_token_ids, params, self.eos_token_ids, priority, cache_salt)
         for request in requests:
             request.max_total_tokens = self.scheduler.check(request)
-            request.samples = requests if params.n > 1 else ()
         if score_from is not None and not 1 <= score_from <= len(prompt_token_ids):
             raise ValueError(f"{score_from=} must be in [1, {len(prompt_token_ids)}], the prompt's length")
         for request in requests:
@@ -258,7 +245,8 @@ class Engine:
         seed = self._seed_of(next(self._numbers)) if params.seed is None else params.seed
         self._requests.add(request_id, requests)  # first, so that `abort` finds what an interrupt leaves half added
         for request in requests:
-            request.seed, request.arrival, request.weights_version = seed, arrival, self.runner.weights_version
+            request.seed, request.arrival, request.num_weight_updates = seed, arrival, self.runner.num_weight_updates
+            request.begin_weights(self.weight_version)
             request.metrics = RequestMetrics(arrival_time=arrival)
             if grammar is not None:
                 request.status = RequestStatus.WAITING_FOR_GRAMMAR
@@ -405,7 +393,7 @@ class Engine:
         """
         return self._weights.read(path, self.config.engine.dtype)
 
-    def update_params(self, params: Any, in_flight: str = "refuse") -> None:
+    def update_params(self, params: Any, in_flight: str = "refuse", weight_version: str | None = None) -> None:
         """From the next step on the engine runs with these weights; no cached prefix of the old ones is used again.
 
         Args:
@@ -414,6 +402,7 @@ class Engine:
             from files on a CPU holds it: `models.transpose_kernels`) or moved, one weight at a time.
           in_flight: what becomes of requests that have begun (those that wait just run with the new weights). "refuse": a
             RuntimeError. "recompute": their tokens so far stand, their KV is made anew. "keep": they go on with the KV they have.
+          weight_version: the weights' name, of 1 to 128 characters, with which outputs are marked; None: the number of updates.
 
         Nothing is compiled where no conversion is needed, nor for a conversion that was made before. A shared array must stay as it
         is until the next update: a trainer that donates it makes `step` fail with a RuntimeError that says so. May be called while
@@ -424,7 +413,17 @@ class Engine:
           RuntimeError: see in_flight; nothing has changed.
         """
         self._drop_loads(all_of_them=True)
-        self._weights.update(params, in_flight, self.scheduler, self.drain)
+        self._weights.update(params, in_flight, weight_version, self.scheduler, self.drain)
+        self.stats.num_weight_updates += 1
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights; "0" until the first update, unless `update_weight_version` gives another."""
+        return self._weights.version
+
+    def update_weight_version(self, new_version: str) -> None:
+        """Names the weights that the engine has. ValueError: it is no name."""
+        self._weights.rename(new_version, self.scheduler)
 
     def pause(self) -> None:
         """No new steps until `resume`. Requests may be added and wait; those in flight keep their pages."""

@@ -3,10 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured.constraints import Constraints
+
+
+def samples_of(
+    request_id: str,
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    eos_token_ids: frozenset[int],
+    priority: int,
+    cache_salt: str | None,
+) -> list[Request]:
+    """The n samples of a request."""
+    requests = [
+        Request(
+            request_id=request_id if params.n == 1 else f"{request_id}/{i}",
+            prompt_token_ids=[int(t) for t in prompt_token_ids],
+            params=params,
+            eos_token_ids=eos_token_ids,
+            priority=int(priority),  # the queue negates it, which an unsigned integer would not survive
+            cache_salt=cache_salt,
+            sample_index=i,
+            parent_id=request_id,
+        )
+        for i in range(params.n)
+    ]
+    for request in requests:
+        request.samples = requests if params.n > 1 else ()
+    return requests
 
 
 class LiveRequests:

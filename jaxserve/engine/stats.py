@@ -51,6 +51,7 @@ class EngineStats:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     steps_by_num_drafts: Counter[int] = field(default_factory=Counter)
+    num_weight_updates: int = 0
     kv_store: KVStoreStats | None = None  # None: there is none
 
     @property

@@ -21,10 +21,17 @@ from jaxserve.models.files import find_model
 from jaxserve.models.shard_placement import matching, place_cut
 from jaxserve.models.shards import ShardedModel
 from jaxserve.models.trainer_keys import is_transposed
+from jaxserve.outputs import MAX_WEIGHT_VERSION
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
 
 IN_FLIGHT = ("refuse", "recompute", "keep")  # what becomes of requests that have begun when the weights change
+
+
+def check_version(version: object) -> None:
+    """ValueError for what is no name of weights."""
+    if not (isinstance(version, str) and 0 < len(version) <= MAX_WEIGHT_VERSION):
+        raise ValueError(f"weight_version={version!r} must be a text of 1 to {MAX_WEIGHT_VERSION} characters, such as 'step-42'")
 
 
 def read_weights(functions: ModelFunctions, path: str | Path, dtype: str) -> Decoder | ShardedModel:
@@ -45,6 +52,7 @@ class WeightsAndSleep:
         self._num_reads = 0
         self._reading = threading.Lock()
         self.is_asleep: bool = False
+        self.version: str = "0"
 
     def read(self, path: str | Path, dtype: str) -> Decoder | ShardedModel:
         """As `Engine.read_weights`."""
@@ -58,8 +66,10 @@ class WeightsAndSleep:
             self._last_read = read, self._num_reads
             return read
 
-    def update(self, weights: Any, in_flight: str, scheduler: Scheduler, drain: Callable[[], None]) -> None:
+    def update(self, weights: Any, in_flight: str, version: str | None, scheduler: Scheduler, drain: Callable[[], None]) -> None:
         """As `Engine.update_params`. drain: waits for the steps in flight."""
+        if version is not None:
+            check_version(version)
         if in_flight not in IN_FLIGHT:
             raise ValueError(f"{in_flight=} must be one of {', '.join(IN_FLIGHT)}")
         last = self._last_read
@@ -80,8 +90,15 @@ class WeightsAndSleep:
             self._check_readers(self._hosts, last[1])
         try:
             self._runner.set_weights(placed)
+            self.version = version or str(self._runner.num_weight_updates)
         finally:  # whatever came of it, the old weights' KV is not to be hit
-            scheduler.change_weights(self._runner.weights_version, recompute=in_flight == "recompute")
+            scheduler.change_weights(self._runner.num_weight_updates, self.version, recompute=in_flight == "recompute")
+
+    def rename(self, version: str, scheduler: Scheduler) -> None:
+        """As `Engine.update_weight_version`."""
+        check_version(version)
+        self.version = version
+        scheduler.name_weights(version)
 
     def _check_readers(self, hosts: HostGroup, number: int) -> None:
         """The other hosts take what they have read as this number, unless one could not read it: ValueError."""

@@ -116,9 +116,9 @@ class LeadingRunner:
         return self._runner.has_weights
 
     @property
-    def weights_version(self) -> int:
-        """As `Runner.weights_version`."""
-        return self._runner.weights_version
+    def num_weight_updates(self) -> int:
+        """As `Runner.num_weight_updates`."""
+        return self._runner.num_weight_updates
 
     def num_deleted_weights(self) -> int:
         """As `Runner.num_deleted_weights`, of this process."""

@@ -40,7 +40,7 @@ class PipelineRunner:
         self.programs = programs
         self.score_rows: int = programs.score_rows
         self.has_weights: bool = True
-        self.weights_version: int = 0
+        self.num_weight_updates: int = 0
         self._reports = None if hosts is None else StageReports(hosts, programs.meshes)
         self._to_head = StageLink(programs.meshes[0], programs.meshes[-1])
         self._num_steps = self._num_takes = 0
@@ -170,7 +170,7 @@ class PipelineRunner:
     def set_weights(self, weights: Iterable[Any]) -> None:
         """As `Runner.set_weights`; the list of weights is that of all stages."""
         self._free_weights()
-        self.weights_version += 1
+        self.num_weight_updates += 1
         self.has_weights = False  # until all have come
         held = self.programs.functions.weights
         for i, weight in enumerate(weights):

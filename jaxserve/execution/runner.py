@@ -71,7 +71,7 @@ class Runner:
         self._alone = mesh is None or not spans_hosts(mesh)  # its devices are all of this process
         self._on_cpu = jax.default_backend() == "cpu"
         self.score_rows: int = programs.score_rows
-        self.weights_version: int = 0
+        self.num_weight_updates: int = 0
         self._no_masks = functools.cache(self._make_no_masks)
         if self._on_cpu:
             host_memory.keep_freed()
@@ -111,7 +111,7 @@ class Runner:
         so that what is converted on the way is never held twice as a whole."""
         held = self.programs.functions.weights
         self.drop_weights()
-        self.weights_version += 1
+        self.num_weight_updates += 1
         self.has_weights = False  # until all have come
         for i, weight in enumerate(weights):
             held[i] = weight

@@ -54,7 +54,7 @@ class RequestLifecycle:
         self._check_unused(request)
         request.order = self.num_added
         self.num_added += 1
-        self._set_weights_version(request, request.weights_version)
+        self._set_root(request, request.num_weight_updates)
         self.by_id[request.request_id] = request
         self.stop_ids.update(request.stop_ids)
         if request.params.repetition_detection is not None:
@@ -183,7 +183,7 @@ class RequestLifecycle:
         request.finish_reason, request.stop_reason = reason, stop_reason
         self.release_samples(request)
 
-    def change_weights(self, version: int, *, recompute: bool) -> None:
+    def change_weights(self, num_updates: int, version: str, *, recompute: bool) -> None:
         """As `Scheduler.change_weights`."""
         if recompute:
             for request in reversed(self.running):
@@ -192,15 +192,21 @@ class RequestLifecycle:
         for pool in self.pools:
             pool.forget(range(pool.num_pages))
         for request in self.by_id.values():
-            self._set_weights_version(request, version)
+            self._set_root(request, num_updates)
+            request.begin_weights(version)
             scores = request.prompt_scores
             if recompute and scores is not None and scores.wanted:
                 scores.next = scores.first  # all scores of a prompt come from the same weights
 
-    def _set_weights_version(self, request: Request, version: int) -> None:
-        request.weights_version = version
+    def name_weights(self, version: str) -> None:
+        """As `Scheduler.name_weights`."""
+        for request in self.by_id.values():
+            request.begin_weights(version)
+
+    def _set_root(self, request: Request, num_weight_updates: int) -> None:
+        request.num_weight_updates = num_weight_updates
         if self.pages.enable_prefix_caching:
-            request.hash_chain = [root_hash(version, request.cache_salt, self.pages.pools[0].root_names)]
+            request.hash_chain = [root_hash(num_weight_updates, request.cache_salt, self.pages.pools[0].root_names)]
 
     @property
     def running(self) -> list[Request]:

@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 
-def root_hash(weights_version: int, salt: str | None, names: tuple[str, str] = ("", "")) -> bytes:
+def root_hash(num_weight_updates: int, salt: str | None, names: tuple[str, str] = ("", "")) -> bytes:
     """The parent of a first page's hash: prefixes are shared only within equal roots. names: as PagePool's root_names."""
-    return hashlib.sha256(repr((weights_version, salt, names[weights_version > 0])).encode()).digest()
+    return hashlib.sha256(repr((num_weight_updates, salt, names[num_weight_updates > 0])).encode()).digest()
 
 
 def page_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:

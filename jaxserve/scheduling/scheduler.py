@@ -129,16 +129,21 @@ class Scheduler:
         With reason "error" its KV may be wrong: no page that it hashed is hit again."""
         self.requests.finish(request, reason, stop_reason)
 
-    def change_weights(self, version: int, *, recompute: bool) -> None:
-        """From now on steps run with weights of this version; no page that was hashed before is hit again.
+    def change_weights(self, num_updates: int, version: str, *, recompute: bool) -> None:
+        """From now on steps run with other weights; no page that was hashed before is hit again.
 
+        num_updates: of the weights so far. version: the name of these.
         recompute: running requests are preempted and compute all their tokens anew. Otherwise they continue with the KV they have.
         No other request may share it, since part of it was computed with the old weights. A later preemption discards that part.
 
         Call it with no step in flight.
         """
         assert not self.num_steps_in_flight, "steps in flight would deliver tokens of the old weights' schedule"
-        self.requests.change_weights(version, recompute=recompute)
+        self.requests.change_weights(num_updates, version, recompute=recompute)
+
+    def name_weights(self, version: str) -> None:
+        """Tokens that come from now on are marked with this name of the weights, which stay as they are."""
+        self.requests.name_weights(version)
 
     def get(self, request_id: str) -> Request | None:
         """The unfinished request of that id."""

@@ -317,7 +317,9 @@ def _operator_routes(app: FastAPI, served: Served, metrics: Metrics | None) -> N
         except UnavailableError as error:
             raise HTTPException(503, str(error)) from None
         said, role = served.engine.qualification, served.options.role
-        return _json(Health("ok", kernels=UNSET if said is None else said, role=UNSET if role is None else role))
+        version = served.engine.stats.weight_version if served.options.enable_control else UNSET
+        kernels, role = UNSET if said is None else said, UNSET if role is None else role
+        return _json(Health("ok", kernels=kernels, role=role, weight_version=version))
 
     @app.get(
         "/metrics",

@@ -428,12 +428,15 @@ class AsyncLLM:
         """Forgets all cached prefixes. Returns False, and does nothing, while any request holds pages."""
         return await self._call("reset_prefix_cache")
 
-    async def update_weights_from_path(self, path: str | Path, in_flight: str = "refuse") -> None:
-        """Loads another checkpoint of the same model beside the current weights, and switches to it between two steps.
+    async def update_weights_from_path(self, path: str | Path, in_flight: str = "refuse", weight_version: str | None = None) -> str:
+        """Loads another checkpoint of the same model beside the current weights, and switches to it between two steps. Returns
+        their name. in_flight, weight_version and errors: as `Engine.update_params`'s."""
+        arguments = {"path": str(path), "in_flight": in_flight, "weight_version": weight_version}
+        return await self._call("update_weights_from_path", **arguments)
 
-        in_flight: what happens to requests that have begun. This and the errors are those of `Engine.update_params`.
-        """
-        await self._call("update_weights_from_path", path=str(path), in_flight=in_flight)
+    async def update_weight_version(self, new_version: str) -> None:
+        """As `Engine.update_weight_version`. The name is in `stats`."""
+        await self._call("update_weight_version", new_version=new_version)
 
     async def sleep(self, level: int = 1) -> None:
         """Frees the KV pages until `wake_up`, and at level 2 the weights too. Raises RuntimeError while requests are unfinished."""
@@ -493,6 +496,7 @@ def _extend(output: RequestOutput, delta: Delta) -> None:
         new = sum(x[i].logprob for i, x in zip(delta.token_ids, delta.logprobs, strict=True))
         completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + new
     completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+    completion.weight_versions = delta.weight_versions
     output.num_cached_tokens = delta.num_cached_tokens
     output.prompt_logprobs = output.prompt_logprobs or delta.prompt_logprobs
     output.finished, output.metrics = delta.last, delta.totals.metrics if delta.totals else output.metrics

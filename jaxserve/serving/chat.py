@@ -261,6 +261,7 @@ class ChatAnswer:
             if delta.finish_reason:
                 choice.finish_reason = sample.finish_reason(delta.finish_reason)  # pyright: ignore[reportAttributeAccessIssue]
                 choice.stop_reason = delta.stop_reason
+                choice.weight_versions = self.record.weight_versions(delta)
             if body.return_token_ids:
                 choice.token_ids = list(delta.token_ids)
             needed = delta.finish_reason or choice.logprobs or choice.token_ids or self._continuous_usage
@@ -292,6 +293,8 @@ class ChatAnswer:
             ChatChoice(i, self._message(pieces[i]), logprobs[i], sample.finish_reason(ends[i].finish_reason), ends[i].stop_reason)  # pyright: ignore[reportArgumentType]
             for i, sample in enumerate(self._samples)
         ]
+        for choice in choices:
+            choice.weight_versions = self.record.weight_versions(ends[choice.index])
         answer = ChatCompletion(**self.record.common, choices=choices, usage=self.record.usage())
         answer.prompt_token_ids, answer.prompt_text = self._prompt_token_ids, self._prompt_text
         if self._body.return_token_ids:

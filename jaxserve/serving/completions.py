@@ -103,6 +103,7 @@ class _CompletionAnswer:
                     token_ids = ask.prompt_token_ids + token_ids
         if self._body.return_token_ids:
             choice.token_ids = list(delta.token_ids)
+        choice.weight_versions = self._record.weight_versions(delta)
         if found is not None:
             num_top = self._body.logprobs or 0
             first = ""
@@ -116,7 +117,8 @@ class _CompletionAnswer:
         """What the answer is made of: with max_tokens=0 the token that the engine samples all the same is left out."""
         async for delta in self._stream:
             if self._body.max_tokens == 0:
-                delta = replace(delta, text="", token_ids=[], logprobs=None if delta.logprobs is None else [])
+                logprobs = None if delta.logprobs is None else []
+                delta = replace(delta, text="", token_ids=[], logprobs=logprobs, weight_versions=None)
             yield delta
 
     async def chunks(self) -> AsyncGenerator[Completion]:
@@ -142,6 +144,7 @@ class _CompletionAnswer:
             if choice is not new:
                 choice.text += new.text
                 choice.finish_reason, choice.stop_reason = new.finish_reason, new.stop_reason
+                choice.weight_versions = new.weight_versions
                 if new.token_ids:
                     choice.token_ids += new.token_ids  # pyright: ignore[reportOperatorIssue]
                 if choice.logprobs is not None and new.logprobs is not None:

@@ -17,8 +17,8 @@ from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.errors import RefusedError, checking
 from jaxserve.serving.metrics import Metrics
 from jaxserve.serving.openapi import answers
-from jaxserve.serving.protocol import SleepRequest, UpdateWeightsRequest
-from jaxserve.serving.responses import Done, Paused, ServerInfo, Sleeping, encode
+from jaxserve.serving.protocol import SleepRequest, UpdateWeightsRequest, UpdateWeightVersionRequest
+from jaxserve.serving.responses import Done, Paused, ServerInfo, Sleeping, WeightInfo, encode
 
 DEFAULT_SLEEP = SleepRequest(level=1)
 
@@ -45,12 +45,22 @@ def control_routes(app: FastAPI, engine: AsyncLLM, metrics: Metrics) -> None:
     async def update_weights_from_path(body: UpdateWeightsRequest) -> Response:
         try:
             with checking():
-                await engine.update_weights_from_path(body.path, body.in_flight)
+                version = await engine.update_weights_from_path(body.path, body.in_flight, body.weight_version)
         except OSError as error:  # FileNotFoundError among them
             raise HTTPException(400, str(error)) from None
         except RuntimeError as error:
             raise HTTPException(409, str(error)) from None
-        return _done()
+        return _json(Done(weight_version=version))
+
+    @app.post("/update_weight_version", response_model=None, **with_body)
+    async def update_weight_version(body: UpdateWeightVersionRequest) -> Response:
+        with checking():
+            await engine.update_weight_version(body.new_version)
+        return _json(Done(weight_version=body.new_version))
+
+    @app.get("/weight_info", response_model=None, **answers(WeightInfo, 401))
+    async def weight_info() -> Response:
+        return _json(WeightInfo(engine.stats.weight_version))
 
     @app.get("/server_info", response_model=None, **answers(ServerInfo, 400, 401))
     async def server_info(config_format: Literal["text", "json"] = "text") -> Response:

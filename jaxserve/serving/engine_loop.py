@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxserve.execution.compilation import compile_counts
 from jaxserve.hosts.pulse import HostLostError
-from jaxserve.outputs import RequestOutput
+from jaxserve.outputs import RequestOutput, WeightVersionSpan
 from jaxserve.request import EngineOutput, Request
 from jaxserve.scheduling.schedule import SchedulerStats
 from jaxserve.serving.interfaces import ServedEngine
@@ -57,7 +57,10 @@ logger: logging.Logger = logging.getLogger("jaxserve")
 Told = Command | Compiled | Loaded | ProgramCompiled | HostLost
 MAX_COMPILING = 256  # forms that may wait for the compiler; most take it milliseconds, some take seconds
 LAST_WORDS_SECONDS = 1.0  # after a host was lost, in which the engine's thread must hear of it
-CALLS = ("pause", "resume", "reset_prefix_cache", "sleep", "wake_up", "update_weights_from_path", "end")
+CALLS = (
+    *("pause", "resume", "reset_prefix_cache", "sleep", "wake_up", "end"),
+    *("update_weights_from_path", "update_weight_version"),
+)
 
 
 @dataclass(slots=True)
@@ -344,6 +347,7 @@ class EngineLoop:
                 None if sent.num_tokens else output.prompt_logprobs,
             )
             delta.gap = None if sent.time is None else now - sent.time
+            delta.weight_versions = completion.weight_versions
             sent.num_characters, sent.num_tokens, sent.finished = len(completion.text), len(completion.token_ids), ended
             sent.time = now
             self._events.append(delta)
@@ -397,8 +401,13 @@ class EngineLoop:
         found = [request_id for request_id in request_ids if request_id in self._open]
         for request_id in found:
             self._events += [Accepted(request_id)] if request_id in self._compiling else []
-            running = [i for i, sent in enumerate(self._open[request_id].samples) if not sent.finished]
-            self._events += [Delta(request_id, i, "", [], finish_reason="abort", last=i == running[-1]) for i in running]
+            samples = self._open[request_id].samples
+            running = [i for i, sent in enumerate(samples) if not sent.finished]
+            requests = self._open[request_id].request.samples or [self._open[request_id].request]
+            for i in running:
+                spans = WeightVersionSpan.of(requests[i].weight_starts, samples[i].num_tokens)
+                end = Delta(request_id, i, "", [], finish_reason="abort", last=i == running[-1], weight_versions=spans)
+                self._events.append(end)
             self._abort([request_id])
         return len(found)
 
@@ -419,10 +428,14 @@ class EngineLoop:
             loaded = Loaded(call, error=error)
         self.send(loaded)
 
-    def _update_weights(self, loaded: Loaded) -> None:
+    def _update_weights(self, loaded: Loaded) -> str:
         if loaded.error is not None:
             raise loaded.error
-        self.engine.update_params(loaded.module, loaded.call.arguments["in_flight"])
+        self.engine.update_params(loaded.module, loaded.call.arguments["in_flight"], loaded.call.arguments["weight_version"])
+        return self.engine.weight_version
+
+    def _update_weight_version(self, new_version: str) -> None:
+        self.engine.update_weight_version(new_version)
 
     def _sleep(self, level: int) -> None:
         self.engine.sleep(level)
@@ -462,6 +475,8 @@ class EngineLoop:
             compile_seconds=compiles.seconds,
             kv_store=deepcopy(stats.kv_store),  # its store's thread goes on counting
             num_failures=self._num_failures,
+            num_weight_updates=stats.num_weight_updates,
+            weight_version=engine.weight_version,
             step_seconds=self._step_seconds,
             is_paused=self._paused,
             is_asleep=engine.is_asleep,

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from msgspec import UNSET
 from starlette.requests import Request
 
 from jaxserve.moved import forward
@@ -35,6 +36,7 @@ from jaxserve.serving.responses import (
     TokenLogprob,
     TopLogprob,
     Usage,
+    WeightVersions,
     event,
 )
 from jaxserve.serving.streaming import EventStream
@@ -154,16 +156,22 @@ class CallRecord:
     cached_tokens: dict[str, int] = field(default_factory=dict)  # by prompt
     reasoning_tokens: int | None = None  # None: the model does not reason, or its marks are no tokens
     with_details: bool = False  # whether the usage says how many tokens of the prompts were cached
+    with_versions: bool = False  # whether the weights may change
 
     @classmethod
     def of(cls, prefix: str, served: Served, body: Named, stream: AnswerStream, request_id: str) -> CallRecord:
         num_prompt_tokens = sum(len(ask.prompt_token_ids) for ask in stream.asks.values())
-        details = served.options.enable_prompt_tokens_details
-        return cls(f"{prefix}-{request_id}", body.model or served.names[0], num_prompt_tokens, with_details=details)
+        details, control = served.options.enable_prompt_tokens_details, served.options.enable_control
+        id_, model = f"{prefix}-{request_id}", body.model or served.names[0]
+        return cls(id_, model, num_prompt_tokens, with_details=details, with_versions=control)
 
     def add(self, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)
         self.cached_tokens[delta.request_id] = delta.num_cached_tokens
+
+    def weight_versions(self, delta: Delta) -> WeightVersions:
+        """Which weights sampled which tokens of a sample that ends with this delta, where they may change."""
+        return UNSET if delta.weight_versions is None or not self.with_versions else delta.weight_versions
 
     def usage(self) -> Usage:
         total = self.prompt_tokens + self.completion_tokens

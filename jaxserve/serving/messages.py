@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.engine.stats import KVStoreStats
 from jaxserve.moved import forward
-from jaxserve.outputs import Logprob, RequestMetrics
+from jaxserve.outputs import Logprob, RequestMetrics, WeightVersionSpan
 from jaxserve.request import StoredPrefix
 from jaxserve.sampling_params import SamplingParams
 
@@ -137,6 +137,7 @@ class Delta:
     prompt_logprobs: in a sample's first delta, if asked for.
     totals: in a request's last delta.
     gap: seconds since the sample's previous delta; None in its first.
+    weight_versions: in a sample's last delta, which weights sampled which of its tokens.
     stored_prefix: in the last delta of a request that keeps its prompt, how much of that is stored; None: nothing.
     """
 
@@ -152,6 +153,7 @@ class Delta:
     last: bool = False
     totals: RequestTotals | None = None
     gap: float | None = None
+    weight_versions: list[WeightVersionSpan] | None = None
     stored_prefix: StoredPrefix | None = None
 
 
@@ -207,6 +209,8 @@ class LoopStats:
     compile_seconds: float = 0.0
     kv_store: KVStoreStats | None = None  # as of the last turn; None: there is none
     num_failures: int = 0  # steps that raised
+    num_weight_updates: int = 0
+    weight_version: str = "0"
     step_seconds: float | None = None  # of the step that this report follows
     is_paused: bool = False
     is_asleep: bool = False

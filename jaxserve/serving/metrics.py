@@ -36,6 +36,7 @@ _COUNTERS = {  # name -> (field of LoopStats, help)
     "prefix_cache_hits": ("num_prefix_hits", "Prompt tokens found in the prefix cache."),
     "steps": ("num_steps", "Steps of the engine."),
     "step_failures": ("num_failures", "Steps that raised."),
+    "weight_updates": ("num_weight_updates", "Times that other weights came."),
     "step_tokens": ("tokens_run", "Tokens that steps ran, padding not counted."),
     "padding_tokens": ("padding_tokens", "Padding tokens that steps ran."),
     "spec_decode_num_drafts": ("num_drafts", "Sequences of steps that had drafts."),

@@ -22,6 +22,7 @@ OPENABLE_PATHS: tuple[str, ...] = (*OPEN_PATHS, "/openapi.json", "/v1/models", "
 # Routes that change one server, or tell what it is set to; they exist with enable_control.
 CONTROL_PATHS: tuple[str, ...] = (
     *("/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/update_weights_from_path"),
+    *("/update_weight_version", "/weight_info"),
     *("/sleep", "/wake_up", "/is_sleeping", "/server_info"),
 )
 MAX_FAILURES = 3  # steps in a row that may raise before an engine counts as broken

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from jaxserve.moved import forward
+from jaxserve.outputs import MAX_WEIGHT_VERSION
 from jaxserve.sampling_params import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
@@ -324,9 +325,17 @@ class DetokenizeRequest(VLLMModel):
     tokens: SomeTokenIds
 
 
+WeightVersion = Annotated[str, Field(min_length=1, max_length=MAX_WEIGHT_VERSION)]
+
+
 class UpdateWeightsRequest(Model):
     path: Text = Field(description="A folder or file on the server.")
     in_flight: Literal["refuse", "recompute", "keep"] = Field("refuse", description="What becomes of requests that have begun.")
+    weight_version: WeightVersion | None = Field(None, description="The name of these weights; by default the number of updates.")
+
+
+class UpdateWeightVersionRequest(Model):
+    new_version: WeightVersion = Field(description="The name of the weights that the server has.")
 
 
 class SleepRequest(Model):

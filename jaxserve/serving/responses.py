@@ -11,6 +11,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from jaxserve.outputs import WeightVersionSpan
+
 encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 
 
@@ -58,6 +60,9 @@ class PlainLogprob(Struct):
 PromptLogprobs = list[dict[str, PlainLogprob] | None] | None  # token id -> Logprob, for each token of the prompt but the first
 
 
+WeightVersions = list[WeightVersionSpan] | UnsetType  # of a choice that has ended, of a server whose weights may change
+
+
 # ---- completions
 
 
@@ -79,6 +84,7 @@ class CompletionChoice(Struct):
     prompt_logprobs: PromptLogprobs = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
+    weight_versions: WeightVersions = UNSET
 
 
 class Completion(Struct, kw_only=True):
@@ -156,6 +162,7 @@ class ChatChoice(Struct):
     finish_reason: Literal["stop", "length", "tool_calls", "abort", "error", "repetition"] | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    weight_versions: WeightVersions = UNSET
 
 
 class ChatCompletion(Struct, kw_only=True):
@@ -177,6 +184,7 @@ class ChatChunkChoice(Struct):
     finish_reason: Literal["stop", "length", "tool_calls", "abort", "error", "repetition"] | None = None
     stop_reason: int | str | None | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: WeightVersions = UNSET
 
 
 class ChatChunk(Struct, kw_only=True):
@@ -263,19 +271,29 @@ class Prefilled(Struct):
 
 
 class Health(Struct):
-    """kernels: what the check of our kernels found on this GPU, in a line; absent where no GPU is used. role: if it has one."""
+    """kernels: what the check of our kernels found on this GPU, in a line; absent where no GPU is used. role: if it has one.
+    weight_version: the name of the weights, where they may change."""
 
     status: Literal["ok", "unhealthy"]
     reason: str | None = None
     kernels: str | UnsetType = UNSET
     role: Literal["prefill", "decode"] | UnsetType = UNSET
+    weight_version: str | UnsetType = UNSET
 
 
 class Done(Struct):
-    """A control call is done. reset: whether the prefix cache was emptied (it is not while requests hold pages)."""
+    """A control call is done. reset: whether the prefix cache was emptied (it is not while requests hold pages). weight_version:
+    the name that the weights have now."""
 
     status: Literal["ok"] = "ok"
     reset: bool | UnsetType = UNSET
+    weight_version: str | UnsetType = UNSET
+
+
+class WeightInfo(Struct):
+    """The name of the weights that the server has."""
+
+    weight_version: str
 
 
 class Paused(Struct):

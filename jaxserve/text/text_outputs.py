@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from jaxserve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxserve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, WeightVersionSpan
 from jaxserve.request import Request
 from jaxserve.text.detokenizer import IncrementalDetokenizer
 from jaxserve.text.tokenizer import Tokenizer
@@ -87,6 +87,8 @@ class TextOutputs:
             if sample.completion.finish_reason is not None:
                 continue  # a stop string ended it, and this came from a step already under way
             self._extend(sample, output)
+            if sample.completion.finish_reason is not None:
+                sample.completion.weight_versions = WeightVersionSpan.of(request.weight_starts, len(sample.completion.token_ids))
             if request.params.prompt_logprobs is not None and request.prompt_scores is not None:
                 group.output.prompt_logprobs = group.output.prompt_logprobs or self._prompt_logprobs(request)
             touched[request.parent_id] = group.output

@@ -87,6 +87,7 @@ class ReplayEngine:
     is_asleep: bool = False
     num_programs_left: int = 0
     qualification: str | None = None
+    weight_version: str = "0"
 
     def __init__(self, text: Sequence[int], max_num_seqs: int, step_seconds: float = 0.0):
         self._text, self._max_num_seqs, self._step_seconds = list(text), max_num_seqs, step_seconds
@@ -159,8 +160,11 @@ class ReplayEngine:
     def read_weights(self, path: str | Path) -> NoReturn:
         raise RuntimeError(f"{path} is not read: an engine without a model has no weights")
 
-    def update_params(self, params: Any, in_flight: str = "refuse") -> NoReturn:
+    def update_params(self, params: Any, in_flight: str = "refuse", weight_version: str | None = None) -> NoReturn:
         raise RuntimeError("an engine without a model has no weights to update")
+
+    def update_weight_version(self, new_version: str) -> NoReturn:
+        raise RuntimeError("an engine without a model has no weights to name")
 
     def sleep(self, level: int = 1) -> NoReturn:
         raise RuntimeError("an engine without a model does not sleep")

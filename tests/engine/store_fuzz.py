@@ -104,7 +104,7 @@ def converse(
 
     def update() -> None:
         with contextlib.suppress(RuntimeError):  # refused where a request has begun
-            engine.update_params(weights_of(engine.runner.weights_version + 1))
+            engine.update_params(weights_of(engine.runner.num_weight_updates + 1))
             fuzz.done["update"] += 1
 
     while made < num_requests:
@@ -115,7 +115,7 @@ def converse(
                 name = output.request.request_id
                 running[name] += output.new_token_ids
                 if output.finished:
-                    fuzz.answers[name] = output.request.weights_version, running.pop(name)
+                    fuzz.answers[name] = output.request.num_weight_updates, running.pop(name)
                     stop = [other for other in stop if other != name]
             for name in [name for name in stop if rng.random() < 0.2]:
                 engine.abort(name)

@@ -11,6 +11,7 @@ import pytest
 from jaxserve import LLM, Engine, SamplingParams
 from jaxserve.execution.compilation import compile_counts
 from jaxserve.models import Decoder, named_leaves, with_leaves
+from jaxserve.outputs import RequestOutput, WeightVersionSpan
 from jaxserve.scheduling.page_pool import root_hash
 from tests.dummy import (
     CONFIG,
@@ -100,7 +101,7 @@ def test_requests_in_flight_are_refused_and_nothing_changes(engine):
         engine.update_params(OTHER)
     with pytest.raises(ValueError, match="in_flight='later' must be one of refuse, recompute, keep"):
         engine.update_params(OTHER, in_flight="later")
-    assert engine.runner.weights_version == 0
+    assert engine.runner.num_weight_updates == 0
     run_out(engine)
     engine.update_params(OTHER)
 
@@ -109,7 +110,7 @@ def test_a_request_that_only_waits_runs_with_the_new_weights(engine):
     serve(engine, [Ask(PROMPT, GREEDY)])  # whose pages it would have hit
     (request,) = engine.add_request("x", PROMPT, GREEDY)
     engine.update_params(OTHER)
-    assert request.weights_version == engine.runner.weights_version == 1
+    assert request.num_weight_updates == engine.runner.num_weight_updates == 1
     assert request.hash_chain == [root_hash(1, None)]
     assert run_out(engine)["x"].tokens == greedy_alone(OTHER, PROMPT, 12)
     assert serve(engine, [Ask(PROMPT, GREEDY)]).answers["0"].tokens == greedy_alone(OTHER, PROMPT, 12)
@@ -253,6 +254,85 @@ def test_other_dtypes_are_cast_to_the_engines(engine):
     assert serve(engine, [Ask(PROMPT, GREEDY)]).answers["0"].tokens == greedy_alone(rounded, PROMPT, 12)
 
 
+# -- which weights an output names
+
+
+@pytest.mark.parametrize("in_flight", ["recompute", "keep"])
+def test_each_token_is_marked_with_the_weights_that_sampled_it(in_flight):
+    """The spans end where the tokens stop being those of the first weights."""
+    llm = LLM.from_params(dummy_model(), **SETTINGS, bucket_plan=ONE_BUCKET)
+    prompts = [{"prompt_token_ids": PROMPT}, {"prompt_token_ids": PROMPT[:9]}]
+    first = greedy_alone(dummy_model(), PROMPT, 12)
+    stream = llm.stream(prompts, [GREEDY, GREEDY.with_(max_tokens=3)])
+    outputs: dict[int, RequestOutput] = {}
+    for index, output in stream:
+        outputs[index] = output
+        if index == 0 and len(output.outputs[0].token_ids) == 5:
+            assert output.outputs[0].weight_versions is None, "it has not ended"
+            llm.update_params(OTHER, in_flight, "step-1")
+    long, short = (outputs[i].outputs[0] for i in range(2))
+    assert short.weight_versions == [WeightVersionSpan("0", 0, 3)]
+    assert long.weight_versions is not None
+    (before, after) = long.weight_versions
+    assert (before.version, before.start, after.version, after.end) == ("0", 0, "step-1", 12) and before.end == after.start
+    assert long.token_ids[: before.end] == first[: before.end] and 5 <= before.end < 12
+    if in_flight == "recompute":
+        continued = PROMPT + long.token_ids[: before.end]
+        assert long.token_ids[before.end :] == greedy_alone(OTHER, continued, 12 - before.end) != first[before.end :]
+    assert llm.get_weight_version() == "step-1" and llm.engine.stats.num_weight_updates == 1
+    (then,) = llm.generate(prompts[:1], GREEDY)
+    assert then.outputs[0].weight_versions == [WeightVersionSpan("step-1", 0, 12)]
+
+
+def test_names_of_weights(engine):
+    assert engine.weight_version == "0"
+    (request,) = engine.add_request("x", PROMPT, GREEDY)
+    engine.update_weight_version("base")  # before it has a token
+    for _ in range(4):
+        engine.step()
+    num_tokens = request.num_output_tokens
+    assert num_tokens
+    for bad in ("", "x" * 129, None):
+        with pytest.raises(ValueError, match="must be a text of 1 to 128 characters"):
+            engine.update_weight_version(bad)
+    with pytest.raises(ValueError, match="must be a text of 1 to 128 characters"):
+        engine.update_params(OTHER, "keep", "")
+    assert engine.weight_version == "base" and engine.runner.num_weight_updates == 0
+    for version in ("skipped", "base", "skipped"):  # between which nothing is sampled
+        engine.drain()
+        engine.update_weight_version(version)
+    engine.update_weight_version("base")
+    engine.step()
+    engine.update_params(OTHER, in_flight="keep")
+    drained = request.num_output_tokens
+    assert engine.weight_version == "1"
+    assert request.weight_starts == [("base", 0), ("1", drained)]
+
+
+def test_a_failed_update_names_no_weights(engine, monkeypatch):
+    def lost(_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine.runner, "set_weights", lost)
+    with pytest.raises(MemoryError):
+        engine.update_params(OTHER, weight_version="lost")
+    assert engine.weight_version == "0"
+
+
+@pytest.mark.parametrize(
+    "starts, num_tokens, spans",
+    [
+        ([("a", 0)], 3, [("a", 0, 3)]),
+        ([("a", 0)], 0, [("a", 0, 0)]),
+        ([("a", 0), ("b", 2)], 5, [("a", 0, 2), ("b", 2, 5)]),
+        ([("a", 0), ("b", 2), ("c", 4)], 3, [("a", 0, 2), ("b", 2, 3)]),  # a stop string cut the rest
+        ([("a", 0), ("b", 2)], 2, [("a", 0, 2)]),
+    ],
+)
+def test_spans(starts, num_tokens, spans):
+    assert WeightVersionSpan.of(starts, num_tokens) == [WeightVersionSpan(*span) for span in spans]
+
+
 # -- what is refused
 
 
@@ -261,7 +341,7 @@ def test_misfits_are_listed_and_nothing_changes(engine):
     del wrong["final_norm/scale"]
     with pytest.raises(ValueError, match="(?s)2 problems.*missing: final_norm/scale.*unknown: surplus"):
         engine.update_params(wrong)
-    assert engine.runner.weights_version == 0
+    assert engine.runner.num_weight_updates == 0
     assert serve(engine, [Ask(PROMPT, GREEDY)]).answers["0"].tokens == greedy_alone(dummy_model(), PROMPT, 12)
 
 

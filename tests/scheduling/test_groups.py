@@ -118,7 +118,7 @@ def test_weights_that_change_and_errors_forget_the_pages_of_every_group():
     requests = [harness.add([*range(100, 112), i]) for i in range(4)]
     harness.drain()
     assert all(pool._page_of for pool in harness.pools)
-    harness.scheduler.change_weights(1, recompute=False)
+    harness.scheduler.change_weights(1, "1", recompute=False)
     assert not any(pool._page_of for pool in harness.pools)
     harness.assert_solo(*requests)
 

@@ -200,7 +200,7 @@ def test_reset_drops_duplicates():
     pool.check_invariants([])
 
 
-@pytest.mark.parametrize("field, other", [("cache_salt", "b"), ("weights_version", 1)])
+@pytest.mark.parametrize("field, other", [("cache_salt", "b"), ("num_weight_updates", 1)])
 def test_the_root_isolates_caches(field, other):
     """Another salt or version of the weights misses; the same hits."""
     harness = Harness(num_pages=20)

@@ -1,5 +1,6 @@
 """API keys, limits of bodies, and weights in flight."""
 
+import json
 import re
 import socket
 from typing import Any
@@ -114,6 +115,58 @@ def test_weights_change_in_flight(guarded, shared_llm, folder, tmp_path, monkeyp
         ok(update(folder, in_flight="recompute"))
     guarded.wait_idle()
     assert text() == "bcd"
+
+
+def test_answers_name_their_weights(guarded, shared_llm, folder, tmp_path, monkeypatch):
+    """A token's distance from the one before it tells which weights sampled it."""
+    tensors = alphabet_model.weights()
+    tensors["lm_head.weight"] = np.roll(tensors["lm_head.weight"], 1, axis=0).copy()
+    other = alphabet_model.save(tmp_path / "other", tensors=tensors)
+    client, ask = guarded.client, {"prompt": "a", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
+
+    def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return ok(client.post(path, json=body, headers=with_key()))
+
+    def version_now() -> set[str]:
+        info = ok(client.get("/weight_info", headers=with_key()))
+        return {info["weight_version"], client.get("/health").json()["weight_version"], guarded.engine.stats.weight_version}
+
+    first = post("/update_weights_from_path", {"path": str(folder), "weight_version": "one"})
+    assert first == {"status": "ok", "weight_version": "one"}
+    assert version_now() == {"one"} and "jaxserve:weight_updates_total" in client.get("/metrics").text
+    assert post("/v1/completions", ask)["choices"][0]["weight_versions"] == [{"version": "one", "start": 0, "end": 200}]
+    slow_down(monkeypatch, shared_llm)
+    token_ids, spans = list(b"a"), []
+    body = ask | {"stream": True, "return_token_ids": True}
+    with client.stream("POST", "/v1/completions", json=body, headers=with_key()) as response:
+        for line in response.iter_lines():
+            if line in ("", "data: [DONE]"):
+                continue
+            choice = json.loads(line.removeprefix("data: "))["choices"][0]
+            token_ids += choice["token_ids"]
+            if len(token_ids) == 4:
+                done = post("/update_weights_from_path", {"path": str(other), "weight_version": "two", "in_flight": "recompute"})
+                assert done["weight_version"] == "two"
+            assert ("weight_versions" in choice) is (choice["finish_reason"] is not None)
+            spans = choice.get("weight_versions", [])
+    assert [span["version"] for span in spans] == ["one", "two"] and spans[1]["end"] == 200
+    distances = np.diff(token_ids) % alphabet_model.VOCABULARY
+    assert distances.tolist() == [1] * spans[0]["end"] + [2] * (200 - spans[1]["start"])
+    chat = post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "ignore_eos": True})
+    assert chat["choices"][0]["weight_versions"] == [{"version": "two", "start": 0, "end": 2}]
+    assert post("/update_weight_version", {"new_version": "2"})["weight_version"] == "2" and version_now() == {"2"}
+    sampling = {"max_tokens": 2, "ignore_eos": True}
+    tokens = post("/inference/v1/generate", {"token_ids": [1], "sampling_params": sampling})
+    assert tokens["choices"][0]["weight_versions"] == [{"version": "2", "start": 0, "end": 2}]
+    for wrong in ("", "x" * 129):
+        refusal(client.post("/update_weight_version", json={"new_version": wrong}, headers=with_key()))
+    post("/update_weights_from_path", {"path": str(folder)})
+    guarded.wait_idle()
+
+
+def test_weights_that_cannot_change_are_not_named(server):
+    answer = ok(server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}))
+    assert "weight_versions" not in answer["choices"][0] and "weight_version" not in server.client.get("/health").json()
 
 
 def test_control_is_off_unless_asked_for(server):

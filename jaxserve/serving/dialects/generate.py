@@ -30,7 +30,7 @@ from jaxserve.serving.generation import (
 from jaxserve.serving.messages import Delta, FailedError
 from jaxserve.serving.openapi import answers
 from jaxserve.serving.protocol import PASSED_ON, GenerationRequest, StreamOptions, check_model
-from jaxserve.serving.responses import PromptLogprobs, Usage, encode
+from jaxserve.serving.responses import PromptLogprobs, Usage, WeightVersions, encode
 from jaxserve.serving.streaming import unless_gone
 from jaxserve.serving.streams import Ask, RequestStream
 from jaxserve.serving.strict_model import Model, Text, Texts, TokenIds, if_given
@@ -118,6 +118,7 @@ class GenerateChoice(Struct, kw_only=True):
     stop_reason: int | str | None
     logprobs: Any = None  # IdLogprobs; with the text, ChatLogprobs
     text: str | UnsetType = UNSET
+    weight_versions: WeightVersions = UNSET
 
 
 class Generated(Struct, kw_only=True):
@@ -232,6 +233,7 @@ class _Answer:
             token_ids=list(delta.token_ids),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
+            weight_versions=UNSET if delta.weight_versions is None else delta.weight_versions,
         )
         num_top = None if self._ask.params.logprob_token_ids else self._ask.params.logprobs or 0
         if self._text:
@@ -271,6 +273,7 @@ class _Answer:
                     continue
                 choice.token_ids += new.token_ids
                 choice.finish_reason, choice.stop_reason = new.finish_reason, new.stop_reason
+                choice.weight_versions = new.weight_versions
                 if self._text:
                     choice.text += new.text  # pyright: ignore[reportOperatorIssue]
                 if choice.logprobs is not None and new.logprobs is not None:
