@@ -5,7 +5,8 @@
 
 Streams pass through byte for byte. A request that a server did not begin to answer is given to another; an answer that breaks off
 ends as it would have without a router. Servers are checked every second. SIGTERM and Ctrl-C stop the router from taking more, and
-let what runs finish for --grace seconds. /metrics are its own; /pause, /sleep and their like are refused: send them to each server.
+let what runs finish for --grace seconds. /metrics are its own. With --enable_control, /pause, /update_weights_from_path and their
+like go to every server; without it they are refused.
 
 Servers say in /health which role they have. Where some have --role=prefill, they compute long prompts for the others.
 """
@@ -38,6 +39,9 @@ _PREFILL = flags.DEFINE_integer(
     "Bytes of a prompt that its server has not cached, from which a prefill server computes it.",
     lower_bound=0,
 )
+_CONTROL = flags.DEFINE_bool(
+    "enable_control", False, "Pass /pause, /update_weights_from_path and their like on to every server; needs a key."
+)
 flags.adopt_module_key_flags(http_server)
 
 
@@ -56,6 +60,7 @@ def main() -> None:
             max_failures=_FAILURES.value,
             min_successes=_SUCCESSES.value,
             min_prefill_bytes=_PREFILL.value,
+            enable_control=_CONTROL.value,
         )
         router = make_router(options)
     http_server.run(router, options, date_header=False)  # the servers' own pass through

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxserve.routing.backends import UNANSWERED, UNREACHED, Answer, Backend, end_to_end, open_session
+from jaxserve.routing.control import EMPTY_CACHES, ask_all
 from jaxserve.routing.health import BackendHealth
 from jaxserve.routing.metrics import RouterMetrics
 from jaxserve.routing.options import RouterOptions
@@ -88,6 +89,7 @@ class Router:
                     Route(path, self._refuse_method, methods=HTTP_METHODS) for path in ("/health", "/metrics")
                 ),  # ours, not a server's
                 # Passed to one of several servers, these would leave them in different states.
+                *(Route(path, self._control, methods=HTTP_METHODS) for path in CONTROL_PATHS if options.enable_control),
                 *(Route(path, self._refuse, methods=HTTP_METHODS) for path in OF_ONE_SERVER),
                 Route("/{path:path}", self._pass_on, methods=HTTP_METHODS),
             ],
@@ -95,7 +97,7 @@ class Router:
             exception_handlers={ClientGoneError: _nobody_listens, HTTPException: on_error, UnavailableError: on_error},
             middleware=[
                 Middleware(RequestLog, paths=lambda: PATHS, count=self.metrics.count_http),
-                Middleware(KeyCheck, keys=self.keys, open_paths=options.open_paths),
+                Middleware(KeyCheck, keys=self.keys, open_paths=options.open_paths, control_paths=CONTROL_PATHS),
                 Middleware(LastResort),
                 body_limit(options),
             ],
@@ -152,6 +154,9 @@ class Router:
         said: dict[str, object] = {"status": "ok", "servers": len(self.backends), "up": num_prefill + num_others}
         if num_prefill or any(backend.role for backend in self.backends.values()):
             said["up_by_role"] = {"prefill": num_prefill, "decode": num_others}
+        versions = {url: backend.weight_version for url, backend in self.backends.items() if backend.weight_version is not None}
+        if versions:
+            said["weight_versions"] = versions
         return Response(encode(said), media_type="application/json")
 
     async def _metrics(self, _: Request) -> Response:
@@ -161,8 +166,17 @@ class Router:
         raise HTTPException(405, f"{request.scope['path']} is for GET, not for {request.method}", {"Allow": "GET, HEAD"})
 
     async def _refuse(self, request: Request) -> Response:
-        message = f"{request.scope['path']} is for one server, not for a router: send it to each of them"
+        path = request.scope["path"]
+        instead = ", or start the router with --enable_control" if path in CONTROL_PATHS else ""
+        message = f"{path} is for one server, not for a router: send it to each of them{instead}"
         return error_response(request.scope, 403, message)
+
+    async def _control(self, request: Request) -> Response:
+        status, answer = await ask_all(self.backends, request.method, *_target_of(request), await request.body())
+        if request.method == "POST" and request.scope["path"] in EMPTY_CACHES:
+            for url in self.backends:
+                self._forget(url)
+        return Response(encode(answer), status, media_type="application/json")
 
     async def _pass_on(self, request: Request) -> Response:
         body = await request.body()
@@ -176,12 +190,7 @@ class Router:
           HTTPException: 502 if servers failed with this request, 400 for a path that is none.
           UnavailableError: no server takes requests.
         """
-        path, query = request.scope["raw_path"].decode("latin-1"), request.scope["query_string"].decode("latin-1")
-        if not path.startswith("/"):
-            raise HTTPException(400, f"{path!r} is no path")
-        target = f"{path}?{query}" if query else path
-        headers = end_to_end(request.scope["headers"], b"host", b"content-length", b"expect", b"x-request-id", *_OURS)
-        headers.append((b"x-request-id", request.state.request_id.encode()))
+        target, headers = _target_of(request)
         blocks = prompt_blocks(request.scope["path"], body)
         tried: set[str] = set()
         refusal: Answer | None = None
@@ -257,6 +266,16 @@ def make_router(options: RouterOptions) -> Starlette:
     router = Router(options)
     router.app.state.keys = router.keys
     return router.app
+
+
+def _target_of(request: Request) -> tuple[str, Headers]:
+    """(path and query, headers) of a request as servers get them. HTTPException 400: its path is none."""
+    path, query = request.scope["raw_path"].decode("latin-1"), request.scope["query_string"].decode("latin-1")
+    if not path.startswith("/"):
+        raise HTTPException(400, f"{path!r} is no path")
+    headers = end_to_end(request.scope["headers"], b"host", b"content-length", b"expect", b"x-request-id", *_OURS)
+    headers.append((b"x-request-id", request.state.request_id.encode()))
+    return f"{path}?{query}" if query else path, headers
 
 
 async def _nobody_listens(_: Request, __: Exception) -> Response:

@@ -29,6 +29,7 @@ class _SaidHealth(msgspec.Struct):
     """What of a server's /health is read."""
 
     role: str = ""
+    weight_version: str | None = None
 
 
 UNANSWERED: tuple[type[Exception], ...] = (
@@ -67,6 +68,7 @@ class Backend:
         self._waiting = self._running = self._since = 0
         self._asking: set[asyncio.Timeout] = set()  # each around one that waits for the first byte of an answer
         self.role: str = ""  # as it says: "prefill", "decode" or, of one that does both, nothing
+        self.weight_version: str | None = None  # as it said last; None: its weights do not change
         self.num_expected: int = 0  # requests that will be sent to it, when their prompt is computed elsewhere
         self.num_in_flight: int = 0
         self.num_unanswered: int = 0
@@ -95,7 +97,8 @@ class Backend:
                 well = answer.status == 200
                 said = await answer.read() if well else b""
             if well:
-                self.role = _role_of(said)
+                health = _read_health(said)
+                self.role, self.weight_version = health.role, health.weight_version
                 async with self._session.get(f"{self.url}/metrics", headers=headers, timeout=limit) as answer:
                     self._take_load(await answer.text(errors="replace") if answer.status == 200 else "")
         except UNANSWERED as error:
@@ -202,12 +205,12 @@ class Answer:
         self.backend.ended()
 
 
-def _role_of(health: bytes) -> str:
-    """The role in the answer of a server's /health; none where there is none, or no JSON: vLLM's is empty."""
+def _read_health(health: bytes) -> _SaidHealth:
+    """The answer of a server's /health; nothing where it is no JSON: vLLM's is empty."""
     try:
-        return msgspec.json.decode(health, type=_SaidHealth).role
+        return msgspec.json.decode(health, type=_SaidHealth)
     except msgspec.DecodeError:
-        return ""
+        return _SaidHealth()
 
 
 def open_session(connect_seconds: float = 5.0) -> aiohttp.ClientSession:

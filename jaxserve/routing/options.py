@@ -20,11 +20,12 @@ class RouterOptions(HTTPOptions):
     check_seconds, check_timeout: seconds between two checks of a server, and the most that one check may take.
     max_failures: failures in a row after which a server gets no requests.
     min_successes: successful checks in a row after which it gets requests again.
+    enable_control: whether `/pause`, `/update_weights_from_path` and the other control routes exist, and reach all servers.
     min_prefill_bytes: of a prompt's JSON that the decode server has probably not cached, from which a prefill server computes it.
       It means nothing where no server has the role "prefill".
 
     Raises:
-      ValueError: as `HTTPOptions`; an option out of its range, or a backend that is no address.
+      ValueError: as `HTTPOptions`; an option out of its range, a backend that is no address, or enable_control without a key.
     """
 
     backends: tuple[str, ...]
@@ -35,6 +36,7 @@ class RouterOptions(HTTPOptions):
     max_failures: int = 3
     min_successes: int = 2
     min_prefill_bytes: int = 2048
+    enable_control: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,4 +52,6 @@ class RouterOptions(HTTPOptions):
             raise ValueError(f"check_seconds={self.check_seconds} and check_timeout={self.check_timeout} must be above 0")
         if self.min_prefill_bytes < 0:
             raise ValueError(f"min_prefill_bytes={self.min_prefill_bytes} must be at least 0")
+        if self.enable_control and not self.has_keys:
+            raise ValueError("enable_control=True lets clients swap the weights of all servers: give api_keys too")
         BackendHealth(self.max_failures, self.min_successes)  # checks both

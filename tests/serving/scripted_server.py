@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 BREAK = b"break"  # in a script: the connection is cut here
@@ -20,6 +20,8 @@ class Scripted:
     script: list[bytes | float | threading.Event] = field(default_factory=list)
     healthy: bool = True
     role: str = ""  # that /health says
+    weight_version: str = ""  # likewise
+    on_request: Callable[[], object] = lambda: None  # called for each request but the checks
     waiting: float = 0
     running: int = 0
     requests: list[tuple[bytes, bytes]] = field(default_factory=list)
@@ -47,7 +49,9 @@ class Scripted:
                 path = head.split(b" ", 2)[1]
                 if path == b"/health":
                     status = b"200 OK" if self.healthy else b"503 Service Unavailable"
-                    said = json.dumps({"status": "ok", "role": self.role}).encode() if self.role else b""
+                    facts = {"role": self.role, "weight_version": self.weight_version}
+                    known = {name: fact for name, fact in facts.items() if fact}
+                    said = json.dumps({"status": "ok"} | known).encode() if known else b""
                     connection.sendall(b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n%s" % (status, len(said), said))
                     self.num_checks += not self.healthy
                 elif path == b"/metrics":
@@ -57,6 +61,7 @@ class Scripted:
                     self.num_checks += 1
                 else:
                     self.requests.append((head, body))
+                    self.on_request()
                     if not self._play(connection):
                         return
 
