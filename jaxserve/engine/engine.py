@@ -463,10 +463,15 @@ class Engine:
         if self.is_paused:
             raise RuntimeError("the engine is paused: call resume() first")
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False, and nothing done, while any request holds pages."""
-        self._drop_loads()
+    def reset_prefix_cache(self, reset_external: bool = False) -> bool:
+        """Forgets all cached prefixes; False, and nothing done, while any request holds pages. reset_external: those of a kv_store
+        too. From then on no other engine finds there what this one saves, nor this one what others do."""
+        self._drop_loads(all_of_them=reset_external)
         is_unused = all(pool.num_free_pages == pool.num_pages for pool in self.pools)
+        if is_unused and reset_external and self.stored_pages is not None:
+            self.drain()
+            self.stored_pages.rename()
+            self.scheduler.change_weights(self.runner.num_weight_updates, self.weight_version, recompute=False)
         return is_unused and all(pool.reset() for pool in self.pools)
 
     def _drop_loads(self, *, all_of_them: bool = False) -> None:

@@ -106,6 +106,13 @@ class StoredPages:
             pool.journal, pool.root_names = [], self._root_names
         scheduler.composer.kv_loads = self
 
+    def rename(self) -> None:
+        """Pages have names from now on that nobody has used. `Scheduler.change_weights` begins the chains of requests anew."""
+        renamed = secrets.token_hex(16)
+        self._root_names = f"{self._root_names[0]} {renamed}", f"{self._root_names[1]} {renamed}"
+        for pool in self._pools:
+            pool.root_names = self._root_names
+
     @property
     def is_awaited(self) -> bool:
         """Whether pages are on their way for which a request waits."""

@@ -424,9 +424,9 @@ class AsyncLLM:
         self._open_to_new.set()
         await self._call("resume")
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes. Returns False, and does nothing, while any request holds pages."""
-        return await self._call("reset_prefix_cache")
+    async def reset_prefix_cache(self, reset_external: bool = False) -> bool:
+        """As `Engine.reset_prefix_cache`."""
+        return await self._call("reset_prefix_cache", reset_external=reset_external)
 
     async def update_weights_from_path(self, path: str | Path, in_flight: str = "refuse", weight_version: str | None = None) -> str:
         """Loads another checkpoint of the same model beside the current weights, and switches to it between two steps. Returns

@@ -35,11 +35,13 @@ def control_routes(app: FastAPI, engine: AsyncLLM, metrics: Metrics) -> None:
     """Adds the routes."""
     _pause_routes(app, engine)
     _sleep_routes(app, engine, metrics)
-    simple, with_body = answers(Done, 401, 500, 503), answers(Done, 400, 401, 408, 409, 413, 500, 503)
+    simple, with_body = answers(Done, 400, 401, 500, 503), answers(Done, 400, 401, 408, 409, 413, 500, 503)
 
     @app.post("/reset_prefix_cache", response_model=None, **simple)
-    async def reset_prefix_cache() -> Response:
-        return _done(await engine.reset_prefix_cache())
+    async def reset_prefix_cache(
+        reset_external: Annotated[bool, Query(description="Find nothing in a kv_store either that lies there now.")] = False,
+    ) -> Response:
+        return _done(await engine.reset_prefix_cache(reset_external))
 
     @app.post("/update_weights_from_path", response_model=None, **with_body)
     async def update_weights_from_path(body: UpdateWeightsRequest) -> Response:

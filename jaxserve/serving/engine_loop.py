@@ -414,8 +414,8 @@ class EngineLoop:
     def _resume(self) -> None:
         self._paused = False
 
-    def _reset_prefix_cache(self) -> bool:
-        return self.engine.reset_prefix_cache()
+    def _reset_prefix_cache(self, reset_external: bool = False) -> bool:
+        return self.engine.reset_prefix_cache(reset_external)
 
     def _update_weights_from_path(self, path: str, **_: Any) -> None:
         raise RuntimeError(f"{path} is not read: other weights are being loaded; wait until that has ended")

@@ -154,7 +154,7 @@ class ReplayEngine:
         self.stats.generated_tokens += len(outputs)
         return outputs
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, reset_external: bool = False) -> bool:
         return True
 
     def read_weights(self, path: str | Path) -> NoReturn:

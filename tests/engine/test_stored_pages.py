@@ -243,6 +243,32 @@ def test_two_engines_share_a_folder_and_it_survives_restarts(tmp_path, closed):
         assert counts(engine).num_hit_tokens == num_hits
 
 
+def test_a_reset_of_the_prefix_cache_leaves_the_store_unless_it_is_told(tmp_path, closed):
+    store, wanted = f"disk:{tmp_path}:16MiB", asks(0, 1)
+    first, second = (engine_with(store, weights_id=NAME) for _ in range(2))
+    closed += [first, second]
+    served(first, wanted)
+    (waiting,) = add(first, "x", asks(0)[0])  # its hash chain begins anew, too
+    hits = counts(first).num_hit_tokens
+    assert first.reset_prefix_cache(reset_external=True)
+    run(first)
+    assert waiting.output_token_ids == expected(asks(0))["0"].tokens and counts(first).num_hit_tokens == hits
+    assert differences(served(second, wanted), expected(wanted)) == []
+    assert counts(second).num_hit_tokens == 2 * 36, "another engine finds what was there"
+    num_hits = []
+    for reset_external in (False, True, False):  # what it saves since then it finds itself
+        assert first.reset_prefix_cache(reset_external)
+        before = counts(first).num_hit_tokens
+        assert differences(served(first, wanted), expected(wanted)) == []
+        num_hits.append(counts(first).num_hit_tokens - before)
+    assert num_hits[1:] == [0, 2 * 36] and num_hits[0] >= 36
+    add(first, "y", asks(0)[0])
+    first.step()
+    assert not first.reset_prefix_cache(reset_external=True), "it holds pages"
+    run(first)
+    assert_empty(first)
+
+
 @pytest.mark.parametrize("in_flight", ["refuse", "recompute", "keep"])
 def test_no_page_of_old_weights_is_loaded(tmp_path, closed, in_flight):
     """Also where another engine that was given other weights saved pages for its own."""
