@@ -245,14 +245,17 @@ def test_two_engines_share_a_folder_and_it_survives_restarts(tmp_path, closed):
 
 def test_a_reset_of_the_prefix_cache_leaves_the_store_unless_it_is_told(tmp_path, closed):
     store, wanted = f"disk:{tmp_path}:16MiB", asks(0, 1)
-    first, second = (engine_with(store, weights_id=NAME) for _ in range(2))
-    closed += [first, second]
+    first = engine_with(store, weights_id=NAME)
+    closed.append(first)
     served(first, wanted)
     (waiting,) = add(first, "x", asks(0)[0])  # its hash chain begins anew, too
     hits = counts(first).num_hit_tokens
     assert first.reset_prefix_cache(reset_external=True)
     run(first)
+    settle(first)
     assert waiting.output_token_ids == expected(asks(0))["0"].tokens and counts(first).num_hit_tokens == hits
+    second = engine_with(store, weights_id=NAME)
+    closed.append(second)
     assert differences(served(second, wanted), expected(wanted)) == []
     assert counts(second).num_hit_tokens == 2 * 36, "another engine finds what was there"
     num_hits = []
@@ -262,8 +265,9 @@ def test_a_reset_of_the_prefix_cache_leaves_the_store_unless_it_is_told(tmp_path
         assert differences(served(first, wanted), expected(wanted)) == []
         num_hits.append(counts(first).num_hit_tokens - before)
     assert num_hits[1:] == [0, 2 * 36] and num_hits[0] >= 36
-    add(first, "y", asks(0)[0])
-    first.step()
+    (running,) = add(first, "y", asks(0)[0])
+    while running.status is not RequestStatus.RUNNING:
+        first.step()
     assert not first.reset_prefix_cache(reset_external=True), "it holds pages"
     run(first)
     assert_empty(first)

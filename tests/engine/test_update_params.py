@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -292,7 +293,8 @@ def test_names_of_weights(engine):
         engine.step()
     num_tokens = request.num_output_tokens
     assert num_tokens
-    for bad in ("", "x" * 129, None):
+    wrong: list[Any] = ["", "x" * 129, None]
+    for bad in wrong:
         with pytest.raises(ValueError, match="must be a text of 1 to 128 characters"):
             engine.update_weight_version(bad)
     with pytest.raises(ValueError, match="must be a text of 1 to 128 characters"):

@@ -145,8 +145,9 @@ def test_answers_name_their_weights(guarded, shared_llm, folder, tmp_path, monke
             choice = json.loads(line.removeprefix("data: "))["choices"][0]
             token_ids += choice["token_ids"]
             if len(token_ids) == 4:
+                post("/pause?mode=keep", {})  # so that it has not ended when the weights are read
                 done = post("/update_weights_from_path", {"path": str(other), "weight_version": "two", "in_flight": "recompute"})
-                assert done["weight_version"] == "two"
+                assert done["weight_version"] == "two" and post("/resume", {})
             assert ("weight_versions" in choice) is (choice["finish_reason"] is not None)
             spans = choice.get("weight_versions", [])
     assert [span["version"] for span in spans] == ["one", "two"] and spans[1]["end"] == 200

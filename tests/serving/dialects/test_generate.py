@@ -37,7 +37,14 @@ def generate(server, prompt="a", **body) -> httpx.Response:
 def test_token_ids(bare):
     answer = ok(generate(bare, request_id="mine", return_token_ids=True))
     assert answer["choices"] == [
-        {"index": 0, "token_ids": ids("bcd"), "finish_reason": "length", "stop_reason": None, "logprobs": None}
+        {
+            "index": 0,
+            "token_ids": ids("bcd"),
+            "finish_reason": "length",
+            "stop_reason": None,
+            "logprobs": None,
+            "weight_versions": [{"version": "0", "start": 0, "end": 3}],
+        }
     ]
     assert answer["request_id"] == "generate-tokens-mine" and answer["prompt_token_ids"] == ids("a")
     assert answer["output_mode"] == "tokens" and answer["usage"]["total_tokens"] == 4
