@@ -21,6 +21,9 @@ With --prefill_replicas prompts are computed on engines of their own, and the --
 With --failures that many replicas are lost, each of any replica at any time while requests arrive (--seed), and a new one takes its
 place --repair_seconds later. What they had not ended begins anew on another.
 
+With --prefix_groups=N each request is of one of N groups, at random, whose prompts share their first --prefix_group_len tokens,
+which are cached, and which the router's policy knows.
+
 --model: a name in jaxserve/step_times/model_shapes.py, or a folder whose config.json the engine can read. Nothing is computed and
 no device is needed. Steps run in the buckets of --bucket_plan, in as many commands as the engine's programs have. Step times come
 from datasheets (jaxserve/step_times/hardware.py says from where); how far they are from measured kernels,
@@ -71,6 +74,8 @@ _SLO = define_option(
 )
 _RATE = flags.DEFINE_float("request_rate", float("inf"), "Requests a second; inf: all at once.")
 _REPEAT = flags.DEFINE_integer("repeat", 1, "The workload so many times, one after the other.", lower_bound=1)
+_PREFIX_GROUPS = flags.DEFINE_integer("prefix_groups", 0, "Groups of requests whose prompts begin alike.", lower_bound=0)
+_PREFIX_LEN = flags.DEFINE_integer("prefix_group_len", 512, "Tokens that the prompts of such a group share.", lower_bound=1)
 _GOODPUT = flags.DEFINE_list("goodput", [], "Objectives in ms, such as ttft:500,tpot:50.")
 _SPECULATIVE = flags.DEFINE_list("speculative", None, "Predict what drafts gain: their rate of acceptance, or shares of chains.")
 _DRAFTS_BY = flags.DEFINE_string("drafts_by", "eagle3", "eagle3, medusa, ngram, or the known name of a draft model.")
@@ -231,12 +236,14 @@ def main() -> None:
 def replay_workload() -> None:
     from tqdm import tqdm
 
-    from jaxserve.workloads.traffic import repeated
+    from jaxserve.workloads.traffic import in_groups, repeated
 
     with refuse_bad_input():
         objectives = parse_objectives(_GOODPUT.value)
         deployment = make_cluster()[0]
         workload = repeated(read_traffic(_MODEL.value, _MAX_LEN.value, _RATE.value, _SEED.value), _REPEAT.value)
+        if _PREFIX_GROUPS.value:
+            workload = in_groups(workload, _PREFIX_GROUPS.value, _PREFIX_LEN.value, _SEED.value)
         begin = time.perf_counter()
         num_replicas = _PREFILL.value + _REPLICAS.value
         with tqdm(desc=f"{num_replicas} x {deployment}", total=len(workload.requests), mininterval=2) as bar:

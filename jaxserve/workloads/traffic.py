@@ -6,9 +6,10 @@ Owns length fits, shared prefixes, conversations and the processes of arrival. E
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from jaxserve.lazy_names import Late
 from jaxserve.workloads.workload import Workload, WorkloadRequest
@@ -94,6 +95,57 @@ def shared_prefix(
         prompt = (*prefixes[group].tolist(), *rng.integers(0, vocab_size, input_len).tolist())
         requests.append(WorkloadRequest(len(prompt), output_len, prompt_token_ids=prompt))
     return Workload("shared_prefix", tuple(requests))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPrompt(Sequence[int]):
+    """Token ids that are not written out: num_prefix times `prefix`, which a group's prompts share, then `own` to the length."""
+
+    num_tokens: int
+    num_prefix: int
+    prefix: int
+    own: int
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain(
+            itertools.repeat(self.prefix, self.num_prefix), itertools.repeat(self.own, self.num_tokens - self.num_prefix)
+        )
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return list(self)[index]
+
+
+def in_groups(workload: Workload, num_groups: int, prefix_len: int, seed: int) -> Workload:
+    """The workload with prompts that begin alike: each request is of one of the groups, at random, and its first prefix_len tokens,
+    or all but its last, are those of the group. The ids are not those of a vocabulary: for simulators.
+
+    Raises:
+      ValueError: a number below 1, or the workload's prompts are known by their ids already.
+    """
+    if num_groups < 1 or prefix_len < 1:
+        raise ValueError(f"{num_groups=} and {prefix_len=} must be at least 1")
+    if any(r.prompt_token_ids for r in workload.requests):
+        raise ValueError(
+            f"the prompts of workload {workload.name} have token ids of their own: they are in groups, or not, already"
+        )
+    groups = np.random.default_rng(seed).integers(num_groups, size=len(workload.requests)).tolist()
+    requests = [
+        replace(
+            r,
+            prompt_token_ids=GroupedPrompt(r.num_prompt_tokens, min(prefix_len, r.num_prompt_tokens - 1), group, num_groups + row),
+        )
+        for row, (r, group) in enumerate(zip(workload.requests, groups, strict=True))
+    ]
+    return replace(workload, requests=tuple(requests))
 
 
 def multi_turn(num_conversations: int, num_turns: int, input_len: int, output_len: int, vocab_size: int, seed: int) -> Workload:

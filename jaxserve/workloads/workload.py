@@ -13,7 +13,7 @@ import math
 import os
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,7 +47,7 @@ class WorkloadRequest:
     num_prompt_tokens: int
     num_output_tokens: int
     arrived_at: float = 0.0
-    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)

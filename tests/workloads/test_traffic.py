@@ -12,6 +12,7 @@ from jaxserve.workloads.traffic import (
     at_rate,
     describe,
     fitting,
+    in_groups,
     log_normal,
     multi_turn,
     repeated,
@@ -45,6 +46,28 @@ def test_shared_prefix():
     prompts = [r.prompt_token_ids or () for r in work.requests]
     assert all(len(p) == 110 for p in prompts)
     assert len({p[:100] for p in prompts}) == 4 and len({p[100:] for p in prompts}) == 40
+
+
+def test_requests_in_groups():
+    work = Workload("some", tuple(WorkloadRequest(n, 2, float(n)) for n in (5, 9, 1, 9, 30) * 20))
+    grouped = in_groups(work, 3, 8, 1)
+    assert grouped.lengths == work.lengths and [r.arrived_at for r in grouped.requests] == [r.arrived_at for r in work.requests]
+    prompts = [list(r.prompt_token_ids or ()) for r in grouped.requests]
+    assert [len(prompt) for prompt in prompts] == [r.num_prompt_tokens for r in work.requests]
+    starts = {tuple(prompt[:8]) for prompt in prompts if len(prompt) > 8}
+    assert len(starts) == 3 and all(len(set(start)) == 1 for start in starts)
+    for i, prompt in enumerate(prompts):
+        rest = prompt[min(8, len(prompt) - 1) :]
+        assert all(rest[0] not in other for j, other in enumerate(prompts) if j != i), "behind the prefix each is its own"
+    (first, *_) = grouped.requests
+    assert first.prompt_token_ids is not None
+    assert [first.prompt_token_ids[i] for i in range(-5, 5)] == prompts[0] * 2 and first.prompt_token_ids[1:3] == prompts[0][1:3]
+    assert in_groups(work, 3, 8, 1) == grouped != in_groups(work, 3, 8, 2)
+    for wrong in ((0, 8), (3, 0)):
+        with pytest.raises(ValueError, match="must be at least 1"):
+            in_groups(work, *wrong, 1)
+    with pytest.raises(ValueError, match="token ids of their own"):
+        in_groups(grouped, 3, 8, 1)
 
 
 def test_multi_turn():
