@@ -25,13 +25,14 @@ from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.cli.common.fleet import on_ray
 from jaxserve.cli.common.hosts import end_when_a_host_is_lost, lead_or_follow
 from jaxserve.cli.common.parser_flags import parsers
-from jaxserve.cli.common.ray_server import serve_on_ray
+from jaxserve.cli.common.ray_server import fleet_of_flags, serve_on_ray
 from jaxserve.serving.options import (
     MAX_FAILURES,
     MAX_STORED_BYTES,
     MAX_STORED_RESPONSES,
     MAX_WAITING,
     ROLES,
+    ModelOptions,
     Role,
     ServerOptions,
     check_can_share,
@@ -40,6 +41,7 @@ from jaxserve.serving.options import (
 
 if TYPE_CHECKING:
     from jaxserve import LLM
+    from jaxserve.ray.fleet import FleetOptions
 
 _NAMES = flags.DEFINE_list("served_model_name", [], "What clients call the model; by default as --model does.")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "Where the tokenizer lies, if not beside the model.")
@@ -81,58 +83,58 @@ def server_options() -> ServerOptions:
     )
 
 
-def load(prepare: Callable[[], object] = lambda: None) -> LLM:
-    """The model that the flags name, with its tokenizer and the chat template that they ask for. prepare: called before, on the
-    process that serves alone."""
-    template = server_flags.chat_template()
-    import jaxserve.serving.app  # noqa: F401 (what is not installed is said before a model is loaded)
-    from jaxserve import LLM
-    from jaxserve.models.loading import NoTokenizerError
+def model_options() -> dict[str, Any]:
+    """What the flags say of the model and its engine: fields of `ModelOptions`."""
+    return {
+        "model": flags.FLAGS.model,
+        "tokenizer": _TOKENIZER.value,
+        "skip_tokenizer_init": _SKIP_TOKENIZER.value,
+        "engine": engine_options(),
+        **server_flags.model_options(),
+        "max_waiting": _MAX_WAITING.value,
+        "request_timeout": _TIMEOUT.value,
+        "max_failures": _MAX_FAILURES.value,
+    }
 
-    try:
-        hosts = lead_or_follow(flags.FLAGS.model, engine_options())
-        prepare()
-        llm = LLM(flags.FLAGS.model, _TOKENIZER.value, skip_tokenizer_init=_SKIP_TOKENIZER.value, **engine_options(), hosts=hosts)
-    except NoTokenizerError as error:
-        raise ValueError(f"{error.__cause__} (--tokenizer says where one lies, --skip_tokenizer_init does without)") from error
+
+def load(model: ModelOptions, prepare: Callable[[], object] = lambda: None) -> LLM:
+    """The model, on the process that has the engine. prepare: called before, on the process that serves alone."""
+    import jaxserve.serving.app  # noqa: F401 (what is not installed is said before a model is loaded)
+    from jaxserve.serving.launch import load_llm
+
+    hosts = lead_or_follow(model.model, dict(model.engine))
+    prepare()
+    llm = load_llm(model, hosts)
     end_when_a_host_is_lost(llm, hosts)
-    if template is not None:
-        llm.get_tokenizer().chat_templates["default"] = template
     return llm
 
 
-def make_application(llm: LLM, options: ServerOptions) -> Any:
+def make_application(llm: LLM, model: ModelOptions, options: ServerOptions) -> Any:
     from jaxserve.serving.app import make_app
-    from jaxserve.serving.async_llm import AsyncLLM
+    from jaxserve.serving.launch import make_engine
 
-    engine = AsyncLLM(
-        llm,
-        max_waiting=_MAX_WAITING.value,
-        request_timeout=_TIMEOUT.value,
-        max_failures=_MAX_FAILURES.value,
-        default_sampling_params=server_flags.default_sampling_params(llm.get_default_sampling_params),
-    )
-    return make_app(engine, options)
+    return make_app(make_engine(llm, model), options)
 
 
-def run_processes(llm: LLM, options: ServerOptions, listeners: Sequence[socket]) -> int:
+def run_processes(llm: LLM, model: ModelOptions, options: ServerOptions, listeners: Sequence[socket]) -> int:
     """Serves with several API processes on sockets of `http_server.bound`. Returns the exit code."""
     from jaxserve.cli.common import api_processes
     from jaxserve.cli.common.listeners import listen
+    from jaxserve.serving.launch import default_sampling_params
     from jaxserve.serving.metrics import make_metrics
     from jaxserve.serving.pipes import EngineHub
 
     hub = EngineHub(
         llm,
-        max_waiting=_MAX_WAITING.value,
-        max_failures=_MAX_FAILURES.value,
+        max_waiting=model.max_waiting,
+        max_failures=model.max_failures,
         make_metrics=partial(make_metrics, llm.engine.config, options),
     )
     start = api_processes.Start(
         api_processes.describe(llm),
         api_processes.take_apart(llm.tokenizer),
-        server_flags.default_sampling_params(llm.get_default_sampling_params),
-        {"max_waiting": _MAX_WAITING.value, "request_timeout": _TIMEOUT.value},
+        default_sampling_params(llm, model),
+        {"max_waiting": model.max_waiting, "request_timeout": model.request_timeout},
         options,
         hub.stats,
         http_server.uvicorn_options(),
@@ -143,22 +145,18 @@ def run_processes(llm: LLM, options: ServerOptions, listeners: Sequence[socket])
     return api_processes.run(hub, start, _PROCESSES.value, listeners, grace=http_server.grace(), scheme=http_server.scheme())
 
 
+def fleet() -> FleetOptions:
+    """What the flags say of replicas on Ray. UsageError: what can't be had there."""
+    if _PROCESSES.value > 1:
+        raise app.UsageError("--api_server_count is of one server; on Ray give --replicas")
+    with refuse_bad_input():
+        return fleet_of_flags(**model_options(), server=server_options())
+
+
 def main() -> int | None:
     http_server.set_up_logging()
     if on_ray():
-        if _PROCESSES.value > 1:
-            raise app.UsageError("--api_server_count is of one server; on Ray give --replicas")
-        with refuse_bad_input():
-            server = server_options()
-        serve_on_ray(
-            model=flags.FLAGS.model,
-            tokenizer=_TOKENIZER.value,
-            engine=engine_options(),
-            server=server,
-            max_waiting=_MAX_WAITING.value,
-            request_timeout=_TIMEOUT.value,
-            max_failures=_MAX_FAILURES.value,
-        )
+        serve_on_ray(fleet)
         return None
     with ExitStack() as stack:
         listeners = list[socket]()
@@ -168,14 +166,14 @@ def main() -> int | None:
                 listeners.extend(stack.enter_context(http_server.bound()))
 
         with refuse_bad_input(), without_collecting():
-            options = server_options()
+            options, model = server_options(), ModelOptions(**model_options())
             if _PROCESSES.value > 1:
                 check_can_share(options)
             http_server.reload_on_hangup()  # the model is being loaded, and the file is read after that
-            llm = load(bind)
-            application = make_application(llm, options) if _PROCESSES.value == 1 else None
+            llm = load(model, bind)
+            application = make_application(llm, model, options) if _PROCESSES.value == 1 else None
         if application is None:
-            return run_processes(llm, options, listeners)
+            return run_processes(llm, model, options, listeners)
         http_server.run(application, options)
     return None
 

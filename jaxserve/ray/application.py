@@ -6,6 +6,7 @@ to them. A stream's chunks pass from the server's own application to Ray's proxy
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
@@ -25,30 +26,31 @@ class Replica:
     """One engine and its HTTP application, in a process of its own; or host 0 of an engine of several processes."""
 
     def __init__(self, options: FleetOptions):
-        engine: dict[str, Any] = {"warm_up": "background", **options.engine}
+        from jaxserve.serving.logs import set_up_logging
+
+        set_up_logging(access_log=options.access_log)  # on stderr, which Ray writes into a file of the process
+        options = replace(options, engine={"warm_up": "background", **options.engine})
         self._hosts: Any = None  # keeps the followers' actors
         if options.hosts_per_replica > 1:
             from jaxserve.ray.hosts import ReplicaHosts
 
-            self._hosts = ReplicaHosts(options.hosts_per_replica, options.model, engine)  # they import what this imports meanwhile
-        from jaxserve.llm import LLM
-        from jaxserve.serving.async_llm import AsyncLLM
+            # They import meanwhile what this imports.
+            self._hosts = ReplicaHosts(options.hosts_per_replica, options.model, options.engine)
+        from jaxserve.serving.launch import load_llm, make_engine
 
         group = None if self._hosts is None else self._hosts.join()
-        llm = LLM(options.model, options.tokenizer, hosts=group, **engine)
+        llm = load_llm(options, group)
         if group is not None:
             from jaxserve.ray.hosts import end_when_lost
 
             end_when_lost(group)
         self._options = options
-        self._engine = AsyncLLM(
-            llm, max_waiting=options.max_waiting, request_timeout=options.request_timeout, max_failures=options.max_failures
-        )
+        self._engine = make_engine(llm, options)
 
     def __serve_build_asgi_app__(self) -> Any:
         from jaxserve.serving.app import make_app
 
-        return make_app(self._engine, self._options.server)
+        return make_app(self._engine, self._options.server, one_of_several="replicas" if self._options.has_several else None)
 
     def check_health(self) -> None:
         """Raises what `/health` would answer with 503: Ray starts the replica anew."""

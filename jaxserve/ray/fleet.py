@@ -5,43 +5,48 @@ Owns `FleetOptions` and the rule of scaling. Knows nothing of Ray, so that the r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, get_type_hints
+
+import msgspec
 
 from jaxserve.config import engine_config
 from jaxserve.ray.resources import num_devices
-from jaxserve.serving.options import MAX_FAILURES, MAX_WAITING, ServerOptions
+from jaxserve.serving.options import (
+    LISTENER_OPTIONS,
+    ModelOptions,
+    ServerOptions,
+    check_can_share,
+    read_chat_template,
+    with_key_of_environment,
+)
 
 TARGET_LOAD = 0.7  # of a replica: above it another one is asked for
 
 
 @dataclass(frozen=True, kw_only=True)
-class FleetOptions:
-    """Replicas of one server on Ray.
+class FleetOptions(ModelOptions):
+    """Replicas of one server on Ray, beside the options of its model.
 
-    model, tokenizer: as `LLM`'s. engine: options of `LLM`. server: those of the HTTP application.
-    max_waiting, request_timeout, max_failures: as `AsyncLLM`'s.
+    server: options of the HTTP application.
     replicas: how many there are, or at least are where max_replicas is given. max_replicas: up to which they follow the load.
     scale_up_seconds, scale_down_seconds: how long the load must ask for more or fewer of them.
     gpus_per_replica: None: as many as the engine has devices if the cluster has GPUs, else none.
     hosts_per_replica: processes that share a replica's devices, on one machine or on several, each with as many of them.
     grace: seconds in which a replica that is taken away may finish what it has begun.
+    access_log: whether each request has a line in its replica's log.
 
     Raises:
-      ValueError: an option out of its range, or of the engine's that is wrong.
+      ValueError: as `ModelOptions`; an option out of its range, or of the engine's that is wrong; with several replicas as
+        `check_can_share`.
       NotImplementedError: a role, keys with limits, or options that engines of several devices or hosts do not have.
     """
 
-    model: str
-    tokenizer: str | None = None
-    engine: Mapping[str, Any] = field(default_factory=dict)
     server: ServerOptions
-    max_waiting: int = MAX_WAITING
-    request_timeout: float | None = None
-    max_failures: int = MAX_FAILURES
     replicas: int = 1
     max_replicas: int | None = None
     scale_up_seconds: float = 30.0
@@ -49,8 +54,15 @@ class FleetOptions:
     gpus_per_replica: int | None = None
     hosts_per_replica: int = 1
     grace: float = 30.0
+    access_log: bool = True
+
+    @property
+    def has_several(self) -> bool:
+        """Whether there may be more replicas than one."""
+        return (self.max_replicas or self.replicas) > 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.replicas < 1 or (self.max_replicas is not None and self.max_replicas < self.replicas):
             raise ValueError(f"replicas={self.replicas} must be at least 1, and max_replicas={self.max_replicas} no less than that")
         if self.hosts_per_replica < 1:
@@ -67,6 +79,8 @@ class FleetOptions:
                 f"api_keys_file={self.server.api_keys_file!r}: each replica would count requests and tokens for itself; "
                 "give api_key, or put `jaxserve router` with the file before the replicas"
             )
+        if self.has_several:
+            check_can_share(self.server, "replicas")
         devices = num_devices(self.engine)
         if devices % self.hosts_per_replica:
             raise ValueError(
@@ -78,26 +92,47 @@ class FleetOptions:
         check_sharding(engine_config(dict(self.engine)), self.hosts_per_replica)
 
 
-_SERVER_ARGS = ("served_model_name", "api_key", "enable_control")
+_FLAGS = {"served_model_name": "names", "api_key": "api_keys"}  # arguments that are called as the flags are -> the field
+# Fields of options that are no argument: the engine's own stand beside the others, `names` and `api_keys` are called as the flags,
+# and of the last Ray's proxy, which has the connections, knows nothing.
+_NO_ARGS = {"engine", "server", "names", "api_keys", "root", "cross_origin", *LISTENER_OPTIONS}
 
 
 def fleet_options(args: Mapping[str, Any]) -> FleetOptions:
-    """The options that `serve run` or a config file of Ray Serve gives: `name=value`, where a value may be text. ValueError: as
-    `FleetOptions`, and for a name that there is not."""
-    given = {name: _plain(value) for name, value in args.items()}
-    if "model" not in given:
+    """The options that `serve run` or a config file of Ray Serve gives: `name=value`, where a value may be text. An API key may
+    also be in the environment, as JAXSERVE_API_KEY. ValueError: as `FleetOptions`, and for a name that there is not."""
+    if "model" not in args:
         raise ValueError("give model=MODEL: a Hugging Face folder or id, or a GGUF file")
-    own = {f.name for f in fields(FleetOptions)} - {"engine", "server"}
-    chosen = {name: given.pop(name) for name in list(given) if name in own}
-    chosen["model"] = str(args["model"])
-    said = {name: given.pop(name) for name in _SERVER_ARGS if name in given}
-    names, keys = said.get("served_model_name", chosen["model"]), said.get("api_key", ())
-    server = ServerOptions(
-        names=tuple(str(names).split(",")),
-        api_keys=(str(keys),) if isinstance(keys, str | int) else tuple(keys),
-        enable_control=bool(said.get("enable_control", False)),
-    )
-    return FleetOptions(**chosen, engine=given, server=server)
+    given = {"served_model_name": args["model"], **args}
+    if "chat_template" in given:
+        given["chat_template"] = read_chat_template(str(given["chat_template"]))
+    chosen, server = _taken(FleetOptions, given), _taken(ServerOptions, given)
+    server["api_keys"] = with_key_of_environment(server.get("api_keys", ()))
+    engine = {name: _plain(value) for name, value in given.items()}
+    return FleetOptions(**chosen, engine=engine, server=ServerOptions(**server, root=chosen["model"]))
+
+
+def _taken(options: type[Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `options` that are given, which are taken out of there. ValueError: one of a wrong kind."""
+    kinds = get_type_hints(options)
+    taken: dict[str, Any] = {}
+    for field in fields(options):
+        name = next((flag for flag, meant in _FLAGS.items() if meant == field.name), field.name)
+        if name in given and name not in _NO_ARGS:
+            taken[field.name] = _converted(name, given.pop(name), kinds[field.name])
+    return taken
+
+
+def _converted(name: str, value: Any, kind: Any) -> Any:
+    """A value as a field of this kind has it. A text may be that of JSON, or of several texts with commas between them."""
+    several = [str(value).split(",")] if isinstance(value, str | int) else []
+    for form in (value, _plain(value), str(value), *several):
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.convert(form, kind, strict=form is not value)
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{name}={value!r}: {error}") from None
 
 
 def _plain(value: Any) -> Any:

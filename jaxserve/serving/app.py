@@ -36,7 +36,7 @@ from jaxserve.serving.dialects.anthropic import messages_routes
 from jaxserve.serving.dialects.chat_batch import chat_batch_routes
 from jaxserve.serving.dialects.generate import abort_routes, generate_routes
 from jaxserve.serving.dialects.response_store import open_store
-from jaxserve.serving.dialects.responses import NEEDS_ONE_PROCESS, Responses, responses_routes
+from jaxserve.serving.dialects.responses import Responses, responses_routes
 from jaxserve.serving.errors import RefusedError, on_error
 from jaxserve.serving.generation import Served
 from jaxserve.serving.keys import KeyRing
@@ -45,7 +45,7 @@ from jaxserve.serving.metrics import Metrics, load_of, make_metrics
 from jaxserve.serving.middleware import KeyCheck, LastResort, LoadReport, RequestLog, RootPath, body_limit
 from jaxserve.serving.notations import CALLS, REASONING, chosen
 from jaxserve.serving.openapi import Limits, answers, publish
-from jaxserve.serving.options import CONTROL_PATHS, CrossOrigin, ServerOptions, check_can_share, check_role_has_store
+from jaxserve.serving.options import CONTROL_PATHS, CrossOrigin, ServerOptions, check_can_share, check_role_has_store, needs_one
 from jaxserve.serving.parsers import Notation
 from jaxserve.serving.protocol import CompletionRequest, DetokenizeRequest, TokenizeCompletionRequest, check_model
 from jaxserve.serving.responses import (
@@ -69,16 +69,20 @@ ANSWERED = (RequestValidationError, HTTPException, RequestError, RefusedError)
 GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 
 
-def make_app(engine: AsyncLLM, options: ServerOptions, *, shares_engine: bool = False) -> FastAPI:
+def make_app(
+    engine: AsyncLLM, options: ServerOptions, *, shares_engine: bool = False, one_of_several: str | None = None
+) -> FastAPI:
     """The application. Its lifespan starts the engine, and shuts it down at the end; `state.keys` is its KeyRing.
 
     shares_engine: other processes use the engine, by a hub that this one asks for what only all of them together can say.
+    one_of_several: "api_server_count" or "replicas", where that option says that others answer the same clients, so that a later
+      request may come to another one than an earlier one's. None: this application answers all.
 
     Raises:
       ValueError: a role without a shared store; an otlp_endpoint without OpenTelemetry; as `KeyRing`; as `check_can_share`.
     """
-    if shares_engine:
-        check_can_share(options)
+    if one_of_several is not None:
+        check_can_share(options, one_of_several)
     check_role_has_store(options.role, engine.config.engine.kv_store)
     served = Served(engine, options, _notation(engine, options))
     keys = KeyRing(options.api_keys, options.api_keys_file)
@@ -87,8 +91,10 @@ def make_app(engine: AsyncLLM, options: ServerOptions, *, shares_engine: bool = 
     if options.otlp_endpoint is not None:
         tracing = Tracing(options.otlp_endpoint, options.names[0], options.role)
     engine.listener = _all([listener.take for listener in (metrics, tracing) if listener is not None])
-    store = None if shares_engine else open_store(options.response_store, options.max_stored_responses, options.max_stored_bytes)
-    responses = Responses(served, store)
+    store = None
+    if one_of_several is None:
+        store = open_store(options.response_store, options.max_stored_responses, options.max_stored_bytes)
+    responses = Responses(served, store, one_of_several)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
@@ -118,8 +124,8 @@ def make_app(engine: AsyncLLM, options: ServerOptions, *, shares_engine: bool = 
     _model_routes(app, served, options.root or options.names[0])
     chat_batch_routes(app, served)
     responses_routes(app, responses)
-    if shares_engine:
-        _refuse_what_one_process_keeps(app)
+    if one_of_several is not None:
+        _refuse_what_one_process_keeps(app, one_of_several)
     else:
         abort_routes(app, served)
     generate_routes(app, served)
@@ -156,11 +162,11 @@ def _all(listeners: list[Callable[[Report], None]]) -> Callable[[Report], None] 
     return listeners[0] if len(listeners) == 1 else take if listeners else None
 
 
-def _refuse_what_one_process_keeps(app: FastAPI) -> None:
-    """Routes whose requests would have to find the process that an earlier one was answered by."""
+def _refuse_what_one_process_keeps(app: FastAPI, count: str) -> None:
+    """Routes whose requests would have to find the process that an earlier one was answered by. count: as one_of_several."""
 
     async def refuse(request: Request) -> Response:
-        raise RefusedError(f"{request.url.path} {NEEDS_ONE_PROCESS}", status=501)
+        raise RefusedError(f"{request.url.path} {needs_one(count)}", status=501)
 
     for path in ("/v1/responses/{rest:path}", "/inference/v1/abort_requests"):
         app.add_api_route(path, refuse, methods=["GET", "POST", "DELETE"], include_in_schema=False)

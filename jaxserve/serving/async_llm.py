@@ -37,7 +37,7 @@ from jaxserve.serving.messages import (
     Stop,
     UnavailableError,
 )
-from jaxserve.serving.options import MAX_FAILURES, MAX_WAITING
+from jaxserve.serving.options import MAX_FAILURES, MAX_WAITING, check_limits
 from jaxserve.serving.reading import ReadingPools
 from jaxserve.serving.streams import OpenStreams, too_late
 from jaxserve.structured.grammars import GrammarError
@@ -82,10 +82,7 @@ class AsyncLLM:
         connect: Callable[[Callable[[Report], None]], EngineSide] | None = None,
         tag: str = "",
     ):
-        if request_timeout is not None and not request_timeout > 0:
-            raise ValueError(f"{request_timeout=} must be a number of seconds > 0, or None")
-        if max_waiting < 0 or max_failures < 1:
-            raise ValueError(f"{max_waiting=} must be at least 0 and {max_failures=} at least 1")
+        check_limits(max_waiting, request_timeout, max_failures)
         self.tokenizer: Tokenizer | None = llm.tokenizer
         self.default_sampling_params: SamplingParams = default_sampling_params or llm.get_default_sampling_params()
         # max_new_tokens of generation_config.json, unless other defaults were given in its place.

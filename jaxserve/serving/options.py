@@ -1,4 +1,4 @@
-"""The options of a server, and those that a router has in common with it.
+"""The options of a server and of its model, and those that a router has in common with it.
 
 Of the standard library alone, so that a command can offer their defaults without importing a server.
 """
@@ -6,8 +6,10 @@ Of the standard library alone, so that a command can offer their defaults withou
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jaxserve.kv_store.spec import outlives_process
@@ -25,7 +27,13 @@ CONTROL_PATHS: tuple[str, ...] = (
     *("/update_weight_version", "/weight_info"),
     *("/sleep", "/wake_up", "/is_sleeping", "/server_info"),
 )
+# Options of connections, which a server has of its own listener alone.
+LISTENER_OPTIONS: tuple[str, ...] = ("max_connections", "max_header_bytes", "header_seconds")
 MAX_FAILURES = 3  # steps in a row that may raise before an engine counts as broken
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # that override_generation_config may hold
+GENERATION_CONFIGS = ("auto", "vllm")
+SEVERAL = {"api_server_count": "API processes", "replicas": "replicas"}  # of what there may be several, by the option that says it
+API_KEY = "JAXSERVE_API_KEY"  # in the environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +179,71 @@ class ServerOptions(HTTPOptions):
             raise ValueError(f"role={self.role!r} must be one of {', '.join(ROLES)}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model of a server and how its engine is asked: plain values, which may be sent to another process.
+
+    model, tokenizer, skip_tokenizer_init: as `LLM`'s. engine: options of `LLM`.
+    chat_template: Jinja source in place of the tokenizer's template.
+    generation_config: whose sampling parameters a request changes: "auto": the checkpoint's; "vllm": vLLM's defaults.
+    override_generation_config: sampling parameters over those, of SAMPLING.
+    max_waiting, request_timeout, max_failures: as `AsyncLLM`'s.
+
+    Raises:
+      ValueError: a generation_config that there is not, a sampling parameter that there is not or out of its range, a
+        chat_template without a tokenizer, or a limit out of its range.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict)
+    max_waiting: int = MAX_WAITING
+    request_timeout: float | None = None
+    max_failures: int = MAX_FAILURES
+
+    def __post_init__(self) -> None:
+        from jaxserve.sampling_params import SamplingParams
+
+        check_limits(self.max_waiting, self.request_timeout, self.max_failures)
+        if self.generation_config not in GENERATION_CONFIGS:
+            raise ValueError(f"generation_config={self.generation_config!r} must be one of {', '.join(GENERATION_CONFIGS)}")
+        if self.chat_template is not None and self.skip_tokenizer_init:
+            raise ValueError("chat_template needs a tokenizer: leave it or skip_tokenizer_init out")
+        if not isinstance(self.override_generation_config, Mapping):
+            raise ValueError(f"override_generation_config={self.override_generation_config!r} must be names and values")
+        if unknown := sorted(self.override_generation_config.keys() - set(SAMPLING)):
+            raise ValueError(f"override_generation_config: {', '.join(unknown)} is not taken; it may hold {', '.join(SAMPLING)}")
+        SamplingParams(**self.override_generation_config)
+
+
+def check_limits(max_waiting: int, request_timeout: float | None, max_failures: int) -> None:
+    """Raises ValueError for a limit of `AsyncLLM`'s that is out of its range."""
+    if request_timeout is not None and not request_timeout > 0:
+        raise ValueError(f"{request_timeout=} must be a number of seconds > 0, or None")
+    if max_waiting < 0 or max_failures < 1:
+        raise ValueError(f"{max_waiting=} must be at least 0 and {max_failures=} at least 1")
+
+
+def read_chat_template(given: str) -> str:
+    """The Jinja source that is given, or that is in the file that is. Raises ValueError for a file that is not there."""
+    if "{" in given or "\n" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template={given!r} is neither Jinja source nor a file of it: {error}") from None
+
+
+def with_key_of_environment(keys: Sequence[str]) -> tuple[str, ...]:
+    """These API keys, and the one that the environment has as API_KEY."""
+    own = os.environ.get(API_KEY)
+    return (*keys, own) if own else tuple(keys)
+
+
 def check_role_has_store(role: str | None, kv_store: str | None) -> None:
     """Raises ValueError for a role without a store that servers of the other role can share."""
     if role is not None and (kv_store is None or not outlives_process(kv_store)):
@@ -181,8 +254,14 @@ def check_role_has_store(role: str | None, kv_store: str | None) -> None:
         )
 
 
-def check_can_share(options: ServerOptions) -> None:
-    """Raises ValueError for an option that needs one process: what it keeps would be another in each."""
+def needs_one(count: str) -> str:
+    """What is said of a route or field that needs whatever `count`, a name of SEVERAL, says that there are several of to be one."""
+    return f"can't be had of several {SEVERAL[count]}: start the server with --{count}=1"
+
+
+def check_can_share(options: ServerOptions, count: str = "api_server_count") -> None:
+    """Raises ValueError for an option that needs one process: what it keeps would be another in each. count: the option that says
+    how many there are."""
     asked = {
         "enable_control": options.enable_control,
         "api_keys_file": options.api_keys_file is not None,
@@ -190,4 +269,4 @@ def check_can_share(options: ServerOptions) -> None:
         "role": options.role is not None,
     }
     if wrong := [name for name, is_asked in asked.items() if is_asked]:
-        raise ValueError(f"{', '.join(wrong)}: not with several API processes; leave it out, or give api_server_count=1")
+        raise ValueError(f"{', '.join(wrong)}: not with several {SEVERAL[count]}; leave it out, or give {count}=1")

@@ -115,12 +115,19 @@ def test_each_missing_flag_has_a_line():
 
 
 @pytest.mark.parametrize(
-    ("args", "missing"), [(("serve", "x"), "fastapi"), (("router", "--backends=http://127.0.0.1:9"), "aiohttp")]
+    ("args", "missing", "extra"),
+    [
+        (("serve", "x"), "fastapi", "serve"),
+        (("router", "--backends=http://127.0.0.1:9"), "aiohttp", "serve"),
+        (("serve", "x", "--ray"), "ray", "ray"),
+        (("generate", "x", "--ray", "--prompt=a", "--output=OUTPUT"), "ray", "ray"),
+    ],
 )
-def test_an_extra_that_is_not_installed_is_named(args, missing):
+def test_an_extra_that_is_not_installed_is_named(args, missing, extra, tmp_path):
+    args = [arg.replace("OUTPUT", str(tmp_path / "out.jsonl")) for arg in args]
     code = f"import sys; sys.modules[{missing!r}] = None; from jaxserve.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr == f"jaxserve {args[0]}: needs {missing}: pip install 'jaxserve[serve]'\n"
+    assert done.returncode == 1 and done.stderr == f"jaxserve {args[0]}: needs {missing}: pip install 'jaxserve[{extra}]'\n"
 
 
 @pytest.mark.parametrize("error", ["ValueError", "NotImplementedError", "OSError", "KeyError"])

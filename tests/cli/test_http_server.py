@@ -86,3 +86,11 @@ def test_no_tls_is_said_at_once(files, module, certificate, key, said):
     process = start(MODULES[module], target, *given)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and said in output and "Traceback" not in output and "/nothing/there" not in output
+
+
+@pytest.mark.parametrize("flag", ["--ssl_cert_reqs=2", "--ssl_ciphers=HIGH"])
+def test_what_only_tls_has_needs_a_certificate(flag):
+    """Who asks for clients' certificates is not to have an open server."""
+    process = start(MODULES["router"], "--backends=http://127.0.0.1:9", flag)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and f"{flag} needs --ssl_certfile" in output and "Traceback" not in output

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from jaxserve.cli.common.fleet import last_error
 from jaxserve.ray.fleet import TARGET_LOAD, FleetOptions, fleet_options, replica_load, replicas_wanted
 from jaxserve.ray.resources import host_resources, num_devices
 from jaxserve.serving.options import ServerOptions
@@ -26,6 +27,33 @@ def test_arguments_of_serve_run():
     assert found.model == "1234" and found.server.names == ("x", "y")
     assert found.server.api_keys == ("77",) and found.server.enable_control
     assert num_devices(fleet_options({"model": "m", "tensor_parallel_size": 2, "pipeline_parallel_size": "2"}).engine) == 4
+
+
+def test_arguments_of_serve_run_are_those_of_the_server_too(monkeypatch, tmp_path):
+    (tmp_path / "template").write_text("{{ messages }}", encoding="utf-8")
+    given = {
+        "model": "m",
+        "tool_call_parser": "none",
+        "max_body_bytes": "1000000",
+        "sse_keep_alive_interval": 15,
+        "open_paths": "/health,/ping",
+        "middleware": ["a.b", "c.d"],
+        "default_chat_template_kwargs": '{"enable_thinking": false}',
+        "chat_template": str(tmp_path / "template"),
+        "skip_tokenizer_init": "false",
+        "override_generation_config": {"top_k": 3},
+        "api_key": ["one", "two"],
+        "max_num_seqs": 8,
+    }
+    monkeypatch.setenv("JAXSERVE_API_KEY", "three")
+    found = fleet_options(given)
+    server = found.server
+    assert (server.tool_call_parser, server.max_body_bytes, server.sse_keep_alive_interval) == ("none", 1_000_000, 15.0)
+    assert (server.open_paths, server.middleware, server.root) == (("/health", "/ping"), ("a.b", "c.d"), "m")
+    assert server.default_chat_template_kwargs == {"enable_thinking": False} and server.api_keys == ("one", "two", "three")
+    assert (found.chat_template, found.skip_tokenizer_init) == ("{{ messages }}", False)
+    assert found.override_generation_config == {"top_k": 3} and found.engine == {"max_num_seqs": 8}
+    assert fleet_options({"model": "m", "enable_control": "1"}).server.api_keys == ("three",)
 
 
 def test_what_a_replica_takes():
@@ -61,6 +89,18 @@ def test_what_a_replica_takes():
         ({"model": "m", "hosts_per_replica": 2}, "hosts_per_replica=2 must divide the 1 devices of a replica"),
         ({"model": "m", "max_num_seqs": "many"}, "max_num_seqs='many'"),
         ({"model": "m", "enable_control": True}, "give api_keys too"),
+        ({"model": "m", "grace": "soon"}, "grace='soon': Expected `float`"),
+        ({"model": "m", "enable_log_requests": "perhaps"}, "enable_log_requests='perhaps': Expected `bool`"),
+        ({"model": "m", "max_connections": 5}, "unknown option max_connections"),
+        ({"model": "m", "otlp_endpoint": "here"}, "otlp_endpoint='here' must be a URL"),
+        ({"model": "m", "chat_template": "/nowhere"}, "chat_template='/nowhere' is neither Jinja source nor a file"),
+        ({"model": "m", "generation_config": "theirs"}, "generation_config='theirs' must be one of auto, vllm"),
+        ({"model": "m", "override_generation_config": {"n": 2}}, "override_generation_config: n is not taken"),
+        ({"model": "m", "override_generation_config": {"top_k": -9}}, "top_k=-9"),
+        ({"model": "m", "chat_template": "{{ 1 }}", "skip_tokenizer_init": True}, "chat_template needs a tokenizer"),
+        ({"model": "m", "request_timeout": 0}, "request_timeout=0"),
+        ({"model": "m", "replicas": 2, "api_key": "a", "enable_control": True}, "enable_control: not with several replicas"),
+        ({"model": "m", "max_replicas": 2, "response_store": "/tmp/a"}, "response_store: not with .* or give replicas=1"),
     ],
 )
 def test_arguments_that_are_wrong_are_named(args, why):
@@ -101,6 +141,24 @@ def test_replicas_follow_the_load():
         assert replicas_wanted([TARGET_LOAD] * n) == n, "at the target nothing changes"
         assert replicas_wanted([TARGET_LOAD * 1.1] * n) == n + 1 and replicas_wanted([1.0, *[0.0] * (n - 1)]) == 2
     assert replicas_wanted([3.0]) == 5 and replicas_wanted([0.2, 0.1, 0.3]) == 1
+
+
+def test_the_last_error_of_a_replica_is_told():
+    """As Ray Serve 2.60 tells of a constructor that raises."""
+    text = """Deploying application jaxserve failed: Failed to update the deployments [Deployment(name='jaxserve', app='jaxserve')].
+The deployment failed to start 6 times in a row. This may be due to a problem with its constructor or a health check. Error:
+\x1b[36mray::ServeReplica:jaxserve:jaxserve.initialize_and_get_metadata()\x1b[39m (pid=7, ip=127.0.0.1, actor_id=1, repr=<Replica>)
+  File "/usr/lib/python3.12/concurrent/futures/_base.py", line 456, in result
+    return self.__get_result()
+RuntimeError: Traceback (most recent call last):
+  File "/ray/serve/_private/replica.py", line 1404, in initialize
+    await self._user_callable_initialized_event.wait()
+  File "/jaxserve/ray/application.py", line 42, in __init__
+ValueError: num_pages=3 must be at least 4 for max_model_len=64: raise it
+"""
+    assert last_error(text) == "ValueError: num_pages=3 must be at least 4 for max_model_len=64: raise it"
+    assert last_error("the controller is gone\n\n") == "the controller is gone"
+    assert last_error("FileNotFoundError: a\nsome.module.OtherError: b: c\nand more\n") == "some.module.OtherError: b: c"
 
 
 def test_flags_that_do_not_go_together_are_named():

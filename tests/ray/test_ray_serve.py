@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -97,6 +98,8 @@ def test_openais_client_and_what_is_refused(two):
     refused = httpx.post(f"{two}/v1/completions", json=BODY | {"max_tokens": -1})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
     assert httpx.get(f"{two}/nothing").status_code == 404
+    kept = httpx.post(f"{two}/v1/responses", json={"model": "alphabet", "input": "a"})
+    assert kept.status_code == 501 and "--replicas=1" in kept.json()["error"]["message"]
     assert httpx.get(f"{two}/health").json()["status"] == "ok"
     assert "jaxserve:generation_tokens_total" in httpx.get(f"{two}/metrics").text
 
@@ -258,6 +261,25 @@ def test_what_a_cluster_does_not_have_is_one_line(folder):
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("jaxserve serve: ")]
     assert done.returncode == 1 and "999 replicas of 1 CPU each need 999, and Ray's cluster has" in line
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "model,flags,why",
+    [
+        ("/nowhere", (), "'/nowhere' is not a file or folder here"),
+        (None, ("--port=PORT",), "can't listen on 127.0.0.1:PORT: Address already in use"),
+        (None, ("--num_pages=3", "--max_model_len=64"), "num_pages=3"),  # which only the engine of a replica can say
+    ],
+)
+def test_what_a_replica_could_not_start_with_is_one_line(folder, model, flags, why):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port, free = str(taken.getsockname()[1]), free_port()
+        given = [f"--port={free}", *(flag.replace("PORT", port) for flag in flags)]
+        command = [sys.executable, "-m", "jaxserve", "serve", model or str(folder), "--ray", *given]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("jaxserve serve: ")]
+    assert done.returncode == 1 and why.replace("PORT", port) in line and "Traceback" not in done.stderr
 
 
 def test_serve_run_takes_our_builder(folder, tmp_path):

@@ -255,7 +255,7 @@ def _application(start: Start, end: socket.socket, on_lost: Any) -> Any:
 
     connect = partial(RemoteLoop, end, start.stats, on_lost=on_lost)
     engine = AsyncLLM(_Described(start), **start.limits, default_sampling_params=start.params, connect=connect, tag=start.tag)
-    return make_app(engine, start.options, shares_engine=True)
+    return make_app(engine, start.options, shares_engine=True, one_of_several="api_server_count")
 
 
 class _Described:

@@ -8,6 +8,7 @@ from typing import Any
 from absl import app, flags
 
 from jaxserve.cli.common.command import group
+from jaxserve.serving.options import LISTENER_OPTIONS
 
 _RAY = flags.DEFINE_bool("ray", False, "Run on Ray: on the cluster that RAY_ADDRESS names, or on one on this machine.")
 _REPLICAS = flags.DEFINE_integer("replicas", None, "With --ray, how many engines there are; by default 1.", lower_bound=1)
@@ -17,6 +18,8 @@ _GPUS = flags.DEFINE_integer(
 group("Replicas on Ray", ("ray", "replicas", "gpus_per_replica"))
 _ON_RAY_ALONE = ("replicas", "max_replicas", "gpus_per_replica", "hosts_per_replica")
 _ALONE = ("num_hosts", "host_id", "coordinator", "cluster", "role")  # flags that mean nothing there
+# Flags of our own HTTP server: Ray's proxy, which listens there, has no such option.
+_OF_OUR_LISTENER = ("uds", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", *LISTENER_OPTIONS)
 
 
 def num_replicas() -> int:
@@ -44,14 +47,24 @@ def on_ray() -> bool:
             f"{', '.join(refused)}: Ray places the processes of a replica, which has no role; leave --ray or these out, and give "
             "--hosts_per_replica for several"
         )
+    ours = [f"--{name}" for name in _OF_OUR_LISTENER if name in flags.FLAGS and not flags.FLAGS[name].using_default_value]
+    if ours:
+        raise app.UsageError(
+            f"{', '.join(ours)}: Ray's proxy has no such option; leave it out, or put a proxy that has it before Ray's"
+        )
     return True
+
+
+def joins_cluster() -> bool:
+    """Whether Ray runs already, where RAY_ADDRESS says."""
+    return bool(os.environ.get("RAY_ADDRESS"))
 
 
 def start_ray(ray: Any) -> None:
     """Joins the cluster that RAY_ADDRESS names, or starts one on this machine alone."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets whatever else runs on the machine pass before a step
-    if os.environ.get("RAY_ADDRESS"):
+    if joins_cluster():
         ray.init(log_to_driver=False)
     else:
         ray.init(

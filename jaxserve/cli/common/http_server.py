@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import signal
 import socket
 import ssl
@@ -15,8 +13,9 @@ from typing import Any
 from absl import flags
 
 from jaxserve.cli.common import listeners
+from jaxserve.serving import logs
 from jaxserve.serving.keys import read_keys
-from jaxserve.serving.options import OPEN_PATHS, OPENABLE_PATHS, HTTPOptions
+from jaxserve.serving.options import OPEN_PATHS, OPENABLE_PATHS, HTTPOptions, with_key_of_environment
 
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 is every one that this machine has.")
 _PORT = flags.DEFINE_integer("port", 8000, "Port; 0 is any free one.", lower_bound=0, upper_bound=65535)
@@ -37,13 +36,13 @@ _UDS = flags.DEFINE_string("uds", None, "Listen on a Unix domain socket of this 
 _ACCESS_LOG = flags.DEFINE_bool("access_log", True, "A line a request on stderr; never a prompt.")
 
 
-@flags.multi_flags_validator(["ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"])
+@flags.multi_flags_validator(["ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"])
 def _tls_can_be_served(given: dict[str, Any]) -> bool:
     """At once, and not when a model has been loaded. The key may be in the certificate's file."""
     certificate, key = given["ssl_certfile"], given["ssl_keyfile"]
     if certificate is None:
-        for name in ("ssl_keyfile", "ssl_ca_certs"):
-            if given[name] is not None:
+        for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"):
+            if given[name]:
                 raise flags.ValidationError(f"--{name}={given[name]} needs --ssl_certfile")
         return True
     if given["ssl_cert_reqs"] and given["ssl_ca_certs"] is None:
@@ -78,9 +77,8 @@ def shared_options() -> dict[str, Any]:
     """Fields of `HTTPOptions`. Raises ValueError for a file of keys that can't be read."""
     if _KEYS_FILE.value is not None:
         read_keys(_KEYS_FILE.value)  # now, and not when a model has been loaded
-    own = os.environ.get("JAXSERVE_API_KEY")
     return {
-        "api_keys": (*_KEYS.value, own) if own else tuple(_KEYS.value),
+        "api_keys": with_key_of_environment(_KEYS.value),
         "api_keys_file": _KEYS_FILE.value,
         "open_paths": tuple(_OPEN.value),
         "max_body_bytes": _MAX_BODY.value,
@@ -101,18 +99,13 @@ def grace() -> int:
 
 
 def http_options() -> dict[str, Any]:
-    """Where to listen, as Ray Serve's HTTP options."""
-    return {"host": _HOST.value, "port": _PORT.value, "ssl_certfile": _CERT.value, "ssl_keyfile": _KEY.value}
+    """Where to listen, as Ray Serve's HTTP options. The key may be in the certificate's file."""
+    return {"host": _HOST.value, "port": _PORT.value, "ssl_certfile": _CERT.value, "ssl_keyfile": _KEY.value or _CERT.value}
 
 
 def set_up_logging(*, access_log: bool | None = None) -> None:
     """access_log: whether each request has a line; None: as --access_log says."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
-    logging.getLogger("jaxserve").setLevel(logging.INFO)
-    logging.getLogger("jaxserve.access").setLevel(
-        logging.INFO if (_ACCESS_LOG.value if access_log is None else access_log) else logging.WARNING
-    )
-    logging.getLogger("uvicorn.error").setLevel(logging.INFO)
+    logs.set_up_logging(access_log=logs_access() if access_log is None else access_log)
 
 
 def reload_on_hangup(reload: Callable[[], object] = lambda: None) -> None:

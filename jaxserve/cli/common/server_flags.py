@@ -6,16 +6,11 @@ Owns these flags, and reads those that name files or hold JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from absl import flags
 
-from jaxserve.serving.options import CrossOrigin
-
-if TYPE_CHECKING:
-    from jaxserve.sampling_params import SamplingParams
+from jaxserve.serving.options import GENERATION_CONFIGS, CrossOrigin, read_chat_template
 
 _DETAILS = flags.DEFINE_bool("enable_prompt_tokens_details", False, "The usage says how many tokens of the prompt were cached.")
 _USAGE = flags.DEFINE_bool("enable_force_include_usage", False, "Every stream has the usage, in each chunk and in a last one.")
@@ -35,7 +30,7 @@ _OVERRIDE = flags.DEFINE_string(
     "override_generation_config", None, "Default sampling parameters, as JSON, over those of generation_config.json."
 )
 _GENERATION = flags.DEFINE_enum(
-    "generation_config", "auto", ["auto", "vllm"], "Default sampling: of the checkpoint (auto), or vLLM's own whatever that says."
+    "generation_config", "auto", GENERATION_CONFIGS, "Default sampling: of the checkpoint (auto), or vLLM's own whatever that says."
 )
 _VLLM_METRICS = flags.DEFINE_bool("vllm_metric_names", False, "Metrics are vllm:..., as dashboards made for vLLM expect.")
 _LOG = flags.DEFINE_bool("enable_log_requests", False, "Log each prompt and its sampling parameters.")
@@ -51,8 +46,6 @@ _ORIGINS = flags.DEFINE_string("allowed_origins", None, 'Origins of pages that m
 _METHODS = flags.DEFINE_string("allowed_methods", '["*"]', "Methods that such pages may use, as a JSON list.")
 _HEADERS = flags.DEFINE_string("allowed_headers", '["*"]', "Headers that such pages may send, as a JSON list.")
 _CREDENTIALS = flags.DEFINE_bool("allow_credentials", False, "Such pages may send cookies and keys that the browser holds.")
-
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # that override_generation_config may hold
 
 
 def _json(flag: flags.FlagHolder[Any], kind: type, means: str) -> Any:
@@ -98,23 +91,12 @@ def _cross_origin() -> CrossOrigin | None:
     return CrossOrigin(origins=origins, methods=methods, headers=headers, credentials=_CREDENTIALS.value)
 
 
-def chat_template() -> str | None:
-    """The template in place of the tokenizer's, as Jinja source. Raises ValueError for a file that is not there."""
-    given = _TEMPLATE.value
-    if given is None or "{" in given or "\n" in given:
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--chat_template={given} is neither Jinja source nor a file of it: {error}") from None
-
-
-def default_sampling_params(recommended: Callable[[], SamplingParams]) -> SamplingParams:
-    """What requests change. recommended: returns what the checkpoint recommends. Raises ValueError for what is no parameter."""
-    from jaxserve.sampling_params import SamplingParams
-
-    given = {} if _OVERRIDE.value is None else _json(_OVERRIDE, dict, "a JSON object of sampling parameters")
-    unknown = sorted(given.keys() - set(SAMPLING))
-    if unknown:
-        raise ValueError(f"--override_generation_config: {', '.join(unknown)} is not taken; it may hold {', '.join(SAMPLING)}")
-    return (SamplingParams() if _GENERATION.value == "vllm" else recommended()).with_(**given)
+def model_options() -> dict[str, Any]:
+    """Fields of `ModelOptions`. Raises ValueError for a value that can't be read."""
+    return {
+        "chat_template": None if _TEMPLATE.value is None else read_chat_template(_TEMPLATE.value),
+        "generation_config": _GENERATION.value,
+        "override_generation_config": {}
+        if _OVERRIDE.value is None
+        else _json(_OVERRIDE, dict, "a JSON object of sampling parameters"),
+    }

@@ -38,12 +38,12 @@ from jaxserve.serving.generation import Served
 from jaxserve.serving.messages import UnavailableError
 from jaxserve.serving.middleware import key_use
 from jaxserve.serving.openapi import answers
+from jaxserve.serving.options import needs_one
 from jaxserve.serving.protocol import check_model
 from jaxserve.serving.responses import encode
 from jaxserve.serving.streaming import unless_gone
 
 logger: logging.Logger = logging.getLogger("jaxserve")
-NEEDS_ONE_PROCESS = "needs a server of one process: start it with --api_server_count=1"
 ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 RENAMED = {"response_format": "text", "max_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning"}
 _items: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
@@ -102,11 +102,13 @@ def _available() -> Iterator[None]:
 class Responses:
     """The responses of a server: it makes them, keeps them in a store, and runs some in the background.
 
-    store: None: it is one of several processes, any of which may be asked next, and keeps nothing.
+    store: None: it is one of several servers, any of which may be asked next, and keeps nothing. one_of_several: then the option
+    that says so, as make_app's.
     """
 
-    def __init__(self, served: Served, store: ResponseStore | None):
+    def __init__(self, served: Served, store: ResponseStore | None, one_of_several: str | None = None):
         self._served = served
+        self._one_of = one_of_several or "replicas"
         self.keeps: bool = store is not None
         self._store = StoreBeside(store or MemoryStore(0, 0))
         self._running: dict[str, _Running] = {}
@@ -139,7 +141,7 @@ class Responses:
         """Raises RefusedError (501) for what needs a response that is kept, where none is."""
         needs = {"store": body.store, "background": body.background, "previous_response_id": body.previous_response_id}
         if not self.keeps and (asked := [name for name, value in needs.items() if value]):
-            raise RefusedError(f"{asked[0]} {NEEDS_ONE_PROCESS}", status=501, param=asked[0])
+            raise RefusedError(f"{asked[0]} {needs_one(self._one_of)}", status=501, param=asked[0])
 
     async def get(self, response_id: str) -> bytes:
         """A response as JSON. Raises RefusedError (404) if it is not kept, UnavailableError if the store can't be read."""
