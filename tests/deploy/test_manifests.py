@@ -97,6 +97,26 @@ def test_commands_have_the_flags_that_they_are_given():
         assert flags <= set(re.findall(r"^ +--(?:\[no\])?(\w+)", text, re.MULTILINE)), name
 
 
+def secrets(container: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Variables of the environment that a secret gives: its name and key."""
+    said = {one["name"]: one.get("valueFrom", {}).get("secretKeyRef", {}) for one in container.get("env", ())}
+    return {name: (reference["name"], reference["key"]) for name, reference in said.items() if reference}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_who_listens_asks_for_a_key(path):
+    """Servers, routers and Ray's nodes for clients' keys, hosts of one engine for the group's."""
+    listening = 0
+    for container in (c for d in documents(path) for template in pods(d) for c in template["spec"]["containers"]):
+        arguments = container.get("args", [])
+        if "--host=0.0.0.0" in arguments or container["name"].startswith("ray-"):
+            listening += 1
+            assert secrets(container)["JAXSERVE_API_KEY"] == ("jaxserve", "api-key"), container["name"]
+        if "--cluster" in arguments:
+            assert secrets(container)["JAXSERVE_HOSTS_KEY"] == ("jaxserve", "hosts-key")
+    assert listening
+
+
 def test_the_ray_service_is_one_that_our_builder_takes():
     from jaxserve.ray.fleet import fleet_options
 
@@ -117,6 +137,8 @@ def test_the_image_has_what_it_copies_and_installs():
     import tomllib
 
     text = (DEPLOY / "Dockerfile").read_text()
+    last = text.rpartition("\nFROM ")[2]
+    assert re.search(r"apt-get install [^&]*\bwget\b", last), "KubeRay's readiness probe is wget in the container"
     sources = re.findall(r"^COPY (?!--from)(\S+) ", text, re.MULTILINE)
     assert sources and all((ROOT / source).exists() for source in sources)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -60,7 +60,7 @@ PLACED = "Ray places the processes of a replica"
 REFUSED = {  # flags that are refused -> why
     **dict.fromkeys(("uds", "ssl_ca_certs", "ssl_ciphers", "max_connections", "max_header_bytes"), PROXYS),
     "ssl_cert_reqs": "needs --ssl_certfile",  # and --ssl_ca_certs
-    **dict.fromkeys(("num_hosts", "host_id", "coordinator", "cluster", "role"), PLACED),
+    **dict.fromkeys(("num_hosts", "host_id", "coordinator", "cluster", "join_seconds", "role"), PLACED),
     "api_server_count": "on Ray give --replicas",
     "api_keys_file": "each replica would count requests and tokens for itself",
     **dict.fromkeys(("tbt_slo_ms", "step_times"), "go together"),  # as without Ray

@@ -17,7 +17,7 @@ _GPUS = flags.DEFINE_integer(
 )
 group("Replicas on Ray", ("ray", "replicas", "gpus_per_replica"))
 _ON_RAY_ALONE = ("replicas", "max_replicas", "gpus_per_replica", "hosts_per_replica")
-_ALONE = ("num_hosts", "host_id", "coordinator", "cluster", "role")  # flags that mean nothing there
+_ALONE = ("num_hosts", "host_id", "coordinator", "cluster", "join_seconds", "role")  # flags that mean nothing there
 # Flags of our own HTTP server: Ray's proxy, which listens there, has no such option.
 _OF_OUR_LISTENER = ("uds", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", *LISTENER_OPTIONS)
 

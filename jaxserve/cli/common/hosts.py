@@ -25,19 +25,23 @@ _NUM_HOSTS = flags.DEFINE_integer(
 _HOST_ID = flags.DEFINE_integer("host_id", None, "Which of them this is. Host 0 has the engine, the others follow.", lower_bound=0)
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "ADDRESS:PORT on host 0, by which the processes find each other.")
 _CLUSTER = flags.DEFINE_bool("cluster", False, "The processes that SLURM, Open MPI or LeaderWorkerSet started run one engine.")
-group("Several processes", ("num_hosts", "host_id", "coordinator", "cluster"))
+_JOIN = flags.DEFINE_float("join_seconds", None, "Seconds that all of them have to come together; by default 30.", lower_bound=1)
+group("Several processes", ("num_hosts", "host_id", "coordinator", "cluster", "join_seconds"))
 
 
 def joined_hosts() -> HostGroup | None:
     """This process's group, where the flags ask for one. It is joined here: call it before anything of JAX's."""
-    places = {"num_hosts": _NUM_HOSTS.value, "host_id": _HOST_ID.value, "coordinator": _COORDINATOR.value}
+    places: dict[str, Any] = {"num_hosts": _NUM_HOSTS.value, "host_id": _HOST_ID.value, "coordinator": _COORDINATOR.value}
     if not _CLUSTER.value and _NUM_HOSTS.value in (None, 1):
-        alone = [f"--{name}" for name, value in places.items() if value is not None and name != "num_hosts"]
+        given = places | {"join_seconds": _JOIN.value}
+        alone = [f"--{name}" for name, value in given.items() if value is not None and name != "num_hosts"]
         if alone:
             raise ValueError(f"{', '.join(alone)}: give --num_hosts=N too, or --cluster")
         return None
     from jaxserve import join_hosts
 
+    if _JOIN.value is not None:
+        places["timeout"] = _JOIN.value
     return join_hosts(**places)
 
 
