@@ -30,9 +30,18 @@ CONTROL_PATHS: tuple[str, ...] = (
 # Options of connections, which a server has of its own listener alone.
 LISTENER_OPTIONS: tuple[str, ...] = ("max_connections", "max_header_bytes", "header_seconds")
 MAX_FAILURES = 3  # steps in a row that may raise before an engine counts as broken
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # that override_generation_config may hold
-GENERATION_CONFIGS = ("auto", "vllm")
-SEVERAL = {"api_server_count": "API processes", "replicas": "replicas"}  # of what there may be several, by the option that says it
+SAMPLING: tuple[str, ...] = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+)  # that override_generation_config may hold
+GENERATION_CONFIGS: tuple[str, ...] = ("auto", "vllm")
+SEVERAL: dict[str, str] = {
+    "api_server_count": "API processes",
+    "replicas": "replicas",
+}  # of what there may be several, by the option that says it
 API_KEY = "JAXSERVE_API_KEY"  # in the environment
 
 
