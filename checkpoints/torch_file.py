@@ -52,6 +52,18 @@ class _Tensor:
     shape: tuple[int, ...]
 
 
+def open_folder(folder: Path, pickled: str) -> Any:
+    """The reader of a folder of safetensors, or of the file `pickled` of torch.save where there are none.
+
+    Raises: as SafetensorsReader and TorchReader.
+    """
+    from checkpoints.huggingface import SafetensorsReader
+
+    if (folder / pickled).is_file() and not any(folder.glob("*.safetensors")):
+        return TorchReader(folder / pickled)
+    return SafetensorsReader(folder)
+
+
 class TorchReader:
     """The tensors of one `.pt` or `.bin` file that holds a state dict, {name: tensor}.
 

@@ -4,9 +4,10 @@
         --row_ms=1:11.0,8:16.0,32:33.3 --draft_ms=0.9
 
 No tree is verified here. Along answers that the head was not trained on, it is asked for the next tokens at every place, given the
-answer's own ones; the ranks of these tokens say how far any tree would have stood. Trees have a fixed shape, as Medusa's and
-EAGLE-1's: the best one of so many candidates is chosen at half of the places and measured at the other. That a tree needs a mask in
-attention, and its KV moved, is taken to cost nothing.
+answer's own ones; the ranks of these tokens say how far any tree would have stood. Tokens a step are those of a walk along each
+answer: drafts that stand pass places by, so that steps begin more often where drafts are wrong. Trees have a fixed shape, as
+Medusa's and EAGLE-1's: the best one of so many candidates is chosen along half of the answers and measured along the others. That a
+tree needs a mask in attention, and its KV moved, is taken to cost nothing.
 
 What steps cost is the simulator's for --model on --gpu (jaxserve simulate --speculative), and with --row_ms what a machine was
 measured to take for steps of so many rows, straight lines between. --draft_ms is of one depth of drafts, whatever its width.
@@ -43,8 +44,8 @@ KS = (1, 2, 3, 5, 10)
 Factor = Callable[[int, list[float], list[int]], float]  # (batch, shares, widths) -> output tokens a second over those without
 
 
-def measured_ranks() -> np.ndarray:
-    """i32[chains, depth] of the head."""
+def measured_ranks() -> tuple[np.ndarray, np.ndarray]:
+    """i32[chains, depth] of the head, and which answer each is of, i64[chains]."""
     from jaxserve.models.eagle import find_eagle, load_eagle
     from jaxserve.models.loading import load_model
     from jaxserve.models.medusa import find_medusa, load_medusa
@@ -108,24 +109,27 @@ def integers(name: str, given: list[str]) -> list[int]:
     return [int(x) for x in given]
 
 
-def compare(ranks: np.ndarray, nodes: list[int], batches: list[int], factors: dict[str, Factor]) -> dict[str, Any]:
-    """All tables."""
-    from jaxserve.simulation.draft_trees import best_tree, chain, hits
+def compare(
+    ranks: np.ndarray, answers: np.ndarray, nodes: list[int], batches: list[int], factors: dict[str, Factor]
+) -> dict[str, Any]:
+    """All tables. answers: i64[chains], of each row of ranks."""
+    from jaxserve.simulation.draft_trees import best_tree_of_steps, chain, hits
 
-    half, depth = len(ranks) // 2, ranks.shape[1]
-    chosen_at, seen = ranks[:half], ranks[half:]
+    first, depth = answers < np.median(answers), ranks.shape[1]
+    seen, of = ranks[~first], answers[~first]
     chains = [chain(k) for k in range(1, depth + 1)]
-    trees = [tree for tree in (best_tree(chosen_at, n) for n in nodes) if tree.paths]
+    trees = [tree for tree in (best_tree_of_steps(ranks[first], answers[first], n) for n in nodes) if tree.paths]
     if not trees:
-        raise ValueError(f"at none of {half} places is the answer's token among the likeliest of the head: train it")
+        raise ValueError(f"at none of {int(first.sum())} places is the answer's token among the likeliest of the head: train it")
     shapes = {"chain": chains, "tree": trees}
-    tokens = {kind: [1 + sum(tree.shares(seen)) for tree in some] for kind, some in shapes.items()}
+    shares = {kind: [tree.shares(seen[tree.steps(seen, of)]) for tree in some] for kind, some in shapes.items()}
+    tokens = {kind: [1 + sum(each) for each in some] for kind, some in shares.items()}
     best = []
     for machine, factor in factors.items():
         for batch in batches:
             row: dict[str, Any] = {"machine": machine, "batch": batch}
             for kind, some in shapes.items():
-                found = [factor(batch, tree.shares(seen), tree.widths) for tree in some]
+                found = [factor(batch, each, tree.widths) for tree, each in zip(some, shares[kind], strict=True)]
                 at = int(np.argmax(found))
                 row |= {f"{kind}_drafts": len(some[at].paths), f"{kind}_tokens": tokens[kind][at], f"{kind}_speedup": found[at]}
             best.append(row | {"tree_over_chain": row["tree_speedup"] / row["chain_speedup"]})
@@ -159,7 +163,7 @@ def main() -> None:
         factors = {f"{_MODEL.value}, {_GPU.value}": modelled()}
         if points is not None:
             factors["measured steps"] = measured(points, _DRAFT_MS.value)
-        result = compare(measured_ranks(), nodes, batches, factors)
+        result = compare(*measured_ranks(), nodes, batches, factors)
     if _JSON.value != "-":
         report(result)
     about = {"benchmark": "trees", "method": _METHOD.value, "row_ms": points, "draft_ms": _DRAFT_MS.value}

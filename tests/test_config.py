@@ -299,6 +299,11 @@ def test_speculation_brings_buckets_for_its_drafts():
     assert resolve({"bucket_plan": plan, "speculative_config": {"num_speculative_tokens": 4}}).plan == plan
     with pytest.raises(ValueError, match="num_speculative_tokens=4 takes 5 tokens and logits rows"):
         resolve({"bucket_plan": PLAN, "speculative_config": {"num_speculative_tokens": 4}})
+    with pytest.raises(
+        ValueError, match="num_speculative_tokens=14 drafts never fit a request of max_model_len=16 tokens: draft 13 at"
+    ):
+        resolve({"max_model_len": 16, "speculative_config": {"num_speculative_tokens": 14}})
+    assert resolve({"max_model_len": 16, "speculative_config": {"num_speculative_tokens": 13}}).speculative is not None
     with pytest.raises(ValueError, match="method='mtp' must be one of ngram"):
         resolve({"speculative_config": {"method": "mtp", "num_speculative_tokens": 4}})
 

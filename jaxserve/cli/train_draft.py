@@ -5,8 +5,8 @@ r"""Trains a head that drafts for a model, on the model's own answers: EAGLE-3, 
     jaxserve serve MODEL --speculative_config='{"method": "eagle3", "model": "smollm2-eagle3", "num_speculative_tokens": 4}'
 
 The prompts are made here (questions, edits of code, rewrites of text), or read from --prompts, JSON lines {"prompt": text}. The
-model answers them, greedily. The last --num_eval prompts are kept for the measure at the end: of chains of drafts behind each token
-of an answer, the share whose first draft is right, whose first two are, and so on, and the tokens of a step that follow from that.
+model answers them, greedily. The last --num_eval prompts are kept for the measure at the end: of the steps in which chains of
+drafts would bring these answers, the share whose first draft is right, whose first two are, and so on, and the tokens of a step.
 
 With --shared_head Medusa heads are as vLLM has them: one block each in front of the target's head, of which they use the rows of
 --draft_vocab_size tokens. They are trained several times as fast, and are small.
@@ -122,7 +122,7 @@ def main() -> None:
     with refuse_bad_input():
         result = train(collect())
     shares = ", ".join(f"{100 * share:.0f}%" for share in result["shares_right"])
-    print(f"{_OUTPUT.value}: of chains behind answers kept aside {shares} have their first drafts right, one, two and so on;")
+    print(f"{_OUTPUT.value}: of steps along answers kept aside {shares} have their first drafts right, one, two and so on;")
     print(f"{result['accepted_length']:.2f} tokens a step; {result['steps_run']} steps in {result['training_seconds']:.0f} s")
     if _JSON.value:
         about = {"benchmark": "train_draft", "model": _MODEL.value, "method": _METHOD.value}

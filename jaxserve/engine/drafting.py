@@ -60,9 +60,13 @@ def make_drafting(config: ResolvedConfig) -> tuple[DraftLengths | None, SuffixDr
 def find_draft(config: EngineConfig, target: ModelConfig) -> DraftFiles | None:
     """The checkpoint that speculative_config names, checked against the target; None where it names none. No weight is read.
 
-    Raises: as `find_model` and `check_draft`, `find_eagle`, or `find_medusa` and `check_medusa`.
+    Raises: as `SpeculativeConfig.check_length`; as `find_model` and `check_draft`, as `find_eagle`, or as `find_medusa` and
+      `check_medusa`.
     """
-    if config.speculative is None or config.speculative.model is None:
+    if config.speculative is None:
+        return None
+    config.speculative.check_length(config.max_model_len or target.max_position_embeddings)
+    if config.speculative.model is None:
         return None
     if config.speculative.method in EAGLE_VERSIONS:
         return find_eagle(config.speculative.model, target, version=EAGLE_VERSIONS[config.speculative.method])

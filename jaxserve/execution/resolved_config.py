@@ -118,6 +118,8 @@ def _longest_request(config: EngineConfig, model: ModelConfig) -> int:
     """Tokens that a request may have, but for the pool."""
     longest, most = config.max_model_len or model.max_position_embeddings, model.max_position_embeddings
     require(longest <= most, f"max_model_len={longest} must not exceed the model's max_position_embeddings={most}")
+    if config.speculative is not None:
+        config.speculative.check_length(longest)
     return longest
 
 

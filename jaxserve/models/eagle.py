@@ -4,7 +4,8 @@ EAGLE-1 (Li et al., 2401.15077): the layer reads the target's last hidden state,
 token that followed, and says the next such state, which the target's own head turns into logits. EAGLE-3 (2503.01840): it reads
 hidden states of three layers, joined to one, has norms of its own, and a head over a part of the vocabulary.
 
-Read are the folders that their authors and vLLM's `speculators` publish. Knows nothing of engines.
+Read are the folders that their authors and vLLM's `speculators` publish: config.json with safetensors or `pytorch_model.bin`.
+Knows nothing of engines.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from jaxserve.models.rope import rope_cos_sin
 from kernels.rotary_write.xla import split_heads
 
 NUM_STATES = 3  # hidden states that EAGLE-3 joins
+PICKLED = "pytorch_model.bin"  # what its authors call the file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,11 +221,12 @@ class EagleFiles:
 
 def find_eagle(model: str | Path, target: ModelConfig, *, version: int) -> EagleFiles:
     """Where a head lies. Reads no weight. Errors as those of `EagleConfig.from_hf`; FileNotFoundError or WeightsError where there
-    is no folder of safetensors."""
-    from checkpoints.huggingface import SafetensorsReader, resolve
+    is no folder of safetensors, nor one with `pytorch_model.bin`."""
+    from checkpoints.huggingface import resolve
+    from checkpoints.torch_file import open_folder
 
     path = resolve(model)
-    reader = SafetensorsReader(path)
+    reader = open_folder(path, PICKLED)
     return EagleFiles(path, EagleConfig.from_hf(path, target, version=version, keys=reader.keys()), reader)
 
 

@@ -202,13 +202,11 @@ class MedusaFiles:
 def find_medusa(model: str | Path, target: ModelConfig) -> MedusaFiles:
     """Where heads lie. Reads no weight. Errors as those of `MedusaConfig.from_hf`; FileNotFoundError or WeightsError where there
     is no folder of safetensors, nor one with `medusa_lm_head.pt`."""
-    from checkpoints.huggingface import SafetensorsReader, resolve
-    from checkpoints.torch_file import TorchReader
+    from checkpoints.huggingface import resolve
+    from checkpoints.torch_file import open_folder
 
     path = resolve(model)
-    pickled = path / PICKLED
-    is_pickled = pickled.is_file() and not any(path.glob("*.safetensors"))
-    reader = TorchReader(pickled) if is_pickled else SafetensorsReader(path)
+    reader = open_folder(path, PICKLED)
     return MedusaFiles(path, MedusaConfig.from_hf(path, target, keys=reader.keys()), reader)
 
 

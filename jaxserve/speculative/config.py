@@ -115,6 +115,15 @@ class SpeculativeConfig:
         _require_real("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 0.0, float(MAX_DRAFTS))
         _require_real("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 0.0, 1.0)
 
+    def check_length(self, max_model_len: int) -> None:
+        """ValueError if no request of at most so many tokens has room for all drafts: behind a token of a prompt, one that was
+        sampled, and before the one behind them."""
+        if self.num_speculative_tokens > max_model_len - 3:
+            raise ValueError(
+                f"speculative_config: num_speculative_tokens={self.num_speculative_tokens} drafts never fit a request of "
+                f"max_model_len={max_model_len} tokens: draft {max(0, max_model_len - 3)} at most, or raise max_model_len"
+            )
+
     @property
     def drafts_on_host(self) -> bool:
         """Whether the host makes the drafts, from tokens that it knows: steps then do not overlap."""

@@ -22,6 +22,7 @@ from jaxserve.models.eagle import EagleHead
 from jaxserve.models.eagle import key_table as eagle_keys
 from jaxserve.models.hf_keys import tensors_of
 from jaxserve.models.medusa import key_table as medusa_keys
+from jaxserve.simulation.draft_trees import chain
 from jaxserve.training import draft_chains
 from jaxserve.training.draft_chains import Head
 
@@ -85,7 +86,7 @@ class Batch(NamedTuple):
 
 
 class Worth(NamedTuple):
-    """What a head's greedy chains are worth: shares[j], of chains whose first j + 1 drafts are all right."""
+    """What a head's greedy chains are worth: shares[j], of steps whose first j + 1 drafts are all right."""
 
     shares: list[float]
 
@@ -124,8 +125,8 @@ def frequent_tokens(answers: Sequence[Answer], vocab_size: int, size: int) -> np
 
 def rank_answers(
     target: Decoder, head: Head, answers: Sequence[Answer], num_drafts: int, *, length: int, batch_size: int
-) -> np.ndarray:  # i32[chains, num_drafts]
-    """As `draft_chains.chain_ranks`, of all chains behind tokens of these answers, in their order."""
+) -> tuple[np.ndarray, np.ndarray]:  # i32[chains, num_drafts], i64[chains]
+    """As `draft_chains.chain_ranks`, of all chains behind tokens of these answers, in their order; and which answer each is of."""
 
     @jax.jit
     def rank(targets: dict[str, Any], heads: dict[str, Any], batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -133,13 +134,14 @@ def rank_answers(
         states = draft_chains.target_states(with_leaves(target, targets), module, batch.tokens)
         return draft_chains.chain_ranks(module, states, *batch, num_drafts)
 
-    some, found = usable(answers, length), [np.zeros((0, num_drafts), np.int32)]
+    some, found, of = usable(answers, length), [np.zeros((0, num_drafts), np.int32)], [np.zeros(0, np.int64)]
     for i in range(0, len(some), batch_size):
         rows = some[i : i + batch_size]
         batch = make_batch([*rows, *[Answer([0], [])] * (batch_size - len(rows))], length)
         ranks, chains = map(np.asarray, rank(named_leaves(target), named_leaves(head), batch))
         found.append(ranks[chains])
-    return np.concatenate(found)
+        of.append(i + chains.nonzero()[0])
+    return np.concatenate(found), np.concatenate(of)
 
 
 class DraftTrainer:
@@ -232,10 +234,11 @@ class DraftTrainer:
     def evaluate(self, answers: Sequence[Answer]) -> Worth:
         """What the head is worth on answers that it was not trained on. ValueError if none is long enough for a chain."""
         c = self.config
-        ranks = rank_answers(self.target, self.head(), answers, c.num_drafts, length=c.length, batch_size=c.batch_size)
+        ranks, of = rank_answers(self.target, self.head(), answers, c.num_drafts, length=c.length, batch_size=c.batch_size)
         if not len(ranks):
             raise ValueError(f"no answer of {len(answers)} is long enough for a chain of {self.config.num_drafts} drafts")
-        return Worth(np.logical_and.accumulate(ranks == 0, 1).mean(0).tolist())
+        greedy = chain(c.num_drafts)
+        return Worth(greedy.shares(ranks[greedy.steps(ranks, of)]))
 
     # -- checkpoints
 

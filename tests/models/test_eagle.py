@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+import zipfile
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints.weights import WeightsError
-from jaxserve.models import ModelConfig
+from jaxserve.models import ModelConfig, named_leaves
 from jaxserve.models.eagle import EagleConfig, EagleHead, find_eagle, load_eagle
 from jaxserve.models.layers import Fused, causal_attention
 from jaxserve.models.loading import load_model
@@ -117,5 +118,31 @@ def test_all_tensors_that_do_not_fit_are_listed(tmp_path):
         assert part in str(raised.value)
     (tmp_path / "eagle3" / "model.safetensors").unlink()
     (tmp_path / "eagle3" / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises((FileNotFoundError, WeightsError), match="safetensors"):
+    with pytest.raises(WeightsError, match="pytorch_model.bin is not an archive of torch.save"):
         load("eagle3", tmp_path)
+
+
+def save_pickled(path, tensors: dict[str, np.ndarray]) -> None:
+    """What torch.save writes of a state dict, in pickle's text protocol: each tensor in a storage of its own."""
+    kinds = {"float32": "FloatStorage", "int64": "LongStorage", "bool": "BoolStorage"}
+    ints = lambda numbers: "(" + "".join(f"I{n}\n" for n in numbers) + "t"  # noqa: E731
+    entries = []
+    with zipfile.ZipFile(path, "w") as archive:
+        for i, (name, x) in enumerate(tensors.items()):
+            storage = f"(S'storage'\nctorch\n{kinds[str(x.dtype)]}\nS'{i}'\nS'cpu'\nI{x.size}\ntQ"
+            strides = [int(np.prod(x.shape[axis + 1 :])) for axis in range(x.ndim)]
+            entries.append(f"S'{name}'\nctorch._utils\n_rebuild_tensor_v2\n({storage}I0\n{ints(x.shape)}{ints(strides)}I00\nNtRs")
+            archive.writestr(f"a/data/{i}", np.ascontiguousarray(x).tobytes())
+        archive.writestr("a/data.pkl", "(d" + "".join(entries) + ".")
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
+def test_heads_that_torch_pickled_are_the_same(name, tmp_path):
+    """As their authors publish them."""
+    (tmp_path / name).mkdir()
+    shutil.copy(HERE / name / "config.json", tmp_path / name)
+    save_pickled(tmp_path / name / "pytorch_model.bin", load_file(HERE / name / "model.safetensors"))
+    found, wanted = (named_leaves(load(name, folder)) for folder in (tmp_path, HERE))
+    assert found.keys() == wanted.keys()
+    for path, leaf in wanted.items():
+        np.testing.assert_array_equal(found[path], leaf)

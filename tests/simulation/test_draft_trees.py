@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxserve.simulation.draft_trees import DraftTree, best_tree, chain, hits
+from jaxserve.simulation.draft_trees import DraftTree, best_tree, best_tree_of_steps, chain, hits
 
 RANKS = np.random.default_rng(0).choice(4, (300, 3), p=[0.5, 0.25, 0.15, 0.1])
 
@@ -44,6 +44,28 @@ def test_no_tree_of_as_many_candidates_is_better(num_nodes):
     tree = best_tree(ranks, num_nodes, max_rank=3)
     assert len(tree.paths) == num_nodes
     assert tokens_walked(tree.paths, ranks) == pytest.approx(best) == 1 + sum(tree.shares(ranks))
+
+
+def test_steps_pass_by_what_stands():
+    """An answer of which one half is always right and the other never: five tokens a step there, one here."""
+    ranks, answers = np.array([[0] * 4] * 100 + [[1] * 4] * 100), np.zeros(200, int)
+    assert 1 + sum(chain(4).shares(ranks)) == 3, "a mean over places"
+    steps = chain(4).steps(ranks, answers)
+    assert steps.tolist() == [*range(0, 100, 5), *range(100, 200)]
+    assert 1 + sum(chain(4).shares(ranks[steps])) == pytest.approx(200 / 120)
+    cut = chain(4).steps(ranks[:7], np.array([0, 0, 0, 1, 1, 1, 1]))
+    assert cut.tolist() == [0, 3], "no step goes on in the next answer"
+    assert not len(chain(4).steps(ranks[:0], answers[:0]))
+
+
+def test_a_tree_for_steps_has_candidates_for_where_steps_begin():
+    """Most places have the likeliest tokens, four in a row; most steps begin where the second or third one is right."""
+    ranks = np.array([[0] * 4] * 150 + [[1, 1, 5, 5], [2, 5, 5, 5]] * 60)
+    answers = np.zeros(len(ranks), int)
+    by_places, by_steps = best_tree(ranks, 4), best_tree_of_steps(ranks, answers, 4)
+    assert by_places.paths == ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))
+    num_steps = [len(tree.steps(ranks, answers)) for tree in (by_places, by_steps)]
+    assert num_steps[1] < num_steps[0] - 10 and {(1,), (2,)} <= {*by_steps.paths}
 
 
 def test_a_tree_has_no_more_candidates_than_were_ever_right():

@@ -25,6 +25,13 @@ SAMPLES = 24  # of a request: they run together, and nobody else
 TOKENS = 4 * SAMPLES  # of a step: three drafts of each
 PLAN = BucketPlan(mixed=((TOKENS, SAMPLES),), head_rows=(TOKENS,))
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False, "acceptance": "rejection"}
+SUFFIX = {
+    "method": "suffix",
+    "num_speculative_tokens": 3,
+    "suffix_decoding_max_spec_factor": 2.0,
+    "suffix_decoding_min_token_prob": 0.0,
+}
+SUFFIX |= {"adaptive": False, "acceptance": "rejection"}
 FEW = [5, 9, 17, 30]  # the only tokens that outputs have
 PROMPT = [5, 9, 17, 5, 9, 30, 17, 9, 5, 9]
 PARAMS = {"temperature": 1.3, "allowed_token_ids": FEW, "frequency_penalty": 0.4, "max_tokens": LENGTH + 1, "ignore_eos": True}
@@ -106,9 +113,11 @@ def make_engine(rule: str, speculative: dict[str, Any], monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["right", *list(WRONG)[:2]])
-def test_outputs_are_distributed_as_the_models_own(rule, monkeypatch):
-    engine = make_engine(rule, NGRAM, monkeypatch)
+@pytest.mark.parametrize(
+    ("rule", "method"), [("right", "ngram"), ("right", "suffix"), *((rule, "ngram") for rule in list(WRONG)[:2])]
+)
+def test_outputs_are_distributed_as_the_models_own(rule, method, monkeypatch):
+    engine = make_engine(rule, {"ngram": NGRAM, "suffix": SUFFIX}[method], monkeypatch)
     p = chi_square_p(counts(engine), distribution() * REQUESTS * SAMPLES)
     assert (p > 1e-3) if rule == "right" else (p < 1e-6)
     assert 0 < engine.stats.num_accepted_tokens <= engine.stats.num_draft_tokens
