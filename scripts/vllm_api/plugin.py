@@ -85,6 +85,8 @@ def start(self, model: str, args: list[str], env_dict: dict[str, str] | None) ->
         flags += ["--enable_control", "--api_key", KEY]
     env = os.environ | (env_dict or {})
     del env["PYTHONPATH"]  # this process's
+    if "VLLM_API_KEY" in env:
+        env["JAXSERVE_API_KEY"] = env["VLLM_API_KEY"]
     command = [*os.environ["JAXSERVE_COMMAND"].split(), "serve", model if os.path.exists(model) else Now.model, *flags]
     print(*command, flush=True)
     self.proc = subprocess.Popen(command, env=env, stdout=sys.stdout, stderr=sys.stderr, start_new_session=True)
