@@ -1,8 +1,8 @@
 """Bodies that are large and allowed: what can't be served is refused early, the rest read beside the event loop: streams go on."""
 
 import contextlib
-import functools
 import json
+import operator
 import re
 import sys
 import threading
@@ -138,7 +138,7 @@ def test_long_bodies_are_read_while_others_stream(server, flow, monkeypatch):
         ("/v1/messages", LONG_MESSAGES, "dialects.anthropic.to_chat"),
         ("/v1/responses", {"input": "a" * bodies.LONG}, "dialects.responses.to_chat"),
     ):
-        work = functools.reduce(getattr, reads.split("."), serving_package)
+        work = operator.attrgetter(reads)(serving_package)
         with monkeypatch.context() as patch:
             patch.setattr(f"jaxserve.serving.{reads}", while_it_flows(flow, work))
             message = server.client.post(path, json=body | {"model": "alphabet"}).json()["error"]["message"]

@@ -4,6 +4,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel
 
 from jaxserve.serving.chat_protocol import ChatRequest, TokenizeChatRequest
 from jaxserve.serving.dialects.anthropic_protocol import MessagesPrompt, MessagesRequest
@@ -52,7 +53,7 @@ skip_reading_prefix_cache thinking_token_budget repetition_detection routed_expe
 
 USER = [{"role": "user", "content": "a"}]
 # name -> (request, vLLM's fields of it, path, a body of its)
-REQUESTS = {
+REQUESTS: dict[str, tuple[type[BaseModel], list[str], str, dict[str, Any]]] = {
     "completions": (CompletionRequest, COMPLETIONS, "/v1/completions", {"prompt": "a", "max_tokens": 1}),
     "chats": (ChatRequest, CHATS, "/v1/chat/completions", {"messages": USER, "max_tokens": 1}),
     "responses": (ResponsesRequest, RESPONSES, "/v1/responses", {"input": "a", "max_output_tokens": 1}),
@@ -94,7 +95,8 @@ def test_a_missing_field_is_refused_with_the_reason_unless_it_asks_for_nothing(s
         return answer.json()["error"]["message"]
 
     message = refused(["something"])
-    assert MISSING[name].instead in message and name in message
+    assert name in message
+    assert MISSING[name].instead in message or kind == "tokenize of chats", "of two kinds of requests both say what is wrong"
     for value in (None, *MISSING[name].accepts):
         ok(ask(value))
     for value in (0, False, True, 1):
