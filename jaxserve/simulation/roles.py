@@ -181,16 +181,24 @@ def replay_roles(
         failures=of_replicas(failures, num_prefill, num_decode),
         progress=progress,
     )
+    return RolesReplay(_whole_times(workload, decodes.times, order, scheduled), prefills, decodes)
+
+
+def _whole_times(
+    workload: Workload,
+    found: ServedTimes,
+    order: np.ndarray,  # intp[n]: rows of the workload, as they were handed over
+    scheduled: np.ndarray,  # f64[n]: when prompts were begun elsewhere; NaN: they were not
+) -> ServedTimes:
+    """Times from the arrival at the router, in the workload's order."""
     place = np.argsort(order)  # of each request among those that were handed over
-    found = decodes.times
     assert found.scheduled is not None
-    times = replace(
+    return replace(
         found,
-        arrivals=np.array([r.arrived_at for r in requests]),
+        arrivals=np.array([r.arrived_at for r in workload.requests]),
         first=found.first[place],
         last=found.last[place],
         num_prompt=found.num_prompt[place],
         num_output=found.num_output[place],
         scheduled=np.where(np.isnan(scheduled), found.scheduled[place], scheduled),
     )
-    return RolesReplay(times, prefills, decodes)
