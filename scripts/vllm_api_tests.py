@@ -111,7 +111,7 @@ def counts(report: Path) -> dict[str, Counter[str]]:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         prepare(folder := Path(name))
-        found = counts(run(folder, _ONLY.value or FILES.split()))
+        found = counts(run(folder, [*(_ONLY.value or FILES.split())]))
     rows = [(file, n["passed"], n["passed"] + n["failed"], n["skipped"]) for file, n in found.items()]
     print(table(["tests/entrypoints/", "passed", "ran", "skipped"], rows))
 

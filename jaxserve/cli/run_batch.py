@@ -57,7 +57,8 @@ def make_application() -> tuple[Any, int]:
     names = tuple(_NAMES.value or [flags.FLAGS.model])
     concurrency = _CONCURRENCY.value or 2 * llm.engine.config.scheduler.max_num_seqs
     engine = AsyncLLM(llm, max_waiting=concurrency)
-    return make_app(engine, ServerOptions(names=names, root=flags.FLAGS.model, **parsers())), concurrency
+    options: dict[str, Any] = {"names": names, "root": flags.FLAGS.model, **parsers()}
+    return make_app(engine, ServerOptions(**options)), concurrency
 
 
 async def answer(application: Any, lines: Iterator[Any], concurrency: int, file: BinaryIO, bar: Any) -> int:

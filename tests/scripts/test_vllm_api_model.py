@@ -36,7 +36,7 @@ def said_after(folder, prompt: str) -> list[str]:
     while len(texts) < 100 and texts[-1:] != ["<|im_end|>"]:
         x = tensors["model.embed_tokens.weight"][token]
         token = int(np.argmax(tensors["lm_head.weight"] @ (x / np.sqrt(np.mean(x**2)))))
-        texts.append(tokenizer.id_to_token(token))
+        texts.append(str(tokenizer.id_to_token(token)))
     return texts
 
 
