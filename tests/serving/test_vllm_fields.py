@@ -1,5 +1,6 @@
 """Every field of vLLM's requests is served, or refused with the reason."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -53,7 +54,7 @@ skip_reading_prefix_cache thinking_token_budget repetition_detection routed_expe
 
 USER = [{"role": "user", "content": "a"}]
 # name -> (request, vLLM's fields of it, path, a body of its)
-REQUESTS: dict[str, tuple[type[BaseModel], list[str], str, dict[str, Any]]] = {
+REQUESTS: dict[str, tuple[type[BaseModel], Sequence[str], str, dict[str, Any]]] = {
     "completions": (CompletionRequest, COMPLETIONS, "/v1/completions", {"prompt": "a", "max_tokens": 1}),
     "chats": (ChatRequest, CHATS, "/v1/chat/completions", {"messages": USER, "max_tokens": 1}),
     "responses": (ResponsesRequest, RESPONSES, "/v1/responses", {"input": "a", "max_output_tokens": 1}),

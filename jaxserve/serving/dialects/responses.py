@@ -110,7 +110,7 @@ class Responses:
         self._served = served
         self._one_of = one_of_several or "replicas"
         self.keeps: bool = store is not None
-        self._store = StoreBeside(store or MemoryStore(0, 0))
+        self._store = StoreBeside(MemoryStore(0, 0) if store is None else store)
         self._running: dict[str, _Running] = {}
 
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
