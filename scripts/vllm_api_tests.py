@@ -25,9 +25,9 @@ from jaxserve.cli.common.command import run_command
 from jaxserve.cli.common.tables import table
 from scripts.vllm_api import scripted_model
 
-_SOURCE = flags.DEFINE_string("vllm_source", None, "vLLM's source distribution, unpacked.")
-_PYTHON = flags.DEFINE_string("vllm_python", None, "The Python that has vLLM and pytest.")
-_TOKENIZER = flags.DEFINE_string("tokenizer", None, "A folder with Qwen3's tokenizer.")
+_SOURCE = flags.DEFINE_string("vllm_source", None, "vLLM's source distribution, unpacked.", required=True)
+_PYTHON = flags.DEFINE_string("vllm_python", None, "The Python that has vLLM and pytest.", required=True)
+_TOKENIZER = flags.DEFINE_string("tokenizer", None, "A folder with Qwen3's tokenizer.", required=True)
 _ONLY = flags.DEFINE_list("only", [], "Paths under tests/entrypoints; by default those of the table in docs/vllm.md.")
 _LOG = flags.DEFINE_string("log", None, "Write pytest's output to this file.")
 _TIMEOUT = flags.DEFINE_integer("timeout_s", 600, "Seconds that a test may take.", lower_bound=1)

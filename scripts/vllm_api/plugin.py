@@ -118,7 +118,8 @@ def pytest_configure() -> None:
 
     for kind in (transformers.AutoTokenizer, transformers.AutoConfig):
         load = kind.from_pretrained.__func__
-        kind.from_pretrained = classmethod(lambda cls, name, *args, load=load, **kwargs: load(cls, local(name), *args, **kwargs))
+        local_load = classmethod(lambda cls, name, *args, load=load, **kwargs: load(cls, local(name), *args, **kwargs))
+        kind.from_pretrained = local_load  # pyright: ignore[reportAttributeAccessIssue]
     get_tokenizer, request = vllm.tokenizers.get_tokenizer, requests.Session.request
     vllm.tokenizers.get_tokenizer = lambda tokenizer_name, *args, **kwargs: get_tokenizer(local(tokenizer_name), *args, **kwargs)
     config = vllm.config.ModelConfig
@@ -131,7 +132,7 @@ def pytest_configure() -> None:
             given["headers"] = {"Authorization": f"Bearer {KEY}"} | (given.get("headers") or {})
         return request(session, method, url, **given)
 
-    requests.Session.request = with_key
+    requests.Session.request = with_key  # pyright: ignore[reportAttributeAccessIssue]
     wait = utils.RemoteVLLMServer._wait_for_server
     utils.RemoteVLLMServer._wait_for_server = lambda self, *, url, timeout: wait(self, url=url, timeout=4 * timeout)  # no GPU
     utils.RemoteOpenAIServer._start_server = start

@@ -41,12 +41,14 @@ def save(folder: Path, tokenizer_folder: Path, call: str = "", end: str = "<|im_
         script = [SAID, end]
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text((tokenizer_folder / "tokenizer_config.json").read_text())
-    tensors = _tensors(tokenizer, script, tokenizer.token_to_id(end), 9.0 if call else 7.5)
+    end_id = tokenizer.token_to_id(end)
+    assert end_id is not None
+    tensors = _tensors(tokenizer, script, end_id, 9.0 if call else 7.5)
     save_file(tensors, folder / "model.safetensors")
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": HIDDEN, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 32, "rope_theta": 1e4}
     config |= {"vocab_size": len(tensors["lm_head.weight"]), "tie_word_embeddings": False, "max_position_embeddings": 32768}
-    config |= {"rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "float32", "eos_token_id": tokenizer.token_to_id(end)}
+    config |= {"rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "float32", "eos_token_id": end_id}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

@@ -4,6 +4,8 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -12,7 +14,8 @@ from absl.testing import flagsaver
 
 from jaxserve import SamplingParams
 from jaxserve.cli.common import server_flags
-from jaxserve.serving.options import CrossOrigin, ServerOptions
+from jaxserve.serving.launch import default_sampling_params
+from jaxserve.serving.options import CrossOrigin, ModelOptions, ServerOptions
 from tests import alphabet_model
 from tests.cli.commands import MODULES
 
@@ -29,8 +32,12 @@ def options() -> ServerOptions:
     return ServerOptions(names=("m",), **server_flags.answer_options())
 
 
+def model() -> ModelOptions:
+    return ModelOptions(model="m", **server_flags.model_options())
+
+
 def test_without_flags_answers_are_as_vllms(given):
-    assert options() == ServerOptions(names=("m",)) and server_flags.chat_template() is None
+    assert options() == ServerOptions(names=("m",)) and model().chat_template is None
 
 
 def test_flags_become_options(given):
@@ -66,26 +73,27 @@ def test_what_can_not_be_read_is_refused(given, values, said):
 
 def test_default_sampling(given):
     recommended = SamplingParams(temperature=0.6, top_k=20)
-    assert server_flags.default_sampling_params(lambda: recommended) == recommended
+    llm: Any = SimpleNamespace(get_default_sampling_params=lambda: recommended)
+    assert default_sampling_params(llm, model()) == recommended
     given(override_generation_config='{"temperature": 0.1, "min_p": 0.2}')
-    assert server_flags.default_sampling_params(lambda: recommended) == recommended.with_(temperature=0.1, min_p=0.2)
+    assert default_sampling_params(llm, model()) == recommended.with_(temperature=0.1, min_p=0.2)
     given(generation_config="vllm")
-    assert server_flags.default_sampling_params(lambda: recommended) == SamplingParams(temperature=0.1, min_p=0.2)
+    assert default_sampling_params(llm, model()) == SamplingParams(temperature=0.1, min_p=0.2)
     for value, said in (('{"max_new_tokens": 3}', "max_new_tokens is not taken"), ('{"top_p": 7}', "top_p=7 must be")):
         given(override_generation_config=value)
         with pytest.raises(ValueError, match=said):
-            server_flags.default_sampling_params(lambda: recommended)
+            model()
 
 
 def test_a_chat_template_is_a_file_or_source(given, tmp_path):
     given(chat_template="{{ messages }}")
-    assert server_flags.chat_template() == "{{ messages }}"
+    assert model().chat_template == "{{ messages }}"
     (tmp_path / "mine.jinja").write_text("{{ 1 }}")
     given(chat_template=str(tmp_path / "mine.jinja"))
-    assert server_flags.chat_template() == "{{ 1 }}"
+    assert model().chat_template == "{{ 1 }}"
     given(chat_template=str(tmp_path / "nosuch.jinja"))
-    with pytest.raises(ValueError, match="nosuch.jinja is neither Jinja source nor a file"):
-        server_flags.chat_template()
+    with pytest.raises(ValueError, match="nosuch.jinja' is neither Jinja source nor a file"):
+        model()
 
 
 def listens(path: str) -> bool:

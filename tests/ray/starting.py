@@ -1,13 +1,15 @@
 """What a replica says of its start if the other host ends before it joins, as JSON: `python -m tests.ray.starting`."""
 
+import importlib
 import json
 import os
+from typing import Any
 
-import ray  # pyright: ignore[reportMissingImports]
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 
 from jaxserve.cli.common.fleet import start_ray
 
+ray: Any = importlib.import_module("ray")
 WAYS = ("raises", "dies")
 
 

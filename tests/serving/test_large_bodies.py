@@ -138,7 +138,7 @@ def test_long_bodies_are_read_while_others_stream(server, flow, monkeypatch):
         ("/v1/messages", LONG_MESSAGES, "dialects.anthropic.to_chat"),
         ("/v1/responses", {"input": "a" * bodies.LONG}, "dialects.responses.to_chat"),
     ):
-        work = operator.attrgetter(reads)(serving_package)
+        work: Any = operator.attrgetter(reads)(serving_package)
         with monkeypatch.context() as patch:
             patch.setattr(f"jaxserve.serving.{reads}", while_it_flows(flow, work))
             message = server.client.post(path, json=body | {"model": "alphabet"}).json()["error"]["message"]

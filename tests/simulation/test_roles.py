@@ -99,7 +99,7 @@ def test_lost_replicas_of_both_kinds():
     """A prompt that was being computed is computed elsewhere; a request that decoded loads the stored KV of its prompt again."""
     work = Workload("some", tuple(WorkloadRequest(80, 20, i / 5) for i in range(20)))
     made, plain = [], run(work, 2, 2)
-    assert plain.prefills is not None
+    assert plain.prefills is not None and plain.prefills.times.scheduled is not None
     during = [(plain.prefills.times.scheduled[3] + plain.prefills.times.last[3]) / 2, plain.decodes.times.first[8] + 1e-3]
     replicas = [int(plain.prefills.chosen[3]), 2 + int(plain.decodes.chosen[8])]
     failures = [Failure(float(at), replica, 1.0) for at, replica in zip(during, replicas, strict=True)]
