@@ -243,7 +243,7 @@ def test_every_field_of_the_other_apis_is_named():
         "Token ids in, token ids out": GenerateRequest,
     }
     for title, model in models.items():
-        section = page.split(f"## {title}\n")[1].split("\n## ")[0]
+        section = re.sub(r"```.*?```", "", page.split(f"## {title}\n")[1].split("\n## ")[0], flags=re.DOTALL)
         named = {word for text in re.findall(r"`([^`]+)`", section) for word in re.findall(r"\w+", text)}
         told_by_the_example = {"model", "token_ids"} if "Token" in title else {"model"}
         assert not model.model_fields.keys() - named - told_by_the_example, title
