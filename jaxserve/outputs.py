@@ -33,7 +33,9 @@ class WeightVersionSpan:
 
     @classmethod
     def of(cls, starts: Sequence[tuple[str, int]], num_tokens: int) -> list[WeightVersionSpan]:
-        """The spans of num_tokens output tokens. starts: (version, its first token), in order."""
+        """The spans of num_tokens output tokens. starts: (version, its first token), in order; none: nothing was sampled."""
+        if not starts:
+            return []
         ends = [*(start for _, start in starts[1:]), num_tokens]
         spans = [cls(version, start, min(end, num_tokens)) for (version, start), end in zip(starts, ends, strict=True)]
         return [span for span in spans if span.start < span.end or span is spans[0]]

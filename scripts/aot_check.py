@@ -35,7 +35,7 @@ from absl import app, flags
 from jaxserve.cli.common.command import run_command
 from scripts.aot.compiled_report import CompiledReport, Kernel
 from scripts.aot.compiler import TARGETS, Compiler, arch_of, compilers, smem_limit_of, use_no_device
-from scripts.aot.roofline import Roofline
+from scripts.aot.roofline import Roofline, main_loop
 from scripts.aot.verdicts import (
     ATTENTION,
     EXPERTS,
@@ -137,21 +137,6 @@ def table(report: CompiledReport) -> str:
     rows = [f"    {count:5d} x {name:52s} {figures(k) if k else ''}".rstrip() for count, name, k in report.launches()]
     rows += [f"    Mosaic: {k.name:52s} {figures(k)}" for k in report.kernels if k.source == "mosaic"]
     return "\n".join(rows)
-
-
-def main_loop(r: Roofline) -> str:
-    """The loop in which a kernel computes, in a line: of a warp, an iteration; modelled."""
-    if r.main is None or r.main.quickest is None or r.main.slowest is None:
-        if r.longest is None:
-            return f"    {r.kernel:48s} no loop"
-        counts = ", ".join(f"{n} {name}" for name, n in r.longest.counts.items())
-        longest = f"the longest of {len(r.loops)}: {r.longest.instructions} instructions: {counts}"
-        return f"    {r.kernel:48s} no loop runs wgmma; {longest}"
-    way, slowest = r.main.quickest, r.main.slowest
-    counts = ", ".join(f"{n} {name}" for name, n in way.counts.items())
-    cycles = f"{way.cycles} cycles" + (f" (slowest way {slowest.cycles})" if slowest.cycles != way.cycles else "")
-    share = f"tensor cores {way.tensor_share:.0%}"
-    return f"    {r.kernel:48s} modelled, {r.warpgroups} warpgroups: {way.instructions} instructions: {counts}; {cycles}, {share}"
 
 
 def check_kernels(compiler: Compiler) -> dict[str, Any]:

@@ -220,7 +220,14 @@ def test_peer_benchmark_runs_without_jax_and_the_engine():
     )
     assert done.returncode == 0, done.stderr
     ours = ("moved", "lazy_names", "workloads", "workloads.workload", "cli", "cli.common", "cli.common.bench_models")
-    ours += ("cli.common.command", "cli.common.vllm_flags", "cli.transformers_answers")
+    ours += (
+        "cli.common.command",
+        "cli.common.vllm_flags",
+        "cli.transformers_answers",
+        "models",
+        "models.config",
+        "models.registry",
+    )
     assert set(done.stdout.split()) == {"jaxserve", *(f"jaxserve.{name}" for name in ours)}
 
 

@@ -96,22 +96,11 @@ def make_app(
         store = open_store(options.response_store, options.max_stored_responses, options.max_stored_bytes)
     responses = Responses(served, store, one_of_several)
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
-        engine.start()
-        if shares_engine:
-            engine.tell(Ready())
-        yield
-        await responses.close()
-        await engine.shutdown(0)  # the HTTP server has waited for requests as long as it wants to
-        if tracing is not None:
-            await asyncio.to_thread(tracing.close)
-
     app = FastAPI(
         title="jaxserve",
         version=version("jaxserve"),
         description="OpenAI's API on a JAX inference engine.",
-        lifespan=lifespan,
+        lifespan=_lifespan(engine, responses, tracing, shares_engine),
         docs_url=None,  # their pages load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
@@ -160,6 +149,23 @@ def _all(listeners: list[Callable[[Report], None]]) -> Callable[[Report], None] 
             listener(report)
 
     return listeners[0] if len(listeners) == 1 else take if listeners else None
+
+
+def _lifespan(engine: AsyncLLM, responses: Responses, tracing: Tracing | None, shares_engine: bool) -> Callable[[FastAPI], Any]:
+    """Starts the engine, and shuts down what a server has at its end."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        engine.start()
+        if shares_engine:
+            engine.tell(Ready())
+        yield
+        await responses.close()
+        await engine.shutdown(0)  # the HTTP server has waited for requests as long as it wants to
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
+
+    return lifespan
 
 
 def _refuse_what_one_process_keeps(app: FastAPI, count: str) -> None:

@@ -27,7 +27,6 @@ from jaxserve.serving.messages import (
     Aborted,
     Add,
     Call,
-    Delta,
     HTTPAnswered,
     LoopStats,
     QueueFullError,
@@ -304,7 +303,7 @@ class AsyncLLM:
                 completion = CompletionOutput(i, "", [], 0.0 if with_logprobs else None, [] if with_logprobs else None)
                 output.outputs.append(completion)
             async for delta in stream:
-                _extend(output, delta)
+                streams.extend(output, delta)
                 yield output
 
     async def _ask(
@@ -482,21 +481,6 @@ def _own_loop(llm: ServedLLM, max_failures: int, deliver: Callable[[Report], Non
     llm.grammars.prepare()  # now, so that no step will wait for it
     grammars = llm.grammars.beside(max_waiting=MAX_COMPILING)
     return EngineLoop(llm.engine, llm.tokenizer, grammars, deliver, max_failures=max_failures)
-
-
-def _extend(output: RequestOutput, delta: Delta) -> None:
-    completion = output.outputs[delta.index]
-    completion.text += delta.text
-    completion.token_ids += delta.token_ids
-    if completion.logprobs is not None and delta.logprobs is not None:
-        completion.logprobs += delta.logprobs
-        new = sum(x[i].logprob for i, x in zip(delta.token_ids, delta.logprobs, strict=True))
-        completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + new
-    completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
-    completion.weight_versions = delta.weight_versions
-    output.num_cached_tokens = delta.num_cached_tokens
-    output.prompt_logprobs = output.prompt_logprobs or delta.prompt_logprobs
-    output.finished, output.metrics = delta.last, delta.totals.metrics if delta.totals else output.metrics
 
 
 if not TYPE_CHECKING:

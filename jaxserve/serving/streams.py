@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+from jaxserve.outputs import RequestOutput
 from jaxserve.request import StoredPrefix
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.serving.messages import Accepted, DeadlineError, Delta, Failed, QueueFullError
@@ -247,3 +248,19 @@ class OpenStreams:
 def too_late(limit: float | None) -> DeadlineError:
     """The error of a request that took longer than `limit` seconds."""
     return DeadlineError(f"the request took longer than {limit:g} s")
+
+
+def extend(output: RequestOutput, delta: Delta) -> None:
+    """Adds what a delta brings to a request's output."""
+    completion = output.outputs[delta.index]
+    completion.text += delta.text
+    completion.token_ids += delta.token_ids
+    if completion.logprobs is not None and delta.logprobs is not None:
+        completion.logprobs += delta.logprobs
+        new = sum(x[i].logprob for i, x in zip(delta.token_ids, delta.logprobs, strict=True))
+        completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + new
+    completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+    completion.weight_versions = delta.weight_versions
+    output.num_cached_tokens = delta.num_cached_tokens
+    output.prompt_logprobs = output.prompt_logprobs or delta.prompt_logprobs
+    output.finished, output.metrics = delta.last, delta.totals.metrics if delta.totals else output.metrics

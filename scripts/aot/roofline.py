@@ -209,3 +209,18 @@ class _SubPartition:
         if warp.at == len(way):
             warp.at = 0
             warp.rounds.append(warp.time)
+
+
+def main_loop(r: Roofline) -> str:
+    """The loop in which a kernel computes, in a line: of a warp, an iteration; modelled."""
+    if r.main is None or r.main.quickest is None or r.main.slowest is None:
+        if r.longest is None:
+            return f"    {r.kernel:48s} no loop"
+        counts = ", ".join(f"{n} {name}" for name, n in r.longest.counts.items())
+        longest = f"the longest of {len(r.loops)}: {r.longest.instructions} instructions: {counts}"
+        return f"    {r.kernel:48s} no loop runs wgmma; {longest}"
+    way, slowest = r.main.quickest, r.main.slowest
+    counts = ", ".join(f"{n} {name}" for name, n in way.counts.items())
+    cycles = f"{way.cycles} cycles" + (f" (slowest way {slowest.cycles})" if slowest.cycles != way.cycles else "")
+    share = f"tensor cores {way.tensor_share:.0%}"
+    return f"    {r.kernel:48s} modelled, {r.warpgroups} warpgroups: {way.instructions} instructions: {counts}; {cycles}, {share}"

@@ -405,7 +405,7 @@ def test_the_routers_own_routes_are_its_own(two, path):
 def test_control_is_refused(two):
     server, _ = two
     app = fastapi.FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    control_routes(app, None)  # type: ignore[arg-type]
+    control_routes(app, None, None)  # type: ignore[arg-type]
     assert sorted(CONTROL_PATHS) == sorted(getattr(route, "path", "") for route in app.routes)
     with routing(server) as client:
         for path in (*CONTROL_PATHS, "/%70ause"):

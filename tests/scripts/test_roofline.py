@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 
 from scripts.aot.machine_code import parse_sass
-from scripts.aot.roofline import LATENCY, READ_LATENCY, WGMMA_SEEN, WGMMA_START, Roofline, Way, cycles, roofline
+from scripts.aot.roofline import LATENCY, READ_LATENCY, WGMMA_SEEN, WGMMA_START, Roofline, Way, cycles, main_loop, roofline
 from scripts.aot.verdicts import bits_faults, loop_faults
-from scripts.aot_check import main_loop
 
 HEADER = '\t.target\tsm_90a\n//---- .text.kernel ----\n\t.section\t.text.kernel,"ax",@progbits\n.text.kernel:\n'
 

@@ -147,7 +147,7 @@ def test_long_bodies_are_read_while_others_stream(server, flow, monkeypatch):
 
 def test_reading_of_a_long_body_goes_on_value_by_value():
     """In Python, so that a thread hands the interpreter's lock over between two of them; and to the same values."""
-    value = [{"a": [1, -2.5e3, True, None, 'ü\n"\ud83d\ude00'], "b": {}}, [], "x" * 1000] * (bodies.INTERRUPTIBLE // 1000)
+    value = [{"a": [1, -2.5e3, True, None, 'ü\n"\U0001f600'], "b": {}}, [], "x" * 1000] * (bodies.INTERRUPTIBLE // 1000)
     body, num_calls = json.dumps(value).encode(), 0
 
     def count(_, event, __):

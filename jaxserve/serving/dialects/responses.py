@@ -44,6 +44,7 @@ from jaxserve.serving.responses import encode
 from jaxserve.serving.streaming import unless_gone
 
 logger: logging.Logger = logging.getLogger("jaxserve")
+MAX_UNKEPT, MAX_UNKEPT_BYTES = 64, 16 << 20
 ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 RENAMED = {"response_format": "text", "max_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning"}
 _items: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
@@ -111,6 +112,7 @@ class Responses:
         self._one_of = one_of_several or "replicas"
         self.keeps: bool = store is not None
         self._store = StoreBeside(MemoryStore(0, 0) if store is None else store)
+        self._unkept = MemoryStore(MAX_UNKEPT, MAX_UNKEPT_BYTES)  # background ones that the store could not take
         self._running: dict[str, _Running] = {}
 
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
@@ -154,7 +156,7 @@ class Responses:
         if response_id in self._running:
             await self.cancel(response_id)
         with _available():
-            gone = await self._store.delete(response_id)
+            gone = self._unkept.delete(response_id) or await self._store.delete(response_id)
         if not gone:
             await self._stored(response_id)
 
@@ -184,7 +186,7 @@ class Responses:
 
     async def _stored(self, response_id: str, param: str | None = None) -> StoredResponse:
         with _available():
-            found = await self._store.get(response_id)
+            found = self._unkept.get(response_id) or await self._store.get(response_id)
         if found is None:
             raise RefusedError(f"Response with id {response_id!r} not found: it is not kept.", status=404, param=param)
         return found
@@ -223,6 +225,8 @@ class Responses:
             await self._store.put(answer.response.id, StoredResponse(encode(answer.response), encode(answer.all_items())))
         except StoreError as error:
             logger.error("%s is not kept: %s", answer.response.id, error)
+            if answer.response.background:  # nobody has it yet
+                self._unkept.put(answer.response.id, StoredResponse(encode(answer.response), encode(answer.all_items())))
 
     def _begun(self, body: ResponsesRequest, turn: Turn) -> ResponseObject:
         """The response before there is any output."""
