@@ -95,7 +95,7 @@ def test_responses_that_nothing_is_kept_of():
 
     async def check() -> None:
         async with users() as made:
-            app = make_app(made.engines[0], ServerOptions(names=("m",)), shares_engine=True)
+            app = make_app(made.engines[0], ServerOptions(names=("m",)), shares_engine=True, one_of_several="api_server_count")
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
 
                 async def post(**body: Any) -> httpx.Response:
