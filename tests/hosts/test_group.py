@@ -180,7 +180,7 @@ def test_a_step_that_does_not_end_is_the_fault_of_who_is_behind(hosts, ended, mo
     second.num_commands, third.num_commands = done
     with contextlib.suppress(HostLostError), first.carrying_out(timed=True) if in_a_command else first.at_work(timed=True):
         assert eventually(lambda: 100 + late in ended)
-    assert f"host {late} did not end a step in 0.3 s" in str(first.lost)
+    assert eventually(lambda: f"host {late} did not end a step in 0.3 s" in str(first.lost))
     assert all(eventually(lambda host=host: host.lost is not None) for host in (second, third))
 
 
