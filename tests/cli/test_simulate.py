@@ -163,7 +163,7 @@ def test_a_fleet_with_failures_and_prefixes(tmp_path):
     roles = ["--prefill_replicas=2", "--replicas=2", "--prefix_groups=2", "--prefix_group_len=700"]
     found = []
     for failures in (0, 3):
-        done = run("simulate", *work, *roles, f"--failures={failures}", "--repair_seconds=1", f"--json={tmp_path / 'r.json'}")
+        done = run("simulate", *work, *roles, f"--failures={failures}", "--repair_seconds=0.01", f"--json={tmp_path / 'r.json'}")
         assert done.returncode == 0 and ("failures: " in done.stdout) is bool(failures), done.stderr
         found.append(json.loads((tmp_path / "r.json").read_text()))
     assert [r["completed"] for r in found] == [60, 60] and [r["failures"] for r in found] == [0, 3]
