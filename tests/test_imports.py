@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.base_install import IMPORT_THE_OTHERS
 from tests.selection import slow_unless
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +42,8 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
     "yarl": "aiohttp",
 }
+# Of extras, that our own requirements bring too: flax has rich, gguf has pyyaml.
+BROUGHT_ANYWAY = {"pyyaml", "rich"}
 CHECKOUTS = {"scripts/bench_tinyorca.py": {"tinyorca"}}  # that a script is told where to find: no distribution has them
 
 
@@ -139,6 +142,14 @@ def distributions(requirements: Iterable[str]) -> set[str]:
     return {normalized(name[0]) for line in requirements if (name := re.match(r"[\w.-]+", line))}
 
 
+def packages_of_extras() -> set[str]:
+    """Import names of what the extras for users bring, and an install without them does not."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    users = [lines for name, lines in extras.items() if name not in ("dev", "clients", "cuda12", "cuda13")]
+    brought = distributions(itertools.chain(*users)) - BROUGHT_ANYWAY - {"jaxserve"}
+    return {name.replace("-", "_") for name in brought} | {name for name, value in DISTRIBUTIONS.items() if value in brought}
+
+
 def normalized(name: str) -> str:
     return name.lower().replace("_", "-")
 
@@ -161,6 +172,14 @@ def test_importing_jaxserve_is_light():
     assert loaded_after("import jaxserve") == set()
 
 
+def test_what_needs_no_extra_can_be_imported_without_one():
+    """As where `pip install jaxserve` has put it: what extras bring is hidden from a process that imports all of it."""
+    hidden = packages_of_extras()
+    assert {"aiohttp", "msgspec", "opentelemetry", "prometheus_client", "ray", "torch"} <= hidden
+    done = run_python(f"import sys\nsys.modules.update(dict.fromkeys(sys.argv[1:]))\n{IMPORT_THE_OTHERS}", *sorted(hidden))
+    assert done.returncode == 0, done.stderr
+
+
 # argv: the module, then the names of what it should not load.
 HELP = """
 import runpy, sys
@@ -179,7 +198,7 @@ def test_help_needs_no_jax(path):
     docstring = ast.get_docstring(ast.parse(path.read_text()))
     assert docstring
     shown = "usage: jaxserve COMMAND" if path == COMMAND_TABLE else docstring.splitlines()[0]
-    heavy = (*HEAVY, *SLOW_TO_IMPORT) if path.is_relative_to(COMMAND_TABLE.parent) else HEAVY
+    heavy = {*HEAVY, *SLOW_TO_IMPORT, *packages_of_extras()} if path.is_relative_to(COMMAND_TABLE.parent) else set(HEAVY)
     done = run_python(HELP, ".".join(path.relative_to(ROOT).with_suffix("").parts), *heavy)
     assert done.returncode == 0, done.stderr
     text, _, ended = done.stdout.rpartition("ended:")

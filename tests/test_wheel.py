@@ -14,6 +14,7 @@ from jaxserve.cli.main import COMMANDS
 from kernels.cpu import build, library
 from tests import alphabet_model
 from tests.alphabet_model import after
+from tests.base_install import IMPORT_THE_OTHERS
 from tests.kernels.cpu_levels import AUTO
 
 ROOT = Path(__file__).parents[1]
@@ -99,17 +100,9 @@ def test_an_editable_install_compiles_them_and_does_not_fail_if_that_does(tmp_pa
     assert ("no space left" in said) != works
 
 
-# argv: a model folder. Every module but commands and those of the extra [serve], then an answer of each kind of thing that a model
-# needs.
-CODE = """
-import checkpoints, importlib, importlib.metadata, jaxserve, kernels, pkgutil, sys
-for package in (jaxserve, kernels, checkpoints):
-    print(package.__file__)
-    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        more = ("__main__", "cli", "ray.application", "ray.hosts", "routing", "serving")
-        needs_more = tuple(f"jaxserve.{name}" for name in more)
-        if not module.name.startswith(needs_more):
-            importlib.import_module(module.name)
+# argv: a model folder. The version, then an answer of each kind of thing that a model needs.
+ANSWERS = """
+import importlib.metadata, sys
 print(importlib.metadata.version("jaxserve"))
 
 plan = jaxserve.BucketPlan(mixed=((16, 2),), head_rows=(2,))
@@ -123,10 +116,11 @@ print(chat.outputs[0].text, form.outputs[0].text, kernels.attention, kernels.lay
 
 
 def check_works(python: Path | str, site: Path, folder: Path, **environment: str) -> None:
-    """Runs CODE outside of the checkout, with the packages that lie in `site`. Its engine has the backends that "auto" has here."""
+    """Imports what needs no extra and asks for ANSWERS, outside of the checkout, with the packages that lie in `site`. The engine has the
+    backends that "auto" has here."""
     model = alphabet_model.save(folder / "model")
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    command = [str(python), "-P", "-c", CODE, str(model)]
+    command = [str(python), "-P", "-c", IMPORT_THE_OTHERS + ANSWERS, str(model)]
     done = subprocess.run(
         command, cwd=folder, env={**inherited, "JAX_PLATFORMS": "cpu", **environment}, capture_output=True, text=True, timeout=200
     )

@@ -156,7 +156,7 @@ def fleet() -> FleetOptions:
 def main() -> int | None:
     http_server.set_up_logging()
     if on_ray():
-        serve_on_ray(fleet)
+        serve_on_ray(fleet())
         return None
     with ExitStack() as stack:
         listeners = list[socket]()

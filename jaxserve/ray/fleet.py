@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
-import msgspec
-
 from jaxserve.config import engine_config
 from jaxserve.ray.resources import num_devices
 from jaxserve.serving.options import (
@@ -125,6 +123,8 @@ def _taken(options: type[Any], given: dict[str, Any]) -> dict[str, Any]:
 
 def _converted(name: str, value: Any, kind: Any) -> Any:
     """A value as a field of this kind has it. A text may be that of JSON, or of several texts with commas between them."""
+    import msgspec  # of the extra [serve], without which a fleet's options and its rule can be had
+
     several = [str(value).split(",")] if isinstance(value, str | int) else []
     for form in (value, _plain(value), str(value), *several):
         with contextlib.suppress(msgspec.ValidationError):

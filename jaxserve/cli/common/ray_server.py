@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from absl import app, flags
@@ -56,15 +55,13 @@ def _http_options_for(fleet: FleetOptions) -> dict[str, Any]:
     return options
 
 
-def serve_on_ray(read_flags: Callable[[], FleetOptions]) -> None:
-    """Serves replicas until SIGTERM or Ctrl-C, then lets what runs finish for --grace seconds. read_flags: what they are, once it
-    is known that Ray is installed."""
+def serve_on_ray(fleet: FleetOptions) -> None:
+    """Serves replicas until SIGTERM or Ctrl-C, then lets what runs finish for --grace seconds."""
     import ray  # pyright: ignore[reportMissingImports]
     from ray import serve  # pyright: ignore[reportMissingImports]
 
     from jaxserve.ray.application import build
 
-    fleet = read_flags()
     with refuse_bad_input():
         http = _http_options_for(fleet)
     stop = threading.Event()
