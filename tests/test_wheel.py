@@ -116,8 +116,8 @@ print(chat.outputs[0].text, form.outputs[0].text, kernels.attention, kernels.lay
 
 
 def check_works(python: Path | str, site: Path, folder: Path, **environment: str) -> None:
-    """Imports what needs no extra and asks for ANSWERS, outside of the checkout, with the packages that lie in `site`. The engine has the
-    backends that "auto" has here."""
+    """Imports what needs no extra and asks for ANSWERS, outside of the checkout, with the packages that lie in `site`. The
+    engine has the backends that "auto" has here."""
     model = alphabet_model.save(folder / "model")
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     command = [str(python), "-P", "-c", IMPORT_THE_OTHERS + ANSWERS, str(model)]

@@ -9,23 +9,30 @@ import pytest
 from jaxserve.models import ModelConfig
 from jaxserve.models.medusa import find_medusa, load_medusa
 from tests import alphabet_model
+from tests.alphabet_model import after, ids
 
 
 @pytest.mark.slow
 def test_a_run_writes_a_head_and_a_second_one_has_nothing_left_to_do(tmp_path):
+    """The chat template ends with an A, so that each answer is the letters behind it. A head that learned has all drafts right."""
     model, output, prompts = alphabet_model.save(tmp_path / "model"), tmp_path / "head", tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": letter}) + "\n" for letter in "abcdefgh"))
     flags = [f"--output={output}", f"--prompts={prompts}", "--method=medusa", "--num_drafts=2", "--num_eval=2", "--max_tokens=9"]
-    command = [sys.executable, "-m", "jaxserve", "train-draft", str(model), *flags, "--length=24", "--steps=3", "--batch_size=2"]
+    command = [sys.executable, "-m", "jaxserve", "train-draft", str(model), *flags, "--length=24", "--batch_size=2"]
+    command += ["--steps=20", "--learning_rate=0.03", f"--json={tmp_path / 'result.json'}"]
     run = lambda *more: subprocess.run([*command, *more], capture_output=True, text=True, timeout=300)  # noqa: E731
     done = run()
     assert done.returncode == 0, done.stderr
-    assert "tokens a step; 3 steps in" in done.stdout and "of chains behind answers kept aside" in done.stdout
+    shares, length = done.stdout.splitlines()
+    assert shares.startswith(f"{output}: of steps along answers kept aside 100%, 100% have their first drafts right")
+    assert length.startswith("3.00 tokens a step; 20 steps in ")
     files = find_medusa(output, ModelConfig.from_hf(model))
     assert files.config.num_heads == 2 and len(load_medusa(files.reader, files.config, "float32").heads) == 2
-    (first, *_), *rest = [json.loads(line)["output"] for line in (output / "answers.jsonl").read_text().splitlines()]
-    assert first == ord("A") + 1 and len(rest) == 7, "the chat template ends with an A"
-    assert "tokens a step; 0 steps in" in run().stdout
+    answers = [json.loads(line)["output"] for line in (output / "answers.jsonl").read_text().splitlines()]
+    assert answers == [ids(after("A", 9))] * 8
+    assert run().stdout.startswith(f"{shares}\n3.00 tokens a step; 0 steps in ")
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["shares_right"], result["accepted_length"], result["steps_run"]) == ([1, 1], 3, 0)
     for more, message in (
         (["--seed=1"], "has checkpoints of another run (seed=0 there, 1 now)"),
         (["--num_eval=8"], "leaves nothing"),
