@@ -10,6 +10,7 @@ import pytest
 from jaxserve.execution.draft_functions import choose
 from jaxserve.models.draft_ids import add_draft_ids
 from jaxserve.sampling.sampler import SamplingRows
+from tests.selection import slow_unless
 
 R, V, N = 24, 1000, 300
 
@@ -33,7 +34,7 @@ def rows(rng: np.random.Generator) -> SamplingRows:
     return made
 
 
-@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("draws", slow_unless(bool, [False, True]))
 def test_a_part_of_the_vocabulary_is_drawn_from_as_all_of_it_is_where_the_others_are_impossible(draws):
     rng, of_part, of_all = np.random.default_rng(5), jax.jit(choose, static_argnums=(2, 4)), jax.jit(choose, static_argnums=2)
     for _ in range(6):

@@ -201,7 +201,7 @@ STORED = {  # as STAGED, and the engine of one process that has the same store
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", exhaustive_unless(lambda name: name != "stages", STORED))
+@pytest.mark.parametrize("layout", exhaustive_unless(lambda name: name == "both", STORED))
 def test_hosts_keep_pages_in_a_store_that_engines_of_other_layouts_share(layout, started, tmp_path):
     """What they have saved is loaded by engines of the same layout and of one process. Answers are to the last bit those of no
     store."""

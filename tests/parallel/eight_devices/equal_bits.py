@@ -50,8 +50,8 @@ IN_CI = {  # each model, number of devices and dtype
     *(("float32", name, 8) for name in ("odd_groups_tied", "three_kv_heads", "experts_and_dense")),
     *(("float32", "gqa", 2), ("float32", "experts", 4), ("bfloat16", "mqa_biases", 4)),
 }
-BY_DEFAULT = [*(("float32", name) for name in MODELS), ("bfloat16", "gqa")]
-IN_CI_BY_DEFAULT = {("float32", "experts"), ("bfloat16", "gqa")}
+BY_DEFAULT = [(*kind, tp) for kind in (*(("float32", name) for name in MODELS), ("bfloat16", "gqa")) for tp in (2, 4, 8)]
+IN_CI_BY_DEFAULT = {("float32", "experts", 2), ("bfloat16", "gqa", 4), ("float32", "experts", 8)}
 
 
 def served(tp: int, asks: list[Ask], config=CONFIG, dtype: str = "float32", transposed: bool = False) -> dict[str, Answer]:
@@ -61,6 +61,13 @@ def served(tp: int, asks: list[Ask], config=CONFIG, dtype: str = "float32", tran
 @functools.cache
 def of_one_device(dtype: str, name: str) -> dict[str, Answer]:
     return served(1, ASKS, MODELS[name], dtype, transposed=True)
+
+
+@functools.cache
+def served_by_default(dtype: str, name: str, tp: int) -> dict[str, Answer]:
+    engine = engine_of(dummy_model(dtype, MODELS[name]), tp, deterministic="always")
+    assert "attention: cpu; rotary write: cpu; matmuls: cpu" in engine.describe()
+    return answers(engine, ASKS)
 
 
 @pytest.mark.slow
@@ -76,15 +83,8 @@ def test_bits_are_those_of_one_device(case):
 @pytest.mark.parametrize("case", exhaustive_unless(lambda x: x in IN_CI_BY_DEFAULT, BY_DEFAULT), ids=str)
 def test_bits_are_those_of_one_device_by_default(case):
     """With the kernels for CPUs, which an engine takes by itself."""
-    dtype, name = case
-    model = dummy_model(dtype, MODELS[name])
-    found = {}
-    for tp in (1, 2, 4, 8):
-        engine = engine_of(model, tp, deterministic="always")
-        assert "attention: cpu; rotary write: cpu; matmuls: cpu" in engine.describe()
-        found[tp] = answers(engine, ASKS)
-    for tp in (2, 4, 8):
-        assert differences(found[tp], found[1]) == [], f"{tp} devices"
+    dtype, name, tp = case
+    assert differences(served_by_default(dtype, name, tp), served_by_default(dtype, name, 1)) == []
 
 
 def test_a_layer_of_two_and_four_devices_gives_equal_bits_and_sums_nothing_over_them():
