@@ -19,7 +19,7 @@ from jaxserve.engine.drafting import Draft, draft_functions
 from jaxserve.engine.kernel_choice import KernelChoice, choose_kernels, decide_deterministic, qualify_kernels
 from jaxserve.engine.resolution import model_functions, resolve
 from jaxserve.engine.sharding import check_sharding, local_part, model_shards
-from jaxserve.execution.compilation import compile_counts, use_persistent_cache
+from jaxserve.execution.compilation import compile_counts, compile_side_by_side, use_persistent_cache
 from jaxserve.execution.leading_runner import AnyRunner, LeadingRunner
 from jaxserve.execution.model_functions import weights_dtype
 from jaxserve.execution.pipeline_programs import make_programs
@@ -76,8 +76,7 @@ def set_up_runner(
         hosts.awaits_compile = lambda: programs.num_awaited > 0
     warm_up: BackgroundWarmUp | None = None
     if config.warm_up == "all":  # from shapes, before the pool takes the memory that compiling may need
-        for key in programs.keys:
-            programs.get(key)
+        compile_side_by_side(programs.get, programs.keys)
     elif config.warm_up == "background":
         warm_up = BackgroundWarmUp(programs, is_busy)
         warm_up.compile_first()

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxserve.batching.layout import StepLayout
 from jaxserve.buckets.plan import Bucket
 from jaxserve.execution.body import HeadInputs, body
+from jaxserve.execution.compilation import compile_side_by_side
 from jaxserve.execution.device_state import DeviceState, abstract_state, update_rows
 from jaxserve.execution.draft_functions import TakenApart
 from jaxserve.execution.draft_model import DraftModel
@@ -306,8 +307,9 @@ class Programs:
     def largest_temp_bytes(self) -> int:
         """As much temporary memory as any program may need: see memory.reserve_bytes."""
         plan = self.config.plan
-        largest = [self.get(key) for key in (plan.buckets[-1], (plan.max_head_rows, True), "score") if key in self.keys]
-        return reserve_bytes(program.memory_analysis().temp_size_in_bytes for program in largest)
+        largest = [key for key in (plan.buckets[-1], (plan.max_head_rows, True), "score") if key in self.keys]
+        compile_side_by_side(self.get, largest)
+        return reserve_bytes(self.get(key).memory_analysis().temp_size_in_bytes for key in largest)
 
     def _compile(self, key: ProgramKey) -> Any:
         start, spec = time.perf_counter(), self.spec(key)

@@ -13,11 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-
-import jax
 
 from jaxserve.buckets.plan import Bucket, BucketPlan
+from jaxserve.execution.compilation import compile_side_by_side
 from jaxserve.execution.pipeline_programs import AnyPrograms
 from jaxserve.execution.programs import ProgramKey, RestHead, name_of
 from jaxserve.scheduling.config import resolve_policy
@@ -111,12 +109,8 @@ class BackgroundWarmUp:
         self._thread = threading.Thread(target=self._compile_rest, name="jaxserve-compiler", daemon=True)
 
     def compile_first(self) -> None:
-        """Compiles what every step can run with; on a CPU side by side, elsewhere one at a time, since compilers that time kernels
-        on the device would disturb each other."""
-        num_threads = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="jaxserve-first-programs") as pool:
-            for compiled in [pool.submit(self._programs.get, key) for key in self.first]:
-                compiled.result()
+        """Compiles what every step can run with, side by side."""
+        compile_side_by_side(self._programs.get, self.first)
 
     def start(self) -> None:
         """Starts the thread. It leaves the first request the machine, if that comes within HEAD_START_SECONDS + QUIET_SECONDS."""

@@ -157,17 +157,34 @@ class Batch:
         if planner is not None:
             packed = jax.device_put(planner.plan(q_lens, kv_lens if planned_kv_lens is None else planned_kv_lens))
         chain = _chain(calls, which, self.max_q_len, planner, self.variant)
-        return lambda: chain(self.q, self.arrays, packed)
+        key = chain, *((x.shape, x.dtype) for x in jax.tree.leaves((self.q, self.arrays, packed)))
+        if key not in _COMPILED:
+            _COMPILED[key] = chain.lower(self.q, self.arrays, packed).compile()
+        compiled = _COMPILED[key]
+        return lambda: compiled(self.q, self.arrays, packed)
 
-    def seconds(self, figures: Figures, calls: int = 8, tiles: Any = None) -> float:
-        """Seconds of one attention call: what `calls` more of them in a program add, so that dispatch stays out of it."""
+    @property
+    def timed_calls(self) -> int:
+        """Calls that the longer one of the timed programs has more than the other."""
+        return 4 if self.max_q_len > 1024 else 8
+
+    def compile(self) -> None:
+        """The programs that `seconds` times."""
+        for calls in (1, self.timed_calls + 1):
+            self.program(calls)
+
+    def seconds(self, figures: Figures, tiles: Any = None) -> float:
+        """Seconds of one attention call: what `timed_calls` more of them in a program add, so that dispatch stays out of it."""
         import jax
 
         def time(calls: int) -> float:
             program = self.program(calls, tiles)
             return figures.seconds_per_call(lambda i: program(), jax.block_until_ready, batches=5)
 
-        return time(1) if figures.dry_run else (time(calls + 1) - time(1)) / calls
+        return time(1) if figures.dry_run else (time(self.timed_calls + 1) - time(1)) / self.timed_calls
+
+
+_COMPILED: dict[Any, Any] = {}  # programs by what they compute and their arguments' shapes: batches of one shape share them
 
 
 @functools.cache
@@ -247,6 +264,8 @@ def decode(figures: Figures) -> None:
     longest = max(kv_len for _, kv_len in points)  # one page table and so one program a batch size, whatever its KV
     pools = _pools(names, figures.dry_run)
     with gpu.interpreted() if figures.dry_run else contextlib.nullcontext():
+        shapes = dict.fromkeys((name, B) for B, _ in points for name in names)
+        _compile(figures, [(name, [(1, 64)] * B) for name, B in shapes], pools, longest)
         for B, kv_len in points:
             for name in names:
                 title, seqs = f"decode {name} B={B} KV={kv_len}", [(1, kv_len)] * B
@@ -259,11 +278,14 @@ def prefill(figures: Figures) -> None:
     points, names = prefill_points(), ["8b", "0.6b", "32b", "30b-a3b"]
     if figures.dry_run:
         points, names = [(16, 32), (16, 16)], ["tiny"]
-    pools = _pools(names, figures.dry_run)
+    pools, longest = _pools(names, figures.dry_run), max(kv_len for _, kv_len in points)
+    shapes = dict.fromkeys((name, q_len) for q_len, _ in points for name in names)
+    _compile(figures, [(name, [(q_len, q_len)]) for name, q_len in shapes], pools, longest)
     for q_len, kv_len in points:
         for name in names:
             title = f"{'prefill' if q_len == kv_len else 'chunk'} {name} {q_len} KV={kv_len}"
-            figures.attempt(title, _speed, figures, rates, "prefill", title, name, [(q_len, kv_len)], pools[name])
+            seqs = [(q_len, kv_len)]
+            figures.attempt(title, _speed, figures, rates, "prefill", title, name, seqs, pools[name], max_kv_len=longest)
 
 
 def mixed(figures: Figures) -> None:
@@ -282,6 +304,19 @@ def mixed(figures: Figures) -> None:
             figures.attempt(title, _speed, figures, rates, "mixed", title, name, seqs, pools[name])
 
 
+def _compile(figures: Figures, batches: list[tuple[str, list[tuple[int, int]]]], pools: dict[str, Any], max_kv_len: int) -> None:
+    """Compiles what the (model, sequences) are timed with, side by side and before anything is: most of a section's time was one
+    program after the other."""
+    from jaxserve.execution.compilation import compile_side_by_side
+
+    def compile(number: int) -> None:
+        name, seqs = batches[number]
+        Batch.make(SHAPES[name], seqs, num_pages=len(pools[name]), kv_pages=pools[name], max_kv_len=max_kv_len).compile()
+
+    if not figures.dry_run:
+        figures.attempt("compile", compile_side_by_side, compile, range(len(batches)))
+
+
 def _speed(
     figures: Figures,
     rates: Rates,
@@ -293,7 +328,7 @@ def _speed(
     max_kv_len: int = 0,
 ) -> None:
     batch = Batch.make(SHAPES[name], seqs, num_pages=len(pages), kv_pages=pages, max_kv_len=max_kv_len)
-    seconds = batch.seconds(figures, calls=4 if max(q for q, _ in seqs) > 1024 else 8)
+    seconds = batch.seconds(figures)
     bandwidth, rate = batch.kv_bytes / seconds, batch.flops / seconds
     floor = max(batch.kv_bytes / rates.copy, batch.flops / rates.matmul)
     share, unit = {

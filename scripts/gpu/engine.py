@@ -46,10 +46,10 @@ def random_engine(name: str, *, eos: tuple[int, ...] = (), seed: int = 0, **opti
 
 def compile_all(engine: Any) -> None:
     """Every program that a request without logprobs can need."""
+    from jaxserve.execution.compilation import compile_side_by_side
+
     programs = engine.runner.programs
-    for key in programs.keys:
-        if not (isinstance(key, tuple) and key[1]):
-            programs.get(key)
+    compile_side_by_side(programs.get, [key for key in programs.keys if not (isinstance(key, tuple) and key[1])])
 
 
 def _record_recompilations(figures: Figures, what: str, before: int) -> None:
@@ -132,12 +132,15 @@ def _time_step(figures: Figures, rates: Rates, engine: Any, title: str, batch: i
 
 def decoding(engine: Any, batch: int, kv_len: int, seed: int) -> tuple[Any, int]:
     """Brings `batch` requests to decoding at about kv_len tokens. Returns the StepInputs of a step as it then runs, made to run at
-    the same place over and over, and the KV tokens that it reads. Raises ValueError for more requests than run at once."""
+    the same place over and over, and the KV tokens that it reads. Raises ValueError for more requests than run at once, or
+    than there are pages for."""
     from jaxserve import SamplingParams
 
-    most = engine.config.scheduler.max_num_seqs
+    most, cache = engine.config.scheduler.max_num_seqs, engine.config.cache
     if batch > most:
         raise ValueError(f"{batch=} requests can't decode at once where max_num_seqs={most}: raise it")
+    if batch * -(-kv_len // cache.page_size) > cache.num_pages:
+        raise ValueError(f"{batch=} requests of {kv_len} tokens need more than the pool's {cache.num_pages} pages: free memory")
     rng = np.random.default_rng(seed)
     params = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True, detokenize=False)
     for i in range(batch):
