@@ -37,6 +37,7 @@ _STEP_MS = flags.DEFINE_float("replay_step_ms", 0.0, "Least time of that server'
 _PORT = flags.DEFINE_integer("port", 8000, "Of --serve_replay.")
 _NUM_PROMPTS = flags.DEFINE_integer("num_prompts", 128, "Requests in all.", lower_bound=1)
 _CONCURRENCY = flags.DEFINE_integer("max_concurrency", 64, "Requests at a time.", lower_bound=1)
+_RAMP_UP = flags.DEFINE_float("ramp_up_s", 0.0, "Seconds over which the first requests begin; 0: all at once.", lower_bound=0)
 _INPUT_LEN = flags.DEFINE_integer("input_len", 128, "Characters of a prompt.", lower_bound=1)
 _OUTPUT_LEN = flags.DEFINE_integer("output_len", 128, "Tokens of an answer.", lower_bound=1)
 _API_KEY = flags.DEFINE_string("api_key", None, "The server's key; by default JAXSERVE_API_KEY.")
@@ -50,7 +51,9 @@ async def load(target: Target) -> tuple[list[Stream], float]:
     """All streams, and the seconds they took together."""
     rng, places = random.Random(_SEED.value), asyncio.Semaphore(_CONCURRENCY.value)
 
-    async def one() -> Stream:
+    async def one(number: int) -> Stream:
+        if number < _CONCURRENCY.value:
+            await asyncio.sleep(_RAMP_UP.value * number / _CONCURRENCY.value)
         prompt = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=_INPUT_LEN.value))
         async with places:
             return await target.ask(
@@ -58,7 +61,7 @@ async def load(target: Target) -> tuple[list[Stream], float]:
             )
 
     started = time.perf_counter()
-    streams = await asyncio.gather(*(one() for _ in range(_NUM_PROMPTS.value)))
+    streams = await asyncio.gather(*map(one, range(_NUM_PROMPTS.value)))
     return streams, time.perf_counter() - started
 
 
