@@ -134,7 +134,7 @@ def run_processes(llm: LLM, model: ModelOptions, options: ServerOptions, listene
         api_processes.describe(llm),
         api_processes.take_apart(llm.tokenizer),
         default_sampling_params(llm, model),
-        {"max_waiting": model.max_waiting, "request_timeout": model.request_timeout},
+        {name: getattr(model, name) for name in ("max_waiting", "request_timeout", "max_new_tokens")},
         options,
         hub.stats,
         http_server.uvicorn_options(),

@@ -59,6 +59,7 @@ class AsyncLLM:
       max_failures: as `EngineLoop`'s.
       listener: called with every Report, on the event loop; for metrics.
       default_sampling_params: what requests change; None: what the model recommends.
+      max_new_tokens: the most tokens of a sample, whatever a request asks for; None: as many as it asks for.
       connect: returns the loop of an engine that is elsewhere, which delivers its Reports to the function that it is given. None:
         the engine is llm's, on a thread of this process.
       tag: part of the names that the engine knows requests by: other processes that use it have others.
@@ -78,6 +79,7 @@ class AsyncLLM:
         max_failures: int = MAX_FAILURES,
         listener: Callable[[Report], None] | None = None,
         default_sampling_params: SamplingParams | None = None,
+        max_new_tokens: int | None = None,
         connect: Callable[[Callable[[Report], None]], EngineSide] | None = None,
         tag: str = "",
     ):
@@ -88,6 +90,7 @@ class AsyncLLM:
         recommended = getattr(getattr(llm, "generation_defaults", None), "max_new_tokens", None)
         is_default = recommended == self.default_sampling_params.max_tokens
         self.recommended_max_tokens: int | None = recommended if is_default else None
+        self.max_new_tokens = max_new_tokens
         self.config: ServedConfig = llm.engine.config
         self.eos_token_ids: frozenset[int] = llm.engine.eos_token_ids
         self.qualification: str | None = llm.engine.qualification
@@ -253,7 +256,7 @@ class AsyncLLM:
         self.check_health()
 
     def ready(self, params: SamplingParams) -> SamplingParams:
-        """The parameters as the engine takes them, which has no tokenizer.
+        """The parameters as the engine takes them, which has no tokenizer, with max_new_tokens at most.
 
         Raises:
           ValueError: they need a tokenizer, and there is none.
@@ -262,6 +265,8 @@ class AsyncLLM:
         form = params.structured_outputs
         if form is not None and len((form := StructuredOutputsParams.make(form)).key) > MAX_FORM:
             raise GrammarError(f"structured_outputs: {form.kind}: its JSON has {len(form.key)} bytes, the most is {MAX_FORM}")
+        if (most := self.max_new_tokens) is not None:
+            params = params.with_(max_tokens=min(params.max_tokens or most, most), min_tokens=min(params.min_tokens, most))
         return for_engine(params, self.tokenizer)
 
     def check_room(self, num_samples: int) -> None:

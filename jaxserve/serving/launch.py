@@ -29,7 +29,7 @@ def load_llm(options: ModelOptions, hosts: HostGroup | None = None) -> LLM:
 def default_sampling_params(llm: LLM, options: ModelOptions) -> SamplingParams:
     """What requests change."""
     base = SamplingParams() if options.generation_config == "vllm" else llm.get_default_sampling_params()
-    return base.with_(**options.override_generation_config)
+    return base.with_(**options.sampling_overrides)
 
 
 def make_engine(llm: LLM, options: ModelOptions) -> AsyncLLM:
@@ -40,4 +40,5 @@ def make_engine(llm: LLM, options: ModelOptions) -> AsyncLLM:
         request_timeout=options.request_timeout,
         max_failures=options.max_failures,
         default_sampling_params=default_sampling_params(llm, options),
+        max_new_tokens=options.max_new_tokens,
     )

@@ -30,13 +30,11 @@ CONTROL_PATHS: tuple[str, ...] = (
 # Options of connections, which a server has of its own listener alone.
 LISTENER_OPTIONS: tuple[str, ...] = ("max_connections", "max_header_bytes", "header_seconds")
 MAX_FAILURES = 3  # steps in a row that may raise before an engine counts as broken
+# What override_generation_config may hold.
 SAMPLING: tuple[str, ...] = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-)  # that override_generation_config may hold
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    "max_new_tokens",
+)
 GENERATION_CONFIGS: tuple[str, ...] = ("auto", "vllm")
 SEVERAL: dict[str, str] = {
     "api_server_count": "API processes",
@@ -195,7 +193,8 @@ class ModelOptions:
     model, tokenizer, skip_tokenizer_init: as `LLM`'s. engine: options of `LLM`.
     chat_template: Jinja source in place of the tokenizer's template.
     generation_config: whose sampling parameters a request changes: "auto": the checkpoint's; "vllm": vLLM's defaults.
-    override_generation_config: sampling parameters over those, of SAMPLING.
+    override_generation_config: sampling parameters over those, of SAMPLING. Its max_new_tokens is also the most that any request
+    gets.
     max_waiting, request_timeout, max_failures: as `AsyncLLM`'s.
 
     Raises:
@@ -226,7 +225,20 @@ class ModelOptions:
             raise ValueError(f"override_generation_config={self.override_generation_config!r} must be names and values")
         if unknown := sorted(self.override_generation_config.keys() - set(SAMPLING)):
             raise ValueError(f"override_generation_config: {', '.join(unknown)} is not taken; it may hold {', '.join(SAMPLING)}")
-        SamplingParams(**self.override_generation_config)
+        try:
+            SamplingParams(**self.sampling_overrides)
+        except ValueError as error:
+            raise ValueError(f"override_generation_config: {str(error).replace('max_tokens', 'max_new_tokens')}") from None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The most tokens of any output, where override_generation_config says it."""
+        return self.override_generation_config.get("max_new_tokens")
+
+    @property
+    def sampling_overrides(self) -> dict[str, Any]:
+        """override_generation_config by the names of SamplingParams."""
+        return {"max_tokens" if name == "max_new_tokens" else name: x for name, x in self.override_generation_config.items()}
 
 
 def check_limits(max_waiting: int, request_timeout: float | None, max_failures: int) -> None:

@@ -1,5 +1,6 @@
 """Flags of `jaxserve serve` under vLLM's names: what they become, and what is refused before a model is loaded."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -79,7 +80,14 @@ def test_default_sampling(given):
     assert default_sampling_params(llm, model()) == recommended.with_(temperature=0.1, min_p=0.2)
     given(generation_config="vllm")
     assert default_sampling_params(llm, model()) == SamplingParams(temperature=0.1, min_p=0.2)
-    for value, said in (('{"max_new_tokens": 3}', "max_new_tokens is not taken"), ('{"top_p": 7}', "top_p=7 must be")):
+    penalties: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5}
+    given(override_generation_config=json.dumps(penalties | {"max_new_tokens": 3}))
+    assert default_sampling_params(llm, model()) == SamplingParams(max_tokens=3, **penalties) and model().max_new_tokens == 3
+    for value, said in (
+        ('{"min_tokens": 3}', "min_tokens is not taken"),
+        ('{"top_p": 7}', "override_generation_config: top_p=7 must be"),
+        ('{"max_new_tokens": 0}', "override_generation_config: max_new_tokens=0 must be"),
+    ):
         given(override_generation_config=value)
         with pytest.raises(ValueError, match=said):
             model()

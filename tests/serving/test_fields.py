@@ -35,6 +35,26 @@ class Recommending:
         return self._params
 
 
+def test_max_new_tokens_of_the_server_is_the_most(shared_llm):
+    """Of --override_generation_config: over the checkpoint's own, and over what a request asks for, in every dialect."""
+    overridden = shared_llm.get_default_sampling_params().with_(max_tokens=4)
+    with serving(Recommending(shared_llm, 3), default_sampling_params=overridden, max_new_tokens=4) as server:
+
+        def num_tokens(path: str, count: str = "completion_tokens", **body: Any) -> int:
+            return ok(server.client.post(path, json=body))["usage"][count]
+
+        said = {"messages": [{"role": "user", "content": "a"}], "temperature": 0}
+        asking: list[tuple[dict[str, Any], int]] = [({}, 4), ({"max_tokens": 2}, 2), ({"max_tokens": 9, "min_tokens": 8}, 4)]
+        for asked, number in asking:
+            assert num_tokens("/v1/chat/completions", **said, **asked, ignore_eos=True) == number
+            assert num_tokens("/v1/completions", prompt="a", **asked, ignore_eos=True) == number
+            sampling = asked | {"ignore_eos": True}
+            assert num_tokens("/inference/v1/generate", token_ids=ids("a"), sampling_params=sampling) == number
+        assert num_tokens("/v1/responses", "output_tokens", input="a", max_output_tokens=9, ignore_eos=True) == 4
+        assert num_tokens("/v1/messages", "output_tokens", model="alphabet", max_tokens=9, **said) == 4
+        assert num_tokens("/v1/completions", prompt="a", use_beam_search=True, n=2, max_tokens=9, ignore_eos=True) == 8
+
+
 def test_max_new_tokens_of_the_checkpoint(shared_llm):
     """Where a chat, or a request of token ids, does not say how many; a completion has OpenAI's 16."""
     with serving(Recommending(shared_llm, 3)) as server:

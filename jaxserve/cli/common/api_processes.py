@@ -80,8 +80,8 @@ class TokenizerParts:
 
 @dataclass(frozen=True)
 class Start:
-    """What a process is told at its start. limits: `AsyncLLM`'s max_waiting and request_timeout. stats: the engine's counts so far.
-    uvicorn: its options. tag: as `AsyncLLM`'s, of this process alone."""
+    """What a process is told at its start. limits: `AsyncLLM`'s max_waiting, request_timeout and max_new_tokens. stats: what the
+    engine has counted so far. uvicorn: its options. tag: as `AsyncLLM`'s, of this process alone."""
 
     engine: Engine
     tokenizer: TokenizerParts | None

@@ -27,7 +27,9 @@ _TEMPLATE = flags.DEFINE_string("chat_template", None, "A file of a chat templat
 _KWARGS = flags.DEFINE_string("default_chat_template_kwargs", None, "Variables of the chat template, as JSON; a request's win.")
 _TRUST = flags.DEFINE_bool("trust_request_chat_template", False, "A request may bring a chat template.")
 _OVERRIDE = flags.DEFINE_string(
-    "override_generation_config", None, "Default sampling parameters, as JSON, over those of generation_config.json."
+    "override_generation_config",
+    None,
+    "Default sampling parameters, as JSON, over those of generation_config.json; max_new_tokens is also the most of any request.",
 )
 _GENERATION = flags.DEFINE_enum(
     "generation_config", "auto", GENERATION_CONFIGS, "Default sampling: of the checkpoint (auto), or vLLM's own whatever that says."
