@@ -1,5 +1,5 @@
-"""Writes docs/options.md, docs/fields.md and docs/metrics.md from the tables that the code has: the engine's options, vLLM's names
-for them, the fields of requests, and a server's metrics.
+"""Writes docs/options.md, docs/fields.md and docs/metrics.md from the tables that the code has: the engine's options, vLLM's
+flags, the fields of requests, and a server's metrics.
 
     python -m scripts.write_options
 
@@ -9,6 +9,9 @@ tests/test_config.py fails while a page is not what this writes.
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,15 +33,12 @@ default, means. A command's `--help` shows its own defaults: `jaxserve serve` ha
 _VLLM = """
 ## vLLM's flags
 
-Flags of vLLM's that are not listed here, and that jaxserve has, are called the same: `--max-model-len`, `--max-num-seqs`,
-`--max-num-batched-tokens`, `--gpu-memory-utilization`, `--served-model-name`, `--dtype`, `--seed`, `--host`, `--port`, `--api-key`,
-`--tokenizer`, `--enable-prefix-caching`, `--enable-chunked-prefill`, `--scheduling-policy`, `--speculative-config`. A few have
-another name here, and both names work.
+All flags of `vllm serve` (0.32, and some of versions before): those that are the same here, those that have another name, and those
+that are not here. Both names of a flag work.
 
-All other flags of `vllm serve` (0.32, and some of versions before) are refused by name, and the command says what to use instead.
-*Accepted* lists the values that ask for what is so here anyway: the flag is taken and changes nothing. *Given*: the switch itself
-is taken. A switch that `--no-` turns off is taken too. A part of a flag's JSON, such as `--compilation-config.level`, is answered
-as the whole flag is.
+A flag that is not here is refused by name, and the command says what to use instead. *Accepted* lists the values that ask for what
+is so here anyway: the flag is taken and changes nothing. *Given*: the switch itself is taken. A switch that `--no-` turns off is
+taken too. A part of a flag's JSON, such as `--compilation-config.level`, is answered as the whole flag is.
 
 """
 _FIELDS = """# Fields of a request
@@ -70,6 +70,13 @@ def _row(name: str, default: object, option: Option) -> str:
     return f"| `{name}` | {values} | {means} | {option.help.replace('|', chr(92) + '|')} |"
 
 
+def server_flags() -> dict[str, str]:
+    """The flags of `jaxserve serve`, and what its --help says of each. It runs on its own: a process defines a flag once."""
+    done = subprocess.run([sys.executable, "-m", "jaxserve", "serve", "--help"], capture_output=True, text=True, check=True)
+    found = re.findall(r"^  --(?:\[no\])?(\w+).*\n((?: {6}.*\n)+)", done.stdout, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
 def page() -> str:
     """The page's text."""
     groups = dict.fromkeys(option.group for _, option in options().values())
@@ -79,7 +86,7 @@ def page() -> str:
         parts.append(
             "\n".join([f"\n## {group}\n", "| option | values | default | meaning |", "| --- | --- | --- | --- |", *rows, ""])
         )
-    return "".join([*parts, _VLLM, vllm_flags.markdown()])
+    return "".join([*parts, _VLLM, vllm_flags.markdown(server_flags())])
 
 
 def fields_page() -> str:

@@ -15,6 +15,7 @@ from jaxserve.cli.common import command, vllm_flags
 from jaxserve.cli.common.command import READER_LEFT, Misspelt, normalise, parse
 from jaxserve.cli.main import COMMANDS
 from jaxserve.config import EngineConfig, options
+from scripts.write_options import server_flags as server_flags_with_help
 from tests.cli import vllm_names
 from tests.selection import slow_unless
 
@@ -292,13 +293,13 @@ def test_every_name_of_vllms_that_is_missing_is_refused_with_what_to_use():
 
 def test_every_flag_of_vllms_is_ours_or_has_a_row():
     """None is "unknown", with a hint at some other flag; and the tables know which of them take a value."""
-    help_ = jaxserve_command("serve", "--help").stdout
-    ours = set(re.findall(r"^  --(?:\[no\])?(\w+)", help_, re.MULTILINE)) | set(vllm_flags.OURS)
+    ours = set(server_flags_with_help()) | set(vllm_flags.OURS)
     theirs = {name.replace("-", "_"): name in vllm_names.SWITCHES for name in (*vllm_names.VALUED, *vllm_names.SWITCHES)}
     assert len(theirs) == 340 and not [name for name in theirs if name not in ours | set(vllm_flags.MISSING)]
     rows = {name: row for name, row in vllm_flags.MISSING.items() if name in theirs}
     assert not [name for name, row in rows.items() if theirs[name] != (name not in row.names.split())]
     assert not ours & set(vllm_flags.MISSING)
+    assert sorted(vllm_flags.SAME) == sorted(theirs.keys() & ours - set(vllm_flags.OURS))
 
 
 @pytest.mark.parametrize(
@@ -327,10 +328,15 @@ def test_commands_without_an_engine_know_nothing_of_vllm():
 
 
 def test_the_tables_are_told_as_markdown():
-    text = vllm_flags.markdown()
-    assert "| `--block-size` | `--page-size` |" in text
+    helps = server_flags_with_help() | {"seed": "this | that"}
+    text = vllm_flags.markdown(helps)
+    assert "| `--seed` | this \\| that |" in text and "| `--uds` | Listen on a Unix domain socket" in text
+    assert "| `--block-size` | `--page-size` | Tokens of a KV page, a power of two. Unset: 64. |" in text
+    assert "| `--disable-uvicorn-access-log` | `--noaccess-log` | Turns off: A line a request on stderr" in text
     assert re.search(r"^\| `--data-parallel-size`, `-dp`, .* \| `1` \| an engine's devices are counted", text, re.MULTILINE)
-    assert not [name for name in vllm_flags.MISSING if f"-{name.replace('_', '-')}`" not in text]
+    every = (*vllm_flags.SAME, *vllm_flags.OURS, *vllm_flags.MISSING)
+    assert not [name for name in every if f"-{name.replace('_', '-')}`" not in text]
+    assert not set(vllm_flags.SAME) & (vllm_flags.OURS.keys() | vllm_flags.MISSING.keys())
 
 
 # ---- flags of the engine

@@ -1,17 +1,32 @@
-"""vLLM's flags: which are ours by another name, and what there is instead of those that we don't have.
+"""vLLM's flags: which are ours by the same name or by another, and what there is instead of those that we don't have.
 
-Flags that both have under one name are in neither table. The names are those of `vllm serve` 0.32, and of some versions before.
+The names are those of `vllm serve` 0.32, and of some versions before.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from absl import flags
 
 from jaxserve.models.config import DTYPE_ALIASES
 
+# Flags of `vllm serve` that `jaxserve serve` has by the same name.
+SAME: tuple[str, ...] = (
+    *("model", "served_model_name", "tokenizer", "skip_tokenizer_init", "config", "dtype", "seed"),
+    *("host", "port", "uds", "api_key", "api_server_count", "root_path", "middleware"),
+    *("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
+    *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching"),
+    *("enable_chunked_prefill", "long_prefill_token_threshold", "scheduling_policy", "async_scheduling"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "attention_backend", "moe_backend", "speculative_config"),
+    *("chat_template", "default_chat_template_kwargs", "trust_request_chat_template", "tool_call_parser", "reasoning_parser"),
+    *("generation_config", "override_generation_config", "response_role", "return_tokens_as_token_ids"),
+    *("enable_prompt_tokens_details", "enable_force_include_usage", "enable_request_id_headers", "sse_keep_alive_interval"),
+    *("enable_log_requests", "max_log_len"),
+)
 # vLLM's name -> ours, of the same thing.
 OURS = {
     "block_size": "page_size",
@@ -51,12 +66,12 @@ _DEVICES = (
     Missing("give --coordinator=ADDRESS:PORT, with --num_hosts and --host_id", "master_addr master_port"),
     Missing(
         "an engine's devices are counted by --tensor_parallel_size and --pipeline_parallel_size; run several engines behind "
-        "`jaxserve router`",
+        "`jaxserve router`, or with --ray --replicas",
         "data_parallel_size dp decode_context_parallel_size dcp prefill_context_parallel_size pcp n data_parallel_size_local dpl",
         accepts=("1",),
     ),
     Missing(
-        "an engine's devices share the model by --tensor_parallel_size and --pipeline_parallel_size alone",
+        "an engine's devices share the model by --tensor_parallel_size, --pipeline_parallel_size and --attention_groups alone",
         "data_parallel_rank dpn data_parallel_start_rank dpr data_parallel_address dpa data_parallel_rpc_port dpp "
         "data_parallel_backend dpb data_parallel_supervisor_port dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s "
         "dp_supervisor_probe_failure_threshold dp_sync_interval distributed_executor_backend "
@@ -69,7 +84,7 @@ _DEVICES = (
         granted="disable_custom_all_reduce disable_nccl_for_dp_synchronization",
     ),
     Missing("experts are cut over the devices of --tensor_parallel_size", granted="enable_expert_parallel ep"),
-    Missing("an engine is one worker, in the server's process", "worker_cls", accepts=("auto",)),
+    Missing("an engine has no classes of workers", "worker_cls", accepts=("auto",)),
     Missing(
         "weights of a trainer come by /update_weights_from_path, or in Python by LLM.update_params",
         "worker_extension_cls weight_transfer_config",
@@ -149,7 +164,8 @@ _MEMORY = (
     Missing("pages are found by sha256", "prefix_caching_hash_algo", accepts=("sha256",)),
     Missing("prefixes are shared by whole pages, of --page_size tokens", "prefix_match_unit prefix_cache_retention_interval"),
     Missing(
-        "KV is kept by --kv_store; --role=prefill and --role=decode share it through a folder or by NIXL, behind `jaxserve router`",
+        "KV is kept by --kv_store; --role=prefill and --role=decode share it through a folder, by NIXL or by Mooncake, behind "
+        "`jaxserve router`",
         "kv_transfer_config ec_transfer_config ec_manager_config",
     ),
     Missing("`jaxserve router` keeps its own account of prefixes", "kv_events_config"),
@@ -227,22 +243,25 @@ _ANSWERS = (
     Missing("a tool's own strict says whether its arguments are held to its schema", "tool_strict_level", accepts=("auto",)),
     Missing("tools are the client's to run", "tool_server"),
     Missing("tools are left out of the prompt where tool_choice is none", granted="exclude_tools_when_tool_choice_none"),
-    Missing("--reasoning_parser is auto unless given", "reasoning_config", granted="enable_reasoning"),
+    Missing("--reasoning_parser is auto unless given, and says what begins and ends reasoning", "reasoning_config"),
+    Missing("--reasoning_parser is auto unless given", granted="enable_reasoning"),
     Missing("choose from --reasoning_parser's values", "reasoning_parser_plugin"),
     Missing("the template is asked what it takes", "chat_template_content_format", accepts=("auto",)),
     Missing("each step's tokens are sent at once, unless a request gives stream_interval", "stream_interval", accepts=("1",)),
     Missing("answers have no system_fingerprint", "fingerprint_mode", accepts=("none",)),
     Missing("answers have no system_fingerprint", "fingerprint_value"),
-    Missing("/metrics has figures of all requests together", "per_request_spec_decode_metrics", accepts=("none",)),
-    Missing("/metrics has figures of all requests together", switches="enable_per_request_metrics"),
+    Missing("/metrics counts the drafts of all requests together", "per_request_spec_decode_metrics", accepts=("none",)),
+    Missing("--otlp_endpoint sends a trace of each request; /metrics has all together", switches="enable_per_request_metrics"),
 )
 _SERVER = (
+    Missing("the server speaks OpenAI's API and Anthropic's, over HTTP alone", "grpc_port", switches="grpc"),
+    Missing("Cohere's API and its prompts are not here", "cohere_format", switches="cohere_is_reasoning_model"),
     Missing(
-        "the server speaks OpenAI's API over HTTP",
-        "grpc_port cohere_format anthropic_disabled_thinking_effort",
-        switches="grpc cohere_is_reasoning_model",
+        "a message with thinking disabled gives the chat template enable_thinking=false",
+        "anthropic_disabled_thinking_effort",
     ),
-    Missing("/v1/completions takes token ids, /tokenize and /detokenize make them", switches="tokens_only enable_scale_out"),
+    Missing("/inference/v1/generate is always there; --skip_tokenizer_init does without a tokenizer", switches="tokens_only"),
+    Missing("/inference/v1/generate is always there; /render and /derender are not", switches="enable_scale_out"),
     Missing("the route is always there", granted="enable_tokenizer_info_endpoint"),
     Missing(
         "/openapi.json is always there, and the schema that the server holds to",
@@ -277,14 +296,14 @@ _SERVER = (
     Missing("every option has a flag of its own", "additional_config"),
     Missing("vLLM's environment variables are not read", switches="fail_on_environ_validation"),
 )
-# Titles of the page -> rows.
+# Headings of the page, behind "Not here:" -> rows.
 ROWS: dict[str, tuple[Missing, ...]] = {
-    "Several devices": _DEVICES,
-    "Weights": _WEIGHTS,
-    "Memory": _MEMORY,
-    "Steps": _STEPS,
-    "Answers": _ANSWERS,
-    "The server": _SERVER,
+    "several devices": _DEVICES,
+    "weights": _WEIGHTS,
+    "memory": _MEMORY,
+    "steps": _STEPS,
+    "answers": _ANSWERS,
+    "the server": _SERVER,
 }
 MISSING: dict[str, Missing] = {
     name: row for rows in ROWS.values() for row in rows for name in f"{row.names} {row.switches} {row.granted}".split()
@@ -341,20 +360,32 @@ def translate(name: str, known: flags.FlagValues) -> str:
     raise Refused(row.instead)
 
 
-def markdown() -> str:
-    """Both tables, for the page that compares us with vLLM."""
-    lines = ["| vLLM | jaxserve |", "| --- | --- |"]
-    lines += [f"| `{_shown(theirs)}` | `{_shown(ours)}` |" for theirs, ours in OURS.items()]
+def markdown(helps: Mapping[str, str]) -> str:
+    """The tables of all flags, for a page. helps: of `jaxserve serve`'s flags, by name.
+
+    Raises:
+      KeyError: a name of SAME or OURS that is no flag of ours.
+    """
+    lines = ["### The same", "", "| flag | what it does here |", "| --- | --- |"]
+    lines += [f"| `{_shown(name)}` | {_cell(helps[name])} |" for name in SAME]
+    lines += ["", "### By another name", "", "| vLLM | jaxserve | what it does |", "| --- | --- | --- |"]
+    for theirs, ours in OURS.items():
+        what = f"Turns off: {helps[ours[2:]]}" if ours.startswith("no") and ours[2:] in helps else helps[ours]
+        lines.append(f"| `{_shown(theirs)}` | `{_shown(ours)}` | {_cell(what)} |")
     for title, rows in ROWS.items():
-        lines += ["", f"### {title}", "", "| vLLM | accepted | instead |", "| --- | --- | --- |"]
+        lines += ["", f"### Not here: {title}", "", "| vLLM | accepted | instead |", "| --- | --- | --- |"]
         for row in rows:
             accepted = ", ".join(f"`{value}`" for value in row.accepts)
             refused = row.switches if row.accepts else f"{row.names} {row.switches}".strip()
             for names, means in ((row.names if row.accepts else "", accepted), (refused, ""), (row.granted, "given")):
                 if names:
                     shown = ", ".join(f"`{_shown(name)}`" for name in names.split())
-                    lines.append(f"| {shown} | {means} | {row.instead} |")
+                    lines.append(f"| {shown} | {means} | {_cell(row.instead)} |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def _shown(name: str) -> str:
