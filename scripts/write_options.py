@@ -1,5 +1,5 @@
-"""Writes docs/options.md, docs/fields.md and docs/metrics.md from the tables that the code has: the engine's options, vLLM's
-flags, the fields of requests, and a server's metrics.
+"""Writes docs/options.md, docs/fields.md, docs/routes.md and docs/metrics.md from the tables that the code has: the engine's
+options, vLLM's flags, the fields of requests, vLLM's routes, and a server's metrics.
 
     python -m scripts.write_options
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
-FIELDS, METRICS = PAGE.with_name("fields.md"), PAGE.with_name("metrics.md")
+FIELDS, ROUTES, METRICS = (PAGE.with_name(f"{name}.md") for name in ("fields", "routes", "metrics"))
 _HEAD = """# Options of an engine
 
 Fields of `EngineConfig`: keyword arguments of `LLM(model, ...)`, and flags of every command that makes an engine
@@ -45,6 +45,15 @@ _FIELDS = """# Fields of a request
 
 What `/v1/completions` and `/v1/chat/completions` take. Names and meanings are OpenAI's and, for the others, vLLM's (0.32). Any
 other field is a 400 that names it. Null is the same as leaving a field out. `python -m scripts.write_options` writes this page.
+
+"""
+
+_ROUTES = """# vLLM's routes
+
+All routes of vLLM's servers (0.32): those that are here, with what differs, and those that are not. An unknown field of a body is
+refused here, and vLLM ignores it. `/pause` and what follows it need `--enable_control` and a key, where vLLM needs
+`VLLM_SERVER_DEV_MODE=1`. [Server](server.md#routes) has the routes that are jaxserve's own. `python -m scripts.write_options`
+writes this page.
 
 """
 
@@ -111,6 +120,19 @@ def fields_page() -> str:
     return _FIELDS + "\n".join(lines) + "\n"
 
 
+def routes_page() -> str:
+    """The text of the page about vLLM's routes."""
+    from jaxserve.serving.vllm_routes import MISSING_ROUTES
+    from jaxserve.serving.vllm_routes import ROUTES as HERE
+
+    lines = ["| route | what differs |", "| --- | --- |"]
+    lines += [f"| `{name}` | {differs} |" for name, differs in HERE.items()]
+    lines += ["", "## Not here", "", "A request is answered with 404 and the reason.", ""]
+    lines += ["| route | why, or what to ask |", "| --- | --- |"]
+    lines += [f"| `{name}` | {why} |" for name, why in MISSING_ROUTES.items()]
+    return _ROUTES + "\n".join(lines) + "\n"
+
+
 def all_families() -> list[Metric]:
     """The families of a server that has a store of KV, API keys with names, a role and drafts."""
     from jaxserve.engine.stats import KVStoreStats
@@ -139,7 +161,7 @@ def metrics_page() -> str:
 
 
 def main() -> None:
-    for path, text in ((PAGE, page()), (FIELDS, fields_page()), (METRICS, metrics_page())):
+    for path, text in ((PAGE, page()), (FIELDS, fields_page()), (ROUTES, routes_page()), (METRICS, metrics_page())):
         path.write_text(text)
         print(path)
 

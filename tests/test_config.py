@@ -336,4 +336,5 @@ def test_no_default_is_written_twice():
 def test_the_page_of_options_is_current():
     assert write_options.PAGE.read_text() == write_options.page(), "python -m scripts.write_options writes it"
     assert write_options.FIELDS.read_text() == write_options.fields_page(), "python -m scripts.write_options writes it"
+    assert write_options.ROUTES.read_text() == write_options.routes_page(), "python -m scripts.write_options writes it"
     assert write_options.METRICS.read_text() == write_options.metrics_page(), "python -m scripts.write_options writes it"

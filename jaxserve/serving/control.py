@@ -19,16 +19,13 @@ from jaxserve.serving.metrics import Metrics
 from jaxserve.serving.openapi import answers
 from jaxserve.serving.protocol import SleepRequest, UpdateWeightsRequest, UpdateWeightVersionRequest
 from jaxserve.serving.responses import Done, Paused, ServerInfo, Sleeping, WeightInfo, encode
+from jaxserve.serving.strict_model import OnlyFalse
 
 DEFAULT_SLEEP = SleepRequest(level=1)
 
 
 def _json(answer: Any) -> Response:
     return Response(encode(answer), media_type="application/json")
-
-
-def _done(reset: bool | None = None) -> Response:
-    return _json(Done() if reset is None else Done(reset=reset))
 
 
 def control_routes(app: FastAPI, engine: AsyncLLM, metrics: Metrics) -> None:
@@ -40,8 +37,9 @@ def control_routes(app: FastAPI, engine: AsyncLLM, metrics: Metrics) -> None:
     @app.post("/reset_prefix_cache", response_model=None, **simple)
     async def reset_prefix_cache(
         reset_external: Annotated[bool, Query(description="Find nothing in a kv_store either that lies there now.")] = False,
+        reset_running_requests: Annotated[OnlyFalse, Query(description="Requests keep their pages: /pause ends them.")] = False,
     ) -> Response:
-        return _done(await engine.reset_prefix_cache(reset_external))
+        return _json(Done(success=await engine.reset_prefix_cache(reset_external)))
 
     @app.post("/update_weights_from_path", response_model=None, **with_body)
     async def update_weights_from_path(body: UpdateWeightsRequest) -> Response:
@@ -58,7 +56,7 @@ def control_routes(app: FastAPI, engine: AsyncLLM, metrics: Metrics) -> None:
     async def update_weight_version(body: UpdateWeightVersionRequest) -> Response:
         with checking():
             await engine.update_weight_version(body.new_version)
-        return _json(Done(weight_version=body.new_version))
+        return _json(Done(success=True, weight_version=body.new_version, new_version=body.new_version))
 
     @app.get("/weight_info", response_model=None, **answers(WeightInfo, 401))
     async def weight_info() -> Response:
@@ -81,13 +79,13 @@ def _pause_routes(app: FastAPI, engine: AsyncLLM) -> None:
         except RuntimeError as error:
             raise HTTPException(409, str(error)) from None
         if mode == "keep" or not clear_cache:
-            return _done()
-        return _done(await engine.reset_prefix_cache())
+            return _json(Done("paused"))
+        return _json(Done("paused", reset=await engine.reset_prefix_cache()))
 
     @app.post("/resume", response_model=None, **answers(Done, 401, 500, 503))
     async def resume() -> Response:
         await engine.resume()
-        return _done()
+        return _json(Done("resumed"))
 
     @app.get("/is_paused", response_model=None, **answers(Paused, 401))
     async def is_paused() -> Response:
@@ -106,18 +104,19 @@ def _sleep_routes(app: FastAPI, engine: AsyncLLM, metrics: Metrics) -> None:
     ) -> Response:
         if (await request.body()).strip() == b"null":  # which FastAPI takes for no body
             raise RefusedError("the body must be an object, or left out")
+        level = body.level if level is None else level
         try:
             if mode is not None:
                 await engine.pause(mode)
             try:
                 with metrics.sleep_operation("sleep"):
-                    await engine.sleep(body.level if level is None else level)
+                    await engine.sleep(level)
             finally:
                 if mode is not None:
                     await engine.resume()
         except RuntimeError as error:
             raise HTTPException(409, str(error)) from None
-        return _done()
+        return _json(Done("sleeping", level=level))
 
     @app.post("/wake_up", response_model=None, **answers(Done, 400, 401, 500, 503))
     async def wake_up(
@@ -129,7 +128,7 @@ def _sleep_routes(app: FastAPI, engine: AsyncLLM, metrics: Metrics) -> None:
             raise RefusedError("tags: weights and KV cache wake together; give both, or none", param="tags")
         with metrics.sleep_operation("wake"):
             await engine.wake_up()
-        return _done()
+        return _json(Done("awake", tags=tags))
 
     @app.get("/is_sleeping", response_model=None, **answers(Sleeping, 401))
     async def is_sleeping() -> Response:

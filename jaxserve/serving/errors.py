@@ -22,6 +22,7 @@ from jaxserve.serving.dialects.anthropic_forms import MessagesError, MessagesErr
 from jaxserve.serving.messages import DeadlineError, FailedError, QueueFullError, UnavailableError
 from jaxserve.serving.responses import Error, ErrorResponse, encode
 from jaxserve.serving.vllm_fields import MISSING
+from jaxserve.serving.vllm_routes import instead_of
 from jaxserve.structured.grammars import GrammarError
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -130,7 +131,10 @@ def describe(error: Exception) -> tuple[int, ErrorResponse, dict[str, str]]:
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    """The answer to a request that raised an exception."""
+    """The answer to a request that raised an exception. Of a path that vLLM has it says what there is instead."""
+    is_lost = isinstance(error, HTTPException) and error.status_code in (404, 405)  # 405: such as /v1/responses/render
+    if is_lost and (instead := instead_of(request.url.path)) is not None:
+        error = HTTPException(404, f"this server does not have {request.url.path}: {instead}")
     return response_to(request.scope, error)
 
 

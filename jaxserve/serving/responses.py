@@ -282,12 +282,16 @@ class Health(Struct):
 
 
 class Done(Struct):
-    """A control call is done. reset: whether the prefix cache was emptied (it is not while requests hold pages). weight_version:
-    the name that the weights have now."""
+    """A control call is done; status, level, tags, success and new_version are vLLM's. reset, success: whether the prefix cache was
+    emptied (it is not while requests hold pages). weight_version, new_version: the name that the weights have now."""
 
-    status: Literal["ok"] = "ok"
+    status: Literal["ok", "paused", "resumed", "sleeping", "awake"] = "ok"
+    level: int | UnsetType = UNSET
+    tags: list[Literal["weights", "kv_cache"]] | None | UnsetType = UNSET
     reset: bool | UnsetType = UNSET
+    success: bool | UnsetType = UNSET
     weight_version: str | UnsetType = UNSET
+    new_version: str | UnsetType = UNSET
 
 
 class WeightInfo(Struct):

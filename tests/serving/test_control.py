@@ -70,7 +70,9 @@ def test_control(guarded):
     ok(post("/resume"))
     guarded.wait_idle()
     assert ok(post("/v1/completions", prompt="a", temperature=0, max_tokens=3))["choices"][0]["text"] == "bcd"
-    assert ok(post("/reset_prefix_cache")) == {"status": "ok", "reset": True}
+    assert ok(post("/reset_prefix_cache")) == {"status": "ok", "success": True}
+    assert refusal(post("/reset_prefix_cache?reset_running_requests=true"))["param"] == "reset_running_requests"
+    ok(post("/reset_prefix_cache?reset_running_requests=false"))
     refusal(post("/sleep", level=3))
     refusal(client.post("/sleep", content=b" null", headers=with_key() | {"content-type": "application/json"}))
     refusal(post("/update_weights_from_path", path="/nothing/there"))
@@ -155,7 +157,8 @@ def test_answers_name_their_weights(guarded, shared_llm, folder, tmp_path, monke
     assert distances.tolist() == [1] * spans[0]["end"] + [2] * (200 - spans[1]["start"])
     chat = post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "ignore_eos": True})
     assert chat["choices"][0]["weight_versions"] == [{"version": "two", "start": 0, "end": 2}]
-    assert post("/update_weight_version", {"new_version": "2"})["weight_version"] == "2" and version_now() == {"2"}
+    named = post("/update_weight_version", {"new_version": "2"})
+    assert named == {"status": "ok", "success": True, "weight_version": "2", "new_version": "2"} and version_now() == {"2"}
     sampling = {"max_tokens": 2, "ignore_eos": True}
     tokens = post("/inference/v1/generate", {"token_ids": [1], "sampling_params": sampling})
     assert tokens["choices"][0]["weight_versions"] == [{"version": "2", "start": 0, "end": 2}]

@@ -47,20 +47,22 @@ class Asked(threading.Thread):
 def test_abort(guarded):
     post = guarded.client.post
     asked = Asked(guarded)
-    assert ok(post("/pause")) == {"status": "ok", "reset": True}
+    assert ok(post("/pause")) == {"status": "paused", "reset": True}
     choice = asked.choice()
     assert choice["finish_reason"] == "abort" and len(choice["text"]) < 150
     assert ok(guarded.client.get("/is_paused")) == {"is_paused": True}
-    assert ok(post("/sleep")) and ok(guarded.client.get("/is_sleeping")) == {"is_sleeping": True}
-    ok(post("/wake_up?tags=weights&tags=kv_cache"))
+    assert ok(post("/sleep")) == {"status": "sleeping", "level": 1}
+    assert ok(guarded.client.get("/is_sleeping")) == {"is_sleeping": True}
+    assert ok(post("/wake_up?tags=weights&tags=kv_cache")) == {"status": "awake", "tags": ["weights", "kv_cache"]}
     refusal(post("/wake_up?tags=weights"))
-    ok(post("/resume"))
+    assert ok(post("/wake_up")) == {"status": "awake", "tags": None}
+    assert ok(post("/resume")) == {"status": "resumed"}
     assert ok(guarded.client.get("/is_paused")) == {"is_paused": False}
 
 
 def test_keep(guarded):
     asked = Asked(guarded, max_tokens=30)
-    assert ok(guarded.client.post("/pause?mode=keep")) == {"status": "ok"}
+    assert ok(guarded.client.post("/pause?mode=keep")) == {"status": "paused"}
     assert asked.answer is None
     assert "resume first" in refusal(guarded.client.post("/pause?mode=wait"), 409)["message"]
     ok(guarded.client.post("/resume"))
@@ -69,7 +71,7 @@ def test_keep(guarded):
 
 def test_wait(guarded):
     asked = Asked(guarded, max_tokens=30)
-    assert ok(guarded.client.post("/pause?mode=wait&clear_cache=false")) == {"status": "ok"}
+    assert ok(guarded.client.post("/pause?mode=wait&clear_cache=false")) == {"status": "paused"}
     assert asked.choice()["text"] == after("a", 30)
     ok(guarded.client.post("/resume"))
 
