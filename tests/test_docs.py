@@ -194,12 +194,20 @@ def test_commands_are_found_wherever_they_stand_on_a_page():
 
 
 BUILD = (ROOT / "BUILD.md").read_text()
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def test_build_md_is_short():
     """It is read from top to bottom; what is longer belongs to docs/."""
     map_ = BUILD.partition("## Map of the code")[2].partition("\n## ")[0]
     assert len(BUILD.splitlines()) <= 250 and len(map_.splitlines()) <= 40
+
+
+def test_contributing_names_what_ci_runs():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert {job.name for job in (ROOT / ".ci").iterdir()} == set(re.findall(r"`\.ci/(\w+)`", text))
+    named = set(re.findall(r"`make ([a-z-]+)`", text))
+    assert named >= {"clients"} and named <= TARGETS
 
 
 def test_the_map_names_what_is_there():
@@ -216,9 +224,8 @@ def test_the_map_names_what_is_there():
 
 def test_every_command_of_build_md_is_there():
     """Targets of make, and modules of scripts/."""
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"`make ([a-z-]+)`", BUILD))
-    assert named and named <= targets
+    assert named and named <= TARGETS
     section = BUILD.partition("For developers")[2].partition("\n## ")[0]
     scripts = {name for row in re.findall(r"^\| (`[^|]*`) \|", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     assert scripts and all((ROOT / "scripts" / f"{name}.py").exists() for name in scripts)
