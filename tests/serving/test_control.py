@@ -168,9 +168,32 @@ def test_answers_name_their_weights(guarded, shared_llm, folder, tmp_path, monke
     guarded.wait_idle()
 
 
+def asked_otherwise(client: httpx.Client, **headers: str) -> list[dict[str, Any]]:
+    """A message and a response, each whole and as the last events of a stream."""
+    chats = {
+        "/v1/messages": {"model": "alphabet", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+        "/v1/responses": {"input": "a", "max_output_tokens": 2, "store": False},
+    }
+    found = []
+    for path, body in chats.items():
+        found.append(ok(client.post(path, json=body, headers=headers)))
+        events = client.post(path, json=body | {"stream": True}, headers=headers).text
+        said = [json.loads(line.removeprefix("data: ")) for line in events.splitlines() if line.startswith("data: {")]
+        found += [event.get("response", event) for event in said if event["type"] in ("message_delta", "response.incomplete")]
+    assert len(found) == 4
+    return found
+
+
+def test_the_other_apis_name_the_weights_too(guarded):
+    ok(guarded.client.post("/update_weight_version", json={"new_version": "one"}, headers=with_key()))
+    for answer in asked_otherwise(guarded.client, **with_key()):
+        assert answer["weight_versions"] == [{"version": "one", "start": 0, "end": 2}]
+
+
 def test_weights_that_cannot_change_are_not_named(server):
     answer = ok(server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}))
     assert "weight_versions" not in answer["choices"][0] and "weight_version" not in server.client.get("/health").json()
+    assert not [answer for answer in asked_otherwise(server.client) if "weight_versions" in answer]
 
 
 def test_control_is_off_unless_asked_for(server):

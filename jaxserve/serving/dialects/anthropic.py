@@ -207,6 +207,7 @@ async def _whole(turn: Turn) -> Message:
         stop_reason=ending.stop_reason,
         stop_sequence=ending.stop_sequence,
         usage=_usage(turn),
+        weight_versions=turn.weight_versions,
     )
 
 
@@ -231,7 +232,7 @@ async def _events(turn: Turn) -> AsyncGenerator[bytes]:
         try:
             async for change in turn.changes():
                 yield _event(_block_event(change.what, change.block, change.text))
-            yield _event(MessageDelta(_ending(turn), _usage(turn)))
+            yield _event(MessageDelta(_ending(turn), _usage(turn), turn.weight_versions))
             yield _event(MessageStop())
         except Exception as error:
             yield _event(as_messages_error(*describe(error)[:2]))

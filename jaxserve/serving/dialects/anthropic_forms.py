@@ -1,10 +1,13 @@
-"""What the server answers in Anthropic's Messages API: messages, events of streams, errors. Every field is Anthropic's."""
+"""What the server answers in Anthropic's Messages API: messages, events of streams, errors. Every field is Anthropic's but
+weight_versions, which a server has whose weights may change."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
+
+from jaxserve.serving.responses import WeightVersions
 
 
 class MessagesErrorDetail(Struct):
@@ -63,6 +66,7 @@ class Message(Struct, kw_only=True):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessagesUsage
+    weight_versions: WeightVersions = UNSET
 
 
 class CountedTokens(Struct):
@@ -114,6 +118,7 @@ class Ending(Struct):
 class MessageDelta(Struct, tag="message_delta", tag_field="type"):
     delta: Ending
     usage: MessagesUsage
+    weight_versions: WeightVersions = UNSET
 
 
 class MessageStop(Struct, tag="message_stop", tag_field="type"):

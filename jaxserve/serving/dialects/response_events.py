@@ -83,12 +83,13 @@ class Answer:
     def fail(self, message: str) -> None:
         """The response has failed."""
         self.response.status, self.response.error = "failed", ResponseFault("server_error", message)
-        self.response.usage = self._usage()
+        self._account()
 
     def cancel(self) -> None:
         """The response is wanted no more."""
         self._turn.stream.close()
-        self.response.status, self.response.usage = "cancelled", self._usage()
+        self.response.status = "cancelled"
+        self._account()
 
     def _complete(self) -> None:
         response = self.response
@@ -98,13 +99,15 @@ class Answer:
             response.incomplete_details = IncompleteDetails("max_output_tokens")
         elif self._turn.finish_reason == "abort":  # the engine was paused
             response.status, response.completed_at = "cancelled", None
-        response.usage = self._usage()
+        self._account()
         if isinstance(response.output_messages, list):
             response.output_messages = [RawMessage(self._turn.text, self._turn.token_ids)]
 
-    def _usage(self) -> ResponseUsage:
+    def _account(self) -> None:
+        """Writes what the response has used, and which weights sampled it."""
         used = self._turn.record.usage()
-        return ResponseUsage(
+        self.response.weight_versions = self._turn.weight_versions
+        self.response.usage = ResponseUsage(
             used.prompt_tokens,
             InputTokensDetails(self._turn.num_cached_tokens),
             used.completion_tokens,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from jaxserve.serving.responses import TokenLogprob
+from jaxserve.serving.responses import TokenLogprob, WeightVersions
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -84,8 +84,8 @@ class RawMessage(Struct, tag="raw_message_tokens", tag_field="type"):
 
 
 class ResponseObject(Struct, kw_only=True):
-    """OpenAI's, and with enable_response_messages vLLM's input_messages and output_messages. status: queued is one in the
-    background of which no token has come."""
+    """OpenAI's, and with enable_response_messages vLLM's input_messages and output_messages; weight_versions as a chat's choice
+    has it. status: queued is one in the background of which no token has come."""
 
     id: str
     object: Literal["response"] = "response"
@@ -115,6 +115,7 @@ class ResponseObject(Struct, kw_only=True):
     user: str | None
     input_messages: list[RawMessage] | UnsetType = UNSET
     output_messages: list[RawMessage] | UnsetType = UNSET
+    weight_versions: WeightVersions = UNSET
 
 
 class DeletedResponse(Struct):

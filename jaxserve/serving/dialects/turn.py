@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from msgspec import UNSET
 from pydantic import ValidationError
 from starlette.requests import Request
 
@@ -21,7 +22,7 @@ from jaxserve.serving.errors import RefusedError
 from jaxserve.serving.generation import CallRecord, Served
 from jaxserve.serving.messages import FailedError
 from jaxserve.serving.parsers import CallPart, Piece, Reasoning
-from jaxserve.serving.responses import TokenLogprob
+from jaxserve.serving.responses import TokenLogprob, WeightVersions
 from jaxserve.serving.streams import AnswerStream
 
 
@@ -84,7 +85,7 @@ class Change:
 
 
 class Turn:
-    """The answer to a chat as it comes. finish_reason and stop_reason are known when `changes` has ended.
+    """The answer to a chat as it comes. finish_reason, stop_reason and weight_versions are known when `changes` has ended.
 
     text, token_ids: what has come, before it was cut into blocks.
     """
@@ -95,6 +96,7 @@ class Turn:
         self.record: CallRecord = answer.record
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.weight_versions: WeightVersions = UNSET
         self.text: str = ""
         self.token_ids: list[int] = []
 
@@ -132,6 +134,7 @@ class Turn:
                 logprobs = []
             if delta.finish_reason:
                 self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+                self.weight_versions = self.record.weight_versions(delta)
         if block is not None:
             yield _end(block)
         if self.finish_reason == "error":
