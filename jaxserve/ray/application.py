@@ -7,7 +7,7 @@ to them. A stream's chunks pass from the server's own application to Ray's proxy
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray  # pyright: ignore[reportMissingImports]
 from ray import serve  # pyright: ignore[reportMissingImports]
@@ -15,6 +15,9 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy  # pyright: ig
 
 from jaxserve.ray.fleet import FleetOptions, replica_load, replicas_wanted
 from jaxserve.ray.resources import host_resources
+
+if TYPE_CHECKING:
+    from jaxserve.serving.control import ControlCall
 
 HEALTH_SECONDS = 1.0  # between two checks of a replica
 HEALTH_TIMEOUT = 30.0  # that one check may take: a step that compiles holds the interpreter for a while
@@ -45,12 +48,23 @@ class Replica:
 
             end_when_lost(group)
         self._options = options
+        self._controls: Any = None  # of several replicas, the application of its own control routes
         self._engine = make_engine(llm, options)
 
     def __serve_build_asgi_app__(self) -> Any:
         from jaxserve.serving.app import make_app
 
-        return make_app(self._engine, self._options.server, one_of_several="replicas" if self._options.has_several else None)
+        if not self._options.has_several:
+            return make_app(self._engine, self._options.server)
+        from jaxserve.ray.control import ask_replicas
+
+        app = make_app(self._engine, self._options.server, one_of_several="replicas", ask_all=ask_replicas)
+        self._controls = getattr(app.state, "controls", None)
+        return app
+
+    async def control(self, call: ControlCall) -> tuple[int, bytes]:
+        """What the control routes of this replica's engine answer, for whichever replica got the call."""
+        return await call.ask(self._controls)
 
     def check_health(self) -> None:
         """Raises what `/health` would answer with 503: Ray starts the replica anew."""

@@ -40,7 +40,7 @@ class FleetOptions(ModelOptions):
 
     Raises:
       ValueError: as `ModelOptions`; an option out of its range, or of the engine's that is wrong; with several replicas as
-        `check_can_share`.
+        `check_can_share`; enable_control where their number changes.
       NotImplementedError: a role, keys with limits, or options that engines of several devices or hosts do not have.
     """
 
@@ -78,7 +78,12 @@ class FleetOptions(ModelOptions):
                 "give api_key, or put `jaxserve router` with the file before the replicas"
             )
         if self.has_several:
-            check_can_share(self.server, "replicas")
+            check_can_share(self.server, "replicas", asks_all=True)
+        if self.server.enable_control and self.max_replicas not in (None, self.replicas):
+            raise ValueError(
+                f"enable_control: not with max_replicas={self.max_replicas}: a replica that is added later would run, with the "
+                "weights of the model's files; leave one of them out"
+            )
         devices = num_devices(self.engine)
         if devices % self.hosts_per_replica:
             raise ValueError(

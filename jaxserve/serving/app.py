@@ -31,7 +31,7 @@ from jaxserve.serving.chat import create_chat_completion
 from jaxserve.serving.chat_page import read_chat_page
 from jaxserve.serving.chat_protocol import ChatRequest, TokenizeChatRequest
 from jaxserve.serving.completions import create_completion
-from jaxserve.serving.control import control_routes
+from jaxserve.serving.control import AskAll, control_routes, routes_of_all
 from jaxserve.serving.dialects.anthropic import messages_routes
 from jaxserve.serving.dialects.chat_batch import chat_batch_routes
 from jaxserve.serving.dialects.generate import abort_routes, generate_routes
@@ -70,30 +70,33 @@ GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 
 
 def make_app(
-    engine: AsyncLLM, options: ServerOptions, *, shares_engine: bool = False, one_of_several: str | None = None
+    engine: AsyncLLM,
+    options: ServerOptions,
+    *,
+    shares_engine: bool = False,
+    one_of_several: str | None = None,
+    ask_all: AskAll | None = None,
 ) -> FastAPI:
     """The application. Its lifespan starts the engine, and shuts it down at the end; `state.keys` is its KeyRing.
 
     shares_engine: other processes use the engine, by a hub that this one asks for what only all of them together can say.
     one_of_several: "api_server_count" or "replicas", where that option says that others answer the same clients, so that a later
       request may come to another one than an earlier one's. None: this application answers all.
+    ask_all: passes a control call on to all of them, to `state.controls` of each. None: control routes are of this engine alone.
 
     Raises:
       ValueError: a role without a shared store; an otlp_endpoint without OpenTelemetry; as `KeyRing`; as `check_can_share`.
     """
     if one_of_several is not None:
-        check_can_share(options, one_of_several)
+        check_can_share(options, one_of_several, asks_all=ask_all is not None)
     check_role_has_store(options.role, engine.config.engine.kv_store)
     served = Served(engine, options, _notation(engine, options))
     keys = KeyRing(options.api_keys, options.api_keys_file)
     metrics = None if shares_engine else make_metrics(engine.config, options, engine.stats, lambda: engine.num_refused, keys)
-    tracing = None
-    if options.otlp_endpoint is not None:
-        tracing = Tracing(options.otlp_endpoint, options.names[0], options.role)
+    tracing = None if options.otlp_endpoint is None else Tracing(options.otlp_endpoint, options.names[0], options.role)
     engine.listener = _all([listener.take for listener in (metrics, tracing) if listener is not None])
-    store = None
-    if one_of_several is None:
-        store = open_store(options.response_store, options.max_stored_responses, options.max_stored_bytes)
+    kept = (options.response_store, options.max_stored_responses, options.max_stored_bytes)
+    store = open_store(*kept) if one_of_several is None else None
     responses = Responses(served, store, one_of_several)
 
     app = FastAPI(
@@ -104,7 +107,7 @@ def make_app(
         docs_url=None,  # their pages load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
-        exception_handlers={ClientGoneError: _nobody_listens, **dict.fromkeys(ANSWERED, on_error), 405: _on_wrong_method},
+        exception_handlers=_error_handlers(),
         middleware=_middleware(options, engine, metrics, keys, lambda: paths),
     )
     app.state.keys = keys
@@ -122,10 +125,27 @@ def make_app(
     _token_routes(app, served)
     _operator_routes(app, served, metrics)
     if options.enable_control and metrics is not None:
-        control_routes(app, engine, metrics)
+        _control_routes(app, engine, metrics, ask_all)
     paths = frozenset(str(getattr(route, "path", "")) for route in app.routes)
     publish(app, _limits(engine, served, options), open_paths=options.open_paths if options.has_keys else None)
     return app
+
+
+def _error_handlers() -> dict[Any, Any]:
+    return {ClientGoneError: _nobody_listens, **dict.fromkeys(ANSWERED, on_error), 405: _on_wrong_method}
+
+
+def _control_routes(app: FastAPI, engine: AsyncLLM, metrics: Metrics, ask_all: AskAll | None) -> None:
+    """The control routes. Where they ask all of several, those of this engine are an application of their own, `state.controls`."""
+    if ask_all is None:
+        control_routes(app, engine, metrics)
+        return
+    routes_of_all(app, ask_all)
+    app.state.controls = own = FastAPI(
+        openapi_url=None, redirect_slashes=False, exception_handlers=_error_handlers(), middleware=[Middleware(LastResort)]
+    )
+    own.router.route_class = reading_route(engine.read_body)
+    control_routes(own, engine, metrics)
 
 
 def _limits(engine: AsyncLLM, served: Served, options: ServerOptions) -> Limits:

@@ -1,27 +1,59 @@
 """Routes that control the engine: pause and resume, other weights, the prefix cache, sleep, and what it is set to.
 
-They exist only with options.ServerOptions.enable_control, and always need an API key.
+They exist only with options.ServerOptions.enable_control, and always need an API key. Of several replicas, which share an address,
+the one that gets a call passes it on to all of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import httpx
 from fastapi import Body, FastAPI, Query, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.errors import RefusedError, checking
+from jaxserve.serving.fleet_answers import FleetAnswer
 from jaxserve.serving.metrics import Metrics
 from jaxserve.serving.openapi import answers
+from jaxserve.serving.options import CONTROL_PATHS
 from jaxserve.serving.protocol import SleepRequest, UpdateWeightsRequest, UpdateWeightVersionRequest
 from jaxserve.serving.responses import Done, Paused, ServerInfo, Sleeping, WeightInfo, encode
 from jaxserve.serving.strict_model import OnlyFalse
 
 DEFAULT_SLEEP = SleepRequest(level=1)
+
+
+@dataclass(frozen=True)
+class ControlCall:
+    """A request of a control route, as it is passed on to a replica. target: its path and query."""
+
+    method: str
+    target: str
+    content_type: str | None
+    body: bytes
+
+    @classmethod
+    async def of(cls, request: Request) -> ControlCall:
+        query = request.scope["query_string"].decode("latin-1")
+        target = f"{request.scope['path']}?{query}" if query else request.scope["path"]
+        return cls(request.method, target, request.headers.get("content-type"), await request.body())
+
+    async def ask(self, app: ASGIApp) -> tuple[int, bytes]:
+        """The status and body of an application's answer."""
+        headers = {} if self.content_type is None else {"Content-Type": self.content_type}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://replica", timeout=None) as client:
+            answer = await client.request(self.method, self.target, content=self.body, headers=headers)
+        return answer.status_code, answer.content
+
+
+AskAll = Callable[[ControlCall], Awaitable[tuple[int, FleetAnswer]]]  # asks all of several, and returns as `answer_of_all`
 
 
 def _json(answer: Any) -> Response:
@@ -66,6 +98,17 @@ def control_routes(app: FastAPI, engine: AsyncLLM, metrics: Metrics) -> None:
     async def server_info(config_format: Literal["text", "json"] = "text") -> Response:
         config: Any = {name: _plain(getattr(engine.config, name)) for name in ("engine", "model", "scheduler", "cache")}
         return _json(ServerInfo(config if config_format == "json" else str(config), _versions()))
+
+
+def routes_of_all(app: FastAPI, ask_all: AskAll) -> None:
+    """Adds routes of the same paths, which pass a call on to all of several and answer with what each of them said."""
+
+    async def ask(request: Request) -> Response:
+        status, answer = await ask_all(await ControlCall.of(request))
+        return Response(encode(answer), status, media_type="application/json")
+
+    for path in CONTROL_PATHS:
+        app.add_api_route(path, ask, methods=["GET", "POST"], include_in_schema=False)
 
 
 def _pause_routes(app: FastAPI, engine: AsyncLLM) -> None:

@@ -280,11 +280,11 @@ def needs_one(count: str) -> str:
     return f"can't be had of several {SEVERAL[count]}: start the server with --{count}=1"
 
 
-def check_can_share(options: ServerOptions, count: str = "api_server_count") -> None:
+def check_can_share(options: ServerOptions, count: str = "api_server_count", *, asks_all: bool = False) -> None:
     """Raises ValueError for an option that needs one process: what it keeps would be another in each. count: the option that says
-    how many there are."""
+    how many there are. asks_all: whether a control call is passed on to all of them."""
     asked = {
-        "enable_control": options.enable_control,
+        "enable_control": options.enable_control and not asks_all,
         "api_keys_file": options.api_keys_file is not None,
         "response_store": options.response_store is not None,
         "role": options.role is not None,

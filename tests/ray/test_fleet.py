@@ -53,7 +53,7 @@ def test_arguments_of_serve_run_are_those_of_the_server_too(monkeypatch, tmp_pat
     assert server.default_chat_template_kwargs == {"enable_thinking": False} and server.api_keys == ("one", "two", "three")
     assert (found.chat_template, found.skip_tokenizer_init) == ("{{ messages }}", False)
     assert found.override_generation_config == {"top_k": 3} and found.engine == {"max_num_seqs": 8}
-    assert fleet_options({"model": "m", "enable_control": "1"}).server.api_keys == ("three",)
+    assert fleet_options({"model": "m", "enable_control": "1", "replicas": 2}).server.api_keys == ("three",)
 
 
 def test_what_a_replica_takes():
@@ -99,7 +99,7 @@ def test_what_a_replica_takes():
         ({"model": "m", "override_generation_config": {"top_k": -9}}, "top_k=-9"),
         ({"model": "m", "chat_template": "{{ 1 }}", "skip_tokenizer_init": True}, "chat_template needs a tokenizer"),
         ({"model": "m", "request_timeout": 0}, "request_timeout=0"),
-        ({"model": "m", "replicas": 2, "api_key": "a", "enable_control": True}, "enable_control: not with several replicas"),
+        ({"model": "m", "max_replicas": 2, "api_key": "a", "enable_control": True}, "enable_control: not with max_replicas=2"),
         ({"model": "m", "max_replicas": 2, "response_store": "/tmp/a"}, "response_store: not with .* or give replicas=1"),
     ],
 )

@@ -1,4 +1,7 @@
-"""Replicas on Ray itself: the API through its proxy, a replica that is killed, replicas that come and go. Needs `jaxserve[ray]`."""
+"""Replicas on Ray itself: the API through its proxies, control calls, a replica that is killed, replicas that come and go.
+
+Needs `jaxserve[ray]`.
+"""
 
 import asyncio
 import contextlib
@@ -11,8 +14,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
@@ -26,20 +31,23 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 ENGINE = ("--page_size=4", "--num_pages=400", "--max_num_seqs=4", "--max_num_batched_tokens=32", "--dtype=float32")
 REPLICA, FOLLOWER = "ray::ServeReplica:jaxserve:jaxserve", "ray::Follower"
+KEY = {"Authorization": "Bearer k"}
 BODY = {"model": "alphabet", "prompt": "a", "temperature": 0, "max_tokens": 20}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return alphabet_model.save(tmp_path_factory.mktemp("alphabet"))
+    template = "{% if tools %}<tool_call>{% endif %}" + alphabet_model.CHAT_TEMPLATE
+    return alphabet_model.save(tmp_path_factory.mktemp("alphabet"), chat_template=template)
 
 
 @contextlib.contextmanager
-def fleet(folder: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen]]:
-    """`jaxserve serve --ray`, until it is stopped as an operator would."""
+def fleet(folder: Path, *flags: str, **variables: str) -> Iterator[tuple[str, subprocess.Popen]]:
+    """`jaxserve serve --ray` with the key k, until it is stopped as an operator would. variables: of its environment."""
     port = free_port()
     command = [sys.executable, "-m", "jaxserve", "serve", str(folder), "--ray", f"--port={port}", "--served_model_name=alphabet"]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "RAY_DEDUP_LOGS": "0"}
+    command += ["--api_key=k", "--middleware=tests.ray.marks.Pid"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(ROOT), **variables}
     running = subprocess.Popen([*command, *ENGINE, *flags], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     url = f"http://127.0.0.1:{port}"
     try:
@@ -60,13 +68,18 @@ def fleet(folder: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen]]:
 
 def answers(url: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
-        return httpx.post(f"{url}/v1/completions", json=BODY | {"max_tokens": 1}, timeout=60).status_code == 200
+        return ask(url, max_tokens=1).status_code == 200
     return False
+
+
+def ask(url: str, **fields: Any) -> httpx.Response:
+    """The answer to a completion."""
+    return httpx.post(f"{url}/v1/completions", json=BODY | fields, headers=KEY, timeout=60)
 
 
 @pytest.fixture(scope="module")
 def two(folder) -> Iterator[str]:
-    with fleet(folder, "--replicas=2") as (url, _):
+    with fleet(folder, "--replicas=2", "--enable_control", "--max_waiting=100") as (url, _):
         yield url
 
 
@@ -86,7 +99,7 @@ def pids_of(name: str) -> list[int]:
 
 
 def test_openais_client_and_what_is_refused(two):
-    client = openai.OpenAI(base_url=f"{two}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"{two}/v1", api_key="k", max_retries=0)
     assert [model.id for model in client.models.list()] == ["alphabet"]
     assert client.completions.create(model="alphabet", prompt="a", max_tokens=20, temperature=0).choices[0].text == after("a", 20)
     stream = client.completions.create(model="alphabet", prompt="b", max_tokens=20, temperature=0, stream=True)
@@ -95,50 +108,186 @@ def test_openais_client_and_what_is_refused(two):
         model="alphabet", messages=[{"role": "user", "content": "x"}], max_tokens=5, temperature=0
     )
     assert chat.choices[0].message.content == after("A", 5)
-    refused = httpx.post(f"{two}/v1/completions", json=BODY | {"max_tokens": -1})
+    refused = ask(two, max_tokens=-1)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
-    assert httpx.get(f"{two}/nothing").status_code == 404
-    kept = httpx.post(f"{two}/v1/responses", json={"model": "alphabet", "input": "a"})
+    assert httpx.get(f"{two}/nothing", headers=KEY).status_code == 404
+    kept = {"model": "alphabet", "input": "a", "store": True}
+    kept = httpx.post(f"{two}/v1/responses", json=kept, headers=KEY)
     assert kept.status_code == 501 and "--replicas=1" in kept.json()["error"]["message"]
+    assert httpx.post(f"{two}/v1/completions", json=BODY).status_code == 401
+    long = ask(two, prompt="a" * 2**20)
+    assert long.status_code == 400 and "max_model_len" in long.json()["error"]["message"]
     assert httpx.get(f"{two}/health").json()["status"] == "ok"
     assert "jaxserve:generation_tokens_total" in httpx.get(f"{two}/metrics").text
 
 
 def test_a_stream_comes_as_it_is_made(two):
     """Chunk by chunk, and byte for byte as the server writes them."""
-    with httpx.stream("POST", f"{two}/v1/completions", json=BODY | {"stream": True}, timeout=60) as answer:
+    with httpx.stream("POST", f"{two}/v1/completions", json=BODY | {"stream": True}, headers=KEY, timeout=60) as answer:
         events = "".join(answer.iter_text()).split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""] and len(events) == 22
     assert [json.loads(event[6:])["choices"][0]["text"] for event in events[:-2]] == list(after("a", 20))
 
 
-async def load(url: str, num_streams: int, began: asyncio.Event) -> list[str]:
-    """So many streams at once. What each came to: "whole", or how it failed. began: set when all have their first chunk."""
+def test_a_tool_is_called(two):
+    tool = {"name": "add", "strict": True, "parameters": {"type": "object", "properties": {"x": {"enum": ["ab"]}}}}
+    tool["parameters"] |= {"required": ["x"], "additionalProperties": False}
+    client = openai.OpenAI(base_url=f"{two}/v1", api_key="k", max_retries=0)
+    asked: Any = {"model": "alphabet", "messages": [{"role": "user", "content": "x"}], "max_tokens": 150, "temperature": 0}
+    asked |= {"tools": [{"type": "function", "function": tool}], "tool_choice": "required", "parallel_tool_calls": False}
+    calls = client.chat.completions.create(**asked).choices[0].message.tool_calls
+    assert calls is not None and len(calls) == 1
+    call = calls[0]
+    assert call.type == "function" and (call.function.name, json.loads(call.function.arguments)) == ("add", {"x": "ab"})
+
+
+def test_more_than_may_wait_is_refused(two):
+    """A replica holds 4 + 100 samples, so that two requests of three come to one that has no room for both."""
+
+    async def main() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=two, headers=KEY, timeout=60) as client:
+            return await asyncio.gather(*(client.post("/v1/completions", json=BODY | {"prompt": ["a"] * 60}) for _ in range(3)))
+
+    found = asyncio.run(main())
+    assert {answer.status_code for answer in found} == {200, 429}
+    assert all("retry-after" in answer.headers for answer in found if answer.status_code == 429)
+
+
+def metrics_of_replicas(url: str) -> dict[str, dict[str, float]]:
+    """The metrics of both replicas: each answer is one of them's. Summed over labels other than a reason."""
+    found: dict[str, dict[str, float]] = {}
+    deadline = time.monotonic() + 60
+    while len(found) < 2:
+        assert time.monotonic() < deadline, "one replica alone answers"
+        answer = httpx.get(f"{url}/metrics", timeout=60)
+        lines = [line for line in answer.text.splitlines() if not line.startswith("#")]
+        values = {line.rpartition(" ")[0].replace('model_name="alphabet",', ""): float(line.rpartition(" ")[2]) for line in lines}
+        found[answer.headers["x-pid"]] = values
+    return found
+
+
+def summed(found: dict[str, dict[str, float]], *names: str) -> float:
+    return sum(value for values in found.values() for key, value in values.items() if all(name in key for name in names))
+
+
+def test_what_clients_had_that_leave_is_free(two):
+    """Ray's proxy tells a replica that its client is gone: the request ends with what it has, and no page is held."""
+
+    async def leave(client: httpx.AsyncClient) -> None:
+        asked = BODY | {"prompt": "!", "max_tokens": 220, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=asked) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: "):
+                    return
+
+    async def all_leave() -> None:
+        async with httpx.AsyncClient(base_url=two, headers=KEY, timeout=60) as client:
+            await asyncio.gather(*(leave(client) for _ in range(8)))
+
+    aborted = "request_success_total", 'finished_reason="abort"'
+    before = summed(metrics_of_replicas(two), *aborted)
+    asyncio.run(all_leave())
+    deadline = time.monotonic() + 60
+    while True:
+        found = metrics_of_replicas(two)
+        held = summed(found, "num_requests_running"), summed(found, "num_requests_waiting"), summed(found, "kv_cache_usage_perc")
+        if held == (0, 0, 0) and summed(found, *aborted) == before + 8:
+            break
+        assert time.monotonic() < deadline, (held, summed(found, *aborted) - before)
+        time.sleep(0.1)
+
+
+def all_said(answer: httpx.Response, status: int = 200) -> list[Any]:
+    """What each replica said, where all were of one mind."""
+    assert answer.status_code == status, answer.text
+    servers = answer.json()["servers"].values()
+    assert {said["status"] for said in servers} == {status}
+    return [said["answer"] for said in servers]
+
+
+def test_a_control_call_reaches_every_replica(two, folder, tmp_path):
+    tensors = alphabet_model.weights()
+    tensors["lm_head.weight"] = np.roll(tensors["lm_head.weight"], 1, axis=0).copy()  # the letter after the next
+    other = alphabet_model.save(tmp_path / "other", tensors=tensors)
+
+    def texts() -> set[str]:
+        """The answers of both replicas."""
+        found = dict[str, str]()
+        while len(found) < 2:
+            answer = ask(two, max_tokens=3)
+            found[answer.headers["x-pid"]] = answer.json()["choices"][0]["text"]
+        return set(found.values())
+
+    with httpx.Client(base_url=two, headers=KEY, timeout=60) as client:
+        assert texts() == {"bcd"} and client.post("/pause", headers={"Authorization": ""}).status_code == 401
+        done = client.post("/update_weights_from_path", json={"path": str(other), "weight_version": "two"})
+        assert [said["weight_version"] for said in all_said(done)] == ["two", "two"] and done.json()["weight_version"] == "two"
+        assert texts() == {"ceg"}
+        all_said(client.post("/update_weights_from_path", json={"path": "/nowhere"}), 400)
+        for begin, end, asked in (("/pause?mode=keep", "/resume", "is_paused"), ("/sleep?level=1", "/wake_up", "is_sleeping")):
+            all_said(client.post(begin))
+            assert all_said(client.get(f"/{asked}")) == [{asked: True}] * 2
+            all_said(client.post(end))
+            assert all_said(client.get(f"/{asked}")) == [{asked: False}] * 2
+        assert texts() == {"ceg"} and len(all_said(client.post("/reset_prefix_cache"))) == 2
+        answer = restart_one(client)
+        assert sorted(said["weight_version"] for said in all_said(answer)) == ["0", "two"], "a new one has the model's own weights"
+        all_said(client.post("/update_weights_from_path", json={"path": str(folder)}))
+        assert texts() == {"bcd"}
+
+
+def restart_one(client: httpx.Client) -> httpx.Response:
+    """Kills a replica; what `/weight_info` says when it is there again. Before that a call says which replica has not answered."""
+    (victim, _), named, deadline = replica_pids(), False, time.monotonic() + 120
+    os.kill(victim, signal.SIGKILL)
+    while True:
+        assert time.monotonic() < deadline, "the replica is not started again"
+        with contextlib.suppress(httpx.TransportError):
+            answer = client.get("/weight_info")
+            servers = answer.json()["servers"].values() if answer.status_code in (200, 502) else ()
+            if answer.status_code == 502 and len(servers) == 2:
+                (named_error,) = [said["error"] for said in servers if "error" in said]
+                named = bool(named_error)
+            if named and answer.status_code == 200 and len(servers) == 2:
+                return answer
+        time.sleep(0.1)
+
+
+class End(NamedTuple):
+    """How a stream ended. pid: of the replica that had begun its answer. how: "whole", or how it failed."""
+
+    pid: int | None
+    how: str
+
+
+async def load(url: str, num_streams: int, began: asyncio.Event) -> list[End]:
+    """So many streams at once, and what each came to. began: set when a quarter have their first chunk."""
     num_begun = 0
 
-    async def one(client: httpx.AsyncClient) -> str:
+    async def one(client: httpx.AsyncClient) -> End:
         nonlocal num_begun
-        text, begun = "", False
+        text, begun, pid = "", False, None
         try:
             async with client.stream("POST", "/v1/completions", json=BODY | {"max_tokens": 60, "prompt": "!", "stream": True}) as a:
+                pid = int(a.headers["x-pid"]) if "x-pid" in a.headers else None
                 if a.status_code != 200:
-                    return f"status {a.status_code}"
+                    return End(pid, f"status {a.status_code}")
                 async for line in a.aiter_lines():
                     if line.startswith("data: {"):
                         chunk = json.loads(line[6:])
                         if "error" in chunk:
-                            return "error"
+                            return End(pid, "error")
                         text += chunk["choices"][0]["text"]
                         num_begun += not begun
                         begun = True
                         if num_begun == num_streams // 4:
                             began.set()
         except httpx.TransportError as error:
-            return f"broken: {type(error).__name__}"
-        return "whole" if text == after("!", 60) else f"cut: {text!r}"
+            return End(pid, f"broken: {type(error).__name__}")
+        return End(pid, "whole" if text == after("!", 60) else f"cut: {text!r}")
 
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, headers=KEY, timeout=120, limits=limits) as client:
         return await asyncio.gather(*(one(client) for _ in range(num_streams)))
 
 
@@ -146,17 +295,17 @@ def test_the_controller_that_is_killed_under_load(two):
     """It only watches: no stream is lost, requests are answered while it is away, and another one takes its place."""
     replicas, (controller,) = replica_pids(), pids_of("ray::ServeController")
 
-    async def main() -> list[str]:
+    async def main() -> list[End]:
         began = asyncio.Event()
         loading = asyncio.create_task(load(two, 64, began))
         await asyncio.wait_for(began.wait(), 120)
         os.kill(controller, signal.SIGKILL)
-        async with httpx.AsyncClient(base_url=two, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=two, headers=KEY, timeout=60) as client:
             for _ in range(8):
                 assert (await client.post("/v1/completions", json=BODY | {"max_tokens": 1})).status_code == 200
         return await loading
 
-    assert asyncio.run(main()) == ["whole"] * 64
+    assert [end.how for end in asyncio.run(main())] == ["whole"] * 64
     deadline = time.monotonic() + 60
     while not pids_of("ray::ServeController"):
         assert time.monotonic() < deadline, "the controller is not started again"
@@ -166,15 +315,15 @@ def test_the_controller_that_is_killed_under_load(two):
 
 def test_a_replica_that_is_killed_under_load(two):
     """Its streams are lost and no others, and answers come again."""
+    (victim, _) = replica_pids()
 
-    async def main() -> tuple[list[str], float]:
+    async def main() -> tuple[list[End], float]:
         began = asyncio.Event()
         loading = asyncio.create_task(load(two, 64, began))
         await asyncio.wait_for(began.wait(), 120)
-        (victim, _) = replica_pids()
         os.kill(victim, signal.SIGKILL)
         killed, answered = time.monotonic(), 0
-        async with httpx.AsyncClient(base_url=two, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=two, headers=KEY, timeout=60) as client:
             while answered < 4:  # in a row
                 with contextlib.suppress(httpx.TransportError):
                     answer = await client.post("/v1/completions", json=BODY | {"max_tokens": 1})
@@ -183,8 +332,11 @@ def test_a_replica_that_is_killed_under_load(two):
         return await loading, time.monotonic() - killed
 
     ends, seconds = asyncio.run(main())
-    print(f"answers again after {seconds:.1f} s; {ends.count('whole')} of {len(ends)} streams whole: {sorted(set(ends))}")
-    assert ends.count("whole") >= 16, "streams of the other replica were lost"
+    lost = [end for end in ends if end.pid == victim]
+    print(f"answers again after {seconds:.1f} s; {len(lost)} of {len(ends)} streams were the replica's: {sorted(set(lost))}")
+    assert len(lost) < len(ends) and {end.how for end in ends if end.pid not in (victim, None)} == {"whole"}, "others are lost too"
+    assert not [end for end in ends if end.how.startswith("cut")], "a stream ends as if it were whole"
+    assert all(end.how.startswith(("status 5", "broken")) for end in ends if end.pid is None), ends
     assert seconds < 60
     deadline = time.monotonic() + 120
     while len(replica_pids()) < 2:
@@ -210,10 +362,10 @@ def test_a_replica_of_two_hosts_and_a_follower_that_is_killed(folder):
     """The replica leads and an actor follows, each with one of the engine's devices. Without the follower all begins anew."""
     others = replica_pids(), pids_of(FOLLOWER)
     with fleet(folder, "--hosts_per_replica=2", "--tensor_parallel_size=2") as (url, _):
-        assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).json()["choices"][0]["text"] == after("a", 20)
+        assert ask(url).json()["choices"][0]["text"] == after("a", 20)
         (leader,), (follower,) = replica_pids(others[0]), set(pids_of(FOLLOWER)) - set(others[1])
 
-        async def main() -> tuple[list[str], float, dict[str, float]]:
+        async def main() -> tuple[list[End], float, dict[str, float]]:
             began = asyncio.Event()
             loading = asyncio.create_task(load(url, 4, began))
             await asyncio.wait_for(began.wait(), 120)
@@ -228,11 +380,13 @@ def test_a_replica_of_two_hosts_and_a_follower_that_is_killed(folder):
             return ends, time.monotonic() - killed, await asyncio.wait_for(seen, 10)
 
         ends, seconds, seen = asyncio.run(main())
-        print(f"answers again after {seconds:.1f} s; {seen}; its streams: {sorted(set(ends))}")
-        assert not any("Timeout" in end or end.startswith("cut") for end in ends), "a stream hangs, or ends as if it were whole"
+        print(f"answers again after {seconds:.1f} s; {seen}; its streams: {sorted({end.how for end in ends})}")
+        assert not any("Timeout" in end.how or end.how.startswith("cut") for end in ends), (
+            "a stream hangs, or ends as if it were whole"
+        )
         (again,), (new,) = replica_pids(others[0]), set(pids_of(FOLLOWER)) - set(others[1])
         assert again != leader and new != follower
-        assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).json()["choices"][0]["text"] == after("a", 20)
+        assert ask(url).json()["choices"][0]["text"] == after("a", 20)
     assert set(pids_of(FOLLOWER)) <= set(others[1]), "followers end with the fleet"
 
 
@@ -242,7 +396,7 @@ def test_replicas_come_and_go_without_a_failed_request(folder):
     delays = ("--scale_up_seconds=1", "--scale_down_seconds=5")
     with fleet(folder, "--max_replicas=2", "--grace=60", *delays) as (url, _):
         assert len(replica_pids(others)) == 1
-        ends: list[str] = []
+        ends: list[End] = []
         deadline = time.monotonic() + 240
         while len(replica_pids(others)) < 2:
             assert time.monotonic() < deadline, "no replica is added"
@@ -251,7 +405,20 @@ def test_replicas_come_and_go_without_a_failed_request(folder):
         while len(replica_pids(others)) > 1:
             assert time.monotonic() < deadline, "no replica is taken away"
             ends += asyncio.run(load(url, 1, asyncio.Event()))
-        assert set(ends) == {"whole"} and len(ends) > 48
+        assert {end.how for end in ends} == {"whole"} and len(ends) > 48
+
+
+def test_haproxy_in_place_of_rays_own(folder):
+    others = replica_pids()
+    with fleet(folder, "--replicas=2", RAY_SERVE_ENABLE_HA_PROXY="1") as (url, _):
+        test_openais_client_and_what_is_refused(url)
+        test_a_stream_comes_as_it_is_made(url)
+        deadline = time.monotonic() + 30
+        answering = set[int]()
+        while answering != set(replica_pids(others)):
+            assert time.monotonic() < deadline, answering
+            answering.add(int(ask(url, max_tokens=1).headers["x-pid"]))
+        assert len(answering) == 2
 
 
 def test_what_a_cluster_does_not_have_is_one_line(folder):

@@ -9,10 +9,14 @@ import httpx
 import numpy as np
 import pytest
 
+from jaxserve.serving.app import make_app
+from jaxserve.serving.async_llm import AsyncLLM
+from jaxserve.serving.control import ControlCall
+from jaxserve.serving.fleet_answers import FleetAnswer, Said, answer_of_all
 from jaxserve.serving.options import HTTPOptions, ServerOptions
 from tests import alphabet_model
 from tests.serving.calls import ok, refusal
-from tests.serving.http_server import serving, slow_down
+from tests.serving.http_server import listening, serving, slow_down
 
 KEY = "a key"
 
@@ -194,6 +198,37 @@ def test_weights_that_cannot_change_are_not_named(server):
     answer = ok(server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}))
     assert "weight_versions" not in answer["choices"][0] and "weight_version" not in server.client.get("/health").json()
     assert not [answer for answer in asked_otherwise(server.client) if "weight_versions" in answer]
+
+
+def test_a_call_of_several_is_passed_on_to_all(shared_llm, shared):
+    """One of two is real here, and answers by the routes of its own."""
+    shared.wait_idle()
+    other = Said(200, {"status": "ok"})
+
+    async def ask_all(call: ControlCall) -> tuple[int, FleetAnswer]:
+        own = Said.of(*await call.ask(app.state.controls))
+        return answer_of_all({"own": own, "other": other})
+
+    options = ServerOptions(names=("alphabet",), api_keys=(KEY,), enable_control=True)
+    app = make_app(AsyncLLM(shared_llm), options, one_of_several="replicas", ask_all=ask_all)
+    with listening(app) as url, httpx.Client(base_url=url, headers=with_key(), timeout=60) as client:
+        assert client.post("/pause", headers={"Authorization": ""}).status_code == 401
+        done = {"status": 200, "answer": {"status": "ok"}}
+        assert ok(client.post("/pause?mode=keep")) == {"status": "ok", "servers": {"own": done, "other": done}}
+        assert ok(client.get("/is_paused"))["servers"]["own"]["answer"] == {"is_paused": True}
+        ok(client.post("/resume"))
+        assert ok(client.get("/is_paused"))["servers"]["own"]["answer"] == {"is_paused": False}
+        named = ok(client.post("/update_weight_version", json={"new_version": "one"}))
+        assert named["servers"]["own"]["answer"]["weight_version"] == "one" and "weight_version" not in named
+        assert client.get("/pause").status_code == 502 and client.delete("/pause").status_code == 405
+        wrong = client.post("/update_weight_version", json={"new_version": ""})
+        said = wrong.json()["servers"]["own"]
+        assert wrong.status_code == 502 and said["status"] == 400 and "new_version" in said["answer"]["error"]["message"]
+        other = Said(error="it is gone")
+        gone = client.post("/resume")
+        assert gone.status_code == 502 and gone.json()["servers"] == {"own": done, "other": {"error": "it is gone"}}
+    with pytest.raises(ValueError, match="enable_control: not with several replicas"):
+        make_app(AsyncLLM(shared_llm), options, one_of_several="replicas")
 
 
 def test_control_is_off_unless_asked_for(server):
