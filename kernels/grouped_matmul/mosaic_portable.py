@@ -1,7 +1,7 @@
 """The grouped matmul by mma.sync and cp.async, for every NVIDIA GPU from sm_80 on: a CTA a tile of rows and block of columns.
 
-The kernel reads the table of tiles that `layout` made on the device, so that routing never visits the host. It has run on no card;
-its PTX is run on a CPU.
+The kernel reads the table of tiles that `layout` made on the device, so that routing never visits the host. It gave right values on
+an H100; for other cards its PTX is run on a CPU.
 
 A CTA is one warpgroup, whose four warps have 16 rows each of a tile of 64. All of them load: 64 columns of the tile's rows and of
 their group's matrix at a time, `stages` - 1 of these ahead. One barrier a step: behind it every thread's copies have come, and

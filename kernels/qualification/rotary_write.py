@@ -60,8 +60,13 @@ class RotaryWriteCheck:
 
     def error(self, got: np.ndarray, want: np.ndarray) -> float:
         """The largest difference over 1 + the length of the pair that was rotated: what a norm near a tie rounds to its other side
-        moves by a step of the whole pair, also where the rotation leaves little of it in one value."""
-        got, want = (x.reshape(-1, 2, self.case.H // 2) for x in (got, want))
+        moves by a step of the whole pair, also where the rotation leaves little of it in one value. Infinite where a value of V is
+        another one: those are not rotated."""
+        case = self.case
+        values, given = (x[case.T * case.N * case.H :].reshape(case.num_pages, 2, case.K, -1)[:, 1] for x in (got, want))
+        if not np.array_equal(values, given):
+            return float("inf")
+        got, want = (x.reshape(-1, 2, case.H // 2) for x in (got, want))
         return float((np.abs(got - want) / (1 + np.linalg.norm(want, axis=1, keepdims=True))).max())
 
 

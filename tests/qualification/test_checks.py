@@ -12,7 +12,7 @@ import pytest
 
 from kernels import backends
 from kernels.backends import ATTENTION, Backend
-from kernels.qualification import attention, grouped_matmul
+from kernels.qualification import attention, grouped_matmul, rotary_write
 from kernels.qualification.checks import CHECKS, num_differing, run_check, run_unit
 from kernels.qualification.plan import (
     DIFFERS,
@@ -64,6 +64,25 @@ def test_a_cards_batches_pass_here(kernel):
     """The ones that are too large for an interpreter: they and their tolerances are right."""
     verdict = run_unit(dataclasses.replace(SMALL, small=False), Unit(kernel, "xla"))
     assert (verdict.result, verdict.reason) == (PASSED, "")
+
+
+@pytest.mark.parametrize("part", ["query", "key", "value", "slot that no token owns"])
+def test_a_rotary_write_that_is_bent_is_seen(part):
+    """In one value of each part, by 5% of a step of the pool's numbers or less than that of V."""
+    (check,) = (check for check in rotary_write.checks(None, False) if check.case.name == "head_64_norm")
+    case, batch = check.case, check.make()
+    want = check.reference(batch)
+    pages = want[case.T * case.N * case.H :].reshape(case.num_pages, 2, case.K, case.page_size, case.H)
+    owned = batch.slot_mapping[batch.slot_mapping < batch.num_slots]
+    free = next(slot for slot in range(batch.num_slots) if slot not in owned)
+    page, offset = divmod(int(free if part.startswith("slot") else owned[1]), case.page_size)
+    bent = want.copy()
+    if part == "query":
+        bent[0] += 0.2
+    else:
+        at = np.ravel_multi_index((page, int(part == "value"), 0, offset, 3), pages.shape) + case.T * case.N * case.H
+        bent[at] += 0.2 if part != "value" else 2**-6 * max(1.0, abs(want[at]))
+    assert check.error(want, want) == 0 and check.error(bent, want) > check.tolerances[case.dtype]
 
 
 @pytest.mark.slow

@@ -214,19 +214,21 @@ def test_a_call_of_several_is_passed_on_to_all(shared_llm, shared):
     with listening(app) as url, httpx.Client(base_url=url, headers=with_key(), timeout=60) as client:
         assert client.post("/pause", headers={"Authorization": ""}).status_code == 401
         done = {"status": 200, "answer": {"status": "ok"}}
-        assert ok(client.post("/pause?mode=keep")) == {"status": "ok", "servers": {"own": done, "other": done}}
+        paused, resumed = ({"status": 200, "answer": {"status": word}} for word in ("paused", "resumed"))
+        assert ok(client.post("/pause?mode=keep")) == {"status": "ok", "servers": {"own": paused, "other": done}}
         assert ok(client.get("/is_paused"))["servers"]["own"]["answer"] == {"is_paused": True}
         ok(client.post("/resume"))
         assert ok(client.get("/is_paused"))["servers"]["own"]["answer"] == {"is_paused": False}
         named = ok(client.post("/update_weight_version", json={"new_version": "one"}))
         assert named["servers"]["own"]["answer"]["weight_version"] == "one" and "weight_version" not in named
+        ok(client.post("/update_weight_version", json={"new_version": "0"}))  # as it was: others share this engine
         assert client.get("/pause").status_code == 502 and client.delete("/pause").status_code == 405
         wrong = client.post("/update_weight_version", json={"new_version": ""})
         said = wrong.json()["servers"]["own"]
         assert wrong.status_code == 502 and said["status"] == 400 and "new_version" in said["answer"]["error"]["message"]
         other = Said(error="it is gone")
         gone = client.post("/resume")
-        assert gone.status_code == 502 and gone.json()["servers"] == {"own": done, "other": {"error": "it is gone"}}
+        assert gone.status_code == 502 and gone.json()["servers"] == {"own": resumed, "other": {"error": "it is gone"}}
     with pytest.raises(ValueError, match="enable_control: not with several replicas"):
         make_app(AsyncLLM(shared_llm), options, one_of_several="replicas")
 
