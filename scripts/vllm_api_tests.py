@@ -64,17 +64,22 @@ serve/instrumentator/test_uds.py
 serve/middleware/test_optional_middleware.py
 serve/tokenize/test_tokenization.py
 """
-CALLS = {
-    "call": '\n{"name": "get_current_weather", "arguments": {"city": "Berlin", "country": "Germany", "unit": "fahrenheit"}}\n',
-    "weather": '\n{"name": "get_weather", "arguments": {"location": "Berlin", "unit": "celsius"}}\n',
+WEATHER = '\n{"name": "get_weather", "arguments": {"location": "Berlin", "unit": "celsius"}}\n'
+CURRENT = '\n{"name": "get_current_weather", "arguments": {"city": "Berlin", "country": "Germany", "unit": "fahrenheit"}}\n'
+TIME = '\n{"name": "get_time", "arguments": {"location": "Tokyo"}}\n'
+CALLS: dict[str, tuple[str, tuple[str, ...]]] = {  # a model's call, and what it says before
+    "call": (CURRENT, (*scripted_model.THOUGHT, scripted_model.SAID)),
+    "calls": ("</tool_call>\n<tool_call>".join([CURRENT, TIME, WEATHER]), scripted_model.THOUGHT),
+    "weather": (WEATHER, ()),
 }
 
 
 def prepare(folder: Path) -> None:
     """Models, and vLLM's tests without its sources, which would hide the installed vLLM."""
     tokenizer = Path(_TOKENIZER.value)
-    for name, call in {"plain": "", **CALLS}.items():
-        scripted_model.save(folder / "models" / name, tokenizer, call)
+    scripted_model.save(folder / "models/plain", tokenizer)
+    for name, (call, before) in CALLS.items():
+        scripted_model.save(folder / "models" / name, tokenizer, call, before=before)
     shutil.copytree(Path(_SOURCE.value) / "tests", folder / "tests")
     (folder / "plugin").mkdir()
     shutil.copy(Path(__file__).parent / "vllm_api/plugin.py", folder / "plugin")

@@ -2,11 +2,12 @@
 
 It is loaded in the Python that has vLLM, by name (`-p plugin`), and knows nothing of jaxserve but its command. It replaces the part
 of vLLM's RemoteOpenAIServer that starts the process, and gives every name of a model on the hub the tokenizer of the model that
-answers for it. JAXSERVE_COMMAND is the command; JAXSERVE_MODELS a folder with the models plain, call and weather.
+answers for it. JAXSERVE_COMMAND is the command; JAXSERVE_MODELS a folder with the models plain, call, calls and weather.
 """
 # pyright: reportMissingImports=false
 
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -37,9 +38,13 @@ DROPPED = {
     "--enable-sleep-mode": 0,
     "--show-hidden-metrics-for-version": 1,
     "--runner": 1,
+    "--enforce-eager": 0,
 }
-REPLACED = {"--enforce-eager": ["--warm_up=first_use", "--max_num_seqs=16"]}
-MISSING = ("lora", "watermarked")  # in a test's name: adapters, marks in outputs
+SCRIPTS = {"weather": "test_return_token_ids.py", "calls": "responses/test_function_call.py"}  # which tests' server has which model
+SMALL = ["--warm_up=first_use", "--max_num_seqs=16"]  # steps compile when they are needed, few of them
+# In a test's name: adapters, marks in outputs, images; and a test that starts vLLM itself.
+MISSING = ("lora", "watermarked", "multimodal", "run_batch")
+SERVED = ("server", "client", "server_fixture", "force_include_usage", "auto_config")  # how the names of servers' fixtures end
 CONTROL = ("sleep", "wake_up", "is_sleeping", "pause", "resume", "is_paused", "server_info", "reset_prefix_cache")
 
 
@@ -54,7 +59,10 @@ def chosen(args: list[str]) -> str:
     """The model that answers: one that thinks and calls where the server is told to parse that."""
     if not {"--reasoning-parser", "--enable-auto-tool-choice"} & set(args):
         return str(MODELS / "plain")
-    return str(MODELS / ("weather" if "return_token_ids" in Now.test else "call"))
+    for name, tests in SCRIPTS.items():
+        if tests in Now.test:
+            return str(MODELS / name)
+    return str(MODELS / "call")
 
 
 def kept(args: list[str]) -> list[str]:
@@ -70,7 +78,7 @@ def kept(args: list[str]) -> list[str]:
             ends = [i for i, value in enumerate(rest) if value.startswith("--")] or [len(rest)]
             del rest[: ends[0] if number is None else number]
         else:
-            out += REPLACED.get(name, [given])
+            out.append(given)
     return out
 
 
@@ -78,7 +86,7 @@ def start(self, model: str, args: list[str], env_dict: dict[str, str] | None) ->
     """Stands in for RemoteOpenAIServer._start_server."""
     Now.model = chosen(args)
     flags = kept([str(arg) for arg in args])
-    flags.append("--vllm_metric_names")
+    flags += [*SMALL, "--vllm_metric_names"]
     if "--served-model-name" not in flags:
         flags += ["--served-model-name", model]
     if (env_dict or {}).get("VLLM_SERVER_DEV_MODE") == "1":  # our control routes need a key
@@ -97,9 +105,15 @@ def pytest_runtest_setup(item) -> None:
     Now.test = item.nodeid
 
 
+def asks_a_server(item) -> bool:
+    """Whether the test starts one, itself or by a fixture: the others are of vLLM's own objects."""
+    names = [name for name in item.fixturenames if name.endswith(SERVED)]
+    return bool(names) or "RemoteOpenAIServer" in inspect.getsource(item.function)
+
+
 def pytest_collection_modifyitems(config, items) -> None:
-    """Leaves out the cases of what we don't have."""
-    left_out = [item for item in items if any(name in item.nodeid.lower() for name in MISSING)]
+    """Leaves out the cases of what we don't have, and those that ask no server."""
+    left_out = [item for item in items if any(name in item.nodeid.lower() for name in MISSING) or not asks_a_server(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 

@@ -1,9 +1,9 @@
 """A tiny Qwen3 with a real tokenizer whose next token follows from the last one alone: an API test's answers are known beforehand.
 
 Its layers add nothing. Each token of a script has a dimension of its own, which the head maps to the token after it; other tokens
-have random directions, so that what follows them is random. The last dimension holds a bias of each token: quotes and brackets are
-likelier, so that JSON that a grammar asks for ends soon. A call is one added token of the vocabulary: tokens of its text would
-need two successors.
+have random directions, so that what follows them is random. The last dimension holds a bias of each token: quotes, brackets and
+digits are likelier and blanks less so, so that JSON that a grammar asks for ends soon. A call is one added token of the vocabulary:
+tokens of its text would need two successors.
 """
 
 from __future__ import annotations
@@ -19,21 +19,26 @@ from safetensors.numpy import save_file
 HIDDEN, MAX_SCRIPT = 128, 63
 NORM, CERTAIN = 0.9, 80.0  # of an embedding without its bias' dimension; the logit of a script's next token
 BIASES = {'"': 9.0, "}": 9.0, "]": 9.0, '"}': 9.0, "}}": 9.0, '"]': 9.0, '",': 8.0, ":": 6.0, ",": 5.0}
+BIASES |= dict.fromkeys("0123456789", 6.0)
+BLANK = -10.0
 THINKING = "We need to respond briefly and say what one would expect of us, because they asked for it so kindly"
-SAID = "Hello! How can I help you today?"
+SAID = "Hello! How can I help you today or tomorrow?"  # longer than the 10 tokens that many tests ask for
+THOUGHT = ("<think>", THINKING, "</think>")
 
 
-def save(folder: Path, tokenizer_folder: Path, call: str = "", end: str = "<|im_end|>") -> Path:
+def save(
+    folder: Path, tokenizer_folder: Path, call: str = "", end: str = "<|im_end|>", before: Sequence[str] = (*THOUGHT, SAID)
+) -> Path:
     """Writes a checkpoint. tokenizer_folder: with a ChatML tokenizer and its config.
 
     Without `call` an answer is a greeting, prompts begin with a special token, and what follows other text rarely ends. With it, an
-    answer is a thought, the greeting and a tool call of that text.
+    answer is a tool call of that text after `before`: by default a thought and the greeting.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     if call:
         tokenizer.add_tokens([tokenizers.AddedToken(call, special=False, normalized=False)])
-        script = ["<think>", THINKING, "</think>", SAID, "<tool_call>", call, "</tool_call>", end]
+        script = [*before, "<tool_call>", call, "</tool_call>", end]
     else:
         first = "<|im_start|>"
         special = [(first, tokenizer.token_to_id(first))]
@@ -63,6 +68,8 @@ def _tensors(tokenizer: tokenizers.Tokenizer, script: Sequence[str], end: int, e
     embedding[:, -1] = np.sqrt(1 - NORM**2)
     head[:, MAX_SCRIPT:-1] = rng.normal(size=free.shape) / 8
     biases = np.zeros(size)
+    texts = tokenizer.decode_batch([[token] for token in range(size)], skip_special_tokens=False)
+    biases[[not text.strip() for text in texts]] = BLANK
     biases[known:] = -60  # no tokens
     biases[list(tokenizer.get_added_tokens_decoder())] = -30
     for text, bias in BIASES.items():

@@ -18,7 +18,9 @@ SPECIALS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", 
 def folder(tmp_path):
     """A tokenizer of words, blanks apart."""
     split = pre_tokenizers.Split(tokenizers.Regex(r" ?\w+|\n+|[^\w\s]"), "isolated")
-    words = [word for text in (THINKING, SAID, "assistant\n", "\n\n", '"}') for word, _ in split.pre_tokenize_str(text)]
+    words = [
+        word for text in (THINKING, SAID, "assistant\n", "\n\n", '"}', " could", "7") for word, _ in split.pre_tokenize_str(text)
+    ]
     made = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(dict.fromkeys(words))}))
     made.pre_tokenizer = split
     made.add_special_tokens(SPECIALS)
@@ -46,6 +48,8 @@ def test_an_answer_is_the_script(folder):
     answer = f"{SAID}<tool_call>{call}</tool_call><|im_end|>"
     assert "".join(said_after(out, "assistant\n")) == f"<think>{THINKING}</think>{answer}"
     assert "".join(said_after(out, "<think>\n\n</think>\n\n")) == answer, "a template without thinking"
+    at_once = scripted_model.save(folder / "at_once", folder, call, before=())
+    assert "".join(said_after(at_once, "assistant\n")) == f"<tool_call>{call}</tool_call><|im_end|>"
     plain = scripted_model.save(folder / "plain", folder)
     assert "".join(said_after(plain, "assistant\n")) == SAID + "<|im_end|>"
     assert json.loads((out / "config.json").read_text())["vocab_size"] == len(
@@ -57,3 +61,12 @@ def test_a_token_that_would_need_two_successors_is_refused(folder, monkeypatch):
     monkeypatch.setattr(scripted_model, "SAID", "Hello!! How can I help you today?")
     with pytest.raises(ValueError, match="each once"):
         scripted_model.save(folder / "out", folder)
+
+
+def test_blanks_are_unlikely_and_digits_likely(folder):
+    """Of two tokens that a grammar allows, with no script between them."""
+    out = scripted_model.save(folder / "out", folder)
+    tokenizer, tensors = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json")), load_file(out / "model.safetensors")
+    biases = tensors["lm_head.weight"][:, -1]
+    word, blank, digit = (biases[tokenizer.encode(text, add_special_tokens=False).ids[0]] for text in (" could", "\n\n", "7"))
+    assert blank < word < digit
