@@ -305,10 +305,13 @@ def make_metrics(
 ) -> Metrics:
     """A server's metrics, as its options have them. The KV cache is told under vLLM's names; of devices that attend in groups, all
     of theirs together."""
-    cache, num_groups = config.cache, config.scheduler.num_groups
+    cache, scheduler = config.cache, config.scheduler
+    num_pages, pages_of_longest = cache.num_pages * scheduler.num_groups, -(-scheduler.max_model_len // cache.page_size)
     facts = {
         "block_size": cache.page_size,
-        "num_gpu_blocks": cache.num_pages * num_groups,
+        "num_gpu_blocks": num_pages,
+        "kv_cache_size_tokens": num_pages * cache.page_size,
+        "kv_cache_max_concurrency": num_pages / pages_of_longest,
         "enable_prefix_caching": cache.enable_prefix_caching,
         "gpu_memory_utilization": config.engine.gpu_memory_utilization,
     }

@@ -103,6 +103,7 @@ def test_metrics_of_requests_and_steps(shared_llm):
         queue, whole = (metric(server, f"{name}_seconds_sum") for name in ("request_queue_time", "e2e_request_latency"))
         assert abs(queue + metric(server, "request_inference_time_seconds_sum") - whole) < 1e-6
         pages = {"block_size": "4", "num_gpu_blocks": "96", "enable_prefix_caching": "True"}
+        pages |= {"kv_cache_size_tokens": "384", "kv_cache_max_concurrency": "1.5"}  # of samples of 256 tokens
         assert metric(server, "cache_config_info", **pages) == 1
 
 
