@@ -78,6 +78,7 @@ def prepare(folder: Path) -> None:
     """Models, and vLLM's tests without its sources, which would hide the installed vLLM."""
     tokenizer = Path(_TOKENIZER.value)
     scripted_model.save(folder / "models/plain", tokenizer)
+    scripted_model.save(folder / "models/plain_bos", tokenizer, first="<|im_start|>")
     for name, (call, before) in CALLS.items():
         scripted_model.save(folder / "models" / name, tokenizer, call, before=before)
     shutil.copytree(Path(_SOURCE.value) / "tests", folder / "tests")

@@ -2,7 +2,7 @@
 
 It is loaded in the Python that has vLLM, by name (`-p plugin`), and knows nothing of jaxserve but its command. It replaces the part
 of vLLM's RemoteOpenAIServer that starts the process, and gives every name of a model on the hub the tokenizer of the model that
-answers for it. JAXSERVE_COMMAND is the command; JAXSERVE_MODELS a folder with the models plain, call, calls and weather.
+answers for it. JAXSERVE_COMMAND is the command; JAXSERVE_MODELS a folder with the models plain, plain_bos, call, calls and weather.
 """
 # pyright: reportMissingImports=false
 
@@ -55,10 +55,11 @@ class Now:
     model: str = str(MODELS / "plain")
 
 
-def chosen(args: list[str]) -> str:
-    """The model that answers: one that thinks and calls where the server is told to parse that."""
+def chosen(model: str, args: list[str]) -> str:
+    """The model that answers: one that thinks and calls where the server is told to parse that; else one whose prompts begin with
+    a special token unless Qwen's do not."""
     if not {"--reasoning-parser", "--enable-auto-tool-choice"} & set(args):
-        return str(MODELS / "plain")
+        return str(MODELS / ("plain" if "qwen" in model.lower() else "plain_bos"))
     for name, tests in SCRIPTS.items():
         if tests in Now.test:
             return str(MODELS / name)
@@ -84,7 +85,7 @@ def kept(args: list[str]) -> list[str]:
 
 def start(self, model: str, args: list[str], env_dict: dict[str, str] | None) -> None:
     """Stands in for RemoteOpenAIServer._start_server."""
-    Now.model = chosen(args)
+    Now.model = chosen(model, args)
     flags = kept([str(arg) for arg in args])
     flags += [*SMALL, "--vllm_metric_names"]
     if "--served-model-name" not in flags:

@@ -27,12 +27,17 @@ THOUGHT = ("<think>", THINKING, "</think>")
 
 
 def save(
-    folder: Path, tokenizer_folder: Path, call: str = "", end: str = "<|im_end|>", before: Sequence[str] = (*THOUGHT, SAID)
+    folder: Path,
+    tokenizer_folder: Path,
+    call: str = "",
+    end: str = "<|im_end|>",
+    before: Sequence[str] = (*THOUGHT, SAID),
+    first: str = "",
 ) -> Path:
     """Writes a checkpoint. tokenizer_folder: with a ChatML tokenizer and its config.
 
-    Without `call` an answer is a greeting, prompts begin with a special token, and what follows other text rarely ends. With it, an
-    answer is a tool call of that text after `before`: by default a thought and the greeting.
+    Without `call` an answer is a greeting, and what follows other text rarely ends. With it, an answer is a tool call of that text
+    after `before`: by default a thought and the greeting. Texts begin with the special token `first`, if one is given.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
@@ -40,10 +45,10 @@ def save(
         tokenizer.add_tokens([tokenizers.AddedToken(call, special=False, normalized=False)])
         script = [*before, "<tool_call>", call, "</tool_call>", end]
     else:
-        first = "<|im_start|>"
+        script = [SAID, end]
+    if first:
         special = [(first, tokenizer.token_to_id(first))]
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single=f"{first} $A", special_tokens=special)
-        script = [SAID, end]
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text((tokenizer_folder / "tokenizer_config.json").read_text())
     end_id = tokenizer.token_to_id(end)

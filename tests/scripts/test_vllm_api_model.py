@@ -50,7 +50,8 @@ def test_an_answer_is_the_script(folder):
     assert "".join(said_after(out, "<think>\n\n</think>\n\n")) == answer, "a template without thinking"
     at_once = scripted_model.save(folder / "at_once", folder, call, before=())
     assert "".join(said_after(at_once, "assistant\n")) == f"<tool_call>{call}</tool_call><|im_end|>"
-    plain = scripted_model.save(folder / "plain", folder)
+    plain = scripted_model.save(folder / "plain", folder, first="<|im_start|>")
+    assert tokenizers.Tokenizer.from_file(str(plain / "tokenizer.json")).encode("7").tokens == ["<|im_start|>", "7"]
     assert "".join(said_after(plain, "assistant\n")) == SAID + "<|im_end|>"
     assert json.loads((out / "config.json").read_text())["vocab_size"] == len(
         load_file(out / "model.safetensors")["lm_head.weight"]
