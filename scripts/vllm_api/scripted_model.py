@@ -23,6 +23,7 @@ BIASES |= dict.fromkeys("0123456789", 6.0)
 BLANK = -10.0
 THINKING = "We need to respond briefly and say what one would expect of us, because they asked for it so kindly"
 SAID = "Hello! How can I help you today or tomorrow?"  # longer than the 10 tokens that many tests ask for
+CONTINUED = (" keeps",)  # ends of unfinished answers that tests have continued, and expect to end
 THOUGHT = ("<think>", THINKING, "</think>")
 
 
@@ -36,8 +37,8 @@ def save(
 ) -> Path:
     """Writes a checkpoint. tokenizer_folder: with a ChatML tokenizer and its config.
 
-    Without `call` an answer is a greeting, and what follows other text rarely ends. With it, an answer is a tool call of that text
-    after `before`: by default a thought and the greeting. Texts begin with the special token `first`, if one is given.
+    Without `call` an answer is a greeting, and what follows other text goes on and on. With it, an answer is a tool call of that
+    text after `before`: by default a thought and the greeting. Texts begin with the special token `first`, if one is given.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
@@ -53,7 +54,7 @@ def save(
     (folder / "tokenizer_config.json").write_text((tokenizer_folder / "tokenizer_config.json").read_text())
     end_id = tokenizer.token_to_id(end)
     assert end_id is not None
-    tensors = _tensors(tokenizer, script, end_id, 9.0 if call else 7.5)
+    tensors = _tensors(tokenizer, script, end_id, 9.0 if call else 0.0)
     save_file(tensors, folder / "model.safetensors")
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": HIDDEN, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 32, "rope_theta": 1e4}
@@ -95,6 +96,8 @@ def _tensors(tokenizer: tokenizers.Tokenizer, script: Sequence[str], end: int, e
         embedding[last, :-1] = np.eye(HIDDEN - 1)[place] * NORM
         head[token, place] = CERTAIN / (scale * NORM)
         last = token
+    for text in CONTINUED:
+        embedding[ids(text)[-1:]] = embedding[ids("assistant\n")[-1]]
     if "</think>" in script:  # a template without thinking ends with an empty thought
         embedding[ids("\n\n")[-1]] = embedding[ids("</think>")[-1]]
     ones, zeros = np.ones(HIDDEN, np.float32), np.zeros((HIDDEN, 32), np.float32)

@@ -19,7 +19,9 @@ def folder(tmp_path):
     """A tokenizer of words, blanks apart."""
     split = pre_tokenizers.Split(tokenizers.Regex(r" ?\w+|\n+|[^\w\s]"), "isolated")
     words = [
-        word for text in (THINKING, SAID, "assistant\n", "\n\n", '"}', " could", "7") for word, _ in split.pre_tokenize_str(text)
+        word
+        for text in (THINKING, SAID, "assistant\n", "\n\n", '"}', " could", " keeps", "7")
+        for word, _ in split.pre_tokenize_str(text)
     ]
     made = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(dict.fromkeys(words))}))
     made.pre_tokenizer = split
@@ -52,7 +54,7 @@ def test_an_answer_is_the_script(folder):
     assert "".join(said_after(at_once, "assistant\n")) == f"<tool_call>{call}</tool_call><|im_end|>"
     plain = scripted_model.save(folder / "plain", folder, first="<|im_start|>")
     assert tokenizers.Tokenizer.from_file(str(plain / "tokenizer.json")).encode("7").tokens == ["<|im_start|>", "7"]
-    assert "".join(said_after(plain, "assistant\n")) == SAID + "<|im_end|>"
+    assert "".join(said_after(plain, "assistant\n")) == "".join(said_after(plain, " keeps")) == SAID + "<|im_end|>"
     assert json.loads((out / "config.json").read_text())["vocab_size"] == len(
         load_file(out / "model.safetensors")["lm_head.weight"]
     )
