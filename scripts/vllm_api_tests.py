@@ -91,6 +91,7 @@ def run(folder: Path, paths: list[str]) -> Path:
     report = folder / "report.xml"
     env = os.environ | {
         "JAXSERVE_COMMAND": f"{sys.executable} -m jaxserve",
+        "JAXSERVE_PATH": str(Path(__file__).parents[1]),
         "JAXSERVE_MODELS": str(folder / "models"),
         "PYTHONPATH": os.pathsep.join([str(folder / "plugin"), *filter(None, [os.environ.get("VLLM_PYTHONPATH")])]),
         "HF_HUB_OFFLINE": "1",

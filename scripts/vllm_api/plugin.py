@@ -2,7 +2,8 @@
 
 It is loaded in the Python that has vLLM, by name (`-p plugin`), and knows nothing of jaxserve but its command. It replaces the part
 of vLLM's RemoteOpenAIServer that starts the process, and gives every name of a model on the hub the tokenizer of the model that
-answers for it. JAXSERVE_COMMAND is the command; JAXSERVE_MODELS a folder with the models plain, plain_bos, call, calls and weather.
+answers for it. JAXSERVE_COMMAND is the command, JAXSERVE_PATH the folder of its package; JAXSERVE_MODELS a folder with the models
+plain, plain_bos, call, calls and weather.
 """
 # pyright: reportMissingImports=false
 
@@ -92,8 +93,7 @@ def start(self, model: str, args: list[str], env_dict: dict[str, str] | None) ->
         flags += ["--served-model-name", model]
     if (env_dict or {}).get("VLLM_SERVER_DEV_MODE") == "1":  # our control routes need a key
         flags += ["--enable_control", "--api_key", KEY]
-    env = os.environ | (env_dict or {})
-    del env["PYTHONPATH"]  # this process's
+    env = os.environ | (env_dict or {}) | {"PYTHONPATH": os.environ["JAXSERVE_PATH"]}
     if "VLLM_API_KEY" in env:
         env["JAXSERVE_API_KEY"] = env["VLLM_API_KEY"]
     command = [*os.environ["JAXSERVE_COMMAND"].split(), "serve", model if os.path.exists(model) else Now.model, *flags]
