@@ -312,10 +312,10 @@ def _token_id(token_id: int) -> str:
 
 
 def _by_text(token_id: int, entry: Mapping[int, Logprob], num_top: int, as_ids: bool) -> dict[str, float]:
-    """Log-probabilities by text, of the likeliest tokens, or those that were asked for by id, and of the token itself. Of two with
-    one text the likelier counts."""
+    """Log-probabilities by text, of the token itself and, after it as in vLLM's answers, of the likeliest tokens, or those that
+    were asked for by id. Of two with one text the likelier counts."""
     found: dict[str, float] = {}
-    for i, x in sorted(entry.items(), key=lambda item: item[1].rank or 0):
+    for i, x in sorted(entry.items(), key=lambda item: (item[0] != token_id, item[1].rank or 0)):
         if i == token_id or (x.rank or 0) <= num_top:
             text = _token_id(i) if as_ids else x.decoded_token or ""
             found[text] = max(finite(x.logprob), found.get(text, -math.inf))

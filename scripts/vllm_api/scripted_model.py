@@ -22,7 +22,7 @@ BIASES = {'"': 9.0, "}": 9.0, "]": 9.0, '"}': 9.0, "}}": 9.0, '"]': 9.0, '",': 8
 BIASES |= dict.fromkeys("0123456789", 6.0)
 BLANK = -10.0
 THINKING = "We need to respond briefly and say what one would expect of us, because they asked for it so kindly"
-SAID = "Hello! How can I help you today or tomorrow?"  # longer than the 10 tokens that many tests ask for
+SAID = "Hello! How can I help you today or tomorrow instead"  # longer than the 10 tokens that many tests ask for
 CONTINUED = (" keeps",)  # ends of unfinished answers that tests have continued, and expect to end
 THOUGHT = ("<think>", THINKING, "</think>")
 

@@ -65,6 +65,9 @@ def test_logprobs(server):
     assert sorted(found["top_logprobs"][0].values())[0] == pytest.approx(second, abs=1e-4)
     zero = ok(complete(server, logprobs=0))["choices"][0]["logprobs"]
     assert [list(top) for top in zero["top_logprobs"]] == [["b"], ["c"], ["d"], ["e"]], "the tokens that stand there, alone"
+    echoed = ok(complete(server, "tea", echo=True, logprobs=1))["choices"][0]["logprobs"]
+    assert [list(top)[0] for top in echoed["top_logprobs"][1:]] == echoed["tokens"][1:], "before what is likelier"
+    assert [len(top) for top in echoed["top_logprobs"][1:3]] == [2, 2]
 
 
 def test_stream_and_its_usage(server):
