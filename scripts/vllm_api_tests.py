@@ -70,6 +70,7 @@ TIME = '\n{"name": "get_time", "arguments": {"location": "Tokyo"}}\n'
 CALLS: dict[str, tuple[str, tuple[str, ...]]] = {  # a model's call, and what it says before
     "call": (CURRENT, (*scripted_model.THOUGHT, scripted_model.SAID)),
     "calls": ("</tool_call>\n<tool_call>".join([CURRENT, TIME, WEATHER]), scripted_model.THOUGHT),
+    "greets": (CURRENT, (scripted_model.SAID,)),
     "weather": (WEATHER, ()),
 }
 

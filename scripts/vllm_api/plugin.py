@@ -3,7 +3,7 @@
 It is loaded in the Python that has vLLM, by name (`-p plugin`), and knows nothing of jaxserve but its command. It replaces the part
 of vLLM's RemoteOpenAIServer that starts the process, and gives every name of a model on the hub the tokenizer of the model that
 answers for it. JAXSERVE_COMMAND is the command, JAXSERVE_PATH the folder of its package; JAXSERVE_MODELS a folder with the models
-plain, plain_bos, call, calls and weather.
+plain, plain_bos, call, calls, greets and weather.
 """
 # pyright: reportMissingImports=false
 
@@ -41,7 +41,12 @@ DROPPED = {
     "--runner": 1,
     "--enforce-eager": 0,
 }
-SCRIPTS = {"weather": "test_return_token_ids.py", "calls": "responses/test_function_call.py"}  # which tests' server has which model
+# Which tests' server has which model.
+SCRIPTS = {
+    "weather": "test_return_token_ids.py",
+    "calls": "responses/test_function_call.py",
+    "greets": "anthropic/test_messages.py",
+}
 SMALL = ["--warm_up=first_use", "--max_num_seqs=16"]  # steps compile when they are needed, few of them
 # In a test's name: adapters, marks in outputs, images; and a test that starts vLLM itself.
 MISSING = ("lora", "watermarked", "multimodal", "run_batch")

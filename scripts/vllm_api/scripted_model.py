@@ -51,10 +51,14 @@ def save(
         special = [(first, tokenizer.token_to_id(first))]
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single=f"{first} $A", special_tokens=special)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text((tokenizer_folder / "tokenizer_config.json").read_text())
+    tokenizer_config = json.loads((tokenizer_folder / "tokenizer_config.json").read_text())
+    if call:
+        added = {"content": call, "special": False, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
+        tokenizer_config.setdefault("added_tokens_decoder", {})[str(tokenizer.token_to_id(call))] = added
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     end_id = tokenizer.token_to_id(end)
     assert end_id is not None
-    tensors = _tensors(tokenizer, script, end_id, 9.0 if call else 0.0)
+    tensors = _tensors(tokenizer, script, end_id, 9.0 if THINKING in script else 0.0)
     save_file(tensors, folder / "model.safetensors")
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": HIDDEN, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 32, "rope_theta": 1e4}
