@@ -61,7 +61,7 @@ def test_an_answer_is_the_script(folder):
 
 
 def test_a_token_that_would_need_two_successors_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(scripted_model, "SAID", "Hello!! How can I help you today?")
+    monkeypatch.setattr(scripted_model, "SAID", "Hello!! How can I help you today")
     with pytest.raises(ValueError, match="each once"):
         scripted_model.save(folder / "out", folder)
 
