@@ -26,7 +26,7 @@ from typing import Any
 
 from absl import app, flags
 
-from jaxserve.cli.common.command import run_command
+from jaxserve.cli.common.command import run_command, without_collecting
 from jaxserve.cli.common.http_load import Stream, Target, server_process
 
 _URL = flags.DEFINE_string("url", None, "The server's address.")
@@ -52,8 +52,7 @@ async def load(target: Target) -> tuple[list[Stream], float]:
     rng, places = random.Random(_SEED.value), asyncio.Semaphore(_CONCURRENCY.value)
 
     async def one(number: int) -> Stream:
-        if number < _CONCURRENCY.value:
-            await asyncio.sleep(_RAMP_UP.value * number / _CONCURRENCY.value)
+        await asyncio.sleep(_RAMP_UP.value * min(1.0, number / _CONCURRENCY.value))  # later ones must not take the places before
         prompt = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=_INPUT_LEN.value))
         async with places:
             return await target.ask(
@@ -87,17 +86,18 @@ def summarise(streams: list[Stream], seconds: float) -> dict[str, Any]:
 
 
 def serve_replay(port: int) -> None:
-    import uvicorn
+    with without_collecting():  # as `jaxserve serve` loads a model
+        import uvicorn
 
-    from jaxserve.serving.app import make_app
-    from jaxserve.serving.async_llm import AsyncLLM
-    from jaxserve.serving.connections import bounded
-    from jaxserve.serving.options import ServerOptions
-    from scripts.bench.loop_lag import LoopLag
-    from scripts.bench.replay_engine import replay_llm
+        from jaxserve.serving.app import make_app
+        from jaxserve.serving.async_llm import AsyncLLM
+        from jaxserve.serving.connections import bounded
+        from jaxserve.serving.options import ServerOptions
+        from scripts.bench.loop_lag import LoopLag
+        from scripts.bench.replay_engine import replay_llm
 
-    options = ServerOptions(names=("replay",))
-    application = make_app(AsyncLLM(replay_llm(max_num_seqs=256, step_seconds=_STEP_MS.value / 1000)), options)
+        options = ServerOptions(names=("replay",))
+        application = make_app(AsyncLLM(replay_llm(max_num_seqs=256, step_seconds=_STEP_MS.value / 1000)), options)
     lag, inner = LoopLag(), application.router.lifespan_context
 
     @contextlib.asynccontextmanager

@@ -345,9 +345,9 @@ class Engine:
         return len(programs.keys) - programs.num_compiled
 
     def on_compiled(self, call: Callable[[], None]) -> None:
-        """Calls this after each program that is compiled behind the steps (warm_up="background"), on the compiling thread."""
+        """Calls this too after each program that is compiled behind the steps (warm_up="background"), on the compiling thread."""
         if self._warm_up is not None:
-            self._warm_up.on_progress = call
+            self._warm_up.on_progress.append(call)
 
     def on_lost(self, call: Callable[[HostLostError], None]) -> None:
         """Calls this, on a thread of the group's, when a host is lost with which the engine shares its devices."""

@@ -105,7 +105,7 @@ class BackgroundWarmUp:
         self.first: list[ProgramKey] = first_programs(programs.config.plan, config.max_num_seqs, chunked=chunked)
         self._stopping = threading.Event()
         self._last_busy = 0.0  # when a request was last seen to run
-        self.on_progress: Callable[[], None] = lambda: None  # called on the thread after each program
+        self.on_progress: list[Callable[[], None]] = []  # called on the thread after each program
         self._thread = threading.Thread(target=self._compile_rest, name="jaxserve-compiler", daemon=True)
 
     def compile_first(self) -> None:
@@ -142,7 +142,8 @@ class BackgroundWarmUp:
                 self._programs.compile(key)
             except Exception:
                 logger.exception("%s could not be compiled; a step that needs it will fail", name_of(key))
-            self.on_progress()
+            for call in self.on_progress:
+                call()
 
     def _await_quiet(self) -> None:
         """Waits until no request ran for QUIET_SECONDS, at most PATIENCE_SECONDS; ends early where the thread is to end."""

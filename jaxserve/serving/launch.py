@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxserve.llm import LLM
@@ -11,6 +13,7 @@ from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.options import ModelOptions
 
 if TYPE_CHECKING:
+    from jaxserve.engine.engine import Engine
     from jaxserve.hosts.group import HostGroup
 
 
@@ -23,7 +26,15 @@ def load_llm(options: ModelOptions, hosts: HostGroup | None = None) -> LLM:
         raise ValueError(f"{error.__cause__} (--tokenizer says where one lies, --skip_tokenizer_init does without)") from error
     if options.chat_template is not None:
         llm.get_tokenizer().chat_templates["default"] = options.chat_template
+    llm.engine.on_compiled(partial(_leave_programs_uncollected, llm.engine))
     return llm
+
+
+def _leave_programs_uncollected(engine: Engine) -> None:
+    """What compiling behind the steps has left stays, and Python's garbage collector need not look at it again: 50,000 objects of
+    a small model's plan, at which a full collection looks for 0.1 s while every stream waits."""
+    if not engine.num_programs_left:
+        gc.freeze()
 
 
 def default_sampling_params(llm: LLM, options: ModelOptions) -> SamplingParams:

@@ -77,7 +77,8 @@ class ReplayScheduler:
 
 
 class ReplayEngine:
-    """A `ServedEngine`. text: token ids, repeated until max_tokens. step_seconds: least time of a step."""
+    """A `ServedEngine`. text: token ids, repeated until max_tokens. step_seconds: what a device takes for a step; it begins the
+    next when it has ended one, as with steps in flight, so that the host's work counts only where it takes longer."""
 
     config: ReplayConfig
     eos_token_ids: frozenset[int] = frozenset()
@@ -91,6 +92,7 @@ class ReplayEngine:
 
     def __init__(self, text: Sequence[int], max_num_seqs: int, step_seconds: float = 0.0):
         self._text, self._max_num_seqs, self._step_seconds = list(text), max_num_seqs, step_seconds
+        self._step_end = 0.0  # in seconds of time.monotonic()
         self._requests: dict[str, Request] = {}
         self.config = ReplayConfig(
             EngineConfig(),
@@ -141,7 +143,10 @@ class ReplayEngine:
 
     def step(self) -> list[EngineOutput]:
         if self._step_seconds:
-            time.sleep(self._step_seconds)
+            now = time.monotonic()
+            is_behind = now > self._step_end + self._step_seconds  # or had nothing to do
+            self._step_end = (now if is_behind else self._step_end) + self._step_seconds
+            time.sleep(self._step_end - now)
         self.stats.num_steps += 1
         outputs = []
         for request in list(itertools.islice(self._requests.values(), self._max_num_seqs)):

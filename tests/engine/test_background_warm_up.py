@@ -113,8 +113,9 @@ def test_steps_run_in_the_first_programs_and_none_waits_for_a_compiler(gate):
 
 @pytest.mark.slow
 def test_a_program_that_is_needed_sooner_is_compiled_once(gate):
-    engine, calls = make_engine(), []
+    engine, calls, others = make_engine(), [], []
     engine.on_compiled(lambda: calls.append(engine.num_programs_left))
+    engine.on_compiled(lambda: others.append(len(calls)))  # every one that asked is called
     request = engine.add_request("scored", [1, 2, 3], SamplingParams(max_tokens=1, prompt_logprobs=2))[0]
     while engine.has_unfinished_requests():
         engine.step()  # the score program is not among the first
@@ -122,6 +123,7 @@ def test_a_program_that_is_needed_sooner_is_compiled_once(gate):
     gate.open()
     wait_for_programs(engine)
     assert engine.num_programs_left == 0 and calls[-1] == 0 and len(calls) == PLAN.num_programs - FIRST
+    assert others == [n + 1 for n in range(len(calls))]
     engine.close()
 
 

@@ -229,6 +229,7 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]], grace: float) -> None:
 def run_process() -> None:
     *listeners, end = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
     from jaxserve.cli.common import http_server
+    from jaxserve.cli.common.command import without_collecting
     from jaxserve.serving.pipes import read_one
 
     try:
@@ -237,7 +238,9 @@ def run_process() -> None:
         sys.exit(FAILED)
     http_server.set_up_logging(access_log=start.access_log)
     lost = threading.Event()
-    http_server.serve(_application(start, end, partial(_end, lost)), start.options, dict(start.uvicorn), listeners)
+    with without_collecting():
+        application = _application(start, end, partial(_end, lost))
+    http_server.serve(application, start.options, dict(start.uvicorn), listeners)
     sys.exit(FAILED if lost.is_set() else 0)
 
 

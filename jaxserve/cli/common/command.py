@@ -126,8 +126,9 @@ def refuse_bad_input() -> Iterator[None]:
 def without_collecting() -> Iterator[None]:
     """Python's garbage collector rests in here, and what was made in here it never looks at again.
 
-    It stands around importing and making an engine. There are 390,000 objects then, and every full collection would look at them
-    all: a pause of 0.2 s. The one at the end lets go of what is garbage by then, 2% of them: no weight is to hang in that.
+    It stands around importing and making an engine or a server. There are 390,000 objects then, and every full collection
+    would look at them all: a pause of 0.2 s. The one at the end lets go of what is garbage by then, 2% of them: no weight is to
+    hang in that.
     """
     was_enabled = gc.isenabled()
     gc.disable()
