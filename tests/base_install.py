@@ -1,7 +1,7 @@
 """What can be imported where jaxserve is installed without an extra, as code that such a process runs."""
 
 # Modules, and those below them, that commands are or that an extra is for.
-_MORE = ("__main__", "cli", "ray.application", "ray.control", "ray.hosts", "routing", "serving")
+_MORE = ("__main__", "cli", "ray.application", "ray.control", "ray.hosts", "ray.routing", "routing", "serving")
 IMPORT_THE_OTHERS = f"""
 import checkpoints, importlib, jaxserve, kernels, pkgutil
 for package in (jaxserve, kernels, checkpoints):

@@ -70,6 +70,11 @@ class Replica:
         """Raises what `/health` would answer with 503: Ray starts the replica anew."""
         self._engine.check_health()
 
+    def record_routing_stats(self) -> dict[str, int]:
+        """What a router_policy goes by (routing.py)."""
+        stats = self._engine.stats
+        return {"waiting": stats.num_waiting, "running": stats.num_running}
+
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `autoscale` goes by."""
         stats = self._engine.stats
@@ -88,7 +93,7 @@ def build(options: FleetOptions) -> serve.Application:
     """The application of so many replicas.
 
     Raises:
-      ValueError: Ray has been started, and its cluster has too few GPUs or CPUs for the replicas.
+      ValueError: Ray has been started, and its cluster has too few GPUs or CPUs for the replicas; a router_policy without HAProxy.
     """
     cluster = ray.cluster_resources() if ray.is_initialized() else None  # `serve run` builds the application first
     needs = host_resources(cluster, options.engine, options.replicas, options.gpus_per_replica, options.hosts_per_replica)
@@ -109,6 +114,10 @@ def build(options: FleetOptions) -> serve.Application:
                 policy=AutoscalingPolicy(policy_function=autoscale),
             )
         }
+    if options.router_policy is not None:
+        from jaxserve.ray.routing import router_config
+
+        scaling["request_router_config"] = router_config(options.router_policy)
     deployment = serve.deployment(
         Replica,
         name="jaxserve",
@@ -120,4 +129,9 @@ def build(options: FleetOptions) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.5,
         **scaling,
     )
-    return deployment.bind(options)
+    replicas = deployment.bind(options)
+    if options.router_policy is None:
+        return replicas
+    from jaxserve.ray.routing import with_chooser
+
+    return with_chooser(replicas)

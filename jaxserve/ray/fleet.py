@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 from jaxserve.config import engine_config
 from jaxserve.ray.resources import num_devices
+from jaxserve.routing.policy import ROUTING_POLICIES
 from jaxserve.serving.options import (
     LISTENER_OPTIONS,
     ModelOptions,
@@ -35,6 +36,7 @@ class FleetOptions(ModelOptions):
     scale_up_seconds, scale_down_seconds: how long the load must ask for more or fewer of them.
     gpus_per_replica: None: as many as the engine has devices if the cluster has GPUs, else none.
     hosts_per_replica: processes that share a replica's devices, on one machine or on several, each with as many of them.
+    router_policy: one of jaxserve.routing's ROUTING_POLICIES, by which a request's replica is chosen; None: Ray's own choice.
     grace: seconds in which a replica that is taken away may finish what it has begun.
     access_log: whether each request has a line in its replica's log.
 
@@ -51,6 +53,7 @@ class FleetOptions(ModelOptions):
     scale_down_seconds: float = 600.0
     gpus_per_replica: int | None = None
     hosts_per_replica: int = 1
+    router_policy: str | None = None
     grace: float = 30.0
     access_log: bool = True
 
@@ -67,6 +70,8 @@ class FleetOptions(ModelOptions):
             raise ValueError(f"hosts_per_replica={self.hosts_per_replica} must be at least 1")
         if self.gpus_per_replica is not None and self.gpus_per_replica < 0:
             raise ValueError(f"gpus_per_replica={self.gpus_per_replica} must be at least 0")
+        if self.router_policy is not None and self.router_policy not in ROUTING_POLICIES:
+            raise ValueError(f"router_policy={self.router_policy!r} must be one of {', '.join(ROUTING_POLICIES)}")
         for name in ("grace", "scale_up_seconds", "scale_down_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be a number of seconds >= 0")

@@ -1,4 +1,4 @@
-"""What an engine takes of a cluster of Ray's. Knows nothing of Ray."""
+"""What an engine takes of a cluster of Ray's, and what Ray's processes must be told. Knows nothing of Ray."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.config import engine_config
+
+# For a policy of the router's: HAProxy in place of the proxy in Python, and that it shows our ingress the bodies of requests.
+ROUTING_ENVIRONMENT: dict[str, str] = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1"}
 
 
 def num_devices(engine: Mapping[str, Any]) -> int:

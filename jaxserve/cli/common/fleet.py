@@ -16,7 +16,7 @@ _GPUS = flags.DEFINE_integer(
     "gpus_per_replica", None, "With --ray, GPUs of a replica; by default its devices, if the cluster has GPUs.", lower_bound=0
 )
 group("Replicas on Ray", ("ray", "replicas", "gpus_per_replica"))
-_ON_RAY_ALONE = ("replicas", "max_replicas", "gpus_per_replica", "hosts_per_replica")
+_ON_RAY_ALONE = ("replicas", "max_replicas", "gpus_per_replica", "hosts_per_replica", "router_policy")
 _ALONE = ("num_hosts", "host_id", "coordinator", "cluster", "join_seconds", "role")  # flags that mean nothing there
 # Flags of our own HTTP server: Ray's proxy, which listens there, has no such option.
 _OF_OUR_LISTENER = ("uds", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", *LISTENER_OPTIONS)

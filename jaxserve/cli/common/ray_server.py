@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from absl import app, flags
 from jaxserve.cli.common import http_server
 from jaxserve.cli.common.command import group, refuse_bad_input
 from jaxserve.cli.common.fleet import gpus_per_replica, joins_cluster, last_error, num_replicas, start_ray
+from jaxserve.routing.policy import ROUTING_POLICIES
 
 if TYPE_CHECKING:
     from jaxserve.ray.fleet import FleetOptions
@@ -22,7 +24,10 @@ _MAX_REPLICAS = flags.DEFINE_integer("max_replicas", None, "With --ray, up to wh
 _HOSTS = flags.DEFINE_integer("hosts_per_replica", None, "With --ray, processes that share a replica's devices.", lower_bound=1)
 _UP = flags.DEFINE_float("scale_up_seconds", 30.0, "With --max_replicas, how long the load must ask for more.", lower_bound=0)
 _DOWN = flags.DEFINE_float("scale_down_seconds", 600.0, "With --max_replicas, how long it must ask for fewer.", lower_bound=0)
-group("Replicas on Ray", ("max_replicas", "hosts_per_replica", "scale_up_seconds", "scale_down_seconds"))
+_POLICY = flags.DEFINE_enum(
+    "router_policy", None, ROUTING_POLICIES, "With --ray, how a request's replica is chosen; by default Ray chooses."
+)
+group("Replicas on Ray", ("max_replicas", "hosts_per_replica", "scale_up_seconds", "scale_down_seconds", "router_policy"))
 
 
 def fleet_of_flags(**options: Any) -> FleetOptions:
@@ -37,6 +42,7 @@ def fleet_of_flags(**options: Any) -> FleetOptions:
         scale_down_seconds=_DOWN.value,
         gpus_per_replica=gpus_per_replica(),
         hosts_per_replica=_HOSTS.value or 1,
+        router_policy=_POLICY.value,
         grace=float(http_server.grace()),
         access_log=http_server.logs_access(),
     )
@@ -57,6 +63,10 @@ def _http_options_for(fleet: FleetOptions) -> dict[str, Any]:
 
 def serve_on_ray(fleet: FleetOptions) -> None:
     """Serves replicas until SIGTERM or Ctrl-C, then lets what runs finish for --grace seconds."""
+    from jaxserve.ray.resources import ROUTING_ENVIRONMENT
+
+    if fleet.router_policy is not None:
+        os.environ.update(ROUTING_ENVIRONMENT)  # before Ray Serve reads it here, and for the processes of a cluster of our own
     import ray  # pyright: ignore[reportMissingImports]
     from ray import serve  # pyright: ignore[reportMissingImports]
 
