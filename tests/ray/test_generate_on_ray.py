@@ -80,6 +80,17 @@ def test_a_killed_run_goes_on_where_it_broke_off(folder, tmp_path):
     assert [result["outputs"][0]["text"] for result in results] == [after(record["prompt"], 30) for record in given]
 
 
+def test_many_prompts_come_back_in_order():
+    """RAY_PROMPTS says how many. What they take beside their engines is printed."""
+    num = int(os.environ.get("RAY_PROMPTS", "10000"))
+    command = [sys.executable, "-m", "tests.ray.echoing", str(num)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(found)
+    assert found["right"] == num
+
+
 def test_mistakes_are_one_line(folder, tmp_path):
     done = run(folder, "--prompt=a", "--ray")
     assert done.returncode == 1 and "--ray needs --output" in done.stderr and "Traceback" not in done.stderr

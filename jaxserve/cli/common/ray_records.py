@@ -48,8 +48,8 @@ def results_on_ray(
         context = ray.data.DataContext.get_current()
         context.execution_options.preserve_order = True
         context.enable_progress_bars = progress
-        lines = [{"job": json.dumps([job.number, job.record, job.params])} for job in jobs]
-        done = ray.data.from_items(lines, override_num_blocks=max(1, -(-len(lines) // batch_size))).map_batches(
+        num_batches = max(1, -(-len(jobs) // batch_size))
+        done = ray.data.from_items(_lines(jobs), override_num_blocks=num_batches).map_batches(
             RecordEngine,
             fn_constructor_kwargs={"form": form, "engine": engine},
             batch_size=batch_size,
@@ -61,3 +61,8 @@ def results_on_ray(
             yield json.loads(row["result"])
     finally:
         ray.shutdown()
+
+
+def _lines(jobs: Sequence[Job]) -> list[dict[str, str]]:
+    """The jobs as Ray's object store gets them, which then has the only copy."""
+    return [{"job": json.dumps([job.number, job.record, job.params])} for job in jobs]
