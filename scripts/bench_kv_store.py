@@ -6,7 +6,9 @@ Two engines share the weights. Each round has new conversations, more than the p
 the other (no prompt was seen before, so that nothing hits); then all ask their second turn: what was said, the answer, and a new
 question. Reported are the time to the first token of second turns, and the time of the first turns from end to end, whose ratio is
 what the store costs where nothing hits; and the same ratio of the process's processor time, the store's thread included, which
-others on the machine disturb less. Ratios are medians of the rounds'. All programs are compiled before.
+others on the machine disturb less. Then new prompts of half that length are asked all at once, four times as many as run
+together: what the store costs where steps are full, and pages are stored beside them. Ratios are medians of the rounds'. All
+programs are compiled before.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ _CONVERSATIONS = flags.DEFINE_integer("conversations", 6, "Conversations of a ro
 _TURN = flags.DEFINE_integer("turn", 1024, "Tokens of a first turn's prompt.", lower_bound=2)
 _QUESTION = flags.DEFINE_integer("question", 32, "Tokens that a second turn adds to what was said.", lower_bound=1)
 _ANSWER = flags.DEFINE_integer("answer", 16, "Tokens of an answer.", lower_bound=1)
+_BATCH_ANSWER = flags.DEFINE_integer("batch_answer", 64, "Tokens of an answer of those that are asked at once.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds; one more comes before.", lower_bound=1)
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 define_engine_flags(model="tiny-qwen3", warm_up="all", kv_store="host:1GiB", max_num_seqs=4)
@@ -63,6 +66,22 @@ def one_round(
     return spent, [seconds for seconds, _ in second], first + [answer for _, answer in second]
 
 
+def full_batch(engine: Any, prompts: list[list[int]]) -> tuple[float, dict[str, list[int]]]:
+    """(seconds until all are answered, the answers) of prompts that come at once."""
+    from jaxserve import SamplingParams
+
+    answers: dict[str, list[int]] = {f"{i}/batch": [] for i in range(len(prompts))}
+    start = time.perf_counter()
+    for name, prompt in zip(answers, prompts, strict=True):
+        engine.add_request(name, prompt, SamplingParams(max_tokens=_BATCH_ANSWER.value, temperature=0, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            answers[output.request.request_id] += output.new_token_ids
+    elapsed = time.perf_counter() - start
+    wait_until_stored(engine)
+    return elapsed, answers
+
+
 def wait_until_stored(engine: Any) -> None:
     """Until the store has written what it was given, if there is one."""
     stored = engine.stored_pages
@@ -78,7 +97,7 @@ def main() -> None:
     with refuse_bad_input():
         options: dict[str, Any] = engine_options()
         page_size = options["page_size"] or 64
-        longest = _TURN.value + 2 * _ANSWER.value + _QUESTION.value
+        longest = max(_TURN.value + 2 * _ANSWER.value + _QUESTION.value, _TURN.value // 2 + _BATCH_ANSWER.value)
         pages = -(-longest // page_size)
         options = {**options, "max_model_len": options["max_model_len"] or longest}
         options["num_pages"] = options["num_pages"] or pages * max(1, _CONVERSATIONS.value // 2)
@@ -92,31 +111,45 @@ def main() -> None:
     first: dict[str, list[float]] = {"off": [], "on": []}
     busy: dict[str, list[float]] = {"off": [], "on": []}
     ttft: dict[str, list[list[float]]] = {"off": [], "on": []}
+    batch: dict[str, list[float]] = {"off": [], "on": []}
+    num_batch = 4 * engines["on"].config.scheduler.max_num_seqs
     for i in range(-1, _ROUNDS.value):
         vocab_size, answers = engines["on"].config.model.vocab_size, {}
         prompts = rng.integers(1, vocab_size, (_CONVERSATIONS.value, _TURN.value)).tolist()
         questions = rng.integers(1, vocab_size, (_CONVERSATIONS.value, _QUESTION.value)).tolist()
+        others = rng.integers(1, vocab_size, (num_batch, max(1, _TURN.value // 2))).tolist()
         for name in ("off", "on") if i % 2 else ("on", "off"):
-            (elapsed, processor), seconds, answers[name] = one_round(engines[name], prompts, questions)
+            (elapsed, processor), seconds, turns = one_round(engines[name], prompts, questions)
+            batch_elapsed, at_once = full_batch(engines[name], others)
+            answers[name] = turns, at_once
             if i >= 0:
                 first[name].append(elapsed)
                 busy[name].append(processor)
                 ttft[name].append(seconds)
+                batch[name].append(batch_elapsed)
         assert answers["on"] == answers["off"], "the store has changed an answer"
-    report(first, busy, ttft, engines["on"].stats.kv_store)
+    report(first, busy, ttft, batch, engines["on"].stats.kv_store)
 
 
-def report(first: dict[str, list[float]], busy: dict[str, list[float]], ttft: dict[str, list[list[float]]], stats: Any) -> None:
+Seconds = dict[str, list[float]]  # of each round, without the store ("off") and with it ("on")
+
+
+def ratio_of(seconds: Seconds) -> float:
+    """The median of the rounds' ratios, with the store over without it."""
+    return statistics.median(on / off for off, on in zip(seconds["off"], seconds["on"], strict=True))
+
+
+def report(first: Seconds, busy: Seconds, ttft: dict[str, list[list[float]]], batch: Seconds, stats: Any) -> None:
     """Prints one line, and writes the JSON."""
     medians = {name: [statistics.median(seconds) for seconds in ttft[name]] for name in ttft}
     faster = statistics.median(off / on for off, on in zip(medians["off"], medians["on"], strict=True))
-    slower = statistics.median(on / off for off, on in zip(first["off"], first["on"], strict=True))
-    busier = statistics.median(on / off for off, on in zip(busy["off"], busy["on"], strict=True))
+    slower, busier, batch_slower = ratio_of(first), ratio_of(busy), ratio_of(batch)
     off, on = (1e3 * statistics.median(medians[name]) for name in ("off", "on"))
     print(
         f"{flags.FLAGS.model}, {flags.FLAGS.kv_store}: median time to the first token of second turns {off:.1f} ms without the "
         f"store, {on:.1f} ms with it ({faster:.2f} times as fast); first turns, which hit nothing, take {slower:.3f} times as long "
-        f"with it, and {busier:.3f} times the processor time; {stats.num_hit_tokens} of {stats.num_queried_tokens} tokens hit"
+        f"with it, and {busier:.3f} times the processor time; full batches take {batch_slower:.3f} times as long; "
+        f"{stats.num_hit_tokens} of {stats.num_queried_tokens} tokens hit"
     )
     write_json(
         _JSON.value,
@@ -129,10 +162,13 @@ def report(first: dict[str, list[float]], busy: dict[str, list[float]], ttft: di
             "answer": _ANSWER.value,
             "seconds_first_turns": first,
             "processor_seconds_first_turns": busy,
+            "batch_answer": _BATCH_ANSWER.value,
+            "seconds_batch": batch,
             "ttft_second_turns": ttft,
             "ttft_ratio": faster,
             "no_hit_ratio": slower,
             "no_hit_processor_ratio": busier,
+            "batch_ratio": batch_slower,
             "num_hit_tokens": stats.num_hit_tokens,
             "num_queried_tokens": stats.num_queried_tokens,
             "tiers": [vars(tier) for tier in stats.tiers],

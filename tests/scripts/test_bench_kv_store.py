@@ -22,3 +22,5 @@ def test_second_turns_hit(tmp_path):
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["num_hit_tokens"] > 3 * 4 * 48 and result["tiers"][0]["pages_read"] * 16 == result["num_hit_tokens"]
     assert [len(seconds) for seconds in result["ttft_second_turns"]["on"]] == [4, 4] and result["ttft_ratio"] > 0
+    off, on = (result["seconds_batch"][name] for name in ("off", "on"))
+    assert len(off) == len(on) == 2 and result["batch_ratio"] == pytest.approx(sum(b / a for a, b in zip(off, on, strict=True)) / 2)
